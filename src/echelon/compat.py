@@ -1,0 +1,49 @@
+"""Every private torch name the project touches, with the versions it was tried on.
+
+Nothing here is imported at the top: a room that needs one of these pays for that one alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch import Tensor
+
+
+def clear_sharding_cache() -> None:
+    """Forget DTensor's cached sharding decisions. Tried on 2.13.
+
+    Mesh equality ignores process groups, so after a group is destroyed and made anew the cache returns results that
+    carry the destroyed mesh.
+    """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+
+
+def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+    """An all-gather of equal parts, under way. Public, but renamed: `all_gather_single` from 2.13, `..._into_tensor` before."""
+    import torch.distributed as dist
+
+    call: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: dist.Work = call(whole, part, group=group, async_op=True)
+    return work
+
+
+def start_reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+    """A reduce-scatter of equal parts, under way. Public, but renamed: `reduce_scatter_single` from 2.13."""
+    import torch.distributed as dist
+
+    call: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    work: dist.Work = call(part, whole, group=group, async_op=True)
+    return work
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Runs `callback` when the backward pass under way ends. Called from a gradient hook. Tried on 2.11 and 2.13."""
+    from torch.autograd import Variable
+
+    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined, no-untyped-call]

@@ -1,0 +1,34 @@
+"""Tokens on disk, and their order as a pure function. NumPy only: nothing here imports torch."""
+
+from echelon.data.cache import prepare
+from echelon.data.corpus import default_corpus
+from echelon.data.dataset import NO_TARGET, Place, TokenDataset
+from echelon.data.mixture import Mixture
+from echelon.data.order import batch_indices, epoch_and_sample, rank_indices
+from echelon.data.tokenize import TextError, text_files, tokenize
+from echelon.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, TokenizerError, load_tokenizer
+from echelon.data.tokens import TokenFile, TokenFileError, TokenWriter, is_token_file
+
+__all__ = [
+    "NO_TARGET",
+    "ByteTokenizer",
+    "JsonTokenizer",
+    "Mixture",
+    "Place",
+    "TextError",
+    "TokenDataset",
+    "TokenFile",
+    "TokenFileError",
+    "TokenWriter",
+    "Tokenizer",
+    "TokenizerError",
+    "batch_indices",
+    "default_corpus",
+    "epoch_and_sample",
+    "is_token_file",
+    "load_tokenizer",
+    "prepare",
+    "rank_indices",
+    "text_files",
+    "tokenize",
+]

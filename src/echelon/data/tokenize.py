@@ -1,0 +1,103 @@
+"""Text files and folders -> one token file, streaming: one piece of one document is in memory at a time."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from echelon.data.tokenizer import ByteTokenizer, Tokenizer
+from echelon.data.tokens import AnyIntArray, TokenFile, TokenWriter
+
+TEXT_SUFFIXES = (
+    ".txt",
+    ".text",
+    ".md",
+    ".rst",
+    ".tex",
+    ".html",
+    ".py",
+    ".c",
+    ".h",
+    ".cpp",
+    ".rs",
+    ".go",
+    ".java",
+    ".js",
+    ".ts",
+)
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes of text read so far, and the bytes of all of it."""
+
+
+class TextError(ValueError):
+    """Text that cannot be found or read."""
+
+
+def tokenize(
+    paths: Sequence[str | os.PathLike[str]],
+    output: str | os.PathLike[str],
+    *,
+    tokenizer: Tokenizer | None = None,
+    progress: Progress | None = None,
+) -> TokenFile:
+    """Writes the text under `paths` as one token file, each text file a document; bytes where no tokenizer is given."""
+    tokenizer = tokenizer or ByteTokenizer()
+    files = text_files(paths)
+    total, done = sum(file.stat().st_size for file in files), 0
+    with TokenWriter(output, vocab_size=tokenizer.vocab_size, eos=tokenizer.eos, tokenizer=tokenizer.name) as writer:
+        for path in files:
+            try:
+                with path.open("rb") as file:
+                    writer.document(_reported(tokenizer.stream(file), file, done, total, progress))
+                    done += file.tell()
+            except OSError as error:
+                raise TextError(f"cannot read text ({path}: {error.strerror}); check data.path") from error
+    return TokenFile(output)
+
+
+def text_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
+    """Files as they are given; in folders every file with a text suffix, in an order that no file system changes.
+
+    Hidden names are left out. A file that is reached twice counts once: to see a source more often, give it a weight.
+    """
+    found: dict[Path, Path] = {}
+    for path in map(Path, paths):
+        if path.is_dir():
+            inside = search(path)
+            if not inside:
+                raise TextError(
+                    f"no text in the folder ({path}: no file ends in {' '.join(TEXT_SUFFIXES)}); "
+                    "name its files one by one"
+                )
+        elif path.is_file():
+            inside = [path]
+        else:
+            raise TextError(f"no such file or folder ({path}); check data.path")
+        for file in inside:
+            found.setdefault(file.resolve(), file)
+    return list(found.values())
+
+
+def search(
+    folder: Path, *, suffixes: tuple[str, ...] = TEXT_SUFFIXES, leave_out: frozenset[str] = frozenset()
+) -> list[Path]:
+    """The files below a folder that end in one of the suffixes, without hidden names and those in `leave_out`."""
+    found = []
+    for root, folders, names in os.walk(folder):
+        # In place: what is cut here is not walked, and an installed torch alone has thousands of folders.
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in leave_out]
+        found += [Path(root, name) for name in names if not name.startswith(".") and name.lower().endswith(suffixes)]
+    # By parts and not by text: "a/b" and "a-b" would change places where the separator is another character.
+    return sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(folder).parts)
+
+
+def _reported(
+    pieces: Iterator[AnyIntArray], file: BinaryIO, before: int, total: int, progress: Progress | None
+) -> Iterator[AnyIntArray]:
+    for piece in pieces:
+        yield piece
+        if progress is not None:
+            done = before + file.tell()
+            # A log may grow while it is read.
+            progress(done, max(done, total))

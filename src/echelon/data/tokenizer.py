@@ -1,0 +1,167 @@
+"""Tokenizers: bytes, which need nothing, and the JSON files of Hugging Face `tokenizers`.
+
+A tokenizer turns the bytes of one document into tokens, piece by piece, so that a document may be larger than memory.
+"""
+
+import codecs
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+
+from echelon.data.tokens import AnyIntArray
+
+_PIECE_BYTES = 1 << 22
+# Tried in this order when a tokenizer's own configuration does not name the token that ends a document.
+_USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+
+
+class TokenizerError(ValueError):
+    """A tokenizer that cannot be loaded, or a text that it cannot read."""
+
+
+class Tokenizer(Protocol):
+    """What the rest of the room needs of a tokenizer."""
+
+    @property
+    def name(self) -> str:
+        """Written into token files; two tokenizers of one name give the same tokens."""
+        ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos(self) -> int:
+        """The token that ends a document; `encode` and `stream` never add it themselves."""
+        ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+    def stream(self, file: BinaryIO) -> Iterator[AnyIntArray]:
+        """The tokens of one document, in pieces."""
+        ...
+
+
+class ByteTokenizer:
+    """One token for each byte, and token 256 for the end of a document. Any file can be read with it."""
+
+    name = "bytes"
+    vocab_size = 257
+    eos = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        # A model may well give half a character, or the end of a document: neither is an error.
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+    def stream(self, file: BinaryIO) -> Iterator[AnyIntArray]:
+        while piece := file.read(_PIECE_BYTES):
+            yield np.frombuffer(piece, np.uint8)
+
+
+class JsonTokenizer:
+    """A `tokenizer.json` of Hugging Face `tokenizers`.
+
+    Text that looks like a special token stays text: only the end of a document becomes `eos`. Truncation and padding
+    that the file asks for are switched off, since a document must keep every token. A document above 4 MiB is encoded
+    in pieces that end with a line.
+    """
+
+    def __init__(self, path: Path, *, eos: str | None = None) -> None:
+        try:
+            raw = path.read_bytes()
+        except OSError as error:
+            raise TokenizerError(
+                f"cannot read the tokenizer ({path}: {error.strerror}); check data.tokenizer"
+            ) from error
+        try:
+            from tokenizers import Tokenizer as Engine
+        except ImportError as error:
+            raise TokenizerError(
+                f"a tokenizer file needs the `tokenizers` package ({path}: {error}); "
+                'run pip install "echelon[tokenizers]", or use data.tokenizer = "bytes"'
+            ) from error
+        try:
+            self._engine = Engine.from_str(raw.decode())
+        except Exception as error:  # the engine raises bare Exception for whatever is wrong with the JSON
+            raise TokenizerError(f"not a tokenizer file ({path}: {error}); give a tokenizer.json") from error
+        self._engine.no_truncation()
+        self._engine.no_padding()
+        self._engine.encode_special_tokens = True
+        # The name alone would not tell two vocabularies apart.
+        self.name = f"{path.name}@{hashlib.sha256(raw).hexdigest()[:12]}"
+        vocabulary: dict[str, int] = self._engine.get_vocab(with_added_tokens=True)
+        # Not their number: ids may have holes.
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        candidates = [eos] if eos is not None else [*_configured_eos(path), *_USUAL_EOS]
+        known = [token for token in candidates if token in vocabulary]
+        if not known:
+            raise TokenizerError(
+                f"no token ends a document ({path}: none of {', '.join(candidates)} is in the vocabulary); "
+                "name one as eos_token in a tokenizer_config.json beside it, or pass eos="
+            )
+        self.eos = vocabulary[known[0]]
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._engine.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        text: str = self._engine.decode(list(tokens), skip_special_tokens=True)
+        return text
+
+    def stream(self, file: BinaryIO) -> Iterator[AnyIntArray]:
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        pending, position, last = "", 0, False
+        while not last:
+            raw = file.read(_PIECE_BYTES)
+            last = not raw
+            try:
+                pending += decoder.decode(raw, final=last)
+            except UnicodeDecodeError as error:
+                # The decoder's own buffer may begin before this read.
+                bad = position + len(raw) - len(error.object) + error.start
+                raise TokenizerError(
+                    f"text is not UTF-8 ({getattr(file, 'name', 'input')}: {error.reason} at byte {bad}); "
+                    'convert it, or use data.tokenizer = "bytes"'
+                ) from error
+            position += len(raw)
+            if not last and len(pending) < _PIECE_BYTES:
+                continue
+            cut = len(pending) if last else pending.rfind("\n") + 1 or len(pending)
+            piece, pending = pending[:cut], pending[cut:]
+            if piece:
+                yield np.array(self.encode(piece), np.int64)
+
+
+def load_tokenizer(spec: str | os.PathLike[str], *, eos: str | None = None) -> Tokenizer:
+    """`"bytes"`, a `tokenizer.json`, or a folder that holds one. `eos` names the token that ends a document."""
+    if spec == "bytes":
+        return ByteTokenizer()
+    path = Path(spec)
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    if not path.is_file():
+        raise TokenizerError(f'no such tokenizer ({spec}); give "bytes", a tokenizer.json or a folder that holds one')
+    return JsonTokenizer(path, eos=eos)
+
+
+def _configured_eos(path: Path) -> list[str]:
+    """What Hugging Face writes beside a tokenizer: eos_token is a string, or an object with a `content`."""
+    try:
+        config: Any = json.loads(path.with_name("tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    token = config.get("eos_token") if isinstance(config, dict) else None
+    if isinstance(token, dict):
+        token = token.get("content")
+    return [token] if isinstance(token, str) else []

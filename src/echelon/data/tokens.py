@@ -1,0 +1,279 @@
+"""Token files: tokens on disk, memory-mapped, with a readable header.
+
+    +---------------------------+------------------------+---------+----------------------------+
+    | header, 4096 bytes        | tokens                 | padding | document offsets           |
+    | JSON, padded with spaces  | uint16 or uint32, LE   | to 8    | int64, LE, starts in order |
+    +---------------------------+------------------------+---------+----------------------------+
+
+The header has a fixed size because the counts and the checksum are known only after the last token was streamed out. It
+carries its own CRC, so a damaged header is found when a file is opened; the payload's SHA-256 is compared on request,
+since that reads the whole file. Nothing in the file depends on time or place: the same text gives the same bytes.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+import numpy as np
+import numpy.typing as npt
+
+MAGIC = "echelon-tokens"
+VERSION = 1
+HEADER_BYTES = 4096
+_PREFIX = b'{"magic": "' + MAGIC.encode() + b'"'
+_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_OFFSET = np.dtype("<i8")
+_CHUNK_BYTES = 1 << 22
+
+IntArray = npt.NDArray[np.int64]
+AnyIntArray = npt.NDArray[np.integer[Any]]
+
+
+class TokenFileError(ValueError):
+    """A token file that cannot be written, or read, or does not hold what its header says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What a token file says about itself."""
+
+    dtype: str
+    """`uint16` or `uint32`, the smallest that holds the vocabulary."""
+    num_tokens: int
+    """Tokens in the file, ends of documents included."""
+    num_documents: int
+    """Documents in the file; each has at least one token and ends with `eos`."""
+    vocab_size: int
+    """Every token is below this."""
+    eos: int
+    """The token that ends a document."""
+    tokenizer: str
+    """The tokenizer's name; files of one run must agree on it."""
+    sha256: str
+    """Checksum of everything after the header."""
+
+    def encode(self) -> bytes:
+        fields = {"magic": MAGIC, "version": VERSION, **asdict(self)}
+        text = json.dumps({**fields, "crc32": zlib.crc32(json.dumps(fields).encode())}).encode()
+        if len(text) >= HEADER_BYTES:
+            raise TokenFileError(
+                f"the header of a token file is too long ({len(text)} bytes); shorten the tokenizer's name"
+            )
+        return text.ljust(HEADER_BYTES - 1) + b"\n"
+
+    @property
+    def offsets_start(self) -> int:
+        """Position in the file, in bytes, of the first document offset."""
+        end = HEADER_BYTES + self.num_tokens * _DTYPES[self.dtype].itemsize
+        return end + -end % _OFFSET.itemsize
+
+    @property
+    def file_bytes(self) -> int:
+        return self.offsets_start + self.num_documents * _OFFSET.itemsize
+
+
+class TokenFile:
+    """A token file opened for reading. Opening reads one page, whatever the size."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        # Opened once: a writer may put another file under this name between two looks at it. The one that was opened
+        # stays whole for as long as it is mapped.
+        try:
+            with self.path.open("rb") as file:
+                self.header = header = _read_header(file, self.path)
+                size = os.fstat(file.fileno()).st_size
+                if size != header.file_bytes:
+                    what = "is truncated" if size < header.file_bytes else "has bytes after its end"
+                    raise TokenFileError(
+                        f"token file {what} ({self.path}: {size} bytes, its header says {header.file_bytes}); "
+                        "write it again"
+                    )
+                # A plain array and not a memmap: the subclass costs more than the small slices that are taken of it.
+                self._bytes = np.asarray(np.memmap(file, np.uint8, "r"))
+        except OSError as error:
+            raise TokenFileError(f"cannot read token file ({self.path}: {error.strerror}); check data.path") from error
+        dtype = _DTYPES[header.dtype]
+        self.tokens: AnyIntArray = self._bytes[HEADER_BYTES:][: header.num_tokens * dtype.itemsize].view(dtype)
+        self.offsets: IntArray = self._bytes[header.offsets_start :].view(_OFFSET)
+
+    def verify(self) -> None:
+        """Reads the whole file; raises if it does not hold what the header says."""
+        sha256 = hashlib.sha256(self._bytes[HEADER_BYTES:].data).hexdigest()
+        if sha256 != self.header.sha256:
+            raise TokenFileError(
+                f"token file is corrupt ({self.path}: sha256 {sha256[:12]}…, "
+                f"its header says {self.header.sha256[:12]}…); write it again"
+            )
+
+
+def is_token_file(path: str | os.PathLike[str]) -> bool:
+    """Whether the file begins as a token file does. Its contents may still be damaged."""
+    path = Path(path)
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(_PREFIX)) == _PREFIX
+
+
+def _read_header(file: BinaryIO, path: Path) -> Header:
+    raw = file.read(HEADER_BYTES)
+    if not raw.startswith(_PREFIX):
+        raise TokenFileError(f"not a token file ({path}: begins with {raw[:16]!r}); tokenise the text first")
+    damaged = TokenFileError(f"the header of a token file is damaged ({path}); write it again")
+    if len(raw) < HEADER_BYTES:
+        raise TokenFileError(
+            f"token file is truncated ({path}: {len(raw)} bytes, the header alone has {HEADER_BYTES}); write it again"
+        )
+    try:
+        fields = json.loads(raw)
+    except ValueError:
+        raise damaged from None
+    crc32 = fields.pop("crc32", None)
+    if crc32 != zlib.crc32(json.dumps(fields).encode()):
+        raise damaged
+    # Only now: a version that the CRC vouches for is a real one, not a flipped bit.
+    version = fields.pop("version", None)
+    if version != VERSION:
+        raise TokenFileError(
+            f"token file has another version ({path}: {version}, this release reads {VERSION}); write it again"
+        )
+    del fields["magic"]
+    try:
+        header = Header(**fields)
+    except TypeError:
+        raise damaged from None
+    if header.dtype not in _DTYPES:
+        raise damaged
+    return header
+
+
+class TokenWriter:
+    """Writes a token file document by document; the file appears under its name only when it is complete.
+
+    Used as a context manager. Any number of writers may write the same path at once: each has its own temporary file,
+    and the last one to finish replaces the others' result in one step.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, vocab_size: int, eos: int, tokenizer: str) -> None:
+        if not 0 <= eos < vocab_size <= 1 << 32:
+            raise TokenFileError(
+                f"eos must be a token of the vocabulary (eos {eos}, vocabulary {vocab_size}, at most {1 << 32}); "
+                "check the tokenizer"
+            )
+        self.path = Path(path)
+        self._dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
+        self._vocab_size, self._eos, self._tokenizer = vocab_size, eos, tokenizer
+        self._num_tokens = self._num_documents = 0
+        self._digest = hashlib.sha256()
+        # Refused here rather than after hours of writing.
+        self._header("").encode()
+
+    def __enter__(self) -> Self:
+        # Our own name and not tempfile's: that one is readable by its owner only, and would stay so after the rename.
+        self._temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+        try:
+            with contextlib.ExitStack() as stack:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                # A corpus may have more documents than fit in memory; their offsets wait on disk.
+                self._offsets: BinaryIO = stack.enter_context(tempfile.TemporaryFile(dir=self.path.parent))
+                self._file: BinaryIO = stack.enter_context(self._temporary.open("xb"))
+                self._file.seek(HEADER_BYTES)
+                stack.pop_all()
+        except OSError as error:
+            raise self._cannot_write(error) from error
+        return self
+
+    def document(self, pieces: Iterable[npt.ArrayLike]) -> None:
+        """Writes one document, given in pieces of any length, and its end. A document without tokens is left out."""
+        start = self._num_tokens
+        for piece in pieces:
+            tokens = np.asarray(piece)
+            if tokens.size:
+                self._append(tokens)
+        if self._num_tokens > start:
+            self._append(np.array([self._eos]))
+            self._write(self._offsets, np.array(start, _OFFSET).tobytes())
+            self._num_documents += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        except OSError as fault:
+            raise self._cannot_write(fault) from fault
+        finally:
+            # After a success both the file and its temporary name are gone already. After a failure, closing tries to
+            # write what is left and may fail again: the first error is the one to show.
+            for file in (self._offsets, self._file):
+                with contextlib.suppress(OSError):
+                    file.close()
+            self._temporary.unlink(missing_ok=True)
+
+    def _append(self, tokens: AnyIntArray) -> None:
+        if tokens.dtype.kind not in "iu" or int(tokens.min()) < 0 or int(tokens.max()) >= self._vocab_size:
+            raise TokenFileError(
+                f"token outside the vocabulary ({tokens.dtype} from {tokens.min()} to {tokens.max()}, "
+                f"vocabulary {self._vocab_size}); check the tokenizer"
+            )
+        data = tokens.astype(_DTYPES[self._dtype]).tobytes()
+        self._write(self._file, data)
+        self._digest.update(data)
+        self._num_tokens += tokens.size
+
+    def _write(self, file: BinaryIO, data: bytes) -> None:
+        # Only around the writing: an error of whoever reads the pieces is not ours to explain.
+        try:
+            file.write(data)
+        except OSError as error:
+            raise self._cannot_write(error) from error
+
+    def _finish(self) -> None:
+        if not self._num_documents:
+            raise TokenFileError(f"no text to write ({self.path}); give at least one document that is not empty")
+        padding = bytes(self._header("").offsets_start - self._file.tell())
+        self._file.write(padding)
+        self._digest.update(padding)
+        self._offsets.seek(0)
+        while chunk := self._offsets.read(_CHUNK_BYTES):
+            self._digest.update(chunk)
+            self._file.write(chunk)
+        self._file.seek(0)
+        self._file.write(self._header(self._digest.hexdigest()).encode())
+        self._file.flush()
+        # Without this a crash of the machine may leave the name on an empty file.
+        os.fsync(self._file.fileno())
+        self._file.close()
+        os.replace(self._temporary, self.path)
+
+    def _header(self, sha256: str) -> Header:
+        return Header(
+            dtype=self._dtype,
+            num_tokens=self._num_tokens,
+            num_documents=self._num_documents,
+            vocab_size=self._vocab_size,
+            eos=self._eos,
+            tokenizer=self._tokenizer,
+            sha256=sha256,
+        )
+
+    def _cannot_write(self, error: OSError) -> TokenFileError:
+        try:
+            free = f", {shutil.disk_usage(self.path.parent).free / 1e6:.0f} MB free"
+        except OSError:
+            free = ""
+        return TokenFileError(
+            f"cannot write token file ({self.path}: {error.strerror or error}{free}); choose another folder"
+        )

@@ -1,0 +1,100 @@
+"""What went wrong in a rank, and which of several failures was the first.
+
+One fault makes many: when a rank dies, its peers fail a moment later because their connections break. The user needs the
+first failure, with its own traceback, once.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+# What gloo, NCCL and the store say when the other side went away or did not answer.
+_LOST_PEER = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection was likely closed",
+    "broken pipe",
+    "application timeout caused pair closure",
+    "timed out waiting",
+    "wait timeout",
+    "socket timeout",
+    "remote process exited",
+    "failed to recv, got 0 bytes",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """One rank's failure."""
+
+    rank: int
+    when: int
+    """`time.monotonic_ns()`; one clock for all processes of a machine."""
+    reason: str
+    """One line: `ValueError: message`, or how the process ended."""
+    traceback: str = ""
+    """The rank's own traceback; empty if the process ended without an exception."""
+    lost_peer: bool = False
+    """Whether it reads like the consequence of another rank's failure."""
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> Failure:
+        """The failure of the rank that caught `error`, now."""
+        text = "".join(traceback.format_exception(error))
+        reason = "".join(traceback.format_exception_only(error)).strip()
+        return cls(
+            rank=rank,
+            when=time.monotonic_ns(),
+            reason=reason,
+            traceback=text.rstrip(),
+            lost_peer=any(words in text.lower() for words in _LOST_PEER),
+        )
+
+    @classmethod
+    def of_exit(cls, exitcode: int | None, rank: int, output: str = "") -> Failure:
+        """The failure of a rank whose process is gone. `output` is what it printed last."""
+        return cls(rank=rank, when=time.monotonic_ns(), reason=_ending(exitcode), traceback=output.rstrip())
+
+
+class RankError(RuntimeError):
+    """A rank failed, died or did not finish. The message ends with that rank's traceback."""
+
+    def __init__(self, message: str, *, rank: int, reason: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.reason = reason
+
+    @classmethod
+    def of(cls, failure: Failure, *, world: int, what: str, remark: str = "") -> RankError:
+        """The error for one failure of `what`, a function's name, on `world` ranks."""
+        head = f"rank {failure.rank} of {world} failed in {what} ({failure.reason.splitlines()[0]})"
+        parts = [head, *filter(None, [remark, failure.traceback])]
+        return cls("\n\n".join(parts), rank=failure.rank, reason=failure.reason)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _error, (str(self), self.rank, self.reason)
+
+
+def first(failures: Iterable[Failure]) -> Failure:
+    """The failure that caused the others: the earliest one that does not read like a consequence, else the earliest."""
+    return min(failures, key=lambda failure: (failure.lost_peer, failure.when))
+
+
+def _error(message: str, rank: int, reason: str) -> RankError:
+    return RankError(message, rank=rank, reason=reason)
+
+
+def _ending(exitcode: int | None) -> str:
+    if exitcode is None:
+        return "the process ended, nobody knows how"
+    if exitcode >= 0:
+        return f"the process ended with exit code {exitcode} and without an exception"
+    try:
+        name = signal.Signals(-exitcode).name
+    except ValueError:
+        name = f"signal {-exitcode}"
+    return f"the process was ended by {name}"

@@ -1,0 +1,26 @@
+"""How the work of one device is laid over many ranks: `Layout`, its grammar, its rules, `Mesh`. No torch."""
+
+from echelon.layout.faults import Fault, FaultError, did_you_mean
+from echelon.layout.grammar import KEYS, Key, describe
+from echelon.layout.layout import Layout
+from echelon.layout.mesh import Mesh
+from echelon.layout.order import Links, Traffic, choose_order, exposed_s
+from echelon.layout.reading import check
+from echelon.layout.rules import ModelFacts
+
+__all__ = [
+    "KEYS",
+    "Fault",
+    "FaultError",
+    "Key",
+    "Layout",
+    "Links",
+    "Mesh",
+    "ModelFacts",
+    "Traffic",
+    "check",
+    "choose_order",
+    "describe",
+    "did_you_mean",
+    "exposed_s",
+]

@@ -1,0 +1,179 @@
+"""`Layout`: how the work of one device is laid over many, as data with a round-trip text form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+from echelon.layout import grammar
+from echelon.layout.faults import Fault, FaultError
+
+DERIVED = -1
+"""Stands for "what follows from the other keys" when a layout is made; no finished layout holds it."""
+
+WITH_CHUNKS = ("interleaved", "zb-v", "dualpipe-v")
+"""Schedules in which a rank holds more than one chunk of layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The degrees and policies of a run. Always complete: what is not given is derived at once.
+
+    >>> str(Layout.parse("tp=2, zero=1", world=8))
+    'dp=4,zero=1,tp=2'
+    """
+
+    dp: int = 1
+    """data-parallel ranks"""
+    zero: int = DERIVED
+    """0 replicates; 1 shards optimizer states over dp, 2 gradients too, 3 parameters too"""
+    shard: int = DERIVED
+    """ranks of dp that share one set of shards; dp / shard sets are replicas of each other"""
+    tp: int = 1
+    """tensor-parallel ranks"""
+    tp_kind: str = "1d"
+    """1d, 2d, 2.5d or 3d"""
+    depth: int = 1
+    """layers of 2.5d's grid"""
+    sp: int = DERIVED
+    """1 where norms and residuals are split over tp by position"""
+    cp: int = 1
+    """context-parallel ranks"""
+    cp_kind: str = "ring"
+    """ring, ulysses, gather or ring-ulysses"""
+    ulysses: int = DERIVED
+    """ranks of cp that exchange heads; the ring runs over cp / ulysses"""
+    pp: int = 1
+    """pipeline stages"""
+    schedule: str = "1f1b"
+    """order of a pipeline's passes"""
+    vpp: int = DERIVED
+    """chunks of layers per pipeline rank"""
+    ep: int = 1
+    """expert-parallel ranks, folded into dp x cp x tp"""
+    etp: int = 1
+    """tensor-parallel ranks inside an expert"""
+    microbatch: int = 1
+    """sequences per rank and microbatch"""
+    accumulate: int = 1
+    """microbatches per step"""
+    recompute: str = "none"
+    """what is recomputed in the backward pass"""
+    offload: str = "none"
+    """what lives off the device, joined by +"""
+
+    def __post_init__(self) -> None:
+        derived = self._derived()
+        faults = []
+        for key in grammar.KEYS:
+            value = getattr(self, key.name)
+            if key.name in derived and value == DERIVED:
+                object.__setattr__(self, key.name, derived[key.name])
+            elif key.kind.read(str(value)) != value:
+                rule = "is not a legal value"
+                faults.append(Fault(key=key.name, value=str(value), rule=rule, legal=key.kind.legal))
+        if faults:
+            raise FaultError(faults)
+
+    def _derived(self) -> dict[str, int]:
+        """Defaults that follow from other keys. None of them follows from another one of them."""
+        return {
+            "zero": 1 if self.pp > 1 else 0,
+            "shard": self.dp,
+            "sp": 1 if self.tp > 1 else 0,
+            "ulysses": self.cp if self.cp_kind == "ulysses" else 1,
+            "vpp": 2 if self.schedule in WITH_CHUNKS else 1,
+        }
+
+    @classmethod
+    def resolve(cls, given: Mapping[str, Any], *, world: int | None = None, batch: int | None = None) -> Self:
+        """The layout of some given keys: dp fills the world, microbatch x accumulate the batch.
+
+        Where they do not divide, the layout is smaller than the world or the batch, and a rule says so.
+        """
+        values = dict(given)
+        if world is not None:
+            rest = values.get("tp", 1) * values.get("cp", 1) * values.get("pp", 1)
+            values.setdefault("dp", max(1, world // rest))
+        if batch is not None:
+            per_rank = max(1, batch // values.get("dp", 1))
+            if "microbatch" in values:
+                values.setdefault("accumulate", max(1, per_rank // values["microbatch"]))
+            else:
+                values.setdefault("accumulate", 1)
+                values["microbatch"] = max(1, per_rank // values["accumulate"])
+        return cls(**values)
+
+    @classmethod
+    def parse(cls, text: str, *, world: int | None = None, batch: int | None = None) -> Layout:
+        """Reads one layout. Raises FaultError with every fault of the text, of the world and of the batch.
+
+        The rules between the keys themselves, and between them and a model, are `echelon.layout.check`'s.
+        """
+        # The rules read layouts, so they import this file; this is the one arrow back.
+        from echelon.layout.reading import parse
+        from echelon.layout.rules import SIZE_RULES, Facts
+
+        return parse(text, Facts(world=world, batch=batch), SIZE_RULES)
+
+    @classmethod
+    def parse_many(cls, text: str, *, world: int | None = None, batch: int | None = None) -> list[Layout]:
+        """Reads layouts between semicolons. Raises FaultError with the faults of all of them."""
+        layouts: list[Layout] = []
+        faults: list[Fault] = []
+        parts = [part.strip() for part in text.split(";") if part.strip()] or [""]
+        for part in parts:
+            try:
+                layouts.append(cls.parse(part, world=world, batch=batch))
+            except FaultError as error:
+                where = f'in "{part}"' if len(parts) > 1 else ""
+                for fault in error.faults:
+                    faults.append(replace(fault, hint="; ".join(filter(None, (fault.hint, where)))))
+        if faults:
+            raise FaultError(faults)
+        return layouts
+
+    @property
+    def explicit(self) -> dict[str, int | str]:
+        """dp, and every key that differs from its default: what the text form holds and `resolve` needs."""
+        derived = self._derived()
+        defaults = {f.name: derived.get(f.name, f.default) for f in fields(self)}
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in values.items() if name == "dp" or value != defaults[name]}
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={value}" for name, value in self.explicit.items())
+
+    def replace(self, **changes: int | str) -> Layout:
+        """A layout with some keys changed; keys at their default follow (shard follows dp, sp follows tp)."""
+        return type(self).resolve({**self.explicit, **changes})
+
+    def diff(self, other: Layout) -> str:
+        """What changes from this layout to the other, key by key; empty where they are equal."""
+        pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
+        return ", ".join(f"{name} {here} -> {there}" for name, here, there in pairs if here != there)
+
+    @property
+    def world(self) -> int:
+        """How many ranks it needs."""
+        return self.dp * self.tp * self.cp * self.pp
+
+    @property
+    def shards(self) -> int:
+        """Ranks that divide the states between them: `shard`, or 1 where nothing is sharded."""
+        return self.shard if self.zero else 1
+
+    @property
+    def batch(self) -> int:
+        """Sequences per step, over all ranks."""
+        return self.dp * self.microbatch * self.accumulate
+
+    @property
+    def plan_only(self) -> tuple[str, ...]:
+        """Why it cannot be run today, a reason per key; empty where it can."""
+        return tuple(
+            f"{name}={value}: plan only ({row.missing} not built yet)"
+            for name, value in self.explicit.items()
+            if (row := grammar.ROWS[name]).built is not None and str(value) not in row.built
+        )

@@ -1,0 +1,126 @@
+"""`Mesh`: a layout laid over ranks 0 to world - 1.
+
+[Note: from coordinates to ranks]
+
+Axes are nested. tp is innermost, since it talks most and neighbouring ranks have the fastest links; then cp; then dp
+and pp in the order that order.py chooses. dp is two axes, replica (outer) and shard (inner; one rank where zero=0).
+With dp=4,shard=2,tp=2,pp=2:
+
+    order=("pp", "dp")    pp 0                                pp 1
+                          replica 0         replica 1         replica 0         replica 1
+                          shard 0  shard 1  shard 0  shard 1  shard 0  shard 1  shard 0   shard 1
+    tp 0 1                0 1      2 3      4 5      6 7      8 9      10 11    12 13     14 15
+
+So the stride of an axis is the product of the sizes inside it, and a rank is the sum of coordinate x stride.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+
+from echelon.layout.faults import did_you_mean
+from echelon.layout.layout import Layout
+
+Group = tuple[int, ...]
+
+_ORDERS = (("pp", "dp"), ("dp", "pp"))
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Which ranks share which axis."""
+
+    layout: Layout
+    order: tuple[str, str] = ("pp", "dp")
+    """pp and dp, the outer one first"""
+    axes: dict[str, int] = field(init=False, compare=False, repr=False)
+    """the size of every axis, outermost first"""
+
+    def __post_init__(self) -> None:
+        order = tuple(self.order)
+        if order not in _ORDERS:
+            raise ValueError(f"order must hold pp and dp once each (order={self.order}); use one of {_ORDERS}")
+        sizes = self.layout
+        outer = {
+            "pp": {"pp": sizes.pp},
+            "dp": {"replica": sizes.dp // sizes.shards, "shard": sizes.shards},
+        }
+        axes = {**outer[order[0]], **outer[order[1]], "cp": sizes.cp, "tp": sizes.tp}
+        if math.prod(axes.values()) != sizes.world:
+            raise ValueError(f"shard does not divide dp (shard={sizes.shard}, dp={sizes.dp}); use a divisor of dp")
+        object.__setattr__(self, "axes", axes)
+
+    @property
+    def world(self) -> int:
+        return self.layout.world
+
+    @cached_property
+    def strides(self) -> dict[str, int]:
+        """How far apart two neighbours on an axis are."""
+        strides, stride = {}, 1
+        for axis, size in reversed(self.axes.items()):
+            strides[axis] = stride
+            stride *= size
+        return {axis: strides[axis] for axis in self.axes}
+
+    def size(self, axis: str | Sequence[str]) -> int:
+        """How many ranks share an axis, or a product of axes."""
+        return math.prod(self.axes[name] for name in self._names(axis))
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank stands on every axis; "dp" is its position in replica x shard."""
+        self._check_rank(rank)
+        at = {axis: rank // stride % self.axes[axis] for axis, stride in self.strides.items()}
+        return {**at, "dp": at["replica"] * self.axes["shard"] + at["shard"]}
+
+    def rank(self, **at: int) -> int:
+        """The rank at some coordinates; axes that are left out count as 0. "dp" stands for replica and shard."""
+        if "dp" in at:
+            if "replica" in at or "shard" in at:
+                raise ValueError("a rank is given by dp or by replica and shard, not by both; leave one out")
+            at["replica"], at["shard"] = divmod(at.pop("dp"), self.axes["shard"])
+        rank = 0
+        for axis, position in at.items():
+            self._names(axis)
+            if not 0 <= position < self.axes[axis]:
+                raise ValueError(f"{axis} has no position {position} (size {self.axes[axis]}); count from 0")
+            rank += position * self.strides[axis]
+        return rank
+
+    def groups(self, axis: str | Sequence[str]) -> tuple[Group, ...]:
+        """The ranks that differ on an axis (or on several) and on nothing else. The groups part the world."""
+        inside = set(self._names(axis))
+        members = self._sums([name for name in self.axes if name in inside])
+        firsts = self._sums([name for name in self.axes if name not in inside])
+        return tuple(tuple(first + member for member in members) for first in firsts)
+
+    def peers(self, rank: int, axis: str | Sequence[str]) -> Group:
+        """The group of an axis that a rank is in, itself included, in the order of the axis."""
+        self._check_rank(rank)
+        inside = [name for name in self.axes if name in set(self._names(axis))]
+        at = self.coordinates(rank)
+        first = rank - sum(at[name] * self.strides[name] for name in inside)
+        return tuple(first + member for member in self._sums(inside))
+
+    def _sums(self, names: Sequence[str]) -> list[int]:
+        """Every sum of coordinate x stride over some axes, smallest first."""
+        steps = [range(0, self.axes[name] * self.strides[name], self.strides[name]) for name in names]
+        return [sum(offsets) for offsets in product(*steps)]
+
+    def _names(self, axis: str | Sequence[str]) -> tuple[str, ...]:
+        names: list[str] = []
+        for name in (axis,) if isinstance(axis, str) else axis:
+            if name != "dp" and name not in self.axes:
+                known = (*self.axes, "dp")
+                remedy = did_you_mean(name, known) or f"use one of {', '.join(known)}"
+                raise ValueError(f"the mesh has no axis of this name (axis={name}); {remedy}")
+            names += ["replica", "shard"] if name == "dp" else [name]
+        return tuple(dict.fromkeys(names))
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world:
+            raise ValueError(f"the mesh has no such rank (rank={rank}, world={self.world}); ranks count from 0")

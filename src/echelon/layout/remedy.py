@@ -1,0 +1,98 @@
+"""Which values of a key would repair a broken rule, found by trying them.
+
+Legal values written by hand go stale when a rule is added, and each is only right for its own rule. Trying is right for
+all of them: tp=8 on a world of 6 with 4 heads gives the divisors of 6 that also divide 4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from echelon.layout.grammar import ROWS, Value
+
+_HIGHEST = 256
+"""Every number up to here is tried, and beyond it the divisors of the sizes at hand."""
+_SHOWN = 12
+"""More values than these are shown as a range, or as those nearest to the given one."""
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A rule that does not hold."""
+
+    keys: tuple[str, ...]
+    """the keys that could repair it, the likeliest first"""
+    rule: str
+    """the end of a sentence that starts with key=value"""
+    hint: str = ""
+    legal: str = ""
+    """set where trying cannot find the legal values"""
+
+
+Probe = Callable[[Mapping[str, Value]], Mapping[str, Broken]]
+"""From given keys to what they break, by the name of the rule."""
+
+
+class Remedies:
+    """The search, for one set of given keys. Each value of a key is tried once, whatever the number of broken rules."""
+
+    def __init__(self, given: Mapping[str, Value], probe: Probe, sizes: Sequence[int]):
+        self._given = given
+        self._probe = probe
+        self._sizes = sizes
+        self._numbers = [*range(_HIGHEST + 1), *(n for size in sizes for n in _divisors(size))]
+        self._before = probe(given)
+        self._after: dict[str, dict[Value, Mapping[str, Broken]]] = {}
+
+    def best(self, name: str, rule: Broken) -> tuple[str, str]:
+        """The key to blame and its legal values: the first key that repairs the rule alone, or without others."""
+        if rule.legal:
+            return rule.keys[0], rule.legal
+        for key in rule.keys:
+            if values := self._working(key, name):
+                return key, _show(values, self._given.get(key))
+        for key in rule.keys:
+            others = [other for other in rule.keys if other != key and other in self._given]
+            fewer = {known: value for known, value in self._given.items() if known not in others}
+            if others and (values := Remedies(fewer, self._probe, self._sizes)._working(key, name)):
+                return key, f"{_show(values, self._given.get(key))} without {' and '.join(others)}"
+        return rule.keys[0], "none while the other keys stay"
+
+    def repairs(self, key: str, name: str) -> bool:
+        """Whether some value of the key meets the rule."""
+        return any(name not in left for left in self._try(key).values())
+
+    def _working(self, key: str, name: str) -> list[Value]:
+        """Values that meet the rule, repair whatever this key can repair, and break no rule that held.
+
+        Where there is none, the last wish is dropped, then the second.
+        """
+        meet = {value: left for value, left in self._try(key).items() if name not in left}
+        mine = {other for other in self._before if self.repairs(key, other)}
+        repair = [value for value, left in meet.items() if not left.keys() & mine]
+        clean = [value for value in repair if meet[value].keys() <= self._before.keys()]
+        return clean or repair or list(meet)
+
+    def _try(self, key: str) -> dict[Value, Mapping[str, Broken]]:
+        if key not in self._after:
+            values = ROWS[key].kind.candidates(self._numbers)
+            self._after[key] = {value: self._probe({**self._given, key: value}) for value in values}
+        return self._after[key]
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(min(number, 10**9)) + 1) if number % n == 0]
+    return [*small, *(number // n for n in small)]
+
+
+def _show(values: Sequence[Value], given: Value | None) -> str:
+    numbers = [value for value in values if isinstance(value, int)]
+    if len(values) <= _SHOWN or len(numbers) < len(values):
+        return ", ".join(str(value) for value in values)
+    low, high = numbers[0], numbers[-1]
+    if {*range(low, min(high, _HIGHEST) + 1)} <= {*numbers}:
+        return f">= {low}" if high >= _HIGHEST else f"{low} to {high}"
+    near = sorted(numbers, key=lambda n: abs(n - given) if isinstance(given, int) else n)[:_SHOWN]
+    return ", ".join(str(n) for n in sorted(near)) + ", ..."

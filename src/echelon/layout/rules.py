@@ -1,0 +1,267 @@
+"""The rules between keys, and between a layout and its world, its batch and its model.
+
+A rule only says what is broken and which keys could repair it. The legal values in a fault are not written by hand:
+they are found by trying (remedy.py), so they satisfy every rule at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from echelon.layout.faults import Fault
+from echelon.layout.grammar import ROWS, Value
+from echelon.layout.layout import WITH_CHUNKS, Layout
+from echelon.layout.remedy import Broken, Remedies
+
+
+class ModelFacts(Protocol):
+    """What the rules need to know of a model. A number that it does not have is 0."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def ffn(self) -> int: ...
+    @property
+    def vocab(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a layout must fit. None where it is not known yet: the rules about it are then not asked."""
+
+    world: int | None = None
+    batch: int | None = None
+    seq_len: int | None = None
+    model: ModelFacts | None = None
+
+
+Rule = Callable[[Layout, Facts], Iterator[Broken]]
+
+
+def fills_world(layout: Layout, facts: Facts) -> Iterator[Broken]:
+    if facts.world is None or layout.world == facts.world:
+        return
+    rule = f"does not fill the world (world {facts.world}, dp x tp x cp x pp = {layout.world})"
+    # A degree of 1 was hardly written by the user: blame another one first.
+    keys = sorted(("tp", "cp", "pp", "dp"), key=lambda key: getattr(layout, key) == 1)
+    yield Broken(tuple(keys), rule, f"or start {layout.world} ranks")
+
+
+def fills_batch(layout: Layout, facts: Facts) -> Iterator[Broken]:
+    batch, dp = facts.batch, layout.dp
+    if batch is None or layout.batch == batch:
+        return
+    if batch % dp:
+        near = sorted({max(dp, batch // dp * dp), (batch // dp + 1) * dp})
+        hint = f"or a dp that divides {batch}"
+        yield Broken(("batch",), f"is not a multiple of dp ({dp})", hint, ", ".join(str(size) for size in near))
+    else:
+        product = f"dp x microbatch x accumulate = {dp} x {layout.microbatch} x {layout.accumulate} = {layout.batch}"
+        yield Broken(("microbatch", "accumulate"), f"does not give the batch (batch {batch}, {product})")
+
+
+def shard_divides_dp(layout: Layout, facts: Facts) -> Iterator[Broken]:
+    if layout.dp % layout.shard:
+        yield Broken(("shard",), f"does not divide dp ({layout.dp})")
+
+
+def tp_has_its_shape(layout: Layout, facts: Facts) -> Iterator[Broken]:
+    shapes = {"2d": "a square", "2.5d": f"a square times the depth ({layout.depth})", "3d": "a cube"}
+    if layout.tp_kind == "1d":
+        return
+    if layout.tp == 1:
+        yield Broken(("tp_kind", "tp"), "does nothing without tp (tp 1)")
+    elif tp_side(layout) is None:
+        keys = ("depth", "tp") if layout.tp_kind == "2.5d" else ("tp",)
+        rule = f"breaks the shape of tp (tp {layout.tp}, tp_kind {layout.tp_kind}: {shapes[layout.tp_kind]})"
+        yield Broken(keys, rule, "or tp_kind=1d")
+
+
+def depth_is_for_25d(layout: Layout, facts: Facts) -> Iterator[Broken]:
+    if layout.depth > 1 and layout.tp_kind != "2.5d":
+        yield Broken(("depth",), f"needs tp_kind=2.5d (tp_kind {layout.tp_kind})")
+
+
+def sp_needs_tp(layout: Layout, facts: Facts) -> Iterator[Broken]:
+    if layout.sp and layout.tp == 1:
+        yield Broken(("sp",), "needs tp > 1 (tp 1)")
+
+
+def tp_divides_model(layout: Layout, facts: Facts) -> Iterator[Broken]:
+    model, side = facts.model, tp_side(layout)
+    if model is None or side is None:
+        return
+    if model.heads and model.heads % side:
+        yield Broken(("tp",), f"does not divide {model.heads} heads ({model.name})")
+    elif not kv_heads_split(model, side):
+        yield Broken(("tp",), f"neither divides {model.kv_heads} kv heads nor is a multiple of them ({model.name})")
+    elif model.ffn % side:
+        yield Broken(("tp",), f"does not divide the feed-forward width {model.ffn} ({model.name})")
+
+
+def cp_kind_needs_cp(layout: Layout, facts: Facts) -> Iterator[Broken]:
+    if layout.cp_kind != "ring" and layout.cp == 1:
+        yield Broken(("cp_kind",), "needs cp > 1 (cp 1)")
+
+
+def ulysses_fits_cp(layout: Layout, facts: Facts) -> Iterator[Broken]:
+    cp, kind, degree = layout.cp, layout.cp_kind, layout.ulysses
+    if kind in ("ring", "gather") and degree > 1:
+        yield Broken(("ulysses",), f"needs cp_kind=ulysses or ring-ulysses (cp_kind {kind})")
+    elif kind == "ulysses" and degree != cp:
+        yield Broken(("ulysses",), f"is not cp (cp {cp})", "or cp_kind=ring-ulysses")
+    elif kind == "ring-ulysses" and cp > 1 and (degree == 1 or cp % degree):
+        yield Broken(("ulysses",), f"is not a divisor above 1 of cp (cp {cp})", "or cp_kind=ring")
+
+
+def ulysses_divides_heads(layout: Layout, facts: Facts) -> Iterator[Broken]:
+    model, side = facts.model, tp_side(layout)
+    if model is None or side is None or layout.ulysses == 1 or not model.heads or model.heads % side:
+        return
+    key = "cp" if layout.cp_kind == "ulysses" else "ulysses"
+    if model.heads // side % layout.ulysses:
+        heads = f"{model.heads // side} heads per tp rank ({model.name})"
+        yield Broken((key,), f"does not divide the {heads}", "or cp_kind=ring")
+    elif not kv_heads_split(model, side * layout.ulysses):
+        rule = f"times tp neither divides {model.kv_heads} kv heads nor is a multiple of them ({model.name})"
+        yield Broken((key,), rule, "or cp_kind=ring")
+
+
+def cp_divides_sequence(layout: Layout, facts: Facts) -> Iterator[Broken]:
+    if facts.seq_len is not None and layout.cp > facts.seq_len:
+        yield Broken(("cp",), f"leaves ranks without a position (seq_len {facts.seq_len})")
+
+
+def stages_have_layers(layout: Layout, facts: Facts) -> Iterator[Broken]:
+    model, chunks = facts.model, layout.pp * layout.vpp
+    if model is not None and layout.pp > 1 and model.layers and chunks > model.layers:
+        of = f"pp x vpp = {layout.pp} x {layout.vpp} = {chunks}"
+        yield Broken(("pp", "vpp"), f"leaves stages without a layer ({model.name}: {model.layers} layers, {of})")
+
+
+def schedule_needs_pp(layout: Layout, facts: Facts) -> Iterator[Broken]:
+    if layout.pp == 1 and layout.schedule != "1f1b":
+        yield Broken(("schedule",), "needs pp > 1 (pp 1)")
+
+
+def vpp_fits_schedule(layout: Layout, facts: Facts) -> Iterator[Broken]:
+    schedule, vpp = layout.schedule, layout.vpp
+    if schedule.startswith("file:"):
+        return  # the file says how many chunks it has
+    if schedule == "interleaved" and vpp < 2:
+        yield Broken(("vpp",), "is too few for schedule=interleaved (2 or more chunks per rank)", "or schedule=1f1b")
+    elif schedule in WITH_CHUNKS and schedule != "interleaved" and vpp != 2:
+        yield Broken(("vpp",), f"is not what schedule={schedule} has (2 chunks per rank)")
+    elif schedule not in WITH_CHUNKS and vpp > 1:
+        yield Broken(("vpp",), f"is not what schedule={schedule} has (1 chunk per rank)", "or schedule=interleaved")
+
+
+def experts_fold(layout: Layout, facts: Facts) -> Iterator[Broken]:
+    ranks, experts = layout.dp * layout.cp * layout.tp, layout.ep * layout.etp
+    if ranks % experts:
+        of = f"ep x etp = {experts}, dp x cp x tp = {ranks}"
+        yield Broken(("ep", "etp"), f"does not fold into the ranks of a stage ({of})")
+
+
+def recompute_fits_layers(layout: Layout, facts: Facts) -> Iterator[Broken]:
+    model, (kind, _, number) = facts.model, layout.recompute.partition(":")
+    if model is not None and kind == "every" and model.layers and int(number) > model.layers:
+        legal = f"every:1 to every:{model.layers}"
+        yield Broken(("recompute",), f"is more than the model's layers ({model.name}: {model.layers})", legal=legal)
+
+
+SIZE_RULES: tuple[Rule, ...] = (fills_world, fills_batch)
+"""Rules that reading a text against a world and a batch must meet."""
+
+RULES: tuple[Rule, ...] = (
+    *SIZE_RULES,
+    shard_divides_dp,
+    tp_has_its_shape,
+    depth_is_for_25d,
+    sp_needs_tp,
+    tp_divides_model,
+    cp_kind_needs_cp,
+    ulysses_fits_cp,
+    ulysses_divides_heads,
+    cp_divides_sequence,
+    stages_have_layers,
+    schedule_needs_pp,
+    vpp_fits_schedule,
+    experts_fold,
+    recompute_fits_layers,
+)
+"""Every rule, in the order of the faults."""
+
+
+def tp_side(layout: Layout) -> int | None:
+    """Over how many ranks tp splits heads: all of 1d's, one side of a grid; None where tp has not the grid's shape."""
+    tp, kind = layout.tp, layout.tp_kind
+    if kind == "1d":
+        return tp
+    if kind == "3d":
+        side = round(tp ** (1 / 3))
+        return side if side**3 == tp else None
+    area, left = divmod(tp, layout.depth if kind == "2.5d" else 1)
+    side = math.isqrt(area)
+    fits = not left and side**2 == area and (side > 1 or tp == 1)  # a side of 1 would split nothing
+    return side if fits else None
+
+
+def kv_heads_split(model: ModelFacts, ranks: int) -> bool:
+    """Each rank gets some kv heads, or several ranks hold a copy of the same one."""
+    return not model.kv_heads or model.kv_heads % ranks == 0 or ranks % model.kv_heads == 0
+
+
+def broken(layout: Layout, facts: Facts, rules: Sequence[Rule] = RULES) -> dict[str, Broken]:
+    """What does not hold, by the name of the rule. A rule breaks at most once."""
+    return {rule.__name__: found for rule in rules for found in rule(layout, facts)}
+
+
+def explain(
+    given: Mapping[str, Value], facts: Facts, rules: Sequence[Rule] = RULES, unreadable: Sequence[str] = ()
+) -> list[Fault]:
+    """The faults of some given keys, each with the values that would work.
+
+    A rule that some value of an unreadable key would meet is not reported: that key has a fault of its own already.
+    """
+
+    def resolve(keys: Mapping[str, Value]) -> Layout:
+        return Layout.resolve(keys, world=facts.world, batch=facts.batch)
+
+    layout, faults = resolve(given), []
+    found = broken(layout, facts, rules)
+    if not found:
+        return []
+    model = facts.model
+    sizes = (facts.world, facts.batch, layout.world, model.heads if model else 0, model.layers if model else 0)
+    remedies = Remedies(given, lambda keys: broken(resolve(keys), facts, rules), [size for size in sizes if size])
+    for name, rule in found.items():
+        if any(remedies.repairs(key, name) for key in unreadable):
+            continue
+        key, legal = remedies.best(name, rule)
+        value = getattr(layout, key) if key in ROWS else getattr(facts, key)
+        faults.append(Fault(key=key, value=str(value), rule=rule.rule, legal=legal, hint=rule.hint))
+    return faults
+
+
+def faults(
+    layout: Layout,
+    *,
+    world: int | None = None,
+    batch: int | None = None,
+    seq_len: int | None = None,
+    model: ModelFacts | None = None,
+) -> list[Fault]:
+    """Every rule that a finished layout breaks; an empty list where it can be used."""
+    return explain(layout.explicit, Facts(world=world, batch=batch, seq_len=seq_len, model=model))

@@ -1,0 +1,1 @@
+"""Ways to need less memory: what is recomputed, what lives elsewhere."""

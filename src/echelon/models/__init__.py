@@ -1,0 +1,46 @@
+"""One-device models and their named sizes. Importing this loads no torch; building does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from echelon.models.sizes import SIZES, ModelConfig, find, reduced
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["SIZES", "ModelConfig", "build", "find", "initialise", "reduced"]
+
+
+def build(
+    config: ModelConfig, device: str | torch.device = "cpu", *, dtype: torch.dtype | None = None, seed: int = 0
+) -> nn.Module:
+    """The model of a config, with the first values of `seed`; on the meta device it has shapes only."""
+    import torch
+
+    from echelon.models.convnet import ConvNet
+    from echelon.models.gpt import GPT
+    from echelon.models.language import LanguageModel
+    from echelon.models.llama import Llama
+
+    # Built on meta first: torch's own first values would cost time and move the global generator.
+    with torch.device("meta"):
+        model = {"gpt": GPT, "llama": Llama, "conv": ConvNet}[config.family](config)
+    if dtype is not None:
+        model.to(dtype)
+    real = torch.device(device).type != "meta"
+    if real:
+        model.to_empty(device=device)
+    if isinstance(model, LanguageModel):
+        model.tie()
+    if real:
+        initialise(model, seed)
+    return model
+
+
+def initialise(model: nn.Module, seed: int) -> None:
+    """Fills a whole one-device model that has a method `initial(name)`, by its parameters' names."""
+    from echelon.models import initial
+
+    initial.initialise(model, seed)

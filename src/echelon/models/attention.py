@@ -1,0 +1,82 @@
+"""Causal self-attention with grouped queries, for both language models.
+
+The number of heads is read from the projections' width: a projection that holds only some of the heads needs no change.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Rotation = tuple[Tensor, Tensor]
+"""cos and sin, each [1 or B, T, head_dim / 2]."""
+
+
+def positions(tokens: Tensor, documents: Tensor | None) -> Tensor:
+    """[1 or B, T]: the position of each token in its document, or in the sequence where there are no documents."""
+    place = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+    if documents is None:
+        return place
+    first = torch.ones_like(documents, dtype=torch.bool)
+    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return place - torch.where(first, place, 0).cummax(1).values
+
+
+def document_mask(documents: Tensor | None) -> Tensor | None:
+    """[B, 1, T, T], True where a token (row) may see another (column): not later, and in the same document."""
+    if documents is None:
+        return None
+    same = documents.unsqueeze(2) == documents.unsqueeze(1)
+    return same.tril().unsqueeze(1)
+
+
+def rotation(place: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
+    """The angles of rotary position embedding, once per forward pass."""
+    # In fp64: at position 8192 an fp32 angle is already wrong by 5e-4, and the table is small.
+    rate = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device=place.device) / head_dim)
+    angle = place.unsqueeze(-1) * rate
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotates pairs (i, i + head_dim / 2) of x [B, H, T, head_dim]."""
+    cos, sin = (part.unsqueeze(1) for part in rotation)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int, kv_heads: int, *, bias: bool, dropout: float) -> None:
+        super().__init__()
+        self.head_dim = width // heads
+        self.q = nn.Linear(width, width, bias=bias)
+        self.k = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
+        self.v = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
+        self.o = nn.Linear(width, width, bias=bias)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, rotation: Rotation | None = None) -> Tensor:
+        q, k, v = (self._heads(projection(x)) for projection in (self.q, self.k, self.v))
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        if self.training and self.dropout.p > 0:
+            y = self._with_dropout(q, k, v, mask)
+        else:
+            gqa = q.shape[1] != k.shape[1]
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa)
+        out: Tensor = self.o(y.transpose(1, 2).flatten(2))
+        return out
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(x.shape[0], x.shape[1], -1, self.head_dim).transpose(1, 2)
+
+    def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        # Fused kernels draw masks of their own; here each probability's mask must be a function of its place.
+        repeat = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+        if mask is None:
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        scores = (q * self.head_dim**-0.5) @ k.transpose(2, 3)
+        scores = scores.masked_fill(~mask, float("-inf"))
+        wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
+        probabilities: Tensor = self.dropout(scores.softmax(-1, dtype=wide).to(v.dtype))
+        return probabilities @ v

@@ -1,0 +1,29 @@
+"""The end of a language model: logits, and the loss contract (sum of losses, number of valid targets)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IGNORE = -100
+"""A target that does not count."""
+
+
+def loss_sum(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of the cross entropies (fp32, or fp64 for fp64 logits) and the number of valid targets (int64)."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    total = F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+    return total, (targets != IGNORE).sum()
+
+
+class LanguageHead(nn.Module):
+    """The matrix from hidden vectors to logits. A model with a tied embedding replaces `weight` by the embedding's."""
+
+    def __init__(self, width: int, vocab: int) -> None:
+        super().__init__()
+        self.weight: Tensor = nn.Parameter(torch.empty(vocab, width))
+
+    def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return loss_sum(self.logits(x), targets)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)

@@ -1,0 +1,155 @@
+"""From a one-device model to one rank's part of a layout: the order of the transforms, to be read aloud."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon import rng
+from echelon.layout import Layout, Mesh
+from echelon.layout.placement import Entry, Piece, Placement, units_of
+from echelon.memory import recompute
+from echelon.models.splits import split_of
+from echelon.parallel import batchnorm, shard, tensor
+from echelon.parallel.axis import Axes, world_rank
+from echelon.parallel.flat import Flat
+
+
+AXES = ("replica", "shard", "dp", "tp", "shard*tp")
+"""the axes that every run has, in the order in which all ranks make their process groups"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a run may choose beside the layout."""
+
+    device: torch.device = torch.device("cpu")
+    compute: torch.dtype = torch.float32
+    """the type of parameters and activations in forward and backward"""
+    master: torch.dtype = torch.float32
+    """the type of the optimizer's copy, and of gradients where they accumulate and are reduced"""
+    seed: int = 0
+    reshard_after_forward: bool = True
+    prefetch: int = 1
+    units: tuple[str, ...] = ()
+    """patterns of the modules that form units; empty chooses the layers"""
+    leave_out: str = ""
+    """a collective left out on purpose (`dp:all_reduce`), to see that `verify` misses it"""
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """A model laid out on this rank."""
+
+    model: nn.Module
+    layout: Layout
+    axes: Axes
+    placement: Placement
+    flat: Flat
+    stream: rng.Stream
+    policy: shard.Policy
+    options: Options
+
+
+def apply(model: nn.Module, layout: Layout, options: Options) -> Parallel:
+    """Changes `model` in place. Parameters on the meta device are made here, slice by slice, by `model.initial`."""
+    mesh = Mesh(layout)
+    stream = rng.Stream(options.seed)
+    units = shard.choose_units(model, options.units)
+    values = _values(model, options)
+    entries = read_entries(model)
+
+    rng.attach(model, stream)
+    axes = Axes(mesh, world_rank(), AXES, leave_out=options.leave_out)
+    if layout.tp > 1:
+        entries = tensor.split(model, entries, split_of(model), axes["tp"], sequence_parallel=bool(layout.sp))
+        for name in sorted({axis for entry in entries for axis in entry.sum_over}):
+            axes.add(name)
+    if layout.dp > 1:
+        batchnorm.synchronise(model, axes["dp"])
+    if layout.recompute == "full":
+        recompute.apply(model, units)
+    policy = shard.policy(layout, reshard_after_forward=options.reshard_after_forward, prefetch=options.prefetch)
+    placement = Placement(units=units_of(entries, units, policy.shards), at=axes.at)
+    flat = Flat(
+        model,
+        placement,
+        policy,
+        axes["shard"],
+        axes["replica"],
+        device=options.device,
+        compute=options.compute,
+        master=options.master,
+    )
+    flat.fill(values)
+    _move_buffers(model, options)
+    return Parallel(model, layout, axes, placement, flat, stream, policy, options)
+
+
+def read_entries(model: nn.Module) -> list[Entry]:
+    """Every logical parameter once, under the first of its names."""
+    names: dict[int, list[str]] = {}
+    found: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        found[id(parameter)] = parameter
+    return [
+        Entry(
+            name=names[key][0],
+            names=tuple(names[key]),
+            shape=tuple(parameter.shape),
+            decay=parameter.dim() >= 2,
+            trainable=parameter.requires_grad,
+        )
+        for key, parameter in found.items()
+    ]
+
+
+def _values(model: nn.Module, options: Options) -> Callable[[Piece], Tensor]:
+    """Gives a piece its first values: slices of the tensors the model came with, or counter-based numbers."""
+    given = {name: parameter.detach() for name, parameter in model.named_parameters() if not parameter.is_meta}
+    recipe: Any = getattr(model, "initial", None)
+    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta and recipe is None]
+    if missing:
+        raise ValueError(f"parameters on the meta device need a method `initial(name)` ({type(model).__name__}: {missing[0]}, ...)")
+
+    def values(piece: Piece) -> Tensor:
+        entry = piece.entry
+        if entry.name in given:
+            part = given[entry.name][tuple(slice(low, high) for low, high in piece.box)]
+            padded = part.new_zeros(entry.local_shape)
+            padded[tuple(slice(0, size) for size in part.shape)] = part
+            return padded.reshape(-1)[piece.start : piece.stop]
+        out = torch.zeros(piece.stop - piece.start, dtype=options.master, device=options.device)
+        init: rng.Init = recipe(entry.name)
+        window = {dim: (low, entry.shape[dim]) for dim, (low, _) in enumerate(piece.box)}
+        for start, stop in piece.runs():
+            for first in range(start, stop, CHUNK):
+                last = min(first + CHUNK, stop)
+                index = rng.logical_index(entry.local_shape, window, first, last, options.device)
+                out[first - piece.start : last - piece.start] = init.values(options.seed, entry.name, index, options.master)
+        return out
+
+    return values
+
+
+CHUNK = 1 << 22
+"""elements whose first values are drawn at a time"""
+
+
+def _move_buffers(model: nn.Module, options: Options) -> None:
+    """Buffers (running statistics, tables) are whole on every rank."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            target = options.compute if buffer.is_floating_point() else buffer.dtype
+            if buffer.is_meta:
+                made = torch.zeros(buffer.shape, dtype=target, device=options.device)
+                if name == "running_var":
+                    made.fill_(1.0)
+                module._buffers[name] = made
+            else:
+                module._buffers[name] = buffer.to(options.device, target)

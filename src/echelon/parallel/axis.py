@@ -1,0 +1,153 @@
+"""The ranks that share a mesh axis, and the collectives between them: every message of a run goes through here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon import compat
+from echelon.layout import Mesh
+
+
+class Done:
+    """The handle of a collective that had nothing to do."""
+
+    def wait(self) -> None:
+        return None
+
+
+Pending = Done | dist.Work
+
+
+class Axis:
+    """One rank's view of one mesh axis. On an axis of one rank every collective is free."""
+
+    def __init__(
+        self, name: str, ranks: Sequence[int], rank: int, group: dist.ProcessGroup | None, left_out: frozenset[str]
+    ):
+        self.name = name
+        self.ranks = tuple(ranks)
+        self.size = len(self.ranks)
+        self.index = self.ranks.index(rank)
+        self.group = group
+        self.left_out = left_out
+
+    def __repr__(self) -> str:
+        return f"Axis({self.name}, {self.index} of {self.size})"
+
+    def idle(self, kind: str) -> bool:
+        """True where there is nobody to talk to, or where a test left this collective out to see it missed."""
+        return self.size == 1 or kind in self.left_out
+
+    def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Tensor:
+        """Sums (or takes the maximum) in place."""
+        self.start_all_reduce(tensor, op=op).wait()
+        return tensor
+
+    def start_all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Pending:
+        if self.idle("all_reduce"):
+            return Done()
+        reduce = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
+        work = dist.all_reduce(tensor, op=reduce, group=self.group, async_op=True)
+        assert work is not None
+        return work
+
+    def start_all_gather(self, whole: Tensor, part: Tensor) -> Pending:
+        """`whole` becomes every rank's `part`, in the order of the axis; `part` may be its own slice of `whole`."""
+        if self.idle("all_gather"):
+            own = whole.narrow(0, self.index * part.shape[0], part.shape[0])
+            if own.data_ptr() != part.data_ptr():
+                own.copy_(part)
+            return Done()
+        return compat.start_all_gather(whole, part, self.group)
+
+    def start_reduce_scatter(self, part: Tensor, whole: Tensor) -> Pending:
+        """`part` becomes this rank's slice of the sum of every rank's `whole`; it may be that slice of `whole` itself."""
+        if self.idle("reduce_scatter"):
+            own = whole.narrow(0, self.index * part.shape[0], part.shape[0])
+            if own.data_ptr() != part.data_ptr():
+                part.copy_(own)
+            return Done()
+        return compat.start_reduce_scatter(part, whole, self.group)
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Everyone gets the first rank's values."""
+        if not self.idle("broadcast"):
+            dist.broadcast(tensor, src=self.ranks[0], group=self.group)
+        return tensor
+
+
+class Axes:
+    """Every axis of a mesh from one rank, with its process groups made once, in the same order everywhere.
+
+    Names are those of the mesh (`tp`, `shard`, `replica`, `dp`, ...), products of them joined by `*` (`shard*tp`), and
+    `tp/2` for the runs of two neighbours inside tp that hold copies of one part.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, names: Sequence[str], *, leave_out: str = ""):
+        self.mesh = mesh
+        self.rank = rank
+        self.at = mesh.coordinates(rank)
+        self._broken_axis, _, self._broken_kind = leave_out.partition(":")
+        self._axes: dict[str, Axis] = {}
+        self._made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
+        for name in names:
+            self.add(name)
+
+    def __getitem__(self, name: str) -> Axis:
+        return self._axes[name]
+
+    def add(self, name: str) -> None:
+        """Makes an axis. All ranks must add the same names in the same order."""
+        if name in self._axes:
+            return
+        groups = enumerate_groups(self.mesh, name)
+        if groups not in self._made:
+            self._made[groups] = self._join(groups)
+        ranks = next(group for group in groups if self.rank in group)
+        left_out = frozenset({self._broken_kind} if name == self._broken_axis else ())
+        self._axes[name] = Axis(name, ranks, self.rank, self._made[groups], left_out)
+
+    def _join(self, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
+        if len(groups[0]) == 1:
+            return None
+        if len(groups) == 1:
+            return dist.group.WORLD
+        mine: dist.ProcessGroup | None = None
+        for ranks in groups:  # every rank must make every group, members or not
+            group = dist.new_group(list(ranks))
+            if self.rank in ranks:
+                assert isinstance(group, dist.ProcessGroup)
+                mine = group
+        return mine
+
+
+def enumerate_groups(mesh: Mesh, name: str) -> tuple[tuple[int, ...], ...]:
+    """All groups of an axis, a product of axes (`shard*tp`), or runs of neighbours in one (`tp/2`)."""
+    if "/" in name:
+        axis, _, size = name.partition("/")
+        run = int(size)
+        return tuple(g[i : i + run] for g in mesh.groups(axis) for i in range(0, len(g), run))
+    parts = tuple(name.split("*"))
+    return tuple(tuple(group) for group in mesh.groups(parts if len(parts) > 1 else parts[0]))
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def world_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+@torch.no_grad()
+def sum_together(axis: Axis, tensors: Sequence[Tensor]) -> None:
+    """Sums many small flat tensors over an axis with one collective, in place."""
+    if axis.size == 1 or not tensors:
+        return
+    together = axis.all_reduce(torch.cat(list(tensors)))
+    for tensor, summed in zip(tensors, together.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(summed)

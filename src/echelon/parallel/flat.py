@@ -1,0 +1,331 @@
+"""Flat units at work: parameters are views of one buffer that is gathered, freed, and whose gradients are reduced, as a whole.
+
+[Note: nothing is copied]
+
+    full       [shards * S]  compute type.  Parameters of the modules are views of it; all-gather writes straight into it.
+    master     [S]           the optimizer's shard. Where the types agree and `full` stays, it *is* a slice of `full`.
+    gradients  [shards * S]  each arriving gradient is written (first) or added (later) into its place, cast on the way.
+    grad       [S]           the reduced shard: a slice of `gradients` reduced in place, or a buffer of its own under zero 2, 3.
+
+Views of `full.data`, not of `full`, are what modules hold: `.data` has its own version counter, so refilling the buffer does not look to
+autograd like a change of tensors it saved. The storage object survives being freed, so saved weights are whole again in backward.
+
+[Note: the order of collectives]
+
+Units reduce in a fixed order (the reverse of forward), whatever order their gradients arrive in, so that a parameter that some
+rank did not use cannot make ranks wait for different collectives. What did not arrive counts as zero.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon.layout.placement import Entry, Piece, Placement, Unit
+from echelon.parallel.axis import Axis, Done, Pending
+from echelon.parallel.shard import Policy
+
+
+class FlatUnit:
+    """One unit's buffers on one rank, and the moves between them."""
+
+    def __init__(
+        self,
+        unit: Unit,
+        policy: Policy,
+        shard: Axis,
+        replica: Axis,
+        *,
+        device: torch.device,
+        compute: torch.dtype,
+        master: torch.dtype,
+    ):
+        self.unit, self.policy, self.shard, self.replica = unit, policy, shard, replica
+        size = unit.shard_numel
+        self._own = slice(shard.index * size, (shard.index + 1) * size) if policy.shards > 1 else slice(0, size)
+        self.full = torch.zeros(unit.shards * size, dtype=compute, device=device)
+        self.shares_storage = compute == master and not policy.free_parameters
+        self.master = (
+            self.full[self._own] if self.shares_storage else torch.zeros(size, dtype=master, device=device)
+        )
+        self.parameters = {entry.name: self._view(entry) for entry in unit.entries}
+        self._nbytes = self.full.untyped_storage().nbytes()
+        self.whole = False
+        self._gathering: Pending | None = None
+        if policy.free_parameters:
+            self.full.untyped_storage().resize_(0)
+
+        self.gradients: Tensor | None = None
+        self.grad = torch.zeros(size if policy.scatter_every_microbatch else 0, dtype=master, device=device)
+        if not policy.scatter_every_microbatch:
+            self.gradients = torch.zeros(self.full.shape, dtype=master, device=device)
+            self.grad = self.gradients[self._own]
+        self._written: set[str] = set()
+        self._arrived = 0
+        self._expected = sum(entry.trainable for entry in unit.entries)
+        self._scattered_before = False
+        self._incoming: Tensor | None = None
+        self._reducing: Pending = Done()
+
+    def _view(self, entry: Entry) -> nn.Parameter:
+        offset = self.unit.offsets[entry.name]
+        data = self.full.data[offset : offset + entry.local_numel].view(entry.local_shape)
+        return nn.Parameter(data, requires_grad=entry.trainable)
+
+    # -- parameters ---------------------------------------------------------------------------------------------------
+
+    def start_gather(self) -> None:
+        if self.whole or self._gathering is not None:
+            return
+        if self.policy.free_parameters:
+            self.full.untyped_storage().resize_(self._nbytes)
+        own = self.full[self._own]
+        if not self.shares_storage:
+            own.copy_(self.master)
+        self._gathering = self.shard.start_all_gather(self.full, own) if self.policy.shards > 1 else Done()
+
+    def gather(self) -> None:
+        self.start_gather()
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering, self.whole = None, True
+
+    def free(self) -> None:
+        self._catch_up()
+        if self.policy.free_parameters and self.whole:
+            self.full.untyped_storage().resize_(0)
+            self.whole = False
+
+    def _catch_up(self) -> None:
+        if self._gathering is not None:  # gathered ahead, but its module was not called
+            self.gather()
+
+    def updated(self) -> None:
+        """The optimizer changed the shard: what others hold of it is old."""
+        self._catch_up()
+        if self.shares_storage and self.policy.shards == 1:
+            self.whole = True
+        elif not self.policy.free_parameters:
+            self.whole = False
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        self._written.clear()
+        self._scattered_before = False
+
+    def begin_microbatch(self) -> None:
+        self._arrived = 0
+        if self.policy.scatter_every_microbatch:
+            self._written.clear()
+
+    def arrive(self, entry: Entry, gradient: Tensor) -> bool:
+        """Puts one parameter's gradient into its place; true when it was the last of the unit."""
+        offset = self.unit.offsets[entry.name]
+        place = self._gradient_buffer()[offset : offset + entry.local_numel].view(entry.local_shape)
+        if entry.name in self._written:
+            place.add_(gradient)
+        else:
+            place.copy_(gradient)
+            self._written.add(entry.name)
+        self._arrived += 1
+        return self.complete
+
+    @property
+    def complete(self) -> bool:
+        return self._arrived == self._expected
+
+    def _gradient_buffer(self) -> Tensor:
+        if self.gradients is None:
+            self.gradients = torch.empty(self.unit.shards * self.unit.shard_numel, dtype=self.grad.dtype, device=self.full.device)
+            self.gradients[self.unit.numel :].zero_()
+        return self.gradients
+
+    def start_reduce(self) -> None:
+        gradients = self._gradient_buffer()
+        for entry in self.unit.entries:
+            if entry.name not in self._written:
+                offset = self.unit.offsets[entry.name]
+                gradients[offset : offset + entry.local_numel].zero_()
+        if self.policy.scatter_every_microbatch:
+            self._incoming = torch.empty_like(self.grad) if self._scattered_before else self.grad
+            self._scattered_before = True
+            self._reducing = self.shard.start_reduce_scatter(self._incoming, gradients)
+        elif self.policy.shards > 1:
+            self._reducing = self.shard.start_reduce_scatter(self.grad, gradients)
+        else:
+            self._reducing = self.replica.start_all_reduce(self.grad)
+
+    def settle(self, *, last: bool) -> None:
+        """Takes the scattered sum in; in the step's last microbatch the replicas' sum starts."""
+        if self.policy.shards == 1:
+            return
+        self._reducing.wait()
+        self._reducing = Done()
+        if self._incoming is not None and self._incoming is not self.grad:
+            self.grad.add_(self._incoming)
+        self._incoming = None
+        if self.policy.scatter_every_microbatch:
+            self.gradients = None
+        if last:
+            self._reducing = self.replica.start_all_reduce(self.grad)
+
+    def finish_reduce(self) -> None:
+        self._reducing.wait()
+        self._reducing = Done()
+
+
+class Flat:
+    """All units of a model, driven by hooks on its modules and parameters."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        placement: Placement,
+        policy: Policy,
+        shard: Axis,
+        replica: Axis,
+        *,
+        device: torch.device,
+        compute: torch.dtype,
+        master: torch.dtype,
+    ):
+        self.model, self.placement, self.policy = model, placement, policy
+        self.units = [
+            FlatUnit(unit, policy, shard, replica, device=device, compute=compute, master=master) for unit in placement.units
+        ]
+        self._last = True
+        self._waiting: deque[FlatUnit] = deque()
+        self._launched: list[FlatUnit] = []
+        self._put_parameters()
+        if policy.shards > 1 or not self.units[0].shares_storage:
+            for index in range(len(self.units)):
+                self._hook_module(index)
+
+    def _put_parameters(self) -> None:
+        modules = dict(self.model.named_modules())
+        for unit in self.units:
+            for entry in unit.unit.entries:
+                parameter = unit.parameters[entry.name]
+                for name in entry.names:
+                    home, _, attribute = name.rpartition(".")
+                    modules[home].register_parameter(attribute, parameter)
+                if entry.trainable:
+                    parameter.register_post_accumulate_grad_hook(self._on_gradient(unit, entry))
+
+    def fill(self, values: Callable[[Piece], Tensor]) -> None:
+        """Sets every shard from a function that gives a piece's values."""
+        with torch.no_grad():
+            for unit in self.units:
+                for entry in unit.unit.entries:
+                    piece = self.placement.piece(unit.unit, entry)
+                    if piece.start < piece.stop:
+                        self.view(unit.master, piece).copy_(values(piece))
+                unit.updated()
+
+    @staticmethod
+    def view(shard: Tensor, piece: Piece) -> Tensor:
+        """A piece's elements in a unit's shard (of values, gradients, or optimizer states)."""
+        return shard[piece.shard_offset : piece.shard_offset + piece.stop - piece.start]
+
+    def pieces(self) -> Iterator[tuple[FlatUnit, Piece]]:
+        for unit in self.units:
+            for entry in unit.unit.entries:
+                yield unit, self.placement.piece(unit.unit, entry)
+
+    # -- one microbatch -----------------------------------------------------------------------------------------------
+
+    def begin(self, *, first: bool, last: bool) -> None:
+        """Before a microbatch's forward. `first` and `last` are of the step."""
+        self._last = last
+        self._waiting = deque(reversed(self.units)) if last or self.policy.scatter_every_microbatch else deque()
+        self._launched = []
+        for unit in self.units:
+            if first:
+                unit.begin_step()
+            unit.begin_microbatch()
+
+    def end(self) -> None:
+        """After a microbatch's backward: what has not been reduced is, and everything under way is waited for."""
+        self._launch(everything=True)
+        if self._launched:
+            self._launched[-1].settle(last=self._last)
+        if self._last:
+            for unit in self._launched:
+                unit.finish_reduce()
+        self._launched = []
+        for unit in self.units:
+            unit.free()
+
+    def updated(self) -> None:
+        for unit in self.units:
+            unit.updated()
+
+    def gather_all(self) -> None:
+        for unit in self.units:
+            unit.gather()
+
+    def _launch(self, *, everything: bool) -> None:
+        while self._waiting and (everything or self._waiting[0].complete):
+            unit = self._waiting.popleft()
+            unit.start_reduce()
+            if self._launched:
+                self._launched[-1].settle(last=self._last)  # one behind: its transfer had a unit's compute to hide in
+            self._launched.append(unit)
+
+    def _on_gradient(self, unit: FlatUnit, entry: Entry) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            gradient, parameter.grad = parameter.grad, None
+            if unit.arrive(entry, gradient):
+                unit.free()
+                self._launch(everything=False)
+
+        return hook
+
+    # -- hooks on modules ---------------------------------------------------------------------------------------------
+
+    def _hook_module(self, index: int) -> None:
+        unit = self.units[index]
+        module = self.model.get_submodule(unit.unit.name)
+        ahead = self.units[index + 1 : index + 1 + self.policy.prefetch]
+        behind = self.units[max(index - self.policy.prefetch, 0) : index][::-1]
+        is_root, is_last = unit.unit.name == "", index == len(self.units) - 1
+
+        def gather_with(others: Sequence[FlatUnit]) -> None:
+            unit.gather()
+            for other in others:
+                other.start_gather()
+
+        def before_forward(_module: nn.Module, _args: Any) -> None:
+            gather_with(ahead)
+
+        def after_forward(_module: nn.Module, _args: Any, output: Any) -> None:
+            outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+            if not outputs:  # evaluation: nobody will come back for it
+                unit.free()
+                return
+            if not self.policy.free_parameters:
+                return
+            if self.policy.reshard_after_forward and not is_root and not is_last:
+                unit.free()
+            for tensor in outputs:
+                tensor.register_hook(lambda _gradient: gather_with(behind))
+
+        module.register_forward_pre_hook(before_forward)
+        module.register_forward_hook(after_forward)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)

@@ -1,0 +1,129 @@
+"""ZeRO 0 to 3, FSDP and HSDP: one mechanism, four policies.
+
+The data-parallel ranks form `replicas` groups of `shards` ranks. Each unit's flat buffer (see layout/placement.py) is cut into
+`shards` equal shards, and a rank's optimizer updates its own shard. Everything else is when to move what:
+
+    zero  shards  gradients                                             parameters
+    0     1       all-reduce over the replicas, once a step             whole, never move
+    1     dp      reduce-scatter once a step                            all-gather once a step, before first use
+    2     dp      reduce-scatter every microbatch, keep the shard       all-gather once a step, before first use
+    3     dp      reduce-scatter every microbatch, keep the shard       all-gather before each use, freed after it
+
+With `shard=` smaller than dp (HSDP) the shards of a group are all-reduced over the replicas once a step. `flat.py` executes this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from echelon.layout import Layout
+from echelon.layout.cost import Collective
+from echelon.layout.placement import Unit
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What a ZeRO stage asks of the flat units."""
+
+    shards: int
+    """ranks that divide a unit between them"""
+    replicas: int
+    """groups of such ranks that hold the same shards"""
+    scatter_every_microbatch: bool
+    """gradients leave their full-size buffer after each microbatch (2, 3) or once a step (0, 1)"""
+    free_parameters: bool
+    """gathered parameters are freed after use (3)"""
+    reshard_after_forward: bool = True
+    """with `free_parameters`: free after forward and gather again for backward; otherwise once, after backward"""
+    prefetch: int = 1
+    """how many units are gathered ahead of the one in use"""
+
+
+def policy(layout: Layout, *, reshard_after_forward: bool = True, prefetch: int = 1) -> Policy:
+    return Policy(
+        shards=layout.shards,
+        replicas=layout.dp // layout.shards,
+        scatter_every_microbatch=layout.zero >= 2 and layout.shards > 1,
+        free_parameters=layout.zero == 3 and layout.shards > 1,
+        reshard_after_forward=reshard_after_forward,
+        prefetch=prefetch,
+    )
+
+
+# Smaller modules than this ride in the root's unit: a collective of a few kilobytes is all latency.
+SMALLEST_UNIT = 1024
+
+
+def choose_units(model: nn.Module, patterns: Sequence[str] = ()) -> tuple[str, ...]:
+    """The modules that form units of their own: those the patterns name, or each element of a list of layers.
+
+    A module given by a pattern that matches nothing is an error; without any list of layers, the direct children are taken.
+    """
+    modules = {name: module for name, module in model.named_modules() if name}
+    if patterns:
+        found = []
+        for pattern in patterns:
+            hits = [name for name in modules if fnmatchcase(name, pattern)]
+            if not hits:
+                raise ValueError(f"no module matches the unit pattern ({pattern!r}); the model has {', '.join(list(modules)[:12])}, ...")
+            found += [name for name in hits if name not in found]
+        return tuple(name for name in found if not any(name.startswith(other + ".") for other in found))
+    layers = [f"{name}.{key}" for name, module in modules.items() if _is_list(module) for key, _ in module.named_children()]
+    layers = [name for name in layers if not any(name.startswith(other + ".") for other in layers if other != name)]
+    chosen = layers or [name for name, _ in model.named_children()]
+    return tuple(name for name in chosen if sum(p.numel() for p in modules[name].parameters()) >= SMALLEST_UNIT)
+
+
+def _is_list(module: nn.Module) -> bool:
+    return type(module).__name__ in ("ModuleList", "Sequential")
+
+
+def collectives(
+    units: Sequence[Unit], plan: Policy, *, accumulate: int, compute_bytes: int, reduce_bytes: int
+) -> Iterable[Collective]:
+    """What one step issues, unit by unit. `compute_bytes` and `reduce_bytes` are the sizes of one element."""
+    scatters = accumulate if plan.scatter_every_microbatch else 1
+    last = max((i for i, unit in enumerate(units) if unit.name), default=0)
+    for index, unit in enumerate(units):
+        whole, part = unit.shards * unit.shard_numel, unit.shard_numel
+        if plan.shards > 1:
+            # The root stays gathered from its forward to its backward, and so does the last unit, which backward needs first.
+            again = plan.reshard_after_forward and unit.name != "" and index != last
+            gathers = (2 if again else 1) * accumulate if plan.free_parameters else 1
+            yield Collective(
+                kind="all_gather", axis="shard", bytes=whole * compute_bytes, count=gathers, hidden=index > 0, part="parameters"
+            )
+            yield Collective(
+                kind="reduce_scatter", axis="shard", bytes=whole * reduce_bytes, count=scatters, hidden=index > 0, part="gradients"
+            )
+        if plan.replicas > 1:
+            yield Collective(kind="all_reduce", axis="replica", bytes=part * reduce_bytes, hidden=index > 0, part="gradients")
+
+
+def state_bytes(units: Sequence[Unit], plan: Policy, *, compute_bytes: int, master_bytes: int, moments: int) -> dict[str, int]:
+    """Bytes a rank holds between steps, by category; `moments` is the number of optimizer values per element.
+
+    Where compute and master are the same type no second copy is kept: the shard is a slice of the whole.
+    """
+    whole = sum(unit.shards * unit.shard_numel for unit in units)
+    part = sum(unit.shard_numel for unit in units)
+    trainable = part if all(e.trainable for u in units for e in u.entries) else _trainable(units)
+    shared = compute_bytes == master_bytes and not plan.free_parameters
+    return {
+        "parameters": 0 if plan.free_parameters else whole * compute_bytes,
+        "master": 0 if shared else part * master_bytes,
+        "gradients": (part if plan.scatter_every_microbatch else whole) * master_bytes,
+        "optimizer": moments * trainable * master_bytes,
+    }
+
+
+def _trainable(units: Sequence[Unit]) -> int:
+    return max(
+        sum(stop - start for unit in units for start, stop in unit.decay_ranges(shard)) for shard in range(units[0].shards)
+    )

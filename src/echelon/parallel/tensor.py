@@ -1,0 +1,207 @@
+"""Tensor parallelism in one dimension, after Megatron-LM: column- and row-split products in pairs.
+
+[Note: one region]
+
+                  +---------------- region: rank r works on its heads, or its slice of the ffn ----------------+
+    x --enter---> |  column-split products (q, k, v; gate, up)  ->  attention / activation  ->  row-split (o, down) | --leave--> y
+                  +-----------------------------------------------------------------------------------------------+
+
+`enter` costs nothing forward and one all-reduce backward; `leave` one all-reduce forward and nothing backward: four all-reduces per layer.
+`enter` stands before the whole region, so q, k and v share the one in backward. Under sequence parallelism (sequence.py) both change.
+
+Which module is what is a table beside the model (models/splits.py), from patterns to words:
+
+    region      the module's first argument enters the region
+    column      a linear whose outputs are divided;   column/heads: by whole heads, replicated where tp exceeds them
+    row         a linear whose inputs are divided and whose output leaves the region
+    vocabulary  an embedding divided by rows          head: the language head and its loss
+    heads       a dropout on something with a dimension of heads
+    sequence    a module between regions              positions: one whose input is position ids
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from echelon.layout import Layout
+from echelon.layout.cost import Collective
+from echelon.layout.placement import Cut, Entry, Unit
+from echelon.parallel import sequence
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from echelon.parallel.axis import Axis
+    from echelon.parallel.regions import Boundary
+
+Table = Mapping[str, str]
+WORDS = ("region", "column", "column/heads", "row", "vocabulary", "head", "heads", "sequence", "positions")
+
+
+def split(model: nn.Module, entries: Iterable[Entry], table: Table, axis: Axis, *, sequence_parallel: bool) -> list[Entry]:
+    """Changes the modules of a one-device model for one rank of `axis`, and says how each parameter is cut."""
+    from echelon.parallel.regions import Sliced, Whole
+
+    boundary: Boundary = Sliced(axis) if sequence_parallel else Whole(axis)
+    words = match(model, table)
+    plan = _Split(model, axis, boundary, {name: entry for entry in entries for name in entry.names})
+    for name, word in words.items():
+        plan.change(name, word)
+    return [plan.entries[entry.name] for entry in entries]
+
+
+def match(model: nn.Module, table: Table) -> dict[str, str]:
+    """The word for each module that a pattern names. A pattern that matches nothing, and an unknown word, are errors."""
+    problems = [f"{word!r} of {pattern!r} is not one of {', '.join(WORDS)}" for pattern, word in table.items() if word not in WORDS]
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    found: dict[str, str] = {}
+    for pattern, word in table.items():
+        hits = [name for name in names if fnmatchcase(name, pattern)]
+        if not hits:
+            problems.append(f"pattern {pattern!r} matches no module of {type(model).__name__}")
+        found.update(dict.fromkeys(hits, word))
+    if problems:
+        raise ValueError("the table of tensor splits does not fit the model: " + "; ".join(problems))
+    return found
+
+
+class _Split:
+    """The changes to one model, module by module."""
+
+    def __init__(self, model: nn.Module, axis: Axis, boundary: Boundary, entries: dict[str, Entry]):
+        self.model, self.axis, self.boundary, self.entries = model, axis, boundary, entries
+        self.sequence_parallel = type(boundary).__name__ == "Sliced"
+
+    def change(self, name: str, word: str) -> None:
+        module = self.model.get_submodule(name)
+        actions: dict[str, Callable[[str, Any], None]] = {
+            "region": self._region,
+            "column": lambda n, m: self._column(n, m, grain=1),
+            "column/heads": lambda n, m: self._column(n, m, grain=self._parent(n).head_dim),
+            "row": self._row,
+            "vocabulary": self._vocabulary,
+            "head": self._head,
+            "heads": lambda _, m: m.register_forward_pre_hook(self._window),
+            "sequence": self._sequence,
+            "positions": self._positions,
+        }
+        actions[word](name, module)
+
+    def _region(self, name: str, module: nn.Module) -> None:
+        module.register_forward_pre_hook(lambda _, args: (self.boundary.enter(args[0]), *args[1:]))
+
+    def _column(self, name: str, module: nn.Linear, grain: int) -> None:
+        pieces, tp = module.out_features // grain, self.axis.size
+        if pieces % tp and tp % pieces:
+            raise ValueError(f"tp={tp} does not divide the outputs of {name} ({pieces} of {grain}); use a divisor of {pieces}")
+        cut = Cut(axis="tp", dim=0, parts=min(tp, pieces), copies=max(tp // pieces, 1))
+        for attribute in ("weight", "bias"):
+            self._cut(f"{name}.{attribute}", cut)
+
+    def _row(self, name: str, module: nn.Linear) -> None:
+        from echelon.parallel.linear import RowLinear
+
+        if module.in_features % self.axis.size:
+            raise ValueError(f"tp={self.axis.size} does not divide the inputs of {name} ({module.in_features})")
+        self._cut(f"{name}.weight", Cut(axis="tp", dim=1, parts=self.axis.size))
+        self._replace(name, RowLinear(module.weight, module.bias, self.boundary))
+        self._between_regions(f"{name}.bias")
+
+    def _vocabulary(self, name: str, module: nn.Embedding) -> None:
+        from echelon.parallel.vocabulary import VocabularyEmbedding
+
+        self._cut(f"{name}.weight", Cut(axis="tp", dim=0, parts=self.axis.size))
+        self._replace(name, VocabularyEmbedding(module.weight, self.boundary))
+
+    def _head(self, name: str, module: Any) -> None:
+        from echelon.parallel.vocabulary import VocabularyHead
+
+        self._cut(f"{name}.weight", Cut(axis="tp", dim=0, parts=self.axis.size))
+        vocabulary = self.entries[f"{name}.weight"].shape[0]
+        self._replace(name, VocabularyHead(module.weight, self.boundary, vocabulary))
+
+    def _sequence(self, name: str, module: nn.Module) -> None:
+        for parameter, _ in module.named_parameters():
+            self._between_regions(f"{name}.{parameter}")
+        if self.sequence_parallel and hasattr(module, "window"):
+            module.register_forward_pre_hook(self._window)
+
+    def _positions(self, name: str, module: nn.Module) -> None:
+        from echelon.parallel.regions import own_slice
+
+        if self.sequence_parallel:
+            module.register_forward_pre_hook(lambda _, args: (own_slice(args[0], self.axis), *args[1:]))
+            self._between_regions(f"{name}.weight")
+
+    def _window(self, module: Any, args: tuple[Tensor, ...]) -> None:
+        """Tells a dropout which part of dimension 1 (positions or heads) it sees, so that its mask is that part of the whole mask."""
+        local = args[0].shape[1]
+        module.window = {1: (self.axis.index * local, self.axis.size * local)}
+
+    def _between_regions(self, name: str) -> None:
+        if self.sequence_parallel and name in self.entries:
+            self._update(name, sum_over=("tp",))
+
+    def _cut(self, name: str, cut: Cut) -> None:
+        if name in self.entries:
+            extra = (f"tp/{cut.copies}",) if cut.copies > 1 else ()
+            self._update(name, cuts=(cut,), sum_over=extra)
+
+    def _update(self, name: str, **changes: Any) -> None:
+        changed = replace(self.entries[name], **changes)
+        self.entries.update(dict.fromkeys(changed.names, changed))
+
+    def _parent(self, name: str) -> Any:
+        return self.model.get_submodule(name.rpartition(".")[0])
+
+    def _replace(self, name: str, module: nn.Module) -> None:
+        setattr(self._parent(name), name.rpartition(".")[2], module)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """The sizes that tensor-parallel communication depends on."""
+
+    layers: int
+    width: int
+    batch: int
+    """sequences in a microbatch"""
+    seq_len: int
+    dropout: bool
+    """dropout after a block's last product: recomputation then repeats that block's last collective too"""
+    element_bytes: int
+    loss_bytes: int
+    """bytes of one element of the loss's arithmetic: 4, or 8 under float64"""
+
+
+def collectives(traffic: Traffic, layout: Layout) -> Iterable[Collective]:
+    """What one step issues over tp for a transformer, apart from the once-a-step sums of `partial_sums`."""
+    if layout.tp == 1:
+        return
+    steps, t = layout.accumulate, traffic
+    if layout.sp:
+        yield from sequence.boundary_collectives(t.layers, layout, t.batch, t.seq_len, t.width * t.element_bytes, t.dropout)
+    else:
+        size = t.batch * t.seq_len * t.width * t.element_bytes
+        again = (1 + t.dropout) if layout.recompute == "full" else 0
+        count = (4 + again) * t.layers + 2  # the embedding leaves its region forward, the head enters its own backward
+        yield Collective(kind="all_reduce", axis="tp", bytes=size, count=count * steps, part="activations")
+    rows = t.batch * t.seq_len * t.loss_bytes
+    yield Collective(kind="all_reduce", axis="tp", bytes=rows, count=steps, part="loss maximum")
+    yield Collective(kind="all_reduce", axis="tp", bytes=2 * rows, count=steps, part="loss sums")
+
+
+def partial_sums(units: Iterable[Unit], at_shard: int, reduce_bytes: int) -> Iterable[Collective]:
+    """One all-reduce a step and axis for gradients of which each tp rank has only a part."""
+    sizes: dict[str, int] = {}
+    for unit in units:
+        for entry in unit.entries:
+            for axis in entry.sum_over:
+                start, stop = unit.interval(entry, at_shard if unit.shards > 1 else 0)
+                sizes[axis] = sizes.get(axis, 0) + stop - start
+    for axis, size in sizes.items():
+        if size:
+            yield Collective(kind="all_reduce", axis=axis, bytes=size * reduce_bytes, part="partial gradients")

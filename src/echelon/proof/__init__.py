@@ -1,0 +1,1 @@
+"""Does a layout compute what one device computes? `verify` runs both and compares every number."""

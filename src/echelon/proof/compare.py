@@ -1,0 +1,83 @@
+"""One rank's half of a comparison: run the layout, hold every piece against the truth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from echelon.layout import Layout
+from echelon.layout.placement import Piece
+from echelon.proof.case import Case
+from echelon.train.engine import Engine, Options, StepResult
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest difference of one quantity on one rank."""
+
+    step: int
+    kind: str
+    """loss, norm, gradient or parameter"""
+    name: str
+    error: float
+    """max|a-b| over the rank's elements, divided by max(1, max|b|) over the whole tensor"""
+
+
+@dataclass(frozen=True)
+class RankReport:
+    differences: tuple[Difference, ...]
+    owned: dict[str, int]
+    """elements of each parameter that this rank counts as its own"""
+    sizes: dict[str, int]
+
+
+def run_and_compare(case: Case, layout_text: str, leave_out: str, truth: Path) -> RankReport:
+    layout = Layout.parse(layout_text)
+    options = Options(compute=torch.float64, master=torch.float64, seed=case.seed, leave_out=leave_out)
+    engine = Engine(case.build("meta"), layout, case.optimizer, clip=case.clip, options=options)
+    engine.model.train()
+    found: list[Difference] = []
+    with safe_open(truth, framework="pt") as record:
+        for step in range(case.steps):
+            result = engine.step(case.batch(step, layout.batch))
+            found += _scalars(step, result, record)
+            for unit, piece in engine.parallel.flat.pieces():
+                kinds = {"parameter": unit.master, "gradient": unit.grad}
+                for kind in ("gradient", "parameter") if piece.entry.trainable else ("parameter",):
+                    held = engine.parallel.flat.view(kinds[kind], piece)
+                    whole = record.get_tensor(f"{step}/{kind}/{piece.entry.name}")
+                    found.append(Difference(step, kind, piece.entry.name, error(held, expected(whole, piece), whole)))
+    owned = {
+        piece.entry.name: sum(stop - start for start, stop in piece.runs()) if piece.owner and engine.parallel.placement.first_replica else 0
+        for _, piece in engine.parallel.flat.pieces()
+    }
+    sizes = {name: torch.Size(entry.shape).numel() for name, entry in engine.parallel.placement.entries.items()}
+    return RankReport(tuple(found), owned, sizes)
+
+
+def _scalars(step: int, result: StepResult, record: safe_open) -> list[Difference]:
+    found = []
+    for kind, value in (("loss", result.loss), ("norm", result.norm)):
+        truth = record.get_tensor(f"{step}/{kind}")
+        found.append(Difference(step, kind, "", error(torch.tensor(value, dtype=torch.float64), truth, truth)))
+    return found
+
+
+def expected(whole: Tensor, piece: Piece) -> Tensor:
+    """What the piece should hold of a logical tensor; padding should hold zero."""
+    part = whole[tuple(slice(low, high) for low, high in piece.box)]
+    padded = whole.new_zeros(piece.entry.local_shape)
+    padded[tuple(slice(0, size) for size in part.shape)] = part
+    return padded.reshape(-1)[piece.start : piece.stop]
+
+
+def error(value: Tensor, truth: Tensor, whole: Tensor) -> float:
+    """max|a-b| / max(1, max|b|); NaN counts as infinite."""
+    if value.numel() == 0:
+        return 0.0
+    largest = float((value - truth).abs().max()) / max(1.0, float(whole.abs().max()))
+    return largest if largest == largest else float("inf")

@@ -1,0 +1,56 @@
+"""The truth: a plain loop on one device, written without any of the code it judges.
+
+It shares with a layout only the model, the batches, the counter-based dropout and torch's optimizer. Accumulation is done as a person
+would write it: gradients of the sums add up in `.grad`, and are divided by the number of valid targets once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from echelon import optim, rng
+from echelon.proof.case import Case
+
+
+def write_truth(case: Case, rows: int, accumulate: int, path: Path) -> None:
+    """Runs the case on one device and writes every number of every step to a safetensors file."""
+    torch.manual_seed(case.seed)
+    model = case.build("cpu")
+    stream = rng.Stream(case.seed)
+    rng.attach(model, stream)
+    model.train()
+    matrices = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
+    optimizer = optim.build(case.optimizer, matrices, vectors, fused=False)
+    record: dict[str, Tensor] = {}
+    size = rows // accumulate
+    for step in range(case.steps):
+        batch = case.batch(step, rows)
+        optimizer.zero_grad()
+        loss, count = 0.0, 0
+        for start in range(0, rows, size):
+            stream.samples = torch.arange(start, start + size) + step * rows
+            total, valid = model(**{key: value[start : start + size] for key, value in batch.items()})
+            if total.requires_grad:
+                total.backward()
+            loss, count = loss + total.item(), count + int(valid)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        for gradient in gradients:
+            gradient.div_(max(count, 1))
+        norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in gradients])) if gradients else torch.zeros(())
+        if case.clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+        if count:
+            optimizer.step()
+        record[f"{step}/loss"] = torch.tensor(loss / max(count, 1), dtype=torch.float64)
+        record[f"{step}/norm"] = norm.detach().double()
+        for name, parameter in model.named_parameters():
+            record[f"{step}/parameter/{name}"] = parameter.detach().clone()
+            if parameter.requires_grad:
+                zero = torch.zeros_like(parameter)
+                record[f"{step}/gradient/{name}"] = zero if parameter.grad is None else parameter.grad.clone()
+    save_file(record, path)

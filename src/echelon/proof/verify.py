@@ -1,0 +1,209 @@
+"""`verify`: a verdict per layout, and where one fails, the first parameter and the axis."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from echelon.launch.pool import Pool, RankError
+from echelon.layout import Layout
+from echelon.layout import check as check_layout
+from echelon.layout.faults import Fault, FaultError
+from echelon.models import sizes
+from echelon.models.sizes import ModelConfig
+from echelon.proof.case import Case, spec_of
+from echelon.proof.compare import Difference, RankReport, run_and_compare
+from echelon.proof.truth import write_truth
+
+TOLERANCE = 1e-10
+
+DEFAULT_LAYOUTS = (
+    "dp=2; dp=3,zero=1; dp=4,zero=2,accumulate=4; dp=2,zero=3; dp=4,zero=3,shard=2; "
+    "tp=2; tp=2,sp=0,recompute=full; tp=4,accumulate=4; dp=2,tp=2,zero=1; dp=2,tp=4,zero=3,recompute=full"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What came of one layout."""
+
+    layout: str
+    passed: bool
+    max_error: float
+    first_difference: Difference | None
+    """the earliest difference above the tolerance, in the order of the model's parameters"""
+    axis: str
+    """the mesh axis whose reduction is wrong, or the product of axes of which none alone is; empty where it passed"""
+    seconds: float
+    trouble: str = ""
+    """why it could not be compared, where it could not"""
+
+    def to_json(self) -> dict[str, Any]:
+        first = self.first_difference
+        shown = first and {"parameter": first.name or first.kind, "axis": self.axis, "error": first.error}
+        return {
+            "layout": self.layout,
+            "passed": self.passed,
+            "max_error": self.max_error,
+            "first_difference": shown,
+            "seconds": self.seconds,
+        } | ({"trouble": self.trouble} if self.trouble else {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """One verdict per layout."""
+
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(verdict.passed for verdict in self.verdicts)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"passed": self.passed, "layouts": [verdict.to_json() for verdict in self.verdicts]}
+
+
+def verify(
+    model: str | ModelConfig | Callable[[], Any] = "llama-tiny",
+    layouts: str | Sequence[str | Layout] = DEFAULT_LAYOUTS,
+    *,
+    batch: str | Callable[[int, int], Any] = "",
+    leave_out: str = "",
+    pool: Pool | None = None,
+    progress: Callable[[Verdict], None] = lambda _: None,
+    **case_options: Any,
+) -> Report:
+    """Runs each layout against one device, in float64, on a shrunken model.
+
+    `model` is a named size, or a function (or `file.py:function`) that makes the user's own module, with `batch` a function of (rows, seed) that
+    makes its batches. `leave_out` drops a collective on purpose, such as "tp:all_reduce", to see the failure.
+    """
+    case = make_case(model, batch, **case_options)
+    wanted = parse(layouts, case)
+    if pool is not None:
+        return Prover(pool, case, leave_out).report(wanted, progress)
+    with Pool() as own:
+        return Prover(own, case, leave_out).report(wanted, progress)
+
+
+def make_case(model: str | ModelConfig | Callable[[], Any], batch: str | Callable[[int, int], Any] = "", **options: Any) -> Case:
+    if isinstance(model, ModelConfig):
+        return Case(model=model, **options)
+    spec = model if isinstance(model, str) else spec_of(model)
+    if ":" not in spec:
+        return Case(model=sizes.reduced(sizes.find(spec)), **options)
+    batches = batch if isinstance(batch, str) else spec_of(batch)
+    return Case(model=spec, batches=batches or spec.rpartition(":")[0] + ":batch", **options)
+
+
+def parse(layouts: str | Sequence[str | Layout], case: Case) -> list[Layout]:
+    """The layouts, each with its faults checked against the shrunken model; all faults at once."""
+    texts = [t for t in layouts.split(";") if t.strip()] if isinstance(layouts, str) else [str(layout) for layout in layouts]
+    found: list[Layout] = []
+    faults: list[Fault] = []
+    model = case.model if isinstance(case.model, ModelConfig) else None
+    for text in texts:
+        try:
+            layout = check_layout(text, seq_len=case.seq_len, model=model)
+        except FaultError as error:
+            faults += error.faults
+            continue
+        faults += [Fault(key="layout", value=str(layout), rule=reason) for reason in layout.plan_only]
+        found.append(layout)
+    if faults:
+        raise FaultError(faults)
+    return found
+
+
+class Prover:
+    """Runs cases on a pool, with the truth of each (rows, microbatches) computed once."""
+
+    def __init__(self, pool: Pool, case: Case, leave_out: str = ""):
+        self.pool, self.case, self.leave_out = pool, case, leave_out
+        self._folder = tempfile.TemporaryDirectory(prefix="echelon-verify-")
+        self._truths: dict[tuple[int, int], Path] = {}
+
+    def report(self, layouts: Iterable[Layout], progress: Callable[[Verdict], None] = lambda _: None) -> Report:
+        verdicts = []
+        for layout in layouts:
+            verdicts.append(self.judge(layout))
+            progress(verdicts[-1])
+        return Report(verdicts=tuple(verdicts))
+
+    def judge(self, layout: Layout) -> Verdict:
+        started = time.perf_counter()
+        layout = suited(layout)
+        try:
+            differences = self._differences(layout)
+        except RankError as error:
+            seconds = time.perf_counter() - started
+            return Verdict(
+                layout=str(layout), passed=False, max_error=float("inf"), first_difference=None, axis="", seconds=seconds, trouble=str(error)
+            )
+        wrong = [d for d in differences if d.error > TOLERANCE]
+        # Gradients before norms and losses: a parameter says more than a sum over all of them.
+        wrong.sort(key=lambda d: (d.step, not d.name))
+        return Verdict(
+            layout=str(layout),
+            passed=not wrong,
+            max_error=max(d.error for d in differences),
+            first_difference=wrong[0] if wrong else None,
+            axis=self._guilty_axis(layout) if wrong else "",
+            seconds=time.perf_counter() - started,
+        )
+
+    def _differences(self, layout: Layout) -> list[Difference]:
+        truth = self._truth(layout.batch, layout.accumulate)
+        reports: list[RankReport] = self.pool.run(
+            run_and_compare, layout.world, self.case, str(layout), self.leave_out, truth, timeout=120.0
+        )
+        found: dict[tuple[int, str, str], Difference] = {}
+        for report in reports:
+            for difference in report.differences:
+                key = (difference.step, difference.kind, difference.name)
+                if key not in found or difference.error > found[key].error:
+                    found[key] = difference
+        for name, size in reports[0].sizes.items():
+            owned = sum(report.owned[name] for report in reports)
+            if owned != size:
+                raise RankError(f"{name} has {size} elements and {owned} are owned: the placement record is wrong")
+        return list(found.values())
+
+    def _truth(self, rows: int, accumulate: int) -> Path:
+        key = (rows, accumulate)
+        if key not in self._truths:
+            path = Path(self._folder.name) / f"{rows}-{accumulate}.safetensors"
+            self.pool.run(write_truth, 1, self.case, rows, accumulate, path, timeout=120.0)
+            self._truths[key] = path
+        return self._truths[key]
+
+    def _guilty_axis(self, layout: Layout) -> str:
+        """The axis that fails alone. Splitting over one axis at a time tells which reduction is wrong, whatever the bug is."""
+        alone = {
+            "tp": layout.replace(dp=1, zero=0, shard=1),
+            "shard": layout.replace(tp=1, sp=0, dp=layout.shards, shard=layout.shards),
+            "replica": layout.replace(tp=1, sp=0, dp=layout.dp // layout.shards, zero=0, shard=layout.dp // layout.shards),
+        }
+        names = {axis: part for axis, part in alone.items() if part.world > 1}
+        if len(names) == 1:
+            guilty = list(names)
+        else:
+            guilty = [axis for axis, part in names.items() if self._fails(part)] or list(names)
+        hybrid = 1 < layout.shards < layout.dp
+        return " x ".join(axis if hybrid or axis == "tp" else "dp" for axis in guilty)
+
+    def _fails(self, layout: Layout) -> bool:
+        try:
+            return any(difference.error > TOLERANCE for difference in self._differences(suited(layout)))
+        except RankError:
+            return True
+
+
+def suited(layout: Layout) -> Layout:
+    """The layout with at least two sequences a rank and microbatch, so that a wrong mean over rows shows."""
+    return replace(layout, microbatch=2) if layout.microbatch == 1 else layout

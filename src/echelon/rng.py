@@ -1,0 +1,273 @@
+"""Counter-based random numbers: each number is a function of a key and an index, in plain torch operations.
+
+[Note: counters instead of states]
+A generator with a state gives number i after numbers 0 .. i-1: what a rank draws depends on what else it drew. Here
+
+    number = mix(index ^ key(seed, name))
+
+and nothing is stored. A rank that holds rows 100 to 199 of a matrix computes those numbers alone, and they are equal to
+the same rows of the whole matrix on one device, bit by bit. Recomputation and resuming draw the same numbers again.
+
+    initial weights:  key(seed, parameter name), index = flat index in the whole parameter
+    dropout:          key(seed, call site) -> one key per sample, index = flat index in the whole sample
+
+The global sample index grows from step to step, so it also stands for the step.
+
+`mix` is the output function of splitmix64 applied to `(index ^ key) * GOLDEN`. The form with xor is exact under
+`torch.compile`; `index * GOLDEN + key` is not.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+CHUNK = 1 << 15
+"""Numbers computed at a time: temporaries of 256 KiB stay inside a CPU's cache."""
+
+CHUNK_CUDA = 1 << 24
+"""The same on an accelerator, where a launch costs more than a temporary of 128 MiB."""
+
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+MIX_2 = 0x94D049BB133111EB - (1 << 64)
+
+DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+"""Bits of a uniform number that each dtype holds exactly, so that rounding never gives 1."""
+
+Window = Mapping[int, tuple[int, int]]
+"""The part of a whole tensor that is held here: {dim: (offset, size of the whole dim)}; other dims are whole."""
+
+
+def key(seed: int, name: str) -> int:
+    """The key of a named stream of numbers: 63 bits of a hash of both."""
+    digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def bits(key: int | Tensor, index: Tensor) -> Tensor:
+    """64 random bits (int64) for each index. A tensor of keys gives one row per key: shape [keys, *index.shape]."""
+    return _each(_mix, key, index, torch.int64)
+
+
+def uniform(key: int | Tensor, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Uniform numbers in [0, 1), never 1."""
+    digits = DIGITS[dtype]
+
+    def draw(x: Tensor) -> Tensor:
+        return _shift(_mix(x), 64 - digits).to(dtype) * 2.0**-digits
+
+    return _each(draw, key, index, dtype)
+
+
+def normal(key: int | Tensor, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Standard normal numbers by Box and Muller's method, at most 6.7 away from 0.
+
+    They are computed in fp64 and rounded to fp32 for every dtype. A last-bit difference between two implementations of
+    `log` (vector, scalar, compiled, another device) then almost never shows, and an fp64 model starts from the fp32
+    model's weights.
+    """
+
+    def draw(x: Tensor) -> Tensor:
+        z = _mix(x)
+        # The high half gives the radius and lies in (0, 1], so that log is finite; the low half gives the angle.
+        radius = ((_shift(z, 32).double() + 1) * 2.0**-32).log().mul(-2).sqrt()
+        angle = (z & 0xFFFFFFFF).double() * (2 * math.pi * 2.0**-32)
+        return (radius * angle.cos()).float().to(dtype)
+
+    return _each(draw, key, index, dtype)
+
+
+def keep_mask(key: int | Tensor, index: Tensor, p: float) -> Tensor:
+    """True with probability 1 - p."""
+    if p >= 1:
+        return _each(torch.zeros_like, key, index, torch.bool)
+    threshold = int(p * 2.0**64) - (1 << 63)
+    return _each(lambda x: _mix(x) >= threshold, key, index, torch.bool)
+
+
+def _shift(x: Tensor, count: int) -> Tensor:
+    """Logical shift to the right; torch's own keeps the sign."""
+    return (x >> count) & ((1 << (64 - count)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    z = x * GOLDEN
+    z = (z ^ _shift(z, 30)) * MIX_1
+    z = (z ^ _shift(z, 27)) * MIX_2
+    return z ^ _shift(z, 31)
+
+
+def _each(draw: Callable[[Tensor], Tensor], key: int | Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """`draw(index ^ key)`, in chunks that bound the memory of the temporaries."""
+    columns = index.reshape(1, -1)
+    rows = key.reshape(-1, 1) if isinstance(key, Tensor) else None
+    shape = index.shape if rows is None else (len(rows), *index.shape)
+    size = (1 if rows is None else len(rows), columns.shape[1])
+    # A compiler fuses the whole chain, so there are no temporaries to bound.
+    if size[0] * size[1] <= _chunk(index.device) or torch.compiler.is_compiling():
+        return draw(columns ^ (key if rows is None else rows)).to(dtype).view(shape)
+    out = torch.empty(size, dtype=dtype, device=index.device)
+    width = min(size[1], _chunk(index.device))
+    height = max(1, _chunk(index.device) // width)
+    for top in range(0, size[0], height):
+        for left in range(0, size[1], width):
+            part = key if rows is None else rows[top : top + height]
+            out[top : top + height, left : left + width] = draw(columns[:, left : left + width] ^ part)
+    return out.view(shape)
+
+
+def _chunk(device: torch.device) -> int:
+    return CHUNK if device.type == "cpu" else CHUNK_CUDA
+
+
+def logical_index(
+    sizes: Sequence[int], window: Window, first: int, last: int, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Flat indices, inside the whole tensor, of elements first .. last - 1 of the part held here (local `sizes`).
+
+    Where the part is padded beyond the end of the whole, the padding's indices mean nothing.
+    """
+    local = torch.arange(first, last, device=device)
+    # Dims outside the innermost one that is cut are taken apart; what lies inside it is contiguous.
+    cut = max([0, *(dim for dim, (_, whole) in window.items() if whole != sizes[dim])])
+    inner = math.prod(sizes[cut + 1 :])
+    if cut == 0:
+        return local + (window[0][0] * inner if 0 in window else 0)
+    index, rest, stride = local % inner, local // inner, inner
+    for dim in range(cut, -1, -1):
+        offset, whole = window.get(dim, (0, sizes[dim]))
+        index += (rest % sizes[dim] + offset) * stride
+        rest //= sizes[dim]
+        stride *= whole
+    return index
+
+
+@dataclass(frozen=True, kw_only=True)
+class Init:
+    """How a parameter's first values are drawn."""
+
+    kind: str
+    """normal, zeros or ones."""
+
+    std: float = 1.0
+    """The standard deviation of a normal."""
+
+    def values(self, seed: int, name: str, index: Tensor, dtype: torch.dtype) -> Tensor:
+        """The first values of the elements with these flat indices in the whole parameter."""
+        if self.kind == "normal":
+            return (normal(key(seed, name), index) * self.std).to(dtype)
+        return torch.full(index.shape, 1.0 if self.kind == "ones" else 0.0, dtype=dtype, device=index.device)
+
+    @torch.no_grad()
+    def fill(self, out: Tensor, seed: int, name: str, window: Window | None = None) -> None:
+        """Writes the first values of a whole parameter, or of the part of it that `window` describes, into `out`."""
+        if self.kind != "normal":
+            out.fill_(1.0 if self.kind == "ones" else 0.0)
+            return
+        for first, last, rows in _row_chunks(out):
+            index = logical_index(out.shape, window or {}, first, last, out.device)
+            rows.copy_(self.values(seed, name, index, out.dtype).view_as(rows))
+
+
+def _row_chunks(out: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+    """(first, last, view) of runs of whole rows with at most a chunk of elements, or one row where a row is longer."""
+    if out.dim() == 0:
+        yield 0, 1, out
+        return
+    row = out[0].numel() if len(out) else 1
+    height = max(1, _chunk(out.device) // max(row, 1))
+    for top in range(0, len(out), height):
+        rows = out[top : top + height]
+        yield top * row, top * row + rows.numel(), rows
+
+
+def Normal(std: float) -> Init:
+    return Init(kind="normal", std=std)
+
+
+ZEROS = Init(kind="zeros")
+ONES = Init(kind="ones")
+
+
+class Stream:
+    """What all dropout modules of a model share. The training loop sets `samples` before each microbatch, and again
+    before a backward pass that recomputes it if another microbatch ran in between.
+
+    It is a plain object, not a thread's or a process's state, because recomputation on CUDA runs in autograd's thread.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.samples: Tensor | None = None
+        """int64 [rows]: the global sample index of each row of the microbatch."""
+
+
+class Dropout(nn.Module):
+    """Dropout whose mask is a function of (seed, site, global sample index, index in the sample).
+
+    Dim 0 of the input is the sample. A module that is called twice in one forward pass gives both calls the same mask
+    (a counter of calls would be wrong under recomputation); use two modules.
+    """
+
+    def __init__(self, p: float, site: str, stream: Stream) -> None:
+        super().__init__()
+        self.p = p
+        self.site = site
+        self.stream = stream
+        self.window: dict[int, tuple[int, int]] = {}
+        """{dim: (offset, size of the whole dim)} of the dims of the input, never dim 0, that are split over ranks."""
+        self._seed = stream.seed
+        self._key = key(stream.seed, site)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        if self._seed != self.stream.seed:
+            self._seed, self._key = self.stream.seed, key(self.stream.seed, self.site)
+        samples = self.stream.samples
+        if samples is None or samples.shape != x.shape[:1]:
+            given = "none" if samples is None else f"{tuple(samples.shape)}"
+            raise ValueError(
+                f"dropout {self.site!r} needs the global sample index of each row "
+                f"(input {tuple(x.shape)}, samples {given}); set stream.samples to an int64 tensor, one number per row"
+            )
+        sizes = x.shape[1:]
+        window = {dim - 1: part for dim, part in self.window.items()}
+        index = logical_index(sizes, window, 0, math.prod(sizes), x.device)
+        keep = keep_mask(bits(self._key, samples.to(x.device)), index, self.p).view(x.shape)
+        scale = 1 / (1 - self.p) if self.p < 1 else 0.0
+        return torch.where(keep, x * scale, 0)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, site={self.site!r}"
+
+
+OTHER_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def attach(model: nn.Module, stream: Stream) -> int:
+    """Replaces every `nn.Dropout` of a module tree by a `Dropout` whose site is its qualified name; returns how many.
+
+    Modules that draw random masks in another way are refused: their masks would change with the layout.
+    """
+    refused = []
+    found: list[tuple[nn.Module, str, nn.Dropout, str]] = []
+    for path, module in model.named_modules():
+        inside = isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0
+        if inside or (isinstance(module, OTHER_DROPOUTS) and module.p > 0):
+            refused.append(f"{path or 'the model'} ({type(module).__name__})")
+        for name, child in module.named_children():
+            if isinstance(child, nn.Dropout):
+                found.append((module, name, child, f"{path}.{name}" if path else name))
+    if refused:
+        raise ValueError(
+            f"dropout that is not an nn.Dropout module would change with the layout ({', '.join(refused)}); "
+            "use nn.Dropout, or set its probability to 0"
+        )
+    for parent, name, child, site in found:
+        setattr(parent, name, Dropout(child.p, site, stream).train(child.training))
+    return len(found)

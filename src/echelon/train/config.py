@@ -1,0 +1,285 @@
+"""The configuration of a run: frozen dataclasses, from TOML, `--set key=value` and defaults.
+
+Everything wrong with it is reported at once, before any process starts and without torch. The defaults are the
+demonstration: a small model on text that is already on this machine, in about a minute.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from echelon.layout import Fault, FaultError, Layout, check, did_you_mean, grammar
+from echelon.layout.faults import closest
+from echelon.models import sizes
+from echelon.train import keys
+from echelon.train.keys import Key, Only, Range, Setting
+
+ABOVE_ZERO = Range(low=0, low_open=True)
+AT_LEAST_0 = Range(low=0)
+AT_LEAST_1 = Range(low=1)
+SHARE = Range(low=0, high=1)
+BELOW_ONE = Range(low=0, high=1, high_open=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    path: tuple[str, ...] = ()
+    """Token files, text files or folders. Empty: text that is already on this machine."""
+    weights: Annotated[tuple[float, ...], ABOVE_ZERO] = ()
+    """Share of each path in the training data, in any unit. Empty: the paths are one long source."""
+    tokenizer: str = "bytes"
+    """"bytes", or the path of a Hugging Face tokenizers JSON file."""
+    mask_documents: bool = False
+    """Keep attention inside a document where several are packed into one sequence."""
+    eval_fraction: Annotated[float, BELOW_ONE] = 0.02
+    """Share of each source that is held back for evaluation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    name: Literal["adamw", "sgd"] = "adamw"
+    """The update rule."""
+    lr: Annotated[float, ABOVE_ZERO] = 3e-3
+    """Peak learning rate."""
+    betas: Annotated[tuple[float, float], BELOW_ONE, Only("name", ("adamw",))] = (0.9, 0.95)
+    """Decay of AdamW's two running means."""
+    eps: Annotated[float, ABOVE_ZERO, Only("name", ("adamw",))] = 1e-8
+    """Added to AdamW's denominator."""
+    weight_decay: Annotated[float, AT_LEAST_0] = 0.1
+    """Weight decay."""
+    momentum: Annotated[float, BELOW_ONE, Only("name", ("sgd",))] = 0.0
+    """Momentum of SGD."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    name: Literal["cosine", "wsd", "constant"] = "cosine"
+    """Shape after the warm-up: half a cosine, flat then a linear decay, or flat."""
+    warmup: Annotated[int, AT_LEAST_0] = 20
+    """Steps of linear warm-up."""
+    final: Annotated[float, SHARE, Only("name", ("cosine", "wsd"))] = 0.1
+    """Learning rate of the last step, as a share of the peak."""
+    decay: Annotated[float, SHARE, Only("name", ("wsd",))] = 0.2
+    """Share of all steps that decay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    every: Annotated[int, AT_LEAST_0] = 100
+    """Steps between evaluations; 0 turns them off."""
+    batches: Annotated[int, AT_LEAST_1] = 4
+    """Batches per evaluation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    tokens: Annotated[int, AT_LEAST_0] = 160
+    """Tokens of text to write after the last step; 0 turns it off."""
+    prompt: str = "def "
+    """What the text starts with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardConfig:
+    reshard_after_forward: bool = True
+    """Under zero=3, free gathered parameters after the forward pass and gather them again for the backward pass."""
+    prefetch: Annotated[int, AT_LEAST_0] = 1
+    """Units whose parameters are gathered ahead of their use."""
+    units: tuple[str, ...] = ()
+    """Patterns of the module names that are sharded as one unit each. Empty: chosen automatically."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    model: str = "gpt-tiny"
+    """A named size."""
+    data: DataConfig = field(default_factory=DataConfig)
+    seq_len: Annotated[int, AT_LEAST_1] = 128
+    """Tokens per sequence."""
+    batch: Annotated[int, AT_LEAST_1] = 24
+    """Sequences per step, over all ranks."""
+    steps: Annotated[int, AT_LEAST_1] = 300
+    """Steps to train."""
+    seed: Annotated[int, Range(low=0, high=2**63 - 1)] = 0
+    """Of initial weights, dropout and the order of the data."""
+    layout: str = ""
+    """How the work is split, e.g. "dp=2,tp=2". Empty: data parallel over all ranks."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; auto takes the GPUs if there are any."""
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """Of computation. Master weights and reductions are float32, or float64 with float64."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    clip: Annotated[float, AT_LEAST_0] = 1.0
+    """Largest norm of the gradients; 0 turns clipping off."""
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    shard: ShardConfig = field(default_factory=ShardConfig)
+    dropout: Annotated[float | None, BELOW_ONE] = None
+    """In place of the model's own dropout."""
+    tied: bool | None = None
+    """In place of the model's own choice to share the embedding with the output layer."""
+    run: str = ""
+    """The run's directory. Empty: runs/MODEL-TIME."""
+    timeout: Annotated[float, ABOVE_ZERO] = 600.0
+    """Seconds that a rank waits for the others."""
+
+    @classmethod
+    def load(cls, path: str | Path | None, settings: Sequence[str] = (), *, world: int | None = None) -> Self:
+        """From a TOML file, then "key=value" settings over it, then defaults. Raises FaultError with every fault."""
+        given, faults = _read_file(cls, path)
+        typed, more = _read_settings(settings)
+        config, wrong = _build(cls, given | typed)
+        faults += [*more, *wrong, *config.faults(world=world, refused={fault.key for fault in wrong})]
+        if faults:
+            raise FaultError(faults)
+        return config
+
+    @classmethod
+    def from_toml(cls, text: str) -> Self:
+        """From TOML text alone, as `to_toml` wrote it. Does not ask whether its files still exist."""
+        config, faults = _build(cls, keys.flatten(cls, tomllib.loads(text)))
+        if faults:
+            raise FaultError(faults)
+        return config
+
+    def to_toml(self) -> str:
+        """Every key that has an effect, as TOML that loads to the same configuration."""
+        return keys.to_toml(keys.values_of(self))
+
+    @classmethod
+    def keys(cls) -> tuple[Key, ...]:
+        """The table of every key with its type, default and meaning."""
+        return tuple(keys.table_of(cls, meanings=True).values())
+
+    def faults(self, *, world: int | None = None, refused: Set[str] = frozenset()) -> list[Fault]:
+        """What is wrong between keys, and between the configuration, the model, the layout and the files it names.
+
+        `refused` are keys that are known to be wrong: rules that need their values are not asked.
+        """
+        rules = [*_data_rules(self), *_model_rules(self)]
+        found = [fault for involved, fault in rules if refused.isdisjoint(involved)]
+        return found + _layout_faults(self, world, refused)
+
+
+AnyConfig = TypeVar("AnyConfig", bound=Config)
+
+
+def _read_file(cls: type, path: str | Path | None) -> tuple[dict[str, Any], list[Fault]]:
+    if path is None:
+        return {}, []
+    try:
+        return keys.flatten(cls, tomllib.loads(Path(path).read_text(encoding="utf-8"))), []
+    except OSError as error:
+        rule = f"cannot be read ({(error.strerror or str(error)).lower()})"
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        rule = f"is not valid TOML ({str(error)[:1].lower()}{str(error)[1:]})"
+    return {}, [Fault(key="config", value=str(path), rule=rule, legal="a TOML file")]
+
+
+def _read_settings(settings: Sequence[str]) -> tuple[dict[str, Any], list[Fault]]:
+    given: dict[str, Any] = {}
+    faults: list[Fault] = []
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if equals and name.strip():
+            given[name.strip()] = Setting(text.strip())
+        else:
+            faults.append(Fault(key="set", value=setting, rule="is not a setting", legal="key=value"))
+    return given, faults
+
+
+def _build(cls: type[AnyConfig], given: Mapping[str, Any]) -> tuple[AnyConfig, list[Fault]]:
+    """The configuration, with defaults where a value was refused so that the other rules can still be checked."""
+    values, faults = keys.read(cls, given)
+    known = keys.table_of(cls)
+    faults = [fault if fault.key in known else _with_layout_hint(fault) for fault in faults]
+    refused = {fault.key for fault in faults}
+    return keys.build(cls, {name: value for name, value in values.items() if name not in refused}), faults
+
+
+def _with_layout_hint(fault: Fault) -> Fault:
+    """`tp=2` given as a configuration key belongs into the layout."""
+    if fault.hint or not (meant := closest(fault.key, grammar.ROWS)):
+        return fault
+    return replace(fault, hint=f'did you mean layout="{meant}={fault.value}"?')
+
+
+Rule = tuple[tuple[str, ...], Fault]
+"""The keys a rule reads, and the fault it found."""
+
+
+def _data_rules(config: Config) -> Iterator[Rule]:
+    data = config.data
+    if data.weights and len(data.weights) != len(data.path):
+        yield (
+            ("data.weights", "data.path"),
+            Fault(
+                key="data.weights",
+                value=keys.show(data.weights),
+                rule=f"does not match the paths ({len(data.weights)} weights, {len(data.path)} paths)",
+                legal="one weight per path, or none",
+            ),
+        )
+    if config.eval.every and not data.eval_fraction:
+        yield (
+            ("eval.every", "data.eval_fraction"),
+            Fault(
+                key="eval.every",
+                value=str(config.eval.every),
+                rule="has nothing to evaluate on (data.eval_fraction=0)",
+                legal="0, or data.eval_fraction > 0",
+            ),
+        )
+    for path in data.path:
+        if not Path(path).exists():
+            yield ("data.path",), Fault(key="data.path", value=path, rule="does not exist", legal="files and folders")
+    if data.tokenizer != "bytes" and not Path(data.tokenizer).is_file():
+        suggestion = did_you_mean(data.tokenizer, ["bytes"])
+        legal = "bytes, or a tokenizers JSON file"
+        fault = Fault(key="data.tokenizer", value=data.tokenizer, rule="does not exist", legal=legal, hint=suggestion)
+        yield ("data.tokenizer",), fault
+
+
+def _model_rules(config: Config) -> Iterator[Rule]:
+    try:
+        model = sizes.find(config.model)
+    except FaultError as error:
+        yield from ((("model",), fault) for fault in error.faults)
+        return
+    if model.family == "conv":
+        legal = ", ".join(name for name, size in sizes.SIZES.items() if size.family != "conv")
+        yield ("model",), Fault(key="model", value=model.name, rule="learns from images, not from text", legal=legal)
+    elif config.seq_len > model.max_seq_len:
+        yield (
+            ("model", "seq_len"),
+            Fault(
+                key="seq_len",
+                value=str(config.seq_len),
+                rule=f"is longer than the model allows ({model.name}: {model.max_seq_len})",
+                legal=f"1 to {model.max_seq_len}",
+            ),
+        )
+
+
+def _layout_faults(config: Config, world: int | None, refused: Set[str]) -> list[Fault]:
+    if "layout" in refused:
+        return []
+    try:
+        model = None if "model" in refused else sizes.find(config.model)
+    except FaultError:
+        model = None
+    batch = None if "batch" in refused else config.batch
+    seq_len = None if "seq_len" in refused else config.seq_len
+    # Asked of the keys as they are written, so that a layout with other faults says it too.
+    planned = Layout.resolve(grammar.read(config.layout).given).plan_only
+    unbuilt = [Fault(key="layout", value=config.layout, rule=f"cannot be run: {reason}") for reason in planned]
+    try:
+        check(config.layout, world=world, batch=batch, seq_len=seq_len, model=model)
+    except FaultError as error:
+        return [*error.faults, *unbuilt]
+    return unbuilt

@@ -1,0 +1,187 @@
+"""One training step of a laid-out model: microbatches, reductions, norm, update.
+
+The loss contract: the model returns (sum of losses, number of valid targets). Gradients of the sum are added up over microbatches and
+ranks, counts likewise, and the division happens once, folded with clipping into the one factor that the optimizer applies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from echelon.layout import Layout
+from echelon.layout.cost import Collective
+from echelon.optim import Rule, ShardedOptimizer
+from echelon.parallel import shard, tensor
+from echelon.parallel.apply import Options, Parallel, apply
+from echelon.parallel.axis import Axis, sum_together, world_size
+from echelon.train.config import OptimizerConfig
+from echelon.train.norm import GradientNorm, clip_factor
+
+Batch = Mapping[str, Tensor]
+"""the model's keyword arguments; the first dimension of each is samples"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a step did, equal on every rank."""
+
+    loss: float
+    """mean over all valid targets of the step; 0 where there is none"""
+    count: int
+    """valid targets of the step"""
+    norm: float
+    """of the mean loss's gradient, before clipping"""
+    skipped: bool
+    """no valid target: nothing was updated"""
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    inputs: Batch
+    samples: Tensor
+    """global sample index of each row"""
+
+
+class Engine:
+    """A one-device model, laid out, with its optimizer. `step` takes the global batch; every rank picks its rows."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout | str = "",
+        optimizer: Rule | None = None,
+        *,
+        clip: float = 0.0,
+        options: Options | None = None,
+    ):
+        if isinstance(layout, str):
+            layout = Layout.parse(layout, world=world_size())
+        if layout.world != world_size():
+            raise ValueError(f"the layout needs {layout.world} ranks and {world_size()} are running ({layout}); start as many")
+        if layout.plan_only:
+            raise ValueError("; ".join(layout.plan_only))
+        self.rule: Rule = optimizer or OptimizerConfig()
+        self.clip = clip
+        self.parallel: Parallel = apply(model, layout, options or Options())
+        self.model, self.layout = self.parallel.model, layout
+        self.optimizer = ShardedOptimizer(self.parallel.flat, self.rule)
+        self.norm = GradientNorm(self.parallel)
+        self.num_steps = 0
+        self._partial = self._partial_gradients()
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch, *, lr: float | None = None) -> StepResult:
+        """Trains on the global batch, of dp x microbatch x accumulate rows, which every rank is given alike."""
+        return self.run(self.microbatches(batch), lr=lr)
+
+    def microbatches(self, batch: Batch) -> Iterator[Microbatch]:
+        rows = len(next(iter(batch.values())))
+        layout = self.layout
+        if rows % (layout.dp * layout.accumulate):
+            raise ValueError(
+                f"the batch does not divide over dp x accumulate ({rows} rows, dp={layout.dp}, accumulate={layout.accumulate}); "
+                f"use a multiple of {layout.dp * layout.accumulate}"
+            )
+        for samples in self.rows(rows):
+            inputs = {key: value[samples.start : samples.stop] for key, value in batch.items()}
+            numbers = torch.arange(samples.start, samples.stop) + self.num_steps * rows
+            yield Microbatch(inputs, numbers)
+
+    def rows(self, batch: int) -> Iterator[range]:
+        """This rank's rows of a global batch, microbatch by microbatch."""
+        dp, accumulate = self.layout.dp, self.layout.accumulate
+        size = batch // (dp * accumulate)
+        for index in range(accumulate):
+            start = (index * dp + self.parallel.axes.at["dp"]) * size
+            yield range(start, start + size)
+
+    def run(self, microbatches: Iterable[Microbatch], *, lr: float | None = None) -> StepResult:
+        """Trains on this rank's own `accumulate` microbatches."""
+        totals = torch.zeros(2, dtype=torch.float64, device=self.parallel.options.device)
+        for index, microbatch in enumerate(microbatches):
+            total, count = self._forward_backward(
+                microbatch, first=index == 0, last=index == self.layout.accumulate - 1
+            )
+            totals[0] += total
+            totals[1] += count
+        self.parallel.axes["dp"].all_reduce(totals)
+        for axis, views in self._partial:
+            sum_together(axis, views)
+        loss_sum, count = totals.tolist()
+        norm = self.norm() / max(count, 1.0)
+        if count:
+            self.optimizer.step(self.rule.lr if lr is None else lr, clip_factor(norm, self.clip) / count)
+            self.parallel.flat.updated()
+        self.num_steps += 1
+        return StepResult(loss=loss_sum / max(count, 1.0), count=int(count), norm=float(norm), skipped=count == 0)
+
+    def _forward_backward(self, microbatch: Microbatch, *, first: bool, last: bool) -> tuple[Tensor, Tensor]:
+        flat = self.parallel.flat
+        flat.begin(first=first, last=last)
+        total, count = self.model(**self.prepared(microbatch))
+        if total.requires_grad:
+            total.backward()
+        flat.end()
+        return total.detach(), count
+
+    def prepared(self, microbatch: Microbatch) -> dict[str, Tensor]:
+        """The microbatch on the device, floating inputs in the compute type, and dropout told which samples these are."""
+        options = self.parallel.options
+        self.parallel.stream.samples = microbatch.samples.to(options.device, non_blocking=True)
+        return {
+            key: value.to(options.device, options.compute if value.is_floating_point() else None, non_blocking=True)
+            for key, value in microbatch.inputs.items()
+        }
+
+    def _partial_gradients(self) -> list[tuple[Axis, list[Tensor]]]:
+        views: dict[str, list[Tensor]] = {}
+        for unit, piece in self.parallel.flat.pieces():
+            for name in piece.entry.sum_over if piece.start < piece.stop else ():
+                views.setdefault(name, []).append(self.parallel.flat.view(unit.grad, piece))
+        return [(self.parallel.axes[name], found) for name, found in sorted(views.items())]
+
+    # -- evaluation ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Iterable[Microbatch]) -> float:
+        """The mean loss over this and all other ranks' microbatches, without dropout."""
+        was_training = self.model.training
+        self.model.eval()
+        totals = torch.zeros(2, dtype=torch.float64, device=self.parallel.options.device)
+        for microbatch in microbatches:
+            total, count = self.model(**self.prepared(microbatch))
+            totals[0] += total
+            totals[1] += count
+        self.model.train(was_training)
+        self.parallel.axes["dp"].all_reduce(totals)
+        loss_sum, count = totals.tolist()
+        return float(loss_sum / max(count, 1.0))
+
+    # -- cost ---------------------------------------------------------------------------------------------------------
+
+    def collectives(self, traffic: tensor.Traffic | None = None) -> list[Collective]:
+        """What one step issues, from the strategies' own cost functions. `traffic` describes the model where tp > 1."""
+        options, units = self.parallel.options, self.parallel.placement.units
+        reduce_bytes = options.master.itemsize
+        found = list(
+            shard.collectives(
+                units,
+                self.parallel.policy,
+                accumulate=self.layout.accumulate,
+                compute_bytes=options.compute.itemsize,
+                reduce_bytes=reduce_bytes,
+            )
+        )
+        if traffic is not None:
+            found += tensor.collectives(traffic, self.layout)
+        found += tensor.partial_sums(units, self.parallel.axes.at["shard"], reduce_bytes)
+        if self.layout.dp > 1:
+            found.append(Collective(kind="all_reduce", axis="dp", bytes=16, part="loss and count"))
+        if self.parallel.axes["shard*tp"].size > 1:
+            found.append(Collective(kind="all_reduce", axis="shard*tp", bytes=8, part="norm"))
+        return found

@@ -1,0 +1,63 @@
+import pytest
+import torch
+
+from echelon.train import metrics
+
+CPU = torch.device("cpu")
+
+
+def test_mfu_is_the_share_of_the_peak_that_the_mathematics_needs():
+    # 1B on one H200: 6 FLOPs for each of 1e9 parameters, 60,000 tokens/s.
+    assert metrics.mfu(6e9, 60_000, 989.5e12) == pytest.approx(0.3638, abs=1e-4)
+
+
+def test_hfu_equals_mfu_without_recomputation_and_adds_a_forward_of_the_blocks_with_it():
+    flops, blocks, speed, peak = 9e9, 6e9, 1e4, 1e15
+    none = metrics.recomputed_flops("none", blocks)
+    full = metrics.recomputed_flops("full", blocks)
+    assert metrics.hfu(flops, speed, peak, recomputed=none) == metrics.mfu(flops, speed, peak)
+    assert metrics.hfu(flops, speed, peak, recomputed=full) == pytest.approx(metrics.mfu(flops + 2e9, speed, peak))
+
+
+def test_a_recomputation_without_a_flop_count_is_refused():
+    with pytest.raises(ValueError, match="recompute=sqrt"):
+        metrics.recomputed_flops("sqrt", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989.5e12),
+        ("NVIDIA H100 80GB HBM3", 989.5e12),
+        ("NVIDIA H100 PCIe", 756.5e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA A10", 125e12),
+        ("Tesla V100-SXM2-16GB", 125e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA B200", 2250e12),
+    ],
+)
+def test_known_devices(name, peak):
+    found = metrics.known_peak(name)
+    assert found is not None
+    assert found.flops == peak
+
+
+def test_an_unknown_device_has_no_known_peak():
+    assert metrics.known_peak("Some Future Card 9000") is None
+
+
+def test_the_peak_of_a_cpu_is_measured_and_says_so():
+    peak = metrics.peak_flops(CPU)
+    assert 1e8 < peak.flops < 1e15
+    assert "measured here: float32" in peak.why
+
+
+def test_peak_memory_of_a_process_grows_with_what_it_holds():
+    before = metrics.peak_memory(CPU)
+    held = torch.ones(before // 4 + 10_000_000, dtype=torch.float32)
+    after = metrics.peak_memory(CPU)
+    assert after - before >= 0.5 * held.nbytes - before
+    assert after >= held.nbytes
