@@ -174,3 +174,9 @@ def test_the_fingerprint_tells_whether_an_index_means_the_same(write) -> None:
     assert len(set(prints)) == len(prints)
     moved = a.rename(a.with_name("elsewhere"))
     assert TokenDataset([moved], (), 8, 0).fingerprint == prints[0]
+
+
+def test_sources_of_one_size_have_orders_of_their_own(write) -> None:
+    files = [write([1000], name=name).path for name in ("a", "b")]
+    place = TokenDataset(files, (1, 1), 10, 1).locate(np.arange(200))
+    assert (place.sample[place.file == 0] == place.sample[place.file == 1]).sum() < 10

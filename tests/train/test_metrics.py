@@ -58,6 +58,5 @@ def test_the_peak_of_a_cpu_is_measured_and_says_so():
 def test_peak_memory_of_a_process_grows_with_what_it_holds():
     before = metrics.peak_memory(CPU)
     held = torch.ones(before // 4 + 10_000_000, dtype=torch.float32)
-    after = metrics.peak_memory(CPU)
-    assert after - before >= 0.5 * held.nbytes - before
-    assert after >= held.nbytes
+    assert held.nbytes > before
+    assert metrics.peak_memory(CPU) >= held.nbytes

@@ -43,7 +43,9 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Failure:
-        """The failure of the rank that caught `error`, now."""
+        """The failure of the rank that caught `error`, now. The frame of whoever caught it is left out."""
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            error = error.with_traceback(error.__traceback__.tb_next)
         text = "".join(traceback.format_exception(error))
         reason = "".join(traceback.format_exception_only(error)).strip()
         return cls(
@@ -51,7 +53,7 @@ class Failure:
             when=time.monotonic_ns(),
             reason=reason,
             traceback=text.rstrip(),
-            lost_peer=any(words in text.lower() for words in _LOST_PEER),
+            lost_peer=_lost_peer(error),
         )
 
     @classmethod
@@ -82,6 +84,16 @@ class RankError(RuntimeError):
 def first(failures: Iterable[Failure]) -> Failure:
     """The failure that caused the others: the earliest one that does not read like a consequence, else the earliest."""
     return min(failures, key=lambda failure: (failure.lost_peer, failure.when))
+
+
+def _lost_peer(error: BaseException | None) -> bool:
+    # An error raised while another one was handled is a consequence of it.
+    while error is not None:
+        message = str(error).lower()
+        if any(words in message for words in _LOST_PEER):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _error(message: str, rank: int, reason: str) -> RankError:

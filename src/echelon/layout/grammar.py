@@ -165,7 +165,7 @@ _EXPERTS = "expert parallelism is"
 KEYS: tuple[Key, ...] = (
     Key(name="dp", kind=Number(), default="what is left of the world",
         meaning="data-parallel ranks"),
-    Key(name="zero", kind=Number(low=0, high=3), default="0, and 1 under pp",
+    Key(name="zero", kind=Number(low=0, high=3), default="0; 1 under pp; 3 where shard is given",
         meaning="what is sharded over dp: nothing, optimizer states, gradients too, parameters too"),
     Key(name="shard", kind=Number(), default="dp",
         meaning="shard inside groups of this size and replicate across them; divides dp"),

@@ -77,9 +77,10 @@ class Layout:
             raise FaultError(faults)
 
     def _derived(self) -> dict[str, int]:
-        """Defaults that follow from other keys. None of them follows from another one of them."""
+        """Defaults that follow from other keys. Only zero asks for another of them: whether `shard` was given."""
+        hybrid = self.shard not in (DERIVED, self.dp)
         return {
-            "zero": 1 if self.pp > 1 else 0,
+            "zero": 1 if self.pp > 1 else 3 if hybrid else 0,
             "shard": self.dp,
             "sp": 1 if self.tp > 1 else 0,
             "ulysses": self.cp if self.cp_kind == "ulysses" else 1,

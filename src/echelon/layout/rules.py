@@ -63,9 +63,7 @@ def fills_batch(layout: Layout, facts: Facts) -> Iterator[Broken]:
     if batch is None or layout.batch == batch:
         return
     if batch % dp:
-        near = sorted({max(dp, batch // dp * dp), (batch // dp + 1) * dp})
-        hint = f"or a dp that divides {batch}"
-        yield Broken(("batch",), f"is not a multiple of dp ({dp})", hint, ", ".join(str(size) for size in near))
+        yield Broken(("batch",), f"is not a multiple of dp ({dp})", f"or a dp that divides {batch}")
     else:
         product = f"dp x microbatch x accumulate = {dp} x {layout.microbatch} x {layout.accumulate} = {layout.batch}"
         yield Broken(("microbatch", "accumulate"), f"does not give the batch (batch {batch}, {product})")
@@ -74,6 +72,8 @@ def fills_batch(layout: Layout, facts: Facts) -> Iterator[Broken]:
 def shard_divides_dp(layout: Layout, facts: Facts) -> Iterator[Broken]:
     if layout.dp % layout.shard:
         yield Broken(("shard",), f"does not divide dp ({layout.dp})")
+    elif layout.shard != layout.dp and not layout.zero:
+        yield Broken(("shard", "zero"), "does nothing where nothing is sharded (zero 0)")
 
 
 def tp_has_its_shape(layout: Layout, facts: Facts) -> Iterator[Broken]:
@@ -249,10 +249,24 @@ def explain(
     for name, rule in found.items():
         if any(remedies.repairs(key, name) for key in unreadable):
             continue
-        key, legal = remedies.best(name, rule)
+        if rule.keys == ("batch",):  # not a layout key: nothing to try
+            key, legal = "batch", legal_batches(layout, given, facts)
+        else:
+            key, legal = remedies.best(name, rule)
         value = getattr(layout, key) if key in ROWS else getattr(facts, key)
         faults.append(Fault(key=key, value=str(value), rule=rule.rule, legal=legal, hint=rule.hint))
     return faults
+
+
+def legal_batches(layout: Layout, given: Mapping[str, Value], facts: Facts) -> str:
+    """The nearest batches that dp and what is given of microbatch and accumulate can make."""
+    batch, unit = facts.batch or 0, layout.dp
+    for key in ("microbatch", "accumulate"):
+        unit *= getattr(layout, key) if key in given else 1
+    if "microbatch" in given and "accumulate" in given:
+        return str(unit)
+    below = batch // unit * unit
+    return ", ".join(str(size) for size in (below, below + unit) if size > 0)
 
 
 def faults(

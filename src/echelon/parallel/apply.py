@@ -19,7 +19,8 @@ from echelon.parallel.axis import Axes, world_rank
 from echelon.parallel.flat import Flat
 
 
-AXES = ("replica", "shard", "dp", "tp", "shard*tp")
+WORLD = "pp*replica*shard*cp*tp"
+AXES = ("replica", "shard", "dp", "tp", "shard*tp", WORLD)
 """the axes that every run has, in the order in which all ranks make their process groups"""
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,6 +65,8 @@ class FlatUnit:
         if not policy.scatter_every_microbatch:
             self.gradients = torch.zeros(self.full.shape, dtype=master, device=device)
             self.grad = self.gradients[self._own]
+        self.scale = 1.0
+        """what arriving gradients are multiplied by"""
         self._written: set[str] = set()
         self._arrived = 0
         self._expected = sum(entry.trainable for entry in unit.entries)
@@ -128,10 +131,12 @@ class FlatUnit:
         offset = self.unit.offsets[entry.name]
         place = self._gradient_buffer()[offset : offset + entry.local_numel].view(entry.local_shape)
         if entry.name in self._written:
-            place.add_(gradient)
-        else:
+            place.add_(gradient, alpha=self.scale)
+        elif self.scale == 1.0:
             place.copy_(gradient)
-            self._written.add(entry.name)
+        else:
+            place.copy_(gradient).mul_(self.scale)
+        self._written.add(entry.name)
         self._arrived += 1
         return self.complete
 
@@ -265,9 +270,15 @@ class Flat:
         for unit in self.units:
             unit.updated()
 
-    def gather_all(self) -> None:
-        for unit in self.units:
+    @contextmanager
+    def root_gathered(self) -> Iterator[None]:
+        """For calls of the model's methods other than its forward, on which no hook gathers the root's parameters."""
+        root = [unit for unit in self.units if unit.unit.name == ""]
+        for unit in root:
             unit.gather()
+        yield
+        for unit in root:
+            unit.free()
 
     def _launch(self, *, everything: bool) -> None:
         while self._waiting and (everything or self._waiting[0].complete):

@@ -9,17 +9,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from echelon.launch.pool import Pool, RankError
+from echelon.launch.failure import RankError
+from echelon.launch.pool import Pool
 from echelon.layout import Layout
 from echelon.layout import check as check_layout
 from echelon.layout.faults import Fault, FaultError
 from echelon.models import sizes
+from echelon.models.own import spec_of
 from echelon.models.sizes import ModelConfig
-from echelon.proof.case import Case, spec_of
+from echelon.proof.case import Case
 from echelon.proof.compare import Difference, RankReport, run_and_compare
 from echelon.proof.truth import write_truth
 
 TOLERANCE = 1e-10
+PRELOAD = ("echelon.proof.compare", "echelon.proof.truth")
+"""what every rank needs, imported once before ranks are forked"""
 
 DEFAULT_LAYOUTS = (
     "dp=2; dp=3,zero=1; dp=4,zero=2,accumulate=4; dp=2,zero=3; dp=4,zero=3,shard=2; "
@@ -87,7 +91,7 @@ def verify(
     wanted = parse(layouts, case)
     if pool is not None:
         return Prover(pool, case, leave_out).report(wanted, progress)
-    with Pool() as own:
+    with Pool(preload=PRELOAD) as own:
         return Prover(own, case, leave_out).report(wanted, progress)
 
 
@@ -171,7 +175,8 @@ class Prover:
         for name, size in reports[0].sizes.items():
             owned = sum(report.owned[name] for report in reports)
             if owned != size:
-                raise RankError(f"{name} has {size} elements and {owned} are owned: the placement record is wrong")
+                wrong = f"{name} has {size} elements and {owned} are owned: the placement record is wrong"
+                raise RankError(wrong, rank=0, reason=wrong)
         return list(found.values())
 
     def _truth(self, rows: int, accumulate: int) -> Path:
@@ -186,7 +191,7 @@ class Prover:
         """The axis that fails alone. Splitting over one axis at a time tells which reduction is wrong, whatever the bug is."""
         alone = {
             "tp": layout.replace(dp=1, zero=0, shard=1),
-            "shard": layout.replace(tp=1, sp=0, dp=layout.shards, shard=layout.shards),
+            "shard": layout.replace(tp=1, sp=0, dp=layout.shards, shard=layout.shards, zero=layout.zero),
             "replica": layout.replace(tp=1, sp=0, dp=layout.dp // layout.shards, zero=0, shard=layout.dp // layout.shards),
         }
         names = {axis: part for axis, part in alone.items() if part.world > 1}

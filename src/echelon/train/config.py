@@ -95,14 +95,14 @@ class ShardConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    model: str = "gpt-tiny"
-    """A named size."""
+    model: str = "llama-tiny"
+    """A named size, or `file.py:factory` of your own, with a function `batch(rows, step)` beside it."""
     data: DataConfig = field(default_factory=DataConfig)
     seq_len: Annotated[int, AT_LEAST_1] = 128
     """Tokens per sequence."""
     batch: Annotated[int, AT_LEAST_1] = 24
     """Sequences per step, over all ranks."""
-    steps: Annotated[int, AT_LEAST_1] = 300
+    steps: Annotated[int, AT_LEAST_1] = 400
     """Steps to train."""
     seed: Annotated[int, Range(low=0, high=2**63 - 1)] = 0
     """Of initial weights, dropout and the order of the data."""
@@ -245,7 +245,17 @@ def _data_rules(config: Config) -> Iterator[Rule]:
         yield ("data.tokenizer",), fault
 
 
+def is_own(model: str) -> bool:
+    """`file.py:factory`, a module of the user's own."""
+    return ":" in model
+
+
 def _model_rules(config: Config) -> Iterator[Rule]:
+    if is_own(config.model):
+        path = config.model.rpartition(":")[0]
+        if not Path(path).is_file():
+            yield ("model",), Fault(key="model", value=config.model, rule="names no Python file", legal="file.py:factory")
+        return
     try:
         model = sizes.find(config.model)
     except FaultError as error:
@@ -270,7 +280,7 @@ def _layout_faults(config: Config, world: int | None, refused: Set[str]) -> list
     if "layout" in refused:
         return []
     try:
-        model = None if "model" in refused else sizes.find(config.model)
+        model = None if "model" in refused or is_own(config.model) else sizes.find(config.model)
     except FaultError:
         model = None
     batch = None if "batch" in refused else config.batch

@@ -148,8 +148,8 @@ class Engine:
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def evaluate(self, microbatches: Iterable[Microbatch]) -> float:
-        """The mean loss over this and all other ranks' microbatches, without dropout."""
+    def evaluate(self, microbatches: Iterable[Microbatch]) -> float | None:
+        """The mean loss over this and all other ranks' microbatches, without dropout; none where there is no target."""
         was_training = self.model.training
         self.model.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self.parallel.options.device)
@@ -160,7 +160,7 @@ class Engine:
         self.model.train(was_training)
         self.parallel.axes["dp"].all_reduce(totals)
         loss_sum, count = totals.tolist()
-        return float(loss_sum / max(count, 1.0))
+        return float(loss_sum / count) if count else None
 
     # -- cost ---------------------------------------------------------------------------------------------------------
 

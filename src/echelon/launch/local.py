@@ -1,0 +1,165 @@
+"""Ranks on this machine, through torch's elastic launcher.
+
+[Note: whose failure it was]
+
+The launcher looks at its ranks ten times a second and reports one that it finds dead, with the time in whole seconds. When
+several are dead by then, that is any of them. So each rank keeps its own record:
+
+1. A rank that catches an exception writes it to a file, with a time in nanoseconds, and exits.
+2. If the exception reads like the consequence of a lost peer, the rank lingers before it exits. By then the launcher has seen
+   the peer, and has ended this rank too.
+3. Of all records the first one that is not a consequence is told. A rank without a record was killed or aborted: the
+   launcher knows its exit code.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from echelon.launch import forkserver
+from echelon.launch.failure import Failure, RankError, first
+from echelon.launch.loopback import ADDRESS, use_loopback
+from echelon.launch.parcel import pack, unpack
+
+T = TypeVar("T")
+
+LINGER = 2.0
+"""Seconds that a rank with a lost peer waits before it exits; see the note."""
+LAST_LINES = 20
+"""Lines of output told of a rank that died without an exception."""
+
+
+def start(function: Callable[..., T], args: Sequence[Any], procs: int, *, logs: Path | None = None) -> T:
+    """Call `function(*args)` on `procs` new ranks of this machine and return what rank 0 returns.
+
+    The ranks find torchrun's environment variables, so `world.join()` makes them a group. Rank 0 writes to the console; the
+    others write to `logs/rank1.log` and so on (default: a folder that is removed at the end). The function must be importable by
+    name. Raises `RankError` with the first failure; Ctrl-C ends all ranks.
+    """
+    if procs < 1:
+        raise ValueError(f"one rank or more is needed (procs={procs})")
+    forkserver.context()
+    with tempfile.TemporaryDirectory(prefix="echelon-ranks-") as scratch:
+        folder = Path(scratch)
+        if logs is None:
+            logs = folder
+        logs.mkdir(parents=True, exist_ok=True)
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=procs,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint=f"{ADDRESS}:0",
+            local_addr=ADDRESS,
+            max_restarts=0,
+            start_method=forkserver.METHOD,
+            logs_specs=DefaultLogsSpecs(log_dir=str(folder / "elastic")),
+        )
+        call = pack((function, tuple(args)))
+        try:
+            with _quiet(), _signals_kept():
+                values = elastic_launch(config, _enter)(call, str(folder), str(logs))
+        except ChildFailedError as error:
+            name = f"{function.__module__}.{function.__qualname__}"
+            cause = first(_failures(error, folder, logs))
+            raise RankError.of(cause, world=procs, what=name) from None
+        except SignalException as error:
+            # The launcher turns signals into this exception, and has ended the ranks.
+            if error.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise SystemExit(128 + error.sigval) from None
+        value: T = unpack(values[0])
+        return value
+
+
+def _enter(call: bytes, folder: str, logs: str) -> bytes:
+    """What each rank runs."""
+    # The launcher ends ranks by these signals. The default action is at once and without a traceback.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    rank = int(os.environ["RANK"])
+    if rank != 0:
+        _redirect(Path(logs) / f"rank{rank}.log")
+    use_loopback()
+    try:
+        function, args = unpack(call)
+        value = function(*args)
+        return pack(value) if rank == 0 else b""
+    except BaseException as error:
+        failure = Failure.of(error, rank)
+        record = Path(folder) / f"failure{rank}.json"
+        # Renamed when complete: the launcher may end this rank at any moment.
+        draft = record.with_suffix(".draft")
+        draft.write_text(json.dumps(asdict(failure)))
+        draft.rename(record)
+        if failure.lost_peer:
+            time.sleep(LINGER)
+        sys.exit(1)
+
+
+def _redirect(path: Path) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # File descriptors, not sys.stdout: what C++ prints when it aborts must arrive too.
+    with open(path, "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
+
+def _failures(error: ChildFailedError, folder: Path, logs: Path) -> list[Failure]:
+    found = [Failure(**json.loads(path.read_text())) for path in folder.glob("failure*.json")]
+    recorded = {failure.rank for failure in found}
+    for rank, seen in error.failures.items():
+        if rank not in recorded:
+            found.append(Failure.of_exit(seen.exitcode, rank, _last_lines(logs / f"rank{rank}.log")))
+    return found
+
+
+def _last_lines(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:] if log.exists() else []
+    return "\n".join(["its last output:", *lines]) if lines else ""
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The launcher logs a page about a failure that we tell in a few lines."""
+    loggers = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict)]
+    loggers = [logger for logger in loggers if logger.name.startswith(("torch.distributed.elastic", "torch.multiprocessing"))]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """The launcher takes over these signals and does not give them back."""
+    names = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = {name: signal.getsignal(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, handler in before.items():
+            if signal.getsignal(name) is not handler:
+                signal.signal(name, handler)

@@ -1,0 +1,105 @@
+"""The group of processes that this process belongs to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+_LAUNCHER_SETS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """What one rank knows of all ranks."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    """Its number among the ranks of this machine."""
+    device: torch.device
+    backend: str = ""
+    """As torch spells it: `gloo`, or `cpu:gloo,cuda:nccl`. Empty for one process without a process group."""
+
+
+def under_launcher() -> bool:
+    """Whether a launcher (torchrun, or `echelon train --procs`) started this process and named its rank."""
+    return all(name in os.environ for name in _LAUNCHER_SETS)
+
+
+@contextmanager
+def join(device: str = "auto", timeout: float = 600.0) -> Iterator[World]:
+    """Join the ranks that the launcher started, for the length of a `with` block.
+
+    Without a launcher this is a world of one, and no process group is made. Inside a process group that exists already,
+    it is that group, which is left as it is. `device` is `auto`, `cpu` or `cuda`; `timeout` is in seconds, for one collective.
+    """
+    if dist.is_initialized():
+        yield _existing(device)
+    elif not under_launcher():
+        yield World(device=_device(device, local_rank=0, local_world_size=1))
+    else:
+        with _group(device, timeout) as world:
+            yield world
+
+
+@contextmanager
+def _group(device: str, timeout: float) -> Iterator[World]:
+    rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    where = _device(device, local_rank=local_rank, local_world_size=local_world_size)
+    # On CUDA too there is a group on the CPU, for checkpoints in the background and for small Python objects.
+    backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
+    threads = torch.get_num_threads()
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    else:
+        torch.set_num_threads(max(1, cores() // local_world_size))
+    dist.init_process_group(
+        backend=backend,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout),
+        device_id=where if where.type == "cuda" else None,
+    )
+    try:
+        yield World(rank=rank, world_size=world_size, local_rank=local_rank, device=where, backend=backend)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        torch.set_num_threads(threads)
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _existing(device: str) -> World:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    backend = dist.get_backend_config()
+    on_cuda = "cuda" in backend
+    if device == "cuda" and not on_cuda:
+        raise ValueError(f"device=cuda, but the process group is for the CPU (backend={backend}); use device=cpu")
+    # A gloo group can carry both; "auto" takes the device that its collectives run on.
+    where = torch.device("cuda", local_rank) if on_cuda and device != "cpu" else torch.device("cpu")
+    return World(rank=rank, world_size=world_size, local_rank=local_rank, device=where, backend=backend)
+
+
+def _device(device: str, *, local_rank: int, local_world_size: int) -> torch.device:
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f'unknown device (device="{device}"); use auto, cpu or cuda')
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cuda" and found < local_world_size:
+        raise ValueError(
+            f"device=cuda needs one CUDA device per rank of this machine (ranks={local_world_size}, devices={found}); "
+            "use fewer ranks, or device=cpu"
+        )
+    use_cuda = device != "cpu" and found >= local_world_size
+    return torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")

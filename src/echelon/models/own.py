@@ -1,0 +1,49 @@
+"""A user's own module, named `file.py:factory`: text that travels to every rank, which then calls the function itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def load(spec: str) -> Callable[..., Any]:
+    """The function that `file.py:name` means."""
+    path, _, name = spec.rpartition(":")
+    if not path or not name:
+        raise ValueError(f"a model of your own is named file.py:factory ({spec!r}); add the name of the function")
+    module = _module(Path(path))
+    if not hasattr(module, name):
+        raise ValueError(f"{path} has no function {name!r}; it has {', '.join(n for n in vars(module) if not n.startswith('_'))}")
+    found: Callable[..., Any] = getattr(module, name)
+    return found
+
+
+def _module(path: Path) -> ModuleType:
+    key = f"echelon_user_{path.resolve().stem}"
+    if key in sys.modules and getattr(sys.modules[key], "__file__", None) == str(path.resolve()):
+        return sys.modules[key]
+    if not path.is_file():
+        raise ValueError(f"there is no such file ({path}); give the path of a Python file")
+    spec = importlib.util.spec_from_file_location(key, path.resolve())
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[key] = module
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.resolve().parent))
+    return module
+
+
+def spec_of(function: Callable[..., Any]) -> str:
+    """`file.py:name` of a function of the user's, so that ranks can find it."""
+    path, name = inspect.getsourcefile(function), function.__qualname__
+    if path is None or "<" in name or "." in name:
+        raise ValueError(f"ranks must be able to import the function ({name}); define it at the top level of a file")
+    return f"{path}:{name}"

@@ -1,0 +1,89 @@
+"""Every number that was chosen for the user, with its reason: printed once at the start of a run, and kept in its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from echelon.layout import Layout
+from echelon.models.sizes import ModelConfig
+from echelon.optim import num_moments
+from echelon.parallel import shard, tensor
+from echelon.train.config import Config
+from echelon.train.display import Derived, size
+from echelon.train.engine import Engine
+from echelon.train.metrics import Peak
+
+
+def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterator[Derived]:
+    layout, parallel, options = engine.layout, engine.parallel, engine.parallel.options
+    compute, master = name(options.compute), name(options.master)
+    units = parallel.placement.units
+    yield "layout", str(layout), f"{layout.world} rank(s): dp={layout.dp} x tp={layout.tp}"
+    yield (
+        "batch",
+        f"{layout.batch} sequences" + (f" x {config.seq_len} tokens" if hasattr(engine.model, "config") else ""),
+        f"dp {layout.dp} x microbatch {layout.microbatch} x accumulate {layout.accumulate}",
+    )
+    yield "types", f"compute {compute}, master {master}, gradients {master}", "gradients accumulate and are reduced in the master's type"
+    yield "reduction", _reduction(layout), "then divided once by the number of valid targets of the whole step"
+    padding = sum(unit.shards * unit.shard_numel - unit.numel for unit in units)
+    yield "units", f"{len(units)}, padded by {padding:,} elements", "parameters that are gathered and reduced together"
+    if layout.tp > 1 and isinstance(getattr(engine.model, "config", None), ModelConfig):
+        yield from _tensor_padding(engine, config.seq_len)
+    held = shard.state_bytes(
+        units,
+        parallel.policy,
+        compute_bytes=options.compute.itemsize,
+        master_bytes=options.master.itemsize,
+        moments=num_moments(engine.rule),
+    )
+    shares = ", ".join(f"{key} {size(value)}" for key, value in held.items() if value)
+    yield "states per rank", size(sum(held.values())), shares
+    sent = sum(item.bytes * item.count for item in engine.collectives(traffic(engine, config.seq_len)))
+    yield "collectives", f"{size(sent)} per rank and step", "sum of the tensors reduced, gathered and scattered"
+    yield "time-out", f"{config.timeout:g} s", "a rank that waits longer ends the run"
+    yield "threads", str(threads), "per rank"
+    yield "peak", f"{peak.flops / 1e12:.3g} TFLOP/s per device", peak.why
+
+
+def traffic(engine: Engine, seq_len: int) -> tensor.Traffic | None:
+    """What tensor parallelism's cost depends on; unknown for a user's module."""
+    model = getattr(engine.model, "config", None)
+    if not isinstance(model, ModelConfig):
+        return None
+    options = engine.parallel.options
+    return tensor.Traffic(
+        layers=model.layers,
+        width=model.width,
+        batch=engine.layout.microbatch,
+        seq_len=seq_len,
+        dropout=model.dropout > 0,
+        element_bytes=options.compute.itemsize,
+        loss_bytes=max(options.compute.itemsize, 4),
+    )
+
+
+def _reduction(layout: Layout) -> str:
+    if layout.dp == 1:
+        return "none"
+    if layout.zero == 0:
+        return f"all-reduce over {layout.dp} ranks, once a step"
+    when = "every microbatch" if layout.zero >= 2 else "once a step"
+    across = f", all-reduce over {layout.dp // layout.shards} replicas once a step" if layout.shards < layout.dp else ""
+    return f"reduce-scatter over {layout.shards} ranks, {when}{across}"
+
+
+def _tensor_padding(engine: Engine, seq_len: int) -> Iterator[Derived]:
+    layout, model = engine.layout, engine.model.config
+    assert isinstance(model, ModelConfig)
+    rows = -(-model.vocab // layout.tp) * layout.tp
+    yield "vocabulary", f"{model.vocab:,} padded to {rows:,}", "padded ids have no probability and no gradient"
+    if layout.sp:
+        length = -(-seq_len // layout.tp) * layout.tp
+        yield "sequence", f"{seq_len:,} padded to {length:,}", "between tensor-parallel regions each tp rank holds a slice"
+    if layout.tp > model.kv_heads:
+        yield "key-value heads", f"{model.kv_heads}, each on {layout.tp // model.kv_heads} ranks", "tp is a multiple of them"
+
+
+def name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")

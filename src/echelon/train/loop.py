@@ -1,0 +1,157 @@
+"""The training loop, as every rank runs it: steps, evaluation, a sample of text, one log."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+
+import torch
+
+from echelon.launch.world import World, join
+from echelon.layout import check
+from echelon.parallel.apply import WORLD, Options
+from echelon.train import metrics
+from echelon.train.config import Config
+from echelon.train.derived import derived
+from echelon.train.display import Display, Progress, duration, number, percent, short
+from echelon.train.engine import Engine, StepResult
+from echelon.train.run import Run
+from echelon.train.schedule import learning_rate
+from echelon.train.task import task_of
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+MEMORY_EVERY = 10
+"""steps between two looks at all ranks' memory: each look is a collective"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What a run came to; the keys of `train --json`."""
+
+    run: str
+    """its directory"""
+    steps: int
+    loss: float
+    tokens_per_s: float
+    mfu: float
+    hfu: float
+    goodput: float
+    """share of the time since start-up that went into training steps"""
+    eval_loss: float | None
+    checkpoint: str | None = None
+    """the last checkpoint; none are written yet"""
+
+
+def train(config: Config, *, quiet: bool = False) -> Summary:
+    """Trains on the ranks this process was started among: all of them call this, rank 0's summary names the run."""
+    with join(config.device, config.timeout) as world:
+        return Loop(config, world, quiet=quiet).run()
+
+
+class Loop:
+    """One rank's part of a run."""
+
+    def __init__(self, config: Config, world: World, *, quiet: bool):
+        self.config, self.world = config, world
+        self.started = time.perf_counter()
+        self.task = task_of(config, world.one_after_another())
+        self.layout = check(
+            config.layout, world=world.world_size, batch=config.batch, seq_len=config.seq_len, model=self.task.shape
+        )
+        compute = DTYPES[config.dtype]
+        options = Options(
+            device=world.device,
+            compute=compute,
+            master=torch.promote_types(compute, torch.float32),
+            seed=config.seed,
+            reshard_after_forward=config.shard.reshard_after_forward,
+            prefetch=config.shard.prefetch,
+            units=config.shard.units,
+        )
+        self.engine = Engine(self.task.build(), self.layout, config.optimizer, clip=config.clip, options=options)
+        self.engine.model.train()
+        self.peak = metrics.peak_flops(world.device)
+        self.display = Display(config.steps, quiet=quiet or world.rank > 0)
+        self._memory = 0
+
+    def run(self) -> Summary:
+        rows = [*self.task.describe(), *derived(self.config, self.engine, self.peak, torch.get_num_threads())]
+        self.display.header(f"{self.task.name} on {self.world.world_size} x {self.world.device.type}", rows)
+        run = Run.create(self.config, {"layout": str(self.layout), "derived": rows}) if self.world.rank == 0 else None
+        try:
+            with self.display:
+                summary = self._steps(run)
+                sample = self.task.sample(self.engine)
+            if run is not None:
+                run.log("end", **asdict(summary), sample=sample)
+                self.display.summary(f"done: {run.path}", self._results(summary), prompt=self.config.sample.prompt, sample=sample)
+        finally:
+            if run is not None:
+                run.close()
+        return summary
+
+    def _steps(self, run: Run | None) -> Summary:
+        config, busy, warm = self.config, 0.0, 0.0
+        eval_loss: float | None = None
+        result = StepResult(loss=0.0, count=0, norm=0.0, skipped=True)
+        for step in range(config.steps):
+            begun = time.perf_counter()
+            lr = learning_rate(step, config.steps, config)
+            result = self.engine.run(self.task.microbatches(self.engine, step), lr=lr)
+            seconds = time.perf_counter() - begun
+            busy += seconds
+            warm += seconds if step else 0.0  # the first step allocates, and would spoil the mean
+            progress = self._progress(step + 1, result, self._tokens(result) / seconds)
+            self.display.step(progress)
+            if result.skipped:
+                self.display.note(f"step {step + 1} had no valid target: nothing was updated")
+            if run is not None:
+                run.log("step", **asdict(progress), lr=lr, norm=result.norm, count=result.count, skipped=result.skipped, seconds=seconds)
+            if config.eval.every and ((step + 1) % config.eval.every == 0 or step + 1 == config.steps):
+                eval_loss = self.engine.evaluate(self.task.evaluation(self.engine))
+                if eval_loss is not None:
+                    self.display.evaluation(step + 1, eval_loss)
+                    if run is not None:
+                        run.log("evaluation", step=step + 1, loss=eval_loss)
+        rate = self._tokens(result) * (config.steps - 1) / warm if warm else self._tokens(result) / busy
+        mfu, hfu = self._utilisation(rate)
+        return Summary(
+            run="" if run is None else str(run.path),
+            steps=config.steps,
+            loss=result.loss,
+            tokens_per_s=rate,
+            mfu=mfu,
+            hfu=hfu,
+            goodput=busy / (time.perf_counter() - self.started),
+            eval_loss=eval_loss,
+        )
+
+    def _tokens(self, result: StepResult) -> int:
+        """What a step's rate counts: tokens of text, or valid targets of a user's module."""
+        return self.config.batch * self.config.seq_len if self.task.shape else result.count
+
+    def _progress(self, step: int, result: StepResult, rate: float) -> Progress:
+        if step % MEMORY_EVERY == 1 or step == self.config.steps:
+            used = torch.tensor(float(metrics.peak_memory(self.world.device)), dtype=torch.float64, device=self.world.device)
+            self._memory = int(self.engine.parallel.axes[WORLD].all_reduce(used, op="max"))
+        mfu, hfu = self._utilisation(rate)
+        return Progress(step=step, loss=result.loss, tokens_per_s=rate, mfu=mfu, hfu=hfu, memory=self._memory)
+
+    def _utilisation(self, rate: float) -> tuple[float, float]:
+        """(MFU, HFU); not a number for a user's module, whose FLOPs are not known."""
+        shape = self.task.shape
+        if shape is None:
+            return float("nan"), float("nan")
+        flops = shape.flops_per_token(self.config.seq_len)
+        again = metrics.recomputed_flops(self.layout.recompute, flops - 6 * shape.vocab * shape.width)
+        peak = self.peak.flops * self.world.world_size
+        return metrics.mfu(flops, rate, peak), metrics.hfu(flops, rate, peak, recomputed=again)
+
+    def _results(self, summary: Summary) -> list[tuple[str, str]]:
+        return [
+            ("loss", number(summary.loss)),
+            *([("evaluation", number(summary.eval_loss))] if summary.eval_loss is not None else []),
+            ("tokens/s", short(summary.tokens_per_s)),
+            ("MFU, HFU", f"{percent(summary.mfu)}, {percent(summary.hfu)}"),
+            ("time", f"{duration(time.perf_counter() - self.started)}, {percent(summary.goodput)} of it in steps"),
+        ]

@@ -1,0 +1,149 @@
+"""What a run trains: one of our language models on text, or the user's own module on batches the user makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from echelon import data, models
+from echelon.layout import Fault, FaultError
+from echelon.models.own import load
+from echelon.models.sizes import ModelConfig
+from echelon.train import text
+from echelon.train.config import Config, is_own
+from echelon.train.display import Derived
+from echelon.train.engine import Engine, Microbatch
+
+CACHE = Path.home() / ".cache" / "echelon" / "tokens"
+"""where text that was tokenised once is kept"""
+
+
+class Task(Protocol):
+    """All that the loop asks of what it trains."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> ModelConfig | None:
+        """What MFU and the layout's rules need to know; none for a user's module."""
+        ...
+
+    def build(self) -> nn.Module: ...
+
+    def describe(self) -> list[Derived]: ...
+
+    def microbatches(self, engine: Engine, step: int) -> Iterator[Microbatch]:
+        """This rank's microbatches of a step."""
+        ...
+
+    def evaluation(self, engine: Engine) -> Iterator[Microbatch]:
+        """This rank's share of the held-out batches; nothing where there are none."""
+        ...
+
+    def sample(self, engine: Engine) -> str: ...
+
+
+def task_of(config: Config, one_after_another: AbstractContextManager[None]) -> Task:
+    if is_own(config.model):
+        return OwnTask(config)
+    with one_after_another:  # the first rank of a machine tokenises, the others find it done
+        return TextTask(config)
+
+
+class TextTask:
+    """A named model on tokens, in an order that is a function of the seed."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.shape = shape_of(config)
+        self.name = f"{self.shape.name}: {self.shape.parameters:,} parameters"
+        self.tokenizer = data.load_tokenizer(config.data.tokenizer)
+        source = config.data
+        files = [data.prepare(path, CACHE, tokenizer=self.tokenizer) for path in source.path]
+        self.dataset = data.TokenDataset(
+            files or [data.default_corpus(CACHE, tokenizer=self.tokenizer)],
+            source.weights,
+            config.seq_len,
+            config.seed,
+            mask_documents=source.mask_documents,
+            eval_fraction=source.eval_fraction,
+        )
+        if self.dataset.vocab_size > self.shape.vocab:
+            rule = f"has fewer tokens than the data ({self.shape.vocab} and {self.dataset.vocab_size})"
+            legal = "a model with a larger vocabulary, or another data.tokenizer"
+            raise FaultError([Fault(key="model", value=self.shape.name, rule=rule, legal=legal)])
+
+    def build(self) -> nn.Module:
+        return models.build(self.shape, "meta")
+
+    def describe(self) -> list[Derived]:
+        return self.dataset.describe()
+
+    def microbatches(self, engine: Engine, step: int) -> Iterator[Microbatch]:
+        first = step * self.config.batch
+        for rows in engine.rows(self.config.batch):
+            indices = np.arange(first + rows.start, first + rows.stop)
+            yield Microbatch(_tensors(self.dataset.batch(indices)), torch.from_numpy(indices))
+
+    def evaluation(self, engine: Engine) -> Iterator[Microbatch]:
+        for number in range(self.config.eval.batches):
+            first = number * self.config.batch
+            if first >= self.dataset.num_eval:
+                return
+            for rows in engine.rows(self.config.batch):
+                indices = np.arange(first + rows.start, first + rows.stop)
+                yield Microbatch(_tensors(self.dataset.eval_batch(indices)), torch.from_numpy(indices))
+
+    def sample(self, engine: Engine) -> str:
+        wanted = self.config.sample
+        return text.write(engine, self.tokenizer, wanted.prompt, wanted.tokens) if wanted.tokens else ""
+
+
+class OwnTask:
+    """`file.py:factory`, with a function `batch(rows, step)` in the same file that makes the global batch of a step."""
+
+    shape = None
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.name = config.model
+        self._factory = load(config.model)
+        self._batch = load(config.model.rpartition(":")[0] + ":batch")
+
+    def build(self) -> nn.Module:
+        torch.manual_seed(self.config.seed)  # a factory that uses torch's generator makes the same weights on every rank
+        model: nn.Module = self._factory()
+        return model
+
+    def describe(self) -> list[Derived]:
+        return [("data", f"{self._batch.__name__}(rows, step)", "made by the file of the model, the same on every rank")]
+
+    def microbatches(self, engine: Engine, step: int) -> Iterator[Microbatch]:
+        return engine.microbatches(self._batch(self.config.batch, step))
+
+    def evaluation(self, engine: Engine) -> Iterator[Microbatch]:
+        return iter(())
+
+    def sample(self, engine: Engine) -> str:
+        return ""
+
+
+def shape_of(config: Config) -> ModelConfig:
+    """The named size, with what the configuration changes of it."""
+    shape = models.find(config.model)
+    if config.dropout is not None:
+        shape = replace(shape, dropout=config.dropout)
+    if config.tied is not None:
+        shape = replace(shape, tied=config.tied)
+    return shape
+
+
+def _tensors(batch: dict[str, data.tokens.IntArray]) -> dict[str, Tensor]:
+    return {key: torch.from_numpy(value) for key, value in batch.items()}

@@ -1,0 +1,88 @@
+"""Small programs for the ranks of the pool, and of the launcher: what a test sends must be importable by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+
+def echo(*args: Any, **kwargs: Any) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+    return dist.get_rank(), args, kwargs
+
+
+def total(value: float) -> float:
+    """The sum over ranks of value · (rank + 1)."""
+    tensor = torch.tensor([value * (dist.get_rank() + 1)], dtype=torch.float64)
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+
+def sharded_product(size: int) -> torch.Tensor:
+    """A product of two DTensors on a mesh of all ranks: what goes wrong when a mesh outlives its group."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    left = torch.arange(size * size, dtype=torch.float64).reshape(size, size)
+    product = distribute_tensor(left, mesh, [Shard(0)]) @ distribute_tensor(left, mesh, [Shard(1)])
+    return product.full_tensor()
+
+
+def holdings() -> tuple[int, int, int]:
+    """What a leak would let grow: this rank's process, its open files, its threads."""
+    return os.getpid(), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def settings() -> tuple[int, torch.dtype, float]:
+    """Threads, default dtype and the first random number, after which the last two are spoilt."""
+    seen = torch.get_num_threads(), torch.get_default_dtype(), torch.rand(1).item()
+    torch.set_default_dtype(torch.float64)
+    return seen
+
+
+def tensors(size: int) -> dict[str, torch.Tensor]:
+    rank = dist.get_rank()
+    whole = torch.arange(size, dtype=torch.float32) + rank
+    return {"whole": whole, "view": whole[:3], "half": whole[:3].bfloat16(), "none": whole[:0]}
+
+
+def dtensor() -> torch.Tensor:
+    return distribute_tensor(torch.ones(4), init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
+
+
+def fail(rank: int, word: str) -> None:
+    """One rank raises; the others wait for it in a collective."""
+    if dist.get_rank() == rank:
+        raise ValueError(f"no {word} on rank {rank}")
+    dist.barrier()
+
+
+def fail_late_elsewhere(rank: int) -> None:
+    """All ranks raise, one of them first."""
+    if dist.get_rank() != rank:
+        time.sleep(0.1)
+    raise ValueError(f"raised on rank {dist.get_rank()}")
+
+
+def die(rank: int) -> None:
+    """One rank is killed while the others are in a collective with it."""
+    if dist.get_rank() == rank:
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        time.sleep(10)
+    dist.barrier()
+
+
+def sleep(rank: int, seconds: float) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(seconds)
+    dist.barrier()
+
+
+def mismatch() -> None:
+    """Ranks disagree about the size of a collective: gloo aborts a process."""
+    dist.all_reduce(torch.ones(4 + 3 * dist.get_rank()))
