@@ -1,7 +1,7 @@
 """Tensor parallelism by torch's own recipe: `parallelize_module` and DTensor, as its tutorials and torchtitan write it.
 
-The one-device model is used as it is, except that its head becomes a linear and a cross entropy, which is what `ColwiseParallel` and
-`loss_parallel` understand. The head's logits stay divided on both sides of the comparison.
+The one-device model is used as it is, except that its head becomes a linear and a cross entropy, which is what
+`ColwiseParallel` and `loss_parallel` understand. The head's logits stay divided on both sides of the comparison.
 """
 
 from __future__ import annotations

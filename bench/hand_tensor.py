@@ -3,9 +3,9 @@
     all_reduce layers   every rank holds the whole sequence between regions
     sequence layers     every rank holds half of it: all-gather into a region, reduce-scatter out of it
 
-As Megatron does it: one boundary before q, k and v together, vocabulary-parallel embedding and loss, in-place collectives.
-Attention and rotary positions are the functions of the one-device model, so both sides run the same kernels. Nothing here is
-general: sizes divide, there is no padding, no dropout, no bias.
+As Megatron does it: one boundary before q, k and v together, vocabulary-parallel embedding and loss, in-place
+collectives. Attention and rotary positions are the functions of the one-device model: both sides run the same kernels.
+Nothing here is general: sizes divide, there is no padding, no dropout, no bias.
 """
 
 from __future__ import annotations
@@ -24,19 +24,23 @@ from echelon import models
 from echelon.models.attention import Rotation, positions, rotate, rotation
 from echelon.models.llama import EPSILON, THETA
 
+# Renamed in torch 2.13; the old names warn there.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def gather(x: Tensor) -> Tensor:
     """[B, T / world, C] to [B, T, C]."""
-    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, x.contiguous())
-    return torch.cat(parts, dim=1)
+    parts = x.new_empty(dist.get_world_size() * x.shape[0], *x.shape[1:])
+    all_gather_single(parts, x.contiguous())
+    return torch.cat(parts.chunk(dist.get_world_size()), dim=1)
 
 
 def scatter(x: Tensor) -> Tensor:
     """[B, T, C] to the sum's [B, T / world, C]."""
     parts = torch.cat(x.chunk(dist.get_world_size(), dim=1))
     out = x.new_empty(x.shape[0], x.shape[1] // dist.get_world_size(), *x.shape[2:])
-    dist.reduce_scatter_tensor(out, parts)
+    reduce_scatter_single(out, parts)
     return out
 
 

@@ -1,10 +1,12 @@
-"""Interleaved pairs: Echelon's step and a peer's, in the same processes, one right after the other, first place alternating.
+"""Interleaved pairs: Echelon's step and a peer's, in the same processes, one after the other, first place alternating.
 
-A machine that others use slows both halves of a pair alike, so the median of the pairs' ratios holds still where the times do not.
+A machine that others use slows both halves of a pair alike, so the median of the pairs' ratios holds still where the
+times do not.
 """
 
 from __future__ import annotations
 
+import gc
 import statistics
 import tempfile
 import time
@@ -118,6 +120,10 @@ def _rank(rank: int, layout: Layout, peer: Callable[[], Step], pairs: int, store
             pair = Pair(ours=seconds[0], peer=seconds[1], our_loss=timed["ours"][1], peer_loss=timed["peer"][1])
             queue.put((index < 0, pair))
     if layout.world > 1:
+        # Whatever holds the group goes first, and no rank leaves early: gloo's threads abort the process otherwise.
+        sides.clear()
+        gc.collect()
+        dist.barrier()
         dist.destroy_process_group()
 
 

@@ -6,7 +6,7 @@ Flags, chosen because each makes the peer faster on this benchmark or costs it n
     DDP          gradient_as_bucket_view=True, static_graph=True; buckets of 25 MiB, the default
     fully_shard  every block, then the root; default resharding (blocks after forward, the root not)
 
-A peer is a function from nothing to a step: `step(batch) -> loss`, where the batch is the global one and the loss its mean.
+A peer is a function from nothing to a step: `step(batch) -> loss`, of the global batch and its mean loss.
 """
 
 from __future__ import annotations

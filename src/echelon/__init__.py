@@ -1,1 +1,45 @@
-"""Echelon."""
+"""Echelon trains a one-device PyTorch model on many devices. This page is the whole public API.
+
+ec.verify(model, layouts)           does a layout compute what one device computes?
+ec.train(config_or_model, ...)      train, on as many ranks as the layout needs
+ec.wrap(model, layout)              a drop-in for DDP and FSDP in a loop of your own
+ec.Engine(model, layout).step(b)    one exact step on the global batch
+ec.Layout.parse("dp=2,tp=2")        a layout is data
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from echelon.layout import FaultError, Layout, Mesh
+
+if TYPE_CHECKING:
+    from echelon.proof.verify import Report, verify
+    from echelon.train.config import Config
+    from echelon.train.engine import Engine
+    from echelon.train.run import Run
+    from echelon.train.start import train
+    from echelon.train.wrap import wrap
+
+__all__ = ["Config", "Engine", "FaultError", "Layout", "Mesh", "Report", "Run", "train", "verify", "wrap"]
+
+_LATE = {
+    "Config": "echelon.train.config",
+    "Engine": "echelon.train.engine",
+    "Report": "echelon.proof.verify",
+    "Run": "echelon.train.run",
+    "train": "echelon.train.start",
+    "verify": "echelon.proof.verify",
+    "wrap": "echelon.train.wrap",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Imports on first use: torch takes seconds, and reading a layout needs none of it."""
+    if name not in _LATE:
+        raise AttributeError(f"module 'echelon' has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(_LATE[name]), name)
+    globals()[name] = value
+    return value

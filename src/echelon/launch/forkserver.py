@@ -7,7 +7,11 @@ server itself opens no device and starts no thread, so its forks are safe to use
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
+import threading
 from collections.abc import Iterable
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 
 METHOD = "forkserver"
@@ -17,7 +21,46 @@ _PRELOADED = ("torch", "torch.distributed.fsdp", "torch.distributed.tensor.paral
 
 
 def context(preload: Iterable[str] = ()) -> ForkServerContext:
-    """The way to start ranks. A process has one fork server: what is imported in it is settled by its first rank."""
+    """The way to start ranks. The server starts its imports now, so that they are done when the first rank is wanted.
+
+    A process has one fork server: what is imported in it is settled by the first call.
+    """
     made = multiprocessing.get_context(METHOD)
     made.set_forkserver_preload([*_PRELOADED, "echelon.launch.rank", *preload])
+    # Ctrl-C reaches every process of the terminal, and the server would answer with a traceback out of its imports. The ranks
+    # inherit the mask.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return made
+
+
+def await_imports() -> None:
+    """Wait until the server can fork. Who is interrupted while waiting here has left no half-started rank behind."""
+    process = context().Process(target=_nothing, daemon=True)
+    process.start()
+    process.join()
+    process.close()
+
+
+def _nothing() -> None:
+    pass
+
+
+def end_with_parent() -> None:
+    """In a rank: end this process when the one that started it is gone.
+
+    The fork server is the parent that the system knows, and it lives as long as its forks do. Without this, a rank that hangs would
+    outlive a program that was killed.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        raise AssertionError("not a process that multiprocessing started")
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

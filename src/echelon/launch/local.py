@@ -54,7 +54,7 @@ def start(function: Callable[..., T], args: Sequence[Any], procs: int, *, logs: 
     """
     if procs < 1:
         raise ValueError(f"one rank or more is needed (procs={procs})")
-    forkserver.context()
+    forkserver.await_imports()
     with tempfile.TemporaryDirectory(prefix="echelon-ranks-") as scratch:
         folder = Path(scratch)
         if logs is None:
@@ -94,6 +94,8 @@ def _enter(call: bytes, folder: str, logs: str) -> bytes:
     # The launcher ends ranks by these signals. The default action is at once and without a traceback.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    forkserver.end_with_parent()
     rank = int(os.environ["RANK"])
     if rank != 0:
         _redirect(Path(logs) / f"rank{rank}.log")
@@ -141,7 +143,9 @@ def _last_lines(log: Path) -> str:
 def _quiet() -> Iterator[None]:
     """The launcher logs a page about a failure that we tell in a few lines."""
     loggers = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict)]
-    loggers = [logger for logger in loggers if logger.name.startswith(("torch.distributed.elastic", "torch.multiprocessing"))]
+    loggers = [
+        logger for logger in loggers if logger.name.startswith(("torch.distributed.elastic", "torch.multiprocessing"))
+    ]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)

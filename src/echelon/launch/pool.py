@@ -75,9 +75,7 @@ class Pool:
             for number, rank in enumerate(ranks):
                 rank.send(
                     pack(
-                        Case(
-                            name=f"case{self._cases}", rank=number, world=world, timeout=timeout, path=path, call=call
-                        )
+                        Case(name=f"case{self._cases}", rank=number, world=world, timeout=timeout, path=path, call=call)
                     )
                 )
             values, failures = _collect(ranks, deadline)

@@ -20,14 +20,11 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import os
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -36,6 +33,7 @@ import torch.distributed as dist
 
 from echelon.compat import clear_sharding_cache
 from echelon.launch.failure import Failure
+from echelon.launch.forkserver import end_with_parent
 from echelon.launch.loopback import ADDRESS, use_loopback
 from echelon.launch.parcel import pack, unpack
 
@@ -70,9 +68,9 @@ class Outcome:
 
 def serve(pool: Connection, port: int, stacks: str) -> None:
     """Run cases until the pool hangs up. `stacks` is a file that receives this rank's stack, on SIGUSR1 or when it crashes."""
-    # Ctrl-C reaches every process of the terminal; the parent is the one that answers it.
+    # Ctrl-C reaches every process of the terminal; the pool is the one that answers it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     torch.set_num_threads(1)
     use_loopback()
     store = dist.TCPStore(ADDRESS, port, is_master=False)
@@ -128,11 +126,3 @@ def _leave() -> None:
     gc.collect()
     if "torch.distributed.tensor" in sys.modules:
         clear_sharding_cache()
-
-
-def _end_with_parent() -> None:
-    # A rank that hangs would outlive a parent that was killed.
-    parent = parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)

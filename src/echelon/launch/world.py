@@ -26,6 +26,15 @@ class World:
     backend: str = ""
     """As torch spells it: `gloo`, or `cpu:gloo,cuda:nccl`. Empty for one process without a process group."""
 
+    @contextmanager
+    def first_rank_first(self) -> Iterator[None]:
+        """The first rank of each machine runs the block, then the others: what it left on disk is there for them."""
+        if self.local_rank and self.backend:
+            dist.barrier()
+        yield
+        if not self.local_rank and self.backend:
+            dist.barrier()
+
 
 def under_launcher() -> bool:
     """Whether a launcher (torchrun, or `echelon train --procs`) started this process and named its rank."""

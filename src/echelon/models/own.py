@@ -18,7 +18,9 @@ def load(spec: str) -> Callable[..., Any]:
         raise ValueError(f"a model of your own is named file.py:factory ({spec!r}); add the name of the function")
     module = _module(Path(path))
     if not hasattr(module, name):
-        raise ValueError(f"{path} has no function {name!r}; it has {', '.join(n for n in vars(module) if not n.startswith('_'))}")
+        raise ValueError(
+            f"{path} has no function {name!r}; it has {', '.join(n for n in vars(module) if not n.startswith('_'))}"
+        )
     found: Callable[..., Any] = getattr(module, name)
     return found
 

@@ -35,7 +35,9 @@ class Rule(Protocol):
     def momentum(self) -> float: ...
 
 
-def build(rule: Rule, decayed: Sequence[Tensor], plain: Sequence[Tensor], *, fused: bool = True) -> torch.optim.Optimizer:
+def build(
+    rule: Rule, decayed: Sequence[Tensor], plain: Sequence[Tensor], *, fused: bool = True
+) -> torch.optim.Optimizer:
     """torch's optimizer for a rule, with weight decay on the first tensors only."""
     groups = [
         {"params": list(tensors), "weight_decay": decay}
@@ -85,4 +87,9 @@ class ShardedOptimizer:
     def state_bytes(self) -> int:
         """Bytes of moments on this rank, measured."""
         state = {} if self.inner is None else self.inner.state
-        return sum(t.numel() * t.element_size() for values in state.values() for t in values.values() if torch.is_tensor(t) and t.dim())
+        return sum(
+            t.numel() * t.element_size()
+            for values in state.values()
+            for t in values.values()
+            if torch.is_tensor(t) and t.dim()
+        )

@@ -116,7 +116,9 @@ def _values(model: nn.Module, options: Options) -> Callable[[Piece], Tensor]:
     recipe: Any = getattr(model, "initial", None)
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta and recipe is None]
     if missing:
-        raise ValueError(f"parameters on the meta device need a method `initial(name)` ({type(model).__name__}: {missing[0]}, ...)")
+        raise ValueError(
+            f"parameters on the meta device need a method `initial(name)` ({type(model).__name__}: {missing[0]}, ...)"
+        )
 
     def values(piece: Piece) -> Tensor:
         entry = piece.entry
@@ -132,7 +134,9 @@ def _values(model: nn.Module, options: Options) -> Callable[[Piece], Tensor]:
             for first in range(start, stop, CHUNK):
                 last = min(first + CHUNK, stop)
                 index = rng.logical_index(entry.local_shape, window, first, last, options.device)
-                out[first - piece.start : last - piece.start] = init.values(options.seed, entry.name, index, options.master)
+                out[first - piece.start : last - piece.start] = init.values(
+                    options.seed, entry.name, index, options.master
+                )
         return out
 
     return values

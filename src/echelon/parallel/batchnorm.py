@@ -93,4 +93,6 @@ def collectives(channels: Iterable[int], *, accumulate: int, element_bytes: int)
     """Per layer and microbatch: (channels + 1) and channels elements, forward and backward."""
     for count in channels:
         for size in (count + 1, count):
-            yield Collective(kind="all_reduce", axis="dp", bytes=size * element_bytes, count=2 * accumulate, part="batch statistics")
+            yield Collective(
+                kind="all_reduce", axis="dp", bytes=size * element_bytes, count=2 * accumulate, part="batch statistics"
+            )

@@ -50,9 +50,7 @@ class FlatUnit:
         self._own = slice(shard.index * size, (shard.index + 1) * size) if policy.shards > 1 else slice(0, size)
         self.full = torch.zeros(unit.shards * size, dtype=compute, device=device)
         self.shares_storage = compute == master and not policy.free_parameters
-        self.master = (
-            self.full[self._own] if self.shares_storage else torch.zeros(size, dtype=master, device=device)
-        )
+        self.master = self.full[self._own] if self.shares_storage else torch.zeros(size, dtype=master, device=device)
         self.parameters = {entry.name: self._view(entry) for entry in unit.entries}
         self._nbytes = self.full.untyped_storage().nbytes()
         self.whole = False
@@ -146,7 +144,9 @@ class FlatUnit:
 
     def _gradient_buffer(self) -> Tensor:
         if self.gradients is None:
-            self.gradients = torch.empty(self.unit.shards * self.unit.shard_numel, dtype=self.grad.dtype, device=self.full.device)
+            self.gradients = torch.empty(
+                self.unit.shards * self.unit.shard_numel, dtype=self.grad.dtype, device=self.full.device
+            )
             self.gradients[self.unit.numel :].zero_()
         return self.gradients
 
@@ -201,7 +201,8 @@ class Flat:
     ):
         self.model, self.placement, self.policy = model, placement, policy
         self.units = [
-            FlatUnit(unit, policy, shard, replica, device=device, compute=compute, master=master) for unit in placement.units
+            FlatUnit(unit, policy, shard, replica, device=device, compute=compute, master=master)
+            for unit in placement.units
         ]
         self._last = True
         self._waiting: deque[FlatUnit] = deque()

@@ -71,10 +71,14 @@ def choose_units(model: nn.Module, patterns: Sequence[str] = ()) -> tuple[str, .
         for pattern in patterns:
             hits = [name for name in modules if fnmatchcase(name, pattern)]
             if not hits:
-                raise ValueError(f"no module matches the unit pattern ({pattern!r}); the model has {', '.join(list(modules)[:12])}, ...")
+                raise ValueError(
+                    f"no module matches the unit pattern ({pattern!r}); the model has {', '.join(list(modules)[:12])}, ..."
+                )
             found += [name for name in hits if name not in found]
         return tuple(name for name in found if not any(name.startswith(other + ".") for other in found))
-    layers = [f"{name}.{key}" for name, module in modules.items() if _is_list(module) for key, _ in module.named_children()]
+    layers = [
+        f"{name}.{key}" for name, module in modules.items() if _is_list(module) for key, _ in module.named_children()
+    ]
     layers = [name for name in layers if not any(name.startswith(other + ".") for other in layers if other != name)]
     chosen = layers or [name for name, _ in model.named_children()]
     return tuple(name for name in chosen if sum(p.numel() for p in modules[name].parameters()) >= SMALLEST_UNIT)
@@ -97,16 +101,30 @@ def collectives(
             again = plan.reshard_after_forward and unit.name != "" and index != last
             gathers = (2 if again else 1) * accumulate if plan.free_parameters else 1
             yield Collective(
-                kind="all_gather", axis="shard", bytes=whole * compute_bytes, count=gathers, hidden=index > 0, part="parameters"
+                kind="all_gather",
+                axis="shard",
+                bytes=whole * compute_bytes,
+                count=gathers,
+                hidden=index > 0,
+                part="parameters",
             )
             yield Collective(
-                kind="reduce_scatter", axis="shard", bytes=whole * reduce_bytes, count=scatters, hidden=index > 0, part="gradients"
+                kind="reduce_scatter",
+                axis="shard",
+                bytes=whole * reduce_bytes,
+                count=scatters,
+                hidden=index > 0,
+                part="gradients",
             )
         if plan.replicas > 1:
-            yield Collective(kind="all_reduce", axis="replica", bytes=part * reduce_bytes, hidden=index > 0, part="gradients")
+            yield Collective(
+                kind="all_reduce", axis="replica", bytes=part * reduce_bytes, hidden=index > 0, part="gradients"
+            )
 
 
-def state_bytes(units: Sequence[Unit], plan: Policy, *, compute_bytes: int, master_bytes: int, moments: int) -> dict[str, int]:
+def state_bytes(
+    units: Sequence[Unit], plan: Policy, *, compute_bytes: int, master_bytes: int, moments: int
+) -> dict[str, int]:
     """Bytes a rank holds between steps, by category; `moments` is the number of optimizer values per element.
 
     Where compute and master are the same type no second copy is kept: the shard is a slice of the whole.
@@ -125,5 +143,6 @@ def state_bytes(units: Sequence[Unit], plan: Policy, *, compute_bytes: int, mast
 
 def _trainable(units: Sequence[Unit]) -> int:
     return max(
-        sum(stop - start for unit in units for start, stop in unit.decay_ranges(shard)) for shard in range(units[0].shards)
+        sum(stop - start for unit in units for start, stop in unit.decay_ranges(shard))
+        for shard in range(units[0].shards)
     )

@@ -41,7 +41,9 @@ Table = Mapping[str, str]
 WORDS = ("region", "column", "column/heads", "row", "vocabulary", "head", "heads", "sequence", "positions")
 
 
-def split(model: nn.Module, entries: Iterable[Entry], table: Table, axis: Axis, *, sequence_parallel: bool) -> list[Entry]:
+def split(
+    model: nn.Module, entries: Iterable[Entry], table: Table, axis: Axis, *, sequence_parallel: bool
+) -> list[Entry]:
     """Changes the modules of a one-device model for one rank of `axis`, and says how each parameter is cut."""
     from echelon.parallel.regions import Sliced, Whole
 
@@ -55,7 +57,11 @@ def split(model: nn.Module, entries: Iterable[Entry], table: Table, axis: Axis, 
 
 def match(model: nn.Module, table: Table) -> dict[str, str]:
     """The word for each module that a pattern names. A pattern that matches nothing, and an unknown word, are errors."""
-    problems = [f"{word!r} of {pattern!r} is not one of {', '.join(WORDS)}" for pattern, word in table.items() if word not in WORDS]
+    problems = [
+        f"{word!r} of {pattern!r} is not one of {', '.join(WORDS)}"
+        for pattern, word in table.items()
+        if word not in WORDS
+    ]
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     found: dict[str, str] = {}
     for pattern, word in table.items():
@@ -96,7 +102,9 @@ class _Split:
     def _column(self, name: str, module: nn.Linear, grain: int) -> None:
         pieces, tp = module.out_features // grain, self.axis.size
         if pieces % tp and tp % pieces:
-            raise ValueError(f"tp={tp} does not divide the outputs of {name} ({pieces} of {grain}); use a divisor of {pieces}")
+            raise ValueError(
+                f"tp={tp} does not divide the outputs of {name} ({pieces} of {grain}); use a divisor of {pieces}"
+            )
         cut = Cut(axis="tp", dim=0, parts=min(tp, pieces), copies=max(tp // pieces, 1))
         for attribute in ("weight", "bias"):
             self._cut(f"{name}.{attribute}", cut)
@@ -183,7 +191,9 @@ def collectives(traffic: Traffic, layout: Layout) -> Iterable[Collective]:
         return
     steps, t = layout.accumulate, traffic
     if layout.sp:
-        yield from sequence.boundary_collectives(t.layers, layout, t.batch, t.seq_len, t.width * t.element_bytes, t.dropout)
+        yield from sequence.boundary_collectives(
+            t.layers, layout, t.batch, t.seq_len, t.width * t.element_bytes, t.dropout
+        )
     else:
         size = t.batch * t.seq_len * t.width * t.element_bytes
         again = (1 + t.dropout) if layout.recompute == "full" else 0

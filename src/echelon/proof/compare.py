@@ -52,7 +52,9 @@ def run_and_compare(case: Case, layout_text: str, leave_out: str, truth: Path) -
                     whole = record.get_tensor(f"{step}/{kind}/{piece.entry.name}")
                     found.append(Difference(step, kind, piece.entry.name, error(held, expected(whole, piece), whole)))
     owned = {
-        piece.entry.name: sum(stop - start for start, stop in piece.runs()) if piece.owner and engine.parallel.placement.first_replica else 0
+        piece.entry.name: sum(stop - start for start, stop in piece.runs())
+        if piece.owner and engine.parallel.placement.first_replica
+        else 0
         for _, piece in engine.parallel.flat.pieces()
     }
     sizes = {name: torch.Size(entry.shape).numel() for name, entry in engine.parallel.placement.entries.items()}

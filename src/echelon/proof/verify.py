@@ -12,11 +12,8 @@ from typing import Any
 from echelon.launch.failure import RankError
 from echelon.launch.pool import Pool
 from echelon.layout import Layout
-from echelon.layout import check as check_layout
-from echelon.layout.faults import Fault, FaultError
-from echelon.models import sizes
-from echelon.models.own import spec_of
 from echelon.models.sizes import ModelConfig
+from echelon.proof.ask import DEFAULT_LAYOUTS, make_case, parse
 from echelon.proof.case import Case
 from echelon.proof.compare import Difference, RankReport, run_and_compare
 from echelon.proof.truth import write_truth
@@ -24,11 +21,6 @@ from echelon.proof.truth import write_truth
 TOLERANCE = 1e-10
 PRELOAD = ("echelon.proof.compare", "echelon.proof.truth")
 """what every rank needs, imported once before ranks are forked"""
-
-DEFAULT_LAYOUTS = (
-    "dp=2; dp=3,zero=1; dp=4,zero=2,accumulate=4; dp=2,zero=3; dp=4,zero=3,shard=2; "
-    "tp=2; tp=2,sp=0,recompute=full; tp=4,accumulate=4; dp=2,tp=2,zero=1; dp=2,tp=4,zero=3,recompute=full"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,35 +87,6 @@ def verify(
         return Prover(own, case, leave_out).report(wanted, progress)
 
 
-def make_case(model: str | ModelConfig | Callable[[], Any], batch: str | Callable[[int, int], Any] = "", **options: Any) -> Case:
-    if isinstance(model, ModelConfig):
-        return Case(model=model, **options)
-    spec = model if isinstance(model, str) else spec_of(model)
-    if ":" not in spec:
-        return Case(model=sizes.reduced(sizes.find(spec)), **options)
-    batches = batch if isinstance(batch, str) else spec_of(batch)
-    return Case(model=spec, batches=batches or spec.rpartition(":")[0] + ":batch", **options)
-
-
-def parse(layouts: str | Sequence[str | Layout], case: Case) -> list[Layout]:
-    """The layouts, each with its faults checked against the shrunken model; all faults at once."""
-    texts = [t for t in layouts.split(";") if t.strip()] if isinstance(layouts, str) else [str(layout) for layout in layouts]
-    found: list[Layout] = []
-    faults: list[Fault] = []
-    model = case.model if isinstance(case.model, ModelConfig) else None
-    for text in texts:
-        try:
-            layout = check_layout(text, seq_len=case.seq_len, model=model)
-        except FaultError as error:
-            faults += error.faults
-            continue
-        faults += [Fault(key="layout", value=str(layout), rule=reason) for reason in layout.plan_only]
-        found.append(layout)
-    if faults:
-        raise FaultError(faults)
-    return found
-
-
 class Prover:
     """Runs cases on a pool, with the truth of each (rows, microbatches) computed once."""
 
@@ -147,7 +110,13 @@ class Prover:
         except RankError as error:
             seconds = time.perf_counter() - started
             return Verdict(
-                layout=str(layout), passed=False, max_error=float("inf"), first_difference=None, axis="", seconds=seconds, trouble=str(error)
+                layout=str(layout),
+                passed=False,
+                max_error=float("inf"),
+                first_difference=None,
+                axis="",
+                seconds=seconds,
+                trouble=str(error),
             )
         wrong = [d for d in differences if d.error > TOLERANCE]
         # Gradients before norms and losses: a parameter says more than a sum over all of them.
@@ -192,7 +161,9 @@ class Prover:
         alone = {
             "tp": layout.replace(dp=1, zero=0, shard=1),
             "shard": layout.replace(tp=1, sp=0, dp=layout.shards, shard=layout.shards, zero=layout.zero),
-            "replica": layout.replace(tp=1, sp=0, dp=layout.dp // layout.shards, zero=0, shard=layout.dp // layout.shards),
+            "replica": layout.replace(
+                tp=1, sp=0, dp=layout.dp // layout.shards, zero=0, shard=layout.dp // layout.shards
+            ),
         }
         names = {axis: part for axis, part in alone.items() if part.world > 1}
         if len(names) == 1:

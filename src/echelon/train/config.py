@@ -254,7 +254,10 @@ def _model_rules(config: Config) -> Iterator[Rule]:
     if is_own(config.model):
         path = config.model.rpartition(":")[0]
         if not Path(path).is_file():
-            yield ("model",), Fault(key="model", value=config.model, rule="names no Python file", legal="file.py:factory")
+            yield (
+                ("model",),
+                Fault(key="model", value=config.model, rule="names no Python file", legal="file.py:factory"),
+            )
         return
     try:
         model = sizes.find(config.model)

@@ -24,7 +24,11 @@ def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterato
         f"{layout.batch} sequences" + (f" x {config.seq_len} tokens" if hasattr(engine.model, "config") else ""),
         f"dp {layout.dp} x microbatch {layout.microbatch} x accumulate {layout.accumulate}",
     )
-    yield "types", f"compute {compute}, master {master}, gradients {master}", "gradients accumulate and are reduced in the master's type"
+    yield (
+        "types",
+        f"compute {compute}, master {master}, gradients {master}",
+        "gradients accumulate and are reduced in the master's type",
+    )
     yield "reduction", _reduction(layout), "then divided once by the number of valid targets of the whole step"
     padding = sum(unit.shards * unit.shard_numel - unit.numel for unit in units)
     yield "units", f"{len(units)}, padded by {padding:,} elements", "parameters that are gathered and reduced together"
@@ -80,9 +84,17 @@ def _tensor_padding(engine: Engine, seq_len: int) -> Iterator[Derived]:
     yield "vocabulary", f"{model.vocab:,} padded to {rows:,}", "padded ids have no probability and no gradient"
     if layout.sp:
         length = -(-seq_len // layout.tp) * layout.tp
-        yield "sequence", f"{seq_len:,} padded to {length:,}", "between tensor-parallel regions each tp rank holds a slice"
+        yield (
+            "sequence",
+            f"{seq_len:,} padded to {length:,}",
+            "between tensor-parallel regions each tp rank holds a slice",
+        )
     if layout.tp > model.kv_heads:
-        yield "key-value heads", f"{model.kv_heads}, each on {layout.tp // model.kv_heads} ranks", "tp is a multiple of them"
+        yield (
+            "key-value heads",
+            f"{model.kv_heads}, each on {layout.tp // model.kv_heads} ranks",
+            "tp is a multiple of them",
+        )
 
 
 def name(dtype: object) -> str:

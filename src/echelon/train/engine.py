@@ -61,7 +61,9 @@ class Engine:
         if isinstance(layout, str):
             layout = Layout.parse(layout, world=world_size())
         if layout.world != world_size():
-            raise ValueError(f"the layout needs {layout.world} ranks and {world_size()} are running ({layout}); start as many")
+            raise ValueError(
+                f"the layout needs {layout.world} ranks and {world_size()} are running ({layout}); start as many"
+            )
         if layout.plan_only:
             raise ValueError("; ".join(layout.plan_only))
         self.rule: Rule = optimizer or OptimizerConfig()

@@ -42,7 +42,7 @@ class Summary:
     """the last checkpoint; none are written yet"""
 
 
-def train(config: Config, *, quiet: bool = False) -> Summary:
+def train_here(config: Config, quiet: bool = False) -> Summary:
     """Trains on the ranks this process was started among: all of them call this, rank 0's summary names the run."""
     with join(config.device, config.timeout) as world:
         return Loop(config, world, quiet=quiet).run()
@@ -54,7 +54,7 @@ class Loop:
     def __init__(self, config: Config, world: World, *, quiet: bool):
         self.config, self.world = config, world
         self.started = time.perf_counter()
-        self.task = task_of(config, world.one_after_another())
+        self.task = task_of(config, world.first_rank_first())
         self.layout = check(
             config.layout, world=world.world_size, batch=config.batch, seq_len=config.seq_len, model=self.task.shape
         )
@@ -84,7 +84,9 @@ class Loop:
                 sample = self.task.sample(self.engine)
             if run is not None:
                 run.log("end", **asdict(summary), sample=sample)
-                self.display.summary(f"done: {run.path}", self._results(summary), prompt=self.config.sample.prompt, sample=sample)
+                self.display.summary(
+                    f"done: {run.path}", self._results(summary), prompt=self.config.sample.prompt, sample=sample
+                )
         finally:
             if run is not None:
                 run.close()
@@ -106,7 +108,15 @@ class Loop:
             if result.skipped:
                 self.display.note(f"step {step + 1} had no valid target: nothing was updated")
             if run is not None:
-                run.log("step", **asdict(progress), lr=lr, norm=result.norm, count=result.count, skipped=result.skipped, seconds=seconds)
+                run.log(
+                    "step",
+                    **asdict(progress),
+                    lr=lr,
+                    norm=result.norm,
+                    count=result.count,
+                    skipped=result.skipped,
+                    seconds=seconds,
+                )
             if config.eval.every and ((step + 1) % config.eval.every == 0 or step + 1 == config.steps):
                 eval_loss = self.engine.evaluate(self.task.evaluation(self.engine))
                 if eval_loss is not None:
@@ -132,7 +142,9 @@ class Loop:
 
     def _progress(self, step: int, result: StepResult, rate: float) -> Progress:
         if step % MEMORY_EVERY == 1 or step == self.config.steps:
-            used = torch.tensor(float(metrics.peak_memory(self.world.device)), dtype=torch.float64, device=self.world.device)
+            used = torch.tensor(
+                float(metrics.peak_memory(self.world.device)), dtype=torch.float64, device=self.world.device
+            )
             self._memory = int(self.engine.parallel.axes[WORLD].all_reduce(used, op="max"))
         mfu, hfu = self._utilisation(rate)
         return Progress(step=step, loss=result.loss, tokens_per_s=rate, mfu=mfu, hfu=hfu, memory=self._memory)

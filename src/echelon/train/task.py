@@ -50,10 +50,10 @@ class Task(Protocol):
     def sample(self, engine: Engine) -> str: ...
 
 
-def task_of(config: Config, one_after_another: AbstractContextManager[None]) -> Task:
+def task_of(config: Config, first_rank_first: AbstractContextManager[None]) -> Task:
     if is_own(config.model):
         return OwnTask(config)
-    with one_after_another:  # the first rank of a machine tokenises, the others find it done
+    with first_rank_first:  # the first rank of a machine tokenises, the others find it done
         return TextTask(config)
 
 
@@ -118,12 +118,16 @@ class OwnTask:
         self._batch = load(config.model.rpartition(":")[0] + ":batch")
 
     def build(self) -> nn.Module:
-        torch.manual_seed(self.config.seed)  # a factory that uses torch's generator makes the same weights on every rank
+        torch.manual_seed(
+            self.config.seed
+        )  # a factory that uses torch's generator makes the same weights on every rank
         model: nn.Module = self._factory()
         return model
 
     def describe(self) -> list[Derived]:
-        return [("data", f"{self._batch.__name__}(rows, step)", "made by the file of the model, the same on every rank")]
+        return [
+            ("data", f"{self._batch.__name__}(rows, step)", "made by the file of the model, the same on every rank")
+        ]
 
     def microbatches(self, engine: Engine, step: int) -> Iterator[Microbatch]:
         return engine.microbatches(self._batch(self.config.batch, step))

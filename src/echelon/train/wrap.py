@@ -150,9 +150,13 @@ def wrap(model: nn.Module, layout: Layout | str = "", **options: Any) -> Wrapped
     if layout.plan_only:
         raise ValueError("; ".join(layout.plan_only))
     if layout.accumulate > 1 or layout.microbatch > 1:
-        raise ValueError("the batch is yours in a loop of your own; leave microbatch and accumulate out of the layout, and use model.no_sync()")
+        raise ValueError(
+            "the batch is yours in a loop of your own; leave microbatch and accumulate out of the layout, and use model.no_sync()"
+        )
     first = next(model.parameters())
-    chosen = Options(device=first.device, compute=first.dtype, master=torch.promote_types(first.dtype, torch.float32), **options)
+    chosen = Options(
+        device=first.device, compute=first.dtype, master=torch.promote_types(first.dtype, torch.float32), **options
+    )
     if not first.is_meta:
         _agree(model)
     else:
@@ -165,6 +169,8 @@ def _agree(model: nn.Module) -> None:
     """Everyone takes rank 0's parameters and buffers."""
     if world_size() == 1:
         return
-    everyone = Axis("world", range(world_size()), torch.distributed.get_rank(), torch.distributed.group.WORLD, frozenset())
+    everyone = Axis(
+        "world", range(world_size()), torch.distributed.get_rank(), torch.distributed.group.WORLD, frozenset()
+    )
     for tensor in [*model.parameters(), *model.buffers()]:
         everyone.broadcast(tensor.data)

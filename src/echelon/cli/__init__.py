@@ -1,0 +1,22 @@
+"""The command line. Each command is a file; what it needs is imported when it runs, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import typer
+
+from echelon.cli import train, verify
+
+app = typer.Typer(
+    name="echelon",
+    help="Train a one-device PyTorch model on many devices, and prove that the split changes nothing.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.command("train", epilog=train.EXAMPLES)(train.command)
+app.command("verify", epilog=verify.EXAMPLES)(verify.command)
+
+
+def main() -> None:
+    app()

@@ -1,0 +1,67 @@
+"""`echelon train`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from echelon.cli.trouble import told
+
+EXAMPLES = """[bold]Examples[/bold]\n
+echelon train --procs 2\n
+echelon train --set model=llama-tiny --set layout=dp=2,tp=2 --set steps=100\n
+echelon train config.toml --set optimizer.lr=1e-3 --json\n
+torchrun --nproc-per-node 2 -m echelon train config.toml
+"""
+
+
+def command(
+    config: Annotated[
+        Path | None, typer.Argument(help="A TOML file. Without one: a small model on text of this machine.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key; may be repeated.")
+    ] = None,
+    procs: Annotated[
+        int | None, typer.Option(help="Ranks to start here. Default: what the layout names, or one per GPU.")
+    ] = None,
+    keys: Annotated[bool, typer.Option("--keys", help="List every configuration key and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+) -> None:
+    """Train a model."""
+    if keys:
+        _list_keys(as_json)
+        return
+    with told(as_json):
+        from echelon.train.config import Config
+
+        loaded = Config.load(config, settings or [], world=procs)
+        from echelon.train.start import run
+
+        summary = run(loaded, procs=procs, quiet=as_json)
+    if as_json and summary.run:
+        print(json.dumps(asdict(summary)))
+
+
+def _list_keys(as_json: bool) -> None:
+    from echelon.train.config import Config
+
+    rows = Config.keys()
+    if as_json:
+        print(
+            json.dumps(
+                {key.name: {"type": str(key.type), "default": str(key.default), "meaning": key.meaning} for key in rows}
+            )
+        )
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("key", "default", "meaning", box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for key in rows:
+        table.add_row(f"[cyan]{key.name}[/cyan]", str(key.default), key.meaning)
+    Console().print(table)

@@ -1,0 +1,107 @@
+"""`echelon verify`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from echelon.cli.trouble import told
+
+if TYPE_CHECKING:
+    from echelon.layout import Layout
+    from echelon.proof.case import Case
+    from echelon.proof.verify import Report, Verdict
+
+EXAMPLES = """[bold]Examples[/bold]\n
+echelon verify\n
+echelon verify --model gpt-tiny --layouts "dp=2; tp=2,zero=1"\n
+echelon verify --model my_model.py:build --layouts "dp=2,zero=3"\n
+echelon verify --layouts "tp=2" --leave-out tp:all_gather
+"""
+
+
+def command(
+    config: Annotated[
+        Path | None, typer.Argument(help="A TOML file, whose model is shrunk and whose layout is tried.")
+    ] = None,
+    layouts: Annotated[
+        str, typer.Option(help="Layouts between semicolons. Default: the usual ones, up to 8 ranks.")
+    ] = "",
+    model: Annotated[
+        str, typer.Option(help="A named size, or file.py:factory of your own with batch(rows, seed) beside it.")
+    ] = "",
+    every: Annotated[
+        bool, typer.Option("--all", help="Every layout with every option: the full product, about an hour.")
+    ] = False,
+    leave_out: Annotated[
+        str,
+        typer.Option(
+            metavar="AXIS:COLLECTIVE", help="Leave a collective out on purpose, to see the failure: tp:all_gather."
+        ),
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+) -> None:
+    """Check layouts against one device, in float64, on a shrunken model."""
+    with told(as_json):
+        from echelon.proof.ask import Request
+
+        case, wanted = Request(config=config, layouts=layouts, model=model, leave_out=leave_out).read()
+        shown = _Table(as_json)
+        report = _prove(case, wanted, leave_out, every, shown)
+    if as_json:
+        print(json.dumps(report.to_json()))
+    else:
+        shown.verdict(report)
+    raise typer.Exit(0 if report.passed else 1)
+
+
+def _prove(case: Case, layouts: list[Layout], leave_out: str, every: bool, shown: _Table) -> Report:
+    if every:
+        from echelon.proof.product import verify_all
+
+        return verify_all(leave_out, shown.row)
+    from echelon.launch.pool import Pool
+    from echelon.proof.verify import PRELOAD, Prover
+
+    with Pool(preload=PRELOAD) as pool:
+        return Prover(pool, case, leave_out).report(layouts, shown.row)
+
+
+class _Table:
+    """Rows as they come: each layout's verdict, aligned, with what differs under a failure."""
+
+    def __init__(self, quiet: bool):
+        from rich.console import Console
+
+        self.console = Console(quiet=quiet)
+
+    def row(self, verdict: Verdict, label: str = "") -> None:
+        from rich.text import Text
+
+        word = Text("PASS", style="bold green") if verdict.passed else Text("FAIL", style="bold red")
+        name = f"{verdict.layout}{'  ' + label if label else ''}"
+        line = Text.assemble(word, f"  {name:<52} error {verdict.max_error:8.1e}   {verdict.seconds:5.1f} s")
+        self.console.print(line, soft_wrap=True)
+        for text in _explanation(verdict):
+            self.console.print(Text("      " + text, style="red"), soft_wrap=True)
+
+    def verdict(self, report: Report) -> None:
+        count = sum(verdict.passed for verdict in report.verdicts)
+        total = len(report.verdicts)
+        seconds = sum(verdict.seconds for verdict in report.verdicts)
+        style = "bold green" if report.passed else "bold red"
+        says = "compute what one device computes, to 1e-10" if report.passed else "pass"
+        self.console.print(f"[{style}]{count} of {total}[/] layouts {says} ({seconds:.0f} s)")
+
+
+def _explanation(verdict: Verdict) -> list[str]:
+    first = verdict.first_difference
+    found: list[str] = []
+    if first is not None:
+        what = f"{first.kind} of {first.name}" if first.name else first.kind
+        found.append(f"first difference: {what} at step {first.step + 1}, error {first.error:.1e}; axis {verdict.axis}")
+    found += verdict.trouble.splitlines()
+    return found

@@ -1,0 +1,56 @@
+"""The full product of `verify --all`: every built layout with every option that the layouts should not mind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from echelon.launch.pool import Pool
+from echelon.models import sizes
+from echelon.proof.ask import parse
+from echelon.proof.case import Case
+from echelon.proof.verify import PRELOAD, Prover, Report, Verdict
+from echelon.train.config import OptimizerConfig
+
+ALL_LAYOUTS = (
+    *(f"dp={dp}" for dp in (2, 3, 4, 8)),
+    *(f"dp={dp},zero={zero}" for zero in (1, 2, 3) for dp in (2, 3, 4)),
+    "dp=4,shard=2",
+    *(f"tp={tp},sp={sp}" for tp in (2, 4) for sp in (0, 1)),
+    *(f"dp=2,tp={tp},zero={zero}" for tp in (2, 4) for zero in (0, 1, 2, 3)),
+)
+"""every layout that is built, at the sizes that fit eight ranks"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One case of the full product, with the layouts' own options applied."""
+
+    label: str
+    case: Case
+    accumulate: int
+    recompute: str
+
+
+def variants() -> Iterator[Variant]:
+    """Accumulation 1 and 4, tied and untied, dropout 0 and 0.1, recompute none and full, GPT and Llama, AdamW and SGD."""
+    rules = {"adamw": OptimizerConfig(lr=1e-2), "sgd": OptimizerConfig(name="sgd", lr=1e-1, momentum=0.9)}
+    for family, tied, dropout, (name, rule) in product(("gpt", "llama"), (True, False), (0.0, 0.1), rules.items()):
+        shape = replace(sizes.find(f"{family}-tiny"), tied=tied, dropout=dropout)
+        for accumulate, recompute in product((1, 4), ("none", "full")):
+            label = f"{family} {'tied' if tied else 'untied'} dropout={dropout:g} {name}"
+            yield Variant(
+                label=label, case=Case(model=shape, optimizer=rule), accumulate=accumulate, recompute=recompute
+            )
+
+
+def verify_all(leave_out: str, progress: Callable[[Verdict, str], None]) -> Report:
+    found: list[Verdict] = []
+    with Pool(preload=PRELOAD) as pool:
+        for variant in variants():
+            prover = Prover(pool, variant.case, leave_out)
+            for layout in parse(ALL_LAYOUTS, variant.case):
+                found.append(prover.judge(layout.replace(accumulate=variant.accumulate, recompute=variant.recompute)))
+                progress(found[-1], variant.label)
+    return Report(verdicts=tuple(found))
