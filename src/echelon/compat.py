@@ -25,7 +25,7 @@ def clear_sharding_cache() -> None:
 
 
 def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
-    """An all-gather of equal parts, under way. Public, but renamed: `all_gather_single` from 2.13, `..._into_tensor` before."""
+    """An all-gather of equal parts, under way. Public, but renamed: `all_gather_single` from 2.13 on."""
     import torch.distributed as dist
 
     call: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -1,4 +1,4 @@
-"""What a command does with an error: all of it on standard error, no Python traceback for what a user can cause, a non-zero exit."""
+"""What a command does with an error: all of it on standard error, no traceback for what a user can cause, exit != 0."""
 
 from __future__ import annotations
 

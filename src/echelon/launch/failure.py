@@ -1,7 +1,7 @@
 """What went wrong in a rank, and which of several failures was the first.
 
-One fault makes many: when a rank dies, its peers fail a moment later because their connections break. The user needs the
-first failure, with its own traceback, once.
+One fault makes many: when a rank dies, its peers fail a moment later because their connections break. The user needs
+the first failure, with its own traceback, once.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ def context(preload: Iterable[str] = ()) -> ForkServerContext:
     """
     made = multiprocessing.get_context(METHOD)
     made.set_forkserver_preload([*_PRELOADED, "echelon.launch.rank", *preload])
-    # Ctrl-C reaches every process of the terminal, and the server would answer with a traceback out of its imports. The ranks
-    # inherit the mask.
+    # Ctrl-C reaches every process of the terminal, and the server would answer with a traceback out of its imports.
+    # The ranks inherit the mask.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
@@ -52,8 +52,8 @@ def _nothing() -> None:
 def end_with_parent() -> None:
     """In a rank: end this process when the one that started it is gone.
 
-    The fork server is the parent that the system knows, and it lives as long as its forks do. Without this, a rank that hangs would
-    outlive a program that was killed.
+    The fork server is the parent that the system knows, and it lives as long as its forks do. Without this, a rank
+    that hangs would outlive a program that was killed.
     """
     parent = multiprocessing.parent_process()
     if parent is None:

@@ -2,12 +2,12 @@
 
 [Note: whose failure it was]
 
-The launcher looks at its ranks ten times a second and reports one that it finds dead, with the time in whole seconds. When
-several are dead by then, that is any of them. So each rank keeps its own record:
+The launcher looks at its ranks ten times a second and reports one that it finds dead, with the time in whole seconds.
+When several are dead by then, that is any of them. So each rank keeps its own record:
 
 1. A rank that catches an exception writes it to a file, with a time in nanoseconds, and exits.
-2. If the exception reads like the consequence of a lost peer, the rank lingers before it exits. By then the launcher has seen
-   the peer, and has ended this rank too.
+2. If the exception reads like the consequence of a lost peer, the rank lingers before it exits. By then the launcher
+   has seen the peer, and has ended this rank too.
 3. Of all records the first one that is not a consequence is told. A rank without a record was killed or aborted: the
    launcher knows its exit code.
 """
@@ -48,9 +48,9 @@ LAST_LINES = 20
 def start(function: Callable[..., T], args: Sequence[Any], procs: int, *, logs: Path | None = None) -> T:
     """Call `function(*args)` on `procs` new ranks of this machine and return what rank 0 returns.
 
-    The ranks find torchrun's environment variables, so `world.join()` makes them a group. Rank 0 writes to the console; the
-    others write to `logs/rank1.log` and so on (default: a folder that is removed at the end). The function must be importable by
-    name. Raises `RankError` with the first failure; Ctrl-C ends all ranks.
+    The ranks find torchrun's environment variables, so `world.join()` makes them a group. Rank 0 writes to the
+    console; the others write to `logs/rank1.log` and so on (default: a folder that is removed at the end). The
+    function must be importable by name. Raises `RankError` with the first failure; Ctrl-C ends all ranks.
     """
     if procs < 1:
         raise ValueError(f"one rank or more is needed (procs={procs})")

@@ -1,7 +1,8 @@
 """Values that travel between processes: pickled, with every tensor by value.
 
 torch's own pickling of a tensor carries its whole storage, also where the tensor is a small view of it, and
-multiprocessing's carries a file descriptor that lives as long as the sender. A parcel carries the elements and nothing else.
+multiprocessing's carries a file descriptor that lives as long as the sender. A parcel carries the elements and
+nothing else.
 """
 
 from __future__ import annotations

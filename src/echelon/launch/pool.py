@@ -43,8 +43,8 @@ FRAMES = 6
 class Pool:
     """Warm rank processes on this machine, one thread each, for programs of any world size.
 
-    Ranks start when a program first needs them. A program that fails costs its ranks: they are ended, because nobody knows
-    what it left behind, and forked anew for the next program. Not for use by several threads at once.
+    Ranks start when a program first needs them. A program that fails costs its ranks: they are ended, because nobody
+    knows what it left behind, and forked anew for the next program. Not for use by several threads at once.
     """
 
     def __init__(self, *, preload: Iterable[str] = ()) -> None:
@@ -60,8 +60,9 @@ class Pool:
     ) -> list[T]:
         """Call `function(*args, **kwargs)` on ranks 0 to world - 1 of a gloo process group; the results by rank.
 
-        The function must be importable by name: defined at the top level of a module. `timeout` is in seconds, for the whole
-        call and for each collective in it; starting ranks is not counted. Raises `RankError` with the first failure.
+        The function must be importable by name: defined at the top level of a module. `timeout` is in seconds, for
+        the whole call and for each collective in it; starting ranks is not counted. Raises `RankError` with the first
+        failure.
         """
         if world < 1:
             raise ValueError(f"a program needs one rank or more (world={world})")

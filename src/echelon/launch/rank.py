@@ -11,9 +11,9 @@
        |                                        |   destroys the group
        | <------------- READY ------------------|
 
-No rank leaves the group while another still runs, so a case that is good on one rank never breaks the connections of its
-peers. A rank that failed keeps its group and its connections too: its peers stay where they are instead of failing in its
-wake, and the pool ends them all.
+No rank leaves the group while another still runs, so a case that is good on one rank never breaks the connections of
+its peers. A rank that failed keeps its group and its connections too: its peers stay where they are instead of
+failing in its wake, and the pool ends them all.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Outcome:
 
 
 def serve(pool: Connection, port: int, stacks: str) -> None:
-    """Run cases until the pool hangs up. `stacks` is a file that receives this rank's stack, on SIGUSR1 or when it crashes."""
+    """Run cases until the pool hangs up. The file `stacks` receives this rank's stack, on SIGUSR1 or when it crashes."""
     # Ctrl-C reaches every process of the terminal; the pool is the one that answers it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
@@ -77,8 +77,8 @@ def serve(pool: Connection, port: int, stacks: str) -> None:
     # What came with the fork server is never garbage; without this every collection walks all of torch.
     gc.freeze()
     with open(stacks, "w") as file:
-        # Handlers in C: they answer from inside a blocked collective and from a loop that never lets go. An abort in one
-        # of gloo's threads has no Python stack, so there all threads are written.
+        # Handlers in C: they answer from inside a blocked collective and from a loop that never lets go. An abort in
+        # one of gloo's threads has no Python stack, so there all threads are written.
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
         faulthandler.enable(file=file, all_threads=True)
         try:

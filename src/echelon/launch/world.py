@@ -45,8 +45,9 @@ def under_launcher() -> bool:
 def join(device: str = "auto", timeout: float = 600.0) -> Iterator[World]:
     """Join the ranks that the launcher started, for the length of a `with` block.
 
-    Without a launcher this is a world of one, and no process group is made. Inside a process group that exists already,
-    it is that group, which is left as it is. `device` is `auto`, `cpu` or `cuda`; `timeout` is in seconds, for one collective.
+    Without a launcher this is a world of one, and no process group is made. Inside a process group that exists
+    already, it is that group, which is left as it is. `device` is `auto`, `cpu` or `cuda`; `timeout` is in seconds,
+    for one collective.
     """
     if dist.is_initialized():
         yield _existing(device)

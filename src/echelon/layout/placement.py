@@ -2,16 +2,16 @@
 
 [Note: from a logical tensor to a rank's shard]
 
-A logical tensor is cut twice. Tensor parallelism cuts it into boxes; the boxes of a unit (a block, say) are laid one after
-another into a flat buffer, and data parallelism cuts that buffer into equal shards:
+A logical tensor is cut twice. Tensor parallelism cuts it into boxes; the boxes of a unit (a block, say) are laid one
+after another into a flat buffer, and data parallelism cuts that buffer into equal shards:
 
     logical [6, 4]          tp=2 cuts dim 0         the unit's flat buffer, dp=3 shards of equal size
     +---------+  rows 0-2   +---------+   flatten   | q.weight | k.weight | norm |pad|
     |         | ----------> | local   | ----------> |  shard 0   |  shard 1   |  shard 2  |
     +---------+  (padded)   +---------+
 
-So a rank's piece of a parameter is an interval [start, stop) of the row-major local tensor, whose elements lie in a box of
-the logical one. Norm, clip, checkpoint, verify and tied weights read nothing but this record.
+So a rank's piece of a parameter is an interval [start, stop) of the row-major local tensor, whose elements lie in a
+box of the logical one. Norm, clip, checkpoint, verify and tied weights read nothing but this record.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 Coordinates = Mapping[str, int]
 
 OUTSIDE = ("dp", "shard", "pp", "replica", "cp")
-"""axes that do not decide who owns a piece inside a replica: shards and stages hold different elements, replicas equal ones"""
+"""axes that do not decide who owns a piece: shards and stages hold different elements, replicas the same ones"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class Entry:
         return math.prod(self.local_shape)
 
     def box(self, at: Coordinates) -> tuple[tuple[int, int], ...]:
-        """The half-open range of the logical tensor in each dimension; shorter than `local_shape` where it is padded."""
+        """The half-open range of each logical dimension; shorter than `local_shape` where that is padded."""
         ranges = [(0, size) for size in self.shape]
         for cut in self.cuts:
             size, part = self.shape[cut.dim], at[cut.axis] // cut.copies
@@ -212,7 +212,7 @@ class Placement:
 
 
 def units_of(entries: Sequence[Entry], roots: Sequence[str], shards: int) -> tuple[Unit, ...]:
-    """Groups entries by the module in `roots` that holds them; what no root holds (tied weights too) forms the unit ""."""
+    """Groups entries by the module in `roots` that holds them; what none holds (tied weights too) forms the unit ""."""
     groups: dict[str, list[Entry]] = {"": [], **{root: [] for root in roots}}
     for entry in entries:
         homes = {next((root for root in roots if name.startswith(root + ".")), "") for name in entry.names}

@@ -3,8 +3,9 @@
     none   every layer keeps what its backward reads
     full   each layer keeps its input only; one more forward of the layers is executed in backward
 
-The block's forward is replaced inside the module, so hooks on the module (gathering parameters, entering regions) run once. Masks of dropout are
-functions of their place (rng.py), so the second forward draws the same ones with no state saved.
+The block's forward is replaced inside the module, so hooks on the module (gathering parameters, entering regions) run
+once. Masks of dropout are functions of their place (rng.py), so the second forward draws the same ones with no state
+saved.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A user's own module, named `file.py:factory`: text that travels to every rank, which then calls the function itself."""
+"""A user's own module, named `file.py:factory`: text that travels to every rank, which then calls the function."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def _module(path: Path) -> ModuleType:
     if not path.is_file():
         raise ValueError(f"there is no such file ({path}); give the path of a Python file")
     spec = importlib.util.spec_from_file_location(key, path.resolve())
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[key] = module
     sys.path.insert(0, str(path.resolve().parent))

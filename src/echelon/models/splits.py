@@ -41,7 +41,8 @@ def split_of(model: nn.Module) -> dict[str, str]:
     table = getattr(model, "split", None) or SPLITS.get(type(model).__name__)
     if not table:
         raise ValueError(
-            f"tensor parallelism needs to know how to divide {type(model).__name__}; give the class an attribute `split` "
-            '(module patterns to words, for instance {"mlp": "region", "mlp.up": "column", "mlp.down": "row"}), or use tp=1'
+            f"tensor parallelism needs to know how to divide {type(model).__name__}; "
+            "give the class an attribute `split`, from module patterns to words "
+            '(for instance {"mlp": "region", "mlp.up": "column", "mlp.down": "row"}), or use tp=1'
         )
     return dict(table)

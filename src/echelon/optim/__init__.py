@@ -1,7 +1,7 @@
 """Update rules on flat shards.
 
-An elementwise rule (AdamW, SGD) does not care which parameter an element belongs to, so it runs on the few long runs of each unit's
-shard that share hyperparameters: torch's fused kernels, a handful of calls.
+An elementwise rule (AdamW, SGD) does not care which parameter an element belongs to, so it runs on the few long runs
+of each unit's shard that share hyperparameters: torch's fused kernels, a handful of calls.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from echelon.parallel import batchnorm, shard, tensor
 from echelon.parallel.axis import Axes, world_rank
 from echelon.parallel.flat import Flat
 
-
 WORLD = "pp*replica*shard*cp*tp"
 AXES = ("replica", "shard", "dp", "tp", "shard*tp", WORLD)
 """the axes that every run has, in the order in which all ranks make their process groups"""
@@ -28,7 +27,7 @@ AXES = ("replica", "shard", "dp", "tp", "shard*tp", WORLD)
 class Options:
     """What a run may choose beside the layout."""
 
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     compute: torch.dtype = torch.float32
     """the type of parameters and activations in forward and backward"""
     master: torch.dtype = torch.float32

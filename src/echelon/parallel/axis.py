@@ -51,8 +51,7 @@ class Axis:
         if self.idle("all_reduce"):
             return Done()
         reduce = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
-        work = dist.all_reduce(tensor, op=reduce, group=self.group, async_op=True)
-        assert work is not None
+        work: dist.Work = dist.all_reduce(tensor, op=reduce, group=self.group, async_op=True)
         return work
 
     def start_all_gather(self, whole: Tensor, part: Tensor) -> Pending:
@@ -65,7 +64,7 @@ class Axis:
         return compat.start_all_gather(whole, part, self.group)
 
     def start_reduce_scatter(self, part: Tensor, whole: Tensor) -> Pending:
-        """`part` becomes this rank's slice of the sum of every rank's `whole`; it may be that slice of `whole` itself."""
+        """`part` becomes this rank's slice of the sum of all ranks' `whole`; it may be that slice of `whole` itself."""
         if self.idle("reduce_scatter"):
             own = whole.narrow(0, self.index * part.shape[0], part.shape[0])
             if own.data_ptr() != part.data_ptr():

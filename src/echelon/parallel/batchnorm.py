@@ -1,7 +1,8 @@
 """BatchNorm over all data-parallel ranks: statistics of the whole microbatch, as one device would take them.
 
-Each layer sums (count, sum of x) and then (sum of squared deviations) over dp in forward, and the same sums' gradients in backward: two small
-all-reduces each way. Two passes rather than a sum of squares, because the mean may be large beside the deviation.
+Each layer sums (count, sum of x) and then (sum of squared deviations) over dp in forward, and the same sums'
+gradients in backward: two small all-reduces each way. Two passes rather than a sum of squares, because the mean may
+be large beside the deviation.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from torch.autograd import Function
 
 from echelon.layout.cost import Collective
 from echelon.parallel.axis import Axis
-
 
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
@@ -35,6 +35,12 @@ class _Sum(Function):
 
 class SynchronisedBatchNorm(nn.Module):
     """Takes the place of a BatchNorm and keeps its parameters, buffers and names."""
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
 
     def __init__(self, plain: BatchNorm, axis: Axis):
         super().__init__()
@@ -71,7 +77,9 @@ class SynchronisedBatchNorm(nn.Module):
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor) -> None:
-        assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
         self.num_batches_tracked += 1
         share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)

@@ -1,19 +1,20 @@
-"""Flat units at work: parameters are views of one buffer that is gathered, freed, and whose gradients are reduced, as a whole.
+"""Flat units at work: parameters are views of one buffer, which is gathered, freed and reduced as a whole.
 
 [Note: nothing is copied]
 
-    full       [shards * S]  compute type.  Parameters of the modules are views of it; all-gather writes straight into it.
+    full       [shards * S]  compute type. The modules' parameters are views of it; all-gather writes straight into it.
     master     [S]           the optimizer's shard. Where the types agree and `full` stays, it *is* a slice of `full`.
     gradients  [shards * S]  each arriving gradient is written (first) or added (later) into its place, cast on the way.
-    grad       [S]           the reduced shard: a slice of `gradients` reduced in place, or a buffer of its own under zero 2, 3.
+    grad       [S]           the reduced shard: a slice of `gradients`, or under zero 2 and 3 a buffer of its own.
 
-Views of `full.data`, not of `full`, are what modules hold: `.data` has its own version counter, so refilling the buffer does not look to
-autograd like a change of tensors it saved. The storage object survives being freed, so saved weights are whole again in backward.
+Views of `full.data`, not of `full`, are what modules hold: `.data` has its own version counter, so refilling the
+buffer does not look to autograd like a change of tensors it saved. The storage object survives being freed, so saved
+weights are whole again in backward.
 
 [Note: the order of collectives]
 
-Units reduce in a fixed order (the reverse of forward), whatever order their gradients arrive in, so that a parameter that some
-rank did not use cannot make ranks wait for different collectives. What did not arrive counts as zero.
+Units reduce in a fixed order (the reverse of forward), whatever order their gradients arrive in, so that a parameter
+that some rank did not use cannot make ranks wait for different collectives. What did not arrive counts as zero.
 """
 
 from __future__ import annotations

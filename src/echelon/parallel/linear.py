@@ -9,6 +9,8 @@ from echelon.parallel.regions import Boundary
 
 
 class RowLinear(nn.Module):
+    bias: nn.Parameter | None
+
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, boundary: Boundary):
         super().__init__()
         self.weight, self.boundary = weight, boundary

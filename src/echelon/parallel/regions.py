@@ -6,8 +6,9 @@
     gather     all-gather the sequence, trim padding   pad, reduce-scatter
     scatter    pad, reduce-scatter the sequence        all-gather, trim padding
 
-`copy` and `reduce` bound a plain region (every rank holds the whole sequence outside it); `gather` and `scatter` bound a region under sequence
-parallelism (outside it, a rank holds its slice of the sequence, padded at the end so that all slices are equal).
+`copy` and `reduce` bound a plain region (every rank holds the whole sequence outside it); `gather` and `scatter`
+bound a region under sequence parallelism (outside it, a rank holds its slice of the sequence, padded at the end so
+that all slices are equal).
 """
 
 from __future__ import annotations

@@ -3,10 +3,11 @@
     sp=0   norm, dropout, residual: the whole sequence on every rank         enter: -            leave: all-reduce
     sp=1   norm, dropout, residual: one slice of the sequence per rank       enter: all-gather   leave: reduce-scatter
 
-An all-reduce is a reduce-scatter followed by an all-gather, so the bytes moved stay the same, while the activations kept between regions shrink
-by tp. Norm weights, row-split biases and positions then see only a slice of the tokens: their gradients are parts, summed over tp once a
-step (`Entry.sum_over`). A sequence that tp does not divide is padded outside the regions and trimmed inside them, so padding meets neither
-attention nor loss. The code is in regions.py (`Sliced`).
+An all-reduce is a reduce-scatter followed by an all-gather, so the bytes moved stay the same, while the activations
+kept between regions shrink by tp. Norm weights, row-split biases and positions then see only a slice of the tokens:
+their gradients are parts, summed over tp once a step (`Entry.sum_over`). A sequence that tp does not divide is padded
+outside the regions and trimmed inside them, so padding meets neither attention nor loss. The code is in regions.py
+(`Sliced`).
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from echelon.layout.cost import Collective
 def boundary_collectives(
     layers: int, layout: Layout, batch: int, seq_len: int, row_bytes: int, dropout: bool
 ) -> Iterable[Collective]:
-    """Gathers and scatters of activations in a step: two of each per layer forward, two of each backward, and the embedding's and head's."""
+    """Gathers and scatters of activations in a step: two of each per layer and pass, and the embedding's and head's."""
     padded = -(-seq_len // layout.tp) * layout.tp
     size = batch * padded * row_bytes
     full = layout.recompute == "full"
-    # Recomputing a block repeats both gathers and the first scatter; the second only when dropout after it needs its result.
+    # Recomputing a block repeats both gathers and the first scatter; the second only when dropout after it needs its
+    # result.
     gathers = (4 + 2 * full) * layers + 2
     scatters = (4 + (1 + dropout) * full) * layers + 2
     for kind, count in (("all_gather", gathers), ("reduce_scatter", scatters)):

@@ -1,7 +1,7 @@
 """ZeRO 0 to 3, FSDP and HSDP: one mechanism, four policies.
 
-The data-parallel ranks form `replicas` groups of `shards` ranks. Each unit's flat buffer (see layout/placement.py) is cut into
-`shards` equal shards, and a rank's optimizer updates its own shard. Everything else is when to move what:
+The data-parallel ranks form `replicas` groups of `shards` ranks. Each unit's flat buffer (see layout/placement.py) is
+cut into `shards` equal shards, and a rank's optimizer updates its own shard. Everything else is when to move what:
 
     zero  shards  gradients                                             parameters
     0     1       all-reduce over the replicas, once a step             whole, never move
@@ -9,7 +9,8 @@ The data-parallel ranks form `replicas` groups of `shards` ranks. Each unit's fl
     2     dp      reduce-scatter every microbatch, keep the shard       all-gather once a step, before first use
     3     dp      reduce-scatter every microbatch, keep the shard       all-gather before each use, freed after it
 
-With `shard=` smaller than dp (HSDP) the shards of a group are all-reduced over the replicas once a step. `flat.py` executes this.
+With `shard=` smaller than dp (HSDP) the shards of a group are all-reduced over the replicas once a step. `flat.py`
+executes this.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ SMALLEST_UNIT = 1024
 def choose_units(model: nn.Module, patterns: Sequence[str] = ()) -> tuple[str, ...]:
     """The modules that form units of their own: those the patterns name, or each element of a list of layers.
 
-    A module given by a pattern that matches nothing is an error; without any list of layers, the direct children are taken.
+    A module given by a pattern that matches nothing is an error; without any list of layers, the direct children are
+    taken.
     """
     modules = {name: module for name, module in model.named_modules() if name}
     if patterns:
@@ -72,7 +74,7 @@ def choose_units(model: nn.Module, patterns: Sequence[str] = ()) -> tuple[str, .
             hits = [name for name in modules if fnmatchcase(name, pattern)]
             if not hits:
                 raise ValueError(
-                    f"no module matches the unit pattern ({pattern!r}); the model has {', '.join(list(modules)[:12])}, ..."
+                    f"no module matches the unit pattern ({pattern!r}); the model has {', '.join(list(modules)[:9])}"
                 )
             found += [name for name in hits if name not in found]
         return tuple(name for name in found if not any(name.startswith(other + ".") for other in found))
@@ -97,7 +99,8 @@ def collectives(
     for index, unit in enumerate(units):
         whole, part = unit.shards * unit.shard_numel, unit.shard_numel
         if plan.shards > 1:
-            # The root stays gathered from its forward to its backward, and so does the last unit, which backward needs first.
+            # The root stays gathered from its forward to its backward, and so does the last unit, which backward
+            # needs first.
             again = plan.reshard_after_forward and unit.name != "" and index != last
             gathers = (2 if again else 1) * accumulate if plan.free_parameters else 1
             yield Collective(

@@ -2,12 +2,13 @@
 
 [Note: one region]
 
-                  +---------------- region: rank r works on its heads, or its slice of the ffn ----------------+
-    x --enter---> |  column-split products (q, k, v; gate, up)  ->  attention / activation  ->  row-split (o, down) | --leave--> y
-                  +-----------------------------------------------------------------------------------------------+
+                 +-------- region: a rank works on its own heads, or on its slice of the ffn --------+
+    x --enter--> | column-split (q, k, v; gate, up) -> attention / activation -> row-split (o, down) | --leave--> y
+                 +-----------------------------------------------------------------------------------+
 
-`enter` costs nothing forward and one all-reduce backward; `leave` one all-reduce forward and nothing backward: four all-reduces per layer.
-`enter` stands before the whole region, so q, k and v share the one in backward. Under sequence parallelism (sequence.py) both change.
+`enter` costs nothing forward and one all-reduce backward; `leave` one all-reduce forward and nothing backward: four
+all-reduces per layer. `enter` stands before the whole region, so q, k and v share the one in backward. Under sequence
+parallelism (sequence.py) both change.
 
 Which module is what is a table beside the model (models/splits.py), from patterns to words:
 
@@ -24,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from echelon.layout import Layout
 from echelon.layout.cost import Collective
@@ -56,7 +57,7 @@ def split(
 
 
 def match(model: nn.Module, table: Table) -> dict[str, str]:
-    """The word for each module that a pattern names. A pattern that matches nothing, and an unknown word, are errors."""
+    """The word for each module that a pattern names. A pattern without a match and an unknown word are errors."""
     problems = [
         f"{word!r} of {pattern!r} is not one of {', '.join(WORDS)}"
         for pattern, word in table.items()
@@ -115,14 +116,14 @@ class _Split:
         if module.in_features % self.axis.size:
             raise ValueError(f"tp={self.axis.size} does not divide the inputs of {name} ({module.in_features})")
         self._cut(f"{name}.weight", Cut(axis="tp", dim=1, parts=self.axis.size))
-        self._replace(name, RowLinear(module.weight, module.bias, self.boundary))
+        self._replace(name, RowLinear(cast("nn.Parameter", module.weight), module.bias, self.boundary))
         self._between_regions(f"{name}.bias")
 
     def _vocabulary(self, name: str, module: nn.Embedding) -> None:
         from echelon.parallel.vocabulary import VocabularyEmbedding
 
         self._cut(f"{name}.weight", Cut(axis="tp", dim=0, parts=self.axis.size))
-        self._replace(name, VocabularyEmbedding(module.weight, self.boundary))
+        self._replace(name, VocabularyEmbedding(cast("nn.Parameter", module.weight), self.boundary))
 
     def _head(self, name: str, module: Any) -> None:
         from echelon.parallel.vocabulary import VocabularyHead
@@ -145,7 +146,7 @@ class _Split:
             self._between_regions(f"{name}.weight")
 
     def _window(self, module: Any, args: tuple[Tensor, ...]) -> None:
-        """Tells a dropout which part of dimension 1 (positions or heads) it sees, so that its mask is that part of the whole mask."""
+        """Tells a dropout which part of dimension 1 (positions or heads) it sees: its mask is that part."""
         local = args[0].shape[1]
         module.window = {1: (self.axis.index * local, self.axis.size * local)}
 

@@ -1,7 +1,7 @@
 """Embedding and cross-entropy with the vocabulary divided over tp: logits are never gathered.
 
-A vocabulary that does not divide is padded at the end. No token has a padded id, padded logits are -inf (no probability, hence no gradient),
-and padded rows start at zero, so they stay zero.
+A vocabulary that does not divide is padded at the end. No token has a padded id, padded logits are -inf (no
+probability, hence no gradient), and padded rows start at zero, so they stay zero.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class VocabularyHead(nn.Module):
 
 
 class _CrossEntropy(Function):
-    """Per-position losses from a slice of the logits. Two collectives: the maximum, then (sum of exponentials, target's logit)."""
+    """Losses from a slice of the logits. Two collectives: the maximum, then (sum of exponentials, target's logit)."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, axis: Axis) -> Tensor:
@@ -85,7 +85,8 @@ class _CrossEntropy(Function):
         exact /= total[..., None]
         ctx.save_for_backward(exact, local, here, valid)
         ctx.dtype = logits.dtype
-        return (total.log() - target).masked_fill(~valid, 0.0)
+        losses: Tensor = (total.log() - target).masked_fill(~valid, 0.0)
+        return losses
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:

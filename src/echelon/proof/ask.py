@@ -1,4 +1,4 @@
-"""What was asked of `verify`: a case and layouts, or every fault in the question. No torch, so that a bad question is answered at once."""
+"""What was asked of `verify`: a case and layouts, or every fault in the question at once. No torch, so it is quick."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Request:
             layouts = str(Layout.parse(config.layout, world=default_procs(config)).replace(microbatch=1))
         case = make_case(model)
         if config and isinstance(case.model, ModelConfig) and not is_own(model):
-            changes = {
+            changes: dict[str, Any] = {
                 key: value for key, value in (("dropout", config.dropout), ("tied", config.tied)) if value is not None
             }
             case = replace(case, model=replace(case.model, **changes), optimizer=config.optimizer, clip=config.clip)

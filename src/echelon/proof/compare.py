@@ -11,8 +11,9 @@ from torch import Tensor
 
 from echelon.layout import Layout
 from echelon.layout.placement import Piece
+from echelon.parallel.apply import Options
 from echelon.proof.case import Case
-from echelon.train.engine import Engine, Options, StepResult
+from echelon.train.engine import Engine, StepResult
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class Variant:
 
 
 def variants() -> Iterator[Variant]:
-    """Accumulation 1 and 4, tied and untied, dropout 0 and 0.1, recompute none and full, GPT and Llama, AdamW and SGD."""
+    """Accumulation 1 and 4, tied or not, dropout 0 and 0.1, recompute none and full, GPT and Llama, AdamW and SGD."""
     rules = {"adamw": OptimizerConfig(lr=1e-2), "sgd": OptimizerConfig(name="sgd", lr=1e-1, momentum=0.9)}
     for family, tied, dropout, (name, rule) in product(("gpt", "llama"), (True, False), (0.0, 0.1), rules.items()):
         shape = replace(sizes.find(f"{family}-tiny"), tied=tied, dropout=dropout)

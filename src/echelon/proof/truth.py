@@ -1,7 +1,8 @@
 """The truth: a plain loop on one device, written without any of the code it judges.
 
-It shares with a layout only the model, the batches, the counter-based dropout and torch's optimizer. Accumulation is done as a person
-would write it: gradients of the sums add up in `.grad`, and are divided by the number of valid targets once.
+It shares with a layout only the model, the batches, the counter-based dropout and torch's optimizer. Accumulation is
+done as a person would write it: gradients of the sums add up in `.grad`, and are divided by the number of valid
+targets once.
 """
 
 from __future__ import annotations

@@ -76,8 +76,9 @@ def verify(
 ) -> Report:
     """Runs each layout against one device, in float64, on a shrunken model.
 
-    `model` is a named size, or a function (or `file.py:function`) that makes the user's own module, with `batch` a function of (rows, seed) that
-    makes its batches. `leave_out` drops a collective on purpose, such as "tp:all_reduce", to see the failure.
+    `model` is a named size, or a function (or `file.py:function`) that makes the user's own module, with `batch` a
+    function of (rows, seed) that makes its batches. `leave_out` drops a collective on purpose, such as
+    "tp:all_reduce", to see the failure.
     """
     case = make_case(model, batch, **case_options)
     wanted = parse(layouts, case)
@@ -157,7 +158,7 @@ class Prover:
         return self._truths[key]
 
     def _guilty_axis(self, layout: Layout) -> str:
-        """The axis that fails alone. Splitting over one axis at a time tells which reduction is wrong, whatever the bug is."""
+        """The axis that fails alone: splitting over one at a time finds the wrong reduction, whatever the bug is."""
         alone = {
             "tp": layout.replace(dp=1, zero=0, shard=1),
             "shard": layout.replace(tp=1, sp=0, dp=layout.shards, shard=layout.shards, zero=layout.zero),

@@ -1,4 +1,4 @@
-"""Every number that was chosen for the user, with its reason: printed once at the start of a run, and kept in its plan."""
+"""Every number that was chosen for the user, with its reason: printed at the start of a run, kept in its plan."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """One training step of a laid-out model: microbatches, reductions, norm, update.
 
-The loss contract: the model returns (sum of losses, number of valid targets). Gradients of the sum are added up over microbatches and
-ranks, counts likewise, and the division happens once, folded with clipping into the one factor that the optimizer applies.
+The loss contract: the model returns (sum of losses, number of valid targets). Gradients of the sum are added up over
+microbatches and ranks, counts likewise, and the division happens once, folded with clipping into the one factor that
+the optimizer applies.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Engine:
         layout = self.layout
         if rows % (layout.dp * layout.accumulate):
             raise ValueError(
-                f"the batch does not divide over dp x accumulate ({rows} rows, dp={layout.dp}, accumulate={layout.accumulate}); "
+                f"the batch does not divide over dp x accumulate ({rows} rows over {layout.dp} x {layout.accumulate}); "
                 f"use a multiple of {layout.dp * layout.accumulate}"
             )
         for samples in self.rows(rows):
@@ -132,7 +133,7 @@ class Engine:
         return total.detach(), count
 
     def prepared(self, microbatch: Microbatch) -> dict[str, Tensor]:
-        """The microbatch on the device, floating inputs in the compute type, and dropout told which samples these are."""
+        """The microbatch on the device, floats in the compute type; dropout is told which samples these are."""
         options = self.parallel.options
         self.parallel.stream.samples = microbatch.samples.to(options.device, non_blocking=True)
         return {

@@ -20,8 +20,9 @@ def train(
 ) -> Run:
     """Trains and returns the run.
 
-    `model` is a configuration (a `Config` or the path of a TOML file), a named size, or a function that makes your own module, with a function
-    `batch(rows, step)` beside it in the same file. Settings are configuration keys, with `_` for the dot: `optimizer_lr=1e-3`.
+    `model` is a configuration (a `Config` or the path of a TOML file), a named size, or a function that makes your
+    own module, with a function `batch(rows, step)` beside it in the same file. Settings are configuration keys, with
+    `_` for the dot: `optimizer_lr=1e-3`.
     """
     config = read(model, settings, procs)
     return Run.open(run(config, procs=procs, quiet=quiet).run)
@@ -30,7 +31,7 @@ def train(
 def read(model: str | Path | Config | Callable[[], Any], settings: dict[str, Any], procs: int | None) -> Config:
     if isinstance(model, Config):
         return model
-    names = {key.name.replace(".", "_"): key.name for key in Config.keys()}
+    names = {key.name.replace(".", "_"): key.name for key in list(Config.keys())}
     given = [f"{names.get(key, key)}={_text(value)}" for key, value in settings.items()]
     path = None
     if callable(model):
@@ -49,7 +50,7 @@ def _text(value: Any) -> str:
 
 
 def run(config: Config, *, procs: int | None = None, quiet: bool = False) -> Summary:
-    """On the ranks a launcher started, if one did; else on `procs` new ones, or as many as the layout or the machine asks for."""
+    """On the ranks a launcher started, if one did; else on `procs` new ones, or as many as the layout names."""
     from echelon.launch.local import start
     from echelon.launch.world import under_launcher
     from echelon.train.loop import train_here

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from echelon import rng
@@ -12,7 +14,7 @@ from echelon.train.engine import Engine
 @torch.no_grad()
 def write(engine: Engine, tokenizer: Tokenizer, prompt: str, tokens: int, *, temperature: float = 0.8) -> str:
     """What the model writes after `prompt`; it stops early at the end of a document."""
-    model = engine.model
+    model: Any = engine.model
     length = int(model.config.max_seq_len)
     device, seed = engine.parallel.options.device, engine.parallel.options.seed
     ids = list(tokenizer.encode(prompt)) or [tokenizer.eos]

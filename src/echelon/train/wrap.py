@@ -4,8 +4,9 @@
     optimizer = torch.optim.AdamW(model.parameters())
     loss = loss_fn(model(x), y); loss.backward(); optimizer.step(); optimizer.zero_grad()
 
-Gradients are averaged over dp, as DDP does. That is the gradient of the whole batch's mean only where every rank has as many targets; `model.mean(total,
-count)` gives the exact mean over all ranks, and its exact gradient, where they differ.
+Gradients are averaged over dp, as DDP does. That is the gradient of the whole batch's mean only where every rank has
+as many targets; `model.mean(total, count)` gives the exact mean over all ranks, and its exact gradient, where they
+differ.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from echelon.parallel.axis import Axis, world_size
 class Wrapped(nn.Module):
     """A model on a layout, whose forward and backward do their own communication.
 
-    `parameters()` are what the optimizer of this rank updates: the model's own parameters where they are whole (zero=0), flat slices of
-    them where they are sharded.
+    `parameters()` are what the optimizer of this rank updates: the model's own parameters where they are whole
+    (zero=0), flat slices of them where they are sharded.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, options: Options):
@@ -143,7 +144,8 @@ class _GlobalMean(Function):
 def wrap(model: nn.Module, layout: Layout | str = "", **options: Any) -> Wrapped:
     """Lays a model out over the ranks of the default process group, in place. The model's own device and type are kept.
 
-    Every rank starts from the first rank's values, as with DDP. Options: `reshard_after_forward`, `prefetch`, `units`, `seed`.
+    Every rank starts from the first rank's values, as with DDP. Options: `reshard_after_forward`, `prefetch`,
+    `units`, `seed`.
     """
     if isinstance(layout, str):
         layout = check(layout, world=world_size())
@@ -151,7 +153,8 @@ def wrap(model: nn.Module, layout: Layout | str = "", **options: Any) -> Wrapped
         raise ValueError("; ".join(layout.plan_only))
     if layout.accumulate > 1 or layout.microbatch > 1:
         raise ValueError(
-            "the batch is yours in a loop of your own; leave microbatch and accumulate out of the layout, and use model.no_sync()"
+            "in a loop of your own the batch is yours; leave microbatch and accumulate out of the layout, "
+            "and use model.no_sync()"
         )
     first = next(model.parameters())
     chosen = Options(
