@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from echelon.launch.world import World, join
+
 
 def echo(*args: Any, **kwargs: Any) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
     return dist.get_rank(), args, kwargs
@@ -86,3 +88,22 @@ def sleep(rank: int, seconds: float) -> None:
 def mismatch() -> None:
     """Ranks disagree about the size of a collective: gloo aborts a process."""
     dist.all_reduce(torch.ones(4 + 3 * dist.get_rank()))
+
+
+def joined(value: float) -> tuple[World, float, int, str]:
+    """The launcher's ranks make their own group. Prints, so that a test sees whose output shows."""
+    with join("cpu", timeout=30.0) as world:
+        print(f"rank {world.rank} prints", flush=True)
+        return world, total(value), torch.get_num_threads(), dist.get_backend()
+
+
+def joined_and(program: str, *args: Any) -> None:
+    """Another program of this file, inside a group that the ranks made themselves."""
+    with join("cpu", timeout=30.0):
+        globals()[program](*args)
+
+
+def joined_twice() -> tuple[World, float, int, str]:
+    """Joining inside a group changes nothing: the group serves on after the block."""
+    world, *_ = joined(1.0)
+    return world, total(1.0), torch.get_num_threads(), dist.get_backend()

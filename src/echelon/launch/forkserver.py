@@ -13,8 +13,9 @@ import threading
 from collections.abc import Iterable
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
+from typing import Final
 
-METHOD = "forkserver"
+METHOD: Final = "forkserver"
 
 # The last one brings torch's compiler, nearly a second; an optimizer's first step would import it in every rank.
 _PRELOADED = ("torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.tensor.debug")

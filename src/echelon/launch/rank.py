@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from echelon.compat import clear_sharding_cache
 from echelon.launch.failure import Failure
@@ -67,13 +68,13 @@ class Outcome:
 
 
 def serve(pool: Connection, port: int, stacks: str) -> None:
-    """Run cases until the pool hangs up. The file `stacks` receives this rank's stack, on SIGUSR1 or when it crashes."""
+    """Run cases until the pool hangs up. The file `stacks` gets this rank's stack, on SIGUSR1 or when it crashes."""
     # Ctrl-C reaches every process of the terminal; the pool is the one that answers it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
     torch.set_num_threads(1)
     use_loopback()
-    store = dist.TCPStore(ADDRESS, port, is_master=False)
+    store = TCPStore(ADDRESS, port, is_master=False)
     # What came with the fork server is never garbage; without this every collection walks all of torch.
     gc.freeze()
     with open(stacks, "w") as file:
@@ -95,7 +96,7 @@ def serve(pool: Connection, port: int, stacks: str) -> None:
             return
 
 
-def _run(case: Case, store: dist.Store) -> Outcome:
+def _run(case: Case, store: Store) -> Outcome:
     try:
         sys.path[:] = case.path
         function, args, kwargs = _open(case.call)
@@ -104,7 +105,7 @@ def _run(case: Case, store: dist.Store) -> Outcome:
         torch.set_default_dtype(torch.float32)
         dist.init_process_group(
             backend="gloo",
-            store=dist.PrefixStore(case.name, store),
+            store=PrefixStore(case.name, store),
             rank=case.rank,
             world_size=case.world,
             timeout=timedelta(seconds=case.timeout),

@@ -17,7 +17,7 @@ box of the logical one. Norm, clip, checkpoint, verify and tied weights read not
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Coordinates = Mapping[str, int]
@@ -90,6 +90,8 @@ class Unit:
     """in the order of the buffer: decayed, not decayed, frozen"""
     shards: int
     """how many equal shards the buffer is cut into; 1 keeps it whole"""
+    read_in_backward: bool = True
+    """backward reads the values again; an embedding's does not"""
     offsets: dict[str, int] = field(init=False, repr=False, compare=False)
     """where each entry starts in the buffer"""
 
@@ -211,10 +213,19 @@ class Placement:
         return {entry.name: entry for unit in self.units for entry in unit.entries}
 
 
-def units_of(entries: Sequence[Entry], roots: Sequence[str], shards: int) -> tuple[Unit, ...]:
-    """Groups entries by the module in `roots` that holds them; what none holds (tied weights too) forms the unit ""."""
+def units_of(
+    entries: Sequence[Entry], roots: Sequence[str], shards: int, unread: Container[str] = ()
+) -> tuple[Unit, ...]:
+    """Groups entries by the module in `roots` that holds them; what none holds (tied weights too) forms the unit "".
+
+    `unread` are the roots whose values backward does not read.
+    """
     groups: dict[str, list[Entry]] = {"": [], **{root: [] for root in roots}}
     for entry in entries:
         homes = {next((root for root in roots if name.startswith(root + ".")), "") for name in entry.names}
         groups[homes.pop() if len(homes) == 1 else ""].append(entry)
-    return tuple(Unit(name=name, entries=tuple(found), shards=shards) for name, found in groups.items() if found)
+    return tuple(
+        Unit(name=name, entries=tuple(found), shards=shards, read_in_backward=name not in unread)
+        for name, found in groups.items()
+        if found
+    )

@@ -17,6 +17,7 @@ from echelon.models.splits import split_of
 from echelon.parallel import batchnorm, shard, tensor
 from echelon.parallel.axis import Axes, world_rank
 from echelon.parallel.flat import Flat
+from echelon.parallel.vocabulary import VocabularyEmbedding
 
 WORLD = "pp*replica*shard*cp*tp"
 AXES = ("replica", "shard", "dp", "tp", "shard*tp", WORLD)
@@ -72,9 +73,10 @@ def apply(model: nn.Module, layout: Layout, options: Options) -> Parallel:
     if layout.dp > 1:
         batchnorm.synchronise(model, axes["dp"])
     if layout.recompute == "full":
-        recompute.apply(model, units)
+        recompute.apply(model, shard.layers(model))
     policy = shard.policy(layout, reshard_after_forward=options.reshard_after_forward, prefetch=options.prefetch)
-    placement = Placement(units=units_of(entries, units, policy.shards), at=axes.at)
+    unread = [name for name in units if isinstance(model.get_submodule(name), nn.Embedding | VocabularyEmbedding)]
+    placement = Placement(units=units_of(entries, units, policy.shards, unread), at=axes.at)
     flat = Flat(
         model,
         placement,

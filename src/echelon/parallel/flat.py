@@ -20,7 +20,7 @@ that some rank did not use cannot make ranks wait for different collectives. Wha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -259,11 +259,10 @@ class Flat:
     def end(self) -> None:
         """After a microbatch's backward: what has not been reduced is, and everything under way is waited for."""
         self._launch(everything=True)
-        if self._launched:
-            self._launched[-1].settle(last=self._last)
-        if self._last:
-            for unit in self._launched:
-                unit.finish_reduce()
+        for unit in self._launched[-1:] if self.policy.settle_early else self._launched:
+            unit.settle(last=self._last)
+        for unit in self._launched if self._last else ():
+            unit.finish_reduce()
         self._launched = []
         for unit in self.units:
             unit.free()
@@ -273,20 +272,20 @@ class Flat:
             unit.updated()
 
     @contextmanager
-    def root_gathered(self) -> Iterator[None]:
-        """For calls of the model's methods other than its forward, on which no hook gathers the root's parameters."""
-        root = [unit for unit in self.units if unit.unit.name == ""]
-        for unit in root:
+    def gathered(self, names: Container[str]) -> Iterator[None]:
+        """Units kept whole meanwhile, for calls of a module's methods other than its forward, which no hook sees."""
+        units = [unit for unit in self.units if unit.unit.name in names]
+        for unit in units:
             unit.gather()
         yield
-        for unit in root:
+        for unit in units:
             unit.free()
 
     def _launch(self, *, everything: bool) -> None:
         while self._waiting and (everything or self._waiting[0].complete):
             unit = self._waiting.popleft()
             unit.start_reduce()
-            if self._launched:
+            if self._launched and self.policy.settle_early:
                 self._launched[-1].settle(last=self._last)  # one behind: its transfer had a unit's compute to hide in
             self._launched.append(unit)
 
@@ -306,7 +305,7 @@ class Flat:
         unit = self.units[index]
         module = self.model.get_submodule(unit.unit.name)
         ahead = self.units[index + 1 : index + 1 + self.policy.prefetch]
-        behind = self.units[max(index - self.policy.prefetch, 0) : index][::-1]
+        behind = [u for u in self.units[max(index - self.policy.prefetch, 0) : index] if u.unit.read_in_backward][::-1]
         is_root, is_last = unit.unit.name == "", index == len(self.units) - 1
 
         def gather_with(others: Sequence[FlatUnit]) -> None:
@@ -326,7 +325,7 @@ class Flat:
                 return
             if self.policy.reshard_after_forward and not is_root and not is_last:
                 unit.free()
-            for tensor in outputs:
+            for tensor in outputs if unit.unit.read_in_backward else ():
                 tensor.register_hook(lambda _gradient: gather_with(behind))
 
         module.register_forward_pre_hook(before_forward)

@@ -45,6 +45,11 @@ class Policy:
     prefetch: int = 1
     """how many units are gathered ahead of the one in use"""
 
+    @property
+    def settle_early(self) -> bool:
+        """A unit's reduction is taken in while later ones run: to free its buffer, or to start the replicas' sum."""
+        return self.shards > 1 and (self.scatter_every_microbatch or self.replicas > 1)
+
 
 def policy(layout: Layout, *, reshard_after_forward: bool = True, prefetch: int = 1) -> Policy:
     return Policy(
@@ -57,33 +62,44 @@ def policy(layout: Layout, *, reshard_after_forward: bool = True, prefetch: int 
     )
 
 
-# Smaller modules than this ride in the root's unit: a collective of a few kilobytes is all latency.
-SMALLEST_UNIT = 1024
+def layers(model: nn.Module) -> tuple[str, ...]:
+    """The model's layers: the elements of its outermost lists of modules, or where there is no list its children."""
+    modules = dict(model.named_modules())
+    found = [
+        f"{name}.{key}" if name else key
+        for name, module in modules.items()
+        if _is_list(module)
+        for key, _ in module.named_children()
+    ]
+    found = [name for name in found if not any(name.startswith(other + ".") for other in found)]
+    return tuple(found or [name for name, _ in model.named_children()])
 
 
 def choose_units(model: nn.Module, patterns: Sequence[str] = ()) -> tuple[str, ...]:
-    """The modules that form units of their own: those the patterns name, or each element of a list of layers.
+    """The modules that form units of their own: those the patterns name, or the layers and what is as large as one.
 
-    A module given by a pattern that matches nothing is an error; without any list of layers, the direct children are
-    taken.
+    A large embedding or head gets a unit of its own, so that it is not gathered or reduced together with the other;
+    what is small rides in the root's unit, since a small collective is all latency. A pattern that matches nothing is
+    an error.
     """
     modules = {name: module for name, module in model.named_modules() if name}
     if patterns:
-        found = []
-        for pattern in patterns:
-            hits = [name for name in modules if fnmatchcase(name, pattern)]
-            if not hits:
-                raise ValueError(
-                    f"no module matches the unit pattern ({pattern!r}); the model has {', '.join(list(modules)[:9])}"
-                )
-            found += [name for name in hits if name not in found]
-        return tuple(name for name in found if not any(name.startswith(other + ".") for other in found))
-    layers = [
-        f"{name}.{key}" for name, module in modules.items() if _is_list(module) for key, _ in module.named_children()
-    ]
-    layers = [name for name in layers if not any(name.startswith(other + ".") for other in layers if other != name)]
-    chosen = layers or [name for name, _ in model.named_children()]
-    return tuple(name for name in chosen if sum(p.numel() for p in modules[name].parameters()) >= SMALLEST_UNIT)
+        chosen = [name for name in modules if any(fnmatchcase(name, pattern) for pattern in patterns)]
+        missed = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in modules)]
+        if missed:
+            known = ", ".join(list(modules)[:9])
+            raise ValueError(f"no module matches the unit pattern ({', '.join(missed)}); the model has {known}")
+    else:
+        found = [name for name in layers(model) if name in modules]
+        outside = [name for name, _ in model.named_children() if not any(_inside(layer, name) for layer in found)]
+        sizes = {name: sum(p.numel() for p in modules[name].parameters()) for name in [*found, *outside]}
+        enough = max(max((sizes[name] for name in found), default=0) / 2, 1)
+        chosen = [name for name in modules if sizes.get(name, 0) >= enough]
+    return tuple(name for name in chosen if not any(_inside(name, other) and name != other for other in chosen))
+
+
+def _inside(name: str, other: str) -> bool:
+    return name == other or name.startswith(other + ".")
 
 
 def _is_list(module: nn.Module) -> bool:
@@ -99,9 +115,8 @@ def collectives(
     for index, unit in enumerate(units):
         whole, part = unit.shards * unit.shard_numel, unit.shard_numel
         if plan.shards > 1:
-            # The root stays gathered from its forward to its backward, and so does the last unit, which backward
-            # needs first.
-            again = plan.reshard_after_forward and unit.name != "" and index != last
+            # Kept from forward to backward: the root, and the last unit, which backward needs first.
+            again = plan.reshard_after_forward and unit.read_in_backward and unit.name != "" and index != last
             gathers = (2 if again else 1) * accumulate if plan.free_parameters else 1
             yield Collective(
                 kind="all_gather",

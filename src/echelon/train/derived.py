@@ -29,7 +29,8 @@ def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterato
         f"compute {compute}, master {master}, gradients {master}",
         "gradients accumulate and are reduced in the master's type",
     )
-    yield "reduction", _reduction(layout), "then divided once by the number of valid targets of the whole step"
+    if layout.dp > 1:
+        yield "reduction", _reduction(layout), "then divided once by the number of valid targets of the whole step"
     padding = sum(unit.shards * unit.shard_numel - unit.numel for unit in units)
     yield "units", f"{len(units)}, padded by {padding:,} elements", "parameters that are gathered and reduced together"
     if layout.tp > 1 and isinstance(getattr(engine.model, "config", None), ModelConfig):
@@ -44,7 +45,8 @@ def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterato
     shares = ", ".join(f"{key} {size(value)}" for key, value in held.items() if value)
     yield "states per rank", size(sum(held.values())), shares
     sent = sum(item.bytes * item.count for item in engine.collectives(traffic(engine, config.seq_len)))
-    yield "collectives", f"{size(sent)} per rank and step", "sum of the tensors reduced, gathered and scattered"
+    if sent:
+        yield "collectives", f"{size(sent)} per rank and step", "sum of the tensors reduced, gathered and scattered"
     yield "time-out", f"{config.timeout:g} s", "a rank that waits longer ends the run"
     yield "threads", str(threads), "per rank"
     yield "peak", f"{peak.flops / 1e12:.3g} TFLOP/s per device", peak.why
@@ -68,8 +70,6 @@ def traffic(engine: Engine, seq_len: int) -> tensor.Traffic | None:
 
 
 def _reduction(layout: Layout) -> str:
-    if layout.dp == 1:
-        return "none"
     if layout.zero == 0:
         return f"all-reduce over {layout.dp} ranks, once a step"
     when = "every microbatch" if layout.zero >= 2 else "once a step"

@@ -74,7 +74,7 @@ class Engine:
         self.optimizer = ShardedOptimizer(self.parallel.flat, self.rule)
         self.norm = GradientNorm(self.parallel)
         self.num_steps = 0
-        self._partial = self._partial_gradients()
+        self._partial = partial_gradients(self.parallel)
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -141,13 +141,6 @@ class Engine:
             for key, value in microbatch.inputs.items()
         }
 
-    def _partial_gradients(self) -> list[tuple[Axis, list[Tensor]]]:
-        views: dict[str, list[Tensor]] = {}
-        for unit, piece in self.parallel.flat.pieces():
-            for name in piece.entry.sum_over if piece.start < piece.stop else ():
-                views.setdefault(name, []).append(self.parallel.flat.view(unit.grad, piece))
-        return [(self.parallel.axes[name], found) for name, found in sorted(views.items())]
-
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -188,3 +181,12 @@ class Engine:
         if self.parallel.axes["shard*tp"].size > 1:
             found.append(Collective(kind="all_reduce", axis="shard*tp", bytes=8, part="norm"))
         return found
+
+
+def partial_gradients(parallel: Parallel) -> list[tuple[Axis, list[Tensor]]]:
+    """The reduced gradients of which each rank of an axis has only a part: to be summed over it once a step."""
+    views: dict[str, list[Tensor]] = {}
+    for unit, piece in parallel.flat.pieces():
+        for name in piece.entry.sum_over if piece.start < piece.stop else ():
+            views.setdefault(name, []).append(parallel.flat.view(unit.grad, piece))
+    return [(parallel.axes[name], found) for name, found in sorted(views.items())]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from echelon.layout import FaultError, Layout
+from echelon.layout import Fault, FaultError, Layout
 from echelon.models.own import spec_of
 from echelon.train.config import Config
 from echelon.train.run import Run
@@ -57,11 +57,23 @@ def run(config: Config, *, procs: int | None = None, quiet: bool = False) -> Sum
 
     count = 1 if under_launcher() else procs or default_procs(config)
     faults = config.faults(world=None if under_launcher() else count)
+    if config.device == "cuda" and not under_launcher():
+        faults += _device_faults(count)
     if faults:
         raise FaultError(faults)
     if count == 1:
         return train_here(config, quiet)
     return start(train_here, (config, quiet), count)
+
+
+def _device_faults(count: int) -> list[Fault]:
+    import torch
+
+    found = torch.cuda.device_count()
+    if found >= count:
+        return []
+    rule = f"needs one CUDA device for each rank of this machine ({count} ranks, {found} devices)"
+    return [Fault(key="device", value="cuda", rule=rule, legal="cpu, auto, or as many ranks as devices")]
 
 
 def default_procs(config: Config) -> int:

@@ -23,7 +23,10 @@ from torch.autograd import Function
 from echelon import compat
 from echelon.layout import Layout, check
 from echelon.parallel.apply import WORLD, Options, apply
-from echelon.parallel.axis import Axis, world_size
+from echelon.parallel.axis import Axis, sum_together, world_size
+from echelon.parallel.flat import tensors_in
+from echelon.train.engine import partial_gradients
+from echelon.train.norm import GradientNorm, clip_factor
 
 
 class Wrapped(nn.Module):
@@ -39,8 +42,14 @@ class Wrapped(nn.Module):
         self._parallel = apply(model, layout, options)
         self.module = self._parallel.model
         self._shards = dict(self._exposed())
-        self._last, self._fresh, self._changed, self._queued = True, True, False, False
-        self.module.register_forward_pre_hook(self._before_forward)
+        self._norm = GradientNorm(self._parallel)
+        self._partial = partial_gradients(self._parallel)
+        self._last, self._fresh, self._queued = True, True, False
+        self._begun: bool | None = None
+        """whether the microbatch under way is the last of its step, as it was when its forward began; none between two"""
+        self._samples = 0
+        # Before the units' own hooks: what they gather must not be what was there before the optimizer's step.
+        self.module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
         for unit in self._parallel.flat.units:
             unit.scale = 1.0 / layout.dp
             for parameter in unit.parameters.values():
@@ -71,6 +80,25 @@ class Wrapped(nn.Module):
         for name, parameter in self._shards.items():
             yield lead + name, parameter
 
+    def clip_grad_norm_(self, limit: float) -> Tensor:
+        """Scales all gradients so that their norm over all ranks is at most `limit`; returns the norm before."""
+        norm = self._norm()
+        factor = clip_factor(norm, limit)
+        for parameter in self._shards.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+        return norm
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As of any module where parameters are whole. Slices are refused: a file of them would look like the model."""
+        if self._parallel.policy.shards > 1:
+            raise ValueError(
+                f"this rank holds slices of the parameters ({self.layout}); model.full_state_dict(), called on every rank, "
+                "gives them whole"
+            )
+        found: dict[str, Any] = super().state_dict(*args, **kwargs)
+        return found
+
     def full_state_dict(self) -> dict[str, Tensor]:
         """Every logical parameter, whole, on every rank, under each of its names; buffers too."""
         found: dict[str, Tensor] = {}
@@ -96,11 +124,13 @@ class Wrapped(nn.Module):
             elif piece.start < piece.stop:
                 yield piece.entry.name, nn.Parameter(flat.view(unit.master, piece), requires_grad=piece.entry.trainable)
 
-    def _before_forward(self, _module: nn.Module, _args: Any) -> None:
+    def _before_forward(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         flat = self._parallel.flat
-        if self._changed and self._fresh:
-            flat.updated()  # the optimizer may have stepped since the last backward
-            self._changed = False
+        if self._fresh:
+            # Whoever changed the parameters since (an optimizer, a person) does not say so.
+            flat.updated()
+        if self.training:
+            self._number_samples(args, kwargs)
         if torch.is_grad_enabled():
             if self._fresh and any(p.grad is not None for p in self._shards.values()):
                 raise ValueError(
@@ -108,20 +138,36 @@ class Wrapped(nn.Module):
                     "and put all but the last microbatch of a step inside model.no_sync()"
                 )
             flat.begin(first=self._fresh, last=self._last)
+            self._begun = self._last
+
+    def _number_samples(self, args: Any, kwargs: Any) -> None:
+        """For dropout: rows count on from call to call and from rank to rank, so that no two have the same mask."""
+        rows = next((len(tensor) for tensor in tensors_in([args, kwargs]) if tensor.dim()), 0)
+        axis, options = self._parallel.axes["dp"], self._parallel.options
+        start = self._samples + axis.index * rows
+        self._parallel.stream.samples = torch.arange(start, start + rows, device=options.device)
+        self._samples += axis.size * rows
 
     def _during_backward(self, _parameter: Tensor) -> None:
+        if self._begun is None:
+            raise ValueError(
+                "a second backward pass came after the last one of this step, and its gradients would not be reduced; "
+                "add the losses up and call backward once, or put all but the last pass inside model.no_sync()"
+            )
         if not self._queued:
             self._queued = True
             compat.after_backward(self._after_backward)
 
     def _after_backward(self) -> None:
-        self._queued = False
+        assert self._begun is not None
+        last, self._begun, self._queued = self._begun, None, False
         flat = self._parallel.flat
         flat.end()
-        self._fresh = self._last
-        if not self._last:
+        self._fresh = last
+        if not last:
             return
-        self._changed = True
+        for axis, views in self._partial:
+            sum_together(axis, views)
         for unit, piece in flat.pieces():
             if piece.entry.trainable and piece.entry.name in self._shards:
                 parameter = self._shards[piece.entry.name]

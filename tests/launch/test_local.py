@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import ranks
+
+from echelon.launch.failure import RankError
+from echelon.launch.local import start
+from echelon.launch.world import cores
+
+
+def test_returns_what_rank_0_returns(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    world, total, threads, backend = start(ranks.joined, (0.5,), 2, logs=tmp_path / "logs")
+    assert (world.rank, world.world_size, world.local_rank) == (0, 2, 0)
+    assert (total, backend, world.device.type) == (1.5, "gloo", "cpu")
+    assert threads == max(1, cores() // 2)
+    # Only rank 0 shows; the others' output is kept.
+    assert capfd.readouterr() == ("rank 0 prints\n", "")
+    assert (tmp_path / "logs" / "rank1.log").read_text() == "rank 1 prints\n"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_no_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"procs=0"):
+        start(ranks.joined, (0.5,), 0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failing_rank_is_told_once(rank: int, capfd: pytest.CaptureFixture[str]) -> None:
+    start_time = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        start(ranks.joined_and, ("fail", rank, "luck"), 2)
+    assert time.monotonic() - start_time < 10
+    message = str(caught.value)
+    assert caught.value.rank == rank
+    assert message.startswith(f"rank {rank} of 2 failed in ranks.joined_and (ValueError: no luck on rank {rank})")
+    assert message.count("Traceback") == 1
+    assert message.endswith(f"ValueError: no luck on rank {rank}")
+    # Who catches the error prints it. Nobody else has a word about it.
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_first_of_several_failures_is_told() -> None:
+    with pytest.raises(RankError, match="raised on rank 1") as caught:
+        start(ranks.joined_and, ("fail_late_elsewhere", 1), 2)
+    assert caught.value.rank == 1
+
+
+def test_a_killed_rank_is_named_with_its_signal() -> None:
+    with pytest.raises(RankError, match="SIGKILL") as caught:
+        start(ranks.joined_and, ("die", 1), 3)
+    assert caught.value.rank == 1
+
+
+SCRIPT = """
+import os, signal, sys, time
+from echelon.launch.local import start
+
+def sleep(folder):
+    open(os.path.join(folder, os.environ["RANK"]), "w").write(str(os.getpid()))
+    time.sleep(100)
+
+if __name__ == "__main__":
+    # A process in the background starts with this signal ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        start(sleep, (sys.argv[1],), 2)
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+def test_ctrl_c_ends_the_ranks(tmp_path: Path) -> None:
+    script, folder = tmp_path / "script.py", tmp_path / "pids"
+    script.write_text(SCRIPT)
+    folder.mkdir()
+    command = [sys.executable, str(script), str(folder)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as run:
+        pids = _pids(folder)
+        os.killpg(run.pid, signal.SIGINT)
+        out, err = run.communicate(timeout=20)
+    assert (out, err, run.returncode) == ("interrupted\n", "", 0)
+    assert not any(_alive(pid) for pid in pids)
+
+
+def _pids(folder: Path) -> list[int]:
+    deadline = time.monotonic() + 40
+    while time.monotonic() < deadline:
+        texts = [path.read_text() for path in folder.iterdir()]
+        if len(texts) == 2 and all(texts):
+            return [int(text) for text in texts]
+        time.sleep(0.05)
+    raise AssertionError("the ranks did not start")
+
+
+def _alive(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    # A process that ended stays as a zombie until somebody asks for its exit code.
+    return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"

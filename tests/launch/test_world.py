@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+from echelon.launch.pool import Pool
+from echelon.launch.world import World, cores, join, under_launcher
+
+
+def test_without_a_launcher_the_world_is_one_process() -> None:
+    assert not under_launcher()
+    threads = torch.get_num_threads()
+    with join("cpu") as world:
+        assert world == World(device=torch.device("cpu"))
+        assert (world.rank, world.world_size, world.local_rank, world.backend) == (0, 1, 0, "")
+        assert not dist.is_initialized()
+        assert torch.get_num_threads() == threads
+
+
+def test_auto_takes_what_is_there() -> None:
+    with join() as world:
+        assert world.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_an_unknown_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="use auto, cpu or cuda"), join("gpu"):
+        pass
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
+def test_a_missing_device_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"ranks=1, devices=0.*device=cpu"), join("cuda"):
+        pass
+
+
+def test_an_existing_group_is_joined_and_left_alone(pool: Pool) -> None:
+    for rank, (world, total, threads, backend) in enumerate(pool.run(ranks.joined_twice, 2)):
+        assert (world.rank, world.world_size) == (rank, 2)
+        assert (total, threads, backend) == (3.0, 1, "gloo")
+
+
+SCRIPT = """
+import sys
+import ranks
+from echelon.launch.world import under_launcher
+assert under_launcher()
+world, total, threads, backend = ranks.joined(0.5)
+sys.stdout.write(f"{world.rank} {world.world_size} {world.local_rank} {total} {threads} {backend}\\n")
+"""
+
+
+def test_torchrun_starts_the_same_program(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"import sys\nsys.path[:0] = {sys.path!r}\n" + SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if "prints" not in line]
+    assert sorted(lines) == [f"{rank} 2 {rank} 1.5 {max(1, cores() // 2)} gloo" for rank in range(2)]
