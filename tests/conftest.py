@@ -12,8 +12,8 @@ import pytest
 if TYPE_CHECKING:
     from echelon.launch.pool import Pool
 
-# pytest names a test file tests.room.test_idea. With the project's root on the path a rank finds it under that name too, so a
-# test can send functions of its own file to the pool.
+# pytest names a test file tests.room.test_idea. With the project's root on the path a rank finds it under that name,
+# so a test can send functions of its own file to the pool.
 sys.path.append(str(Path(__file__).parent.parent))
 
 

@@ -28,7 +28,6 @@ _LATE = {
     "Engine": "echelon.train.engine",
     "Report": "echelon.proof.verify",
     "Run": "echelon.train.run",
-    "train": "echelon.train.start",
     "verify": "echelon.proof.verify",
     "wrap": "echelon.train.wrap",
 }
@@ -36,10 +35,12 @@ _LATE = {
 
 def __getattr__(name: str) -> object:
     """Imports on first use: torch takes seconds, and reading a layout needs none of it."""
-    if name not in _LATE:
-        raise AttributeError(f"module 'echelon' has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "train":
+        return import_module("echelon.train")  # a room that can be called: its page says why
+    if name not in _LATE:
+        raise AttributeError(f"module 'echelon' has no attribute {name!r}")
     value = getattr(import_module(_LATE[name]), name)
     globals()[name] = value
     return value

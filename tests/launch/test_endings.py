@@ -9,8 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 # A pool that nobody closes, and ranks that would sleep on.
 SCRIPT = """
 import os, signal, sys, time
@@ -20,9 +18,9 @@ from echelon.launch.pool import Pool
 def pid():
     return os.getpid()
 
-def sleep(folder):
-    with open(os.path.join(folder, os.environ["RANK"]), "w") as file:
-        file.write(str(os.getpid()))
+def sleep(name):
+    with open(f"{name}{os.environ['RANK']}", "w") as file:
+        file.write(f"{os.getpid()} ")
     time.sleep(100)
 
 if __name__ == "__main__":
@@ -31,52 +29,51 @@ if __name__ == "__main__":
     pool = Pool()
     print(*pool.run(pid, 2), flush=True)
     try:
-        start(sleep, (sys.argv[1],), 2)
+        start(sleep, ("first",), 2)
     except KeyboardInterrupt:
-        print("interrupted")
+        print("interrupted", flush=True)
+    start(sleep, ("second",), 2)
 """
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
-def test_ranks_end_with_their_program(tmp_path: Path, ending: signal.Signals) -> None:
-    script, folder = tmp_path / "script.py", tmp_path / "pids"
+def test_ctrl_c_ends_the_ranks_and_a_killed_program_leaves_none(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    folder.mkdir()
-    command = [sys.executable, str(script), str(folder)]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as run:
-        started = _started(folder)
-        if ending == signal.SIGINT:
+    command = [sys.executable, str(script)]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as run:
+        try:
+            assert run.stdout is not None
+            pooled = [int(pid) for pid in run.stdout.readline().split()]
+            first = _started(tmp_path, "first")
             # A terminal sends it to every process.
-            os.killpg(run.pid, ending)
-        else:
+            os.killpg(run.pid, signal.SIGINT)
+            assert run.stdout.readline() == "interrupted\n"
+            assert not any(map(_alive, first))
+            assert all(map(_alive, pooled))
+            second = _started(tmp_path, "second")
+        finally:
             run.kill()
-        out, err = run.communicate(timeout=30)
-    pooled, *rest = out.splitlines()
-    if ending == signal.SIGINT:
-        assert (rest, err, run.returncode) == (["interrupted"], "", 0)
-    pids = [*started, *map(int, pooled.split())]
-    assert len(set(pids)) == 4
+    assert len({*pooled, *first, *second}) == 6
     deadline = time.monotonic() + 10
-    while any(map(_alive, pids)):
+    while any(map(_alive, [*pooled, *second])):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def _started(folder: Path) -> list[int]:
+def _started(folder: Path, name: str) -> list[int]:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        texts = [path.read_text() for path in folder.iterdir()]
-        if len(texts) == 2 and all(texts):
+        texts = [path.read_text() for path in folder.glob(f"{name}?")]
+        if len(texts) == 2 and all(text.endswith(" ") for text in texts):
             return [int(text) for text in texts]
         time.sleep(0.05)
     raise AssertionError("the ranks did not start")
 
 
 def _alive(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/stat")
     try:
         # A process that ended stays as a zombie until somebody asks for its exit code.
-        return status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -57,52 +54,3 @@ def test_a_killed_rank_is_named_with_its_signal() -> None:
     with pytest.raises(RankError, match="SIGKILL") as caught:
         start(ranks.joined_and, ("die", 1), 3)
     assert caught.value.rank == 1
-
-
-SCRIPT = """
-import os, signal, sys, time
-from echelon.launch.local import start
-
-def sleep(folder):
-    open(os.path.join(folder, os.environ["RANK"]), "w").write(str(os.getpid()))
-    time.sleep(100)
-
-if __name__ == "__main__":
-    # A process in the background starts with this signal ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        start(sleep, (sys.argv[1],), 2)
-    except KeyboardInterrupt:
-        print("interrupted")
-"""
-
-
-def test_ctrl_c_ends_the_ranks(tmp_path: Path) -> None:
-    script, folder = tmp_path / "script.py", tmp_path / "pids"
-    script.write_text(SCRIPT)
-    folder.mkdir()
-    command = [sys.executable, str(script), str(folder)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as run:
-        pids = _pids(folder)
-        os.killpg(run.pid, signal.SIGINT)
-        out, err = run.communicate(timeout=20)
-    assert (out, err, run.returncode) == ("interrupted\n", "", 0)
-    assert not any(_alive(pid) for pid in pids)
-
-
-def _pids(folder: Path) -> list[int]:
-    deadline = time.monotonic() + 40
-    while time.monotonic() < deadline:
-        texts = [path.read_text() for path in folder.iterdir()]
-        if len(texts) == 2 and all(texts):
-            return [int(text) for text in texts]
-        time.sleep(0.05)
-    raise AssertionError("the ranks did not start")
-
-
-def _alive(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/stat")
-    # A process that ended stays as a zombie until somebody asks for its exit code.
-    return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"

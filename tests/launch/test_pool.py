@@ -2,10 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import ranks
@@ -146,27 +143,3 @@ def test_an_abort_in_gloo_is_reported(pool: Pool, capfd: pytest.CaptureFixture[s
     assert time.monotonic() - start < 5
     assert "in mismatch" in str(caught.value)
     assert pool.run(ranks.total, 2, 1.0) == [3.0, 3.0]
-
-
-SCRIPT = """
-import os, time
-import torch.distributed as dist
-from echelon.launch.pool import Pool
-
-def pid():
-    return os.getpid()
-
-if __name__ == "__main__":
-    pool = Pool()
-    print(*pool.run(pid, 2), flush=True)
-"""
-
-
-def test_a_script_can_send_its_own_functions_and_forget_to_close(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    for pid in done.stdout.split():
-        assert not Path(f"/proc/{pid}").exists()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from echelon.cli.trouble import told
+from echelon.cli.trouble import answer, told
 
 EXAMPLES = """[bold]Examples[/bold]\n
 echelon train --procs 2\n
@@ -44,7 +43,7 @@ def command(
 
         summary = run(loaded, procs=procs, quiet=as_json)
     if as_json and summary.run:
-        print(json.dumps(asdict(summary)))
+        answer(asdict(summary))
 
 
 def _list_keys(as_json: bool) -> None:
@@ -52,11 +51,7 @@ def _list_keys(as_json: bool) -> None:
 
     rows = Config.keys()
     if as_json:
-        print(
-            json.dumps(
-                {key.name: {"type": str(key.type), "default": str(key.default), "meaning": key.meaning} for key in rows}
-            )
-        )
+        answer({k.name: {"type": str(k.type), "default": str(k.default), "meaning": k.meaning} for k in rows})
         return
     from rich.console import Console
     from rich.table import Table

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from echelon.cli.trouble import told
+from echelon.cli.trouble import answer, told
 
 if TYPE_CHECKING:
     from echelon.layout import Layout
@@ -52,7 +51,7 @@ def command(
         shown = _Table(as_json)
         report = _prove(case, wanted, leave_out, every, shown)
     if as_json:
-        print(json.dumps(report.to_json()))
+        answer(report.to_json())
     else:
         shown.verdict(report)
     raise typer.Exit(0 if report.passed else 1)

@@ -12,13 +12,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from echelon.launch import forkserver
 from echelon.launch.failure import Failure, RankError, first
@@ -53,7 +56,7 @@ class Pool:
         self._ranks: list[_Rank] = []
         self._cases = 0
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
 
     def run(
         self, function: Callable[..., T], world: int, /, *args: Any, timeout: float = 60.0, **kwargs: Any
@@ -73,12 +76,9 @@ class Pool:
         ranks = self._warm(world)
         try:
             deadline = time.monotonic() + timeout
+            case = Case(name=f"case{self._cases}", rank=0, world=world, timeout=timeout, path=path, call=call)
             for number, rank in enumerate(ranks):
-                rank.send(
-                    pack(
-                        Case(name=f"case{self._cases}", rank=number, world=world, timeout=timeout, path=path, call=call)
-                    )
-                )
+                rank.send(pack(replace(case, rank=number)))
             values, failures = _collect(ranks, deadline)
             if failures or len(values) < world:
                 raise _error(ranks, values, failures, name=name, timeout=timeout)
@@ -112,7 +112,7 @@ class Pool:
 
     def _warm(self, world: int) -> list[_Rank]:
         if self._store is None:
-            self._store = dist.TCPStore(ADDRESS, 0, is_master=True, wait_for_workers=False)
+            self._store = TCPStore(ADDRESS, 0, is_master=True, wait_for_workers=False)
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="echelon-pool-")
         for rank in [rank for rank in self._ranks if not rank.alive]:
@@ -130,7 +130,7 @@ class Pool:
 class _Rank:
     """The parent's side of one rank process."""
 
-    def __init__(self, context: forkserver.ForkServerContext, port: int, folder: Path) -> None:
+    def __init__(self, context: ForkServerContext, port: int, folder: Path) -> None:
         handle, path = tempfile.mkstemp(prefix="stack-", dir=folder)
         os.close(handle)
         self._stack = Path(path)
@@ -146,10 +146,9 @@ class _Rank:
         return not self.connection.closed and self.process.is_alive()
 
     def send(self, message: bytes) -> None:
-        try:
+        # If it died, whoever waits for its answer finds out, with the exit code.
+        with suppress(ConnectionError):
             self.connection.send_bytes(message)
-        except ConnectionError:
-            pass  # It died. Whoever waits for its answer finds out, with the exit code.
 
     def end(self) -> None:
         if not self.connection.closed:

@@ -1,4 +1,7 @@
-"""The group of processes that this process belongs to."""
+"""The group of processes that this process belongs to.
+
+torch is imported when a group is joined: `under_launcher` is asked before a configuration is checked, which must be quick.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
+if TYPE_CHECKING:
+    import torch
 
 _LAUNCHER_SETS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -29,6 +33,8 @@ class World:
     @contextmanager
     def first_rank_first(self) -> Iterator[None]:
         """The first rank of each machine runs the block, then the others: what it left on disk is there for them."""
+        import torch.distributed as dist
+
         if self.local_rank and self.backend:
             dist.barrier()
         yield
@@ -49,6 +55,8 @@ def join(device: str = "auto", timeout: float = 600.0) -> Iterator[World]:
     already, it is that group, which is left as it is. `device` is `auto`, `cpu` or `cuda`; `timeout` is in seconds,
     for one collective.
     """
+    import torch.distributed as dist
+
     if dist.is_initialized():
         yield _existing(device)
     elif not under_launcher():
@@ -60,6 +68,9 @@ def join(device: str = "auto", timeout: float = 600.0) -> Iterator[World]:
 
 @contextmanager
 def _group(device: str, timeout: float) -> Iterator[World]:
+    import torch
+    import torch.distributed as dist
+
     rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     where = _device(device, local_rank=local_rank, local_world_size=local_world_size)
@@ -91,6 +102,9 @@ def cores() -> int:
 
 
 def _existing(device: str) -> World:
+    import torch
+    import torch.distributed as dist
+
     rank, world_size = dist.get_rank(), dist.get_world_size()
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     backend = dist.get_backend_config()
@@ -103,6 +117,8 @@ def _existing(device: str) -> World:
 
 
 def _device(device: str, *, local_rank: int, local_world_size: int) -> torch.device:
+    import torch
+
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f'unknown device (device="{device}"); use auto, cpu or cuda')
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -2,13 +2,49 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from echelon.layout.faults import Fault, did_you_mean
+
+
+def faults(spec: str, *, key: str = "model", legal: str = "file.py:factory") -> Iterator[Fault]:
+    """What is wrong with `file.py:name`, as far as can be told without running the file: that may take seconds."""
+    path, _, name = spec.rpartition(":")
+    if not Path(path).is_file():
+        yield Fault(key=key, value=spec, rule="names no Python file", legal=legal)
+        return
+    try:
+        tree = ast.parse(Path(path).read_bytes())
+    except (OSError, SyntaxError, ValueError) as error:
+        yield Fault(key=key, value=spec, rule=f"cannot be read as Python ({error})", legal=legal)
+        return
+    names = set(_names(tree))
+    if name not in names and "*" not in names:
+        defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+        rule = f"names nothing in the file (no {name!r} in {path})"
+        yield Fault(key=key, value=spec, rule=rule, legal=", ".join(defined), hint=did_you_mean(name, defined))
+
+
+def _names(tree: ast.AST) -> Iterator[str]:
+    """Every name that the file may define, whatever decides it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.alias):
+            yield (node.asname or node.name).partition(".")[0]
+
+
+USERS = "echelon_user_"
+"""what the names of users' files start with in `sys.modules`"""
 
 
 def load(spec: str) -> Callable[..., Any]:
@@ -26,7 +62,7 @@ def load(spec: str) -> Callable[..., Any]:
 
 
 def _module(path: Path) -> ModuleType:
-    key = f"echelon_user_{path.resolve().stem}"
+    key = USERS + path.resolve().stem
     if key in sys.modules and getattr(sys.modules[key], "__file__", None) == str(path.resolve()):
         return sys.modules[key]
     if not path.is_file():
@@ -39,6 +75,9 @@ def _module(path: Path) -> ModuleType:
     sys.path.insert(0, str(path.resolve().parent))
     try:
         spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[key]  # half of a module must not be taken for the module next time
+        raise
     finally:
         sys.path.remove(str(path.resolve().parent))
     return module

@@ -69,6 +69,7 @@ class FlatUnit:
         self._written: set[str] = set()
         self._arrived = 0
         self._expected = sum(entry.trainable for entry in unit.entries)
+        self.all_trainable = self._expected == len(unit.entries)
         self._scattered_before = False
         self._incoming: Tensor | None = None
         self._reducing: Pending = Done()
@@ -294,7 +295,8 @@ class Flat:
             assert parameter.grad is not None
             gradient, parameter.grad = parameter.grad, None
             if unit.arrive(entry, gradient):
-                unit.free()
+                if unit.all_trainable:  # otherwise backward may still have to pass through what is frozen
+                    unit.free()
                 self._launch(everything=False)
 
         return hook
@@ -304,17 +306,22 @@ class Flat:
     def _hook_module(self, index: int) -> None:
         unit = self.units[index]
         module = self.model.get_submodule(unit.unit.name)
-        ahead = self.units[index + 1 : index + 1 + self.policy.prefetch]
+        # What stays whole is gathered at the first use of anything, in one order everywhere: ranks may call different
+        # modules. Under zero 3 they may not, which is the price of gathering before each use.
+        needed = self.units[index : index + 1 + self.policy.prefetch] if self.policy.free_parameters else self.units
         behind = [u for u in self.units[max(index - self.policy.prefetch, 0) : index] if u.unit.read_in_backward][::-1]
         is_root, is_last = unit.unit.name == "", index == len(self.units) - 1
 
-        def gather_with(others: Sequence[FlatUnit]) -> None:
-            unit.gather()
-            for other in others:
-                other.start_gather()
-
         def before_forward(_module: nn.Module, _args: Any) -> None:
-            gather_with(ahead)
+            for other in needed:
+                other.start_gather()
+            unit.gather()
+
+        def before_backward(_gradient: Tensor) -> None:
+            unit.gather()
+            for other in behind:
+                if not other.complete:  # the root's may be: it holds what comes last in forward too
+                    other.start_gather()
 
         def after_forward(_module: nn.Module, _args: Any, output: Any) -> None:
             outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
@@ -326,7 +333,7 @@ class Flat:
             if self.policy.reshard_after_forward and not is_root and not is_last:
                 unit.free()
             for tensor in outputs if unit.unit.read_in_backward else ():
-                tensor.register_hook(lambda _gradient: gather_with(behind))
+                tensor.register_hook(before_backward)
 
         module.register_forward_pre_hook(before_forward)
         module.register_forward_hook(after_forward)

@@ -50,6 +50,11 @@ def split(
 
     boundary: Boundary = Sliced(axis) if sequence_parallel else Whole(axis)
     words = match(model, table)
+    if sequence_parallel and "vocabulary" not in words.values():
+        raise ValueError(
+            f"sequence parallelism begins at an embedding, and the table of {type(model).__name__} calls no module "
+            '"vocabulary" (sp=1); use sp=0'
+        )
     plan = _Split(model, axis, boundary, {name: entry for entry in entries for name in entry.names})
     for name, word in words.items():
         plan.change(name, word)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,11 @@ from typing import Any
 from echelon.layout import Layout
 from echelon.layout import check as check_layout
 from echelon.layout.faults import Fault, FaultError
-from echelon.models import sizes
+from echelon.models import own, sizes
 from echelon.models.own import spec_of
 from echelon.models.sizes import ModelConfig
 from echelon.proof.case import Case
-from echelon.train.config import Config, is_own
+from echelon.train.config import Config
 from echelon.train.start import default_procs
 
 DEFAULT_LAYOUTS = (
@@ -35,20 +36,40 @@ class Request:
 
     def read(self) -> tuple[Case, list[Layout]]:
         """The case and its layouts. Raises FaultError with everything that is wrong."""
-        if self.leave_out:
+        faults: list[Fault] = []
+        config, case, layouts = None, Case(model=""), self.layouts
+        with gathered(faults):
             check_leave_out(self.leave_out)
-        config = Config.load(self.config) if self.config else None
-        model = self.model or (config.model if config else "llama-tiny")
-        layouts = self.layouts
+        with gathered(faults):
+            config = Config.load(self.config) if self.config else None
         if not layouts and config and config.layout:
             layouts = str(Layout.parse(config.layout, world=default_procs(config)).replace(microbatch=1))
-        case = make_case(model)
-        if config and isinstance(case.model, ModelConfig) and not is_own(model):
-            changes: dict[str, Any] = {
-                key: value for key, value in (("dropout", config.dropout), ("tied", config.tied)) if value is not None
-            }
-            case = replace(case, model=replace(case.model, **changes), optimizer=config.optimizer, clip=config.clip)
-        return case, parse(layouts or DEFAULT_LAYOUTS, case)
+        with gathered(faults):
+            case = make_case(self.model or (config.model if config else "llama-tiny"))
+        if config:
+            case = replace(case, model=_changed(case.model, config), optimizer=config.optimizer, clip=config.clip)
+        found: list[Layout] = []
+        with gathered(faults):
+            found = parse(layouts or DEFAULT_LAYOUTS, case)
+        if faults:
+            raise FaultError(faults)
+        return case, found
+
+
+@contextmanager
+def gathered(faults: list[Fault]) -> Iterator[None]:
+    """What is wrong in one part of a question must not hide what is wrong in the next."""
+    try:
+        yield
+    except FaultError as error:
+        faults += error.faults
+
+
+def _changed(model: ModelConfig | str, config: Config) -> ModelConfig | str:
+    """The shape with what the configuration changes of it; a user's module is as it is."""
+    changes = {"dropout": config.dropout, "tied": config.tied}
+    given: dict[str, Any] = {key: value for key, value in changes.items() if value is not None}
+    return replace(model, **given) if isinstance(model, ModelConfig) else model
 
 
 def make_case(
@@ -60,7 +81,12 @@ def make_case(
     if ":" not in spec:
         return Case(model=sizes.reduced(sizes.find(spec)), **options)
     batches = batch if isinstance(batch, str) else spec_of(batch)
-    return Case(model=spec, batches=batches or spec.rpartition(":")[0] + ":batch", **options)
+    batches = batches or spec.rpartition(":")[0] + ":batch"
+    legal = "a function batch(rows, seed), in the file of the model or named"
+    faults = list(own.faults(spec)) or list(own.faults(batches, key="batch", legal=legal))
+    if faults:
+        raise FaultError(faults)
+    return Case(model=spec, batches=batches, **options)
 
 
 def parse(layouts: str | Sequence[str | Layout], case: Case) -> list[Layout]:
@@ -88,6 +114,6 @@ def parse(layouts: str | Sequence[str | Layout], case: Case) -> list[Layout]:
 
 def check_leave_out(text: str) -> None:
     axis, _, kind = text.partition(":")
-    if (axis not in AXES and not axis.startswith("tp/")) or kind not in KINDS:
+    if text and ((axis not in AXES and not axis.startswith("tp/")) or kind not in KINDS):
         legal = f"AXIS:COLLECTIVE, an axis of {', '.join(AXES)} and a collective of {', '.join(KINDS)}"
         raise FaultError([Fault(key="leave-out", value=text, rule="names no collective of a run", legal=legal)])

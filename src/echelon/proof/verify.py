@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -93,7 +95,8 @@ class Prover:
 
     def __init__(self, pool: Pool, case: Case, leave_out: str = ""):
         self.pool, self.case, self.leave_out = pool, case, leave_out
-        self._folder = tempfile.TemporaryDirectory(prefix="echelon-verify-")
+        self._folder = Path(tempfile.mkdtemp(prefix="echelon-verify-"))
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._truths: dict[tuple[int, int], Path] = {}
 
     def report(self, layouts: Iterable[Layout], progress: Callable[[Verdict], None] = lambda _: None) -> Report:
@@ -152,7 +155,7 @@ class Prover:
     def _truth(self, rows: int, accumulate: int) -> Path:
         key = (rows, accumulate)
         if key not in self._truths:
-            path = Path(self._folder.name) / f"{rows}-{accumulate}.safetensors"
+            path = self._folder / f"{rows}-{accumulate}.safetensors"
             self.pool.run(write_truth, 1, self.case, rows, accumulate, path, timeout=120.0)
             self._truths[key] = path
         return self._truths[key]

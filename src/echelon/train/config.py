@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from echelon.layout import Fault, FaultError, Layout, check, did_you_mean, grammar
 from echelon.layout.faults import closest
-from echelon.models import sizes
+from echelon.models import own, sizes
 from echelon.train import keys
 from echelon.train.keys import Key, Only, Range, Setting
 
@@ -252,12 +252,10 @@ def is_own(model: str) -> bool:
 
 def _model_rules(config: Config) -> Iterator[Rule]:
     if is_own(config.model):
-        path = config.model.rpartition(":")[0]
-        if not Path(path).is_file():
-            yield (
-                ("model",),
-                Fault(key="model", value=config.model, rule="names no Python file", legal="file.py:factory"),
-            )
+        found = list(own.faults(config.model))
+        beside = config.model.rpartition(":")[0] + ":batch"
+        found = found or list(own.faults(beside, legal="a function batch(rows, step) in the file of the model"))
+        yield from ((("model",), fault) for fault in found)
         return
     try:
         model = sizes.find(config.model)

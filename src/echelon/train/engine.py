@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from echelon.layout import Layout
+from echelon.layout import Layout, check
 from echelon.layout.cost import Collective
+from echelon.models.sizes import ModelConfig
 from echelon.optim import Rule, ShardedOptimizer
 from echelon.parallel import shard, tensor
 from echelon.parallel.apply import Options, Parallel, apply
@@ -47,6 +48,11 @@ class Microbatch:
     """global sample index of each row"""
 
 
+def _facts(model: nn.Module) -> ModelConfig | None:
+    config = getattr(model, "config", None)
+    return config if isinstance(config, ModelConfig) else None
+
+
 class Engine:
     """A one-device model, laid out, with its optimizer. `step` takes the global batch; every rank picks its rows."""
 
@@ -60,7 +66,7 @@ class Engine:
         options: Options | None = None,
     ):
         if isinstance(layout, str):
-            layout = Layout.parse(layout, world=world_size())
+            layout = check(layout, world=world_size(), model=_facts(model))
         if layout.world != world_size():
             raise ValueError(
                 f"the layout needs {layout.world} ranks and {world_size()} are running ({layout}); start as many"

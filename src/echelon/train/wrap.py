@@ -46,7 +46,7 @@ class Wrapped(nn.Module):
         self._partial = partial_gradients(self._parallel)
         self._last, self._fresh, self._queued = True, True, False
         self._begun: bool | None = None
-        """whether the microbatch under way is the last of its step, as it was when its forward began; none between two"""
+        """whether the microbatch under way ends a step, as it was when its forward began; none between two"""
         self._samples = 0
         # Before the units' own hooks: what they gather must not be what was there before the optimizer's step.
         self.module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
@@ -89,12 +89,12 @@ class Wrapped(nn.Module):
                 parameter.grad.mul_(factor)
         return norm
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """As of any module where parameters are whole. Slices are refused: a file of them would look like the model."""
         if self._parallel.policy.shards > 1:
             raise ValueError(
-                f"this rank holds slices of the parameters ({self.layout}); model.full_state_dict(), called on every rank, "
-                "gives them whole"
+                f"this rank holds slices of the parameters ({self.layout}); "
+                "call model.full_state_dict() on every rank, which gives them whole"
             )
         found: dict[str, Any] = super().state_dict(*args, **kwargs)
         return found

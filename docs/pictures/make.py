@@ -1,0 +1,59 @@
+"""Makes the pictures of the docs. No number in them is written by hand: the code and real runs give them.
+
+`python docs/pictures/make.py` makes all drawings, in seconds. Names after it make some pictures (`train verify`), `all`
+makes all of them; a picture of a terminal takes as long as its command.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import splits  # noqa: E402
+import steps  # noqa: E402
+import terminal  # noqa: E402
+
+DRAWN: dict[str, Callable[[], str]] = {
+    "mesh": splits.mesh,
+    "flat-units": splits.flat_units,
+    "zero-stages": splits.zero_stages,
+    "tensor-region": splits.tensor_region,
+    "sequence-slices": splits.sequence_slices,
+    "backward-timeline": steps.backward_timeline,
+    "recompute": steps.recompute,
+    "loss-contract": steps.loss_contract,
+    "same-mask": steps.same_mask,
+}
+REAL = {
+    "train": "echelon train --procs 2",
+    "verify": "echelon verify",
+    "verify-failure": 'echelon verify --layouts "dp=2; dp=2,tp=2" --leave-out tp:all_gather',
+    "faults": "echelon train --procs 6 --set layout=tp=4,zero=5 --set batch=10 --set optimizer.lrate=1e-3",
+}
+
+
+def make(name: str) -> str:
+    if name in DRAWN:
+        return DRAWN[name]()
+    with tempfile.TemporaryDirectory() as folder:
+        return terminal.picture(REAL[name], Path(folder))
+
+
+def main(names: list[str]) -> None:
+    unknown = [name for name in names if name not in (*DRAWN, *REAL, "all")]
+    if unknown:
+        sys.exit(f"no picture of this name ({', '.join(unknown)}); use {', '.join((*DRAWN, *REAL))} or all")
+    wanted = [*DRAWN, *REAL] if "all" in names else names or [*DRAWN]
+    for name in wanted:
+        lines = [line.rstrip() for line in make(name).splitlines()]
+        (HERE / f"{name}.svg").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        print(f"docs/pictures/{name}.svg")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

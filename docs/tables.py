@@ -1,0 +1,181 @@
+"""The tables of the docs that the code knows better than a writer. `python docs/tables.py` writes them into the pages.
+
+A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`. A test fails when a page and the code differ.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from echelon import models
+from echelon.layout import KEYS, Layout
+from echelon.layout.cost import Collective
+from echelon.layout.placement import Unit, units_of
+from echelon.models.splits import split_of
+from echelon.parallel import batchnorm, shard, tensor
+from echelon.train import keys
+from echelon.train.config import Config
+
+DOCS = Path(__file__).parent
+MARK = re.compile(r"(<!-- table: (?P<name>[\w ,=-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+MODEL, SEQ_LEN, COMPUTE, MASTER, MOMENTS = "gpt2-124m", 1024, 2, 4, 2
+SIZES_OF = f"{MODEL} in bfloat16, AdamW, dp=8"
+ZERO_LAYOUTS = ("dp=8", "dp=8,zero=1", "dp=8,zero=2", "dp=8,zero=3", "dp=8,shard=4")
+
+
+@cache
+def units(layout: Layout) -> tuple[Unit, ...]:
+    """The flat units of the example model on a layout, from shapes alone."""
+    from echelon.layout import Mesh
+    from echelon.parallel.apply import read_entries
+    from echelon.parallel.axis import Axis
+
+    model = models.build(models.find(MODEL), "meta")
+    entries = read_entries(model)
+    names = shard.choose_units(model)
+    if layout.tp > 1:
+        axis = Axis("tp", range(layout.tp), 0, None, frozenset())
+        entries = tensor.split(model, entries, split_of(model), axis, sequence_parallel=bool(layout.sp))
+    assert Mesh(layout).world == layout.world
+    return units_of(entries, names, layout.shards)
+
+
+def states() -> list[tuple[str, dict[str, int]]]:
+    """(layout, bytes by category) for each ZeRO stage, as the strategy's own cost function says."""
+    found = []
+    for text in ZERO_LAYOUTS:
+        layout = Layout.parse(text)
+        plan = shard.policy(layout)
+        held = shard.state_bytes(units(layout), plan, compute_bytes=COMPUTE, master_bytes=MASTER, moments=MOMENTS)
+        found.append((text, held))
+    return found
+
+
+def costs(text: str) -> list[Collective]:
+    """What one step of the example model issues on a layout: what `Engine.collectives` adds up."""
+    layout = Layout.parse(text)
+    plan, parts = shard.policy(layout), units(layout)
+    found = list(
+        shard.collectives(parts, plan, accumulate=layout.accumulate, compute_bytes=COMPUTE, reduce_bytes=MASTER)
+    )
+    shape = models.find(MODEL)
+    traffic = tensor.Traffic(
+        layers=shape.layers,
+        width=shape.width,
+        batch=layout.microbatch,
+        seq_len=SEQ_LEN,
+        dropout=shape.dropout > 0,
+        element_bytes=COMPUTE,
+        loss_bytes=MASTER,
+    )
+    return [*found, *tensor.collectives(traffic, layout), *tensor.partial_sums(parts, 0, MASTER)]
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+def layout_keys() -> str:
+    rows = []
+    for key in KEYS:
+        runs = "all" if key.built is None else ", ".join(f"`{value}`" for value in key.built)
+        rows.append((f"`{key.name}`", key.kind.legal, key.default, runs, key.meaning))
+    return markdown(("key", "values", "default", "runs today", "meaning"), rows)
+
+
+def configuration_keys() -> str:
+    rows = []
+    for key in Config.keys():  # noqa: SIM118
+        default = "" if key.default is None else f"`{keys.show(key.default)}`"
+        only = f" Only with `{key.sibling}` = {' or '.join(key.only.values)}." if key.only else ""
+        rows.append((f"`{key.name}`", key.legal, default, key.meaning + only))
+    return markdown(("key", "values", "default", "meaning"), rows)
+
+
+def state_bytes() -> str:
+    rows = []
+    for text, held in states():
+        sizes = [f"{value / 2**20:,.0f}" for value in held.values()]
+        rows.append((f"`{text}`", *sizes, f"{sum(held.values()) / 2**20:,.0f}"))
+    return markdown(("layout", "parameters", "master", "gradients", "optimizer", "MiB per rank"), rows)
+
+
+def collectives(*layouts: str) -> str:
+    rows = []
+    for text in layouts:
+        groups: dict[tuple[str, str, str], list[Collective]] = {}
+        for item in costs(text):
+            if item.count:
+                groups.setdefault((item.kind, item.axis, item.part), []).append(item)
+        for (kind, axis, part), items in groups.items():
+            times = sum(item.count for item in items)
+            total = sum(item.count * item.bytes for item in items)
+            hidden = sum(item.count * item.bytes for item in items if item.hidden)
+            share = "-" if not hidden else f"{hidden / total:.0%}"
+            rows.append((f"`{text}`", kind.replace("_", "-"), axis, part, str(times), _size(total), share))
+    return markdown(("layout", "collective", "axis", "of", "times", "bytes a step", "may hide"), rows)
+
+
+def batch_statistics() -> str:
+    shape = models.find("conv-tiny")
+    items = list(batchnorm.collectives([o for _, o in shape.convolutions], accumulate=1, element_bytes=MASTER))
+    times, total = sum(item.count for item in items), sum(item.count * item.bytes for item in items)
+    row = (f"`{shape.name}`", "all-reduce", "dp", "batch statistics", str(times), _size(total))
+    return markdown(("model", "collective", "axis", "of", "times", "bytes a step"), [row])
+
+
+def recomputed() -> str:
+    from echelon.train.metrics import recomputed_flops
+
+    shape, rows = replace(models.find(MODEL), dropout=0.0), []
+    flops = shape.flops_per_token(SEQ_LEN)
+    for word in ("none", "full"):
+        again = recomputed_flops(word, flops - 6 * shape.vocab * shape.width)
+        cells = (f"{flops / 1e9:.3f}", f"{again / 1e9:.3f}", f"{1 + again / flops:.2f}")
+        rows.append((f"`recompute={word}`", *cells))
+    return markdown(("layout", "GFLOP per token needed", "GFLOP per token repeated", "HFU / MFU"), rows)
+
+
+def _size(count: int) -> str:
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= unit:
+            return f"{count / unit:,.1f} {name}"
+    return f"{count} B"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "layout keys": layout_keys,
+    "configuration keys": configuration_keys,
+    "state bytes": state_bytes,
+    "batch statistics": batch_statistics,
+    "recomputed": recomputed,
+    "collectives of data parallelism": lambda: collectives("dp=4", "dp=4,accumulate=4"),
+    "collectives of zero": lambda: collectives(*ZERO_LAYOUTS),
+    "collectives of accumulation": lambda: collectives(*(f"dp=8,zero={zero},accumulate=4" for zero in (1, 2, 3))),
+    "collectives of tensor parallelism": lambda: collectives("tp=2,sp=0", "tp=4,sp=0"),
+    "collectives of sequence parallelism": lambda: collectives("tp=4,sp=0", "tp=4"),
+    "collectives of recompute": lambda: collectives("tp=4", "tp=4,recompute=full"),
+}
+
+
+def written(text: str) -> str:
+    """A page with every table as the code has it now."""
+    return MARK.sub(lambda found: found[1] + TABLES[found["name"]]() + found[3], text)
+
+
+def main() -> None:
+    for page in sorted(DOCS.glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        if (new := written(text)) != text:
+            page.write_text(new, encoding="utf-8")
+            print(f"wrote the tables of {page.name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""A module of your own on two ranks: python examples/own_module.py
+
+The module returns (sum of losses, number of targets); Echelon divides once, over all ranks. The same file is proved by
+`echelon verify --model examples/own_module.py:build --layouts "dp=2; dp=3,zero=3"`.
+"""
+
+import torch
+from torch import nn
+
+import echelon as ec
+
+
+class Regression(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 1))
+
+    def forward(self, x, y):
+        return (self.net(x).squeeze(-1) - y).square().sum(), torch.tensor(len(y))
+
+
+def build():
+    return Regression()
+
+
+def batch(rows, step):
+    """The whole batch of a step, over all ranks; each rank takes its rows of it."""
+    x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(step))
+    return {"x": x, "y": x.sum(-1).tanh()}
+
+
+if __name__ == "__main__":
+    run = ec.train(build, layout="dp=2,zero=1", batch=32, steps=60, optimizer_lr=1e-2)
+    print([round(record["loss"], 3) for record in run.records("step")][::10])

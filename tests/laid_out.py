@@ -1,0 +1,65 @@
+"""Small models on a layout, for the ranks of the pool: logical tensors put together from every rank's pieces."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from echelon import models
+from echelon.models.sizes import ModelConfig
+from echelon.parallel.apply import WORLD, Options, Parallel
+from echelon.train.config import OptimizerConfig
+from echelon.train.engine import Engine
+
+SGD = OptimizerConfig(name="sgd", lr=0.1)
+
+
+def tiny(family: str = "llama", **changes: object) -> ModelConfig:
+    """Two layers with grouped keys and values, and a vocabulary that divides by nothing."""
+    shape = {"layers": 2, "width": 16, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab": 257, "max_seq_len": 32}
+    return ModelConfig(name="tiny", family=family, **(shape | changes))
+
+
+def float64(**changes: object) -> Options:
+    return Options(compute=torch.float64, master=torch.float64, **changes)
+
+
+def engine_of(shape: ModelConfig, layout: str, *, optimizer: OptimizerConfig = SGD, clip: float = 0.0) -> Engine:
+    engine = Engine(models.build(shape, "meta", dtype=torch.float64), layout, optimizer, clip=clip, options=float64())
+    engine.model.train()
+    return engine
+
+
+def one_device(shape: ModelConfig) -> nn.Module:
+    return models.build(shape, "cpu", dtype=torch.float64).train()
+
+
+def batch_of(shape: ModelConfig, rows: int, length: int = 9, seed: int = 0) -> dict[str, Tensor]:
+    ids = torch.randint(0, shape.vocab, (rows, length + 1), generator=torch.Generator().manual_seed(seed))
+    return {"tokens": ids[:, :-1], "targets": ids[:, 1:].clone()}
+
+
+def whole(parallel: Parallel, kind: str = "grad") -> dict[str, Tensor]:
+    """Every logical tensor of a kind (`grad`, `master`), from the pieces that ranks own; equal on all ranks."""
+    found = {}
+    for unit, piece in parallel.flat.pieces():
+        entry = piece.entry
+        local = torch.zeros(entry.local_numel, dtype=torch.float64)
+        if piece.owner and parallel.placement.first_replica:
+            local[piece.start : piece.stop] = parallel.flat.view(getattr(unit, kind), piece)
+        out = torch.zeros(entry.shape, dtype=torch.float64)
+        real = tuple(slice(0, high - low) for low, high in piece.box)
+        out[tuple(slice(low, high) for low, high in piece.box)] = local.view(entry.local_shape)[real]
+        found[entry.name] = parallel.axes[WORLD].all_reduce(out)
+    return found
+
+
+def error(value: Tensor, truth: Tensor) -> float:
+    """max|a-b| / max(1, max|b|)."""
+    assert value.shape == truth.shape, (value.shape, truth.shape)
+    return float((value - truth).abs().max()) / max(1.0, float(truth.abs().max()))
+
+
+def largest_error(values: dict[str, Tensor], truths: dict[str, Tensor]) -> float:
+    assert values.keys() == truths.keys()
+    return max(error(values[name], truth) for name, truth in truths.items())

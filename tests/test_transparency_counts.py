@@ -1,0 +1,305 @@
+"""What a strategy says it costs is what it does: collectives and bytes to the last one, memory within one per cent."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from counting import CountCollectives, Seen
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from echelon import models
+from echelon.launch.pool import Pool
+from echelon.layout import Layout, Mesh
+from echelon.layout.cost import Collective, totals
+from echelon.models import sizes
+from echelon.models.sizes import ModelConfig
+from echelon.parallel import batchnorm, shard
+from echelon.parallel.axis import enumerate_groups
+from echelon.parallel.tensor import Traffic
+from echelon.proof.case import Case
+from echelon.train.config import OptimizerConfig
+from echelon.train.engine import Engine, Options
+
+SMALL = {"layers": 3, "width": 32, "ffn": 48, "max_seq_len": 64}
+GPT = replace(sizes.find("gpt-tiny"), **SMALL)
+LLAMA = replace(sizes.find("llama-tiny"), **SMALL)
+CONV = sizes.find("conv-tiny")
+SEQ_LEN = 33
+
+# -- collectives ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Counted:
+    issued: Seen
+    claimed: Seen
+
+
+def count(model: ModelConfig, text: str, **choices: Any) -> Counted:
+    """On a rank: the collectives of the second step, really issued and as the strategies' cost functions claim them."""
+    layout = Layout.parse(text)
+    engine = Engine(
+        models.build(model, "meta"), layout, OptimizerConfig(lr=1e-2), clip=1.0, options=Options(**choices)
+    )
+    engine.model.train()
+    case = Case(model=model, seq_len=SEQ_LEN)
+    engine.step(case.batch(0, layout.batch))
+    with CountCollectives() as counter:
+        engine.step(case.batch(1, layout.batch))
+    claimed: Counter[Any] = Counter()
+    for (kind, axis, size), times in totals(_claims(engine, model, layout)).items():
+        group = next(g for g in enumerate_groups(Mesh(layout), axis) if engine.parallel.axes.rank in g)
+        claimed[kind, group, size] += times
+    return Counted(counter.seen, claimed)
+
+
+def _claims(engine: Engine, model: ModelConfig, layout: Layout) -> list[Collective]:
+    size = engine.parallel.options.compute.itemsize
+    if model.family == "conv":
+        channels = [out for _, out in model.convolutions] if layout.dp > 1 else []
+        return engine.collectives() + list(
+            batchnorm.collectives(channels, accumulate=layout.accumulate, element_bytes=size)
+        )
+    return engine.collectives(
+        Traffic(
+            layers=model.layers,
+            width=model.width,
+            batch=layout.microbatch,
+            seq_len=SEQ_LEN,
+            dropout=model.dropout > 0,
+            element_bytes=size,
+            loss_bytes=max(size, 4),
+        )
+    )
+
+
+DP = ("dp=2", "dp=3,accumulate=4", "dp=1", "dp=1,accumulate=2,recompute=full")
+ZERO = tuple(f"dp={dp},zero={zero},accumulate={k}" for zero in (1, 2, 3) for dp, k in ((2, 1), (3, 4)))
+HSDP = ("dp=4,shard=2", "dp=4,shard=2,zero=1,accumulate=4", "dp=4,shard=2,zero=2,accumulate=2")
+RECOMPUTED = ("dp=2,zero=3,recompute=full,accumulate=2",)
+
+
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=lambda model: model.name)
+@pytest.mark.parametrize("layout", [*DP, *ZERO, *HSDP, *RECOMPUTED])
+def test_data_parallel_layouts_issue_what_they_claim(pool: Pool, model: ModelConfig, layout: str) -> None:
+    _check(pool, model, layout)
+
+
+TENSOR = tuple(
+    f"tp={tp},sp={sp},recompute={recompute},microbatch=2,accumulate={k}"
+    for tp, sp, recompute, k in (
+        (2, 0, "none", 1),
+        (2, 0, "full", 2),
+        (2, 1, "none", 2),
+        (2, 1, "full", 1),
+        (4, 0, "full", 1),
+        (4, 1, "none", 1),
+        (4, 1, "full", 2),
+    )
+)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=lambda model: model.name)
+@pytest.mark.parametrize("layout", TENSOR)
+def test_tensor_parallel_layouts_issue_what_they_claim(
+    pool: Pool, model: ModelConfig, layout: str, dropout: float
+) -> None:
+    _check(pool, replace(model, dropout=dropout), layout)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_both_together_issue_what_they_claim(pool: Pool, zero: int, recompute: str) -> None:
+    _check(pool, replace(LLAMA, dropout=0.1), f"dp=2,tp=2,zero={zero},recompute={recompute},accumulate=2")
+
+
+def test_copied_kv_heads_are_summed_once_a_step(pool: Pool) -> None:
+    found = _check(pool, LLAMA, "dp=2,tp=4,zero=2,accumulate=2")
+    pairs = [sum(n for (kind, group, _), n in each.issued.items() if len(group) == 2) for each in found]
+    assert all(pairs)
+
+
+@pytest.mark.parametrize("layout", ["dp=2,accumulate=2", "dp=3,zero=1", "dp=2,zero=3,accumulate=2"])
+def test_batch_statistics_issue_what_they_claim(pool: Pool, layout: str) -> None:
+    _check(pool, CONV, layout + ",microbatch=2")
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_without_resharding_parameters_are_gathered_once_a_microbatch(pool: Pool, prefetch: int) -> None:
+    _check(pool, LLAMA, "dp=2,zero=3,accumulate=2", reshard_after_forward=False, prefetch=prefetch)
+
+
+@pytest.mark.parametrize("layout", ["dp=2,zero=3,tp=2", "dp=2"])
+def test_bytes_follow_the_type_of_elements(pool: Pool, layout: str) -> None:
+    single = _check(pool, LLAMA, layout)[0].issued
+    double = _check(pool, LLAMA, layout, compute=torch.float64, master=torch.float64)[0].issued
+    scalars = (8, 16)  # loss, count and norm are float64 always
+    assert sorted(size for _, _, size in double if size not in scalars) == sorted(
+        2 * size for _, _, size in single if size not in scalars
+    )
+
+
+def _check(pool: Pool, model: ModelConfig, layout: str, **choices: Any) -> list[Counted]:
+    found = pool.run(count, Layout.parse(layout).world, model, layout, **choices)
+    for rank, each in enumerate(found):
+        assert each.issued == each.claimed, f"rank {rank}: {_unequal(each)}"
+    return found
+
+
+def _unequal(each: Counted) -> str:
+    keys = [key for key in each.issued | each.claimed if each.issued[key] != each.claimed[key]]
+    return "; ".join(f"{key}: issued {each.issued[key]}, claimed {each.claimed[key]}" for key in keys)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Held:
+    measured: dict[str, int]
+    claimed: dict[str, int]
+    found_by_gc: int
+    """bytes of all storages that came to life with the engine, whoever holds them"""
+    parameters: int
+    """unique parameters of the whole model"""
+
+
+def hold(model: ModelConfig, text: str, rule: OptimizerConfig, run: bool, compute: torch.dtype) -> Held:
+    """On a rank: the bytes that lie there between steps."""
+    layout = Layout.parse(text)
+    before = {pointer for pointer, _ in _storages()}
+    engine = Engine(models.build(model, "meta"), layout, rule, options=Options(compute=compute))
+    if run:
+        engine.step(Case(model=model, seq_len=SEQ_LEN).batch(0, layout.batch))
+    else:  # a type that not every CPU multiplies: only the optimizer's states are made
+        engine.optimizer.step(rule.lr, torch.tensor(1.0, dtype=torch.float64))
+        engine.parallel.flat.updated()
+    policy, units = engine.parallel.policy, engine.parallel.flat.units
+    full = {(u.full.untyped_storage().data_ptr(), u.full.untyped_storage().nbytes()) for u in units}
+    masters = {(u.master.untyped_storage().data_ptr(), u.master.untyped_storage().nbytes()) for u in units}
+    tensors = [t for u in units for t in (u.grad, u.gradients) if t is not None]
+    gradients = {(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in tensors}
+    inner = engine.optimizer.inner
+    states = [t for values in (inner.state.values() if inner else ()) for t in values.values() if torch.is_tensor(t)]
+    measured = {
+        "parameters": sum(size for _, size in full),
+        "master": sum(size for _, size in masters - full),
+        "gradients": sum(size for _, size in gradients),
+        "optimizer": sum(t.untyped_storage().nbytes() for t in states),
+    }
+    claimed = shard.state_bytes(
+        [unit.unit for unit in units],
+        policy,
+        compute_bytes=compute.itemsize,
+        master_bytes=torch.float32.itemsize,
+        moments={"adamw": 2, "sgd": 1 if rule.momentum else 0}[rule.name],
+    )
+    new = sum(size for pointer, size in set(_storages()) if pointer not in before)
+    return Held(measured, claimed, new, model.parameters)
+
+
+def _storages() -> list[tuple[int, int]]:
+    gc.collect()
+    found = [value for value in gc.get_objects() if isinstance(value, torch.Tensor) and not value.is_meta]
+    return [(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in found]
+
+
+ADAMW, SGD, PLAIN_SGD = OptimizerConfig(), OptimizerConfig(name="sgd", momentum=0.9), OptimizerConfig(name="sgd")
+RULES = {"adamw": ADAMW, "sgd with momentum": SGD, "sgd": PLAIN_SGD}
+MEMORY = (
+    *(f"dp=3,zero={zero}" for zero in range(4)),
+    *(f"dp=4,shard=2,zero={zero}" for zero in (1, 2, 3)),
+    "tp=2",
+    *(f"dp=2,tp=2,zero={zero},accumulate=2" for zero in (1, 3)),
+)
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=["fp32", "bf16 over fp32"])
+@pytest.mark.parametrize("layout", MEMORY)
+def test_states_take_the_bytes_that_the_memory_function_says(pool: Pool, layout: str, compute: torch.dtype) -> None:
+    _check_memory(pool, layout, ADAMW, compute)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_moments_are_those_of_the_rule(pool: Pool, rule: str) -> None:
+    held = _check_memory(pool, "dp=2,zero=1", RULES[rule], torch.float32)
+    assert bool(held[0].measured["optimizer"]) == (rule != "sgd")
+
+
+def _check_memory(pool: Pool, layout: str, rule: OptimizerConfig, compute: torch.dtype) -> list[Held]:
+    world = Layout.parse(layout).world
+    held = pool.run(hold, world, LLAMA, layout, rule, compute == torch.float32, compute)
+    for each in held:
+        for category, claimed in each.claimed.items():
+            assert each.measured[category] == pytest.approx(claimed, rel=0.01), category
+        # Nothing else of any size is kept: no gathered copy, no `.grad`, no buffer of a collective.
+        assert each.found_by_gc == pytest.approx(sum(each.claimed.values()), rel=0.01)
+    return held
+
+
+def test_states_take_what_the_formulas_of_zero_say(pool: Pool) -> None:
+    """bf16 weights, fp32 gradients (g = 4), fp32 master and Adam states, P parameters on N ranks."""
+    n, g = 4, 4
+    expected = {
+        0: lambda p: (14 + g) * p,
+        1: lambda p: (2 + g) * p + 12 * p / n,
+        2: lambda p: 2 * p + (12 + g) * p / n,
+        # The literature counts a bf16 shard too, (14 + g) P / N; here the gathered copy is cast straight from the master.
+        3: lambda p: (12 + g) * p / n,
+    }
+    for zero, formula in expected.items():
+        for each in pool.run(hold, n, LLAMA, f"dp={n},zero={zero}", ADAMW, False, torch.bfloat16):
+            assert sum(each.claimed.values()) == pytest.approx(formula(each.parameters), rel=0.01), f"zero={zero}"
+            assert sum(each.measured.values()) == pytest.approx(formula(each.parameters), rel=0.01), f"zero={zero}"
+
+
+# -- zero 3 frees what it does not use --------------------------------------------------------------------------------
+
+
+class WatchUnits(TorchDispatchMode):
+    """Looks at every operator which units are whole."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self.units = engine.parallel.flat.units
+        self.most: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        whole = {unit.unit.name for unit in self.units if unit.full.untyped_storage().nbytes()}
+        if len(whole) > len(self.most):
+            self.most = whole
+        return func(*args, **(kwargs or {}))
+
+
+def watch(model: ModelConfig, text: str, **choices: Any) -> tuple[set[str], list[int]]:
+    """On a rank: the largest set of units that were whole at once, and the bytes of gathered parameters after each step."""
+    layout = Layout.parse(text)
+    engine = Engine(models.build(model, "meta"), layout, options=Options(**choices))
+    case, after = Case(model=model, seq_len=SEQ_LEN), []
+    with WatchUnits(engine) as watched:
+        for step in range(2):
+            engine.step(case.batch(step, layout.batch))
+            after.append(sum(unit.full.untyped_storage().nbytes() for unit in engine.parallel.flat.units))
+    return watched.most, after
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_zero_3_holds_the_root_one_block_and_what_is_prefetched(pool: Pool, prefetch: int, recompute: str) -> None:
+    deep = replace(LLAMA, layers=6)
+    layout = f"dp=2,zero=3,accumulate=2,recompute={recompute}"
+    for most, after in pool.run(watch, 2, deep, layout, prefetch=prefetch):
+        assert after == [0, 0]
+        assert len(most) == 2 + prefetch, most
+
+
+def test_without_resharding_all_units_stay_whole_until_backward(pool: Pool) -> None:
+    for most, after in pool.run(watch, 2, LLAMA, "dp=2,zero=3", reshard_after_forward=False):
+        assert after == [0, 0]
+        assert len(most) == 1 + LLAMA.layers
