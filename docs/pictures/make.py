@@ -32,8 +32,8 @@ DRAWN: dict[str, Callable[[], str]] = {
 REAL = {
     "train": "echelon train --procs 2",
     "verify": "echelon verify",
-    "verify-failure": 'echelon verify --layouts "dp=2; dp=2,tp=2" --leave-out tp:all_gather',
-    "faults": "echelon train --procs 6 --set layout=tp=4,zero=5 --set batch=10 --set optimizer.lrate=1e-3",
+    "verify-failure": 'echelon verify --layouts "dp=2; dp=2,tp=2" --leave-out tp:reduce_scatter',
+    "faults": "echelon train --procs 6 --set layout=tp=4 --set batch=10 --set stepps=100 --set clip=-1",
 }
 
 

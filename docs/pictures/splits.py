@@ -174,8 +174,8 @@ def sequence_slices() -> str:
         c.box(276, top + 18, whole, 36, f"0 to {length - 1}", colour, size=12)
         c.arrow(28 + shift + piece, top + 36, 273, top + 36, VIOLET)
         c.arrow(280 + whole, top + 36, 562 + shift, top + 36, VIOLET)
-    c.text(250, 170, "all-gather", size=12, colour=VIOLET, anchor="middle")
-    c.text(526, 170, "reduce-scatter", size=12, colour=VIOLET, anchor="middle")
+    c.text(204, 136, "all-gather", size=12, colour=VIOLET, anchor="middle")
+    c.text(577, 212, "reduce-scatter", size=12, colour=VIOLET, anchor="middle")
     c.box(24, 272, 12, 12, "", RED)
     c.text(
         44,

@@ -31,7 +31,12 @@ def backward_timeline() -> str:
         "Units reduce in one fixed order, the reverse of forward, so ranks never wait for different collectives.",
         size=12,
     )
-    c.text(24, 276, "Each unit is settled one unit later: its transfer hides behind the next unit's backward.", size=12)
+    c.text(
+        24,
+        276,
+        "A transfer hides behind the backward of the units that follow. The root comes last: nothing hides it.",
+        size=12,
+    )
     return c.finish()
 
 

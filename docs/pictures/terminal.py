@@ -17,7 +17,6 @@ import sys
 import termios
 from pathlib import Path
 
-from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
@@ -105,8 +104,10 @@ def picture(command: str, folder: Path) -> str:
         console = Console(record=True, width=COLUMNS, file=nowhere, force_terminal=True, color_system="truecolor")
         console.print(Text.assemble(("$ ", "bright_black"), (command, "bold")))
         for line in run(command, folder):
-            console.print(Text.from_ansi(line), no_wrap=True, overflow="ignore", crop=False)
+            text = Text.from_ansi(line)
+            for row in text.divide(range(COLUMNS, len(text), COLUMNS)):  # as a terminal folds a long line
+                console.print(row, no_wrap=True, overflow="ignore", crop=False)
     name = "terminal-" + re.sub(r"\W+", "-", command)
+    drawn = console.export_svg(title="", theme=LIGHT, unique_id=name)
     # The picture must not ask another machine for its font.
-    plain = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
-    return console.export_svg(title="", theme=LIGHT, code_format=plain, unique_id=name)
+    return re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)

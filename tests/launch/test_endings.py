@@ -41,7 +41,11 @@ def test_ctrl_c_ends_the_ranks_and_a_killed_program_leaves_none(tmp_path: Path) 
     script.write_text(SCRIPT)
     pipe = subprocess.PIPE
     command = [sys.executable, str(script)]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as run:
+    # A killed program cannot remove its temporary files; here pytest does.
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as run:
         try:
             assert run.stdout is not None
             pooled = [int(pid) for pid in run.stdout.readline().split()]

@@ -41,7 +41,7 @@ def test_one_valid_token_counts_as_much_as_on_one_device(pool, row, column):
     assert int(count) == 1
     for layout in LAYOUTS:
         for result, found in pool.run(on_a_layout, Layout.parse(layout).world, layout, row, column):
-            assert result.loss == pytest.approx(float(total), abs=1e-10), layout
+            assert result.loss == pytest.approx(total.item(), abs=1e-10), layout
             assert (result.count, result.skipped) == (1, False)
             assert largest_error(found, gradients) < 1e-10, layout
 

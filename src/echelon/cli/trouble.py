@@ -12,6 +12,7 @@ from typing import Any
 
 import typer
 
+from echelon.launch.failure import RankError
 from echelon.layout.faults import FaultError
 from echelon.models.own import USERS
 
@@ -30,9 +31,7 @@ def told(as_json: bool) -> Iterator[None]:
             raise
         _tell(as_json, f"echelon: {error}", [str(error)])
         raise typer.Exit(BAD_INPUT) from None
-    except RuntimeError as error:
-        if type(error).__name__ != "RankError":  # told by name: importing it would import torch's launcher
-            raise
+    except RankError as error:
         _tell(as_json, f"echelon: {error}", [str(error)])
         raise typer.Exit(FAILED) from None
 

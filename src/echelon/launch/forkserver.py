@@ -1,7 +1,7 @@
 """The process that new ranks are forked from, with torch already imported.
 
-Forking a process that has torch takes 20 to 50 ms; starting one and importing torch takes seconds of every core. The
-server itself opens no device and starts no thread, so its forks are safe to use with CUDA.
+Forking a process that has torch takes 20 to 50 ms; starting one and importing torch takes seconds of a core. The server
+must never open a CUDA device: a fork of a process that did cannot use one.
 """
 
 from __future__ import annotations

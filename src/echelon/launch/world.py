@@ -1,6 +1,6 @@
 """The group of processes that this process belongs to.
 
-torch is imported when a group is joined: `under_launcher` is asked before a configuration is checked, which must be quick.
+torch is imported when a group is joined: `under_launcher` is asked before a configuration is checked, which is quick.
 """
 
 from __future__ import annotations
@@ -108,10 +108,10 @@ def _existing(device: str) -> World:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     backend = dist.get_backend_config()
-    on_cuda = "cuda" in backend
+    # A plain gloo group calls itself "cpu:gloo,cuda:gloo", also on a machine without CUDA.
+    on_cuda = "cuda:nccl" in backend
     if device == "cuda" and not on_cuda:
         raise ValueError(f"device=cuda, but the process group is for the CPU (backend={backend}); use device=cpu")
-    # A gloo group can carry both; "auto" takes the device that its collectives run on.
     where = torch.device("cuda", local_rank) if on_cuda and device != "cpu" else torch.device("cpu")
     return World(rank=rank, world_size=world_size, local_rank=local_rank, device=where, backend=backend)
 

@@ -20,7 +20,7 @@ that some rank did not use cannot make ranks wait for different collectives. Wha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -306,16 +306,19 @@ class Flat:
     def _hook_module(self, index: int) -> None:
         unit = self.units[index]
         module = self.model.get_submodule(unit.unit.name)
-        # What stays whole is gathered at the first use of anything, in one order everywhere: ranks may call different
-        # modules. Under zero 3 they may not, which is the price of gathering before each use.
-        needed = self.units[index : index + 1 + self.policy.prefetch] if self.policy.free_parameters else self.units
+        # What stays whole is all gathered at the first use of anything, in one order everywhere, so that ranks may call
+        # different modules. Under zero 3 they may not: gathers come in the order of calls.
+        at_once = [] if self.policy.free_parameters else self.units
+        ahead = self.units[index + 1 : index + 1 + self.policy.prefetch] if self.policy.free_parameters else []
         behind = [u for u in self.units[max(index - self.policy.prefetch, 0) : index] if u.unit.read_in_backward][::-1]
         is_root, is_last = unit.unit.name == "", index == len(self.units) - 1
 
         def before_forward(_module: nn.Module, _args: Any) -> None:
-            for other in needed:
+            for other in at_once:
                 other.start_gather()
             unit.gather()
+            for other in ahead:
+                other.start_gather()
 
         def before_backward(_gradient: Tensor) -> None:
             unit.gather()

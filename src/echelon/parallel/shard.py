@@ -43,7 +43,7 @@ class Policy:
     reshard_after_forward: bool = True
     """with `free_parameters`: free after forward and gather again for backward; otherwise once, after backward"""
     prefetch: int = 1
-    """how many units are gathered ahead of the one in use"""
+    """with `free_parameters`: how many units are gathered ahead of the one in use; otherwise all are, once a step"""
 
     @property
     def settle_early(self) -> bool:

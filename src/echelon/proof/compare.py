@@ -14,6 +14,7 @@ from echelon.layout.placement import Piece
 from echelon.parallel.apply import Options
 from echelon.proof.case import Case
 from echelon.train.engine import Engine, StepResult
+from echelon.train.norm import clip_factor
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class RankReport:
     owned: dict[str, int]
     """elements of each parameter that this rank counts as its own"""
     sizes: dict[str, int]
+    """elements of each whole parameter, in the order of the model"""
 
 
 def run_and_compare(case: Case, layout_text: str, leave_out: str, truth: Path) -> RankReport:
@@ -45,11 +47,14 @@ def run_and_compare(case: Case, layout_text: str, leave_out: str, truth: Path) -
     with safe_open(truth, framework="pt") as record:
         for step in range(case.steps):
             result = engine.step(case.batch(step, layout.batch))
+            clipped = float(clip_factor(torch.tensor(result.norm, dtype=torch.float64), case.clip))
             found += _scalars(step, result, record)
             for unit, piece in engine.parallel.flat.pieces():
                 kinds = {"parameter": unit.master, "gradient": unit.grad}
                 for kind in ("gradient", "parameter") if piece.entry.trainable else ("parameter",):
                     held = engine.parallel.flat.view(kinds[kind], piece)
+                    if kind == "gradient":
+                        held = held / clipped  # by its own norm: whether that is right is asked apart
                     whole = record.get_tensor(f"{step}/{kind}/{piece.entry.name}")
                     found.append(Difference(step, kind, piece.entry.name, error(held, expected(whole, piece), whole)))
     owned = {
@@ -58,7 +63,8 @@ def run_and_compare(case: Case, layout_text: str, leave_out: str, truth: Path) -
         else 0
         for _, piece in engine.parallel.flat.pieces()
     }
-    sizes = {name: torch.Size(entry.shape).numel() for name, entry in engine.parallel.placement.entries.items()}
+    entries = engine.parallel.placement.entries
+    sizes = {name: torch.Size(entries[name].shape).numel() for name, _ in engine.model.named_parameters()}
     return RankReport(tuple(found), owned, sizes)
 
 

@@ -43,6 +43,8 @@ def write_truth(case: Case, rows: int, accumulate: int, path: Path) -> None:
         for gradient in gradients:
             gradient.div_(max(count, 1))
         norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in gradients])) if gradients else torch.zeros(())
+        # Before clipping: one wrong gradient makes the norm wrong, and clipping by it would make all of them wrong.
+        before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         if case.clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         if count:
@@ -52,6 +54,5 @@ def write_truth(case: Case, rows: int, accumulate: int, path: Path) -> None:
         for name, parameter in model.named_parameters():
             record[f"{step}/parameter/{name}"] = parameter.detach().clone()
             if parameter.requires_grad:
-                zero = torch.zeros_like(parameter)
-                record[f"{step}/gradient/{name}"] = zero if parameter.grad is None else parameter.grad.clone()
+                record[f"{step}/gradient/{name}"] = before.get(name, torch.zeros_like(parameter))
     save_file(record, path)

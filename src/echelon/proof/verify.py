@@ -33,7 +33,7 @@ class Verdict:
     passed: bool
     max_error: float
     first_difference: Difference | None
-    """the earliest difference above the tolerance, in the order of the model's parameters"""
+    """the earliest above the tolerance: by step, gradients before updates, in the order of the model's parameters"""
     axis: str
     """the mesh axis whose reduction is wrong, or the product of axes of which none alone is; empty where it passed"""
     seconds: float
@@ -123,8 +123,6 @@ class Prover:
                 trouble=str(error),
             )
         wrong = [d for d in differences if d.error > TOLERANCE]
-        # Gradients before norms and losses: a parameter says more than a sum over all of them.
-        wrong.sort(key=lambda d: (d.step, not d.name))
         return Verdict(
             layout=str(layout),
             passed=not wrong,
@@ -150,7 +148,10 @@ class Prover:
             if owned != size:
                 wrong = f"{name} has {size} elements and {owned} are owned: the placement record is wrong"
                 raise RankError(wrong, rank=0, reason=wrong)
-        return list(found.values())
+        # The causes first: an update is wrong where a gradient is, and a parameter says more than a sum over all of them.
+        kinds = ("gradient", "parameter", "norm", "loss")
+        order = {name: index for index, name in enumerate(reports[0].sizes)}
+        return sorted(found.values(), key=lambda d: (d.step, kinds.index(d.kind), order.get(d.name, 0)))
 
     def _truth(self, rows: int, accumulate: int) -> Path:
         key = (rows, accumulate)

@@ -21,7 +21,7 @@ def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterato
     yield "layout", str(layout), f"{layout.world} rank(s): dp={layout.dp} x tp={layout.tp}"
     yield (
         "batch",
-        f"{layout.batch} sequences" + (f" x {config.seq_len} tokens" if hasattr(engine.model, "config") else ""),
+        f"{layout.batch} sequences" + (f" x {config.seq_len} tokens" if traffic(engine, config.seq_len) else ""),
         f"dp {layout.dp} x microbatch {layout.microbatch} x accumulate {layout.accumulate}",
     )
     yield (

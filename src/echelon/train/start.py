@@ -30,6 +30,10 @@ def train(
 
 def read(model: str | Path | Config | Callable[[], Any], settings: dict[str, Any], procs: int | None) -> Config:
     if isinstance(model, Config):
+        if settings:
+            raise ValueError(
+                f"a Config has all its settings already (also given: {', '.join(settings)}); use dataclasses.replace"
+            )
         return model
     names = {key.name.replace(".", "_"): key.name for key in list(Config.keys())}
     given = [f"{names.get(key, key)}={_text(value)}" for key, value in settings.items()]

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from echelon.cli import app
+from echelon.models import sizes
+from echelon.proof.ask import DEFAULT_LAYOUTS, Request
+from echelon.train.config import OptimizerConfig
+
+OWN = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 9), nn.Tanh(), nn.Linear(9, 1))
+    def forward(self, x):
+        return self.net(x).square().sum(), torch.tensor(len(x))
+
+def build():
+    return Model()
+
+def mistaken():
+    raise ValueError("the user's own mistake")
+
+def batch(rows, seed):
+    return {"x": torch.randn(rows, 3, generator=torch.Generator().manual_seed(seed))}
+"""
+
+
+def invoke(*args):
+    return CliRunner().invoke(app, ["verify", *args])
+
+
+@pytest.fixture
+def own(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    return f"{tmp_path / 'own.py'}"
+
+
+def test_json_has_a_verdict_per_layout(own):
+    shown = invoke("--model", f"{own}:build", "--layouts", "dp=2; dp=2,zero=3,accumulate=2", "--json")
+    assert shown.exit_code == 0, shown.output
+    found = json.loads(shown.stdout)
+    assert found.keys() == {"passed", "layouts"}
+    assert found["passed"] is True
+    assert [row["layout"] for row in found["layouts"]] == ["dp=2,microbatch=2", "dp=2,zero=3,microbatch=2,accumulate=2"]
+    for row in found["layouts"]:
+        assert row.keys() == {"layout", "passed", "max_error", "first_difference", "seconds"}
+        assert (row["passed"], row["first_difference"]) == (True, None)
+        assert 0 <= row["max_error"] <= 1e-10
+
+
+def test_a_failure_is_a_table_and_an_exit_code():
+    shown = invoke("--layouts", "dp=2,zero=1", "--leave-out", "shard:reduce_scatter")
+    assert shown.exit_code == 1
+    line, reason, last = shown.stdout.splitlines()
+    assert line.startswith("FAIL  dp=2,zero=1")
+    assert "first difference: gradient of " in reason
+    assert reason.endswith("axis dp")
+    assert last.startswith("0 of 1 layouts pass")
+
+
+def test_what_could_not_be_compared_is_null_in_json_and_not_infinity(own):
+    shown = invoke("--model", f"{own}:mistaken", "--layouts", "dp=2", "--json")
+    assert shown.exit_code == 1
+    found = json.loads(shown.stdout, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    (row,) = found["layouts"]
+    assert (row["passed"], row["max_error"], row["first_difference"]) == (False, None, None)
+    assert row["trouble"].count("Traceback") == 1
+    assert row["trouble"].endswith("ValueError: the user's own mistake")
+
+
+def test_everything_wrong_with_a_question_at_once(own):
+    shown = invoke(
+        "--model", f"{own}:biuld", "--layouts", "dp=2,zerro=1; pp=2", "--leave-out", "dp:al_reduce", "--json"
+    )
+    assert shown.exit_code == 2
+    lines = shown.stderr.splitlines()
+    assert json.loads(shown.stdout) == {"errors": lines}
+    for word in ("leave-out=dp:al_reduce", 'did you mean "build"?', 'did you mean "zero"?', "plan only"):
+        assert any(word in line for line in lines), (word, lines)
+
+
+def test_the_configuration_is_what_is_proved(tmp_path):
+    (tmp_path / "c.toml").write_text(
+        'model = "gpt-tiny"\nlayout = "dp=2,zero=2,accumulate=3"\nbatch = 12\nclip = 0.25\n'
+        "dropout = 0.2\ntied = false\n"
+        '[optimizer]\nname = "sgd"\nlr = 0.5\nmomentum = 0.9\n'
+    )
+    case, layouts = Request(config=tmp_path / "c.toml").read()
+    assert [str(layout) for layout in layouts] == ["dp=2,zero=2,accumulate=3"]
+    assert (case.clip, case.optimizer) == (0.25, OptimizerConfig(name="sgd", lr=0.5, momentum=0.9))
+    assert (case.model.family, case.model.dropout, case.model.tied) == ("gpt", 0.2, False)
+    assert (case.model.width, case.model.layers) == (64, 4)
+    # What is asked on the command line goes before it.
+    case, layouts = Request(config=tmp_path / "c.toml", model="llama-tiny", layouts="tp=2; dp=2").read()
+    assert (case.model.family, [str(layout) for layout in layouts]) == ("llama", ["dp=1,tp=2", "dp=2"])
+    shown = invoke(str(tmp_path / "c.toml"), "--json")
+    assert shown.exit_code == 0, shown.output
+    assert [row["layout"] for row in json.loads(shown.stdout)["layouts"]] == ["dp=2,zero=2,microbatch=2,accumulate=3"]
+
+
+def test_the_rule_of_a_configuration_is_proved_on_ones_own_module_too(own, tmp_path):
+    (tmp_path / "c.toml").write_text(f'model = "{own}:build"\nclip = 0.5\n[optimizer]\nname = "sgd"\n')
+    case, layouts = Request(config=tmp_path / "c.toml").read()
+    assert (case.model, case.batches, case.clip, case.optimizer.name) == (f"{own}:build", f"{own}:batch", 0.5, "sgd")
+    assert len(layouts) == len(DEFAULT_LAYOUTS.split(";"))
+
+
+def test_a_large_model_is_shrunk():
+    case, _ = Request(model="llama-70b", layouts="tp=4").read()
+    assert case.model.parameters < sizes.find("llama-tiny").parameters * 3
+    assert case.model.family == "llama"
+
+
+def test_a_configuration_that_is_wrong_is_told_with_the_rest(tmp_path):
+    (tmp_path / "c.toml").write_text("stepz = 3\n")
+    shown = invoke(str(tmp_path / "c.toml"), "--layouts", "tp=3")
+    assert shown.exit_code == 2
+    assert 'did you mean "steps"?' in shown.stderr
+    assert "tp=3 does not divide" in shown.stderr

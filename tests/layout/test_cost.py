@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from echelon.layout.cost import Collective, totals
+
+
+def test_totals_add_up_what_is_alike() -> None:
+    issued = [
+        Collective(kind="all_reduce", axis="dp", bytes=8),
+        Collective(kind="all_reduce", axis="dp", bytes=8, count=3, hidden=True, part="other"),
+        Collective(kind="all_reduce", axis="tp", bytes=8),
+        Collective(kind="all_gather", axis="dp", bytes=8),
+        Collective(kind="all_reduce", axis="dp", bytes=16),
+    ]
+    assert totals(issued) == {
+        ("all_reduce", "dp", 8): 4,
+        ("all_reduce", "tp", 8): 1,
+        ("all_gather", "dp", 8): 1,
+        ("all_reduce", "dp", 16): 1,
+    }
+
+
+def test_what_is_issued_no_times_is_not_there() -> None:
+    assert ("all_gather", "dp", 8) not in totals([Collective(kind="all_gather", axis="dp", bytes=8, count=0)])

@@ -1,0 +1,187 @@
+"""ZeRO as policies: which modules form units, what each stage moves and holds, in numbers worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from torch import nn
+
+from echelon import models
+from echelon.layout import Layout
+from echelon.layout.cost import totals
+from echelon.layout.placement import Entry, Unit
+from echelon.models import sizes
+from echelon.parallel import shard
+
+LLAMA = sizes.find("llama-tiny")
+
+
+def linear(*widths: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)))
+
+
+class Nested(nn.Module):
+    """A list inside each element of a list, and a small and a large module beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 8)
+        self.stages = nn.ModuleList(nn.ModuleDict({"parts": linear(8, 16, 8)}) for _ in range(2))
+        self.towers = nn.ModuleList(linear(8, 16, 8) for _ in range(2))
+        self.norm = nn.LayerNorm(8)
+
+
+def test_the_layers_of_a_transformer_are_its_blocks() -> None:
+    model = models.build(LLAMA, "meta")
+    assert shard.layers(model) == tuple(f"blocks.{i}" for i in range(4))
+
+
+def test_what_is_as_large_as_half_a_layer_is_a_unit() -> None:
+    narrow = models.build(replace(LLAMA, vocab=257), "meta")
+    wide = models.build(replace(LLAMA, vocab=4096), "meta")
+    assert "embed" not in shard.choose_units(narrow)
+    assert shard.choose_units(wide) == ("embed", *(f"blocks.{i}" for i in range(4)), "head")
+
+
+def test_units_never_lie_inside_one_another() -> None:
+    model = Nested()
+    for units in (shard.choose_units(model), shard.choose_units(model, ["towers.*", "towers.0.1", "embed"])):
+        assert not [a for a in units for b in units if a != b and a.startswith(b + ".")]
+    assert shard.choose_units(model, ["towers.*"]) == ("towers.0", "towers.1")
+
+
+def test_a_model_without_layers_has_its_children_as_units() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.act = nn.Linear(8, 8), nn.Linear(8, 8), nn.ReLU()
+
+    assert shard.choose_units(Plain()) == ("one", "two")
+
+
+def test_a_module_without_children_is_one_unit() -> None:
+    assert shard.choose_units(nn.Linear(3, 3)) == ()
+
+
+def test_units_come_in_the_order_of_the_model_whatever_the_order_of_patterns() -> None:
+    model = models.build(LLAMA, "meta")
+    assert shard.choose_units(model, ["head", "blocks.2", "blocks.0*"]) == ("blocks.0", "blocks.2", "head")
+
+
+def test_a_pattern_that_matches_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no module matches the unit pattern \(block\.\*, tail\); the model has embed"):
+        shard.choose_units(models.build(LLAMA, "meta"), ["block.*", "tail", "head"])
+
+
+def test_a_list_of_modules_is_refused_as_a_unit() -> None:
+    """It has no forward, so nothing would ever gather its parameters."""
+    with pytest.raises(ValueError, match=r"a list of modules is never called.*\(blocks\); use blocks\.\*"):
+        shard.choose_units(models.build(LLAMA, "meta"), ["blocks"])
+
+
+@pytest.mark.parametrize(
+    ("layout", "shards", "replicas", "scatter", "free"),
+    [
+        ("dp=4", 1, 4, False, False),
+        ("dp=4,zero=1", 4, 1, False, False),
+        ("dp=4,zero=2", 4, 1, True, False),
+        ("dp=4,zero=3", 4, 1, True, True),
+        ("dp=4,shard=2", 2, 2, True, True),
+        ("dp=4,shard=2,zero=1", 2, 2, False, False),
+        ("dp=1,zero=3", 1, 1, False, False),
+        ("dp=2,shard=1,zero=3", 1, 2, False, False),
+    ],
+)
+def test_each_stage_is_a_policy(layout: str, shards: int, replicas: int, scatter: bool, free: bool) -> None:
+    policy = shard.policy(Layout.parse(layout))
+    assert (policy.shards, policy.replicas) == (shards, replicas)
+    assert (policy.scatter_every_microbatch, policy.free_parameters) == (scatter, free)
+
+
+def units(shards: int, *, frozen: bool = False) -> tuple[Unit, ...]:
+    """A root of 10 elements and three layers of 7."""
+
+    def unit(name: str, *numbers: int) -> Unit:
+        entries = [
+            Entry(name=f"{name}{i}", names=(f"{name}{i}",), shape=(n,), trainable=not (frozen and i == 0))
+            for i, n in enumerate(numbers)
+        ]
+        return Unit(name=name, entries=tuple(entries), shards=shards)
+
+    return unit("", 6, 4), unit("a", 4, 3), unit("b", 4, 3), unit("c", 7)
+
+
+EXPECTED = {
+    # (kind, axis, bytes): times in a step of 2 microbatches; values of 2 bytes, gradients of 4
+    "dp=2": {("all_reduce", "replica", 40): 1, ("all_reduce", "replica", 28): 3},
+    "dp=2,zero=1": {
+        ("all_gather", "shard", 20): 1,
+        ("all_gather", "shard", 16): 3,
+        ("reduce_scatter", "shard", 40): 1,
+        ("reduce_scatter", "shard", 32): 3,
+    },
+    "dp=2,zero=2": {
+        ("all_gather", "shard", 20): 1,
+        ("all_gather", "shard", 16): 3,
+        ("reduce_scatter", "shard", 40): 2,
+        ("reduce_scatter", "shard", 32): 6,
+    },
+    # The root and the last layer are gathered once a microbatch, the other two for forward and for backward.
+    "dp=2,zero=3": {
+        ("all_gather", "shard", 20): 2,
+        ("all_gather", "shard", 16): 2 * (2 + 2 + 1),
+        ("reduce_scatter", "shard", 40): 2,
+        ("reduce_scatter", "shard", 32): 6,
+    },
+    "dp=4,shard=2,zero=1": {
+        ("all_gather", "shard", 20): 1,
+        ("all_gather", "shard", 16): 3,
+        ("reduce_scatter", "shard", 40): 1,
+        ("reduce_scatter", "shard", 32): 3,
+        ("all_reduce", "replica", 20): 1,
+        ("all_reduce", "replica", 16): 3,
+    },
+    "dp=1": {},
+}
+
+
+@pytest.mark.parametrize("layout", EXPECTED)
+def test_collectives_of_a_step(layout: str) -> None:
+    policy = shard.policy(Layout.parse(layout))
+    found = shard.collectives(units(policy.shards), policy, accumulate=2, compute_bytes=2, reduce_bytes=4)
+    assert totals(found) == EXPECTED[layout]
+
+
+def test_without_resharding_a_microbatch_gathers_once() -> None:
+    policy = shard.policy(Layout.parse("dp=2,zero=3"), reshard_after_forward=False)
+    found = totals(shard.collectives(units(2), policy, accumulate=2, compute_bytes=2, reduce_bytes=4))
+    assert (found["all_gather", "shard", 20], found["all_gather", "shard", 16]) == (2, 6)
+
+
+BYTES = {
+    # 31 elements, 34 when padded to two shards, 17 a shard; two moments of 4 bytes
+    "dp=2": {"parameters": 62, "master": 124, "gradients": 124, "optimizer": 248},
+    "dp=2,zero=1": {"parameters": 68, "master": 68, "gradients": 136, "optimizer": 136},
+    "dp=2,zero=2": {"parameters": 68, "master": 68, "gradients": 68, "optimizer": 136},
+    "dp=2,zero=3": {"parameters": 0, "master": 68, "gradients": 68, "optimizer": 136},
+}
+
+
+@pytest.mark.parametrize("layout", BYTES)
+def test_bytes_held_between_steps(layout: str) -> None:
+    policy = shard.policy(Layout.parse(layout))
+    held = shard.state_bytes(units(policy.shards), policy, compute_bytes=2, master_bytes=4, moments=2)
+    assert held == BYTES[layout]
+
+
+def test_one_type_for_both_needs_no_second_copy() -> None:
+    policy = shard.policy(Layout.parse("dp=2,zero=1"))
+    held = shard.state_bytes(units(2), policy, compute_bytes=4, master_bytes=4, moments=0)
+    assert held == {"parameters": 136, "master": 0, "gradients": 136, "optimizer": 0}
+
+
+def test_what_is_frozen_has_no_moments() -> None:
+    policy = shard.policy(Layout.parse("dp=2"))
+    held = shard.state_bytes(units(1, frozen=True), policy, compute_bytes=4, master_bytes=4, moments=2)
+    assert held["optimizer"] == 2 * 4 * (4 + 3 + 3)

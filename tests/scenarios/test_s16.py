@@ -1,0 +1,105 @@
+"""S16: a global batch of 8 divided in every way under ZeRO 1, 2, 3: equal gradients, fp32 sums, the policy printed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from laid_out import batch_of, engine_of, largest_error, one_device, tiny, whole
+from torch import nn
+
+from echelon.layout import Layout
+from echelon.parallel.apply import Options
+from echelon.train.config import Config
+from echelon.train.derived import derived
+from echelon.train.engine import Engine
+from echelon.train.metrics import Peak
+
+SHAPE = tiny("llama")
+# dp x accumulate, and with dp=2 also fewer and larger microbatches.
+WAYS = ("dp=1,accumulate=8", "dp=2,accumulate=4", "dp=8", "dp=2,microbatch=2,accumulate=2", "dp=2,microbatch=4")
+
+
+def batch():
+    """Rows with different numbers of targets: a mean of means would not do."""
+    made = batch_of(SHAPE, 8)
+    for row in range(8):
+        made["targets"][row, : row % 5] = -100
+    return made
+
+
+def gradients(layout):
+    engine = engine_of(SHAPE, layout)
+    result = engine.step(batch())
+    return result.loss, result.norm, whole(engine.parallel)
+
+
+@pytest.fixture(scope="module")
+def truth():
+    model = one_device(SHAPE)
+    total, count = model(**batch())
+    total.backward()
+    return (total.detach() / count).item(), {name: p.grad / count for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_gradients_are_equal(pool, truth, zero):
+    loss, expected = truth
+    for way in WAYS:
+        layout = Layout.parse(f"{way},zero={zero}")
+        assert layout.batch == 8
+        shown, _, found = pool.run(gradients, layout.world, str(layout))[0]
+        assert shown == pytest.approx(loss, abs=1e-10), way
+        assert largest_error(found, expected) < 1e-10, way
+
+
+class Slope(nn.Module):
+    """The gradient of its sum of losses is the sum of x."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(5, 3))
+
+    def forward(self, x):
+        return (self.weight.sum() * x).sum(), torch.tensor(1)
+
+
+def bfloat16(layout):
+    """256, then ones: bfloat16 has 8 bits, and 256 + 1 is 256 in it."""
+    engine = Engine(Slope(), layout, options=Options(compute=torch.bfloat16))
+    x = torch.ones(8)
+    x[0] = 256
+    engine.step({"x": x})
+    gradient = whole(engine.parallel)["weight"]
+    unit = engine.parallel.flat.units[0]
+    return (gradient * 8).unique().tolist(), str(unit.grad.dtype), str(unit.master.dtype), str(unit.full.dtype)
+
+
+@pytest.mark.parametrize("layout", ["dp=1,accumulate=8", "dp=2,zero=1,accumulate=4", "dp=2,zero=3,accumulate=4"])
+def test_accumulation_and_reduction_are_in_fp32(pool, layout):
+    for values, *types in pool.run(bfloat16, Layout.parse(layout).world, layout):
+        assert values == [263.0]
+        assert types == ["torch.float32", "torch.float32", "torch.bfloat16"]
+
+
+def printed(layout):
+    engine = engine_of(SHAPE, layout)
+    rows = derived(Config(batch=engine.layout.batch), engine, Peak(flops=1.0, why=""), 1)
+    return {name: f"{value} ({why})" for name, value, why in rows}
+
+
+@pytest.mark.parametrize(
+    ("layout", "policy"),
+    [
+        ("dp=2,accumulate=2", "all-reduce over 2 ranks, once a step"),
+        ("dp=2,zero=1", "reduce-scatter over 2 ranks, once a step"),
+        ("dp=2,zero=2", "reduce-scatter over 2 ranks, every microbatch"),
+        (
+            "dp=4,zero=3,shard=2",
+            "reduce-scatter over 2 ranks, every microbatch, all-reduce over 2 replicas once a step",
+        ),
+    ],
+)
+def test_the_reduction_policy_is_told(pool, layout, policy):
+    rows = pool.run(printed, Layout.parse(layout).world, layout)[0]
+    assert rows["reduction"] == f"{policy} (then divided once by the number of valid targets of the whole step)"
+    assert "gradients float64" in rows["types"]

@@ -1,0 +1,131 @@
+"""Bugs that were found, each told as it was met."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import echelon as ec
+from echelon.launch.failure import RankError
+from echelon.layout import Layout
+from echelon.train.loop import train_here
+
+
+class Two(nn.Module):
+    """A small root beside a large layer: under ZeRO the root's unit and the layer's are gathered by different hooks."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.first = nn.Linear(4, 40)
+        self.drop = nn.Dropout(dropout)
+        self.layers = nn.ModuleList([nn.Linear(40, 40)])
+
+    def forward(self, x):
+        return self.layers[0](self.drop(torch.tanh(self.first(x))))
+
+
+def loop(layout, look):
+    torch.manual_seed(0)
+    model = ec.wrap(Two().double(), layout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.arange(8, dtype=torch.float64).reshape(2, 4)
+    for _ in range(3):
+        model(x).square().mean().backward()
+        if look == "between backward and step":
+            with torch.no_grad():
+                model(x)
+        optimizer.step()
+        optimizer.zero_grad()
+    if look == "after a change by hand":
+        with torch.no_grad():
+            model(x)
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+    return model(x).square().mean().item()
+
+
+@pytest.mark.parametrize("look", ["", "between backward and step", "after a change by hand"])
+@pytest.mark.parametrize("layout", ["dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3"])
+def test_wrapped_models_computed_with_old_parameters(pool, layout, look):
+    """Under zero=1 and zero=2 a wrapped model's first unit was one step behind.
+
+    `wrap` told the units that the optimizer had stepped in a hook that ran after the root unit's own, which had already
+    found its old parameters whole. And it told them once per backward pass: a forward pass between backward and step
+    used that up, and every rank then kept the others' old slices for good.
+    """
+    (truth,) = pool.run(loop, 1, "dp=1", look)
+    assert pool.run(loop, 2, layout, look) == pytest.approx([truth, truth], abs=1e-12)
+
+
+def with_dropout():
+    model = ec.wrap(Two(dropout=0.5), "dp=2")
+    model(torch.ones(3, 4)).sum().backward()
+    return True
+
+
+def test_wrap_refused_every_model_with_dropout(pool):
+    """Counter-based dropout asks for the number of each sample. The engine knows it; a loop of one's own does not."""
+    assert pool.run(with_dropout, 2) == [True, True]
+
+
+def twice():
+    model = ec.wrap(Two(), "dp=2")
+    losses = [model(torch.full((2, 4), value)).sum() for value in (1.0, 2.0)]
+    for loss in losses:
+        loss.backward()
+
+
+def test_a_second_backward_pass_was_not_reduced(pool):
+    """Two forward passes, then two backward passes: the second one's gradients were added without a reduction."""
+    with pytest.raises(RankError, match="its gradients would not be reduced"):
+        pool.run(twice, 2)
+
+
+def test_the_function_train_became_a_module():
+    """`import echelon.train.config` put the room `echelon.train` where the public function was: `ec.train(...)` raised
+    "'module' object is not callable", for instance after `ec.verify`."""
+    code = "from echelon.train.config import Config; import echelon as ec; ec.train(Config(), steps=1)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "a Config has all its settings already" in done.stderr
+
+
+def test_a_gloo_group_was_taken_for_one_on_cuda(pool, tmp_path):
+    """gloo calls itself "cpu:gloo,cuda:gloo" on every machine; training in a group that was there looked for CUDA."""
+    (tmp_path / "own.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Model(nn.Linear):\n    def forward(self, x):\n        return super().forward(x).sum(), torch.tensor(2)\n"
+        "def build():\n    return Model(2, 2)\n"
+        "def batch(rows, step):\n    return {'x': torch.ones(rows, 2)}\n"
+    )
+    config = ec.Config(model=f"{tmp_path}/own.py:build", batch=2, steps=1, run=str(tmp_path / "run"))
+    if torch.cuda.is_available():
+        pytest.skip("a machine with CUDA")
+    assert pool.run(train_here, 2, config, True)[0].steps == 1
+
+
+class Region(nn.Module):
+    split = {"": "region", "up": "column", "down": "row"}  # noqa: RUF012
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.down(self.up(x)).sum(), torch.tensor(x.shape[0])
+
+
+def region(layout):
+    return ec.Engine(Region(), layout).step({"x": torch.ones(2, 3, 4)}).count
+
+
+def test_sequence_parallelism_without_an_embedding_lost_the_sequence(pool):
+    """tp=2 means sp=1. A user's table without an embedding never cut the sequence, and regions gathered 0 positions of
+    it: a sum over nothing, or an error about sizes from deep inside. It says now what to do."""
+    with pytest.raises(RankError, match="use sp=0"):
+        pool.run(region, 2, "tp=2")
+    assert pool.run(region, 2, "tp=2,sp=0") == [2, 2]
+    assert Layout.parse("tp=2").sp == 1

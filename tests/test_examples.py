@@ -1,0 +1,83 @@
+"""The examples run as their first lines say, and stay as short as promised."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run(folder, *args):
+    """In another folder, with warnings as errors: a user's console stays clean."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *map(str, args)], cwd=folder, capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def lines_of_code(path):
+    """Lines that are not blank, comment or docstring."""
+    text = path.read_text()
+    strings = {
+        line
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        for line in range(node.lineno, node.end_lineno + 1)
+    }
+    lines = enumerate(text.splitlines(), start=1)
+    return sum(bool(line.split("#")[0].strip()) and number not in strings for number, line in lines)
+
+
+def test_ones_own_module_takes_less_than_thirty_lines():
+    assert 15 < lines_of_code(EXAMPLES / "own_module.py") < 30
+
+
+def test_own_module_learns_on_two_ranks(tmp_path):
+    done = run(tmp_path, "-W", "error", EXAMPLES / "own_module.py")
+    assert done.stderr == ""
+    assert "own_module.py:build on 2 x cpu" in done.stdout
+    losses = json.loads(done.stdout.splitlines()[-1])
+    assert losses[-1] < losses[0] / 2
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert len((folder / "log.jsonl").read_text().splitlines()) == 61
+
+
+def test_own_module_is_verified(tmp_path):
+    args = ("--model", f"{EXAMPLES}/own_module.py:build", "--layouts", "dp=2; dp=3,zero=3", "--json")
+    done = run(tmp_path, "-W", "error", "-m", "echelon", "verify", *args)
+    assert done.stderr == ""
+    found = json.loads(done.stdout)
+    assert found["passed"]
+    assert len(found["layouts"]) == 2
+
+
+def test_own_loop_under_torchrun(tmp_path):
+    done = run(tmp_path, "-m", "torch.distributed.run", "--nproc-per-node", "2", EXAMPLES / "own_loop.py")
+    shown = re.findall(r"like (DDP|FSDP) +(\S+) +loss (\S+) -> (\S+), (\d+) tensors", done.stdout)
+    assert [(name, layout) for name, layout, *_ in shown] == [("DDP", "dp=2"), ("FSDP", "dp=2,zero=3")]
+    ddp, fsdp = (tuple(map(float, losses)) for _, _, *losses in shown)
+    assert ddp == pytest.approx(fsdp, abs=1e-5)
+    assert ddp[1] < ddp[0] / 2
+    assert ddp[2] == 4
+
+
+def test_own_tensor_parallel_is_verified_and_learns(tmp_path):
+    done = run(tmp_path, "-W", "error", EXAMPLES / "own_tensor_parallel.py")
+    assert done.stderr == ""
+    *verdicts, last = done.stdout.splitlines()
+    assert [line.split()[:2] for line in verdicts] == [
+        ["PASS", "dp=1,tp=2,sp=0,microbatch=2"],
+        ["PASS", "dp=2,zero=3,tp=2,sp=0,microbatch=2"],
+    ]
+    first, final = map(float, re.fullmatch(r"loss (\S+) -> (\S+)", last).groups())
+    assert final < first / 4

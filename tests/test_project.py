@@ -1,0 +1,163 @@
+"""Rules of the project that a reviewer would otherwise have to remember."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "echelon"
+FILES = sorted(SOURCE.rglob("*.py"))
+CODE = [*FILES, *(path for room in ("tests", "bench", "docs", "examples") for path in (ROOT / room).rglob("*.py"))]
+
+MAY_KNOW = {
+    "layout": set(),
+    "compat": set(),
+    "rng": set(),
+    "data": {"layout", "rng"},
+    "models": {"layout", "rng"},
+    "memory": {"layout", "models", "rng"},
+    "parallel": {"layout", "models", "memory", "rng", "compat"},
+    "optim": {"layout", "parallel"},
+    "launch": {"layout", "compat"},
+    "train": {"layout", "models", "data", "memory", "parallel", "optim", "launch", "rng", "compat"},
+    "proof": {"layout", "models", "parallel", "optim", "launch", "train", "rng"},
+    "cli": {"layout", "models", "launch", "train", "proof"},
+}
+"""arrows between rooms: what each may import. `layout` knows nobody, `cli` sits on top"""
+WITHOUT_TORCH = (
+    "echelon",
+    "echelon.layout",
+    "echelon.models",
+    "echelon.cli",
+    "echelon.train.config",
+    "echelon.proof.ask",
+)
+COSTS = ("echelon.parallel.shard", "echelon.parallel.tensor", "echelon.parallel.sequence")
+
+
+def project() -> dict[str, object]:
+    found: dict[str, object] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return found
+
+
+def constraints() -> dict[str, Version]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return {name: Version(version) for name, version in pairs}
+
+
+def requirements() -> list[Requirement]:
+    found = project()
+    extras = found["optional-dependencies"]
+    assert isinstance(extras, dict)
+    assert isinstance(found["dependencies"], list)
+    return [Requirement(text) for text in [*found["dependencies"], *(t for texts in extras.values() for t in texts)]]
+
+
+def test_tried_versions_are_in_range() -> None:
+    tried = constraints()
+    for requirement in requirements():
+        assert tried[requirement.name] in requirement.specifier
+    assert tried.keys() == {requirement.name for requirement in requirements()}
+
+
+def test_the_core_needs_little() -> None:
+    dependencies = project()["dependencies"]
+    assert isinstance(dependencies, list)
+    names = {Requirement(text).name for text in dependencies}
+    assert names == {"torch", "numpy", "safetensors", "rich", "typer"}
+    assert project()["requires-python"] == ">=3.11"
+    assert project()["license"] == "Apache-2.0"
+
+
+def private_names(path: Path) -> Iterator[str]:
+    """Private names of torch that a file imports or reaches for."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [
+                part for alias in node.names if alias.name.split(".")[0] == "torch" for part in alias.name.split(".")
+            ]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):
+            names = ast.unparse(node).split(".")
+        else:
+            continue
+        yield from (name for name in names if name.startswith("_") and not name.startswith("__"))
+
+
+def test_private_torch_names_live_in_compat() -> None:
+    found = {str(path.relative_to(SOURCE)): names for path in FILES if (names := sorted(set(private_names(path))))}
+    assert set(found) <= {"compat.py"}, found
+
+
+def test_private_names_would_be_seen(tmp_path: Path) -> None:
+    path = tmp_path / "bad.py"
+    path.write_text("import torch._C\nfrom torch.distributed import _x\nx = torch.distributed._y.z\n")
+    assert sorted(set(private_names(path))) == ["_C", "_x", "_y"]
+
+
+@pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_are_one_idea(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400, "look for the second idea in it"
+    assert not {"utils", "util", "common", "helpers", "helper", "manager", "misc"} & {*path.stem.split("_")}
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Rooms of echelon that a file imports, wherever in the file."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "echelon":
+            parts = (node.module or "").split(".")
+            yield from parts[1:2] or (alias.name for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[1] for alias in node.names if alias.name.startswith("echelon."))
+
+
+def test_arrows_between_rooms() -> None:
+    wrong = []
+    for path in FILES:
+        room = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+        if room in ("__init__", "__main__"):
+            continue
+        known = {name for name in imports(path) if (SOURCE / name).is_dir() or (SOURCE / f"{name}.py").is_file()}
+        wrong += [f"{path.relative_to(SOURCE)} -> {name}" for name in sorted(known - MAY_KNOW[room] - {room})]
+    assert wrong == []
+
+
+def test_models_know_no_ranks() -> None:
+    for path in (SOURCE / "models").glob("*.py"):
+        assert "torch.distributed" not in path.read_text(encoding="utf-8"), path.name
+
+
+def test_light_imports_leave_torch_out() -> None:
+    """Planning, faults and --help start quickly because these rooms load no torch. One process asks for all of them."""
+    names = (*WITHOUT_TORCH, *COSTS)
+    loop = f"for name in {names!r}:\n    __import__(name)\n    assert 'torch' not in sys.modules, name"
+    code = f"import sys\n{loop}"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_public_api_is_there() -> None:
+    import echelon
+
+    assert sorted(echelon.__all__) == echelon.__all__
+    for name in echelon.__all__:
+        assert getattr(echelon, name) is not None
+    with pytest.raises(AttributeError, match="no attribute"):
+        _ = echelon.nothing
+
+
+def test_no_generated_file_is_tracked() -> None:
+    ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").split()
+    assert {".venv/", "runs/", "__pycache__/"} <= set(ignored)
+    assert not re.search(r"/(home|root|work)/", (ROOT / "README.md").read_text(encoding="utf-8"))

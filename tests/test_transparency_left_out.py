@@ -1,0 +1,198 @@
+"""With one reduction left out `verify` fails, and names a parameter that depends on it and the axis it runs over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from echelon.launch.pool import Pool
+from echelon.layout import Layout
+from echelon.models import sizes
+from echelon.models.sizes import ModelConfig
+from echelon.parallel import batchnorm
+from echelon.proof import verify
+from echelon.proof.case import Case
+from echelon.proof.compare import RankReport, run_and_compare
+from echelon.proof.verify import Prover, Verdict
+from echelon.train import engine, norm
+
+SMALL = {"layers": 2, "width": 32, "ffn": 48, "max_seq_len": 64}
+GPT = replace(sizes.find("gpt-tiny"), **SMALL)
+LLAMA = replace(sizes.find("llama-tiny"), **SMALL)
+CONV = sizes.find("conv-tiny")
+CLIP = 0.1
+"""small enough to bind: a norm that is wrong then makes every update wrong, which must not hide the parameter at fault"""
+
+
+def judge(pool: Pool, layout: str, leave_out: str = "", model: ModelConfig = LLAMA) -> Verdict:
+    prover = Prover(pool, Case(model=model, steps=2, clip=CLIP), leave_out)
+    return prover.judge(Layout.parse(layout))
+
+
+def named(verdict: Verdict) -> str:
+    """The parameter that a failed verdict names, or "loss" or "norm"; it is also what `--json` says."""
+    assert not verdict.passed
+    assert not verdict.trouble
+    assert verdict.first_difference is not None
+    name = verdict.first_difference.name or verdict.first_difference.kind
+    shown = verdict.to_json()["first_difference"]
+    assert (shown["parameter"], shown["axis"]) == (name, verdict.axis)
+    return name
+
+
+# Every parameter's gradient is summed over these, so the first of the model is the one to name.
+EVERY_GRADIENT = [
+    ("dp=2", "replica:all_reduce", "dp"),
+    ("dp=3,accumulate=2", "replica:all_reduce", "dp"),
+    ("dp=2,zero=1", "shard:reduce_scatter", "dp"),
+    ("dp=2,zero=2,accumulate=2", "shard:reduce_scatter", "dp"),
+    ("dp=2,zero=3", "shard:reduce_scatter", "dp"),
+    ("dp=2,zero=1", "shard:all_gather", "dp"),
+    ("dp=2,zero=2", "shard:all_gather", "dp"),
+    ("dp=2,zero=3", "shard:all_gather", "dp"),
+    ("dp=4,shard=2", "replica:all_reduce", "replica"),
+    ("dp=4,shard=2,zero=1", "replica:all_reduce", "replica"),
+    ("dp=4,shard=2", "shard:reduce_scatter", "shard"),
+    ("dp=4,shard=2,zero=1", "shard:all_gather", "shard"),
+    ("tp=2,sp=0", "tp:all_reduce", "tp"),
+    ("tp=2,sp=1", "tp:all_reduce", "tp"),
+    ("tp=2,sp=1", "tp:reduce_scatter", "tp"),
+    ("tp=2,sp=1", "tp:all_gather", "tp"),
+    ("dp=2", "dp:all_reduce", "dp"),
+    # Of two axes, the one that is whole is not blamed.
+    ("dp=2,tp=2", "replica:all_reduce", "dp"),
+    ("dp=2,tp=2", "tp:all_reduce", "tp"),
+    ("dp=2,tp=2,zero=1", "shard:reduce_scatter", "dp"),
+    ("dp=2,tp=2,zero=3", "shard:all_gather", "dp"),
+    ("dp=2,tp=2,zero=3", "tp:reduce_scatter", "tp"),
+    ("dp=2,tp=2,zero=2,sp=0", "tp:all_reduce", "tp"),
+    ("dp=2,tp=2", "dp:all_reduce", "dp"),
+]
+
+
+@pytest.mark.parametrize(("layout", "leave_out", "axis"), EVERY_GRADIENT)
+def test_a_sum_that_every_gradient_needs(pool: Pool, layout: str, leave_out: str, axis: str) -> None:
+    verdict = judge(pool, layout, leave_out)
+    assert named(verdict) == "embed.weight"
+    assert verdict.axis == axis
+    assert verdict.first_difference is not None
+    assert (verdict.first_difference.step, verdict.first_difference.kind) == (0, "gradient")
+    assert verdict.max_error > 1e-6
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=3", "tp=2", "tp=2,sp=0", "dp=2,tp=2,zero=1"])
+def test_what_is_left_out_elsewhere_changes_nothing(pool: Pool, layout: str) -> None:
+    for elsewhere in ("shard:broadcast", "tp/2:all_reduce", "tp:broadcast"):
+        assert judge(pool, layout, elsewhere).passed
+
+
+@pytest.mark.parametrize("layout", ["tp=4", "tp=4,sp=0", "dp=2,tp=4,zero=1"])
+def test_copied_kv_heads_name_a_key_or_value(pool: Pool, layout: str) -> None:
+    verdict = judge(pool, layout, "tp/2:all_reduce")
+    assert named(verdict) in {f"blocks.0.attn.{word}.weight" for word in ("k", "v")}
+    assert verdict.axis == "tp"
+
+
+@pytest.mark.parametrize(
+    ("layout", "axis"), [("tp=2", "tp"), ("dp=2,zero=1", "dp"), ("dp=4,shard=2", "shard"), ("dp=2,tp=2,zero=2", "tp x dp")]
+)
+def test_the_norm_is_wrong_where_no_gradient_is(pool: Pool, layout: str, axis: str) -> None:
+    """Clipped by a wrong norm, the first update is wrong everywhere, and no gradient is."""
+    verdict = judge(pool, layout, "shard*tp:all_reduce")
+    name = named(verdict)
+    assert verdict.first_difference is not None
+    assert (name, verdict.first_difference.kind) == ("embed.weight", "parameter")
+    assert verdict.axis == axis
+
+
+def test_without_clipping_a_wrong_norm_is_named_itself(pool: Pool) -> None:
+    prover = Prover(pool, Case(model=LLAMA, steps=2, clip=0.0), "shard*tp:all_reduce")
+    assert named(prover.judge(Layout.parse("tp=2"))) == "norm"
+
+
+# -- left out inside the code of a rank: what no name of a collective tells apart --------------------------------------
+
+
+def without_partial_sums(case: Case, layout: str, leave_out: str, truth: Path) -> RankReport:
+    """On a rank: gradients of which each tp rank has a part are not summed."""
+    whole = engine.partial_gradients
+    engine.partial_gradients = lambda parallel: []
+    try:
+        return run_and_compare(case, layout, leave_out, truth)
+    finally:
+        engine.partial_gradients = whole
+
+
+def without_batch_statistics(case: Case, layout: str, leave_out: str, truth: Path) -> RankReport:
+    """On a rank: every BatchNorm takes the statistics of its own rows."""
+    whole = batchnorm.synchronise
+    batchnorm.synchronise = lambda model, axis: 0  # type: ignore[assignment]
+    try:
+        return run_and_compare(case, layout, leave_out, truth)
+    finally:
+        batchnorm.synchronise = whole
+
+
+def with_every_copy_counted(case: Case, layout: str, leave_out: str, truth: Path) -> RankReport:
+    """On a rank: the norm counts what it holds, owned or not."""
+    whole = norm.owned_runs
+    norm.owned_runs = lambda parallel: [unit.grad for unit in parallel.flat.units]
+    try:
+        return run_and_compare(case, layout, leave_out, truth)
+    finally:
+        norm.owned_runs = whole
+
+
+Broken = Callable[[Case, str, str, Path], RankReport]
+
+
+def judge_broken(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, broken: Broken, layout: str, model: ModelConfig
+) -> Verdict:
+    monkeypatch.setattr(verify, "run_and_compare", broken)
+    return judge(pool, layout, model=model)
+
+
+SEQUENCE_PARAMETERS = {
+    "gpt": ("norm1", "norm2", "norm", "positions", "o.bias", "down.bias"),
+    "llama": ("norm1", "norm2", "norm"),
+}
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "dp=2,tp=2,zero=3"])
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=lambda model: model.name)
+def test_parts_of_gradients_under_sequence_parallelism(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, model: ModelConfig, layout: str
+) -> None:
+    verdict = judge_broken(pool, monkeypatch, without_partial_sums, layout, model)
+    name = named(verdict)
+    assert any(f".{word}" in f".{name}" for word in SEQUENCE_PARAMETERS[model.family]), name
+    assert verdict.axis == "tp"
+
+
+def test_without_sequence_parallelism_there_are_no_parts(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert judge_broken(pool, monkeypatch, without_partial_sums, "tp=2,sp=0", LLAMA).passed
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=3"])
+def test_batch_statistics(pool: Pool, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    assert judge(pool, layout, model=CONV).passed
+    verdict = judge_broken(pool, monkeypatch, without_batch_statistics, layout, CONV)
+    assert named(verdict) in ("blocks.0.conv.weight", "head.weight")
+    assert verdict.axis == "dp"
+
+
+def test_batch_statistics_left_out_by_name(pool: Pool) -> None:
+    verdict = judge(pool, "dp=2", "dp:all_reduce", CONV)
+    assert named(verdict) in ("blocks.0.conv.weight", "head.weight")
+    assert verdict.axis == "dp"
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "tp=4,sp=0"])
+def test_a_norm_that_counts_copies(pool: Pool, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    verdict = judge_broken(pool, monkeypatch, with_every_copy_counted, layout, LLAMA)
+    assert named(verdict) == "embed.weight"
+    assert verdict.axis == "tp"

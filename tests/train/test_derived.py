@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import torch
+from laid_out import engine_of, float64, tiny
+from torch import nn
+
+from echelon.layout import Layout
+from echelon.train.config import Config
+from echelon.train.derived import derived, traffic
+from echelon.train.engine import Engine
+from echelon.train.metrics import Peak
+
+
+def rows_of(engine, seq_len=9):
+    config = Config(seq_len=seq_len, batch=engine.layout.batch, timeout=12.5)
+    return {name: (value, why) for name, value, why in derived(config, engine, Peak(flops=2e12, why="named"), 3)}
+
+
+def rows_on(layout, kv_heads=2):
+    return rows_of(engine_of(tiny("llama", kv_heads=kv_heads), layout))
+
+
+def test_every_number_that_was_chosen_is_told_with_its_reason(pool):
+    rows = pool.run(rows_on, 2, "dp=2,zero=2,microbatch=3,accumulate=2")[0]
+    assert rows["layout"][0] == "dp=2,zero=2,microbatch=3,accumulate=2"
+    assert rows["batch"] == ("12 sequences x 9 tokens", "dp 2 x microbatch 3 x accumulate 2")
+    assert rows["types"][0] == "compute float64, master float64, gradients float64"
+    assert rows["time-out"][0] == "12.5 s"
+    assert rows["threads"][0] == "3"
+    assert rows["peak"] == ("2 TFLOP/s per device", "named")
+    assert {"reduction", "units", "states per rank", "collectives"} <= rows.keys()
+    assert all(value and why for value, why in rows.values())
+    assert "vocabulary" not in rows, "nothing is padded without tensor parallelism"
+
+
+def test_padding_and_copies_of_tensor_parallelism_are_told(pool):
+    rows = pool.run(rows_on, 4, "tp=4", 2)[0]
+    assert rows["vocabulary"][0] == "257 padded to 260"
+    assert rows["sequence"][0] == "9 padded to 12"
+    assert rows["key-value heads"][0] == "2, each on 2 ranks"
+
+
+def test_a_module_of_ones_own_has_no_tokens_and_no_known_traffic():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.config = {"a dictionary": "of the user's"}
+            self.net = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.net(x).sum(), torch.tensor(len(x))
+
+    engine = Engine(Own(), Layout.parse("dp=1,microbatch=4"), options=float64())
+    assert traffic(engine, 9) is None
+    assert rows_of(engine)["batch"][0] == "4 sequences"
