@@ -120,7 +120,7 @@ def _rank(rank: int, layout: Layout, peer: Callable[[], Step], pairs: int, store
             pair = Pair(ours=seconds[0], peer=seconds[1], our_loss=timed["ours"][1], peer_loss=timed["peer"][1])
             queue.put((index < 0, pair))
     if layout.world > 1:
-        # Whatever holds the group goes first, and no rank leaves early: gloo's threads abort the process otherwise.
+        # In this order nothing is left to use the group while it, or another rank, is going away.
         sides.clear()
         gc.collect()
         dist.barrier()

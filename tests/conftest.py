@@ -21,6 +21,7 @@ sys.path.append(str(Path(__file__).parent.parent))
 def pool() -> Iterator[Pool]:
     # Most tests need neither ranks nor torch, and its import takes seconds.
     from echelon.launch.pool import Pool
+    from echelon.proof.verify import PRELOAD
 
-    with Pool(preload=["pytest"]) as pool:
+    with Pool(preload=["pytest", *PRELOAD]) as pool:
         yield pool

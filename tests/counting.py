@@ -14,7 +14,7 @@ Seen = Counter[tuple[str, tuple[int, ...], int]]
 
 
 class CountCollectives(TorchDispatchMode):
-    """Backward on CPU runs in the calling thread, so its collectives are seen too; an asynchronous one counts when it starts."""
+    """Backward on CPU runs in the calling thread, so its collectives are seen too; each counts when it starts."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -108,14 +108,14 @@ def test_a_gloo_group_was_taken_for_one_on_cuda(pool, tmp_path):
 
 
 class Region(nn.Module):
-    split = {"": "region", "up": "column", "down": "row"}  # noqa: RUF012
+    split = {"net": "region", "net.0": "column", "net.1": "row"}  # noqa: RUF012
 
     def __init__(self):
         super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
 
     def forward(self, x):
-        return self.down(self.up(x)).sum(), torch.tensor(x.shape[0])
+        return self.net(x).sum(), torch.tensor(x.shape[0])
 
 
 def region(layout):

@@ -24,7 +24,7 @@ GPT = replace(sizes.find("gpt-tiny"), **SMALL)
 LLAMA = replace(sizes.find("llama-tiny"), **SMALL)
 CONV = sizes.find("conv-tiny")
 CLIP = 0.1
-"""small enough to bind: a norm that is wrong then makes every update wrong, which must not hide the parameter at fault"""
+"""small enough to bind: a wrong norm then makes every update wrong, which must not hide the parameter at fault"""
 
 
 def judge(pool: Pool, layout: str, leave_out: str = "", model: ModelConfig = LLAMA) -> Verdict:
@@ -58,13 +58,12 @@ EVERY_GRADIENT = [
     ("dp=4,shard=2", "shard:reduce_scatter", "shard"),
     ("dp=4,shard=2,zero=1", "shard:all_gather", "shard"),
     ("tp=2,sp=0", "tp:all_reduce", "tp"),
-    ("tp=2,sp=1", "tp:all_reduce", "tp"),
     ("tp=2,sp=1", "tp:reduce_scatter", "tp"),
     ("tp=2,sp=1", "tp:all_gather", "tp"),
     ("dp=2", "dp:all_reduce", "dp"),
     # Of two axes, the one that is whole is not blamed.
     ("dp=2,tp=2", "replica:all_reduce", "dp"),
-    ("dp=2,tp=2", "tp:all_reduce", "tp"),
+    ("dp=2,tp=2,sp=0", "tp:all_reduce", "tp"),
     ("dp=2,tp=2,zero=1", "shard:reduce_scatter", "dp"),
     ("dp=2,tp=2,zero=3", "shard:all_gather", "dp"),
     ("dp=2,tp=2,zero=3", "tp:reduce_scatter", "tp"),
@@ -97,7 +96,8 @@ def test_copied_kv_heads_name_a_key_or_value(pool: Pool, layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "axis"), [("tp=2", "tp"), ("dp=2,zero=1", "dp"), ("dp=4,shard=2", "shard"), ("dp=2,tp=2,zero=2", "tp x dp")]
+    ("layout", "axis"),
+    [("tp=2", "tp"), ("dp=2,zero=1", "dp"), ("dp=4,shard=2", "shard"), ("dp=2,tp=2,zero=2", "tp x dp")],
 )
 def test_the_norm_is_wrong_where_no_gradient_is(pool: Pool, layout: str, axis: str) -> None:
     """Clipped by a wrong norm, the first update is wrong everywhere, and no gradient is."""
@@ -111,6 +111,13 @@ def test_the_norm_is_wrong_where_no_gradient_is(pool: Pool, layout: str, axis: s
 def test_without_clipping_a_wrong_norm_is_named_itself(pool: Pool) -> None:
     prover = Prover(pool, Case(model=LLAMA, steps=2, clip=0.0), "shard*tp:all_reduce")
     assert named(prover.judge(Layout.parse("tp=2"))) == "norm"
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "dp=2,tp=2", "dp=2,tp=2,zero=3"])
+def test_under_sequence_parallelism_only_parts_of_gradients_are_all_reduced(pool: Pool, layout: str) -> None:
+    verdict = judge(pool, layout, "tp:all_reduce")
+    assert named(verdict) == "blocks.0.norm1.weight"
+    assert verdict.axis == "tp"
 
 
 # -- left out inside the code of a rank: what no name of a collective tells apart --------------------------------------

@@ -1,4 +1,4 @@
-"""Every layout equals one device, whatever the options: each layout with each value of each option, all options pairwise."""
+"""Every layout equals one device: each layout with each value of each option, and all options pairwise."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ def small(variant: Variant) -> Variant:
     """Fewer and narrower layers, for time; vocabulary and sequence stay as odd as they are."""
     model = variant.case.model
     assert isinstance(model, ModelConfig)
-    return replace(variant, case=replace(variant.case, model=replace(model, layers=2, width=32, ffn=48, max_seq_len=64)))
+    return replace(
+        variant, case=replace(variant.case, model=replace(model, layers=2, width=32, ffn=48, max_seq_len=64))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +88,9 @@ def test_a_layout_equals_one_device(provers: dict[str, Prover], row: Row) -> Non
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("variant", [v for v in variants() if v.accumulate == 4], ids=lambda v: f"{v.label} {v.recompute}")
+@pytest.mark.parametrize(
+    "variant", [v for v in variants() if v.accumulate == 4], ids=lambda v: f"{v.label} {v.recompute}"
+)
 def test_every_variant_on_the_largest_layouts(pool: Pool, variant: Variant) -> None:
     """A slice of the full product at full size; `echelon verify --all` runs all of it."""
     prover = Prover(pool, variant.case)

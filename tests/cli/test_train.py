@@ -114,7 +114,6 @@ def test_a_persons_console_tells_every_derived_number_the_steps_and_the_text(her
     for words in (
         "llama-tiny",
         "layout: dp=1,microbatch=2,accumulate=2",
-        "reduction: ",
         "types: compute float64, master float64, gradients float64",
         "step 1/3",
         "step 3/3",

@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.layout import Layout, Mesh
@@ -23,8 +23,9 @@ def local_indices(entry: Entry, box: tuple[tuple[int, int], ...]) -> np.ndarray:
     """The local tensor of a rank, each element its flat index in the logical tensor, padding -1. Flat."""
     whole = np.arange(int(np.prod(entry.shape, dtype=int))).reshape(entry.shape)
     part = whole[tuple(slice(low, high) for low, high in box)]
-    pad = [(0, size - real) for size, real in zip(entry.local_shape, part.shape, strict=True)]
-    return np.pad(part, pad, constant_values=PADDING).reshape(-1)
+    padded = np.full(entry.local_shape, PADDING)
+    padded[tuple(slice(0, size) for size in part.shape)] = part
+    return padded.reshape(-1)
 
 
 @st.composite
@@ -58,6 +59,7 @@ def placements(entries: tuple[Entry, ...], sizes: dict[str, int]) -> list[Placem
     return [Placement(units=(unit,), at={"pp": 0, "cp": 0, **at}) for at in ranks]
 
 
+@settings(deadline=None)
 @given(worlds())
 def test_every_element_is_owned_once_in_each_replica(world: tuple[tuple[Entry, ...], dict[str, int]]) -> None:
     entries, sizes = world
@@ -76,11 +78,12 @@ def test_every_element_is_owned_once_in_each_replica(world: tuple[tuple[Entry, .
         assert (times == 1).all(), (name, replica, times)
 
 
+@settings(deadline=None)
 @given(worlds())
 def test_a_tensor_is_put_together_from_the_owned_pieces_of_shards(
     world: tuple[tuple[Entry, ...], dict[str, int]],
 ) -> None:
-    """Through the shards themselves: flat buffers as the ranks hold them, and nothing but the record to read them by."""
+    """Through the shards themselves: flat buffers as ranks hold them, and nothing but the record to read them by."""
     entries, sizes = world
     found = {e.name: np.full(int(np.prod(e.shape, dtype=int)), PADDING) for e in entries}
     for placement in placements(entries, sizes):
@@ -102,8 +105,9 @@ def test_a_tensor_is_put_together_from_the_owned_pieces_of_shards(
         assert (values == np.arange(len(values))).all(), name
 
 
+@settings(deadline=None)
 @given(worlds())
-def test_runs_are_the_real_elements_in_order_and_as_long_as_can_be(
+def test_runs_are_the_real_elements_in_order(
     world: tuple[tuple[Entry, ...], dict[str, int]],
 ) -> None:
     for placement in placements(*world):
@@ -114,6 +118,7 @@ def test_runs_are_the_real_elements_in_order_and_as_long_as_can_be(
             assert all(start < stop for start, stop in runs)
 
 
+@settings(deadline=None)
 @given(worlds())
 def test_the_shards_of_a_buffer_are_equal_and_cover_it(world: tuple[tuple[Entry, ...], dict[str, int]]) -> None:
     entries, sizes = world
@@ -125,6 +130,7 @@ def test_the_shards_of_a_buffer_are_equal_and_cover_it(world: tuple[tuple[Entry,
         assert covered == list(range(e.local_numel))
 
 
+@settings(deadline=None)
 @given(worlds())
 def test_ranges_of_decay_say_what_each_element_of_a_shard_is(
     world: tuple[tuple[Entry, ...], dict[str, int]],

@@ -1,4 +1,4 @@
-"""Flat units under models that a transformer is not: idle and frozen parameters, modules called twice, any set of units."""
+"""Flat units under models that no transformer is: idle and frozen parameters, modules called twice, any units."""
 
 from __future__ import annotations
 
@@ -206,7 +206,8 @@ def test_equals_a_plain_loop(pool: Pool, kind: type[Net], layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", ["dp=2,accumulate=2", "dp=4,zero=1", "dp=2,zero=2,accumulate=2", "dp=4,shard=2,zero=1", "dp=4,shard=2,zero=2"]
+    "layout",
+    ["dp=2,accumulate=2", "dp=4,zero=1", "dp=2,zero=2,accumulate=2", "dp=4,shard=2,zero=1", "dp=4,shard=2,zero=2"],
 )
 def test_ranks_may_call_different_modules_below_zero_3(pool: Pool, layout: str) -> None:
     check(pool, Idle, layout)
@@ -278,5 +279,3 @@ class Tiny(Net):
 def test_a_rank_may_hold_no_element(pool: Pool, zero: int) -> None:
     check(pool, Tiny, f"dp=4,zero={zero}")
     assert pool.run(num_elements, 4, Tiny, f"dp=4,zero={zero}") == [1, 1, 1, 0]
-
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from torch import nn
@@ -18,7 +19,7 @@ LLAMA = sizes.find("llama-tiny")
 
 
 def linear(*widths: int) -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)))
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
 
 
 class Nested(nn.Module):
@@ -70,7 +71,9 @@ def test_units_come_in_the_order_of_the_model_whatever_the_order_of_patterns() -
 
 
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"no module matches the unit pattern \(block\.\*, tail\); the model has embed"):
+    with pytest.raises(
+        ValueError, match=r"no module matches the unit pattern \(block\.\*, tail\); the model has embed"
+    ):
         shard.choose_units(models.build(LLAMA, "meta"), ["block.*", "tail", "head"])
 
 

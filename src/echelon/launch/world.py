@@ -5,6 +5,7 @@ torch is imported when a group is joined: `under_launcher` is asked before a con
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -93,6 +94,9 @@ def _group(device: str, timeout: float) -> Iterator[World]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        # Models and axes form cycles that hold groups, and a group that lives on has threads. One that wants Python's
+        # lock while the interpreter ends is aborted, and the process with it.
+        gc.collect()
         torch.set_num_threads(threads)
 
 

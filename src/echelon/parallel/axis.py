@@ -60,7 +60,7 @@ class Axis:
             mine = part.clone() if self.size > 1 else part
             own = whole.narrow(0, self.index * part.shape[0], part.shape[0])
             if self.size > 1:
-                whole.zero_()  # left out on purpose: what the others would have sent is missing, the same way every time
+                whole.zero_()  # left out on purpose: what others would have sent is missing, the same way every time
             if own.data_ptr() != mine.data_ptr():
                 own.copy_(mine)
             return Done()

@@ -91,7 +91,9 @@ def choose_units(model: nn.Module, patterns: Sequence[str] = ()) -> tuple[str, .
             raise ValueError(f"no module matches the unit pattern ({', '.join(missed)}); the model has {known}")
         lists = [name for name in chosen if type(modules[name]).__name__ in ("ModuleList", "ModuleDict")]
         if lists:
-            raise ValueError(f"a list of modules is never called, so it cannot be a unit ({lists[0]}); use {lists[0]}.*")
+            raise ValueError(
+                f"a list of modules is never called, so it cannot be a unit ({lists[0]}); use {lists[0]}.*"
+            )
     else:
         found = [name for name in layers(model) if name in modules]
         outside = [name for name, _ in model.named_children() if not any(_inside(layer, name) for layer in found)]

@@ -205,9 +205,8 @@ def collectives(traffic: Traffic, layout: Layout) -> Iterable[Collective]:
         again = (1 + t.dropout) if layout.recompute == "full" else 0
         count = (4 + again) * t.layers + 2  # the embedding leaves its region forward, the head enters its own backward
         yield Collective(kind="all_reduce", axis="tp", bytes=size, count=count * steps, part="activations")
-    rows = t.batch * t.seq_len * t.loss_bytes
-    yield Collective(kind="all_reduce", axis="tp", bytes=rows, count=steps, part="loss maximum")
-    yield Collective(kind="all_reduce", axis="tp", bytes=2 * rows, count=steps, part="loss sums")
+    numbers = 2 * layout.tp * t.batch * t.seq_len * t.loss_bytes
+    yield Collective(kind="all_gather", axis="tp", bytes=numbers, count=steps, part="loss")
 
 
 def partial_sums(units: Iterable[Unit], at_shard: int, reduce_bytes: int) -> Iterable[Collective]:

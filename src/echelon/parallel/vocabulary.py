@@ -1,6 +1,6 @@
 """Embedding and cross-entropy with the vocabulary divided over tp: logits are never gathered.
 
-A vocabulary that does not divide is padded at the end. No token has a padded id, padded logits are -inf (no
+A vocabulary that does not divide is padded at the end. No token has a padded id, padded logits are left out (no
 probability, hence no gradient), and padded rows start at zero, so they stay zero.
 """
 
@@ -41,57 +41,64 @@ class VocabularyHead(nn.Module):
         super().__init__()
         self.weight, self.boundary, self.axis, self.vocabulary = weight, boundary, boundary.axis, vocabulary
 
-    def _local_logits(self, hidden: Tensor) -> Tensor:
-        logits = F.linear(self.boundary.enter(hidden), self.weight)
+    @property
+    def real(self) -> int:
+        """How many of this rank's rows are real; the others are padding."""
         rows = self.weight.shape[0]
-        real = min(max(self.vocabulary - self.axis.index * rows, 0), rows)
-        if real < rows:
-            padded = torch.arange(rows, device=logits.device) >= real
-            logits = logits.masked_fill(padded, float("-inf"))
-        return logits
+        return min(max(self.vocabulary - self.axis.index * rows, 0), rows)
 
     def forward(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self._local_logits(hidden)
-        count = (targets != IGNORED).sum()
-        losses: Tensor = _CrossEntropy.apply(logits, targets, self.axis)
-        return losses.sum(), count
+        logits = F.linear(self.boundary.enter(hidden), self.weight)
+        losses: Tensor = _CrossEntropy.apply(logits, targets, self.axis, self.real)
+        return losses.sum(), (targets != IGNORED).sum()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """All logits, gathered: for text samples, not for training."""
-        local = self._local_logits(hidden)
+        local = F.linear(self.boundary.enter(hidden), self.weight)
         whole = local.new_empty(self.axis.size, *local.shape)
-        self.axis.start_all_gather(whole.view(-1), local.contiguous().view(-1)).wait()
+        self.axis.start_all_gather(whole.view(-1), local.view(-1)).wait()
         return torch.cat(whole.unbind(0), dim=-1)[..., : self.vocabulary]
 
 
 class _CrossEntropy(Function):
-    """Losses from a slice of the logits. Two collectives: the maximum, then (sum of exponentials, target's logit)."""
+    """Losses from slices of the logits, with one small all-gather.
+
+    1. Each rank: softmax over its own real logits, and their logarithm of the sum of exponentials, `own`.
+    2. All-gather (own, the target's logit or 0): `total` = log sum exp of all `own`; the loss is total - target.
+    3. Backward: a probability over the whole vocabulary is the rank's probability times exp(own - total).
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, axis: Axis) -> Tensor:
-        exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if exact is logits:
-            exact = logits.clone()
-        largest = axis.all_reduce(exact.amax(dim=-1), op="max")
-        exact -= largest[..., None]
-        rows = logits.shape[-1]
-        local = targets - axis.index * rows
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, axis: Axis, real: int) -> Tensor:
+        exact = torch.promote_types(logits.dtype, torch.float32)
+        local = targets - axis.index * logits.shape[-1]
         valid = targets != IGNORED
-        here = (local >= 0) & (local < rows) & valid
+        here = (local >= 0) & (local < real) & valid
         local = local.masked_fill(~here, 0)
-        target = exact.gather(-1, local[..., None])[..., 0].masked_fill(~here, 0.0)
-        exact.exp_()
-        total, target = axis.all_reduce(torch.stack([exact.sum(dim=-1), target]))
-        exact /= total[..., None]
-        ctx.save_for_backward(exact, local, here, valid)
-        ctx.dtype = logits.dtype
-        losses: Tensor = (total.log() - target).masked_fill(~valid, 0.0)
-        return losses
+        numbers = torch.zeros(2, *targets.shape, dtype=exact, device=logits.device)
+        probabilities = torch.softmax(logits[..., :real], dim=-1, dtype=exact)
+        if real:
+            # The largest probability is at least 1 / vocabulary, so its logarithm is exact enough to go back from.
+            largest, index = logits[..., :real].max(dim=-1, keepdim=True)
+            numbers[0] = (largest.to(exact) - probabilities.gather(-1, index).log())[..., 0]
+            numbers[1] = logits.gather(-1, local[..., None])[..., 0].to(exact).masked_fill(~here, 0.0)
+        else:
+            numbers[0] = float("-inf")
+        everyone = numbers.new_empty(axis.size, *numbers.shape)
+        axis.start_all_gather(everyone.view(-1), numbers.view(-1)).wait()
+        total = everyone[:, 0].logsumexp(dim=0)
+        ctx.save_for_backward(probabilities, (numbers[0] - total).exp_(), local, here, valid)
+        ctx.shape, ctx.dtype = logits.shape, logits.dtype
+        return (total - everyone[:, 1].sum(dim=0)).masked_fill(~valid, 0.0)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        probabilities, local, here, valid = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        probabilities, share, local, here, valid = ctx.saved_tensors
+        real = probabilities.shape[-1]
         scale = gradients[0].masked_fill(~valid, 0.0)
-        out = probabilities * scale[..., None]
-        out.scatter_add_(-1, local[..., None], (-scale * here)[..., None].to(out.dtype))
-        return out.to(ctx.dtype), None, None
+        out = torch.empty(ctx.shape, dtype=ctx.dtype, device=probabilities.device)
+        out[..., real:].zero_()
+        torch.mul(probabilities, (share * scale)[..., None], out=out[..., :real])
+        if real:
+            out.scatter_add_(-1, local[..., None], (-scale * here)[..., None].to(ctx.dtype))
+        return out, None, None, None

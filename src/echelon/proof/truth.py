@@ -39,6 +39,9 @@ def write_truth(case: Case, rows: int, accumulate: int, path: Path) -> None:
             if total.requires_grad:
                 total.backward()
             loss, count = loss + total.item(), count + int(valid)
+        for p in model.parameters():
+            if p.requires_grad and p.grad is None:  # unused in this step: a gradient of zero, in every layout alike
+                p.grad = torch.zeros_like(p)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         for gradient in gradients:
             gradient.div_(max(count, 1))
@@ -54,5 +57,5 @@ def write_truth(case: Case, rows: int, accumulate: int, path: Path) -> None:
         for name, parameter in model.named_parameters():
             record[f"{step}/parameter/{name}"] = parameter.detach().clone()
             if parameter.requires_grad:
-                record[f"{step}/gradient/{name}"] = before.get(name, torch.zeros_like(parameter))
+                record[f"{step}/gradient/{name}"] = before[name]
     save_file(record, path)

@@ -148,7 +148,7 @@ class Prover:
             if owned != size:
                 wrong = f"{name} has {size} elements and {owned} are owned: the placement record is wrong"
                 raise RankError(wrong, rank=0, reason=wrong)
-        # The causes first: an update is wrong where a gradient is, and a parameter says more than a sum over all of them.
+        # Causes first: an update is wrong where a gradient is, and a parameter says more than a sum over all of them.
         kinds = ("gradient", "parameter", "norm", "loss")
         order = {name: index for index, name in enumerate(reports[0].sizes)}
         return sorted(found.values(), key=lambda d: (d.step, kinds.index(d.kind), order.get(d.name, 0)))

@@ -1,0 +1,51 @@
+"""The float32 update folds division and clipping into the fused kernel: equal to a plain loop that does them apart."""
+
+import pytest
+import torch
+
+from echelon import models, optim
+from echelon.train.config import OptimizerConfig
+from echelon.train.engine import Engine
+
+SHAPE = models.find("llama-tiny")
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize(
+    "rule",
+    [OptimizerConfig(lr=1e-2), OptimizerConfig(name="sgd", lr=1e-1, momentum=0.9)],
+    ids=lambda rule: rule.name,
+)
+def test_float32_steps_equal_a_plain_loop(rule, clip):
+    engine = Engine(models.build(SHAPE, "meta"), "dp=1,accumulate=2", rule, clip=clip)
+    plain = models.build(SHAPE, "cpu", seed=0)
+    matrices = [p for p in plain.parameters() if p.dim() >= 2]
+    vectors = [p for p in plain.parameters() if p.dim() < 2]
+    optimizer = optim.build(rule, matrices, vectors, fused=False)
+    source = torch.Generator().manual_seed(5)
+    for _ in range(3):
+        tokens = torch.randint(0, SHAPE.vocab, (4, 33), generator=source)
+        batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+        result = engine.step(batch)
+        optimizer.zero_grad()
+        total, count = plain(**batch)
+        (total / count).backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), clip or float("inf"))
+        optimizer.step()
+        assert result.norm == pytest.approx(norm.item(), rel=1e-5)
+        assert result.loss == pytest.approx((total / count).item(), rel=1e-5)
+        wanted = dict(plain.named_parameters())
+        for unit, piece in engine.parallel.flat.pieces():
+            name, shape = piece.entry.name, piece.entry.shape
+            held = engine.parallel.flat.view(unit.grad, piece).view(shape)
+            torch.testing.assert_close(held, wanted[name].grad, rtol=1e-3, atol=1e-5)
+            torch.testing.assert_close(unit.parameters[name], wanted[name], rtol=1e-4, atol=1e-4)
+
+
+def test_moments_take_two_values_an_element():
+    engine = Engine(models.build(SHAPE, "meta"), "dp=1", OptimizerConfig())
+    tokens = torch.zeros(1, 9, dtype=torch.int64)
+    engine.step({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
+    assert engine.optimizer.state_bytes() == 2 * 4 * SHAPE.parameters
+    assert optim.num_moments(OptimizerConfig()) == 2
+    assert optim.num_moments(OptimizerConfig(name="sgd")) == 0
