@@ -31,19 +31,16 @@ ZERO_LAYOUTS = ("dp=8", "dp=8,zero=1", "dp=8,zero=2", "dp=8,zero=3", "dp=8,shard
 @cache
 def units(layout: Layout) -> tuple[Unit, ...]:
     """The flat units of the example model on a layout, from shapes alone."""
-    from torch import nn
-
     from echelon.parallel.apply import read_entries
     from echelon.parallel.axis import Axis
 
     model = models.build(models.find(MODEL), "meta")
     entries = read_entries(model)
     names = shard.choose_units(model)
-    unread = [name for name in names if isinstance(model.get_submodule(name), nn.Embedding)]
     if layout.tp > 1:
         axis = Axis("tp", range(layout.tp), 0, None, frozenset())
         entries = tensor.split(model, entries, split_of(model), axis, sequence_parallel=bool(layout.sp))
-    return units_of(entries, names, layout.shards, unread)
+    return units_of(entries, names, layout.shards)
 
 
 def states() -> list[tuple[str, dict[str, int]]]:

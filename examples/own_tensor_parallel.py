@@ -1,7 +1,7 @@
 """A module of your own with its matrices divided over two ranks: python examples/own_tensor_parallel.py
 
-The table `split` says what each module is to tensor parallelism; docs/tensor-parallelism.md explains the words. Nothing else of the
-model knows about ranks, and `ec.verify` proves that the split computes what one device computes.
+The table `split` says what each module is to tensor parallelism; docs/tensor-parallelism.md explains the words. Nothing
+else of the model knows about ranks, and `ec.verify` proves that the split computes what one device computes.
 """
 
 import sys

@@ -201,7 +201,7 @@ def tied(*names: str) -> Entry:
 
 def test_entries_go_to_the_unit_of_the_module_that_holds_them() -> None:
     entries = [entry("embed.weight", 2), entry("blocks.1.w", 2), entry("blocks.10.w", 2), entry("blocks.1.b", 2)]
-    units = units_of(entries, ["blocks.1", "blocks.10"], 2)
+    units = units_of(entries, dict.fromkeys(["blocks.1", "blocks.10"], False), 2)
     assert {unit.name: [e.name for e in unit.entries] for unit in units} == {
         "": ["embed.weight"],
         "blocks.1": ["blocks.1.w", "blocks.1.b"],
@@ -212,19 +212,19 @@ def test_entries_go_to_the_unit_of_the_module_that_holds_them() -> None:
 
 def test_weights_tied_across_units_go_to_the_root() -> None:
     entries = [tied("embed.weight", "head.weight"), tied("a.w", "b.w"), tied("a.x", "a.y")]
-    units = units_of(entries, ["a", "b", "embed", "head"], 1)
+    units = units_of(entries, dict.fromkeys(["a", "b", "embed", "head"], False), 1)
     assert {unit.name: [e.name for e in unit.entries] for unit in units} == {"": ["embed.weight", "a.w"], "a": ["a.x"]}
 
 
 def test_there_is_no_empty_unit_and_the_root_comes_first() -> None:
-    units = units_of([entry("b.w", 2), entry("a.w", 2), entry("c", 2)], ["a", "empty", "b"], 1)
+    units = units_of([entry("b.w", 2), entry("a.w", 2), entry("c", 2)], dict.fromkeys(["a", "empty", "b"], False), 1)
     assert [unit.name for unit in units] == ["", "a", "b"]
-    assert [unit.name for unit in units_of([entry("a.w", 2)], ["a"], 1)] == ["a"]
+    assert [unit.name for unit in units_of([entry("a.w", 2)], dict.fromkeys(["a"], False), 1)] == ["a"]
 
 
-def test_backward_reads_every_unit_but_those_named() -> None:
-    units = units_of([entry("embed.w", 2), entry("a.w", 2), entry("c", 2)], ["embed", "a"], 1, ["embed"])
-    assert {unit.name: unit.read_in_backward for unit in units} == {"": True, "embed": False, "a": True}
+def test_the_root_is_kept_and_so_is_what_is_said_to_be() -> None:
+    units = units_of([entry("embed.w", 2), entry("a.w", 2), entry("c", 2)], {"embed": True, "a": False}, 1)
+    assert {unit.name: unit.kept for unit in units} == {"": True, "embed": True, "a": False}
 
 
 def test_a_buffer_holds_decayed_then_plain_then_frozen() -> None:

@@ -107,6 +107,20 @@ class Checkpointed(Net):
         return self.head(x).square().sum(), torch.tensor(len(x))
 
 
+class Borrowed(Net):
+    """Large weights outside the layers, used without calling their module, as a tied head often is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, 64, bias=False)
+
+    def forward(self, x: Tensor, kind: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.embed(x) @ self.embed.weight
+        for block in self.blocks:
+            x = x + block(x)
+        return F.linear(x, self.embed.weight).square().sum(), torch.tensor(len(x))
+
+
 class Structured(Net):
     """Modules that return dicts and tuples, one of whose tensors nobody uses."""
 
@@ -200,7 +214,7 @@ def check(pool: Pool, kind: type[Net], layout: str, **choices: Any) -> list[Outc
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", [Net, Twice, IdleInside, Frozen, FrozenHead, Checkpointed, Structured])
+@pytest.mark.parametrize("kind", [Net, Twice, IdleInside, Frozen, FrozenHead, Checkpointed, Borrowed, Structured])
 def test_equals_a_plain_loop(pool: Pool, kind: type[Net], layout: str) -> None:
     check(pool, kind, layout)
 

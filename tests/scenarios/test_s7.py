@@ -11,13 +11,12 @@ SHAPE = tiny("gpt", vocab=VOCABULARY, width=8, ffn=8, layers=1, tied=False)
 
 
 def train(layout):
-    """Two steps, the logits after them, and what the padding of this rank's rows came to."""
+    """Two steps, the logits after them, and what this rank's padded rows came to, and do to the loss."""
     engine = engine_of(SHAPE, layout)
     batch = batch_of(SHAPE, 2)
     losses = [engine.step(batch).loss for _ in range(2)]
     with torch.no_grad():
         logits = engine.model.logits(batch["tokens"])
-        padded_logits = padding_of(engine, batch["tokens"])
     padding = []
     for unit, piece in engine.parallel.flat.pieces():
         if piece.entry.shape[0] == VOCABULARY:
@@ -27,16 +26,18 @@ def train(layout):
                 padding.append(rows[real:].abs().sum().item())
                 assert rows[:real].abs().sum() > 0
     state = whole(engine.parallel, "master") if layout != "tp=1" else {}
-    return losses, logits[0, -1], padded_logits, padding, {k: v for k, v in state.items() if v.shape[0] == VOCABULARY}
+    with_poison = poisoned(engine, batch)
+    return losses, logits[0, -1], with_poison, padding, {k: v for k, v in state.items() if v.shape[0] == VOCABULARY}
 
 
-def padding_of(engine, tokens):
-    """The logits of ids that do not exist, on the rank that holds their rows."""
-    head = engine.model.head
-    if not hasattr(head, "axis"):
-        return torch.empty(0)
-    local = head._local_logits(engine.model.hidden(tokens))
-    return local[..., max(0, VOCABULARY - head.axis.index * local.shape[-1]) :]
+@torch.no_grad()
+def poisoned(engine, batch):
+    """The number of padded rows, and the loss before and after they would win every softmax that they took part in."""
+    weight, rank = engine.model.head.weight, engine.parallel.axes.at["tp"]
+    padded = weight[max(0, VOCABULARY - rank * len(weight)) :] if engine.layout.tp > 1 else weight[:0]
+    before = engine.model(**batch)[0].item()
+    padded[:, 0] = 1e3
+    return len(padded), before, engine.model(**batch)[0].item()
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +70,9 @@ def test_padded_ids_have_no_probability(runs):
         for _, logits, *_ in runs[tp]:
             assert torch.allclose(logits, expected, rtol=0, atol=1e-10)
             assert float(logits.softmax(-1).sum()) == pytest.approx(1.0, abs=1e-12)
-        paddings = [padding for _, _, padding, *_ in runs[tp]]
-        assert [padding.shape[-1] for padding in paddings] == [0] * (tp - 1) + [count]
-        assert bool((paddings[-1] == -torch.inf).all())
+        poisons = [poison for _, _, poison, *_ in runs[tp]]
+        assert [num_rows for num_rows, _, _ in poisons] == [0] * (tp - 1) + [count]
+        assert all(before == after for _, before, after in poisons)
 
 
 def test_padded_rows_have_no_gradient_and_stay_zero(runs):

@@ -17,7 +17,7 @@ box of the logical one. Norm, clip, checkpoint, verify and tied weights read not
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Coordinates = Mapping[str, int]
@@ -90,8 +90,8 @@ class Unit:
     """in the order of the buffer: decayed, not decayed, frozen"""
     shards: int
     """how many equal shards the buffer is cut into; 1 keeps it whole"""
-    read_in_backward: bool = True
-    """backward reads the values again; an embedding's does not"""
+    kept: bool = False
+    """once gathered it stays whole until its gradients are there, as the root does"""
     offsets: dict[str, int] = field(init=False, repr=False, compare=False)
     """where each entry starts in the buffer"""
 
@@ -213,19 +213,17 @@ class Placement:
         return {entry.name: entry for unit in self.units for entry in unit.entries}
 
 
-def units_of(
-    entries: Sequence[Entry], roots: Sequence[str], shards: int, unread: Container[str] = ()
-) -> tuple[Unit, ...]:
+def units_of(entries: Sequence[Entry], roots: Mapping[str, bool], shards: int) -> tuple[Unit, ...]:
     """Groups entries by the module in `roots` that holds them; what none holds (tied weights too) forms the unit "".
 
-    `unread` are the roots whose values backward does not read.
+    `roots` says of each module whether its unit is kept; the unit "" is.
     """
     groups: dict[str, list[Entry]] = {"": [], **{root: [] for root in roots}}
     for entry in entries:
         homes = {next((root for root in roots if name.startswith(root + ".")), "") for name in entry.names}
         groups[homes.pop() if len(homes) == 1 else ""].append(entry)
     return tuple(
-        Unit(name=name, entries=tuple(found), shards=shards, read_in_backward=name not in unread)
+        Unit(name=name, entries=tuple(found), shards=shards, kept=name == "" or roots[name])
         for name, found in groups.items()
         if found
     )

@@ -17,7 +17,6 @@ from echelon.models.splits import split_of
 from echelon.parallel import batchnorm, shard, tensor
 from echelon.parallel.axis import Axes, world_rank
 from echelon.parallel.flat import Flat
-from echelon.parallel.vocabulary import VocabularyEmbedding
 
 WORLD = "pp*replica*shard*cp*tp"
 AXES = ("replica", "shard", "dp", "tp", "shard*tp", WORLD)
@@ -75,8 +74,7 @@ def apply(model: nn.Module, layout: Layout, options: Options) -> Parallel:
     if layout.recompute == "full":
         recompute.apply(model, shard.layers(model))
     policy = shard.policy(layout, reshard_after_forward=options.reshard_after_forward, prefetch=options.prefetch)
-    unread = [name for name in units if isinstance(model.get_submodule(name), nn.Embedding | VocabularyEmbedding)]
-    placement = Placement(units=units_of(entries, units, policy.shards, unread), at=axes.at)
+    placement = Placement(units=units_of(entries, units, policy.shards), at=axes.at)
     flat = Flat(
         model,
         placement,

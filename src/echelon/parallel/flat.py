@@ -20,7 +20,7 @@ that some rank did not use cannot make ranks wait for different collectives. Wha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -211,8 +211,10 @@ class Flat:
         self._launched: list[FlatUnit] = []
         self._put_parameters()
         if policy.shards > 1 or not self.units[0].shares_storage:
-            for index in range(len(self.units)):
-                self._hook_module(index)
+            self._hook_model()
+            for unit in self.units:
+                if not unit.unit.kept:
+                    self._hook_layer(unit)
 
     def _put_parameters(self) -> None:
         modules = dict(self.model.named_modules())
@@ -273,14 +275,22 @@ class Flat:
             unit.updated()
 
     @contextmanager
-    def gathered(self, names: Container[str]) -> Iterator[None]:
-        """Units kept whole meanwhile, for calls of a module's methods other than its forward, which no hook sees."""
-        units = [unit for unit in self.units if unit.unit.name in names]
-        for unit in units:
-            unit.gather()
+    def kept_gathered(self) -> Iterator[None]:
+        """For calls of the model's methods other than its forward, which no hook on the model sees."""
+        self._gather_kept()
         yield
-        for unit in units:
+        for unit in self.units:
             unit.free()
+
+    def _gather_kept(self) -> None:
+        # What stays whole is gathered at the model's start, in one order everywhere, so that ranks may call different
+        # modules. Layers that are freed after use may not differ: their gathers come in the order of calls.
+        early = [unit for unit in self.units if unit.unit.kept or not self.policy.free_parameters]
+        for unit in early:
+            unit.start_gather()
+        for unit in early:
+            if unit.unit.kept:
+                unit.gather()
 
     def _launch(self, *, everything: bool) -> None:
         while self._waiting and (everything or self._waiting[0].complete):
@@ -303,39 +313,42 @@ class Flat:
 
     # -- hooks on modules ---------------------------------------------------------------------------------------------
 
-    def _hook_module(self, index: int) -> None:
-        unit = self.units[index]
-        module = self.model.get_submodule(unit.unit.name)
-        # What stays whole is all gathered at the first use of anything, in one order everywhere, so that ranks may call
-        # different modules. Under zero 3 they may not: gathers come in the order of calls.
-        at_once = [] if self.policy.free_parameters else self.units
-        ahead = self.units[index + 1 : index + 1 + self.policy.prefetch] if self.policy.free_parameters else []
-        behind = [u for u in self.units[max(index - self.policy.prefetch, 0) : index] if u.unit.read_in_backward][::-1]
-        is_root, is_last = unit.unit.name == "", index == len(self.units) - 1
+    def _hook_model(self) -> None:
+        def before_forward(_module: nn.Module, _args: Any) -> None:
+            self._gather_kept()
+
+        def after_forward(_module: nn.Module, _args: Any, output: Any) -> None:
+            if not any(tensor.requires_grad for tensor in tensors_in(output)):  # evaluation: no backward will free it
+                for unit in self.units:
+                    unit.free()
+
+        self.model.register_forward_pre_hook(before_forward)
+        self.model.register_forward_hook(after_forward)
+
+    def _hook_layer(self, unit: FlatUnit) -> None:
+        layers = [other for other in self.units if not other.unit.kept]
+        index, module = layers.index(unit), self.model.get_submodule(unit.unit.name)
+        prefetch = self.policy.prefetch if self.policy.free_parameters else 0
+        ahead = layers[index + 1 : index + 1 + prefetch]
+        behind = layers[max(index - prefetch, 0) : index][::-1]
+        is_last = index == len(layers) - 1
+
+        def gather_with(others: list[FlatUnit]) -> None:
+            unit.gather()
+            for other in others:
+                other.start_gather()
 
         def before_forward(_module: nn.Module, _args: Any) -> None:
-            for other in at_once:
-                other.start_gather()
-            unit.gather()
-            for other in ahead:
-                other.start_gather()
+            gather_with(ahead)
 
         def before_backward(_gradient: Tensor) -> None:
-            unit.gather()
-            for other in behind:
-                if not other.complete:  # the root's may be: it holds what comes last in forward too
-                    other.start_gather()
+            gather_with([other for other in behind if not other.complete])
 
         def after_forward(_module: nn.Module, _args: Any, output: Any) -> None:
             outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-            if not outputs:  # evaluation: nobody will come back for it
+            if not outputs or (self.policy.reshard_after_forward and not is_last):
                 unit.free()
-                return
-            if not self.policy.free_parameters:
-                return
-            if self.policy.reshard_after_forward and not is_root and not is_last:
-                unit.free()
-            for tensor in outputs if unit.unit.read_in_backward else ():
+            for tensor in outputs if self.policy.free_parameters else ():
                 tensor.register_hook(before_backward)
 
         module.register_forward_pre_hook(before_forward)

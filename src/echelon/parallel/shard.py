@@ -15,7 +15,7 @@ executes this.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -64,51 +64,56 @@ def policy(layout: Layout, *, reshard_after_forward: bool = True, prefetch: int 
 
 def layers(model: nn.Module) -> tuple[str, ...]:
     """The model's layers: the elements of its outermost lists of modules, or where there is no list its children."""
-    modules = dict(model.named_modules())
+    return _listed(model) or tuple(name for name, _ in model.named_children())
+
+
+def _listed(model: nn.Module) -> tuple[str, ...]:
     found = [
         f"{name}.{key}" if name else key
-        for name, module in modules.items()
-        if _is_list(module)
+        for name, module in model.named_modules()
+        if type(module).__name__ in ("ModuleList", "Sequential")
         for key, _ in module.named_children()
     ]
-    found = [name for name in found if not any(name.startswith(other + ".") for other in found)]
-    return tuple(found or [name for name, _ in model.named_children()])
+    return tuple(name for name in found if not any(name.startswith(other + ".") for other in found))
 
 
-def choose_units(model: nn.Module, patterns: Sequence[str] = ()) -> tuple[str, ...]:
-    """The modules that form units of their own: those the patterns name, or the layers and what is as large as one.
+def choose_units(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, bool]:
+    """The modules that form units of their own, each with whether it is kept whole from forward to backward.
 
-    A large embedding or head gets a unit of its own, so that it is not gathered or reduced together with the other;
-    what is small rides in the root's unit, since a small collective is all latency. A pattern that matches nothing is
-    an error.
+    Those that the patterns name; or without patterns the elements of lists of layers, and what is as large as one. What
+    is in no list is kept, as the root is: only a list's elements are sure to be used through their own forward, where
+    hooks gather them (`F.linear(x, self.embed.weight)` calls no module). What is small rides in the root's unit, since
+    a small collective is all latency. A pattern that matches nothing is an error.
     """
     modules = {name: module for name, module in model.named_modules() if name}
     if patterns:
-        chosen = [name for name in modules if any(fnmatchcase(name, pattern) for pattern in patterns)]
-        missed = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in modules)]
-        if missed:
-            known = ", ".join(list(modules)[:9])
-            raise ValueError(f"no module matches the unit pattern ({', '.join(missed)}); the model has {known}")
-        lists = [name for name in chosen if type(modules[name]).__name__ in ("ModuleList", "ModuleDict")]
-        if lists:
-            raise ValueError(
-                f"a list of modules is never called, so it cannot be a unit ({lists[0]}); use {lists[0]}.*"
-            )
-    else:
-        found = [name for name in layers(model) if name in modules]
-        outside = [name for name, _ in model.named_children() if not any(_inside(layer, name) for layer in found)]
-        sizes = {name: sum(p.numel() for p in modules[name].parameters()) for name in [*found, *outside]}
-        enough = max(max((sizes[name] for name in found), default=0) / 2, 1)
-        chosen = [name for name in modules if sizes.get(name, 0) >= enough]
-    return tuple(name for name in chosen if not any(_inside(name, other) and name != other for other in chosen))
+        return dict.fromkeys(_outermost(_matching(modules, patterns)), False)
+    listed = _listed(model)
+    children = [name for name, _ in model.named_children() if not any(_inside(layer, name) for layer in listed)]
+    sizes = {name: sum(p.numel() for p in modules[name].parameters()) for name in [*listed, *children]}
+    enough = max(max((sizes[name] for name in listed or children), default=0) / 2, 1)
+    return {name: name not in listed for name in _outermost(n for n in modules if sizes.get(n, 0) >= enough)}
+
+
+def _matching(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -> list[str]:
+    missed = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in modules)]
+    if missed:
+        known = ", ".join(list(modules)[:9])
+        raise ValueError(f"no module matches the unit pattern ({', '.join(missed)}); the model has {known}")
+    chosen = [name for name in modules if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    lists = [name for name in chosen if type(modules[name]).__name__ in ("ModuleList", "ModuleDict")]
+    if lists:
+        raise ValueError(f"a list of modules is never called, so it cannot be a unit ({lists[0]}); use {lists[0]}.*")
+    return chosen
+
+
+def _outermost(names: Iterable[str]) -> list[str]:
+    found = list(names)
+    return [name for name in found if not any(_inside(name, other) and name != other for other in found)]
 
 
 def _inside(name: str, other: str) -> bool:
     return name == other or name.startswith(other + ".")
-
-
-def _is_list(module: nn.Module) -> bool:
-    return type(module).__name__ in ("ModuleList", "Sequential")
 
 
 def collectives(
@@ -116,12 +121,12 @@ def collectives(
 ) -> Iterable[Collective]:
     """What one step issues, unit by unit. `compute_bytes` and `reduce_bytes` are the sizes of one element."""
     scatters = accumulate if plan.scatter_every_microbatch else 1
-    last = max((i for i, unit in enumerate(units) if unit.name), default=0)
+    last = max((index for index, unit in enumerate(units) if not unit.kept), default=-1)
     for index, unit in enumerate(units):
         whole, part = unit.shards * unit.shard_numel, unit.shard_numel
         if plan.shards > 1:
-            # Kept from forward to backward: the root, and the last unit, which backward needs first.
-            again = plan.reshard_after_forward and unit.read_in_backward and unit.name != "" and index != last
+            # The last layer is not freed in between: backward needs it first.
+            again = plan.reshard_after_forward and not unit.kept and index != last
             gathers = (2 if again else 1) * accumulate if plan.free_parameters else 1
             yield Collective(
                 kind="all_gather",
