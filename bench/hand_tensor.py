@@ -126,7 +126,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, turn: Rotation) -> Tensor:
         x = x + self.leave(F.linear(self.attend(self.enter(rms(x, self.norm1)), turn), self.o))
         h = self.enter(rms(x, self.norm2))
-        return x + self.leave(F.linear(F.silu(F.linear(h, self.gate)) * F.linear(h, self.up), self.down))
+        out: Tensor = x + self.leave(F.linear(F.silu(F.linear(h, self.gate)) * F.linear(h, self.up), self.down))
+        return out
 
     def attend(self, h: Tensor, turn: Rotation) -> Tensor:
         q, k, v = (
@@ -190,6 +191,6 @@ def hand_step(model: HandLlama, *, sequence: bool) -> Step:
             for parameter, gradient in zip(norms, together.split([p.numel() for p in norms]), strict=True):
                 parameter.grad = gradient
         optimizer.step()
-        return loss.item()
+        return float(loss)
 
     return step

@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import dtensor
 import hand_tensor
@@ -22,7 +23,6 @@ import peers
 from model import CONFIG
 from pairs import LOSS_TOLERANCE, WARM_UP, Summary, layout_of, measure, summary
 from peers import Step
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -89,16 +89,15 @@ def run(chosen: list[Comparison], pairs: int, console: Console) -> list[Row]:
     with Progress(*columns, console=console) as progress:
         for comparison in chosen:
             task = progress.add_task(f"{comparison.layout} / {comparison.against}", total=pairs + WARM_UP)
-            found = measure(
-                layout_of(comparison.layout), comparison.peer, pairs, lambda task=task: progress.advance(task)
-            )
+            tick = partial(progress.advance, task)
+            found = measure(layout_of(comparison.layout), comparison.peer, pairs, tick)
             rows.append(Row(comparison=comparison, summary=summary(found)))
     return rows
 
 
 def table(rows: list[Row]) -> Table:
     title = f"step time, ours / peer: {CONFIG.parameters / 1e6:.1f}M parameters, one thread per rank"
-    found = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    found = Table(title=title, box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in ("name", "ours", "peer"):
         found.add_column(heading, no_wrap=True)
     for heading in ("ms", "ms", "ratio", "quartiles", "bar"):

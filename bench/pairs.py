@@ -7,6 +7,7 @@ times do not.
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import tempfile
 import time
@@ -20,6 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from model import CONFIG, ROWS_PER_RANK, RULE, SEED, Batch, batches
 from peers import Step
+from torch.multiprocessing.spawn import start_processes
 
 from echelon import models
 from echelon.layout import Layout
@@ -47,7 +49,9 @@ class Pair:
 
     @property
     def loss_difference(self) -> float:
-        return abs(self.our_loss - self.peer_loss) / max(1.0, abs(self.peer_loss))
+        """Relative; infinite where a loss is not a number."""
+        difference = abs(self.our_loss - self.peer_loss) / max(1.0, abs(self.peer_loss))
+        return difference if math.isfinite(difference) else math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +101,7 @@ def measure(layout: Layout, peer: Callable[[], Step], pairs: int, tick: Callable
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = (layout, peer, pairs, f"file://{folder}/store", queue)
-        ranks = mp.start_processes(_rank, arguments, nprocs=layout.world, join=False, start_method="spawn")
+        ranks = start_processes(_rank, arguments, nprocs=layout.world, join=False, start_method="spawn")
         while not ranks.join(timeout=0.1):  # raises with the traceback of a rank that failed
             drain()
         drain()
@@ -120,7 +124,7 @@ def _rank(rank: int, layout: Layout, peer: Callable[[], Step], pairs: int, store
             pair = Pair(ours=seconds[0], peer=seconds[1], our_loss=timed["ours"][1], peer_loss=timed["peer"][1])
             queue.put((index < 0, pair))
     if layout.world > 1:
-        # In this order nothing is left to use the group while it, or another rank, is going away.
+        # A group that outlives its rank has threads, and one that wants Python's lock at exit aborts the process.
         sides.clear()
         gc.collect()
         dist.barrier()

@@ -43,7 +43,7 @@ def plain() -> Step:
         loss = total / count
         loss.backward()
         optimizer.step()
-        return loss.item()
+        return float(loss)
 
     return step
 
@@ -81,6 +81,6 @@ def data_parallel_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> St
         optimizer.step()
         shown = loss.detach()
         dist.all_reduce(shown)
-        return shown.item() / world
+        return float(shown) / world
 
     return step

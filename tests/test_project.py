@@ -27,7 +27,7 @@ MAY_KNOW = {
     "models": {"layout", "rng"},
     "memory": {"layout", "models", "rng"},
     "parallel": {"layout", "models", "memory", "rng", "compat"},
-    "optim": {"layout", "parallel"},
+    "optim": {"layout", "parallel", "compat"},
     "launch": {"layout", "compat"},
     "train": {"layout", "models", "data", "memory", "parallel", "optim", "launch", "rng", "compat"},
     "proof": {"layout", "models", "parallel", "optim", "launch", "train", "rng"},

@@ -289,12 +289,14 @@ def watch(model: ModelConfig, text: str, **choices: Any) -> tuple[set[str], list
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_zero_3_holds_the_root_one_block_and_what_is_prefetched(pool: Pool, prefetch: int, recompute: str) -> None:
+def test_zero_3_holds_what_is_kept_one_block_and_what_is_prefetched(pool: Pool, prefetch: int, recompute: str) -> None:
     deep = replace(LLAMA, layers=6)
     layout = f"dp=2,zero=3,accumulate=2,recompute={recompute}"
     for most, after in pool.run(watch, 2, deep, layout, prefetch=prefetch):
         assert after == [0, 0]
-        assert len(most) == 2 + prefetch, most
+        kept = most & {"", "embed", "head"}
+        assert len(kept) == 3
+        assert len(most - kept) == 1 + prefetch, most
 
 
 def test_without_resharding_all_units_stay_whole_until_backward(pool: Pool) -> None:
