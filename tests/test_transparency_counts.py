@@ -18,7 +18,7 @@ from echelon.layout import Layout, Mesh
 from echelon.layout.cost import Collective, totals
 from echelon.models import sizes
 from echelon.models.sizes import ModelConfig
-from echelon.parallel import batchnorm, shard
+from echelon.parallel import shard
 from echelon.parallel.axis import enumerate_groups
 from echelon.parallel.tensor import Traffic
 from echelon.proof.case import Case
@@ -59,10 +59,7 @@ def count(model: ModelConfig, text: str, **choices: Any) -> Counted:
 def _claims(engine: Engine, model: ModelConfig, layout: Layout) -> list[Collective]:
     size = engine.parallel.options.compute.itemsize
     if model.family == "conv":
-        channels = [out for _, out in model.convolutions] if layout.dp > 1 else []
-        return engine.collectives() + list(
-            batchnorm.collectives(channels, accumulate=layout.accumulate, element_bytes=size)
-        )
+        return engine.collectives()
     return engine.collectives(
         Traffic(
             layers=model.layers,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from echelon.cli.trouble import answer, told
+from echelon.layout.faults import Fault, FaultError
 
 if TYPE_CHECKING:
     from echelon.layout import Layout
@@ -18,7 +19,7 @@ EXAMPLES = """[bold]Examples[/bold]\n
 echelon verify\n
 echelon verify --model gpt-tiny --layouts "dp=2; tp=2,zero=1"\n
 echelon verify --model my_model.py:build --layouts "dp=2,zero=3"\n
-echelon verify --layouts "tp=2" --leave-out tp:all_gather
+echelon verify --layouts "tp=2" --leave-out tp:reduce_scatter
 """
 
 
@@ -47,6 +48,9 @@ def command(
     with told(as_json):
         from echelon.proof.ask import Request
 
+        if every and (config or model or layouts):
+            rule = "is the full product of our own models and layouts"
+            raise FaultError([Fault(key="all", value="true", rule=rule, legal="--all alone, or the others without it")])
         case, wanted = Request(config=config, layouts=layouts, model=model, leave_out=leave_out).read()
         shown = _Table(as_json)
         report = _prove(case, wanted, leave_out, every, shown)

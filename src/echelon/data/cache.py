@@ -18,15 +18,20 @@ def prepare(
     tokenizer: Tokenizer,
     progress: Progress | None = None,
 ) -> Path:
-    """One entry of `data.path` as a token file: itself where it is one, else its text tokenised into `folder`."""
+    """One entry of `data.path` as a token file: itself where it is one, else its text tokenised into `folder`.
+
+    A token file is read once as a whole and compared with its checksum.
+    """
     path = Path(path)
-    if is_token_file(path):
-        made_with = TokenFile(path).header.tokenizer
+    if is_token_file(path) or (path.suffix == ".tokens" and path.is_file()):
+        file = TokenFile(path)
+        made_with = file.header.tokenizer
         if made_with != tokenizer.name:
             raise TokenFileError(
                 f"token file was made with another tokenizer ({path}: {made_with}, data.tokenizer: {tokenizer.name}); "
                 "set data.tokenizer to the one that made it"
             )
+        file.verify()
         return path
     return cached(
         text_files([path]), folder, name=path.resolve().stem or "text", tokenizer=tokenizer, progress=progress
@@ -53,5 +58,5 @@ def cached(
         TokenFile(output)
     except TokenFileError:
         # Not there, or damaged by something other than us: either way it can be made again.
-        tokenize(files, output, tokenizer=tokenizer, progress=progress)
+        tokenize(files, output, tokenizer=tokenizer, progress=progress).verify()
     return output

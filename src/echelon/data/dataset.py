@@ -20,9 +20,10 @@ from echelon.data.mixture import Mixture
 from echelon.data.order import checked_indices, epoch_and_sample
 from echelon.data.tokens import AnyIntArray, IntArray, TokenFile, TokenFileError
 from echelon.layout.faults import Fault, FaultError
+from echelon.models.sizes import IGNORE
 
-NO_TARGET = -100
-"""The target where there is nothing to predict; torch's cross-entropy leaves it out by default."""
+NO_TARGET = IGNORE
+"""The target where there is nothing to predict."""
 
 
 class Place(NamedTuple):

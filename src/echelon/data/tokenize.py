@@ -26,6 +26,9 @@ TEXT_SUFFIXES = (
     ".ts",
 )
 
+_LOOKED_AT = 1 << 16
+"""bytes at the start of a file in which a NUL means that it is no text"""
+
 Progress = Callable[[int, int], None]
 """Called with the bytes of text read so far, and the bytes of all of it."""
 
@@ -49,6 +52,7 @@ def tokenize(
         for path in files:
             try:
                 with path.open("rb") as file:
+                    _refuse_binary(file, path)
                     writer.document(_reported(tokenizer.stream(file), file, done, total, progress))
                     done += file.tell()
             except OSError as error:
@@ -90,6 +94,12 @@ def search(
         found += [Path(root, name) for name in names if not name.startswith(".") and name.lower().endswith(suffixes)]
     # By parts and not by text: "a/b" and "a-b" would change places where the separator is another character.
     return sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(folder).parts)
+
+
+def _refuse_binary(file: BinaryIO, path: Path) -> None:
+    if b"\0" in file.read(_LOOKED_AT):
+        raise TextError(f"not a text ({path}: it has NUL bytes); give text, or a token file that tokenize wrote")
+    file.seek(0)
 
 
 def _reported(

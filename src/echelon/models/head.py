@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-IGNORE = -100
-"""A target that does not count."""
+from echelon.models.sizes import IGNORE
 
 
 def loss_sum(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -13,6 +12,17 @@ def loss_sum(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     wide = logits if logits.dtype == torch.float64 else logits.float()
     total = F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum")
     return total, (targets != IGNORE).sum()
+
+
+def loss_pair(output: object) -> tuple[Tensor, Tensor]:
+    """What a model's forward gave, held to the loss contract."""
+    if isinstance(output, tuple) and len(output) == 2 and isinstance(output[0], Tensor) and output[0].dim() == 0:
+        return output[0], torch.as_tensor(output[1])
+    given = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+    raise ValueError(
+        f"the model's forward must return (sum of losses, number of valid targets), and gave {given}; "
+        "return for instance F.cross_entropy(x, y, reduction='sum'), len(y)"
+    )
 
 
 class LanguageHead(nn.Module):

@@ -6,6 +6,9 @@ from itertools import pairwise
 
 from echelon.layout.faults import Fault, FaultError, did_you_mean
 
+IGNORE = -100
+"""A target that does not count; torch's cross-entropy leaves it out by default."""
+
 FAMILIES = ("gpt", "llama", "conv")
 
 KERNEL = 9
@@ -181,6 +184,15 @@ def find(name: str) -> ModelConfig:
                 hint=did_you_mean(name, SIZES),
             ),
         )
+    )
+
+
+def changed(config: ModelConfig, *, dropout: float | None, tied: bool | None) -> ModelConfig:
+    """The size with what a configuration sets in place of its own; none keeps it."""
+    return replace(
+        config,
+        dropout=config.dropout if dropout is None else dropout,
+        tied=config.tied if tied is None else tied,
     )
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from echelon.models.sizes import ModelConfig
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -31,14 +33,17 @@ _TRANSFORMER = {
 }
 
 SPLITS: dict[str, dict[str, str]] = {
-    "GPT": {**_TRANSFORMER, "positions": "positions"},
-    "Llama": {**_TRANSFORMER, "blocks.*.mlp.gate": "column"},
+    "gpt": {**_TRANSFORMER, "positions": "positions"},
+    "llama": {**_TRANSFORMER, "blocks.*.mlp.gate": "column"},
 }
+"""by family"""
 
 
 def split_of(model: nn.Module) -> dict[str, str]:
     """The model's table, or a clear refusal."""
-    table = getattr(model, "split", None) or SPLITS.get(type(model).__name__)
+    config = getattr(model, "config", None)
+    family = config.family if isinstance(config, ModelConfig) else ""
+    table = getattr(model, "split", None) or SPLITS.get(family)
     if not table:
         raise ValueError(
             f"tensor parallelism needs to know how to divide {type(model).__name__}; "

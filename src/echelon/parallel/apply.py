@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from echelon import rng
 from echelon.layout import Layout, Mesh
-from echelon.layout.placement import Entry, Piece, Placement, units_of
+from echelon.layout.placement import Entry, Placement, units_of
 from echelon.memory import recompute
 from echelon.models.splits import split_of
 from echelon.parallel import batchnorm, shard, tensor
 from echelon.parallel.axis import Axes, world_rank
+from echelon.parallel.first_values import first_values, move_buffers
 from echelon.parallel.flat import Flat
 
 WORLD = "pp*replica*shard*cp*tp"
@@ -60,7 +59,7 @@ def apply(model: nn.Module, layout: Layout, options: Options) -> Parallel:
     mesh = Mesh(layout)
     stream = rng.Stream(options.seed)
     units = shard.choose_units(model, options.units)
-    values = _values(model, options)
+    values = first_values(model, device=options.device, dtype=options.master, seed=options.seed)
     entries = read_entries(model)
 
     rng.attach(model, stream)
@@ -72,7 +71,7 @@ def apply(model: nn.Module, layout: Layout, options: Options) -> Parallel:
     if layout.dp > 1:
         batchnorm.synchronise(model, axes["dp"])
     if layout.recompute == "full":
-        recompute.apply(model, shard.layers(model))
+        recompute.apply(model, shard.layers(model), stream)
     policy = shard.policy(layout, reshard_after_forward=options.reshard_after_forward, prefetch=options.prefetch)
     placement = Placement(units=units_of(entries, units, policy.shards), at=axes.at)
     flat = Flat(
@@ -86,7 +85,7 @@ def apply(model: nn.Module, layout: Layout, options: Options) -> Parallel:
         master=options.master,
     )
     flat.fill(values)
-    _move_buffers(model, options)
+    move_buffers(model, options.device, options.compute)
     return Parallel(model, layout, axes, placement, flat, stream, policy, options)
 
 
@@ -107,53 +106,3 @@ def read_entries(model: nn.Module) -> list[Entry]:
         )
         for key, parameter in found.items()
     ]
-
-
-def _values(model: nn.Module, options: Options) -> Callable[[Piece], Tensor]:
-    """Gives a piece its first values: slices of the tensors the model came with, or counter-based numbers."""
-    given = {name: parameter.detach() for name, parameter in model.named_parameters() if not parameter.is_meta}
-    recipe: Any = getattr(model, "initial", None)
-    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta and recipe is None]
-    if missing:
-        raise ValueError(
-            f"parameters on the meta device need a method `initial(name)` ({type(model).__name__}: {missing[0]}, ...)"
-        )
-
-    def values(piece: Piece) -> Tensor:
-        entry = piece.entry
-        if entry.name in given:
-            part = given[entry.name][tuple(slice(low, high) for low, high in piece.box)]
-            padded = part.new_zeros(entry.local_shape)
-            padded[tuple(slice(0, size) for size in part.shape)] = part
-            return padded.reshape(-1)[piece.start : piece.stop]
-        out = torch.zeros(piece.stop - piece.start, dtype=options.master, device=options.device)
-        init: rng.Init = recipe(entry.name)
-        window = {dim: (low, entry.shape[dim]) for dim, (low, _) in enumerate(piece.box)}
-        for start, stop in piece.runs():
-            for first in range(start, stop, CHUNK):
-                last = min(first + CHUNK, stop)
-                index = rng.logical_index(entry.local_shape, window, first, last, options.device)
-                out[first - piece.start : last - piece.start] = init.values(
-                    options.seed, entry.name, index, options.master
-                )
-        return out
-
-    return values
-
-
-CHUNK = 1 << 22
-"""elements whose first values are drawn at a time"""
-
-
-def _move_buffers(model: nn.Module, options: Options) -> None:
-    """Buffers (running statistics, tables) are whole on every rank."""
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            target = options.compute if buffer.is_floating_point() else buffer.dtype
-            if buffer.is_meta:
-                made = torch.zeros(buffer.shape, dtype=target, device=options.device)
-                if name == "running_var":
-                    made.fill_(1.0)
-                module._buffers[name] = made
-            else:
-                module._buffers[name] = buffer.to(options.device, target)

@@ -34,12 +34,15 @@ class Axis:
         self.index = self.ranks.index(rank)
         self.group = group
         self.left_out = left_out
+        self.skipped = False
+        """a collective was really left out"""
 
     def __repr__(self) -> str:
         return f"Axis({self.name}, {self.index} of {self.size})"
 
     def idle(self, kind: str) -> bool:
         """True where there is nobody to talk to, or where a test left this collective out to see it missed."""
+        self.skipped |= self.size > 1 and kind in self.left_out
         return self.size == 1 or kind in self.left_out
 
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Tensor:
@@ -101,6 +104,11 @@ class Axes:
 
     def __getitem__(self, name: str) -> Axis:
         return self._axes[name]
+
+    @property
+    def skipped(self) -> bool:
+        """A collective was really left out, on some axis."""
+        return any(axis.skipped for axis in self._axes.values())
 
     def add(self, name: str) -> None:
         """Makes an axis. All ranks must add the same names in the same order."""

@@ -45,6 +45,7 @@ class SynchronisedBatchNorm(nn.Module):
     def __init__(self, plain: BatchNorm, axis: Axis):
         super().__init__()
         self.axis, self.eps, self.momentum = axis, plain.eps, plain.momentum
+        self.num_features = plain.num_features
         self.register_parameter("weight", plain.weight)
         self.register_parameter("bias", plain.bias)
         self.register_buffer("running_mean", plain.running_mean)
@@ -97,10 +98,22 @@ def synchronise(model: nn.Module, axis: Axis) -> int:
     return count
 
 
-def collectives(channels: Iterable[int], *, accumulate: int, element_bytes: int) -> Iterable[Collective]:
-    """Per layer and microbatch: (channels + 1) and channels elements, forward and backward."""
+def collectives(
+    channels: Iterable[int], *, accumulate: int, element_bytes: int, recompute: bool = False
+) -> Iterable[Collective]:
+    """Per layer and microbatch: (channels + 1) and channels elements, in forward, its repetition, and backward."""
+    passes = 3 if recompute else 2
     for count in channels:
         for size in (count + 1, count):
             yield Collective(
-                kind="all_reduce", axis="dp", bytes=size * element_bytes, count=2 * accumulate, part="batch statistics"
+                kind="all_reduce",
+                axis="dp",
+                bytes=size * element_bytes,
+                count=passes * accumulate,
+                part="batch statistics",
             )
+
+
+def channels_of(model: nn.Module) -> list[int]:
+    """The channels of every synchronised BatchNorm."""
+    return [module.num_features for module in model.modules() if isinstance(module, SynchronisedBatchNorm)]

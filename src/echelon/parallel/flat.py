@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 
 from echelon.layout.placement import Entry, Piece, Placement, Unit
 from echelon.parallel.axis import Axis, Done, Pending
-from echelon.parallel.shard import Policy
+from echelon.parallel.shard import Policy, layers
 
 
 class FlatUnit:
@@ -275,9 +276,12 @@ class Flat:
             unit.updated()
 
     @contextmanager
-    def kept_gathered(self) -> Iterator[None]:
-        """For calls of the model's methods other than its forward, which no hook on the model sees."""
-        self._gather_kept()
+    def outside_gathered(self) -> Iterator[None]:
+        """All but the layers whole, for calls of the model's methods other than its forward, which no hook sees."""
+        inside = layers(self.model)
+        for unit in self.units:
+            if unit.unit.kept or unit.unit.name not in inside:
+                unit.gather()
         yield
         for unit in self.units:
             unit.free()
@@ -326,12 +330,12 @@ class Flat:
         self.model.register_forward_hook(after_forward)
 
     def _hook_layer(self, unit: FlatUnit) -> None:
-        layers = [other for other in self.units if not other.unit.kept]
-        index, module = layers.index(unit), self.model.get_submodule(unit.unit.name)
+        freed = [other for other in self.units if not other.unit.kept]
+        index, module = freed.index(unit), self.model.get_submodule(unit.unit.name)
         prefetch = self.policy.prefetch if self.policy.free_parameters else 0
-        ahead = layers[index + 1 : index + 1 + prefetch]
-        behind = layers[max(index - prefetch, 0) : index][::-1]
-        is_last = index == len(layers) - 1
+        ahead = freed[index + 1 : index + 1 + prefetch]
+        behind = freed[max(index - prefetch, 0) : index][::-1]
+        is_last = index == len(freed) - 1
 
         def gather_with(others: list[FlatUnit]) -> None:
             unit.gather()
@@ -346,6 +350,8 @@ class Flat:
 
         def after_forward(_module: nn.Module, _args: Any, output: Any) -> None:
             outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+            if not outputs and torch.is_grad_enabled():
+                return  # backward may pass through something that we cannot see into: kept until the end
             if not outputs or (self.policy.reshard_after_forward and not is_last):
                 unit.free()
             for tensor in outputs if self.policy.free_parameters else ():
@@ -355,9 +361,26 @@ class Flat:
         module.register_forward_hook(after_forward)
 
 
+@contextmanager
+def explained(policy: Policy) -> Iterator[None]:
+    """Says what it means when a parameter is read that is not there."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not policy.free_parameters or "storage of size 0" not in str(error):
+            raise
+        raise ValueError(
+            "a layer's parameters were used outside its own forward, where zero=3 has freed them; "
+            "set shard.units to patterns of the modules that are called, or use zero=2"
+        ) from error
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
+    elif is_dataclass(value) and not isinstance(value, type):
+        for part in fields(value):
+            yield from tensors_in(getattr(value, part.name))
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_in(item)

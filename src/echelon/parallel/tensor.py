@@ -55,7 +55,7 @@ def split(
             f"sequence parallelism begins at an embedding, and the table of {type(model).__name__} calls no module "
             '"vocabulary" (sp=1); use sp=0'
         )
-    plan = _Split(model, axis, boundary, {name: entry for entry in entries for name in entry.names})
+    plan = _Split(model, axis, boundary, {name: entry for entry in entries for name in entry.names}, sequence_parallel)
     for name, word in words.items():
         plan.change(name, word)
     return [plan.entries[entry.name] for entry in entries]
@@ -83,9 +83,11 @@ def match(model: nn.Module, table: Table) -> dict[str, str]:
 class _Split:
     """The changes to one model, module by module."""
 
-    def __init__(self, model: nn.Module, axis: Axis, boundary: Boundary, entries: dict[str, Entry]):
+    def __init__(
+        self, model: nn.Module, axis: Axis, boundary: Boundary, entries: dict[str, Entry], sequence_parallel: bool
+    ):
         self.model, self.axis, self.boundary, self.entries = model, axis, boundary, entries
-        self.sequence_parallel = type(boundary).__name__ == "Sliced"
+        self.sequence_parallel = sequence_parallel
 
     def change(self, name: str, word: str) -> None:
         module = self.model.get_submodule(name)
@@ -128,7 +130,8 @@ class _Split:
         from echelon.parallel.vocabulary import VocabularyEmbedding
 
         self._cut(f"{name}.weight", Cut(axis="tp", dim=0, parts=self.axis.size))
-        self._replace(name, VocabularyEmbedding(cast("nn.Parameter", module.weight), self.boundary))
+        vocabulary = module.num_embeddings
+        self._replace(name, VocabularyEmbedding(cast("nn.Parameter", module.weight), self.boundary, vocabulary))
 
     def _head(self, name: str, module: Any) -> None:
         from echelon.parallel.vocabulary import VocabularyHead

@@ -22,14 +22,15 @@ IGNORED = -100
 class VocabularyEmbedding(nn.Module):
     """Looks up the rows this rank holds; the sum over ranks has every row."""
 
-    def __init__(self, weight: nn.Parameter, boundary: Boundary):
+    def __init__(self, weight: nn.Parameter, boundary: Boundary, vocabulary: int):
         super().__init__()
-        self.weight, self.boundary, self.axis = weight, boundary, boundary.axis
+        self.weight, self.boundary, self.axis, self.vocabulary = weight, boundary, boundary.axis, vocabulary
 
     def forward(self, ids: Tensor) -> Tensor:
         rows = self.weight.shape[0]
         local = ids - self.axis.index * rows
-        elsewhere = (local < 0) | (local >= rows)
+        # An id that is no token is not hidden: the look-up fails, as it does on one device.
+        elsewhere = ((local < 0) | (local >= rows)) & (ids >= 0) & (ids < self.vocabulary)
         out = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
         return self.boundary.leave(out.masked_fill(elsewhere[..., None], 0.0))
 
@@ -49,7 +50,7 @@ class VocabularyHead(nn.Module):
 
     def forward(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         logits = F.linear(self.boundary.enter(hidden), self.weight)
-        losses: Tensor = _CrossEntropy.apply(logits, targets, self.axis, self.real)
+        losses: Tensor = _CrossEntropy.apply(logits, targets, self.axis, self.real, self.vocabulary)
         return losses.sum(), (targets != IGNORED).sum()
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -69,19 +70,21 @@ class _CrossEntropy(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, axis: Axis, real: int) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, axis: Axis, real: int, vocabulary: int) -> Tensor:
         exact = torch.promote_types(logits.dtype, torch.float32)
         local = targets - axis.index * logits.shape[-1]
         valid = targets != IGNORED
         here = (local >= 0) & (local < real) & valid
         local = local.masked_fill(~here, 0)
+        # A target that is no token is not hidden either: no rank has such a row, and the look-up below fails.
+        local = local.masked_fill(valid & ((targets < 0) | (targets >= vocabulary)), logits.shape[-1])
         numbers = torch.zeros(2, *targets.shape, dtype=exact, device=logits.device)
         probabilities = torch.softmax(logits[..., :real], dim=-1, dtype=exact)
+        numbers[1] = logits.gather(-1, local[..., None])[..., 0].to(exact).masked_fill(~here, 0.0)
         if real:
             # The largest probability is at least 1 / vocabulary, so its logarithm is exact enough to go back from.
             largest, index = logits[..., :real].max(dim=-1, keepdim=True)
             numbers[0] = (largest.to(exact) - probabilities.gather(-1, index).log())[..., 0]
-            numbers[1] = logits.gather(-1, local[..., None])[..., 0].to(exact).masked_fill(~here, 0.0)
         else:
             numbers[0] = float("-inf")
         everyone = numbers.new_empty(axis.size, *numbers.shape)
@@ -92,7 +95,7 @@ class _CrossEntropy(Function):
         return (total - everyone[:, 1].sum(dim=0)).masked_fill(~valid, 0.0)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         probabilities, share, local, here, valid = ctx.saved_tensors
         real = probabilities.shape[-1]
         scale = gradients[0].masked_fill(~valid, 0.0)
@@ -101,4 +104,4 @@ class _CrossEntropy(Function):
         torch.mul(probabilities, (share * scale)[..., None], out=out[..., :real])
         if real:
             out.scatter_add_(-1, local[..., None], (-scale * here)[..., None].to(ctx.dtype))
-        return out, None, None, None
+        return out, None, None, None, None

@@ -23,7 +23,7 @@ DEFAULT_LAYOUTS = (
     "tp=2; tp=2,sp=0,recompute=full; tp=4,accumulate=4; dp=2,tp=2,zero=1; dp=2,tp=4,zero=3,recompute=full"
 )
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 AXES = ("dp", "replica", "shard", "tp", "shard*tp")
 
 
@@ -47,7 +47,9 @@ class Request:
         with gathered(faults):
             case = make_case(self.model or (config.model if config else "llama-tiny"))
         if config:
-            case = replace(case, model=_changed(case.model, config), optimizer=config.optimizer, clip=config.clip)
+            case = replace(case, optimizer=config.optimizer, clip=config.clip)
+            if isinstance(case.model, ModelConfig):
+                case = replace(case, model=sizes.changed(case.model, dropout=config.dropout, tied=config.tied))
         found: list[Layout] = []
         with gathered(faults):
             found = parse(layouts or DEFAULT_LAYOUTS, case)
@@ -63,13 +65,6 @@ def gathered(faults: list[Fault]) -> Iterator[None]:
         yield
     except FaultError as error:
         faults += error.faults
-
-
-def _changed(model: ModelConfig | str, config: Config) -> ModelConfig | str:
-    """The shape with what the configuration changes of it; a user's module is as it is."""
-    changes = {"dropout": config.dropout, "tied": config.tied}
-    given: dict[str, Any] = {key: value for key, value in changes.items() if value is not None}
-    return replace(model, **given) if isinstance(model, ModelConfig) else model
 
 
 def make_case(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from echelon.models.own import load
-from echelon.models.sizes import ModelConfig
+from echelon.models.sizes import IGNORE, ModelConfig
 from echelon.train.config import OptimizerConfig
 
 if TYPE_CHECKING:
@@ -27,6 +27,10 @@ class Case:
     seq_len: int = 33
     """odd on purpose: it divides by no tp"""
     seed: int = 1234
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"nothing is compared without a step (steps={self.steps}); use 1 or more")
 
     def build(self, device: str) -> nn.Module:
         """The one-device model; on "meta" (a model of ours) with shapes only, or as the user's factory makes it."""
@@ -54,6 +58,6 @@ class Case:
         tokens = torch.randint(0, self.model.vocab, (rows, self.seq_len + 1), generator=source)
         targets = tokens[:, 1:].clone()
         # Ranks and microbatches with different numbers of valid targets tell a mean of means from the mean.
-        targets[torch.rand(targets.shape, generator=source) < 0.3] = -100
-        targets[::3, : self.seq_len // 2] = -100
+        targets[torch.rand(targets.shape, generator=source) < 0.3] = IGNORE
+        targets[::3, : self.seq_len // 2] = IGNORE
         return {"tokens": tokens[:, :-1], "targets": targets}

@@ -23,7 +23,7 @@ class Difference:
 
     step: int
     kind: str
-    """loss, norm, gradient or parameter"""
+    """loss, norm, gradient, parameter or buffer"""
     name: str
     error: float
     """max|a-b| over the rank's elements, divided by max(1, max|b|) over the whole tensor"""
@@ -36,6 +36,8 @@ class RankReport:
     """elements of each parameter that this rank counts as its own"""
     sizes: dict[str, int]
     """elements of each whole parameter, in the order of the model"""
+    skipped: bool
+    """the collective that was to be left out was met, and left out"""
 
 
 def run_and_compare(case: Case, layout_text: str, leave_out: str, truth: Path) -> RankReport:
@@ -57,6 +59,9 @@ def run_and_compare(case: Case, layout_text: str, leave_out: str, truth: Path) -
                         held = held / clipped  # by its own norm: whether that is right is asked apart
                     whole = record.get_tensor(f"{step}/{kind}/{piece.entry.name}")
                     found.append(Difference(step, kind, piece.entry.name, error(held, expected(whole, piece), whole)))
+            for name, buffer in engine.model.named_buffers():
+                whole = record.get_tensor(f"{step}/buffer/{name}")
+                found.append(Difference(step, "buffer", name, error(buffer.double(), whole, whole)))
     owned = {
         piece.entry.name: sum(stop - start for start, stop in piece.runs())
         if piece.owner and engine.parallel.placement.first_replica
@@ -65,7 +70,7 @@ def run_and_compare(case: Case, layout_text: str, leave_out: str, truth: Path) -
     }
     entries = engine.parallel.placement.entries
     sizes = {name: torch.Size(entries[name].shape).numel() for name, _ in engine.model.named_parameters()}
-    return RankReport(tuple(found), owned, sizes)
+    return RankReport(tuple(found), owned, sizes, engine.parallel.axes.skipped)
 
 
 def _scalars(step: int, result: StepResult, record: safe_open) -> list[Difference]:

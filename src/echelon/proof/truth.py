@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from echelon import optim, rng
+from echelon.models.head import loss_pair
 from echelon.proof.case import Case
 
 
@@ -35,7 +36,7 @@ def write_truth(case: Case, rows: int, accumulate: int, path: Path) -> None:
         loss, count = 0.0, 0
         for start in range(0, rows, size):
             stream.samples = torch.arange(start, start + size) + step * rows
-            total, valid = model(**{key: value[start : start + size] for key, value in batch.items()})
+            total, valid = loss_pair(model(**{key: value[start : start + size] for key, value in batch.items()}))
             if total.requires_grad:
                 total.backward()
             loss, count = loss + total.item(), count + int(valid)
@@ -58,4 +59,6 @@ def write_truth(case: Case, rows: int, accumulate: int, path: Path) -> None:
             record[f"{step}/parameter/{name}"] = parameter.detach().clone()
             if parameter.requires_grad:
                 record[f"{step}/gradient/{name}"] = before[name]
+        for name, buffer in model.named_buffers():
+            record[f"{step}/buffer/{name}"] = buffer.double().clone()
     save_file(record, path)

@@ -15,7 +15,7 @@ from echelon.launch.failure import RankError
 from echelon.launch.pool import Pool
 from echelon.layout import Layout
 from echelon.models.sizes import ModelConfig
-from echelon.proof.ask import DEFAULT_LAYOUTS, make_case, parse
+from echelon.proof.ask import DEFAULT_LAYOUTS, check_leave_out, make_case, parse
 from echelon.proof.case import Case
 from echelon.proof.compare import Difference, RankReport, run_and_compare
 from echelon.proof.truth import write_truth
@@ -82,6 +82,7 @@ def verify(
     function of (rows, seed) that makes its batches. `leave_out` drops a collective on purpose, such as
     "tp:all_reduce", to see the failure.
     """
+    check_leave_out(leave_out)
     case = make_case(model, batch, **case_options)
     wanted = parse(layouts, case)
     if pool is not None:
@@ -98,23 +99,29 @@ class Prover:
         self._folder = Path(tempfile.mkdtemp(prefix="echelon-verify-"))
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._truths: dict[tuple[int, int], Path] = {}
+        self._skipped = False
 
     def report(self, layouts: Iterable[Layout], progress: Callable[[Verdict], None] = lambda _: None) -> Report:
         verdicts = []
         for layout in layouts:
             verdicts.append(self.judge(layout))
             progress(verdicts[-1])
+        if not verdicts:
+            raise ValueError('no layout was given, so nothing would be proved; name one, such as "dp=2"')
+        if self.leave_out and not self._skipped:
+            raise ValueError(
+                f"nothing was left out: none of the layouts issues {self.leave_out}; name one that they do"
+            )
         return Report(verdicts=tuple(verdicts))
 
     def judge(self, layout: Layout) -> Verdict:
-        started = time.perf_counter()
-        layout = suited(layout)
+        started, asked, layout = time.perf_counter(), str(layout), suited(layout)
         try:
             differences = self._differences(layout)
         except RankError as error:
             seconds = time.perf_counter() - started
             return Verdict(
-                layout=str(layout),
+                layout=asked,
                 passed=False,
                 max_error=float("inf"),
                 first_difference=None,
@@ -124,7 +131,7 @@ class Prover:
             )
         wrong = [d for d in differences if d.error > TOLERANCE]
         return Verdict(
-            layout=str(layout),
+            layout=asked,
             passed=not wrong,
             max_error=max(d.error for d in differences),
             first_difference=wrong[0] if wrong else None,
@@ -137,6 +144,7 @@ class Prover:
         reports: list[RankReport] = self.pool.run(
             run_and_compare, layout.world, self.case, str(layout), self.leave_out, truth, timeout=120.0
         )
+        self._skipped |= any(report.skipped for report in reports)
         found: dict[tuple[int, str, str], Difference] = {}
         for report in reports:
             for difference in report.differences:
@@ -149,7 +157,7 @@ class Prover:
                 wrong = f"{name} has {size} elements and {owned} are owned: the placement record is wrong"
                 raise RankError(wrong, rank=0, reason=wrong)
         # Causes first: an update is wrong where a gradient is, and a parameter says more than a sum over all of them.
-        kinds = ("gradient", "parameter", "norm", "loss")
+        kinds = ("gradient", "parameter", "buffer", "norm", "loss")
         order = {name: index for index, name in enumerate(reports[0].sizes)}
         return sorted(found.values(), key=lambda d: (d.step, kinds.index(d.kind), order.get(d.name, 0)))
 

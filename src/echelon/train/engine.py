@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from echelon.layout import Layout, check
 from echelon.layout.cost import Collective
+from echelon.models.head import loss_pair
 from echelon.models.sizes import ModelConfig
 from echelon.optim import Rule, ShardedOptimizer
-from echelon.parallel import shard, tensor
+from echelon.parallel import batchnorm, shard, tensor
 from echelon.parallel.apply import Options, Parallel, apply
 from echelon.parallel.axis import Axis, sum_together, world_size
+from echelon.parallel.flat import explained
 from echelon.train.config import OptimizerConfig
 from echelon.train.norm import GradientNorm, clip_factor
 
@@ -48,7 +50,8 @@ class Microbatch:
     """global sample index of each row"""
 
 
-def _facts(model: nn.Module) -> ModelConfig | None:
+def shape_of(model: nn.Module) -> ModelConfig | None:
+    """The shape of a model of ours; a user's module has none that we know."""
     config = getattr(model, "config", None)
     return config if isinstance(config, ModelConfig) else None
 
@@ -65,12 +68,7 @@ class Engine:
         clip: float = 0.0,
         options: Options | None = None,
     ):
-        if isinstance(layout, str):
-            layout = check(layout, world=world_size(), model=_facts(model))
-        if layout.world != world_size():
-            raise ValueError(
-                f"the layout needs {layout.world} ranks and {world_size()} are running ({layout}); start as many"
-            )
+        layout = check(str(layout), world=world_size(), model=shape_of(model))
         if layout.plan_only:
             raise ValueError("; ".join(layout.plan_only))
         self.rule: Rule = optimizer or OptimizerConfig()
@@ -85,10 +83,12 @@ class Engine:
     # -- one step -----------------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch, *, lr: float | None = None) -> StepResult:
-        """Trains on the global batch, of dp x microbatch x accumulate rows, which every rank is given alike."""
+        """Trains on the global batch, any multiple of dp x accumulate rows, which every rank is given alike."""
         return self.run(self.microbatches(batch), lr=lr)
 
     def microbatches(self, batch: Batch) -> Iterator[Microbatch]:
+        if not batch:
+            raise ValueError("the batch is empty; give the model's keyword arguments as tensors")
         rows = len(next(iter(batch.values())))
         layout = self.layout
         if rows % (layout.dp * layout.accumulate):
@@ -132,9 +132,10 @@ class Engine:
     def _forward_backward(self, microbatch: Microbatch, *, first: bool, last: bool) -> tuple[Tensor, Tensor]:
         flat = self.parallel.flat
         flat.begin(first=first, last=last)
-        total, count = self.model(**self.prepared(microbatch))
-        if total.requires_grad:
-            total.backward()
+        with explained(self.parallel.policy):
+            total, count = loss_pair(self.model(**self.prepared(microbatch)))
+            if total.requires_grad:
+                total.backward()
         flat.end()
         return total.detach(), count
 
@@ -156,7 +157,7 @@ class Engine:
         self.model.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self.parallel.options.device)
         for microbatch in microbatches:
-            total, count = self.model(**self.prepared(microbatch))
+            total, count = loss_pair(self.model(**self.prepared(microbatch)))
             totals[0] += total
             totals[1] += count
         self.model.train(was_training)
@@ -181,6 +182,12 @@ class Engine:
         )
         if traffic is not None:
             found += tensor.collectives(traffic, self.layout)
+        found += batchnorm.collectives(
+            batchnorm.channels_of(self.model),
+            accumulate=self.layout.accumulate,
+            element_bytes=max(options.compute.itemsize, 4),
+            recompute=self.layout.recompute == "full",
+        )
         found += tensor.partial_sums(units, self.parallel.axes.at["shard"], reduce_bytes)
         if self.layout.dp > 1:
             found.append(Collective(kind="all_reduce", axis="dp", bytes=16, part="loss and count"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import asdict, dataclass
 
@@ -116,6 +117,11 @@ class Loop:
                     count=result.count,
                     skipped=result.skipped,
                     seconds=seconds,
+                )
+            if not math.isfinite(result.loss + result.norm):
+                raise ValueError(
+                    f"training diverged at step {step + 1} (loss {result.loss}, gradient norm {result.norm}); "
+                    "lower optimizer.lr, or set clip"
                 )
             if config.eval.every and ((step + 1) % config.eval.every == 0 or step + 1 == config.steps):
                 eval_loss = self.engine.evaluate(self.task.evaluation(self.engine))

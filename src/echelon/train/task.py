@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from echelon import data, models
 from echelon.layout import Fault, FaultError
 from echelon.models.own import load
-from echelon.models.sizes import ModelConfig
+from echelon.models.sizes import ModelConfig, changed
 from echelon.train import text
 from echelon.train.config import Config, is_own
 from echelon.train.display import Derived
@@ -141,12 +140,7 @@ class OwnTask:
 
 def shape_of(config: Config) -> ModelConfig:
     """The named size, with what the configuration changes of it."""
-    shape = models.find(config.model)
-    if config.dropout is not None:
-        shape = replace(shape, dropout=config.dropout)
-    if config.tied is not None:
-        shape = replace(shape, tied=config.tied)
-    return shape
+    return changed(models.find(config.model), dropout=config.dropout, tied=config.tied)
 
 
 def _tensors(batch: dict[str, data.tokens.IntArray]) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ def write(engine: Engine, tokenizer: Tokenizer, prompt: str, tokens: int, *, tem
     start = len(ids)
     was_training = model.training
     model.eval()
-    with engine.parallel.flat.kept_gathered():  # `logits` is not `forward`: only the layers gather by themselves
+    with engine.parallel.flat.outside_gathered():  # `logits` is not `forward`: only the layers gather by themselves
         for position in range(tokens):
             window = torch.tensor([ids[-length:]], device=device)
             logits = model.logits(window)[0, -1, : tokenizer.vocab_size].double()

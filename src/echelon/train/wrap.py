@@ -11,7 +11,7 @@ differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from echelon import compat
-from echelon.layout import Layout, check
+from echelon.layout import FaultError, Layout, check, rules
+from echelon.layout.placement import Piece
 from echelon.parallel.apply import WORLD, Options, apply
 from echelon.parallel.axis import Axis, sum_together, world_size
 from echelon.parallel.flat import tensors_in
@@ -48,6 +49,8 @@ class Wrapped(nn.Module):
         self._begun: bool | None = None
         """whether the microbatch under way ends a step, as it was when its forward began; none between two"""
         self._samples = 0
+        self.module.register_state_dict_pre_hook(self._before_state_dict)
+        self.module.register_load_state_dict_pre_hook(self._before_load)
         # Before the units' own hooks: what they gather must not be what was there before the optimizer's step.
         self.module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
         for unit in self._parallel.flat.units:
@@ -89,18 +92,8 @@ class Wrapped(nn.Module):
                 parameter.grad.mul_(factor)
         return norm
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """As of any module where parameters are whole. Slices are refused: a file of them would look like the model."""
-        if self._parallel.policy.shards > 1:
-            raise ValueError(
-                f"this rank holds slices of the parameters ({self.layout}); "
-                "call model.full_state_dict() on every rank, which gives them whole"
-            )
-        found: dict[str, Any] = super().state_dict(*args, **kwargs)
-        return found
-
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Every logical parameter, whole, on every rank, under each of its names; buffers too."""
+        """What the one-device model's `state_dict` would be, whole, on every rank; `state_dict` itself refuses slices."""
         found: dict[str, Tensor] = {}
         placement, flat = self._parallel.placement, self._parallel.flat
         for unit, piece in flat.pieces():
@@ -114,7 +107,77 @@ class Wrapped(nn.Module):
             whole[box] = local.view(entry.local_shape)[real]
             self._parallel.axes[WORLD].all_reduce(whole)
             found.update(dict.fromkeys(entry.names, whole))
-        return found | {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        return found | {name: buffer.clone() for name, buffer in self._buffers_kept()}
+
+    @torch.no_grad()
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """The inverse of `full_state_dict`, or a one-device model's `state_dict`: every rank gives all of it, whole."""
+        self._check_full(state)
+        flat = self._parallel.flat
+        for unit in flat.units:
+            unit.free()  # what a forward pass without a backward pass left gathered is old
+
+        def values(piece: Piece) -> Tensor:
+            part = state[piece.entry.name][tuple(slice(low, high) for low, high in piece.box)]
+            padded = part.new_zeros(piece.entry.local_shape)
+            padded[tuple(slice(0, size) for size in part.shape)] = part
+            return padded.reshape(-1)[piece.start : piece.stop]
+
+        flat.fill(values)
+        for name, buffer in self._buffers_kept():
+            buffer.copy_(state[name])
+
+    def _check_full(self, state: Mapping[str, Tensor]) -> None:
+        entries = self._parallel.placement.entries.values()
+        shapes = {name: tuple(buffer.shape) for name, buffer in self._buffers_kept()}
+        shapes |= {name: entry.shape for entry in entries for name in entry.names}
+        wrong = [f"{name} is missing" for name in shapes if name not in state]
+        wrong += [f"{name} is not in the model" for name in state if name not in shapes]
+        both = [name for name in shapes if name in state and tuple(state[name].shape) != shapes[name]]
+        wrong += [f"{name} has shape {tuple(state[name].shape)}, not {shapes[name]}" for name in both]
+        if not wrong:
+            tied = [(entry.name, other) for entry in entries for other in entry.names[1:]]
+            wrong = [f"{a} and {b} differ but are one" for a, b in tied if not torch.equal(state[a], state[b])]
+        if wrong:
+            raise ValueError(
+                f"the state is not this model's ({'; '.join(wrong)}); give what full_state_dict() gave, "
+                "or the state_dict() of the model before wrap"
+            )
+
+    def _buffers_kept(self) -> Iterator[tuple[str, Tensor]]:
+        """The buffers that a `state_dict` holds: not those that a module makes anew each time."""
+        for home, module in self.module.named_modules(remove_duplicate=False):
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                if name not in module._non_persistent_buffers_set:
+                    yield f"{home}.{name}" if home else name, buffer
+
+    @property
+    def _holds_slices(self) -> bool:
+        entries = self._parallel.placement.entries.values()
+        return self._parallel.policy.shards > 1 or any(entry.local_shape != entry.shape for entry in entries)
+
+    def _before_state_dict(self, _module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
+        """As of any module where parameters are whole. Slices are refused: a file of them would look like the model."""
+        if self._holds_slices:
+            raise ValueError(
+                f"this rank holds slices of the parameters ({self.layout}); "
+                "call model.full_state_dict() on every rank, which gives them whole"
+            )
+        for unit in self._parallel.flat.units:
+            # Where the optimizer has a copy of its own, the module's is made from it when it is next used: now.
+            unit.updated()
+            unit.gather()
+
+    def _before_load(self, _module: nn.Module, _state: Any, _prefix: str, metadata: Any, *_rest: Any) -> None:
+        """Only parameters that are whole, and the optimizer's own, may be copied into."""
+        units = self._parallel.flat.units
+        replaced = bool(metadata.get("assign_to_params_buffers"))
+        if replaced or self._holds_slices or not all(unit.shares_storage for unit in units):
+            why = "assign=True" if replaced else f"{self.layout}, {units[0].full.dtype}"
+            raise ValueError(
+                f"the model's parameters are not whole and its optimizer's own here ({why}); "
+                "call model.load_full_state_dict(state) on every rank, with the whole tensors"
+            )
 
     def _exposed(self) -> Iterator[tuple[str, nn.Parameter]]:
         flat = self._parallel.flat
@@ -195,6 +258,8 @@ def wrap(model: nn.Module, layout: Layout | str = "", **options: Any) -> Wrapped
     """
     if isinstance(layout, str):
         layout = check(layout, world=world_size())
+    elif faults := rules.faults(layout, world=world_size()):
+        raise FaultError(faults)
     if layout.plan_only:
         raise ValueError("; ".join(layout.plan_only))
     if layout.accumulate > 1 or layout.microbatch > 1:
@@ -202,7 +267,9 @@ def wrap(model: nn.Module, layout: Layout | str = "", **options: Any) -> Wrapped
             "in a loop of your own the batch is yours; leave microbatch and accumulate out of the layout, "
             "and use model.no_sync()"
         )
-    first = next(model.parameters())
+    first = next(model.parameters(), None)
+    if first is None:
+        raise ValueError(f"the model has no parameters ({type(model).__name__}), so there is nothing to lay out")
     chosen = Options(
         device=first.device, compute=first.dtype, master=torch.promote_types(first.dtype, torch.float32), **options
     )
