@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,3 +130,85 @@ def test_sequence_parallelism_without_an_embedding_lost_the_sequence(pool):
         pool.run(region, 2, "tp=2")
     assert pool.run(region, 2, "tp=2,sp=0") == [2, 2]
     assert Layout.parse("tp=2").sp == 1
+
+
+def load_inside(layout, dtype):
+    model = ec.wrap(Two().to(dtype), layout)
+    model.module.load_state_dict(Two().state_dict())
+
+
+@pytest.mark.parametrize(("layout", "dtype"), [("dp=2,zero=3", torch.float32), ("dp=2", torch.bfloat16)])
+def test_loading_into_slices_killed_the_process(pool, layout, dtype):
+    """`load_state_dict` copied into storage that zero=3 had freed: SIGSEGV. Under bfloat16 it copied into what the next
+    forward pass overwrites."""
+    with pytest.raises(RankError, match=r"ValueError: .*call model.load_full_state_dict\(state\) on every rank"):
+        pool.run(load_inside, 2, layout, dtype)
+
+
+def test_loading_into_whole_parameters_works():
+    model, other = ec.wrap(Two()), ec.wrap(Two())
+    model.load_state_dict(other.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    with pytest.raises(ValueError, match="assign=True"):
+        model.module.load_state_dict(Two().state_dict(), assign=True)
+
+
+def test_a_state_dict_was_one_step_old():
+    """In bfloat16 the optimizer has a copy of its own, and the module's parameters follow at the next forward pass."""
+    model = ec.wrap(Two().bfloat16())
+    model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    given = model.state_dict()
+    assert all(
+        torch.equal(given["module." + name], value.bfloat16()) for name, value in model.full_state_dict().items()
+    )
+
+
+def too_large():
+    return ec.wrap(Two(), Layout(dp=4))
+
+
+def test_wrap_took_a_layout_of_another_world_and_models_without_parameters(pool):
+    """A layout was checked against the world as text only; `nn.Tanh()` ended in StopIteration."""
+    with pytest.raises(RankError, match=r"FaultError: .*world"):
+        pool.run(too_large, 2)
+    with pytest.raises(ValueError, match="the model has no parameters"):
+        ec.wrap(nn.Tanh())
+
+
+NO_GUARD = """
+import torch
+from torch import nn
+import echelon as ec
+
+class Model(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).sum(), torch.tensor(len(x))
+
+def build():
+    return Model(2, 2)
+
+def batch(rows, step):
+    return {{"x": torch.ones(rows, 2)}}
+
+print("the script runs", flush=True)
+{call}
+"""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "ec.train(build, steps=1, batch=2, device='cpu')",
+        "ec.train(build, steps=1, batch=2, device='cpu', procs=2)",
+        "assert ec.verify(build, 'dp=1', batch=batch).passed",
+    ],
+)
+def test_a_script_without_a_main_guard_ran_twice(tmp_path, call):
+    """A rank reads the file to find the function, and reading it trained again."""
+    script = Path(tmp_path, "script.py")
+    script.write_text(NO_GUARD.format(call=call))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    assert done.returncode != 0
+    assert 'put the call under `if __name__ == "__main__":`' in done.stderr
+    assert not Path(tmp_path, "runs").exists()

@@ -23,7 +23,7 @@ MAY_KNOW = {
     "layout": set(),
     "compat": set(),
     "rng": set(),
-    "data": {"layout", "rng"},
+    "data": {"layout", "models", "rng"},
     "models": {"layout", "rng"},
     "memory": {"layout", "models", "rng"},
     "parallel": {"layout", "models", "memory", "rng", "compat"},

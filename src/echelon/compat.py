@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
     import torch.distributed as dist
     from torch import Tensor
 
@@ -48,12 +47,3 @@ def after_backward(callback: Callable[[], None]) -> None:
     from torch.autograd import Variable
 
     Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined, no-untyped-call]
-
-
-def scale_in_step(optimizer: torch.optim.Optimizer, scale: Tensor) -> None:
-    """A fused optimizer's next steps read gradients times `scale`, and leave them so. Tried on 2.11 and 2.13.
-
-    The attribute is what torch's GradScaler sets: the kernel divides by it while it reads the gradient anyway. It is
-    float32, so a float64 run must multiply by itself.
-    """
-    optimizer.grad_scale = scale.reciprocal().float()  # type: ignore[attr-defined]

@@ -99,7 +99,7 @@ def test_torchrun_just_works(here):
 
 
 def test_a_rank_that_raises_ends_the_job_with_its_traceback(here):
-    done = command("--set", "model=own.py:fails_on_one_rank", "--set", "layout=dp=2", *TINY)
+    done = command("--set", "model=own.py:fails_on_one_rank", "--set", "layout=dp=2", "--set", "batch=4")
     assert done.returncode == 1
     assert done.stderr.startswith("echelon: rank 1 of 2 failed")
     assert done.stderr.count("Traceback (most recent call last)") == 1
@@ -151,6 +151,11 @@ def test_an_error_of_a_users_factory_is_not_hidden(here):
         (["--set", "layout=pp=2"], ["plan only"]),
         (["--set", "clip=-1", "--set", "dtype=float8", "--set", "modle=x"], ["clip=-1", "dtype=float8", '"model"']),
         (["--set", "layout=dp=3", "--procs", "2"], ["dp=3"]),
+        (["--procs", "0", "--set", "clip=-1"], ["procs=0", "legal: 1 or more", "clip=-1"]),
+        (["--procs", "100000"], ["procs=100000"]),
+        (["--set", "layout=dp=2", "--set", "run=/proc/foo"], ["cannot write the run", "set run to another folder"]),
+        (["--set", "layout=dp=2", "--set", 'shard.units=["nope"]'], ["no module matches the unit pattern (nope)"]),
+        (["--set", "model=own.py:build", "--set", "layout=tp=2", "--set", "batch=4"], ["split"]),
     ],
 )
 def test_bad_input_is_refused_without_a_traceback(here, args, words):
@@ -159,5 +164,14 @@ def test_bad_input_is_refused_without_a_traceback(here, args, words):
     for word in words:
         assert word in shown.stderr, shown.stderr
     assert json.loads(shown.stdout) == {"errors": shown.stderr.splitlines()}
-    assert "Traceback" not in shown.output
+    assert "Traceback" not in shown.output + shown.stderr
     assert not (here / "runs").exists()
+
+
+def test_under_torchrun_procs_must_be_what_was_started(here, monkeypatch):
+    names = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    shown = invoke("--procs", "3")
+    assert shown.exit_code == 2
+    assert "procs=3 is not the number of ranks that the launcher started; legal: 2" in shown.stderr

@@ -7,7 +7,7 @@ from typing import BinaryIO
 import numpy as np
 import pytest
 
-from echelon.data import ByteTokenizer, TextError, TokenFile, text_files, tokenize
+from echelon.data import ByteTokenizer, TextError, TokenFile, TokenFileError, prepare, text_files, tokenize
 
 
 @pytest.fixture
@@ -86,3 +86,24 @@ def test_a_broken_link_is_no_file(folder: Path) -> None:
     (folder / "link.txt").symlink_to(folder / "gone.txt")
     (folder / "loop").symlink_to(folder)
     assert [path.name for path in text_files([folder])] == ["z.md", "a-c.txt", "b.txt", "UPPER.TXT", "empty.txt"]
+
+
+def test_a_binary_file_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_bytes(b"text\0text")
+    with pytest.raises(TextError, match=r"not a text \(.*x.txt: it has NUL bytes\)"):
+        tokenize([tmp_path / "x.txt"], tmp_path / "x.tokens")
+    assert not (tmp_path / "x.tokens").exists()
+
+
+def test_a_token_file_is_verified_before_it_is_used(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("text")
+    tokenize([tmp_path / "x.txt"], tmp_path / "x.tokens")
+    assert prepare(tmp_path / "x.tokens", tmp_path, tokenizer=ByteTokenizer()) == tmp_path / "x.tokens"
+    damaged = bytearray((tmp_path / "x.tokens").read_bytes())
+    damaged[-1] ^= 1
+    (tmp_path / "x.tokens").write_bytes(damaged)
+    with pytest.raises(TokenFileError, match="token file is corrupt"):
+        prepare(tmp_path / "x.tokens", tmp_path, tokenizer=ByteTokenizer())
+    (tmp_path / "x.tokens").write_bytes(b"text")
+    with pytest.raises(TokenFileError, match="not a token file"):
+        prepare(tmp_path / "x.tokens", tmp_path, tokenizer=ByteTokenizer())

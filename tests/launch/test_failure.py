@@ -36,4 +36,5 @@ def test_a_process_that_ended_is_told_by_its_signal_or_exit_code() -> None:
 def test_the_error_survives_pickling() -> None:
     error = RankError.of(caught(ValueError("no luck"), 1), world=2, what="room.function")
     back = pickle.loads(pickle.dumps(error))
+    assert back.failure == error.failure
     assert (str(back), back.rank, back.reason) == (str(error), 1, "ValueError: no luck")

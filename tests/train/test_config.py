@@ -134,6 +134,36 @@ def test_a_model_that_does_not_read_text():
     assert "images" in faults_of("model=conv-tiny")["model"].rule
 
 
+def own(tmp_path):
+    (tmp_path / "own.py").write_text("def build(): ...\ndef batch(rows, step): ...\n")
+    return f"model={tmp_path}/own.py:build"
+
+
+def test_keys_without_effect_on_a_module_of_ones_own(tmp_path):
+    idle = ["dropout=0.1", "tied=true", "seq_len=8", "data.mask_documents=true", "sample.tokens=0", "eval.every=0"]
+    found = faults_of(own(tmp_path), *idle)
+    assert found.keys() == {setting.partition("=")[0] for setting in idle}
+    assert all("has no effect with a module of your own" in fault.rule for fault in found.values())
+
+
+def test_shard_options_have_an_effect_under_zero_3_only():
+    assert "has no effect with zero=1" in faults_of("layout=dp=1,zero=1", "shard.prefetch=2")["shard.prefetch"].rule
+    assert Config.load(None, ["layout=zero=3", "shard.prefetch=2", "batch=4"], world=2).shard.prefetch == 2
+
+
+def test_what_has_no_effect_is_not_written_so_that_the_file_loads_again(tmp_path):
+    config = Config.load(None, [own(tmp_path)])
+    (tmp_path / "config.toml").write_text(config.to_toml())
+    assert Config.load(tmp_path / "config.toml") == config
+
+
+def test_a_run_that_cannot_be_written_and_an_empty_file(tmp_path):
+    (tmp_path / "file").touch()
+    found = faults_of(f"run={tmp_path}/file/run", f"data.path={tmp_path}/file")
+    assert "is a file" in found["run"].rule
+    assert "is empty" in found["data.path"].rule
+
+
 @pytest.mark.parametrize("text", ["steps = ", "steps = 1\nsteps = 2", "\xff\xfe"])
 def test_a_broken_file_is_reported_together_with_the_settings(tmp_path, text):
     file = tmp_path / "run.toml"

@@ -3,7 +3,6 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
 from laid_out import engine_of, tiny
 
 from echelon.train.norm import _joined, clip_factor, owned_runs
@@ -19,7 +18,7 @@ def test_neighbouring_runs_become_one():
     ("norm", "limit", "factor"), [(4.0, 1.0, 0.25), (0.5, 1.0, 1.0), (4.0, 0.0, 1.0), (0.0, 1.0, 1.0)]
 )
 def test_the_factor_never_enlarges(norm, limit, factor):
-    assert float(clip_factor(torch.tensor(norm, dtype=torch.float64), limit)) == pytest.approx(factor, rel=1e-5)
+    assert clip_factor(norm, limit) == pytest.approx(factor, rel=1e-5)
 
 
 def owned():

@@ -204,13 +204,57 @@ def test_slices_are_not_given_out_as_a_state_dict(pool):
         pool.run(plain_state_dict, 2, "dp=2,zero=1")
 
 
+def loaded(layout, dtype=torch.float64):
+    """Another model's state, taken in after a forward pass and given out again; then one step from it."""
+    model = ec.wrap(build(seed=1).to(dtype), layout)
+    model(data(0)[0])
+    model.load_full_state_dict(build(seed=2).to(dtype).state_dict())
+    state = model.full_state_dict()
+    F.cross_entropy(model(data(0)[0][my_rows()]), data(0)[1][my_rows()]).backward()
+    return state, stepped(model)
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=1", "dp=2,zero=3"])
+def test_a_full_state_is_taken_back(pool, layout):
+    truth = build(seed=2).state_dict()
+    for state, after in pool.run(loaded, 2, layout):
+        assert state.keys() == truth.keys()
+        assert all(torch.equal(state[name], value) for name, value in truth.items())
+        assert largest_error(after, one_step(seed=2)) < 1e-10
+    for state, _ in pool.run(loaded, 2, layout, torch.bfloat16):
+        assert all(torch.equal(state[name], value.bfloat16().to(state[name].dtype)) for name, value in truth.items())
+
+
+def reloaded(layout):
+    torch.manual_seed(0)
+    model, other = ec.wrap(FeedForward().double(), layout), FeedForward().double()
+    model.load_full_state_dict(other.state_dict())
+    return largest_error(model.full_state_dict(), other.state_dict())
+
+
+def test_a_full_state_is_taken_back_by_tensor_parallel_ranks(pool):
+    assert pool.run(reloaded, 2, "tp=2,sp=0") == [0.0, 0.0]
+
+
+def test_a_state_of_another_model_is_refused_with_every_name():
+    model, state = ec.wrap(build()), build().state_dict()
+    state["embed.weight"] = state["embed.weight"][:3]
+    state["extra"] = state.pop("scale")
+    with pytest.raises(
+        ValueError, match=r"scale is missing; extra is not in the model; .*embed.weight has shape \(3, 6"
+    ):
+        model.load_full_state_dict(state)
+    with pytest.raises(ValueError, match=r"embed.weight and out.weight differ but are one"):
+        model.load_full_state_dict(build().state_dict() | {"out.weight": torch.zeros(11, 6)})
+
+
 def stepped(model):
     torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0).step()
     return model.full_state_dict() if hasattr(model, "full_state_dict") else model.state_dict()
 
 
-def one_step():
-    model = build()
+def one_step(seed=0):
+    model = build(seed)
     F.cross_entropy(model(data(0)[0]), data(0)[1]).backward()
     return stepped(model)
 

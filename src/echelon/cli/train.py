@@ -36,12 +36,9 @@ def command(
         _list_keys(as_json)
         return
     with told(as_json):
-        from echelon.train.config import Config
+        from echelon.train.start import load, run
 
-        loaded = Config.load(config, settings or [], world=procs)
-        from echelon.train.start import run
-
-        summary = run(loaded, procs=procs, quiet=as_json)
+        summary = run(load(config, settings or [], procs), procs=procs, quiet=as_json)
     if as_json and summary.run:
         answer(asdict(summary))
 

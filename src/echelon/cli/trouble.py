@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import math
 import sys
-import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import typer
 
-from echelon.launch.failure import RankError
-from echelon.layout.faults import FaultError
+from echelon.launch.failure import RankError, modules_of, refusals
 from echelon.models.own import USERS
 
 BAD_INPUT, FAILED = 2, 1
@@ -23,29 +21,33 @@ BAD_INPUT, FAILED = 2, 1
 def told(as_json: bool) -> Iterator[None]:
     try:
         yield
-    except FaultError as error:
-        _tell(as_json, str(error), [str(fault) for fault in error.faults])
-        raise typer.Exit(BAD_INPUT) from None
     except ValueError as error:
-        if _is_users(error):
+        if not _is_refusal(modules_of(error)):
             raise
-        _tell(as_json, f"echelon: {error}", [str(error)])
+        _tell(as_json, refusals(error))
         raise typer.Exit(BAD_INPUT) from None
     except RankError as error:
-        _tell(as_json, f"echelon: {error}", [str(error)])
+        failure = error.failure
+        if failure is not None and failure.refused and _is_refusal(failure.modules):
+            _tell(as_json, failure.refused)
+            raise typer.Exit(BAD_INPUT) from None
+        _tell(as_json, [f"echelon: {error}"])
         raise typer.Exit(FAILED) from None
 
 
-def _tell(as_json: bool, text: str, errors: list[str]) -> None:
-    print(text, file=sys.stderr)
+def _tell(as_json: bool, errors: Sequence[str]) -> None:
+    print("\n".join(errors), file=sys.stderr)
     if as_json:
         answer({"errors": errors})
 
 
-def _is_users(error: BaseException) -> bool:
-    """Whether it came out of a user's own file: there, the line that raised it is what the user needs."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_globals.get("__name__", "").startswith(USERS) for frame, _ in frames)
+def _is_refusal(modules: Sequence[str]) -> bool:
+    """Whether our own code said no to what a user gave.
+
+    Out of a user's own file, the line that raised it is what the user needs; out of a library, it is what we need.
+    """
+    ours = bool(modules) and modules[-1].partition(".")[0] == "echelon"
+    return ours and not any(name.startswith(USERS) for name in modules)
 
 
 def answer(value: Any) -> None:

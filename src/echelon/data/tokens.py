@@ -7,7 +7,8 @@
 
 The header has a fixed size because the counts and the checksum are known only after the last token was streamed out. It
 carries its own CRC, so a damaged header is found when a file is opened; the payload's SHA-256 is compared once
-per run (data/cache.py), since that reads the whole file. Nothing in the file depends on time or place: the same text gives the same bytes.
+per run (see cache.py), since that reads the whole file. Nothing in the file depends on time or place: the same text
+gives the same bytes.
 """
 
 import contextlib

@@ -12,6 +12,8 @@ import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from echelon.layout.faults import FaultError
+
 # What gloo, NCCL and the store say when the other side went away or did not answer.
 _LOST_PEER = (
     "connection closed by peer",
@@ -40,6 +42,10 @@ class Failure:
     """The rank's own traceback; empty if the process ended without an exception."""
     lost_peer: bool = False
     """Whether it reads like the consequence of another rank's failure."""
+    refused: tuple[str, ...] = ()
+    """What a ValueError says: every fault, or its one message. Empty for other errors."""
+    modules: tuple[str, ...] = ()
+    """Names of the modules whose code the error came through, the one that raised it last."""
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Failure:
@@ -54,6 +60,8 @@ class Failure:
             reason=reason,
             traceback=text.rstrip(),
             lost_peer=_lost_peer(error),
+            refused=refusals(error),
+            modules=modules_of(error),
         )
 
     @classmethod
@@ -65,20 +73,21 @@ class Failure:
 class RankError(RuntimeError):
     """A rank failed, died or did not finish. The message ends with that rank's traceback."""
 
-    def __init__(self, message: str, *, rank: int, reason: str) -> None:
+    def __init__(self, message: str, *, rank: int, reason: str, failure: Failure | None = None) -> None:
         super().__init__(message)
         self.rank = rank
         self.reason = reason
+        self.failure = failure
 
     @classmethod
     def of(cls, failure: Failure, *, world: int, what: str, remark: str = "") -> RankError:
         """The error for one failure of `what`, a function's name, on `world` ranks."""
         head = f"rank {failure.rank} of {world} failed in {what} ({failure.reason.splitlines()[0]})"
         parts = [head, *filter(None, [remark, failure.traceback])]
-        return cls("\n\n".join(parts), rank=failure.rank, reason=failure.reason)
+        return cls("\n\n".join(parts), rank=failure.rank, reason=failure.reason, failure=failure)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _error, (str(self), self.rank, self.reason)
+        return _error, (str(self), self.rank, self.reason, self.failure)
 
 
 def first(failures: Iterable[Failure]) -> Failure:
@@ -96,8 +105,20 @@ def _lost_peer(error: BaseException | None) -> bool:
     return False
 
 
-def _error(message: str, rank: int, reason: str) -> RankError:
-    return RankError(message, rank=rank, reason=reason)
+def refusals(error: BaseException) -> tuple[str, ...]:
+    """What an error says that a user may have caused; nothing for any other."""
+    if isinstance(error, FaultError):
+        return tuple(str(fault) for fault in error.faults)
+    return (str(error),) if isinstance(error, ValueError) else ()
+
+
+def modules_of(error: BaseException) -> tuple[str, ...]:
+    frames = traceback.walk_tb(error.__traceback__)
+    return tuple(str(frame.f_globals.get("__name__", "")) for frame, _ in frames)
+
+
+def _error(message: str, rank: int, reason: str, failure: Failure | None) -> RankError:
+    return RankError(message, rank=rank, reason=reason, failure=failure)
 
 
 def _ending(exitcode: int | None) -> str:

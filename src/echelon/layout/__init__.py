@@ -5,7 +5,7 @@ from echelon.layout.grammar import KEYS, Key, describe
 from echelon.layout.layout import Layout
 from echelon.layout.mesh import Mesh
 from echelon.layout.order import Links, Traffic, choose_order, exposed_s
-from echelon.layout.reading import check
+from echelon.layout.reading import check, check_many
 from echelon.layout.rules import ModelFacts
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "ModelFacts",
     "Traffic",
     "check",
+    "check_many",
     "choose_order",
     "describe",
     "did_you_mean",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from echelon.layout import grammar
@@ -121,19 +121,10 @@ class Layout:
     @classmethod
     def parse_many(cls, text: str, *, world: int | None = None, batch: int | None = None) -> list[Layout]:
         """Reads layouts between semicolons. Raises FaultError with the faults of all of them."""
-        layouts: list[Layout] = []
-        faults: list[Fault] = []
-        parts = [part.strip() for part in text.split(";") if part.strip()] or [""]
-        for part in parts:
-            try:
-                layouts.append(cls.parse(part, world=world, batch=batch))
-            except FaultError as error:
-                where = f'in "{part}"' if len(parts) > 1 else ""
-                for fault in error.faults:
-                    faults.append(replace(fault, hint="; ".join(filter(None, (fault.hint, where)))))
-        if faults:
-            raise FaultError(faults)
-        return layouts
+        from echelon.layout.reading import parse_many
+        from echelon.layout.rules import SIZE_RULES, Facts
+
+        return parse_many(text, Facts(world=world, batch=batch), SIZE_RULES)
 
     @property
     def explicit(self) -> dict[str, int | str]:

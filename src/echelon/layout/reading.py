@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from echelon.layout import grammar
-from echelon.layout.faults import FaultError
+from echelon.layout.faults import Fault, FaultError
 from echelon.layout.layout import Layout
 from echelon.layout.rules import RULES, Facts, ModelFacts, Rule, explain
 
@@ -24,6 +25,29 @@ def check(
     'dp=2,tp=2,microbatch=4'
     """
     return parse(text, Facts(world=world, batch=batch, seq_len=seq_len, model=model))
+
+
+def check_many(text: str, *, seq_len: int | None = None, model: ModelFacts | None = None) -> list[Layout]:
+    """Reads layouts that shall be run, between semicolons. Raises FaultError with the faults of all of them."""
+    return parse_many(text, Facts(seq_len=seq_len, model=model), to_run=True)
+
+
+def parse_many(text: str, facts: Facts, rules: Sequence[Rule] = RULES, *, to_run: bool = False) -> list[Layout]:
+    """Layouts between semicolons, and where one of several is at fault, which. `to_run` refuses what is plan only."""
+    layouts: list[Layout] = []
+    faults: list[Fault] = []
+    parts = [part.strip() for part in text.split(";") if part.strip()] or [""]
+    for part in parts:
+        try:
+            layouts.append(parse(part, facts, rules))
+            missing = layouts[-1].plan_only if to_run else ()
+            faults += [Fault(key="layout", value=str(layouts[-1]), rule=reason) for reason in missing]
+        except FaultError as error:
+            where = f'in "{part}"' if len(parts) > 1 else ""
+            faults += [replace(fault, hint="; ".join(filter(None, (fault.hint, where)))) for fault in error.faults]
+    if faults:
+        raise FaultError(faults)
+    return layouts
 
 
 def parse(text: str, facts: Facts, rules: Sequence[Rule] = RULES) -> Layout:

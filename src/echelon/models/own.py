@@ -47,6 +47,18 @@ USERS = "echelon_user_"
 """what the names of users' files start with in `sys.modules`"""
 
 
+def refuse_while_loading(verb: str) -> None:
+    """A file that trains when it is read would train again in every rank, which reads it for its functions."""
+    for frame in inspect.stack(context=0):
+        name = frame.frame.f_globals.get("__name__", "")
+        # The second is the name under which multiprocessing reads a program's file in a new process.
+        if frame.function == "<module>" and (name.startswith(USERS) or name == "__mp_main__"):
+            raise ValueError(
+                f"{frame.filename} calls {verb} while a rank reads it to find the model; "
+                'put the call under `if __name__ == "__main__":`'
+            )
+
+
 def load(spec: str) -> Callable[..., Any]:
     """The function that `file.py:name` means."""
     path, _, name = spec.rpartition(":")

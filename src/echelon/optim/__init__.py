@@ -12,7 +12,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from echelon import compat
 from echelon.parallel.flat import Flat
 
 MOMENTS = {"adamw": 2, "sgd": 1}
@@ -74,16 +73,13 @@ class ShardedOptimizer:
         self.inner = build(rule, *kinds) if self.runs else None
 
     @torch.no_grad()
-    def step(self, lr: float, scale: Tensor) -> None:
+    def step(self, lr: float, scale: float) -> None:
         """One update with gradients times `scale`; they are left so in their buffers."""
         if self.inner is None:
             return
-        if self.runs[0].dtype == torch.float32:
-            compat.scale_in_step(self.inner, scale)
-        else:
-            for run in self.runs:
-                assert run.grad is not None
-                run.grad.mul_(scale)
+        for run in self.runs if scale != 1.0 else ():
+            assert run.grad is not None
+            run.grad.mul_(scale)
         for group in self.inner.param_groups:
             group["lr"] = lr
         self.inner.step()

@@ -49,7 +49,7 @@ def run_and_compare(case: Case, layout_text: str, leave_out: str, truth: Path) -
     with safe_open(truth, framework="pt") as record:
         for step in range(case.steps):
             result = engine.step(case.batch(step, layout.batch))
-            clipped = float(clip_factor(torch.tensor(result.norm, dtype=torch.float64), case.clip))
+            clipped = clip_factor(result.norm, case.clip)
             found += _scalars(step, result, record)
             for unit, piece in engine.parallel.flat.pieces():
                 kinds = {"parameter": unit.master, "gradient": unit.grad}

@@ -6,6 +6,7 @@ demonstration: a small model on text that is already on this machine, in about a
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -88,7 +89,7 @@ class ShardConfig:
     reshard_after_forward: bool = True
     """Under zero=3, free gathered parameters after the forward pass and gather them again for the backward pass."""
     prefetch: Annotated[int, AT_LEAST_0] = 1
-    """Units whose parameters are gathered ahead of their use."""
+    """Under zero=3, units whose parameters are gathered ahead of their use."""
     units: tuple[str, ...] = ()
     """Patterns of the module names that are sharded as one unit each. Empty: chosen automatically."""
 
@@ -134,7 +135,9 @@ class Config:
         given, faults = _read_file(cls, path)
         typed, more = _read_settings(settings)
         config, wrong = _build(cls, given | typed)
-        faults += [*more, *wrong, *config.faults(world=world, refused={fault.key for fault in wrong})]
+        refused = {fault.key for fault in wrong}
+        faults += [*more, *wrong, *config.faults(world=world, refused=refused)]
+        faults += _idle_faults(config, given | typed, refused)
         if faults:
             raise FaultError(faults)
         return config
@@ -149,7 +152,8 @@ class Config:
 
     def to_toml(self) -> str:
         """Every key that has an effect, as TOML that loads to the same configuration."""
-        return keys.to_toml(keys.values_of(self))
+        idle = _idle(self)
+        return keys.to_toml({name: value for name, value in keys.values_of(self).items() if name not in idle})
 
     @classmethod
     def keys(cls) -> tuple[Key, ...]:
@@ -161,7 +165,7 @@ class Config:
 
         `refused` are keys that are known to be wrong: rules that need their values are not asked.
         """
-        rules = [*_data_rules(self), *_model_rules(self)]
+        rules = [*_data_rules(self), *_model_rules(self), *_run_rules(self)]
         found = [fault for involved, fault in rules if refused.isdisjoint(involved)]
         return found + _layout_faults(self, world, refused)
 
@@ -236,13 +240,57 @@ def _data_rules(config: Config) -> Iterator[Rule]:
             ),
         )
     for path in data.path:
-        if not Path(path).exists():
+        file = Path(path)
+        if not file.exists():
             yield ("data.path",), Fault(key="data.path", value=path, rule="does not exist", legal="files and folders")
+        elif file.is_file() and not file.stat().st_size:
+            yield ("data.path",), Fault(key="data.path", value=path, rule="is empty", legal="files with text or tokens")
     if data.tokenizer != "bytes" and not Path(data.tokenizer).is_file():
         suggestion = did_you_mean(data.tokenizer, ["bytes"])
         legal = "bytes, or a tokenizers JSON file"
         fault = Fault(key="data.tokenizer", value=data.tokenizer, rule="does not exist", legal=legal, hint=suggestion)
         yield ("data.tokenizer",), fault
+
+
+def _run_rules(config: Config) -> Iterator[Rule]:
+    if not config.run:
+        return
+    # What is missing of the path is made; what is there must be a folder that takes it.
+    there = next((path for path in (Path(config.run), *Path(config.run).parents) if path.exists()), Path())
+    rule = ""
+    if not there.is_dir():
+        rule = f"cannot be made ({there} is a file)"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        rule = f"cannot be written ({there} is read-only)"
+    if rule:
+        yield ("run",), Fault(key="run", value=config.run, rule=rule, legal="a folder that can be made and written")
+
+
+def _idle(config: Config) -> dict[str, str]:
+    """Keys that do nothing in this configuration, each with why."""
+    table = keys.table_of(Config)
+    idle: dict[str, str] = {}
+    if is_own(config.model):
+        names = [name for name in table if name.startswith(OF_OUR_TASK)]
+        idle |= dict.fromkeys(names, "a module of your own, whose file makes the batches")
+    zero = Layout.resolve(grammar.read(config.layout).given).zero
+    if zero != 3:
+        idle |= dict.fromkeys(("shard.reshard_after_forward", "shard.prefetch"), f"zero={zero}")
+    return idle
+
+
+OF_OUR_TASK = ("data.", "sample.", "eval.", "seq_len", "dropout", "tied")
+"""keys that only our own models and data read"""
+
+
+def _idle_faults(config: Config, given: Mapping[str, Any], refused: Set[str]) -> list[Fault]:
+    if not refused.isdisjoint(("model", "layout")):
+        return []
+    return [
+        Fault(key=name, value=keys.as_given(given[name]), rule=f"has no effect with {why}", hint="leave it out")
+        for name, why in _idle(config).items()
+        if name in given
+    ]
 
 
 def is_own(model: str) -> bool:

@@ -1,8 +1,14 @@
 """One training step of a laid-out model: microbatches, reductions, norm, update.
 
 The loss contract: the model returns (sum of losses, number of valid targets). Gradients of the sum are added up over
-microbatches and ranks, counts likewise, and the division happens once, folded with clipping into the one factor that
-the optimizer applies.
+microbatches and ranks, counts likewise, and the division happens once.
+
+[Note: the division that is already done]
+
+A step's number of valid targets is known when its last microbatch is through, and is nearly always that of the step
+before. So backward starts from 1 / (the last step's number) instead of 1, and what is left to multiply all gradients by
+is last / this, times clipping: exactly 1, and no pass over the gradients, where the number is the same and clipping
+does not bind.
 """
 
 from __future__ import annotations
@@ -78,6 +84,7 @@ class Engine:
         self.optimizer = ShardedOptimizer(self.parallel.flat, self.rule)
         self.norm = GradientNorm(self.parallel)
         self.num_steps = 0
+        self._last_count = 1.0
         self._partial = partial_gradients(self.parallel)
 
     # -- one step -----------------------------------------------------------------------------------------------------
@@ -122,12 +129,14 @@ class Engine:
         for axis, views in self._partial:
             sum_together(axis, views)
         loss_sum, count = totals.tolist()
-        norm = self.norm() / max(count, 1.0)
+        rest = self._last_count / max(count, 1.0)
+        norm = float(self.norm()) * rest
         if count:
-            self.optimizer.step(self.rule.lr if lr is None else lr, clip_factor(norm, self.clip) / count)
+            self.optimizer.step(self.rule.lr if lr is None else lr, rest * clip_factor(norm, self.clip))
             self.parallel.flat.updated()
+            self._last_count = count
         self.num_steps += 1
-        return StepResult(loss=loss_sum / max(count, 1.0), count=int(count), norm=float(norm), skipped=count == 0)
+        return StepResult(loss=loss_sum / max(count, 1.0), count=int(count), norm=norm, skipped=count == 0)
 
     def _forward_backward(self, microbatch: Microbatch, *, first: bool, last: bool) -> tuple[Tensor, Tensor]:
         flat = self.parallel.flat
@@ -135,7 +144,7 @@ class Engine:
         with explained(self.parallel.policy):
             total, count = loss_pair(self.model(**self.prepared(microbatch)))
             if total.requires_grad:
-                total.backward()
+                total.backward(torch.full_like(total, 1.0 / self._last_count))  # see the note at the top
         flat.end()
         return total.detach(), count
 

@@ -53,8 +53,6 @@ class GradientNorm:
         return self.axis.all_reduce(local.square()).sqrt()
 
 
-def clip_factor(norm: Tensor, limit: float) -> Tensor:
+def clip_factor(norm: float, limit: float) -> float:
     """What all gradients are multiplied by, so that their norm is at most `limit`; 0 turns clipping off."""
-    if limit == 0:
-        return torch.ones_like(norm)
-    return (limit / (norm + 1e-6)).clamp(max=1.0)
+    return min(limit / (norm + 1e-6), 1.0) if limit else 1.0

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.layout import Fault, FaultError, Layout
-from echelon.models.own import spec_of
+from echelon.models.own import refuse_while_loading, spec_of
 from echelon.train.config import Config
 from echelon.train.run import Run
 
 if TYPE_CHECKING:
     from echelon.train.loop import Summary
+
+MOST_PER_CORE = 64
+"""ranks of one machine per core: more is a slip of the keyboard, and would take all its memory"""
 
 
 def train(
@@ -24,6 +28,7 @@ def train(
     own module, with a function `batch(rows, step)` beside it in the same file. Settings are configuration keys, with
     `_` for the dot: `optimizer_lr=1e-3`.
     """
+    refuse_while_loading("train")
     config = read(model, settings, procs)
     return Run.open(run(config, procs=procs, quiet=quiet).run)
 
@@ -44,7 +49,19 @@ def read(model: str | Path | Config | Callable[[], Any], settings: dict[str, Any
         path = model
     else:
         given.append(f"model={model}")
-    return Config.load(path, given, world=procs)
+    return load(path, given, procs)
+
+
+def load(path: str | Path | None, settings: Sequence[str], procs: int | None) -> Config:
+    """The configuration; its faults and those of `procs` come together."""
+    wrong = [] if procs is None else _procs_faults(procs)
+    try:
+        config = Config.load(path, settings, world=None if wrong else procs)
+    except FaultError as error:
+        raise FaultError([*wrong, *error.faults]) from None
+    if wrong:
+        raise FaultError(wrong)
+    return config
 
 
 def _text(value: Any) -> str:
@@ -59,7 +76,11 @@ def run(config: Config, *, procs: int | None = None, quiet: bool = False) -> Sum
     from echelon.launch.world import under_launcher
     from echelon.train.loop import train_here
 
-    count = 1 if under_launcher() else procs or default_procs(config)
+    if procs is None:
+        procs = int(os.environ["WORLD_SIZE"]) if under_launcher() else default_procs(config)
+    if wrong := _procs_faults(procs):
+        raise FaultError(wrong)
+    count = 1 if under_launcher() else procs
     faults = config.faults(world=None if under_launcher() else count)
     if config.device == "cuda" and not under_launcher():
         faults += _device_faults(count)
@@ -68,6 +89,21 @@ def run(config: Config, *, procs: int | None = None, quiet: bool = False) -> Sum
     if count == 1:
         return train_here(config, quiet)
     return start(train_here, (config, quiet), count)
+
+
+def _procs_faults(procs: int) -> list[Fault]:
+    """Of the number of ranks alone. Under a launcher the ranks are there already."""
+    from echelon.launch.world import cores, under_launcher
+
+    most = MOST_PER_CORE * cores()
+    if under_launcher():
+        started = os.environ["WORLD_SIZE"]
+        wrong = str(procs) != started
+        rule, legal = "is not the number of ranks that the launcher started", f"{started}, or leave it out"
+    else:
+        wrong = not 1 <= procs <= most
+        rule, legal = f"ranks cannot be started on {cores()} core(s)", f"1 or more, and at most {most} here"
+    return [Fault(key="procs", value=str(procs), rule=rule, legal=legal)] if wrong else []
 
 
 def _device_faults(count: int) -> list[Fault]:

@@ -86,14 +86,14 @@ class Wrapped(nn.Module):
     def clip_grad_norm_(self, limit: float) -> Tensor:
         """Scales all gradients so that their norm over all ranks is at most `limit`; returns the norm before."""
         norm = self._norm()
-        factor = clip_factor(norm, limit)
+        factor = clip_factor(float(norm), limit)
         for parameter in self._shards.values():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
         return norm
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """What the one-device model's `state_dict` would be, whole, on every rank; `state_dict` itself refuses slices."""
+        """The one-device model's `state_dict`, whole, on every rank. All ranks must call it."""
         found: dict[str, Tensor] = {}
         placement, flat = self._parallel.placement, self._parallel.flat
         for unit, piece in flat.pieces():
