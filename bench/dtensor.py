@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from model import CONFIG, SEED, Batch
+from model import CLIP, CONFIG, SEED, Batch
 from peers import Step, adamw
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -80,6 +81,19 @@ def sequence() -> Step:
     return dtensor_step(sequence_plan())
 
 
+def clip(model: nn.Module) -> None:
+    """torch's own clipping, in two parts: it does not take DTensors and plain tensors together."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    divided = nn.utils.get_total_norm([g for g in gradients if isinstance(g, DTensor)]).full_tensor()
+    plain = [g for g in gradients if not isinstance(g, DTensor)]
+    whole = nn.utils.get_total_norm(plain) if plain else torch.zeros(())
+    norm = (divided.square() + whole.square()).sqrt()
+    factor = (CLIP / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        local.mul_(factor)
+
+
 def dtensor_step(plan: dict[str, ParallelStyle]) -> Step:
     model: Any = models.build(CONFIG, seed=SEED)
     model.head = LinearHead(model.head.weight)
@@ -92,6 +106,7 @@ def dtensor_step(plan: dict[str, ParallelStyle]) -> Step:
             total, count = model(**batch)
             loss = total / count
             loss.backward()
+        clip(model)
         optimizer.step()
         return float(loss.item())
 

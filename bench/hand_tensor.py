@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from model import CONFIG, SEED, Batch
+from model import CLIP, CONFIG, SEED, Batch
 from peers import Step, adamw
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -179,18 +179,23 @@ def sequence_layers() -> Step:
 
 def hand_step(model: HandLlama, *, sequence: bool) -> Step:
     optimizer = adamw(model.parameters())
-    norms = [p for p in model.parameters() if p.dim() == 1] if sequence else []
+    vectors = [p for p in model.parameters() if p.dim() == 1]  # whole on every rank; matrices are divided
+    matrices = [p for p in model.parameters() if p.dim() == 2]
 
     def step(batch: Batch) -> float:
         optimizer.zero_grad()
         loss = model(**batch)
         loss.backward()
-        if norms:  # each rank's norms saw half of the tokens
-            together = torch.cat([p.grad for p in norms if p.grad is not None])
+        if sequence:  # each rank's vectors saw half of the tokens
+            together = torch.cat([p.grad for p in vectors if p.grad is not None])
             dist.all_reduce(together)
-            for parameter, gradient in zip(norms, together.split([p.numel() for p in norms]), strict=True):
+            for parameter, gradient in zip(vectors, together.split([p.numel() for p in vectors]), strict=True):
                 parameter.grad = gradient
+        divided = nn.utils.get_total_norm([p.grad for p in matrices if p.grad is not None]).square()
+        dist.all_reduce(divided)
+        whole = nn.utils.get_total_norm([p.grad for p in vectors if p.grad is not None]).square()
+        nn.utils.clip_grads_with_norm_(model.parameters(), CLIP, (divided + whole).sqrt())
         optimizer.step()
-        return float(loss)
+        return loss.item()
 
     return step

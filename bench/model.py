@@ -24,6 +24,9 @@ CONFIG = ModelConfig(
 RULE = OptimizerConfig(name="adamw", lr=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 """Decoupled decay on matrices only, on both sides."""
 
+CLIP = 1.0
+"""Gradients are clipped by their norm on both sides, as in Echelon's default configuration."""
+
 SEED = 0
 ROWS_PER_RANK = 2
 """Sequences that a data-parallel rank trains on in a step. Ranks of one tensor-parallel group share theirs."""

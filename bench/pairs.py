@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from model import CONFIG, ROWS_PER_RANK, RULE, SEED, Batch, batches
+from model import CLIP, CONFIG, ROWS_PER_RANK, RULE, SEED, Batch, batches
 from peers import Step
 from torch.multiprocessing.spawn import start_processes
 
@@ -132,7 +132,7 @@ def _rank(rank: int, layout: Layout, peer: Callable[[], Step], pairs: int, store
 
 
 def our_step(layout: Layout) -> Step:
-    engine = Engine(models.build(CONFIG, "meta"), layout, RULE, clip=0.0, options=Options(seed=SEED))
+    engine = Engine(models.build(CONFIG, "meta"), layout, RULE, clip=CLIP, options=Options(seed=SEED))
     return lambda batch: engine.step(batch).loss
 
 

@@ -4,6 +4,7 @@ Flags, chosen because each makes the peer faster on this benchmark or costs it n
 
     AdamW        fused=True, two groups (matrices with decay, vectors without), zero_grad(set_to_none=True)
     DDP          gradient_as_bucket_view=True, static_graph=True; buckets of 25 MiB, the default
+    clipping     torch's clip_grad_norm_, as nearly every run has it; by hand where ranks hold different parts
     fully_shard  every block, then the root; default resharding (blocks after forward, the root not)
 
 A peer is a function from nothing to a step: `step(batch) -> loss`, of the global batch and its mean loss.
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from model import CONFIG, RULE, SEED, Batch
+from model import CLIP, CONFIG, RULE, SEED, Batch
 from torch import nn
 
 from echelon import models
@@ -42,6 +43,7 @@ def plain() -> Step:
         total, count = model(**batch)
         loss = total / count
         loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         return float(loss)
 
@@ -78,6 +80,7 @@ def data_parallel_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> St
         # Every row is full here, so the mean over ranks of local means is the mean over all targets.
         loss = total / count
         loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         shown = loss.detach()
         dist.all_reduce(shown)

@@ -68,6 +68,7 @@ class FlatUnit:
         self.scale = 1.0
         """what arriving gradients are multiplied by"""
         self._written: set[str] = set()
+        self._places: dict[str, Tensor] = {}
         self._arrived = 0
         self._expected = sum(entry.trainable for entry in unit.entries)
         self.all_trainable = self._expected == len(unit.entries)
@@ -129,8 +130,11 @@ class FlatUnit:
 
     def arrive(self, entry: Entry, gradient: Tensor) -> bool:
         """Puts one parameter's gradient into its place; true when it was the last of the unit."""
-        offset = self.unit.offsets[entry.name]
-        place = self._gradient_buffer()[offset : offset + entry.local_numel].view(entry.local_shape)
+        place = self._places.get(entry.name)
+        if place is None:
+            offset = self.unit.offsets[entry.name]
+            place = self._gradient_buffer()[offset : offset + entry.local_numel].view(entry.local_shape)
+            self._places[entry.name] = place
         if entry.name in self._written:
             place.add_(gradient, alpha=self.scale)
         elif self.scale == 1.0:
@@ -179,6 +183,7 @@ class FlatUnit:
         self._incoming = None
         if self.policy.scatter_every_microbatch:
             self.gradients = None
+            self._places.clear()
         if last:
             self._reducing = self.replica.start_all_reduce(self.grad)
 
