@@ -145,7 +145,7 @@ def embedding(vocabulary: int, sequence_parallel: bool) -> tuple[Tensor, Tensor]
     """On a rank: (output, gradient of this rank's rows)."""
     boundary, rank = boundary_of(sequence_parallel), dist.get_rank()
     weight = nn.Parameter(my_rows(numbers(vocabulary, WIDTH, seed=1), rank, dist.get_world_size()))
-    out = VocabularyEmbedding(weight, boundary)(ids(vocabulary, 4))
+    out = VocabularyEmbedding(weight, boundary, vocabulary)(ids(vocabulary, 4))
     factor = numbers(BATCH, LENGTH, WIDTH, seed=5)
     if isinstance(boundary, Sliced):
         size = out.shape[1]

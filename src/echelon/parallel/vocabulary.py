@@ -83,8 +83,7 @@ class _CrossEntropy(Function):
         numbers[1] = logits.gather(-1, local[..., None])[..., 0].to(exact).masked_fill(~here, 0.0)
         if real:
             # The largest probability is at least 1 / vocabulary, so its logarithm is exact enough to go back from.
-            largest, index = logits[..., :real].max(dim=-1, keepdim=True)
-            numbers[0] = (largest.to(exact) - probabilities.gather(-1, index).log())[..., 0]
+            numbers[0] = logits[..., :real].amax(dim=-1).to(exact) - probabilities.amax(dim=-1).log()
         else:
             numbers[0] = float("-inf")
         everyone = numbers.new_empty(axis.size, *numbers.shape)
