@@ -77,8 +77,8 @@ def test_own_tensor_parallel_is_verified_and_learns(tmp_path):
     assert done.stderr == ""
     *verdicts, last = done.stdout.splitlines()
     assert [line.split()[:2] for line in verdicts] == [
-        ["PASS", "dp=1,tp=2,sp=0,microbatch=2"],
-        ["PASS", "dp=2,zero=3,tp=2,sp=0,microbatch=2"],
+        ["PASS", "dp=1,tp=2,sp=0"],
+        ["PASS", "dp=2,zero=3,tp=2,sp=0"],
     ]
     first, final = map(float, re.fullmatch(r"loss (\S+) -> (\S+)", last).groups())
     assert final < first / 4

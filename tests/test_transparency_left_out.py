@@ -84,7 +84,7 @@ def test_a_sum_that_every_gradient_needs(pool: Pool, layout: str, leave_out: str
 
 @pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=3", "tp=2", "tp=2,sp=0", "dp=2,tp=2,zero=1"])
 def test_what_is_left_out_elsewhere_changes_nothing(pool: Pool, layout: str) -> None:
-    for elsewhere in ("shard:broadcast", "tp/2:all_reduce", "tp:broadcast"):
+    for elsewhere in ("tp/2:all_reduce",):
         assert judge(pool, layout, elsewhere).passed
 
 
