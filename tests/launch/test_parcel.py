@@ -20,7 +20,7 @@ from echelon.launch.parcel import pack, unpack
         torch.nn.Parameter(torch.ones(2), requires_grad=False),
         torch.eye(2).to_sparse(),
     ],
-    ids=str,
+    ids=["scalar", "bfloat16", "conjugate", "empty", "bool", "expanded", "strided", "grad", "parameter", "sparse"],
 )
 def test_a_tensor_comes_back_as_it_was(tensor: torch.Tensor) -> None:
     back = unpack(pack({"key": [tensor]}))["key"][0]
