@@ -23,7 +23,7 @@ types: setup
 	$(BIN)/mypy
 
 test: setup lint types
-	$(BIN)/python -m pytest -m "not soak"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not soak"
 
 soak: setup
 	$(BIN)/python -m pytest -m soak

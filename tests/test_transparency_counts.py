@@ -85,6 +85,7 @@ def test_data_parallel_layouts_issue_what_they_claim(pool: Pool, model: ModelCon
     _check(pool, model, layout)
 
 
+SHAPES = (GPT, LLAMA)
 TENSOR = tuple(
     f"tp={tp},sp={sp},recompute={recompute},microbatch=2,accumulate={k}"
     for tp, sp, recompute, k in (
@@ -99,9 +100,11 @@ TENSOR = tuple(
 )
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("model", [GPT, LLAMA], ids=lambda model: model.name)
-@pytest.mark.parametrize("layout", TENSOR)
+@pytest.mark.parametrize(
+    ("layout", "model", "dropout"),
+    [(layout, model, [0.0, 0.1][(i + j) % 2]) for i, layout in enumerate(TENSOR) for j, model in enumerate(SHAPES)],
+    ids=lambda value: value.name if isinstance(value, ModelConfig) else str(value),
+)
 def test_tensor_parallel_layouts_issue_what_they_claim(
     pool: Pool, model: ModelConfig, layout: str, dropout: float
 ) -> None:
@@ -215,8 +218,10 @@ MEMORY = (
 )
 
 
-@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=["fp32", "bf16 over fp32"])
-@pytest.mark.parametrize("layout", MEMORY)
+@pytest.mark.parametrize(
+    ("layout", "compute"),
+    [*((layout, torch.bfloat16) for layout in MEMORY), ("dp=3,zero=1", torch.float32), ("dp=3,zero=3", torch.float32)],
+)
 def test_states_take_the_bytes_that_the_memory_function_says(pool: Pool, layout: str, compute: torch.dtype) -> None:
     _check_memory(pool, layout, ADAMW, compute)
 

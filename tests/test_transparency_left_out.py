@@ -19,7 +19,7 @@ from echelon.proof.compare import RankReport, run_and_compare
 from echelon.proof.verify import Prover, Verdict
 from echelon.train import engine, norm
 
-SMALL = {"layers": 2, "width": 32, "ffn": 48, "max_seq_len": 64}
+SMALL = {"layers": 1, "width": 32, "ffn": 48, "max_seq_len": 64}
 GPT = replace(sizes.find("gpt-tiny"), **SMALL)
 LLAMA = replace(sizes.find("llama-tiny"), **SMALL)
 CONV = sizes.find("conv-tiny")

@@ -57,6 +57,7 @@ Path(sys.argv[1], f"rank{world.rank}").write_text(line)
 """
 
 
+@pytest.mark.soak  # in every run, tests/cli and tests/test_examples.py start under torchrun
 def test_torchrun_starts_the_same_program(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"import sys\nsys.path[:0] = {sys.path!r}\n" + SCRIPT)
