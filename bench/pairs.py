@@ -30,7 +30,7 @@ from echelon.train.engine import Engine
 
 WARM_UP = 3
 """Pairs before the first that counts: buffers, caches of DTensor, DDP's buckets."""
-LOSS_TOLERANCE = 1e-4
+LOSS_TOLERANCE = 1e-6
 """Relative. A peer that computes something else is no peer."""
 EARLY = 5
 """Pairs whose losses are compared. Later, float32 rounding grows by itself: on random tokens training is chaotic."""
