@@ -28,10 +28,11 @@ MAY_KNOW = {
     "memory": {"layout", "models", "rng"},
     "parallel": {"layout", "models", "memory", "rng", "compat"},
     "optim": {"layout", "parallel", "compat"},
+    "pipeline": {"layout", "models", "parallel", "compat"},
     "launch": {"layout", "compat"},
-    "train": {"layout", "models", "data", "memory", "parallel", "optim", "launch", "rng", "compat"},
+    "train": {"layout", "models", "data", "memory", "parallel", "optim", "pipeline", "launch", "rng", "compat"},
     "proof": {"layout", "models", "parallel", "optim", "launch", "train", "rng"},
-    "cli": {"layout", "models", "launch", "train", "proof"},
+    "cli": {"layout", "models", "pipeline", "launch", "train", "proof"},
 }
 """arrows between rooms: what each may import. `layout` knows nobody, `cli` sits on top"""
 WITHOUT_TORCH = (
@@ -41,6 +42,11 @@ WITHOUT_TORCH = (
     "echelon.cli",
     "echelon.train.config",
     "echelon.proof.ask",
+    "echelon.pipeline",
+    "echelon.pipeline.schedules",
+    "echelon.pipeline.partition",
+    "echelon.pipeline.replication",
+    "echelon.pipeline.simulate",
 )
 COSTS = ("echelon.parallel.shard", "echelon.parallel.tensor", "echelon.parallel.sequence")
 

@@ -41,7 +41,7 @@ def axis(size: int, index: int = 0) -> Axis:
 
 
 def split(model: nn.Module, table: dict[str, str], size: int, *, sp: bool = False, index: int = 0) -> dict[str, Entry]:
-    found = tensor.split(model, read_entries(model), table, axis(size, index), sequence_parallel=sp)
+    found, _ = tensor.split(model, read_entries(model), table, axis(size, index), sequence_parallel=sp)
     return {entry.name: entry for entry in found}
 
 

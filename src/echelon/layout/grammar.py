@@ -158,7 +158,6 @@ _RECOMPUTE = Choice(
 )
 _GRIDS = "tensor-parallel grids are"
 _CONTEXT = "context parallelism is"
-_PIPELINES = "pipelines are"
 _EXPERTS = "expert parallelism is"
 
 # fmt: off
@@ -184,11 +183,11 @@ KEYS: tuple[Key, ...] = (
     Key(name="ulysses", kind=Number(), default="cp with cp_kind=ulysses, else 1",
         meaning="ranks of cp that exchange heads; the ring runs over the rest", built=("1",), missing=_CONTEXT),
     Key(name="pp", kind=Number(), default="1",
-        meaning="pipeline stages", built=("1",), missing=_PIPELINES),
+        meaning="pipeline ranks"),
     Key(name="schedule", kind=_SCHEDULES, default="1f1b",
-        meaning="order of the forward and backward passes of a pipeline", built=("1f1b",), missing=_PIPELINES),
+        meaning="order of the forward and backward passes of a pipeline", built=("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"), missing="this schedule is"),
     Key(name="vpp", kind=Number(), default="2 where the schedule has chunks, else 1",
-        meaning="chunks of layers per pipeline rank", built=("1",), missing=_PIPELINES),
+        meaning="chunks of layers per pipeline rank"),
     Key(name="ep", kind=Number(), default="1",
         meaning="expert-parallel ranks, folded into dp x cp x tp", built=("1",), missing=_EXPERTS),
     Key(name="etp", kind=Number(), default="1",

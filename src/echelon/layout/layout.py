@@ -45,7 +45,7 @@ class Layout:
     ulysses: int = DERIVED
     """ranks of cp that exchange heads; the ring runs over cp / ulysses"""
     pp: int = 1
-    """pipeline stages"""
+    """pipeline ranks"""
     schedule: str = "1f1b"
     """order of a pipeline's passes"""
     vpp: int = DERIVED

@@ -52,6 +52,8 @@ class Entry:
     """the shape on one device"""
     cuts: tuple[Cut, ...] = ()
     """the dimensions that are divided; none means a whole copy on every rank"""
+    holders: tuple[int, ...] = ()
+    """the pp ranks that hold it, where several do (a tied weight); the first of them counts it"""
     sum_over: tuple[str, ...] = ()
     """axes over which each rank's gradient is only a part, to be summed once a step (see parallel/sequence.py)"""
     decay: bool = True
@@ -199,6 +201,8 @@ class Placement:
         )
 
     def _owns(self, entry: Entry) -> bool:
+        if entry.holders and entry.holders[0] != self.at["pp"]:
+            return False
         copies = {cut.axis: cut.copies for cut in entry.cuts}
         inside = (axis for axis in self.at if axis not in OUTSIDE)
         return all(self.at[axis] % copies[axis] == 0 if axis in copies else self.at[axis] == 0 for axis in inside)
@@ -216,14 +220,18 @@ class Placement:
 def units_of(entries: Sequence[Entry], roots: Mapping[str, bool], shards: int) -> tuple[Unit, ...]:
     """Groups entries by the module in `roots` that holds them; what none holds (tied weights too) forms the unit "".
 
-    `roots` says of each module whether its unit is kept; the unit "" is.
+    `roots` says of each module whether its unit is kept; the unit "" is. What several pp ranks hold forms a unit of its
+    own: its shards are then the same intervals on all of them.
     """
     groups: dict[str, list[Entry]] = {"": [], **{root: [] for root in roots}}
     for entry in entries:
+        if entry.holders:
+            groups[entry.name] = [entry]
+            continue
         homes = {next((root for root in roots if name.startswith(root + ".")), "") for name in entry.names}
         groups[homes.pop() if len(homes) == 1 else ""].append(entry)
     return tuple(
-        Unit(name=name, entries=tuple(found), shards=shards, kept=name == "" or roots[name])
+        Unit(name=name, entries=tuple(found), shards=shards, kept=roots.get(name, True))
         for name, found in groups.items()
         if found
     )

@@ -47,7 +47,8 @@ def _again(module: nn.Module, stream: Stream, samples: Tensor | None) -> Iterato
     for part in parts:
         part.momentum = 0.0
     try:
-        yield
+        with stream.around():
+            yield
     finally:
         stream.samples = now
         for part, momentum, count in counting:

@@ -1,10 +1,12 @@
 """A small convolutional network with batch normalisation, for images [B, 3, side, side] and labels [B]."""
 
 import math
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from echelon.models.chain import Chain, Link
 from echelon.models.head import loss_sum
 from echelon.models.sizes import KERNEL, ModelConfig
 from echelon.rng import ONES, ZEROS, Init, Normal
@@ -37,8 +39,22 @@ class ConvNet(nn.Module):
         x = images
         for block in self.blocks:
             x = block(x)
+        return self._classes(x)
+
+    def _classes(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.drop(x.mean((2, 3))))
         return out
+
+    def chain(self) -> Chain:
+        blocks = (Link(f"blocks.{i}", (f"blocks.{i}",), partial(self._block, i)) for i in range(len(self.blocks)))
+        return Chain(links=(*blocks, Link("head", ("drop", "head"), self._end)))
+
+    def _block(self, index: int, x: Tensor | None, _shared: None, images: Tensor, labels: Tensor) -> Tensor:
+        out: Tensor = self.blocks[index](images if x is None else x)
+        return out
+
+    def _end(self, x: Tensor, _shared: None, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return loss_sum(self._classes(x), labels)
 
     def initial(self, name: str) -> Init:
         """How the parameter of this name starts."""

@@ -36,6 +36,8 @@ class Block(nn.Module):
 
 
 class GPT(LanguageModel):
+    first = ("embed", "positions", "drop")
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.positions = nn.Embedding(config.max_seq_len, config.width)
@@ -44,11 +46,10 @@ class GPT(LanguageModel):
         self.norm = nn.LayerNorm(config.width)
         self.finish()
 
-    def hidden(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+    def start(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         self.check_length(tokens)
         x: Tensor = self.drop(self.embed(tokens) + self.positions(positions(tokens, documents)))
-        mask = document_mask(documents)
-        for block in self.blocks:
-            x = block(x, mask)
-        out: Tensor = self.norm(x)
-        return out
+        return x
+
+    def shared(self, tokens: Tensor, documents: Tensor | None = None) -> tuple[Tensor | None]:
+        return (document_mask(documents),)

@@ -1,7 +1,11 @@
 """What the language models have in common: the loss contract, text logits, tied embedding, first values."""
 
+from functools import partial
+from typing import Any
+
 from torch import Tensor, nn
 
+from echelon.models.chain import Chain, Link
 from echelon.models.head import LanguageHead
 from echelon.models.initial import transformer
 from echelon.models.sizes import ModelConfig
@@ -9,7 +13,12 @@ from echelon.rng import Init
 
 
 class LanguageModel(nn.Module):
-    """A model with an embedding `embed`, a head `head` and, from its subclass, hidden vectors in between."""
+    """A model with an embedding `embed`, a head `head` and, from its subclass, `blocks` and `norm` in between."""
+
+    blocks: nn.ModuleList
+    norm: nn.Module
+    first: tuple[str, ...] = ("embed", "drop")
+    """the modules that `start` uses"""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -39,7 +48,42 @@ class LanguageModel(nn.Module):
 
     def hidden(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """[B, T, width]: what the head reads."""
+        x, shared = self.start(tokens, documents), self.shared(tokens, documents)
+        for block in self.blocks:
+            x = block(x, *shared)
+        out: Tensor = self.norm(x)
+        return out
+
+    def start(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """[B, T, width]: what the first block reads."""
         raise NotImplementedError
+
+    def shared(self, tokens: Tensor, documents: Tensor | None = None) -> tuple[Any, ...]:
+        """What every block is given beside its input."""
+        raise NotImplementedError
+
+    # -- the same, cut into links -------------------------------------------------------------------------------------
+
+    def chain(self) -> Chain:
+        blocks = (Link(f"blocks.{i}", (f"blocks.{i}",), partial(self._block, i)) for i in range(len(self.blocks)))
+        return Chain(
+            links=(Link("embed", self.first, self._start), *blocks, Link("head", ("norm", "head"), self._end)),
+            shared=lambda tokens, targets=None, documents=None: self.shared(tokens, documents),
+            logits=lambda x, _shared, **_inputs: self.head.logits(self.norm(x)),
+        )
+
+    def _start(
+        self, _carried: None, _shared: Any, tokens: Tensor, documents: Tensor | None = None, **_inputs: Tensor
+    ) -> Tensor:
+        return self.start(tokens, documents)
+
+    def _block(self, index: int, x: Tensor, shared: tuple[Any, ...], **_inputs: Tensor) -> Tensor:
+        out: Tensor = self.blocks[index](x, *shared)
+        return out
+
+    def _end(self, x: Tensor, _shared: Any, targets: Tensor, **_inputs: Tensor) -> tuple[Tensor, Tensor]:
+        total, count = self.head(self.norm(x), targets)
+        return total, count
 
     def check_length(self, tokens: Tensor) -> None:
         if tokens.shape[1] > self.config.max_seq_len:

@@ -57,12 +57,12 @@ class Llama(LanguageModel):
         self.norm = RMSNorm(config.width)
         self.finish()
 
-    def hidden(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+    def start(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         self.check_length(tokens)
         x: Tensor = self.drop(self.embed(tokens))
-        turn = rotation(positions(tokens, documents), self.config.head_dim, THETA, x.dtype)
-        mask = document_mask(documents)
-        for block in self.blocks:
-            x = block(x, mask, turn)
-        out: Tensor = self.norm(x)
-        return out
+        return x
+
+    def shared(self, tokens: Tensor, documents: Tensor | None = None) -> tuple[Tensor | None, Rotation]:
+        dtype = next(self.parameters()).dtype
+        turn = rotation(positions(tokens, documents), self.config.head_dim, THETA, dtype)
+        return document_mask(documents), turn

@@ -12,13 +12,14 @@ from echelon.layout import Layout, Mesh
 from echelon.layout.placement import Entry, Placement, units_of
 from echelon.memory import recompute
 from echelon.models.splits import split_of
-from echelon.parallel import batchnorm, shard, tensor
+from echelon.parallel import batchnorm, shard, stages, tensor
 from echelon.parallel.axis import Axes, world_rank
 from echelon.parallel.first_values import first_values, move_buffers
 from echelon.parallel.flat import Flat
+from echelon.parallel.regions import Boundary
 
 WORLD = "pp*replica*shard*cp*tp"
-AXES = ("replica", "shard", "dp", "tp", "shard*tp", WORLD)
+AXES = ("replica", "shard", "dp", "tp", "shard*tp", "pp", "pp*dp", "pp*shard*tp", WORLD)
 """the axes that every run has, in the order in which all ranks make their process groups"""
 
 
@@ -36,6 +37,8 @@ class Options:
     prefetch: int = 1
     units: tuple[str, ...] = ()
     """patterns of the modules that form units; empty chooses the layers"""
+    stage_layers: tuple[int, ...] = ()
+    """layers of each pipeline stage; empty balances them"""
     leave_out: str = ""
     """a collective left out on purpose (`dp:all_reduce`), to see that `verify` misses it"""
 
@@ -52,27 +55,45 @@ class Parallel:
     stream: rng.Stream
     policy: shard.Policy
     options: Options
+    boundary: Boundary | None = None
+    """where tensor-parallel regions begin and end"""
 
 
-def apply(model: nn.Module, layout: Layout, options: Options) -> Parallel:
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Which modules each rank of pp holds."""
+
+    ranks: tuple[frozenset[str], ...]
+    """by rank of pp"""
+    stages: tuple[tuple[str, ...], ...]
+    """by stage of this rank"""
+
+
+def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None = None) -> Parallel:
     """Changes `model` in place. Parameters on the meta device are made here, slice by slice, by `model.initial`."""
     mesh = Mesh(layout)
     stream = rng.Stream(options.seed)
-    units = shard.choose_units(model, options.units)
     values = first_values(model, device=options.device, dtype=options.master, seed=options.seed)
     entries = read_entries(model)
 
     rng.attach(model, stream)
     axes = Axes(mesh, world_rank(), AXES, leave_out=options.leave_out)
+    boundary: Boundary | None = None
     if layout.tp > 1:
-        entries = tensor.split(model, entries, split_of(model), axes["tp"], sequence_parallel=bool(layout.sp))
+        entries, boundary = tensor.split(model, entries, split_of(model), axes["tp"], sequence_parallel=bool(layout.sp))
         for name in sorted({axis for entry in entries for axis in entry.sum_over}):
             axes.add(name)
     if layout.dp > 1:
         batchnorm.synchronise(model, axes["dp"])
+    if held is not None:
+        for name in sorted({axis for pp in range(layout.pp) for axis in _tied(entries, held, pp)}):
+            axes.add(name)
+        entries = stages.held_entries(entries, held.ranks, axes.at["pp"])
+        stages.prune(model, held.ranks[axes.at["pp"]])
     if layout.recompute == "full":
         recompute.apply(model, shard.layers(model), stream)
     policy = shard.policy(layout, reshard_after_forward=options.reshard_after_forward, prefetch=options.prefetch)
+    units = shard.choose_units(model, options.units)
     placement = Placement(units=units_of(entries, units, policy.shards), at=axes.at)
     flat = Flat(
         model,
@@ -83,10 +104,17 @@ def apply(model: nn.Module, layout: Layout, options: Options) -> Parallel:
         device=options.device,
         compute=options.compute,
         master=options.master,
+        parts=held.stages if held is not None else (),
     )
     flat.fill(values)
     move_buffers(model, options.device, options.compute)
-    return Parallel(model, layout, axes, placement, flat, stream, policy, options)
+    return Parallel(model, layout, axes, placement, flat, stream, policy, options, boundary)
+
+
+def _tied(entries: list[Entry], held: Held, at_pp: int) -> set[str]:
+    return {
+        stages.tied_axis(entry.holders) for entry in stages.held_entries(entries, held.ranks, at_pp) if entry.holders
+    }
 
 
 def read_entries(model: nn.Module) -> list[Entry]:

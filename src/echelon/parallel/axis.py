@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,13 @@ class Axis:
     """One rank's view of one mesh axis. On an axis of one rank every collective is free."""
 
     def __init__(
-        self, name: str, ranks: Sequence[int], rank: int, group: dist.ProcessGroup | None, left_out: frozenset[str]
+        self,
+        name: str,
+        ranks: Sequence[int],
+        rank: int,
+        group: dist.ProcessGroup | None,
+        left_out: frozenset[str],
+        make_group: Callable[[], dist.ProcessGroup | None] | None = None,
     ):
         self.name = name
         self.ranks = tuple(ranks)
@@ -34,6 +41,7 @@ class Axis:
         self.index = self.ranks.index(rank)
         self.group = group
         self.left_out = left_out
+        self.make_group = make_group
         self.skipped = False
         """a collective was really left out"""
 
@@ -78,6 +86,10 @@ class Axis:
             return Done()
         return compat.start_reduce_scatter(part, whole, self.group)
 
+    def again(self) -> dist.ProcessGroup | None:
+        """A second process group of the same ranks. All ranks of the mesh must ask for it."""
+        return None if self.make_group is None else self.make_group()
+
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Everyone gets the first rank's values."""
         if not self.idle("broadcast"):
@@ -88,8 +100,9 @@ class Axis:
 class Axes:
     """Every axis of a mesh from one rank, with its process groups made once, in the same order everywhere.
 
-    Names are those of the mesh (`tp`, `shard`, `replica`, `dp`, ...), products of them joined by `*` (`shard*tp`), and
-    `tp/2` for the runs of two neighbours inside tp that hold copies of one part.
+    Names are those of the mesh (`tp`, `shard`, `replica`, `dp`, ...), products of them joined by `*` (`shard*tp`),
+    `tp/2` for the runs of two neighbours inside tp that hold copies of one part, and `pp[0+3]` for the ranks at places
+    0 and 3 of pp that hold copies of a tied weight.
     """
 
     def __init__(self, mesh: Mesh, rank: int, names: Sequence[str], *, leave_out: str = ""):
@@ -119,15 +132,18 @@ class Axes:
             self._made[groups] = self._join(groups)
         ranks = next(group for group in groups if self.rank in group)
         left_out = frozenset({self._broken_kind} if name == self._broken_axis else ())
-        self._axes[name] = Axis(name, ranks, self.rank, self._made[groups], left_out)
+        self._axes[name] = Axis(name, ranks, self.rank, self._made[groups], left_out, partial(self._new, groups))
 
     def _join(self, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
-        if len(groups[0]) == 1:
+        if all(len(group) == 1 for group in groups):
             return None
         if len(groups) == 1:
             return dist.group.WORLD
+        return self._new(groups)
+
+    def _new(self, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
         mine: dist.ProcessGroup | None = None
-        for ranks in groups:  # every rank must make every group, members or not
+        for ranks in (several for several in groups if len(several) > 1):  # by every rank, member or not
             group = dist.new_group(list(ranks))
             if self.rank in ranks:
                 assert isinstance(group, dist.ProcessGroup)
@@ -136,7 +152,18 @@ class Axes:
 
 
 def enumerate_groups(mesh: Mesh, name: str) -> tuple[tuple[int, ...], ...]:
-    """All groups of an axis, a product of axes (`shard*tp`), or runs of neighbours in one (`tp/2`)."""
+    """All groups of an axis, a product of axes (`shard*tp`), runs of neighbours (`tp/2`), or some places (`pp[0+3]`)."""
+    if "[" in name:
+        axis, _, listed = name.rstrip("]").partition("[")
+        places = [int(place) for place in listed.split("+")]
+        return tuple(
+            group
+            for whole in mesh.groups(axis)
+            for group in (
+                tuple(whole[place] for place in places),
+                *((rank,) for place, rank in enumerate(whole) if place not in places),
+            )
+        )
     if "/" in name:
         axis, _, size = name.partition("/")
         run = int(size)

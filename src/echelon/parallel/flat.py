@@ -1,15 +1,4 @@
-"""Flat units at work: parameters are views of one buffer, which is gathered, freed and reduced as a whole.
-
-[Note: nothing is copied]
-
-    full       [shards * S]  compute type. The modules' parameters are views of it; all-gather writes straight into it.
-    master     [S]           the optimizer's shard. Where the types agree and `full` stays, it *is* a slice of `full`.
-    gradients  [shards * S]  each arriving gradient is written (first) or added (later) into its place, cast on the way.
-    grad       [S]           the reduced shard: a slice of `gradients`, or under zero 2 and 3 a buffer of its own.
-
-Views of `full.data`, not of `full`, are what modules hold: `.data` has its own version counter, so refilling the
-buffer does not look to autograd like a change of tensors it saved. The storage object survives being freed, so saved
-weights are whole again in backward.
+"""Flat units at work: a model whose parameters are gathered, freed and reduced unit by unit (flat_unit.py).
 
 [Note: the order of collectives]
 
@@ -20,7 +9,7 @@ that some rank did not use cannot make ranks wait for different collectives. Wha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -28,172 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.layout.placement import Entry, Piece, Placement, Unit
-from echelon.parallel.axis import Axis, Done, Pending
+from echelon.layout.placement import Entry, Piece, Placement
+from echelon.parallel.axis import Axis
+from echelon.parallel.flat_unit import FlatUnit
 from echelon.parallel.shard import Policy, layers
 
 
-class FlatUnit:
-    """One unit's buffers on one rank, and the moves between them."""
-
-    def __init__(
-        self,
-        unit: Unit,
-        policy: Policy,
-        shard: Axis,
-        replica: Axis,
-        *,
-        device: torch.device,
-        compute: torch.dtype,
-        master: torch.dtype,
-    ):
-        self.unit, self.policy, self.shard, self.replica = unit, policy, shard, replica
-        size = unit.shard_numel
-        self._own = slice(shard.index * size, (shard.index + 1) * size) if policy.shards > 1 else slice(0, size)
-        self.full = torch.zeros(unit.shards * size, dtype=compute, device=device)
-        self.shares_storage = compute == master and not policy.free_parameters
-        self.master = self.full[self._own] if self.shares_storage else torch.zeros(size, dtype=master, device=device)
-        self.parameters = {entry.name: self._view(entry) for entry in unit.entries}
-        self._nbytes = self.full.untyped_storage().nbytes()
-        self.whole = False
-        self._gathering: Pending | None = None
-        if policy.free_parameters:
-            self.full.untyped_storage().resize_(0)
-
-        self.gradients: Tensor | None = None
-        self.grad = torch.zeros(size if policy.scatter_every_microbatch else 0, dtype=master, device=device)
-        if not policy.scatter_every_microbatch:
-            self.gradients = torch.zeros(self.full.shape, dtype=master, device=device)
-            self.grad = self.gradients[self._own]
-        self.scale = 1.0
-        """what arriving gradients are multiplied by"""
-        self._written: set[str] = set()
-        self._places: dict[str, Tensor] = {}
-        self._arrived = 0
-        self._expected = sum(entry.trainable for entry in unit.entries)
-        self.all_trainable = self._expected == len(unit.entries)
-        self._scattered_before = False
-        self._incoming: Tensor | None = None
-        self._reducing: Pending = Done()
-
-    def _view(self, entry: Entry) -> nn.Parameter:
-        offset = self.unit.offsets[entry.name]
-        data = self.full.data[offset : offset + entry.local_numel].view(entry.local_shape)
-        return nn.Parameter(data, requires_grad=entry.trainable)
-
-    # -- parameters ---------------------------------------------------------------------------------------------------
-
-    def start_gather(self) -> None:
-        if self.whole or self._gathering is not None:
-            return
-        if self.policy.free_parameters:
-            self.full.untyped_storage().resize_(self._nbytes)
-        own = self.full[self._own]
-        if not self.shares_storage:
-            own.copy_(self.master)
-        self._gathering = self.shard.start_all_gather(self.full, own) if self.policy.shards > 1 else Done()
-
-    def gather(self) -> None:
-        self.start_gather()
-        if self._gathering is not None:
-            self._gathering.wait()
-            self._gathering, self.whole = None, True
-
-    def free(self) -> None:
-        self._catch_up()
-        if self.policy.free_parameters and self.whole:
-            self.full.untyped_storage().resize_(0)
-            self.whole = False
-
-    def _catch_up(self) -> None:
-        if self._gathering is not None:  # gathered ahead, but its module was not called
-            self.gather()
-
-    def updated(self) -> None:
-        """The optimizer changed the shard: what others hold of it is old."""
-        self._catch_up()
-        if self.shares_storage and self.policy.shards == 1:
-            self.whole = True
-        elif not self.policy.free_parameters:
-            self.whole = False
-
-    # -- gradients ----------------------------------------------------------------------------------------------------
-
-    def begin_step(self) -> None:
-        self._written.clear()
-        self._scattered_before = False
-
-    def begin_microbatch(self) -> None:
-        self._arrived = 0
-        if self.policy.scatter_every_microbatch:
-            self._written.clear()
-
-    def arrive(self, entry: Entry, gradient: Tensor) -> bool:
-        """Puts one parameter's gradient into its place; true when it was the last of the unit."""
-        place = self._places.get(entry.name)
-        if place is None:
-            offset = self.unit.offsets[entry.name]
-            place = self._gradient_buffer()[offset : offset + entry.local_numel].view(entry.local_shape)
-            self._places[entry.name] = place
-        if entry.name in self._written:
-            place.add_(gradient, alpha=self.scale)
-        elif self.scale == 1.0:
-            place.copy_(gradient)
-        else:
-            place.copy_(gradient).mul_(self.scale)
-        self._written.add(entry.name)
-        self._arrived += 1
-        return self.complete
-
-    @property
-    def complete(self) -> bool:
-        return self._arrived == self._expected
-
-    def _gradient_buffer(self) -> Tensor:
-        if self.gradients is None:
-            self.gradients = torch.empty(
-                self.unit.shards * self.unit.shard_numel, dtype=self.grad.dtype, device=self.full.device
-            )
-            self.gradients[self.unit.numel :].zero_()
-        return self.gradients
-
-    def start_reduce(self) -> None:
-        gradients = self._gradient_buffer()
-        for entry in self.unit.entries:
-            if entry.name not in self._written:
-                offset = self.unit.offsets[entry.name]
-                gradients[offset : offset + entry.local_numel].zero_()
-        if self.policy.scatter_every_microbatch:
-            self._incoming = torch.empty_like(self.grad) if self._scattered_before else self.grad
-            self._scattered_before = True
-            self._reducing = self.shard.start_reduce_scatter(self._incoming, gradients)
-        elif self.policy.shards > 1:
-            self._reducing = self.shard.start_reduce_scatter(self.grad, gradients)
-        else:
-            self._reducing = self.replica.start_all_reduce(self.grad)
-
-    def settle(self, *, last: bool) -> None:
-        """Takes the scattered sum in; in the step's last microbatch the replicas' sum starts."""
-        if self.policy.shards == 1:
-            return
-        self._reducing.wait()
-        self._reducing = Done()
-        if self._incoming is not None and self._incoming is not self.grad:
-            self.grad.add_(self._incoming)
-        self._incoming = None
-        if self.policy.scatter_every_microbatch:
-            self.gradients = None
-            self._places.clear()
-        if last:
-            self._reducing = self.replica.start_all_reduce(self.grad)
-
-    def finish_reduce(self) -> None:
-        self._reducing.wait()
-        self._reducing = Done()
-
-
 class Flat:
-    """All units of a model, driven by hooks on its modules and parameters."""
+    """All units of a model, driven by hooks on its modules and parameters.
+
+    `parts` names the modules of each stage where a pipeline runs several microbatches at a time and reduces by itself
+    (pipeline/units.py). What is kept then stays whole for the step, and gathering ahead stays inside a stage.
+    """
 
     def __init__(
         self,
@@ -206,12 +41,15 @@ class Flat:
         device: torch.device,
         compute: torch.dtype,
         master: torch.dtype,
+        parts: Sequence[Sequence[str]] = (),
     ):
         self.model, self.placement, self.policy = model, placement, policy
         self.units = [
             FlatUnit(unit, policy, shard, replica, device=device, compute=compute, master=master)
             for unit in placement.units
         ]
+        self.pipelined = bool(parts)
+        self.parts = [[unit for unit in self.units if _used(unit, names)] for names in parts] or [self.units]
         self._last = True
         self._waiting: deque[FlatUnit] = deque()
         self._launched: list[FlatUnit] = []
@@ -311,10 +149,12 @@ class Flat:
 
     def _on_gradient(self, unit: FlatUnit, entry: Entry) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
-            assert parameter.grad is not None
+            if parameter.grad is None:  # put off to a later half of backward (pipeline/deferred.py)
+                return
             gradient, parameter.grad = parameter.grad, None
             if unit.arrive(entry, gradient):
-                if unit.all_trainable:  # otherwise backward may still have to pass through what is frozen
+                # Where something is frozen, backward may still have to pass through it.
+                if unit.all_trainable and not (self.pipelined and unit.unit.kept):
                     unit.free()
                 self._launch(everything=False)
 
@@ -335,12 +175,13 @@ class Flat:
         self.model.register_forward_hook(after_forward)
 
     def _hook_layer(self, unit: FlatUnit) -> None:
-        freed = [other for other in self.units if not other.unit.kept]
+        part = next(part for part in self.parts if unit in part)
+        freed = [other for other in part if not other.unit.kept]
         index, module = freed.index(unit), self.model.get_submodule(unit.unit.name)
         prefetch = self.policy.prefetch if self.policy.free_parameters else 0
         ahead = freed[index + 1 : index + 1 + prefetch]
         behind = freed[max(index - prefetch, 0) : index][::-1]
-        is_last = index == len(freed) - 1
+        is_last = index == len(freed) - 1 and not self.pipelined  # other microbatches come before its backward
 
         def gather_with(others: list[FlatUnit]) -> None:
             unit.gather()
@@ -364,6 +205,11 @@ class Flat:
 
         module.register_forward_pre_hook(before_forward)
         module.register_forward_hook(after_forward)
+
+
+def _used(unit: FlatUnit, names: Sequence[str]) -> bool:
+    mine = [name for entry in unit.unit.entries for name in entry.names]
+    return any(name == other or name.startswith(other + ".") for name in mine for other in names)
 
 
 @contextmanager

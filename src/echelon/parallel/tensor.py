@@ -44,7 +44,7 @@ WORDS = ("region", "column", "column/heads", "row", "vocabulary", "head", "heads
 
 def split(
     model: nn.Module, entries: Iterable[Entry], table: Table, axis: Axis, *, sequence_parallel: bool
-) -> list[Entry]:
+) -> tuple[list[Entry], Boundary]:
     """Changes the modules of a one-device model for one rank of `axis`, and says how each parameter is cut."""
     from echelon.parallel.regions import Sliced, Whole
 
@@ -58,7 +58,7 @@ def split(
     plan = _Split(model, axis, boundary, {name: entry for entry in entries for name in entry.names}, sequence_parallel)
     for name, word in words.items():
         plan.change(name, word)
-    return [plan.entries[entry.name] for entry in entries]
+    return [plan.entries[entry.name] for entry in entries], boundary
 
 
 def match(model: nn.Module, table: Table) -> dict[str, str]:

@@ -35,7 +35,9 @@ class RankReport:
     owned: dict[str, int]
     """elements of each parameter that this rank counts as its own"""
     sizes: dict[str, int]
-    """elements of each whole parameter, in the order of the model"""
+    """elements of each whole parameter of which this rank holds something"""
+    names: tuple[str, ...]
+    """all parameters, in the order of the model"""
     skipped: bool
     """the collective that was to be left out was met, and left out"""
 
@@ -69,8 +71,8 @@ def run_and_compare(case: Case, layout_text: str, leave_out: str, truth: Path) -
         for _, piece in engine.parallel.flat.pieces()
     }
     entries = engine.parallel.placement.entries
-    sizes = {name: torch.Size(entries[name].shape).numel() for name, _ in engine.model.named_parameters()}
-    return RankReport(tuple(found), owned, sizes, engine.parallel.axes.skipped)
+    sizes = {name: torch.Size(entry.shape).numel() for name, entry in entries.items()}
+    return RankReport(tuple(found), owned, sizes, engine.names, engine.parallel.axes.skipped)
 
 
 def _scalars(step: int, result: StepResult, record: safe_open) -> list[Difference]:

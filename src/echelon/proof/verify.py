@@ -151,14 +151,15 @@ class Prover:
                 key = (difference.step, difference.kind, difference.name)
                 if key not in found or difference.error > found[key].error:
                     found[key] = difference
-        for name, size in reports[0].sizes.items():
-            owned = sum(report.owned[name] for report in reports)
-            if owned != size:
-                wrong = f"{name} has {size} elements and {owned} are owned: the placement record is wrong"
+        sizes = {name: size for report in reports for name, size in report.sizes.items()}
+        for name in reports[0].names:
+            owned = sum(report.owned.get(name, 0) for report in reports)
+            if owned != sizes.get(name):
+                wrong = f"{name} has {sizes.get(name, 0)} elements and {owned} are owned: the placement record is wrong"
                 raise RankError(wrong, rank=0, reason=wrong)
         # Causes first: an update is wrong where a gradient is, and a parameter says more than a sum over all of them.
         kinds = ("gradient", "parameter", "buffer", "norm", "loss")
-        order = {name: index for index, name in enumerate(reports[0].sizes)}
+        order = {name: index for index, name in enumerate(reports[0].names)}
         return sorted(found.values(), key=lambda d: (d.step, kinds.index(d.kind), order.get(d.name, 0)))
 
     def _truth(self, rows: int, accumulate: int) -> Path:
@@ -171,12 +172,13 @@ class Prover:
 
     def _guilty_axis(self, layout: Layout) -> str:
         """The axis that fails alone: splitting over one at a time finds the wrong reduction, whatever the bug is."""
+        no_pipeline: dict[str, int | str] = {"pp": 1, "schedule": "1f1b", "vpp": 1}
+        shards, replicas = layout.shards, layout.dp // layout.shards
         alone = {
-            "tp": layout.replace(dp=1, zero=0, shard=1),
-            "shard": layout.replace(tp=1, sp=0, dp=layout.shards, shard=layout.shards, zero=layout.zero),
-            "replica": layout.replace(
-                tp=1, sp=0, dp=layout.dp // layout.shards, zero=0, shard=layout.dp // layout.shards
-            ),
+            "pp": layout.replace(dp=1, zero=0, shard=1, tp=1, sp=0),
+            "tp": layout.replace(dp=1, zero=0, shard=1, **no_pipeline),
+            "shard": layout.replace(tp=1, sp=0, dp=shards, shard=shards, zero=layout.zero, **no_pipeline),
+            "replica": layout.replace(tp=1, sp=0, dp=replicas, zero=0, shard=replicas, **no_pipeline),
         }
         names = {axis: part for axis, part in alone.items() if part.world > 1}
         if len(names) == 1:
@@ -184,7 +186,7 @@ class Prover:
         else:
             guilty = [axis for axis, part in names.items() if self._fails(part)] or list(names)
         hybrid = 1 < layout.shards < layout.dp
-        return " x ".join(axis if hybrid or axis == "tp" else "dp" for axis in guilty)
+        return " x ".join(axis if hybrid or axis in ("tp", "pp") else "dp" for axis in guilty)
 
     def _fails(self, layout: Layout) -> bool:
         try:

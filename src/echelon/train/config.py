@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from echelon.layout import Fault, FaultError, Layout, check, did_you_mean, grammar
 from echelon.layout.faults import closest
 from echelon.models import own, sizes
+from echelon.models.sizes import ModelConfig
 from echelon.train import keys
 from echelon.train.keys import Key, Only, Range, Setting
 
@@ -95,6 +96,12 @@ class ShardConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    layers: Annotated[tuple[int, ...], AT_LEAST_1] = ()
+    """Under pp, layers of each stage, e.g. [3, 2, 2]. Empty: balanced, with embedding and head counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     model: str = "llama-tiny"
     """A named size, or `file.py:factory` of your own, with a function `batch(rows, step)` beside it."""
@@ -120,6 +127,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     shard: ShardConfig = field(default_factory=ShardConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     dropout: Annotated[float | None, BELOW_ONE] = None
     """In place of the model's own dropout."""
     tied: bool | None = None
@@ -273,9 +281,11 @@ def _idle(config: Config) -> dict[str, str]:
     if is_own(config.model):
         names = [name for name in table if name.startswith(OF_OUR_TASK)]
         idle |= dict.fromkeys(names, "a module of your own, whose file makes the batches")
-    zero = Layout.resolve(grammar.read(config.layout).given).zero
-    if zero != 3:
-        idle |= dict.fromkeys(("shard.reshard_after_forward", "shard.prefetch"), f"zero={zero}")
+    layout = Layout.resolve(grammar.read(config.layout).given)
+    if layout.zero != 3:
+        idle |= dict.fromkeys(("shard.reshard_after_forward", "shard.prefetch"), f"zero={layout.zero}")
+    if layout.pp == 1:
+        idle["pipeline.layers"] = "pp=1"
     return idle
 
 
@@ -338,7 +348,18 @@ def _layout_faults(config: Config, world: int | None, refused: Set[str]) -> list
     planned = Layout.resolve(grammar.read(config.layout).given).plan_only
     unbuilt = [Fault(key="layout", value=config.layout, rule=f"cannot be run: {reason}") for reason in planned]
     try:
-        check(config.layout, world=world, batch=batch, seq_len=seq_len, model=model)
+        layout = check(config.layout, world=world, batch=batch, seq_len=seq_len, model=model)
     except FaultError as error:
         return [*error.faults, *unbuilt]
-    return unbuilt
+    return [*unbuilt, *_stage_faults(config.pipeline.layers, layout, model)]
+
+
+def _stage_faults(layers: tuple[int, ...], layout: Layout, model: ModelConfig | None) -> Iterator[Fault]:
+    stages = layout.pp * layout.vpp
+    if layers and layout.pp > 1 and model is not None and (len(layers) != stages or sum(layers) != model.layers):
+        yield Fault(
+            key="pipeline.layers",
+            value=str(list(layers)),
+            rule=f"does not give the {model.layers} layers of {model.name} to {stages} stages",
+            legal=f"{stages} numbers that sum to {model.layers}",
+        )

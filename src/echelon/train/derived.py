@@ -8,6 +8,7 @@ from echelon.layout import Layout
 from echelon.models.sizes import ModelConfig
 from echelon.optim import num_moments
 from echelon.parallel import shard, tensor
+from echelon.pipeline.pipeline import Pipeline
 from echelon.train.config import Config
 from echelon.train.display import Derived, size
 from echelon.train.engine import Engine
@@ -18,7 +19,10 @@ def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterato
     layout, parallel, options = engine.layout, engine.parallel, engine.parallel.options
     compute, master = name(options.compute), name(options.master)
     units = parallel.placement.units
-    yield "layout", str(layout), f"{layout.world} rank(s): dp={layout.dp} x tp={layout.tp}"
+    stages = f" x pp={layout.pp}" if layout.pp > 1 else ""
+    yield "layout", str(layout), f"{layout.world} rank(s): dp={layout.dp} x tp={layout.tp}{stages}"
+    if engine.pipeline is not None:
+        yield from _pipeline(engine.pipeline)
     yield (
         "batch",
         f"{layout.batch} sequences" + (f" x {config.seq_len} tokens" if traffic(engine, config.seq_len) else ""),
@@ -50,6 +54,18 @@ def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterato
     yield "time-out", f"{config.timeout:g} s", "a rank that waits longer ends the run"
     yield "threads", str(threads), "per rank"
     yield "peak", f"{peak.flops / 1e12:.3g} TFLOP/s per device", peak.why
+
+
+def _pipeline(pipeline: Pipeline) -> Iterator[Derived]:
+    schedule = pipeline.schedule
+    yield (
+        "schedule",
+        f"{schedule.name}: {schedule.stages} stages, {schedule.microbatches} microbatches",
+        schedule.note or "every rank does its list of actions in order",
+    )
+    for line in str(pipeline.stages.split).splitlines():
+        stage, links = line.split("  ", 1)
+        yield stage, links.strip(), "links, and their share of the cost"
 
 
 def traffic(engine: Engine, seq_len: int) -> tensor.Traffic | None:

@@ -14,7 +14,9 @@ does not bind.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,8 @@ from echelon.parallel import batchnorm, shard, tensor
 from echelon.parallel.apply import Options, Parallel, apply
 from echelon.parallel.axis import Axis, sum_together, world_size
 from echelon.parallel.flat import explained
+from echelon.pipeline.pipeline import Pipeline
+from echelon.pipeline.runtime import Work
 from echelon.train.config import OptimizerConfig
 from echelon.train.norm import GradientNorm, clip_factor
 
@@ -79,13 +83,24 @@ class Engine:
             raise ValueError("; ".join(layout.plan_only))
         self.rule: Rule = optimizer or OptimizerConfig()
         self.clip = clip
-        self.parallel: Parallel = apply(model, layout, options or Options())
+        self.names = tuple(name for name, _ in model.named_parameters())
+        """of all parameters of the model, wherever they are"""
+        self.pipeline: Pipeline | None = None
+        if layout.pp > 1:
+            self.pipeline = Pipeline(model, layout, options or Options())
+        self.parallel: Parallel = (
+            self.pipeline.parallel if self.pipeline else apply(model, layout, options or Options())
+        )
         self.model, self.layout = self.parallel.model, layout
         self.optimizer = ShardedOptimizer(self.parallel.flat, self.rule)
         self.norm = GradientNorm(self.parallel)
         self.num_steps = 0
         self._last_count = 1.0
         self._partial = partial_gradients(self.parallel)
+
+    @property
+    def _loss_axis(self) -> str:
+        return "pp*dp" if self.layout.pp > 1 else "dp"
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -118,14 +133,12 @@ class Engine:
 
     def run(self, microbatches: Iterable[Microbatch], *, lr: float | None = None) -> StepResult:
         """Trains on this rank's own `accumulate` microbatches."""
-        totals = torch.zeros(2, dtype=torch.float64, device=self.parallel.options.device)
-        for index, microbatch in enumerate(microbatches):
-            total, count = self._forward_backward(
-                microbatch, first=index == 0, last=index == self.layout.accumulate - 1
-            )
-            totals[0] += total
-            totals[1] += count
-        self.parallel.axes["dp"].all_reduce(totals)
+        if self.pipeline is not None:
+            works = [Work(self._on_device(microbatch), self._samples(microbatch)) for microbatch in microbatches]
+            totals = self.pipeline.train(works, 1.0 / self._last_count)
+        else:
+            totals = self._one_after_another(microbatches)
+        self.parallel.axes[self._loss_axis].all_reduce(totals)
         for axis, views in self._partial:
             sum_together(axis, views)
         loss_sum, count = totals.tolist()
@@ -137,6 +150,16 @@ class Engine:
             self._last_count = count
         self.num_steps += 1
         return StepResult(loss=loss_sum / max(count, 1.0), count=int(count), norm=norm, skipped=count == 0)
+
+    def _one_after_another(self, microbatches: Iterable[Microbatch]) -> Tensor:
+        totals = torch.zeros(2, dtype=torch.float64, device=self.parallel.options.device)
+        for index, microbatch in enumerate(microbatches):
+            total, count = self._forward_backward(
+                microbatch, first=index == 0, last=index == self.layout.accumulate - 1
+            )
+            totals[0] += total
+            totals[1] += count
+        return totals
 
     def _forward_backward(self, microbatch: Microbatch, *, first: bool, last: bool) -> tuple[Tensor, Tensor]:
         flat = self.parallel.flat
@@ -150,8 +173,14 @@ class Engine:
 
     def prepared(self, microbatch: Microbatch) -> dict[str, Tensor]:
         """The microbatch on the device, floats in the compute type; dropout is told which samples these are."""
+        self.parallel.stream.samples = self._samples(microbatch)
+        return self._on_device(microbatch)
+
+    def _samples(self, microbatch: Microbatch) -> Tensor:
+        return microbatch.samples.to(self.parallel.options.device, non_blocking=True)
+
+    def _on_device(self, microbatch: Microbatch) -> dict[str, Tensor]:
         options = self.parallel.options
-        self.parallel.stream.samples = microbatch.samples.to(options.device, non_blocking=True)
         return {
             key: value.to(options.device, options.compute if value.is_floating_point() else None, non_blocking=True)
             for key, value in microbatch.inputs.items()
@@ -164,15 +193,32 @@ class Engine:
         """The mean loss over this and all other ranks' microbatches, without dropout; none where there is no target."""
         was_training = self.model.training
         self.model.eval()
-        totals = torch.zeros(2, dtype=torch.float64, device=self.parallel.options.device)
-        for microbatch in microbatches:
-            total, count = loss_pair(self.model(**self.prepared(microbatch)))
-            totals[0] += total
-            totals[1] += count
+        if self.pipeline is not None:
+            works = [Work(self._on_device(microbatch), self._samples(microbatch)) for microbatch in microbatches]
+            totals = self.pipeline.evaluate(works)
+        else:
+            totals = torch.zeros(2, dtype=torch.float64, device=self.parallel.options.device)
+            for microbatch in microbatches:
+                total, count = loss_pair(self.model(**self.prepared(microbatch)))
+                totals[0] += total
+                totals[1] += count
         self.model.train(was_training)
-        self.parallel.axes["dp"].all_reduce(totals)
+        self.parallel.axes[self._loss_axis].all_reduce(totals)
         loss_sum, count = totals.tolist()
         return float(loss_sum / count) if count else None
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor, size: int) -> Tensor:
+        """float64 [size]: what a language model says comes after the last token of the only row, on every rank."""
+        if self.pipeline is not None:
+            return self.pipeline.logits({"tokens": tokens}, size)
+        model: Any = self.model
+        found: Tensor = model.logits(tokens)[0, -1, :size].double()
+        return found
+
+    def outside_gathered(self) -> AbstractContextManager[None]:
+        """Around calls of `logits`, which is not `forward`: only the layers gather by themselves."""
+        return self.parallel.flat.outside_gathered() if self.pipeline is None else nullcontext()
 
     # -- cost ---------------------------------------------------------------------------------------------------------
 

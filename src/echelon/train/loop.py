@@ -68,6 +68,7 @@ class Loop:
             reshard_after_forward=config.shard.reshard_after_forward,
             prefetch=config.shard.prefetch,
             units=config.shard.units,
+            stage_layers=config.pipeline.layers,
         )
         self.engine = Engine(self.task.build(), self.layout, config.optimizer, clip=config.clip, options=options)
         self.engine.model.train()

@@ -38,7 +38,7 @@ class GradientNorm:
     """Norm over all ranks. Call it after reduction; shards differ over `shard` and `tp`, replicas are equal."""
 
     def __init__(self, parallel: Parallel):
-        self.axis = parallel.axes["shard*tp"]
+        self.axis = parallel.axes["pp*shard*tp" if parallel.layout.pp > 1 else "shard*tp"]
         self.runs = owned_runs(parallel)
         self.device = parallel.options.device
 

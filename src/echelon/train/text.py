@@ -21,10 +21,10 @@ def write(engine: Engine, tokenizer: Tokenizer, prompt: str, tokens: int, *, tem
     start = len(ids)
     was_training = model.training
     model.eval()
-    with engine.parallel.flat.outside_gathered():  # `logits` is not `forward`: only the layers gather by themselves
+    with engine.outside_gathered():
         for position in range(tokens):
             window = torch.tensor([ids[-length:]], device=device)
-            logits = model.logits(window)[0, -1, : tokenizer.vocab_size].double()
+            logits = engine.logits(window, tokenizer.vocab_size)
             # The same numbers on every rank, so that ranks never disagree on the next token.
             chance = rng.uniform(rng.key(seed, "sample"), torch.tensor([position]), torch.float64).to(device)
             shares = (logits / temperature).softmax(-1).cumsum(-1)

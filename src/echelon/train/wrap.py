@@ -262,6 +262,10 @@ def wrap(model: nn.Module, layout: Layout | str = "", **options: Any) -> Wrapped
         raise FaultError(faults)
     if layout.plan_only:
         raise ValueError("; ".join(layout.plan_only))
+    if layout.pp > 1:
+        raise ValueError(
+            f"a pipeline owns the loop (pp={layout.pp}); use ec.Engine(model, layout, optimizer).step(batch)"
+        )
     if layout.accumulate > 1 or layout.microbatch > 1:
         raise ValueError(
             "in a loop of your own the batch is yours; leave microbatch and accumulate out of the layout, "

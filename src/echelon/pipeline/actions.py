@@ -1,0 +1,75 @@
+"""`Action`: one step of one stage on one microbatch, and its text.
+
+[Note: the text of an action]
+
+    2F0      stage 2 runs forward on microbatch 0
+    2B0      ... the whole backward
+    2I0 2W0  ... backward in two halves: the gradient of the stage's input, then those of its weights
+    2F0.1    ... on the second slice of its tokens (TeraPipe)
+    2F5@3    ... with version 3 of the stage's weights (asynchronous schedules); without @, the weights in force
+    2SF0     sends what forward made to stage 3            2RF0     receives what stage 1's forward made
+    2SB0     sends the gradient of its input to stage 1    2RB0     receives the gradient of its output from stage 3
+    2U4      the update that makes version 4 of the stage's weights (a synchronous step has one, 2U1)
+    2K3 2D3  keeps version 3 of the weights beside the newer ones; drops it
+
+Stages are numbered in the order of the model. A rank may hold several of them.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Kind(StrEnum):
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT = "I"
+    WEIGHT = "W"
+    SEND_FORWARD = "SF"
+    RECEIVE_FORWARD = "RF"
+    SEND_BACKWARD = "SB"
+    RECEIVE_BACKWARD = "RB"
+    UPDATE = "U"
+    KEEP = "K"
+    DROP = "D"
+
+
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT})
+SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
+RECEIVES = frozenset({Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD})
+VERSIONS = frozenset({Kind.UPDATE, Kind.KEEP, Kind.DROP})
+"""their index is the number of a version of the weights; that of all others is a microbatch"""
+
+NEWEST = -1
+"""the version of an action that uses the weights in force"""
+
+_TEXT = re.compile(r"(\d+)(SF|RF|SB|RB|[FBIWUKD])(\d+)(?:\.(\d+))?(?:@(\d+))?")
+
+
+class Action(NamedTuple):
+    stage: int
+    kind: Kind
+    index: int  # type: ignore[assignment]  # a tuple has a method of this name, which nobody calls
+    """the microbatch, counted from the start of the step (of the run, where the schedule is asynchronous)"""
+    part: int = 0
+    """the slice of the microbatch's tokens"""
+    version: int = NEWEST
+    """the weights that F, B, I and W use"""
+
+    def __str__(self) -> str:
+        part = f".{self.part}" if self.part else ""
+        version = f"@{self.version}" if self.version != NEWEST else ""
+        return f"{self.stage}{self.kind}{self.index}{part}{version}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        match = _TEXT.fullmatch(text.strip())
+        if match is None:
+            raise ValueError(
+                f"{text.strip()!r} is not an action; write stage, kind and microbatch as in 2F0, with a kind of "
+                f"{', '.join(Kind)}"
+            )
+        stage, kind, index, part, version = match.groups()
+        return cls(int(stage), Kind(kind), int(index), int(part or 0), NEWEST if version is None else int(version))

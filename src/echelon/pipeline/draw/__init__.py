@@ -1,0 +1,7 @@
+"""Pictures of a timeline, planned over measured where both are given: coloured text, SVG, a page with zoom and hover."""
+
+from echelon.pipeline.draw.html import as_html
+from echelon.pipeline.draw.svg import as_svg
+from echelon.pipeline.draw.terminal import as_text
+
+__all__ = ["as_html", "as_svg", "as_text"]

@@ -1,0 +1,53 @@
+"""What the kinds of actions look like, the same in every picture.
+
+The colours differ in lightness as well as in hue, so that they stay apart for eyes that do not see red and green, or
+blue and yellow, as different; a test computes what such eyes see. A rank's later chunks have the same hues, lighter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from echelon.pipeline.actions import Kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """One kind of action."""
+
+    name: str
+    colour: str
+    """of a rank's first chunk, as #rrggbb"""
+
+
+LOOKS = {
+    Kind.FORWARD: Look(name="forward", colour="#1f5fa8"),
+    Kind.BACKWARD: Look(name="backward", colour="#c8551b"),
+    Kind.INPUT: Look(name="input gradient", colour="#f2b632"),
+    Kind.WEIGHT: Look(name="weight gradient", colour="#3fa796"),
+    Kind.UPDATE: Look(name="update", colour="#7b2d6f"),
+}
+"""the kinds that are drawn as cells, in the order of the legend"""
+IDLE = "#eef1f5"
+LIGHT, DARK = "#ffffff", "#1c2230"
+"""ink on a cell"""
+LINK = "#8a93a5"
+"""a message on its way"""
+
+
+def fill(kind: Kind, chunk: int = 0, chunks: int = 1) -> str:
+    """The colour of a cell of a rank's `chunk`, of `chunks`."""
+    # The lightest still stands out from idle.
+    share = 0.55 * chunk / max(1, chunks - 1)
+    return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts(LOOKS[kind].colour))
+
+
+def ink(background: str) -> str:
+    """The colour of text that can be read on a cell."""
+    red, green, blue = parts(background)
+    return DARK if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else LIGHT
+
+
+def parts(colour: str) -> tuple[int, int, int]:
+    """Red, green and blue, 0 to 255."""
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)

@@ -1,0 +1,103 @@
+"""What an action needs, what it makes, and a run of the lists by these alone.
+
+[Note: needs]
+
+    F        F of the stage before; F of the slice before
+    B, I     its own F; B or I of the stage after; B or I of the slice after
+    W        its own I
+    SF, SB   the F, B or I that makes what is sent
+    RF, RB   the SF or SB of the other rank
+    U K D    nothing but their place in the list
+
+Where a lowered list has messages, F and B need the receive instead of another rank's action.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+
+from echelon.pipeline.actions import RECEIVES, SENDS, Action, Kind
+from echelon.pipeline.schedule import Schedule
+
+Result = tuple[str, int, int, int]
+"""what an action makes: its kind (G, a gradient, for B and I alike), stage, microbatch and slice"""
+
+FORWARD, BACKWARD, INPUT, WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # looked up very often
+
+
+def is_lowered(schedule: Schedule) -> bool:
+    """Whether there are messages in the lists."""
+    return any(action.kind in SENDS or action.kind in RECEIVES for actions in schedule.lists for action in actions)
+
+
+def result(action: Action) -> Result:
+    stage, kind, index, part, _ = action
+    return ("G" if kind is BACKWARD or kind is INPUT else kind.value, stage, index, part)
+
+
+class Needs:
+    """The needs of a schedule's actions. See [Note: needs]."""
+
+    def __init__(self, schedule: Schedule):
+        self.last_stage, self.last_slice = schedule.stages - 1, schedule.slices - 1
+        homes, with_messages = schedule.homes, is_lowered(schedule)
+        self._by_message = [with_messages and one != other for one, other in pairwise(homes)]
+        """for each stage but the last, whether a message goes to the stage after it"""
+
+    def of(self, action: Action) -> list[Result]:
+        stage, kind, index, part, _ = action
+        needs: list[Result] = []
+        if stage > self.last_stage:
+            return needs  # no such stage: `validate` says so
+        if kind is FORWARD:
+            if part:
+                needs.append(("F", stage, index, part - 1))
+            if stage:
+                is_message = self._by_message[stage - 1]
+                needs.append(("RF", stage, index, part) if is_message else ("F", stage - 1, index, part))
+        elif kind is BACKWARD or kind is INPUT:
+            needs.append(("F", stage, index, part))
+            if part < self.last_slice:
+                needs.append(("G", stage, index, part + 1))
+            if stage < self.last_stage:
+                is_message = self._by_message[stage]
+                needs.append(("RB", stage, index, part) if is_message else ("G", stage + 1, index, part))
+        elif kind is WEIGHT or kind is Kind.SEND_BACKWARD:
+            needs.append(("G", stage, index, part))
+        elif kind is Kind.SEND_FORWARD:
+            needs.append(("F", stage, index, part))
+        elif kind is Kind.RECEIVE_FORWARD:
+            needs.append(("SF", stage - 1, index, part))
+        elif kind is Kind.RECEIVE_BACKWARD:
+            needs.append(("SB", stage + 1, index, part))
+        return needs
+
+
+def stuck(
+    results: Sequence[Sequence[Result]], needs: Sequence[Sequence[list[Result]]], there: Collection[Result] = ()
+) -> dict[int, tuple[int, Result]]:
+    """Runs all lists until they end or nobody can go on; then for each rank its place and what it waits for.
+
+    A rank runs its list in order and stops where a need is not met: receives block, sends do not. `there` is met from
+    the start.
+    """
+    met = set(there)
+    places = [0] * len(results)
+    waiting: dict[Result, list[int]] = {}
+    stopped: dict[int, tuple[int, Result]] = {}
+    awake = deque(range(len(results)))
+    while awake:
+        rank = awake.popleft()
+        stopped.pop(rank, None)
+        mine, wanted = results[rank], needs[rank]
+        for place in range(places[rank], len(mine)):
+            missing = next((need for need in wanted[place] if need not in met), None)
+            if missing is not None:
+                places[rank], stopped[rank] = place, (place, missing)
+                waiting.setdefault(missing, []).append(rank)
+                break
+            met.add(mine[place])
+            awake.extend(waiting.pop(mine[place], ()))
+    return stopped

@@ -1,0 +1,151 @@
+"""Every schedule under its name: `make("1f1b", ranks, microbatches)`, and the table of families behind it.
+
+A new schedule is one file with `build`, `bubble` and `in_flight`, and one row of `FAMILIES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+from echelon.layout.faults import did_you_mean
+from echelon.pipeline.schedule import Schedule
+from echelon.pipeline.schedules import (
+    dualpipe_v,
+    from_file,
+    gpipe,
+    interleaved,
+    naive,
+    one_f_one_b,
+    pipedream,
+    pipedream_vsync,
+    terapipe,
+    two_bw,
+    zb_h1,
+    zb_v,
+)
+
+__all__ = ["FAMILIES", "FILE", "Family", "make"]
+
+FILE = "file:"
+"""what stands before the path of a schedule that the user wrote"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One kind of schedule."""
+
+    name: str
+    """as in the layout"""
+    title: str
+    """one line for people"""
+    build: Callable[..., Schedule]
+    """from (ranks, chunks, microbatches); with slices, first and drain where it has them"""
+    bubble: Callable[..., Fraction | None]
+    """from (ranks, chunks, microbatches), with F = I = W = 1, B = 2 and messages that take no time; None where no
+    formula holds. Of a whole run of so many microbatches, where asynchronous"""
+    in_flight: Callable[..., tuple[int, ...]]
+    """likewise; for each rank the most activations (of a stage and a microbatch, and a slice) that it holds at once,
+    from F until B, or until W where backward has two halves"""
+    chunks: int | None = 1
+    """stages per rank; None where the user chooses, 2 or more"""
+    asynchronous: bool = False
+    """whether a run is one endless stream, cut into windows"""
+    splits_backward: bool = False
+    """whether it has I and W"""
+    has_slices: bool = False
+    """whether it cuts sequences into slices of tokens"""
+
+
+# fmt: off
+FAMILIES: dict[str, Family] = {family.name: family for family in (
+    Family(name="naive", title="naive layer split: one microbatch at a time through all stages",
+           build=naive.build, bubble=naive.bubble, in_flight=naive.in_flight),
+    Family(name="gpipe", title="GPipe: all microbatches forward, then all backward",
+           build=gpipe.build, bubble=gpipe.bubble, in_flight=gpipe.in_flight),
+    Family(name="1f1b", title="1F1B (PipeDream-flush): GPipe's bubble with as many microbatches in flight as stages",
+           build=one_f_one_b.build, bubble=one_f_one_b.bubble, in_flight=one_f_one_b.in_flight),
+    Family(name="interleaved", title="interleaved 1F1B: several chunks per rank, a bubble smaller by their number",
+           build=interleaved.build, bubble=interleaved.bubble, in_flight=interleaved.in_flight, chunks=None),
+    Family(name="zb-h1", title="zero bubble, H1: weight gradients fill the bubble, with the memory of 1F1B",
+           build=zb_h1.build, bubble=zb_h1.bubble, in_flight=zb_h1.in_flight, splits_backward=True),
+    Family(name="zb-v", title="zero bubble, V: two chunks there and back, no rank waits in between",
+           build=zb_v.build, bubble=zb_v.bubble, in_flight=zb_v.in_flight, chunks=2, splits_backward=True),
+    Family(name="dualpipe-v", title="DualPipe-V: forwards of one direction beside backwards of the other",
+           build=dualpipe_v.build, bubble=dualpipe_v.bubble, in_flight=dualpipe_v.in_flight, chunks=2,
+           splits_backward=True),
+    Family(name="pipedream", title="PipeDream: no flush, each microbatch keeps the weights of its forward",
+           build=pipedream.build, bubble=pipedream.bubble, in_flight=pipedream.in_flight, asynchronous=True),
+    Family(name="pipedream-vsync", title="PipeDream with vertical sync: one version of the weights on all stages",
+           build=pipedream_vsync.build, bubble=pipedream_vsync.bubble, in_flight=pipedream_vsync.in_flight,
+           asynchronous=True),
+    Family(name="2bw", title="PipeDream-2BW: no flush, two versions of the weights",
+           build=two_bw.build, bubble=two_bw.bubble, in_flight=two_bw.in_flight, asynchronous=True),
+    Family(name="terapipe", title="TeraPipe: a pipeline over slices of a sequence's tokens",
+           build=terapipe.build, bubble=terapipe.bubble, in_flight=terapipe.in_flight, has_slices=True),
+)}
+# fmt: on
+"""Every schedule that has a name, in the order of the layout's grammar."""
+
+
+def make(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    *,
+    chunks: int = 0,
+    slices: int = 1,
+    first: int = 0,
+    drain: bool = True,
+) -> Schedule:
+    """The schedule of a name, or of a file: `file:PATH`.
+
+    `chunks` are the stages of a rank; 0: those that the schedule has, 2 where it leaves the choice. `first` and `drain`
+    cut a window from the endless stream of an asynchronous schedule: microbatches `first` to `first + microbatches - 1`
+    of the run; without `drain`, backwards that have not come up yet are left to the next window. Other schedules have
+    no windows.
+    """
+    family = FAMILIES.get(name)
+    faults = [*_sizes(ranks, microbatches, chunks, slices, first), *_fits(name, family, chunks, slices)]
+    if faults:
+        raise ValueError("\n".join(faults))
+    if family is None:
+        asked = 0 if slices == 1 else slices
+        path = name.removeprefix(FILE)
+        return from_file.build(path, ranks=ranks, chunks=chunks, microbatches=microbatches, slices=asked)
+    chunks = chunks or family.chunks or 2
+    if family.asynchronous:
+        return family.build(ranks, chunks, microbatches, first=first, drain=drain)
+    if family.has_slices:
+        return family.build(ranks, chunks, microbatches, slices=slices)
+    return family.build(ranks, chunks, microbatches)
+
+
+def _sizes(ranks: int, microbatches: int, chunks: int, slices: int, first: int) -> list[str]:
+    given = {"ranks": ranks, "microbatches": microbatches, "slices": slices, "chunks": chunks, "first": first}
+    least = {"chunks": 0, "first": 0}
+    return [
+        f"{noun} is too small ({noun}={value}); give {least.get(noun, 1)} or more"
+        for noun, value in given.items()
+        if value < least.get(noun, 1)
+    ]
+
+
+def _fits(name: str, family: Family | None, chunks: int, slices: int) -> list[str]:
+    """What a schedule of this name cannot be."""
+    faults = []
+    if family is None:
+        if not name.startswith(FILE):
+            remedy = f"choose one of {', '.join(FAMILIES)}, {FILE}PATH"
+            hint = did_you_mean(name, FAMILIES)
+            faults.append(f"unknown schedule ({name!r}); {remedy}{'; ' if hint else ''}{hint}")
+        return faults
+    if family.chunks is None and chunks == 1:
+        faults.append(f"too few chunks for {name} (chunks=1); give 2 or more, or choose 1f1b")
+    elif family.chunks is not None and chunks not in (0, family.chunks):
+        other = ", or choose interleaved" if family.chunks == 1 else ""
+        faults.append(f"{name} has another number of chunks per rank (chunks={chunks}); give {family.chunks}{other}")
+    if slices != 1 and not family.has_slices:
+        faults.append(f"{name} has no slices (slices={slices}); give 1, or choose terapipe")
+    return faults

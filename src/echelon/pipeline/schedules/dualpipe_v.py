@@ -1,0 +1,64 @@
+"""DualPipe-V: DualPipe's order on two chunks per rank that lie there and back (the "cut-in-half" form).
+
+DRAWING
+
+Its steady state pairs a forward of one direction with a backward of the other, so that the messages of one hide behind
+the compute of the other. Here the two of a pair run in sequence. Backward is whole (B) where it can be and in halves
+(I, W) where the other ranks wait for it.
+
+The eight phases of rank r of d, with chunk 0 on the way there and chunk 1 on the way back:
+
+    1. F0                 d - r - 1 times two
+    2. F0 F1              r + 1 times
+    3. I1 W1 F1           d - r - 1 times
+    4. F0 B1 F1 B0        the steady state, m - 2d + r + 1 times
+    5.    B1 F1 B0        d - r - 1 times
+    6.    B1    B0        r + 1 times; the second half of them are I1 and I0
+    7. W I0               d - r - 1 times
+    8. W                  r + 1 times
+
+Fewer than 2d microbatches: the schedule for 2d, with the surplus left out (see [Note: leaving microbatches out] in
+step.py).
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from echelon.pipeline.actions import Action
+from echelon.pipeline.schedule import Schedule, vee
+from echelon.pipeline.schedules.phases import Phases
+from echelon.pipeline.schedules.step import left_out, step
+
+
+def build(ranks: int, chunks: int, microbatches: int) -> Schedule:
+    whole = max(microbatches, 2 * ranks)
+    lists = [_list(rank, ranks, whole) for rank in range(ranks)]
+    return step("dualpipe-v", vee(ranks), microbatches, lists, note=left_out(microbatches, whole))
+
+
+def _list(rank: int, ranks: int, microbatches: int) -> list[Action]:
+    behind = ranks - rank - 1
+    phases = Phases(rank, 2 * ranks - 1 - rank)
+    phases.repeat(2 * behind, "F0")
+    phases.repeat(rank + 1, "F0 F1")
+    phases.repeat(behind, "I1 W F1")
+    phases.repeat(microbatches - 2 * ranks + rank + 1, "F0 B1 F1 B0")
+    phases.repeat(behind, "B1 F1 B0")
+    for turn in range(2 * (rank + 1)):
+        phases.repeat(1, f"{'B' if turn <= rank else 'I'}{1 - turn % 2}")
+    phases.repeat(behind, "W I0")
+    phases.repeat(rank + 1, "W")
+    return phases.actions
+
+
+def bubble(ranks: int, chunks: int, microbatches: int) -> Fraction:
+    """(d-1) / (6m+d-1) from 2d microbatches up, as ZB-V; with fewer the pairs wait for each other."""
+    makespan = 6 * microbatches + ranks - 1
+    if microbatches < 2 * ranks:
+        makespan = 4 * microbatches + 5 * ranks - (3 if microbatches <= ranks else 1)
+    return 1 - Fraction(6 * microbatches, makespan)
+
+
+def in_flight(ranks: int, chunks: int, microbatches: int) -> tuple[int, ...]:
+    return tuple(min(2 * ranks + 1, 2 * microbatches, microbatches + rank + 1) for rank in range(ranks))

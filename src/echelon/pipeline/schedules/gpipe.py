@@ -1,0 +1,29 @@
+"""GPipe: all microbatches forward, then all backward.
+
+DRAWING
+
+A rank waits while the pipeline fills and while it drains, d - 1 actions each way, and holds the activations of all
+microbatches in between.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from echelon.pipeline.actions import Action, Kind
+from echelon.pipeline.schedule import Schedule, loop
+from echelon.pipeline.schedules.step import step
+
+
+def build(ranks: int, chunks: int, microbatches: int) -> Schedule:
+    both = (Kind.FORWARD, Kind.BACKWARD)
+    lists = [[Action(rank, kind, m) for kind in both for m in range(microbatches)] for rank in range(ranks)]
+    return step("gpipe", loop(ranks), microbatches, lists)
+
+
+def bubble(ranks: int, chunks: int, microbatches: int) -> Fraction:
+    return Fraction(ranks - 1, microbatches + ranks - 1)
+
+
+def in_flight(ranks: int, chunks: int, microbatches: int) -> tuple[int, ...]:
+    return (microbatches,) * ranks

@@ -1,0 +1,65 @@
+"""Interleaved 1F1B (PTD-P): each rank owns several chunks of layers, so the pipeline fills with smaller pieces.
+
+DRAWING
+
+Microbatches go in groups of d, one for each rank. A group runs through the first chunk of every rank, then through the
+second, and so on; by the time its last microbatch has left a chunk, its first one is back for the next. Then a forward
+and a backward take turns, as in 1F1B. The bubble shrinks by the number of chunks, and a rank holds a few more
+activations, each of a smaller piece.
+
+A number of microbatches that is no multiple of d: the schedule for the next multiple, with the surplus left out (see
+[Note: leaving microbatches out] in step.py). Counting the turns of forward and backward without the surplus looks
+simpler, but it can deadlock: 4 ranks, 3 chunks, 5 microbatches.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from echelon.pipeline.actions import Action, Kind
+from echelon.pipeline.schedule import Schedule, loop
+from echelon.pipeline.schedules.step import left_out, step
+
+
+def build(ranks: int, chunks: int, microbatches: int) -> Schedule:
+    whole = -(-microbatches // ranks) * ranks
+    lists = [_list(rank, ranks, chunks, whole) for rank in range(ranks)]
+    return step("interleaved", loop(ranks, chunks), microbatches, lists, note=left_out(microbatches, whole))
+
+
+def _list(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
+    groups = [range(first, first + ranks) for first in range(0, microbatches, ranks)]
+    there = [chunk * ranks + rank for chunk in range(chunks)]
+    forwards = [Action(stage, Kind.FORWARD, m) for group in groups for stage in there for m in group]
+    backwards = [Action(stage, Kind.BACKWARD, m) for group in groups for stage in reversed(there) for m in group]
+    ahead = _ahead(rank, ranks, chunks)
+    actions = forwards[:ahead]
+    for turn, backward in enumerate(backwards):
+        actions += forwards[ahead + turn : ahead + turn + 1]  # empty when the forwards are used up
+        actions.append(backward)
+    return actions
+
+
+def _ahead(rank: int, ranks: int, chunks: int) -> int:
+    """Forwards before the first pair: all chunks but the last, then there and back to the last rank."""
+    return (chunks - 1) * ranks + 2 * (ranks - rank - 1)
+
+
+def bubble(ranks: int, chunks: int, microbatches: int) -> Fraction | None:
+    """None where more than d microbatches are no multiple of d."""
+    if microbatches < ranks:  # the one group has holes, and all chunks but one wait for them, forward and backward
+        holes = (chunks - 1) * (ranks - microbatches)
+        return Fraction(ranks - 1 + holes, chunks * microbatches + ranks - 1 + holes)
+    return None if microbatches % ranks else Fraction(ranks - 1, chunks * microbatches + ranks - 1)
+
+
+def in_flight(ranks: int, chunks: int, microbatches: int) -> tuple[int, ...]:
+    """The forwards up to the first backward; of those, the ones that are not left out."""
+    return tuple(_present(_ahead(rank, ranks, chunks) + 1, ranks, chunks, microbatches) for rank in range(ranks))
+
+
+def _present(places: int, ranks: int, chunks: int, microbatches: int) -> int:
+    """How many of a rank's first forwards are of microbatches that were asked for."""
+    groups, rest = divmod(places, ranks * chunks)
+    size = max(0, min(ranks, microbatches - groups * ranks))
+    return min(groups * ranks, microbatches) * chunks + rest // ranks * size + min(rest % ranks, size)

@@ -1,0 +1,29 @@
+"""Naive layer split: consecutive layers on consecutive ranks, one microbatch at a time through all of them.
+
+DRAWING
+
+No two ranks are busy at once, so d ranks are as fast as one. It is what the other schedules improve on.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from echelon.pipeline.actions import Action, Kind
+from echelon.pipeline.schedule import Schedule, loop
+from echelon.pipeline.schedules.step import step
+
+
+def build(ranks: int, chunks: int, microbatches: int) -> Schedule:
+    both = (Kind.FORWARD, Kind.BACKWARD)
+    lists = [[Action(rank, kind, m) for m in range(microbatches) for kind in both] for rank in range(ranks)]
+    return step("naive", loop(ranks), microbatches, lists)
+
+
+def bubble(ranks: int, chunks: int, microbatches: int) -> Fraction:
+    """Each rank works one d-th of the time."""
+    return 1 - Fraction(1, ranks)
+
+
+def in_flight(ranks: int, chunks: int, microbatches: int) -> tuple[int, ...]:
+    return (1,) * ranks

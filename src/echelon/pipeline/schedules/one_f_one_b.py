@@ -1,0 +1,38 @@
+"""1F1B (PipeDream-flush): one forward, one backward in turn, as soon as the first backward comes.
+
+DRAWING
+
+The bubble is GPipe's. But a rank starts a new microbatch only when an old one has left: rank r of d holds at most
+d - r of them, however many microbatches a step has.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from echelon.pipeline.actions import Action, Kind
+from echelon.pipeline.schedule import Schedule, loop
+from echelon.pipeline.schedules.step import step
+
+
+def build(ranks: int, chunks: int, microbatches: int) -> Schedule:
+    lists = [_list(rank, ranks - rank - 1, microbatches) for rank in range(ranks)]
+    return step("1f1b", loop(ranks), microbatches, lists)
+
+
+def _list(rank: int, ahead: int, microbatches: int) -> list[Action]:
+    """`ahead` forwards come before the first pair: as many as there are ranks behind this one."""
+    forwards = [Action(rank, Kind.FORWARD, m) for m in range(microbatches)]
+    actions = forwards[:ahead]
+    for m in range(microbatches):
+        actions += forwards[ahead + m : ahead + m + 1]  # empty when the forwards are used up
+        actions.append(Action(rank, Kind.BACKWARD, m))
+    return actions
+
+
+def bubble(ranks: int, chunks: int, microbatches: int) -> Fraction:
+    return Fraction(ranks - 1, microbatches + ranks - 1)
+
+
+def in_flight(ranks: int, chunks: int, microbatches: int) -> tuple[int, ...]:
+    return tuple(min(microbatches, ranks - rank) for rank in range(ranks))

@@ -1,0 +1,29 @@
+"""PipeDream with vertical sync: all stages use the same version of the weights for a microbatch.
+
+The actions and their times are PipeDream's (see pipedream.py). But microbatch m uses version max(0, m - d + 1) on every
+stage: the newest one that the first stage has. Later stages have newer weights by then and must keep the old ones, so
+every stage keeps d versions.
+
+    w(t+1) = w(t) - lr * grad f(w_1(t-d+1), ..., w_d(t-d+1))
+
+Stage 1 of 3, four microbatches (K keeps a version, D drops it, U makes the next):
+
+LIST
+"""
+
+from __future__ import annotations
+
+from echelon.pipeline.schedule import Schedule
+from echelon.pipeline.schedules.pipedream import bubble, in_flight
+from echelon.pipeline.schedules.stream import Rule, stream
+
+__all__ = ["bubble", "build", "in_flight"]
+
+
+def build(ranks: int, chunks: int, microbatches: int, *, first: int = 0, drain: bool = True) -> Schedule:
+    behind = ranks - 1
+
+    def rule(stage: int) -> Rule:
+        return Rule(lag=behind - stage, version=lambda m: max(0, m - behind), last=lambda version: version + behind)
+
+    return stream("pipedream-vsync", ranks, microbatches, rule, first=first, drain=drain)

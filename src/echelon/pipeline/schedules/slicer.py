@@ -1,0 +1,76 @@
+"""How long TeraPipe's slices of a sequence shall be, by dynamic programming.
+
+[Note: the slicer]
+
+A slice of l tokens behind c others takes time(l, c) on a stage: attention over a long context is slower, and a short
+slice does not fill a device. With d stages a sequence takes
+
+    sum of the slices' times  +  (d - 1) x the longest of them
+
+1. Suppose that the longest time is at most T. The least sum under T is a shortest path over the cuts of the sequence.
+   Call it S(T): it falls, in steps, as T grows.
+2. The answer is the least S(T) + (d - 1) x T over all T that are the time of some slice.
+3. Between two candidates low < high nothing is below S(high) + (d - 1) x (the candidate after low). If that is no
+   better than the best answer so far, all in between are skipped; else the middle one is tried, and both halves.
+   So few candidates are tried, and the answer is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+Cuts = tuple[float, tuple[int, ...]]
+"""a sum of times and the cuts that give it"""
+
+INFINITE = float("inf")
+
+
+def choose_slices(length: int, stages: int, time: Callable[[int, int], float], granularity: int = 1) -> tuple[int, ...]:
+    """The lengths of the slices of a sequence that `stages` stages finish soonest. See [Note: the slicer].
+
+    `time(tokens, before)` is what a slice takes on one stage, behind so many other tokens. Slices are multiples of
+    `granularity` tokens; the last one takes what is left.
+    """
+    if length < 1 or stages < 1 or granularity < 1:
+        raise ValueError(
+            f"nothing to slice (length={length}, stages={stages}, granularity={granularity}); give 1 or more of each"
+        )
+    cuts = [*range(0, length, granularity), length]
+    times = [[time(end - start, start) for start in cuts[:place]] for place, end in enumerate(cuts)]
+    candidates = sorted({seconds for row in times for seconds in row})
+    best: float = INFINITE
+    chosen: tuple[int, ...] = ()
+
+    def attempt(candidate: int) -> float:
+        nonlocal best, chosen
+        total, places = _shortest(times, candidates[candidate])
+        if total + (stages - 1) * candidates[candidate] < best:
+            best, chosen = total + (stages - 1) * candidates[candidate], places
+        return total
+
+    top = len(candidates) - 1
+    between = [(-1, top, attempt(top))]
+    while between:
+        low, high, total = between.pop()
+        if high - low > 1 and total + (stages - 1) * candidates[low + 1] < best:
+            middle = (low + high) // 2
+            between += [(middle, high, total), (low, middle, attempt(middle))]
+    return tuple(cuts[end] - cuts[start] for start, end in pairwise(chosen))
+
+
+def _shortest(times: list[list[float]], limit: float) -> Cuts:
+    """The least sum of times where none is above the limit, and its cuts; infinite where there is none."""
+    reached: list[float] = [0.0]
+    came_from = [0]
+    for row in times[1:]:
+        ways = (
+            (reached[start] + seconds if seconds <= limit else INFINITE, start) for start, seconds in enumerate(row)
+        )
+        total, start = min(ways)
+        reached.append(total)
+        came_from.append(start)
+    places = [len(times) - 1]
+    while places[-1]:
+        places.append(came_from[places[-1]])
+    return reached[-1], tuple(reversed(places))

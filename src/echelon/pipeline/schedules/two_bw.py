@@ -1,0 +1,57 @@
+"""PipeDream-2BW: 1F1B without a flush, with two versions of the weights.
+
+The actions and their times are PipeDream's (see pipedream.py), but the gradients of a batch of k microbatches are added
+up before an update. Batch t uses version max(0, t - 1) on every stage: by then the first stage has it, and only one
+other version, the newest, lives beside it.
+
+    w(t+1) = w(t) - lr * grad f(w(max(t-1, 0)))
+
+Stage 1 of 3, two batches of two (K keeps a version, D drops it, U makes the next):
+
+LIST
+
+Fewer than d - 1 microbatches per batch: version t - 1 would not be there in time for batch t. The first stages then run
+at most k forwards ahead, so that it is. The rule holds and two versions suffice, but a bubble comes back.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from echelon.pipeline.schedule import Schedule
+from echelon.pipeline.schedules.stream import Rule, stream
+
+
+def build(
+    ranks: int, chunks: int, microbatches: int, *, first: int = 0, drain: bool = True, batch: int = 0
+) -> Schedule:
+    """`batch` microbatches make an update; 0: those of the window."""
+    batch = batch or microbatches
+    if drain and (first + microbatches) % batch:
+        raise ValueError(
+            f"a stream of 2bw ends inside a batch (microbatch {first + microbatches}, batches of {batch}); "
+            f"end it at a multiple of {batch}"
+        )
+
+    def rule(stage: int) -> Rule:
+        return Rule(
+            lag=min(ranks - 1 - stage, batch),
+            version=lambda m: max(0, m // batch - 1),
+            last=lambda version: (version + 2) * batch - 1,
+            batch=batch,
+        )
+
+    is_short = batch < ranks - 1
+    note = f"batches of fewer than {ranks - 1} microbatches ({batch}): stages wait for weights" if is_short else ""
+    return stream("2bw", ranks, microbatches, rule, first=first, drain=drain, note=note)
+
+
+def bubble(ranks: int, chunks: int, microbatches: int, batch: int = 0) -> Fraction | None:
+    """Of a whole run of so many microbatches; None where it has several batches and they are too short."""
+    is_short = 0 < batch < min(microbatches, ranks - 1)
+    return None if is_short else Fraction(ranks - 1, microbatches + ranks - 1)
+
+
+def in_flight(ranks: int, chunks: int, microbatches: int, batch: int = 0) -> tuple[int, ...]:
+    """In a whole run of so many microbatches."""
+    return tuple(min(microbatches, ranks - rank, (batch or microbatches) + 1) for rank in range(ranks))

@@ -1,0 +1,45 @@
+"""ZB-H1: backward in two halves, and the half that nobody waits for fills the bubble.
+
+DRAWING
+
+I (the gradient of the input) goes on to the stage before; W (those of the weights) can wait. Forwards and Is run in the
+order of 1F1B. Rank r lets its Ws wait by r microbatches, so that the Is of the last ranks come early, and does the rest
+of them at the end, where 1F1B drains.
+
+W needs the activations, so they are held until it is done. A rank that runs fewer forwards ahead has more Ws to do: all
+ranks hold d microbatches, which is the peak of 1F1B (there only rank 0 has it).
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from echelon.pipeline.actions import Action, Kind
+from echelon.pipeline.schedule import Schedule, loop
+from echelon.pipeline.schedules.step import step
+
+
+def build(ranks: int, chunks: int, microbatches: int) -> Schedule:
+    lists = [_list(rank, ranks - rank - 1, microbatches) for rank in range(ranks)]
+    return step("zb-h1", loop(ranks), microbatches, lists)
+
+
+def _list(rank: int, ahead: int, microbatches: int) -> list[Action]:
+    forwards, weights = ([Action(rank, kind, m) for m in range(microbatches)] for kind in (Kind.FORWARD, Kind.WEIGHT))
+    actions = forwards[:ahead]
+    for m in range(microbatches):
+        actions += forwards[ahead + m : ahead + m + 1]  # empty when the forwards are used up
+        actions.append(Action(rank, Kind.INPUT, m))
+        if m >= rank:
+            actions.append(weights[m - rank])
+    return actions + weights[max(0, microbatches - rank) :]
+
+
+def bubble(ranks: int, chunks: int, microbatches: int) -> Fraction:
+    """(d-1) / (3m+d-1) from d microbatches up; fewer do not fill the way there and back."""
+    makespan = max(3 * microbatches + ranks - 1, 2 * (microbatches + ranks) - 1)
+    return 1 - Fraction(3 * microbatches, makespan)
+
+
+def in_flight(ranks: int, chunks: int, microbatches: int) -> tuple[int, ...]:
+    return (min(microbatches, ranks),) * ranks

@@ -1,0 +1,61 @@
+"""ZB-V: backward in two halves and two chunks per rank, laid out there and back, so that no rank waits in between.
+
+DRAWING
+
+Rank 0 has the first and the last stage: the loss is where the data comes in, and the first backward starts one way
+earlier than in ZB-H1. From its first action to its last a rank is never idle; what is left of the bubble is that ranks
+start, and end, one after the other. A rank holds 2d half chunks, which is the peak of 1F1B.
+
+The phases of rank r of d, with chunk 0 on the way there and chunk 1 on the way back:
+
+    1. F0            until the first microbatch comes back
+    2. F1 F0         until the first backward comes
+    3. F1 I1 W1      the last stages turn round
+    4. F0 I0 W0 F1 I1 W1       the steady state
+    5.    I0 W0 F1 I1 W1       no microbatch is left to start
+    6. I0 I1         the last gradients first, others wait for them
+    7. I0 W0, then all Ws that are left
+
+Fewer than 2d - 1 microbatches: the schedule for 2d - 1, with the surplus left out (see [Note: leaving microbatches out]
+in step.py).
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from echelon.pipeline.actions import Action
+from echelon.pipeline.schedule import Schedule, vee
+from echelon.pipeline.schedules.phases import Phases
+from echelon.pipeline.schedules.step import left_out, step
+
+
+def build(ranks: int, chunks: int, microbatches: int) -> Schedule:
+    whole = max(microbatches, 2 * ranks - 1)
+    lists = [_list(rank, ranks, whole) for rank in range(ranks)]
+    return step("zb-v", vee(ranks), microbatches, lists, note=left_out(microbatches, whole))
+
+
+def _list(rank: int, ranks: int, microbatches: int) -> list[Action]:
+    behind = ranks - rank
+    phases = Phases(rank, 2 * ranks - 1 - rank)
+    phases.repeat(2 * behind - 1, "F0")
+    phases.repeat(rank, "F1 F0")
+    phases.repeat(behind, "F1 I1 W1")
+    phases.repeat(microbatches - ranks - behind + 1, "F0 I0 W0 F1 I1 W1")
+    phases.repeat(behind - 1, "I0 W0 F1 I1 W1")
+    phases.repeat(rank, "I0 I1")
+    phases.repeat(behind, "I0 W0")
+    phases.repeat(rank, "W1")
+    phases.repeat(rank, "W0")
+    return phases.actions
+
+
+def bubble(ranks: int, chunks: int, microbatches: int) -> Fraction:
+    """(d-1) / (6m+d-1) from 3d/2 microbatches up; fewer do not fill the way there and back, twice."""
+    makespan = max(6 * microbatches + ranks - 1, 4 * (microbatches + ranks) - 2)
+    return 1 - Fraction(6 * microbatches, makespan)
+
+
+def in_flight(ranks: int, chunks: int, microbatches: int) -> tuple[int, ...]:
+    return tuple(min(2 * ranks, 2 * microbatches, microbatches + rank + 1) for rank in range(ranks))

@@ -1,0 +1,239 @@
+"""`Timeline`: when every action of every rank began and ended, planned by `simulate` or measured by a run.
+
+[Note: what a timeline says]
+
+- the duration is the makespan: from the first start to the last end, over all ranks;
+- the bubble is 1 - busy / (ranks x duration), where only F, B, I and W are work: a rank that sends, waits or updates
+  is idle to the mathematics;
+- in flight are the activations that a rank holds at once: of a stage and a microbatch (and a slice, where there are
+  slices), from F to B, or to W where backward has two halves, because W needs them.
+
+A window of an endless stream begins with backwards whose forwards came before it: those are held from the start.
+
+As JSON a timeline is one object. `write` and `read` keep two of them, what was planned over what was measured, in a
+run's directory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from echelon.pipeline.actions import COMPUTE, Action, Kind
+from echelon.pipeline.schedule import Lists
+
+FILE = "timeline.json"
+"""its name in a run's directory"""
+
+FORWARD = Kind.FORWARD
+RELEASES = frozenset({Kind.BACKWARD, Kind.WEIGHT})
+"""after these, what forward left is needed no more"""
+
+PerStage = float | tuple[float, ...]
+"""one number for all stages, or one for each"""
+
+
+class Span(NamedTuple):
+    """One action in time."""
+
+    action: Action
+    start: float
+    end: float
+
+
+Spans = Sequence[Iterable[tuple[Action | str, float, float]]]
+"""for every rank its actions (or their texts), each with its start and end"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """When every action began and ended. Columns, not objects: a million actions stay cheap."""
+
+    name: str
+    """the schedule's"""
+    homes: tuple[int, ...]
+    """the rank of every stage"""
+    lists: Lists
+    """the actions of every rank, in its own order"""
+    starts: tuple[tuple[float, ...], ...]
+    """seconds from the beginning of the first action, beside `lists`"""
+    ends: tuple[tuple[float, ...], ...]
+    note: str = ""
+    """what a reader should know of the schedule"""
+    measured: bool = False
+    """whether a run recorded it"""
+
+    @classmethod
+    def from_spans(cls, name: str, homes: Sequence[int], spans: Spans, *, note: str = "") -> Timeline:
+        """The timeline of a run, from the clock readings of its ranks; the earliest of them becomes 0."""
+        columns = [_columns(rank, rows) for rank, rows in enumerate(spans)]
+        zero = min((min(starts) for _, starts, _ in columns if starts), default=0.0)
+        return cls(
+            name=name,
+            homes=tuple(homes),
+            lists=tuple(tuple(actions) for actions, _, _ in columns),
+            starts=tuple(tuple(start - zero for start in starts) for _, starts, _ in columns),
+            ends=tuple(tuple(end - zero for end in ends) for _, _, ends in columns),
+            note=note,
+            measured=True,
+        )
+
+    @property
+    def ranks(self) -> int:
+        return len(self.lists)
+
+    @cached_property
+    def microbatches(self) -> int:
+        return len({action.index for actions in self.lists for action in actions if action.kind is Kind.FORWARD})
+
+    @cached_property
+    def slices(self) -> int:
+        return 1 + max((action.part for actions in self.lists for action in actions), default=0)
+
+    @cached_property
+    def chunks(self) -> tuple[int, ...]:
+        """Which of its rank's stages every stage is: 0 for the first."""
+        return tuple(self.homes[:stage].count(home) for stage, home in enumerate(self.homes))
+
+    def spans(self, rank: int) -> Iterator[Span]:
+        return map(Span, self.lists[rank], self.starts[rank], self.ends[rank])
+
+    @cached_property
+    def duration(self) -> float:
+        return max((max(ends) for ends in self.ends if ends), default=0.0)
+
+    def busy(self, rank: int) -> float:
+        """Seconds of forward and backward."""
+        spans = zip(self.lists[rank], self.starts[rank], self.ends[rank], strict=True)
+        return sum(end - start for action, start, end in spans if action.kind in COMPUTE)
+
+    @cached_property
+    def bubble(self) -> float:
+        if not self.duration:
+            return 0.0
+        return 1 - sum(map(self.busy, range(self.ranks))) / (self.ranks * self.duration)
+
+    @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        """For every rank, the most activations that it holds at once."""
+        return tuple(round(self.peak(rank)) for rank in range(self.ranks))
+
+    def memory(self, rank: int, activations: PerStage = 1.0, versions: PerStage = 0.0) -> list[tuple[float, float]]:
+        """What a rank holds over time: from each time on, so much. The first entry is at 0.
+
+        `activations` are the bytes that one F of a stage leaves for its backward; `versions` those of a stage's weights
+        that are kept beside the ones in force.
+        """
+        steps: dict[float, float] = {0.0: 0.0}
+        for time, level in self._levels(rank, activations, versions):
+            steps[time] = level
+        return list(steps.items())
+
+    def peak(self, rank: int, activations: PerStage = 1.0, versions: PerStage = 0.0) -> float:
+        """The most that a rank holds at any time."""
+        return max(level for _, level in self._levels(rank, activations, versions))
+
+    def _levels(self, rank: int, activations: PerStage, versions: PerStage) -> Iterator[tuple[float, float]]:
+        """What the rank holds from each time on; [Note: what a timeline says]."""
+        sizes, kept = per_stage(activations, len(self.homes)), per_stage(versions, len(self.homes))
+        changes: list[tuple[float, float]] = []
+        held: set[tuple[int, int, int]] = set()
+        level = 0.0
+        columns = zip(self.lists[rank], self.starts[rank], self.ends[rank], strict=True)
+        for (stage, kind, index, part, _), start, end in columns:
+            if kind is FORWARD:
+                held.add((stage, index, part))
+                changes.append((start, sizes[stage]))
+            elif kind in RELEASES:
+                if (stage, index, part) in held:
+                    held.remove((stage, index, part))
+                else:
+                    level += sizes[stage]  # from before the window
+                changes.append((end, -sizes[stage]))
+            elif kind is Kind.KEEP:
+                changes.append((start, kept[stage]))
+            elif kind is Kind.DROP:
+                changes.append((end, -kept[stage]))
+        yield 0.0, level
+        for time, change in changes:
+            level += change
+            yield time, level
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "measured": self.measured,
+            "note": self.note,
+            "homes": list(self.homes),
+            "ranks": [[[str(a), start, end] for a, start, end in self.spans(rank)] for rank in range(self.ranks)],
+        }
+
+    @classmethod
+    def from_json(cls, value: Any) -> Timeline:
+        try:
+            homes = tuple(int(home) for home in value["homes"])
+            columns = [_columns(rank, rows) for rank, rows in enumerate(value["ranks"])]
+            return cls(
+                name=str(value["name"]),
+                homes=homes,
+                lists=tuple(tuple(actions) for actions, _, _ in columns),
+                starts=tuple(tuple(starts) for _, starts, _ in columns),
+                ends=tuple(tuple(ends) for _, _, ends in columns),
+                note=str(value.get("note", "")),
+                measured=bool(value.get("measured", False)),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a timeline ({type(error).__name__}: {error}); write it with to_json") from error
+
+
+def per_stage(value: PerStage, stages: int) -> tuple[float, ...]:
+    """A number for every stage."""
+    if isinstance(value, tuple):
+        if len(value) != stages:
+            raise ValueError(f"{len(value)} numbers for {stages} stages ({value}); give one, or one for each stage")
+        return value
+    return (float(value),) * stages
+
+
+def write(folder: Path, planned: Timeline | None, measured: Timeline | None) -> None:
+    """Puts both into a run's directory."""
+    both = {"planned": planned, "measured": measured}
+    text = json.dumps({key: timeline.to_json() for key, timeline in both.items() if timeline is not None})
+    (folder / FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def read(folder: Path) -> tuple[Timeline | None, Timeline | None]:
+    """What was planned and what was measured, where a run's directory has them."""
+    path = folder / FILE
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        planned, measured = (found.get(key) for key in ("planned", "measured"))
+    except FileNotFoundError:
+        raise ValueError(f"no timeline in the run ({folder}); only runs with pp > 1 record one") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, AttributeError) as error:
+        raise ValueError(f"the run's timeline cannot be read ({path}: {error}); record it again") from error
+    if planned is None and measured is None:
+        raise ValueError(f"the run's timeline is empty ({path}); it needs the keys planned or measured")
+    return (
+        None if planned is None else Timeline.from_json(planned),
+        None if measured is None else Timeline.from_json(measured),
+    )
+
+
+def _columns(
+    rank: int, rows: Iterable[tuple[Action | str, float, float]]
+) -> tuple[list[Action], list[float], list[float]]:
+    actions: list[Action] = []
+    starts: list[float] = []
+    ends: list[float] = []
+    for what, start, end in rows:
+        if end < start:
+            raise ValueError(f"an action ends before it starts (rank {rank}, {what}: {start} to {end}); use one clock")
+        actions.append(what if isinstance(what, Action) else Action.parse(what))
+        starts.append(float(start))
+        ends.append(float(end))
+    return actions, starts, ends

@@ -1,0 +1,81 @@
+"""What each link takes, and its JSON."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echelon.pipeline.profile import LinkProfile, Profile
+
+SECONDS = st.floats(0, 1e6)
+BYTES = st.integers(0, 2**62)
+LINKS = st.builds(
+    LinkProfile,
+    name=st.text(max_size=8),
+    forward_s=SECONDS,
+    input_s=SECONDS,
+    weight_s=SECONDS,
+    activation_bytes=BYTES,
+    parameter_bytes=BYTES,
+)
+PROFILES = st.builds(
+    Profile,
+    links=st.lists(LINKS, min_size=1, max_size=5, unique_by=lambda link: link.name).map(tuple),
+    source=st.sampled_from(["measured", "predicted"]),
+)
+
+
+def link(**changes) -> LinkProfile:
+    numbers = {"forward_s": 1.0, "input_s": 2.0, "weight_s": 3.0, "activation_bytes": 4, "parameter_bytes": 5}
+    return LinkProfile(**{"name": "embed", **numbers, **changes})
+
+
+@given(PROFILES)
+def test_json_round_trip(profile):
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+def test_seconds_are_forward_and_backward():
+    profile = Profile(links=(link(), link(name="head", input_s=0.0)), source="measured")
+    assert profile.seconds == (6.0, 4.0)
+    assert profile.names == ("embed", "head")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"forward_s": float("nan")}, r"forward_s is out of range \(embed: nan\); give 0 or more"),
+        ({"weight_s": -1.0}, r"weight_s is out of range \(embed: -1.0\)"),
+        ({"input_s": "1"}, r"input_s is not a number \(embed: '1'\); give a number"),
+        ({"activation_bytes": 1.5}, r"activation_bytes is not a whole number \(embed: 1.5\)"),
+        ({"parameter_bytes": True}, r"parameter_bytes is not a whole number \(embed: True\)"),
+    ],
+)
+def test_numbers_are_checked(changes, message):
+    with pytest.raises(ValueError, match=message):
+        link(**changes)
+
+
+def test_a_profile_lists_every_link_once():
+    with pytest.raises(ValueError, match=r"names twice: embed\); give every link once"):
+        Profile(links=(link(), link()), source="measured")
+    with pytest.raises(ValueError, match="no links"):
+        Profile(links=(), source="measured")
+    with pytest.raises(ValueError, match=r"another source \('guessed'\); use measured or predicted"):
+        Profile(links=(link(),), source="guessed")
+
+
+def test_bad_json_is_refused():
+    good = json.loads(Profile(links=(link(),), source="measured").to_json())
+    with pytest.raises(ValueError, match="a profile is not JSON"):
+        Profile.from_json("{")
+    with pytest.raises(ValueError, match=r"a profile has not the keys it needs \(\[\]\); give links, source"):
+        Profile.from_json("[]")
+    with pytest.raises(ValueError, match=r"a profile has not the keys it needs \(keys source\)"):
+        Profile.from_json('{"source": "measured"}')
+    with pytest.raises(ValueError, match="links are not a list"):
+        Profile.from_json('{"source": "measured", "links": {}}')
+    del good["links"][0]["input_s"]
+    with pytest.raises(ValueError, match=r"a link of a profile has not the keys it needs .*; give activation_bytes, "):
+        Profile.from_json(json.dumps(good))
