@@ -23,7 +23,7 @@ class CountCollectives(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.namespace == "c10d":
+        if func.namespace == "c10d" and "recv" not in func._schema.name:  # the other end of a send
             self._note(func._schema.name.removeprefix("c10d::"), args)
         return func(*args, **(kwargs or {}))
 
@@ -37,6 +37,7 @@ class CountCollectives(TorchDispatchMode):
             "_reduce_scatter_base_": ("reduce_scatter", args[1]),
             "reduce_scatter_tensor_coalesced_": ("reduce_scatter", args[1]),
             "broadcast_": ("broadcast", args[0]),
+            "send": ("send", args[0]),
         }
         kind, whole = kinds.get(name, (name, []))  # an operator that nobody expects is counted under its own name
         tensors = [whole] if isinstance(whole, Tensor) else whole

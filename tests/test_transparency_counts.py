@@ -117,6 +117,30 @@ def test_both_together_issue_what_they_claim(pool: Pool, zero: int, recompute: s
     _check(pool, replace(LLAMA, dropout=0.1), f"dp=2,tp=2,zero={zero},recompute={recompute},accumulate=2")
 
 
+PIPELINES = (
+    "pp=3,accumulate=2",
+    "pp=2,schedule=zb-h1,accumulate=3,recompute=full",
+    "dp=2,pp=2,accumulate=2,zero=0",
+    "dp=2,pp=2,accumulate=2,zero=2,schedule=gpipe",
+    "dp=2,pp=2,accumulate=2,zero=3,recompute=full",
+    "dp=2,pp=2,accumulate=2,zero=3,schedule=zb-h1",
+    "tp=2,pp=2,accumulate=2",
+    "tp=2,sp=0,pp=2,accumulate=2,schedule=naive",
+    "dp=2,tp=2,pp=2,accumulate=2",
+)
+TWO_CHUNKS = (
+    "pp=2,schedule=interleaved,accumulate=2",
+    "dp=2,pp=2,schedule=zb-v,accumulate=3,zero=3",
+    "dp=2,pp=2,schedule=dualpipe-v,accumulate=3,zero=2",
+)
+
+
+@pytest.mark.parametrize("layout", [*PIPELINES, *TWO_CHUNKS])
+def test_pipelines_issue_what_they_claim(pool: Pool, layout: str) -> None:
+    model = GPT if "recompute" in layout or "zb-v" in layout else replace(LLAMA, tied=True)
+    _check(pool, replace(model, layers=4), layout)
+
+
 def test_copied_kv_heads_are_summed_once_a_step(pool: Pool) -> None:
     found = _check(pool, LLAMA, "dp=2,tp=4,zero=2,accumulate=2")
     pairs = [sum(n for (kind, group, _), n in each.issued.items() if len(group) == 2) for each in found]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from echelon.cli import train, verify
+from echelon.cli import draw, train, verify
 
 app = typer.Typer(
     name="echelon",
@@ -16,6 +16,7 @@ app = typer.Typer(
 )
 app.command("train", epilog=train.EXAMPLES)(train.command)
 app.command("verify", epilog=verify.EXAMPLES)(verify.command)
+app.command("draw", epilog=draw.EXAMPLES)(draw.command)
 
 
 def main() -> None:

@@ -149,6 +149,7 @@ _SCHEDULES = Choice(
     ),
     forms=(Form(shape="file:PATH", before="file:"),),
 )
+_SYNCHRONOUS = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
 _RECOMPUTE = Choice(
     words=("none", "full", "selective", "ops", "sqrt"),
     forms=(
@@ -185,7 +186,8 @@ KEYS: tuple[Key, ...] = (
     Key(name="pp", kind=Number(), default="1",
         meaning="pipeline ranks"),
     Key(name="schedule", kind=_SCHEDULES, default="1f1b",
-        meaning="order of the forward and backward passes of a pipeline", built=("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"), missing="this schedule is"),
+        meaning="order of the forward and backward passes of a pipeline", built=_SYNCHRONOUS,
+        missing="this schedule is"),
     Key(name="vpp", kind=Number(), default="2 where the schedule has chunks, else 1",
         meaning="chunks of layers per pipeline rank"),
     Key(name="ep", kind=Number(), default="1",

@@ -152,7 +152,7 @@ class Axes:
 
 
 def enumerate_groups(mesh: Mesh, name: str) -> tuple[tuple[int, ...], ...]:
-    """All groups of an axis, a product of axes (`shard*tp`), runs of neighbours (`tp/2`), or some places (`pp[0+3]`)."""
+    """All groups of an axis, a product of axes (`shard*tp`), runs of neighbours (`tp/2`), some places (`pp[0+3]`)."""
     if "[" in name:
         axis, _, listed = name.rstrip("]").partition("[")
         places = [int(place) for place in listed.split("+")]

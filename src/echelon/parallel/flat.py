@@ -198,7 +198,7 @@ class Flat:
             outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
             if not outputs and torch.is_grad_enabled():
                 return  # backward may pass through something that we cannot see into: kept until the end
-            if not outputs or (self.policy.reshard_after_forward and not is_last):
+            if not outputs or ((self.policy.reshard_after_forward or self.pipelined) and not is_last):
                 unit.free()
             for tensor in outputs if self.policy.free_parameters else ():
                 tensor.register_hook(before_backward)

@@ -19,15 +19,18 @@ from echelon.layout.cost import Collective
 
 
 def boundary_collectives(
-    layers: int, layout: Layout, batch: int, seq_len: int, row_bytes: int, dropout: bool
+    layers: int, layout: Layout, batch: int, seq_len: int, row_bytes: int, dropout: bool, *, ends: int = 2
 ) -> Iterable[Collective]:
-    """Gathers and scatters of activations in a step: two of each per layer and pass, and the embedding's and head's."""
+    """Gathers and scatters of activations in a step: two of each per layer and pass, and one per end of the model.
+
+    `ends` says how many of embedding and head this rank has.
+    """
     padded = -(-seq_len // layout.tp) * layout.tp
     size = batch * padded * row_bytes
     full = layout.recompute == "full"
     # Recomputing a block repeats both gathers and the first scatter; the second only when dropout after it needs its
     # result.
-    gathers = (4 + 2 * full) * layers + 2
-    scatters = (4 + (1 + dropout) * full) * layers + 2
+    gathers = (4 + 2 * full) * layers + ends
+    scatters = (4 + (1 + dropout) * full) * layers + ends
     for kind, count in (("all_gather", gathers), ("reduce_scatter", scatters)):
         yield Collective(kind=kind, axis="tp", bytes=size, count=count * layout.accumulate, part="activations")

@@ -117,17 +117,29 @@ def _inside(name: str, other: str) -> bool:
 
 
 def collectives(
-    units: Sequence[Unit], plan: Policy, *, accumulate: int, compute_bytes: int, reduce_bytes: int
+    units: Sequence[Unit],
+    plan: Policy,
+    *,
+    accumulate: int,
+    compute_bytes: int,
+    reduce_bytes: int,
+    stages: Mapping[str, int] | None = None,
 ) -> Iterable[Collective]:
-    """What one step issues, unit by unit. `compute_bytes` and `reduce_bytes` are the sizes of one element."""
-    scatters = accumulate if plan.scatter_every_microbatch else 1
-    last = max((index for index, unit in enumerate(units) if not unit.kept), default=-1)
+    """What one step issues, unit by unit. `compute_bytes` and `reduce_bytes` are the sizes of one element.
+
+    In a pipeline `stages` says how many of a rank's stages use each unit. There a unit is reduced after each of them,
+    what is kept is gathered once a step, and layers are freed after every use.
+    """
+    last = max((index for index, unit in enumerate(units) if not unit.kept and stages is None), default=-1)
     for index, unit in enumerate(units):
         whole, part = unit.shards * unit.shard_numel, unit.shard_numel
         if plan.shards > 1:
             # The last layer is not freed in between: backward needs it first.
-            again = plan.reshard_after_forward and not unit.kept and index != last
+            again = (plan.reshard_after_forward or stages is not None) and not unit.kept and index != last
             gathers = (2 if again else 1) * accumulate if plan.free_parameters else 1
+            if stages is not None and unit.kept:
+                gathers = 1
+            scatters = accumulate * (stages[unit.name] if stages else 1) if plan.scatter_every_microbatch else 1
             yield Collective(
                 kind="all_gather",
                 axis="shard",

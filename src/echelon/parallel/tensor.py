@@ -183,6 +183,7 @@ class Traffic:
     """The sizes that tensor-parallel communication depends on."""
 
     layers: int
+    """on this rank"""
     width: int
     batch: int
     """sequences in a microbatch"""
@@ -192,6 +193,10 @@ class Traffic:
     element_bytes: int
     loss_bytes: int
     """bytes of one element of the loss's arithmetic: 4, or 8 under float64"""
+    first: bool = True
+    """this rank has the embedding"""
+    last: bool = True
+    """this rank has the head"""
 
 
 def collectives(traffic: Traffic, layout: Layout) -> Iterable[Collective]:
@@ -201,13 +206,16 @@ def collectives(traffic: Traffic, layout: Layout) -> Iterable[Collective]:
     steps, t = layout.accumulate, traffic
     if layout.sp:
         yield from sequence.boundary_collectives(
-            t.layers, layout, t.batch, t.seq_len, t.width * t.element_bytes, t.dropout
+            t.layers, layout, t.batch, t.seq_len, t.width * t.element_bytes, t.dropout, ends=t.first + t.last
         )
     else:
         size = t.batch * t.seq_len * t.width * t.element_bytes
         again = (1 + t.dropout) if layout.recompute == "full" else 0
-        count = (4 + again) * t.layers + 2  # the embedding leaves its region forward, the head enters its own backward
+        # The embedding leaves its region forward, the head enters its own backward.
+        count = (4 + again) * t.layers + t.first + t.last
         yield Collective(kind="all_reduce", axis="tp", bytes=size, count=count * steps, part="activations")
+    if not t.last:
+        return
     numbers = 2 * layout.tp * t.batch * t.seq_len * t.loss_bytes
     yield Collective(kind="all_gather", axis="tp", bytes=numbers, count=steps, part="loss")
 

@@ -89,13 +89,13 @@ def _list(
     """A rank's list with its messages. See [Note: where messages stand]."""
     ahead: list[list[Action]] = [[] for _ in actions]
     """the receives in front of every action"""
-    before = None
+    before: int | None = None
     for place, action in enumerate(actions):
         if action.kind not in COMPUTE:
             continue
         receives, made = channels.receives(action)
-        is_early = before is not None and made < begins[before]
-        ahead[before if before is not None and is_early else place] += receives
+        front = before if before is not None and made < begins[before] else place
+        ahead[front] += receives
         before = place
     for receives, action in zip(ahead, actions, strict=True):
         yield from receives

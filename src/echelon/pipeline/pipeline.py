@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from echelon.layout import Layout, Mesh
+from echelon.layout.cost import Collective
 from echelon.parallel.apply import Options, apply
 from echelon.parallel.axis import world_rank
-from echelon.pipeline.actions import Action, Kind
+from echelon.parallel.tensor import Traffic
+from echelon.pipeline.actions import SENDS, Action, Kind
 from echelon.pipeline.lower import lower
 from echelon.pipeline.runtime import Runtime, Work
 from echelon.pipeline.schedule import Schedule
@@ -28,6 +31,31 @@ class Pipeline:
         self.parallel = apply(model, layout, options, held)
         links = [self.stages.links(stage) for stage in range(self.schedule.stages)]
         self.runtime = Runtime(self.parallel, self.stages.chain, links, self.schedule)
+
+    # -- cost ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def uses(self) -> dict[str, int]:
+        """How many of this rank's stages use each unit."""
+        return {
+            unit.unit.name: sum(unit in part for part in self.parallel.flat.parts) for unit in self.parallel.flat.units
+        }
+
+    def share(self, traffic: Traffic) -> Traffic:
+        """A transformer's traffic on this rank alone."""
+        stages, last = self.schedule.of(self.runtime.rank), self.schedule.stages - 1
+        links = sum(len(self.stages.split.links[stage]) for stage in stages)
+        return replace(traffic, layers=links - (0 in stages) - (last in stages), first=0 in stages, last=last in stages)
+
+    def messages(self, traffic: Traffic) -> list[Collective]:
+        """What this rank sends to other stages of a transformer in a step."""
+        layout = self.parallel.layout
+        positions = -(-traffic.seq_len // layout.tp) if layout.sp else traffic.seq_len
+        sends = sum(action.kind in SENDS for action in self.schedule.lists[self.runtime.rank])
+        size = traffic.batch * positions * traffic.width * traffic.element_bytes
+        return [Collective(kind="send", axis="pp", bytes=size, count=sends, hidden=True, part="activations")]
+
+    # -- one step -----------------------------------------------------------------------------------------------------
 
     def train(self, works: Sequence[Work], seed: float) -> Tensor:
         """(sum of losses, number of valid targets) of this rank; gradients of the sum times `seed` are reduced."""

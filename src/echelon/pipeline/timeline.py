@@ -8,7 +8,8 @@
 - in flight are the activations that a rank holds at once: of a stage and a microbatch (and a slice, where there are
   slices), from F to B, or to W where backward has two halves, because W needs them.
 
-A window of an endless stream begins with backwards whose forwards came before it: those are held from the start.
+A window of an endless stream begins with backwards whose forwards came before it, and drops weights that were kept
+before it: those are held from the start.
 
 As JSON a timeline is one object. `write` and `read` keep two of them, what was planned over what was measured, in a
 run's directory.
@@ -122,6 +123,11 @@ class Timeline:
         """For every rank, the most activations that it holds at once."""
         return tuple(round(self.peak(rank)) for rank in range(self.ranks))
 
+    @cached_property
+    def versions(self) -> tuple[int, ...]:
+        """For every rank, the most versions of its weights at once: the one in force and those that are kept."""
+        return tuple(1 + round(self.peak(rank, activations=0.0, versions=1.0)) for rank in range(self.ranks))
+
     def memory(self, rank: int, activations: PerStage = 1.0, versions: PerStage = 0.0) -> list[tuple[float, float]]:
         """What a rank holds over time: from each time on, so much. The first entry is at 0.
 
@@ -141,7 +147,7 @@ class Timeline:
         """What the rank holds from each time on; [Note: what a timeline says]."""
         sizes, kept = per_stage(activations, len(self.homes)), per_stage(versions, len(self.homes))
         changes: list[tuple[float, float]] = []
-        held: set[tuple[int, int, int]] = set()
+        held: set[tuple[int, ...]] = set()
         level = 0.0
         columns = zip(self.lists[rank], self.starts[rank], self.ends[rank], strict=True)
         for (stage, kind, index, part, _), start, end in columns:
@@ -155,8 +161,10 @@ class Timeline:
                     level += sizes[stage]  # from before the window
                 changes.append((end, -sizes[stage]))
             elif kind is Kind.KEEP:
+                held.add((stage, index))
                 changes.append((start, kept[stage]))
             elif kind is Kind.DROP:
+                level += 0.0 if (stage, index) in held else kept[stage]
                 changes.append((end, -kept[stage]))
         yield 0.0, level
         for time, change in changes:

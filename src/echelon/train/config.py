@@ -286,6 +286,8 @@ def _idle(config: Config) -> dict[str, str]:
         idle |= dict.fromkeys(("shard.reshard_after_forward", "shard.prefetch"), f"zero={layout.zero}")
     if layout.pp == 1:
         idle["pipeline.layers"] = "pp=1"
+    elif layout.zero == 3:
+        idle["shard.reshard_after_forward"] = f"pp={layout.pp}, where layers are freed after every use"
     return idle
 
 

@@ -223,7 +223,10 @@ class Engine:
     # -- cost ---------------------------------------------------------------------------------------------------------
 
     def collectives(self, traffic: tensor.Traffic | None = None) -> list[Collective]:
-        """What one step issues, from the strategies' own cost functions. `traffic` describes the model where tp > 1."""
+        """What one step issues on this rank, from the strategies' own cost functions.
+
+        `traffic` describes the model where tp > 1 or pp > 1. The first step of a pipeline also sends shapes.
+        """
         options, units = self.parallel.options, self.parallel.placement.units
         reduce_bytes = options.master.itemsize
         found = list(
@@ -233,10 +236,13 @@ class Engine:
                 accumulate=self.layout.accumulate,
                 compute_bytes=options.compute.itemsize,
                 reduce_bytes=reduce_bytes,
+                stages=self.pipeline.uses if self.pipeline is not None else None,
             )
         )
         if traffic is not None:
-            found += tensor.collectives(traffic, self.layout)
+            mine = traffic if self.pipeline is None else self.pipeline.share(traffic)
+            found += tensor.collectives(mine, self.layout)
+            found += self.pipeline.messages(mine) if self.pipeline is not None else []
         found += batchnorm.collectives(
             batchnorm.channels_of(self.model),
             accumulate=self.layout.accumulate,
@@ -244,10 +250,10 @@ class Engine:
             recompute=self.layout.recompute == "full",
         )
         found += tensor.partial_sums(units, self.parallel.axes.at["shard"], reduce_bytes)
-        if self.layout.dp > 1:
-            found.append(Collective(kind="all_reduce", axis="dp", bytes=16, part="loss and count"))
-        if self.parallel.axes["shard*tp"].size > 1:
-            found.append(Collective(kind="all_reduce", axis="shard*tp", bytes=8, part="norm"))
+        if self.parallel.axes[self._loss_axis].size > 1:
+            found.append(Collective(kind="all_reduce", axis=self._loss_axis, bytes=16, part="loss and count"))
+        if self.norm.axis.size > 1:
+            found.append(Collective(kind="all_reduce", axis=self.norm.axis.name, bytes=8, part="norm"))
         return found
 
 

@@ -1,4 +1,4 @@
-"""Pictures of a timeline, planned over measured where both are given: coloured text, SVG, a page with zoom and hover."""
+"""Pictures of a timeline: coloured text, SVG, a page with zoom and hover. Given two, planned stands over measured."""
 
 from echelon.pipeline.draw.html import as_html
 from echelon.pipeline.draw.svg import as_svg

@@ -1,7 +1,7 @@
 """A timeline as a page: one file that needs no network, with zoom, pan and hover. `page.html` is the page.
 
-The page draws on a canvas what is in sight, so that a million actions can be looked at. It gets columns, not objects: for
-every rank the texts of its actions, and their starts and ends.
+The page draws on a canvas what is in sight, so that a million actions can be looked at. It gets columns, not objects:
+for every rank the texts of its actions, and their starts and ends.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def as_html(planned: Timeline, measured: Timeline | None = None) -> str:
         "note": planned.note,
         "duration": max(timeline.duration for timeline in timelines),
         "cell": words.shortest(timelines),
-        "seconds": any(timeline.measured for timeline in timelines),
+        "seconds": words.in_seconds(timelines),
         "looks": _looks(timelines),
         "idle": colours.IDLE,
         "link": colours.LINK if words.shows_links(timelines) else "",
-        "panels": [_panel(timeline, len(timelines) > 1) for timeline in timelines],
+        "panels": [_panel(timeline, timelines) for timeline in timelines],
     }
     # Inside a script, only "</" could end it.
     text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
@@ -55,12 +55,12 @@ def _looks(timelines: list[Timeline]) -> list[dict[str, Any]]:
     ]
 
 
-def _panel(timeline: Timeline, has_caption: bool) -> dict[str, Any]:
+def _panel(timeline: Timeline, timelines: list[Timeline]) -> dict[str, Any]:
     # A millionth of the picture is finer than any zoom; the digits behind it are most of the file.
     digits = 7 - math.floor(math.log10(timeline.duration)) if timeline.duration else 0
     return {
-        "caption": words.caption(timeline) if has_caption else "",
-        "figures": words.figures(timeline, every_rank=False),
+        "caption": words.caption(timeline) if len(timelines) > 1 else "",
+        "figures": words.figures(timeline, words.in_seconds(timelines)),
         "chunks": timeline.chunks,
         "inFlight": timeline.in_flight,
         "ranks": [

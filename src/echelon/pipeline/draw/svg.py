@@ -63,14 +63,14 @@ class _Frame:
 def as_svg(planned: Timeline, measured: Timeline | None = None) -> str:
     """The picture as the text of an SVG file."""
     timelines = [planned] if measured is None else [planned, measured]
-    frame = _frame(timelines)
+    frame, seconds = _frame(timelines), words.in_seconds(timelines)
     parts: list[str] = []
     y = 40.0
     parts.append(_text(24, y, planned.name, 22, weight=650))
     y += 24
     about = words.heading(planned)
     if len(timelines) == 1:
-        about = " · ".join([about, *words.figures(planned, every_rank=False)])
+        about = " · ".join([about, *words.figures(planned, seconds)])
     parts.append(_text(24, y, about, 14, colour=GREY))
     for line in textwrap.wrap(planned.note, int((frame.full - 48) / (13 * LETTER))):
         y += 20
@@ -81,7 +81,7 @@ def as_svg(planned: Timeline, measured: Timeline | None = None) -> str:
     for timeline in timelines:
         y += 34
         if len(timelines) > 1:
-            caption = " · ".join([words.caption(timeline), *words.figures(timeline, every_rank=False)])
+            caption = " · ".join([words.caption(timeline), *words.figures(timeline, seconds)])
             parts.append(_text(24, y, caption, 14, weight=600))
         parts.append(_text(frame.full - 24, y, "in flight", 12, colour=PALE, anchor="end"))
         y += 12
@@ -209,7 +209,7 @@ def _axis(timelines: Sequence[Timeline], frame: _Frame, y: float) -> Iterator[st
     for tick in words.ticks(duration, int(frame.width / 90)):
         x = LEFT + tick * frame.scale
         yield f'<path d="M{x:.2f} {y:g}v5" stroke="#c3c9d4"/>'
-        yield _text(x, y + 18, words.clock(tick, *timelines), 12, colour=PALE, anchor="middle")
+        yield _text(x, y + 18, words.clock(tick, words.in_seconds(timelines)), 12, colour=PALE, anchor="middle")
 
 
 def _text(

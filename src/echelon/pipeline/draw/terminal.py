@@ -31,13 +31,14 @@ BOLD, DIM = "bold", "dim"
 def as_text(planned: Timeline, measured: Timeline | None = None, *, width: int = 80, colour: bool = True) -> Text:
     """The picture, with a legend and a line of numbers."""
     timelines = [planned] if measured is None else [planned, measured]
+    seconds = words.in_seconds(timelines)
     margin = len(f"rank {max(timeline.ranks for timeline in timelines) - 1} ")
     columns, scale, squeezed = _scale(timelines, max(8, width - margin))
     text = Text(no_wrap=True, overflow="crop")
     text.append(f"{planned.name}", style=BOLD if colour else "")
     text.append(f": {words.heading(planned)}\n")
     for timeline in timelines:
-        figures = ", ".join(words.figures(timeline, every_rank=True))
+        figures = ", ".join(words.figures(timeline, seconds, every_rank=True))
         if len(timelines) > 1:
             text.append(f"{words.caption(timeline)}: {figures}\n", style=BOLD if colour else "")
         for rank in range(timeline.ranks):
@@ -45,7 +46,7 @@ def as_text(planned: Timeline, measured: Timeline | None = None, *, width: int =
             text.append(_row(timeline, shown(timeline, rank, scale, columns, squeezed), colour, squeezed)).append("\n")
     text.append(_legend(timelines, colour)).append("\n")
     if len(timelines) == 1:
-        text.append(", ".join(words.figures(planned, every_rank=True)) + "\n", style=BOLD if colour else "")
+        text.append(", ".join(words.figures(planned, seconds, every_rank=True)) + "\n", style=BOLD if colour else "")
     if planned.note:
         text.append(f"note: {planned.note}\n")
     return text

@@ -25,28 +25,35 @@ def _plural(word: str, number: int) -> str:
     return word if number == 1 else word + ("es" if word.endswith("ch") else "s")
 
 
-def figures(timeline: Timeline, *, every_rank: bool) -> list[str]:
-    """The numbers of a timeline; in-flight activations of every rank, or the most of any."""
-    most = max(timeline.in_flight, default=0)
-    flight = " ".join(map(str, timeline.in_flight)) if every_rank and timeline.ranks <= 16 else f"at most {most}"
-    return [
-        f"bubble {percent(timeline.bubble)}",
-        f"in flight {flight}" if every_rank else f"{flight} in flight",
-        f"duration {clock(timeline.duration, timeline)}",
-    ]
+def figures(timeline: Timeline, seconds: bool, *, every_rank: bool = False) -> list[str]:
+    """The numbers of a timeline; those that every rank has, one by one or the most of any."""
+    found = [f"bubble {percent(timeline.bubble)}", _each("in flight", timeline.in_flight, every_rank)]
+    if max(timeline.versions) > 1:
+        found.append(_each("versions of weights", timeline.versions, every_rank))
+    return [*found, f"duration {clock(timeline.duration, seconds)}"]
+
+
+def _each(noun: str, counts: Sequence[int], every_rank: bool) -> str:
+    if every_rank and len(counts) <= 16:
+        return f"{noun} {' '.join(map(str, counts))}"
+    return f"at most {max(counts)} {noun}"
 
 
 def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+    return f"{100 * share:.1f} %" if share >= 0.01 or not share else f"{100 * share:.2g} %"
 
 
 def caption(timeline: Timeline) -> str:
     return "measured" if timeline.measured else "planned"
 
 
-def clock(value: float, *timelines: Timeline) -> str:
-    """A time. Seconds where a run measured them; a plan may count in any unit."""
-    if not any(timeline.measured for timeline in timelines):
+def in_seconds(timelines: Sequence[Timeline]) -> bool:
+    """Whether times are in seconds: beside a measurement they are, while a plan alone may count in any unit."""
+    return any(timeline.measured for timeline in timelines)
+
+
+def clock(value: float, seconds: bool) -> str:
+    if not seconds:
         return f"{value:.6g}"
     for size, unit in ((1.0, "s"), (1e-3, "ms")):
         if abs(value) >= size:

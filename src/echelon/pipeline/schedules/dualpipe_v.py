@@ -1,6 +1,11 @@
 """DualPipe-V: DualPipe's order on two chunks per rank that lie there and back (the "cut-in-half" form).
 
-DRAWING
+Digits are forwards, small letters B (two wide) or I, capitals W; dots wait:
+
+    rank 0, stage 0  012....3...aa4...bb....cc..dDeE
+    rank 0, stage 3  ...0aA1.bb2...cc3..dd4...ee....
+    rank 1, stage 1  .0.1.2...aa3...bb4...cc..dd.e.E
+    rank 1, stage 2  ..0.1.aa2...bb3...cc4..dd..e.E.
 
 Its steady state pairs a forward of one direction with a backward of the other, so that the messages of one hide behind
 the compute of the other. Here the two of a pair run in sequence. Backward is whole (B) where it can be and in halves

@@ -1,6 +1,10 @@
 """GPipe: all microbatches forward, then all backward.
 
-DRAWING
+Digits are forwards, letters backwards of the microbatches 0, 1, ... and a, b, ...; dots wait:
+
+    rank 0  0123......aabbccdd
+    rank 1  .0123...aabbccdd..
+    rank 2  ..0123aabbccdd....
 
 A rank waits while the pipeline fills and while it drains, d - 1 actions each way, and holds the activations of all
 microbatches in between.

@@ -1,6 +1,11 @@
 """Interleaved 1F1B (PTD-P): each rank owns several chunks of layers, so the pipeline fills with smaller pieces.
 
-DRAWING
+Digits are forwards, letters backwards of the microbatches 0, 1, ... and a, b, ...; dots wait:
+
+    rank 0, stage 0  01..2...3...aa.bb......ccdd
+    rank 0, stage 2  ..01..aa.bb2..3...cc.dd....
+    rank 1, stage 1  .01......2aa3bb......ccdd..
+    rank 1, stage 3  ...0aa1bb......2cc3dd......
 
 Microbatches go in groups of d, one for each rank. A group runs through the first chunk of every rank, then through the
 second, and so on; by the time its last microbatch has left a chunk, its first one is back for the next. Then a forward

@@ -1,6 +1,10 @@
 """Naive layer split: consecutive layers on consecutive ranks, one microbatch at a time through all of them.
 
-DRAWING
+Digits are forwards, letters backwards of the microbatches 0, 1, ... and a, b, ...; dots wait:
+
+    rank 0  0......aa1......bb
+    rank 1  .0...aa...1...bb..
+    rank 2  ..0aa......1bb....
 
 No two ranks are busy at once, so d ranks are as fast as one. It is what the other schedules improve on.
 """

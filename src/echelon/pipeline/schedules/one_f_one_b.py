@@ -1,6 +1,10 @@
 """1F1B (PipeDream-flush): one forward, one backward in turn, as soon as the first backward comes.
 
-DRAWING
+Digits are forwards, letters backwards of the microbatches 0, 1, ... and a, b, ...; dots wait:
+
+    rank 0  012....aa3bb.cc.dd
+    rank 1  .01..aa2bb3cc.dd..
+    rank 2  ..0aa1bb2cc3dd....
 
 The bubble is GPipe's. But a rank starts a new microbatch only when an old one has left: rank r of d holds at most
 d - r of them, however many microbatches a step has.

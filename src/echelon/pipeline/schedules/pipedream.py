@@ -1,16 +1,20 @@
 """PipeDream with weight stashing: 1F1B without a flush, an update after every backward.
 
-DRAWING
+Digits are forwards, letters backwards of the microbatches 0, 1, ... and a, b, ...; dots wait:
+
+    rank 0  012....aa3bb.cc.dd
+    rank 1  .01..aa2bb3cc.dd..
+    rank 2  ..0aa1bb2cc3dd....
 
 A stage's forward takes the newest weights that the stage has. Meanwhile other microbatches update them, so it keeps
-("stashes") the version for the backward of the same microbatch. Stage s of d keeps d - s versions. Its microbatch m
-uses version max(0, m - (d - 1 - s)): the stages of one microbatch use different versions.
+("stashes") the version for the backward of the same microbatch: stage s of d holds d - s versions, the newest among
+them. Its microbatch m uses version max(0, m - (d - 1 - s)), so the stages of one microbatch use different versions.
 
     w(t+1) = w(t) - lr * grad f(w_1(t-d+1), ..., w_d(t))
 
 Stage 1 of 3, four microbatches (K keeps a version, D drops it, U makes the next):
 
-LIST
+    1F0@0 1F1@0 1B0@0 1K0 1U1 1F2@1 1B1@0 1D0 1K1 1U2 1F3@2 1B2@1 1D1 1K2 1U3 1B3@2 1D2 1U4
 """
 
 from __future__ import annotations

@@ -1,6 +1,10 @@
 """TeraPipe: the pipeline runs over slices of a sequence's tokens.
 
-DRAWING
+Digits are forwards of slices, letters their backwards; dots wait:
+
+    rank 0  0123......ddccbbaa
+    rank 1  .0123...ddccbbaa..
+    rank 2  ..0123ddccbbaa....
 
 In a causal model a token needs only those before it, so the next stage can start on the first slice of a sequence
 while this one runs the second. Slices go forward in order and backward in reverse, because the gradients of a slice's

@@ -8,7 +8,7 @@ other version, the newest, lives beside it.
 
 Stage 1 of 3, two batches of two (K keeps a version, D drops it, U makes the next):
 
-LIST
+    1F0@0 1F1@0 1B0@0 1F2@0 1B1@0 1K0 1U1 1F3@0 1B2@0 1B3@0 1D0 1U2
 
 Fewer than d - 1 microbatches per batch: version t - 1 would not be there in time for batch t. The first stages then run
 at most k forwards ahead, so that it is. The rule holds and two versions suffice, but a bubble comes back.

@@ -1,6 +1,10 @@
 """ZB-H1: backward in two halves, and the half that nobody waits for fills the bubble.
 
-DRAWING
+Digits are forwards, small letters I, capitals W; dots wait:
+
+    rank 0  012..aA3bBcCdD
+    rank 1  .01.a2bA3cBdCD
+    rank 2  ..0a1b2cA3dBCD
 
 I (the gradient of the input) goes on to the stage before; W (those of the weights) can wait. Forwards and Is run in the
 order of 1F1B. Rank r lets its Ws wait by r microbatches, so that the Is of the last ranks come early, and does the rest

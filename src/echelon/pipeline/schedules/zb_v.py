@@ -1,10 +1,15 @@
 """ZB-V: backward in two halves and two chunks per rank, laid out there and back, so that no rank waits in between.
 
-DRAWING
+Digits are forwards, small letters I, capitals W; dots wait:
+
+    rank 0, stage 0  012......3aA...bB...cCdD.
+    rank 0, stage 3  ...0aA1bB...2cC..3dD.....
+    rank 1, stage 1  .0.1...2aA...3bB...c.dC.D
+    rank 1, stage 2  ..0.1aA...2bB...3cC.d..D.
 
 Rank 0 has the first and the last stage: the loss is where the data comes in, and the first backward starts one way
 earlier than in ZB-H1. From its first action to its last a rank is never idle; what is left of the bubble is that ranks
-start, and end, one after the other. A rank holds 2d half chunks, which is the peak of 1F1B.
+start one after the other, and end so. A rank holds 2d half chunks, which is the peak of 1F1B.
 
 The phases of rank r of d, with chunk 0 on the way there and chunk 1 on the way back:
 

@@ -1,0 +1,222 @@
+"""`echelon draw`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from echelon.cli.trouble import answer, told
+from echelon.layout.faults import Fault, FaultError, did_you_mean
+
+if TYPE_CHECKING:
+    from echelon.pipeline.schedule import Schedule
+    from echelon.pipeline.timeline import Timeline
+
+EXAMPLES = """[bold]Examples[/bold]\n
+echelon draw\n
+echelon draw 1f1b --stages 4 --microbatches 8\n
+echelon draw interleaved --stages 4 --chunks 3 --svg interleaved.svg\n
+echelon draw zb-v --weight-grad 0.8 --link 0.1 --html zb-v.html\n
+echelon draw file:my_schedule.txt\n
+echelon draw runs/gpt-tiny-20250131-120000 --html run.html
+"""
+
+STAGES, MICROBATCHES = 4, 8
+SIZES = ("stages", "microbatches", "chunks", "slices")
+
+
+def command(
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="[SCHEDULE|RUN]",
+            help="A schedule's name, file:PATH of your own, or the directory of a run. Without it: the names.",
+            show_default=False,
+        ),
+    ] = "",
+    stages: Annotated[
+        int | None, typer.Option(help=f"Ranks of the pipeline. Default: {STAGES}.", show_default=False)
+    ] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(help=f"Microbatches of a step. Default: {MICROBATCHES}.", show_default=False)
+    ] = None,
+    chunks: Annotated[
+        int | None, typer.Option(help="Stages on each rank. Default: what the schedule has.", show_default=False)
+    ] = None,
+    slices: Annotated[
+        int | None, typer.Option(help="Slices of a sequence's tokens (terapipe). Default: 1.", show_default=False)
+    ] = None,
+    forward: Annotated[
+        float | None, typer.Option(help="Seconds of one forward. Default: 1.", show_default=False)
+    ] = None,
+    input_grad: Annotated[
+        float | None,
+        typer.Option(help="Seconds of the gradient of a stage's input. Default: 1.", show_default=False),
+    ] = None,
+    weight_grad: Annotated[
+        float | None,
+        typer.Option(help="Seconds of the gradients of a stage's weights. Default: 1.", show_default=False),
+    ] = None,
+    link: Annotated[
+        float | None,
+        typer.Option(help="Seconds of a message from rank to rank. Default: 0.", show_default=False),
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write the picture to this SVG file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with zoom and hover to this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+) -> None:
+    """Draw a pipeline schedule, or what a run planned over what it measured."""
+    sizes = {"stages": stages, "microbatches": microbatches, "chunks": chunks, "slices": slices}
+    seconds = {"forward": forward, "input-grad": input_grad, "weight-grad": weight_grad, "link": link}
+    given = {key: value for key, value in {**sizes, **seconds}.items() if value is not None}
+    files = {"svg": svg, "html": html}
+    with told(as_json):
+        if not what:
+            _refuse(
+                {**given, **{key: path for key, path in files.items() if path}}, "needs a schedule or a run to draw"
+            )
+            _names(as_json)
+            return
+        planned, measured = _timelines(what, given)
+        for key, path in files.items():
+            if path is not None:
+                _write(key, path, planned, measured)
+    if as_json:
+        answer(_facts(planned, measured))
+    else:
+        _show(planned, measured, [path for path in files.values() if path is not None])
+
+
+def _refuse(given: dict[str, Any], rule: str) -> None:
+    if given:
+        raise FaultError([Fault(key=f"--{key}", value=str(value), rule=rule) for key, value in given.items()])
+
+
+def _timelines(what: str, given: dict[str, Any]) -> tuple[Timeline, Timeline | None]:
+    """What to draw: planned, and measured where there are both. A run may have only one of them."""
+    from echelon.pipeline.schedules import FAMILIES, FILE
+
+    if what in FAMILIES or what.startswith(FILE):
+        return _planned(what, given), None
+    if Path(what).is_dir():
+        from echelon.pipeline.timeline import read
+
+        _refuse(given, "is for schedules; a run has sizes and durations of its own")
+        planned, measured = read(Path(what))
+        first = planned or measured
+        assert first is not None
+        return first, measured if planned else None
+    rule = "is neither a schedule nor the directory of a run"
+    legal = f"{', '.join(FAMILIES)}, {FILE}PATH, a run's directory"
+    raise FaultError([Fault(key="draw", value=what, rule=rule, legal=legal, hint=did_you_mean(what, FAMILIES))])
+
+
+def _planned(name: str, given: dict[str, Any]) -> Timeline:
+    from echelon.pipeline.lower import lower
+    from echelon.pipeline.simulate import Durations, simulate
+
+    faults = [
+        Fault(key=f"--{key}", value=str(given[key]), rule="is not a time", legal="seconds, 0 or more")
+        for key in ("forward", "input-grad", "weight-grad", "link")
+        if not 0 <= given.get(key, 0.0) < float("inf")
+    ]
+    if faults:
+        raise FaultError(faults)
+    link = given.get("link", 0.0)
+    durations = Durations(
+        forward=given.get("forward", 1.0),
+        input_grad=given.get("input-grad", 1.0),
+        weight_grad=given.get("weight-grad", 1.0),
+        send_forward=link,
+        send_backward=link,
+    )
+    schedule = _made(name, given)
+    # Messages that take time are drawn.
+    return simulate(lower(schedule) if link else schedule, durations)
+
+
+def _made(name: str, given: dict[str, Any]) -> Schedule:
+    from echelon.pipeline.schedules import FILE, from_file, make
+
+    if name.startswith(FILE):
+        # The file fixes all sizes; one that is given beside it must agree.
+        asked = {"ranks" if key == "stages" else key: given.get(key, 0) for key in SIZES}
+        return from_file.build(name.removeprefix(FILE), **asked)
+    return make(
+        name,
+        given.get("stages", STAGES),
+        given.get("microbatches", MICROBATCHES),
+        chunks=given.get("chunks", 0),
+        slices=given.get("slices", 1),
+    )
+
+
+def _write(kind: str, path: Path, planned: Timeline, measured: Timeline | None) -> None:
+    from echelon.pipeline.draw import as_html, as_svg
+
+    makers: dict[str, Callable[[Timeline, Timeline | None], str]] = {"svg": as_svg, "html": as_html}
+    try:
+        path.write_text(makers[kind](planned, measured), encoding="utf-8")
+    except OSError as error:
+        raise FaultError(
+            [
+                Fault(
+                    key=f"--{kind}",
+                    value=str(path),
+                    rule=f"cannot be written ({error.strerror})",
+                    hint="choose another",
+                )
+            ]
+        ) from error
+
+
+def _facts(planned: Timeline, measured: Timeline | None) -> dict[str, Any]:
+    """The keys of `--json`: of what happened, where that is known, with the plan beside it."""
+    from echelon.pipeline.actions import RECEIVES, SENDS
+
+    shown = measured or planned
+    found: dict[str, Any] = {
+        "bubble": shown.bubble,
+        "in_flight": list(shown.in_flight),
+        "duration": shown.duration,
+        # Without messages, whose places are for the runtime to choose.
+        "ranks": [
+            [str(action) for action in actions if action.kind not in SENDS | RECEIVES] for actions in shown.lists
+        ],
+        "note": planned.note,
+    }
+    if measured is not None:
+        found["planned"] = _facts(planned, None)
+    return found
+
+
+def _show(planned: Timeline, measured: Timeline | None, files: list[Path]) -> None:
+    from rich.console import Console
+
+    from echelon.pipeline.draw import as_text
+
+    console = Console(highlight=False)
+    # Sixteen colours are too few for shades: letters say more there.
+    colour = console.color_system in ("256", "truecolor") and not console.no_color
+    console.print(as_text(planned, measured, width=console.width, colour=colour), end="", soft_wrap=True)
+    for path in files:
+        console.print(f"wrote {path}", soft_wrap=True, markup=False)
+
+
+def _names(as_json: bool) -> None:
+    from echelon.pipeline.schedules import FAMILIES, FILE
+
+    if as_json:
+        answer({"schedules": {family.name: family.title for family in FAMILIES.values()}})
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    rows = [*((family.name, family.title) for family in FAMILIES.values()), (f"{FILE}PATH", "a schedule of your own")]
+    width = max(len(name) for name, _ in rows)
+    for name, title in rows:
+        console.print(Text.assemble((f"{name:<{width}}", "cyan"), f"  {title}"), soft_wrap=True)

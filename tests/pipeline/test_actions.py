@@ -1,0 +1,55 @@
+"""Actions and schedules as data with a text of their own."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echelon.pipeline.actions import COMPUTE, NEWEST, RECEIVES, SENDS, VERSIONS, Action, Kind
+from echelon.pipeline.schedule import Schedule, loop, vee
+
+numbers = st.integers(0, 10**6)
+actions = st.builds(Action, numbers, st.sampled_from(Kind), numbers, numbers, st.integers(NEWEST, 10**6))
+
+
+@given(actions)
+def test_text_and_back(action):
+    assert Action.parse(str(action)) == action
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("2F0", Action(2, Kind.FORWARD, 0)),
+        ("2F0.1", Action(2, Kind.FORWARD, 0, part=1)),
+        ("2F5@3", Action(2, Kind.FORWARD, 5, version=3)),
+        ("12SB34", Action(12, Kind.SEND_BACKWARD, 34)),
+        ("0RF7.2", Action(0, Kind.RECEIVE_FORWARD, 7, part=2)),
+        ("2U4", Action(2, Kind.UPDATE, 4)),
+    ],
+)
+def test_texts(text, action):
+    assert Action.parse(text) == action
+    assert str(action) == text
+
+
+@pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "2F-1", "2 F 0", "2f0", "2F0@", "2F0.", "2F0@1.2", "2FB0"])
+def test_what_is_no_action(text):
+    with pytest.raises(ValueError, match="is not an action; write stage, kind and microbatch as in 2F0"):
+        Action.parse(text)
+
+
+def test_every_kind_is_of_one_sort():
+    sorts = (COMPUTE, SENDS, RECEIVES, VERSIONS)
+    assert sum(len(sort) for sort in sorts) == len(frozenset().union(*sorts)) == len(Kind)
+
+
+def test_homes():
+    assert loop(4, 2) == (0, 1, 2, 3, 0, 1, 2, 3)
+    assert vee(4) == (0, 1, 2, 3, 3, 2, 1, 0)
+
+
+def test_a_schedule_as_text():
+    lists = ((Action(0, Kind.FORWARD, 0), Action(3, Kind.FORWARD, 0)), (Action(1, Kind.FORWARD, 0),))
+    schedule = Schedule(name="", homes=vee(2), microbatches=1, lists=lists)
+    assert (schedule.ranks, schedule.stages, schedule.of(1)) == (2, 4, (1, 2))
+    assert str(schedule) == "rank 0, stages 0 3: 0F0 3F0\nrank 1, stages 1 2: 1F0\n"
