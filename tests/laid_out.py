@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon import models
@@ -41,7 +42,7 @@ def batch_of(shape: ModelConfig, rows: int, length: int = 9, seed: int = 0) -> d
 
 def whole(parallel: Parallel, kind: str = "grad") -> dict[str, Tensor]:
     """Every logical tensor of a kind (`grad`, `master`), from the pieces that ranks own; equal on all ranks."""
-    found = {}
+    mine = {}
     for unit, piece in parallel.flat.pieces():
         entry = piece.entry
         local = torch.zeros(entry.local_numel, dtype=torch.float64)
@@ -50,8 +51,13 @@ def whole(parallel: Parallel, kind: str = "grad") -> dict[str, Tensor]:
         out = torch.zeros(entry.shape, dtype=torch.float64)
         real = tuple(slice(0, high - low) for low, high in piece.box)
         out[tuple(slice(low, high) for low, high in piece.box)] = local.view(entry.local_shape)[real]
-        found[entry.name] = parallel.axes[WORLD].all_reduce(out)
-    return found
+        mine[entry.name] = out
+    if parallel.axes[WORLD].size == 1:
+        return mine
+    every: list[dict[str, Tensor]] = [{} for _ in parallel.axes[WORLD].ranks]
+    dist.all_gather_object(every, mine)
+    names = dict.fromkeys(name for found in every for name in found)  # stages hold different ones
+    return {name: torch.stack([found[name] for found in every if name in found]).sum(0) for name in names}
 
 
 def error(value: Tensor, truth: Tensor) -> float:

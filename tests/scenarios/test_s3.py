@@ -19,7 +19,16 @@ SHAPES = {
     "replicated kv heads": tiny("llama", kv_heads=1),
     "one kv head, tied, odd vocabulary": tiny("llama", kv_heads=1, tied=True, vocab=61),
 }
-LAYOUTS = ("dp=1", "dp=2", "dp=3,zero=1", "dp=4,zero=3,shard=2", "tp=4", "dp=2,tp=2,zero=3")
+LAYOUTS = (
+    "dp=1",
+    "dp=2",
+    "dp=3,zero=1",
+    "dp=4,zero=3,shard=2",
+    "tp=4",
+    "dp=2,tp=2,zero=3",
+    "pp=2",
+    "dp=2,tp=2,pp=2,zero=3",
+)
 
 
 def ones(name, layout):

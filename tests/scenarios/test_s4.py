@@ -14,7 +14,15 @@ from echelon.train.config import Config, OptimizerConfig
 from echelon.train.run import Run
 
 SHAPE = tiny("gpt", tied=True)
-LAYOUTS = ("dp=2,accumulate=2", "dp=2,zero=3,accumulate=2", "dp=4,zero=2", "tp=2,accumulate=4", "dp=2,tp=2,zero=1")
+LAYOUTS = (
+    "dp=2,accumulate=2",
+    "dp=2,zero=3,accumulate=2",
+    "dp=4,zero=2",
+    "tp=2,accumulate=4",
+    "dp=2,tp=2,zero=1",
+    "pp=2,accumulate=4",
+    "dp=2,pp=2,schedule=zb-h1,accumulate=2",
+)
 ADAMW = OptimizerConfig(lr=1e-2)
 
 

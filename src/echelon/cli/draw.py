@@ -119,6 +119,11 @@ def _planned(name: str, given: dict[str, Any]) -> Timeline:
     from echelon.pipeline.simulate import Durations, simulate
 
     faults = [
+        Fault(key=f"--{key}", value=str(given[key]), rule="is too small", legal="1 or more")
+        for key in SIZES
+        if given.get(key, 1) < 1
+    ]
+    faults += [
         Fault(key=f"--{key}", value=str(given[key]), rule="is not a time", legal="seconds, 0 or more")
         for key in ("forward", "input-grad", "weight-grad", "link")
         if not 0 <= given.get(key, 0.0) < float("inf")
@@ -139,12 +144,10 @@ def _planned(name: str, given: dict[str, Any]) -> Timeline:
 
 
 def _made(name: str, given: dict[str, Any]) -> Schedule:
-    from echelon.pipeline.schedules import FILE, from_file, make
+    from echelon.pipeline.schedules import FILE, make
 
     if name.startswith(FILE):
-        # The file fixes all sizes; one that is given beside it must agree.
-        asked = {"ranks" if key == "stages" else key: given.get(key, 0) for key in SIZES}
-        return from_file.build(name.removeprefix(FILE), **asked)
+        return _from_file(name.removeprefix(FILE), given)
     return make(
         name,
         given.get("stages", STAGES),
@@ -152,6 +155,17 @@ def _made(name: str, given: dict[str, Any]) -> Schedule:
         chunks=given.get("chunks", 0),
         slices=given.get("slices", 1),
     )
+
+
+def _from_file(path: str, given: dict[str, Any]) -> Schedule:
+    """The file fixes all sizes; one that is given beside it must agree."""
+    from echelon.pipeline.schedules import from_file
+
+    schedule = from_file.build(path)
+    has = {"stages": schedule.ranks, "microbatches": schedule.microbatches, "slices": schedule.slices}
+    has["chunks"] = schedule.stages // schedule.ranks
+    _refuse({key: given[key] for key in SIZES if given.get(key, has[key]) != has[key]}, "is not what the file has")
+    return schedule
 
 
 def _write(kind: str, path: Path, planned: Timeline, measured: Timeline | None) -> None:

@@ -19,11 +19,12 @@ from echelon.train.start import default_procs
 
 DEFAULT_LAYOUTS = (
     "dp=2; dp=3,zero=1; dp=4,zero=2,accumulate=4; dp=2,zero=3; dp=4,zero=3,shard=2; "
-    "tp=2; tp=2,sp=0,recompute=full; tp=4,accumulate=4; dp=2,tp=2,zero=1; dp=2,tp=4,zero=3,recompute=full"
+    "tp=2; tp=2,sp=0,recompute=full; tp=4,accumulate=4; dp=2,tp=2,zero=1; dp=2,tp=4,zero=3,recompute=full; "
+    "pp=2,accumulate=4; pp=2,schedule=zb-v,accumulate=4; dp=2,tp=2,pp=2,accumulate=2"
 )
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
-AXES = ("dp", "replica", "shard", "tp", "shard*tp")
+AXES = ("dp", "replica", "shard", "tp", "shard*tp", "pp*dp", "pp*shard*tp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +95,6 @@ def parse(layouts: str | Sequence[str | Layout], case: Case) -> list[Layout]:
 
 def check_leave_out(text: str) -> None:
     axis, _, kind = text.partition(":")
-    if text and ((axis not in AXES and not axis.startswith("tp/")) or kind not in KINDS):
+    if text and ((axis not in AXES and not axis.startswith(("tp/", "pp["))) or kind not in KINDS):
         legal = f"AXIS:COLLECTIVE, an axis of {', '.join(AXES)} and a collective of {', '.join(KINDS)}"
         raise FaultError([Fault(key="leave-out", value=text, rule="names no collective of a run", legal=legal)])

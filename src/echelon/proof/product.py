@@ -19,6 +19,14 @@ ALL_LAYOUTS = (
     "dp=4,shard=2",
     *(f"tp={tp},sp={sp}" for tp in (2, 4) for sp in (0, 1)),
     *(f"dp=2,tp={tp},zero={zero}" for tp in (2, 4) for zero in (0, 1, 2, 3)),
+    *(
+        f"pp=2,schedule={schedule}"
+        for schedule in ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
+    ),
+    *(f"dp=2,pp=2,zero={zero}" for zero in (0, 1, 2, 3)),
+    "pp=4",
+    "tp=2,pp=2",
+    "dp=2,tp=2,pp=2",
 )
 """every layout that is built, at the sizes that fit eight ranks"""
 

@@ -37,15 +37,15 @@ LINK = "#8a93a5"
 
 def fill(kind: Kind, chunk: int = 0, chunks: int = 1) -> str:
     """The colour of a cell of a rank's `chunk`, of `chunks`."""
-    # The lightest still stands out from idle.
-    share = 0.55 * chunk / max(1, chunks - 1)
+    # The lightest still stands out from idle. Updates of all chunks come together and may lie on one another.
+    share = 0.55 * chunk / max(1, chunks - 1) if kind is not Kind.UPDATE else 0.0
     return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts(LOOKS[kind].colour))
 
 
 def ink(background: str) -> str:
     """The colour of text that can be read on a cell."""
     red, green, blue = parts(background)
-    return DARK if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else LIGHT
+    return DARK if 0.299 * red + 0.587 * green + 0.114 * blue > 125 else LIGHT
 
 
 def parts(colour: str) -> tuple[int, int, int]:

@@ -1,0 +1,70 @@
+"""TeraPipe's slices against every way to cut a sequence."""
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echelon.pipeline.schedules.slicer import choose_slices
+
+
+def cost(slices, stages, time):
+    times = [time(length, sum(slices[:place])) for place, length in enumerate(slices)]
+    return sum(times) + (stages - 1) * max(times)
+
+
+def every_way(length, granularity):
+    inner = range(granularity, length, granularity)
+    for count in range(len(inner) + 1):
+        for cuts in combinations(inner, count):
+            edges = (0, *cuts, length)
+            yield tuple(end - start for start, end in zip(edges, edges[1:], strict=False))
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    *[st.integers(1, 10), st.integers(1, 9), st.integers(1, 3)],
+    *[st.integers(0, 20), st.integers(0, 5), st.integers(0, 3)],
+)
+def test_no_way_is_better(length, stages, granularity, fixed, linear, quadratic):
+    def time(tokens, before):
+        return fixed + linear * tokens + quadratic * tokens * (before + tokens)
+
+    slices = choose_slices(length, stages, time, granularity)
+    assert sum(slices) == length
+    assert all(size % granularity == 0 for size in slices[:-1])
+    assert cost(slices, stages, time) == min(cost(way, stages, time) for way in every_way(length, granularity))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 7), st.integers(1, 6), st.dictionaries(st.tuples(*[st.integers(0, 7)] * 2), st.integers(0, 30)))
+def test_any_times_at_all(length, stages, table):
+    def time(tokens, before):
+        return table.get((tokens, before), 7)
+
+    slices = choose_slices(length, stages, time)
+    assert cost(slices, stages, time) == min(cost(way, stages, time) for way in every_way(length, 1))
+
+
+def test_later_slices_are_shorter():
+    """Where the context makes tokens slower, equal times need unequal lengths."""
+    slices = choose_slices(2048, 8, lambda tokens, before: 100 + tokens * (1 + (before + tokens / 2) / 1024), 64)
+    assert sum(slices) == 2048
+    assert len(slices) > 4
+    assert list(slices) == sorted(slices, reverse=True)
+
+
+def test_one_stage_needs_no_slices():
+    assert choose_slices(512, 1, lambda tokens, before: 10 + tokens, 8) == (512,)
+
+
+def test_the_last_slice_takes_the_rest():
+    assert choose_slices(10, 8, lambda tokens, before: tokens, 4) == (4, 4, 2)
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
+def test_nothing_to_slice(sizes):
+    length, stages, granularity = sizes
+    with pytest.raises(ValueError, match=r"nothing to slice \(length=.*\); give 1 or more of each"):
+        choose_slices(length, stages, lambda tokens, before: 1.0, granularity)
