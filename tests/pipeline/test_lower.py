@@ -1,6 +1,7 @@
 """Messages: what is added, where it stands, and that both ends agree."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -42,7 +43,7 @@ def test_the_list_is_what_is_left(schedule):
 def test_both_ends_have_one_order(schedule):
     lowered = lower(schedule)
     assert ends(lowered, SENDS) == ends(lowered, RECEIVES)
-    across = sum(one != other for one, other in zip(schedule.homes, schedule.homes[1:], strict=False))
+    across = sum(one != other for one, other in pairwise(schedule.homes))
     sends = sum(len(messages) for messages in ends(lowered, SENDS).values())
     assert sends == 2 * across * schedule.microbatches * schedule.slices
 

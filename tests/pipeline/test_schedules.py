@@ -3,6 +3,7 @@
 import importlib
 import time
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -114,13 +115,15 @@ def test_the_naive_split_keeps_one_rank_busy(ranks, microbatches):
     timeline = simulate(make("naive", ranks, microbatches))
     spans = [span for rank in range(ranks) for span in timeline.spans(rank) if span.action.kind in COMPUTE]
     spans.sort(key=lambda span: span.start)
-    assert all(one.end <= other.start for one, other in zip(spans, spans[1:], strict=False))
+    assert all(one.end <= other.start for one, other in pairwise(spans))
 
 
 @pytest.mark.parametrize(
     ("name", "ranks", "microbatches", "written"),
-    [("interleaved", 4, 5, 8), ("interleaved", 4, 8, 8), ("zb-v", 4, 6, 7), ("zb-v", 4, 7, 7)]
-    + [("dualpipe-v", 4, 7, 8), ("dualpipe-v", 4, 8, 8), ("1f1b", 4, 1, 1)],
+    [
+        *[("interleaved", 4, 5, 8), ("interleaved", 4, 8, 8), ("zb-v", 4, 6, 7), ("zb-v", 4, 7, 7)],
+        *[("dualpipe-v", 4, 7, 8), ("dualpipe-v", 4, 8, 8), ("1f1b", 4, 1, 1)],
+    ],
 )
 def test_a_fallback_is_noted(name, ranks, microbatches, written):
     note = make(name, ranks, microbatches).note

@@ -1,6 +1,6 @@
 """TeraPipe's slices against every way to cut a sequence."""
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +19,7 @@ def every_way(length, granularity):
     for count in range(len(inner) + 1):
         for cuts in combinations(inner, count):
             edges = (0, *cuts, length)
-            yield tuple(end - start for start, end in zip(edges, edges[1:], strict=False))
+            yield tuple(end - start for start, end in pairwise(edges))
 
 
 @settings(deadline=None, max_examples=200)

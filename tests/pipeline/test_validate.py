@@ -82,7 +82,7 @@ def test_an_action_before_what_it_needs_is_found(found):
 @settings(deadline=None)
 @given(places(), st.randoms(use_true_random=False))
 def test_what_has_no_fault_can_run(found, random):
-    """Some actions of a list change places. Whatever the validator lets pass, the simulator can run."""
+    """Some actions of a list change places. What the validator lets pass can be run, and lowered without a deadlock."""
     schedule, rank, _ = found
     actions = list(schedule.lists[rank])
     start = random.randrange(len(actions))
@@ -91,6 +91,7 @@ def test_what_has_no_fault_can_run(found, random):
     mixed = changed(schedule, rank, actions)
     if not faults(mixed):
         assert simulate(mixed).duration > 0
+        assert faults(lower(mixed)) == []
 
 
 @settings(deadline=None)
@@ -111,13 +112,14 @@ def test_every_fault_at_once():
         "rank 1, position 0 (0B0): stage 0 is on rank 0",
         "rank 1, position 3 (9F0): there is no stage 9 (0 to 1)",
         "rank 1, position 4 (1F7): there is no microbatch 7 (0 to 1)",
-        "rank 0, position 1 (0F0): is there twice (first at position 0)",
+        "rank 0, position 1 (0F0): is there twice (first on rank 0, position 0)",
         "0F1 is missing",
         "1F1 is missing",
         "1B1 is missing (or 1I1 and 1W1)",
+        "rank 1, position 0 (0B0): comes before 1B0 (position 1), which it needs",
         "rank 1, position 1 (1B0): comes before 1F0 (position 2), which it needs",
     ]
-    with pytest.raises(ValueError, match=r"cannot run \(by hand, 8 faults\); change its lists:\n  rank 1, position 0"):
+    with pytest.raises(ValueError, match=r"cannot run \(by hand, 9 faults\); change its lists:\n  rank 1, position 0"):
         check(schedule)
 
 
@@ -160,13 +162,13 @@ def test_a_receive_blocks():
         ("0F0 0B0 0U1@1", "rank 0, position 2 (0U1@1): has a version, and only F, B, I and W use weights"),
         ("0F0.1 0F0 0B0 0U1", "rank 0, position 0 (0F0.1): there is no slice 1 (0 to 0)"),
         ("0F0@1 0B0@1 0U1", "rank 0, position 0 (0F0@1): version 1 is not there (in force: 0, kept: none)"),
-        ("0F0 0B0 0K1 0U1 0D1", "rank 0, position 2 (0K1): only a version in force can be kept, and once (in force: 0, kept: none)"),
+        ("0F0 0B0 0K1 0U1 0D1", "only a version in force can be kept, and once (in force: 0, kept: none)"),
         ("0F0 0B0 0K0 0U1", "stage 0 keeps versions to the end (0); drop them"),
-        ("0F0 0B0 0D0 0U1", "rank 0, position 2 (0D0): only a version that is kept can be dropped (in force: 0, kept: none)"),
+        ("0F0 0B0 0D0 0U1", "only a version that is kept can be dropped (in force: 0, kept: none)"),
     ],
 )  # fmt: skip
 def test_faults_of_one_stage(text, fault):
-    assert fault in faults(parsed(text))
+    assert fault in "\n".join(faults(parsed(text)))
 
 
 def test_one_update_in_a_synchronous_step():
@@ -202,11 +204,11 @@ def test_slices_wait_for_each_other():
         ("0F0 0SF0 0RB0 0B0 0U1", "1RF0 1F0 1B0 1U1", "the gradient of 1B0 is not sent"),
         ("0F0 0SF0 0SB0 0RB0 0B0 0U1", "1RF0 1F0 1B0 1SB0 1U1", "0SB0 has no gradient to be sent"),
         ("0F0 0SF0 0SF0 0RB0 0B0 0U1", "1RF0 1F0 1B0 1SB0 1U1", "rank 0, position 2 (0SF0): is there twice"),
-        ("0SF0 0F0 0RB0 0B0 0U1", "1RF0 1F0 1B0 1SB0 1U1", "rank 0, position 0 (0SF0): comes before 0F0 (position 1), which it needs"),
+        ("0SF0 0F0 0RB0 0B0 0U1", "1RF0 1F0 1B0 1SB0 1U1", "rank 0, position 0 (0SF0): comes before 0F0 (position 1)"),
     ],
 )  # fmt: skip
 def test_faults_of_messages(first, second, fault):
-    assert fault in faults(parsed(first, second))
+    assert fault in "\n".join(faults(parsed(first, second)))
 
 
 def test_crossed_messages():

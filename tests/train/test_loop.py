@@ -60,7 +60,8 @@ def test_every_layout_logs_the_losses_of_one_process(pool, config, name):
     changes = dict(CHANGES[name])
     if changes.pop("mask_documents", False):
         changes["data"] = dataclasses.replace(config.data, mask_documents=True)
-    runs = {layout: trained(pool, config, layout, **changes) for layout in ("dp=1", "dp=2,zero=3", "tp=2", "dp=2")}
+    layouts = ("dp=1", "dp=2,zero=3", "tp=2", "dp=2", "pp=2,accumulate=2", "dp=2,pp=2,schedule=zb-v")
+    runs = {layout: trained(pool, config, layout, **changes) for layout in layouts}
     shown = {
         layout: [(r["kind"], r["loss"], r.get("norm"), r.get("count"), r.get("lr")) for r in run.records()][:-1]
         for layout, (run, _) in runs.items()

@@ -149,7 +149,10 @@ _SCHEDULES = Choice(
     ),
     forms=(Form(shape="file:PATH", before="file:"),),
 )
-_SYNCHRONOUS = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
+_BUILT_SCHEDULES = (
+    *("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"),
+    *("pipedream", "pipedream-vsync", "2bw"),
+)
 _RECOMPUTE = Choice(
     words=("none", "full", "selective", "ops", "sqrt"),
     forms=(
@@ -186,7 +189,7 @@ KEYS: tuple[Key, ...] = (
     Key(name="pp", kind=Number(), default="1",
         meaning="pipeline ranks"),
     Key(name="schedule", kind=_SCHEDULES, default="1f1b",
-        meaning="order of the forward and backward passes of a pipeline", built=_SYNCHRONOUS,
+        meaning="order of the forward and backward passes of a pipeline", built=_BUILT_SCHEDULES,
         missing="this schedule is"),
     Key(name="vpp", kind=Number(), default="2 where the schedule has chunks, else 1",
         meaning="chunks of layers per pipeline rank"),

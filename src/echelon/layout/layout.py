@@ -14,6 +14,8 @@ DERIVED = -1
 
 WITH_CHUNKS = ("interleaved", "zb-v", "dualpipe-v")
 """Schedules in which a rank holds more than one chunk of layers."""
+ASYNCHRONOUS = ("pipedream", "pipedream-vsync", "2bw")
+"""Schedules that update without waiting for the pipeline to be empty."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ that some rank did not use cannot make ranks wait for different collectives. Wha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -53,23 +53,32 @@ class Flat:
         self._last = True
         self._waiting: deque[FlatUnit] = deque()
         self._launched: list[FlatUnit] = []
-        self._put_parameters()
+        self._modules = dict(model.named_modules())
+        for unit in self.units:
+            self.put(unit)
         if policy.shards > 1 or not self.units[0].shares_storage:
             self._hook_model()
             for unit in self.units:
                 if not unit.unit.kept:
                     self._hook_layer(unit)
 
-    def _put_parameters(self) -> None:
-        modules = dict(self.model.named_modules())
-        for unit in self.units:
-            for entry in unit.unit.entries:
-                parameter = unit.parameters[entry.name]
-                for name in entry.names:
-                    home, _, attribute = name.rpartition(".")
-                    modules[home].register_parameter(attribute, parameter)
-                if entry.trainable:
-                    parameter.register_post_accumulate_grad_hook(self._on_gradient(unit, entry))
+    def put(self, unit: FlatUnit) -> None:
+        """Makes a unit's parameters those of the modules."""
+        self._put(unit, unit.parameters)
+        for entry in unit.unit.entries:
+            if entry.trainable:
+                unit.parameters[entry.name].register_post_accumulate_grad_hook(self._on_gradient(unit, entry))
+
+    def put_parameters(self, parameters: Sequence[Mapping[str, nn.Parameter]]) -> None:
+        """The same with other parameters that units had before, which bring their hooks."""
+        for unit, found in zip(self.units, parameters, strict=True):
+            self._put(unit, found)
+
+    def _put(self, unit: FlatUnit, parameters: Mapping[str, nn.Parameter]) -> None:
+        for entry in unit.unit.entries:
+            for name in entry.names:
+                home, _, attribute = name.rpartition(".")
+                self._modules[home].register_parameter(attribute, parameters[entry.name])
 
     def fill(self, values: Callable[[Piece], Tensor]) -> None:
         """Sets every shard from a function that gives a piece's values."""

@@ -40,7 +40,7 @@ class FlatUnit:
         size = unit.shard_numel
         self._own = slice(shard.index * size, (shard.index + 1) * size) if policy.shards > 1 else slice(0, size)
         self.full = torch.zeros(unit.shards * size, dtype=compute, device=device)
-        self.shares_storage = compute == master and not policy.free_parameters
+        self.shares_storage = compute == master and not policy.free_parameters and not policy.versions
         self.master = self.full[self._own] if self.shares_storage else torch.zeros(size, dtype=master, device=device)
         self.parameters = {entry.name: self._view(entry) for entry in unit.entries}
         self._nbytes = self.full.untyped_storage().nbytes()
@@ -98,6 +98,13 @@ class FlatUnit:
     def _catch_up(self) -> None:
         if self._gathering is not None:  # gathered ahead, but its module was not called
             self.gather()
+
+    def fork(self) -> None:
+        """New buffers for the parameters; what was is left to whoever holds it. The master is a copy of its own."""
+        assert not self.shares_storage
+        self.full = torch.empty_like(self.full)
+        self.parameters = {entry.name: self._view(entry) for entry in self.unit.entries}
+        self.whole = False
 
     def updated(self) -> None:
         """The optimizer changed the shard: what others hold of it is old."""

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from echelon.layout import Layout
 from echelon.layout.cost import Collective
+from echelon.layout.layout import ASYNCHRONOUS
 from echelon.layout.placement import Unit
 
 if TYPE_CHECKING:
@@ -45,6 +46,9 @@ class Policy:
     prefetch: int = 1
     """with `free_parameters`: how many units are gathered ahead of the one in use; otherwise all are, once a step"""
 
+    versions: bool = False
+    """updates come while older versions of the parameters are in use (asynchronous schedules)"""
+
     @property
     def settle_early(self) -> bool:
         """A unit's reduction is taken in while later ones run: to free its buffer, or to start the replicas' sum."""
@@ -59,6 +63,7 @@ def policy(layout: Layout, *, reshard_after_forward: bool = True, prefetch: int 
         free_parameters=layout.zero == 3 and layout.shards > 1,
         reshard_after_forward=reshard_after_forward,
         prefetch=prefetch,
+        versions=layout.pp > 1 and layout.schedule in ASYNCHRONOUS,
     )
 
 
@@ -172,7 +177,7 @@ def state_bytes(
     whole = sum(unit.shards * unit.shard_numel for unit in units)
     part = sum(unit.shard_numel for unit in units)
     trainable = part if all(e.trainable for u in units for e in u.entries) else _trainable(units)
-    shared = compute_bytes == master_bytes and not plan.free_parameters
+    shared = compute_bytes == master_bytes and not plan.free_parameters and not plan.versions
     return {
         "parameters": 0 if plan.free_parameters else whole * compute_bytes,
         "master": 0 if shared else part * master_bytes,

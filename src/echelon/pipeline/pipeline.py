@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from echelon.layout import Layout, Mesh
 from echelon.layout.cost import Collective
-from echelon.parallel.apply import Options, apply
+from echelon.layout.layout import ASYNCHRONOUS
+from echelon.parallel.apply import Options, Parallel, apply
 from echelon.parallel.axis import world_rank
 from echelon.parallel.tensor import Traffic
 from echelon.pipeline.actions import SENDS, Action, Kind
@@ -19,6 +20,7 @@ from echelon.pipeline.runtime import Runtime, Work
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.schedules import make
 from echelon.pipeline.stage import cut
+from echelon.pipeline.stream import StreamRuntime, Update
 
 
 class Pipeline:
@@ -30,7 +32,14 @@ class Pipeline:
         held = self.stages.held(Mesh(layout).coordinates(world_rank())["pp"])
         self.parallel = apply(model, layout, options, held)
         links = [self.stages.links(stage) for stage in range(self.schedule.stages)]
-        self.runtime = Runtime(self.parallel, self.stages.chain, links, self.schedule)
+        self.asynchronous = layout.schedule in ASYNCHRONOUS
+        self.runtime: Runtime
+        if self.asynchronous:
+            refuse_copies(self.parallel)
+            every = layout.accumulate if layout.schedule == "2bw" else 1
+            self.runtime = StreamRuntime(self.parallel, self.stages.chain, links, self.schedule, per_update=every)
+        else:
+            self.runtime = Runtime(self.parallel, self.stages.chain, links, self.schedule)
 
     # -- cost ---------------------------------------------------------------------------------------------------------
 
@@ -61,6 +70,17 @@ class Pipeline:
         """(sum of losses, number of valid targets) of this rank; gradients of the sum times `seed` are reduced."""
         return self.runtime.train(works, seed)
 
+    def window(self, works: Sequence[Work], update: Update, lr: float) -> Tensor:
+        """The same for an asynchronous schedule, which updates as it goes."""
+        assert isinstance(self.runtime, StreamRuntime)
+        self.runtime.update = update
+        return self.runtime.window(works, lr)
+
+    def drain(self) -> None:
+        """What an asynchronous schedule has under way is brought to its end."""
+        if isinstance(self.runtime, StreamRuntime):
+            self.runtime.drain()
+
     def evaluate(self, works: Sequence[Work]) -> Tensor:
         return self.runtime.evaluate(works, lower(forwards(self.schedule.homes, len(works))))
 
@@ -73,6 +93,16 @@ class Pipeline:
         if found is not None:
             told += found[0, -1, :size]
         return self.parallel.axes["pp"].all_reduce(told)
+
+
+def refuse_copies(parallel: Parallel) -> None:
+    """Stages that update on their own cannot hold one weight together."""
+    tied = [entry.name for entry in parallel.placement.entries.values() if entry.holders]
+    if tied:
+        raise ValueError(
+            f"schedule={parallel.layout.schedule} updates every stage on its own, and {tied[0]} is on several stages; "
+            "untie it (tied=false), or use schedule=1f1b"
+        )
 
 
 def forwards(homes: Sequence[int], microbatches: int) -> Schedule:

@@ -118,6 +118,7 @@ class Pipes:
         self._forms: dict[tuple[int, Hashable], Form] = {}
         self._asked: dict[int, deque[Arriving]] = {}
         self._sending: list[tuple[dist.Work, Tensor]] = []
+        self._before: deque[list[tuple[dist.Work, Tensor]]] = deque()
 
     def form(self, channel: int, kind: Hashable) -> Form | None:
         return self._forms.get((channel, kind))
@@ -171,6 +172,12 @@ class Pipes:
 
     def flush(self) -> None:
         """Waits until everything that was sent is out."""
-        for work, _ in self._sending:
-            work.wait()
-        self._sending.clear()
+        self.retire(0)
+
+    def retire(self, windows: int) -> None:
+        """Waits for what was sent before the last calls: in an endless stream, what came later may not be taken yet."""
+        self._before.append(self._sending)
+        self._sending = []
+        while len(self._before) > windows:
+            for work, _ in self._before.popleft():
+                work.wait()

@@ -66,7 +66,7 @@ class Runtime:
         self.rank = axis.index
         self.mine = schedule.of(self.rank)
         self.units = Units(parallel.flat)
-        self.pipes = Pipes(axis, parallel.options.device, 2 * len(schedule.homes))
+        self.pipes = Pipes(axis, parallel.options.device, 2 * schedule.stages + schedule.ranks)
         self.spans: list[tuple[Action, float, float]] | None = None
         self._works: Mapping[int, Work] = {}
         self._passed: dict[tuple[int, int], Passed] = {}
@@ -130,6 +130,11 @@ class Runtime:
 
     def _do(self, action: Action, index: int) -> None:
         start = time.perf_counter()
+        self._act(action, index)
+        if self.spans is not None:
+            self.spans.append((action, start, time.perf_counter()))
+
+    def _act(self, action: Action, index: int) -> None:
         kind, stage, m = action.kind, action.stage, action.index
         if kind is Kind.FORWARD:
             self._forward(stage, m)
@@ -151,8 +156,6 @@ class Runtime:
             self._ask(stage, m, FORWARD)
         elif kind is Kind.RECEIVE_BACKWARD:
             self._ask(stage, m, BACKWARD)
-        if self.spans is not None:
-            self.spans.append((action, start, time.perf_counter()))
 
     # -- compute ------------------------------------------------------------------------------------------------------
 
@@ -172,13 +175,17 @@ class Runtime:
             self._logits = self._end(carried, shared, **work.inputs)
         elif last:
             total, count = loss_pair(carried)
-            self.totals[0] += total.detach()
-            self.totals[1] += count
+            self._note(total.detach(), count)
             passed.outputs = (total,)
         else:
             passed.outputs = tuple(carried) if isinstance(carried, (tuple, list)) else (carried,)
             self._give(stage + 1, m, FORWARD, tuple(_cut(tensor) for tensor in passed.outputs))
         self._passed[stage, m] = passed
+
+    def _note(self, total: Tensor, count: Tensor) -> None:
+        """A microbatch's loss is known."""
+        self.totals[0] += total
+        self.totals[1] += count
 
     def _backward(self, stage: int, m: int) -> None:
         passed = self._passed[stage, m]

@@ -71,7 +71,7 @@ class Timeline:
     @classmethod
     def from_spans(cls, name: str, homes: Sequence[int], spans: Spans, *, note: str = "") -> Timeline:
         """The timeline of a run, from the clock readings of its ranks; the earliest of them becomes 0."""
-        columns = [_columns(rank, rows) for rank, rows in enumerate(spans)]
+        columns = [_columns(rank, len(homes), rows) for rank, rows in enumerate(spans)]
         zero = min((min(starts) for _, starts, _ in columns if starts), default=0.0)
         return cls(
             name=name,
@@ -184,7 +184,7 @@ class Timeline:
     def from_json(cls, value: Any) -> Timeline:
         try:
             homes = tuple(int(home) for home in value["homes"])
-            columns = [_columns(rank, rows) for rank, rows in enumerate(value["ranks"])]
+            columns = [_columns(rank, len(homes), rows) for rank, rows in enumerate(value["ranks"])]
             return cls(
                 name=str(value["name"]),
                 homes=homes,
@@ -233,15 +233,26 @@ def read(folder: Path) -> tuple[Timeline | None, Timeline | None]:
 
 
 def _columns(
-    rank: int, rows: Iterable[tuple[Action | str, float, float]]
+    rank: int, stages: int, rows: Iterable[tuple[Action | str, float, float]]
 ) -> tuple[list[Action], list[float], list[float]]:
     actions: list[Action] = []
     starts: list[float] = []
     ends: list[float] = []
-    for what, start, end in rows:
+    for row in rows:
+        try:
+            what, start, end = row[0], float(row[1]), float(row[2])
+        except (IndexError, TypeError, ValueError) as error:
+            raise ValueError(f"not an action with its start and end (rank {rank}: {row}); give all three") from error
+        action = what if isinstance(what, Action) else Action.parse(what)
         if end < start:
-            raise ValueError(f"an action ends before it starts (rank {rank}, {what}: {start} to {end}); use one clock")
-        actions.append(what if isinstance(what, Action) else Action.parse(what))
-        starts.append(float(start))
-        ends.append(float(end))
+            raise ValueError(
+                f"an action ends before it starts (rank {rank}, {what}: {start:g} to {end:g}); use one clock"
+            )
+        if action.stage >= stages:
+            raise ValueError(
+                f"an action of a stage without a home (rank {rank}, {what}, {stages} stages); add its home"
+            )
+        actions.append(action)
+        starts.append(start)
+        ends.append(end)
     return actions, starts, ends

@@ -130,13 +130,13 @@ def _misplaced(schedule: Schedule) -> Iterator[Fault]:
 
 
 def _uncounted(schedule: Schedule, drained: bool) -> Iterator[Fault]:
-    seen: dict[Kind, dict[tuple[int, int, int], int]] = {FORWARD: {}, BACKWARD: {}, INPUT: {}, WEIGHT: {}}
+    seen: dict[Kind, dict[tuple[int, int, int], tuple[int, int]]] = {FORWARD: {}, BACKWARD: {}, INPUT: {}, WEIGHT: {}}
     for rank, position, action in _every(schedule):
         stage, kind, index, part, _ = action
         if kind in COMPUTE:
-            first = seen[kind].setdefault((stage, index, part), position)
-            if first != position:
-                yield Fault(f"is there twice (first at position {first})", rank, position, action)
+            first = seen[kind].setdefault((stage, index, part), (rank, position))
+            if first != (rank, position):
+                yield Fault(f"is there twice (first on rank {first[0]}, position {first[1]})", rank, position, action)
     forward, whole, inputs, weights = (seen[kind] for kind in seen)
     for key in product(range(schedule.stages), range(schedule.microbatches), range(schedule.slices)):
         if key not in forward:
@@ -296,8 +296,10 @@ class _Ends:
         """False where the message is there already."""
         if channel is None:
             return True
-        queue = self.channels.setdefault(channel, {})
-        return queue.setdefault((action.index, action.part), action) is action
+        queue, message = self.channels.setdefault(channel, {}), (action.index, action.part)
+        is_new = message not in queue
+        queue.setdefault(message, action)
+        return is_new
 
     def of(self, channel: Channel) -> dict[Message, Action]:
         return self.channels.get(channel, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from echelon.layout import Layout
+from echelon.layout.layout import ASYNCHRONOUS
 from echelon.layout.placement import Piece
 from echelon.parallel.apply import Options
 from echelon.proof.case import Case
@@ -48,19 +50,20 @@ def run_and_compare(case: Case, layout_text: str, leave_out: str, truth: Path) -
     engine = Engine(case.build("meta"), layout, case.optimizer, clip=case.clip, options=options)
     engine.model.train()
     found: list[Difference] = []
+    asynchronous = layout.schedule in ASYNCHRONOUS
     with safe_open(truth, framework="pt") as record:
-        for step in range(case.steps):
+        for step in range(case.steps if asynchronous else 0):
+            found += _scalars(step, engine.step(case.batch(step, layout.batch)), record, ("loss",))
+        if asynchronous:
+            engine.drain()
+            found += _pieces(case.steps - 1, engine, record, "parameter")
+        for step in range(0 if asynchronous else case.steps):
             result = engine.step(case.batch(step, layout.batch))
             clipped = clip_factor(result.norm, case.clip)
-            found += _scalars(step, result, record)
-            for unit, piece in engine.parallel.flat.pieces():
-                kinds = {"parameter": unit.master, "gradient": unit.grad}
-                for kind in ("gradient", "parameter") if piece.entry.trainable else ("parameter",):
-                    held = engine.parallel.flat.view(kinds[kind], piece)
-                    if kind == "gradient":
-                        held = held / clipped  # by its own norm: whether that is right is asked apart
-                    whole = record.get_tensor(f"{step}/{kind}/{piece.entry.name}")
-                    found.append(Difference(step, kind, piece.entry.name, error(held, expected(whole, piece), whole)))
+            found += _scalars(step, result, record, ("loss", "norm"))
+            # By its own norm: whether that is right is asked apart.
+            found += _pieces(step, engine, record, "gradient", scale=1.0 / clipped)
+            found += _pieces(step, engine, record, "parameter")
             for name, buffer in engine.model.named_buffers():
                 whole = record.get_tensor(f"{step}/buffer/{name}")
                 found.append(Difference(step, "buffer", name, error(buffer.double(), whole, whole)))
@@ -75,9 +78,20 @@ def run_and_compare(case: Case, layout_text: str, leave_out: str, truth: Path) -
     return RankReport(tuple(found), owned, sizes, engine.names, engine.parallel.axes.skipped)
 
 
-def _scalars(step: int, result: StepResult, record: safe_open) -> list[Difference]:
+def _pieces(step: int, engine: Engine, record: safe_open, kind: str, scale: float = 1.0) -> list[Difference]:
     found = []
-    for kind, value in (("loss", result.loss), ("norm", result.norm)):
+    for unit, piece in engine.parallel.flat.pieces():
+        if kind == "parameter" or piece.entry.trainable:
+            held = engine.parallel.flat.view(unit.master if kind == "parameter" else unit.grad, piece) * scale
+            whole = record.get_tensor(f"{step}/{kind}/{piece.entry.name}")
+            found.append(Difference(step, kind, piece.entry.name, error(held, expected(whole, piece), whole)))
+    return found
+
+
+def _scalars(step: int, result: StepResult, record: safe_open, kinds: Sequence[str]) -> list[Difference]:
+    found = []
+    for kind in kinds:
+        value = getattr(result, kind)
         truth = record.get_tensor(f"{step}/{kind}")
         found.append(Difference(step, kind, "", error(torch.tensor(value, dtype=torch.float64), truth, truth)))
     return found

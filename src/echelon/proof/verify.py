@@ -14,10 +14,12 @@ from typing import Any
 from echelon.launch.failure import RankError
 from echelon.launch.pool import Pool
 from echelon.layout import Layout
+from echelon.layout.layout import ASYNCHRONOUS
 from echelon.models.sizes import ModelConfig
 from echelon.proof.ask import DEFAULT_LAYOUTS, check_leave_out, make_case, parse
 from echelon.proof.case import Case
 from echelon.proof.compare import Difference, RankReport, run_and_compare
+from echelon.proof.emulation import write_emulation
 from echelon.proof.truth import write_truth
 
 TOLERANCE = 1e-10
@@ -98,7 +100,7 @@ class Prover:
         self.pool, self.case, self.leave_out = pool, case, leave_out
         self._folder = Path(tempfile.mkdtemp(prefix="echelon-verify-"))
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        self._truths: dict[tuple[int, int], Path] = {}
+        self._truths: dict[tuple[int | str, ...], Path] = {}
         self._skipped = False
 
     def report(self, layouts: Iterable[Layout], progress: Callable[[Verdict], None] = lambda _: None) -> Report:
@@ -140,7 +142,7 @@ class Prover:
         )
 
     def _differences(self, layout: Layout) -> list[Difference]:
-        truth = self._truth(layout.batch, layout.accumulate)
+        truth = self._truth(layout)
         reports: list[RankReport] = self.pool.run(
             run_and_compare, layout.world, self.case, str(layout), self.leave_out, truth, timeout=120.0
         )
@@ -162,11 +164,16 @@ class Prover:
         order = {name: index for index, name in enumerate(reports[0].names)}
         return sorted(found.values(), key=lambda d: (d.step, kinds.index(d.kind), order.get(d.name, 0)))
 
-    def _truth(self, rows: int, accumulate: int) -> Path:
-        key = (rows, accumulate)
+    def _truth(self, layout: Layout) -> Path:
+        """What one device computes: by the rule of the schedule, where that is another than everyone's."""
+        rule = (layout.schedule, layout.pp) if layout.schedule in ASYNCHRONOUS else ()
+        key = (layout.batch, layout.accumulate, *rule)
         if key not in self._truths:
-            path = self._folder / f"{rows}-{accumulate}.safetensors"
-            self.pool.run(write_truth, 1, self.case, rows, accumulate, path, timeout=120.0)
+            path = self._folder / f"{'-'.join(map(str, key))}.safetensors"
+            if rule:
+                self.pool.run(write_emulation, 1, self.case, str(layout), layout.batch, path, timeout=120.0)
+            else:
+                self.pool.run(write_truth, 1, self.case, layout.batch, layout.accumulate, path, timeout=120.0)
             self._truths[key] = path
         return self._truths[key]
 

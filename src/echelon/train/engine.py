@@ -135,6 +135,8 @@ class Engine:
         """Trains on this rank's own `accumulate` microbatches."""
         if self.pipeline is not None:
             works = [Work(self._on_device(microbatch), self._samples(microbatch)) for microbatch in microbatches]
+            if self.pipeline.asynchronous:
+                return self._window(self.pipeline, works, self.rule.lr if lr is None else lr)
             totals = self.pipeline.train(works, 1.0 / self._last_count)
         else:
             totals = self._one_after_another(microbatches)
@@ -150,6 +152,29 @@ class Engine:
             self._last_count = count
         self.num_steps += 1
         return StepResult(loss=loss_sum / max(count, 1.0), count=int(count), norm=norm, skipped=count == 0)
+
+    def _window(self, pipeline: Pipeline, works: list[Work], lr: float) -> StepResult:
+        """A step of an asynchronous schedule: updates happen inside it, each with the norm of its own stage."""
+        squares = torch.zeros((), dtype=torch.float64, device=self.parallel.options.device)
+
+        def update(scale: float, lr: float) -> None:
+            for axis, views in self._partial:
+                sum_together(axis, views)
+            norm = float(self.norm()) * scale
+            squares.fill_(norm**2)
+            self.optimizer.step(lr, scale * clip_factor(norm, self.clip))
+
+        totals = pipeline.window(works, update, lr)
+        last = squares if self.parallel.axes.at["dp"] == 0 else torch.zeros_like(squares)
+        together = self.parallel.axes["pp*dp"].all_reduce(torch.cat([totals, last[None]]))
+        loss_sum, count, square = together.tolist()
+        self.num_steps += 1
+        return StepResult(loss=loss_sum / max(count, 1.0), count=int(count), norm=square**0.5, skipped=count == 0)
+
+    def drain(self) -> None:
+        """Ends what an asynchronous schedule has under way: after it, every microbatch has made its update."""
+        if self.pipeline is not None:
+            self.pipeline.drain()
 
     def _one_after_another(self, microbatches: Iterable[Microbatch]) -> Tensor:
         totals = torch.zeros(2, dtype=torch.float64, device=self.parallel.options.device)

@@ -38,7 +38,9 @@ class GradientNorm:
     """Norm over all ranks. Call it after reduction; shards differ over `shard` and `tp`, replicas are equal."""
 
     def __init__(self, parallel: Parallel):
-        self.axis = parallel.axes["pp*shard*tp" if parallel.layout.pp > 1 else "shard*tp"]
+        # Stages of an asynchronous schedule update at different times: each has a norm of its own.
+        together = parallel.layout.pp > 1 and not parallel.policy.versions
+        self.axis = parallel.axes["pp*shard*tp" if together else "shard*tp"]
         self.runs = owned_runs(parallel)
         self.device = parallel.options.device
 

@@ -25,7 +25,7 @@ LEFT, RIGHT = 84.0, 76.0
 ROW, GAP = 26.0, 6.0
 CELL = 28.0
 """the width that the shortest cell would like"""
-NARROWEST, WIDEST = 640.0, 2800.0
+NARROWEST, WIDEST = 780.0, 2800.0
 """of the rows"""
 LETTER = 0.6
 MESSAGE = "message"
@@ -64,20 +64,12 @@ def as_svg(planned: Timeline, measured: Timeline | None = None) -> str:
     """The picture as the text of an SVG file."""
     timelines = [planned] if measured is None else [planned, measured]
     frame, seconds = _frame(timelines), words.in_seconds(timelines)
-    parts: list[str] = []
-    y = 40.0
-    parts.append(_text(24, y, planned.name, 22, weight=650))
-    y += 24
     about = words.heading(planned)
     if len(timelines) == 1:
         about = " · ".join([about, *words.figures(planned, seconds)])
-    parts.append(_text(24, y, about, 14, colour=GREY))
-    for line in textwrap.wrap(planned.note, int((frame.full - 48) / (13 * LETTER))):
-        y += 20
-        parts.append(_text(24, y, line, 13, colour=GREY))
-    y += 27
-    drawn, y = _legend(timelines, frame, y)
-    parts += drawn
+    parts, y = _header(planned, about, frame)
+    legend, y = _legend(timelines, frame, y + 27)
+    parts += legend
     for timeline in timelines:
         y += 34
         if len(timelines) > 1:
@@ -99,14 +91,26 @@ def as_svg(planned: Timeline, measured: Timeline | None = None) -> str:
     )
 
 
+def _header(planned: Timeline, about: str, frame: _Frame) -> tuple[list[str], float]:
+    """Title, numbers and note, each on as many lines as it needs; and where the last line is."""
+    parts: list[str] = []
+    y = 12.0
+    texts = (planned.name, 22, 650, colours.DARK), (about, 14, 400, GREY), (planned.note, 13, 400, GREY)
+    for text, size, weight, colour in texts:
+        for line in textwrap.wrap(text, int((frame.full - 48) / (size * LETTER))):
+            y += 8 + size
+            parts.append(_text(24, y, line, size, weight=weight, colour=colour))
+    return parts, y
+
+
 def _frame(timelines: Sequence[Timeline]) -> _Frame:
     duration = max(timeline.duration for timeline in timelines) or 1.0
     width = min(WIDEST, max(NARROWEST, CELL * duration / words.shortest(timelines)))
-    longest = max((action for lists in timelines for actions in lists.lists for action in actions), key=_letters)
+    actions = (action for timeline in timelines for actions in timeline.lists for action in actions)
     return _Frame(
         scale=width / duration,
         width=width,
-        letters=_letters(longest),
+        letters=max(map(_letters, actions), default=1),
         with_links=words.shows_links(timelines),
         is_squeezed=words.shortest(timelines) * width / duration < 1,
     )

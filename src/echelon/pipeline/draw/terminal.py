@@ -25,7 +25,7 @@ from echelon.pipeline.timeline import Span, Timeline
 
 WIDEST = 6
 """columns of the shortest cell"""
-BOLD, DIM = "bold", "dim"
+BOLD = "bold"
 
 
 def as_text(planned: Timeline, measured: Timeline | None = None, *, width: int = 80, colour: bool = True) -> Text:
@@ -38,18 +38,21 @@ def as_text(planned: Timeline, measured: Timeline | None = None, *, width: int =
     text.append(f"{planned.name}", style=BOLD if colour else "")
     text.append(f": {words.heading(planned)}\n")
     for timeline in timelines:
-        figures = ", ".join(words.figures(timeline, seconds, every_rank=True))
         if len(timelines) > 1:
-            text.append(f"{words.caption(timeline)}: {figures}\n", style=BOLD if colour else "")
+            text.append(f"{words.caption(timeline)}: {_figures(timeline, seconds)}\n", style=BOLD if colour else "")
         for rank in range(timeline.ranks):
             text.append(f"{f'rank {rank}':<{margin}}")
             text.append(_row(timeline, shown(timeline, rank, scale, columns, squeezed), colour, squeezed)).append("\n")
     text.append(_legend(timelines, colour)).append("\n")
     if len(timelines) == 1:
-        text.append(", ".join(words.figures(planned, seconds, every_rank=True)) + "\n", style=BOLD if colour else "")
+        text.append(f"{_figures(planned, seconds)}\n", style=BOLD if colour else "")
     if planned.note:
         text.append(f"note: {planned.note}\n")
     return text
+
+
+def _figures(timeline: Timeline, seconds: bool) -> str:
+    return ", ".join(words.figures(timeline, seconds, every_rank=True)).replace("µ", "u")
 
 
 def _scale(timelines: Sequence[Timeline], room: int) -> tuple[int, float, bool]:
@@ -70,7 +73,7 @@ def _row(timeline: Timeline, columns: Sequence[Span | None], colour: bool, squee
         cells = list(group)
         span, width = cells[0], len(cells)
         if span is None:
-            row.append("." * width, style=DIM if colour else "")
+            row.append((" " if colour else ".") * width)
             continue
         chunk = timeline.chunks[span.action.stage]
         name = "" if squeezed else words.label(span.action)
@@ -96,7 +99,7 @@ def _legend(timelines: Sequence[Timeline], colour: bool) -> Text:
             continue
         style = f"bold {colours.ink(look.colour)} on {look.colour}" if colour else ""
         text.append(f" {kind} " if colour else str(kind), style=style).append(f" {look.name}  ")
-    text.append(".", style=DIM if colour else "").append(" idle")
+    text.append("empty: idle" if colour else ". idle")
     if chunks > 1 and colour:
         text.append("  chunks ")
         for chunk in range(chunks):

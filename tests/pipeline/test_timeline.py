@@ -1,0 +1,112 @@
+"""What a timeline says of itself, and that it survives a run's directory."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from shapes import schedules
+
+from echelon.pipeline.actions import Action
+from echelon.pipeline.lower import lower
+from echelon.pipeline.schedules import make
+from echelon.pipeline.simulate import Durations, simulate
+from echelon.pipeline.timeline import FILE, Timeline, read, write
+from echelon.pipeline.validate import in_flight
+
+
+@pytest.fixture
+def planned():
+    return simulate(make("1f1b", 2, 3), Durations(forward=0.25, update=0.5))
+
+
+@pytest.fixture
+def measured(planned):
+    spans = [[(str(action), 7 + start, 7 + end * 1.1) for action, start, end in planned.spans(rank)] for rank in (0, 1)]
+    return Timeline.from_spans("1f1b", (0, 1), spans, note="a note")
+
+
+def test_only_forward_and_backward_are_work():
+    found = simulate(make("1f1b", 2, 2), Durations(update=5.0, send_forward=1.0))
+    assert found.busy(0) == found.busy(1) == 6
+    assert found.bubble == 1 - 12 / (2 * found.duration)
+
+
+@settings(max_examples=40, deadline=None)
+@given(schedules())
+def test_in_flight_is_what_the_validator_counts(schedule):
+    assert simulate(schedule).in_flight == simulate(lower(schedule)).in_flight == in_flight(schedule)
+
+
+def test_memory_over_time():
+    found = simulate(make("1f1b", 2, 2))
+    # rank 0: 0F0 0F1 0B0 0B1, with B from 4 to 6 and from 7 to 9.
+    assert found.memory(0, activations=(10.0, 99.0)) == [(0.0, 10.0), (1.0, 20.0), (6.0, 10.0), (9.0, 0.0)]
+    assert found.peak(0, activations=(10.0, 99.0)) == 20
+    assert found.memory(1) == [(0.0, 0.0), (1.0, 1.0), (4.0, 1.0), (7.0, 0.0)]
+
+
+def test_what_is_kept_for_the_weight_gradients_counts_until_they_are_there():
+    found = simulate(make("zb-h1", 4, 8))
+    assert found.in_flight == (4, 4, 4, 4)
+    assert found.memory(3)[-1] == (found.duration, 0.0)
+
+
+@pytest.mark.parametrize(("name", "versions"), [("pipedream", (4, 3, 2, 1)), ("1f1b", (1, 1, 1, 1))])
+def test_kept_weights_are_counted(name, versions):
+    found = simulate(make(name, 4, 12))
+    assert found.versions == versions
+    for rank in range(4):
+        assert found.peak(rank, activations=0.0, versions=100.0) == 100 * (versions[rank] - 1)
+        assert found.memory(rank, activations=1.0, versions=100.0)[-1][1] == 0
+
+
+def test_a_window_holds_what_came_before_it():
+    found = simulate(make("pipedream", 4, 6, first=12, drain=False))
+    assert found.versions == (4, 3, 2, 1)
+    # Rank 0 begins with a forward at once; the others hold only what their backwards will need.
+    assert [found.memory(rank)[0] for rank in range(4)] == [(0.0, 4.0), (0.0, 2.0), (0.0, 1.0), (0.0, 0.0)]
+
+
+def test_clock_readings_start_at_zero(measured, planned):
+    assert measured.measured
+    assert not planned.measured
+    assert measured.starts[0][0] == 0
+    assert measured.duration == pytest.approx(1.1 * planned.duration)
+    assert measured.lists == planned.lists
+    with pytest.raises(ValueError, match=r"ends before it starts \(rank 0, 0F0: 2 to 1\)"):
+        Timeline.from_spans("x", (0,), [[(Action.parse("0F0"), 2, 1)]])
+
+
+@settings(max_examples=20, deadline=None)
+@given(schedules())
+def test_json_holds_everything(schedule):
+    found = simulate(lower(schedule), Durations(forward=1 / 3, send_forward=0.1))
+    assert Timeline.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_a_run_keeps_both(tmp_path, planned, measured):
+    write(tmp_path, planned, measured)
+    assert json.loads((tmp_path / FILE).read_text()).keys() == {"planned", "measured"}
+    assert read(tmp_path) == (planned, measured)
+    write(tmp_path, None, measured)
+    assert read(tmp_path) == (None, measured)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "cannot be read"),
+        ("{}", "is empty"),
+        ('{"planned": {"homes": [0]}}', "not a timeline"),
+        ('{"planned": {"name": "x", "homes": [0], "ranks": [[["0Q0", 0, 1]]]}}', "'0Q0' is not an action"),
+        ('{"planned": {"name": "x", "homes": [0], "ranks": [[["0F0", 0]]]}}', "not an action with"),
+        ('{"planned": {"name": "x", "homes": [0], "ranks": [[["2F0", 0, 1]]]}}', "a stage without a home"),
+        (None, "no timeline in the run"),
+    ],
+)
+def test_a_broken_file_is_refused(tmp_path, text, says):
+    if text is not None:
+        (tmp_path / FILE).write_text(text)
+    with pytest.raises(ValueError, match=says):
+        read(tmp_path)
