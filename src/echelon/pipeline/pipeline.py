@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.layout import Layout, Mesh
@@ -16,11 +17,13 @@ from echelon.parallel.axis import world_rank
 from echelon.parallel.tensor import Traffic
 from echelon.pipeline.actions import SENDS, Action, Kind
 from echelon.pipeline.lower import lower
+from echelon.pipeline.recording import timelines
 from echelon.pipeline.runtime import Runtime, Work
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.schedules import make
 from echelon.pipeline.stage import cut
 from echelon.pipeline.stream import StreamRuntime, Update
+from echelon.pipeline.timeline import Timeline
 
 
 class Pipeline:
@@ -80,6 +83,21 @@ class Pipeline:
         """What an asynchronous schedule has under way is brought to its end."""
         if isinstance(self.runtime, StreamRuntime):
             self.runtime.drain()
+
+    def record(self) -> None:
+        """The next step's actions are recorded."""
+        self.runtime.spans = []
+
+    def recorded(self) -> tuple[Timeline, Timeline] | None:
+        """(planned, measured) of the step that was recorded, on every rank; ends the recording."""
+        mine, self.runtime.spans = self.runtime.spans, None
+        at = self.parallel.axes.at
+        shown = mine if at["dp"] == at["tp"] == at["cp"] == 0 else None
+        every: list[list[tuple[str, float, float]] | None] = [None] * self.parallel.layout.world
+        dist.all_gather_object(every, shown)
+        spans = [found for found in every if found is not None]  # ranks of pp are in the order of the world's
+        schedule = self.runtime.window_lists() if isinstance(self.runtime, StreamRuntime) else self.schedule
+        return timelines(schedule, spans) if all(spans) else None
 
     def evaluate(self, works: Sequence[Work]) -> Tensor:
         return self.runtime.evaluate(works, lower(forwards(self.schedule.homes, len(works))))

@@ -67,7 +67,9 @@ class Runtime:
         self.mine = schedule.of(self.rank)
         self.units = Units(parallel.flat)
         self.pipes = Pipes(axis, parallel.options.device, 2 * schedule.stages + schedule.ranks)
-        self.spans: list[tuple[Action, float, float]] | None = None
+        self.spans: list[tuple[str, float, float]] | None = None
+        """(action, start, end) of the actions of a step that is recorded; a recorded step waits for the device"""
+        self._begun = 0.0
         self._works: Mapping[int, Work] = {}
         self._passed: dict[tuple[int, int], Passed] = {}
         self._given: dict[tuple[int, int, int], tuple[Tensor, ...]] = {}
@@ -129,10 +131,12 @@ class Runtime:
             unit.free()
 
     def _do(self, action: Action, index: int) -> None:
-        start = time.perf_counter()
+        self._begun = time.time()  # not perf_counter: ranks may be on several machines
         self._act(action, index)
         if self.spans is not None:
-            self.spans.append((action, start, time.perf_counter()))
+            if self.parallel.options.device.type == "cuda":
+                torch.cuda.synchronize()
+            self.spans.append((str(action), self._begun, time.time()))
 
     def _act(self, action: Action, index: int) -> None:
         kind, stage, m = action.kind, action.stage, action.index
@@ -260,6 +264,7 @@ class Runtime:
             return self._given.pop(key)
         channel, arriving = self._asked.pop(key)
         self.pipes.take(channel, arriving)
+        self._begun = time.time()  # what came before was waiting
         assert arriving.form is not None
         if direction == FORWARD:
             self._forms[stage, m] = arriving.form

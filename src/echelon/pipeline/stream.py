@@ -78,6 +78,10 @@ class StreamRuntime(Runtime):
         self.pipes.flush()
         self._begin()
 
+    def window_lists(self) -> Schedule:
+        """The lists of the last window."""
+        return make(self.schedule.name, self.schedule.ranks, self._window, first=self._done - self._window, drain=False)
+
     def _lists(self, *, drain: bool) -> Schedule:
         return make(self.schedule.name, self.schedule.ranks, self._window, first=self._done, drain=drain)
 

@@ -11,6 +11,7 @@ import torch
 from echelon.launch.world import World, join
 from echelon.layout import check
 from echelon.parallel.apply import WORLD, Options
+from echelon.pipeline import timeline
 from echelon.train import metrics
 from echelon.train.config import Config
 from echelon.train.derived import derived
@@ -98,9 +99,12 @@ class Loop:
         config, busy, warm = self.config, 0.0, 0.0
         eval_loss: float | None = None
         result = StepResult(loss=0.0, count=0, norm=0.0, skipped=True)
+        pipeline = self.engine.pipeline
         for step in range(config.steps):
             begun = time.perf_counter()
             lr = learning_rate(step, config.steps, config)
+            if pipeline is not None and step == config.steps - 1:
+                pipeline.record()
             result = self.engine.run(self.task.microbatches(self.engine, step), lr=lr)
             seconds = time.perf_counter() - begun
             busy += seconds
@@ -124,6 +128,11 @@ class Loop:
                     f"training diverged at step {step + 1} (loss {result.loss}, gradient norm {result.norm}); "
                     "lower optimizer.lr, or set clip"
                 )
+            if pipeline is not None and step + 1 == config.steps:
+                found = pipeline.recorded()
+                if found is not None and run is not None:
+                    timeline.write(run.path, *found)
+                self.engine.drain()
             if config.eval.every and ((step + 1) % config.eval.every == 0 or step + 1 == config.steps):
                 eval_loss = self.engine.evaluate(self.task.evaluation(self.engine))
                 if eval_loss is not None:

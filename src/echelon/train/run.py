@@ -4,6 +4,7 @@ runs/gpt-tiny-20250131-120000/
   config.toml    every key that has an effect: `echelon train config.toml` repeats the run
   plan.json      the layout and every derived number
   log.jsonl      one JSON object per line, in the order things happened
+  timeline.json  of a pipeline: the actions of the last step, planned and measured (`echelon draw RUN`)
 """
 
 from __future__ import annotations
