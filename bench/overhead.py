@@ -21,7 +21,7 @@ import dtensor
 import hand_tensor
 import peers
 from model import CONFIG
-from pairs import LOSS_TOLERANCE, WARM_UP, Summary, layout_of, measure, summary
+from pairs import LOSS_TOLERANCE, WARM_UP, Summary, layout_of, measure, summary, whole_steps
 from peers import Step
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -90,7 +90,8 @@ def run(chosen: list[Comparison], pairs: int, console: Console) -> list[Row]:
         for comparison in chosen:
             task = progress.add_task(f"{comparison.layout} / {comparison.against}", total=pairs + WARM_UP)
             tick = partial(progress.advance, task)
-            found = measure(layout_of(comparison.layout), comparison.peer, pairs, tick)
+            sides = partial(whole_steps, comparison.peer)
+            found = measure(layout_of(comparison.layout), sides, pairs, tick)
             rows.append(Row(comparison=comparison, summary=summary(found)))
     return rows
 

@@ -89,7 +89,11 @@ def summary(pairs: list[Pair]) -> Summary:
     )
 
 
-def measure(layout: Layout, peer: Callable[[], Step], pairs: int, tick: Callable[[], None]) -> list[Pair]:
+Sides = Callable[[Layout], tuple[Step, Step]]
+"""makes our step and the peer's, on every rank"""
+
+
+def measure(layout: Layout, sides: Sides, pairs: int, tick: Callable[[], None]) -> list[Pair]:
     """Runs a comparison in `layout.world` new processes; `tick` is called after each pair, warm-up included."""
     context = mp.get_context("spawn")
     queue: Any = context.SimpleQueue()
@@ -102,7 +106,7 @@ def measure(layout: Layout, peer: Callable[[], Step], pairs: int, tick: Callable
             tick()
 
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (layout, peer, pairs, f"file://{folder}/store", queue)
+        arguments = (layout, sides, pairs, f"file://{folder}/store", queue)
         ranks = start_processes(_rank, arguments, nprocs=layout.world, join=False, start_method="spawn")
         while not ranks.join(timeout=0.1):  # raises with the traceback of a rank that failed
             drain()
@@ -110,13 +114,13 @@ def measure(layout: Layout, peer: Callable[[], Step], pairs: int, tick: Callable
     return found
 
 
-def _rank(rank: int, layout: Layout, peer: Callable[[], Step], pairs: int, store: str, queue: Any) -> None:
+def _rank(rank: int, layout: Layout, make: Sides, pairs: int, store: str, queue: Any) -> None:
     torch.set_num_threads(1)
     if layout.world > 1:
         dist.init_process_group(
             "gloo", init_method=store, rank=rank, world_size=layout.world, timeout=timedelta(seconds=120)
         )
-    sides = {"ours": our_step(layout), "peer": peer()}
+    sides = dict(zip(("ours", "peer"), make(layout), strict=True))
     data = batches(layout.batch)
     for index in range(-WARM_UP, pairs):
         order = ("ours", "peer") if index % 2 else ("peer", "ours")
@@ -131,6 +135,11 @@ def _rank(rank: int, layout: Layout, peer: Callable[[], Step], pairs: int, store
         gc.collect()
         dist.barrier()
         dist.destroy_process_group()
+
+
+def whole_steps(peer: Callable[[], Step], layout: Layout) -> tuple[Step, Step]:
+    """Our step, update included, beside a peer's."""
+    return our_step(layout), peer()
 
 
 def our_step(layout: Layout) -> Step:

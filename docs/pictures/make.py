@@ -14,6 +14,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+import pipelines  # noqa: E402
 import splits  # noqa: E402
 import steps  # noqa: E402
 import terminal  # noqa: E402
@@ -28,6 +29,12 @@ DRAWN: dict[str, Callable[[], str]] = {
     "recompute": steps.recompute,
     "loss-contract": steps.loss_contract,
     "same-mask": steps.same_mask,
+    "pipeline-cut": pipelines.cut_model,
+    "pipeline-schedules": pipelines.compared,
+    "pipeline-1f1b": lambda: pipelines.one("1f1b"),
+    "pipeline-zb-v": lambda: pipelines.one("zb-v", microbatches=5, ranks=3),
+    "pipeline-pipedream": lambda: pipelines.one("pipedream"),
+    "weight-versions": pipelines.versions,
 }
 REAL = {
     "train": "echelon train --procs 2",

@@ -137,7 +137,7 @@ class Key:
     """what it is when it is not given, for people"""
     meaning: str
     built: tuple[str, ...] | None = None
-    """the values that can be run today; None for all. The others can only be planned"""
+    """the values that can be run today, or the starts of forms; None for all. The others can only be planned"""
     missing: str = ""
     """what is not built yet, as the start of a sentence"""
 
@@ -151,7 +151,7 @@ _SCHEDULES = Choice(
 )
 _BUILT_SCHEDULES = (
     *("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"),
-    *("pipedream", "pipedream-vsync", "2bw"),
+    *("pipedream", "pipedream-vsync", "2bw", "file:"),
 )
 _RECOMPUTE = Choice(
     words=("none", "full", "selective", "ops", "sqrt"),

@@ -169,5 +169,10 @@ class Layout:
         return tuple(
             f"{name}={value}: plan only ({row.missing} not built yet)"
             for name, value in self.explicit.items()
-            if (row := grammar.ROWS[name]).built is not None and str(value) not in row.built
+            if (row := grammar.ROWS[name]).built is not None and not _built(str(value), row.built)
         )
+
+
+def _built(value: str, built: tuple[str, ...]) -> bool:
+    """A word is built, or the start of a form such as `file:PATH`."""
+    return any(value == word or (word.endswith(":") and value.startswith(word)) for word in built)

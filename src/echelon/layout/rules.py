@@ -13,7 +13,7 @@ from typing import Protocol
 
 from echelon.layout.faults import Fault
 from echelon.layout.grammar import ROWS, Value
-from echelon.layout.layout import WITH_CHUNKS, Layout
+from echelon.layout.layout import ASYNCHRONOUS, WITH_CHUNKS, Layout
 from echelon.layout.remedy import Broken, Remedies
 
 
@@ -155,6 +155,19 @@ def schedule_needs_pp(layout: Layout, facts: Facts) -> Iterator[Broken]:
         yield Broken(("schedule",), "needs pp > 1 (pp 1)")
 
 
+def asynchronous_weights_are_whole(layout: Layout, facts: Facts) -> Iterator[Broken]:
+    if layout.pp > 1 and layout.schedule in ASYNCHRONOUS and layout.zero > 1 and layout.dp > 1:
+        rule = f"is not for schedule={layout.schedule}, which holds several whole versions of the weights"
+        yield Broken(("zero",), rule, "or schedule=1f1b")
+
+
+def asynchronous_stages_share_nothing(layout: Layout, facts: Facts) -> Iterator[Broken]:
+    if layout.pp > 1 and layout.schedule in ASYNCHRONOUS and getattr(facts.model, "tied", False):
+        assert facts.model is not None
+        rule = f"updates every stage on its own, and the embedding of {facts.model.name} is tied to its last stage"
+        yield Broken(("schedule",), rule, "or tied=false")
+
+
 def vpp_fits_schedule(layout: Layout, facts: Facts) -> Iterator[Broken]:
     schedule, vpp = layout.schedule, layout.vpp
     if schedule.startswith("file:"):
@@ -198,6 +211,8 @@ RULES: tuple[Rule, ...] = (
     stages_have_layers,
     schedule_needs_pp,
     vpp_fits_schedule,
+    asynchronous_weights_are_whole,
+    asynchronous_stages_share_nothing,
     experts_fold,
     recompute_fits_layers,
 )

@@ -20,7 +20,7 @@ from echelon.pipeline.lower import lower
 from echelon.pipeline.recording import timelines
 from echelon.pipeline.runtime import Runtime, Work
 from echelon.pipeline.schedule import Schedule
-from echelon.pipeline.schedules import make
+from echelon.pipeline.schedules import FILE, make
 from echelon.pipeline.stage import cut
 from echelon.pipeline.stream import StreamRuntime, Update
 from echelon.pipeline.timeline import Timeline
@@ -30,7 +30,9 @@ class Pipeline:
     """One rank's part of a pipelined model."""
 
     def __init__(self, model: nn.Module, layout: Layout, options: Options):
-        self.schedule = lower(make(layout.schedule, layout.pp, layout.accumulate, chunks=layout.vpp))
+        chunks = 0 if layout.schedule.startswith(FILE) else layout.vpp  # a file says by itself how many it has
+        self.schedule = lower(make(layout.schedule, layout.pp, layout.accumulate, chunks=chunks))
+        refuse_versions(layout.schedule, self.schedule)
         self.stages = cut(model, self.schedule.homes, options.stage_layers)
         held = self.stages.held(Mesh(layout).coordinates(world_rank())["pp"])
         self.parallel = apply(model, layout, options, held)
@@ -111,6 +113,13 @@ class Pipeline:
         if found is not None:
             told += found[0, -1, :size]
         return self.parallel.axes["pp"].all_reduce(told)
+
+
+def refuse_versions(name: str, schedule: Schedule) -> None:
+    if name.startswith(FILE) and any(
+        action.kind in (Kind.KEEP, Kind.DROP) for rank in schedule.lists for action in rank
+    ):
+        raise ValueError(f"a schedule that keeps versions of the weights is drawn from a file, not run ({name})")
 
 
 def refuse_copies(parallel: Parallel) -> None:

@@ -47,4 +47,5 @@ def durations(stages: int, spans: Spans) -> Durations:
         forward=tuple(means.get((Kind.FORWARD, stage), 0.0) for stage in range(stages)),
         input_grad=per_stage(Kind.INPUT),
         weight_grad=per_stage(Kind.WEIGHT),
+        update=tuple(means.get((Kind.UPDATE, stage), 0.0) for stage in range(stages)),
     )

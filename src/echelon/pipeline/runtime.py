@@ -124,11 +124,15 @@ class Runtime:
         self._works = dict(enumerate(works))
         for index, action in enumerate(schedule.lists[self.rank]):
             self._do(action, index)
-        self.pipes.flush()
+        self._sent()
         self._passed.clear()
         self._forms.clear()
         for unit in self.parallel.flat.units:
             unit.free()
+
+    def _sent(self) -> None:
+        """After an evaluation: its messages are out."""
+        self.pipes.flush()
 
     def _do(self, action: Action, index: int) -> None:
         self._begun = time.time()  # not perf_counter: ranks may be on several machines

@@ -100,6 +100,9 @@ class StreamRuntime(Runtime):
         super()._forwards(works, schedule)
         self._passed, self._forms, self._given, self._asked = kept
 
+    def _sent(self) -> None:
+        """Gradients that are under way are taken in a later window: nobody may wait for them here."""
+
     # -- actions ------------------------------------------------------------------------------------------------------
 
     def _act(self, action: Action, index: int) -> None:

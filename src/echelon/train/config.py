@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -340,10 +341,10 @@ def _model_rules(config: Config) -> Iterator[Rule]:
 def _layout_faults(config: Config, world: int | None, refused: Set[str]) -> list[Fault]:
     if "layout" in refused:
         return []
-    try:
-        model = None if "model" in refused or is_own(config.model) else sizes.find(config.model)
-    except FaultError:
-        model = None
+    model = None
+    if "model" not in refused and not is_own(config.model):
+        with suppress(FaultError):
+            model = sizes.changed(sizes.find(config.model), dropout=config.dropout, tied=config.tied)
     batch = None if "batch" in refused else config.batch
     seq_len = None if "seq_len" in refused else config.seq_len
     # Asked of the keys as they are written, so that a layout with other faults says it too.

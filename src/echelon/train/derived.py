@@ -63,6 +63,12 @@ def _pipeline(pipeline: Pipeline) -> Iterator[Derived]:
         f"{schedule.name}: {schedule.stages} stages, {schedule.microbatches} microbatches",
         schedule.note or "every rank does its list of actions in order",
     )
+    if pipeline.asynchronous:
+        yield (
+            "updates",
+            "without waiting for the pipeline to be empty",
+            "on older versions of the weights; the norm that clips is of each stage",
+        )
     for line in str(pipeline.stages.split).splitlines():
         stage, links = line.split("  ", 1)
         yield stage, links.strip(), "links, and their share of the cost"

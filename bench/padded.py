@@ -1,0 +1,144 @@
+"""A chain whose links sleep as long as they are told, so that a pipeline of many ranks can be timed on few cores.
+
+[Note: where a link sleeps]
+
+    F    in its forward
+    I    when backward comes to its output, before the gradient of its input is made
+    W    when the gradient of its weight is delivered: the link applies its weight through a function that passes the
+         gradient on after a pause. So W is slept where the runtime makes the gradient, in B or in a W of its own, and
+         nothing of the runtime is replaced.
+
+A sleeping rank needs no core. What is measured is the order of actions, the messages and the cost of the runtime.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from echelon.layout import Layout
+from echelon.models.chain import Chain, Link
+from echelon.pipeline.schedules import FAMILIES, make
+from echelon.pipeline.simulate import Durations, simulate
+from echelon.train.config import OptimizerConfig
+from echelon.train.engine import Engine
+
+RANKS = 4
+MICROBATCHES = 8
+WIDTH = 8
+WINDOWS = 3
+"""steps of an asynchronous schedule that are timed together, with what is left to do after them"""
+SCHEDULES = tuple(name for name, family in FAMILIES.items() if not family.has_slices)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pauses:
+    """Seconds that every stage sleeps on a microbatch."""
+
+    forward: float
+    input_grad: float
+    weight_grad: float
+
+
+class _Pause(Function):
+    """Its argument, whose gradient passes after some seconds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        # A gradient that is put off arrives as none in the first half of backward, and must not be slept for there.
+        ctx.set_materialize_grads(False)
+        ctx.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:
+        if gradients[0] is not None:
+            time.sleep(ctx.seconds)
+        return gradients[0], None
+
+
+class Sleeper(nn.Module):
+    """A link that sleeps. See the note at the top."""
+
+    def __init__(self, pauses: Pauses):
+        super().__init__()
+        self.pauses = pauses
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.pauses.forward)
+        weight = _Pause.apply(self.weight, self.pauses.weight_grad)
+        out: Tensor = _Pause.apply(F.linear(x, weight), self.pauses.input_grad)
+        return out
+
+
+class Sleepers(nn.Module):
+    """As many links as there are stages."""
+
+    def __init__(self, links: int, pauses: Pauses):
+        super().__init__()
+        self.layers = nn.ModuleList(Sleeper(pauses) for _ in range(links))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        carried: Any = None
+        for index in range(len(self.layers)):
+            carried = self._run(index, carried, None, x)
+        pair: tuple[Tensor, int] = carried
+        return pair
+
+    def chain(self) -> Chain:
+        return Chain(
+            links=tuple(Link(f"layers.{i}", (f"layers.{i}",), partial(self._run, i)) for i in range(len(self.layers)))
+        )
+
+    def _run(self, index: int, carried: Tensor | None, _shared: None, x: Tensor) -> Any:
+        out = self.layers[index](x if carried is None else carried)
+        return (out.sum(), len(out)) if index == len(self.layers) - 1 else out
+
+
+def pauses_of(schedule: str, unit: float) -> Pauses:
+    """A rank's F, I and W of a microbatch take a unit each, whatever the number of its stages."""
+    each = unit / (FAMILIES[schedule].chunks or 2)
+    return Pauses(forward=each, input_grad=each, weight_grad=each)
+
+
+def simulated(schedule: str, unit: float) -> float:
+    """Seconds of a step; of `WINDOWS` steps and their end, where the schedule is asynchronous."""
+    pauses = pauses_of(schedule, unit)
+    durations = Durations(
+        forward=pauses.forward, input_grad=pauses.input_grad, weight_grad=pauses.weight_grad
+    )
+    windows = WINDOWS if FAMILIES[schedule].asynchronous else 1
+    return simulate(make(schedule, RANKS, windows * MICROBATCHES), durations).duration
+
+
+def measured(schedule: str, unit: float, steps: int) -> list[float]:
+    """The same as the ranks of a process group really take it, `steps` times after one that does not count."""
+    layout = Layout.parse(f"pp={RANKS},schedule={schedule},accumulate={MICROBATCHES},microbatch=1")
+    links = RANKS * (FAMILIES[schedule].chunks or 2)
+    engine = Engine(Sleepers(links, pauses_of(schedule, unit)), layout, OptimizerConfig(name="sgd", lr=0.0))
+    batch = {"x": torch.ones(MICROBATCHES, WIDTH)}
+    found = []
+    for _ in range(1 + steps):
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(WINDOWS if FAMILIES[schedule].asynchronous else 1):
+            engine.step(batch)
+        engine.drain()
+        found.append((start, time.perf_counter()))
+    return [_together(start, end) for start, end in found[1:]]
+
+
+def _together(start: float, end: float) -> float:
+    """From the first rank's start to the last rank's end: the ranks of one machine read one clock."""
+    both = torch.tensor([-start, end], dtype=torch.float64)
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    return float(both.sum())

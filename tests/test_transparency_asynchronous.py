@@ -1,0 +1,135 @@
+"""Asynchronous pipelines equal an emulation of their published update rules on one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from laid_out import batch_of, engine_of, error, tiny, whole
+
+from echelon.launch.pool import Pool
+from echelon.layout import Layout
+from echelon.layout.layout import ASYNCHRONOUS
+from echelon.proof import emulation
+from echelon.proof.case import Case
+from echelon.proof.emulation import version_of
+from echelon.proof.verify import TOLERANCE, Prover
+from echelon.train.config import OptimizerConfig
+
+SHAPE = tiny("gpt", tied=False, layers=5, dropout=0.1)
+CASE = Case(model=SHAPE, steps=4, seq_len=9, clip=0.5)
+LAYOUTS = (
+    "pp=2,accumulate=1",
+    "pp=2,accumulate=3",
+    "pp=3,accumulate=2",
+    "pp=4,accumulate=1",
+    "pp=4,accumulate=5,recompute=full",
+    "dp=2,zero=0,pp=2,accumulate=2",
+    "dp=2,zero=1,pp=3,accumulate=3",
+    "tp=2,pp=2,accumulate=2",
+    "tp=2,sp=0,pp=3,accumulate=1",
+    "dp=2,tp=2,pp=2,accumulate=2,recompute=full",
+)
+
+
+@pytest.fixture(scope="module")
+def prover(pool: Pool) -> Prover:
+    return Prover(pool, CASE)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("schedule", ASYNCHRONOUS)
+def test_a_schedule_follows_its_rule(prover: Prover, schedule: str, layout: str) -> None:
+    verdict = prover.judge(Layout.parse(f"{layout},schedule={schedule}"))
+    assert verdict.passed, verdict
+    assert 0 < verdict.max_error <= TOLERANCE
+
+
+def test_the_rules_are_those_that_were_published() -> None:
+    """w(t+1) = w(t) - lr grad f(w_1(t-d+1), ..., w_d(t)); with vertical sync t-d+1 everywhere; 2BW w(max(t-1, 0))."""
+    d, t = 4, 9
+    assert [version_of("pipedream", stage, d, t, 1) for stage in range(d)] == [t - d + 1, t - 2, t - 1, t]
+    assert [version_of("pipedream-vsync", stage, d, t, 1) for stage in range(d)] == [t - d + 1] * d
+    assert [version_of("2bw", 0, d, batch * 5 + 2, 5) for batch in range(4)] == [0, 0, 1, 2]
+    assert all(version_of(schedule, 0, d, 0, 1) == 0 for schedule in ASYNCHRONOUS)
+
+
+@pytest.mark.parametrize("schedule", ASYNCHRONOUS)
+def test_another_rule_is_told_apart(pool: Pool, monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
+    """The test above can fail: no other schedule's rule gives the same weights."""
+    other = ASYNCHRONOUS[ASYNCHRONOUS.index(schedule) - 1]
+    prover = Prover(pool, CASE)
+    layout = Layout.parse(f"pp=3,accumulate=2,schedule={schedule},microbatch=2")
+    wrong = layout.replace(schedule=other)
+    prover._truths[layout.batch, layout.accumulate, schedule, layout.pp] = prover._truth(wrong)
+    assert not prover.judge(layout).passed
+
+
+# -- the stream -------------------------------------------------------------------------------------------------------
+
+ADAMW = OptimizerConfig(lr=1e-2)
+
+
+def steps_with(layout, evaluate, drain):
+    """The weights after some steps, with or without an evaluation and a drain in the middle."""
+    engine = engine_of(SHAPE, layout, optimizer=ADAMW, clip=0.5)
+    rows = Layout.parse(layout).batch
+    losses = []
+    for step in range(4):
+        losses.append(engine.step(batch_of(SHAPE, rows, seed=step)).loss)
+        if evaluate:
+            engine.evaluate(engine.microbatches(batch_of(SHAPE, rows, seed=9)))
+        if drain and step == 1:
+            engine.drain()
+    engine.drain()
+    engine.drain()  # nothing is left: it does nothing
+    kept = engine.pipeline.runtime.versions.kept
+    return losses, whole(engine.parallel, "master"), len(kept)
+
+
+@pytest.mark.parametrize("schedule", ASYNCHRONOUS)
+def test_evaluation_does_not_touch_what_is_under_way(pool, schedule):
+    layout = f"pp=3,accumulate=2,schedule={schedule}"
+    plain, evaluated = (pool.run(steps_with, 3, layout, evaluate, False)[0] for evaluate in (False, True))
+    assert plain[0] == evaluated[0]
+    assert all(torch.equal(plain[1][name], evaluated[1][name]) for name in plain[1])
+    assert plain[2] == 0, "a drained stream keeps no version"
+
+
+def test_a_drained_stream_starts_again(pool):
+    """A drain is a flush: later microbatches are computed on the weights of all updates before."""
+    layout = "pp=3,accumulate=2,schedule=pipedream"
+    plain, drained = (pool.run(steps_with, 3, layout, False, drain)[0] for drain in (False, True))
+    assert plain[0][:2] == drained[0][:2]
+    assert plain[0][2:] != drained[0][2:]
+    assert all(error(drained[1][name], plain[1][name]) > 0 for name in ("blocks.0.attn.q.weight",))
+
+
+def without_targets(layout):
+    """Two equal engines; one of them sees a batch without a target in between."""
+    found = []
+    for empty in (False, True):
+        engine = engine_of(SHAPE, layout, optimizer=ADAMW)
+        batch = batch_of(SHAPE, 2)
+        engine.step(batch)
+        engine.drain()
+        if empty:
+            nothing = batch_of(SHAPE, 2)
+            nothing["targets"].fill_(-100)
+            result = engine.step(nothing)
+            assert (result.skipped, result.count, result.loss) == (True, 0, 0.0)
+            engine.drain()
+        found.append(whole(engine.parallel, "master"))
+    return found
+
+
+@pytest.mark.parametrize("schedule", ASYNCHRONOUS)
+def test_a_batch_without_a_target_changes_nothing(pool, schedule):
+    one, other = pool.run(without_targets, 2, f"pp=2,accumulate=2,schedule={schedule}")[0]
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_emulation_knows_no_list_of_actions() -> None:
+    source = Path(emulation.__file__).read_text(encoding="utf-8")
+    assert not any(room in source for room in ("pipeline.schedules", "pipeline.runtime", "pipeline.stream"))
