@@ -27,7 +27,7 @@ from torch.autograd import Function
 from echelon.layout import Layout
 from echelon.models.chain import Chain, Link
 from echelon.pipeline.schedules import FAMILIES, make
-from echelon.pipeline.simulate import Durations, simulate
+from echelon.pipeline.simulate import Durations, Timeline, simulate
 from echelon.train.config import OptimizerConfig
 from echelon.train.engine import Engine
 
@@ -46,6 +46,9 @@ class Pauses:
     forward: float
     input_grad: float
     weight_grad: float
+
+
+AWAKE = Pauses(forward=0.0, input_grad=0.0, weight_grad=0.0)
 
 
 class _Pause(Function):
@@ -68,9 +71,9 @@ class _Pause(Function):
 class Sleeper(nn.Module):
     """A link that sleeps. See the note at the top."""
 
-    def __init__(self, pauses: Pauses):
+    def __init__(self) -> None:
         super().__init__()
-        self.pauses = pauses
+        self.pauses = AWAKE
         self.weight = nn.Parameter(torch.eye(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,11 +84,15 @@ class Sleeper(nn.Module):
 
 
 class Sleepers(nn.Module):
-    """As many links as there are stages."""
+    """As many links as there are stages. They are awake at first."""
 
-    def __init__(self, links: int, pauses: Pauses):
+    def __init__(self, links: int):
         super().__init__()
-        self.layers = nn.ModuleList(Sleeper(pauses) for _ in range(links))
+        self.layers = nn.ModuleList(Sleeper() for _ in range(links))
+
+    def set(self, pauses: Pauses) -> None:
+        for layer in self.layers:
+            layer.pauses = pauses
 
     def forward(self, x: Tensor) -> tuple[Tensor, int]:
         carried: Any = None
@@ -113,32 +120,47 @@ def pauses_of(schedule: str, unit: float) -> Pauses:
 def simulated(schedule: str, unit: float) -> float:
     """Seconds of a step; of `WINDOWS` steps and their end, where the schedule is asynchronous."""
     pauses = pauses_of(schedule, unit)
-    durations = Durations(
-        forward=pauses.forward, input_grad=pauses.input_grad, weight_grad=pauses.weight_grad
-    )
+    durations = Durations(forward=pauses.forward, input_grad=pauses.input_grad, weight_grad=pauses.weight_grad)
     windows = WINDOWS if FAMILIES[schedule].asynchronous else 1
     return simulate(make(schedule, RANKS, windows * MICROBATCHES), durations).duration
 
 
-def measured(schedule: str, unit: float, steps: int) -> list[float]:
-    """The same as the ranks of a process group really take it, `steps` times after one that does not count."""
-    layout = Layout.parse(f"pp={RANKS},schedule={schedule},accumulate={MICROBATCHES},microbatch=1")
-    links = RANKS * (FAMILIES[schedule].chunks or 2)
-    engine = Engine(Sleepers(links, pauses_of(schedule, unit)), layout, OptimizerConfig(name="sgd", lr=0.0))
-    batch = {"x": torch.ones(MICROBATCHES, WIDTH)}
-    found = []
-    for _ in range(1 + steps):
+class Run:
+    """A padded pipeline on the ranks of a process group, warm: shapes are known, and pauses are in force."""
+
+    def __init__(self, schedule: str, unit: float):
+        layout = Layout.parse(f"pp={RANKS},schedule={schedule},accumulate={MICROBATCHES},microbatch=1")
+        model = Sleepers(RANKS * (FAMILIES[schedule].chunks or 2))
+        self.engine = Engine(model, layout, OptimizerConfig(name="sgd", lr=0.0))
+        self.windows = WINDOWS if FAMILIES[schedule].asynchronous else 1
+        self.batch = {"x": torch.ones(MICROBATCHES, WIDTH)}
+        self.seconds()
+        model.set(pauses_of(schedule, unit))
+
+    def seconds(self) -> float:
+        """From the first rank's start to the last rank's end: the ranks of one machine read one clock."""
         dist.barrier()
         start = time.perf_counter()
-        for _ in range(WINDOWS if FAMILIES[schedule].asynchronous else 1):
-            engine.step(batch)
-        engine.drain()
-        found.append((start, time.perf_counter()))
-    return [_together(start, end) for start, end in found[1:]]
+        for _ in range(self.windows):
+            self.engine.step(self.batch)
+        self.engine.drain()
+        both = torch.tensor([-start, time.perf_counter()], dtype=torch.float64)
+        dist.all_reduce(both, op=dist.ReduceOp.MAX)
+        return float(both.sum())
 
 
-def _together(start: float, end: float) -> float:
-    """From the first rank's start to the last rank's end: the ranks of one machine read one clock."""
-    both = torch.tensor([-start, end], dtype=torch.float64)
-    dist.all_reduce(both, op=dist.ReduceOp.MAX)
-    return float(both.sum())
+def measured(schedule: str, unit: float, steps: int) -> list[float]:
+    """What `simulated` says, as the ranks really take it, `steps` times."""
+    run = Run(schedule, unit)
+    return [run.seconds() for _ in range(steps)]
+
+
+def recorded(schedule: str, unit: float) -> Timeline:
+    """A step, action by action."""
+    run = Run(schedule, unit)
+    assert run.engine.pipeline is not None
+    run.engine.pipeline.record()
+    run.engine.step(run.batch)
+    found = run.engine.pipeline.recorded()
+    assert found is not None
+    return found[1]

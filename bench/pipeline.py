@@ -97,13 +97,15 @@ def against_simulation(names: list[str], steps: int, console: Console) -> list[P
 
 
 def table(rows: list[Row]) -> Table:
-    title = f"step time, ours / torch: pp=2, {CONFIG.parameters / 1e6:.1f}M parameters, one thread per rank"
-    found = _table(title, ("name", "peer"), ("microbatches", "ms", "ms", "ratio", "quartiles", "bar"))
+    title = (
+        f"step time, ours / torch: pp=2, {rows[0].microbatches} microbatches, {CONFIG.parameters / 1e6:.1f}M parameters"
+    )
+    found = _table(title, ("name", "peer"), ("ms", "ms", "ratio", "quartiles", "bar"))
     for row in rows:
         s = row.summary
         verdict = _verdict(row.passed) if row.same_loss else "[red]LOSS DIFFERS"
         times = f"{1e3 * s.ours_s:.0f}", f"{1e3 * s.peer_s:.0f}", f"{s.ratio:.3f}", f"{s.low:.2f}-{s.high:.2f}"
-        found.add_row(row.name, row.peer, str(row.microbatches), *times, f"{RATIO_BAR:.2f}", verdict)
+        found.add_row(row.name, row.peer, *times, f"{RATIO_BAR:.2f}", verdict)
     return found
 
 

@@ -126,7 +126,9 @@ class Peer:
             losses=losses if self.is_last else None,
             return_outputs=False,
         )
-        return everywhere(torch.stack(losses).detach().sum().double() if losses else torch.zeros((), dtype=torch.double))
+        return everywhere(
+            torch.stack(losses).detach().sum().double() if losses else torch.zeros((), dtype=torch.double)
+        )
 
     def gradients(self) -> dict[str, Tensor]:
         found = {name: self.model.get_parameter(name).grad for name in self.used}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +18,10 @@ from echelon.layout.cost import Collective
 from echelon.layout.placement import Unit, units_of
 from echelon.models.splits import split_of
 from echelon.parallel import batchnorm, shard, tensor
+from echelon.pipeline.actions import SENDS
+from echelon.pipeline.lower import lower
+from echelon.pipeline.schedules import FAMILIES, make, two_bw
+from echelon.pipeline.simulate import simulate
 from echelon.train import keys
 from echelon.train.config import Config
 
@@ -25,6 +30,30 @@ MARK = re.compile(r"(<!-- table: (?P<name>[\w ,=-]+) -->\n).*?(<!-- end of table
 
 MODEL, SEQ_LEN, COMPUTE, MASTER, MOMENTS = "gpt2-124m", 1024, 2, 4, 2
 SIZES_OF = f"{MODEL} in bfloat16, AdamW, dp=8"
+SCHEDULES: dict[str, tuple[str, str, str]] = {
+    "naive": ("1 - 1/d", "1", "to see what the others improve on"),
+    "gpipe": ("(d-1)/(m+d-1)", "m", "few microbatches; with `recompute=full` to save memory"),
+    "1f1b": ("(d-1)/(m+d-1)", "d-r", "the default: little memory, few messages"),
+    "interleaved": ("(d-1)/(v*m+d-1)", "(v+1)*d-2*r-1", "a smaller bubble for v times the messages"),
+    "zb-h1": ("(d-1)/(3*m+d-1)", "d", "a smaller bubble without more messages"),
+    "zb-v": ("(d-1)/(6*m+d-1)", "2*d", "the smallest bubble with the peak memory of 1F1B"),
+    "dualpipe-v": ("(d-1)/(6*m+d-1)", "2*d+1", "as zb-v, with most backwards in one piece"),
+}
+"""(bubble, activations in flight on rank r, when to use it) with d ranks, v chunks, m microbatches, where m is enough"""
+VERSIONS = {
+    "pipedream": ("m - (d-1-s)", "every microbatch"),
+    "pipedream-vsync": ("m - (d-1)", "every microbatch"),
+    "2bw": ("m // k - 1", "every `accumulate` = k microbatches"),
+}
+"""(the version of the weights of microbatch m on stage s of d, at least 0; when they are updated)"""
+RANKS, MICROBATCHES = 4, 8
+PIPELINES = (
+    "pp=4,accumulate=8",
+    "pp=4,schedule=interleaved,accumulate=8",
+    "pp=4,schedule=zb-h1,accumulate=8",
+    "pp=4,schedule=zb-v,accumulate=8",
+    "tp=2,pp=4,accumulate=8",
+)
 ZERO_LAYOUTS = ("dp=8", "dp=8,zero=1", "dp=8,zero=2", "dp=8,zero=3", "dp=8,shard=4")
 
 
@@ -82,7 +111,8 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def layout_keys() -> str:
     rows = []
     for key in KEYS:
-        runs = "all" if key.built is None else ", ".join(f"`{value}`" for value in key.built)
+        shapes = {form.before: form.shape for form in getattr(key.kind, "forms", ())}
+        runs = "all" if key.built is None else ", ".join(f"`{shapes.get(value, value)}`" for value in key.built)
         rows.append((f"`{key.name}`", key.kind.legal, key.default, runs, key.meaning))
     return markdown(("key", "values", "default", "runs today", "meaning"), rows)
 
@@ -140,6 +170,53 @@ def recomputed() -> str:
     return markdown(("layout", "GFLOP per token needed", "GFLOP per token repeated", "HFU / MFU"), rows)
 
 
+def schedules() -> str:
+    rows = []
+    for name, (bubble, held, when) in SCHEDULES.items():
+        family = FAMILIES[name]
+        chunks = family.chunks or 2
+        for ranks, microbatches in ((2, 4), (3, 9), (RANKS, MICROBATCHES), (5, 20)):
+            numbers = {"d": ranks, "v": chunks, "m": microbatches}
+            assert family.bubble(ranks, chunks, microbatches) == eval(bubble, {**numbers, "d": Fraction(ranks)}), name
+            said = tuple(eval(held, {**numbers, "r": rank}) for rank in range(ranks))
+            assert family.in_flight(ranks, chunks, microbatches) == said, name
+        found = family.bubble(RANKS, chunks, MICROBATCHES)
+        most = max(family.in_flight(RANKS, chunks, MICROBATCHES)) / chunks
+        cells = (f"`{name}`", str(family.chunks or "`vpp`"), *(f"{text.replace('*', '·')}" for text in (bubble, held)))
+        rows.append((*cells, f"{float(found):.1%}", f"{most:g}", when))
+    example = f"d = {RANKS}, m = {MICROBATCHES}"
+    head = ("schedule", "chunks", "bubble", "in flight on rank r", f"bubble, {example}", "microbatches held", "use it for")
+    return markdown(head, rows)
+
+
+def versions() -> str:
+    rows = []
+    for name, (rule, when) in VERSIONS.items():
+        long = 6 * RANKS
+        of = two_bw.build(RANKS, 1, long, batch=RANKS) if name == "2bw" else make(name, RANKS, long)
+        for stage, actions in enumerate(of.lists):
+            numbers = {"d": RANKS, "s": stage, "k": RANKS}
+            used = {action.index: action.version for action in actions if action.kind == "F"}
+            assert all(version == max(0, eval(rule, {**numbers, "m": m})) for m, version in used.items()), name
+        held = " ".join(map(str, simulate(of).versions))
+        rows.append((f"`{name}`", rule, held, when))
+    head = ("schedule", "version for microbatch m", f"versions held by {RANKS} stages", "update")
+    return markdown(head, rows)
+
+
+def messages() -> str:
+    rows, shape = [], models.find(MODEL)
+    for text in PIPELINES:
+        layout = Layout.parse(text)
+        schedule = lower(make(layout.schedule, layout.pp, layout.accumulate, chunks=layout.vpp))
+        sends = [sum(action.kind in SENDS for action in actions) for actions in schedule.lists]
+        positions = -(-SEQ_LEN // layout.tp) if layout.sp else SEQ_LEN
+        size = layout.microbatch * positions * shape.width * COMPUTE
+        cells = (" ".join(map(str, sends)), _size(size), _size(max(sends) * size))
+        rows.append((f"`{text}`", *cells))
+    return markdown(("layout", "messages sent by each rank of pp", "of", "most bytes sent by a rank"), rows)
+
+
 def _size(count: int) -> str:
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if count >= unit:
@@ -153,6 +230,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "state bytes": state_bytes,
     "batch statistics": batch_statistics,
     "recomputed": recomputed,
+    "schedules": schedules,
+    "versions of weights": versions,
+    "messages of pipelines": messages,
     "collectives of data parallelism": lambda: collectives("dp=4", "dp=4,accumulate=4"),
     "collectives of zero": lambda: collectives(*ZERO_LAYOUTS),
     "collectives of accumulation": lambda: collectives(*(f"dp=8,zero={zero},accumulate=4" for zero in (1, 2, 3))),

@@ -127,6 +127,8 @@ PIPELINES = (
     "tp=2,pp=2,accumulate=2",
     "tp=2,sp=0,pp=2,accumulate=2,schedule=naive",
     "dp=2,tp=2,pp=2,accumulate=2",
+    "dp=2,pp=2,accumulate=2,zero=3,schedule=terapipe",
+    "tp=2,pp=2,accumulate=2,schedule=terapipe",
 )
 TWO_CHUNKS = (
     "pp=2,schedule=interleaved,accumulate=2",

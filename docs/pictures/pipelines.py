@@ -43,7 +43,7 @@ def compared() -> str:
                     c.rect(left + start * scale + 0.4, y + rank * row, (end - start) * scale - 0.8, row - 1, fill, "none")
         held = max(timeline.in_flight) / chunks
         c.text(656, y + 18, f"bubble {timeline.bubble:.1%}", size=12)
-        c.text(656, y + 36, f"holds {held:g}", size=12, colour=FAINT)
+        c.text(656, y + 36, f"holds {held:g} microbatches", size=11, colour=FAINT)
     return c.finish()
 
 
@@ -68,8 +68,8 @@ def versions() -> str:
         "pipedream-vsync": make("pipedream-vsync", ranks, microbatches),
         "2bw": two_bw.build(ranks, 1, microbatches, batch=batch),
     }
-    side, left, top = 38, 200, 92
-    step = ranks * 26 + 46
+    side, left, top = 38, 224, 92
+    step = ranks * 26 + 40
     c = Canvas(top + len(rules) * step, "The version of the weights that a stage uses for a microbatch")
     c.text(24, 58, f"{ranks} stages, {microbatches} microbatches of a run; 2bw in batches of {batch}.", colour=FAINT)
     shades = list(PALE)
@@ -98,10 +98,10 @@ def cut_model() -> str:
     from echelon.pipeline.stage import cut
 
     model = models.build(replace(models.find("gpt-tiny"), layers=7), "meta")
-    c = Canvas(246, "Seven layers on two ranks: 1f1b and zb-v")
+    c = Canvas(256, "Seven layers on two ranks: 1f1b and zb-v")
     for row, name in enumerate(("1f1b", "zb-v")):
         split = cut(model, make(name, 2, MICROBATCHES).homes).split
-        y = 88 + row * 84
+        y = 92 + row * 80
         c.text(24, y + 22, name, mono=True)
         x = 92.0
         for stage, links in enumerate(split.links):
@@ -113,5 +113,5 @@ def cut_model() -> str:
                 c.box(x + number * 72 + 1, y, 68, 38, link, colour, size=12)
             x += wide + 6
     c.text(24, 58, "A model is a chain of links. It is cut between two of them, balanced by cost.", colour=FAINT)
-    c.text(24, 230, "What one link returns is what travels. zb-v lays its stages there and back.", size=12, colour=FAINT)
+    c.text(24, 238, "What one link returns is what travels. zb-v lays its stages there and back.", size=12, colour=FAINT)
     return c.finish()

@@ -17,7 +17,7 @@ HEAD = tiny().vocab * tiny().width
 def split_on(layers, layout):
     engine = engine_of(tiny(layers=layers), layout)
     held = {name.split(".")[1] for name, _ in engine.model.named_parameters() if name.startswith("blocks.")}
-    return engine.pipeline.stages.split, list(_pipeline(engine.pipeline)), held
+    return engine.pipeline.stages.split, list(_pipeline(engine.pipeline, 9)), held
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ _SCHEDULES = Choice(
 )
 _BUILT_SCHEDULES = (
     *("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"),
-    *("pipedream", "pipedream-vsync", "2bw", "file:"),
+    *("pipedream", "pipedream-vsync", "2bw", "terapipe", "file:"),
 )
 _RECOMPUTE = Choice(
     words=("none", "full", "selective", "ops", "sqrt"),

@@ -155,6 +155,11 @@ def schedule_needs_pp(layout: Layout, facts: Facts) -> Iterator[Broken]:
         yield Broken(("schedule",), "needs pp > 1 (pp 1)")
 
 
+def slices_need_whole_sequences(layout: Layout, facts: Facts) -> Iterator[Broken]:
+    if layout.pp > 1 and layout.schedule == "terapipe" and layout.sp:
+        yield Broken(("sp",), "is not for schedule=terapipe, which cuts sequences by itself", "or schedule=1f1b")
+
+
 def asynchronous_weights_are_whole(layout: Layout, facts: Facts) -> Iterator[Broken]:
     if layout.pp > 1 and layout.schedule in ASYNCHRONOUS and layout.zero > 1 and layout.dp > 1:
         rule = f"is not for schedule={layout.schedule}, which holds several whole versions of the weights"
@@ -211,6 +216,7 @@ RULES: tuple[Rule, ...] = (
     stages_have_layers,
     schedule_needs_pp,
     vpp_fits_schedule,
+    slices_need_whole_sequences,
     asynchronous_weights_are_whole,
     asynchronous_stages_share_nothing,
     experts_fold,

@@ -3,6 +3,11 @@
 The number of heads is read from the projections' width: a projection that holds only some of the heads needs no change.
 """
 
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -44,7 +49,39 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
+@dataclass(frozen=True)
+class Seen:
+    """Where each token of a batch is and what it may see, once per forward pass."""
+
+    place: Tensor
+    """[1 or B, T]: its position"""
+    mask: Tensor | None = None
+    """[.., T, T], True where a token (row) may see another (column); none: all before it"""
+    turn: Rotation | None = None
+
+    def cut(self, start: int, stop: int) -> Seen:
+        """The same for positions start .. stop - 1, which see those before them too."""
+        mask, turn = self.mask, self.turn
+        if mask is None:
+            shape = (stop - start, stop)
+            mask = torch.ones(shape, dtype=torch.bool, device=self.place.device).tril(start)
+        else:
+            mask = mask[..., start:stop, :stop]
+        turn = (turn[0][:, start:stop], turn[1][:, start:stop]) if turn is not None else None
+        return Seen(self.place[:, start:stop], mask, turn)
+
+
+class Past(Protocol):
+    """What came before the tokens at hand, where a sequence is given piece by piece."""
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, H, T, head_dim] of all tokens so far, from those of the tokens at hand."""
+        ...
+
+
 class Attention(nn.Module):
+    past: Past | None = None
+
     def __init__(self, width: int, heads: int, kv_heads: int, *, bias: bool, dropout: float) -> None:
         super().__init__()
         self.head_dim = width // heads
@@ -58,6 +95,8 @@ class Attention(nn.Module):
         q, k, v = (self._heads(projection(x)) for projection in (self.q, self.k, self.v))
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
+        if self.past is not None:
+            k, v = self.past.extend(k, v)
         if self.training and self.dropout.p > 0:
             y = self._with_dropout(q, k, v, mask)
         else:

@@ -40,6 +40,8 @@ class Chain:
     links: tuple[Link, ...]
     shared: Callable[..., Any] = _nothing
     """from the inputs to what several links need, computed once on every stage: masks, angles"""
+    cut: Callable[[Any, int, int], Any] | None = None
+    """what is shared, for positions start .. stop - 1 of every sequence alone (TeraPipe)"""
     logits: Callable[..., Any] | None = None
     """what the last link runs instead where text is written: (carried, shared, **inputs) to logits"""
 

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from echelon.models.attention import Attention, document_mask, positions
+from echelon.models.attention import Attention, Seen
 from echelon.models.language import LanguageModel
 from echelon.models.sizes import ModelConfig
 
@@ -46,10 +46,6 @@ class GPT(LanguageModel):
         self.norm = nn.LayerNorm(config.width)
         self.finish()
 
-    def start(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        self.check_length(tokens)
-        x: Tensor = self.drop(self.embed(tokens) + self.positions(positions(tokens, documents)))
+    def start(self, tokens: Tensor, seen: Seen) -> Tensor:
+        x: Tensor = self.drop(self.embed(tokens) + self.positions(seen.place))
         return x
-
-    def shared(self, tokens: Tensor, documents: Tensor | None = None) -> tuple[Tensor | None]:
-        return (document_mask(documents),)

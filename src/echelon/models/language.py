@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from echelon.models.attention import Seen, document_mask, positions
 from echelon.models.chain import Chain, Link
 from echelon.models.head import LanguageHead
 from echelon.models.initial import transformer
@@ -48,19 +49,25 @@ class LanguageModel(nn.Module):
 
     def hidden(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """[B, T, width]: what the head reads."""
-        x, shared = self.start(tokens, documents), self.shared(tokens, documents)
+        self.check_length(tokens)
+        seen = self.seen(tokens, documents)
+        x = self.start(tokens, seen)
         for block in self.blocks:
-            x = block(x, *shared)
+            x = block(x, *self.given(seen))
         out: Tensor = self.norm(x)
         return out
 
-    def start(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+    def start(self, tokens: Tensor, seen: Seen) -> Tensor:
         """[B, T, width]: what the first block reads."""
         raise NotImplementedError
 
-    def shared(self, tokens: Tensor, documents: Tensor | None = None) -> tuple[Any, ...]:
+    def seen(self, tokens: Tensor, documents: Tensor | None = None) -> Seen:
+        """Where each token is and what it may see."""
+        return Seen(positions(tokens, documents), document_mask(documents))
+
+    def given(self, seen: Seen) -> tuple[Any, ...]:
         """What every block is given beside its input."""
-        raise NotImplementedError
+        return (seen.mask,)
 
     # -- the same, cut into links -------------------------------------------------------------------------------------
 
@@ -68,20 +75,20 @@ class LanguageModel(nn.Module):
         blocks = (Link(f"blocks.{i}", (f"blocks.{i}",), partial(self._block, i)) for i in range(len(self.blocks)))
         return Chain(
             links=(Link("embed", self.first, self._start), *blocks, Link("head", ("norm", "head"), self._end)),
-            shared=lambda tokens, targets=None, documents=None: self.shared(tokens, documents),
+            shared=lambda tokens, targets=None, documents=None: self.seen(tokens, documents),
+            cut=Seen.cut,
             logits=lambda x, _shared, **_inputs: self.head.logits(self.norm(x)),
         )
 
-    def _start(
-        self, _carried: None, _shared: Any, tokens: Tensor, documents: Tensor | None = None, **_inputs: Tensor
-    ) -> Tensor:
-        return self.start(tokens, documents)
+    def _start(self, _carried: None, seen: Seen, tokens: Tensor, **_inputs: Tensor) -> Tensor:
+        self.check_length(tokens)
+        return self.start(tokens, seen)
 
-    def _block(self, index: int, x: Tensor, shared: tuple[Any, ...], **_inputs: Tensor) -> Tensor:
-        out: Tensor = self.blocks[index](x, *shared)
+    def _block(self, index: int, x: Tensor, seen: Seen, **_inputs: Tensor) -> Tensor:
+        out: Tensor = self.blocks[index](x, *self.given(seen))
         return out
 
-    def _end(self, x: Tensor, _shared: Any, targets: Tensor, **_inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def _end(self, x: Tensor, _seen: Seen, targets: Tensor, **_inputs: Tensor) -> tuple[Tensor, Tensor]:
         total, count = self.head(self.norm(x), targets)
         return total, count
 

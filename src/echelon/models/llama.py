@@ -1,10 +1,12 @@
 """Llama: RMSNorm before each part, rotary positions, grouped-query attention, SwiGLU, no biases."""
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from echelon.models.attention import Attention, Rotation, document_mask, positions, rotation
+from echelon.models.attention import Attention, Rotation, Seen, rotation
 from echelon.models.language import LanguageModel
 from echelon.models.sizes import ModelConfig
 
@@ -43,7 +45,7 @@ class Block(nn.Module):
         self.mlp = MLP(config.width, config.ffn)
         self.drop2 = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None, rotation: Rotation) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None, rotation: Rotation | None) -> Tensor:
         x = x + self.drop1(self.attn(self.norm1(x), mask, rotation))
         out: Tensor = x + self.drop2(self.mlp(self.norm2(x)))
         return out
@@ -57,12 +59,14 @@ class Llama(LanguageModel):
         self.norm = RMSNorm(config.width)
         self.finish()
 
-    def start(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        self.check_length(tokens)
+    def start(self, tokens: Tensor, seen: Seen) -> Tensor:
         x: Tensor = self.drop(self.embed(tokens))
         return x
 
-    def shared(self, tokens: Tensor, documents: Tensor | None = None) -> tuple[Tensor | None, Rotation]:
-        dtype = next(self.parameters()).dtype
-        turn = rotation(positions(tokens, documents), self.config.head_dim, THETA, dtype)
-        return document_mask(documents), turn
+    def seen(self, tokens: Tensor, documents: Tensor | None = None) -> Seen:
+        seen = super().seen(tokens, documents)
+        turn = rotation(seen.place, self.config.head_dim, THETA, next(self.parameters()).dtype)
+        return replace(seen, turn=turn)
+
+    def given(self, seen: Seen) -> tuple[Tensor | None, Rotation | None]:
+        return seen.mask, seen.turn

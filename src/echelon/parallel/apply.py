@@ -39,6 +39,8 @@ class Options:
     """patterns of the modules that form units; empty chooses the layers"""
     stage_layers: tuple[int, ...] = ()
     """layers of each pipeline stage; empty balances them"""
+    slices: tuple[int, ...] = ()
+    """lengths of TeraPipe's slices; empty chooses them"""
     leave_out: str = ""
     """a collective left out on purpose (`dp:all_reduce`), to see that `verify` misses it"""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from echelon.pipeline.recording import timelines
 from echelon.pipeline.runtime import Runtime, Work
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.schedules import FILE, make
+from echelon.pipeline.slice_runtime import SliceRuntime
 from echelon.pipeline.stage import cut
 from echelon.pipeline.stream import StreamRuntime, Update
 from echelon.pipeline.timeline import Timeline
@@ -43,6 +45,9 @@ class Pipeline:
             refuse_copies(self.parallel)
             every = layout.accumulate if layout.schedule == "2bw" else 1
             self.runtime = StreamRuntime(self.parallel, self.stages.chain, links, self.schedule, per_update=every)
+        elif layout.schedule == "terapipe":
+            given = options.slices
+            self.runtime = SliceRuntime(self.parallel, self.stages.chain, links, self.schedule, given=given)
         else:
             self.runtime = Runtime(self.parallel, self.stages.chain, links, self.schedule)
 
@@ -61,13 +66,26 @@ class Pipeline:
         links = sum(len(self.stages.split.links[stage]) for stage in stages)
         return replace(traffic, layers=links - (0 in stages) - (last in stages), first=0 in stages, last=last in stages)
 
+    def slices(self, traffic: Traffic) -> tuple[int, ...]:
+        """The lengths of a sequence's slices; none where sequences are whole."""
+        return self.runtime.parts(traffic.seq_len) if isinstance(self.runtime, SliceRuntime) else ()
+
+    def scheduled(self, seq_len: int) -> Schedule:
+        """The schedule of a step; only TeraPipe's depends on the length of the sequences."""
+        return self.runtime.scheduled(seq_len) if isinstance(self.runtime, SliceRuntime) else self.schedule
+
     def messages(self, traffic: Traffic) -> list[Collective]:
         """What this rank sends to other stages of a transformer in a step."""
-        layout = self.parallel.layout
-        positions = -(-traffic.seq_len // layout.tp) if layout.sp else traffic.seq_len
-        sends = sum(action.kind in SENDS for action in self.schedule.lists[self.runtime.rank])
-        size = traffic.batch * positions * traffic.width * traffic.element_bytes
-        return [Collective(kind="send", axis="pp", bytes=size, count=sends, hidden=True, part="activations")]
+        layout, slices = self.parallel.layout, self.slices(traffic)
+        schedule = self.scheduled(traffic.seq_len)
+        sends = Counter(action.part for action in schedule.lists[self.runtime.rank] if action.kind in SENDS)
+        found = []
+        for part, count in sorted(sends.items()):
+            length = slices[part] if slices else traffic.seq_len
+            positions = -(-length // layout.tp) if layout.sp else length
+            size = traffic.batch * positions * traffic.width * traffic.element_bytes
+            found.append(Collective(kind="send", axis="pp", bytes=size, count=count, hidden=True, part="activations"))
+        return found
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -98,7 +116,7 @@ class Pipeline:
         every: list[list[tuple[str, float, float]] | None] = [None] * self.parallel.layout.world
         dist.all_gather_object(every, shown)
         spans = [found for found in every if found is not None]  # ranks of pp are in the order of the world's
-        schedule = self.runtime.window_lists() if isinstance(self.runtime, StreamRuntime) else self.schedule
+        schedule = self.runtime.window_lists() if isinstance(self.runtime, StreamRuntime) else self.runtime.schedule
         return timelines(schedule, spans) if all(spans) else None
 
     def evaluate(self, works: Sequence[Work]) -> Tensor:

@@ -39,6 +39,12 @@ class Work:
 
     inputs: Mapping[str, Tensor]
     samples: Tensor
+    whole: Mapping[str, Tensor] | None = None
+    """of a slice: the inputs of the whole sequence"""
+    part: int = 0
+    """of a slice: its number"""
+    span: tuple[int, int, int] = (0, 0, 0)
+    """of a slice: its start and stop, and the length of the sequence"""
 
     @property
     def kind(self) -> Hashable:
@@ -143,7 +149,7 @@ class Runtime:
             self.spans.append((str(action), self._begun, time.time()))
 
     def _act(self, action: Action, index: int) -> None:
-        kind, stage, m = action.kind, action.stage, action.index
+        kind, stage, m = action.kind, action.stage, action.index * self.schedule.slices + action.part
         if kind is Kind.FORWARD:
             self._forward(stage, m)
         elif kind in (Kind.BACKWARD, Kind.INPUT):
@@ -175,7 +181,7 @@ class Runtime:
         passed = Passed(inputs, ())
         with self._halved(passed):
             carried: Any = None if not stage else inputs if len(inputs) > 1 else inputs[0]
-            shared = self.chain.shared(**work.inputs)
+            shared = self._shared(work)
             last = stage == self.schedule.stages - 1
             for link in self.stages[stage][:-1] if last and self._end else self.stages[stage]:
                 carried = link.run(carried, shared, **work.inputs)
@@ -207,6 +213,7 @@ class Runtime:
         else:
             gradients = self._take(stage, m, BACKWARD)
         self.parallel.stream.around = partial(self._halved, passed)
+        outputs, gradients = self._roots(m, outputs, gradients)
         if outputs:
             torch.autograd.backward(outputs, list(gradients))
         self.parallel.stream.around = nullcontext
@@ -215,6 +222,15 @@ class Runtime:
             made = tuple(t.grad if t.grad is not None else torch.zeros_like(t) for t in wanted)
             self._give(stage - 1, m, BACKWARD, made)
         passed.inputs = passed.outputs = ()
+
+    def _shared(self, work: Work) -> Any:
+        return self.chain.shared(**work.inputs)
+
+    def _roots(
+        self, m: int, outputs: list[Tensor], gradients: Sequence[Tensor]
+    ) -> tuple[list[Tensor], Sequence[Tensor]]:
+        """What backward starts from."""
+        return outputs, gradients
 
     def _close(self, stage: int, m: int, index: int) -> None:
         del self._passed[stage, m]

@@ -100,6 +100,8 @@ class ShardConfig:
 class PipelineConfig:
     layers: Annotated[tuple[int, ...], AT_LEAST_1] = ()
     """Under pp, layers of each stage, e.g. [3, 2, 2]. Empty: balanced, with embedding and head counted."""
+    slices: Annotated[tuple[int, ...], AT_LEAST_1] = ()
+    """With schedule=terapipe, tokens of each slice of a sequence, e.g. [64, 40, 24]. Empty: chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,8 +288,10 @@ def _idle(config: Config) -> dict[str, str]:
     if layout.zero != 3:
         idle |= dict.fromkeys(("shard.reshard_after_forward", "shard.prefetch"), f"zero={layout.zero}")
     if layout.pp == 1:
-        idle["pipeline.layers"] = "pp=1"
-    elif layout.zero == 3:
+        idle |= dict.fromkeys(("pipeline.layers", "pipeline.slices"), "pp=1")
+    elif layout.schedule != "terapipe":
+        idle["pipeline.slices"] = f"schedule={layout.schedule}"
+    if layout.pp > 1 and layout.zero == 3:
         idle["shard.reshard_after_forward"] = f"pp={layout.pp}, where layers are freed after every use"
     return idle
 
@@ -354,7 +358,14 @@ def _layout_faults(config: Config, world: int | None, refused: Set[str]) -> list
         layout = check(config.layout, world=world, batch=batch, seq_len=seq_len, model=model)
     except FaultError as error:
         return [*error.faults, *unbuilt]
-    return [*unbuilt, *_stage_faults(config.pipeline.layers, layout, model)]
+    return [*unbuilt, *_stage_faults(config.pipeline.layers, layout, model), *_slice_faults(config)]
+
+
+def _slice_faults(config: Config) -> Iterator[Fault]:
+    slices = config.pipeline.slices
+    if slices and sum(slices) != config.seq_len:
+        rule = f"does not make up a sequence (seq_len={config.seq_len})"
+        yield Fault(key="pipeline.slices", value=str(list(slices)), rule=rule, legal=f"a sum of {config.seq_len}")
 
 
 def _stage_faults(layers: tuple[int, ...], layout: Layout, model: ModelConfig | None) -> Iterator[Fault]:

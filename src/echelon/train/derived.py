@@ -22,7 +22,7 @@ def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterato
     stages = f" x pp={layout.pp}" if layout.pp > 1 else ""
     yield "layout", str(layout), f"{layout.world} rank(s): dp={layout.dp} x tp={layout.tp}{stages}"
     if engine.pipeline is not None:
-        yield from _pipeline(engine.pipeline)
+        yield from _pipeline(engine.pipeline, config.seq_len)
     yield (
         "batch",
         f"{layout.batch} sequences" + (f" x {config.seq_len} tokens" if traffic(engine, config.seq_len) else ""),
@@ -56,8 +56,8 @@ def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterato
     yield "peak", f"{peak.flops / 1e12:.3g} TFLOP/s per device", peak.why
 
 
-def _pipeline(pipeline: Pipeline) -> Iterator[Derived]:
-    schedule = pipeline.schedule
+def _pipeline(pipeline: Pipeline, seq_len: int) -> Iterator[Derived]:
+    schedule = pipeline.scheduled(seq_len)
     yield (
         "schedule",
         f"{schedule.name}: {schedule.stages} stages, {schedule.microbatches} microbatches",

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -254,11 +254,12 @@ class Engine:
         """
         options, units = self.parallel.options, self.parallel.placement.units
         reduce_bytes = options.master.itemsize
+        slices = self.pipeline.slices(traffic) if self.pipeline is not None and traffic is not None else ()
         found = list(
             shard.collectives(
                 units,
                 self.parallel.policy,
-                accumulate=self.layout.accumulate,
+                accumulate=self.layout.accumulate * max(len(slices), 1),
                 compute_bytes=options.compute.itemsize,
                 reduce_bytes=reduce_bytes,
                 stages=self.pipeline.uses if self.pipeline is not None else None,
@@ -266,7 +267,8 @@ class Engine:
         )
         if traffic is not None:
             mine = traffic if self.pipeline is None else self.pipeline.share(traffic)
-            found += tensor.collectives(mine, self.layout)
+            for length in slices or (mine.seq_len,):
+                found += tensor.collectives(replace(mine, seq_len=length), self.layout)
             found += self.pipeline.messages(mine) if self.pipeline is not None else []
         found += batchnorm.collectives(
             batchnorm.channels_of(self.model),

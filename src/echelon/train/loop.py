@@ -70,6 +70,7 @@ class Loop:
             prefetch=config.shard.prefetch,
             units=config.shard.units,
             stage_layers=config.pipeline.layers,
+            slices=config.pipeline.slices,
         )
         self.engine = Engine(self.task.build(), self.layout, config.optimizer, clip=config.clip, options=options)
         self.engine.model.train()
