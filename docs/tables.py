@@ -185,7 +185,15 @@ def schedules() -> str:
         cells = (f"`{name}`", str(family.chunks or "`vpp`"), *(f"{text.replace('*', '·')}" for text in (bubble, held)))
         rows.append((*cells, f"{float(found):.1%}", f"{most:g}", when))
     example = f"d = {RANKS}, m = {MICROBATCHES}"
-    head = ("schedule", "chunks", "bubble", "in flight on rank r", f"bubble, {example}", "microbatches held", "use it for")
+    head = (
+        "schedule",
+        "chunks",
+        "bubble",
+        "in flight on rank r",
+        f"bubble, {example}",
+        "microbatches held",
+        "use it for",
+    )
     return markdown(head, rows)
 
 

@@ -4,6 +4,7 @@ ec.verify(model, layouts)           does a layout compute what one device comput
 ec.train(config_or_model, ...)      train, on as many ranks as the layout needs
 ec.wrap(model, layout)              a drop-in for DDP and FSDP in a loop of your own
 ec.Engine(model, layout).step(b)    one exact step on the global batch
+ec.Chain, ec.Link                   where a pipeline may cut a model of your own
 ec.Layout.parse("dp=2,tp=2")        a layout is data
 """
 
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 from echelon.layout import FaultError, Layout, Mesh
 
 if TYPE_CHECKING:
+    from echelon.models.chain import Chain, Link
     from echelon.proof.verify import Report, verify
     from echelon.train.config import Config
     from echelon.train.engine import Engine
@@ -21,11 +23,26 @@ if TYPE_CHECKING:
     from echelon.train.start import train
     from echelon.train.wrap import wrap
 
-__all__ = ["Config", "Engine", "FaultError", "Layout", "Mesh", "Report", "Run", "train", "verify", "wrap"]
+__all__ = [
+    "Chain",
+    "Config",
+    "Engine",
+    "FaultError",
+    "Layout",
+    "Link",
+    "Mesh",
+    "Report",
+    "Run",
+    "train",
+    "verify",
+    "wrap",
+]
 
 _LATE = {
+    "Chain": "echelon.models.chain",
     "Config": "echelon.train.config",
     "Engine": "echelon.train.engine",
+    "Link": "echelon.models.chain",
     "Report": "echelon.proof.verify",
     "Run": "echelon.train.run",
     "verify": "echelon.proof.verify",
