@@ -32,14 +32,16 @@ MODEL, SEQ_LEN, COMPUTE, MASTER, MOMENTS = "gpt2-124m", 1024, 2, 4, 2
 SIZES_OF = f"{MODEL} in bfloat16, AdamW, dp=8"
 SCHEDULES: dict[str, tuple[str, str, str]] = {
     "naive": ("1 - 1/d", "1", "to see what the others improve on"),
-    "gpipe": ("(d-1)/(m+d-1)", "m", "few microbatches; with `recompute=full` to save memory"),
+    "gpipe": ("(d-1)/(m+d-1)", "m", "comparisons: `1f1b` is as fast and holds less"),
     "1f1b": ("(d-1)/(m+d-1)", "d-r", "the default: little memory, few messages"),
     "interleaved": ("(d-1)/(v*m+d-1)", "(v+1)*d-2*r-1", "a smaller bubble for v times the messages"),
     "zb-h1": ("(d-1)/(3*m+d-1)", "d", "a smaller bubble without more messages"),
     "zb-v": ("(d-1)/(6*m+d-1)", "2*d", "the smallest bubble with the peak memory of 1F1B"),
     "dualpipe-v": ("(d-1)/(6*m+d-1)", "2*d+1", "as zb-v, with most backwards in one piece"),
+    "terapipe": ("(d-1)/(s*m+d-1)", "s*m", "long sequences, few of them"),
 }
-"""(bubble, activations in flight on rank r, when to use it) with d ranks, v chunks, m microbatches, where m is enough"""
+"""(bubble, in flight on rank r, when to use it) with d ranks, v chunks, m microbatches (enough of them) and s slices"""
+SLICES = 4
 VERSIONS = {
     "pipedream": ("m - (d-1-s)", "every microbatch"),
     "pipedream-vsync": ("m - (d-1)", "every microbatch"),
@@ -68,7 +70,7 @@ def units(layout: Layout) -> tuple[Unit, ...]:
     names = shard.choose_units(model)
     if layout.tp > 1:
         axis = Axis("tp", range(layout.tp), 0, None, frozenset())
-        entries = tensor.split(model, entries, split_of(model), axis, sequence_parallel=bool(layout.sp))
+        entries, _ = tensor.split(model, entries, split_of(model), axis, sequence_parallel=bool(layout.sp))
     return units_of(entries, names, layout.shards)
 
 
@@ -174,14 +176,17 @@ def schedules() -> str:
     rows = []
     for name, (bubble, held, when) in SCHEDULES.items():
         family = FAMILIES[name]
-        chunks = family.chunks or 2
+        chunks, slices = family.chunks or 2, SLICES if family.has_slices else 1
+        sizes = {"slices": slices} if family.has_slices else {}
         for ranks, microbatches in ((2, 4), (3, 9), (RANKS, MICROBATCHES), (5, 20)):
-            numbers = {"d": ranks, "v": chunks, "m": microbatches}
-            assert family.bubble(ranks, chunks, microbatches) == eval(bubble, {**numbers, "d": Fraction(ranks)}), name
+            numbers = {"d": ranks, "v": chunks, "m": microbatches, "s": slices}
+            assert family.bubble(ranks, chunks, microbatches, **sizes) == eval(
+                bubble, {**numbers, "d": Fraction(ranks)}
+            ), name
             said = tuple(eval(held, {**numbers, "r": rank}) for rank in range(ranks))
-            assert family.in_flight(ranks, chunks, microbatches) == said, name
-        found = family.bubble(RANKS, chunks, MICROBATCHES)
-        most = max(family.in_flight(RANKS, chunks, MICROBATCHES)) / chunks
+            assert family.in_flight(ranks, chunks, microbatches, **sizes) == said, name
+        found = family.bubble(RANKS, chunks, MICROBATCHES, **sizes)
+        most = max(family.in_flight(RANKS, chunks, MICROBATCHES, **sizes)) / (chunks * slices)
         cells = (f"`{name}`", str(family.chunks or "`vpp`"), *(f"{text.replace('*', '·')}" for text in (bubble, held)))
         rows.append((*cells, f"{float(found):.1%}", f"{most:g}", when))
     example = f"d = {RANKS}, m = {MICROBATCHES}"

@@ -212,3 +212,18 @@ def test_a_script_without_a_main_guard_ran_twice(tmp_path, call):
     assert done.returncode != 0
     assert 'put the call under `if __name__ == "__main__":`' in done.stderr
     assert not Path(tmp_path, "runs").exists()
+
+
+def test_an_engine_was_never_collected():
+    """Hooks on parameters held what held the parameters: each engine kept its model and process groups for ever."""
+    import gc
+    import weakref
+
+    from laid_out import batch_of, engine_of, tiny
+
+    engine = engine_of(tiny(), "dp=1")
+    engine.step(batch_of(tiny(), 2))
+    gone = [weakref.ref(engine), weakref.ref(engine.parallel.flat), weakref.ref(engine.parallel.flat.units[0])]
+    del engine
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None, None]

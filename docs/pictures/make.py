@@ -33,6 +33,7 @@ DRAWN: dict[str, Callable[[], str]] = {
     "pipeline-schedules": pipelines.compared,
     "pipeline-1f1b": lambda: pipelines.one("1f1b"),
     "pipeline-zb-v": lambda: pipelines.one("zb-v", microbatches=5, ranks=3),
+    "pipeline-terapipe": lambda: pipelines.one("terapipe", microbatches=2, slices=4),
     "pipeline-pipedream": lambda: pipelines.one("pipedream"),
     "weight-versions": pipelines.versions,
 }

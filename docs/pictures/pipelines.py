@@ -16,9 +16,9 @@ RANKS, MICROBATCHES = 4, 8
 COMPARED = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
 
 
-def one(name: str, *, ranks: int = RANKS, microbatches: int = MICROBATCHES) -> str:
+def one(name: str, *, ranks: int = RANKS, microbatches: int = MICROBATCHES, slices: int = 1) -> str:
     """What `echelon draw NAME --svg FILE` writes."""
-    return as_svg(simulate(make(name, ranks, microbatches), Durations()))
+    return as_svg(simulate(make(name, ranks, microbatches, slices=slices), Durations()))
 
 
 def compared() -> str:
@@ -40,9 +40,8 @@ def compared() -> str:
             for action, start, end in timeline.spans(rank):
                 if action.kind in COMPUTE:
                     fill = colours.fill(action.kind, timeline.chunks[action.stage], chunks)
-                    c.rect(
-                        left + start * scale + 0.4, y + rank * row, (end - start) * scale - 0.8, row - 1, fill, "none"
-                    )
+                    place = (left + start * scale + 0.4, y + rank * row, (end - start) * scale - 0.8, row - 1)
+                    c.rect(*place, fill, "none")
         held = max(timeline.in_flight) / chunks
         c.text(656, y + 18, f"bubble {timeline.bubble:.1%}", size=12)
         c.text(656, y + 36, f"holds {held:g} microbatches", size=11, colour=FAINT)
@@ -115,7 +114,5 @@ def cut_model() -> str:
                 c.box(x + number * 72 + 1, y, 68, 38, link, colour, size=12)
             x += wide + 6
     c.text(24, 58, "A model is a chain of links. It is cut between two of them, balanced by cost.", colour=FAINT)
-    c.text(
-        24, 238, "What one link returns is what travels. zb-v lays its stages there and back.", size=12, colour=FAINT
-    )
+    c.text(24, 238, "What a link returns is what travels. zb-v lays its stages there and back.", size=12, colour=FAINT)
     return c.finish()

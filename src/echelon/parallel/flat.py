@@ -8,6 +8,7 @@ that some rank did not use cannot make ranks wait for different collectives. Wha
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -157,15 +158,20 @@ class Flat:
             self._launched.append(unit)
 
     def _on_gradient(self, unit: FlatUnit, entry: Entry) -> Callable[[Tensor], None]:
+        # Weak: Python's collector does not see that a parameter holds its hooks, so a hook that held the unit, which
+        # holds the parameter, would keep the whole model and its process groups for ever.
+        weak_flat, weak_unit = weakref.ref(self), weakref.ref(unit)
+
         def hook(parameter: Tensor) -> None:
-            if parameter.grad is None:  # put off to a later half of backward (pipeline/deferred.py)
-                return
+            flat, unit = weak_flat(), weak_unit()
+            if parameter.grad is None or flat is None or unit is None:
+                return  # put off to a later half of backward (pipeline/deferred.py)
             gradient, parameter.grad = parameter.grad, None
             if unit.arrive(entry, gradient):
                 # Where something is frozen, backward may still have to pass through it.
-                if unit.all_trainable and not (self.pipelined and unit.unit.kept):
+                if unit.all_trainable and not (flat.pipelined and unit.unit.kept):
                     unit.free()
-                self._launch(everything=False)
+                flat._launch(everything=False)
 
         return hook
 

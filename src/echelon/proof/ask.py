@@ -13,6 +13,7 @@ from echelon.layout.faults import Fault, FaultError
 from echelon.models import own, sizes
 from echelon.models.own import spec_of
 from echelon.models.sizes import ModelConfig
+from echelon.pipeline.schedules import file_fault
 from echelon.proof.case import Case
 from echelon.train.config import Config
 from echelon.train.start import default_procs
@@ -90,7 +91,13 @@ def parse(layouts: str | Sequence[str | Layout], case: Case) -> list[Layout]:
     text = layouts if isinstance(layouts, str) else "; ".join(str(layout) for layout in layouts)
     model = case.model if isinstance(case.model, ModelConfig) else None
     # No text would be the layout of one device; nothing that was asked is nothing.
-    return check_many(text, seq_len=case.seq_len, model=model) if text.strip("; ") else []
+    found = check_many(text, seq_len=case.seq_len, model=model) if text.strip("; ") else []
+    wrong = [(layout, fault) for layout in found if (fault := file_fault(layout))]
+    if wrong:
+        raise FaultError(
+            [Fault(key="schedule", value=one.schedule, rule=f"cannot be run: {why}") for one, why in wrong]
+        )
+    return found
 
 
 def check_leave_out(text: str) -> None:

@@ -142,9 +142,9 @@ class Prover:
         )
 
     def _differences(self, layout: Layout) -> list[Difference]:
-        truth = self._truth(layout)
+        case, truth = self._case(layout), self._truth(layout)
         reports: list[RankReport] = self.pool.run(
-            run_and_compare, layout.world, self.case, str(layout), self.leave_out, truth, timeout=120.0
+            run_and_compare, layout.world, case, str(layout), self.leave_out, truth, timeout=120.0
         )
         self._skipped |= any(report.skipped for report in reports)
         found: dict[tuple[int, str, str], Difference] = {}
@@ -164,6 +164,11 @@ class Prover:
         order = {name: index for index, name in enumerate(reports[0].names)}
         return sorted(found.values(), key=lambda d: (d.step, kinds.index(d.kind), order.get(d.name, 0)))
 
+    def _case(self, layout: Layout) -> Case:
+        """About as many updates for every schedule: rounding grows with each of them."""
+        updates = layout.accumulate if layout.schedule in ASYNCHRONOUS and layout.schedule != "2bw" else 1
+        return replace(self.case, steps=max(-(-self.case.steps // updates), min(self.case.steps, 3)))
+
     def _truth(self, layout: Layout) -> Path:
         """What one device computes: by the rule of the schedule, where that is another than everyone's."""
         rule = (layout.schedule, layout.pp) if layout.schedule in ASYNCHRONOUS else ()
@@ -171,7 +176,7 @@ class Prover:
         if key not in self._truths:
             path = self._folder / f"{'-'.join(map(str, key))}.safetensors"
             if rule:
-                self.pool.run(write_emulation, 1, self.case, str(layout), layout.batch, path, timeout=120.0)
+                self.pool.run(write_emulation, 1, self._case(layout), str(layout), layout.batch, path, timeout=120.0)
             else:
                 self.pool.run(write_truth, 1, self.case, layout.batch, layout.accumulate, path, timeout=120.0)
             self._truths[key] = path

@@ -18,6 +18,7 @@ from echelon.layout import Fault, FaultError, Layout, check, did_you_mean, gramm
 from echelon.layout.faults import closest
 from echelon.models import own, sizes
 from echelon.models.sizes import ModelConfig
+from echelon.pipeline.schedules import file_fault
 from echelon.train import keys
 from echelon.train.keys import Key, Only, Range, Setting
 
@@ -358,6 +359,8 @@ def _layout_faults(config: Config, world: int | None, refused: Set[str]) -> list
         layout = check(config.layout, world=world, batch=batch, seq_len=seq_len, model=model)
     except FaultError as error:
         return [*error.faults, *unbuilt]
+    if wrong := file_fault(layout):
+        unbuilt.append(Fault(key="schedule", value=layout.schedule, rule=f"cannot be run: {wrong}"))
     return [*unbuilt, *_stage_faults(config.pipeline.layers, layout, model), *_slice_faults(config)]
 
 

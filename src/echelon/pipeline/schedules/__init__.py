@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
+from echelon.layout import Layout
 from echelon.layout.faults import did_you_mean
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.schedules import (
@@ -26,7 +27,7 @@ from echelon.pipeline.schedules import (
     zb_v,
 )
 
-__all__ = ["FAMILIES", "FILE", "Family", "make"]
+__all__ = ["FAMILIES", "FILE", "Family", "file_fault", "make"]
 
 FILE = "file:"
 """what stands before the path of a schedule that the user wrote"""
@@ -149,3 +150,14 @@ def _fits(name: str, family: Family | None, chunks: int, slices: int) -> list[st
     if slices != 1 and not family.has_slices:
         faults.append(f"{name} has no slices (slices={slices}); give 1, or choose terapipe")
     return faults
+
+
+def file_fault(layout: Layout) -> str:
+    """What is wrong with the file of a layout's schedule, if it is one and something is."""
+    if not layout.schedule.startswith(FILE) or layout.pp == 1:
+        return ""
+    try:
+        make(layout.schedule, layout.pp, layout.accumulate)
+    except ValueError as error:
+        return str(error)
+    return ""
