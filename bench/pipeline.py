@@ -32,7 +32,7 @@ RATIO_BAR = 1.05
 """the largest ratio allowed, ours over torch's"""
 PADDED_BAR = 0.05
 """how far a measured step may be from the simulated one"""
-UNIT = 0.05
+UNIT = 0.1
 """seconds that a padded rank sleeps in F, in I and in W of a microbatch"""
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 

@@ -28,7 +28,7 @@ MAY_KNOW = {
     "memory": {"layout", "models", "rng"},
     "parallel": {"layout", "models", "memory", "rng", "compat"},
     "optim": {"layout", "parallel", "compat"},
-    "pipeline": {"layout", "models", "parallel", "compat"},
+    "pipeline": {"layout", "models", "parallel", "rng", "compat"},
     "launch": {"layout", "compat"},
     "train": {"layout", "models", "data", "memory", "parallel", "optim", "pipeline", "launch", "rng", "compat"},
     "proof": {"layout", "models", "parallel", "pipeline", "optim", "launch", "train", "rng"},

@@ -123,7 +123,14 @@ def test_parse_many_reports_the_faults_of_all_and_says_where():
 
 @pytest.mark.parametrize(
     "text",
-    ["", "dp=4,zero=3,shard=2", "dp=2,tp=4,sp=0,zero=2", "tp=2,microbatch=2,accumulate=4,recompute=full"],
+    [
+        "",
+        "dp=4,zero=3,shard=2",
+        "dp=2,tp=4,sp=0,zero=2",
+        "tp=2,microbatch=2,accumulate=4,recompute=full",
+        "pp=4,schedule=zb-v",
+        "pp=2,schedule=file:own.txt",
+    ],
 )
 def test_runs_today(text):
     assert Layout.parse(text).plan_only == ()
@@ -132,8 +139,6 @@ def test_runs_today(text):
 @pytest.mark.parametrize(
     ("text", "keys"),
     [
-        ("pp=2", ["pp"]),
-        ("pp=2,schedule=zb-v", ["pp", "schedule"]),
         ("cp=2", ["cp"]),
         ("cp=4,cp_kind=ring-ulysses,ulysses=2", ["cp", "cp_kind", "ulysses"]),
         ("tp=4,tp_kind=2d", ["tp_kind"]),

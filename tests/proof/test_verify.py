@@ -107,7 +107,7 @@ def test_a_wrong_record_of_owners_is_found(pool: Pool, monkeypatch: pytest.Monke
     assert "elements and" in verdict.trouble
 
 
-@pytest.mark.parametrize("layouts", ["tp=3; dp=2,zero=5", "pp=2; tp=8"])
+@pytest.mark.parametrize("layouts", ["tp=3; dp=2,zero=5", "cp=2; tp=8"])
 def test_all_faults_of_all_layouts_at_once(layouts: str) -> None:
     with pytest.raises(FaultError) as error:
         verify.verify("llama-tiny", layouts)
@@ -127,6 +127,6 @@ def test_the_truth_of_a_batch_is_computed_once(pool: Pool) -> None:
 
 
 def test_the_full_product_has_every_layout_and_option() -> None:
-    assert len(product.ALL_LAYOUTS) == 26
+    assert len(product.ALL_LAYOUTS) == 26 + 14
     found = list(product.variants())
     assert len(found) == len({(v.label, v.accumulate, v.recompute) for v in found}) == 2**6

@@ -179,8 +179,8 @@ def test_a_missing_file_and_a_folder(tmp_path):
 
 
 def test_what_is_not_built_is_refused_as_plan_only():
-    assert "plan only" in faults_of("layout=pp=2", world=2)["layout"].rule
-    assert {"layout", "tp"} <= set(faults_of("layout=pp=2,tp=8", world=16))
+    assert "plan only" in faults_of("layout=cp=2", world=2)["layout"].rule
+    assert {"layout", "tp"} <= set(faults_of("layout=cp=2,tp=8", world=16))
 
 
 def test_a_refused_value_does_not_cause_faults_of_other_keys():
