@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -97,6 +100,17 @@ class Axis:
         return tensor
 
 
+_live: weakref.WeakSet[Axes] = weakref.WeakSet()
+
+
+@atexit.register
+def _release_all() -> None:
+    """A process group that is destroyed while the interpreter ends aborts the process: its threads are still there."""
+    for axes in list(_live):
+        axes.release()
+    gc.collect()
+
+
 class Axes:
     """Every axis of a mesh from one rank, with its process groups made once, in the same order everywhere.
 
@@ -114,6 +128,13 @@ class Axes:
         self._made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
         for name in names:
             self.add(name)
+        _live.add(self)
+
+    def release(self) -> None:
+        """Lets go of the process groups."""
+        self._made.clear()
+        for axis in self._axes.values():
+            axis.group = axis.make_group = None
 
     def __getitem__(self, name: str) -> Axis:
         return self._axes[name]
