@@ -71,6 +71,7 @@ class Runtime:
         axis = parallel.axes["pp"]
         self.rank = axis.index
         self.mine = schedule.of(self.rank)
+        self._splits = any(action.kind is Kind.INPUT for action in schedule.lists[self.rank])
         self.units = Units(parallel.flat)
         self.pipes = Pipes(axis, parallel.options.device, 2 * schedule.stages + schedule.ranks)
         self.spans: list[tuple[str, float, float]] | None = None
@@ -91,7 +92,9 @@ class Runtime:
     # -- one step -----------------------------------------------------------------------------------------------------
 
     def train(self, works: Sequence[Work], seed: float) -> Tensor:
-        """Every action of the schedule but the updates. (sum of losses, number of targets) of this rank."""
+        """Every action of the schedule but the updates: those of a step need the norm over all stages, so whoever holds
+        the optimizer makes them together at the end. (sum of losses, number of targets) of this rank.
+        """
         self._works, self._seed = dict(enumerate(works)), seed
         self.totals.zero_()
         self.units.begin_step()
@@ -238,10 +241,6 @@ class Runtime:
 
     def _halved(self, passed: Passed) -> AbstractContextManager[object]:
         return deferred.Deferred(passed.later) if self._splits else nullcontext()
-
-    @property
-    def _splits(self) -> bool:
-        return any(action.kind is Kind.INPUT for action in self.schedule.lists[self.rank])
 
     def _set(self, work: Work, stage: int, m: int) -> None:
         """Dropout and sequence parallelism are told which microbatch this is."""
