@@ -24,19 +24,28 @@ Product = tuple[Tensor, Tensor, Tensor]
 
 class _Linear(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: list[Product]) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        # Recomputation hands back what was saved without its history, and the gradient must reach the weight itself.
-        ctx.weight, ctx.later, ctx.has_bias = weight, later, bias is not None
-        return F.linear(x, weight, bias)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        values: Tensor,
+        bias: Tensor | None,
+        _anchor: Tensor,
+        whole: tuple[Tensor],
+        later: list[Product],
+    ) -> Tensor:
+        # The weight comes without its history and, in a tuple, with it. The first half must not walk that history: what
+        # made the weight (weight normalisation, say) would have let go of its own inputs before the second half comes.
+        ctx.save_for_backward(x, values)
+        ctx.whole, ctx.later, ctx.has_bias = whole, later, bias is not None
+        return F.linear(x, values, bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None, None]:
         (gradient,) = gradients
-        x, weight = ctx.saved_tensors
-        ctx.later.append((ctx.weight, x, gradient))
+        x, values = ctx.saved_tensors
+        ctx.later.append((*ctx.whole, x, gradient))
         bias = gradient.flatten(0, -2).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        return gradient @ weight if ctx.needs_input_grad[0] else None, None, bias, None
+        return gradient @ values if ctx.needs_input_grad[0] else None, None, bias, None, None, None
 
 
 class Deferred(TorchFunctionMode):
@@ -56,7 +65,8 @@ class Deferred(TorchFunctionMode):
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if not weight.requires_grad:
             return F.linear(input, weight, bias)
-        out: Tensor = _Linear.apply(input, weight, bias, self.later)
+        anchor = weight.new_empty(0).requires_grad_()  # backward must come by, also where nothing else asks for it
+        out: Tensor = _Linear.apply(input, weight.detach(), bias, anchor, (weight,), self.later)
         return out
 
 
