@@ -32,6 +32,7 @@ from echelon.models.chain import Chain, Link
 from echelon.models.head import loss_sum
 from echelon.parallel.apply import Options
 from echelon.pipeline.runtime import Work
+from echelon.pipeline.schedules import of_layout
 from echelon.pipeline.stage import Stages, cut
 from echelon.train.engine import Engine
 
@@ -99,7 +100,7 @@ class Peer:
     def __init__(self, layout: Layout):
         self.model = models.build(CONFIG, seed=SEED)
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        homes = homes_of(layout)
+        homes = of_layout(layout).homes
         stages = cut(self.model, homes)
         mine = [stage for stage, home in enumerate(homes) if home == rank]
         parts = [
@@ -133,12 +134,6 @@ class Peer:
     def gradients(self) -> dict[str, Tensor]:
         found = {name: self.model.get_parameter(name).grad for name in self.used}
         return {name: gradient for name, gradient in found.items() if gradient is not None}
-
-
-def homes_of(layout: Layout) -> tuple[int, ...]:
-    from echelon.pipeline.schedules import make
-
-    return make(layout.schedule, layout.pp, layout.accumulate, chunks=layout.vpp).homes
 
 
 def holds(stages: Stages, stage: int, parameter: str) -> bool:

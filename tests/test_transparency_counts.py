@@ -21,6 +21,7 @@ from echelon.models.sizes import ModelConfig
 from echelon.parallel import shard
 from echelon.parallel.axis import enumerate_groups
 from echelon.parallel.tensor import Traffic
+from echelon.pipeline.stream import StreamRuntime
 from echelon.proof.case import Case
 from echelon.train.config import OptimizerConfig
 from echelon.train.engine import Engine, Options
@@ -143,6 +144,22 @@ def test_pipelines_issue_what_they_claim(pool: Pool, layout: str) -> None:
     _check(pool, replace(model, layers=4), layout)
 
 
+ASYNCHRONOUS = (
+    "pp=3,schedule=pipedream,accumulate=3",
+    "dp=2,pp=2,schedule=pipedream-vsync,accumulate=3,zero=0",
+    "dp=2,pp=2,schedule=pipedream,accumulate=3,zero=1",
+    "dp=2,pp=2,schedule=2bw,accumulate=3,zero=1",
+    "tp=2,pp=2,schedule=2bw,accumulate=3",
+    "tp=2,pp=2,schedule=pipedream,accumulate=3,recompute=full",
+)
+
+
+@pytest.mark.parametrize("layout", ASYNCHRONOUS)
+def test_asynchronous_pipelines_issue_what_they_claim(pool: Pool, layout: str) -> None:
+    """A step in the middle of the stream: the pipeline is full before it and after it."""
+    _check(pool, replace(LLAMA, tied=False, layers=4), layout)
+
+
 def test_copied_kv_heads_are_summed_once_a_step(pool: Pool) -> None:
     found = _check(pool, LLAMA, "dp=2,tp=4,zero=2,accumulate=2")
     pairs = [sum(n for (kind, group, _), n in each.issued.items() if len(group) == 2) for each in found]
@@ -216,6 +233,7 @@ def hold(model: ModelConfig, text: str, rule: OptimizerConfig, run: bool, comput
         "master": sum(size for _, size in masters - full),
         "gradients": sum(size for _, size in gradients),
         "optimizer": sum(t.untyped_storage().nbytes() for t in states),
+        "versions": 0,
     }
     claimed = shard.state_bytes(
         [unit.unit for unit in units],
@@ -267,6 +285,36 @@ def _check_memory(pool: Pool, layout: str, rule: OptimizerConfig, compute: torch
         # Nothing else of any size is kept: no gathered copy, no `.grad`, no buffer of a collective.
         assert each.found_by_gc == pytest.approx(sum(each.claimed.values()), rel=0.01)
     return held
+
+
+def hold_versions(model: ModelConfig, text: str) -> tuple[int, int]:
+    """On a rank, in the middle of a stream: bytes of the old versions that are kept, and what the cost says."""
+    layout = Layout.parse(text)
+    engine = Engine(models.build(model, "meta"), layout, ADAMW)
+    for step in range(3):
+        engine.step(Case(model=model, seq_len=SEQ_LEN).batch(step, layout.batch))
+    assert engine.pipeline is not None
+    runtime = engine.pipeline.runtime
+    assert isinstance(runtime, StreamRuntime)
+    kept = [next(iter(unit.values())) for version in runtime.versions.kept.values() for unit in version]
+    now = {unit.full.untyped_storage().data_ptr() for unit in engine.parallel.flat.units}
+    old = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+    claimed = shard.state_bytes(
+        [unit.unit for unit in engine.parallel.flat.units],
+        engine.parallel.policy,
+        compute_bytes=4,
+        master_bytes=4,
+        moments=2,
+        versions=engine.pipeline.versions,
+    )
+    return sum(size for pointer, size in old.items() if pointer not in now), claimed["versions"]
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-vsync", "2bw"])
+def test_kept_versions_take_the_bytes_that_the_memory_function_says(pool: Pool, schedule: str) -> None:
+    found = pool.run(hold_versions, 3, replace(LLAMA, tied=False), f"pp=3,accumulate=4,schedule={schedule}")
+    assert all(measured == claimed for measured, claimed in found), found
+    assert found[0][1] > 0
 
 
 def test_states_take_what_the_formulas_of_zero_say(pool: Pool) -> None:

@@ -10,9 +10,7 @@ import pytest
 from bench import padded
 from echelon.launch.pool import Pool
 from echelon.pipeline.actions import Kind
-from echelon.pipeline.schedules import FAMILIES
 
-SYNCHRONOUS = tuple(name for name in padded.SCHEDULES if not FAMILIES[name].asynchronous)
 UNIT = 0.1
 """seconds that a rank sleeps in F, in I and in W of a microbatch"""
 TRIES = 4
@@ -20,7 +18,7 @@ BAR = 0.05
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("schedule", SYNCHRONOUS)
+@pytest.mark.parametrize("schedule", padded.SCHEDULES)
 def test_a_step_takes_the_simulated_time(pool: Pool, schedule: str) -> None:
     simulated = padded.simulated(schedule, UNIT)
     found: list[float] = []

@@ -168,11 +168,12 @@ def collectives(
 
 
 def state_bytes(
-    units: Sequence[Unit], plan: Policy, *, compute_bytes: int, master_bytes: int, moments: int
+    units: Sequence[Unit], plan: Policy, *, compute_bytes: int, master_bytes: int, moments: int, versions: int = 1
 ) -> dict[str, int]:
     """Bytes a rank holds between steps, by category; `moments` is the number of optimizer values per element.
 
-    Where compute and master are the same type no second copy is kept: the shard is a slice of the whole.
+    An asynchronous pipeline holds several `versions` of its parameters at once, the newest among them. Where compute
+    and master are the same type no second copy is kept: the shard is a slice of the whole.
     """
     whole = sum(unit.shards * unit.shard_numel for unit in units)
     part = sum(unit.shard_numel for unit in units)
@@ -183,6 +184,7 @@ def state_bytes(
         "master": 0 if shared else part * master_bytes,
         "gradients": (part if plan.scatter_every_microbatch else whole) * master_bytes,
         "optimizer": moments * trainable * master_bytes,
+        "versions": (versions - 1) * whole * compute_bytes,
     }
 
 

@@ -128,6 +128,14 @@ class Split:
         """The rank of every stage, as a schedule has it; the first one where a stage has several."""
         return tuple(ranks[0] for ranks in self.ranks)
 
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Of every stage, its number of layers, as `by_hand` takes them."""
+        names = [name for links in self.links for name in links]
+        ends = {layer[-1] for layer in grouped(len(names), glued(names))}
+        bounds = [*accumulate(map(len, self.links), initial=0)]
+        return tuple(sum(end in range(start, stop) for end in ends) for start, stop in pairwise(bounds))
+
     def of(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank holds, in the order of the model."""
         return tuple(stage for stage, ranks in enumerate(self.ranks) if rank in ranks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -21,21 +22,21 @@ from echelon.pipeline.lower import lower
 from echelon.pipeline.recording import timelines
 from echelon.pipeline.runtime import Runtime, Work
 from echelon.pipeline.schedule import Schedule
-from echelon.pipeline.schedules import FILE, make
+from echelon.pipeline.schedules import FILE, make, of_layout
 from echelon.pipeline.slice_runtime import SliceRuntime
 from echelon.pipeline.stage import cut
 from echelon.pipeline.stream import StreamRuntime, Update
 from echelon.pipeline.timeline import Timeline
+from echelon.pipeline.validate import versions_held
 
 
 class Pipeline:
     """One rank's part of a pipelined model."""
 
     def __init__(self, model: nn.Module, layout: Layout, options: Options):
-        chunks = 0 if layout.schedule.startswith(FILE) else layout.vpp  # a file says by itself how many it has
-        self.schedule = lower(make(layout.schedule, layout.pp, layout.accumulate, chunks=chunks))
+        self.schedule = lower(of_layout(layout))
         refuse_versions(layout.schedule, self.schedule)
-        self.stages = cut(model, self.schedule.homes, options.stage_layers)
+        self.stages = cut(model, self.schedule.homes, options.stage_layers, options.link_costs)
         held = self.stages.held(Mesh(layout).coordinates(world_rank())["pp"])
         self.parallel = apply(model, layout, options, held)
         links = [self.stages.links(stage) for stage in range(self.schedule.stages)]
@@ -43,7 +44,7 @@ class Pipeline:
         self.runtime: Runtime
         if self.asynchronous:
             refuse_copies(self.parallel)
-            every = layout.accumulate if layout.schedule == "2bw" else 1
+            every = layout.accumulate // self.updates
             self.runtime = StreamRuntime(self.parallel, self.stages.chain, links, self.schedule, per_update=every)
         elif layout.schedule == "terapipe":
             given = options.slices
@@ -59,6 +60,31 @@ class Pipeline:
         return {
             unit.unit.name: sum(unit in part for part in self.parallel.flat.parts) for unit in self.parallel.flat.units
         }
+
+    @property
+    def updates(self) -> int:
+        """Updates of a step: PipeDream's two make one of every microbatch."""
+        layout = self.parallel.layout
+        return layout.accumulate if self.asynchronous and layout.schedule != "2bw" else 1
+
+    @property
+    def versions(self) -> int:
+        """The most versions of its weights that this rank holds at once."""
+        layout = self.parallel.layout
+        if not self.asynchronous:
+            return 1
+        # After as many microbatches as there are stages, and two steps more, a stream only repeats itself.
+        steps = range(2 + -(-layout.pp // layout.accumulate))
+        windows = [
+            make(layout.schedule, layout.pp, layout.accumulate, first=step * layout.accumulate, drain=False)
+            for step in steps
+        ]
+        lists = tuple(tuple(chain.from_iterable(parts)) for parts in zip(*(w.lists for w in windows), strict=True))
+        return versions_held(replace(windows[0], lists=lists))[self.runtime.rank]
+
+    def news(self) -> list[Collective]:
+        """What tells the stages of an asynchronous schedule how many targets an update has."""
+        return self.runtime.news(self.updates) if isinstance(self.runtime, StreamRuntime) else []
 
     def share(self, traffic: Traffic) -> Traffic:
         """A transformer's traffic on this rank alone."""

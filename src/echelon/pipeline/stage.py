@@ -36,11 +36,21 @@ class Stages:
         return tuple(name for link in self.links(stage) for name in link.modules)
 
 
-def cut(model: nn.Module, homes: Sequence[int], layers: Sequence[int] = ()) -> Stages:
-    """The stages of a model on the ranks of a schedule, balanced, or with these numbers of layers."""
+def cut(
+    model: nn.Module, homes: Sequence[int], layers: Sequence[int] = (), costs: Sequence[float] | None = None
+) -> Stages:
+    """The stages of a model on the ranks of a schedule, balanced, or with these numbers of layers.
+
+    Without the costs of its links they are counted.
+    """
     chain = chain_of(model)
     names = [link.name for link in chain.links]
-    costs = [_cost(model, link) for link in chain.links]
+    if costs and len(costs) != len(names):
+        raise ValueError(
+            f"the profile is of another model ({len(costs)} links, this one has {len(names)}); measure it again "
+            "(pipeline.profile=measure)"
+        )
+    costs = costs or [_cost(model, link) for link in chain.links]
     split = Split.by_hand(names, costs, homes, layers) if layers else Split.balanced(names, costs, homes)
     return Stages(chain=chain, split=split)
 

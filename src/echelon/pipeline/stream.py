@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from echelon.layout.cost import Collective
 from echelon.models.chain import Chain, Link
 from echelon.parallel.apply import Parallel
 from echelon.pipeline.actions import Action, Kind
@@ -166,6 +167,15 @@ class StreamRuntime(Runtime):
             if rank != source:
                 self.pipes.send(2 * self.schedule.stages + rank, rank, "update", (news,), form)
         return count, started
+
+    def news(self, updates: int) -> list[Collective]:
+        """The cost of `_told`: counts are summed over dp on the last stage, which tells the others."""
+        if not self.is_last:
+            return []
+        others, dp = self.schedule.ranks - 1, self.parallel.axes["dp"].size
+        sent = Collective(kind="send", axis="pp", bytes=16, count=others * updates, hidden=True, part="news of updates")
+        summed = Collective(kind="all_reduce", axis="dp", bytes=16, count=updates, part="news of updates")
+        return [sent, summed] if dp > 1 else [sent]
 
 
 def _no_update(_scale: float, _lr: float) -> None:

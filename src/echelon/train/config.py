@@ -18,6 +18,7 @@ from echelon.layout import Fault, FaultError, Layout, check, did_you_mean, gramm
 from echelon.layout.faults import closest
 from echelon.models import own, sizes
 from echelon.models.sizes import ModelConfig
+from echelon.pipeline.profile import Profile
 from echelon.pipeline.schedules import file_fault
 from echelon.train import keys
 from echelon.train.keys import Key, Only, Range, Setting
@@ -27,6 +28,8 @@ AT_LEAST_0 = Range(low=0)
 AT_LEAST_1 = Range(low=1)
 SHARE = Range(low=0, high=1)
 BELOW_ONE = Range(low=0, high=1, high_open=True)
+MEASURE = "measure"
+"""the `pipeline.profile` that is made before a run"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +104,9 @@ class ShardConfig:
 class PipelineConfig:
     layers: Annotated[tuple[int, ...], AT_LEAST_1] = ()
     """Under pp, layers of each stage, e.g. [3, 2, 2]. Empty: balanced, with embedding and head counted."""
+    profile: str = ""
+    """Under pp, what layers are split by: `measure` times each before the run, else a file that such a run left
+    (RUN/profile.json). Empty: their parameters are counted."""
     slices: Annotated[tuple[int, ...], AT_LEAST_1] = ()
     """With schedule=terapipe, tokens of each slice of a sequence, e.g. [64, 40, 24]. Empty: chosen."""
 
@@ -289,7 +295,7 @@ def _idle(config: Config) -> dict[str, str]:
     if layout.zero != 3:
         idle |= dict.fromkeys(("shard.reshard_after_forward", "shard.prefetch"), f"zero={layout.zero}")
     if layout.pp == 1:
-        idle |= dict.fromkeys(("pipeline.layers", "pipeline.slices"), "pp=1")
+        idle |= dict.fromkeys(("pipeline.layers", "pipeline.profile", "pipeline.slices"), "pp=1")
     elif layout.schedule != "terapipe":
         idle["pipeline.slices"] = f"schedule={layout.schedule}"
     if layout.pp > 1 and layout.zero == 3:
@@ -361,7 +367,8 @@ def _layout_faults(config: Config, world: int | None, refused: Set[str]) -> list
         return [*error.faults, *unbuilt]
     if wrong := file_fault(layout):
         unbuilt.append(Fault(key="schedule", value=layout.schedule, rule=f"cannot be run: {wrong}"))
-    return [*unbuilt, *_stage_faults(config.pipeline.layers, layout, model), *_slice_faults(config)]
+    stages = [*_stage_faults(config.pipeline.layers, layout, model), *_profile_faults(config.pipeline)]
+    return [*unbuilt, *stages, *_slice_faults(config)]
 
 
 def _slice_faults(config: Config) -> Iterator[Fault]:
@@ -369,6 +376,17 @@ def _slice_faults(config: Config) -> Iterator[Fault]:
     if slices and sum(slices) != config.seq_len:
         rule = f"does not make up a sequence (seq_len={config.seq_len})"
         yield Fault(key="pipeline.slices", value=str(list(slices)), rule=rule, legal=f"a sum of {config.seq_len}")
+
+
+def _profile_faults(pipeline: PipelineConfig) -> Iterator[Fault]:
+    key, given = "pipeline.profile", pipeline.profile
+    if given and pipeline.layers:
+        yield Fault(key=key, value=given, rule="leaves nothing to choose beside pipeline.layers", hint="give one")
+    if given and given != MEASURE:
+        try:
+            Profile.from_json(Path(given).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, ValueError) as error:
+            yield Fault(key=key, value=given, rule=f"cannot be read ({error})", legal=f"{MEASURE}, or RUN/profile.json")
 
 
 def _stage_faults(layers: tuple[int, ...], layout: Layout, model: ModelConfig | None) -> Iterator[Fault]:

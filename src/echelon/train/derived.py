@@ -45,6 +45,7 @@ def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterato
         compute_bytes=options.compute.itemsize,
         master_bytes=options.master.itemsize,
         moments=num_moments(engine.rule),
+        versions=engine.pipeline.versions if engine.pipeline is not None else 1,
     )
     shares = ", ".join(f"{key} {size(value)}" for key, value in held.items() if value)
     yield "states per rank", size(sum(held.values())), shares

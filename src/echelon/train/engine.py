@@ -13,9 +13,10 @@ does not bind.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,18 +40,36 @@ Batch = Mapping[str, Tensor]
 """the model's keyword arguments; the first dimension of each is samples"""
 
 
-@dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a step did, equal on every rank."""
+    """What a step did, equal on every rank. Reading it may wait for ranks that are not through with the step yet."""
 
-    loss: float
-    """mean over all valid targets of the step; 0 where there is none"""
-    count: int
-    """valid targets of the step"""
-    norm: float
-    """of the mean loss's gradient, before clipping"""
-    skipped: bool
-    """no valid target: nothing was updated"""
+    def __init__(self, ask: Callable[[], tuple[float, float, float]]):
+        self._ask = ask
+
+    @cached_property
+    def _told(self) -> tuple[float, float, float]:
+        """(sum of losses, number of valid targets, norm)"""
+        return self._ask()
+
+    @property
+    def loss(self) -> float:
+        """mean over all valid targets of the step; 0 where there is none"""
+        return self._told[0] / max(self._told[1], 1.0)
+
+    @property
+    def count(self) -> int:
+        """valid targets of the step"""
+        return int(self._told[1])
+
+    @property
+    def norm(self) -> float:
+        """of the mean loss's gradient, before clipping"""
+        return self._told[2]
+
+    @property
+    def skipped(self) -> bool:
+        """no valid target: nothing was updated"""
+        return self.count == 0
 
 
 @dataclass(frozen=True)
@@ -151,10 +170,14 @@ class Engine:
             self.parallel.flat.updated()
             self._last_count = count
         self.num_steps += 1
-        return StepResult(loss=loss_sum / max(count, 1.0), count=int(count), norm=norm, skipped=count == 0)
+        return StepResult(lambda: (loss_sum, count, norm))
 
     def _window(self, pipeline: Pipeline, works: list[Work], lr: float) -> StepResult:
-        """A step of an asynchronous schedule: updates happen inside it, each with the norm of its own stage."""
+        """A step of an asynchronous schedule: updates happen inside it, each with the norm of its own stage.
+
+        The ranks tell each other the loss, but no rank waits for it: the first stages go on to the next step while the
+        last is at this one.
+        """
         squares = torch.zeros((), dtype=torch.float64, device=self.parallel.options.device)
 
         def update(scale: float, lr: float) -> None:
@@ -166,10 +189,16 @@ class Engine:
 
         totals = pipeline.window(works, update, lr)
         last = squares if self.parallel.axes.at["dp"] == 0 else torch.zeros_like(squares)
-        together = self.parallel.axes["pp*dp"].all_reduce(torch.cat([totals, last[None]]))
-        loss_sum, count, square = together.tolist()
+        together = torch.cat([totals, last[None]])
+        telling = self.parallel.axes["pp*dp"].start_all_reduce(together)
+
+        def ask() -> tuple[float, float, float]:
+            telling.wait()
+            loss_sum, count, square = together.tolist()
+            return loss_sum, count, square**0.5
+
         self.num_steps += 1
-        return StepResult(loss=loss_sum / max(count, 1.0), count=int(count), norm=square**0.5, skipped=count == 0)
+        return StepResult(ask)
 
     def drain(self) -> None:
         """Ends what an asynchronous schedule has under way: after it, every microbatch has made its update."""
@@ -252,19 +281,9 @@ class Engine:
 
         `traffic` describes the model where tp > 1 or pp > 1. The first step of a pipeline also sends shapes.
         """
-        options, units = self.parallel.options, self.parallel.placement.units
-        reduce_bytes = options.master.itemsize
+        options = self.parallel.options
         slices = self.pipeline.slices(traffic) if self.pipeline is not None and traffic is not None else ()
-        found = list(
-            shard.collectives(
-                units,
-                self.parallel.policy,
-                accumulate=self.layout.accumulate * max(len(slices), 1),
-                compute_bytes=options.compute.itemsize,
-                reduce_bytes=reduce_bytes,
-                stages=self.pipeline.uses if self.pipeline is not None else None,
-            )
-        )
+        found: list[Collective] = []
         if traffic is not None:
             mine = traffic if self.pipeline is None else self.pipeline.share(traffic)
             for length in slices or (mine.seq_len,):
@@ -276,9 +295,30 @@ class Engine:
             element_bytes=max(options.compute.itemsize, 4),
             recompute=self.layout.recompute == "full",
         )
-        found += tensor.partial_sums(units, self.parallel.axes.at["shard"], reduce_bytes)
+        updates = self.pipeline.updates if self.pipeline is not None else 1
+        once = self._of_an_update(self.layout.accumulate * max(len(slices), 1) // updates)
+        found += [replace(item, count=item.count * updates) for item in once]
+        found += self.pipeline.news() if self.pipeline is not None else []
         if self.parallel.axes[self._loss_axis].size > 1:
-            found.append(Collective(kind="all_reduce", axis=self._loss_axis, bytes=16, part="loss and count"))
+            size = 24 if self.pipeline is not None and self.pipeline.asynchronous else 16
+            found.append(Collective(kind="all_reduce", axis=self._loss_axis, bytes=size, part="loss and count"))
+        return found
+
+    def _of_an_update(self, accumulate: int) -> list[Collective]:
+        """What the gradients of so many microbatches and the update they make issue."""
+        options, units = self.parallel.options, self.parallel.placement.units
+        reduce_bytes = options.master.itemsize
+        found = list(
+            shard.collectives(
+                units,
+                self.parallel.policy,
+                accumulate=accumulate,
+                compute_bytes=options.compute.itemsize,
+                reduce_bytes=reduce_bytes,
+                stages=self.pipeline.uses if self.pipeline is not None else None,
+            )
+        )
+        found += tensor.partial_sums(units, self.parallel.axes.at["shard"], reduce_bytes)
         if self.norm.axis.size > 1:
             found.append(Collective(kind="all_reduce", axis=self.norm.axis.name, bytes=8, part="norm"))
         return found

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass
+from collections import deque
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -12,8 +14,10 @@ from echelon.launch.world import World, join
 from echelon.layout import check
 from echelon.parallel.apply import WORLD, Options
 from echelon.pipeline import timeline
+from echelon.pipeline.measure import everywhere, measured_split, profile_of
+from echelon.pipeline.profile import Profile
 from echelon.train import metrics
-from echelon.train.config import Config
+from echelon.train.config import MEASURE, Config
 from echelon.train.derived import derived
 from echelon.train.display import Display, Progress, duration, number, percent, short
 from echelon.train.engine import Engine, StepResult
@@ -44,6 +48,14 @@ class Summary:
     """the last checkpoint; none are written yet"""
 
 
+@dataclass(frozen=True)
+class _Step:
+    number: int
+    result: StepResult
+    lr: float
+    seconds: float
+
+
 def train_here(config: Config, quiet: bool = False) -> Summary:
     """Trains on the ranks this process was started among: all of them call this, rank 0's summary names the run."""
     with join(config.device, config.timeout) as world:
@@ -72,16 +84,36 @@ class Loop:
             stage_layers=config.pipeline.layers,
             slices=config.pipeline.slices,
         )
+        self.profile = self._profile(options) if config.pipeline.profile else None
+        if self.profile is not None:
+            split = measured_split(self.profile, self.layout, world.device)
+            options = replace(options, stage_layers=split.layers, link_costs=self.profile.seconds)
         self.engine = Engine(self.task.build(), self.layout, config.optimizer, clip=config.clip, options=options)
         self.engine.model.train()
         self.peak = metrics.peak_flops(world.device)
         self.display = Display(config.steps, quiet=quiet or world.rank > 0)
         self._memory = 0
 
+    def _profile(self, options: Options) -> Profile:
+        """What each layer takes: read from a file, or measured here."""
+        given = self.config.pipeline.profile
+        if given != MEASURE:
+            return Profile.from_json(Path(given).read_text(encoding="utf-8"))
+        return everywhere(
+            lambda: profile_of(
+                self.task.build(),
+                self.task.example(self.layout.microbatch),
+                device=options.device,
+                dtype=options.compute,
+            )
+        )
+
     def run(self) -> Summary:
         rows = [*self.task.describe(), *derived(self.config, self.engine, self.peak, torch.get_num_threads())]
         self.display.header(f"{self.task.name} on {self.world.world_size} x {self.world.device.type}", rows)
         run = Run.create(self.config, {"layout": str(self.layout), "derived": rows}) if self.world.rank == 0 else None
+        if run is not None and self.profile is not None:
+            run.write("profile.json", self.profile.to_json())
         try:
             with self.display:
                 summary = self._steps(run)
@@ -99,42 +131,29 @@ class Loop:
     def _steps(self, run: Run | None) -> Summary:
         config, busy, warm = self.config, 0.0, 0.0
         eval_loss: float | None = None
-        result = StepResult(loss=0.0, count=0, norm=0.0, skipped=True)
         pipeline = self.engine.pipeline
+        untold: deque[_Step] = deque()
+        # Ranks of an asynchronous schedule end a step at different times. Told one step later, nobody waits for it.
+        late = 1 if pipeline is not None and pipeline.asynchronous else 0
         for step in range(config.steps):
             begun = time.perf_counter()
             lr = learning_rate(step, config.steps, config)
-            if pipeline is not None and step == config.steps - 1:
+            last = step + 1 == config.steps
+            if pipeline is not None and last:
                 pipeline.record()
             result = self.engine.run(self.task.microbatches(self.engine, step), lr=lr)
             seconds = time.perf_counter() - begun
             busy += seconds
             warm += seconds if step else 0.0  # the first step allocates, and would spoil the mean
-            progress = self._progress(step + 1, result, self._tokens(result) / seconds)
-            self.display.step(progress)
-            if result.skipped:
-                self.display.note(f"step {step + 1} had no valid target: nothing was updated")
-            if run is not None:
-                run.log(
-                    "step",
-                    **asdict(progress),
-                    lr=lr,
-                    norm=result.norm,
-                    count=result.count,
-                    skipped=result.skipped,
-                    seconds=seconds,
-                )
-            if not math.isfinite(result.loss + result.norm):
-                raise ValueError(
-                    f"training diverged at step {step + 1} (loss {result.loss}, gradient norm {result.norm}); "
-                    "lower optimizer.lr, or set clip"
-                )
-            if pipeline is not None and step + 1 == config.steps:
+            untold.append(_Step(step + 1, result, lr, seconds))
+            while len(untold) > (0 if last else late):
+                self._tell(untold.popleft(), run)
+            if pipeline is not None and last:
                 found = pipeline.recorded()
                 if found is not None and run is not None:
                     timeline.write(run.path, *found)
                 self.engine.drain()
-            if config.eval.every and ((step + 1) % config.eval.every == 0 or step + 1 == config.steps):
+            if config.eval.every and ((step + 1) % config.eval.every == 0 or last):
                 eval_loss = self.engine.evaluate(self.task.evaluation(self.engine))
                 if eval_loss is not None:
                     self.display.evaluation(step + 1, eval_loss)
@@ -152,6 +171,29 @@ class Loop:
             goodput=busy / (time.perf_counter() - self.started),
             eval_loss=eval_loss,
         )
+
+    def _tell(self, step: _Step, run: Run | None) -> None:
+        """Shows and logs a step; raises where it has no finite loss."""
+        result, seconds = step.result, step.seconds
+        progress = self._progress(step.number, result, self._tokens(result) / seconds)
+        self.display.step(progress)
+        if result.skipped:
+            self.display.note(f"step {step.number} had no valid target: nothing was updated")
+        if run is not None:
+            run.log(
+                "step",
+                **asdict(progress),
+                lr=step.lr,
+                norm=result.norm,
+                count=result.count,
+                skipped=result.skipped,
+                seconds=seconds,
+            )
+        if not math.isfinite(result.loss + result.norm):
+            raise ValueError(
+                f"training diverged at step {step.number} (loss {result.loss}, gradient norm {result.norm}); "
+                "lower optimizer.lr, or set clip"
+            )
 
     def _tokens(self, result: StepResult) -> int:
         """What a step's rate counts: tokens of text, or valid targets of a user's module."""

@@ -4,6 +4,7 @@ runs/gpt-tiny-20250131-120000/
   config.toml    every key that has an effect: `echelon train config.toml` repeats the run
   plan.json      the layout and every derived number
   log.jsonl      one JSON object per line, in the order things happened
+  profile.json   of a pipeline that was split by it: what each layer takes
   timeline.json  of a pipeline: the actions of the last step, planned and measured (`echelon draw RUN`)
 """
 
@@ -55,8 +56,8 @@ class Run:
             except OSError as error:
                 raise _unwritable(path, error) from error
             run = cls(path=path)
-            run._write("plan.json", json.dumps(_finite(plan), indent=2, ensure_ascii=False) + "\n")
-            run._write("log.jsonl", "")
+            run.write("plan.json", json.dumps(_finite(plan), indent=2, ensure_ascii=False) + "\n")
+            run.write("log.jsonl", "")
             return run
         raise AssertionError("unreachable: the numbers do not end")
 
@@ -119,7 +120,7 @@ class Run:
     ) -> None:
         self.close()
 
-    def _write(self, name: str, text: str) -> None:
+    def write(self, name: str, text: str) -> None:
         try:
             (self.path / name).write_text(text, encoding="utf-8", errors="backslashreplace")
         except OSError as error:

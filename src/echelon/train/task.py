@@ -38,6 +38,10 @@ class Task(Protocol):
 
     def describe(self) -> list[Derived]: ...
 
+    def example(self, rows: int) -> dict[str, Tensor]:
+        """Some inputs of the model."""
+        ...
+
     def microbatches(self, engine: Engine, step: int) -> Iterator[Microbatch]:
         """This rank's microbatches of a step."""
         ...
@@ -85,6 +89,9 @@ class TextTask:
     def describe(self) -> list[Derived]:
         return self.dataset.describe()
 
+    def example(self, rows: int) -> dict[str, Tensor]:
+        return _tensors(self.dataset.batch(np.arange(rows)))
+
     def microbatches(self, engine: Engine, step: int) -> Iterator[Microbatch]:
         first = step * self.config.batch
         for rows in engine.rows(self.config.batch):
@@ -127,6 +134,9 @@ class OwnTask:
         return [
             ("data", f"{self._batch.__name__}(rows, step)", "made by the file of the model, the same on every rank")
         ]
+
+    def example(self, rows: int) -> dict[str, Tensor]:
+        return {key: value[:rows] for key, value in self._batch(self.config.batch, 0).items()}
 
     def microbatches(self, engine: Engine, step: int) -> Iterator[Microbatch]:
         return engine.microbatches(self._batch(self.config.batch, step))

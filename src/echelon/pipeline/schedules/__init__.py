@@ -27,7 +27,7 @@ from echelon.pipeline.schedules import (
     zb_v,
 )
 
-__all__ = ["FAMILIES", "FILE", "Family", "file_fault", "make"]
+__all__ = ["FAMILIES", "FILE", "Family", "file_fault", "make", "of_layout"]
 
 FILE = "file:"
 """what stands before the path of a schedule that the user wrote"""
@@ -123,6 +123,12 @@ def make(
     return family.build(ranks, chunks, microbatches)
 
 
+def of_layout(layout: Layout) -> Schedule:
+    """The schedule of a step; TeraPipe's before its sequences are sliced."""
+    chunks = 0 if layout.schedule.startswith(FILE) else layout.vpp  # a file says by itself how many it has
+    return make(layout.schedule, layout.pp, layout.accumulate, chunks=chunks)
+
+
 def _sizes(ranks: int, microbatches: int, chunks: int, slices: int, first: int) -> list[str]:
     given = {"ranks": ranks, "microbatches": microbatches, "slices": slices, "chunks": chunks, "first": first}
     least = {"chunks": 0, "first": 0}
@@ -157,7 +163,7 @@ def file_fault(layout: Layout) -> str:
     if not layout.schedule.startswith(FILE) or layout.pp == 1:
         return ""
     try:
-        make(layout.schedule, layout.pp, layout.accumulate)
+        of_layout(layout)
     except ValueError as error:
         return str(error)
     return ""

@@ -1,0 +1,124 @@
+"""What old weights cost: the evaluation loss that asynchronous schedules end at, beside 1F1B's, on the demo's text.
+
+    python bench/staleness.py                      4 stages, 300 steps, 3 seeds: about ten minutes on two cores
+    python bench/staleness.py --only 2bw --seeds 1
+    python bench/staleness.py --json               one JSON object on stdout
+
+Every run is `echelon train` with the demo's configuration and nothing changed but the schedule; weights are untied for
+all of them, 1F1B too. A step of PipeDream makes an update for each of its microbatches, one of 1F1B and of 2BW makes
+one. Exits with 1 when a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+BAR = 0.05
+"""nats that the mean over seeds may be away from 1F1B's"""
+PEER = "1f1b"
+SCHEDULES = (PEER, "pipedream", "pipedream-vsync", "2bw")
+LAYOUT = "pp=4,accumulate=4"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    schedule: str
+    losses: list[float]
+    """of every seed"""
+    difference: float
+    """of the means, to 1F1B"""
+
+    @property
+    def mean(self) -> float:
+        return statistics.mean(self.losses)
+
+    @property
+    def passed(self) -> bool:
+        return abs(self.difference) <= BAR
+
+
+def loss(schedule: str, seed: int, steps: int) -> float:
+    """The evaluation loss that a run ends at."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {
+            "layout": f"{LAYOUT},schedule={schedule}",
+            "steps": steps,
+            "seed": seed,
+            "tied": "false",
+            "eval.every": steps,
+            "eval.batches": 16,
+            "sample.tokens": 0,
+            "run": f"{folder}/run",
+        }
+        command = [sys.executable, "-m", "echelon", "train", "--json"]
+        for key, value in settings.items():
+            command += ["--set", f"{key}={value}"]
+        done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"a run failed (schedule={schedule}, seed={seed}):\n{done.stderr}")
+    return float(json.loads(done.stdout)["eval_loss"])
+
+
+def measure(schedules: list[str], seeds: int, steps: int, shown: Callable[..., object]) -> list[Row]:
+    work = [(schedule, seed) for schedule in schedules for seed in range(seeds)]
+    found: dict[str, list[float]] = {schedule: [] for schedule in schedules}
+    for schedule, seed in shown(work):  # type: ignore[attr-defined]
+        found[schedule].append(loss(schedule, seed, steps))
+    peer = statistics.mean(found[PEER])
+    return [
+        Row(schedule=schedule, losses=losses, difference=statistics.mean(losses) - peer)
+        for schedule, losses in found.items()
+    ]
+
+
+def table(rows: list[Row], steps: int) -> Table:
+    found = Table(title=f"evaluation loss after {steps} steps, {LAYOUT}", box=None, pad_edge=False)
+    found.add_column("schedule", no_wrap=True)
+    for heading in ("seeds", "mean", f"minus {PEER}", "bar"):
+        found.add_column(heading, justify="right", no_wrap=True)
+    found.add_column("")
+    for row in rows:
+        seeds = " ".join(f"{loss:.3f}" for loss in row.losses)
+        verdict = "[green]PASS" if row.passed else "[red]MISS"
+        found.add_row(row.schedule, seeds, f"{row.mean:.3f}", f"{row.difference:+.3f}", f"{BAR:.2f}", verdict)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3, help="runs of every schedule (default 3)")
+    parser.add_argument("--steps", type=int, default=300, help="steps of a run (default 300)")
+    parser.add_argument("--only", action="append", choices=SCHEDULES[1:], help="one schedule beside 1f1b; repeatable")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else")
+    options = parser.parse_args()
+    for name in ("seeds", "steps"):
+        if getattr(options, name) < 1:
+            parser.error(f"there must be something to measure (--{name} {getattr(options, name)}); use 1 or more")
+    console = Console(stderr=True)
+    rows = measure(
+        [PEER, *(options.only or SCHEDULES[1:])],
+        options.seeds,
+        options.steps,
+        lambda work: track(work, "runs", console=console),
+    )
+    passed = all(row.passed for row in rows)
+    if options.json:
+        print(json.dumps({"passed": passed, "rows": [asdict(row) for row in rows]}))
+    else:
+        Console().print(table(rows, options.steps))
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""A model is tried link by link before a run, and cut by what that found."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import echelon as ec
+from echelon import models
+from echelon.launch.pool import Pool
+from echelon.layout import Layout
+from echelon.pipeline.measure import everywhere, measured_split, profile_of, speeds
+from echelon.pipeline.profile import LinkProfile, Profile
+from echelon.train.config import Config
+from echelon.train.loop import train_here
+
+CPU = torch.device("cpu")
+
+
+class Uneven(nn.Module):
+    """Four layers of one size, of which the first sleeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        pair = None
+        for link in self.chain().links:
+            pair = link.run(pair, None, x=x)
+        return pair
+
+    def chain(self):
+        return ec.Chain(links=tuple(ec.Link(f"layers.{i}", (f"layers.{i}",), self._run(i)) for i in range(4)))
+
+    def _run(self, index):
+        def run(carried, _shared, x):
+            time.sleep(0.02 if index == 0 else 0.0)
+            out = self.layers[index](x if carried is None else carried)
+            return (out.sum(), len(out)) if index == 3 else out
+
+        return run
+
+
+def profile():
+    return profile_of(Uneven(), {"x": torch.ones(2, 4)}, device=CPU, dtype=torch.float32, repeats=2)
+
+
+def test_every_link_is_tried_once_and_the_slow_one_is_found():
+    found = profile()
+    assert found.names == tuple(f"layers.{i}" for i in range(4))
+    assert found.source == "measured"
+    assert found.links[0].forward_s >= 0.02 > max(link.seconds for link in found.links[1:])
+    assert {link.activation_bytes for link in found.links[:3]} == {2 * 4 * 4}
+    assert {link.parameter_bytes for link in found.links} == {4 * (4 * 4 + 4)}
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny"])
+def test_a_model_on_the_meta_device_is_tried_with_only_one_link_in_memory(name):
+    model = models.build(models.find(name), "meta")
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    found = profile_of(model, {"tokens": tokens, "targets": tokens}, device=CPU, dtype=torch.float32, repeats=1)
+    assert len(found.links) == models.find(name).layers + 2
+    assert all(link.seconds > 0 for link in found.links)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def split_of_uneven():
+    found = everywhere(profile)
+    split = measured_split(found, Layout.parse("pp=2"), CPU)
+    return split.layers, found.to_json()
+
+
+def test_all_ranks_cut_alike_and_the_slow_layer_is_alone(pool: Pool):
+    first, second = pool.run(split_of_uneven, 2)
+    assert first == second
+    assert first[0] == (1, 3)
+
+
+def wires():
+    return speeds((0, 1, 1, 0), (0, 1), 1000, CPU)
+
+
+def test_wires_are_tried_between_ranks_and_not_inside_one(pool: Pool):
+    first, second = pool.run(wires, 2)
+    assert first == second
+    assert first[1] == 1.0
+    assert min(first[0], first[2]) > 1000
+
+
+def trained(profile, run):
+    settings = ["layout=pp=2,accumulate=2", "batch=2", "seq_len=16", "steps=2", "eval.every=0", "sample.tokens=0"]
+    return train_here(Config.load(None, [*settings, f"pipeline.profile={profile}", f"run={run}"]), quiet=True).loss
+
+
+def test_a_run_can_be_cut_by_a_profile_and_leaves_it(pool: Pool, tmp_path):
+    measured = pool.run(trained, 2, "measure", str(tmp_path / "one"))[0]
+    left = tmp_path / "one" / "profile.json"
+    assert Profile.from_json(left.read_text()).source == "measured"
+    given = pool.run(trained, 2, str(left), str(tmp_path / "two"))[0]
+    assert measured == pytest.approx(given, rel=1e-5)
+
+
+def test_a_profile_that_cannot_be_used_is_refused_before_anything_starts(tmp_path):
+    file = tmp_path / "profile.json"
+    file.write_text("{}")
+    with pytest.raises(ec.FaultError, match="cannot be read"):
+        Config.load(None, ["layout=pp=2,accumulate=2", f"pipeline.profile={file}"])
+    with pytest.raises(ec.FaultError, match="no effect"):
+        Config.load(None, ["pipeline.profile=measure"])
+    with pytest.raises(ec.FaultError, match=r"beside pipeline\.layers"):
+        Config.load(None, ["layout=pp=2,accumulate=2", "pipeline.profile=measure", "pipeline.layers=[2, 2]"])
+
+
+def test_a_profile_of_another_model_is_refused(pool: Pool, tmp_path):
+    link = LinkProfile(name="a", forward_s=1, input_s=1, weight_s=1, activation_bytes=4, parameter_bytes=4)
+    other = LinkProfile(name="b", forward_s=1, input_s=1, weight_s=1, activation_bytes=4, parameter_bytes=4)
+    file = tmp_path / "profile.json"
+    file.write_text(Profile(links=(link, other), source="predicted").to_json())
+    with pytest.raises(Exception, match="another model"):
+        pool.run(trained, 2, str(file), str(tmp_path / "run"))
