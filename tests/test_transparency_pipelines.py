@@ -7,9 +7,13 @@ from dataclasses import dataclass, replace
 from itertools import combinations, product
 
 import pytest
+import torch
+from laid_out import batch_of, engine_of, error, one_device, tiny
+from torch import Tensor
 
 from echelon.launch.pool import Pool
 from echelon.layout import Layout
+from echelon.layout.layout import ASYNCHRONOUS
 from echelon.models import sizes
 from echelon.models.sizes import ModelConfig
 from echelon.proof.case import Case
@@ -109,3 +113,33 @@ def test_the_array_covers_every_pair() -> None:
             ):
                 continue
             assert frozenset({(one, a), (two, b)}) in covered
+
+
+# -- forwards alone ---------------------------------------------------------------------------------------------------
+
+SAID = tiny("gpt", layers=4, tied=False, dropout=0.1)
+
+
+def said(schedules: tuple[str, ...]) -> list[tuple[float, Tensor]]:
+    """The loss of three microbatches and the logits, after a step that changes nothing: it has made its schedule."""
+    found = []
+    for schedule in schedules:
+        engine = engine_of(SAID, f"pp=2,accumulate=3,schedule={schedule}")
+        batch = batch_of(SAID, 6, length=32)
+        engine.step(batch, lr=0.0)
+        engine.drain()
+        engine.model.eval()
+        found.append((engine.evaluate(engine.microbatches(batch)), engine.logits(batch["tokens"][:1], SAID.vocab)))
+    return found
+
+
+def test_evaluation_and_logits_equal_one_device(pool: Pool) -> None:
+    model, batch = one_device(SAID).eval(), batch_of(SAID, 6, length=32)
+    with torch.no_grad():
+        total, count = model(**batch)
+        logits = model.logits(batch["tokens"][:1])[0, -1]
+    for schedule, (loss, found) in zip(
+        (*SCHEDULES, *ASYNCHRONOUS), pool.run(said, 2, (*SCHEDULES, *ASYNCHRONOUS))[0], strict=True
+    ):
+        assert loss == pytest.approx((total / count).item(), abs=TOLERANCE), schedule
+        assert error(found, logits) <= TOLERANCE, schedule

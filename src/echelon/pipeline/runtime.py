@@ -77,6 +77,8 @@ class Runtime:
         self.spans: list[tuple[str, float, float]] | None = None
         """(action, start, end) of the actions of a step that is recorded; a recorded step waits for the device"""
         self._begun = 0.0
+        self._slices = 1
+        """of a microbatch, in the schedule that is being run: evaluation does not slice"""
         self._works: Mapping[int, Work] = {}
         self._passed: dict[tuple[int, int], Passed] = {}
         self._given: dict[tuple[int, int, int], tuple[Tensor, ...]] = {}
@@ -95,7 +97,7 @@ class Runtime:
         """Every action of the schedule but the updates: those of a step need the norm over all stages, so whoever holds
         the optimizer makes them together at the end. (sum of losses, number of targets) of this rank.
         """
-        self._works, self._seed = dict(enumerate(works)), seed
+        self._works, self._seed, self._slices = dict(enumerate(works)), seed, self.schedule.slices
         self.totals.zero_()
         self.units.begin_step()
         actions = self.schedule.lists[self.rank]
@@ -130,7 +132,7 @@ class Runtime:
         return self._logits
 
     def _forwards(self, works: Sequence[Work], schedule: Schedule) -> None:
-        self._works = dict(enumerate(works))
+        self._works, self._slices = dict(enumerate(works)), schedule.slices
         for index, action in enumerate(schedule.lists[self.rank]):
             self._do(action, index)
         self._sent()
@@ -152,7 +154,7 @@ class Runtime:
             self.spans.append((str(action), self._begun, time.time()))
 
     def _act(self, action: Action, index: int) -> None:
-        kind, stage, m = action.kind, action.stage, action.index * self.schedule.slices + action.part
+        kind, stage, m = action.kind, action.stage, action.index * self._slices + action.part
         if kind is Kind.FORWARD:
             self._forward(stage, m)
         elif kind in (Kind.BACKWARD, Kind.INPUT):
