@@ -29,6 +29,7 @@ MAY_KNOW = {
     "parallel": {"layout", "models", "memory", "rng", "compat"},
     "optim": {"layout", "parallel", "compat"},
     "pipeline": {"layout", "models", "parallel", "rng", "compat"},
+    "plan": {"layout", "models", "memory", "parallel", "pipeline", "compat"},
     "launch": {"layout", "compat"},
     "train": {"layout", "models", "data", "memory", "parallel", "optim", "pipeline", "launch", "rng", "compat"},
     "proof": {"layout", "models", "parallel", "pipeline", "optim", "launch", "train", "rng"},
@@ -47,6 +48,9 @@ WITHOUT_TORCH = (
     "echelon.pipeline.partition",
     "echelon.pipeline.replication",
     "echelon.pipeline.simulate",
+    "echelon.plan",
+    "echelon.plan.cluster",
+    "echelon.plan.cluster_file",
 )
 COSTS = ("echelon.parallel.shard", "echelon.parallel.tensor", "echelon.parallel.sequence")
 
