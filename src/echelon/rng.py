@@ -20,7 +20,6 @@ The global sample index grows from step to step, so it also stands for the step.
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -205,8 +204,6 @@ class Stream:
         self.seed = seed
         self.samples: Tensor | None = None
         """int64 [rows]: the global sample index of each row of the microbatch."""
-        self.around: Callable[[], AbstractContextManager[object]] = nullcontext
-        """what a repeated forward (recomputation) of the microbatch runs inside."""
 
 
 class Dropout(nn.Module):

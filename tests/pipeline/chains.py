@@ -83,3 +83,8 @@ class Unfit(Residual):
         chain = super().chain()
         links = (ec.Link("embed", ("embed", "nothing"), self._first), *chain.links[1:])
         return ec.Chain(links=links)
+
+
+class Named(Residual):
+    def chain(self):
+        return ec.Chain(links=tuple(ec.Link("same", link.modules, link.run) for link in super().chain().links))

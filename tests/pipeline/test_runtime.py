@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -10,10 +11,12 @@ from torch import nn
 
 import echelon as ec
 from echelon.launch.failure import RankError
+from echelon.layout import Layout
 from echelon.models.chain import chain_of
-from tests.pipeline import chains
+from tests.pipeline import chains, odd_chains
 
 SPEC = f"{Path(chains.__file__)}:build"
+ODD = Path(odd_chains.__file__)
 
 
 @pytest.mark.parametrize(
@@ -30,6 +33,43 @@ SPEC = f"{Path(chains.__file__)}:build"
 def test_several_tensors_travel_and_a_weight_is_on_two_stages(pool, layout):
     report = ec.verify(SPEC, layout, pool=pool, steps=3)
     assert report.passed, report
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("TupleOfOne", "pp=2,accumulate=2"),
+        ("TupleOfOne", "pp=2,accumulate=2,schedule=zb-v"),
+        ("ListOfTwo", "pp=2,accumulate=2"),
+        ("Checkpointed", "pp=2,accumulate=3,schedule=zb-h1"),
+        ("Checkpointed", "dp=2,pp=2,accumulate=2,schedule=zb-v,zero=3,recompute=full"),
+        ("CheckpointedWhole", "pp=2,accumulate=2,schedule=zb-h1"),
+        ("InPlace", "pp=2,accumulate=2"),
+        ("InPlace", "pp=2,accumulate=2,schedule=zb-v"),
+        ("Bare", "pp=4,accumulate=2"),
+        ("Bare", "pp=4,accumulate=2,schedule=2bw"),
+        ("Computed", "dp=2,pp=2,accumulate=3,zero=3,schedule=zb-h1"),
+        ("Computed", "pp=2,accumulate=2,schedule=zb-h1,recompute=full"),
+        ("OneRow", "pp=2,accumulate=2,schedule=zb-h1"),
+    ],
+)
+def test_odd_models_equal_one_device(pool, model, layout):
+    report = ec.verify(f"{ODD}:{model}", layout, pool=pool, batch=f"{ODD}:batch", steps=2)
+    assert report.passed, report
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "said"),
+    [
+        ("Outside", "dp=2,pp=2,zero=3", "set shard.units to patterns of the modules that are called, or use zero=2"),
+        ("Mapped", "pp=2", "handed on dict (blocks.1), which no message carries; give a tensor or a tuple of tensors"),
+        ("Nothing", "pp=2", "handed on a tuple with NoneType in it (blocks.1)"),
+        ("Short", "pp=2", "of a type that no message carries (torch.int16); use one of float32, "),
+    ],
+)
+def test_what_a_stage_cannot_do_is_said(pool, model, layout, said):
+    with pytest.raises(RankError, match=re.escape(said)):
+        pool.run(odd_chains.step, Layout.parse(layout).world, model, layout)
 
 
 def test_a_stage_that_raises_ends_the_job_with_its_traceback(pool):
@@ -49,6 +89,8 @@ def test_a_model_without_a_chain_is_refused():
 def test_a_chain_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"no such module: nothing \(embed\); no link uses scale"):
         chain_of(chains.Unfit())
+    with pytest.raises(ValueError, match="several links are called same"):
+        chain_of(chains.Named())
 
 
 def test_asynchronous_stages_cannot_share_a_weight(pool):

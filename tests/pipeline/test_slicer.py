@@ -3,10 +3,13 @@
 from itertools import combinations, pairwise
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from echelon.pipeline.runtime import Work
 from echelon.pipeline.schedules.slicer import choose_slices
+from echelon.pipeline.slices import length_of
 
 
 def cost(slices, stages, time):
@@ -68,3 +71,17 @@ def test_nothing_to_slice(sizes):
     length, stages, granularity = sizes
     with pytest.raises(ValueError, match=r"nothing to slice \(length=.*\); give 1 or more of each"):
         choose_slices(length, stages, lambda tokens, before: 1.0, granularity)
+
+
+def works(*shapes):
+    """A microbatch for each shape, with inputs of two shapes where there are two."""
+    return [Work({str(n): torch.zeros(s) for n, s in enumerate(several)}, torch.zeros(1)) for several in shapes]
+
+
+def test_sequences_are_sliced_alike():
+    assert length_of(works([(2, 8), (2, 8, 3)], [(1, 8)])) == 8
+    with pytest.raises(ValueError, match=r"must be of one length \(\[4, 8\]\); pad them"):
+        length_of(works([(2, 8)], [(2, 4)]))
+    for shapes in ([(2, 8), (2, 4)], [(2, 8), (2,)]):
+        with pytest.raises(ValueError, match="the tokens of the sequence as its second dimension"):
+            length_of(works(shapes))

@@ -36,19 +36,32 @@ def apply(model: nn.Module, names: Sequence[str], stream: Stream) -> None:
 
 def _contexts(module: nn.Module, stream: Stream) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Called at each forward: the contexts of it and of its repetition."""
-    return nullcontext(), _again(module, stream, stream.samples)
+    return nullcontext(), _Again(module, stream)
+
+
+class _Again(AbstractContextManager[None]):
+    """Around a repetition. There are two of them where backward has two halves that both need what was not kept."""
+
+    def __init__(self, module: nn.Module, stream: Stream):
+        self._repeated = partial(_repeated, module, stream, stream.samples)
+
+    def __enter__(self) -> None:
+        self._inside = self._repeated()
+        self._inside.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._inside.__exit__(*error)
 
 
 @contextmanager
-def _again(module: nn.Module, stream: Stream, samples: Tensor | None) -> Iterator[None]:
+def _repeated(module: nn.Module, stream: Stream, samples: Tensor | None) -> Iterator[None]:
     now, stream.samples = stream.samples, samples
     parts: list[Any] = [part for part in module.modules() if _counts(part)]
     counting = [(part, part.momentum, part.num_batches_tracked.clone()) for part in parts]
     for part in parts:
         part.momentum = 0.0
     try:
-        with stream.around():
-            yield
+        yield
     finally:
         stream.samples = now
         for part, momentum, count in counting:

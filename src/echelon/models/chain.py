@@ -13,6 +13,7 @@ pair. Every stage is given the batch, so what a link reads of it (targets, docum
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ def _nothing(**_: Any) -> None:
 @dataclass(frozen=True)
 class Link:
     name: str
-    """for people"""
+    """for people; no two links have the same"""
     modules: tuple[str, ...]
     """the modules and parameters that it uses, by their names in the model"""
     run: Callable[..., Any]
@@ -60,7 +61,7 @@ def chain_of(model: nn.Module) -> Chain:
 
 
 def _check(model: nn.Module, chain: Chain) -> None:
-    """Every parameter is used by some link, and every name that a link gives is there."""
+    """Links have names of their own, every parameter is used by one, and every name that they give is there."""
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
     names |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
     unknown = [f"{name} ({link.name})" for link in chain.links for name in link.modules if name not in names]
@@ -70,7 +71,9 @@ def _check(model: nn.Module, chain: Chain) -> None:
         for name, _ in model.named_parameters(remove_duplicate=False)
         if not any(inside(name, other) for other in used)
     ]
+    twice = [name for name, count in Counter(link.name for link in chain.links).items() if count > 1]
     problems = [f"no such module: {', '.join(unknown)}"] if unknown else []
+    problems += [f"several links are called {', '.join(twice)}"] if twice else []
     problems += [f"no link uses {', '.join(lost[:5])}"] if lost else []
     if problems:
         raise ValueError(f"the chain does not fit {type(model).__name__}: {'; '.join(problems)}")

@@ -57,7 +57,7 @@ class Flat:
         self._modules = dict(model.named_modules())
         for unit in self.units:
             self.put(unit)
-        if policy.shards > 1 or not self.units[0].shares_storage:
+        if policy.shards > 1 or not policy.shares_storage(same_type=compute == master):
             self._hook_model()
             for unit in self.units:
                 if not unit.unit.kept:

@@ -40,7 +40,7 @@ class FlatUnit:
         size = unit.shard_numel
         self._own = slice(shard.index * size, (shard.index + 1) * size) if policy.shards > 1 else slice(0, size)
         self.full = torch.zeros(unit.shards * size, dtype=compute, device=device)
-        self.shares_storage = compute == master and not policy.free_parameters and not policy.versions
+        self.shares_storage = policy.shares_storage(same_type=compute == master)
         self.master = self.full[self._own] if self.shares_storage else torch.zeros(size, dtype=master, device=device)
         self.parameters = {entry.name: self._view(entry) for entry in unit.entries}
         self._nbytes = self.full.untyped_storage().nbytes()

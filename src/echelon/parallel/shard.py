@@ -49,6 +49,10 @@ class Policy:
     versions: bool = False
     """updates come while older versions of the parameters are in use (asynchronous schedules)"""
 
+    def shares_storage(self, *, same_type: bool) -> bool:
+        """The optimizer's shard is a slice of the parameters themselves: of its type, and never moved."""
+        return same_type and not self.free_parameters and not self.versions
+
     @property
     def settle_early(self) -> bool:
         """A unit's reduction is taken in while later ones run: to free its buffer, or to start the replicas' sum."""
@@ -178,7 +182,7 @@ def state_bytes(
     whole = sum(unit.shards * unit.shard_numel for unit in units)
     part = sum(unit.shard_numel for unit in units)
     trainable = part if all(e.trainable for u in units for e in u.entries) else _trainable(units)
-    shared = compute_bytes == master_bytes and not plan.free_parameters and not plan.versions
+    shared = plan.shares_storage(same_type=compute_bytes == master_bytes)
     return {
         "parameters": 0 if plan.free_parameters else whole * compute_bytes,
         "master": 0 if shared else part * master_bytes,

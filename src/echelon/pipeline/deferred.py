@@ -4,7 +4,8 @@ Inside `Deferred`, every `F.linear` (which `nn.Linear` calls) gives its input's 
 what its weight's gradient needs on a list. `run` computes those products. What has no large product (norms, biases,
 embeddings) is done in the first half, and so is everything of a layer that is not linear: later is only faster.
 
-A repeated forward (recomputation) happens inside the first half, so it runs inside `Deferred` too (`Stream.around`).
+A repeated forward (recomputation, ours or the user's own) happens inside backward, and must do what the first one did:
+so both halves run inside `Deferred` too, with `backward` from here.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -44,7 +46,7 @@ class _Linear(Function):
         (gradient,) = gradients
         x, values = ctx.saved_tensors
         ctx.later.append((*ctx.whole, x, gradient))
-        bias = gradient.flatten(0, -2).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        bias = _rows(gradient).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
         return gradient @ values if ctx.needs_input_grad[0] else None, None, bias, None, None, None
 
 
@@ -70,8 +72,26 @@ class Deferred(TorchFunctionMode):
         return out
 
 
-def run(later: list[Product]) -> None:
-    """The second half: every product that was put off, delivered to its weight as backward would."""
+def run(later: list[Product], ready: Callable[[], None] = lambda: None) -> None:
+    """The second half: every product that was put off, delivered to its weight as backward would.
+
+    `ready` is called before backward walks the history of a weight that was computed, which may read parameters.
+    """
     while later:
         weight, x, gradient = later.pop(0)
-        torch.autograd.backward([weight], [gradient.flatten(0, -2).t() @ x.flatten(0, -2)])
+        if not weight.is_leaf:
+            ready()
+        backward([weight], [_rows(gradient).t() @ _rows(x)])
+
+
+def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """`torch.autograd.backward`, inside the mode that is in force, also in the threads that it runs in.
+
+    Given tensors, torch hands the call itself to the mode, outside of which it then runs. Given places in the graph it
+    does not.
+    """
+    torch.autograd.backward([get_gradient_edge(tensor) for tensor in outputs], list(gradients))
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])

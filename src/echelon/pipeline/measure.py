@@ -18,6 +18,7 @@ from echelon.layout import Layout, Mesh
 from echelon.models.chain import Link, chain_of, inside
 from echelon.models.head import loss_pair
 from echelon.parallel.first_values import move_buffers
+from echelon.pipeline.handed import Alias, put_together, taken_apart
 from echelon.pipeline.partition import Split
 from echelon.pipeline.profile import LinkProfile, Profile
 from echelon.pipeline.replication import by_profile
@@ -35,11 +36,11 @@ def profile_of(
     move_buffers(model, device, dtype)
     here = {key: value.to(device, dtype if value.is_floating_point() else None) for key, value in inputs.items()}
     shared, found = chain.shared(**here), []
-    carried: tuple[Tensor, ...] = ()
+    carried: object = None
     for link in chain.links:
         weights = _filled(model, link, device, dtype)
         trial = _Trial(link, carried, shared, here, weights)
-        carried = trial.outputs
+        carried = trial.given_on
         found.append(trial.profile(device, repeats))
         _emptied(model, weights)
     return Profile(links=tuple(found), source="measured")
@@ -49,20 +50,26 @@ class _Trial:
     """One link with its inputs, weights and outputs."""
 
     def __init__(
-        self, link: Link, carried: Sequence[Tensor], shared: object, inputs: Mapping[str, Tensor], weights: list[Tensor]
+        self, link: Link, carried: object, shared: object, inputs: Mapping[str, Tensor], weights: list[Tensor]
     ):
         self.link, self.weights = link, weights
-        self.carried = tuple(tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in carried)
-        given = None if not carried else self.carried if len(carried) > 1 else self.carried[0]
-        self.run: Callable[[], object] = lambda: link.run(given, shared, **inputs)
+        holder, tensors = taken_apart(carried, link.name) if carried is not None else (tuple, ())
+        self.carried = tuple(tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in tensors)
+
+        def run() -> object:
+            again = [Alias.apply(tensor) for tensor in self.carried]
+            return link.run(put_together(holder, again) if again else None, shared, **inputs)
+
+        self.run = run
+        self.given_on: object = None
         self.outputs = self.forward()
 
     def forward(self) -> tuple[Tensor, ...]:
-        out = self.run()
+        out = self.given_on = self.run()
         # The last link gives the loss and the number of targets: of these only the loss has a gradient.
         if isinstance(out, tuple) and len(out) == 2 and isinstance(out[0], Tensor) and out[0].dim() == 0:
             return (loss_pair(out)[0],)
-        return tuple(out) if isinstance(out, (tuple, list)) else (out,)  # type: ignore[return-value]
+        return taken_apart(out, self.link.name)[1]
 
     def profile(self, device: torch.device, repeats: int) -> LinkProfile:
         made = [tensor for tensor in self.outputs if tensor.requires_grad]

@@ -23,9 +23,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.parallel.axis import Axis
+from echelon.pipeline.handed import HOLDERS
 
 HEADER = 64
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
+DTYPES = (
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+)
+"""what both gloo and NCCL send"""
 
 
 @dataclass(frozen=True)
@@ -37,9 +42,16 @@ class Form:
     differentiable: tuple[bool, ...]
     length: int
     """positions of the whole sequence, where sequence parallelism sends slices of it"""
+    holder: type = tuple
+    """what the tensors were in (handed.py)"""
 
     def encoded(self) -> Tensor:
-        numbers = [len(self.shapes), self.length]
+        if unknown := [str(dtype) for dtype in self.dtypes if dtype not in DTYPES]:
+            raise ValueError(
+                f"a link hands on a tensor of a type that no message carries ({unknown[0]}); "
+                f"use one of {', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)}"
+            )
+        numbers = [len(self.shapes), self.length, HOLDERS.index(self.holder)]
         for shape, dtype, differentiable in zip(self.shapes, self.dtypes, self.differentiable, strict=True):
             numbers += [DTYPES.index(dtype), int(differentiable), len(shape), *shape]
         if len(numbers) > HEADER:
@@ -51,25 +63,18 @@ class Form:
     @classmethod
     def decoded(cls, header: Tensor) -> Form:
         numbers = deque(header.tolist())
-        count, length = numbers.popleft(), numbers.popleft()
+        count, length, holder = (numbers.popleft() for _ in range(3))
         shapes, dtypes, differentiable = [], [], []
         for _ in range(count):
             dtypes.append(DTYPES[numbers.popleft()])
             differentiable.append(bool(numbers.popleft()))
             shapes.append(tuple(numbers.popleft() for _ in range(numbers.popleft())))
-        return cls(tuple(shapes), tuple(dtypes), tuple(differentiable), length)
+        return cls(tuple(shapes), tuple(dtypes), tuple(differentiable), length, HOLDERS[holder])
 
     def empty(self, device: torch.device) -> tuple[Tensor, ...]:
         return tuple(
             torch.empty(shape, dtype=dtype, device=device)
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
-        )
-
-    def gradients(self) -> Form:
-        """What comes back for it."""
-        kept = [index for index, needed in enumerate(self.differentiable) if needed]
-        return Form(
-            tuple(self.shapes[i] for i in kept), tuple(self.dtypes[i] for i in kept), (False,) * len(kept), self.length
         )
 
 

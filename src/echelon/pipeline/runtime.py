@@ -24,8 +24,10 @@ from torch import Tensor
 from echelon.models.chain import Chain, Link
 from echelon.models.head import loss_pair
 from echelon.parallel.apply import Parallel
+from echelon.parallel.flat import explained
 from echelon.pipeline import deferred
 from echelon.pipeline.actions import Action, Kind
+from echelon.pipeline.handed import Alias, put_together, taken_apart
 from echelon.pipeline.pipes import Arriving, Form, Pipes
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.units import Units
@@ -147,7 +149,8 @@ class Runtime:
 
     def _do(self, action: Action, index: int) -> None:
         self._begun = time.time()  # not perf_counter: ranks may be on several machines
-        self._act(action, index)
+        with explained(self.parallel.policy):
+            self._act(action, index)
         if self.spans is not None:
             if self.parallel.options.device.type == "cuda":
                 torch.cuda.synchronize()
@@ -160,12 +163,12 @@ class Runtime:
         elif kind in (Kind.BACKWARD, Kind.INPUT):
             self._backward(stage, m)
             if kind is Kind.BACKWARD:
-                deferred.run(self._passed[stage, m].later)
+                self._weights(stage, m)
                 self._close(stage, m, index)
             else:
                 self.units.free_layers(self.mine.index(stage))
         elif kind is Kind.WEIGHT:
-            deferred.run(self._passed[stage, m].later)
+            self._weights(stage, m)
             self._close(stage, m, index)
         elif kind is Kind.SEND_FORWARD:
             self._send(stage, m, FORWARD)
@@ -185,7 +188,7 @@ class Runtime:
         self.units.ready(self.mine.index(stage))
         passed = Passed(inputs, ())
         with self._halved(passed):
-            carried: Any = None if not stage else inputs if len(inputs) > 1 else inputs[0]
+            carried: Any = self._given_to(stage, m, inputs) if stage else None
             shared = self._shared(work)
             last = stage == self.schedule.stages - 1
             for link in self.stages[stage][:-1] if last and self._end else self.stages[stage]:
@@ -197,8 +200,8 @@ class Runtime:
             self._note(total.detach(), count)
             passed.outputs = (total,)
         else:
-            passed.outputs = tuple(carried) if isinstance(carried, (tuple, list)) else (carried,)
-            self._give(stage + 1, m, FORWARD, tuple(_cut(tensor) for tensor in passed.outputs))
+            holder, passed.outputs = taken_apart(carried, link.name)
+            self._give(stage + 1, m, FORWARD, tuple(_cut(tensor) for tensor in passed.outputs), holder)
         self._passed[stage, m] = passed
 
     def _note(self, total: Tensor, count: Tensor) -> None:
@@ -217,16 +220,26 @@ class Runtime:
             gradients: Sequence[Tensor] = [torch.full_like(tensor, self._seed) for tensor in outputs]
         else:
             gradients = self._take(stage, m, BACKWARD)
-        self.parallel.stream.around = partial(self._halved, passed)
         outputs, gradients = self._roots(m, outputs, gradients)
         if outputs:
-            torch.autograd.backward(outputs, list(gradients))
-        self.parallel.stream.around = nullcontext
+            with self._halved(passed):
+                deferred.backward(outputs, gradients)
         wanted = [tensor for tensor in passed.inputs if tensor.requires_grad]
         if stage:
             made = tuple(t.grad if t.grad is not None else torch.zeros_like(t) for t in wanted)
             self._give(stage - 1, m, BACKWARD, made)
         passed.inputs = passed.outputs = ()
+
+    def _weights(self, stage: int, m: int) -> None:
+        """The second half of backward: what was put off."""
+        passed, part = self._passed[stage, m], self.mine.index(stage)
+        self._set(self._works[m], stage, m)
+        with self._halved(passed):
+            deferred.run(passed.later, ready=partial(self.units.gather_layers, part))
+
+    def _given_to(self, stage: int, m: int, inputs: Sequence[Tensor]) -> Any:
+        """What the stage's first link is given: what the link before it gave."""
+        return put_together(self._forms[stage, m].holder, [Alias.apply(tensor) for tensor in inputs])
 
     def _shared(self, work: Work) -> Any:
         return self.chain.shared(**work.inputs)
@@ -238,8 +251,13 @@ class Runtime:
         return outputs, gradients
 
     def _close(self, stage: int, m: int, index: int) -> None:
-        del self._passed[stage, m]
+        self._forget(stage, m)
         self.units.end_backward(self.mine.index(stage), last=self._last_backward[stage] == index)
+
+    def _forget(self, stage: int, m: int) -> None:
+        """After its backward nothing of a microbatch is needed."""
+        del self._passed[stage, m]
+        self._forms.pop((stage, m), None)
 
     def _halved(self, passed: Passed) -> AbstractContextManager[object]:
         return deferred.Deferred(passed.later) if self._splits else nullcontext()
@@ -253,18 +271,19 @@ class Runtime:
 
     # -- handing on ---------------------------------------------------------------------------------------------------
 
-    def _give(self, stage: int, m: int, direction: int, tensors: tuple[Tensor, ...]) -> None:
+    def _give(self, stage: int, m: int, direction: int, tensors: tuple[Tensor, ...], holder: type = tuple) -> None:
         """Puts down what another stage needs: it is there at once for one of this rank, others are sent it."""
         self._given[stage, m, direction] = tensors
         if direction == FORWARD:
-            self._forms[stage, m] = self._form(tensors)
+            self._forms[stage, m] = self._form(tensors, holder)
 
-    def _form(self, tensors: tuple[Tensor, ...]) -> Form:
+    def _form(self, tensors: tuple[Tensor, ...], holder: type = tuple) -> Form:
         return Form(
             tuple(tuple(t.shape) for t in tensors),
             tuple(t.dtype for t in tensors),
             tuple(t.requires_grad for t in tensors),
             self.parallel.boundary.length if self.parallel.boundary is not None else 0,
+            holder,
         )
 
     def _send(self, stage: int, m: int, direction: int) -> None:

@@ -14,7 +14,7 @@ from echelon.pipeline.lower import lower
 from echelon.pipeline.runtime import Runtime, Work
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.schedules import make
-from echelon.pipeline.slices import Slices, lengths, sliced
+from echelon.pipeline.slices import Slices, length_of, lengths, sliced
 
 
 class SliceRuntime(Runtime):
@@ -50,7 +50,7 @@ class SliceRuntime(Runtime):
         return self.schedule
 
     def train(self, works: Sequence[Work], seed: float) -> Tensor:
-        length = len(next(iter(works[0].inputs.values()))[0])
+        length = length_of(works)
         self.scheduled(length)
         found = super().train([part for work in works for part in sliced(work, self.parts(length))], seed)
         self.slices.at = None

@@ -12,7 +12,7 @@ Dropout masks are functions of the place in the whole sequence, so a dropout is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -118,11 +118,21 @@ def predicted(model: object) -> Callable[[int, int], float]:
     return lambda tokens, before: OVERHEAD + tokens * (1 + share * (before + (tokens + 1) / 2))
 
 
+def length_of(works: Sequence[Work]) -> int:
+    """The tokens of a step's sequences; every input is [rows, tokens, ...]."""
+    per_work = [{int(value.shape[1]) if value.dim() > 1 else 0 for value in work.inputs.values()} for work in works]
+    found = sorted(set().union(*per_work))
+    if len(found) == 1 and found[0]:
+        return found[0]
+    if all(len(one) == 1 for one in per_work) and 0 not in found:
+        why = "the microbatches of a step must be of one length"
+    else:
+        why = "every input must have the tokens of the sequence as its second dimension"
+    raise ValueError(f"schedule=terapipe slices sequences, and {why} ({found}); pad them, or use schedule=1f1b")
+
+
 def sliced(work: Work, parts: tuple[int, ...]) -> list[Work]:
-    """One microbatch as its slices; every input is [rows, tokens, ...]."""
-    whole = {len(value[0]) for value in work.inputs.values()}
-    if whole != {sum(parts)}:
-        raise ValueError(f"every input must have the tokens of the sequence as its second dimension ({sorted(whole)})")
+    """One microbatch as its slices."""
     found, start = [], 0
     for number, size in enumerate(parts):
         inputs: Mapping[str, Tensor] = {key: value[:, start : start + size] for key, value in work.inputs.items()}

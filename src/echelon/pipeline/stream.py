@@ -134,7 +134,7 @@ class StreamRuntime(Runtime):
 
     def _close(self, stage: int, m: int, index: int) -> None:
         """Gradients are reduced when those of the update are all there."""
-        del self._passed[stage, m]
+        self._forget(stage, m)
         if (m + 1) % self.per_update == 0:
             self.units.end_backward(0, last=True)
 

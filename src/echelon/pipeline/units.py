@@ -37,6 +37,11 @@ class Units:
             if unit.unit.kept or not self.flat.policy.free_parameters:
                 unit.gather()
 
+    def gather_layers(self, part: int) -> None:
+        """Before a second half of backward that reads parameters: the layers' hooks do not see it."""
+        for unit in self.flat.parts[part]:
+            unit.gather()
+
     def begin_backward(self, part: int) -> None:
         for unit in self.flat.parts[part]:
             unit.begin_microbatch()
