@@ -4,9 +4,12 @@ import pytest
 from hypothesis import given, settings
 from shapes import schedules
 
+from echelon.layout import FaultError, Layout
 from echelon.pipeline.lower import lower
-from echelon.pipeline.schedules import make
+from echelon.pipeline.schedules import file_fault, make
 from echelon.pipeline.schedules.from_file import parse
+from echelon.proof.ask import Request
+from echelon.train.config import Config
 
 BY_HAND = """
 # 1F1B, 2 ranks, 2 microbatches
@@ -83,3 +86,65 @@ def test_all_faults_of_the_text_with_their_lines():
 def test_faults_of_the_lists(text, fault):
     with pytest.raises(ValueError, match=fault):
         parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("rank 0, stages 0: 0F0 0B0 0F30000000 0U1", "0F1 is missing"),
+        ("rank 0, stages 0: 0F0 0B0 0F0.30000000 0U1", "0F0.1 is missing"),
+        ("rank 0, stages 30000000: 0F0", "stage 0 is on no rank"),
+        ("rank 30000000, stages 0: 0F0", "rank 0 has no line"),
+        (f"rank {'9' * 5000}, stages 0: 0F0", "is not rank, stages and actions"),
+    ],
+)
+def test_very_large_numbers_are_refused_at_once(text, fault):
+    with pytest.raises(ValueError, match=fault) as caught:
+        parse(text)
+    assert len(str(caught.value)) < 5000
+
+
+def two_ranks(tmp_path, pattern):
+    """A file with the same list on both ranks, S for the stage."""
+    path = tmp_path / "mine.txt"
+    path.write_text("".join(f"rank {s}, stages {s}: {pattern.replace('S', str(s))}\n" for s in range(2)))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("pattern", "microbatches", "why"),
+    [
+        ("SF0@0 SB0@0 SU1 SF1@1 SB1@1 SU2", 2, "which versions of the weights are used (K, D, @)"),
+        ("SF0@0 SB0@0 SU1 SF1@1 SB1@1 SU2", 2, "updates more than once (stage 0)"),
+        ("SK0 SF0 SB0 SU1 SD0", 1, "which versions of the weights are used (K, D, @)"),
+        ("SF0 SF0.1 SB0.1 SB0 SU1", 1, "cuts microbatches into slices (2)"),
+    ],
+)
+def test_what_is_drawn_from_a_file_and_not_run(tmp_path, pattern, microbatches, why):
+    path = two_ranks(tmp_path, pattern)
+    make(f"file:{path}", 2, microbatches, slices=2 if ".1" in pattern else 1)
+    fault = file_fault(Layout.parse(f"pp=2,schedule=file:{path},accumulate={microbatches}"))
+    assert why in fault
+    assert "draw it, or choose pipedream, 2bw or terapipe" in fault
+
+
+def test_a_files_stages_are_those_of_the_layout(tmp_path):
+    """llama-tiny has four layers."""
+    path = tmp_path / "six.txt"
+    path.write_text(str(make("interleaved", 2, 2, chunks=3)))
+    layout = f"dp=1,pp=2,schedule=file:{path},accumulate=2"
+    with pytest.raises(FaultError, match=r"its 6 stages leave some without a layer \(the model has 4\)"):
+        Config.load(None, [f"layout={layout}"])
+    path.write_text(str(make("1f1b", 2, 2)))
+    with pytest.raises(FaultError, match="it has 2 stages, but 4 are asked for"):
+        Config.load(None, [f"layout={layout},vpp=2"])
+    path.write_text(str(make("interleaved", 2, 2)))
+    with pytest.raises(FaultError, match=r"to 4 stages; legal: 4 numbers"):
+        Config.load(None, [f"layout={layout}", "pipeline.layers=[2, 2]"])
+    Config.load(None, [f"layout={layout}", "pipeline.layers=[1, 1, 1, 1]"])
+
+
+def test_a_missing_file_is_told_with_the_other_faults(tmp_path):
+    with pytest.raises(FaultError) as caught:
+        Request(layouts=f"pp=2,schedule=file:{tmp_path}/nothing.txt; tp=3").read()
+    assert [fault.key for fault in caught.value.faults] == ["tp", "schedule"]

@@ -22,7 +22,7 @@ from echelon.pipeline.lower import lower
 from echelon.pipeline.recording import timelines
 from echelon.pipeline.runtime import Runtime, Work
 from echelon.pipeline.schedule import Schedule
-from echelon.pipeline.schedules import FILE, make, of_layout
+from echelon.pipeline.schedules import make, of_layout
 from echelon.pipeline.slice_runtime import SliceRuntime
 from echelon.pipeline.stage import cut
 from echelon.pipeline.stream import StreamRuntime, Update
@@ -35,7 +35,6 @@ class Pipeline:
 
     def __init__(self, model: nn.Module, layout: Layout, options: Options):
         self.schedule = lower(of_layout(layout))
-        refuse_versions(layout.schedule, self.schedule)
         self.stages = cut(model, self.schedule.homes, options.stage_layers, options.link_costs)
         held = self.stages.held(Mesh(layout).coordinates(world_rank())["pp"])
         self.parallel = apply(model, layout, options, held)
@@ -157,13 +156,6 @@ class Pipeline:
         if found is not None:
             told += found[0, -1, :size]
         return self.parallel.axes["pp"].all_reduce(told)
-
-
-def refuse_versions(name: str, schedule: Schedule) -> None:
-    if name.startswith(FILE) and any(
-        action.kind in (Kind.KEEP, Kind.DROP) for rank in schedule.lists for action in rank
-    ):
-        raise ValueError(f"a schedule that keeps versions of the weights is drawn from a file, not run ({name})")
 
 
 def refuse_copies(parallel: Parallel) -> None:

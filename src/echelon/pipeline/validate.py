@@ -18,13 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product
 from typing import NamedTuple
 
 from echelon.pipeline.actions import COMPUTE, NEWEST, SENDS, VERSIONS, Action, Kind
 from echelon.pipeline.channels import Channel, Message, into, out_of, through
 from echelon.pipeline.order import BACKWARD, FORWARD, INPUT, WEIGHT, Needs, Result, is_lowered, result, stuck
 from echelon.pipeline.schedule import Schedule
+
+MANY = 20
+"""missing actions that are told one by one"""
 
 
 class Fault(NamedTuple):
@@ -138,7 +140,12 @@ def _uncounted(schedule: Schedule, drained: bool) -> Iterator[Fault]:
             if first != (rank, position):
                 yield Fault(f"is there twice (first on rank {first[0]}, position {first[1]})", rank, position, action)
     forward, whole, inputs, weights = (seen[kind] for kind in seen)
-    for key in product(range(schedule.stages), range(schedule.microbatches), range(schedule.slices)):
+    absent = 0
+    for key in _keys(schedule):
+        absent += key not in forward
+        if absent > MANY:  # a single action of a very large number asks for all the others
+            yield Fault("... and more are missing")
+            return
         if key not in forward:
             yield Fault(f"{_text(FORWARD, key)} is missing")
         if key in whole:
@@ -151,6 +158,14 @@ def _uncounted(schedule: Schedule, drained: bool) -> Iterator[Fault]:
             yield Fault(f"{_text(WEIGHT, key)} is there without {_text(INPUT, key)}")
         elif drained:
             yield Fault(f"{_text(BACKWARD, key)} is missing (or {_text(INPUT, key)} and {_text(WEIGHT, key)})")
+
+
+def _keys(schedule: Schedule) -> Iterator[tuple[int, int, int]]:
+    """(stage, microbatch, slice) of every forward; one by one, because there may be more than memory holds."""
+    for stage in range(schedule.stages):
+        for index in range(schedule.microbatches):
+            for part in range(schedule.slices):
+                yield stage, index, part
 
 
 def _text(kind: Kind, key: tuple[int, int, int]) -> str:

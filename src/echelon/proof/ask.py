@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from echelon.layout import Layout, check_many
+from echelon.layout import Layout, check_many, grammar
 from echelon.layout.faults import Fault, FaultError
 from echelon.models import own, sizes
 from echelon.models.own import spec_of
@@ -91,12 +91,17 @@ def parse(layouts: str | Sequence[str | Layout], case: Case) -> list[Layout]:
     text = layouts if isinstance(layouts, str) else "; ".join(str(layout) for layout in layouts)
     model = case.model if isinstance(case.model, ModelConfig) else None
     # No text would be the layout of one device; nothing that was asked is nothing.
-    found = check_many(text, seq_len=case.seq_len, model=model) if text.strip("; ") else []
-    wrong = [(layout, fault) for layout in found if (fault := file_fault(layout))]
-    if wrong:
-        raise FaultError(
-            [Fault(key="schedule", value=one.schedule, rule=f"cannot be run: {why}") for one, why in wrong]
-        )
+    parts = [part for part in text.split(";") if part.strip()]
+    found: list[Layout] = []
+    faults: list[Fault] = []
+    with gathered(faults):
+        found = check_many(text, seq_len=case.seq_len, model=model) if parts else []
+    # Asked of the keys as they are written, so that a layout with other faults says it too.
+    for layout in (Layout.resolve(grammar.read(part).given) for part in parts):
+        if wrong := file_fault(layout, model.layers if model else 0):
+            faults.append(Fault(key="schedule", value=layout.schedule, rule=f"cannot be run: {wrong}"))
+    if faults:
+        raise FaultError(faults)
     return found
 
 

@@ -19,7 +19,7 @@ from echelon.layout.faults import closest
 from echelon.models import own, sizes
 from echelon.models.sizes import ModelConfig
 from echelon.pipeline.profile import Profile
-from echelon.pipeline.schedules import file_fault
+from echelon.pipeline.schedules import file_fault, of_layout
 from echelon.train import keys
 from echelon.train.keys import Key, Only, Range, Setting
 
@@ -360,15 +360,16 @@ def _layout_faults(config: Config, world: int | None, refused: Set[str]) -> list
     seq_len = None if "seq_len" in refused else config.seq_len
     # Asked of the keys as they are written, so that a layout with other faults says it too.
     planned = Layout.resolve(grammar.read(config.layout).given).plan_only
-    unbuilt = [Fault(key="layout", value=config.layout, rule=f"cannot be run: {reason}") for reason in planned]
+    found = [Fault(key="layout", value=config.layout, rule=f"cannot be run: {reason}") for reason in planned]
     try:
         layout = check(config.layout, world=world, batch=batch, seq_len=seq_len, model=model)
     except FaultError as error:
-        return [*error.faults, *unbuilt]
-    if wrong := file_fault(layout):
-        unbuilt.append(Fault(key="schedule", value=layout.schedule, rule=f"cannot be run: {wrong}"))
-    stages = [*_stage_faults(config.pipeline.layers, layout, model), *_profile_faults(config.pipeline)]
-    return [*unbuilt, *stages, *_slice_faults(config)]
+        return [*error.faults, *found]
+    if wrong := file_fault(layout, model.layers if model else 0):
+        found.append(Fault(key="schedule", value=layout.schedule, rule=f"cannot be run: {wrong}"))
+    elif config.pipeline.layers and layout.pp > 1 and model:
+        found += _stage_faults(config.pipeline.layers, of_layout(layout).stages, model)
+    return [*found, *_profile_faults(config.pipeline), *_slice_faults(config)]
 
 
 def _slice_faults(config: Config) -> Iterator[Fault]:
@@ -389,9 +390,8 @@ def _profile_faults(pipeline: PipelineConfig) -> Iterator[Fault]:
             yield Fault(key=key, value=given, rule=f"cannot be read ({error})", legal=f"{MEASURE}, or RUN/profile.json")
 
 
-def _stage_faults(layers: tuple[int, ...], layout: Layout, model: ModelConfig | None) -> Iterator[Fault]:
-    stages = layout.pp * layout.vpp
-    if layers and layout.pp > 1 and model is not None and (len(layers) != stages or sum(layers) != model.layers):
+def _stage_faults(layers: tuple[int, ...], stages: int, model: ModelConfig) -> Iterator[Fault]:
+    if len(layers) != stages or sum(layers) != model.layers:
         yield Fault(
             key="pipeline.layers",
             value=str(list(layers)),

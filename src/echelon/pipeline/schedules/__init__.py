@@ -124,9 +124,14 @@ def make(
 
 
 def of_layout(layout: Layout) -> Schedule:
-    """The schedule of a step; TeraPipe's before its sequences are sliced."""
-    chunks = 0 if layout.schedule.startswith(FILE) else layout.vpp  # a file says by itself how many it has
-    return make(layout.schedule, layout.pp, layout.accumulate, chunks=chunks)
+    """The schedule of a step that is run; TeraPipe's before its sequences are sliced."""
+    is_file = layout.schedule.startswith(FILE)
+    # A file says by itself how many chunks it has. What the layout says must agree; 1 is what it says of itself.
+    chunks = 0 if is_file and layout.vpp == 1 else layout.vpp
+    schedule = make(layout.schedule, layout.pp, layout.accumulate, chunks=chunks)
+    if is_file:
+        from_file.check_runs(schedule)
+    return schedule
 
 
 def _sizes(ranks: int, microbatches: int, chunks: int, slices: int, first: int) -> list[str]:
@@ -158,12 +163,12 @@ def _fits(name: str, family: Family | None, chunks: int, slices: int) -> list[st
     return faults
 
 
-def file_fault(layout: Layout) -> str:
-    """What is wrong with the file of a layout's schedule, if it is one and something is."""
+def file_fault(layout: Layout, layers: int = 0) -> str:
+    """What is wrong with the file of a layout's schedule, if it is one and something is. `layers`: of the model."""
     if not layout.schedule.startswith(FILE) or layout.pp == 1:
         return ""
     try:
-        of_layout(layout)
+        stages = of_layout(layout).stages
     except ValueError as error:
         return str(error)
-    return ""
+    return f"its {stages} stages leave some without a layer (the model has {layers})" if 0 < layers < stages else ""

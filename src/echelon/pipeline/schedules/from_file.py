@@ -6,20 +6,26 @@ The format is the text of a `Schedule`, a line per rank; `#` starts a comment an
     rank 0, stages 0: 0F0 0F1 0B0 0B1 0U1
     rank 1, stages 1: 1F0 1B0 1F1 1B1 1U1
 
-The file fixes ranks, stages, microbatches and slices. Sends and receives may be left out; `lower` adds them.
+The file fixes ranks, stages, microbatches and slices. Sends and receives may be left out; `lower` adds them. Every
+schedule can be drawn; what is run is one synchronous step of whole microbatches.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Container, Iterator
+from itertools import islice
 from pathlib import Path
 
-from echelon.pipeline.actions import Action, Kind
+from echelon.pipeline.actions import NEWEST, Action, Kind
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.validate import find
 
-_LINE = re.compile(r"rank\s+(\d+)\s*,\s*stages?\s+(\d+(?:[\s,]+\d+)*)\s*:(.*)")
+_LINE = re.compile(r"rank\s+(\d{1,9})\s*,\s*stages?\s+(\d{1,9}(?:[\s,]+\d{1,9})*)\s*:(.*)")
+
+FEW = 5
+"""of many faults of one kind, those that are told"""
 
 
 def build(path: str | Path, *, ranks: int = 0, chunks: int = 0, microbatches: int = 0, slices: int = 0) -> Schedule:
@@ -54,6 +60,22 @@ def parse(text: str, name: str = "file") -> Schedule:
     if wrong:
         _refuse(name, wrong, "change its lists")
     return schedule
+
+
+def check_runs(schedule: Schedule) -> None:
+    """Refuses what can be drawn and not run."""
+    every = [action for actions in schedule.lists for action in actions]
+    updates = Counter(action.stage for action in every if action.kind is Kind.UPDATE)
+    faults = []
+    if any(action.kind in (Kind.KEEP, Kind.DROP) or action.version != NEWEST for action in every):
+        faults.append("it says which versions of the weights are used (K, D, @)")
+    if several := [stage for stage, count in updates.items() if count > 1]:
+        faults.append(f"it updates more than once (stage {several[0]})")
+    if schedule.slices > 1:
+        faults.append(f"it cuts microbatches into slices ({schedule.slices})")
+    if faults:
+        remedy = "a file is run where its step is synchronous; draw it, or choose pipedream, 2bw or terapipe"
+        _refuse(schedule.name, faults, remedy)
 
 
 def _refuse(name: str, faults: list[str], remedy: str) -> None:
@@ -91,8 +113,8 @@ class _Reading:
     def gaps(self) -> list[str]:
         """Ranks and stages that are missing, or there twice."""
         stages = Counter(stage for held in self.stages.values() for stage in held)
-        faults = [f"rank {rank} has no line" for rank in range(max(self.line, default=0) + 1) if rank not in self.line]
-        faults += [f"stage {stage} is on no rank" for stage in range(max(stages, default=0)) if stage not in stages]
+        faults = [f"rank {rank} has no line" for rank in _missing(max(self.line, default=0), self.line)]
+        faults += [f"stage {stage} is on no rank" for stage in _missing(max(stages, default=0), stages)]
         return faults + [f"stage {stage} is there {count} times" for stage, count in stages.items() if count > 1]
 
     def schedule(self, name: str) -> Schedule:
@@ -105,3 +127,8 @@ class _Reading:
             lists=tuple(tuple(self.lists[rank]) for rank in range(len(self.lists))),
             slices=1 + max((action.part for action in every), default=0),
         )
+
+
+def _missing(largest: int, there: Container[int]) -> Iterator[int]:
+    """The first few numbers that are not there: a file may name a stage of any number."""
+    return islice((number for number in range(largest + 1) if number not in there), FEW)
