@@ -55,6 +55,16 @@ def step(model, layout):
     ec.Engine(globals()[model](), layout).step(batch(4, 0))
 
 
+class HalfFrozen(Plain):
+    """The first stage learns nothing, and of the second a parameter is never used."""
+
+    def __init__(self):
+        super().__init__()
+        for module in (self.first, self.blocks[0], self.blocks[1]):
+            module.requires_grad_(False)
+        self.blocks[3].unused = nn.Parameter(torch.ones(2))
+
+
 class TupleOfOne(Plain):
     """h[0] is the tensor of a tuple, and the first row of a tensor."""
 

@@ -50,6 +50,8 @@ def test_several_tensors_travel_and_a_weight_is_on_two_stages(pool, layout):
         ("Bare", "pp=4,accumulate=2,schedule=2bw"),
         ("Computed", "dp=2,pp=2,accumulate=3,zero=3,schedule=zb-h1"),
         ("Computed", "pp=2,accumulate=2,schedule=zb-h1,recompute=full"),
+        ("HalfFrozen", "pp=2,accumulate=2,schedule=2bw"),
+        ("HalfFrozen", "pp=3,accumulate=2,schedule=pipedream"),
         ("OneRow", "pp=2,accumulate=2,schedule=zb-h1"),
     ],
 )

@@ -49,13 +49,14 @@ def write_emulation(case: Case, layout_text: str, rows: int, path: Path) -> None
     rng.attach(model, stream)
     model.train()
     stage_of = homes(cut(model, loop(layout.pp)), model)
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    matrices = [p for p in trainable.values() if p.dim() >= 2]
+    vectors = [p for p in trainable.values() if p.dim() < 2]
     optimizer = optim.build(case.optimizer, matrices, vectors, fused=False)
     made: list[Weights] = [snapshot(model)]
     record: dict[str, Tensor] = {}
     size, microbatch = rows // layout.accumulate, 0
-    gradients, count = {name: torch.zeros_like(p) for name, p in model.named_parameters()}, 0
+    gradients, count = zeros(trainable), 0
     for step in range(case.steps):
         batch = case.batch(step, rows)
         loss, targets = 0.0, 0
@@ -64,26 +65,29 @@ def write_emulation(case: Case, layout_text: str, rows: int, path: Path) -> None
                 name: made[version_of(layout.schedule, stage, layout.pp, microbatch, per_update)][name]
                 for name, stage in stage_of.items()
             }
-            leaves = {name: value.clone().requires_grad_() for name, value in weights.items()}
+            leaves = {name: value.clone().requires_grad_(name in trainable) for name, value in weights.items()}
             stream.samples = torch.arange(start, start + size) + step * rows
             inputs = {key: value[start : start + size] for key, value in batch.items()}
             total, valid = loss_pair(functional_call(model, leaves, kwargs=inputs))
-            found = torch.autograd.grad(total, list(leaves.values()))
-            for name, gradient in zip(leaves, found, strict=True):
-                gradients[name] += gradient
+            if total.requires_grad:
+                # What a microbatch does not use has a gradient of zero.
+                wanted = [leaves[name] for name in trainable]
+                found = torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)
+                for name, gradient in zip(trainable, found, strict=True):
+                    gradients[name] += gradient
             loss, targets, count = loss + total.item(), targets + int(valid), count + int(valid)
             microbatch += 1
             if microbatch % per_update == 0:
-                apply_update(model, optimizer, gradients, stage_of, count, case.clip)
+                apply_update(trainable, optimizer, gradients, stage_of, count, case.clip)
                 made.append(snapshot(model))
-                gradients, count = {name: torch.zeros_like(p) for name, p in model.named_parameters()}, 0
+                gradients, count = zeros(trainable), 0
         record[f"{step}/loss"] = torch.tensor(loss / max(targets, 1), dtype=torch.float64)
     record |= {f"{case.steps - 1}/parameter/{name}": value for name, value in made[-1].items()}
     save_file(record, path)
 
 
 def apply_update(
-    model: nn.Module,
+    trainable: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
     gradients: Mapping[str, Tensor],
     stage_of: Mapping[str, int],
@@ -92,13 +96,17 @@ def apply_update(
 ) -> None:
     if not count:
         return
-    for name, parameter in model.named_parameters():
+    for name, parameter in trainable.items():
         parameter.grad = gradients[name] / count
     for stage in set(stage_of.values()):
         if clip:
-            mine = [p for name, p in model.named_parameters() if stage_of[name] == stage]
+            mine = [p for name, p in trainable.items() if stage_of[name] == stage]
             torch.nn.utils.clip_grad_norm_(mine, clip)
     optimizer.step()
+
+
+def zeros(trainable: Mapping[str, nn.Parameter]) -> Weights:
+    return {name: torch.zeros_like(parameter) for name, parameter in trainable.items()}
 
 
 def snapshot(model: nn.Module) -> Weights:
