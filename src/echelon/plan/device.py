@@ -5,6 +5,7 @@ Peaks are dense (without sparsity). What a program reaches of them is in constan
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from echelon.layout.faults import Fault, FaultError, did_you_mean
@@ -56,7 +57,7 @@ class Device:
 def _nvidia(
     name: str,
     generation: str,
-    tera: dict[str, float],
+    tera: Mapping[str, float],
     gib: float,
     memory: float,
     inside: float,

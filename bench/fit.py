@@ -1,0 +1,125 @@
+"""Fits the planner's constants (src/echelon/plan/constants.py) to a table of published runs.
+
+    python bench/fit.py TABLE.csv                  prints the constants, to be pasted, and the errors
+    python bench/fit.py TABLE.csv --leave-out      the errors on each source by constants that never saw it
+
+Every source weighs the same, whatever its rows. Residuals are logarithms of predicted over measured, taken by their
+absolute value beyond a few per cent, so that a run that went wrong does not bend the fit. Constants are held near what
+devices and papers say (`HELD`): those that the rows say little about stay there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from echelon.plan import rows
+from echelon.plan.constants import FITTED, Constants
+from echelon.plan.score import Errors, errors
+from echelon.plan.time import times
+from echelon.plan.work import Work, stacked, work_of
+
+Array = NDArray[np.float64]
+NAMES = tuple(field.name for field in fields(Constants))
+SOFT = 0.07
+"""residuals are squared up to about this, and taken as they are beyond"""
+HOLD = 0.05
+"""what a factor of e away from the start costs, as a residual"""
+HELD = {
+    **dict.fromkeys(("inside", "outside", "imbalance"), 2.0),
+    **dict.fromkeys(("links_old", "message", "stream_hidden", "stream_shown", "loose_norms"), 0.3),
+    **dict.fromkeys(("tp_shown", "update", "step", "edge", "expert_edge", "dp_hidden"), 0.2),
+    **dict.fromkeys(("pp_shown", "cp_shown", "ep_shown", "streaming"), 0.1),
+}
+START = FITTED
+
+
+def fit(works: Work, seconds: Array, weights: Array, start: Constants) -> Constants:
+    """The constants with the least residuals, each at least 0."""
+    begin = np.array([getattr(start, name) for name in NAMES])
+    held = np.array([HELD.get(name, HOLD) for name in NAMES])
+
+    def constants(x: Array) -> Constants:
+        return Constants(**dict(zip(NAMES, (begin * np.exp(x)).tolist(), strict=True)))
+
+    def residuals(x: Array) -> Array:
+        wrong = np.log(times(works, constants(x)).total / seconds)
+        soft = np.sign(wrong) * np.sqrt(2 * SOFT * (np.sqrt(SOFT**2 + wrong**2) - SOFT))
+        return np.concatenate([4 * weights * soft, held * x])
+
+    return constants(least_squares(residuals, np.zeros(len(NAMES))))
+
+
+def least_squares(residuals: Callable[[Array], Array], x: Array, *, rounds: int = 80, step: float = 1e-4) -> Array:
+    """Levenberg and Marquardt's method with differences for derivatives."""
+    damping, now = 1e-2, residuals(x)
+    for _ in range(rounds):
+        columns = [(residuals(x + step * unit) - now) / step for unit in np.eye(len(x))]
+        slope = np.stack(columns, axis=1)
+        square, down = slope.T @ slope, slope.T @ now
+        while damping < 1e6:
+            moved = x - np.linalg.solve(square + damping * np.diag(np.diag(square) + 1e-9), down)
+            there = residuals(moved)
+            if there @ there < now @ now:
+                break
+            damping *= 4
+        else:
+            return x
+        if now @ now - there @ there < 1e-7 * (now @ now):
+            return moved
+        x, now, damping = moved, there, damping / 3
+    return x
+
+
+def weights_of(sources: list[str]) -> Array:
+    return np.array([1 / np.sqrt(sources.count(source)) for source in sources])
+
+
+def shown(title: str, found: dict[str, Errors]) -> None:
+    print(title)
+    for source, one in found.items():
+        print(f"  {source:18s} {one.rows:4d} rows  median {one.median:6.1%}  p90 {one.p90:6.1%}")
+    several = [one for one in found.values() if one.rows >= 3]
+    print(
+        f"  {'mean over sources':18s}            median {np.mean([one.median for one in several]):6.1%}  "
+        f"p90 {np.mean([one.p90 for one in several]):6.1%}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", help="a CSV of published runs")
+    parser.add_argument("--leave-out", action="store_true", help="fit without each source in turn, and try it on that")
+    options = parser.parse_args()
+    asked = [question for question in rows.questions(rows.read(options.table))[0] if question.seconds]
+    works = [work_of(question.case) for question in asked]
+    seconds = np.array([question.seconds for question in asked])
+    sources = [question.source for question in asked]
+    if options.leave_out:
+        found: dict[str, Errors] = {}
+        for source in sorted(set(sources)):
+            kept = [i for i, other in enumerate(sources) if other != source]
+            tried = [i for i, other in enumerate(sources) if other == source]
+            names = [sources[i] for i in kept]
+            constants = fit(stacked([works[i] for i in kept]), seconds[kept], weights_of(names), START)
+            predicted = times(stacked([works[i] for i in tried]), constants).total
+            found |= errors([source] * len(tried), predicted, seconds[tried])
+        shown("errors on each source by constants that never saw it", found)
+        return 0
+    constants = fit(stacked(works), seconds, weights_of(sources), START)
+    for name, value in asdict(constants).items():
+        print(f"    {name}: float = {value:.4g}")
+    before = times(stacked(works), FITTED).total
+    after = times(stacked(works), constants).total
+    shown("with the constants in force", errors(sources, before, seconds))
+    shown("with these", errors(sources, after, seconds))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

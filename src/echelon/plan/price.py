@@ -1,0 +1,210 @@
+"""`Plan`: a layout with what it is predicted to take, in seconds by cause and in bytes by category."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+from echelon.layout import Layout
+from echelon.pipeline.schedules import FAMILIES, make
+from echelon.pipeline.simulate import Durations, simulate
+from echelon.pipeline.timeline import Timeline
+from echelon.plan.case import Case
+from echelon.plan.constants import FITTED, Constants
+from echelon.plan.memory import Memory, of_stage, worst
+from echelon.plan.time import Microbatch, Times, microbatch, times
+from echelon.plan.work import Work, work_of
+
+ACTIONS = 8_000
+"""that a price may simulate; longer steps are simulated in part, and go on as they have begun"""
+SHORT = 2
+"""a part has as many microbatches as this many times the stages, and another with one time more"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a layout is predicted to do."""
+
+    case: Case
+    times: dict[str, float]
+    """seconds of a step by cause"""
+    memory: Memory
+    """of the fullest rank"""
+    bubble: float
+    """share of the pipeline's time in which ranks wait"""
+    spread: float
+    """four of five runs lie within this factor, up and down"""
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def layout(self) -> Layout:
+        return self.case.layout
+
+    @cached_property
+    def seconds(self) -> float:
+        return sum(self.times.values())
+
+    @property
+    def low(self) -> float:
+        return self.seconds / self.spread
+
+    @property
+    def high(self) -> float:
+        return self.seconds * self.spread
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total <= self.case.cluster.memory
+
+    @property
+    def runnable(self) -> bool:
+        return not self.layout.plan_only
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.case.batch_tokens / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Against the peak in 16 bits, of the devices in use."""
+        return self._utilisation(3.0)
+
+    @property
+    def hfu(self) -> float:
+        """With what recomputation repeats."""
+        return self._utilisation(4.0 if self.layout.recompute == "full" else 3.0)
+
+    def _utilisation(self, passes: float) -> float:
+        peak = self.case.cluster.device.peak("bf16") * self.layout.world
+        return passes * self.case.shape.flops(self.case.seq_len) * self.tokens_per_s / peak
+
+    def to_json(self) -> dict[str, object]:
+        """The keys of `echelon plan --json`."""
+        return {
+            "layout": str(self.layout),
+            "runnable": self.runnable,
+            "fits": self.fits,
+            "step_s": self.seconds,
+            "step_s_low": self.low,
+            "step_s_high": self.high,
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu,
+            "hfu": self.hfu,
+            "bubble": self.bubble,
+            "memory_bytes": self.memory.total,
+            "memory": self.memory.parts,
+            "time": self.times,
+            "reasons": list(self.reasons),
+        }
+
+
+def price(case: Case, c: Constants = FITTED) -> Plan:
+    """The plan of one case, its pipeline simulated."""
+    work = work_of(case)
+    found = {field.name: float(getattr(times(work, c), field.name)) for field in fields(Times)}
+    bubble = 0.0
+    if case.layout.pp > 1:
+        duration, bubble = _pipeline(case, work, c)
+        # The schedule itself says what waiting for other stages, and for the fullest of them, comes to.
+        waits = ("imbalance", "bubble", "pp")
+        computed = sum(found[name] for name in COMPUTED)
+        found |= dict.fromkeys(waits, 0.0)
+        found["bubble"] = duration - computed
+    spread = math.exp(c.spread_experts if case.shape.experts else c.spread)
+    return Plan(
+        case=case,
+        times={name: seconds for name, seconds in found.items() if seconds},
+        memory=worst(case, c),
+        bubble=bubble,
+        spread=spread,
+    )
+
+
+COMPUTED = ("products", "attention", "passing", "launches", "head", "recompute", "tp", "ep", "cp")
+"""causes that stages spend their actions on"""
+
+
+def durations(case: Case, work: Work, c: Constants = FITTED) -> Durations:
+    """Seconds of every action of every stage."""
+    m = microbatch(work, c)
+    shares = layer_shares(case)
+    full, selective = case.layout.recompute == "full", case.layout.recompute == "selective"
+    again = float(m.forward) if full else float(m.attention + m.passing / 2) if selective else 0.0
+    # Of the tensor-parallel messages of a layer two are forward, two backward, and two are repeated.
+    ahead = 2 / 6 if full else 2 / 4
+    sent = float(m.tp + m.ep + m.cp)
+    forward = float(m.forward) + ahead * sent
+    weights = float(m.weights)
+    inputs = float(m.backward) - weights + again + (1 - ahead) * sent
+    last, head = len(shares) - 1, float(m.head)
+    return Durations(
+        forward=tuple(share * forward + head * (stage == last) for stage, share in enumerate(shares)),
+        input_grad=tuple(share * inputs + head * (stage == last) for stage, share in enumerate(shares)),
+        weight_grad=tuple(share * weights + head * (stage == last) for stage, share in enumerate(shares)),
+        send_forward=float(m.pp),
+        send_backward=float(m.pp),
+    )
+
+
+def layer_shares(case: Case) -> list[float]:
+    """Of every stage, its share of the layers: equal where they divide, else the last stages have fewer."""
+    stages, layers = case.layout.pp * case.layout.vpp, case.shape.num_layers
+    each, rest = divmod(layers, stages)
+    return [(each + (stage < rest)) / layers for stage in range(stages)]
+
+
+def timeline(case: Case, c: Constants = FITTED, *, microbatches: int = 0) -> Timeline:
+    """A step, action by action; or one of fewer microbatches."""
+    layout = case.layout
+    schedule = make(layout.schedule, layout.pp, microbatches or layout.accumulate, chunks=layout.vpp)
+    return simulate(schedule, durations(case, work_of(case), c))
+
+
+def _pipeline(case: Case, work: Work, c: Constants) -> tuple[float, float]:
+    """(seconds of a step's passes, share of them in which ranks wait)."""
+    layout = case.layout
+    seconds = durations(case, work, c)
+    chunks = layout.vpp if FAMILIES[layout.schedule].chunks is None else 0
+
+    def run(count: int) -> Timeline:
+        return simulate(make(layout.schedule, layout.pp, count, chunks=chunks), seconds)
+
+    actions = 3 * layout.pp * layout.vpp * layout.accumulate
+    if actions <= ACTIONS:
+        found = run(layout.accumulate)
+        return found.duration, found.bubble
+    first, second = SHORT * layout.pp, (SHORT + 1) * layout.pp
+    if first >= layout.accumulate:
+        found = run(layout.accumulate)
+        return found.duration, found.bubble
+    short, longer = run(first).duration, run(second).duration
+    duration = longer + (layout.accumulate - second) * (longer - short) / (second - first)
+    busy = layout.accumulate * _busy(seconds) / layout.pp
+    return duration, max(0.0, 1 - busy / duration)
+
+
+def _busy(seconds: Durations) -> float:
+    """Of all stages, on one microbatch."""
+    parts = (seconds.forward, seconds.input_grad, seconds.weight_grad)
+    return sum(sum(part) if isinstance(part, tuple) else part for part in parts)
+
+
+def memory_over_time(case: Case, rank: int, c: Constants = FITTED) -> list[tuple[float, float]]:
+    """(seconds, bytes) of a rank through the passes of a step."""
+    found = of_stage(case, rank, c)
+    still = found.total - found.parts.get("activations", 0)
+    if case.layout.pp == 1:
+        return [(0.0, still), (times(work_of(case), c).total, found.total)]
+    line = timeline(case, c)
+    in_flight = max(1, line.in_flight[rank])
+    each = found.parts.get("activations", 0) / in_flight
+    return [(second, still + size) for second, size in line.memory(rank, each)]
+
+
+def changed(case: Case, **keys: int | str) -> Case:
+    """The case in a layout with other keys."""
+    return replace(case, layout=case.layout.replace(**keys))
+
+
+__all__ = ["Microbatch", "Plan", "changed", "durations", "memory_over_time", "price", "timeline"]

@@ -1,0 +1,224 @@
+"""Seconds of a step by cause, from what it does (work.py) and what programs reach (constants.py).
+
+[Note: a step]
+
+    step = accumulate x (the fullest rank's microbatch) + bubble + what of the messages is not hidden + update
+
+A product of m x k by k x n takes its FLOPs over what the device reaches, and is longer by partly filled tiles at the
+edges: FLOPs (1 + e/m + e/k + e/n). Operators between products move bytes. Kernels take time to start. A group's
+messages between nodes use the links of all its ranks in a node, up to the speed inside it.
+
+Numbers may be arrays: every line prices one layout or thousands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from echelon.plan.constants import FITTED, Constants
+from echelon.plan.work import GENERATIONS, Work
+
+VOLTA, AMPERE, HOPPER, BLACKWELL = (GENERATIONS.index(name) for name in ("volta", "ampere", "hopper", "blackwell"))
+PLAIN, FUSED, FLASH1, FLASH2, BEST = range(5)
+NARROW_HEADS = 0.8
+"""speed of attention with heads of fewer than 128 elements, to others"""
+BACKWARD = 2.0
+"""products of backward, to those of forward"""
+FLASH_BACKWARD = 2.5
+SCORES_BACKWARD = 2.0
+PASSED_BACKWARD = 1.5
+HEAD_BYTES = 8.0
+"""moved per logit"""
+ROUNDED = 0.1
+"""share of what is hidden that is seen where it just is"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """Seconds of one microbatch through all layers and the head, by cause. Forward and backward apart."""
+
+    products: Any
+    experts: Any
+    attention: Any
+    passing: Any
+    """operators between products"""
+    launches: Any
+    """the host's time to start the kernels of forward, and of backward: it runs beside the device"""
+    head: Any
+    """forward"""
+    tp: Any
+    """of the whole microbatch, recomputation included; what is not hidden"""
+    ep: Any
+    cp: Any
+    pp: Any
+    """one message"""
+    flash: Any
+
+    @property
+    def _forward(self) -> Any:
+        return self.products + self.experts + self.attention + self.passing
+
+    @property
+    def _backward(self) -> Any:
+        attention = np.where(self.flash, FLASH_BACKWARD, SCORES_BACKWARD) * self.attention
+        return BACKWARD * self.weights + attention + PASSED_BACKWARD * self.passing
+
+    @property
+    def waiting(self) -> tuple[Any, Any]:
+        """Of the device for the host, in forward and in backward."""
+        return tuple(beyond(self.launches, device) for device in (self._forward, self._backward))
+
+    @property
+    def forward(self) -> Any:
+        return self._forward + self.waiting[0]
+
+    @property
+    def weights(self) -> Any:
+        """The part of backward that makes gradients of weights."""
+        return self.products + self.experts
+
+    @property
+    def backward(self) -> Any:
+        return self._backward + self.waiting[1]
+
+
+def beyond(this: Any, that: Any) -> Any:
+    """How much this is longer than that, which runs beside it: without a corner, for they do not run evenly."""
+    more, corner = this - that, ROUNDED * this
+    return 0.5 * (more + np.sqrt(more * more + corner * corner))
+
+
+def microbatch(work: Work, c: Constants = FITTED) -> Microbatch:
+    old = work.generation < HOPPER
+    reached16 = np.select(
+        [work.generation == VOLTA, work.generation == AMPERE, work.generation == HOPPER],
+        [c.volta, c.ampere, c.hopper],
+        c.blackwell,
+    )
+    narrow = np.where(work.narrow == 1, np.where(work.generation == HOPPER, c.hopper_fp8, c.blackwell_fp8), c.fp4)
+    rate16 = work.peak16 * reached16
+    rate = np.where(work.narrow > 0, work.peak * narrow, work.peak * reached16)
+    edge = c.edge * work.peak / work.peak16
+    stream = work.memory * c.streaming
+    flash = work.kernel >= FLASH1
+    reached = np.select(
+        [work.kernel == FLASH1, work.kernel == FLASH2],
+        [c.flash1, np.where(work.generation >= HOPPER, c.flash2_hopper, c.flash2)],
+        c.best_attention,
+    ) * np.where(work.wide_heads > 0, 1.0, NARROW_HEADS)
+    written = np.where(work.kernel == PLAIN, c.plain_scores, c.scores) * work.scores / stream
+    attention = np.where(
+        flash, work.attention_flops / (work.peak16 * reached), 2 * work.attention_flops / rate16 + written
+    )
+    norms = work.norms * np.where(work.fused_norms > 0, 1.0, c.loose_norms)
+    casts = np.where(work.narrow > 0, c.casts, 0.0) * (work.norms + work.passed) / 2
+    inside, outside = _speeds(work, c)
+    across = np.minimum(inside, outside * work.tp_members)
+    tp = work.tp_bytes / np.where(work.tp_near > 0, inside, across) + c.message * work.tp_messages
+    ep = work.ep_bytes * ((1 - work.ep_far) / inside + work.ep_far / outside) + c.message * work.ep_messages
+    return Microbatch(
+        products=(work.flops + c.odd * work.odd_flops + edge * work.edges) / rate,
+        experts=(work.expert_flops + c.expert_edge * work.expert_edges) / rate * c.imbalance,
+        attention=attention,
+        passing=(2 * (norms + work.passed) + casts) / stream,
+        launches=np.where(old, c.launch_old, c.launch) * work.layers + c.launch_experts * work.mixtures,
+        head=(work.head_flops + c.edge * work.head_edges) / rate16 + HEAD_BYTES * work.head_elements / work.memory,
+        tp=np.where(work.tp > 1, tp, 0.0) * np.where(old, 1.0, c.tp_shown),
+        ep=ep * c.ep_shown,
+        cp=work.cp_bytes / np.where(work.cp_near > 0, inside, outside) * c.cp_shown,
+        pp=np.where(work.pp > 1, work.pp_bytes / np.where(work.pp_near > 0, inside, outside) + c.message, 0.0),
+        flash=flash,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Seconds of a step by cause; they sum to `total`."""
+
+    products: Any
+    attention: Any
+    passing: Any
+    launches: Any
+    head: Any
+    recompute: Any
+    tp: Any
+    ep: Any
+    cp: Any
+    pp: Any
+    imbalance: Any
+    """waiting for the fullest stage"""
+    bubble: Any
+    dp: Any
+    """what is not hidden"""
+    update: Any
+    jitter: Any
+    rest: Any
+
+    @property
+    def total(self) -> Any:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def times(work: Work, c: Constants = FITTED) -> Times:
+    """Of a step, the pipeline by its formula. `price.py` simulates the real schedule instead."""
+    m = microbatch(work, c)
+    again = work.full * m.forward + work.selective * (m.attention + m.passing / 2)
+    layers = m.forward + m.backward + again + m.tp + m.ep + m.cp
+    head = 3 * m.head
+    fullest = np.where(
+        work.pp > 1,
+        np.where(
+            work.even > 0, layers * work.slowest + head, np.maximum(layers * work.slowest, (layers + head) / work.pp)
+        ),
+        layers + head,
+    )
+    mean = layers / work.pp
+    count, stages = work.accumulate, work.pp
+    filled = np.where(work.split_backward > 0, np.minimum(2 * m.weights / stages, mean), 0.0)
+    bubble = np.where(work.no_bubble > 0, 0.0, (stages - 1) / work.vpp * (mean - filled))
+    sends = count * 2 * work.vpp * m.pp * c.pp_shown + 2 * (stages - 1) * m.pp
+    busy = count * fullest + bubble + sends
+    dp = _data_parallel(work, c, busy, m.backward / stages)
+    share = count / stages
+    ends = np.where(stages > 1, np.where(work.even > 0, head, head / stages), head) * count
+    parts = {
+        "products": 3 * (m.products + m.experts) * share,
+        "attention": (1 + np.where(m.flash, FLASH_BACKWARD, SCORES_BACKWARD)) * m.attention * share,
+        "passing": (1 + PASSED_BACKWARD) * m.passing * share,
+        "launches": sum(m.waiting) * share,
+        "head": ends,
+        "recompute": again * share,
+        "tp": m.tp * share,
+        "ep": m.ep * share,
+        "cp": m.cp * share,
+    }
+    return Times(
+        **parts,
+        pp=sends,
+        imbalance=count * fullest - sum(parts.values()),
+        bubble=bubble,
+        dp=dp,
+        update=c.update * work.updated / work.memory,
+        jitter=(busy + dp) * c.jitter * np.log2(work.nodes),
+        rest=c.step + 0.0 * busy,
+    )
+
+
+def _speeds(work: Work, c: Constants) -> tuple[Any, Any]:
+    """Bytes per second of links inside a node and between nodes."""
+    reached = np.where(work.generation < HOPPER, c.links_old, 1.0)
+    return work.inside * c.inside * reached, work.outside * c.outside * reached
+
+
+def _data_parallel(work: Work, c: Constants, busy: Any, backward: Any) -> Any:
+    """What of the messages of parameters and gradients compute does not hide."""
+    inside, outside = _speeds(work, c)
+    speed = np.where(work.dp_near > 0, inside, np.minimum(inside, outside * work.dp_members))
+    sending = work.dp_bytes / speed
+    hidden = np.where(
+        work.streams > 0, c.stream_hidden * busy, np.where(work.generation < HOPPER, 0.0, c.dp_hidden * backward)
+    )
+    return beyond(sending, hidden) + np.where(work.streams > 0, c.stream_shown * sending, 0.0)

@@ -1,0 +1,348 @@
+"""`Work`: everything that one step does on one rank, counted, before anything is said about how fast.
+
+Counts come from the model's shape, the layout and the strategies' own cost functions. All are of one microbatch through
+all layers, unless they say otherwise, so that stages divide them. `stacked` puts many of them into arrays: what reads
+them (time.py) prices thousands of layouts as quickly as one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from echelon.layout import Layout
+from echelon.layout.cost import Collective
+from echelon.layout.placement import Entry, Unit
+from echelon.parallel import context, expert, shard, tensor
+from echelon.plan.case import KERNELS, Case
+from echelon.plan.shape import COLUMNS, ROWS, Layer, Product
+
+Number = Any
+"""a number, or an array of them"""
+GENERATIONS = ("cpu", "volta", "ampere", "hopper", "blackwell")
+NARROW = {"fp8": 1, "fp4": 2}
+"""types narrower than 16 bits; others are 0"""
+TILE = 64
+"""elements: products are fast where it divides their dimensions"""
+EXPERTS = "experts"
+"""the unit of a mixture layer's experts"""
+ON_THE_WIRE = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
+"""times (n - 1) / n of the bytes pass each rank's link; a send or broadcast passes once"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    # the devices
+    generation: Number
+    peak: Number
+    """FLOPs per second of the products' type"""
+    peak16: Number
+    """of 16 bits"""
+    memory: Number
+    """bytes per second"""
+    inside: Number
+    outside: Number
+    """bytes per second and device, between nodes"""
+    latency: Number
+    nodes: Number
+    narrow: Number
+    """0: products in 16 bits or more, 1: fp8, 2: fp4"""
+    # the products
+    flops: Number
+    edges: Number
+    """the products' FLOPs over the size of each of their three dimensions, summed: what partly filled tiles cost"""
+    odd_flops: Number
+    """of products with a dimension that tiles do not divide"""
+    expert_flops: Number
+    expert_edges: Number
+    head_flops: Number
+    head_edges: Number
+    head_elements: Number
+    """logits"""
+    # attention
+    attention_flops: Number
+    """of flash attention: causal, so half of the square"""
+    scores: Number
+    """elements of the square, where it is written out"""
+    kernel: Number
+    """place in case.KERNELS"""
+    wide_heads: Number
+    """1 where heads have 128 elements or more"""
+    # memory
+    passed: Number
+    """elements that operators between products move, apart from `norms`"""
+    norms: Number
+    """elements that norms and residuals move"""
+    fused_norms: Number
+    layers: Number
+    mixtures: Number
+    """layers with experts"""
+    # messages
+    tp_bytes: Number
+    """on the wire"""
+    tp_messages: Number
+    tp_near: Number
+    """1 where tp stays inside a node"""
+    tp_members: Number
+    """ranks of a group that share a node"""
+    ep_bytes: Number
+    ep_messages: Number
+    ep_far: Number
+    """share of what a rank sends that leaves its node"""
+    cp_bytes: Number
+    cp_near: Number
+    pp_bytes: Number
+    """of one message"""
+    pp_near: Number
+    dp_bytes: Number
+    """on the wire, in a step"""
+    dp_near: Number
+    dp_members: Number
+    # the layout
+    dp: Number
+    tp: Number
+    pp: Number
+    vpp: Number
+    accumulate: Number
+    streams: Number
+    """1 where parameters are gathered for every microbatch (zero 2 and 3)"""
+    full: Number
+    """1: every layer is recomputed"""
+    selective: Number
+    slowest: Number
+    """share of the layers on the fullest rank"""
+    even: Number
+    """1 where stages have equal numbers of layers, so that the head comes on top"""
+    split_backward: Number
+    """1 where weight gradients fill the bubble"""
+    no_bubble: Number
+    """1 where they fill nearly all of it"""
+    updated: Number
+    """parameters whose states this rank updates"""
+
+
+def stacked(works: Sequence[Work]) -> Work:
+    """Many as one, an array for each number."""
+    return Work(**{field.name: np.array([getattr(work, field.name) for work in works]) for field in fields(Work)})
+
+
+def work_of(case: Case) -> Work:
+    layout, shape, cluster = case.layout, case.shape, case.cluster
+    device = cluster.device
+    tokens, tp, pp = case.tokens, layout.tp, layout.pp
+    sliced = tp if layout.sp else 1
+    counts = dict.fromkeys(
+        ("flops", "edges", "odd_flops", "expert_flops", "expert_edges", "attention_flops", "scores", "passed", "norms"),
+        0.0,
+    )
+    mixtures = 0
+    head_dim = 0
+    for layer, n in shape.layers:
+        for product in layer.products:
+            flops, edges = _product(product, tokens, layout)
+            kind = "expert_" if product.experts else ""
+            counts[kind + "flops"] += n * flops
+            counts[kind + "edges"] += n * edges
+            if not product.experts and _is_odd(product, layout):
+                counts["odd_flops"] += n * flops
+        if layer.attention is not None:
+            counts["attention_flops"] += n * layer.attention.flops(case.seq_len) * tokens / tp
+            counts["scores"] += n * layer.attention.heads / tp * tokens * case.seq_len
+            head_dim = max(head_dim, layer.attention.head_dim)
+        counts["norms"] += n * tokens * layer.passed / sliced
+        counts["passed"] += n * tokens * layer.passed_split / tp
+        mixtures += n * layer.is_mixture
+    columns = shape.vocab / tp
+    head = 2.0 * tokens * shape.width * columns
+    chunks = layout.vpp
+    per_node = cluster.per_node
+    messages = _messages(case, mixtures)
+    members = max(1.0, min(per_node / tp, layout.dp * layout.cp))
+    return Work(
+        generation=GENERATIONS.index(device.generation),
+        peak=device.peak(case.precision),
+        peak16=device.peak("bf16"),
+        memory=device.bandwidth,
+        inside=cluster.inside.bandwidth,
+        outside=cluster.outside.bandwidth,
+        latency=cluster.inside.latency,
+        nodes=max(1.0, cluster.devices / per_node),
+        narrow=NARROW.get(case.precision, 0),
+        **counts,
+        head_flops=head,
+        head_edges=head * (1 / tokens + 1 / shape.width + 1 / columns),
+        head_elements=tokens * columns,
+        kernel=KERNELS.index(case.attention),
+        wide_heads=head_dim >= 128,
+        fused_norms=case.fused_norms,
+        layers=shape.num_layers,
+        mixtures=mixtures,
+        tp_bytes=_wire(messages["tp"], tp),
+        tp_messages=sum(item.count for item in messages["tp"]),
+        tp_near=tp <= per_node,
+        tp_members=min(tp, per_node),
+        ep_bytes=_wire(messages["ep"], layout.ep),
+        ep_messages=sum(item.count for item in messages["ep"]),
+        ep_far=max(0.0, 1 - per_node / layout.ep),
+        cp_bytes=_wire(messages["cp"], layout.cp),
+        cp_near=tp * layout.cp <= per_node,
+        pp_bytes=tokens * shape.width * case.element_bytes / sliced if pp > 1 else 0.0,
+        pp_near=tp * layout.cp * pp <= per_node,
+        dp_bytes=_gradient_wire(case),
+        dp_near=tp * layout.cp * layout.dp <= per_node,
+        dp_members=members,
+        dp=layout.dp * layout.cp,
+        tp=tp,
+        pp=pp,
+        vpp=chunks,
+        accumulate=layout.accumulate,
+        streams=layout.zero >= 2 and layout.shards > 1,
+        full=layout.recompute == "full",
+        selective=layout.recompute == "selective",
+        slowest=math.ceil(shape.num_layers / (pp * chunks)) * chunks / shape.num_layers,
+        even=shape.num_layers % (pp * chunks) == 0,
+        split_backward=layout.schedule == "zb-h1",
+        no_bubble=layout.schedule in ("zb-v", "dualpipe-v", "pipedream", "pipedream-vsync", "2bw"),
+        updated=sum(unit.shard_numel * n for unit, n in units_of(case, 0)),
+    )
+
+
+def _product(product: Product, tokens: float, layout: Layout) -> tuple[float, float]:
+    """(FLOPs, edges) of a product, forward, on one rank."""
+    inputs, outputs = float(product.inputs), float(product.outputs)
+    if product.experts:
+        # Experts are spread over ep ranks, each of which sends its tokens: every expert gets those of all of them.
+        mine = tokens / max(1, layout.tp // layout.etp)
+        rows = max(1.0, mine * product.share * layout.ep / product.experts)
+        outputs = outputs / layout.etp if product.split == COLUMNS else outputs
+        inputs = inputs / layout.etp if product.split == ROWS else inputs
+        flops = 2.0 * mine * product.share * inputs * outputs
+        return flops, flops * (1 / rows + 1 / inputs + 1 / outputs)
+    if product.split == COLUMNS:
+        outputs /= layout.tp
+    elif product.split == ROWS:
+        inputs /= layout.tp
+    flops = 2.0 * tokens * inputs * outputs
+    return flops, flops * (1 / tokens + 1 / inputs + 1 / outputs)
+
+
+def _is_odd(product: Product, layout: Layout) -> bool:
+    inputs = product.inputs // layout.tp if product.split == ROWS else product.inputs
+    outputs = product.outputs // layout.tp if product.split == COLUMNS else product.outputs
+    return bool(inputs % TILE or outputs % TILE)
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+
+def _messages(case: Case, mixtures: int) -> dict[str, list[Collective]]:
+    """Of one microbatch through all layers, from the strategies' own cost functions, by axis."""
+    layout, shape = case.layout, case.shape
+    once = replace(layout, accumulate=1)  # what cost functions say of a step is then of a microbatch
+    attention = next((layer.attention for layer, _ in shape.layers if layer.attention), None)
+    size = case.element_bytes
+    traffic = tensor.Traffic(
+        layers=shape.num_layers,
+        width=shape.width,
+        batch=layout.microbatch,
+        seq_len=max(1, case.seq_len // layout.cp),
+        dropout=False,
+        element_bytes=size,
+        loss_bytes=4,
+    )
+    kv = attention.kv_heads * (attention.head_dim + attention.value_dim) * size / layout.tp if attention else 0.0
+    query = attention.heads * attention.head_dim * size / layout.tp if attention else 0.0
+    return {
+        "tp": list(tensor.collectives(traffic, once)),
+        "cp": list(
+            context.collectives(once, layers=shape.num_layers, tokens=case.tokens, query_bytes=query, kv_bytes=kv)
+        ),
+        "ep": list(
+            expert.collectives(
+                once,
+                layers=mixtures,
+                tokens=case.tokens / max(1, layout.tp // layout.etp),
+                token_bytes=shape.width * size,
+                top_k=shape.top_k,
+            )
+        ),
+    }
+
+
+def _wire(collectives: Iterable[Collective], ranks: int) -> float:
+    return sum(_on_the_wire(item, ranks) for item in collectives)
+
+
+def units_of(case: Case, stage: int) -> list[tuple[Unit, float]]:
+    """The flat units of a rank, with how many there are of each: a unit for each kind of layer, and the rest.
+
+    Stages have equal shares of every kind of layer. Stage 0 has the embedding, the last the head; with one stage, both.
+    """
+    layout, shape = case.layout, case.shape
+    # Ranks of cp hold the same parameters, so they share the shards too, unless shards stay inside smaller groups.
+    shards = layout.shards * (layout.cp if layout.zero and layout.shards == layout.dp else 1)
+    found: list[tuple[Unit, float]] = []
+    for layer, n in shape.layers:
+        mine = n / layout.pp
+        own = _own_parameters(layer, layout)
+        found.append((_unit(layer.name, own, shards), mine))
+        if layer.is_mixture:
+            experts = math.ceil(layer.expert_parameters / (layout.ep * layout.etp))
+            found.append((_unit(EXPERTS, experts, _data(case, EXPERTS) if layout.zero else 1), mine))
+    ends = 0
+    if stage == 0:
+        ends += shape.embedding_parameters
+    if stage == layout.pp - 1 and not (shape.tied and layout.pp == 1):
+        ends += shape.head_parameters + shape.width
+    if ends:
+        found.append((_unit("ends", math.ceil(ends / layout.tp), shards), 1))
+    return found
+
+
+def _own_parameters(layer: Layer, layout: Layout) -> int:
+    """Of a layer on one tp rank, without its experts."""
+    found = layer.other_parameters
+    for product in layer.products:
+        if not product.experts:
+            found += math.ceil(product.parameters / (layout.tp if product.split else 1))
+    return found
+
+
+def _unit(name: str, numel: int, shards: int) -> Unit:
+    return Unit(name=name, entries=(Entry(name=name, names=(name,), shape=(numel,)),), shards=shards)
+
+
+def _gradient_wire(case: Case) -> float:
+    """Bytes that a step sends over dp for parameters and gradients, by shard.py's own cost function."""
+    layout, total = case.layout, 0.0
+    policy = shard.policy(layout)
+    for unit, n in units_of(case, 0):
+        replicas = _data(case, unit.name) // unit.shards
+        own = replace(policy, shards=unit.shards, replicas=replicas)
+        issued = shard.collectives(
+            [unit],
+            own,
+            accumulate=layout.accumulate,
+            compute_bytes=case.element_bytes,
+            reduce_bytes=case.reduce_bytes,
+            stages={unit.name: 1},
+        )
+        total += n * sum(_on_the_wire(item, unit.shards if item.axis == "shard" else replicas) for item in issued)
+    return total
+
+
+def _data(case: Case, unit: str) -> int:
+    """Ranks that hold the same parameters of a unit, or shards of them."""
+    layout = case.layout
+    data = layout.dp * layout.cp
+    return max(1, data * layout.tp // (layout.ep * layout.etp)) if unit == EXPERTS else data
+
+
+def _on_the_wire(item: Collective, ranks: int) -> float:
+    """Bytes that pass a rank's link."""
+    share = ON_THE_WIRE[item.kind] * (ranks - 1) / ranks if item.kind in ON_THE_WIRE else 1.0
+    return share * item.bytes * item.count
