@@ -51,6 +51,7 @@ WITHOUT_TORCH = (
     "echelon.plan",
     "echelon.plan.cluster",
     "echelon.plan.cluster_file",
+    "echelon.plan.sources",
 )
 COSTS = ("echelon.parallel.shard", "echelon.parallel.tensor", "echelon.parallel.sequence")
 

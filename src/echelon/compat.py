@@ -47,3 +47,10 @@ def after_backward(callback: Callable[[], None]) -> None:
     from torch.autograd import Variable
 
     Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined, no-untyped-call]
+
+
+def operator_mode() -> type:
+    """The class whose `__torch_dispatch__` sees every operator below autograd. Tried on 2.13."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    return TorchDispatchMode
