@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from laid_out import float64
 from torch import nn
 
 import echelon as ec
 from echelon.launch.failure import RankError
 from echelon.layout import Layout
 from echelon.train.loop import train_here
+from tests.pipeline import odd_chains
 
 
 class Two(nn.Module):
@@ -227,3 +229,29 @@ def test_an_engine_was_never_collected():
     del engine
     gc.collect()
     assert [ref() for ref in gone] == [None, None, None]
+
+
+def engines_in_turn():
+    """The losses of two engines alone and in turn, and of another before and after they are dropped."""
+    import gc
+
+    def made(seed, schedule="pipedream"):
+        torch.manual_seed(seed)
+        return ec.Engine(odd_chains.Plain().double(), f"pp=2,accumulate=2,schedule={schedule}", options=float64())
+
+    def stepped(engines):
+        return [engine.step(odd_chains.batch(4, step)).loss for step in range(3) for engine in engines]
+
+    before = stepped([made(0, "1f1b")])
+    alone = [stepped([made(seed)]) for seed in (0, 1)]
+    together = stepped([made(0), made(1)])
+    gc.collect()
+    return alone, [together[0::2], together[1::2]], before, stepped([made(0, "1f1b")])
+
+
+def test_messages_of_two_engines_mixed(pool):
+    """On gloo all engines had the same tags. One with microbatches under way took what another was sent; one that was
+    dropped in the middle of its stream left the next waiting for ever."""
+    for alone, together, before, after in pool.run(engines_in_turn, 2, timeout=60.0):
+        assert together == alone
+        assert after == before

@@ -4,7 +4,9 @@
 
 A channel carries what one stage sends in one direction. Messages of a channel arrive in the order in which they were
 sent; between channels nothing is promised, so nobody may wait for anybody's other channel. Gloo tells channels apart by
-tags. NCCL runs the messages of one communicator one after another, so there each channel has one of its own.
+tags, which no two engines share: they may take turns, and one that is dropped in the middle of its stream leaves
+messages that nobody takes. NCCL runs the messages of one communicator one after another, so there each channel has one
+of its own.
 
 [Note: shapes]
 
@@ -17,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -31,6 +34,9 @@ DTYPES = (
     *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
 )
 """what both gloo and NCCL send"""
+
+_next_tag: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""the first tag of a group that no engine has; all its ranks make their engines in the same order"""
 
 
 @dataclass(frozen=True)
@@ -118,8 +124,10 @@ class Pipes:
 
     def __init__(self, axis: Axis, device: torch.device, channels: int):
         self.axis, self.device = axis, device
-        groups = [axis.group] * channels if device.type == "cpu" else [axis.again() for _ in range(channels)]
-        self._groups: list[dist.ProcessGroup | None] = groups
+        assert axis.group is not None
+        self._first_tag = _next_tag.get(axis.group, 0)
+        _next_tag[axis.group] = self._first_tag + channels
+        self._groups = [axis.group if device.type == "cpu" else axis.again() for _ in range(channels)]
         self._forms: dict[tuple[int, Hashable], Form] = {}
         self._asked: dict[int, deque[Arriving]] = {}
         self._sending: list[tuple[dist.Work, Tensor]] = []
@@ -147,7 +155,8 @@ class Pipes:
 
     def _start(self, tensor: Tensor, to: int, channel: int) -> None:
         # The tensor is kept until it is sent: isend does not copy.
-        work = dist.isend(tensor, self.axis.ranks[to], group=self._groups[channel], tag=channel)
+        tag = self._first_tag + channel
+        work = dist.isend(tensor, self.axis.ranks[to], group=self._groups[channel], tag=tag)
         assert work is not None
         self._sending.append((work, tensor))
 
@@ -171,7 +180,8 @@ class Pipes:
         return arriving
 
     def ask(self, tensor: Tensor, sender: int, channel: int) -> dist.Work:
-        work = dist.irecv(tensor, self.axis.ranks[sender], group=self._groups[channel], tag=channel)
+        tag = self._first_tag + channel
+        work = dist.irecv(tensor, self.axis.ranks[sender], group=self._groups[channel], tag=tag)
         assert work is not None
         return work
 
