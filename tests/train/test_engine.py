@@ -62,6 +62,26 @@ def test_a_batch_that_does_not_divide_is_refused():
         Engine(Mean(), "dp=1,accumulate=3").step(rows(4))
 
 
+def miscounted(layout):
+    found = []
+    for given in (1, 3, 2):
+        engine = engine_of(SHAPE, layout)
+        several = [*engine.microbatches(batch_of(SHAPE, 4)), *engine.microbatches(batch_of(SHAPE, 4))]
+        try:
+            found.append(engine.run(several[:given]).count)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_step_has_as_many_microbatches_as_the_layout(pool):
+    for layout in ("dp=1", "pp=2,schedule=2bw", "pp=2"):
+        for found in pool.run(miscounted, Layout.parse(layout).world, f"{layout},accumulate=2", timeout=30.0):
+            assert found[0].startswith("a step has accumulate=2 microbatches on every rank (1 given); give so many")
+            assert "(more are given)" in found[1]
+            assert found[2] == 36
+
+
 def test_a_step_takes_another_learning_rate():
     still, moving = Mean(), Mean()
     before = [p.detach().clone() for p in still.parameters()]

@@ -152,6 +152,7 @@ class Engine:
 
     def run(self, microbatches: Iterable[Microbatch], *, lr: float | None = None) -> StepResult:
         """Trains on this rank's own `accumulate` microbatches."""
+        microbatches = self._counted(microbatches)
         if self.pipeline is not None:
             works = [Work(self._on_device(microbatch), self._samples(microbatch)) for microbatch in microbatches]
             if self.pipeline.asynchronous:
@@ -171,6 +172,21 @@ class Engine:
             self._last_count = count
         self.num_steps += 1
         return StepResult(lambda: (loss_sum, count, norm))
+
+    def _counted(self, microbatches: Iterable[Microbatch]) -> Iterator[Microbatch]:
+        """One by one, as they may be made one by one; raises where there are more or fewer than a step has."""
+        given = 0
+        for microbatch in microbatches:
+            given += 1
+            if given > self.layout.accumulate:
+                break
+            yield microbatch
+        if given != self.layout.accumulate:
+            found = f"{given} given" if given < self.layout.accumulate else "more are given"
+            raise ValueError(
+                f"a step has accumulate={self.layout.accumulate} microbatches on every rank ({found}); "
+                "give so many, or change accumulate in the layout"
+            )
 
     def _window(self, pipeline: Pipeline, works: list[Work], lr: float) -> StepResult:
         """A step of an asynchronous schedule: updates happen inside it, each with the norm of its own stage.
