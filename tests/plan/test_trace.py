@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from echelon import models
 from echelon.layout.faults import FaultError
 from echelon.models import SIZES
+from echelon.models.chain import Chain, Link
 from echelon.plan.shape import COLUMNS, ROWS, ModelShape
 from echelon.plan.sources import of_config, shape_of
 from echelon.plan.trace import trace
@@ -198,6 +199,35 @@ def test_a_stack_of_one_class_and_one_without() -> None:
     found = trace(odd, {"input": torch.zeros(7, 4)})
     assert (found.num_layers, found.parameters, found.width) == (1, parameters(odd), 4)
     assert found.layers[0][0].saved == pytest.approx(4 + 6)  # what both products read; the ReLU keeps its output
+
+
+class Chained(nn.Module):
+    """Its first link embeds and multiplies, its last one is a block and the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.first = nn.Embedding(30, 8), nn.Linear(8, 8)
+        self.last, self.head = nn.Linear(8, 8), nn.Linear(8, 30, bias=False)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, int]:
+        return self.finish(self.start(None, None, tokens), None, tokens)
+
+    def start(self, _carried: None, _shared: None, tokens: Tensor) -> Tensor:
+        return self.first(self.embed(tokens))
+
+    def finish(self, x: Tensor, _shared: None, tokens: Tensor) -> tuple[Tensor, int]:
+        return self.head(self.last(x)).sum(), tokens.numel()
+
+    def chain(self) -> Chain:
+        start = Link("start", ("embed", "first"), self.start)
+        return Chain(links=(start, Link("end", ("last", "head"), self.finish)))
+
+
+def test_the_ends_of_a_chain_are_no_part_of_its_layers() -> None:
+    found = trace(Chained(), {"tokens": TOKENS})
+    assert [layer.parameters for layer in found.each()] == [72, 72]
+    assert (found.vocab, found.width, found.parameters) == (30, 8, parameters(Chained()))
+    assert found.other_parameters == 0
 
 
 class WeightNormed(nn.Module):
