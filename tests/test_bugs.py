@@ -14,6 +14,7 @@ from torch import nn
 import echelon as ec
 from echelon.launch.failure import RankError
 from echelon.layout import Layout
+from echelon.pipeline import runtime
 from echelon.train.loop import train_here
 from tests.pipeline import odd_chains
 
@@ -255,3 +256,24 @@ def test_messages_of_two_engines_mixed(pool):
     for alone, together, before, after in pool.run(engines_in_turn, 2, timeout=60.0):
         assert together == alone
         assert after == before
+
+
+def recorded_while_the_clock_goes_back():
+    from itertools import count
+    from types import SimpleNamespace
+
+    engine = ec.Engine(odd_chains.Plain(), "pp=2,accumulate=2")
+    real, back = runtime.time, count(1e9, -1)
+    runtime.time = SimpleNamespace(time=lambda: next(back))
+    try:
+        engine.pipeline.record()
+        engine.step(odd_chains.batch(4, 0))
+        _planned, measured = engine.pipeline.recorded()
+    finally:
+        runtime.time = real
+    return [end - start for rank in range(2) for _, start, end in measured.spans(rank)]
+
+
+def test_a_clock_that_was_set_back_ended_a_run(pool):
+    """The last step is recorded by the clock of the day, and an action that ended before it began was refused."""
+    assert set(pool.run(recorded_while_the_clock_goes_back, 2)[0]) == {0.0}

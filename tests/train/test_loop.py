@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import time
 
 import pytest
 
 from echelon import data
 from echelon.layout import Layout
 from echelon.train.config import Config, DataConfig, EvalConfig, OptimizerConfig, SampleConfig
+from echelon.train.engine import Engine
 from echelon.train.loop import train_here
 from echelon.train.run import Run
 
@@ -123,3 +125,27 @@ def test_evaluation_and_sample_can_be_turned_off(pool, config):
 def test_a_loss_in_the_log_is_a_mean_per_token(pool, config):
     run, _ = trained(pool, config, "dp=1", steps=1)
     assert next(run.records("step"))["loss"] == pytest.approx(math.log(257), abs=0.2)
+
+
+def train_slow_to_drain(config, seconds):
+    drain = Engine.drain
+
+    def slow(self):
+        time.sleep(seconds)
+        drain(self)
+
+    Engine.drain = slow
+    try:
+        return train_here(config, True)
+    finally:
+        Engine.drain = drain
+
+
+def test_an_asynchronous_run_logs_in_order_and_counts_its_end(pool, config):
+    """Steps are told one later, so that nobody waits; an evaluation waits for everybody anyway."""
+    layout = {"layout": "pp=2,schedule=2bw,accumulate=2", "tied": False}
+    config = dataclasses.replace(config, **layout, sample=SampleConfig(tokens=0), eval=EvalConfig(every=1, batches=1))
+    summary, _ = pool.run(train_slow_to_drain, 2, config, 0.5)
+    order = [(record["kind"], record["step"]) for record in Run.open(summary.run).records() if record["kind"] != "end"]
+    assert order == [(kind, step) for step in (1, 2, 3) for kind in ("step", "evaluation")]
+    assert summary.tokens_per_s < 2 * config.batch * config.seq_len / 0.5

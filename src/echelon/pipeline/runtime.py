@@ -154,7 +154,9 @@ class Runtime:
         if self.spans is not None:
             if self.parallel.options.device.type == "cuda":
                 torch.cuda.synchronize()
-            self.spans.append((str(action), self._begun, time.time()))
+            # A clock may be set back. Then actions seem to take no time, for as long as it was.
+            begun = max([self._begun, *(end for _, _, end in self.spans[-1:])])
+            self.spans.append((str(action), begun, max(begun, time.time())))
 
     def _act(self, action: Action, index: int) -> None:
         kind, stage, m = action.kind, action.stage, action.index * self._slices + action.part

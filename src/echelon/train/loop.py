@@ -143,17 +143,20 @@ class Loop:
                 pipeline.record()
             result = self.engine.run(self.task.microbatches(self.engine, step), lr=lr)
             seconds = time.perf_counter() - begun
-            busy += seconds
-            warm += seconds if step else 0.0  # the first step allocates, and would spoil the mean
+            evaluates = config.eval.every and ((step + 1) % config.eval.every == 0 or last)
             untold.append(_Step(step + 1, result, lr, seconds))
-            while len(untold) > (0 if last else late):
+            while len(untold) > (0 if last or evaluates else late):
                 self._tell(untold.popleft(), run)
             if pipeline is not None and last:
                 found = pipeline.recorded()
                 if found is not None and run is not None:
                     timeline.write(run.path, *found)
+                begun = time.perf_counter()
                 self.engine.drain()
-            if config.eval.every and ((step + 1) % config.eval.every == 0 or last):
+                seconds += time.perf_counter() - begun  # what the steps have left to do is a part of them
+            busy += seconds
+            warm += seconds if step else 0.0  # the first step allocates, and would spoil the mean
+            if evaluates:
                 eval_loss = self.engine.evaluate(self.task.evaluation(self.engine))
                 if eval_loss is not None:
                     self.display.evaluation(step + 1, eval_loss)
