@@ -10,6 +10,7 @@ from torch import nn
 
 import echelon as ec
 from echelon import models
+from echelon.launch.failure import RankError
 from echelon.launch.pool import Pool
 from echelon.layout import Layout
 from echelon.pipeline.measure import everywhere, measured_split, profile_of, speeds
@@ -116,9 +117,10 @@ def test_a_profile_that_cannot_be_used_is_refused_before_anything_starts(tmp_pat
 
 
 def test_a_profile_of_another_model_is_refused(pool: Pool, tmp_path):
-    link = LinkProfile(name="a", forward_s=1, input_s=1, weight_s=1, activation_bytes=4, parameter_bytes=4)
-    other = LinkProfile(name="b", forward_s=1, input_s=1, weight_s=1, activation_bytes=4, parameter_bytes=4)
     file = tmp_path / "profile.json"
-    file.write_text(Profile(links=(link, other), source="predicted").to_json())
-    with pytest.raises(Exception, match="another model"):
-        pool.run(trained, 2, str(file), str(tmp_path / "run"))
+    numbers = {"forward_s": 1, "input_s": 1, "weight_s": 1, "activation_bytes": 4, "parameter_bytes": 4}
+    for names in (["a", "b"], ["first", *(f"layers.{i}" for i in range(4)), "last"]):
+        links = tuple(LinkProfile(name=name, **numbers) for name in names)
+        file.write_text(Profile(links=links, source="predicted").to_json())
+        with pytest.raises(RankError, match=rf"another model \(links {names[0]}, .*, {len(names)} in all; this one"):
+            pool.run(trained, 2, str(file), str(tmp_path / "run"))

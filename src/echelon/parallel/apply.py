@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -39,8 +40,8 @@ class Options:
     """patterns of the modules that form units; empty chooses the layers"""
     stage_layers: tuple[int, ...] = ()
     """layers of each pipeline stage; empty balances them"""
-    link_costs: tuple[float, ...] = ()
-    """of each link of the model's chain, to balance them by; empty counts parameters"""
+    link_costs: Mapping[str, float] = field(default_factory=dict)
+    """of each link of the model's chain by its name, to balance them by; empty counts parameters"""
     slices: tuple[int, ...] = ()
     """lengths of TeraPipe's slices; empty chooses them"""
     leave_out: str = ""

@@ -66,6 +66,11 @@ class Profile:
         """Of every link, forward and backward."""
         return tuple(link.seconds for link in self.links)
 
+    @property
+    def costs(self) -> dict[str, float]:
+        """The same, by name."""
+        return dict(zip(self.names, self.seconds, strict=True))
+
     def to_json(self) -> str:
         """Numbers are written so that reading gives back the same ones."""
         return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -37,22 +37,27 @@ class Stages:
 
 
 def cut(
-    model: nn.Module, homes: Sequence[int], layers: Sequence[int] = (), costs: Sequence[float] | None = None
+    model: nn.Module, homes: Sequence[int], layers: Sequence[int] = (), profiled: Mapping[str, float] | None = None
 ) -> Stages:
     """The stages of a model on the ranks of a schedule, balanced, or with these numbers of layers.
 
-    Without the costs of its links they are counted.
+    Without the costs of its links, by name, from a profile they are counted.
     """
     chain = chain_of(model)
     names = [link.name for link in chain.links]
-    if costs and len(costs) != len(names):
+    if profiled and list(profiled) != names:
         raise ValueError(
-            f"the profile is of another model ({len(costs)} links, this one has {len(names)}); measure it again "
-            "(pipeline.profile=measure)"
+            f"the profile is of another model (links {_named(profiled)}; this one has {_named(names)}); "
+            "measure it again (pipeline.profile=measure)"
         )
-    costs = costs or [_cost(model, link) for link in chain.links]
+    costs = list((profiled or {}).values()) or [_cost(model, link) for link in chain.links]
     split = Split.by_hand(names, costs, homes, layers) if layers else Split.balanced(names, costs, homes)
     return Stages(chain=chain, split=split)
+
+
+def _named(links: Iterable[str]) -> str:
+    found = list(links)
+    return f"{', '.join(found[:3])}{' ...' if len(found) > 3 else ''}, {len(found)} in all"
 
 
 def _cost(model: nn.Module, link: Link) -> float:

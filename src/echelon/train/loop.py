@@ -87,7 +87,7 @@ class Loop:
         self.profile = self._profile(options) if config.pipeline.profile else None
         if self.profile is not None:
             split = measured_split(self.profile, self.layout, world.device)
-            options = replace(options, stage_layers=split.layers, link_costs=self.profile.seconds)
+            options = replace(options, stage_layers=split.layers, link_costs=self.profile.costs)
         self.engine = Engine(self.task.build(), self.layout, config.optimizer, clip=config.clip, options=options)
         self.engine.model.train()
         self.peak = metrics.peak_flops(world.device)
