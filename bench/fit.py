@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,14 +25,16 @@ from echelon.plan.time import times
 from echelon.plan.work import Work, stacked, work_of
 
 Array = NDArray[np.float64]
-NAMES = tuple(field.name for field in fields(Constants))
+OTHERS = ("slack", "working", "context", "spread", "spread_experts")
+"""constants that times do not depend on"""
+NAMES = tuple(field.name for field in fields(Constants) if field.name not in OTHERS)
 SOFT = 0.07
 """residuals are squared up to about this, and taken as they are beyond"""
 HOLD = 0.05
 """what a factor of e away from the start costs, as a residual"""
 HELD = {
-    **dict.fromkeys(("inside", "outside", "imbalance"), 2.0),
-    **dict.fromkeys(("links_old", "message", "stream_hidden", "stream_shown", "loose_norms"), 0.3),
+    **dict.fromkeys(("inside", "outside"), 2.0),
+    **dict.fromkeys(("links_old", "stream_hidden", "stream_shown", "loose_norms"), 0.3),
     **dict.fromkeys(("tp_shown", "update", "step", "edge", "expert_edge", "dp_hidden"), 0.2),
     **dict.fromkeys(("pp_shown", "cp_shown", "ep_shown", "streaming"), 0.1),
 }
@@ -45,7 +47,7 @@ def fit(works: Work, seconds: Array, weights: Array, start: Constants) -> Consta
     held = np.array([HELD.get(name, HOLD) for name in NAMES])
 
     def constants(x: Array) -> Constants:
-        return Constants(**dict(zip(NAMES, (begin * np.exp(x)).tolist(), strict=True)))
+        return replace(start, **dict(zip(NAMES, (begin * np.exp(x)).tolist(), strict=True)))
 
     def residuals(x: Array) -> Array:
         wrong = np.log(times(works, constants(x)).total / seconds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from echelon.cli import draw, train, verify
+from echelon.cli import draw, plan, score, train, verify
 
 app = typer.Typer(
     name="echelon",
@@ -16,6 +16,8 @@ app = typer.Typer(
 )
 app.command("train", epilog=train.EXAMPLES)(train.command)
 app.command("verify", epilog=verify.EXAMPLES)(verify.command)
+app.command("plan", epilog=plan.EXAMPLES)(plan.command)
+app.command("score", epilog=score.EXAMPLES)(score.command)
 app.command("draw", epilog=draw.EXAMPLES)(draw.command)
 
 

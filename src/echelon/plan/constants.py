@@ -11,77 +11,69 @@ from dataclasses import dataclass
 @dataclass(frozen=True, kw_only=True)
 class Constants:
     # products: share of the peak that large ones reach
-    volta: float = 0.687
-    ampere: float = 0.673
-    hopper: float = 0.663
-    blackwell: float = 0.558
-    hopper_fp8: float = 0.596
-    blackwell_fp8: float = 0.602
-    fp4: float = 0.448
-    edge: float = 69.3
+    volta: float = 0.69
+    ampere: float = 0.672
+    hopper: float = 0.669
+    blackwell: float = 0.562
+    hopper_fp8: float = 0.61
+    blackwell_fp8: float = 0.623
+    fp4: float = 0.463
+    edge: float = 96.3
     """elements that each dimension of a product is longer than it is, for partly filled tiles"""
-    odd: float = 0.69
+    odd: float = 0.761
     """share that a product is longer where tiles of 64 do not divide it"""
-    expert_edge: float = 1e03
+    expert_edge: float = 1.31e03
     """the same, in the grouped products of experts"""
-    imbalance: float = 1.04
-    """load of the fullest expert over the mean"""
     # attention: share of the 16-bit peak
-    flash1: float = 0.262
-    flash2: float = 0.384
-    flash2_hopper: float = 0.177
-    best_attention: float = 0.392
-    scores: float = 7.11
+    flash1: float = 0.288
+    flash2: float = 0.382
+    flash2_hopper: float = 0.175
+    best_attention: float = 0.391
+    scores: float = 10.7
     """bytes moved per score that is written out, with a fused softmax"""
-    plain_scores: float = 19.7
+    plain_scores: float = 26.9
     """the same with plain operators"""
     # memory
-    streaming: float = 0.66
+    streaming: float = 0.917
     """share of the memory's bandwidth that operators reach"""
-    loose_norms: float = 5.37
+    loose_norms: float = 8.53
     """times the bytes that norms of several kernels move, to those of one"""
-    casts: float = 2.7
+    casts: float = 5.17
     """bytes moved per element that operators between narrow products pass, to narrow it"""
     # starting
-    launch_old: float = 0.000609
-    """seconds to start a layer's kernels, forward or backward, in programs before Hopper"""
-    launch: float = 0.000301
-    """since"""
-    launch_experts: float = 0.00301
+    launch: float = 0.000305
+    """seconds of the host to start a layer's kernels, forward or backward"""
+    launch_experts: float = 0.00282
     """seconds more in a layer with experts: sorting tokens, many small kernels, waiting for counts"""
-    step: float = 0.0463
+    step: float = 0.046
     """seconds of a step outside everything"""
     # links
-    inside: float = 0.814
+    inside: float = 0.851
     """share of the bandwidth inside a node"""
-    outside: float = 0.844
+    outside: float = 0.848
     """of that between nodes"""
-    links_old: float = 0.742
+    links_old: float = 0.721
     """share of both that programs before Hopper reach"""
-    message: float = 3.17e-05
-    """seconds before a collective moves"""
-    tp_shown: float = 0.356
+    tp_shown: float = 0.419
     """share of tensor-parallel messages that compute does not hide, since Hopper; before, all"""
-    ep_shown: float = 0.227
-    cp_shown: float = 0.502
-    pp_shown: float = 0.17
-    dp_hidden: float = 1.28
+    ep_shown: float = 0.242
+    cp_shown: float = 0.528
+    pp_shown: float = 0.158
+    dp_hidden: float = 1.58
     """share of a microbatch's backward that hides the reduction of gradients, since Hopper"""
-    stream_hidden: float = 0.759
+    stream_hidden: float = 0.754
     """share of compute that hides parameters on their way, where they are gathered for every microbatch"""
-    stream_shown: float = 0.764
+    stream_shown: float = 1.33
     """share of those messages that nothing hides"""
     # the rest
-    update: float = 25.2
+    update: float = 22.3
     """bytes moved per parameter by the update"""
-    jitter: float = 0.0013
-    """share of a step that is added with each doubling of the nodes"""
     # memory
-    slack: float = 0.2
+    slack: float = 0.22
     """share of activations that the allocator loses between blocks"""
-    working: float = 4.0
+    working: float = 7.7
     """times the activations of a layer that its backward needs while it runs: gradients, copies, workspace"""
-    context: float = 2.0
+    context: float = 2.9
     """GiB of a device's context and its communication library"""
     # how sure
     spread: float = 0.11

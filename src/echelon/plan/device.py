@@ -20,7 +20,7 @@ class Link:
     bandwidth: float
     """bytes per second and direction that each device can send at once"""
     latency: float
-    """seconds before the first byte arrives"""
+    """seconds before a collective moves its first byte, with what the host does to start it"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +74,8 @@ def _nvidia(
         flops={key: value * 1e12 for key, value in tera.items()},
         memory=int(gib * GIB),
         bandwidth=memory * 1e12,
-        inside=Link(bandwidth=inside * 1e9, latency=3e-6),
-        outside=Link(bandwidth=outside * 1e9, latency=8e-6),
+        inside=Link(bandwidth=inside * 1e9, latency=3e-5),
+        outside=Link(bandwidth=outside * 1e9, latency=4e-5),
         domain=domain,
         host=Link(bandwidth=host * 1e9, latency=1e-5),
         watts=watts,

@@ -21,11 +21,12 @@ from echelon.plan.device import GIB
 from echelon.plan.shape import Layer
 from echelon.plan.work import units_of
 
-LOGIT_BYTES = 7.5
-"""of a logit in the compute type and in 32 bits, and its gradient"""
+MASTER_BYTES = 4
+LOGIT_BYTES = 12
+"""of a logit in the compute type and in 32 bits, and of its gradient likewise"""
 SCORE_BYTES = 7
-"""of a score that is written out: before and after the softmax, and masks"""
-LOOSE_NORMS = 6.5
+"""of a score that is written out: before and after the softmax, after dropout, and its mask"""
+LOOSE_NORMS = 6
 """elements per element of width that norms of several kernels save in a layer: their steps, in 32 bits"""
 WRITTEN_OUT = ("plain", "fused")
 NARROW_SAVED = 0.75
@@ -76,12 +77,13 @@ def states(case: Case, stage: int) -> dict[str, int]:
             [unit],
             replace(policy, shards=unit.shards),
             compute_bytes=case.element_bytes,
-            master_bytes=4,
+            master_bytes=MASTER_BYTES,
             moments=2,
             versions=_versions(case, stage),
         )
         for name, size in held.items():
             found[name] = found.get(name, 0) + n * size
+    found["gradients"] *= case.reduce_bytes / MASTER_BYTES  # shard.py's own are of the master's type
     return {name: int(size) for name, size in found.items()}
 
 

@@ -16,7 +16,8 @@ Where a column is blank, these rules on the row's own columns fill it in. They h
     recomputation       full where scores are written out and the model is larger than 4 devices can hold, else none
     ZeRO                1 where dp > 1 on Ampere and later, 0 on Volta
     microbatch          1
-    gradients           travel in 16 bits on Volta and where they are scattered every microbatch, in 32 otherwise
+    gradients           32 bits on Hopper and later and in fp16 on Ampere; 16 bits on Volta, in bf16 on Ampere, and
+                        where they are scattered every microbatch
     chunks              on Hopper and later as many as divide a rank's layers, at most 5; before, 1
     schedule            interleaved where vpp > 1, 1F1B otherwise
     devices per node    8
@@ -56,6 +57,10 @@ SCHEDULES = {
 }
 
 
+NEEDED = ("source_id", "hidden", "seq_len", "gpu", "gpus", "tp", "pp", "global_batch")
+"""columns without which no row can be asked"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Question:
     """One run: what planning is given, and what was measured of it."""
@@ -76,8 +81,15 @@ class Unusable(ValueError):
 
 
 def read(path: Path | str) -> list[Mapping[str, str]]:
-    with open(path, encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"the table cannot be read ({path}: {error}); give a CSV file") from error
+    missing = [name for name in NEEDED if rows and name not in rows[0]]
+    if missing or not rows:
+        raise ValueError(f"the table lacks {', '.join(missing) or 'rows'} ({path}); docs/planning.md names its columns")
+    return list(rows)
 
 
 def question(row: Mapping[str, str]) -> Question:
@@ -130,7 +142,7 @@ def question(row: Mapping[str, str]) -> Question:
         precision=precision,
         attention=attention,
         fused_norms="RMS" in row.get("kernel", "") or not row.get("kernel"),
-        reduce_bytes=2 if zero >= 2 or device.generation == "volta" else 4,
+        reduce_bytes=4 if zero < 2 and (modern or (precision == "fp16" and device.generation == "ampere")) else 2,
     )
     found = Question(
         source=row["source_id"].removesuffix("_oom"),

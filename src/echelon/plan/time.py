@@ -117,19 +117,19 @@ def microbatch(work: Work, c: Constants = FITTED) -> Microbatch:
     casts = np.where(work.narrow > 0, c.casts, 0.0) * (work.norms + work.passed) / 2
     inside, outside = _speeds(work, c)
     across = np.minimum(inside, outside * work.tp_members)
-    tp = work.tp_bytes / np.where(work.tp_near > 0, inside, across) + c.message * work.tp_messages
-    ep = work.ep_bytes * ((1 - work.ep_far) / inside + work.ep_far / outside) + c.message * work.ep_messages
+    tp = work.tp_bytes / np.where(work.tp_near > 0, inside, across) + work.latency * work.tp_messages
+    ep = work.ep_bytes * ((1 - work.ep_far) / inside + work.ep_far / outside) + work.latency * work.ep_messages
     return Microbatch(
         products=(work.flops + c.odd * work.odd_flops + edge * work.edges) / rate,
-        experts=(work.expert_flops + c.expert_edge * work.expert_edges) / rate * c.imbalance,
+        experts=(work.expert_flops + c.expert_edge * work.expert_edges) / rate,
         attention=attention,
         passing=(2 * (norms + work.passed) + casts) / stream,
-        launches=np.where(old, c.launch_old, c.launch) * work.layers + c.launch_experts * work.mixtures,
+        launches=c.launch * work.layers + c.launch_experts * work.mixtures,
         head=(work.head_flops + c.edge * work.head_edges) / rate16 + HEAD_BYTES * work.head_elements / work.memory,
         tp=np.where(work.tp > 1, tp, 0.0) * np.where(old, 1.0, c.tp_shown),
         ep=ep * c.ep_shown,
         cp=work.cp_bytes / np.where(work.cp_near > 0, inside, outside) * c.cp_shown,
-        pp=np.where(work.pp > 1, work.pp_bytes / np.where(work.pp_near > 0, inside, outside) + c.message, 0.0),
+        pp=np.where(work.pp > 1, work.pp_bytes / np.where(work.pp_near > 0, inside, outside) + work.latency, 0.0),
         flash=flash,
     )
 
@@ -154,7 +154,6 @@ class Times:
     dp: Any
     """what is not hidden"""
     update: Any
-    jitter: Any
     rest: Any
 
     @property
@@ -202,7 +201,6 @@ def times(work: Work, c: Constants = FITTED) -> Times:
         bubble=bubble,
         dp=dp,
         update=c.update * work.updated / work.memory,
-        jitter=(busy + dp) * c.jitter * np.log2(work.nodes),
         rest=c.step + 0.0 * busy,
     )
 

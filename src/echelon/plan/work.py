@@ -48,7 +48,6 @@ class Work:
     outside: Number
     """bytes per second and device, between nodes"""
     latency: Number
-    nodes: Number
     narrow: Number
     """0: products in 16 bits or more, 1: fp8, 2: fp4"""
     # the products
@@ -170,7 +169,6 @@ def work_of(case: Case) -> Work:
         inside=cluster.inside.bandwidth,
         outside=cluster.outside.bandwidth,
         latency=cluster.inside.latency,
-        nodes=max(1.0, cluster.devices / per_node),
         narrow=NARROW.get(case.precision, 0),
         **counts,
         head_flops=head,

@@ -1,0 +1,96 @@
+"""`echelon plan`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from echelon.cli import trouble
+from echelon.cli.trouble import told
+
+if TYPE_CHECKING:
+    from echelon.plan.ask import Answer
+
+EXAMPLES = """[bold]Examples[/bold]\n
+echelon plan llama-8b --cluster 8xh100\n
+echelon plan llama-70b --cluster 64xh100 --batch 512 --seq-len 8192 --html plan.html\n
+echelon plan llama-70b --cluster 64xh100 --layout tp=8,pp=4,schedule=zb-v,accumulate=32\n
+echelon plan mixtral-8x7b --cluster 64xh100 --plan-only --fix ep=8\n
+echelon plan config.json --cluster 12xa100-80:eth --objective cost --json
+"""
+
+
+def command(
+    model: Annotated[
+        str, typer.Argument(help="A named size, a Hugging Face config.json, or file.py:factory of your own.")
+    ],
+    cluster: Annotated[
+        str, typer.Option(help="Devices: 8xh100, 64xa100-80:eth, 8xh100+8xa100-80, a TOML file, or here.")
+    ] = "here",
+    batch: Annotated[
+        int, typer.Option(help="Sequences of a step. Default: 16 for each device.", show_default=False)
+    ] = 0,
+    seq_len: Annotated[
+        int, typer.Option(help="Tokens of a sequence. Default: the model's, at most 4096.", show_default=False)
+    ] = 0,
+    layout: Annotated[str, typer.Option(help="Price this layout instead of searching.")] = "",
+    fix: Annotated[str, typer.Option(help="Keys of the layout that stay as they are: tp=8,schedule=zb-v.")] = "",
+    precision: Annotated[str, typer.Option(help="Of the products: bf16, fp16, fp8, fp4 or fp32.")] = "bf16",
+    objective: Annotated[str, typer.Option(help="What counts: time, cost, energy, or devices (the fewest).")] = "time",
+    plan_only: Annotated[bool, typer.Option(help="Rank layouts too that cannot be run yet.")] = False,
+    top: Annotated[int, typer.Option(min=1, help="Plans to show.")] = 5,
+    html: Annotated[Path | None, typer.Option(help="Write one self-contained page to this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+) -> None:
+    """Rank layouts of a model on a cluster, with predicted time and memory, or price one. Needs no device."""
+    with told(as_json):
+        from echelon.plan import ask
+
+        found = ask.answer(
+            model,
+            cluster,
+            batch=batch,
+            seq_len=seq_len,
+            layout=layout,
+            fixed=fix,
+            precision=precision,
+            objective=objective,
+            plan_only=plan_only,
+            top=top,
+        )
+        if html is not None and found.plans:
+            _write(html, found, model)
+    if as_json:
+        trouble.answer({"plans": [plan.to_json() for plan in found.plans], "reasons": list(found.words)})
+    else:
+        _show(found, model, html)
+    if not found.plans or not found.plans[0].fits:
+        raise typer.Exit(trouble.FAILED)
+
+
+def _write(path: Path, found: Answer, model: str) -> None:
+    from echelon.plan.ask import command_of
+    from echelon.plan.show.page import page
+
+    text = page(
+        found.plans, title=f"{model} on {found.plans[0].case.cluster.name}", command=command_of(found.plans[0], model)
+    )
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"the page cannot be written ({path}: {error.strerror}); give another --html") from error
+
+
+def _show(found: Answer, model: str, html: Path | None) -> None:
+    from rich.console import Console
+
+    from echelon.plan.ask import command_of
+    from echelon.plan.show.terminal import shown
+
+    console = Console()
+    command = command_of(found.plans[0], model) if found.plans else ""
+    console.print(shown(found.plans, width=console.width, command=command, explanation=found.words))
+    if html is not None and found.plans:
+        console.print(f"wrote {html}")

@@ -1,0 +1,60 @@
+"""`echelon score`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from echelon.cli.trouble import answer, told
+
+if TYPE_CHECKING:
+    from echelon.plan.score import Score
+
+EXAMPLES = """[bold]Examples[/bold]\n
+echelon score measurements.csv\n
+echelon score measurements.csv --json
+"""
+
+
+def command(
+    table: Annotated[Path, typer.Argument(help="A CSV of measured runs; docs/planning.md names its columns.")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+) -> None:
+    """Predict every run of a table, and say how far that is from what was measured."""
+    with told(as_json):
+        from echelon.plan import rows
+        from echelon.plan.score import score
+
+        questions, skipped = rows.questions(rows.read(table))
+        if not questions:
+            raise ValueError(f"no run of the table can be asked ({table}); docs/planning.md names its columns")
+        found = score(questions, skipped)
+    if as_json:
+        answer(found.to_json())
+    else:
+        _show(found)
+
+
+def _show(found: Score) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="predicted against measured", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("source", no_wrap=True)
+    for heading in ("runs", "time, median", "time, p90", "fits", "regret"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, one in found.sources.items():
+        shares = (one.time_median, one.time_p90, one.fit_accuracy, one.regret)
+        table.add_row(name, str(one.rows), *("" if share is None else f"{share:.1%}" for share in shares))
+    shares = (found.time_median, found.time_p90, found.fit_accuracy, found.regret)
+    table.add_section()
+    table.add_row("mean over sources", "", *("" if share is None else f"{share:.1%}" for share in shares), style="bold")
+    console = Console()
+    console.print(table)
+    console.print(
+        f"{found.coverage:.0%} of the runs lie inside the 80 % interval, half of which is {found.half_width:.0%} wide"
+    )
+    for reason, count in found.skipped.items():
+        console.print(f"{count} rows left out: {reason}", style="dim")

@@ -1,0 +1,170 @@
+"""From what a person writes to plans: `echelon plan`, `echelon.plan(...)` and `train --plan auto` ask here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from echelon.layout import check, grammar
+from echelon.layout.faults import Fault, FaultError
+from echelon.plan import cluster as clusters
+from echelon.plan import search as searching
+from echelon.plan.explain import explained, infeasible
+from echelon.plan.price import Plan, price
+from echelon.plan.search import Wish, nearest, search
+from echelon.plan.shape import ModelShape
+from echelon.plan.sources import shape_of
+
+Made = TypeVar("Made")
+PRECISIONS = ("bf16", "fp16", "fp8", "fp4", "fp32")
+SEQUENCES = 4096
+"""tokens of a sequence, where nothing is said, at most"""
+PER_DEVICE = 16
+"""sequences of a step for each device, where nothing is said"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Plans, best first, and what there is to say of them."""
+
+    plans: tuple[Plan, ...]
+    words: tuple[str, ...] = ()
+    """why nothing fits"""
+
+
+def answer(
+    model: str,
+    cluster: str,
+    *,
+    batch: int = 0,
+    seq_len: int = 0,
+    layout: str = "",
+    fixed: str = "",
+    precision: str = "bf16",
+    objective: str = "time",
+    plan_only: bool = False,
+    top: int = 10,
+) -> Answer:
+    """Plans for a model on a cluster. With `layout`, that one alone; with `fixed`, those that have these keys.
+
+    Without a batch, 16 sequences for each device; without a length, the model's longest, at most 4,096.
+    """
+    wish = _wish(model, cluster, batch, seq_len, fixed, precision, objective, plan_only)
+    if layout:
+        return Answer(plans=(priced(wish, layout),))
+    plans = search(wish, top=top)
+    if plans:
+        return Answer(plans=(explained(wish, plans), *plans[1:]))
+    least = nearest(wish)
+    if least is None:
+        rule = f"cannot be divided over {wish.cluster.devices} devices with a batch of {wish.batch}"
+        raise FaultError([Fault(key="model", value=model, rule=rule, hint="change the batch, or fix fewer keys")])
+    return Answer(plans=(), words=tuple(infeasible(least)))
+
+
+def priced(wish: Wish, text: str) -> Plan:
+    """One layout, as it is written; it must fill the cluster and the batch, whether or not it fits the memory."""
+    layout = check(text, world=wish.cluster.devices, batch=wish.batch, seq_len=wish.seq_len, model=_Facts(wish.shape))
+    return price(wish.case(layout))
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What the layout's rules ask of a model."""
+
+    shape: ModelShape
+
+    @property
+    def name(self) -> str:
+        return self.shape.name
+
+    @property
+    def layers(self) -> int:
+        return self.shape.num_layers
+
+    @property
+    def heads(self) -> int:
+        return self._attention[0]
+
+    @property
+    def kv_heads(self) -> int:
+        return self._attention[1]
+
+    @property
+    def width(self) -> int:
+        return self.shape.width
+
+    @property
+    def ffn(self) -> int:
+        return 0
+
+    @property
+    def vocab(self) -> int:
+        return self.shape.vocab
+
+    @property
+    def tied(self) -> bool:
+        return self.shape.tied
+
+    @property
+    def _attention(self) -> tuple[int, int]:
+        found = next((layer.attention for layer, _ in self.shape.layers if layer.attention), None)
+        return (found.heads, found.kv_heads) if found else (0, 0)
+
+
+def _wish(
+    model: str,
+    cluster: str,
+    batch: int,
+    seq_len: int,
+    fixed: str,
+    precision: str,
+    objective: str,
+    plan_only: bool,
+) -> Wish:
+    """All that is wrong is told at once."""
+    faults: list[Fault] = []
+    shape = _or_faults(lambda: shape_of(model), faults)
+    found = _or_faults(lambda: clusters.parse(cluster), faults)
+    read = grammar.read(fixed)
+    faults += read.faults
+    if precision not in PRECISIONS:
+        faults.append(Fault(key="precision", value=precision, rule="is not known", legal=", ".join(PRECISIONS)))
+    if objective not in searching.OBJECTIVES:
+        faults.append(
+            Fault(key="objective", value=objective, rule="is not known", legal=", ".join(searching.OBJECTIVES))
+        )
+    for key, value in (("batch", batch), ("seq-len", seq_len)):
+        if value < 0:
+            faults.append(Fault(key=key, value=str(value), rule="is less than 1", legal=">= 1"))
+    if shape is not None and shape.max_seq_len and seq_len > shape.max_seq_len:
+        rule = f"is longer than {shape.name} allows"
+        faults.append(Fault(key="seq-len", value=str(seq_len), rule=rule, legal=f"1 to {shape.max_seq_len}"))
+    if faults or shape is None or found is None:
+        raise FaultError(faults)
+    return Wish(
+        shape=shape,
+        cluster=found,
+        batch=batch or PER_DEVICE * found.devices,
+        seq_len=seq_len or min(shape.max_seq_len or SEQUENCES, SEQUENCES),
+        precision=precision,
+        fixed=dict(read.given),
+        plan_only=plan_only,
+        objective=objective,
+    )
+
+
+def _or_faults(make: Callable[[], Made], faults: list[Fault]) -> Made | None:
+    try:
+        return make()
+    except FaultError as error:
+        faults += error.faults
+        return None
+
+
+def command_of(plan: Plan, model: str) -> str:
+    """What trains it."""
+    settings = {"model": model, "layout": str(plan.layout), "batch": plan.layout.batch, "seq_len": plan.case.seq_len}
+    given = " ".join(f"--set {key}={value}" for key, value in settings.items())
+    return f"torchrun --nproc-per-node {min(plan.case.cluster.per_node, plan.layout.world)} -m echelon train {given}"

@@ -1,0 +1,183 @@
+"""Why a plan is the best: what binds it, why not its neighbours, what one change would buy. In words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from echelon.layout import FaultError, Layout
+from echelon.plan.case import Case
+from echelon.plan.cluster import Cluster, Part
+from echelon.plan.constants import FITTED, Constants
+from echelon.plan.device import GIB
+from echelon.plan.price import Plan, changed, price
+from echelon.plan.search import Wish, search
+
+CAUSES = {
+    "tp": "tensor-parallel messages that compute does not hide",
+    "ep": "tokens on their way to experts",
+    "cp": "context on its way around the ring",
+    "pp": "messages between stages",
+    "bubble": "stages that wait for each other",
+    "imbalance": "waiting for the fullest stage",
+    "dp": "gradients and parameters on their way between data-parallel ranks",
+    "recompute": "activations that are computed again",
+    "launches": "the device waiting for the host to start kernels",
+    "passing": "operators that move memory rather than multiply",
+    "update": "the optimizer's update",
+    "head": "the output layer, for which the other stages wait",
+}
+"""what a step spends beside products and attention, in words"""
+MUCH = 0.03
+"""share of a step from which a cause is worth a sentence"""
+FULL = 0.85
+"""share of the memory from which it binds"""
+
+
+def explained(wish: Wish, plans: Sequence[Plan], c: Constants = FITTED) -> Plan:
+    """The best plan with its reasons."""
+    best = plans[0]
+    reasons = [*_binds(best), *_neighbours(best, c), *_buys(wish, best, c)]
+    return replace(best, reasons=tuple(reasons))
+
+
+def _binds(plan: Plan) -> Iterator[str]:
+    """What keeps the step from being shorter."""
+    layout, share = plan.layout, {name: seconds / plan.seconds for name, seconds in plan.times.items()}
+    if layout.world == 1:
+        yield "One device holds the model: no parallelism is needed."
+    idle = plan.case.cluster.devices - layout.world
+    if idle:
+        yield f"{idle} of {plan.case.cluster.devices} devices stay idle: no split of all of them is faster."
+    useful = sum(share.get(name, 0.0) for name in ("products", "attention", "head"))
+    yield f"Products and attention take {useful:.0%} of a step."
+    waste = [name for name in CAUSES if name != "head" or layout.pp > 1]
+    costly = sorted((name for name in waste if share.get(name, 0.0) >= MUCH), key=lambda name: -share[name])
+    for name in costly[:3]:
+        yield f"{share[name]:.0%} of a step go to {CAUSES[name]}."
+    used = plan.memory.total / plan.case.cluster.memory
+    if used >= FULL:
+        largest = sorted(plan.memory.parts.items(), key=lambda item: -item[1])[:2]
+        terms = " and ".join(f"{name} ({size / GIB:.1f} GiB)" for name, size in largest)
+        yield f"Memory binds: {used:.0%} of the fullest device is used, most of it by {terms}."
+
+
+def _neighbours(plan: Plan, c: Constants) -> Iterator[str]:
+    """What one other choice would do."""
+    for words, case in _other_cases(plan.case):
+        other = price(case, c)
+        if not other.fits:
+            over = other.memory.total / GIB - other.case.cluster.memory / GIB
+            yield f"{words} would need {over:.1f} GiB more than a device has."
+        elif other.seconds > plan.seconds:
+            causes = {
+                name: other.times.get(name, 0.0) - plan.times.get(name, 0.0) for name in {**plan.times, **other.times}
+            }
+            name = max(causes, key=lambda cause: causes[cause])
+            why = CAUSES.get(name, "less efficient products" if name == "products" else name)
+            yield f"{words} would be {other.seconds / plan.seconds - 1:.0%} slower: more of {why}."
+
+
+def _other_cases(case: Case) -> Iterator[tuple[str, Case]]:
+    layout = case.layout
+    tries: list[dict[str, int | str]] = []
+    if layout.dp % 2 == 0:
+        tries.append({"tp": 2 * layout.tp, "dp": layout.dp // 2})
+        tries.append({"pp": 2 * layout.pp, "dp": layout.dp // 2})
+    if layout.tp % 2 == 0:
+        tries.append({"tp": layout.tp // 2, "dp": 2 * layout.dp})
+    if layout.pp % 2 == 0:
+        tries.append({"pp": layout.pp // 2, "dp": 2 * layout.dp})
+    if layout.dp > 1:
+        tries += [{"zero": zero} for zero in (layout.zero - 1, layout.zero + 1) if 0 <= zero <= 3]
+    tries.append({"recompute": "none" if layout.recompute == "full" else "full"})
+    for keys in tries:
+        if made := _neighbour(layout, keys):
+            yield ",".join(f"{key}={value}" for key, value in keys.items() if key != "dp"), replace(case, layout=made)
+
+
+def _neighbour(layout: Layout, keys: dict[str, int | str]) -> Layout | None:
+    """The layout with other keys and the same batch; none where it does not divide."""
+    given = {**layout.explicit, **keys}
+    if given.get("pp", 1) == 1:
+        given = {key: value for key, value in given.items() if key not in ("schedule", "vpp")}
+    given.pop("shard", None)
+    batch = layout.batch
+    per_rank, rest = divmod(batch, int(given["dp"]))
+    if rest or per_rank % layout.microbatch:
+        return None
+    try:
+        return Layout.resolve({**given, "accumulate": per_rank // layout.microbatch})
+    except FaultError:
+        return None
+
+
+def _buys(wish: Wish, plan: Plan, c: Constants) -> Iterator[str]:
+    """What one change of the machine or of the model would buy."""
+    cluster = wish.cluster
+    # The same schedule and microbatch: a quick search says enough about what a change is worth.
+    like: dict[str, int | str] = (
+        {"microbatch": plan.layout.microbatch, "schedule": plan.layout.schedule} if plan.layout.pp > 1 else {}
+    )
+    wish = replace(wish, fixed={**like, **wish.fixed})
+    faster = replace(cluster, outside=replace(cluster.outside, bandwidth=2 * cluster.outside.bandwidth))
+    tries = [
+        ("half more memory on every device", replace(wish, cluster=_with_memory(cluster, 1.5))),
+        ("links of twice the speed between nodes", replace(wish, cluster=faster)),
+    ]
+    if wish.seq_len % 2 == 0:
+        tries.append(("half the sequence", replace(wish, seq_len=wish.seq_len // 2, batch=2 * wish.batch)))
+    for words, other in tries:
+        if cluster.devices <= cluster.per_node and "links" in words:
+            continue
+        found = search(other, top=1, c=c)
+        if found and found[0].seconds < 0.98 * plan.seconds:
+            gain = plan.seconds / found[0].seconds - 1
+            yield f"With {words} the best layout would be {gain:.0%} faster: {found[0].layout}."
+
+
+def _with_memory(cluster: Cluster, times: float) -> Cluster:
+    parts = tuple(
+        Part(
+            device=replace(part.device, memory=int(times * part.device.memory)),
+            nodes=part.nodes,
+            per_node=part.per_node,
+        )
+        for part in cluster.parts
+    )
+    return replace(cluster, parts=parts)
+
+
+def infeasible(plan: Plan, c: Constants = FITTED) -> list[str]:
+    """Why nothing fits, from the plan that needs the least, and one change that does."""
+    parts = sorted(plan.memory.parts.items(), key=lambda item: -item[1])
+    terms = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in parts[:3])
+    have = plan.case.cluster.memory / GIB
+    found = [
+        f"Nothing fits. The least that a device would need is {plan.memory.total / GIB:.1f} GiB, and it has {have:.0f} "
+        f"GiB ({plan.layout}).",
+        f"The largest terms: {terms}.",
+    ]
+    return [*found, *_repairs(plan, c)]
+
+
+def _repairs(plan: Plan, c: Constants) -> Iterator[str]:
+    """One change that makes room."""
+    case, devices = plan.case, plan.case.cluster.devices
+    seq_len = case.seq_len
+    while seq_len > 256:
+        seq_len //= 2
+        if price(replace(case, seq_len=seq_len), c).fits:
+            yield f"Sequences of {seq_len:,} would fit."
+            break
+    for more in (2, 4, 8, 16, 32):
+        grown = replace(
+            case,
+            cluster=replace(
+                case.cluster, parts=tuple(replace(part, nodes=more * part.nodes) for part in case.cluster.parts)
+            ),
+            layout=changed(case, dp=more * case.layout.dp, zero=3).layout,
+        )
+        if price(grown, c).fits:
+            yield f"{more * devices} devices would do, with {grown.layout}."
+            return
