@@ -82,7 +82,13 @@ def test_everything_wrong_with_a_question_at_once(own):
     assert shown.exit_code == 2
     lines = shown.stderr.splitlines()
     assert json.loads(shown.stdout) == {"errors": lines}
-    for word in ("leave-out=dp:al_reduce", 'did you mean "build"?', 'did you mean "zero"?', "plan only"):
+    for word in (
+        "leave-out=dp:al_reduce",
+        "tp/2 or pp[0+1]",
+        'did you mean "build"?',
+        'did you mean "zero"?',
+        "plan only",
+    ):
         assert any(word in line for line in lines), (word, lines)
 
 

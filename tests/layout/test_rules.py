@@ -105,6 +105,7 @@ def test_s12_several_at_once():
         ("cp=9", {"seq_len": 5}, "cp", [1, 2, 3, 4, 5]),
         ("pp=3", {"model": Tiny(layers=2)}, "pp", [1, 2]),
         ("pp=3,schedule=interleaved", {"model": TINY}, "pp", [2]),
+        ("pp=2,schedule=interleaved,vpp=3", {"model": TINY}, "vpp", [2]),
         ("schedule=gpipe", {}, "schedule", ["1f1b"]),
         ("schedule=zb-v", {}, "schedule", ["1f1b"]),
         ("pp=2,vpp=2", {}, "vpp", [1]),

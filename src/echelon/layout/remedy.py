@@ -50,7 +50,9 @@ class Remedies:
         """The key to blame and its legal values: the first key that repairs the rule alone, or without others."""
         if rule.legal:
             return rule.keys[0], rule.legal
-        for key in rule.keys:
+        # A value that breaks another rule is no remedy where another key has one that breaks none.
+        keys = sorted(rule.keys, key=lambda key: not self._clean(key, name))
+        for key in keys:
             if values := self._working(key, name):
                 return key, _show(values, self._given.get(key))
         for key in rule.keys:
@@ -69,11 +71,18 @@ class Remedies:
 
         Where there is none, the last wish is dropped, then the second.
         """
-        meet = {value: left for value, left in self._try(key).items() if name not in left}
+        return self._clean(key, name) or self._repairing(key, name) or list(self._meeting(key, name))
+
+    def _clean(self, key: str, name: str) -> list[Value]:
+        meet = self._meeting(key, name)
+        return [value for value in self._repairing(key, name) if meet[value].keys() <= self._before.keys()]
+
+    def _repairing(self, key: str, name: str) -> list[Value]:
         mine = {other for other in self._before if self.repairs(key, other)}
-        repair = [value for value, left in meet.items() if not left.keys() & mine]
-        clean = [value for value in repair if meet[value].keys() <= self._before.keys()]
-        return clean or repair or list(meet)
+        return [value for value, left in self._meeting(key, name).items() if not left.keys() & mine]
+
+    def _meeting(self, key: str, name: str) -> dict[Value, Mapping[str, Broken]]:
+        return {value: left for value, left in self._try(key).items() if name not in left}
 
     def _try(self, key: str) -> dict[Value, Mapping[str, Broken]]:
         if key not in self._after:

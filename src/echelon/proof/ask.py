@@ -108,5 +108,5 @@ def parse(layouts: str | Sequence[str | Layout], case: Case) -> list[Layout]:
 def check_leave_out(text: str) -> None:
     axis, _, kind = text.partition(":")
     if text and ((axis not in AXES and not axis.startswith(("tp/", "pp["))) or kind not in KINDS):
-        legal = f"AXIS:COLLECTIVE, an axis of {', '.join(AXES)} and a collective of {', '.join(KINDS)}"
+        legal = f"AXIS:COLLECTIVE, an axis of {', '.join(AXES)}, tp/2 or pp[0+1] and a collective of {', '.join(KINDS)}"
         raise FaultError([Fault(key="leave-out", value=text, rule="names no collective of a run", legal=legal)])
