@@ -15,7 +15,7 @@ from echelon.pipeline.actions import COMPUTE, Kind
 from echelon.pipeline.lower import lower
 from echelon.pipeline.schedules import FAMILIES, make, two_bw
 from echelon.pipeline.simulate import simulate
-from echelon.pipeline.validate import faults, in_flight, joined, versions_held
+from echelon.pipeline.validate import faults, joined
 
 SYNCHRONOUS = tuple(name for name in FAMILIES if name not in ASYNCHRONOUS)
 
@@ -53,7 +53,7 @@ def test_every_schedule_is_right(shape):
     schedule = make(family.name, **sizes)
     assert faults(schedule) == []
     assert faults(lower(schedule)) == []
-    assert in_flight(schedule) == formula(family, "in_flight", sizes) == simulate(schedule).in_flight
+    assert simulate(schedule).in_flight == formula(family, "in_flight", sizes)
 
 
 @settings(deadline=None, max_examples=250)
@@ -94,11 +94,11 @@ def test_published_bubbles(ranks, microbatches, chunks):
 @settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 30))
 def test_published_memory(ranks, microbatches):
-    one = max(in_flight(make("1f1b", ranks, microbatches)))
+    one = max(simulate(make("1f1b", ranks, microbatches)).in_flight)
     assert one == min(ranks, microbatches)
-    assert max(in_flight(make("zb-h1", ranks, microbatches))) == one
-    assert max(in_flight(make("zb-v", ranks, microbatches))) <= 2 * one  # of half the size
-    assert max(in_flight(make("dualpipe-v", ranks, microbatches))) <= 2 * ranks + 1
+    assert max(simulate(make("zb-h1", ranks, microbatches)).in_flight) == one
+    assert max(simulate(make("zb-v", ranks, microbatches)).in_flight) <= 2 * one  # of half the size
+    assert max(simulate(make("dualpipe-v", ranks, microbatches)).in_flight) <= 2 * ranks + 1
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
@@ -161,10 +161,10 @@ def test_the_versions_are_those_of_the_papers(stream):
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(2, 4))
 def test_versions_held(ranks, batch, batches):
     many = 2 * ranks + batch * batches
-    assert versions_held(make("pipedream", ranks, many)) == tuple(ranks - stage for stage in range(ranks))
-    assert versions_held(make("pipedream-vsync", ranks, many)) == (ranks,) * ranks
-    assert versions_held(two_bw.build(ranks, 1, batch * batches, batch=batch)) == (2,) * ranks
-    assert versions_held(make("1f1b", ranks, many)) == (1,) * ranks
+    assert simulate(make("pipedream", ranks, many)).versions == tuple(ranks - stage for stage in range(ranks))
+    assert simulate(make("pipedream-vsync", ranks, many)).versions == (ranks,) * ranks
+    assert simulate(two_bw.build(ranks, 1, batch * batches, batch=batch)).versions == (2,) * ranks
+    assert simulate(make("1f1b", ranks, many)).versions == (1,) * ranks
 
 
 @settings(deadline=None)
@@ -173,7 +173,7 @@ def test_short_batches_of_2bw(ranks, batch, batches):
     """Fewer microbatches per batch than ranks - 1: stages hold back until the weights of the rule are there."""
     run = two_bw.build(ranks, 1, batch * batches, batch=batch)
     assert faults(run) == faults(lower(run)) == []
-    assert in_flight(run) == two_bw.in_flight(ranks, 1, batch * batches, batch=batch)
+    assert simulate(run).in_flight == two_bw.in_flight(ranks, 1, batch * batches, batch=batch)
     assert bool(run.note) == (batch < ranks - 1)
     expected = two_bw.bubble(ranks, 1, batch * batches, batch=batch)
     assert (expected is None) == (batch < ranks - 1 and batches > 1)

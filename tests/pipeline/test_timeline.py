@@ -1,17 +1,18 @@
 """What a timeline says of itself, and that it survives a run's directory."""
 
 import json
+from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings
 from shapes import schedules
 
-from echelon.pipeline.actions import Action
+from echelon.pipeline.actions import Action, Kind
 from echelon.pipeline.lower import lower
-from echelon.pipeline.schedules import make
+from echelon.pipeline.recording import timelines
+from echelon.pipeline.schedules import from_file, make
 from echelon.pipeline.simulate import Durations, simulate
 from echelon.pipeline.timeline import FILE, Timeline, read, write
-from echelon.pipeline.validate import in_flight
 
 
 @pytest.fixture
@@ -33,8 +34,16 @@ def test_only_forward_and_backward_are_work():
 
 @settings(max_examples=40, deadline=None)
 @given(schedules())
-def test_in_flight_is_what_the_validator_counts(schedule):
-    assert simulate(schedule).in_flight == simulate(lower(schedule)).in_flight == in_flight(schedule)
+def test_in_flight_is_what_the_lists_say(schedule):
+    change = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT: -1}
+    counted = [accumulate(change.get(action.kind, 0) for action in actions) for actions in schedule.lists]
+    assert simulate(schedule).in_flight == simulate(lower(schedule)).in_flight == tuple(map(max, counted))
+
+
+def test_what_a_list_by_hand_holds():
+    found = simulate(from_file.parse("rank 0, stages 0: 0F0@0 0F1@0 0B0@0 0K0 0U1 0B1@0 0D0 0U2"))
+    assert (found.in_flight, found.versions) == ((2,), (2,))
+    assert simulate(from_file.parse("rank 0, stages 0: 0F0 0I0 0F1 0W0 0I1 0W1 0U1")).in_flight == (2,)
 
 
 def test_memory_over_time():
@@ -110,3 +119,31 @@ def test_a_broken_file_is_refused(tmp_path, text, says):
         (tmp_path / FILE).write_text(text)
     with pytest.raises(ValueError, match=says):
         read(tmp_path)
+
+
+def test_a_synchronous_step_has_no_time_for_updates():
+    """They are made after it. `draw RUN` named them in its legend, for the microseconds of passing them by."""
+    for name, seconds in (("1f1b", 0.0), ("pipedream", 0.5)):
+        schedule = make(name, 2, 3)
+        told = simulate(schedule, Durations(update=0.5))
+        spans = [[(str(action), start, end) for action, start, end in told.spans(rank)] for rank in (0, 1)]
+        for found in timelines(schedule, spans):
+            updates = [end - start for action, start, end in found.spans(0) if action.kind is Kind.UPDATE]
+            assert updates == [seconds] * len(updates) != []
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"homes": [], "ranks": [[], []]}, "has no stages"),
+        ({"homes": [0, 2]}, "a stage is on a rank that is not there"),
+        ({"homes": [0, -1]}, "a stage is on a rank that is not there"),
+        ({"ranks": []}, "a stage is on a rank that is not there"),
+        ({"ranks": [[["0F0", 0, float("nan")]], []]}, "not an action with its start and end"),
+        ({"ranks": [[["0F0", 0, float("inf")]], []]}, "not an action with its start and end"),
+    ],
+)
+def test_a_timeline_broken_by_hand_is_refused(planned, change, fault):
+    broken = json.loads(json.dumps(planned.to_json() | change))
+    with pytest.raises(ValueError, match=fault):
+        Timeline.from_json(broken)

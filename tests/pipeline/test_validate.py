@@ -13,7 +13,7 @@ from echelon.pipeline.order import Needs, result
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.schedules import make
 from echelon.pipeline.simulate import simulate
-from echelon.pipeline.validate import check, faults, in_flight, joined, versions_held
+from echelon.pipeline.validate import check, faults, joined
 
 
 def parsed(*texts, homes=None, microbatches=1, slices=1):
@@ -233,10 +233,3 @@ def test_a_stream_that_does_not_drain():
     assert faults(cut, drained=False) == [
         f"rank 1, position {len(window.lists[1])} (1B3@2): comes before the backward that it needs"
     ]
-
-
-def test_measures():
-    schedule = parsed("0F0@0 0F1@0 0B0@0 0K0 0U1 0B1@0 0D0 0U2", microbatches=2)
-    assert in_flight(schedule) == (2,)
-    assert versions_held(schedule) == (2,)
-    assert in_flight(parsed("0F0 0I0 0F1 0W0 0I1 0W1 0U1", microbatches=2)) == (2,)

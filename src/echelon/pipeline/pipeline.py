@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -23,11 +22,12 @@ from echelon.pipeline.recording import timelines
 from echelon.pipeline.runtime import Runtime, Work
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.schedules import make, of_layout
+from echelon.pipeline.simulate import simulate
 from echelon.pipeline.slice_runtime import SliceRuntime
 from echelon.pipeline.stage import cut
 from echelon.pipeline.stream import StreamRuntime, Update
 from echelon.pipeline.timeline import Timeline
-from echelon.pipeline.validate import versions_held
+from echelon.pipeline.validate import joined
 
 
 class Pipeline:
@@ -78,8 +78,7 @@ class Pipeline:
             make(layout.schedule, layout.pp, layout.accumulate, first=step * layout.accumulate, drain=False)
             for step in steps
         ]
-        lists = tuple(tuple(chain.from_iterable(parts)) for parts in zip(*(w.lists for w in windows), strict=True))
-        return versions_held(replace(windows[0], lists=lists))[self.runtime.rank]
+        return simulate(joined(windows)).versions[self.runtime.rank]
 
     def news(self) -> list[Collective]:
         """What tells the stages of an asynchronous schedule how many targets an update has."""

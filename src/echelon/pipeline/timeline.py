@@ -18,6 +18,7 @@ run's directory.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -185,6 +186,7 @@ class Timeline:
         try:
             homes = tuple(int(home) for home in value["homes"])
             columns = [_columns(rank, len(homes), rows) for rank, rows in enumerate(value["ranks"])]
+            _check_homes(homes, len(columns))
             return cls(
                 name=str(value["name"]),
                 homes=homes,
@@ -232,6 +234,13 @@ def read(folder: Path) -> tuple[Timeline | None, Timeline | None]:
     )
 
 
+def _check_homes(homes: Sequence[int], ranks: int) -> None:
+    if not homes:
+        raise ValueError("a timeline has no stages (homes is empty); give the rank of every stage")
+    if wrong := [home for home in homes if not 0 <= home < ranks]:
+        raise ValueError(f"a stage is on a rank that is not there (homes: {wrong[0]}, {ranks} ranks); give its list")
+
+
 def _columns(
     rank: int, stages: int, rows: Iterable[tuple[Action | str, float, float]]
 ) -> tuple[list[Action], list[float], list[float]]:
@@ -241,6 +250,8 @@ def _columns(
     for row in rows:
         try:
             what, start, end = row[0], float(row[1]), float(row[2])
+            if not math.isfinite(start + end):
+                raise ValueError("no time")
         except (IndexError, TypeError, ValueError) as error:
             raise ValueError(f"not an action with its start and end (rank {rank}: {row}); give all three") from error
         action = what if isinstance(what, Action) else Action.parse(what)

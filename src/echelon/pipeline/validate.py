@@ -74,35 +74,6 @@ def joined(windows: Sequence[Schedule]) -> Schedule:
     return replace(windows[0], lists=lists, microbatches=sum(window.microbatches for window in windows))
 
 
-def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """For each rank the most activations that it holds at once: from F until B, or until W where there are halves.
-
-    Activations are counted by stage, microbatch and slice, from the start of the run: join the windows of a stream.
-    """
-    change = {FORWARD: 1, BACKWARD: -1, WEIGHT: -1}
-    peaks = []
-    for actions in schedule.lists:
-        held = peak = 0
-        for action in actions:
-            held += change.get(action.kind, 0)
-            peak = max(peak, held)
-        peaks.append(peak)
-    return tuple(peaks)
-
-
-def versions_held(schedule: Schedule) -> tuple[int, ...]:
-    """For each stage the most versions of its weights that are there at once: the one in force and those kept."""
-    change = {Kind.KEEP: 1, Kind.DROP: -1}
-    held, peaks = [0] * schedule.stages, [1] * schedule.stages
-    for actions in schedule.lists:
-        for stage, kind, _, _, _ in actions:
-            held[stage] += change.get(kind, 0)
-            # Between K and U the version in force is the one that is kept: it is there once.
-            if kind is not Kind.KEEP:
-                peaks[stage] = max(peaks[stage], held[stage] + 1)
-    return tuple(peaks)
-
-
 def _every(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
     for rank, actions in enumerate(schedule.lists):
         for position, action in enumerate(actions):
