@@ -34,6 +34,7 @@ PADDED_BAR = 0.05
 """how far a measured step may be from the simulated one"""
 UNIT = 0.1
 """seconds that a padded rank sleeps in F, in I and in W of a microbatch"""
+PAIRS, MICROBATCHES, STEPS = 30, 8, 3
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 
 
@@ -135,31 +136,35 @@ def _verdict(passed: bool) -> str:
 def main() -> int:
     names = list(dict.fromkeys([*PEERS, *padded.SCHEDULES]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=30, help="pairs of steps per schedule (default 30)")
-    parser.add_argument("--microbatches", type=int, default=8, help="per step, of one sequence (default 8)")
+    parser.add_argument("--pairs", type=int, help=f"pairs of steps per schedule (default {PAIRS})")
+    parser.add_argument("--microbatches", type=int, help=f"per step, of one sequence (default {MICROBATCHES})")
     parser.add_argument("--padded", action="store_true", help="sleeping stages against the simulation")
-    parser.add_argument("--steps", type=int, default=3, help="padded steps, the shortest counts (default 3)")
+    parser.add_argument("--steps", type=int, help=f"padded steps, the shortest counts (default {STEPS})")
     parser.add_argument(
         "--only", action="append", choices=names, metavar="NAME", help=f"one of {', '.join(names)}; repeatable"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else")
     options = parser.parse_args()
     for name in ("pairs", "microbatches", "steps"):
-        if getattr(options, name) < 1:
-            parser.error(f"there must be something to measure (--{name} {getattr(options, name)}); use 1 or more")
+        given = getattr(options, name)
+        if given is not None and given < 1:
+            parser.error(f"there must be something to measure (--{name} {given}); use 1 or more")
+        if given is not None and options.padded != (name == "steps"):
+            remedy = "leave --padded out" if options.padded else "use --padded"
+            parser.error(f"it would have no effect (--{name} {given}); leave it out, or {remedy}")
     every = padded.SCHEDULES if options.padded else tuple(PEERS)
     if unknown := [name for name in options.only or () if name not in every]:
         parser.error(f"torch has no {unknown[0]} to compare with (--only {unknown[0]}); use --padded")
 
     chosen = [name for name in every if not options.only or name in options.only]
-    # With --json the progress goes to stderr, so that stdout holds the object alone.
+    # The progress goes to stderr, so that stdout holds the table, or the object of --json, alone.
     console = Console(stderr=True)
     rows: list[Row] | list[Padded]
     if options.padded:
-        rows = against_simulation(chosen, options.steps, console)
+        rows = against_simulation(chosen, options.steps or STEPS, console)
         shown = padded_table(rows)
     else:
-        rows = against_torch(chosen, options.microbatches, options.pairs, console)
+        rows = against_torch(chosen, options.microbatches or MICROBATCHES, options.pairs or PAIRS, console)
         shown = table(rows)
     passed = all(row.passed for row in rows)
     if options.json:

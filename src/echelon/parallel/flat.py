@@ -165,7 +165,7 @@ class Flat:
         def hook(parameter: Tensor) -> None:
             flat, unit = weak_flat(), weak_unit()
             if parameter.grad is None or flat is None or unit is None:
-                return  # put off to a later half of backward (pipeline/deferred.py)
+                return  # a function of the user's may give a parameter no gradient
             gradient, parameter.grad = parameter.grad, None
             if unit.arrive(entry, gradient):
                 # Where something is frozen, backward may still have to pass through it.
