@@ -120,6 +120,35 @@ def test_under_sequence_parallelism_only_parts_of_gradients_are_all_reduced(pool
     assert verdict.axis == "tp"
 
 
+# -- pipelines --------------------------------------------------------------------------------------------------------
+
+STAGED = replace(LLAMA, layers=2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "leave_out", "model", "name", "kind"),
+    [
+        # Only the last stage knows the loss and the number of targets: without their sum the others divide by nothing.
+        ("pp=2,accumulate=2", "pp*dp:all_reduce", STAGED, "embed.weight", "gradient"),
+        ("pp=2,accumulate=2", "pp*shard*tp:all_reduce", STAGED, "embed.weight", "parameter"),
+        ("pp=2,accumulate=2", "pp[0+1]:all_reduce", replace(STAGED, tied=True), "embed.weight", "gradient"),
+    ],
+)
+def test_sums_over_stages(pool: Pool, layout: str, leave_out: str, model: ModelConfig, name: str, kind: str) -> None:
+    verdict = judge(pool, layout, leave_out, model)
+    assert named(verdict) == name
+    assert verdict.first_difference is not None
+    assert (verdict.first_difference.step, verdict.first_difference.kind) == (0, kind)
+    assert verdict.axis == "pp"
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
+def test_a_data_parallel_pipeline_without_its_reduction(pool: Pool, schedule: str) -> None:
+    verdict = judge(pool, f"dp=2,pp=2,accumulate=2,schedule={schedule}", "shard:reduce_scatter", STAGED)
+    assert named(verdict) == "embed.weight"
+    assert verdict.axis == "dp"
+
+
 # -- left out inside the code of a rank: what no name of a collective tells apart --------------------------------------
 
 
