@@ -60,10 +60,10 @@ class _Frame:
         return self.step * timeline.ranks - GAP
 
 
-def as_svg(planned: Timeline, measured: Timeline | None = None) -> str:
-    """The picture as the text of an SVG file."""
+def as_svg(planned: Timeline, measured: Timeline | None = None, *, in_seconds: bool = False) -> str:
+    """The picture as the text of an SVG file; `in_seconds` where times are, though nothing was measured."""
     timelines = [planned] if measured is None else [planned, measured]
-    frame, seconds = _frame(timelines), words.in_seconds(timelines)
+    frame, seconds = _frame(timelines), in_seconds or words.in_seconds(timelines)
     about = words.heading(planned)
     if len(timelines) == 1:
         about = " · ".join([about, *words.figures(planned, seconds)])
@@ -79,7 +79,7 @@ def as_svg(planned: Timeline, measured: Timeline | None = None) -> str:
         y += 12
         parts += _rows(timeline, frame, y)
         y += frame.height(timeline)
-    parts += _axis(timelines, frame, y + 8)
+    parts += _axis(timelines, frame, y + 8, seconds)
     y += 52
     style = "".join(f".{name}{{fill:{colour}}}" for name, colour in _classes(timelines).items())
     title = f"{planned.name}: {about}"
@@ -207,13 +207,13 @@ def _squeezed(timeline: Timeline, rank: int, frame: _Frame) -> Iterator[Span]:
         place += len(spans)
 
 
-def _axis(timelines: Sequence[Timeline], frame: _Frame, y: float) -> Iterator[str]:
+def _axis(timelines: Sequence[Timeline], frame: _Frame, y: float, seconds: bool) -> Iterator[str]:
     duration = max(timeline.duration for timeline in timelines)
     yield f'<path d="M{LEFT:g} {y:g}h{frame.width:g}" stroke="#c3c9d4"/>'
     for tick in words.ticks(duration, int(frame.width / 90)):
         x = LEFT + tick * frame.scale
         yield f'<path d="M{x:.2f} {y:g}v5" stroke="#c3c9d4"/>'
-        yield _text(x, y + 18, words.clock(tick, words.in_seconds(timelines)), 12, colour=PALE, anchor="middle")
+        yield _text(x, y + 18, words.clock(tick, seconds), 12, colour=PALE, anchor="middle")
 
 
 def _text(
