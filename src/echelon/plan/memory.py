@@ -26,7 +26,7 @@ LOGIT_BYTES = 12
 """of a logit in the compute type and in 32 bits, and of its gradient likewise"""
 SCORE_BYTES = 7
 """of a score that is written out: before and after the softmax, after dropout, and its mask"""
-LOOSE_NORMS = 6
+LOOSE_NORMS = 7
 """elements per element of width that norms of several kernels save in a layer: their steps, in 32 bits"""
 WRITTEN_OUT = ("plain", "fused")
 NARROW_SAVED = 0.75
@@ -59,11 +59,13 @@ def stages_to_ask(case: Case) -> list[int]:
 
 def of_stage(case: Case, stage: int, c: Constants = FITTED) -> Memory:
     parts = states(case, stage)
-    parts["activations"] = int(_in_flight(case, stage))
-    parts["working"] = int(max(_working(case, layer, c) for layer, _ in case.shape.layers))
+    parts["activations"] = int(_in_flight(case, stage) * (1 + c.slack))
     parts["logits"] = int(_logits(case)) if stage == case.layout.pp - 1 else 0
+    # The head has let go of its logits before a layer's backward begins: the larger of the two counts.
+    working = max(_working(case, layer, c) for layer, _ in case.shape.layers)
+    parts["working"] = max(0, int(working) - parts["logits"])
     parts["buffers"] = int(_buffers(case, stage))
-    parts["reserve"] = int(c.context * GIB + c.slack * parts["activations"])
+    parts["reserve"] = int(c.context * GIB)
     return Memory(stage=stage, parts={name: size for name, size in parts.items() if size})
 
 

@@ -90,12 +90,10 @@ def rate(wish: Wish, cases: list[Case], seconds: np.ndarray) -> np.ndarray:
     """What the objective asks to be small."""
     worlds = np.array([case.layout.world for case in cases])
     if wish.objective == "devices":
-        return worlds * 1e6 + seconds
-    each: float = {"time": 1.0, "cost": wish.cluster.device.price / 3600, "energy": wish.cluster.device.watts}[
-        wish.objective
-    ]
-    found: np.ndarray = seconds * each * (1.0 if wish.objective == "time" else worlds)
-    return found
+        return np.asarray(worlds * 1e6 + seconds)
+    device = wish.cluster.device
+    each = {"time": 1.0, "cost": device.price / 3600, "energy": device.watts}[wish.objective]
+    return np.asarray(seconds * each * (1.0 if wish.objective == "time" else worlds))
 
 
 def rank_of(wish: Wish, plan: Plan) -> float:

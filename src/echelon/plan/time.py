@@ -201,7 +201,8 @@ def times(work: Work, c: Constants = FITTED) -> Times:
         bubble=bubble,
         dp=dp,
         update=c.update * work.updated / work.memory,
-        rest=c.step + 0.0 * busy,
+        # Half of it is the host's own; half is waiting for the slowest of several ranks.
+        rest=c.step * np.where(work.dp * work.tp * work.pp > 1, 1.0, 0.5),
     )
 
 
