@@ -161,7 +161,8 @@ def _compared(plans: Sequence[Plan]) -> Iterator[str]:
     left_out = f" Of {len(plans)} plans, {len(near)} are compared." if len(near) < len(plans) else ""
     yield f'<p class="quiet">The thin line: where 80 % of runs lie.{left_out}</p></div>'
     limit = plans[0].case.cluster.memory
-    most = max(limit * 1.02, *(plan.memory.total for _, plan in near))
+    # What takes more than two devices is cut off: its number stands beside it.
+    most = min(2 * limit, max(limit * 1.02, *(plan.memory.total for _, plan in near)))
     categories = [words.bars(plan.memory.parts, words.CATEGORIES) for _, plan in near]
     yield "<div><h2>Memory, side by side</h2>"
     for (number, plan), bars in zip(near, categories, strict=True):

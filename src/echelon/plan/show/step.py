@@ -113,7 +113,7 @@ def memory(plan: Plan) -> str:
         f'<span style="left:{100 * tick / end:.2f}%">{escape(words.clock(tick, True))}</span>' for tick in ticks(end, 5)
     )
     title = f"memory of {words.fullest(plan)} through a step, at most {words.gib(plan.memory.total)}"
-    cut = "" if count == plan.layout.accumulate else f" The first {count} of {plan.layout.accumulate} microbatches."
+    cut = "" if count == plan.layout.accumulate else f" Drawn with {count} of {plan.layout.accumulate} microbatches."
     return (
         f'<div class="chart"><div class="levels" aria-hidden="true">{labels}</div><div class="plot">'
         f'<svg viewBox="0 0 1000 {HEIGHT:g}" preserveAspectRatio="none" role="img"><title>{escape(title)}</title>'
