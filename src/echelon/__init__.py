@@ -1,5 +1,6 @@
 """Echelon trains a one-device PyTorch model on many devices. This page is the whole public API.
 
+ec.plan(model, cluster)             which layout, how long, how much memory? needs no device
 ec.verify(model, layouts)           does a layout compute what one device computes?
 ec.train(config_or_model, ...)      train, on as many ranks as the layout needs
 ec.wrap(model, layout)              a drop-in for DDP and FSDP in a loop of your own
@@ -33,6 +34,7 @@ __all__ = [
     "Mesh",
     "Report",
     "Run",
+    "plan",
     "train",
     "verify",
     "wrap",
@@ -54,8 +56,8 @@ def __getattr__(name: str) -> object:
     """Imports on first use: torch takes seconds, and reading a layout needs none of it."""
     from importlib import import_module
 
-    if name == "train":
-        return import_module("echelon.train")  # a room that can be called: its page says why
+    if name in ("plan", "train"):
+        return import_module(f"echelon.{name}")  # rooms that can be called: train's page says why
     if name not in _LATE:
         raise AttributeError(f"module 'echelon' has no attribute {name!r}")
     value = getattr(import_module(_LATE[name]), name)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from echelon.cli.trouble import answer, told
 
+if TYPE_CHECKING:
+    from echelon.train.config import Config
+
 EXAMPLES = """[bold]Examples[/bold]\n
 echelon train --procs 2\n
 echelon train --set model=llama-tiny --set layout=dp=2,tp=2 --set steps=100\n
 echelon train config.toml --set optimizer.lr=1e-3 --json\n
+echelon train --plan auto\n
 torchrun --nproc-per-node 2 -m echelon train config.toml
 """
 
@@ -28,6 +32,10 @@ def command(
     procs: Annotated[
         int | None, typer.Option(help="Ranks to start here. Default: what the layout names, or one per GPU.")
     ] = None,
+    plan: Annotated[
+        str,
+        typer.Option(metavar="auto|FILE", help="Let the planner choose the layout, or take a plan's (plan --json)."),
+    ] = "",
     keys: Annotated[bool, typer.Option("--keys", help="List every configuration key and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
 ) -> None:
@@ -38,9 +46,23 @@ def command(
     with told(as_json):
         from echelon.train.start import load, run
 
-        summary = run(load(config, settings or [], procs), procs=procs, quiet=as_json)
+        asked = load(config, settings or [], procs)
+        if plan:
+            asked = _planned(asked, plan, procs, quiet=as_json)
+        summary = run(asked, procs=procs, quiet=as_json)
     if as_json and summary.run:
         answer(asdict(summary))
+
+
+def _planned(config: Config, plan: str, procs: int | None, *, quiet: bool) -> Config:
+    """The configuration in the layout that the planner chose."""
+    from echelon.launch.world import under_launcher
+    from echelon.train.planned import layout_of
+
+    layout, words = layout_of(config, plan, procs)
+    if not quiet and not under_launcher():
+        typer.echo(words, err=True)
+    return replace(config, layout=layout)
 
 
 def _list_keys(as_json: bool) -> None:

@@ -1,0 +1,71 @@
+"""The layout of a run that leaves the choice to the planner, or to a file that the planner wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from echelon.layout import Fault, FaultError
+from echelon.models import sizes
+from echelon.plan.cluster import Cluster, Part, here
+from echelon.plan.explain import infeasible
+from echelon.plan.price import Plan
+from echelon.plan.search import Wish, nearest, search
+from echelon.plan.sources import of_config
+from echelon.train.config import Config, is_own
+
+AUTO = "auto"
+TYPES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp32"}
+
+
+def layout_of(config: Config, plan: str, procs: int | None) -> tuple[str, str]:
+    """(the layout, a line that says where it comes from)."""
+    if config.layout:
+        rule = f"leaves nothing to choose beside layout={config.layout}"
+        raise FaultError([Fault(key="plan", value=plan, rule=rule, hint="give one of them")])
+    if plan != AUTO:
+        return _from_file(Path(plan)), f"layout from {plan}"
+    best = best_plan(config, procs)
+    return str(best.layout), f"planned: {best.layout}, {best.seconds:.3g} s a step predicted"
+
+
+def best_plan(config: Config, procs: int | None) -> Plan:
+    """The best runnable plan on this machine, or on the ranks that a launcher started."""
+    if is_own(config.model):
+        rule = "plans named models; a module of your own is planned by `echelon plan file.py:factory`"
+        raise FaultError([Fault(key="plan", value=AUTO, rule=rule, hint="set layout")])
+    shape = sizes.changed(sizes.find(config.model), dropout=config.dropout, tied=config.tied)
+    wish = Wish(
+        shape=of_config(shape),
+        cluster=_ranks(procs),
+        batch=config.batch,
+        seq_len=config.seq_len,
+        precision=TYPES[config.dtype],
+    )
+    found = search(wish, top=1)
+    if found:
+        return found[0]
+    least = nearest(wish)
+    words = infeasible(least) if least else [f"a batch of {config.batch} does not divide over the ranks"]
+    raise FaultError([Fault(key="plan", value=AUTO, rule="found no layout", hint=" ".join(words))])
+
+
+def _ranks(procs: int | None) -> Cluster:
+    """This machine with as many ranks as there are, or as a launcher started on how many machines."""
+    cluster = here()
+    device = cluster.device
+    world = int(os.environ.get("WORLD_SIZE", procs or cluster.devices))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    return replace(cluster, parts=(Part(device=device, nodes=max(1, world // local), per_node=local),))
+
+
+def _from_file(path: Path) -> str:
+    """The first plan of what `echelon plan --json` printed."""
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["plans"][0]["layout"])
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        rule = f"cannot be read ({error!r})"
+        legal = "auto, or a file that `echelon plan --json` printed"
+        raise FaultError([Fault(key="plan", value=str(path), rule=rule, legal=legal)]) from error
