@@ -129,11 +129,12 @@ def configuration_keys() -> str:
 
 
 def state_bytes() -> str:
+    kinds = ("parameters", "master", "gradients", "optimizer")  # without a pipeline there are no older versions
     rows = []
     for text, held in states():
-        sizes = [f"{value / 2**20:,.0f}" for value in held.values()]
+        sizes = [f"{held[kind] / 2**20:,.0f}" for kind in kinds]
         rows.append((f"`{text}`", *sizes, f"{sum(held.values()) / 2**20:,.0f}"))
-    return markdown(("layout", "parameters", "master", "gradients", "optimizer", "MiB per rank"), rows)
+    return markdown(("layout", *kinds, "MiB per rank"), rows)
 
 
 def collectives(*layouts: str) -> str:

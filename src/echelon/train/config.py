@@ -105,8 +105,7 @@ class PipelineConfig:
     layers: Annotated[tuple[int, ...], AT_LEAST_1] = ()
     """Under pp, layers of each stage, e.g. [3, 2, 2]. Empty: balanced, with embedding and head counted."""
     profile: str = ""
-    """Under pp, what layers are split by: `measure` times each before the run, else a file that such a run left
-    (RUN/profile.json). Empty: their parameters are counted."""
+    """Under pp, layers are split by their times: `measure`, or RUN/profile.json of such a run. Empty: by parameters."""
     slices: Annotated[tuple[int, ...], AT_LEAST_1] = ()
     """With schedule=terapipe, tokens of each slice of a sequence, e.g. [64, 40, 24]. Empty: chosen."""
 
