@@ -25,8 +25,8 @@ from echelon.plan.time import times
 from echelon.plan.work import Work, stacked, work_of
 
 Array = NDArray[np.float64]
-OTHERS = ("slack", "working", "context", "spread", "spread_experts")
-"""constants that times do not depend on"""
+OTHERS = ("cpu", "slack", "working", "context", "spread", "spread_experts")
+"""constants that times do not depend on, or that no published run tells"""
 NAMES = tuple(field.name for field in fields(Constants) if field.name not in OTHERS)
 SOFT = 0.07
 """residuals are squared up to about this, and taken as they are beyond"""

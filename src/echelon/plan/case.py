@@ -27,6 +27,8 @@ class Case:
     """norms are one kernel each"""
     reduce_bytes: int = 4
     """of one element of a gradient on its way"""
+    correction: float = 1.0
+    """measured over predicted seconds of a run that was (correct.py): all times are multiplied by it"""
 
     @property
     def tokens(self) -> float:

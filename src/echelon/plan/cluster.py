@@ -53,7 +53,7 @@ class Curves:
     matmul: tuple[tuple[int, int, int, float], ...] = ()
     """(m, k, n, FLOPs per second) of m x k times k x n, in bf16"""
     attention: tuple[tuple[int, int, float], ...] = ()
-    """(length of the sequence, head_dim, FLOPs per second) of causal attention, forward and backward"""
+    """(length of the sequence, head_dim, FLOPs per second) of causal attention, backward counted as 2.5 forwards"""
     memory: float = 0.0
     """bytes per second that an operator reads and writes"""
     host: float = 0.0

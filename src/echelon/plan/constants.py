@@ -1,6 +1,7 @@
 """Every number that was fitted to measured runs: what programs reach of what devices could do.
 
-They belong to no model and no source. `bench/fit.py` fits them; `echelon score` says how well they do.
+They belong to no model and no source. `bench/fit.py` fits them; `echelon score` says how well they do. Where a machine
+was measured (`echelon bench`), calibrate.py puts what was measured in their place.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ class Constants:
     ampere: float = 0.676
     hopper: float = 0.671
     blackwell: float = 0.562
+    cpu: float = 0.7
+    """stated, not fitted: nobody publishes runs on processors"""
     hopper_fp8: float = 0.62
     blackwell_fp8: float = 0.631
     fp4: float = 0.471

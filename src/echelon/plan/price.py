@@ -10,6 +10,7 @@ from echelon.layout import Layout
 from echelon.pipeline.schedules import FAMILIES, make
 from echelon.pipeline.simulate import Durations, simulate
 from echelon.pipeline.timeline import Timeline
+from echelon.plan.calibrate import calibrated
 from echelon.plan.case import Case
 from echelon.plan.constants import FITTED, Constants
 from echelon.plan.memory import Memory, of_stage, worst
@@ -101,8 +102,9 @@ class Plan:
 
 def price(case: Case, c: Constants = FITTED) -> Plan:
     """The plan of one case, its pipeline simulated."""
-    work = work_of(case)
-    found = {field.name: float(getattr(times(work, c), field.name)) for field in fields(Times)}
+    work, c = work_of(case), calibrated(case.cluster, c)
+    seconds = times(work, c)
+    found = {field.name: case.correction * float(getattr(seconds, field.name)) for field in fields(Times)}
     bubble = 0.0
     if case.layout.pp > 1:
         duration, bubble = _pipeline(case, work, c)
@@ -128,7 +130,7 @@ COMPUTED = ("products", "attention", "passing", "launches", "head", "recompute",
 def durations(case: Case, work: Work, c: Constants = FITTED) -> Durations:
     """Seconds of every action of every stage."""
     m = microbatch(work, c)
-    shares = layer_shares(case)
+    shares = [case.correction * share for share in layer_shares(case)]
     full, selective = case.layout.recompute == "full", case.layout.recompute == "selective"
     again = float(m.forward) if full else float(m.attention + m.passing / 2) if selective else 0.0
     # Of the tensor-parallel messages of a layer two are forward, two backward, and two are repeated.
@@ -137,13 +139,13 @@ def durations(case: Case, work: Work, c: Constants = FITTED) -> Durations:
     forward = float(m.forward) + ahead * sent
     weights = float(m.weights)
     inputs = float(m.backward) - weights + again + (1 - ahead) * sent
-    last, head = len(shares) - 1, float(m.head)
+    last, head = len(shares) - 1, case.correction * float(m.head)
     return Durations(
         forward=tuple(share * forward + head * (stage == last) for stage, share in enumerate(shares)),
         input_grad=tuple(share * inputs + head * (stage == last) for stage, share in enumerate(shares)),
         weight_grad=tuple(share * weights + head * (stage == last) for stage, share in enumerate(shares)),
-        send_forward=float(m.pp),
-        send_backward=float(m.pp),
+        send_forward=case.correction * float(m.pp),
+        send_backward=case.correction * float(m.pp),
     )
 
 
@@ -158,7 +160,7 @@ def timeline(case: Case, c: Constants = FITTED, *, microbatches: int = 0) -> Tim
     """A step, action by action; or one of fewer microbatches."""
     layout = case.layout
     schedule = make(layout.schedule, layout.pp, microbatches or layout.accumulate, chunks=layout.vpp)
-    return simulate(schedule, durations(case, work_of(case), c))
+    return simulate(schedule, durations(case, work_of(case), calibrated(case.cluster, c)))
 
 
 def _pipeline(case: Case, work: Work, c: Constants) -> tuple[float, float]:
@@ -192,10 +194,11 @@ def _busy(seconds: Durations) -> float:
 
 def memory_over_time(case: Case, rank: int, c: Constants = FITTED) -> list[tuple[float, float]]:
     """(seconds, bytes) of a rank through the passes of a step."""
+    c = calibrated(case.cluster, c)
     found = of_stage(case, rank, c)
     still = found.total - found.parts.get("activations", 0)
     if case.layout.pp == 1:
-        return [(0.0, still), (times(work_of(case), c).total, found.total)]
+        return [(0.0, still), (case.correction * times(work_of(case), c).total, found.total)]
     line = timeline(case, c)
     in_flight = max(1, line.in_flight[rank])
     each = found.parts.get("activations", 0) / in_flight

@@ -20,6 +20,7 @@ import numpy as np
 
 from echelon.layout import Layout
 from echelon.layout.layout import ASYNCHRONOUS
+from echelon.plan.calibrate import calibrated
 from echelon.plan.case import Case
 from echelon.plan.cluster import Cluster
 from echelon.plan.constants import FITTED, Constants
@@ -54,10 +55,17 @@ class Wish:
     plan_only: bool = False
     """whether layouts count that cannot be run yet"""
     objective: str = "time"
+    correction: float = 1.0
+    """measured over predicted seconds of a run that was"""
 
     def case(self, layout: Layout) -> Case:
         return Case(
-            shape=self.shape, cluster=self.cluster, layout=layout, seq_len=self.seq_len, precision=self.precision
+            shape=self.shape,
+            cluster=self.cluster,
+            layout=layout,
+            seq_len=self.seq_len,
+            precision=self.precision,
+            correction=self.correction,
         )
 
 
@@ -66,6 +74,7 @@ def search(wish: Wish, *, top: int = 10, c: Constants = FITTED) -> list[Plan]:
     cases = [wish.case(layout) for layout in layouts(wish) if _least_states(wish, layout) <= wish.cluster.memory]
     if not cases:
         return []
+    c = calibrated(wish.cluster, c)
     seconds = times(stacked([work_of(case) for case in cases]), c).total
     order = np.argsort(rate(wish, cases, seconds), kind="stable")
     found: list[Plan] = []
@@ -83,6 +92,7 @@ def nearest(wish: Wish, c: Constants = FITTED) -> Plan | None:
     cases = [wish.case(layout) for layout in layouts(wish)]
     if not cases:
         return None
+    c = calibrated(wish.cluster, c)
     return price(min(cases, key=lambda case: (worst(case, c).total, str(case.layout))), c)
 
 

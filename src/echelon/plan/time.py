@@ -21,10 +21,10 @@ import numpy as np
 from echelon.plan.constants import FITTED, Constants
 from echelon.plan.work import GENERATIONS, Work
 
-VOLTA, AMPERE, HOPPER, BLACKWELL = (GENERATIONS.index(name) for name in ("volta", "ampere", "hopper", "blackwell"))
+CPU, VOLTA, AMPERE, HOPPER, BLACKWELL = range(len(GENERATIONS))
 PLAIN, FUSED, FLASH1, FLASH2, BEST = range(5)
 NARROW_HEADS = 0.8
-"""speed of attention with heads of fewer than 128 elements, to others"""
+"""speed of attention with heads of fewer than WIDE_HEAD elements, to others"""
 BACKWARD = 2.0
 """products of backward, to those of forward"""
 FLASH_BACKWARD = 2.5
@@ -94,8 +94,8 @@ def beyond(this: Any, that: Any) -> Any:
 def microbatch(work: Work, c: Constants = FITTED) -> Microbatch:
     old = work.generation < HOPPER
     reached16 = np.select(
-        [work.generation == VOLTA, work.generation == AMPERE, work.generation == HOPPER],
-        [c.volta, c.ampere, c.hopper],
+        [work.generation == CPU, work.generation == VOLTA, work.generation == AMPERE, work.generation == HOPPER],
+        [c.cpu, c.volta, c.ampere, c.hopper],
         c.blackwell,
     )
     narrow = np.where(work.narrow == 1, np.where(work.generation == HOPPER, c.hopper_fp8, c.blackwell_fp8), c.fp4)

@@ -19,6 +19,7 @@ from echelon.layout.cost import Collective
 from echelon.layout.placement import Entry, Unit
 from echelon.parallel import context, expert, shard, tensor
 from echelon.plan.case import KERNELS, Case
+from echelon.plan.links import latency_of, on_the_wire
 from echelon.plan.shape import COLUMNS, ROWS, Layer, Product
 
 Number = Any
@@ -30,8 +31,8 @@ TILE = 64
 """elements: products are fast where it divides their dimensions"""
 EXPERTS = "experts"
 """the unit of a mixture layer's experts"""
-ON_THE_WIRE = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
-"""times (n - 1) / n of the bytes pass each rank's link; a send or broadcast passes once"""
+WIDE_HEAD = 128
+"""elements from which a head is wide"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,7 @@ class Work:
     kernel: Number
     """place in case.KERNELS"""
     wide_heads: Number
-    """1 where heads have 128 elements or more"""
+    """1 where heads are as wide as WIDE_HEAD, or wider"""
     # memory
     passed: Number
     """elements that operators between products move, apart from `norms`"""
@@ -168,14 +169,14 @@ def work_of(case: Case) -> Work:
         memory=device.bandwidth,
         inside=cluster.inside.bandwidth,
         outside=cluster.outside.bandwidth,
-        latency=cluster.inside.latency,
+        latency=latency_of(cluster),
         narrow=NARROW.get(case.precision, 0),
         **counts,
         head_flops=head,
         head_edges=head * (1 / tokens + 1 / shape.width + 1 / columns),
         head_elements=tokens * columns,
         kernel=KERNELS.index(case.attention),
-        wide_heads=head_dim >= 128,
+        wide_heads=head_dim >= WIDE_HEAD,
         fused_norms=case.fused_norms,
         layers=shape.num_layers,
         mixtures=mixtures,
@@ -272,7 +273,8 @@ def _messages(case: Case, mixtures: int) -> dict[str, list[Collective]]:
 
 
 def _wire(collectives: Iterable[Collective], ranks: int) -> float:
-    return sum(_on_the_wire(item, ranks) for item in collectives)
+    """Bytes that pass a rank's link."""
+    return sum(on_the_wire(item.kind, item.bytes, ranks) * item.count for item in collectives)
 
 
 def units_of(case: Case, stage: int) -> list[tuple[Unit, float]]:
@@ -329,7 +331,7 @@ def _gradient_wire(case: Case) -> float:
             reduce_bytes=case.reduce_bytes,
             stages={unit.name: 1},
         )
-        total += n * sum(_on_the_wire(item, unit.shards if item.axis == "shard" else replicas) for item in issued)
+        total += n * sum(_wire([item], unit.shards if item.axis == "shard" else replicas) for item in issued)
     return total
 
 
@@ -338,9 +340,3 @@ def _data(case: Case, unit: str) -> int:
     layout = case.layout
     data = layout.dp * layout.cp
     return max(1, data * layout.tp // (layout.ep * layout.etp)) if unit == EXPERTS else data
-
-
-def _on_the_wire(item: Collective, ranks: int) -> float:
-    """Bytes that pass a rank's link."""
-    share = ON_THE_WIRE[item.kind] * (ranks - 1) / ranks if item.kind in ON_THE_WIRE else 1.0
-    return share * item.bytes * item.count
