@@ -52,6 +52,8 @@ WITHOUT_TORCH = (
     "echelon.plan.cluster",
     "echelon.plan.cluster_file",
     "echelon.plan.sources",
+    "echelon.plan.calibrate",
+    "echelon.plan.bench",
 )
 COSTS = ("echelon.parallel.shard", "echelon.parallel.tensor", "echelon.parallel.sequence")
 
