@@ -17,7 +17,7 @@ from echelon.plan.memory import Memory, of_stage, worst
 from echelon.plan.time import Microbatch, Times, microbatch, times
 from echelon.plan.work import Work, work_of
 
-ACTIONS = 8_000
+ACTIONS = 4_000
 """that a price may simulate; longer steps are simulated in part, and go on as they have begun"""
 SHORT = 2
 """a part has as many microbatches as this many times the stages, and another with one time more"""

@@ -2,15 +2,22 @@
 
 [Note: nothing that could win is left out]
 
-1. All layouts are listed. One is dropped only where its states alone, at their least, are more than the memory.
-2. All that are left are priced at once by formula, and sorted.
-3. In that order memory is asked, until enough fit; those are priced again by simulating their schedules, and sorted.
+Layouts that do the same work on every microbatch are a family: they differ in pp, zero and schedule alone. However a
+family is laid over the devices, its work has to be done, so it has a bound: all of its work, spread evenly, with no
+bubble and no message of gradients.
+
+1. Families are sorted by their bounds. The first ones are opened until enough layouts fit that are faster than the next
+   bound: no layout of a family that stays closed can be among the best.
+2. Of an open family, layouts are dropped whose states alone, at their least, are more than the memory. The others are
+   priced by formula, and asked for their memory in the order of their times.
+3. The best are priced again by simulating their schedules, and sorted.
 
 The same question has the same answer: nothing depends on chance or on time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
@@ -24,10 +31,10 @@ from echelon.plan.calibrate import calibrated
 from echelon.plan.case import Case
 from echelon.plan.cluster import Cluster
 from echelon.plan.constants import FITTED, Constants
-from echelon.plan.memory import worst
+from echelon.plan.memory import kept, worst
 from echelon.plan.price import Plan, price
 from echelon.plan.shape import ModelShape
-from echelon.plan.time import times
+from echelon.plan.time import microbatch, times
 from echelon.plan.work import stacked, work_of
 
 OBJECTIVES = ("time", "cost", "energy", "devices")
@@ -38,6 +45,10 @@ MOST_CHUNKS = 8
 LARGEST_MICROBATCH = 16
 FEWER = 0.7
 """share of the devices that a layout must use, where all of them cannot be divided"""
+FEWER_KINDS = 3
+"""numbers of devices below all of them that are tried"""
+SHORTEST = 1024
+"""tokens of a slice of a sequence, at least: context parallelism is for long ones"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,27 +80,74 @@ class Wish:
         )
 
 
+@dataclass(frozen=True, kw_only=True, order=True)
+class Family:
+    """Layouts that do the same on every microbatch."""
+
+    world: int
+    tp: int
+    cp: int
+    ep: int
+    microbatch: int
+    recompute: str
+
+    def layout(self) -> Layout:
+        """One of them, without a pipeline."""
+        return Layout(
+            dp=max(1, self.world // (self.tp * self.cp)),
+            tp=self.tp,
+            cp=self.cp,
+            ep=self.ep,
+            microbatch=self.microbatch,
+            recompute=self.recompute,
+        )
+
+
 def search(wish: Wish, *, top: int = 10, c: Constants = FITTED) -> list[Plan]:
     """The best plans that fit; none where nothing does. See [Note: nothing that could win is left out]."""
-    cases = [wish.case(layout) for layout in layouts(wish) if _least_states(wish, layout) <= wish.cluster.memory]
-    if not cases:
-        return []
-    c = calibrated(wish.cluster, c)
-    seconds = times(stacked([work_of(case) for case in cases]), c).total
-    order = np.argsort(rate(wish, cases, seconds), kind="stable")
-    found: list[Plan] = []
-    for place in order.tolist():
-        if worst(cases[place], c).total <= wish.cluster.memory:
-            found.append(price(cases[place], c))
-            if len(found) == max(FINALISTS, 2 * top):
-                break
+    c, enough = calibrated(wish.cluster, c), max(FINALISTS, 2 * top)
+    best: list[tuple[float, str, Case]] = []
+    for bound, family in _bounds(wish, c):
+        if len(best) == enough and bound > best[-1][0]:
+            break
+        best = sorted([*best, *_fitting(wish, family, c, best[-1][0] if len(best) == enough else math.inf)])[:enough]
+    found = [price(case, c) for _, _, case in best]
     found.sort(key=lambda plan: (rank_of(wish, plan), str(plan.layout)))
     return found[:top]
 
 
+def _bounds(wish: Wish, c: Constants) -> list[tuple[float, Family]]:
+    """Families, and what the objective cannot be less than in each, best first."""
+    every = [family for family in families(wish) if _least_memory(wish, family) <= wish.cluster.memory]
+    if not every:
+        return []
+    cases = [wish.case(family.layout()) for family in every]
+    m = microbatch(stacked([work_of(case) for case in cases]), c)
+    full = np.array([family.recompute == "full" for family in every])
+    once = m.forward + m.backward + full * m.forward + m.tp + m.ep + m.cp + 3 * m.head
+    spread = np.array([wish.batch / f.microbatch * f.tp * f.cp / f.world for f in every])
+    bounds = rate(wish, cases, once * spread)
+    return sorted(zip(bounds.tolist(), every, strict=True))
+
+
+def _fitting(wish: Wish, family: Family, c: Constants, limit: float) -> Iterator[tuple[float, str, Case]]:
+    """Those of a family that fit, with what the objective asks to be small; none at or above the limit."""
+    cases = [
+        wish.case(layout) for layout in members(wish, family) if _least_states(wish, layout) <= wish.cluster.memory
+    ]
+    if not cases:
+        return
+    seconds = times(stacked([work_of(case) for case in cases]), c).total
+    for rated, case in zip(rate(wish, cases, seconds).tolist(), cases, strict=True):
+        if rated < limit and worst(case, c).total <= wish.cluster.memory:
+            yield rated, str(case.layout), case
+
+
 def nearest(wish: Wish, c: Constants = FITTED) -> Plan | None:
     """Where nothing fits: the plan that needs the least memory."""
-    cases = [wish.case(layout) for layout in layouts(wish)]
+    # The least memory is where nothing that costs memory is chosen: small microbatches, full recomputation, zero 3.
+    lean = [wish.case(layout) for layout in layouts(wish) if layout.recompute == "full" and layout.microbatch == 1]
+    cases = lean or [wish.case(layout) for layout in layouts(wish)]
     if not cases:
         return None
     c = calibrated(wish.cluster, c)
@@ -115,79 +173,76 @@ def rank_of(wish: Wish, plan: Plan) -> float:
 
 def layouts(wish: Wish) -> Iterator[Layout]:
     """Every layout that divides the model, the devices and the batch, with what is fixed."""
-    fixed = dict(wish.fixed)
+    for family in families(wish):
+        yield from members(wish, family)
+
+
+def families(wish: Wish) -> Iterator[Family]:
+    fixed = wish.fixed
+    sizes = [int(fixed["microbatch"])] if "microbatch" in fixed else range(1, LARGEST_MICROBATCH + 1)
+    recomputes = ["none", "full", "selective"] if wish.plan_only else ["none", "full"]
+    if "recompute" in fixed:
+        recomputes = [str(fixed["recompute"])]
     for world in _worlds(wish):
-        for tp, pp, cp in _degrees(wish, world):
-            dp = world // (tp * pp * cp)
-            if wish.batch % dp or not _agrees(fixed, dp=dp, tp=tp, pp=pp, cp=cp):
+        for tp, cp in _degrees(wish, world):
+            for ep, microbatch_, recompute in product(_experts(wish, world), sizes, recomputes):
+                if not wish.batch % microbatch_:
+                    yield Family(world=world, tp=tp, cp=cp, ep=ep, microbatch=microbatch_, recompute=recompute)
+
+
+def members(wish: Wish, family: Family) -> Iterator[Layout]:
+    fixed = wish.fixed
+    for pp in _divisors(family.world // (family.tp * family.cp)):
+        dp = family.world // (family.tp * family.cp * pp)
+        per_rank, rest = divmod(wish.batch, dp)
+        if rest or per_rank % family.microbatch or pp > wish.shape.num_layers or dp * family.tp * family.cp % family.ep:
+            continue
+        keys: dict[str, Any] = {
+            "dp": dp,
+            "tp": family.tp,
+            "pp": pp,
+            "cp": family.cp,
+            "ep": family.ep,
+            "microbatch": family.microbatch,
+            "accumulate": per_rank // family.microbatch,
+            "recompute": family.recompute,
+        }
+        for schedule, zero in product(_schedules(wish, pp), _zeros(wish, dp, family.tp, pp)):
+            if schedule.get("schedule") in ASYNCHRONOUS and zero["zero"] > 1:
                 continue
-            for rest in _policies(wish, dp, tp, pp, cp):
-                if all(rest.get(key, value) == value for key, value in fixed.items() if key not in DEGREES):
-                    keys: dict[str, Any] = {**fixed, **rest, "dp": dp, "tp": tp, "pp": pp, "cp": cp}
-                    layout = Layout(**keys)
-                    if wish.plan_only or not layout.plan_only:
-                        yield layout
-
-
-DEGREES = ("dp", "tp", "pp", "cp")
-
-
-def _agrees(fixed: Mapping[str, int | str], **degrees: int) -> bool:
-    return all(fixed.get(name, value) == value for name, value in degrees.items())
+            chosen = {**fixed, **keys, **schedule, **zero}
+            if all(chosen[key] == value for key, value in fixed.items()):
+                layout = Layout(**chosen)
+                if wish.plan_only or not layout.plan_only:
+                    yield layout
 
 
 def _worlds(wish: Wish) -> list[int]:
-    """Numbers of devices to use: all, or fewer where some must be left over."""
+    """Numbers of devices to use: all, or fewer of those that divide in the most ways, where some must be left over."""
     devices, per_node = wish.cluster.devices, wish.cluster.per_node
-    if wish.objective in ("devices", "cost", "energy"):
+    if wish.objective != "time":
         return [n for n in range(1, devices + 1) if n <= per_node or not n % per_node]
-    fewest = max(1, int(FEWER * devices))
     step = 1 if devices <= 4 * per_node else per_node
-    return [devices, *(n for n in range(devices - 1, fewest - 1, -1) if not n % step)]
+    fewer = [n for n in range(max(1, int(FEWER * devices)), devices) if not n % step]
+    return [devices, *sorted(fewer, key=lambda n: (-len(_divisors(n)), -n))[:FEWER_KINDS]]
 
 
-def _degrees(wish: Wish, world: int) -> Iterator[tuple[int, int, int]]:
+def _degrees(wish: Wish, world: int) -> Iterator[tuple[int, int]]:
+    """(tp, cp)."""
     shape, fixed = wish.shape, wish.fixed
     attention = next((layer.attention for layer, _ in shape.layers if layer.attention), None)
     widest = max(wish.cluster.per_node, int(fixed.get("tp", 1)))
     for tp in _divisors(world):
         if tp > widest or (attention is not None and not _splits(attention.heads, attention.kv_heads, tp)):
             continue
-        for pp in _divisors(world // tp):
-            if pp > shape.num_layers:
-                continue
-            for cp in _divisors(world // (tp * pp)):
-                asked = wish.plan_only or "cp" in fixed
-                if cp == 1 or (asked and wish.seq_len % (2 * cp) == 0):
-                    yield tp, pp, cp
+        for cp in _divisors(world // tp):
+            asked = wish.plan_only or "cp" in fixed
+            if cp == 1 or (asked and wish.seq_len % (2 * cp) == 0 and wish.seq_len >= cp * SHORTEST):
+                yield tp, cp
 
 
 def _splits(heads: int, kv_heads: int, tp: int) -> bool:
     return heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
-
-
-def _policies(wish: Wish, dp: int, tp: int, pp: int, cp: int) -> Iterator[dict[str, int | str]]:
-    """The other keys."""
-    per_rank = wish.batch // dp
-    sizes = [int(wish.fixed["microbatch"])] if "microbatch" in wish.fixed else range(1, LARGEST_MICROBATCH + 1)
-    recomputes = ("none", "full", "selective") if wish.plan_only else ("none", "full")
-    for microbatch in sizes:
-        if per_rank % microbatch:
-            continue
-        accumulate = per_rank // microbatch
-        for schedule, zero, recompute, ep in product(
-            _schedules(wish, pp), _zeros(wish, dp, tp, pp), recomputes, _experts(wish, dp, tp, cp)
-        ):
-            if schedule.get("schedule") in ASYNCHRONOUS and zero.get("zero", 1) > 1:
-                continue
-            yield {
-                "microbatch": microbatch,
-                "accumulate": accumulate,
-                "recompute": recompute,
-                **schedule,
-                **zero,
-                **ep,
-            }
 
 
 def _schedules(wish: Wish, pp: int) -> list[dict[str, int | str]]:
@@ -213,10 +268,25 @@ def _zeros(wish: Wish, dp: int, tp: int, pp: int) -> list[dict[str, int]]:
     return [{"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3}, *inside]
 
 
-def _experts(wish: Wish, dp: int, tp: int, cp: int) -> list[dict[str, int]]:
+def _experts(wish: Wish, world: int) -> list[int]:
     if not wish.shape.experts or not (wish.plan_only or "ep" in wish.fixed):
-        return [{}]
-    return [{"ep": ep} for ep in _divisors(dp * tp * cp) if not wish.shape.experts % ep]
+        return [1]
+    return [ep for ep in _divisors(world) if not wish.shape.experts % ep]
+
+
+def _least_memory(wish: Wish, family: Family) -> float:
+    """Bytes that no layout of a family can do without: states in as many shards as there are devices, and activations.
+
+    The first stage of a pipeline of pp stages has pp microbatches in flight, each in 1 / pp of the layers: as much as
+    one device without a pipeline, unless the step has too few microbatches to fill it.
+    """
+    case, shape = wish.case(family.layout()), wish.shape
+    ranks = family.world / (family.tp * family.cp)
+    filled = min(1.0, wish.batch / (ranks * family.microbatch))
+    activations = sum(n * kept(case, layer) for layer, n in shape.layers) * filled
+    if str(wish.fixed.get("schedule", "")) in ("naive", "terapipe"):
+        activations = 0.0
+    return 16 * shape.parameters / family.world + activations
 
 
 def _least_states(wish: Wish, layout: Layout) -> float:

@@ -1,0 +1,197 @@
+"""Search: what it must find, what it must respect, that it always answers the same."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import echelon as ec
+from echelon.cli import app
+from echelon.layout import Layout
+from echelon.plan import cluster
+from echelon.plan.case import Case
+from echelon.plan.explain import explained, infeasible
+from echelon.plan.memory import of_stage, worst
+from echelon.plan.price import price, timeline
+from echelon.plan.search import Wish, layouts, nearest, search
+from echelon.plan.sources import shape_of
+from echelon.plan.time import times
+from echelon.plan.work import work_of
+
+
+def wish(model="llama-8b", devices="8xh100", batch=64, seq_len=8192, **options):
+    return Wish(shape=shape_of(model), cluster=cluster.parse(devices), batch=batch, seq_len=seq_len, **options)
+
+
+def test_every_plan_fits_fills_the_batch_and_can_be_run():
+    asked = wish()
+    for plan in search(asked):
+        assert plan.fits
+        assert plan.runnable
+        assert plan.layout.batch == 64
+        assert plan.layout.world <= 8
+        ec.Layout.parse(str(plan.layout))
+
+
+def test_the_same_question_has_the_same_answer():
+    first, second = (search(wish()) for _ in range(2))
+    assert [plan.to_json() for plan in first] == [plan.to_json() for plan in second]
+
+
+def test_nothing_that_was_listed_is_faster_and_fits():
+    """The search leaves nothing out: price every layout of a small question."""
+    asked = wish("llama-1b", "2xh100", 8, 4096)
+    best = search(asked)[0]
+    every = [price(asked.case(layout)) for layout in layouts(asked)]
+    assert best.seconds == min(plan.seconds for plan in every if plan.fits)
+
+
+def test_what_is_fixed_stays():
+    for plan in search(wish(fixed={"tp": 4, "schedule": "zb-h1", "pp": 2})):
+        assert (plan.layout.tp, plan.layout.pp, plan.layout.schedule) == (4, 2, "zb-h1")
+
+
+def test_layouts_that_cannot_be_run_are_left_out_unless_asked_for():
+    asked = wish("mixtral-8x7b", "64xh100", 256, 4096, plan_only=True)
+    assert any(not plan.runnable and plan.layout.ep > 1 for plan in search(asked))
+    assert all(plan.runnable for plan in search(wish()))
+
+
+@pytest.mark.parametrize(("devices", "batch"), [("12xh100", 96), ("7xh100", 56), ("7xh100", 64), ("24xa100-80", 120)])
+def test_counts_that_are_no_powers_of_two(devices, batch):
+    plans = search(wish("llama-8b", devices, batch, 4096))
+    assert plans
+    assert plans[0].layout.world <= cluster.parse(devices).devices
+
+
+def test_one_device_needs_no_parallelism():
+    asked = wish("gpt2-124m", "1xh100", 8, 1024)
+    best = explained(asked, search(asked))
+    assert best.layout.world == 1
+    assert "no parallelism is needed" in best.reasons[0]
+
+
+def test_reasons_name_what_binds_and_what_the_neighbours_would_do():
+    asked = wish("llama-70b", "64xh100", 256, 8192, fixed={"schedule": "1f1b"})
+    reasons = explained(asked, search(asked)).reasons
+    assert any("of a step" in reason for reason in reasons)
+    assert any("would be" in reason or "would need" in reason for reason in reasons)
+
+
+def test_the_objectives_differ():
+    slow, few = (search(wish("llama-1b", "8xh100", 64, 2048, objective=name))[0] for name in ("time", "devices"))
+    assert few.layout.world < slow.layout.world
+    assert few.seconds > slow.seconds
+
+
+def test_what_does_not_fit_is_told_with_its_largest_terms_and_a_remedy():
+    least = nearest(wish("llama-405b", "8xh100", 8, 4096))
+    words = infeasible(least)
+    assert "Nothing fits" in words[0]
+    assert "optimizer" in words[1]
+    assert "would do" in words[-1] or "would fit" in words[-1]
+
+
+# -- prices -----------------------------------------------------------------------------------------------------------
+
+
+def case(layout, model="llama-8b", devices="64xh100", seq_len=4096):
+    return Case(shape=shape_of(model), cluster=cluster.parse(devices), layout=Layout.parse(layout), seq_len=seq_len)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tp=st.sampled_from([1, 2, 4, 8]),
+    pp=st.sampled_from([1, 2, 4, 8]),
+    zero=st.integers(0, 3),
+    accumulate=st.integers(1, 40),
+    recompute=st.sampled_from(["none", "full"]),
+)
+def test_prices_are_positive_and_causes_sum_to_the_step(tp, pp, zero, accumulate, recompute):
+    plan = price(
+        case(f"dp={64 // (tp * pp)},tp={tp},pp={pp},zero={zero},accumulate={accumulate},recompute={recompute}")
+    )
+    assert plan.seconds == pytest.approx(sum(plan.times.values()))
+    assert 0 < plan.low < plan.seconds < plan.high
+    assert 0 <= plan.bubble < 1
+    assert 0 < plan.mfu < 1
+    assert plan.memory.total == sum(plan.memory.parts.values())
+
+
+def test_the_formula_is_near_the_simulation():
+    """What ranks thousands of layouts agrees with what prices the finalists."""
+    for text in ("pp=8,accumulate=32,dp=8", "pp=4,schedule=interleaved,vpp=4,accumulate=16,dp=16", "tp=8,dp=8"):
+        found = case(text)
+        assert price(found).seconds == pytest.approx(float(times(work_of(found)).total), rel=0.1), text
+
+
+def test_a_long_step_goes_on_as_it_has_begun():
+    """Only part of a long step is simulated: it must be what simulating all of it gives."""
+    found = case("pp=8,accumulate=512,dp=8")
+    whole = timeline(found).duration
+    others = {"dp", "update", "rest"}
+    assert sum(s for name, s in price(found).times.items() if name not in others) == pytest.approx(whole, rel=1e-3)
+
+
+def test_more_microbatches_shrink_the_bubble_and_recomputation_the_memory():
+    few, many = (price(case(f"pp=8,dp=8,accumulate={count}")) for count in (8, 64))
+    assert many.bubble < few.bubble
+    kept, again = (worst(case(f"dp=64,zero=3,microbatch=4,recompute={text}")) for text in ("none", "full"))
+    assert again.total < kept.total
+
+
+def test_the_first_stages_hold_more_activations():
+    found = case("pp=8,dp=8,accumulate=16")
+    first, last = (of_stage(found, stage).parts["activations"] for stage in (0, 7))
+    assert first == pytest.approx(8 * last, rel=1e-6)
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_answers_in_json_and_writes_a_page(tmp_path):
+    page = tmp_path / "plan.html"
+    arguments = ["plan", "llama-1b", "--cluster", "8xh100", "--batch", "64", "--json", "--html", str(page)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    plans = json.loads(result.stdout)["plans"]
+    keys = "layout runnable fits step_s step_s_low step_s_high tokens_per_s mfu hfu bubble memory_bytes memory time reasons"
+    assert set(plans[0]) == set(keys.split())
+    assert plans == sorted(plans, key=lambda plan: plan["step_s"])
+    assert plans[0]["layout"] in page.read_text(encoding="utf-8")
+
+
+def test_one_layout_can_be_priced_and_one_that_does_not_fit_says_so():
+    arguments = ["plan", "llama-70b", "--cluster", "64xh100", "--batch", "64", "--json", "--layout"]
+    assert CliRunner().invoke(app, [*arguments, "tp=8,pp=8,accumulate=64"]).exit_code == 0
+    result = CliRunner().invoke(app, [*arguments, "dp=64,zero=0"])
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["plans"][0]["fits"] is False
+
+
+def test_all_faults_are_told_at_once():
+    result = CliRunner().invoke(app, ["plan", "lama-8b", "--cluster", "0xh10", "--batch", "-3", "--fix", "tpp=2"])
+    assert result.exit_code == 2
+    for word in ("lama-8b", "0xh10", "batch=-3", "tpp"):
+        assert word in result.stderr
+
+
+def test_train_takes_the_planners_layout(tmp_path):
+    from echelon.train.config import Config
+    from echelon.train.planned import layout_of
+
+    config = Config.load(None, ["batch=8"])
+    layout, words = layout_of(config, "auto", 2)
+    assert Layout.parse(layout).world == 2
+    assert "predicted" in words
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps({"plans": [{"layout": "dp=2,zero=1"}]}))
+    assert layout_of(config, str(file), 2)[0] == "dp=2,zero=1"
+    with pytest.raises(ec.FaultError, match="cannot be read"):
+        layout_of(config, str(tmp_path / "none.json"), 2)
+    with pytest.raises(ec.FaultError, match="leaves nothing to choose"):
+        layout_of(Config.load(None, ["layout=dp=2"]), "auto", 2)
