@@ -39,6 +39,7 @@ DRAWN: dict[str, Callable[[], str]] = {
 }
 REAL = {
     "train": "echelon train --procs 2",
+    "plan": "echelon plan llama-8b --cluster 8xh100 --batch 64 --seq-len 8192",
     "verify": "echelon verify",
     "verify-failure": 'echelon verify --layouts "dp=2; dp=2,tp=2" --leave-out tp:reduce_scatter',
     "faults": "echelon train --procs 6 --set layout=tp=4 --set batch=10 --set stepps=100 --set clip=-1",
