@@ -81,7 +81,12 @@ def test_json_is_one_object_and_nothing_else(here):
     shown = json.loads(done.stdout)
     assert shown.keys() >= KEYS
     assert (shown["run"], shown["steps"], shown["checkpoint"]) == ("made", 3, None)
-    assert {path.name for path in (here / "made").iterdir()} == {"config.toml", "plan.json", "log.jsonl"}
+    assert {path.name for path in (here / "made").iterdir()} == {
+        "config.toml",
+        "plan.json",
+        "log.jsonl",
+        "measured.json",
+    }
     # The same command in this process, without ranks, says the same.
     assert json.loads(invoke("c.toml", *TINY, "--json").stdout)["loss"] == shown["loss"]
 

@@ -41,6 +41,9 @@ def command(
     objective: Annotated[str, typer.Option(help="What counts: time, cost, energy, or devices (the fewest).")] = "time",
     plan_only: Annotated[bool, typer.Option(help="Rank layouts too that cannot be run yet.")] = False,
     top: Annotated[int, typer.Option(min=1, help="Plans to show.")] = 5,
+    correct: Annotated[
+        str, typer.Option(metavar="RUN", help="Multiply times by what this run measured over what was predicted.")
+    ] = "",
     html: Annotated[Path | None, typer.Option(help="Write one self-contained page to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
 ) -> None:
@@ -59,6 +62,7 @@ def command(
             objective=objective,
             plan_only=plan_only,
             top=top,
+            correct=correct,
         )
         if html is not None and found.plans:
             _write(html, found, model)

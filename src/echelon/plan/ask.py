@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from echelon.layout import check, grammar
 from echelon.layout.faults import Fault, FaultError
 from echelon.plan import cluster as clusters
+from echelon.plan import correct as corrections
 from echelon.plan import search as searching
 from echelon.plan.explain import explained, infeasible
 from echelon.plan.price import Plan, price
@@ -45,12 +46,21 @@ def answer(
     objective: str = "time",
     plan_only: bool = False,
     top: int = 10,
+    correct: str = "",
 ) -> Answer:
     """Plans for a model on a cluster. With `layout`, that one alone; with `fixed`, those that have these keys.
 
-    Without a batch, 16 sequences for each device; without a length, the model's longest, at most 4,096.
+    Without a batch, 16 sequences for each device; without a length, the model's longest, at most 4,096. With `correct`,
+    the folder of a run, times are multiplied by what that run measured over what it was predicted to take.
     """
-    wish = _wish(model, cluster, batch, seq_len, fixed, precision, objective, plan_only)
+    wish = _wish(model, cluster, batch, seq_len, fixed, precision, objective, plan_only, correct)
+    found = _answer(wish, model, layout, top)
+    if not correct:
+        return found
+    return replace(found, plans=tuple(corrections.explained(plan, correct) for plan in found.plans))
+
+
+def _answer(wish: Wish, model: str, layout: str, top: int) -> Answer:
     if layout:
         return Answer(plans=(priced(wish, layout),))
     plans = search(wish, top=top)
@@ -122,11 +132,13 @@ def _wish(
     precision: str,
     objective: str,
     plan_only: bool,
+    correct: str,
 ) -> Wish:
     """All that is wrong is told at once."""
     faults: list[Fault] = []
     shape = _or_faults(lambda: shape_of(model), faults)
     found = _or_faults(lambda: clusters.parse(cluster), faults)
+    ratio = _or_faults(lambda: corrections.ratio_of(correct, found), faults) if correct else 1.0
     read = grammar.read(fixed)
     faults += read.faults
     if precision not in PRECISIONS:
@@ -152,6 +164,7 @@ def _wish(
         fixed=dict(read.given),
         plan_only=plan_only,
         objective=objective,
+        correction=ratio or 1.0,
     )
 
 

@@ -25,8 +25,9 @@ from echelon.plan.links import measured_link
 from echelon.plan.time import HOPPER, NARROW_HEADS
 from echelon.plan.work import GENERATIONS, WIDE_HEAD
 
-PROCESSOR = {"context": 0.4, "step": 0.0}
-"""of a processor, whose host is itself: GiB of a process that has torch; no device to wait for between steps"""
+PROCESSOR = {"edge": 8.0, "context": 0.4, "step": 0.0}
+"""of a processor, whose host is itself: numbers of a vector register; GiB of a process that has torch; no device to
+wait for between steps"""
 
 
 def calibrated(cluster: Cluster, c: Constants = FITTED) -> Constants:
@@ -43,7 +44,7 @@ def _calibrated(cluster: Cluster, c: Constants) -> Constants:
     if curves is None:
         return replace(c, **found)
     if curves.matmul:
-        rate, edge = product_rate(curves.matmul, c.edge)
+        rate, edge = product_rate(curves.matmul, found.get("edge", c.edge))
         found |= {device.generation: rate / device.peak("bf16"), "edge": edge}
     if curves.attention:
         found["best_attention"] = attention_rate(curves.attention) / device.peak("bf16")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections import deque
@@ -16,11 +17,13 @@ from echelon.parallel.apply import WORLD, Options
 from echelon.pipeline import timeline
 from echelon.pipeline.measure import everywhere, measured_split, profile_of
 from echelon.pipeline.profile import Profile
+from echelon.plan import correct
 from echelon.train import metrics
 from echelon.train.config import MEASURE, Config
 from echelon.train.derived import derived
 from echelon.train.display import Display, Progress, duration, number, percent, short
 from echelon.train.engine import Engine, StepResult
+from echelon.train.predicted import predicted
 from echelon.train.run import Run
 from echelon.train.schedule import learning_rate
 from echelon.train.task import task_of
@@ -93,6 +96,8 @@ class Loop:
         self.peak = metrics.peak_flops(world.device)
         self.display = Display(config.steps, quiet=quiet or world.rank > 0)
         self._memory = 0
+        self._seconds: list[float] = []
+        """of every step"""
 
     def _profile(self, options: Options) -> Profile:
         """What each layer takes: read from a file, or measured here."""
@@ -109,9 +114,13 @@ class Loop:
         )
 
     def run(self) -> Summary:
-        rows = [*self.task.describe(), *derived(self.config, self.engine, self.peak, torch.get_num_threads())]
+        threads = torch.get_num_threads()
+        rows = [*self.task.describe(), *derived(self.config, self.engine, self.peak, threads)]
         self.display.header(f"{self.task.name} on {self.world.world_size} x {self.world.device.type}", rows)
-        run = Run.create(self.config, {"layout": str(self.layout), "derived": rows}) if self.world.rank == 0 else None
+        run, before = None, {}
+        if self.world.rank == 0:
+            before = predicted(self.config, self.layout, self.task.shape, self.world, threads=threads)
+            run = Run.create(self.config, {"layout": str(self.layout), "derived": rows, "predicted": before})
         if run is not None and self.profile is not None:
             run.write("profile.json", self.profile.to_json())
         try:
@@ -120,16 +129,17 @@ class Loop:
                 sample = self.task.sample(self.engine)
             if run is not None:
                 run.log("end", **asdict(summary), sample=sample)
-                self.display.summary(
-                    f"done: {run.path}", self._results(summary), prompt=self.config.sample.prompt, sample=sample
-                )
+                measured = correct.compared(before, self._seconds, self._memory)
+                run.write(correct.FILE, json.dumps(measured, indent=2) + "\n")
+                results = [*self._results(summary), ("step", correct.told(measured))]
+                self.display.summary(f"done: {run.path}", results, prompt=self.config.sample.prompt, sample=sample)
         finally:
             if run is not None:
                 run.close()
         return summary
 
     def _steps(self, run: Run | None) -> Summary:
-        config, busy, warm = self.config, 0.0, 0.0
+        config = self.config
         eval_loss: float | None = None
         pipeline = self.engine.pipeline
         untold: deque[_Step] = deque()
@@ -154,15 +164,16 @@ class Loop:
                 begun = time.perf_counter()
                 self.engine.drain()
                 seconds += time.perf_counter() - begun  # what the steps have left to do is a part of them
-            busy += seconds
-            warm += seconds if step else 0.0  # the first step allocates, and would spoil the mean
+            self._seconds.append(seconds)
             if evaluates:
                 eval_loss = self.engine.evaluate(self.task.evaluation(self.engine))
                 if eval_loss is not None:
                     self.display.evaluation(step + 1, eval_loss)
                     if run is not None:
                         run.log("evaluation", step=step + 1, loss=eval_loss)
-        rate = self._tokens(result) * (config.steps - 1) / warm if warm else self._tokens(result) / busy
+        busy = sum(self._seconds)
+        steady = self._seconds[1:] or self._seconds  # the first step allocates, and would spoil the mean
+        rate = self._tokens(result) * len(steady) / sum(steady)
         mfu, hfu = self._utilisation(rate)
         return Summary(
             run="" if run is None else str(run.path),

@@ -1,0 +1,53 @@
+"""What the planner says of a run before it begins, so that its end can say how far off that was."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+from echelon.launch.world import World
+from echelon.layout import Layout
+from echelon.models.sizes import ModelConfig
+from echelon.plan.case import Case
+from echelon.plan.cluster import Cluster, Part, here
+from echelon.plan.price import price
+from echelon.plan.sources import of_config
+from echelon.train.config import Config
+from echelon.train.planned import TYPES
+
+
+def predicted(
+    config: Config, layout: Layout, shape: ModelConfig | None, world: World, *, threads: int
+) -> dict[str, Any]:
+    """`step_s` and `memory_bytes` of the fullest rank, or the `reason` why there are none. Never raises."""
+    if shape is None:
+        return {"reason": "a module of your own is trained as it is, and not priced"}
+    if config.dtype not in TYPES or config.dtype == "float64":
+        return {"reason": f"products in {config.dtype} are not priced"}
+    try:
+        case = Case(
+            shape=of_config(shape),
+            cluster=_machine(world, threads),
+            layout=layout,
+            seq_len=config.seq_len,
+            precision=TYPES[config.dtype],
+        )
+        plan = price(case)
+    except Exception as error:  # whatever the planner does not know, the run goes on
+        return {"reason": f"the planner gave up ({error})"}
+    # What a GPU's allocator counts has no context in it; what a process holds has.
+    reserve = plan.memory.parts.get("reserve", 0) if world.device.type == "cuda" else 0
+    return {"step_s": plan.seconds, "memory_bytes": plan.memory.total - reserve}
+
+
+def _machine(world: World, threads: int) -> Cluster:
+    """This machine as `--cluster here` describes it, with the ranks that there are; one on several cores is faster."""
+    cluster = here()
+    device = cluster.device
+    if world.device.type == "cpu":
+        flops = {name: threads * peak for name, peak in device.flops.items()}
+        device = replace(device, flops=flops, bandwidth=threads * device.bandwidth)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world.world_size))
+    part = Part(device=device, nodes=max(1, world.world_size // local), per_node=local)
+    return replace(cluster, parts=(part,))
