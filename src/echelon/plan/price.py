@@ -19,8 +19,8 @@ from echelon.plan.work import Work, work_of
 
 ACTIONS = 4_000
 """that a price may simulate; longer steps are simulated in part, and go on as they have begun"""
-SHORT = 2
-"""a part has as many microbatches as this many times the stages, and another with one time more"""
+SETTLED = 16
+"""microbatches after which every schedule repeats itself, or twice as many as there are ranks"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,8 +176,9 @@ def _pipeline(case: Case, work: Work, c: Constants) -> tuple[float, float]:
     if actions <= ACTIONS:
         found = run(layout.accumulate)
         return found.duration, found.bubble
-    first, second = SHORT * layout.pp, (SHORT + 1) * layout.pp
-    if first >= layout.accumulate:
+    first = -(-max(SETTLED, 2 * layout.pp) // layout.pp) * layout.pp
+    second = first + layout.pp
+    if second >= layout.accumulate:
         found = run(layout.accumulate)
         return found.duration, found.bubble
     short, longer = run(first).duration, run(second).duration
