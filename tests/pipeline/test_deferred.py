@@ -50,8 +50,7 @@ def test_both_halves_together_are_backward(wants_input, recompute):
     ]
     if wants_input:
         assert torch.equal(inputs[0].grad, inputs[1].grad)
-    with deferred.Deferred(later):
-        deferred.run(later)
+    deferred.run(later)
     assert not later
     expected = gradients(whole)
     for name, gradient in gradients(halved).items():

@@ -5,7 +5,7 @@ what its weight's gradient needs on a list. `run` computes those products. What 
 embeddings) is done in the first half, and so is everything of a layer that is not linear: later is only faster.
 
 A repeated forward (recomputation, ours or the user's own) happens inside backward, and must do what the first one did:
-so both halves run inside `Deferred` too, with `backward` from here.
+so the first half runs inside `Deferred` too, with `backward` from here.
 """
 
 from __future__ import annotations
@@ -75,13 +75,17 @@ class Deferred(TorchFunctionMode):
 def run(later: list[Product], ready: Callable[[], None] = lambda: None) -> None:
     """The second half: every product that was put off, delivered to its weight as backward would.
 
-    `ready` is called before backward walks the history of a weight that was computed, which may read parameters.
+    A weight that was computed has a history, which reads parameters and may be recomputed: `ready` is called before.
     """
     while later:
         weight, x, gradient = later.pop(0)
-        if not weight.is_leaf:
+        product = _rows(gradient).t() @ _rows(x)
+        if weight.is_leaf:  # nearly always, so nothing is done that takes time
+            torch.autograd.backward([weight], [product])
+        else:
             ready()
-        backward([weight], [_rows(gradient).t() @ _rows(x)])
+            with Deferred(later):
+                backward([weight], [product])
 
 
 def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:

@@ -234,10 +234,8 @@ class Runtime:
 
     def _weights(self, stage: int, m: int) -> None:
         """The second half of backward: what was put off."""
-        passed, part = self._passed[stage, m], self.mine.index(stage)
         self._set(self._works[m], stage, m)
-        with self._halved(passed):
-            deferred.run(passed.later, ready=partial(self.units.gather_layers, part))
+        deferred.run(self._passed[stage, m].later, ready=partial(self.units.gather_layers, self.mine.index(stage)))
 
     def _given_to(self, stage: int, m: int, inputs: Sequence[Tensor]) -> Any:
         """What the stage's first link is given: what the link before it gave."""
