@@ -30,7 +30,7 @@ PRODUCTS = {
     "cpu": ((64, 64, 64), (128, 64, 192), (128, 128, 128), (256, 128, 512), (256, 256, 256), (512, 128, 128),
             (512, 256, 768), (512, 512, 512), (1024, 256, 256), (1024, 512, 1024), (2048, 512, 512),
             (1024, 1024, 1024)),
-    "cuda": ((1024, 1024, 1024), (2048, 1024, 4096), (4096, 1024, 1024), (2048, 2048, 2048), (4096, 2048, 6144),
+    "cuda": ((8192, 512, 1024), (4096, 1024, 1024), (8192, 1024, 1024), (2048, 2048, 2048), (8192, 1024, 4096),
              (8192, 2048, 2048), (4096, 4096, 4096), (8192, 4096, 6144), (8192, 4096, 14336), (8192, 14336, 4096),
              (16384, 8192, 8192), (16384, 8192, 28672)),
 }
@@ -158,8 +158,15 @@ def _probes(device: torch.device, dtype: torch.dtype, room: int) -> Iterator[_Pr
         return torch.randn(size, device=device, dtype=dtype)
 
     def product(m: int, k: int, n: int) -> Callable[[], object]:
-        left, right, out = made(m, k), made(k, n), made(m, n)
-        return lambda: torch.mm(left, right, out=out)
+        inputs, weights, gradient = made(m, k), made(n, k), made(m, n)
+        outputs, of_inputs, of_weights = (torch.empty_like(tensor) for tensor in (gradient, inputs, weights))
+
+        def both_ways() -> None:
+            torch.mm(inputs, weights.t(), out=outputs)
+            torch.mm(gradient, weights, out=of_inputs)
+            torch.mm(gradient.t(), inputs, out=of_weights)
+
+        return both_ways
 
     def attention(length: int, head_dim: int, rows: int, heads: int) -> Callable[[], object]:
         q, k, v = (made(rows, heads, length, head_dim).requires_grad_() for _ in range(3))
@@ -183,8 +190,8 @@ def _probes(device: torch.device, dtype: torch.dtype, room: int) -> Iterator[_Pr
 
     kind = device.type
     for m, k, n in PRODUCTS[kind]:
-        if (m * k + k * n + m * n) * dtype.itemsize <= room:
-            yield _Probe(what="matmul", size=(m, k, n), work=2.0 * m * k * n, prepare=partial(product, m, k, n))
+        if 2 * (m * k + k * n + m * n) * dtype.itemsize <= room:
+            yield _Probe(what="matmul", size=(m, k, n), work=6.0 * m * k * n, prepare=partial(product, m, k, n))
     for length, head_dim in ATTENTION[kind]:
         rows, heads = max(1, ATTENTION_TOKENS[kind] // length), ATTENTION_WIDTH[kind] // head_dim
         if 10 * rows * heads * length * head_dim * dtype.itemsize <= room:

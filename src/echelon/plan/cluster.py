@@ -51,7 +51,7 @@ class Curves:
     """What was measured, for devices of one kind in one node. What is empty or 0 was not."""
 
     matmul: tuple[tuple[int, int, int, float], ...] = ()
-    """(m, k, n, FLOPs per second) of m x k times k x n, in bf16"""
+    """(m, k, n, FLOPs per second) of m x k times k x n in bf16, best with the two products of its backward"""
     attention: tuple[tuple[int, int, float], ...] = ()
     """(length of the sequence, head_dim, FLOPs per second) of causal attention, backward counted as 2.5 forwards"""
     memory: float = 0.0
