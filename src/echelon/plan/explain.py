@@ -25,6 +25,7 @@ CAUSES = {
     "launches": "the device waiting for the host to start kernels",
     "passing": "operators that move memory rather than multiply",
     "update": "the optimizer's update",
+    "offload": "the host: its update, and what is on its way to it",
     "head": "the output layer, for which the other stages wait",
 }
 """what a step spends beside products and attention, in words"""
@@ -170,6 +171,10 @@ def _repairs(plan: Plan, c: Constants) -> Iterator[str]:
         if price(replace(case, seq_len=seq_len), c).fits:
             yield f"Sequences of {seq_len:,} would fit."
             break
+    away = replace(case, layout=changed(case, offload="optimizer").layout)
+    if case.layout.offload == "none" and price(away, c).fits:
+        seconds = price(away, c).seconds
+        yield f"With optimizer states on the host (plan only) it would fit, at {seconds:.3g} s a step: {away.layout}."
     for more in (2, 4, 8, 16, 32):
         grown = replace(
             case,

@@ -13,8 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from echelon.layout.layout import ASYNCHRONOUS
+from echelon.memory.offload import left
+from echelon.memory.repeats import Repeats
 from echelon.parallel import shard
-from echelon.pipeline.schedules import FAMILIES
+from echelon.plan.activations import kept, layers_in_flight, repeats_of, scores, tensors
 from echelon.plan.case import Case
 from echelon.plan.constants import FITTED, Constants
 from echelon.plan.device import GIB
@@ -24,13 +26,6 @@ from echelon.plan.work import units_of
 MASTER_BYTES = 4
 LOGIT_BYTES = 12
 """of a logit in the compute type and in 32 bits, and of its gradient likewise"""
-SCORE_BYTES = 7
-"""of a score that is written out: before and after the softmax, after dropout, and its mask"""
-LOOSE_NORMS = 7
-"""elements per element of width that norms of several kernels save in a layer: their steps, in 32 bits"""
-WRITTEN_OUT = ("plain", "fused")
-NARROW_SAVED = 0.75
-"""bytes that activations take where products are narrow, to those in 16 bits: inputs of products are kept narrow"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +53,16 @@ def stages_to_ask(case: Case) -> list[int]:
 
 
 def of_stage(case: Case, stage: int, c: Constants = FITTED) -> Memory:
-    parts = states(case, stage)
-    parts["activations"] = int(_in_flight(case, stage) * (1 + c.slack))
+    parts, again = states(case, stage), repeats_of(case)
+    parts["activations"] = int(_activations(case, stage, again) * (1 + c.slack))
     parts["logits"] = int(_logits(case)) if stage == case.layout.pp - 1 else 0
     # The head has let go of its logits before a layer's backward begins: the larger of the two counts.
-    working = max(_working(case, layer, c) for layer, _ in case.shape.layers)
+    working = max(_working(case, layer, c, again) for layer, _ in case.shape.layers)
     parts["working"] = max(0, int(working) - parts["logits"])
     parts["buffers"] = int(_buffers(case, stage))
     parts["reserve"] = int(c.context * GIB)
+    if case.layout.offload != "none":
+        parts = left(case.layout.offload, parts, layers=layers_in_flight(case, stage))
     return Memory(stage=stage, parts={name: size for name, size in parts.items() if size})
 
 
@@ -97,55 +94,16 @@ def _versions(case: Case, stage: int) -> int:
     return 2 if layout.schedule == "2bw" else layout.pp if layout.schedule == "pipedream-vsync" else layout.pp - stage
 
 
-def _working(case: Case, layer: Layer, c: Constants) -> float:
-    """Bytes that come and go while a layer runs; where it is recomputed, its activations too."""
-    tensors = _tensors(case, layer)
-    return c.working * tensors + (tensors + _scores(case, layer) if case.layout.recompute == "full" else 0.0)
+def _working(case: Case, layer: Layer, c: Constants, again: Repeats) -> float:
+    """Bytes that come and go while a layer runs; of those that are repeated, their activations too."""
+    return c.working * tensors(case, layer) + again.together * (tensors(case, layer) + scores(case, layer))
 
 
-def saved(case: Case, layer: Layer) -> float:
-    """Bytes that backward needs of one layer and one microbatch, without recomputation."""
-    return _tensors(case, layer) + (_scores(case, layer) if case.layout.recompute != "selective" else 0.0)
-
-
-def _tensors(case: Case, layer: Layer) -> float:
-    """All but attention's scores."""
-    layout, tokens = case.layout, case.tokens
-    sliced = layout.tp if layout.sp else 1
-    spread = max(1, layout.tp // layout.etp)
-    elements = layer.saved / sliced + layer.saved_split / layout.tp + layer.saved_experts / spread
-    narrow = NARROW_SAVED if case.precision in ("fp8", "fp4") else 1.0
-    elements += 0 if case.fused_norms else LOOSE_NORMS * case.shape.width / sliced
-    return elements * tokens * case.element_bytes * narrow
-
-
-def _scores(case: Case, layer: Layer) -> float:
-    if case.attention not in WRITTEN_OUT or layer.attention is None:
-        return 0.0
-    return SCORE_BYTES * layer.attention.heads / case.layout.tp * case.tokens * case.seq_len
-
-
-def kept(case: Case, layer: Layer) -> float:
-    """Bytes of one layer and microbatch that stay until backward."""
-    if case.layout.recompute == "full":
-        return case.tokens * case.shape.width * case.element_bytes / (case.layout.tp if case.layout.sp else 1)
-    return saved(case, layer)
-
-
-def _in_flight(case: Case, stage: int) -> float:
-    """Activations of a rank at its fullest: those that the schedule keeps until backward."""
-    layout, shape = case.layout, case.shape
-    each = sum(n * kept(case, layer) for layer, n in shape.layers) / shape.num_layers
-    family = FAMILIES.get(layout.schedule)
-    if layout.pp == 1 or family is None:
-        flights = 1.0
-        layers = float(shape.num_layers)
-    else:
-        chunks = family.chunks or layout.vpp
-        held = family.in_flight(layout.pp, chunks, layout.accumulate)
-        flights = float(held[stage])
-        layers = shape.num_layers / (layout.pp * chunks)
-    return flights * layers * each
+def _activations(case: Case, rank: int, again: Repeats) -> float:
+    """Of a rank at its fullest: those that the schedule keeps until backward."""
+    shape = case.shape
+    each = sum(n * kept(case, layer, again) for layer, n in shape.layers) / shape.num_layers
+    return layers_in_flight(case, rank) * each
 
 
 def _logits(case: Case) -> float:

@@ -10,11 +10,12 @@ from echelon.layout import Layout
 from echelon.pipeline.schedules import FAMILIES, make
 from echelon.pipeline.simulate import Durations, simulate
 from echelon.pipeline.timeline import Timeline
+from echelon.plan.activations import repeats_of
 from echelon.plan.calibrate import calibrated
 from echelon.plan.case import Case
 from echelon.plan.constants import FITTED, Constants
 from echelon.plan.memory import Memory, of_stage, worst
-from echelon.plan.time import Microbatch, Times, microbatch, times
+from echelon.plan.time import Microbatch, Times, microbatch, repeated, times
 from echelon.plan.work import Work, work_of
 
 ACTIONS = 4_000
@@ -74,7 +75,7 @@ class Plan:
     @property
     def hfu(self) -> float:
         """With what recomputation repeats."""
-        return self._utilisation(4.0 if self.layout.recompute == "full" else 3.0)
+        return self._utilisation(3.0 + repeats_of(self.case).forward)
 
     def _utilisation(self, passes: float) -> float:
         peak = self.case.cluster.device.peak("bf16") * self.layout.world
@@ -110,6 +111,8 @@ def price(case: Case, c: Constants = FITTED) -> Plan:
         duration, bubble = _pipeline(case, work, c)
         # The schedule itself says what waiting for other stages, and for the fullest of them, comes to.
         waits = ("imbalance", "bubble", "pp")
+        head = 3 * float(microbatch(work, c).head) * case.layout.accumulate / case.layout.pp
+        found["head"] = case.correction * head
         computed = sum(found[name] for name in COMPUTED)
         found |= dict.fromkeys(waits, 0.0)
         found["bubble"] = duration - computed
@@ -131,10 +134,9 @@ def durations(case: Case, work: Work, c: Constants = FITTED) -> Durations:
     """Seconds of every action of every stage."""
     m = microbatch(work, c)
     shares = [case.correction * share for share in layer_shares(case)]
-    full, selective = case.layout.recompute == "full", case.layout.recompute == "selective"
-    again = float(m.forward) if full else float(m.attention + m.passing / 2) if selective else 0.0
+    again = float(repeated(work, m))
     # Of the tensor-parallel messages of a layer two are forward, two backward, and two are repeated.
-    ahead = 2 / 6 if full else 2 / 4
+    ahead = 2 / (4 + 2 * work.repeated)
     sent = float(m.tp + m.ep + m.cp)
     forward = float(m.forward) + ahead * sent
     weights = float(m.weights)

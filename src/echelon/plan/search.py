@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from typing import Any
 
@@ -27,14 +27,15 @@ import numpy as np
 
 from echelon.layout import Layout
 from echelon.layout.layout import ASYNCHRONOUS
+from echelon.plan.activations import kept, repeats_of
 from echelon.plan.calibrate import calibrated
 from echelon.plan.case import Case
 from echelon.plan.cluster import Cluster
 from echelon.plan.constants import FITTED, Constants
-from echelon.plan.memory import kept, worst
+from echelon.plan.memory import worst
 from echelon.plan.price import Plan, price
 from echelon.plan.shape import ModelShape
-from echelon.plan.time import microbatch, times
+from echelon.plan.time import microbatch, repeated, times
 from echelon.plan.work import stacked, work_of
 
 OBJECTIVES = ("time", "cost", "energy", "devices")
@@ -90,17 +91,17 @@ class Family:
     ep: int
     microbatch: int
     recompute: str
+    tp_kind: str = "1d"
+    depth: int = 1
+    cp_kind: str = "ring"
+
+    def keys(self) -> dict[str, Any]:
+        """Of the layout, but for dp and pp."""
+        return {name: value for name, value in asdict(self).items() if name != "world"}
 
     def layout(self) -> Layout:
         """One of them, without a pipeline."""
-        return Layout(
-            dp=max(1, self.world // (self.tp * self.cp)),
-            tp=self.tp,
-            cp=self.cp,
-            ep=self.ep,
-            microbatch=self.microbatch,
-            recompute=self.recompute,
-        )
+        return Layout(dp=max(1, self.world // (self.tp * self.cp)), **self.keys())
 
 
 def search(wish: Wish, *, top: int = 10, c: Constants = FITTED) -> list[Plan]:
@@ -122,9 +123,9 @@ def _bounds(wish: Wish, c: Constants) -> list[tuple[float, Family]]:
     if not every:
         return []
     cases = [wish.case(family.layout()) for family in every]
-    m = microbatch(stacked([work_of(case) for case in cases]), c)
-    full = np.array([family.recompute == "full" for family in every])
-    once = m.forward + m.backward + full * m.forward + m.tp + m.ep + m.cp + 3 * m.head
+    works = stacked([work_of(case) for case in cases])
+    m = microbatch(works, c)
+    once = m.forward + m.backward + repeated(works, m) + m.tp + m.ep + m.cp + 3 * m.head
     spread = np.array([wish.batch / f.microbatch * f.tp * f.cp / f.world for f in every])
     bounds = rate(wish, cases, once * spread)
     return sorted(zip(bounds.tolist(), every, strict=True))
@@ -185,9 +186,22 @@ def families(wish: Wish) -> Iterator[Family]:
         recomputes = [str(fixed["recompute"])]
     for world in _worlds(wish):
         for tp, cp in _degrees(wish, world):
-            for ep, microbatch_, recompute in product(_experts(wish, world), sizes, recomputes):
-                if not wish.batch % microbatch_:
-                    yield Family(world=world, tp=tp, cp=cp, ep=ep, microbatch=microbatch_, recompute=recompute)
+            kinds = product(
+                _experts(wish, world), sizes, recomputes, _tensor_kinds(wish, tp), _context_kinds(wish, tp, cp)
+            )
+            for ep, size, recompute, (tp_kind, depth), cp_kind in kinds:
+                if not wish.batch % size:
+                    yield Family(
+                        world=world,
+                        tp=tp,
+                        cp=cp,
+                        ep=ep,
+                        microbatch=size,
+                        recompute=recompute,
+                        tp_kind=tp_kind,
+                        depth=depth,
+                        cp_kind=cp_kind,
+                    )
 
 
 def members(wish: Wish, family: Family) -> Iterator[Layout]:
@@ -197,16 +211,7 @@ def members(wish: Wish, family: Family) -> Iterator[Layout]:
         per_rank, rest = divmod(wish.batch, dp)
         if rest or per_rank % family.microbatch or pp > wish.shape.num_layers or dp * family.tp * family.cp % family.ep:
             continue
-        keys: dict[str, Any] = {
-            "dp": dp,
-            "tp": family.tp,
-            "pp": pp,
-            "cp": family.cp,
-            "ep": family.ep,
-            "microbatch": family.microbatch,
-            "accumulate": per_rank // family.microbatch,
-            "recompute": family.recompute,
-        }
+        keys = {**family.keys(), "dp": dp, "pp": pp, "accumulate": per_rank // family.microbatch}
         for schedule, zero in product(_schedules(wish, pp), _zeros(wish, dp, family.tp, pp)):
             if schedule.get("schedule") in ASYNCHRONOUS and zero["zero"] > 1:
                 continue
@@ -239,6 +244,26 @@ def _degrees(wish: Wish, world: int) -> Iterator[tuple[int, int]]:
             asked = wish.plan_only or "cp" in fixed
             if cp == 1 or (asked and wish.seq_len % (2 * cp) == 0 and wish.seq_len >= cp * SHORTEST):
                 yield tp, cp
+
+
+def _tensor_kinds(wish: Wish, tp: int) -> list[tuple[str, int]]:
+    """(tp_kind, depth) of tp ranks: flat, unless another kind is asked for."""
+    kind, depth = str(wish.fixed.get("tp_kind", "1d")), int(wish.fixed.get("depth", 1))
+    can = {
+        "1d": depth == 1,
+        "2d": math.isqrt(tp) ** 2 == tp and depth == 1,
+        "2.5d": tp % depth == 0 and math.isqrt(tp // depth) ** 2 == tp // depth,
+        "3d": round(tp ** (1 / 3)) ** 3 == tp and depth == 1,
+    }
+    return [(kind, depth)] if can[kind] and (tp > 1 or kind == "1d") else []
+
+
+def _context_kinds(wish: Wish, tp: int, cp: int) -> list[str]:
+    kind = str(wish.fixed.get("cp_kind", "ring"))
+    heads = min((layer.attention.kv_heads for layer, _ in wish.shape.layers if layer.attention), default=0)
+    if kind == "ulysses" and cp > 1 and (not heads or heads % (tp * cp)):
+        return []
+    return [kind] if cp > 1 or kind == "ring" else []
 
 
 def _splits(heads: int, kv_heads: int, tp: int) -> bool:
@@ -283,15 +308,20 @@ def _least_memory(wish: Wish, family: Family) -> float:
     case, shape = wish.case(family.layout()), wish.shape
     ranks = family.world / (family.tp * family.cp)
     filled = min(1.0, wish.batch / (ranks * family.microbatch))
-    activations = sum(n * kept(case, layer) for layer, n in shape.layers) * filled
-    if str(wish.fixed.get("schedule", "")) in ("naive", "terapipe"):
+    again = repeats_of(case)
+    activations = sum(n * kept(case, layer, again) for layer, n in shape.layers) * filled
+    if wish.fixed.get("schedule", "") in ("naive", "terapipe") or again.forward not in (0, 1):
         activations = 0.0
+    if "offload" in wish.fixed:
+        return 0.0
     return 16 * shape.parameters / family.world + activations
 
 
 def _least_states(wish: Wish, layout: Layout) -> float:
     """Bytes that no rank of the layout can do without: its share of parameters, gradients and states."""
     shape = wish.shape
+    if layout.offload != "none":
+        return 0.0
     experts = sum(n * layer.expert_parameters for layer, n in shape.layers)
     layers = sum(n * layer.parameters for layer, n in shape.layers) - experts
     own = layers / (layout.tp * layout.pp) + experts / (layout.ep * layout.etp * layout.pp)

@@ -154,6 +154,8 @@ class Times:
     dp: Any
     """what is not hidden"""
     update: Any
+    offload: Any
+    """messages to the host that nothing hides, its update, and the disk"""
     rest: Any
 
     @property
@@ -161,10 +163,15 @@ class Times:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
+def repeated(work: Work, m: Microbatch) -> Any:
+    """Seconds of a microbatch's recomputation."""
+    return work.repeated * m.forward + work.repeated_attention * m.attention + work.repeated_passing * m.passing
+
+
 def times(work: Work, c: Constants = FITTED) -> Times:
     """Of a step, the pipeline by its formula. `price.py` simulates the real schedule instead."""
     m = microbatch(work, c)
-    again = work.full * m.forward + work.selective * (m.attention + m.passing / 2)
+    again = repeated(work, m)
     layers = m.forward + m.backward + again + m.tp + m.ep + m.cp
     head = 3 * m.head
     fullest = np.where(
@@ -201,9 +208,15 @@ def times(work: Work, c: Constants = FITTED) -> Times:
         bubble=bubble,
         dp=dp,
         update=c.update * work.updated / work.memory,
+        offload=_offload(work, busy),
         # Half of it is the host's own; half is waiting for the slowest of several ranks.
         rest=c.step * np.where(work.dp * work.tp * work.pp > 1, 1.0, 0.5),
     )
+
+
+def _offload(work: Work, busy: Any) -> Any:
+    moving = np.where(work.host_bytes > 0, beyond(work.host_bytes / work.host, busy), 0.0)
+    return moving + work.host_updated / work.host_updates + work.disk_seconds
 
 
 def _speeds(work: Work, c: Constants) -> tuple[Any, Any]:

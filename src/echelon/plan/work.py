@@ -17,8 +17,11 @@ import numpy as np
 from echelon.layout import Layout
 from echelon.layout.cost import Collective
 from echelon.layout.placement import Entry, Unit
-from echelon.parallel import context, expert, shard, tensor
+from echelon.memory.offload import UPDATES, Moved, moved
+from echelon.parallel import context, expert, grid, shard, tensor
+from echelon.plan.activations import kept, repeats_of
 from echelon.plan.case import KERNELS, Case
+from echelon.plan.cluster import HOST_DEVICES
 from echelon.plan.links import latency_of, on_the_wire
 from echelon.plan.shape import COLUMNS, ROWS, Layer, Product
 
@@ -110,9 +113,12 @@ class Work:
     accumulate: Number
     streams: Number
     """1 where parameters are gathered for every microbatch (zero 2 and 3)"""
-    full: Number
-    """1: every layer is recomputed"""
-    selective: Number
+    repeated: Number
+    """share of the layers' forward that is recomputed"""
+    repeated_attention: Number
+    """share of attention, beside that"""
+    repeated_passing: Number
+    """share of the operators between products, beside that"""
     slowest: Number
     """share of the layers on the fullest rank"""
     even: Number
@@ -122,7 +128,15 @@ class Work:
     no_bubble: Number
     """1 where they fill nearly all of it"""
     updated: Number
-    """parameters whose states this rank updates"""
+    """parameters whose states this rank updates, on the device"""
+    # off the device
+    host: Number
+    """bytes per second to the host"""
+    host_bytes: Number
+    host_updated: Number
+    """parameters that the host updates for this rank, and how many it can in a second"""
+    host_updates: Number
+    disk_seconds: Number
 
 
 def stacked(works: Sequence[Work]) -> Work:
@@ -134,7 +148,7 @@ def work_of(case: Case) -> Work:
     layout, shape, cluster = case.layout, case.shape, case.cluster
     device = cluster.device
     tokens, tp, pp = case.tokens, layout.tp, layout.pp
-    sliced = tp if layout.sp else 1
+    sliced = tp if layout.sp or layout.tp_kind != "1d" else 1
     counts = dict.fromkeys(
         ("flops", "edges", "odd_flops", "expert_flops", "expert_edges", "attention_flops", "scores", "passed", "norms"),
         0.0,
@@ -161,6 +175,20 @@ def work_of(case: Case) -> Work:
     chunks = layout.vpp
     per_node = cluster.per_node
     messages = _messages(case, mixtures)
+    again = repeats_of(case)
+    units = units_of(case, 0)
+    updated = sum(unit.shard_numel * n for unit, n in units)
+    away = Moved()
+    if layout.offload != "none":
+        away = moved(
+            layout.offload,
+            updated=updated,
+            parameters=sum(unit.numel * n for unit, n in units),
+            activations=sum(n * kept(case, layer, again) for layer, n in shape.layers) / pp,
+            accumulate=layout.accumulate,
+            compute_bytes=case.element_bytes,
+            gradient_bytes=case.reduce_bytes,
+        )
     members = max(1.0, min(per_node / tp, layout.dp * layout.cp))
     return Work(
         generation=GENERATIONS.index(device.generation),
@@ -200,13 +228,19 @@ def work_of(case: Case) -> Work:
         vpp=chunks,
         accumulate=layout.accumulate,
         streams=layout.zero >= 2 and layout.shards > 1,
-        full=layout.recompute == "full",
-        selective=layout.recompute == "selective",
+        repeated=again.forward,
+        repeated_attention=again.attention,
+        repeated_passing=again.passing,
         slowest=math.ceil(shape.num_layers / (pp * chunks)) * chunks / shape.num_layers,
         even=shape.num_layers % (pp * chunks) == 0,
         split_backward=layout.schedule == "zb-h1",
         no_bubble=layout.schedule in ("zb-v", "dualpipe-v", "pipedream", "pipedream-vsync", "2bw"),
-        updated=sum(unit.shard_numel * n for unit, n in units_of(case, 0)),
+        updated=updated - away.updated,
+        host=(cluster.curves.host if cluster.curves else 0.0) or device.host.bandwidth,
+        host_bytes=away.link,
+        host_updated=away.updated,
+        host_updates=UPDATES / min(per_node, HOST_DEVICES),
+        disk_seconds=away.disk / (cluster.disk_bandwidth / min(per_node, HOST_DEVICES)),
     )
 
 
@@ -221,6 +255,10 @@ def _product(product: Product, tokens: float, layout: Layout) -> tuple[float, fl
         inputs = inputs / layout.etp if product.split == ROWS else inputs
         flops = 2.0 * mine * product.share * inputs * outputs
         return flops, flops * (1 / rows + 1 / inputs + 1 / outputs)
+    if layout.tp_kind != "1d":
+        side = grid.grid(layout)
+        flops = 2.0 * tokens * inputs * outputs / layout.tp
+        return flops, flops * (side.rows / tokens + side.inputs / inputs + side.outputs / outputs)
     if product.split == COLUMNS:
         outputs /= layout.tp
     elif product.split == ROWS:
@@ -255,8 +293,13 @@ def _messages(case: Case, mixtures: int) -> dict[str, list[Collective]]:
     )
     kv = attention.kv_heads * (attention.head_dim + attention.value_dim) * size / layout.tp if attention else 0.0
     query = attention.heads * attention.head_dim * size / layout.tp if attention else 0.0
+    if layout.tp_kind == "1d":
+        sent = list(tensor.collectives(traffic, once))
+    else:
+        sizes = [(float(p.inputs), float(p.outputs)) for layer in shape.each() for p in layer.products]
+        sent = list(grid.collectives(once, sizes, tokens=case.tokens, element_bytes=size))
     return {
-        "tp": list(tensor.collectives(traffic, once)),
+        "tp": sent,
         "cp": list(
             context.collectives(once, layers=shape.num_layers, tokens=case.tokens, query_bytes=query, kv_bytes=kv)
         ),

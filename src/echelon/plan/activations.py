@@ -1,0 +1,73 @@
+"""What backward needs of the forward pass, in bytes: of a layer and microbatch, and of a rank at its fullest."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from echelon.memory.repeats import Repeats, repeats
+from echelon.pipeline.schedules import FAMILIES
+from echelon.plan.case import Case
+from echelon.plan.shape import Layer
+
+SCORE_BYTES = 7
+"""of a score that is written out: before and after the softmax, after dropout, and its mask"""
+LOOSE_NORMS = 7
+"""elements per element of width that norms of several kernels save in a layer: their steps, in 32 bits"""
+WRITTEN_OUT = ("plain", "fused")
+NARROW_SAVED = 0.75
+"""bytes that activations take where products are narrow, to those in 16 bits: inputs of products are kept narrow"""
+
+
+def tensors(case: Case, layer: Layer) -> float:
+    """Bytes that backward needs of one layer and one microbatch, but for attention's scores."""
+    layout = case.layout
+    whole = 1 if layout.tp_kind == "1d" and not layout.sp else layout.tp
+    spread = max(1, layout.tp // layout.etp)
+    elements = layer.saved / whole + layer.saved_split / layout.tp + layer.saved_experts / spread
+    elements += 0 if case.fused_norms else LOOSE_NORMS * case.shape.width / whole
+    narrow = NARROW_SAVED if case.precision in ("fp8", "fp4") else 1.0
+    return elements * case.tokens * case.element_bytes * narrow
+
+
+def scores(case: Case, layer: Layer) -> float:
+    """Bytes of attention's scores, where they are written out."""
+    if case.attention not in WRITTEN_OUT or layer.attention is None:
+        return 0.0
+    return SCORE_BYTES * layer.attention.heads / case.layout.tp * case.tokens * case.seq_len
+
+
+def entry(case: Case) -> float:
+    """Bytes of a layer's input."""
+    whole = 1 if case.layout.tp_kind == "1d" and not case.layout.sp else case.layout.tp
+    return case.tokens * case.shape.width * case.element_bytes / whole
+
+
+def repeats_of(case: Case) -> Repeats:
+    """What the layout's recomputation keeps and does again, on the first rank of a pipeline, which holds the most."""
+    if case.layout.recompute == "none":
+        return Repeats()
+    shape = case.shape
+    whole = sum(n * (tensors(case, layer) + scores(case, layer)) for layer, n in shape.layers) / shape.num_layers
+    return repeats(case.layout.recompute, layers=layers_in_flight(case, 0), whole=whole, entry=entry(case))
+
+
+def kept(case: Case, layer: Layer, again: Repeats) -> float:
+    """Bytes of one layer and microbatch that stay until backward."""
+    whole = tensors(case, layer) + (0.0 if again.drops_scores else scores(case, layer))
+    return again.kept * whole + again.inputs * entry(case)
+
+
+def layers_in_flight(case: Case, rank: int) -> float:
+    """Layers times microbatches that the schedule has a rank hold at once."""
+    layout = case.layout
+    family = FAMILIES.get(layout.schedule)
+    if layout.pp == 1 or family is None:
+        return float(case.shape.num_layers)
+    chunks = family.chunks or layout.vpp
+    flights = _in_flight(layout.schedule, layout.pp, chunks, layout.accumulate)[rank]
+    return flights * case.shape.num_layers / (layout.pp * chunks)
+
+
+@lru_cache(maxsize=4096)
+def _in_flight(schedule: str, ranks: int, chunks: int, microbatches: int) -> tuple[int, ...]:
+    return FAMILIES[schedule].in_flight(ranks, chunks, microbatches)
