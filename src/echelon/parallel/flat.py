@@ -57,6 +57,8 @@ class Flat:
         self._modules = dict(model.named_modules())
         for unit in self.units:
             self.put(unit)
+        self._homes: dict[int, tuple[FlatUnit, Entry]] = {}
+        """where a parameter's gradient goes, by the parameter's id"""
         if policy.shards > 1 or not policy.shares_storage(same_type=compute == master):
             self._hook_model()
             for unit in self.units:
@@ -168,12 +170,25 @@ class Flat:
                 return  # a function of the user's may give a parameter no gradient
             gradient, parameter.grad = parameter.grad, None
             if unit.arrive(entry, gradient):
-                # Where something is frozen, backward may still have to pass through it.
-                if unit.all_trainable and not (flat.pipelined and unit.unit.kept):
-                    unit.free()
-                flat._launch(everything=False)
+                flat._complete(unit)
 
         return hook
+
+    @torch.no_grad()
+    def deliver(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
+        """A parameter's gradient, left x right, that was put off: into its place without a backward pass."""
+        if id(parameter) not in self._homes:
+            self._homes = {id(unit.parameters[e.name]): (unit, e) for unit in self.units for e in unit.unit.entries}
+        unit, entry = self._homes[id(parameter)]
+        if unit.arrive_product(entry, left, right):
+            self._complete(unit)
+
+    def _complete(self, unit: FlatUnit) -> None:
+        """All gradients of a unit are there."""
+        # Where something is frozen, backward may still have to pass through it.
+        if unit.all_trainable and not (self.pipelined and unit.unit.kept):
+            unit.free()
+        self._launch(everything=False)
 
     # -- hooks on modules ---------------------------------------------------------------------------------------------
 

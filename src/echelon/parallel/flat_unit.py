@@ -125,17 +125,32 @@ class FlatUnit:
 
     def arrive(self, entry: Entry, gradient: Tensor) -> bool:
         """Puts one parameter's gradient into its place; true when it was the last of the unit."""
-        place = self._places.get(entry.name)
-        if place is None:
-            offset = self.unit.offsets[entry.name]
-            place = self._gradient_buffer()[offset : offset + entry.local_numel].view(entry.local_shape)
-            self._places[entry.name] = place
+        place = self._place(entry)
         if entry.name in self._written:
             place.add_(gradient, alpha=self.scale)
         elif self.scale == 1.0:
             place.copy_(gradient)
         else:
             place.copy_(gradient).mul_(self.scale)
+        return self._note(entry)
+
+    def arrive_product(self, entry: Entry, left: Tensor, right: Tensor) -> bool:
+        """The same for a matrix that is left x right: where types agree the product is made in its place."""
+        place = self._place(entry)
+        if place.dtype != left.dtype:
+            return self.arrive(entry, left @ right)
+        torch.addmm(place, left, right, beta=float(entry.name in self._written), alpha=self.scale, out=place)
+        return self._note(entry)
+
+    def _place(self, entry: Entry) -> Tensor:
+        place = self._places.get(entry.name)
+        if place is None:
+            offset = self.unit.offsets[entry.name]
+            place = self._gradient_buffer()[offset : offset + entry.local_numel].view(entry.local_shape)
+            self._places[entry.name] = place
+        return place
+
+    def _note(self, entry: Entry) -> bool:
         self._written.add(entry.name)
         self._arrived += 1
         return self.complete

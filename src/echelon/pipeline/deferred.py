@@ -72,20 +72,23 @@ class Deferred(TorchFunctionMode):
         return out
 
 
-def run(later: list[Product], ready: Callable[[], None] = lambda: None) -> None:
-    """The second half: every product that was put off, delivered to its weight as backward would.
+def run(
+    later: list[Product], deliver: Callable[[Tensor, Tensor, Tensor], None], ready: Callable[[], None] = lambda: None
+) -> None:
+    """The second half: every product that was put off. `deliver` is given a parameter and the two matrices whose
+    product is its gradient.
 
     A weight that was computed has a history, which reads parameters and may be recomputed: `ready` is called before.
     """
     while later:
         weight, x, gradient = later.pop(0)
-        product = _rows(gradient).t() @ _rows(x)
-        if weight.is_leaf:  # nearly always, so nothing is done that takes time
-            torch.autograd.backward([weight], [product])
+        left, right = _rows(gradient).t(), _rows(x)
+        if weight.is_leaf:
+            deliver(weight, left, right)
         else:
             ready()
             with Deferred(later):
-                backward([weight], [product])
+                backward([weight], [left @ right])
 
 
 def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:

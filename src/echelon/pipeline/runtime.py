@@ -235,7 +235,8 @@ class Runtime:
     def _weights(self, stage: int, m: int) -> None:
         """The second half of backward: what was put off."""
         self._set(self._works[m], stage, m)
-        deferred.run(self._passed[stage, m].later, ready=partial(self.units.gather_layers, self.mine.index(stage)))
+        ready = partial(self.units.gather_layers, self.mine.index(stage))
+        deferred.run(self._passed[stage, m].later, self.parallel.flat.deliver, ready)
 
     def _given_to(self, stage: int, m: int, inputs: Sequence[Tensor]) -> Any:
         """What the stage's first link is given: what the link before it gave."""
