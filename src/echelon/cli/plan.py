@@ -40,6 +40,9 @@ def command(
     precision: Annotated[str, typer.Option(help="Of the products: bf16, fp16, fp8, fp4 or fp32.")] = "bf16",
     objective: Annotated[str, typer.Option(help="What counts: time, cost, energy, or devices (the fewest).")] = "time",
     plan_only: Annotated[bool, typer.Option(help="Rank layouts too that cannot be run yet.")] = False,
+    tokens: Annotated[
+        float, typer.Option(help="Say how long so many tokens take, in days and dollars: 1e12.", show_default=False)
+    ] = 0.0,
     top: Annotated[int, typer.Option(min=1, help="Plans to show.")] = 5,
     correct: Annotated[
         str, typer.Option(metavar="RUN", help="Multiply times by what this run measured over what was predicted.")
@@ -63,6 +66,7 @@ def command(
             plan_only=plan_only,
             top=top,
             correct=correct,
+            tokens=tokens,
         )
         if html is not None and found.plans:
             _write(html, found, model)

@@ -11,7 +11,7 @@ from echelon.layout.faults import Fault, FaultError
 from echelon.plan import cluster as clusters
 from echelon.plan import correct as corrections
 from echelon.plan import search as searching
-from echelon.plan.explain import explained, infeasible
+from echelon.plan.explain import explained, infeasible, time_to
 from echelon.plan.price import Plan, price
 from echelon.plan.search import Wish, nearest, search
 from echelon.plan.shape import ModelShape
@@ -47,17 +47,24 @@ def answer(
     plan_only: bool = False,
     top: int = 10,
     correct: str = "",
+    tokens: float = 0.0,
 ) -> Answer:
     """Plans for a model on a cluster. With `layout`, that one alone; with `fixed`, those that have these keys.
 
     Without a batch, 16 sequences for each device; without a length, the model's longest, at most 4,096. With `correct`,
-    the folder of a run, times are multiplied by what that run measured over what it was predicted to take.
+    the folder of a run, times are multiplied by what that run measured over what it was predicted to take. With
+    `tokens`, it is said how long so many take.
     """
+    if not 0 <= tokens < float("inf"):
+        raise FaultError([Fault(key="tokens", value=str(tokens), rule="is not a number of tokens", legal="> 0")])
     wish = _wish(model, cluster, batch, seq_len, fixed, precision, objective, plan_only, correct)
     found = _answer(wish, model, layout, top)
-    if not correct:
-        return found
-    return replace(found, plans=tuple(corrections.explained(plan, correct) for plan in found.plans))
+    if correct:
+        found = replace(found, plans=tuple(corrections.explained(plan, correct) for plan in found.plans))
+    if tokens:
+        told = (replace(plan, reasons=(*plan.reasons, time_to(plan, tokens))) for plan in found.plans)
+        found = replace(found, plans=tuple(told))
+    return found
 
 
 def _answer(wish: Wish, model: str, layout: str, top: int) -> Answer:

@@ -149,6 +149,17 @@ def _with_memory(cluster: Cluster, times: float) -> Cluster:
     return replace(cluster, parts=parts)
 
 
+def time_to(plan: Plan, tokens: float) -> str:
+    """How long so many tokens take, and what they cost."""
+    days = tokens / plan.tokens_per_s / 86400
+    device, devices = plan.case.cluster.device, plan.layout.world
+    dollars, megawatt_hours = days * 24 * devices * device.price, days * 24 * devices * device.watts / 1e6
+    return (
+        f"{tokens:.3g} tokens take {days:.3g} days on {devices} devices: about {dollars:,.0f} US dollars and "
+        f"{megawatt_hours:,.3g} MWh."
+    )
+
+
 def infeasible(plan: Plan, c: Constants = FITTED) -> list[str]:
     """Why nothing fits, from the plan that needs the least, and one change that does."""
     parts = sorted(plan.memory.parts.items(), key=lambda item: -item[1])

@@ -47,6 +47,11 @@ def worst(case: Case, c: Constants = FITTED) -> Memory:
     return max((of_stage(case, stage, c) for stage in stages_to_ask(case)), key=lambda memory: memory.total)
 
 
+def by_rank(case: Case, c: Constants = FITTED) -> list[Memory]:
+    """Of one rank of every stage: all ranks of a stage hold the same."""
+    return [of_stage(case, stage, c) for stage in range(case.layout.pp)]
+
+
 def stages_to_ask(case: Case) -> list[int]:
     """The first, the second and the last: others hold no more."""
     return sorted({0, min(1, case.layout.pp - 1), case.layout.pp - 1})

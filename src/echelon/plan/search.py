@@ -12,6 +12,8 @@ bubble and no message of gradients.
    priced by formula, and asked for their memory in the order of their times.
 3. The best are priced again by simulating their schedules, and sorted.
 
+With layouts that cannot be run yet, the best are then tried with other kinds of tp, cp, recomputation and offload.
+
 The same question has the same answer: nothing depends on chance or on time.
 """
 
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -104,17 +106,55 @@ class Family:
         return Layout(dp=max(1, self.world // (self.tp * self.cp)), **self.keys())
 
 
+Rated = tuple[float, str, Case]
+"""what the objective asks to be small, the layout's text, the case"""
+
+
 def search(wish: Wish, *, top: int = 10, c: Constants = FITTED) -> list[Plan]:
     """The best plans that fit; none where nothing does. See [Note: nothing that could win is left out]."""
     c, enough = calibrated(wish.cluster, c), max(FINALISTS, 2 * top)
-    best: list[tuple[float, str, Case]] = []
+    best: list[Rated] = []
     for bound, family in _bounds(wish, c):
         if len(best) == enough and bound > best[-1][0]:
             break
-        best = sorted([*best, *_fitting(wish, family, c, best[-1][0] if len(best) == enough else math.inf)])[:enough]
+        limit = best[-1][0] if len(best) == enough else math.inf
+        best = sorted([*best, *_fitting(wish, family, c, limit)], key=lambda one: one[:2])[:enough]
+    if wish.plan_only:
+        best = _refined(wish, best, c, enough)
     found = [price(case, c) for _, _, case in best]
     found.sort(key=lambda plan: (rank_of(wish, plan), str(plan.layout)))
     return found[:top]
+
+
+def _refined(wish: Wish, best: list[Rated], c: Constants, enough: int) -> list[Rated]:
+    """With other kinds of what the best are: grids of tp, ways of cp, more ways to recompute, states on the host.
+
+    These are tried on the best layouts only: together with all others they would be too many to list.
+    """
+    found = {text: (rated, text, case) for rated, text, case in best}
+    for _, _, case in best:
+        for keys in _variants(wish, case.layout):
+            other = replace(case, layout=replace(case.layout, **keys))
+            if str(other.layout) not in found and worst(other, c).total <= wish.cluster.memory:
+                seconds = np.array([times(work_of(other), c).total])
+                found[str(other.layout)] = (float(rate(wish, [other], seconds)[0]), str(other.layout), other)
+    return sorted(found.values(), key=lambda one: one[:2])[:enough]
+
+
+def _variants(wish: Wish, layout: Layout) -> Iterator[dict[str, Any]]:
+    free = {key for key in ("tp_kind", "cp_kind", "recompute", "offload") if key not in wish.fixed}
+    for kind, depth in (("2d", 1), ("2.5d", 2), ("3d", 1)):
+        asked = replace(wish, fixed={**wish.fixed, "tp_kind": kind, "depth": depth})
+        if "tp_kind" in free and layout.tp > 1 and _tensor_kinds(asked, layout.tp):
+            yield {"tp_kind": kind, "depth": depth}
+    for kind in ("gather", "ulysses"):
+        asked = replace(wish, fixed={**wish.fixed, "cp_kind": kind})
+        if "cp_kind" in free and layout.cp > 1 and _context_kinds(asked, layout.tp, layout.cp):
+            yield {"cp_kind": kind, "ulysses": layout.cp if kind == "ulysses" else 1}
+    if "recompute" in free:
+        yield from ({"recompute": kind} for kind in ("ops", "sqrt"))
+    if "offload" in free:
+        yield {"offload": "optimizer"}
 
 
 def _bounds(wish: Wish, c: Constants) -> list[tuple[float, Family]]:
@@ -131,7 +171,7 @@ def _bounds(wish: Wish, c: Constants) -> list[tuple[float, Family]]:
     return sorted(zip(bounds.tolist(), every, strict=True))
 
 
-def _fitting(wish: Wish, family: Family, c: Constants, limit: float) -> Iterator[tuple[float, str, Case]]:
+def _fitting(wish: Wish, family: Family, c: Constants, limit: float) -> Iterator[Rated]:
     """Those of a family that fit, with what the objective asks to be small; none at or above the limit."""
     cases = [
         wish.case(layout) for layout in members(wish, family) if _least_states(wish, layout) <= wish.cluster.memory

@@ -16,6 +16,8 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from echelon.plan.device import GIB
+from echelon.plan.memory import by_rank
 from echelon.plan.price import Plan
 from echelon.plan.show import words
 
@@ -26,6 +28,8 @@ NARROW = {"step": 11, "memory": BAR + 6, "MFU": 6, "tokens/s": 8, "bubble": 6}
 """columns of a table whose rows have two lines, the most important first"""
 WIDE = {**NARROW, "step": 24, "memory": BAR + 17}
 """the same on one line"""
+MOST_STAGES = 8
+"""whose memory is shown side by side"""
 NARROW_LAYOUT, WIDE_LAYOUT = 21, 48
 """columns that a layout has at least; and that it needs before a plan may stand on one line"""
 ASCII_HEAD = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
@@ -146,6 +150,26 @@ class _Pen:
         yield Text(f"\nmemory of {words.fullest(plan)}: {of}", style="bold cyan" if plan.fits else "bold red")
         categories = words.largest_first(words.bars(plan.memory.parts, words.CATEGORIES))
         yield self._bars(categories, [words.gib(bar.value) for bar in categories])
+        if 1 < plan.layout.pp <= MOST_STAGES:
+            yield Text("\nGiB on a rank of each stage", style="bold cyan")
+            yield self._stages(plan)
+
+    def _stages(self, plan: Plan) -> Table:
+        """Memory by category and stage, the fullest marked."""
+        ranks = by_rank(plan.case)
+        fullest = max(range(len(ranks)), key=lambda stage: ranks[stage].total)
+        table = Table.grid(padding=(0, 2), pad_edge=False)
+        table.add_column()
+        for _ in ranks:
+            table.add_column(justify="right", no_wrap=True)
+        marks = [f"{stage}{'*' if stage == fullest else ''}" for stage in range(len(ranks))]
+        table.add_row("  stage (* the fullest)", *marks, style="dim")
+        for key, word in words.CATEGORIES.items():
+            sizes = [rank.parts.get(key, 0) / GIB for rank in ranks]
+            if any(sizes):
+                table.add_row(f"  {word.name}", *(f"{size:.1f}" for size in sizes))
+        table.add_row("  together", *(f"{rank.total / GIB:.1f}" for rank in ranks), style="bold")
+        return table
 
     def _bars(self, bars: Sequence[words.Bar], values: Sequence[str]) -> Table:
         longest = max((len(bar.word.name) for bar in bars), default=0)

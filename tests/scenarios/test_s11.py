@@ -1,0 +1,56 @@
+"""S11: the memory of 8B on 64 devices of 80 GB, planned with no device; what eight real runs on one H200 took."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from echelon.cli import app
+from echelon.layout import Layout
+from echelon.plan import cluster
+from echelon.plan.case import Case
+from echelon.plan.memory import by_rank
+from echelon.plan.price import price
+from echelon.plan.sources import shape_of
+
+MEASURED = {
+    ("llama-1b", 4, "none"): (0.298, 78066360320),
+    ("llama-1b", 4, "full"): (0.363, 53871501312),
+    ("llama-1b", 8, "none"): (0.578, 128685514752),
+    ("llama-1b", 8, "full"): (0.698, 80295813120),
+    ("llama-3b", 2, "none"): (0.384, 103972505600),
+    ("llama-3b", 2, "full"): (0.463, 79520995328),
+    ("llama-3b", 4, "none"): (0.714, 142554007552),
+    ("llama-3b", 4, "full"): (0.880, 93637023744),
+}
+"""seconds of a step and torch's peak of allocated bytes: one H200, bf16, sequences of 4,096, torch 2.11"""
+
+
+@pytest.mark.parametrize(("model", "batch", "recompute"), MEASURED)
+def test_step_and_peak_are_what_an_h200_measured(model, batch, recompute):
+    layout = Layout.parse(f"dp=1,microbatch={batch},recompute={recompute}")
+    plan = price(Case(shape=shape_of(model), cluster=cluster.parse("1xh200"), layout=layout, seq_len=4096))
+    seconds, peak = MEASURED[model, batch, recompute]
+    assert plan.seconds == pytest.approx(seconds, rel=0.10)
+    assert plan.memory.total - plan.memory.parts["reserve"] == pytest.approx(peak, rel=0.05)
+
+
+def test_every_rank_is_told_by_category_and_the_fullest_is_marked():
+    arguments = ["plan", "llama-8b", "--cluster", "64xh100", "--batch", "64", "--layout", "tp=2,pp=4,accumulate=8"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    for word in ("activations", "gradients", "optimizer state", "parameters", "0*", "together"):
+        assert word in result.output
+    layout = Layout.parse("dp=8,tp=2,pp=4,accumulate=8")
+    case = Case(shape=shape_of("llama-8b"), cluster=cluster.parse("64xh100"), layout=layout, seq_len=4096)
+    found = by_rank(case)
+    assert [memory.stage for memory in found] == [0, 1, 2, 3]
+    assert max(found, key=lambda memory: memory.total).stage == price(case).memory.stage
+
+
+def test_what_does_not_fit_names_its_largest_terms_and_one_change_that_does():
+    result = CliRunner().invoke(app, ["plan", "llama-405b", "--cluster", "8xh100", "--batch", "8"])
+    assert result.exit_code == 1
+    assert "Nothing fits" in result.output
+    assert "optimizer" in result.output
+    assert "would do" in result.output or "would fit" in result.output
