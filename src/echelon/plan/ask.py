@@ -77,7 +77,8 @@ def _answer(wish: Wish, model: str, layout: str, top: int) -> Answer:
     if least is None:
         rule = f"cannot be divided over {wish.cluster.devices} devices with a batch of {wish.batch}"
         raise FaultError([Fault(key="model", value=model, rule=rule, hint="change the batch, or fix fewer keys")])
-    return Answer(plans=(), words=tuple(infeasible(least)))
+    more = ["Experts spread over ranks (ep) are plan only: --plan-only searches them."] if wish.shape.experts else []
+    return Answer(plans=(), words=(*infeasible(least), *(more if not wish.plan_only else [])))
 
 
 def priced(wish: Wish, text: str) -> Plan:

@@ -61,7 +61,8 @@ class Plan:
 
     @property
     def runnable(self) -> bool:
-        return not self.layout.plan_only
+        """Today, by `train`: mixtures of experts have no model to run yet."""
+        return not self.layout.plan_only and not self.case.shape.experts
 
     @property
     def tokens_per_s(self) -> float:

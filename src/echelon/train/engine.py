@@ -46,6 +46,15 @@ class StepResult:
     def __init__(self, ask: Callable[[], tuple[float, float, float]]):
         self._ask = ask
 
+    @classmethod
+    def of(cls, loss_sum: float, count: float, norm: float) -> StepResult:
+        """What is known already."""
+        return cls(lambda: (loss_sum, count, norm))
+
+    def __reduce__(self) -> tuple[Any, tuple[float, float, float]]:
+        """Between processes what is told travels, not the asking."""
+        return StepResult.of, self._told
+
     @cached_property
     def _told(self) -> tuple[float, float, float]:
         """(sum of losses, number of valid targets, norm)"""
@@ -171,7 +180,7 @@ class Engine:
             self.parallel.flat.updated()
             self._last_count = count
         self.num_steps += 1
-        return StepResult(lambda: (loss_sum, count, norm))
+        return StepResult.of(loss_sum, count, norm)
 
     def _counted(self, microbatches: Iterable[Microbatch]) -> Iterator[Microbatch]:
         """One by one, as they may be made one by one; raises where there are more or fewer than a step has."""
