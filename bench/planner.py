@@ -15,8 +15,9 @@ from rich.table import Table
 
 from echelon.layout import Layout
 from echelon.plan import cluster
+from echelon.plan.layouts import Wish
 from echelon.plan.price import price
-from echelon.plan.search import Wish, search
+from echelon.plan.search import search
 from echelon.plan.sources import shape_of
 
 WISH = Wish(shape=shape_of("llama-70b"), cluster=cluster.parse("1024xh100"), batch=1024, seq_len=8192)

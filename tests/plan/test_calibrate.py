@@ -12,9 +12,10 @@ from echelon.plan.case import Case
 from echelon.plan.cluster import Curves, parse
 from echelon.plan.constants import FITTED
 from echelon.plan.device import KINDS
+from echelon.plan.layouts import Wish
 from echelon.plan.links import COLLECTIVES, latency_of, on_the_wire
 from echelon.plan.price import price, timeline
-from echelon.plan.search import Wish, search
+from echelon.plan.search import search
 from echelon.plan.sources import shape_of
 from echelon.plan.time import NARROW_HEADS, microbatch
 from echelon.plan.work import work_of

@@ -46,7 +46,7 @@ def test_names(text: str, expected: list[tuple[str, int, int]]) -> None:
     assert sizes(cluster) == expected
     assert cluster.name == text
     assert cluster.devices == sum(nodes * per for _, nodes, per in expected)
-    assert cluster.per_node == min(per for _, _, per in expected)
+    assert cluster.per_node == max(expected, key=lambda part: part[1] * part[2])[2]
 
 
 def test_networks() -> None:

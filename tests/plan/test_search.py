@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,13 +12,15 @@ from typer.testing import CliRunner
 
 import echelon as ec
 from echelon.cli import app
-from echelon.layout import Layout
+from echelon.layout import Layout, check
+from echelon.models import sizes
 from echelon.plan import cluster
 from echelon.plan.case import Case
 from echelon.plan.explain import explained, infeasible
+from echelon.plan.layouts import Wish, layouts
 from echelon.plan.memory import of_stage, worst
 from echelon.plan.price import price, timeline
-from echelon.plan.search import Wish, layouts, nearest, search
+from echelon.plan.search import nearest, search
 from echelon.plan.sources import shape_of
 from echelon.plan.time import times
 from echelon.plan.work import work_of
@@ -197,3 +200,47 @@ def test_train_takes_the_planners_layout(tmp_path):
         layout_of(config, str(tmp_path / "none.json"), 2)
     with pytest.raises(ec.FaultError, match="leaves nothing to choose"):
         layout_of(Config.load(None, ["layout=dp=2"]), "auto", 2)
+
+
+@pytest.mark.parametrize("fixed", ["schedule=gpipe", "schedule=zb-h1", "shard=4", "vpp=4", "tp=4", "zero=3"])
+def test_every_plan_passes_the_rules_of_training(fixed):
+    """A schedule without a pipeline, a shard that does not divide: what `train` would refuse is no plan."""
+    arguments = ["plan", "llama-8b", "--cluster", "16xh100", "--batch", "64", "--fix", fixed, "--json"]
+    plans = json.loads(CliRunner().invoke(app, arguments).stdout)["plans"]
+    assert plans
+    for plan in plans:
+        check(plan["layout"], world=Layout.parse(plan["layout"]).world, batch=64, model=sizes.find("llama-8b"))
+
+
+def test_one_device_more_is_not_slower_and_slow_devices_can_stay_idle():
+    def seconds(devices):
+        return search(wish("llama-8b", devices, 512, 4096))[0].seconds
+
+    assert seconds("65xh100") <= seconds("64xh100")
+    assert seconds("64xh100+8xv100") <= seconds("64xh100")
+
+
+def test_messages_between_nodes_are_priced_by_the_links_between_nodes():
+    near = wish("llama-8b", "32xh100", 64, 4096)
+    slow = cluster.parse("32xh100")
+    slow = replace(slow, outside=replace(slow.outside, bandwidth=1e6))
+    layout = Layout.parse("dp=4,tp=2,pp=4,accumulate=16")
+    assert price(replace(near, cluster=slow).case(layout)).seconds > 2 * price(near.case(layout)).seconds
+
+
+def test_types_that_a_device_does_not_multiply_are_refused():
+    result = CliRunner().invoke(app, ["plan", "llama-8b", "--cluster", "8xa100-80", "--precision", "fp8"])
+    assert result.exit_code == 2
+    assert "legal: bf16, fp16, fp32" in result.stderr
+
+
+def test_hfu_repeats_the_layers_and_not_the_output_layer():
+    plan = price(case("dp=64,recompute=full", "llama-1b"))
+    shape = shape_of("llama-1b")
+    layers = shape.flops(4096) - 2 * shape.head_parameters
+    assert plan.hfu / plan.mfu == pytest.approx(1 + layers / shape.train_flops(4096))
+
+
+def test_cost_prefers_fewer_devices_where_they_scale_badly():
+    fast, cheap = (search(wish("llama-1b", "16xh100", 32, 2048, objective=name))[0] for name in ("time", "cost"))
+    assert cheap.seconds * cheap.layout.world <= fast.seconds * fast.layout.world

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 from echelon.memory.repeats import Repeats, repeats
@@ -65,7 +66,7 @@ def layers_in_flight(case: Case, rank: int) -> float:
         return float(case.shape.num_layers)
     chunks = family.chunks or layout.vpp
     flights = _in_flight(layout.schedule, layout.pp, chunks, layout.accumulate)[rank]
-    return flights * case.shape.num_layers / (layout.pp * chunks)
+    return float(flights * math.ceil(case.shape.num_layers / (layout.pp * chunks)))
 
 
 @lru_cache(maxsize=4096)

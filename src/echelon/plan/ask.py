@@ -10,11 +10,11 @@ from echelon.layout import check, grammar
 from echelon.layout.faults import Fault, FaultError
 from echelon.plan import cluster as clusters
 from echelon.plan import correct as corrections
-from echelon.plan import search as searching
 from echelon.plan.explain import explained, infeasible, time_to
+from echelon.plan.layouts import OBJECTIVES, Wish
 from echelon.plan.price import Plan, price
-from echelon.plan.search import Wish, nearest, search
-from echelon.plan.shape import ModelShape
+from echelon.plan.search import nearest, search
+from echelon.plan.shape import RuleFacts
 from echelon.plan.sources import shape_of
 
 Made = TypeVar("Made")
@@ -69,6 +69,10 @@ def answer(
 
 def _answer(wish: Wish, model: str, layout: str, top: int) -> Answer:
     if layout:
+        if wish.fixed:
+            fixed = ",".join(f"{key}={value}" for key, value in wish.fixed.items())
+            rule = "has no effect beside --layout, which prices one layout"
+            raise FaultError([Fault(key="fix", value=fixed, rule=rule, hint="leave it out")])
         return Answer(plans=(priced(wish, layout),))
     plans = search(wish, top=top)
     if plans:
@@ -76,59 +80,20 @@ def _answer(wish: Wish, model: str, layout: str, top: int) -> Answer:
     least = nearest(wish)
     if least is None:
         rule = f"cannot be divided over {wish.cluster.devices} devices with a batch of {wish.batch}"
-        raise FaultError([Fault(key="model", value=model, rule=rule, hint="change the batch, or fix fewer keys")])
+        later = {"cp", "ep", "tp_kind", "cp_kind", "offload", "recompute"} & set(wish.fixed)
+        hint = "change the batch, or fix fewer keys"
+        hint += f"; {', '.join(sorted(later))} may be plan only (--plan-only)" if later and not wish.plan_only else ""
+        raise FaultError([Fault(key="model", value=model, rule=rule, hint=hint)])
     more = ["Experts spread over ranks (ep) are plan only: --plan-only searches them."] if wish.shape.experts else []
     return Answer(plans=(), words=(*infeasible(least), *(more if not wish.plan_only else [])))
 
 
 def priced(wish: Wish, text: str) -> Plan:
     """One layout, as it is written; it must fill the cluster and the batch, whether or not it fits the memory."""
-    layout = check(text, world=wish.cluster.devices, batch=wish.batch, seq_len=wish.seq_len, model=_Facts(wish.shape))
+    layout = check(
+        text, world=wish.cluster.devices, batch=wish.batch, seq_len=wish.seq_len, model=RuleFacts(wish.shape)
+    )
     return price(wish.case(layout))
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """What the layout's rules ask of a model."""
-
-    shape: ModelShape
-
-    @property
-    def name(self) -> str:
-        return self.shape.name
-
-    @property
-    def layers(self) -> int:
-        return self.shape.num_layers
-
-    @property
-    def heads(self) -> int:
-        return self._attention[0]
-
-    @property
-    def kv_heads(self) -> int:
-        return self._attention[1]
-
-    @property
-    def width(self) -> int:
-        return self.shape.width
-
-    @property
-    def ffn(self) -> int:
-        return 0
-
-    @property
-    def vocab(self) -> int:
-        return self.shape.vocab
-
-    @property
-    def tied(self) -> bool:
-        return self.shape.tied
-
-    @property
-    def _attention(self) -> tuple[int, int]:
-        found = next((layer.attention for layer, _ in self.shape.layers if layer.attention), None)
-        return (found.heads, found.kv_heads) if found else (0, 0)
 
 
 def _wish(
@@ -151,16 +116,18 @@ def _wish(
     faults += read.faults
     if precision not in PRECISIONS:
         faults.append(Fault(key="precision", value=precision, rule="is not known", legal=", ".join(PRECISIONS)))
-    if objective not in searching.OBJECTIVES:
-        faults.append(
-            Fault(key="objective", value=objective, rule="is not known", legal=", ".join(searching.OBJECTIVES))
-        )
+    if objective not in OBJECTIVES:
+        faults.append(Fault(key="objective", value=objective, rule="is not known", legal=", ".join(OBJECTIVES)))
     for key, value in (("batch", batch), ("seq-len", seq_len)):
         if value < 0:
             faults.append(Fault(key=key, value=str(value), rule="is less than 1", legal=">= 1"))
     if shape is not None and shape.max_seq_len and seq_len > shape.max_seq_len:
         rule = f"is longer than {shape.name} allows"
         faults.append(Fault(key="seq-len", value=str(seq_len), rule=rule, legal=f"1 to {shape.max_seq_len}"))
+    if found is not None and precision in ("fp8", "fp4") and precision not in found.device.flops:
+        legal = ", ".join(kind for kind in PRECISIONS if kind in found.device.flops)
+        rule = f"cannot be multiplied by {found.device.name}"
+        faults.append(Fault(key="precision", value=precision, rule=rule, legal=legal))
     if faults or shape is None or found is None:
         raise FaultError(faults)
     return Wish(
@@ -185,7 +152,19 @@ def _or_faults(make: Callable[[], Made], faults: list[Fault]) -> Made | None:
 
 
 def command_of(plan: Plan, model: str) -> str:
-    """What trains it."""
-    settings = {"model": model, "layout": str(plan.layout), "batch": plan.layout.batch, "seq_len": plan.case.seq_len}
+    """What trains it; nothing where that cannot be trained yet."""
+    if not plan.runnable or model.endswith(".json"):
+        return ""
+    layout, cluster = plan.layout, plan.case.cluster
+    here = min(cluster.per_node, layout.world)
+    nodes = -(-layout.world // here)
+    settings = {
+        "model": model,
+        "layout": str(layout),
+        "batch": layout.batch,
+        "seq_len": plan.case.seq_len,
+        "dtype": {"fp32": "float32"}.get(plan.case.precision, "bfloat16"),
+    }
     given = " ".join(f"--set {key}={value}" for key, value in settings.items())
-    return f"torchrun --nproc-per-node {min(plan.case.cluster.per_node, plan.layout.world)} -m echelon train {given}"
+    several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT " if nodes > 1 else ""
+    return f"torchrun {several}--nproc-per-node {here} -m echelon train {given}"

@@ -98,8 +98,8 @@ class Cluster:
 
     @property
     def per_node(self) -> int:
-        """Devices of the smallest node."""
-        return min(part.per_node for part in self.parts)
+        """Devices of a node, of those that most devices are in: a rest that fills no node is left to itself."""
+        return max(self.parts, key=lambda part: (part.devices, part.per_node)).per_node
 
     @property
     def device(self) -> Device:

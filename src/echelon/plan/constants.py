@@ -63,7 +63,7 @@ class Constants:
     cp_shown: float = 0.53
     pp_shown: float = 0.163
     dp_hidden: float = 1.69
-    """share of a microbatch's backward that hides the reduction of gradients, since Hopper"""
+    """backwards of a microbatch that hide the reduction of gradients, since Hopper"""
     stream_hidden: float = 0.756
     """share of compute that hides parameters on their way, where they are gathered for every microbatch"""
     stream_shown: float = 1.44

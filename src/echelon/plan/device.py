@@ -51,7 +51,8 @@ class Device:
 
     def peak(self, dtype: str) -> float:
         """Of the type, or of the next one that the device multiplies faster than not at all."""
-        return self.flops.get(dtype) or self.flops[{"fp4": "fp8", "fp8": "bf16", "bf16": "fp16"}.get(dtype, "fp32")]
+        order = ("fp4", "fp8", "bf16", "fp16", "fp32")
+        return next(self.flops[name] for name in order[order.index(dtype) :] if name in self.flops)
 
 
 def _nvidia(

@@ -10,8 +10,9 @@ from echelon.plan.case import Case
 from echelon.plan.cluster import Cluster, Part
 from echelon.plan.constants import FITTED, Constants
 from echelon.plan.device import GIB
+from echelon.plan.layouts import Wish
 from echelon.plan.price import Plan, changed, price
-from echelon.plan.search import Wish, search
+from echelon.plan.search import search
 
 CAUSES = {
     "tp": "tensor-parallel messages that compute does not hide",
@@ -116,10 +117,8 @@ def _neighbour(layout: Layout, keys: dict[str, int | str]) -> Layout | None:
 def _buys(wish: Wish, plan: Plan, c: Constants) -> Iterator[str]:
     """What one change of the machine or of the model would buy."""
     cluster = wish.cluster
-    # The same schedule and microbatch: a quick search says enough about what a change is worth.
-    like: dict[str, int | str] = (
-        {"microbatch": plan.layout.microbatch, "schedule": plan.layout.schedule} if plan.layout.pp > 1 else {}
-    )
+    # The same microbatch: a quick search says enough about what a change is worth.
+    like: dict[str, int | str] = {"microbatch": plan.layout.microbatch} if plan.layout.pp > 1 else {}
     wish = replace(wish, fixed={**like, **wish.fixed})
     faster = replace(cluster, outside=replace(cluster.outside, bandwidth=2 * cluster.outside.bandwidth))
     tries = [

@@ -20,6 +20,8 @@ from echelon.plan.work import Work, work_of
 
 ACTIONS = 4_000
 """that a price may simulate; longer steps are simulated in part, and go on as they have begun"""
+ROUNDING = 1e-12
+"""seconds that are none"""
 SETTLED = 16
 """microbatches after which every schedule repeats itself, or twice as many as there are ranks"""
 
@@ -71,16 +73,18 @@ class Plan:
     @property
     def mfu(self) -> float:
         """Against the peak in 16 bits, of the devices in use."""
-        return self._utilisation(3.0)
+        return self._utilisation(self.case.shape.train_flops(self.case.seq_len))
 
     @property
     def hfu(self) -> float:
         """With what recomputation repeats."""
-        return self._utilisation(3.0 + repeats_of(self.case).forward)
+        shape, seq_len = self.case.shape, self.case.seq_len
+        layers = shape.flops(seq_len) - 2.0 * shape.head_parameters
+        return self._utilisation(shape.train_flops(seq_len) + repeats_of(self.case).forward * layers)
 
-    def _utilisation(self, passes: float) -> float:
-        peak = self.case.cluster.device.peak("bf16") * self.layout.world
-        return passes * self.case.shape.flops(self.case.seq_len) * self.tokens_per_s / peak
+    def _utilisation(self, flops: float) -> float:
+        """`flops` are executed per token."""
+        return flops * self.tokens_per_s / (self.case.cluster.device.peak("bf16") * self.layout.world)
 
     def to_json(self) -> dict[str, object]:
         """The keys of `echelon plan --json`."""
@@ -120,7 +124,7 @@ def price(case: Case, c: Constants = FITTED) -> Plan:
     spread = math.exp(c.spread_experts if case.shape.experts else c.spread)
     return Plan(
         case=case,
-        times={name: seconds for name, seconds in found.items() if seconds},
+        times={name: seconds for name, seconds in found.items() if abs(seconds) > ROUNDING},
         memory=worst(case, c),
         bubble=bubble,
         spread=spread,
@@ -170,7 +174,8 @@ def _pipeline(case: Case, work: Work, c: Constants) -> tuple[float, float]:
     """(seconds of a step's passes, share of them in which ranks wait)."""
     layout = case.layout
     seconds = durations(case, work, c)
-    chunks = layout.vpp if FAMILIES[layout.schedule].chunks is None else 0
+    family = FAMILIES.get(layout.schedule)
+    chunks = layout.vpp if family is not None and family.chunks is None else 0
 
     def run(count: int) -> Timeline:
         return simulate(make(layout.schedule, layout.pp, count, chunks=chunks), seconds)

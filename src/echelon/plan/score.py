@@ -23,8 +23,6 @@ from echelon.plan.price import Plan, price
 from echelon.plan.rows import Question
 
 Array = NDArray[np.float64]
-USABLE = 0.99
-"""share of a device's memory that a program can have"""
 SEVERAL = 3
 """rows from which a source, or a group of runs, counts"""
 
@@ -127,7 +125,7 @@ def fit_accuracy(questions: Sequence[Question], c: Constants = FITTED) -> float 
     """Balanced over those that fitted and those that did not; none where one of the two is missing."""
     right: dict[bool, list[bool]] = {True: [], False: []}
     for question in questions:
-        fits = worst(question.case, c).total <= USABLE * question.case.cluster.memory
+        fits = worst(question.case, c).total <= question.case.cluster.memory
         right[question.out_of_memory].append(fits != question.out_of_memory)
     if not all(right.values()):
         return None

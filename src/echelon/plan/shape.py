@@ -288,3 +288,47 @@ def _feed_forward(width: int, ffn: int, gated: bool, *, experts: int = 0, share:
         ),
         Product(name="down", inputs=ffn, outputs=width, split=ROWS, experts=experts, share=share),
     ]
+
+
+@dataclass(frozen=True)
+class RuleFacts:
+    """What the layout's rules ask of a model."""
+
+    shape: ModelShape
+
+    @property
+    def name(self) -> str:
+        return self.shape.name
+
+    @property
+    def layers(self) -> int:
+        return self.shape.num_layers
+
+    @property
+    def heads(self) -> int:
+        return self._attention[0]
+
+    @property
+    def kv_heads(self) -> int:
+        return self._attention[1]
+
+    @property
+    def width(self) -> int:
+        return self.shape.width
+
+    @property
+    def ffn(self) -> int:
+        return 0
+
+    @property
+    def vocab(self) -> int:
+        return self.shape.vocab
+
+    @property
+    def tied(self) -> bool:
+        return self.shape.tied
+
+    @property
+    def _attention(self) -> tuple[int, int]:
+        found = next((layer.attention for layer, _ in self.shape.layers if layer.attention), None)
+        return (found.heads, found.kv_heads) if found else (0, 0)

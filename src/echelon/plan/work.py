@@ -198,7 +198,7 @@ def work_of(case: Case) -> Work:
         inside=cluster.inside.bandwidth,
         outside=cluster.outside.bandwidth,
         latency=latency_of(cluster),
-        narrow=NARROW.get(case.precision, 0),
+        narrow=NARROW.get(case.precision, 0) if case.precision in device.flops else 0,
         **counts,
         head_flops=head,
         head_edges=head * (1 / tokens + 1 / shape.width + 1 / columns),
@@ -218,7 +218,7 @@ def work_of(case: Case) -> Work:
         cp_bytes=_wire(messages["cp"], layout.cp),
         cp_near=tp * layout.cp <= per_node,
         pp_bytes=tokens * shape.width * case.element_bytes / sliced if pp > 1 else 0.0,
-        pp_near=tp * layout.cp * pp <= per_node,
+        pp_near=tp * layout.cp * layout.dp * pp <= per_node,  # dp lies inside pp in the mesh
         dp_bytes=_gradient_wire(case),
         dp_near=tp * layout.cp * layout.dp <= per_node,
         dp_members=members,
@@ -231,7 +231,7 @@ def work_of(case: Case) -> Work:
         repeated=again.forward,
         repeated_attention=again.attention,
         repeated_passing=again.passing,
-        slowest=math.ceil(shape.num_layers / (pp * chunks)) * chunks / shape.num_layers,
+        slowest=fullest_share(case),
         even=shape.num_layers % (pp * chunks) == 0,
         split_backward=layout.schedule == "zb-h1",
         no_bubble=layout.schedule in ("zb-v", "dualpipe-v", "pipedream", "pipedream-vsync", "2bw"),
@@ -323,14 +323,15 @@ def _wire(collectives: Iterable[Collective], ranks: int) -> float:
 def units_of(case: Case, stage: int) -> list[tuple[Unit, float]]:
     """The flat units of a rank, with how many there are of each: a unit for each kind of layer, and the rest.
 
-    Stages have equal shares of every kind of layer. Stage 0 has the embedding, the last the head; with one stage, both.
+    Stages have the fullest one's share of every kind of layer. Stage 0 has the embedding, the last the head; with one
+    stage, both.
     """
     layout, shape = case.layout, case.shape
     # Ranks of cp hold the same parameters, so they share the shards too, unless shards stay inside smaller groups.
     shards = layout.shards * (layout.cp if layout.zero and layout.shards == layout.dp else 1)
     found: list[tuple[Unit, float]] = []
     for layer, n in shape.layers:
-        mine = n / layout.pp
+        mine = n * fullest_share(case)
         own = _own_parameters(layer, layout)
         found.append((_unit(layer.name, own, shards), mine))
         if layer.is_mixture:
@@ -340,10 +341,16 @@ def units_of(case: Case, stage: int) -> list[tuple[Unit, float]]:
     if stage == 0:
         ends += shape.embedding_parameters
     if stage == layout.pp - 1 and not (shape.tied and layout.pp == 1):
-        ends += shape.head_parameters + shape.width
+        ends += shape.head_parameters + shape.other_parameters
     if ends:
         found.append((_unit("ends", math.ceil(ends / layout.tp), shards), 1))
     return found
+
+
+def fullest_share(case: Case) -> float:
+    """Of the layers, on the rank that has the most of them."""
+    stages, layers = case.layout.pp * case.layout.vpp, case.shape.num_layers
+    return math.ceil(layers / stages) * case.layout.vpp / layers
 
 
 def _own_parameters(layer: Layer, layout: Layout) -> int:

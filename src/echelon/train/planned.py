@@ -11,8 +11,9 @@ from echelon.layout import Fault, FaultError
 from echelon.models import sizes
 from echelon.plan.cluster import Cluster, Part, here
 from echelon.plan.explain import infeasible
+from echelon.plan.layouts import Wish
 from echelon.plan.price import Plan
-from echelon.plan.search import Wish, nearest, search
+from echelon.plan.search import nearest, search
 from echelon.plan.sources import of_config
 from echelon.train.config import Config, is_own
 

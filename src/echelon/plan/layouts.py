@@ -1,0 +1,212 @@
+"""Every layout that can be: `Wish`, what is asked, and the families of layouts that answer it.
+
+Layouts of a family do the same work on every microbatch: they differ in pp, zero and schedule alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from typing import Any
+
+from echelon.layout import Layout
+from echelon.layout.layout import ASYNCHRONOUS
+from echelon.plan.case import Case
+from echelon.plan.cluster import Cluster
+from echelon.plan.shape import ModelShape
+
+OBJECTIVES = ("time", "cost", "energy", "devices")
+"""seconds of a step; US dollars, joules of a step; the fewest devices, then seconds"""
+MOST_CHUNKS = 8
+LARGEST_MICROBATCH = 16
+FEWER = 0.7
+"""share of the devices that a layout must use, where all of them cannot be divided"""
+FEWER_KINDS = 3
+"""numbers of devices below all of them that are tried"""
+SHORTEST = 1024
+"""tokens of a slice of a sequence, at least: context parallelism is for long ones"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What is asked."""
+
+    shape: ModelShape
+    cluster: Cluster
+    batch: int
+    """sequences of a step"""
+    seq_len: int
+    precision: str = "bf16"
+    fixed: Mapping[str, int | str] = field(default_factory=dict)
+    """keys of the layout that stay as they are given"""
+    plan_only: bool = False
+    """whether layouts count that cannot be run yet"""
+    objective: str = "time"
+    correction: float = 1.0
+    """measured over predicted seconds of a run that was"""
+
+    def case(self, layout: Layout) -> Case:
+        return Case(
+            shape=self.shape,
+            cluster=self.cluster,
+            layout=layout,
+            seq_len=self.seq_len,
+            precision=self.precision,
+            correction=self.correction,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Family:
+    """Layouts that do the same on every microbatch."""
+
+    world: int
+    tp: int
+    cp: int
+    ep: int
+    microbatch: int
+    recompute: str
+    tp_kind: str = "1d"
+    depth: int = 1
+    cp_kind: str = "ring"
+
+    def keys(self) -> dict[str, Any]:
+        """Of the layout, but for dp and pp."""
+        return {name: value for name, value in asdict(self).items() if name != "world"}
+
+    def layout(self) -> Layout:
+        """One of them, without a pipeline."""
+        return Layout(dp=max(1, self.world // (self.tp * self.cp)), **self.keys())
+
+
+def layouts(wish: Wish) -> Iterator[Layout]:
+    """Every layout that divides the model, the devices and the batch, with what is fixed."""
+    for family in families(wish):
+        yield from members(wish, family)
+
+
+def families(wish: Wish) -> Iterator[Family]:
+    fixed = wish.fixed
+    sizes = [int(fixed["microbatch"])] if "microbatch" in fixed else range(1, LARGEST_MICROBATCH + 1)
+    recomputes = ["none", "full", "selective"] if wish.plan_only else ["none", "full"]
+    if "recompute" in fixed:
+        recomputes = [str(fixed["recompute"])]
+    for world in _worlds(wish):
+        for tp, cp in _degrees(wish, world):
+            kinds = product(
+                _experts(wish, world), sizes, recomputes, tensor_kinds(wish, tp), context_kinds(wish, tp, cp)
+            )
+            for ep, size, recompute, (tp_kind, depth), cp_kind in kinds:
+                if not wish.batch % size:
+                    yield Family(
+                        world=world,
+                        tp=tp,
+                        cp=cp,
+                        ep=ep,
+                        microbatch=size,
+                        recompute=recompute,
+                        tp_kind=tp_kind,
+                        depth=depth,
+                        cp_kind=cp_kind,
+                    )
+
+
+def members(wish: Wish, family: Family) -> Iterator[Layout]:
+    fixed = wish.fixed
+    for pp in _divisors(family.world // (family.tp * family.cp)):
+        dp = family.world // (family.tp * family.cp * pp)
+        per_rank, rest = divmod(wish.batch, dp)
+        if rest or per_rank % family.microbatch or pp > wish.shape.num_layers or dp * family.tp * family.cp % family.ep:
+            continue
+        keys = {**family.keys(), "dp": dp, "pp": pp, "accumulate": per_rank // family.microbatch}
+        for schedule, zero in product(_schedules(wish, pp), _zeros(wish, dp, family.tp, pp)):
+            if schedule.get("schedule") in ASYNCHRONOUS and zero["zero"] > 1:
+                continue
+            chosen = {**fixed, **keys, **schedule, **zero}
+            if all(chosen[key] == value for key, value in fixed.items()):
+                layout = Layout(**chosen)
+                if wish.plan_only or not layout.plan_only:
+                    yield layout
+
+
+def _worlds(wish: Wish) -> list[int]:
+    """Numbers of devices to use: all, or fewer of those that divide in the most ways, where some must be left over."""
+    devices, per_node = wish.cluster.devices, wish.cluster.per_node
+    if wish.objective != "time":
+        return [n for n in range(1, devices + 1) if n <= per_node or not n % per_node]
+    step = 1 if devices <= 4 * per_node else per_node
+    fewer = [n for n in range(max(1, int(FEWER * devices)), devices) if not n % step]
+    return [devices, *sorted(fewer, key=lambda n: (-len(_divisors(n)), -n))[:FEWER_KINDS]]
+
+
+def _degrees(wish: Wish, world: int) -> Iterator[tuple[int, int]]:
+    """(tp, cp)."""
+    shape, fixed = wish.shape, wish.fixed
+    attention = next((layer.attention for layer, _ in shape.layers if layer.attention), None)
+    widest = max(wish.cluster.per_node, int(fixed.get("tp", 1)))
+    for tp in _divisors(world):
+        if tp > widest or (attention is not None and not _splits(attention.heads, attention.kv_heads, tp)):
+            continue
+        for cp in _divisors(world // tp):
+            asked = wish.plan_only or "cp" in fixed
+            if cp == 1 or (asked and wish.seq_len % (2 * cp) == 0 and wish.seq_len >= cp * SHORTEST):
+                yield tp, cp
+
+
+def tensor_kinds(wish: Wish, tp: int) -> list[tuple[str, int]]:
+    """(tp_kind, depth) of tp ranks: flat, unless another kind is asked for."""
+    kind, depth = str(wish.fixed.get("tp_kind", "1d")), int(wish.fixed.get("depth", 1))
+    can = {
+        "1d": depth == 1,
+        "2d": math.isqrt(tp) ** 2 == tp and depth == 1,
+        "2.5d": tp % depth == 0 and math.isqrt(tp // depth) ** 2 == tp // depth,
+        "3d": round(tp ** (1 / 3)) ** 3 == tp and depth == 1,
+    }
+    return [(kind, depth)] if can[kind] and (tp > 1 or kind == "1d") else []
+
+
+def context_kinds(wish: Wish, tp: int, cp: int) -> list[str]:
+    kind = str(wish.fixed.get("cp_kind", "ring"))
+    heads = min((layer.attention.kv_heads for layer, _ in wish.shape.layers if layer.attention), default=0)
+    if kind == "ulysses" and cp > 1 and (not heads or heads % (tp * cp)):
+        return []
+    return [kind] if cp > 1 or kind == "ring" else []
+
+
+def _splits(heads: int, kv_heads: int, tp: int) -> bool:
+    return heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
+
+
+def _schedules(wish: Wish, pp: int) -> list[dict[str, int | str]]:
+    if pp == 1:
+        return [{}]
+    layers, wanted = wish.shape.num_layers, wish.fixed.get("schedule", "")
+    found: list[dict[str, int | str]] = [{"schedule": "1f1b"}, {"schedule": "zb-h1"}]
+    found += [
+        {"schedule": "interleaved", "vpp": chunks} for chunks in range(2, MOST_CHUNKS + 1) if not layers % (pp * chunks)
+    ]
+    if 2 * pp <= layers:
+        found += [{"schedule": "zb-v"}, {"schedule": "dualpipe-v"}]
+    if wanted and wanted not in {one["schedule"] for one in found}:
+        found.append({"schedule": wanted})  # other schedules change the mathematics, or never win: only when asked
+    return found
+
+
+def _zeros(wish: Wish, dp: int, tp: int, pp: int) -> list[dict[str, int]]:
+    if dp == 1:
+        return [{"zero": 1 if pp > 1 else 0}]
+    near = wish.cluster.per_node // tp
+    inside = [{"zero": 3, "shard": near}] if 1 < near < dp and not dp % near else []
+    return [{"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3}, *inside]
+
+
+def _experts(wish: Wish, world: int) -> list[int]:
+    if not wish.shape.experts or not (wish.plan_only or "ep" in wish.fixed):
+        return [1]
+    return [ep for ep in _divisors(world) if not wish.shape.experts % ep]
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if not number % n]
