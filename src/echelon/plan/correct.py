@@ -64,6 +64,10 @@ def ratio_of(run: str, cluster: Cluster | None = None) -> float:
         rule = "was predicted without measured curves, which this cluster has: both would correct the same times"
         hint = "leave out --correct, or give the cluster by its name"
         raise FaultError([Fault(key="correct", value=run, rule=rule, hint=hint)])
+    kind = predicted.get("device", "")
+    if cluster is not None and kind and kind != cluster.device.name:
+        rule = f"ran on {kind}, and this is a plan for {cluster.device.name}"
+        raise FaultError([Fault(key="correct", value=run, rule=rule, legal=f"a run on {cluster.device.name}")])
     return float(ratio)
 
 

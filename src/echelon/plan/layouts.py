@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -135,7 +136,9 @@ def _worlds(wish: Wish) -> list[int]:
     """Numbers of devices to use: all, or fewer of those that divide in the most ways, where some must be left over."""
     devices, per_node = wish.cluster.devices, wish.cluster.per_node
     if wish.objective != "time":
-        return [n for n in range(1, devices + 1) if n <= per_node or not n % per_node]
+        part = [n for n in _divisors(per_node) if n < devices]
+        whole = [n * per_node for n in range(1, devices // per_node + 1) if _is_smooth(n)]
+        return sorted({*part, *whole, devices})
     step = 1 if devices <= 4 * per_node else per_node
     fewer = [n for n in range(max(1, int(FEWER * devices)), devices) if not n % step]
     return [devices, *sorted(fewer, key=lambda n: (-len(_divisors(n)), -n))[:FEWER_KINDS]]
@@ -208,5 +211,15 @@ def _experts(wish: Wish, world: int) -> list[int]:
     return [ep for ep in _divisors(world) if not wish.shape.experts % ep]
 
 
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if not number % n]
+def _is_smooth(number: int) -> bool:
+    """It has no prime factor but 2 and 3: numbers of nodes that divide well."""
+    for prime in (2, 3):
+        while not number % prime:
+            number //= prime
+    return number == 1
+
+
+@lru_cache(maxsize=65536)
+def _divisors(number: int) -> tuple[int, ...]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if not number % n]
+    return tuple(sorted({*small, *(number // n for n in small)}))

@@ -18,6 +18,7 @@ from echelon.memory.repeats import Repeats
 from echelon.parallel import shard
 from echelon.plan.activations import kept, layers_in_flight, repeats_of, scores, tensors
 from echelon.plan.case import Case
+from echelon.plan.cluster import HOST_DEVICES
 from echelon.plan.constants import FITTED, Constants
 from echelon.plan.device import GIB
 from echelon.plan.shape import Layer
@@ -67,7 +68,10 @@ def of_stage(case: Case, stage: int, c: Constants = FITTED) -> Memory:
     parts["buffers"] = int(_buffers(case, stage))
     parts["reserve"] = int(c.context * GIB)
     if case.layout.offload != "none":
-        parts = left(case.layout.offload, parts, layers=layers_in_flight(case, stage))
+        stay = left(case.layout.offload, parts, layers=layers_in_flight(case, stage))
+        away = sum(parts.values()) - sum(stay.values())
+        host = case.cluster.host_memory / min(case.cluster.per_node, HOST_DEVICES)
+        parts = stay if "disk" in case.layout.offload else {**stay, "beyond the host": max(0, int(away - host))}
     return Memory(stage=stage, parts={name: size for name, size in parts.items() if size})
 
 

@@ -209,8 +209,7 @@ def times(work: Work, c: Constants = FITTED) -> Times:
         dp=dp,
         update=c.update * work.updated / work.memory,
         offload=_offload(work, busy),
-        # Half of it is the host's own; half is waiting for the slowest of several ranks.
-        rest=c.step * np.where(work.dp * work.tp * work.pp > 1, 1.0, 0.5),
+        rest=c.step * np.where(work.dp * work.tp * work.pp > 1, 1.0, c.alone),
     )
 
 

@@ -38,7 +38,8 @@ def predicted(
         return {"reason": f"the planner gave up ({error})"}
     # What a GPU's allocator counts has no context in it; what a process holds has.
     reserve = plan.memory.parts.get("reserve", 0) if world.device.type == "cuda" else 0
-    return {"step_s": plan.seconds, "memory_bytes": plan.memory.total - reserve}
+    kind = plan.case.cluster.device.name
+    return {"step_s": plan.seconds, "memory_bytes": plan.memory.total - reserve, "device": kind}
 
 
 def _machine(world: World, threads: int) -> Cluster:
