@@ -301,3 +301,8 @@ def test_what_cannot_be_traced_is_refused(file: str) -> None:
         trace(nn.Linear(2, 2))
     with pytest.raises(FaultError, match=r"names nothing in the file"):
         shape_of(f"{file}:Nett")
+
+
+def test_a_batch_that_is_no_dictionary_is_refused():
+    with pytest.raises(FaultError, match="not keyword arguments"):
+        trace(nn.Linear(4, 4), torch.zeros(2, 4))

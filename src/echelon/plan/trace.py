@@ -53,6 +53,10 @@ def trace(model: str | nn.Module, inputs: Mapping[str, Tensor] | None = None, *,
     if inputs is None:
         rule, hint = "is traced without inputs", "give `inputs`, the keyword arguments of its forward"
         raise FaultError([Fault(key="model", value=name, rule=rule, hint=hint)])
+    if not isinstance(inputs, Mapping):
+        rule = f"has a batch that is not keyword arguments ({type(inputs).__name__})"
+        hint = "let batch(rows, step) return a dictionary of the forward's arguments"
+        raise FaultError([Fault(key="model", value=name, rule=rule, hint=hint)])
     module, given = on_meta(model), {key: _meta(value) for key, value in inputs.items()}
     sections = _sections(module)
     weights = dict(module.named_parameters())
