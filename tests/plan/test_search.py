@@ -20,10 +20,10 @@ from echelon.plan.explain import explained, infeasible
 from echelon.plan.layouts import Wish, layouts
 from echelon.plan.memory import of_stage, worst
 from echelon.plan.price import price, timeline
-from echelon.plan.search import nearest, search
+from echelon.plan.search import _is_legal, nearest, search
 from echelon.plan.sources import shape_of
 from echelon.plan.time import times
-from echelon.plan.work import work_of
+from echelon.plan.work import units_of, work_of
 
 
 def wish(model="llama-8b", devices="8xh100", batch=64, seq_len=8192, **options):
@@ -255,3 +255,22 @@ def test_what_is_off_the_device_must_fit_its_host():
 @pytest.mark.parametrize("objective", ["cost", "energy", "devices"])
 def test_other_objectives_of_a_large_cluster_are_answered(objective):
     assert search(wish("llama-8b", "1000xh100", 1000, 4096, objective=objective), top=1)
+
+
+@pytest.mark.parametrize("model", ["gpt2-124m", "llama-1b", "llama-8b", "mixtral-8x7b", "deepseek-v3"])
+def test_units_hold_every_parameter_once(model):
+    """On one device, norms and positions outside the layers too."""
+    found = case("dp=1", model, "1xh100")
+    assert sum(unit.numel * n for unit, n in units_of(found, 0)) == shape_of(model).parameters
+
+
+@pytest.mark.parametrize(("model", "devices", "batch"), [("llama-8b", "8xh100", 64), ("llama-8b", "12xa100-80", 96)])
+def test_the_families_that_stay_closed_hold_none_of_the_best(model, devices, batch):
+    """The ten best by formula of all layouts that fit are found, unless simulation puts them behind all that are."""
+    asked = wish(model, devices, batch, 4096)
+    fitting = [c for c in map(asked.case, layouts(asked)) if worst(c).total <= asked.cluster.memory]
+    legal = [c for c in fitting if _is_legal(asked, c.layout)]
+    ranked = sorted(legal, key=lambda c: (float(times(work_of(c)).total), str(c.layout)))
+    found = {str(plan.layout): plan.seconds for plan in search(asked, top=20)}
+    slowest = max(found.values())
+    assert all(str(c.layout) in found or price(c).seconds >= slowest for c in ranked[:10])

@@ -15,7 +15,7 @@ from echelon.plan.calibrate import calibrated
 from echelon.plan.case import Case
 from echelon.plan.constants import FITTED, Constants
 from echelon.plan.memory import Memory, of_stage, worst
-from echelon.plan.time import Microbatch, Times, microbatch, repeated, times
+from echelon.plan.time import Times, microbatch, repeated, times
 from echelon.plan.work import Work, work_of
 
 ACTIONS = 4_000
@@ -180,13 +180,9 @@ def _pipeline(case: Case, work: Work, c: Constants) -> tuple[float, float]:
     def run(count: int) -> Timeline:
         return simulate(make(layout.schedule, layout.pp, count, chunks=chunks), seconds)
 
-    actions = 3 * layout.pp * layout.vpp * layout.accumulate
-    if actions <= ACTIONS:
-        found = run(layout.accumulate)
-        return found.duration, found.bubble
     first = -(-max(SETTLED, 2 * layout.pp) // layout.pp) * layout.pp
     second = first + layout.pp
-    if second >= layout.accumulate:
+    if 3 * layout.pp * layout.vpp * layout.accumulate <= ACTIONS or second >= layout.accumulate:
         found = run(layout.accumulate)
         return found.duration, found.bubble
     short, longer = run(first).duration, run(second).duration
@@ -217,6 +213,3 @@ def memory_over_time(case: Case, rank: int, c: Constants = FITTED) -> list[tuple
 def changed(case: Case, **keys: int | str) -> Case:
     """The case in a layout with other keys."""
     return replace(case, layout=case.layout.replace(**keys))
-
-
-__all__ = ["Microbatch", "Plan", "changed", "durations", "memory_over_time", "price", "timeline"]

@@ -41,8 +41,6 @@ from echelon.plan.work import stacked, work_of
 
 FINALISTS = 24
 """that are simulated, at least"""
-
-
 Rated = tuple[float, str, Case]
 """what the objective asks to be small, the layout's text, the case"""
 

@@ -340,8 +340,8 @@ def units_of(case: Case, stage: int) -> list[tuple[Unit, float]]:
     ends = 0
     if stage == 0:
         ends += shape.embedding_parameters
-    if stage == layout.pp - 1 and not (shape.tied and layout.pp == 1):
-        ends += shape.head_parameters + shape.other_parameters
+    if stage == layout.pp - 1:
+        ends += shape.other_parameters + (0 if shape.tied and layout.pp == 1 else shape.head_parameters)
     if ends:
         found.append((_unit("ends", math.ceil(ends / layout.tp), shards), 1))
     return found
