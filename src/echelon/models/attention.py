@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Rotation = tuple[Tensor, Tensor]
-"""cos and sin, each [1 or B, T, head_dim / 2]."""
+from echelon.kernels.linear import one_product, project
+from echelon.kernels.rope import Rotation, rotate, rotated_heads
+from echelon.models.linear import Linear
 
 
 def positions(tokens: Tensor, documents: Tensor | None) -> Tensor:
@@ -35,18 +36,12 @@ def document_mask(documents: Tensor | None) -> Tensor | None:
 
 
 def rotation(place: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
-    """The angles of rotary position embedding, once per forward pass."""
+    """The angles of rotary position embedding, once per forward pass, in at least 32 bits."""
     # In fp64: at position 8192 an fp32 angle is already wrong by 5e-4, and the table is small.
     rate = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device=place.device) / head_dim)
     angle = place.unsqueeze(-1) * rate
-    return angle.cos().to(dtype), angle.sin().to(dtype)
-
-
-def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotates pairs (i, i + head_dim / 2) of x [B, H, T, head_dim]."""
-    cos, sin = (part.unsqueeze(1) for part in rotation)
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    wide = torch.promote_types(dtype, torch.float32)
+    return angle.cos().to(wide), angle.sin().to(wide)
 
 
 @dataclass(frozen=True)
@@ -85,16 +80,14 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int, kv_heads: int, *, bias: bool, dropout: float) -> None:
         super().__init__()
         self.head_dim = width // heads
-        self.q = nn.Linear(width, width, bias=bias)
-        self.k = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
-        self.v = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
-        self.o = nn.Linear(width, width, bias=bias)
+        self.q = Linear(width, width, bias=bias)
+        self.k = Linear(width, kv_heads * self.head_dim, bias=bias)
+        self.v = Linear(width, kv_heads * self.head_dim, bias=bias)
+        self.o = Linear(width, width, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, rotation: Rotation | None = None) -> Tensor:
-        q, k, v = (self._heads(projection(x)) for projection in (self.q, self.k, self.v))
-        if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
+        q, k, v = self._rotated(x, rotation)
         if self.past is not None:
             k, v = self.past.extend(k, v)
         if self.training and self.dropout.p > 0:
@@ -104,6 +97,14 @@ class Attention(nn.Module):
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa)
         out: Tensor = self.o(y.transpose(1, 2).flatten(2))
         return out
+
+    def _rotated(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        parts = (self.q, self.k, self.v)
+        if rotation is not None and one_product(x, *parts):
+            heads, kv_heads = (len(part.weight) // self.head_dim for part in parts[:2])
+            return rotated_heads(project(x, *parts), rotation, heads, kv_heads)
+        q, k, v = (self._heads(part(x)) for part in parts)
+        return (q, k, v) if rotation is None else (rotate(q, rotation), rotate(k, rotation), v)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(x.shape[0], x.shape[1], -1, self.head_dim).transpose(1, 2)

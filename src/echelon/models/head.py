@@ -4,14 +4,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from echelon.kernels.loss import head_loss, plain_loss
 from echelon.models.sizes import IGNORE
 
 
 def loss_sum(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The sum of the cross entropies (fp32, or fp64 for fp64 logits) and the number of valid targets (int64)."""
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    total = F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum")
-    return total, (targets != IGNORE).sum()
+    return plain_loss(logits, targets), (targets != IGNORE).sum()
 
 
 def loss_pair(output: object) -> tuple[Tensor, Tensor]:
@@ -33,7 +32,7 @@ class LanguageHead(nn.Module):
         self.weight: Tensor = nn.Parameter(torch.empty(vocab, width))
 
     def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return loss_sum(self.logits(x), targets)
+        return head_loss(x, self.weight, targets), (targets != IGNORE).sum()
 
     def logits(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)

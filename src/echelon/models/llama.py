@@ -6,8 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from echelon.models.attention import Attention, Rotation, Seen, rotation
+from echelon.kernels.linear import one_product, project
+from echelon.kernels.norm import rms_norm, stream_norm
+from echelon.kernels.rope import Rotation
+from echelon.kernels.swiglu import swiglu
+from echelon.models.attention import Attention, Seen, rotation
 from echelon.models.language import LanguageModel
+from echelon.models.linear import Linear
 from echelon.models.sizes import ModelConfig
 
 THETA = 500_000.0
@@ -15,23 +20,37 @@ EPSILON = 1e-5
 
 
 class RMSNorm(nn.Module):
+    remake = False
+    """backward makes the output again instead of keeping it (memory/recompute.py)"""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, EPSILON)
+        return rms_norm(x, self.weight, EPSILON, remake=self.remake)
+
+    def of_stream(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(x + delta, its norm)"""
+        return stream_norm(x, delta, self.weight, EPSILON, remake=self.remake)
 
 
 class MLP(nn.Module):
+    remake = False
+    """backward makes what `down` reads again instead of keeping it"""
+
     def __init__(self, width: int, ffn: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(width, ffn, bias=False)
-        self.up = nn.Linear(width, ffn, bias=False)
-        self.down = nn.Linear(ffn, width, bias=False)
+        self.gate = Linear(width, ffn, bias=False)
+        self.up = Linear(width, ffn, bias=False)
+        self.down = Linear(ffn, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        if one_product(x, self.gate, self.up):
+            h = swiglu(project(x, self.gate, self.up), remake=self.remake)
+        else:
+            h = F.silu(self.gate(x)) * self.up(x)
+        out: Tensor = self.down(h)
         return out
 
 
@@ -46,8 +65,9 @@ class Block(nn.Module):
         self.drop2 = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None, rotation: Rotation | None) -> Tensor:
-        x = x + self.drop1(self.attn(self.norm1(x), mask, rotation))
-        out: Tensor = x + self.drop2(self.mlp(self.norm2(x)))
+        x, h = self.norm1.of_stream(x)
+        x, h = self.norm2.of_stream(x, self.drop1(self.attn(h, mask, rotation)))
+        out: Tensor = x + self.drop2(self.mlp(h))
         return out
 
 

@@ -1,0 +1,38 @@
+"""Whether a call runs our kernels or the plain torch beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+NARROWEST, WIDEST = 16, 1 << 16
+"""widths of a row that a kernel takes: it is held in registers as a whole"""
+TYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_allowed = True
+
+
+def fits(x: Tensor) -> bool:
+    """Our kernels take this tensor: on a GPU, of a type of theirs, rows of a sensible width."""
+    return _allowed and x.is_cuda and x.dtype in TYPES and NARROWEST <= x.shape[-1] <= WIDEST and _installed()
+
+
+@contextmanager
+def plain(only: bool = True) -> Iterator[None]:
+    """Inside, the plain torch runs everywhere. For the whole process: backward runs in threads of its own."""
+    global _allowed
+    before, _allowed = _allowed, not only
+    try:
+        yield
+    finally:
+        _allowed = before
+
+
+@lru_cache(maxsize=1)
+def _installed() -> bool:
+    return find_spec("triton") is not None

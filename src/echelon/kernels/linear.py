@@ -1,0 +1,137 @@
+"""Products with weights that lie side by side as one product, and gradients written where they are kept.
+
+A flat unit (parallel/flat_unit.py) holds the weights of q, k and v, or of gate and up, one after the other: seen as one
+matrix they are one product, with no copy. The same holds for their gradients, which the backward product writes
+straight into the unit's buffer (`receive`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from echelon.kernels import choice, note
+
+Product = Callable[[Tensor | None], Tensor]
+"""makes a gradient: in the place it is given, or in a new tensor"""
+Kept = tuple[Tensor, ...]
+Home = Any
+"""where parameters live: it receives gradients, and has a `version` that grows with every change; none has no home"""
+
+
+class Arithmetic(Protocol):
+    """How the three products of a linear layer are computed."""
+
+    def forward(self, x: Tensor, weight: Tensor, home: Home) -> tuple[Tensor, Kept]:
+        """x weight^T, and what the weight's gradient will need of x."""
+        ...
+
+    def keep(self, x: Tensor) -> Kept:
+        """The same without the product, of an x that was made again."""
+        ...
+
+    def backward(
+        self, dy: Tensor, weight: Tensor, home: Home, needs_input: bool
+    ) -> tuple[Tensor | None, Callable[[Kept], Product]]:
+        """The gradient of x, and how that of the weight comes of what was kept."""
+        ...
+
+
+class Same:
+    """In the type of the tensors."""
+
+    def forward(self, x: Tensor, weight: Tensor, home: Home) -> tuple[Tensor, Kept]:
+        return x @ weight.t(), (x,)
+
+    def keep(self, x: Tensor) -> Kept:
+        return (x,)
+
+    def backward(
+        self, dy: Tensor, weight: Tensor, home: Home, needs_input: bool
+    ) -> tuple[Tensor | None, Callable[[Kept], Product]]:
+        def of_weight(kept: Kept) -> Product:
+            (x,) = kept
+            return lambda place: dy.t() @ x if place is None else torch.mm(dy.t(), x, out=place)
+
+        return dy @ weight if needs_input else None, of_weight
+
+
+SAME = Same()
+
+
+def project(x: Tensor, *linears: Any) -> Tensor:
+    """The outputs of linear layers without biases that read the same input, one after the other in the last dim."""
+    if has_torch_function_unary(x):
+        result: Tensor = handle_torch_function(project, (x,), x, *linears)
+        return result
+    weights = [linear.weight for linear in linears]
+    weight = side_by_side(weights) if choice.fits(x) or note.read(x).again is not None else None
+    if weight is None or weight.dtype != x.dtype:
+        found = [F.linear(x, each) for each in weights]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+    out: Tensor = _Project.apply(x, weight, getattr(linears[0], "arithmetic", SAME), *weights)
+    return out
+
+
+def one_product(x: Tensor, *linears: Any) -> bool:
+    """Linear layers that read x can be one product: on a GPU, without biases, weights side by side."""
+    return (
+        choice.fits(x)
+        and all(linear.bias is None for linear in linears)
+        and side_by_side([linear.weight for linear in linears]) is not None
+    )
+
+
+def side_by_side(matrices: Sequence[Tensor]) -> Tensor | None:
+    """The matrices [out_i, in] as one, without a copy; none where they do not lie one after the other."""
+    first, rows = matrices[0], 0
+    end = first.data_ptr()
+    for matrix in matrices:
+        # An address of 0 is that of a parameter that was freed: its own module must be called to have it gathered.
+        if not end or matrix.data_ptr() != end or not matrix.is_contiguous() or matrix.shape[1:] != first.shape[1:]:
+            return None
+        end += matrix.numel() * matrix.element_size()
+        rows += len(matrix)
+    return first.detach().as_strided((rows, first.shape[1]), (first.shape[1], 1))
+
+
+def receive(parameters: Sequence[Tensor], product: Product) -> list[Tensor | None]:
+    """Hands a gradient to the parameters' home, or where they have none returns each one's part for autograd."""
+    home: Any = getattr(parameters[0], "home", None)
+    if home is not None:
+        home.receive(parameters, product)
+        return [None] * len(parameters)
+    return list(product(None).split([len(parameter) for parameter in parameters]))
+
+
+class _Project(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, arithmetic: Arithmetic, *parameters: Tensor) -> Tensor:
+        known = note.read(x)
+        flat = note.write(x.reshape(-1, x.shape[-1]), known)
+        home = getattr(parameters[0], "home", None)
+        y, kept = arithmetic.forward(flat, weight, home)
+        ctx.again = known.again
+        ctx.save_for_backward(*(kept if known.again is None else ()))
+        ctx.weight, ctx.arithmetic, ctx.parameters, ctx.home, ctx.shape = weight, arithmetic, parameters, home, x.shape
+        return y.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = gradients
+        flat = note.write(dy.reshape(-1, dy.shape[-1]), note.read(dy))
+        dx, of_weight = ctx.arithmetic.backward(flat, ctx.weight, ctx.home, ctx.needs_input_grad[0])
+        found: list[Tensor | None] = [None] * len(ctx.parameters)
+        if any(ctx.needs_input_grad[3:]):
+            kept = ctx.saved_tensors
+            if ctx.again is not None:
+                kept = ctx.arithmetic.keep(ctx.again().reshape(-1, ctx.shape[-1]))
+            found = receive(ctx.parameters, of_weight(kept))
+        ctx.again = None  # it holds tensors, which autograd does not know of
+        return dx.view(ctx.shape) if dx is not None else None, None, None, *found

@@ -1,0 +1,87 @@
+"""RMSNorm of a residual stream: the addition before it and the branch after it in one pass each way.
+
+    plain                         kernel, forward                      kernel, backward
+    s = x + delta                 reads x, delta; writes s, normed     reads dnormed, ds, s; writes dx
+    normed = rms_norm(s) * w      (and 1/rms of each row)              (and each program's part of dw)
+
+Of a stream that forks here, the norm's gradient and the stream's own are added inside the backward kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from echelon.kernels import choice, note
+from echelon.kernels.note import Note
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, remake: bool = False) -> Tensor:
+    return stream_norm(x, None, weight, eps, remake=remake)[1] if choice.fits(x) else _plain(x, weight, eps)
+
+
+def stream_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, remake: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(x + delta, its norm). With `remake`, backward makes the norm again instead of keeping it."""
+    if not choice.fits(x):
+        s = x if delta is None else x + delta
+        return s, _plain(s, weight, eps)
+    s, normed, scale, largest = _StreamNorm.apply(x, delta, weight, eps)
+    again = None
+    if remake:
+        kept, values = s.detach(), weight.detach()
+
+        def again() -> Tensor:
+            from echelon.kernels.norm_gpu import apply_scale
+
+            return apply_scale(kept, scale, values)
+
+    note.write(normed, Note(largest=largest, again=again))
+    return s, normed
+
+
+def _plain(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+class _StreamNorm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        from echelon.kernels.norm_gpu import forward
+
+        s, normed, scale, largest = forward(x, delta, weight, eps)
+        ctx.save_for_backward(s, scale, weight)
+        ctx.has_delta = delta is not None
+        ctx.mark_non_differentiable(scale, largest)
+        ctx.set_materialize_grads(False)
+        # Without a delta the stream goes through unchanged: a new view of it, so that its gradient comes by here.
+        return s.view_as(s) if delta is None else s, normed, scale, largest
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        from echelon.kernels.norm_gpu import backward
+
+        of_stream, of_normed = gradients[:2]
+        s, scale, weight = ctx.saved_tensors
+        if of_normed is None:
+            return of_stream, of_stream if ctx.has_delta else None, None, None
+        dx, dw, largest = backward(of_normed, of_stream, s, scale, weight)
+        note.write(dx, Note(largest=largest))
+        return dx, dx if ctx.has_delta else None, dw if ctx.needs_input_grad[2] else None, None
+
+
+def reference_backward(
+    of_normed: Tensor, of_stream: Tensor | None, s: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The same gradients (of the stream, of the weight) by torch's own, for tests."""
+    with torch.enable_grad():
+        s, weight = s.detach().requires_grad_(), weight.detach().requires_grad_()
+        dx, dw = torch.autograd.grad(_plain(s, weight, eps), (s, weight), of_normed)
+    return dx if of_stream is None else dx + of_stream, dw

@@ -1,0 +1,48 @@
+"""silu(gate) * up, where gate and up are the two halves of each row of one product's output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from echelon.kernels import choice, note
+from echelon.kernels.note import Note
+
+
+def swiglu(both: Tensor, *, remake: bool = False) -> Tensor:
+    """[..., 2 f] to [..., f]. With `remake`, backward makes the output again instead of keeping it."""
+    if not choice.fits(both):
+        gate, up = both.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    out, largest = _SwiGLU.apply(both)
+    again = None
+    if remake:
+        kept = both.detach()
+
+        def again() -> Tensor:
+            from echelon.kernels.swiglu_gpu import forward
+
+            return forward(kept)[0]
+
+    return note.write(out, Note(largest=largest, again=again))
+
+
+class _SwiGLU(Function):
+    @staticmethod
+    def forward(ctx: Any, both: Tensor) -> tuple[Tensor, Tensor]:
+        from echelon.kernels.swiglu_gpu import forward
+
+        ctx.save_for_backward(both)
+        out, largest = forward(both)
+        ctx.mark_non_differentiable(largest)
+        return out, largest
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        from echelon.kernels.swiglu_gpu import backward
+
+        dboth, largest = backward(gradients[0], *ctx.saved_tensors)
+        return note.write(dboth, Note(largest=largest))

@@ -1,0 +1,69 @@
+"""swiglu.py's kernels: a program takes a row, piece by piece."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 2048
+"""elements of a row at a time"""
+WARPS = 8
+
+
+@triton.jit
+def _swiglu_forward(both_ptr, out_ptr, largest_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    largest = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, WIDTH, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        mask = column < WIDTH
+        gate = tl.load(both_ptr + row * 2 * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(both_ptr + row * 2 * WIDTH + WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+        # Rounded where the plain path rounds: after silu.
+        silu = (gate / (1.0 + tl.exp(-gate))).to(out_ptr.dtype.element_ty).to(tl.float32)
+        out = (silu * up).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + row * WIDTH + column, out, mask=mask)
+        largest = tl.maximum(largest, tl.abs(out.to(tl.float32)))
+    tl.store(largest_ptr + row, tl.max(largest, axis=0))
+
+
+@triton.jit
+def _swiglu_backward(dout_ptr, both_ptr, dboth_ptr, largest_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    largest = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, WIDTH, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        mask = column < WIDTH
+        at = row * 2 * WIDTH + column
+        gate = tl.load(both_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(both_ptr + at + WIDTH, mask=mask, other=0.0).to(tl.float32)
+        dout = tl.load(dout_ptr + row * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+        sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+        silu = gate * sigmoid
+        dup = (dout * silu).to(dboth_ptr.dtype.element_ty)
+        dgate = (dout * up * (sigmoid + silu * (1.0 - sigmoid))).to(dboth_ptr.dtype.element_ty)
+        tl.store(dboth_ptr + at, dgate, mask=mask)
+        tl.store(dboth_ptr + at + WIDTH, dup, mask=mask)
+        largest = tl.maximum(largest, tl.maximum(tl.abs(dup.to(tl.float32)), tl.abs(dgate.to(tl.float32))))
+    tl.store(largest_ptr + row, tl.max(largest, axis=0))
+
+
+def forward(both: Tensor) -> tuple[Tensor, Tensor]:
+    """(silu(gate) * up, largest of each row)"""
+    both = both.contiguous()
+    width, rows = both.shape[-1] // 2, both.numel() // both.shape[-1]
+    out = both.new_empty(*both.shape[:-1], width)
+    largest = both.new_empty(rows, dtype=torch.float32)
+    _swiglu_forward[(rows,)](both, out, largest, WIDTH=width, BLOCK=BLOCK, num_warps=WARPS)
+    return out, largest
+
+
+def backward(dout: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
+    """(gradient of both halves, largest of each of its rows)"""
+    dout, both = dout.contiguous(), both.contiguous()
+    width, rows = both.shape[-1] // 2, both.numel() // both.shape[-1]
+    dboth, largest = torch.empty_like(both), both.new_empty(rows, dtype=torch.float32)
+    _swiglu_backward[(rows,)](dout, both, dboth, largest, WIDTH=width, BLOCK=BLOCK, num_warps=WARPS)
+    return dboth, largest

@@ -1,0 +1,180 @@
+"""Every kernel against the plain torch beside it, on random input of awkward sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from echelon.kernels import choice, linear, loss, norm, note, rope, swiglu
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's, as a GPU's is silent
+EPS = 1e-5
+SHAPES = [(1, 16), (3, 37), (5, 64), (2, 3, 96)]
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our kernels wherever they take the tensor but for its device."""
+    monkeypatch.setattr(choice, "fits", lambda x: choice._allowed and x.dtype in choice.TYPES)
+
+
+def close(found: Tensor, wanted: Tensor, bound: float = 2e-6) -> None:
+    assert found.shape == wanted.shape
+    assert found.dtype == wanted.dtype
+    found, wanted = found.detach(), wanted.detach()
+    error = (found.double() - wanted.double()).abs().max() / max(1.0, float(wanted.double().abs().max()))
+    assert float(error) <= bound, float(error)
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape).to(dtype).requires_grad_()
+
+
+def of_both(call, *inputs: Tensor) -> list[list[Tensor]]:  # type: ignore[no-untyped-def]
+    """[outputs and gradients] by the kernels and by plain torch, for the same random gradients of the outputs."""
+    results = []
+    for only_plain in (False, True):
+        with choice.plain(only_plain):
+            given = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+            out = call(*given)
+            outputs = [x for x in (out if isinstance(out, tuple) else (out,)) if x.requires_grad]
+            torch.manual_seed(1)
+            upstream = [torch.randn(x.shape).to(x.dtype) for x in outputs]
+            wanted = [x for x in given if x.requires_grad]
+            results.append([*outputs, *torch.autograd.grad(outputs, wanted, upstream)])
+    return results
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("with_delta", [False, True])
+def test_norm(shape: tuple[int, ...], with_delta: bool) -> None:
+    torch.manual_seed(0)
+    x, delta, weight = leaf(*shape), leaf(*shape), leaf(shape[-1])
+    inputs = (x, delta, weight) if with_delta else (x, weight)
+
+    def call(x: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        return norm.stream_norm(x, rest[0] if with_delta else None, rest[-1], EPS)
+
+    for found, wanted in zip(*of_both(call, *inputs), strict=True):
+        close(found, wanted)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_norm_in_16_bits() -> None:
+    # The interpreter cuts off where a GPU rounds, so only to a unit in the last place.
+    torch.manual_seed(0)
+    x, delta, weight = (leaf(*shape, dtype=torch.bfloat16) for shape in ((7, 48), (7, 48), (48,)))
+    found, wanted = of_both(lambda *a: norm.stream_norm(*a, EPS), x, delta, weight)
+    for a, b, bound in zip(found, wanted, (1e-2, 2e-2, 2e-2, 2e-2, 2e-2), strict=True):
+        close(a, b, bound)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("remake", [False, True])
+def test_norm_notes_what_the_next_kernel_can_use(remake: bool) -> None:
+    s, normed = norm.stream_norm(leaf(5, 40), leaf(5, 40), leaf(40), EPS, remake=remake)
+    known = note.read(normed)
+    assert known.largest is not None
+    close(known.largest, normed.detach().abs().amax(-1))
+    assert (known.again is not None) == remake
+    if known.again is not None:
+        close(known.again(), normed.detach())
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_stream_that_nobody_reads_has_no_part_in_the_gradient() -> None:
+    x, weight = leaf(3, 32), leaf(32)
+    with choice.plain(False):
+        _, normed = norm.stream_norm(x, None, weight, EPS)
+    (found,) = torch.autograd.grad(normed.sum(), (x,))
+    (wanted,) = torch.autograd.grad(F.rms_norm(x, (32,), weight, EPS).sum(), (x,))
+    close(found, wanted)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("shape", [(1, 32), (3, 74), (2, 2, 4200)])
+def test_swiglu(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    for found, wanted in zip(*of_both(swiglu.swiglu, leaf(*shape)), strict=True):
+        close(found, wanted)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_swiglu_of_large_values_is_finite() -> None:
+    both = (torch.tensor([[-200.0, 200.0, 0.0, -88.0] * 8]) * 3).requires_grad_()
+    for found, wanted in zip(*of_both(swiglu.swiglu, both), strict=True):
+        assert found.isfinite().all()
+        close(found, wanted)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (3, 1, 8), (2, 2, 64), (5, 5, 6)])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rotated_heads(heads: int, kv_heads: int, head_dim: int, rows: int) -> None:
+    torch.manual_seed(0)
+    qkv = leaf(3, 7, (heads + 2 * kv_heads) * head_dim)
+    angle = torch.randn(rows, 7, head_dim // 2)
+
+    def call(qkv: Tensor) -> tuple[Tensor, ...]:
+        # As in the model: what is rotated was made by an operator, and is used up.
+        return rope.rotated_heads(qkv * 1.0, (angle.cos(), angle.sin()), heads, kv_heads)
+
+    for found, wanted in zip(*of_both(call, qkv), strict=True):
+        close(found, wanted)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("rows", [256, 4, 7])
+@pytest.mark.parametrize("targets", ["all", "some", "none"])
+def test_head_loss(rows: int, targets: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss, "chunk_rows", lambda *_: rows)
+    torch.manual_seed(0)
+    x, weight = leaf(3, 5, 24), leaf(301, 24)
+    wanted_tokens = torch.randint(0, 301, (3, 5))
+    if targets != "all":
+        wanted_tokens[torch.rand(3, 5) < (0.5 if targets == "some" else 2)] = loss.IGNORED
+    for found, wanted in zip(*of_both(lambda x, w: loss.head_loss(x, w, wanted_tokens), x, weight), strict=True):
+        close(found, wanted)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_head_loss_of_large_logits_and_no_gradient() -> None:
+    logits = torch.tensor([[1e4, -1e4, 3.0, 0.0], [-1e30, -1e30, -1e30, -1e30]]).repeat(1, 9)
+    weight = torch.eye(36)
+    tokens = torch.tensor([0, 3])
+    with torch.no_grad():
+        close(loss.head_loss(logits, weight, tokens), loss.plain_loss(logits, tokens))
+
+
+def test_chunks_are_powers_of_two_that_fit() -> None:
+    for vocabulary in (257, 32_000, 128_256, 1_000_000_000):
+        rows = loss.chunk_rows(vocabulary, 2)
+        assert rows & (rows - 1) == 0
+        assert rows == 256 or rows * vocabulary * 2 <= loss.CHUNK_BYTES < rows * 2 * vocabulary * 2
+
+
+@pytest.mark.usefixtures("kernels")
+def test_weights_side_by_side_are_one_product() -> None:
+    torch.manual_seed(0)
+    buffer = torch.randn(12 * 5 + 7)
+    parts = [torch.nn.Linear(5, n, bias=False) for n in (4, 6, 2)]
+    offset = 0
+    for part in parts:
+        part.weight = torch.nn.Parameter(buffer[offset : offset + part.weight.numel()].view_as(part.weight))
+        offset += part.weight.numel()
+    x = leaf(3, 4, 5)
+    assert linear.one_product(x, *parts)
+    weights = [part.weight for part in parts]
+    out = linear.project(x, *parts)
+    wanted = torch.cat([F.linear(x, w) for w in weights], dim=-1)
+    upstream = torch.randn_like(wanted)
+    found_grads = torch.autograd.grad(out, [x, *weights], upstream)
+    wanted_grads = torch.autograd.grad(wanted, [x, *weights], upstream)
+    for found, right in zip((out, *found_grads), (wanted, *wanted_grads), strict=True):
+        close(found, right)
+    assert not linear.one_product(x, parts[1], parts[0])
+    assert linear.side_by_side([parts[0].weight, torch.randn(3, 5)]) is None
