@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
     from torch import Tensor
 
@@ -54,3 +55,22 @@ def operator_mode() -> type:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     return TorchDispatchMode
+
+
+def scaled_product(
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype, out: Tensor | None
+) -> Tensor:
+    """left times right of 8-bit factors, each times its scale, summed in 32 bits. Tried on 2.11 and 2.13.
+
+    The public `torch.nn.functional.scaled_mm` cannot write into a place that it is given.
+    """
+    import torch
+
+    more = {} if out is None else {"out": out}
+    result: Tensor = torch._scaled_mm(
+        left, right, scale_a=left_scale, scale_b=right_scale, out_dtype=dtype, use_fast_accum=FAST, **more
+    )
+    return result
+
+
+FAST = False

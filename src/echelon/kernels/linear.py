@@ -28,6 +28,10 @@ Home = Any
 class Arithmetic(Protocol):
     """How the three products of a linear layer are computed."""
 
+    def takes(self, weight: Tensor) -> bool:
+        """It can be computed so."""
+        ...
+
     def forward(self, x: Tensor, weight: Tensor, home: Home) -> tuple[Tensor, Kept]:
         """x weight^T, and what the weight's gradient will need of x."""
         ...
@@ -45,6 +49,9 @@ class Arithmetic(Protocol):
 
 class Same:
     """In the type of the tensors."""
+
+    def takes(self, weight: Tensor) -> bool:
+        return True
 
     def forward(self, x: Tensor, weight: Tensor, home: Home) -> tuple[Tensor, Kept]:
         return x @ weight.t(), (x,)
@@ -75,7 +82,8 @@ def project(x: Tensor, *linears: Any) -> Tensor:
     if weight is None or weight.dtype != x.dtype:
         found = [F.linear(x, each) for each in weights]
         return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
-    out: Tensor = _Project.apply(x, weight, getattr(linears[0], "arithmetic", SAME), *weights)
+    arithmetic: Arithmetic = getattr(linears[0], "arithmetic", SAME)
+    out: Tensor = _Project.apply(x, weight, arithmetic if arithmetic.takes(weight) else SAME, *weights)
     return out
 
 

@@ -18,6 +18,7 @@ from echelon.parallel.axis import Axes, world_rank
 from echelon.parallel.first_values import first_values, move_buffers
 from echelon.parallel.flat import Flat
 from echelon.parallel.regions import Boundary
+from echelon.precision import fp8
 
 WORLD = "pp*replica*shard*cp*tp"
 AXES = ("replica", "shard", "dp", "tp", "shard*tp", "pp", "pp*dp", "pp*shard*tp", WORLD)
@@ -33,6 +34,8 @@ class Options:
     """the type of parameters and activations in forward and backward"""
     master: torch.dtype = torch.float32
     """the type of the optimizer's copy, and of gradients where they accumulate and are reduced"""
+    products: str = "same"
+    """how linear layers of the layers multiply: in the compute type, or in 8 bits (`fp8`, `fp8-row`)"""
     seed: int = 0
     reshard_after_forward: bool = True
     prefetch: int = 1
@@ -44,6 +47,8 @@ class Options:
     """of each link of the model's chain by its name, to balance them by; empty counts parameters"""
     slices: tuple[int, ...] = ()
     """lengths of TeraPipe's slices; empty chooses them"""
+    own_loop: bool = False
+    """the loop and the optimizer are the user's own (train/wrap.py)"""
     leave_out: str = ""
     """a collective left out on purpose (`dp:all_reduce`), to see that `verify` misses it"""
 
@@ -97,7 +102,12 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
         stages.prune(model, held.ranks[axes.at["pp"]])
     if layout.recompute == "full":
         recompute.apply(model, shard.layers(model), stream)
-    policy = shard.policy(layout, reshard_after_forward=options.reshard_after_forward, prefetch=options.prefetch)
+    policy = shard.policy(
+        layout,
+        reshard_after_forward=options.reshard_after_forward,
+        prefetch=options.prefetch,
+        own_loop=options.own_loop,
+    )
     units = shard.choose_units(model, options.units)
     placement = Placement(units=units_of(entries, units, policy.shards), at=axes.at)
     flat = Flat(

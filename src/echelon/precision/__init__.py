@@ -1,0 +1,1 @@
+"""In which types things are computed."""

@@ -1,0 +1,61 @@
+"""Casts to 8 bits: kernels against plain torch, and what is lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from echelon.kernels import cast, note
+from echelon.kernels.note import Note
+
+pytest.importorskip("triton")
+TYPES = [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", [(3, 16), (130, 70), (16, 200), (1, 1)])
+@pytest.mark.parametrize("by", ["tensor", "row"])
+def test_the_kernel_writes_both_ways(dtype: torch.dtype, shape: tuple[int, int], by: str) -> None:
+    from echelon.kernels.cast_gpu import narrow
+
+    # Values that 8 bits hold exactly: Triton's interpreter does not round to 8 bits as a GPU does.
+    torch.manual_seed(0)
+    x = torch.randint(-8, 9, shape).float()
+    one = torch.tensor(2.0)
+    rows = one if by == "tensor" else 2.0 ** torch.randint(-2, 3, (shape[0], 1))
+    columns = one if by == "tensor" else 2.0 ** torch.randint(-2, 3, (shape[1], 1))
+    plain, turned = narrow(x, dtype, rows, columns)
+    assert plain is not None
+    assert turned is not None
+    assert torch.equal(plain.float(), cast.narrow_plain(x, dtype, rows).float())
+    assert torch.equal(turned.float(), cast.narrow_plain(x.t(), dtype, columns).float())
+    only = narrow(x, dtype, None, columns)
+    assert only[0] is None
+    assert only[1] is not None
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (5, 37), (3, 5000)])
+def test_largest_of_rows(shape: tuple[int, int]) -> None:
+    from echelon.kernels.cast_gpu import largest_of_rows
+
+    x = torch.randn(shape)
+    assert torch.equal(largest_of_rows(x), x.abs().amax(1))
+
+
+def test_what_was_noted_is_not_computed_again() -> None:
+    x = torch.randn(3, 4)
+    told = torch.ones(3)
+    assert cast.largest_of_rows(note.write(x, Note(largest=told))) is told
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_the_largest_value_reaches_the_end_of_the_range_and_zeros_stay(dtype: torch.dtype) -> None:
+    x = torch.randn(4, 32)
+    inverse = cast.inverse_of(x.abs().max(), dtype)
+    found = cast.narrow_plain(x, dtype, inverse).float()
+    assert float(found.abs().max()) == torch.finfo(dtype).max
+    error = (found * inverse - x).abs() / x.abs()
+    assert float(error.median()) < (0.04 if dtype == torch.float8_e4m3fn else 0.08)
+    nothing = torch.zeros(4, 32)
+    found = cast.narrow_plain(nothing, dtype, cast.inverse_of(nothing.abs().max(), dtype)).float()
+    assert not found.any()
