@@ -17,10 +17,8 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from echelon.layout import Fault, FaultError, Layout, check, did_you_mean, grammar
 from echelon.layout.faults import closest
 from echelon.models import own, sizes
-from echelon.models.sizes import ModelConfig
-from echelon.pipeline.profile import Profile
 from echelon.pipeline.schedules import file_fault, of_layout
-from echelon.train import keys
+from echelon.train import keys, pipeline_faults
 from echelon.train.keys import Key, Only, Range, Setting
 
 ABOVE_ZERO = Range(low=0, low_open=True)
@@ -28,8 +26,6 @@ AT_LEAST_0 = Range(low=0)
 AT_LEAST_1 = Range(low=1)
 SHARE = Range(low=0, high=1)
 BELOW_ONE = Range(low=0, high=1, high_open=True)
-MEASURE = "measure"
-"""the `pipeline.profile` that is made before a run"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +56,8 @@ class OptimizerConfig:
     """Weight decay."""
     momentum: Annotated[float, BELOW_ONE, Only("name", ("sgd",))] = 0.0
     """Momentum of SGD."""
+    states: Annotated[Literal["float32", "bfloat16"], Only("name", ("adamw",))] = "float32"
+    """Type of the optimizer's moments; bfloat16 is rounded up or down by chance, so that small changes add up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,33 +365,5 @@ def _layout_faults(config: Config, world: int | None, refused: Set[str]) -> list
     if wrong := file_fault(layout, model.layers if model else 0):
         found.append(Fault(key="schedule", value=layout.schedule, rule=f"cannot be run: {wrong}"))
     elif config.pipeline.layers and layout.pp > 1 and model:
-        found += _stage_faults(config.pipeline.layers, of_layout(layout).stages, model)
-    return [*found, *_profile_faults(config.pipeline), *_slice_faults(config)]
-
-
-def _slice_faults(config: Config) -> Iterator[Fault]:
-    slices = config.pipeline.slices
-    if slices and sum(slices) != config.seq_len:
-        rule = f"does not make up a sequence (seq_len={config.seq_len})"
-        yield Fault(key="pipeline.slices", value=str(list(slices)), rule=rule, legal=f"a sum of {config.seq_len}")
-
-
-def _profile_faults(pipeline: PipelineConfig) -> Iterator[Fault]:
-    key, given = "pipeline.profile", pipeline.profile
-    if given and pipeline.layers:
-        yield Fault(key=key, value=given, rule="leaves nothing to choose beside pipeline.layers", hint="give one")
-    if given and given != MEASURE:
-        try:
-            Profile.from_json(Path(given).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, ValueError) as error:
-            yield Fault(key=key, value=given, rule=f"cannot be read ({error})", legal=f"{MEASURE}, or RUN/profile.json")
-
-
-def _stage_faults(layers: tuple[int, ...], stages: int, model: ModelConfig) -> Iterator[Fault]:
-    if len(layers) != stages or sum(layers) != model.layers:
-        yield Fault(
-            key="pipeline.layers",
-            value=str(list(layers)),
-            rule=f"does not give the {model.layers} layers of {model.name} to {stages} stages",
-            legal=f"{stages} numbers that sum to {model.layers}",
-        )
+        found += pipeline_faults.of_stages(config.pipeline.layers, of_layout(layout).stages, model)
+    return [*found, *pipeline_faults.of_profile(config.pipeline), *pipeline_faults.of_slices(config)]
