@@ -47,7 +47,8 @@ def whole(parallel: Parallel, kind: str = "grad") -> dict[str, Tensor]:
         entry = piece.entry
         local = torch.zeros(entry.local_numel, dtype=torch.float64)
         if piece.owner and parallel.placement.first_replica:
-            local[piece.start : piece.stop] = parallel.flat.view(getattr(unit, kind), piece)
+            values = unit.master.values() if kind == "master" else unit.grad
+            local[piece.start : piece.stop] = parallel.flat.view(values, piece)
         out = torch.zeros(entry.shape, dtype=torch.float64)
         real = tuple(slice(0, high - low) for low, high in piece.box)
         out[tuple(slice(low, high) for low, high in piece.box)] = local.view(entry.local_shape)[real]

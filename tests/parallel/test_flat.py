@@ -16,6 +16,7 @@ from echelon.launch.pool import Pool
 from echelon.layout import Layout
 from echelon.layout.placement import Piece
 from echelon.models import sizes
+from echelon.optim.rule import runs_of
 from echelon.proof.case import Case
 from echelon.train.config import OptimizerConfig
 from echelon.train.engine import Engine, Options
@@ -168,7 +169,7 @@ def train(kind: type[Net], layout: str, **choices: Any) -> Outcome:
     results = [engine.step(batch(step)) for step in range(STEPS)]
     parallel = engine.parallel
     own = [
-        (piece, parallel.flat.view(unit.master, piece).clone())
+        (piece, parallel.flat.view(unit.master.values(), piece).clone())
         for unit, piece in parallel.flat.pieces()
         if piece.owner and parallel.placement.first_replica
     ]
@@ -275,7 +276,7 @@ def test_units_inside_a_recomputed_layer_are_whole_when_backward_reads_them(pool
 def num_elements(kind: type[Net], layout: str) -> int:
     """On a rank: how many elements its optimizer updates."""
     engine = Engine(build(kind), layout, RULE, options=Options(compute=torch.float64, master=torch.float64))
-    return sum(run.numel() for run in engine.optimizer.runs)
+    return sum(run.size for run in runs_of(engine.parallel.flat))
 
 
 class Tiny(Net):

@@ -164,9 +164,11 @@ def test_without_resharding_a_microbatch_gathers_once() -> None:
 
 BYTES = {
     # 31 elements, 34 when padded to two shards, 17 a shard; two moments of 4 bytes
-    "dp=2": {"parameters": 62, "master": 124, "gradients": 124, "optimizer": 248},
-    "dp=2,zero=1": {"parameters": 68, "master": 68, "gradients": 136, "optimizer": 136},
-    "dp=2,zero=2": {"parameters": 68, "master": 68, "gradients": 68, "optimizer": 136},
+    "dp=1": {"parameters": 62, "master": 62, "gradients": 62, "optimizer": 248},
+    "dp=1,accumulate=2": {"parameters": 62, "master": 62, "gradients": 124, "optimizer": 248},
+    "dp=2": {"parameters": 62, "master": 62, "gradients": 124, "optimizer": 248},
+    "dp=2,zero=1": {"parameters": 68, "master": 34, "gradients": 136, "optimizer": 136},
+    "dp=2,zero=2": {"parameters": 68, "master": 34, "gradients": 68, "optimizer": 136},
     "dp=2,zero=3": {"parameters": 0, "master": 68, "gradients": 68, "optimizer": 136},
 }
 

@@ -49,7 +49,8 @@ def counted(text: str) -> tuple[dict[str, int], float, float]:
 
 
 @pytest.mark.parametrize(
-    "layout", ["dp=2,zero=0", "dp=2,zero=1,accumulate=2", "dp=2,zero=2,accumulate=3", "tp=2,sp=0", "tp=2,accumulate=2"]
+    "layout",
+    ["dp=2,zero=0", "dp=2,zero=1,accumulate=2", "dp=2,zero=2,accumulate=3", "tp=2,sp=0", "tp=2", "tp=2,accumulate=2"],
 )
 def test_states_and_messages_of_a_plan_are_those_of_a_run(pool: Pool, layout: str) -> None:
     held, over_dp, over_tp = pool.run(counted, 2, layout)[0]

@@ -37,7 +37,7 @@ def ones(name, layout):
     for unit in engine.parallel.flat.units:
         unit.grad.fill_(1.0)
     norm, largest = float(engine.norm()), float(engine.norm(math.inf))
-    engine.optimizer.step(0.0, clip_factor(float(engine.norm()), 0.5))
+    engine.optimizer.step(0.0, clip_factor(engine.norm(), 0.5), torch.tensor(True))
     clipped = whole(engine.parallel)
     return norm, largest, float(engine.norm()), {float(g) for grad in clipped.values() for g in grad.unique()}
 

@@ -64,8 +64,8 @@ def without_a_target(layout):
     for step in range(2):
         if step:
             result = engine.step(batch)
-        moments = [value for state in engine.optimizer.inner.state.values() for value in state.values()]
-        states.append([t.clone() for t in [*moments, *(unit.master for unit in engine.parallel.flat.units)]])
+        weights = [unit.master.values() for unit in engine.parallel.flat.units]
+        states.append([t.clone() for t in [*engine.optimizer.states(), *weights]])
     return result, len(states[0]), all(torch.equal(*pair) for pair in zip(*states, strict=True))
 
 

@@ -24,10 +24,10 @@ def after_ten_steps(layout):
     """(place on pp, first weights, last weights, elements counted, elements held) of the tied matrix on this rank."""
     engine = engine_of(SHAPE, layout, optimizer=OptimizerConfig(lr=1e-2), clip=1.0)
     held = [(u, p) for u, p in engine.parallel.flat.pieces() if p.entry.name == "embed.weight"]
-    before = [engine.parallel.flat.view(unit.master, piece).clone() for unit, piece in held]
+    before = [engine.parallel.flat.view(unit.master.values(), piece).clone() for unit, piece in held]
     for step in range(10):
         engine.step(batch_of(SHAPE, Layout.parse(layout).batch, seed=step))
-    after = [engine.parallel.flat.view(unit.master, piece).clone() for unit, piece in held]
+    after = [engine.parallel.flat.view(unit.master.values(), piece).clone() for unit, piece in held]
     counted = sum(
         stop - start
         for _, piece in held

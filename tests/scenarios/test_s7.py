@@ -21,7 +21,7 @@ def train(layout):
     for unit, piece in engine.parallel.flat.pieces():
         if piece.entry.shape[0] == VOCABULARY:
             real = piece.box[0][1] - piece.box[0][0]
-            for held in (unit.grad, unit.master):
+            for held in (unit.grad, unit.master.values()):
                 rows = engine.parallel.flat.view(held, piece).view(piece.entry.local_shape)
                 padding.append(rows[real:].abs().sum().item())
                 assert rows[:real].abs().sum() > 0

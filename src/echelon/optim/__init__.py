@@ -1,95 +1,31 @@
 """Update rules on flat shards.
 
 An elementwise rule (AdamW, SGD) does not care which parameter an element belongs to, so it runs on the few long runs
-of each unit's shard that share hyperparameters: torch's fused kernels, a handful of calls.
+of each unit's shard that share hyperparameters. Three ways to run one:
+
+    with_torch.py   torch's fused kernels, a handful of calls: masters in one tensor, on a CPU or in float64
+    adamw.py        AdamW in one pass: split masters, moments in bfloat16, and every GPU
+    sgd.py          SGD in plain torch: split masters, and every GPU
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
-import torch
-from torch import Tensor
-
+from echelon.optim.adamw import OnePassAdamW
+from echelon.optim.rule import MOMENTS, Rule, Update, build, moment_bytes, num_moments
+from echelon.optim.sgd import PlainSGD
+from echelon.optim.with_torch import WithTorch
 from echelon.parallel.flat import Flat
+from echelon.parallel.master import SplitMaster
 
-MOMENTS = {"adamw": 2, "sgd": 1}
-"""optimizer values per element; SGD without momentum keeps none"""
-
-
-class Rule(Protocol):
-    """What an update rule is made from; `OptimizerConfig` is one."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def lr(self) -> float: ...
-    @property
-    def betas(self) -> tuple[float, float]: ...
-    @property
-    def eps(self) -> float: ...
-    @property
-    def weight_decay(self) -> float: ...
-    @property
-    def momentum(self) -> float: ...
+__all__ = ["MOMENTS", "Rule", "Update", "build", "moment_bytes", "num_moments", "sharded"]
 
 
-def build(
-    rule: Rule, decayed: Sequence[Tensor], plain: Sequence[Tensor], *, fused: bool = True
-) -> torch.optim.Optimizer:
-    """torch's optimizer for a rule, with weight decay on the first tensors only."""
-    groups = [
-        {"params": list(tensors), "weight_decay": decay}
-        for tensors, decay in ((decayed, rule.weight_decay), (plain, 0.0))
-        if tensors
-    ]
-    if rule.name == "adamw":
-        return torch.optim.AdamW(groups, lr=rule.lr, betas=rule.betas, eps=rule.eps, fused=fused)
-    if rule.name == "sgd":
-        return torch.optim.SGD(groups, lr=rule.lr, momentum=rule.momentum, fused=fused)
-    raise ValueError(f"there is no optimizer of this name (optimizer.name={rule.name}); use adamw or sgd")
-
-
-def num_moments(rule: Rule) -> int:
-    return 0 if rule.name == "sgd" and rule.momentum == 0 else MOMENTS[rule.name]
-
-
-class ShardedOptimizer:
-    """An elementwise rule over all units' shards of one rank."""
-
-    def __init__(self, flat: Flat, rule: Rule):
-        self.runs: list[Tensor] = []
-        kinds: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for unit in flat.units:
-            shard = flat.placement.at["shard"] if unit.unit.shards > 1 else 0
-            for kind, (start, stop) in zip(kinds, unit.unit.decay_ranges(shard), strict=True):
-                if start < stop:
-                    run = unit.master[start:stop]
-                    run.grad = unit.grad[start:stop]
-                    kind.append(run)
-                    self.runs.append(run)
-        # A rank may hold no element at all (fewer elements than ranks); it still takes part in every collective.
-        self.inner = build(rule, *kinds) if self.runs else None
-
-    @torch.no_grad()
-    def step(self, lr: float, scale: float) -> None:
-        """One update with gradients times `scale`; they are left so in their buffers."""
-        if self.inner is None:
-            return
-        for run in self.runs if scale != 1.0 else ():
-            assert run.grad is not None
-            run.grad.mul_(scale)
-        for group in self.inner.param_groups:
-            group["lr"] = lr
-        self.inner.step()
-
-    def state_bytes(self) -> int:
-        """Bytes of moments on this rank, measured."""
-        state = {} if self.inner is None else self.inner.state
-        return sum(
-            t.numel() * t.element_size()
-            for values in state.values()
-            for t in values.values()
-            if torch.is_tensor(t) and t.dim()
-        )
+def sharded(flat: Flat, rule: Rule) -> Update:
+    """The update of all units' shards of one rank."""
+    split = any(isinstance(unit.master, SplitMaster) for unit in flat.units)
+    on_a_gpu = all(unit.full.is_cuda and unit.full.element_size() <= 4 for unit in flat.units)
+    if rule.name == "adamw" and (split or on_a_gpu or rule.states == "bfloat16"):
+        return OnePassAdamW(flat, rule)
+    if rule.name == "sgd" and (split or on_a_gpu):
+        return PlainSGD(flat, rule)
+    return WithTorch(flat, rule)

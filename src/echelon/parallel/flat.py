@@ -8,7 +8,6 @@ that some rank did not use cannot make ranks wait for different collectives. Wha
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.layout.placement import Entry, Piece, Placement
+from echelon.layout.placement import Piece, Placement
 from echelon.parallel.axis import Axis
 from echelon.parallel.flat_unit import FlatUnit
+from echelon.parallel.home import Home, home_of
 from echelon.parallel.shard import Policy, layers
 
 
@@ -54,12 +54,12 @@ class Flat:
         self._last = True
         self._waiting: deque[FlatUnit] = deque()
         self._launched: list[FlatUnit] = []
+        self.on_gradient: Callable[[], None] = _nothing
+        """called whenever a gradient has arrived"""
         self._modules = dict(model.named_modules())
         for unit in self.units:
             self.put(unit)
-        self._homes: dict[int, tuple[FlatUnit, Entry]] = {}
-        """where a parameter's gradient goes, by the parameter's id"""
-        if policy.shards > 1 or not policy.shares_storage(same_type=compute == master):
+        if policy.shards > 1 or not all(unit.master.in_place for unit in self.units):
             self._hook_model()
             for unit in self.units:
                 if not unit.unit.kept:
@@ -70,7 +70,7 @@ class Flat:
         self._put(unit, unit.parameters)
         for entry in unit.unit.entries:
             if entry.trainable:
-                unit.parameters[entry.name].register_post_accumulate_grad_hook(self._on_gradient(unit, entry))
+                Home(self, unit, entry).of(unit.parameters[entry.name])
 
     def put_parameters(self, parameters: Sequence[Mapping[str, nn.Parameter]]) -> None:
         """The same with other parameters that units had before, which bring their hooks."""
@@ -80,8 +80,8 @@ class Flat:
     def _put(self, unit: FlatUnit, parameters: Mapping[str, nn.Parameter]) -> None:
         for entry in unit.unit.entries:
             for name in entry.names:
-                home, _, attribute = name.rpartition(".")
-                self._modules[home].register_parameter(attribute, parameters[entry.name])
+                module, _, attribute = name.rpartition(".")
+                self._modules[module].register_parameter(attribute, parameters[entry.name])
 
     def fill(self, values: Callable[[Piece], Tensor]) -> None:
         """Sets every shard from a function that gives a piece's values."""
@@ -90,7 +90,7 @@ class Flat:
                 for entry in unit.unit.entries:
                     piece = self.placement.piece(unit.unit, entry)
                     if piece.start < piece.stop:
-                        self.view(unit.master, piece).copy_(values(piece))
+                        unit.master.set(piece.shard_offset, values(piece))
                 unit.updated()
 
     @staticmethod
@@ -130,6 +130,10 @@ class Flat:
         for unit in self.units:
             unit.updated()
 
+    def free_gradients(self) -> None:
+        for unit in self.units:
+            unit.free_gradients()
+
     @contextmanager
     def outside_gathered(self) -> Iterator[None]:
         """All but the layers whole, for calls of the model's methods other than its forward, which no hook sees."""
@@ -159,31 +163,12 @@ class Flat:
                 self._launched[-1].settle(last=self._last)  # one behind: its transfer had a unit's compute to hide in
             self._launched.append(unit)
 
-    def _on_gradient(self, unit: FlatUnit, entry: Entry) -> Callable[[Tensor], None]:
-        # Weak: Python's collector does not see that a parameter holds its hooks, so a hook that held the unit, which
-        # holds the parameter, would keep the whole model and its process groups for ever.
-        weak_flat, weak_unit = weakref.ref(self), weakref.ref(unit)
-
-        def hook(parameter: Tensor) -> None:
-            flat, unit = weak_flat(), weak_unit()
-            if parameter.grad is None or flat is None or unit is None:
-                return  # a function of the user's may give a parameter no gradient
-            gradient, parameter.grad = parameter.grad, None
-            if unit.arrive(entry, gradient):
-                flat._complete(unit)
-
-        return hook
-
     @torch.no_grad()
     def deliver(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
         """A parameter's gradient, left x right, that was put off: into its place without a backward pass."""
-        if id(parameter) not in self._homes:
-            self._homes = {id(unit.parameters[e.name]): (unit, e) for unit in self.units for e in unit.unit.entries}
-        unit, entry = self._homes[id(parameter)]
-        if unit.arrive_product(entry, left, right):
-            self._complete(unit)
+        home_of(parameter).deliver(left, right)
 
-    def _complete(self, unit: FlatUnit) -> None:
+    def complete(self, unit: FlatUnit) -> None:
         """All gradients of a unit are there."""
         # Where something is frozen, backward may still have to pass through it.
         if unit.all_trainable and not (self.pipelined and unit.unit.kept):
@@ -235,6 +220,10 @@ class Flat:
 
         module.register_forward_pre_hook(before_forward)
         module.register_forward_hook(after_forward)
+
+
+def _nothing() -> None:
+    """Nobody asked to be told."""
 
 
 def _used(unit: FlatUnit, names: Sequence[str]) -> bool:

@@ -3,22 +3,31 @@
 [Note: nothing is copied]
 
     full       [shards * S]  compute type. The modules' parameters are views of it; all-gather writes straight into it.
-    master     [S]           the optimizer's shard. Where the types agree and `full` stays, it *is* a slice of `full`.
+    master     [S]           the optimizer's shard (master.py): where `full` stays, its own slice of it is a part of it.
     gradients  [shards * S]  each arriving gradient is written (first) or added (later) into its place, cast on the way.
     grad       [S]           the reduced shard: a slice of `gradients`, or under zero 2 and 3 a buffer of its own.
 
 Views of `full.data`, not of `full`, are what modules hold: `.data` has its own version counter, so refilling the
 buffer does not look to autograd like a change of tensors it saved. The storage object survives being freed, so saved
 weights are whole again in backward.
+
+[Note: lazy gradients]
+
+When backward begins, every activation is there and no gradient; when it ends, it is the other way round. So on a GPU,
+whose memory is short and quickly had, a unit's gradients are made room for when the first of a step arrives, and are
+freed when the optimizer has used them. On a CPU fresh memory costs a fault for every page, so there they stay.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from echelon.layout.placement import Entry, Unit
 from echelon.parallel.axis import Axis, Done, Pending
+from echelon.parallel.master import Master, master_of
 from echelon.parallel.shard import Policy
 
 
@@ -40,31 +49,38 @@ class FlatUnit:
         size = unit.shard_numel
         self._own = slice(shard.index * size, (shard.index + 1) * size) if policy.shards > 1 else slice(0, size)
         self.full = torch.zeros(unit.shards * size, dtype=compute, device=device)
-        self.shares_storage = policy.shares_storage(same_type=compute == master)
-        self.master = self.full[self._own] if self.shares_storage else torch.zeros(size, dtype=master, device=device)
+        split = compute == torch.bfloat16 and policy.splits_master(
+            compute_bytes=compute.itemsize, master_bytes=master.itemsize
+        )
+        self.master: Master = master_of(self.full[self._own], master, split=split, in_place=policy.stays)
         self.parameters = {entry.name: self._view(entry) for entry in unit.entries}
+        self.version = 0
+        """grows whenever the parameters' values change"""
         self._nbytes = self.full.untyped_storage().nbytes()
         self.whole = False
         self._gathering: Pending | None = None
         if policy.free_parameters:
             self.full.untyped_storage().resize_(0)
 
+        self.gradient_type = compute if policy.gradients_are_final(unit) else master
+        self.lazy = device.type == "cuda"
+        """gradients have memory only from the first of a step to `free_gradients`: see the note at the top"""
         self.gradients: Tensor | None = None
-        self.grad = torch.zeros(size if policy.scatter_every_microbatch else 0, dtype=master, device=device)
-        if not policy.scatter_every_microbatch:
-            self.gradients = torch.zeros(self.full.shape, dtype=master, device=device)
-            self.grad = self.gradients[self._own]
+        self._grad: Tensor | None = None
         self.scale = 1.0
         """what arriving gradients are multiplied by"""
         self._written: set[str] = set()
-        self._places: dict[str, Tensor] = {}
+        self._places: dict[tuple[str, ...], Tensor] = {}
         self._arrived = 0
         self._expected = sum(entry.trainable for entry in unit.entries)
+        self._trainable = sum(entry.local_numel for entry in unit.entries if entry.trainable)
         self.all_trainable = self._expected == len(unit.entries)
         self._scattered_before = False
         self._incoming: Tensor | None = None
         self._sending: Tensor | None = None
         self._reducing: Pending = Done()
+        if not self.lazy:
+            self.grad.zero_()
 
     def _view(self, entry: Entry) -> nn.Parameter:
         offset = self.unit.offsets[entry.name]
@@ -79,9 +95,13 @@ class FlatUnit:
         if self.policy.free_parameters:
             self.full.untyped_storage().resize_(self._nbytes)
         own = self.full[self._own]
-        if not self.shares_storage:
-            own.copy_(self.master)
-        self._gathering = self.shard.start_all_gather(self.full, own) if self.policy.shards > 1 else Done()
+        part = self.master.part(own)
+        if self.policy.shards > 1:
+            self._gathering = self.shard.start_all_gather(self.full, part)
+            return
+        if part.data_ptr() != own.data_ptr():
+            own.copy_(part)
+        self._gathering = Done()
 
     def gather(self) -> None:
         self.start_gather()
@@ -100,21 +120,53 @@ class FlatUnit:
             self.gather()
 
     def fork(self) -> None:
-        """New buffers for the parameters; what was is left to whoever holds it. The master is a copy of its own."""
-        assert not self.shares_storage
+        """New buffers for the parameters; what was is left to whoever holds it. The master is a shard of its own."""
+        assert not self.master.in_place
         self.full = torch.empty_like(self.full)
         self.parameters = {entry.name: self._view(entry) for entry in self.unit.entries}
         self.whole = False
+        self.version += 1
 
     def updated(self) -> None:
         """The optimizer changed the shard: what others hold of it is old."""
         self._catch_up()
-        if self.shares_storage and self.policy.shards == 1:
+        self.version += 1
+        if self.master.in_place and self.policy.shards == 1:
             self.whole = True
         elif not self.policy.free_parameters:
             self.whole = False
 
     # -- gradients ----------------------------------------------------------------------------------------------------
+
+    @property
+    def grad(self) -> Tensor:
+        """The reduced shard, as it is now: ask again after every step. Zero where no gradient came."""
+        if self._grad is not None:
+            return self._grad
+        fresh = self.gradients is None or self.policy.scatter_every_microbatch
+        grad = self._grad_buffer()
+        return grad.zero_() if fresh else grad
+
+    def _grad_buffer(self) -> Tensor:
+        if self._grad is None:
+            if self.policy.scatter_every_microbatch:
+                size, device = self.unit.shard_numel, self.full.device
+                self._grad = torch.empty(size, dtype=self.gradient_type, device=device)
+            else:
+                self._grad = self._gradient_buffer()[self._own]
+        return self._grad
+
+    def _gradient_buffer(self) -> Tensor:
+        if self.gradients is None:
+            self.gradients = torch.empty(self.full.shape, dtype=self.gradient_type, device=self.full.device)
+            self.gradients[self._trainable :].zero_()  # what is frozen, and padding: nothing else will write there
+        return self.gradients
+
+    def free_gradients(self) -> None:
+        """The optimizer has used them."""
+        if self.lazy:
+            self.gradients = self._grad = None
+            self._places.clear()
 
     def begin_step(self) -> None:
         self._written.clear()
@@ -123,35 +175,56 @@ class FlatUnit:
     def begin_microbatch(self) -> None:
         self._arrived = 0
 
-    def arrive(self, entry: Entry, gradient: Tensor) -> bool:
-        """Puts one parameter's gradient into its place; true when it was the last of the unit."""
-        place = self._place(entry)
+    def arrive(self, entry: Entry, gradient: Tensor) -> None:
+        """Puts one parameter's gradient into its place."""
+        place = self._place((entry,))
         if entry.name in self._written:
             place.add_(gradient, alpha=self.scale)
         elif self.scale == 1.0:
             place.copy_(gradient)
         else:
             place.copy_(gradient).mul_(self.scale)
-        return self._note(entry)
+        self._written.add(entry.name)
 
-    def arrive_product(self, entry: Entry, left: Tensor, right: Tensor) -> bool:
+    def arrive_product(self, entry: Entry, left: Tensor, right: Tensor) -> None:
         """The same for a matrix that is left x right: where types agree the product is made in its place."""
-        place = self._place(entry)
+        place = self._place((entry,))
         if place.dtype != left.dtype:
-            return self.arrive(entry, left @ right)
+            self.arrive(entry, left @ right)
+            return
         torch.addmm(place, left, right, beta=float(entry.name in self._written), alpha=self.scale, out=place)
-        return self._note(entry)
+        self._written.add(entry.name)
 
-    def _place(self, entry: Entry) -> Tensor:
-        place = self._places.get(entry.name)
+    def place_to_write(self, entries: Sequence[Entry]) -> Tensor | None:
+        """Where the gradients of matrices are to be written, one below the other: they count as written.
+
+        None where that is not all there is to do: they do not lie side by side, some gradient of theirs is there
+        already, or it must be cast or multiplied.
+        """
+        if self.scale != 1.0 or self.gradient_type != self.full.dtype:
+            return None
+        end, width = self.unit.offsets[entries[0].name], entries[0].local_shape[1:]
+        for entry in entries:
+            aside = self.unit.offsets[entry.name] != end or entry.local_shape[1:] != width
+            if aside or entry.name in self._written:
+                return None
+            end += entry.local_numel
+        self._written.update(entry.name for entry in entries)
+        return self._place(entries)
+
+    def _place(self, entries: Sequence[Entry]) -> Tensor:
+        """The rows of entries that lie side by side."""
+        key = tuple(entry.name for entry in entries)
+        place = self._places.get(key)
         if place is None:
-            offset = self.unit.offsets[entry.name]
-            place = self._gradient_buffer()[offset : offset + entry.local_numel].view(entry.local_shape)
-            self._places[entry.name] = place
+            offset = self.unit.offsets[key[0]]
+            buffer = self._gradient_buffer()[offset : offset + sum(entry.local_numel for entry in entries)]
+            place = buffer.view(entries[0].local_shape if len(entries) == 1 else (-1, *entries[0].local_shape[1:]))
+            self._places[key] = place
         return place
 
-    def _note(self, entry: Entry) -> bool:
-        self._written.add(entry.name)
+    def note(self) -> bool:
+        """A parameter's gradients of this microbatch are all there; true when it was the last parameter."""
         self._arrived += 1
         return self.complete
 
@@ -159,22 +232,15 @@ class FlatUnit:
     def complete(self) -> bool:
         return self._arrived == self._expected
 
-    def _gradient_buffer(self) -> Tensor:
-        if self.gradients is None:
-            self.gradients = torch.empty(
-                self.unit.shards * self.unit.shard_numel, dtype=self.grad.dtype, device=self.full.device
-            )
-            self.gradients[self.unit.numel :].zero_()
-        return self.gradients
-
     def start_reduce(self) -> None:
         gradients = self._gradient_buffer()
-        for entry in self.unit.entries:
-            if entry.name not in self._written:
-                offset = self.unit.offsets[entry.name]
-                gradients[offset : offset + entry.local_numel].zero_()
+        if len(self._written) < self._expected:
+            for entry in self.unit.entries:
+                if entry.trainable and entry.name not in self._written:
+                    self._place((entry,)).zero_()
+        grad = self._grad_buffer()
         if self.policy.scatter_every_microbatch:
-            self._incoming = torch.empty_like(self.grad) if self._scattered_before else self.grad
+            self._incoming = torch.empty_like(grad) if self._scattered_before else grad
             self._scattered_before = True
             self._reducing = self.shard.start_reduce_scatter(self._incoming, gradients)
             # Gradients that arrive while these are on their way go into a buffer of their own.
@@ -182,9 +248,9 @@ class FlatUnit:
             self._places.clear()
             self._written.clear()
         elif self.policy.shards > 1:
-            self._reducing = self.shard.start_reduce_scatter(self.grad, gradients)
+            self._reducing = self.shard.start_reduce_scatter(grad, gradients)
         else:
-            self._reducing = self.replica.start_all_reduce(self.grad)
+            self._reducing = self.replica.start_all_reduce(grad)
 
     def settle(self, *, last: bool) -> None:
         """Takes the scattered sum in; in the step's last microbatch the replicas' sum starts."""
@@ -192,7 +258,7 @@ class FlatUnit:
             return
         self._reducing.wait()
         self._reducing = Done()
-        if self._incoming is not None and self._incoming is not self.grad:
+        if self._incoming is not None and self._incoming is not self._grad:
             self.grad.add_(self._incoming)
         self._incoming = self._sending = None
         if last:

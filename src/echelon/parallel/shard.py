@@ -48,10 +48,23 @@ class Policy:
 
     versions: bool = False
     """updates come while older versions of the parameters are in use (asynchronous schedules)"""
+    sums_gradients: bool = True
+    """a gradient is added up before it is used: over microbatches, over ranks, or by the user's own loop"""
+    own_loop: bool = False
+    """the loop and the optimizer are the user's: they are given master values and gradients of one type"""
 
-    def shares_storage(self, *, same_type: bool) -> bool:
-        """The optimizer's shard is a slice of the parameters themselves: of its type, and never moved."""
-        return same_type and not self.free_parameters and not self.versions
+    @property
+    def stays(self) -> bool:
+        """A rank's own slice of the parameters lies where it is from step to step, for the optimizer to change."""
+        return not self.free_parameters and not self.versions
+
+    def splits_master(self, *, compute_bytes: int, master_bytes: int) -> bool:
+        """Master values are kept as bfloat16 and the rest of their bits (master.py)."""
+        return (compute_bytes, master_bytes) == (2, 4) and not self.own_loop
+
+    def gradients_are_final(self, unit: Unit) -> bool:
+        """Each gradient of a unit comes once a step, as it is used: nothing is gained by a longer type than its own."""
+        return not self.sums_gradients and not any(entry.sum_over for entry in unit.entries)
 
     @property
     def settle_early(self) -> bool:
@@ -59,7 +72,7 @@ class Policy:
         return self.shards > 1 and (self.scatter_every_microbatch or self.replicas > 1)
 
 
-def policy(layout: Layout, *, reshard_after_forward: bool = True, prefetch: int = 1) -> Policy:
+def policy(layout: Layout, *, reshard_after_forward: bool = True, prefetch: int = 1, own_loop: bool = False) -> Policy:
     return Policy(
         shards=layout.shards,
         replicas=layout.dp // layout.shards,
@@ -68,6 +81,8 @@ def policy(layout: Layout, *, reshard_after_forward: bool = True, prefetch: int 
         reshard_after_forward=reshard_after_forward,
         prefetch=prefetch,
         versions=layout.pp > 1 and layout.schedule in ASYNCHRONOUS,
+        sums_gradients=layout.dp * layout.cp * layout.pp * layout.accumulate > 1 or own_loop,
+        own_loop=own_loop,
     )
 
 
@@ -172,22 +187,36 @@ def collectives(
 
 
 def state_bytes(
-    units: Sequence[Unit], plan: Policy, *, compute_bytes: int, master_bytes: int, moments: int, versions: int = 1
+    units: Sequence[Unit],
+    plan: Policy,
+    *,
+    compute_bytes: int,
+    master_bytes: int,
+    moments: int,
+    moment_bytes: int = 0,
+    reduce_bytes: int = 0,
+    versions: int = 1,
 ) -> dict[str, int]:
     """Bytes a rank holds between steps, by category; `moments` is the number of optimizer values per element.
 
-    An asynchronous pipeline holds several `versions` of its parameters at once, the newest among them. Where compute
-    and master are the same type no second copy is kept: the shard is a slice of the whole.
+    Moments, and gradients that are added up, are of the master's size where none is given. An asynchronous pipeline
+    holds several `versions` of its parameters at once, the newest among them. No value is kept twice: a master of the
+    compute type is a slice of the whole, and float32 beside bfloat16 (four bytes beside two) keeps what bfloat16 left
+    out. Where gradients are lazy (flat_unit.py) theirs are not between steps, but at the end of backward.
     """
     whole = sum(unit.shards * unit.shard_numel for unit in units)
     part = sum(unit.shard_numel for unit in units)
     trainable = part if all(e.trainable for u in units for e in u.entries) else _trainable(units)
-    shared = plan.shares_storage(same_type=compute_bytes == master_bytes)
+    beside = compute_bytes == master_bytes or plan.splits_master(compute_bytes=compute_bytes, master_bytes=master_bytes)
+    gradients = 0
+    for unit in units:
+        held = unit.shard_numel * (1 if plan.scatter_every_microbatch else unit.shards)
+        gradients += held * (compute_bytes if plan.gradients_are_final(unit) else reduce_bytes or master_bytes)
     return {
         "parameters": 0 if plan.free_parameters else whole * compute_bytes,
-        "master": 0 if shared else part * master_bytes,
-        "gradients": (part if plan.scatter_every_microbatch else whole) * master_bytes,
-        "optimizer": moments * trainable * master_bytes,
+        "master": part * (master_bytes - compute_bytes if beside and plan.stays else master_bytes),
+        "gradients": gradients,
+        "optimizer": moments * trainable * (moment_bytes or master_bytes),
         "versions": (versions - 1) * whole * compute_bytes,
     }
 

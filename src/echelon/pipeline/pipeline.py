@@ -113,7 +113,7 @@ class Pipeline:
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
-    def train(self, works: Sequence[Work], seed: float) -> Tensor:
+    def train(self, works: Sequence[Work], seed: float | Tensor) -> Tensor:
         """(sum of losses, number of valid targets) of this rank; gradients of the sum times `seed` are reduced."""
         return self.runtime.train(works, seed)
 

@@ -87,7 +87,8 @@ class Runtime:
         self._asked: dict[tuple[int, int, int], tuple[int, Arriving]] = {}
         self._forms: dict[tuple[int, int], Form] = {}
         self._last_backward: dict[int, int] = {}
-        self._seed = 1.0
+        self._seed: float | Tensor = 1.0
+        """what backward starts from; as a tensor it is not known to the host"""
         self._end: Callable[..., Tensor] | None = None
         """what runs instead of the last link"""
         self._logits: Tensor | None = None
@@ -95,7 +96,7 @@ class Runtime:
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
-    def train(self, works: Sequence[Work], seed: float) -> Tensor:
+    def train(self, works: Sequence[Work], seed: float | Tensor) -> Tensor:
         """Every action of the schedule but the updates: those of a step need the norm over all stages, so whoever holds
         the optimizer makes them together at the end. (sum of losses, number of targets) of this rank.
         """
@@ -219,7 +220,7 @@ class Runtime:
         self.units.begin_backward(part)
         outputs = [tensor for tensor in passed.outputs if tensor.requires_grad]
         if stage == self.schedule.stages - 1:
-            gradients: Sequence[Tensor] = [torch.full_like(tensor, self._seed) for tensor in outputs]
+            gradients: Sequence[Tensor] = [_like(tensor, self._seed) for tensor in outputs]
         else:
             gradients = self._take(stage, m, BACKWARD)
         outputs, gradients = self._roots(m, outputs, gradients)
@@ -312,6 +313,12 @@ class Runtime:
             for tensor, differentiable in zip(arriving.tensors, arriving.form.differentiable, strict=True):
                 tensor.requires_grad_(differentiable)
         return arriving.tensors
+
+
+def _like(tensor: Tensor, value: float | Tensor) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.to(tensor.dtype).expand_as(tensor)
+    return torch.full_like(tensor, value)
 
 
 def _cut(tensor: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ class SliceRuntime(Runtime):
             self.schedule = lower(replace(made, note=f"slices of {', '.join(map(str, self.parts(length)))} tokens"))
         return self.schedule
 
-    def train(self, works: Sequence[Work], seed: float) -> Tensor:
+    def train(self, works: Sequence[Work], seed: float | Tensor) -> Tensor:
         length = length_of(works)
         self.scheduled(length)
         found = super().train([part for work in works for part in sliced(work, self.parts(length))], seed)

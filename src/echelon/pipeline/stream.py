@@ -47,6 +47,7 @@ class StreamRuntime(Runtime):
         self.update: Update = _no_update
         self.per_update = per_update
         self.is_last = self.mine == (schedule.stages - 1,)
+        self._seed: float = 1.0
         self._begin()
 
     def _begin(self) -> None:

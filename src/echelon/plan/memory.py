@@ -79,6 +79,8 @@ def states(case: Case, stage: int) -> dict[str, int]:
     """What lies on a rank between steps, by shard.py's own function."""
     layout = case.layout
     policy = shard.policy(layout)
+    if layout.tp > 1 and layout.sp:  # norms have a part of their gradients on each rank of tp (sequence.py)
+        policy = replace(policy, sums_gradients=True)
     found: dict[str, float] = {}
     for unit, n in units_of(case, stage):
         held = shard.state_bytes(
@@ -87,11 +89,11 @@ def states(case: Case, stage: int) -> dict[str, int]:
             compute_bytes=case.element_bytes,
             master_bytes=MASTER_BYTES,
             moments=2,
+            reduce_bytes=case.reduce_bytes,
             versions=_versions(case, stage),
         )
         for name, size in held.items():
             found[name] = found.get(name, 0) + n * size
-    found["gradients"] *= case.reduce_bytes / MASTER_BYTES  # shard.py's own are of the master's type
     return {name: int(size) for name, size in found.items()}
 
 

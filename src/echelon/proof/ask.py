@@ -48,7 +48,9 @@ class Request:
         with gathered(faults):
             case = make_case(self.model or (config.model if config else "llama-tiny"))
         if config:
-            case = replace(case, optimizer=config.optimizer, clip=config.clip)
+            # In float64 throughout, moments too: those of a shorter type are rounded by chance.
+            rule = replace(config.optimizer, states="float32")
+            case = replace(case, optimizer=rule, clip=config.clip)
             if isinstance(case.model, ModelConfig):
                 case = replace(case, model=sizes.changed(case.model, dropout=config.dropout, tied=config.tied))
         found: list[Layout] = []

@@ -59,7 +59,7 @@ def run_and_compare(case: Case, layout_text: str, leave_out: str, truth: Path) -
             found += _pieces(case.steps - 1, engine, record, "parameter")
         for step in range(0 if asynchronous else case.steps):
             result = engine.step(case.batch(step, layout.batch))
-            clipped = clip_factor(result.norm, case.clip)
+            clipped = float(clip_factor(torch.tensor(result.norm, dtype=torch.float64), case.clip))
             found += _scalars(step, result, record, ("loss", "norm"))
             # By its own norm: whether that is right is asked apart.
             found += _pieces(step, engine, record, "gradient", scale=1.0 / clipped)
@@ -82,7 +82,8 @@ def _pieces(step: int, engine: Engine, record: safe_open, kind: str, scale: floa
     found = []
     for unit, piece in engine.parallel.flat.pieces():
         if kind == "parameter" or piece.entry.trainable:
-            held = engine.parallel.flat.view(unit.master if kind == "parameter" else unit.grad, piece) * scale
+            values = unit.master.values() if kind == "parameter" else unit.grad
+            held = engine.parallel.flat.view(values, piece) * scale
             whole = record.get_tensor(f"{step}/{kind}/{piece.entry.name}")
             found.append(Difference(step, kind, piece.entry.name, error(held, expected(whole, piece), whole)))
     return found

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from echelon.layout import Layout
 from echelon.models.sizes import ModelConfig
-from echelon.optim import num_moments
+from echelon.optim import moment_bytes, num_moments
 from echelon.parallel import shard, tensor
+from echelon.parallel.master import SplitMaster
 from echelon.pipeline.pipeline import Pipeline
 from echelon.train.config import Config
 from echelon.train.display import Derived, size
@@ -17,7 +18,7 @@ from echelon.train.metrics import Peak
 
 def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterator[Derived]:
     layout, parallel, options = engine.layout, engine.parallel, engine.parallel.options
-    compute, master = name(options.compute), name(options.master)
+    compute = name(options.compute)
     units = parallel.placement.units
     stages = f" x pp={layout.pp}" if layout.pp > 1 else ""
     yield "layout", str(layout), f"{layout.world} rank(s): dp={layout.dp} x tp={layout.tp}{stages}"
@@ -30,9 +31,11 @@ def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterato
     )
     yield (
         "types",
-        f"compute {compute}, master {master}, gradients {master}",
-        "gradients accumulate and are reduced in the master's type",
+        f"compute {compute}, master {_master(engine)}, gradients {_gradients(engine)}",
+        _why_gradients(engine),
     )
+    if engine.rule.states != "float32":
+        yield "moments", engine.rule.states, "rounded up or down by chance, so that small changes add up"
     if layout.dp > 1:
         yield "reduction", _reduction(layout), "then divided once by the number of valid targets of the whole step"
     padding = sum(unit.shards * unit.shard_numel - unit.numel for unit in units)
@@ -45,6 +48,7 @@ def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterato
         compute_bytes=options.compute.itemsize,
         master_bytes=options.master.itemsize,
         moments=num_moments(engine.rule),
+        moment_bytes=moment_bytes(engine.rule, options.master),
         versions=engine.pipeline.versions if engine.pipeline is not None else 1,
     )
     shares = ", ".join(f"{key} {size(value)}" for key, value in held.items() if value)
@@ -55,6 +59,24 @@ def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterato
     yield "time-out", f"{config.timeout:g} s", "a rank that waits longer ends the run"
     yield "threads", str(threads), "per rank"
     yield "peak", f"{peak.flops / 1e12:.3g} TFLOP/s per device", peak.why
+
+
+def _master(engine: Engine) -> str:
+    found = name(engine.parallel.options.master)
+    split = isinstance(engine.parallel.flat.units[0].master, SplitMaster)
+    return f"{found} (in two halves, of which the upper one is the compute value)" if split else found
+
+
+def _gradients(engine: Engine) -> str:
+    return " and ".join(sorted({name(unit.gradient_type) for unit in engine.parallel.flat.units}))
+
+
+def _why_gradients(engine: Engine) -> str:
+    if engine.parallel.options.compute == engine.parallel.options.master:
+        return "one type for everything"
+    if any(unit.gradient_type == engine.parallel.options.master for unit in engine.parallel.flat.units):
+        return "gradients accumulate and are reduced in the master's type"
+    return "one microbatch on one rank: a gradient is never added to, so a longer type would hold the same"
 
 
 def _pipeline(pipeline: Pipeline, seq_len: int) -> Iterator[Derived]:

@@ -9,11 +9,17 @@ A step's number of valid targets is known when its last microbatch is through, a
 before. So backward starts from 1 / (the last step's number) instead of 1, and what is left to multiply all gradients by
 is last / this, times clipping: exactly 1, and no pass over the gradients, where the number is the same and clipping
 does not bind.
+
+[Note: nobody waits for the device]
+
+The number, the norm, and whether there was a target at all stay on the device, as tensors, and so do the backward seed
+and the optimizer's factor that follow from them. The host only ever queues work, so it can be a step ahead of a GPU.
+What a step did is read when somebody asks its `StepResult`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,16 +30,19 @@ from torch import Tensor, nn
 
 from echelon.layout import Layout, check
 from echelon.layout.cost import Collective
+from echelon.layout.placement import Piece
 from echelon.models.head import loss_pair
 from echelon.models.sizes import ModelConfig
-from echelon.optim import Rule, ShardedOptimizer
+from echelon.optim import Rule, sharded
 from echelon.parallel import batchnorm, shard, tensor
 from echelon.parallel.apply import Options, Parallel, apply
 from echelon.parallel.axis import Axis, sum_together, world_size
 from echelon.parallel.flat import explained
+from echelon.parallel.flat_unit import FlatUnit
 from echelon.pipeline.pipeline import Pipeline
 from echelon.pipeline.runtime import Work
 from echelon.train.config import OptimizerConfig
+from echelon.train.later import later, sent
 from echelon.train.norm import GradientNorm, clip_factor
 
 Batch = Mapping[str, Tensor]
@@ -43,7 +52,7 @@ Batch = Mapping[str, Tensor]
 class StepResult:
     """What a step did, equal on every rank. Reading it may wait for ranks that are not through with the step yet."""
 
-    def __init__(self, ask: Callable[[], tuple[float, float, float]]):
+    def __init__(self, ask: Callable[[], Sequence[float]]):
         self._ask = ask
 
     @classmethod
@@ -58,7 +67,8 @@ class StepResult:
     @cached_property
     def _told(self) -> tuple[float, float, float]:
         """(sum of losses, number of valid targets, norm)"""
-        return self._ask()
+        loss_sum, count, norm = self._ask()
+        return loss_sum, count, norm
 
     @property
     def loss(self) -> float:
@@ -120,10 +130,10 @@ class Engine:
             self.pipeline.parallel if self.pipeline else apply(model, layout, options or Options())
         )
         self.model, self.layout = self.parallel.model, layout
-        self.optimizer = ShardedOptimizer(self.parallel.flat, self.rule)
+        self.optimizer = sharded(self.parallel.flat, self.rule)
         self.norm = GradientNorm(self.parallel)
         self.num_steps = 0
-        self._last_count = 1.0
+        self._last_count = torch.ones((), dtype=torch.float64, device=self.parallel.options.device)
         self._partial = partial_gradients(self.parallel)
 
     @property
@@ -166,21 +176,24 @@ class Engine:
             works = [Work(self._on_device(microbatch), self._samples(microbatch)) for microbatch in microbatches]
             if self.pipeline.asynchronous:
                 return self._window(self.pipeline, works, self.rule.lr if lr is None else lr)
-            totals = self.pipeline.train(works, 1.0 / self._last_count)
+            totals = self.pipeline.train(works, self._last_count.reciprocal())
         else:
             totals = self._one_after_another(microbatches)
         self.parallel.axes[self._loss_axis].all_reduce(totals)
-        for axis, views in self._partial:
-            sum_together(axis, views)
-        loss_sum, count = totals.tolist()
-        rest = self._last_count / max(count, 1.0)
-        norm = float(self.norm()) * rest
-        if count:
-            self.optimizer.step(self.rule.lr if lr is None else lr, rest * clip_factor(norm, self.clip))
-            self.parallel.flat.updated()
-            self._last_count = count
+        self._sum_partial()
+        count = totals[1]
+        rest = self._last_count / count.clamp(min=1.0)
+        norm, live = self.norm() * rest, count > 0
+        self.optimizer.step(self.rule.lr if lr is None else lr, rest * clip_factor(norm, self.clip), live)
+        self.parallel.flat.updated()
+        self.parallel.flat.free_gradients()
+        self._last_count = torch.where(live, count, self._last_count)
         self.num_steps += 1
-        return StepResult.of(loss_sum, count, norm)
+        return StepResult(later(torch.cat([totals, norm[None]])))
+
+    def _sum_partial(self) -> None:
+        for axis, held in self._partial:
+            sum_together(axis, [self.parallel.flat.view(unit.grad, piece) for unit, piece in held])
 
     def _counted(self, microbatches: Iterable[Microbatch]) -> Iterator[Microbatch]:
         """One by one, as they may be made one by one; raises where there are more or fewer than a step has."""
@@ -206,18 +219,18 @@ class Engine:
         squares = torch.zeros((), dtype=torch.float64, device=self.parallel.options.device)
 
         def update(scale: float, lr: float) -> None:
-            for axis, views in self._partial:
-                sum_together(axis, views)
-            norm = float(self.norm()) * scale
-            squares.fill_(norm**2)
-            self.optimizer.step(lr, scale * clip_factor(norm, self.clip))
+            self._sum_partial()
+            norm = self.norm() * scale
+            squares.copy_(norm.square())
+            self.optimizer.step(lr, scale * clip_factor(norm, self.clip), torch.ones_like(norm, dtype=torch.bool))
+            self.parallel.flat.free_gradients()
 
         totals = pipeline.window(works, update, lr)
         last = squares if self.parallel.axes.at["dp"] == 0 else torch.zeros_like(squares)
         together = torch.cat([totals, last[None]])
         telling = self.parallel.axes["pp*dp"].start_all_reduce(together)
 
-        def ask() -> tuple[float, float, float]:
+        def ask() -> Sequence[float]:
             telling.wait()
             loss_sum, count, square = together.tolist()
             return loss_sum, count, square**0.5
@@ -246,7 +259,7 @@ class Engine:
         with explained(self.parallel.policy):
             total, count = loss_pair(self.model(**self.prepared(microbatch)))
             if total.requires_grad:
-                total.backward(torch.full_like(total, 1.0 / self._last_count))  # see the note at the top
+                total.backward(self._last_count.reciprocal().to(total.dtype).expand_as(total))  # see the first note
         flat.end()
         return total.detach(), count
 
@@ -256,12 +269,12 @@ class Engine:
         return self._on_device(microbatch)
 
     def _samples(self, microbatch: Microbatch) -> Tensor:
-        return microbatch.samples.to(self.parallel.options.device, non_blocking=True)
+        return sent(microbatch.samples, self.parallel.options.device)
 
     def _on_device(self, microbatch: Microbatch) -> dict[str, Tensor]:
         options = self.parallel.options
         return {
-            key: value.to(options.device, options.compute if value.is_floating_point() else None, non_blocking=True)
+            key: sent(value, options.device, options.compute if value.is_floating_point() else None)
             for key, value in microbatch.inputs.items()
         }
 
@@ -349,10 +362,10 @@ class Engine:
         return found
 
 
-def partial_gradients(parallel: Parallel) -> list[tuple[Axis, list[Tensor]]]:
-    """The reduced gradients of which each rank of an axis has only a part: to be summed over it once a step."""
-    views: dict[str, list[Tensor]] = {}
+def partial_gradients(parallel: Parallel) -> list[tuple[Axis, list[tuple[FlatUnit, Piece]]]]:
+    """The gradients of which each rank of an axis has only a part: to be summed over it once a step, when reduced."""
+    found: dict[str, list[tuple[FlatUnit, Piece]]] = {}
     for unit, piece in parallel.flat.pieces():
         for name in piece.entry.sum_over if piece.start < piece.stop else ():
-            views.setdefault(name, []).append(parallel.flat.view(unit.grad, piece))
-    return [(parallel.axes[name], found) for name, found in sorted(views.items())]
+            found.setdefault(name, []).append((unit, piece))
+    return [(parallel.axes[name], held) for name, held in sorted(found.items())]

@@ -19,10 +19,11 @@ from echelon.pipeline.measure import everywhere, measured_split, profile_of
 from echelon.pipeline.profile import Profile
 from echelon.plan import correct
 from echelon.train import metrics
-from echelon.train.config import MEASURE, Config
+from echelon.train.config import Config
 from echelon.train.derived import derived
 from echelon.train.display import Display, Progress, duration, number, percent, short
 from echelon.train.engine import Engine, StepResult
+from echelon.train.pipeline_faults import MEASURE
 from echelon.train.predicted import predicted
 from echelon.train.run import Run
 from echelon.train.schedule import learning_rate

@@ -9,15 +9,19 @@ import torch
 from torch import Tensor
 
 from echelon.parallel.apply import Parallel
+from echelon.parallel.flat_unit import FlatUnit
+
+Runs = list[tuple[FlatUnit, slice]]
+"""parts of units' shards"""
 
 
-def owned_runs(parallel: Parallel) -> list[Tensor]:
-    """Views of this rank's reduced gradients that it alone counts: no padding, no second copy."""
-    found: list[Tensor] = []
+def owned_runs(parallel: Parallel) -> Runs:
+    """The parts of this rank's shards that it alone counts: no padding, no second copy."""
+    found: Runs = []
     for unit in parallel.flat.units:
         pieces = [p for u, p in parallel.flat.pieces() if u is unit and p.owner and p.entry.trainable]
         runs = [(p.shard_offset + a - p.start, p.shard_offset + b - p.start) for p in pieces for a, b in p.runs()]
-        found += [unit.grad[start:stop] for start, stop in _joined(sorted(runs))]
+        found += [(unit, slice(start, stop)) for start, stop in _joined(sorted(runs))]
     return found
 
 
@@ -46,15 +50,23 @@ class GradientNorm:
 
     @torch.no_grad()
     def __call__(self, kind: float = 2.0) -> Tensor:
-        """A float64 scalar, equal on all ranks. `kind` is 2 or infinity."""
+        """A float64 scalar, equal on all ranks, on the device. `kind` is 2 or infinity."""
         local = torch.zeros((), dtype=torch.float64, device=self.device)
         if self.runs:
-            local = torch.nn.utils.get_total_norm(self.runs, kind).to(torch.float64)
+            # Short types are summed in float32 as they are read: no copy of them is made.
+            found = [_norm(unit.grad[part], kind) for unit, part in self.runs]
+            local = torch.linalg.vector_norm(torch.stack(found), kind, dtype=torch.float64)
         if math.isinf(kind):
             return self.axis.all_reduce(local, op="max")
         return self.axis.all_reduce(local.square()).sqrt()
 
 
-def clip_factor(norm: float, limit: float) -> float:
+def _norm(values: Tensor, kind: float) -> Tensor:
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    found: Tensor = torch.linalg.vector_norm(values, kind, dtype=dtype)
+    return found
+
+
+def clip_factor(norm: Tensor, limit: float) -> Tensor:
     """What all gradients are multiplied by, so that their norm is at most `limit`; 0 turns clipping off."""
-    return min(limit / (norm + 1e-6), 1.0) if limit else 1.0
+    return (limit / (norm + 1e-6)).clamp(max=1.0) if limit else torch.ones_like(norm)

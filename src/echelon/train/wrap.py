@@ -53,11 +53,9 @@ class Wrapped(nn.Module):
         self.module.register_load_state_dict_pre_hook(self._before_load)
         # Before the units' own hooks: what they gather must not be what was there before the optimizer's step.
         self.module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+        self._parallel.flat.on_gradient = self._during_backward
         for unit in self._parallel.flat.units:
             unit.scale = 1.0 / layout.dp
-            for parameter in unit.parameters.values():
-                if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(self._during_backward)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -86,10 +84,10 @@ class Wrapped(nn.Module):
     def clip_grad_norm_(self, limit: float) -> Tensor:
         """Scales all gradients so that their norm over all ranks is at most `limit`; returns the norm before."""
         norm = self._norm()
-        factor = clip_factor(float(norm), limit)
+        factor = clip_factor(norm, limit)
         for parameter in self._shards.values():
             if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+                parameter.grad.mul_(factor.to(parameter.grad.dtype))
         return norm
 
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -97,11 +95,11 @@ class Wrapped(nn.Module):
         found: dict[str, Tensor] = {}
         placement, flat = self._parallel.placement, self._parallel.flat
         for unit, piece in flat.pieces():
-            entry = piece.entry
-            local = unit.master.new_zeros(entry.local_numel)
+            entry, values = piece.entry, unit.master.values()
+            local = values.new_zeros(entry.local_numel)
             if piece.owner and placement.first_replica:
-                local[piece.start : piece.stop] = flat.view(unit.master, piece)
-            whole = unit.master.new_zeros(entry.shape)
+                local[piece.start : piece.stop] = flat.view(values, piece)
+            whole = values.new_zeros(entry.shape)
             box = tuple(slice(low, high) for low, high in piece.box)
             real = tuple(slice(0, high - low) for low, high in piece.box)
             whole[box] = local.view(entry.local_shape)[real]
@@ -172,7 +170,7 @@ class Wrapped(nn.Module):
         """Only parameters that are whole, and the optimizer's own, may be copied into."""
         units = self._parallel.flat.units
         replaced = bool(metadata.get("assign_to_params_buffers"))
-        if replaced or self._holds_slices or not all(unit.shares_storage for unit in units):
+        if replaced or self._holds_slices or not all(unit.master.in_place for unit in units):
             why = "assign=True" if replaced else f"{self.layout}, {units[0].full.dtype}"
             raise ValueError(
                 f"the model's parameters are not whole and its optimizer's own here ({why}); "
@@ -182,10 +180,11 @@ class Wrapped(nn.Module):
     def _exposed(self) -> Iterator[tuple[str, nn.Parameter]]:
         flat = self._parallel.flat
         for unit, piece in flat.pieces():
-            if unit.shares_storage and self._parallel.policy.shards == 1:
+            if unit.master.in_place and self._parallel.policy.shards == 1:
                 yield piece.entry.name, unit.parameters[piece.entry.name]
             elif piece.start < piece.stop:
-                yield piece.entry.name, nn.Parameter(flat.view(unit.master, piece), requires_grad=piece.entry.trainable)
+                values = flat.view(unit.master.values(), piece)
+                yield piece.entry.name, nn.Parameter(values, requires_grad=piece.entry.trainable)
 
     def _before_forward(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         flat = self._parallel.flat
@@ -200,6 +199,8 @@ class Wrapped(nn.Module):
                     "the last step's gradients are still there; call optimizer.zero_grad() before the next step, "
                     "and put all but the last microbatch of a step inside model.no_sync()"
                 )
+            if self._fresh:
+                flat.free_gradients()
             flat.begin(first=self._fresh, last=self._last)
             self._begun = self._last
 
@@ -211,7 +212,7 @@ class Wrapped(nn.Module):
         self._parallel.stream.samples = torch.arange(start, start + rows, device=options.device)
         self._samples += axis.size * rows
 
-    def _during_backward(self, _parameter: Tensor) -> None:
+    def _during_backward(self) -> None:
         if self._begun is None:
             raise ValueError(
                 "a second backward pass came after the last one of this step, and its gradients would not be reduced; "
@@ -229,8 +230,8 @@ class Wrapped(nn.Module):
         self._fresh = last
         if not last:
             return
-        for axis, views in self._partial:
-            sum_together(axis, views)
+        for axis, held in self._partial:
+            sum_together(axis, [flat.view(unit.grad, piece) for unit, piece in held])
         for unit, piece in flat.pieces():
             if piece.entry.trainable and piece.entry.name in self._shards:
                 parameter = self._shards[piece.entry.name]
@@ -274,9 +275,8 @@ def wrap(model: nn.Module, layout: Layout | str = "", **options: Any) -> Wrapped
     first = next(model.parameters(), None)
     if first is None:
         raise ValueError(f"the model has no parameters ({type(model).__name__}), so there is nothing to lay out")
-    chosen = Options(
-        device=first.device, compute=first.dtype, master=torch.promote_types(first.dtype, torch.float32), **options
-    )
+    master = torch.promote_types(first.dtype, torch.float32)
+    chosen = Options(device=first.device, compute=first.dtype, master=master, own_loop=True, **options)
     if not first.is_meta:
         _agree(model)
     else:

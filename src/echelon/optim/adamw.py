@@ -1,0 +1,60 @@
+"""AdamW in one pass over each unit's shard (kernels/adamw.py): a kernel on a GPU, plain torch elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from echelon.kernels import adamw
+from echelon.optim.rule import Rule, Run, runs_of
+from echelon.parallel.flat import Flat
+from echelon.parallel.master import SplitMaster
+
+
+class OnePassAdamW:
+    """The number of steps is on the device: a step without a target does not count, and nobody waits to know."""
+
+    def __init__(self, flat: Flat, rule: Rule):
+        self.rule, self._runs = rule, list(runs_of(flat))
+        device, self._dtype = flat.units[0].full.device, flat.units[0].master.dtype
+        self._update = update_on(device, self._dtype)
+        self._step = torch.zeros((), dtype=torch.int64, device=device)
+        self._constants = torch.tensor([*rule.betas, rule.eps], dtype=torch.float64, device=device)
+        self._moments: list[tuple[Tensor, Tensor]] = []
+
+    @torch.no_grad()
+    def step(self, lr: float, scale: Tensor, live: Tensor) -> None:
+        self._step += live
+        decay = self.rule.weight_decay
+        numbers = adamw.numbers_of(self._constants, lr, decay, self._step, scale, live, self._dtype)
+        if not self._moments:
+            kind = torch.bfloat16 if self.rule.states == "bfloat16" else self._dtype
+            self._moments = [(run.zeros(kind), run.zeros(kind)) for run in self._runs]
+        for run, (mean, square) in zip(self._runs, self._moments, strict=True):
+            high, low = _weights(run)
+            self._update(
+                high, low, mean, square, run.gradient, numbers, self._step, decayed=run.decayed, first=run.first
+            )
+
+    def states(self) -> list[Tensor]:
+        return [self._step, *(moment for pair in self._moments for moment in pair)]
+
+
+def update_on(device: torch.device, dtype: torch.dtype) -> Callable[..., None]:
+    """The kernel on a GPU with Triton's compiler, plain torch elsewhere."""
+    if device.type == "cuda" and dtype == torch.float32 and find_spec("triton") is not None:
+        from echelon.kernels.adamw_gpu import update
+
+        return update
+    return adamw.update
+
+
+def _weights(run: Run) -> tuple[Tensor, Tensor | None]:
+    """The weights, or their two halves."""
+    master = run.unit.master
+    if isinstance(master, SplitMaster):
+        return master.high[: run.size], master.low[: run.size]
+    return master.tensor[: run.size], None
