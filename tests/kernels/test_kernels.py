@@ -76,7 +76,7 @@ def test_norm_in_16_bits() -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("remake", [False, True])
 def test_norm_notes_what_the_next_kernel_can_use(remake: bool) -> None:
-    s, normed = norm.stream_norm(leaf(5, 40), leaf(5, 40), leaf(40), EPS, remake=remake)
+    _, normed = norm.stream_norm(leaf(5, 40), leaf(5, 40), leaf(40), EPS, remake=remake)
     known = note.read(normed)
     assert known.largest is not None
     close(known.largest, normed.detach().abs().amax(-1))

@@ -40,15 +40,16 @@ def largest_of_rows(x: Tensor) -> Tensor:
     if known is not None:
         return known
     if x.is_cuda:
-        from echelon.kernels.cast_gpu import largest_of_rows
+        from echelon.kernels import cast_gpu
 
-        return largest_of_rows(x)
+        return cast_gpu.largest_of_rows(x)
     return x.abs().amax(dim=1).float()
 
 
 def largest_of_columns(x: Tensor) -> Tensor:
     """float32 [columns]"""
-    return torch.linalg.vector_norm(x, float("inf"), dim=0, dtype=torch.float32)
+    largest: Tensor = torch.linalg.vector_norm(x, float("inf"), dim=0, dtype=torch.float32)
+    return largest
 
 
 def inverse_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
@@ -63,9 +64,9 @@ def narrow(
     That of the transposed matrix is one for each column of x, [columns, 1].
     """
     if x.is_cuda:
-        from echelon.kernels.cast_gpu import narrow
+        from echelon.kernels import cast_gpu
 
-        plain, turned = narrow(x, dtype, rows, columns)
+        plain, turned = cast_gpu.narrow(x, dtype, rows, columns)
     else:
         plain = narrow_plain(x, dtype, rows) if rows is not None else None
         turned = narrow_plain(x.t(), dtype, columns) if columns is not None else None

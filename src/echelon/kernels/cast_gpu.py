@@ -15,7 +15,8 @@ BLOCK = 2048
 
 @triton.jit
 def _cast_tile(
-    x_ptr, plain_ptr, turned_ptr, by_row_ptr, by_column_ptr, rows, columns, row_stride, plain_stride, turned_stride, most,
+    x_ptr, plain_ptr, turned_ptr, by_row_ptr, by_column_ptr, rows, columns, row_stride,
+    plain_stride, turned_stride, most,
     PLAIN: tl.constexpr, TURNED: tl.constexpr, ONE_BY_ROW: tl.constexpr, ONE_BY_COLUMN: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip

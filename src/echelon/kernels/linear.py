@@ -32,12 +32,14 @@ class Arithmetic(Protocol):
         """It can be computed so."""
         ...
 
-    def forward(self, x: Tensor, weight: Tensor, home: Home) -> tuple[Tensor, Kept]:
-        """x weight^T, and what the weight's gradient will need of x."""
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, home: Home, *, remade: bool
+    ) -> tuple[Tensor, Kept]:
+        """x weight^T + bias, and what the weight's gradient will need of x, or beside an x that will be remade."""
         ...
 
-    def keep(self, x: Tensor) -> Kept:
-        """The same without the product, of an x that was made again."""
+    def keep(self, x: Tensor, kept: Kept) -> Kept:
+        """What the weight's gradient needs of an x that was remade, with what forward kept beside it."""
         ...
 
     def backward(
@@ -53,10 +55,12 @@ class Same:
     def takes(self, weight: Tensor) -> bool:
         return True
 
-    def forward(self, x: Tensor, weight: Tensor, home: Home) -> tuple[Tensor, Kept]:
-        return x @ weight.t(), (x,)
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, home: Home, *, remade: bool
+    ) -> tuple[Tensor, Kept]:
+        return F.linear(x, weight, bias), () if remade else (x,)
 
-    def keep(self, x: Tensor) -> Kept:
+    def keep(self, x: Tensor, kept: Kept) -> Kept:
         return (x,)
 
     def backward(
@@ -73,18 +77,27 @@ SAME = Same()
 
 
 def project(x: Tensor, *linears: Any) -> Tensor:
-    """The outputs of linear layers without biases that read the same input, one after the other in the last dim."""
+    """The outputs of linear layers that read the same input, one after the other in the last dim."""
+    arithmetic = getattr(linears[0], "arithmetic", SAME)
+    return product(x, [linear.weight for linear in linears], [linear.bias for linear in linears], arithmetic)
+
+
+def product(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], arithmetic: Arithmetic = SAME
+) -> Tensor:
+    """x times each weight transposed, plus its bias, one after the other in the last dim."""
     if has_torch_function_unary(x):
-        result: Tensor = handle_torch_function(project, (x,), x, *linears)
+        result: Tensor = handle_torch_function(product, (x,), x, weights, biases, arithmetic)
         return result
-    weights = [linear.weight for linear in linears]
-    weight = side_by_side(weights) if choice.fits(x) or note.read(x).again is not None else None
-    if weight is None or weight.dtype != x.dtype:
-        found = [F.linear(x, each) for each in weights]
-        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
-    arithmetic: Arithmetic = getattr(linears[0], "arithmetic", SAME)
-    out: Tensor = _Project.apply(x, weight, arithmetic if arithmetic.takes(weight) else SAME, *weights)
-    return out
+    if choice.fits(x) or note.read(x).again is not None:
+        given = [bias for bias in biases if bias is not None]
+        weight, bias = side_by_side(weights), side_by_side(given) if given else None
+        if weight is not None and weight.dtype == x.dtype and (not given or bias is not None):
+            chosen = arithmetic if arithmetic.takes(weight) else SAME
+            out: Tensor = _Project.apply(x, weight, bias, chosen, len(weights), *weights, *given)
+            return out
+    found = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
 
 def one_product(x: Tensor, *linears: Any) -> bool:
@@ -97,7 +110,7 @@ def one_product(x: Tensor, *linears: Any) -> bool:
 
 
 def side_by_side(matrices: Sequence[Tensor]) -> Tensor | None:
-    """The matrices [out_i, in] as one, without a copy; none where they do not lie one after the other."""
+    """The matrices [out_i, in], or vectors, as one, without a copy; none where they do not lie one after the other."""
     first, rows = matrices[0], 0
     end = first.data_ptr()
     for matrix in matrices:
@@ -106,7 +119,7 @@ def side_by_side(matrices: Sequence[Tensor]) -> Tensor | None:
             return None
         end += matrix.numel() * matrix.element_size()
         rows += len(matrix)
-    return first.detach().as_strided((rows, first.shape[1]), (first.shape[1], 1))
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
 
 
 def receive(parameters: Sequence[Tensor], product: Product) -> list[Tensor | None]:
@@ -120,14 +133,23 @@ def receive(parameters: Sequence[Tensor], product: Product) -> list[Tensor | Non
 
 class _Project(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, arithmetic: Arithmetic, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        arithmetic: Arithmetic,
+        num_weights: int,
+        *parameters: Tensor,
+    ) -> Tensor:
         known = note.read(x)
         flat = note.write(x.reshape(-1, x.shape[-1]), known)
-        home = getattr(parameters[0], "home", None)
-        y, kept = arithmetic.forward(flat, weight, home)
+        ctx.weights, ctx.sizes = parameters[:num_weights], [len(each) for each in parameters[num_weights:]]
+        ctx.home = getattr(ctx.weights[0], "home", None)
+        y, kept = arithmetic.forward(flat, weight, bias, ctx.home, remade=known.again is not None)
         ctx.again = known.again
-        ctx.save_for_backward(*(kept if known.again is None else ()))
-        ctx.weight, ctx.arithmetic, ctx.parameters, ctx.home, ctx.shape = weight, arithmetic, parameters, home, x.shape
+        ctx.save_for_backward(*kept)
+        ctx.weight, ctx.arithmetic, ctx.shape = weight, arithmetic, x.shape
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -135,11 +157,12 @@ class _Project(Function):
         (dy,) = gradients
         flat = note.write(dy.reshape(-1, dy.shape[-1]), note.read(dy))
         dx, of_weight = ctx.arithmetic.backward(flat, ctx.weight, ctx.home, ctx.needs_input_grad[0])
-        found: list[Tensor | None] = [None] * len(ctx.parameters)
-        if any(ctx.needs_input_grad[3:]):
+        found: list[Tensor | None] = [None] * len(ctx.weights)
+        if any(ctx.needs_input_grad[5 : 5 + len(found)]):
             kept = ctx.saved_tensors
             if ctx.again is not None:
-                kept = ctx.arithmetic.keep(ctx.again().reshape(-1, ctx.shape[-1]))
-            found = receive(ctx.parameters, of_weight(kept))
+                kept = ctx.arithmetic.keep(ctx.again().reshape(-1, ctx.shape[-1]), kept)
+            found = receive(ctx.weights, of_weight(kept))
         ctx.again = None  # it holds tensors, which autograd does not know of
-        return dx.view(ctx.shape) if dx is not None else None, None, None, *found
+        of_biases = flat.sum(0).split(ctx.sizes) if ctx.sizes else ()
+        return dx.view(ctx.shape) if dx is not None else None, None, None, None, None, *found, *of_biases

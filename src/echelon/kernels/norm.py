@@ -9,9 +9,9 @@ Of a stream that forks here, the norm's gradient and the stream's own are added 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
@@ -21,32 +21,28 @@ from echelon.kernels.note import Note
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, remake: bool = False) -> Tensor:
-    return stream_norm(x, None, weight, eps, remake=remake)[1] if choice.fits(x) else _plain(x, weight, eps)
+    return stream_norm(x, None, weight, eps, remake=remake)[1]
 
 
 def stream_norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, remake: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(x + delta, its norm). With `remake`, backward makes the norm again instead of keeping it."""
-    if not choice.fits(x):
-        s = x if delta is None else x + delta
-        return s, _plain(s, weight, eps)
-    s, normed, scale, largest = _StreamNorm.apply(x, delta, weight, eps)
-    again = None
+    if choice.fits(x):
+        s, normed, scale, largest = _StreamNorm.apply(x, delta, weight, eps)
+        again = partial(_again_gpu, s.detach(), scale, weight.detach()) if remake else None
+        return s, note.write(normed, Note(largest=largest, again=again))
+    s = x if delta is None else x + delta
+    normed = F.rms_norm(s, weight.shape, weight, eps)
     if remake:
-        kept, values = s.detach(), weight.detach()
-
-        def again() -> Tensor:
-            from echelon.kernels.norm_gpu import apply_scale
-
-            return apply_scale(kept, scale, values)
-
-    note.write(normed, Note(largest=largest, again=again))
+        note.write(normed, Note(again=partial(F.rms_norm, s.detach(), weight.shape, weight.detach(), eps)))
     return s, normed
 
 
-def _plain(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, eps)
+def _again_gpu(s: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+    from echelon.kernels.norm_gpu import apply_scale
+
+    return apply_scale(s, scale, weight)
 
 
 class _StreamNorm(Function):
@@ -75,13 +71,3 @@ class _StreamNorm(Function):
         dx, dw, largest = backward(of_normed, of_stream, s, scale, weight)
         note.write(dx, Note(largest=largest))
         return dx, dx if ctx.has_delta else None, dw if ctx.needs_input_grad[2] else None, None
-
-
-def reference_backward(
-    of_normed: Tensor, of_stream: Tensor | None, s: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """The same gradients (of the stream, of the weight) by torch's own, for tests."""
-    with torch.enable_grad():
-        s, weight = s.detach().requires_grad_(), weight.detach().requires_grad_()
-        dx, dw = torch.autograd.grad(_plain(s, weight, eps), (s, weight), of_normed)
-    return dx if of_stream is None else dx + of_stream, dw

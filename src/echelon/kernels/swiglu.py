@@ -1,9 +1,10 @@
-"""silu(gate) * up, where gate and up are the two halves of each row of one product's output."""
+"""silu(gate) * up: of two tensors, or of the two halves of each row of one product's output."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
@@ -12,11 +13,35 @@ from echelon.kernels import choice, note
 from echelon.kernels.note import Note
 
 
+def gated(gate: Tensor, up: Tensor, *, remake: bool = False) -> Tensor:
+    """Plain. With `remake`, backward keeps gate and up, and makes the output again."""
+    if not remake:
+        return F.silu(gate) * up
+    out: Tensor = _Gated.apply(gate, up)
+    kept_gate, kept_up = gate.detach(), up.detach()
+    return note.write(out, Note(again=lambda: F.silu(kept_gate) * kept_up))
+
+
+class _Gated(Function):
+    """The product that autograd would make, but for the silu(gate) that it would keep."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        gate, up = (x.detach().requires_grad_() for x in ctx.saved_tensors)
+        with torch.enable_grad():
+            return torch.autograd.grad(F.silu(gate) * up, (gate, up), gradients[0])
+
+
 def swiglu(both: Tensor, *, remake: bool = False) -> Tensor:
     """[..., 2 f] to [..., f]. With `remake`, backward makes the output again instead of keeping it."""
     if not choice.fits(both):
         gate, up = both.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return gated(gate, up, remake=remake)
     out, largest = _SwiGLU.apply(both)
     again = None
     if remake:

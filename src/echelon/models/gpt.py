@@ -1,31 +1,52 @@
 """GPT: learned positions, LayerNorm before each part, GELU, biases, dropout, tied embedding."""
 
+from functools import partial
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from echelon.kernels import note
+from echelon.kernels.note import Note
 from echelon.models.attention import Attention, Seen
 from echelon.models.language import LanguageModel
+from echelon.models.linear import Linear
 from echelon.models.sizes import ModelConfig
 
 
+class LayerNorm(nn.LayerNorm):
+    remake = False
+    """backward makes the output again instead of keeping it (memory/recompute.py)"""
+
+    def forward(self, input: Tensor) -> Tensor:
+        out = super().forward(input)
+        return note.write(out, Note(again=partial(super().forward, input.detach()))) if self.remake else out
+
+
 class MLP(nn.Module):
+    remake = False
+    """backward makes what `down` reads again instead of keeping it"""
+
     def __init__(self, width: int, ffn: int) -> None:
         super().__init__()
-        self.up = nn.Linear(width, ffn)
-        self.down = nn.Linear(ffn, width)
+        self.up = Linear(width, ffn)
+        self.down = Linear(ffn, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        up = self.up(x)
+        h = F.gelu(up, approximate="tanh")
+        if self.remake:
+            note.write(h, Note(again=partial(F.gelu, up.detach(), approximate="tanh")))
+        out: Tensor = self.down(h)
         return out
 
 
 class Block(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(config.width)
+        self.norm1 = LayerNorm(config.width)
         self.attn = Attention(config.width, config.heads, config.kv_heads, bias=True, dropout=config.dropout)
         self.drop1 = nn.Dropout(config.dropout)
-        self.norm2 = nn.LayerNorm(config.width)
+        self.norm2 = LayerNorm(config.width)
         self.mlp = MLP(config.width, config.ffn)
         self.drop2 = nn.Dropout(config.dropout)
 
@@ -43,7 +64,7 @@ class GPT(LanguageModel):
         self.positions = nn.Embedding(config.max_seq_len, config.width)
         self.drop = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.width)
+        self.norm = LayerNorm(config.width)
         self.finish()
 
     def start(self, tokens: Tensor, seen: Seen) -> Tensor:

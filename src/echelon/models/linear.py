@@ -7,4 +7,4 @@ from echelon.kernels.linear import project
 
 class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
-        return project(input, self) if self.bias is None else super().forward(input)
+        return project(input, self)

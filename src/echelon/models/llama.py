@@ -3,13 +3,12 @@
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.kernels.linear import one_product, project
 from echelon.kernels.norm import rms_norm, stream_norm
 from echelon.kernels.rope import Rotation
-from echelon.kernels.swiglu import swiglu
+from echelon.kernels.swiglu import gated, swiglu
 from echelon.models.attention import Attention, Seen, rotation
 from echelon.models.language import LanguageModel
 from echelon.models.linear import Linear
@@ -49,7 +48,7 @@ class MLP(nn.Module):
         if one_product(x, self.gate, self.up):
             h = swiglu(project(x, self.gate, self.up), remake=self.remake)
         else:
-            h = F.silu(self.gate(x)) * self.up(x)
+            h = gated(self.gate(x), self.up(x), remake=self.remake)
         out: Tensor = self.down(h)
         return out
 

@@ -100,8 +100,8 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
             axes.add(name)
         entries = stages.held_entries(entries, held.ranks, axes.at["pp"])
         stages.prune(model, held.ranks[axes.at["pp"]])
-    if layout.recompute == "full":
-        recompute.apply(model, shard.layers(model), stream)
+    if layout.recompute != "none":
+        recompute.apply(model, shard.layers(model), stream, layout.recompute, split=layout.tp > 1)
     policy = shard.policy(
         layout,
         reshard_after_forward=options.reshard_after_forward,

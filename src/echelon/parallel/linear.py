@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from echelon.kernels.linear import project
+from echelon.kernels.linear import SAME, Arithmetic, product
 from echelon.parallel.regions import Boundary
 
 
 class RowLinear(nn.Module):
     bias: nn.Parameter | None
+    arithmetic: Arithmetic = SAME
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, boundary: Boundary):
         super().__init__()
@@ -17,5 +18,5 @@ class RowLinear(nn.Module):
         self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.boundary.leave(project(x, self))
+        y = self.boundary.leave(product(x, (self.weight,), (None,), self.arithmetic))
         return y if self.bias is None else y + self.bias  # after the sum: the bias is added once

@@ -20,6 +20,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from echelon.kernels.linear import product
+
 Product = tuple[Tensor, Tensor, Tensor]
 """a weight, the input it was applied to, the gradient of the output"""
 
@@ -62,6 +64,10 @@ class Deferred(TorchFunctionMode):
     ) -> Any:
         if func is F.linear and torch.is_grad_enabled():
             return self._linear(*args, **(kwargs or {}))
+        if func is product and torch.is_grad_enabled():
+            x, weights, biases, _arithmetic = args
+            parts = [self._linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         return func(*args, **(kwargs or {}))
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -53,12 +53,19 @@ class PerTensor:
     def takes(self, weight: Tensor) -> bool:
         return weight.dtype == torch.bfloat16 and all(size % SUMMED == 0 for size in weight.shape)
 
-    def forward(self, x: Tensor, weight: Tensor, home: Home) -> tuple[Tensor, Kept]:
-        rows, columns = self._both(x, NARROW)
-        return _product(rows, self._weights(weight, home).rows, x.dtype), (columns.values, columns.inverse)
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, home: Home, *, remade: bool
+    ) -> tuple[Tensor, Kept]:
+        by_row, by_column = self._inverses(x, NARROW, columns=not remade)
+        rows, columns = narrow(x, NARROW, rows=by_row, columns=None if remade else by_column)
+        assert rows is not None
+        y = _product(rows, self._weights(weight, home).rows, x.dtype)
+        kept: Kept = (columns.values, columns.inverse) if columns is not None else self._beside(by_column)
+        return y if bias is None else y.add_(bias), kept
 
-    def keep(self, x: Tensor) -> Kept:
-        columns = self._columns(x, NARROW)
+    def keep(self, x: Tensor, kept: Kept) -> Kept:
+        columns = narrow(x, NARROW, columns=kept[0] if kept else self._inverses(x, NARROW)[1])[1]
+        assert columns is not None
         return columns.values, columns.inverse
 
     def backward(
@@ -81,16 +88,20 @@ class PerTensor:
         return self._cast
 
     def _both(self, x: Tensor, dtype: torch.dtype) -> tuple[Narrow, Narrow]:
-        inverse = inverse_of(largest_of_rows(x).amax(), dtype)
-        rows, columns = narrow(x, dtype, rows=inverse, columns=inverse)
+        by_row, by_column = self._inverses(x, dtype)
+        rows, columns = narrow(x, dtype, rows=by_row, columns=by_column)
         assert rows is not None
         assert columns is not None
         return rows, columns
 
-    def _columns(self, x: Tensor, dtype: torch.dtype) -> Narrow:
-        columns = narrow(x, dtype, columns=inverse_of(largest_of_rows(x).amax(), dtype))[1]
-        assert columns is not None
-        return columns
+    def _inverses(self, x: Tensor, dtype: torch.dtype, columns: bool = True) -> tuple[Tensor, Tensor]:
+        """Of x as it lies and transposed; without `columns` the second is not asked for."""
+        inverse = inverse_of(largest_of_rows(x).amax(), dtype)
+        return inverse, inverse
+
+    def _beside(self, by_column: Tensor) -> Kept:
+        """What is kept of an x that will be remade: the same scale then needs no second look for the largest."""
+        return (by_column,)
 
 
 class PerRow(PerTensor):
@@ -98,18 +109,12 @@ class PerRow(PerTensor):
 
     gradient_type = NARROW
 
-    def _both(self, x: Tensor, dtype: torch.dtype) -> tuple[Narrow, Narrow]:
+    def _inverses(self, x: Tensor, dtype: torch.dtype, columns: bool = True) -> tuple[Tensor, Tensor]:
         by_row = inverse_of(largest_of_rows(x), dtype)[:, None]
-        by_column = inverse_of(largest_of_columns(x), dtype)[:, None]
-        rows, columns = narrow(x, dtype, rows=by_row, columns=by_column)
-        assert rows is not None
-        assert columns is not None
-        return rows, columns
+        return by_row, inverse_of(largest_of_columns(x), dtype)[:, None] if columns else by_row
 
-    def _columns(self, x: Tensor, dtype: torch.dtype) -> Narrow:
-        columns = narrow(x, dtype, columns=inverse_of(largest_of_columns(x), dtype)[:, None])[1]
-        assert columns is not None
-        return columns
+    def _beside(self, by_column: Tensor) -> Kept:
+        return ()
 
 
 def _product(left: Narrow, right: Narrow, dtype: torch.dtype, place: Tensor | None = None) -> Tensor:
@@ -121,8 +126,7 @@ def _product(left: Narrow, right: Narrow, dtype: torch.dtype, place: Tensor | No
 def apply(model: nn.Module, layers: Sequence[str], kind: str) -> None:
     """Lets the linear layers inside the named modules compute in 8 bits. What is outside (the head) stays as it is."""
     made = {"fp8": PerTensor, "fp8-row": PerRow}[kind]
-    for name in layers:
-        for module in model.get_submodule(name).modules():
-            if isinstance(getattr(module, "weight", None), Tensor) and module.weight.dim() == 2:
-                part: Any = module
-                part.arithmetic = made()
+    parts: list[Any] = [part for name in layers for part in model.get_submodule(name).modules()]
+    for part in parts:
+        if isinstance(getattr(part, "weight", None), Tensor) and part.weight.dim() == 2:
+            part.arithmetic = made()

@@ -40,7 +40,7 @@ BF16_PEAK = {
 }
 """Dense bf16 FLOP/s of one device, by a word or two of the name its driver reports."""
 
-RECOMPUTED_SHARE = {"none": 0.0, "full": 1 / 3}
+RECOMPUTED_SHARE = {"none": 0.0, "ops": 0.0, "full": 1 / 3}
 """What a recompute policy executes again, as a share of the blocks' FLOPs: a forward is a third of a step."""
 
 

@@ -1,0 +1,126 @@
+"""Products in 8 bits against the same products in 64, and when things are cast."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from echelon.kernels import cast, choice, linear, note
+from echelon.kernels.note import Note
+from echelon.precision import fp8
+
+KINDS = [fp8.PerTensor, fp8.PerRow]
+BOUND = {fp8.PerTensor: (0.05, 0.08, 0.08), fp8.PerRow: (0.05, 0.05, 0.05)}
+"""relative errors of y, dx and dW for normal numbers: three digits of mantissa, two where the type has more range"""
+
+
+@dataclass
+class Home:
+    version: int = 0
+
+
+def made(rows: int = 40, inputs: int = 64, outputs: int = 48) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    shapes = ((rows, inputs), (outputs, inputs), (rows, outputs))
+    x, weight, dy = (torch.randn(shape).bfloat16() for shape in shapes)
+    return x, weight, dy
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [40, 33, 1])
+@pytest.mark.parametrize("remade", [False, True])
+def test_three_products(kind: type[fp8.PerTensor], rows: int, remade: bool) -> None:
+    x, weight, dy = made(rows)
+    arithmetic = kind()
+    y, kept = arithmetic.forward(x, weight, None, None, remade=remade)
+    if remade:
+        assert sum(tensor.numel() for tensor in kept) <= 1
+        kept = arithmetic.keep(x, kept)
+    dx, of_weight = arithmetic.backward(dy, weight, None, True)
+    assert dx is not None
+    place = torch.full_like(weight, float("nan"))
+    assert of_weight(kept)(place) is place
+    wide = x.double(), weight.double(), dy.double()
+    wanted = (wide[0] @ wide[1].t(), wide[2] @ wide[1], wide[2].t() @ wide[0])
+    for found, right, bound in zip((y, dx, place), wanted, BOUND[kind], strict=True):
+        assert found.dtype == torch.bfloat16
+        assert error(found, right) < bound
+    assert torch.equal(of_weight(kept)(None), place)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_backward_keeps_8_bits(kind: type[fp8.PerTensor]) -> None:
+    x, weight, _ = made(rows=64)
+    _, kept = kind().forward(x, weight, None, None, remade=False)
+    assert kept[0].dtype == torch.float8_e4m3fn
+    assert kept[0].numel() == x.numel()
+
+
+def test_one_large_value_harms_its_own_row_alone_where_rows_have_scales() -> None:
+    x, weight, _ = made()
+    x[3, 5] = 1e6
+    wanted = x.double() @ weight.double().t()
+    others = [row for row in range(len(x)) if row != 3]
+    per_tensor, per_row = (
+        error(k().forward(x, weight, None, None, remade=False)[0][others], wanted[others]) for k in KINDS
+    )
+    assert per_row < 0.05
+    assert per_tensor > 2 * per_row
+
+
+def test_weights_are_cast_once_for_each_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    casts: list[Tensor] = []
+    real = cast.narrow
+
+    def counting(x: Tensor, *args: object, **named: object) -> object:
+        casts.append(x)
+        return real(x, *args, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(fp8, "narrow", counting)
+    x, weight, dy = made()
+    home, arithmetic = Home(), fp8.PerTensor()
+    for version in (0, 0, 1):
+        home.version = version
+        arithmetic.forward(x, weight, None, home, remade=False)
+        arithmetic.backward(dy, weight, home, True)
+    assert sum(cast is weight for cast in casts) == 2
+
+
+def test_what_8_bits_cannot_take_is_computed_as_before() -> None:
+    arithmetic = fp8.PerTensor()
+    assert arithmetic.takes(torch.zeros(32, 48, dtype=torch.bfloat16))
+    assert not arithmetic.takes(torch.zeros(32, 40, dtype=torch.bfloat16))
+    assert not arithmetic.takes(torch.zeros(32, 48))
+
+
+def test_only_what_is_inside_the_layers_changes() -> None:
+    model = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(16, 16)]), "head": nn.Linear(16, 16)})
+    fp8.apply(model, ["blocks.0"], "fp8-row")
+    assert isinstance(model.get_submodule("blocks.0").arithmetic, fp8.PerRow)
+    assert not hasattr(model.get_submodule("head"), "arithmetic")
+
+
+def test_a_layer_in_8_bits_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through `project`, as a model calls it: gradients of input, weight and bias."""
+    monkeypatch.setattr(choice, "fits", lambda x: True)
+    x, weight, dy = made()
+    layer = nn.Linear(64, 48)
+    layer.weight, layer.bias = nn.Parameter(weight), nn.Parameter(torch.randn(48).bfloat16())
+    layer.arithmetic = fp8.PerTensor()  # type: ignore[assignment]
+    given = x.clone().requires_grad_()
+    y = linear.project(note.write(given.view(5, 8, 64), Note()), layer)
+    assert error(y.detach().view(40, 48), x.double() @ weight.double().t() + layer.bias.detach().double()) < 0.05
+    y.backward(dy.view_as(y))
+    assert given.grad is not None
+    assert layer.weight.grad is not None
+    assert layer.bias.grad is not None
+    assert error(given.grad, dy.double() @ weight.double()) < 0.08
+    assert error(layer.weight.grad, dy.double().t() @ x.double()) < 0.08
+    assert error(layer.bias.grad, dy.double().sum(0)) < 0.01
