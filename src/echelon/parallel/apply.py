@@ -102,6 +102,8 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
         stages.prune(model, held.ranks[axes.at["pp"]])
     if layout.recompute != "none":
         recompute.apply(model, shard.layers(model), stream, layout.recompute, split=layout.tp > 1)
+    if options.products != "same":
+        fp8.apply(model, shard.layers(model), options.products)
     policy = shard.policy(
         layout,
         reshard_after_forward=options.reshard_after_forward,
