@@ -35,7 +35,8 @@ MAY_KNOW = {
     "launch": {"layout", "compat"},
     "train": {"layout", "models", "data", "memory", "parallel", "optim", "pipeline", "launch", "plan", "rng", "compat"},
     "proof": {"layout", "models", "parallel", "pipeline", "optim", "launch", "train", "rng"},
-    "cli": {"layout", "models", "pipeline", "launch", "train", "proof", "plan"},
+    "bench": {"layout", "models", "parallel", "optim", "train", "plan", "kernels", "compat"},
+    "cli": {"layout", "models", "pipeline", "launch", "train", "proof", "plan", "bench"},
 }
 """arrows between rooms: what each may import. `layout` knows nobody, `cli` sits on top"""
 WITHOUT_TORCH = (
@@ -56,6 +57,9 @@ WITHOUT_TORCH = (
     "echelon.plan.sources",
     "echelon.plan.calibrate",
     "echelon.plan.bench",
+    "echelon.bench.ask",
+    "echelon.bench.rows",
+    "echelon.bench.picture",
 )
 COSTS = ("echelon.parallel.shard", "echelon.parallel.tensor", "echelon.parallel.sequence")
 

@@ -34,12 +34,13 @@ def small(monkeypatch, pool):
 
 def test_a_quick_run_writes_a_cluster_that_plans_read(small, tmp_path):
     path = tmp_path / "mine.toml"
-    done = CliRunner().invoke(app, ["bench", "--quick", "--json", "--out", str(path)])
+    done = CliRunner().invoke(app, ["bench", "--only", "devices", "--quick", "--json", "--out", str(path)])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
-    assert set(found) == {"rows", "curves"}
-    assert {row["what"] for row in found["rows"]} == {"matmul", "attention", "memory", *COLLECTIVES}
-    assert all(row["seconds"] > 0 and row["rate"] > 0 for row in found["rows"])
+    assert set(found) == {"rows", "left_out", "devices", "curves"}
+    assert found["rows"] == []
+    assert {row["what"] for row in found["devices"]} == {"matmul", "attention", "memory", *COLLECTIVES}
+    assert all(row["seconds"] > 0 and row["rate"] > 0 for row in found["devices"])
     cluster = parse(str(path))
     assert cluster.name == "mine"
     assert cluster.devices == 2
@@ -52,7 +53,7 @@ def test_a_quick_run_writes_a_cluster_that_plans_read(small, tmp_path):
 
 
 def test_the_table_says_what_plans_will_use(small):
-    done = CliRunner().invoke(app, ["bench", "--quick"], env={"COLUMNS": "120"})
+    done = CliRunner().invoke(app, ["bench", "--only", "devices", "--quick"], env={"COLUMNS": "120"})
     assert done.exit_code == 0, done.output
     for words in ("256 x 256 x 256", "FLOP/s", "GB/s", "64 KiB", "all-reduce", "Plans for this machine use", "--out"):
         assert words in done.stdout
@@ -63,7 +64,7 @@ def test_the_table_says_what_plans_will_use(small):
     [("mine.txt", "does not end in .toml"), ("no/mine.toml", "does not exist"), ("folder.toml", "is a folder")],
 )
 def test_a_file_that_cannot_be_is_refused_before_anything_is_measured(name, words, tmp_path, monkeypatch):
-    monkeypatch.setattr("echelon.plan.cluster.here", lambda: pytest.fail("it went on"))
+    monkeypatch.setattr("echelon.bench.machine.here", lambda: pytest.fail("it went on"))
     (tmp_path / "folder.toml").mkdir()
     done = CliRunner().invoke(app, ["bench", "--out", str(tmp_path / name)])
     assert done.exit_code == 2

@@ -2,65 +2,190 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-from contextlib import ExitStack
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from echelon.cli.trouble import answer, told
-from echelon.layout.faults import Fault, FaultError
+from echelon.cli.trouble import FAILED, answer, told
 
 if TYPE_CHECKING:
-    from echelon.plan.bench import Row
+    from echelon.bench.ask import Options, Todo
+    from echelon.bench.breakdown import Breakdown
+    from echelon.bench.machine import Machine
+    from echelon.bench.rows import Row as StepRow
+    from echelon.plan.bench import Row as DeviceRow
     from echelon.plan.cluster import Cluster
+    from echelon.train.metrics import Peak
 
 EXAMPLES = """[bold]Examples[/bold]\n
 echelon bench\n
-echelon bench --out mine.toml\n
+echelon bench --only steps --shapes 1b,3b --precision bf16,fp8\n
+echelon bench --only devices --out mine.toml\n
+echelon bench --profile step.svg --shapes 1b\n
 echelon plan llama-8b --cluster mine.toml
 """
 
+Announce = Callable[[str], None]
+"""names what is measured now; called again, what was named last is done"""
+
 
 def command(
+    only: Annotated[
+        str, typer.Option(metavar="devices|steps", help="Measure one of the two. Default: both.", show_default=False)
+    ] = "",
     out: Annotated[Path | None, typer.Option(help="Write a cluster file (.toml) that `echelon plan` reads.")] = None,
+    shapes: Annotated[
+        str,
+        typer.Option(help="Of steps: tiny, 1b, 3b, 8b. Default: those that fit; tiny on a CPU.", show_default=False),
+    ] = "",
+    precision: Annotated[
+        str,
+        typer.Option(help="Of products: fp32, bf16, fp8, fp8-row. Default: what the device has.", show_default=False),
+    ] = "",
+    peers: Annotated[
+        str, typer.Option(metavar="DIR", help="Unpacked wheels of peers. Default: .peers, if it is there.")
+    ] = "",
+    against: Annotated[
+        str, typer.Option(help="Peers to run: torchtitan, transformers, or none. Default: all.", show_default=False)
+    ] = "",
+    steps: Annotated[int | None, typer.Option(help="Steps that count. Default: 8.", show_default=False)] = None,
+    states: Annotated[
+        str,
+        typer.Option(
+            metavar="float32|bfloat16", help="What our AdamW keeps its means in. Default: float32.", show_default=False
+        ),
+    ] = "",
+    recompute: Annotated[
+        str, typer.Option(metavar="none|full", help="Default: what the shape needs to fit.", show_default=False)
+    ] = "",
+    batch: Annotated[
+        int | None, typer.Option(help="Sequences of a step. Default: the shape's.", show_default=False)
+    ] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(help="Tokens of a sequence. Default: the shape's.", show_default=False)
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Instead, look into our step (CUDA): writes FILE as .json and as .svg."),
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer repeats, smaller messages: seconds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
 ) -> None:
-    """Measure what this machine's devices reach: products, attention, memory, links."""
+    """Measure what this machine's devices reach, and training steps beside other frameworks'."""
     with told(as_json):
-        if out is not None:
-            _check(out)
-        from echelon.plan.bench import curves_of, described
-        from echelon.plan.cluster import here
+        from echelon.bench import ask
 
-        plain = here()
-        rows = _measure(plain, quick)
-        found = described(plain, curves_of(rows))
-        if out is not None:
-            _write(out, found)
+        options = ask.Options(
+            only=only,
+            out=out,
+            profile=profile,
+            shapes=shapes,
+            precision=precision,
+            peers=peers,
+            against=against,
+            steps=steps,
+            states=states,
+            recompute=recompute,
+            batch=batch,
+            seq_len=seq_len,
+        )
+        ask.check(options)
+        from echelon.bench import machine
+
+        here = machine.here()
+        if profile is not None:
+            ran = _profile(options, here, profile, as_json)
+        else:
+            ran = _measure(options, here, quick, as_json)
+    if not ran:
+        raise typer.Exit(FAILED)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Announce]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total)
+        begun = False
+
+        def announce(name: str) -> None:
+            nonlocal begun
+            bar.update(task, description=name, advance=1 if begun else 0)
+            begun = True
+
+        yield announce
+
+
+# -- steps and devices ------------------------------------------------------------------------------------------------
+
+
+def _measure(options: Options, here: Machine, quick: bool, as_json: bool) -> bool:
+    """Measures, shows, and says whether anything of ours ran."""
+    from echelon.bench import ask
+
+    todo = ask.todo(options, here, quick=quick) if options.with_steps else ask.Todo(requests=(), left_out={})
+    # Steps come first: what the devices' curves leave in this process would take memory from them.
+    rows, peak = _steps(todo, here)
+    devices, cluster = _devices(quick) if options.with_devices else ([], None)
+    if options.out is not None and cluster is not None:
+        _write(options.out, cluster)
     if as_json:
-        answer({"rows": [{**asdict(row), "unit": row.unit} for row in rows], "curves": asdict(curves_of(rows))})
+        curves = asdict(cluster.curves) if cluster is not None and cluster.curves else None
+        answer(
+            {
+                "rows": [row.to_json() for row in rows],
+                "left_out": todo.left_out,
+                "devices": [{**asdict(row), "unit": row.unit} for row in devices],
+                "curves": curves,
+            }
+        )
     else:
-        _show(rows, found, out)
+        _show(rows, todo, peak, devices, cluster, options.out)
+    return not rows or any(row.is_ours and row.failed is None for row in rows)
 
 
-def _check(out: Path) -> None:
-    """Refuses a file that could not be written, or would not be read, before minutes are spent."""
-    folder, rule = out.parent, ""
-    if out.suffix != ".toml":
-        rule = "does not end in .toml, by which `echelon plan --cluster` knows a file"
-    elif out.is_dir():
-        rule = "is a folder"
-    elif not folder.is_dir():
-        rule = f"lies in a folder that does not exist ({folder})"
-    elif not os.access(out if out.exists() else folder, os.W_OK):
-        rule = "cannot be written"
-    if rule:
-        raise FaultError([Fault(key="out", value=str(out), rule=rule, legal="a file such as mine.toml")])
+def _steps(todo: Todo, here: Machine) -> tuple[list[StepRow], Peak | None]:
+    from echelon.bench.process import ask
+    from echelon.bench.rows import compared, row_of
+    from echelon.train.metrics import peak_flops
+
+    if not todo.requests:
+        return [], None
+    with _progress(len(todo.requests)) as announce:
+        found = []
+        for request in todo.requests:
+            announce(str(request))
+            found.append(ask("echelon.bench.step", request))
+    import torch
+
+    peak = peak_flops(torch.device(here.kind))
+    rows = [row_of(request, one, peak.flops) for request, one in zip(todo.requests, found, strict=True)]
+    return compared(rows), peak
+
+
+def _devices(quick: bool) -> tuple[list[DeviceRow], Cluster]:
+    from echelon.launch.pool import Pool
+    from echelon.plan.bench import curves_of, described, steps
+    from echelon.plan.cluster import here
+
+    plain = here()
+    rows: list[DeviceRow] = []
+    with ExitStack() as stack:
+        pool = stack.enter_context(Pool())
+        todo = steps(plain, quick=quick, on_ranks=pool.run)
+        announce = stack.enter_context(_progress(len(todo)))
+        for step in todo:
+            announce(step.name)
+            rows += step.run()
+    return rows, described(plain, curves_of(rows))
 
 
 def _write(out: Path, cluster: Cluster) -> None:
@@ -72,79 +197,89 @@ def _write(out: Path, cluster: Cluster) -> None:
         raise ValueError(f"the cluster file cannot be written ({out}: {error.strerror}); give another --out") from error
 
 
-def _measure(cluster: Cluster, quick: bool) -> list[Row]:
+def _show(
+    rows: Sequence[StepRow],
+    todo: Todo,
+    peak: Peak | None,
+    devices: Sequence[DeviceRow],
+    cluster: Cluster | None,
+    out: Path | None,
+) -> None:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from echelon.launch.pool import Pool
-    from echelon.plan.bench import steps
+    from echelon.bench import devices_table, steps_table
 
-    rows: list[Row] = []
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with ExitStack() as stack:
-        pool = stack.enter_context(Pool())
-        bar = stack.enter_context(Progress(*columns, console=Console(stderr=True), transient=True))
-        todo = steps(cluster, quick=quick, on_ranks=pool.run)
-        task = bar.add_task("", total=len(todo))
-        for step in todo:
-            bar.update(task, description=step.name)
-            rows += step.run()
-            bar.advance(task)
-    return rows
-
-
-def _show(rows: Sequence[Row], cluster: Cluster, out: Path | None) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from echelon.plan.bench import shown
-
-    console, device = Console(), cluster.device
-    most = {"matmul": device.peak("bf16"), "attention": device.peak("bf16"), "memory": device.bandwidth}
-    most |= {"host": device.host.bandwidth}
-    table = Table("", "size", "time", "rate", "of the most", box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for column in table.columns[1:]:
-        column.justify = "right"
-    last = ""
-    for row in rows:
-        name = row.what.replace("_", "-") if row.what != last else ""
-        last = row.what
-        share = row.rate / most.get(row.what, cluster.inside.bandwidth)
-        size = shown(row.size) + (f" {row.note}" if row.note else "")
-        table.add_row(f"[cyan]{name}[/cyan]", size, _time(row.seconds), _rate(row), f"{share:.0%}")
-    stated = f"{device.peak('bf16') / 1e12:.3g} TFLOP/s, {device.bandwidth / 1e9:.4g} GB/s of memory"
-    console.print(f"[bold]{cluster.devices} x {device.name}[/bold]: {stated} each\n")
-    console.print(table)
-    for line in _learned(cluster):
-        console.print(line, soft_wrap=True)
-    use = f"wrote {out}: echelon plan MODEL --cluster {out}" if out else "to plan with it, give --out mine.toml"
-    console.print(f"\n{use}", soft_wrap=True)
+    console = Console()
+    if peak is not None:
+        console.print(steps_table.table(rows, width=console.width))
+        console.print()
+        for line in steps_table.remarks(rows, todo.left_out, peak):
+            console.print(line, style="dim", soft_wrap=True, markup=False, highlight=False)
+    if cluster is not None:
+        if rows:
+            console.print()
+        console.print(devices_table.heading(cluster))
+        console.print(devices_table.table(devices, cluster))
+        for line in devices_table.learned(cluster):
+            console.print(line, soft_wrap=True)
+        use = f"wrote {out}: echelon plan MODEL --cluster {out}" if out else "to plan with it, give --out mine.toml"
+        console.print(f"\n{use}", soft_wrap=True)
 
 
-def _learned(cluster: Cluster) -> list[str]:
-    """What plans will use in the place of what was fitted to published runs."""
-    from echelon.plan.calibrate import calibrated
-    from echelon.plan.constants import FITTED
-    from echelon.plan.links import measured_link
+# -- one step, looked into --------------------------------------------------------------------------------------------
 
-    found = calibrated(cluster)
-    names = {
-        cluster.device.generation: "share of the peak that large products reach",
-        "edge": "elements that partly filled tiles add to each side of a product",
-        "best_attention": "share of the peak that attention reaches",
-        "streaming": "share of the memory's bandwidth that operators reach",
+
+def _profile(options: Options, here: Machine, path: Path, as_json: bool) -> bool:
+    """Looks into our steps, writes both files and shows them; says whether there was one."""
+    from echelon.bench import ask, breakdown, process
+
+    requests = ask.profiled(options, here)
+    found: list[Breakdown] = []
+    failed: dict[str, str] = {}
+    with _progress(len(requests)) as announce:
+        for request in requests:
+            announce(str(request))
+            said = process.ask("echelon.bench.profile", request)
+            if "failed" in said:
+                failed[str(request)] = said["failed"]
+            else:
+                found.append(breakdown.made(said))
+    if found:
+        _write_profile(path, found)
+    if as_json:
+        answer({**breakdown.to_json(found), "failed": failed})
+    else:
+        _show_profile(found, failed, path)
+    return bool(found)
+
+
+def _write_profile(path: Path, found: Sequence[Breakdown]) -> None:
+    from echelon.bench import breakdown, picture
+
+    texts: dict[str, str] = {
+        ".json": json.dumps(breakdown.to_json(found), indent=1) + "\n",
+        ".svg": picture.as_svg(found),
     }
-    changed = {name: (getattr(FITTED, name), getattr(found, name)) for name in names}
-    lines = [f"  {names[name]}: {new:.3g} (was {old:.3g})" for name, (old, new) in changed.items() if old != new]
-    if cluster.curves and (link := measured_link(cluster.curves, cluster.per_node)):
-        lines.append(f"  between devices: {link.bandwidth / 1e9:.3g} GB/s after {_time(link.latency)}")
-    return ["", "Plans for this machine use", *lines]
+    try:
+        for ending, text in texts.items():
+            path.with_suffix(ending).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"the profile cannot be written ({path}: {error.strerror}); give another file") from error
 
 
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+def _show_profile(found: Sequence[Breakdown], failed: dict[str, Any], path: Path) -> None:
+    from rich.console import Console
 
+    from echelon.bench import profile_table
 
-def _rate(row: Row) -> str:
-    giga, unit = row.rate / 1e9, row.unit
-    return f"{giga / 1e3:.3g} T{unit}" if giga >= 1e3 else f"{giga:.3g} G{unit}"
+    console = Console()
+    for one in found:
+        console.print(profile_table.heading(one), highlight=False)
+        console.print(profile_table.table(one))
+        for line in profile_table.remarks(one):
+            console.print(line, style="dim", soft_wrap=True, markup=False, highlight=False)
+        console.print()
+    for name, why in failed.items():
+        console.print(f"{name}: {why}", style="red", soft_wrap=True, markup=False, highlight=False)
+    if found:
+        console.print(f"wrote {path.with_suffix('.json')} and {path.with_suffix('.svg')}", soft_wrap=True)

@@ -1,0 +1,39 @@
+"""From the name of a GPU kernel to the part of a step it belongs to: one table, read from the top.
+
+Our own Triton kernels carry the name of their function. Torch's and the vendors' have names of many kinds, and one name
+may hold several words (a flash attention built from cutlass parts), so the order matters: the first pattern that is
+found decides. What no pattern knows is "other", and a profile lists it by name.
+"""
+
+from __future__ import annotations
+
+import re
+
+IDLE, OTHER = "idle", "other"
+PATTERNS = {
+    "attention": r"flash|fmha|sdpa|attention|cudnn",
+    "products": r"nvjet|gemm|gemv|xmma|cutlass|cublas|splitk|matmul|scaled_mm",
+    "gradient norm": r"lpnorm|norm(two)?ops|(grad|gradients?)_?norm|squares",
+    "optimizer": r"adam|sgd|optimizer|multi_tensor_apply",
+    "loss": r"loss|cross_?entropy|softmax|logsumexp",
+    "norm": r"norm|rsqrt|gammabeta",
+    "rope": r"rope|rotary|rotate",
+    "activation": r"swiglu|silu|gelu|glu",
+    "embedding": r"embedding|index|gather|scatter|radix|segment|compute_grad_weight",
+    "casts and copies": r"cast|quant|amax|copy|memcpy|memset|fill|catarray|transpose",
+}
+CATEGORIES = (
+    *("products", "attention", "norm", "rope", "activation", "loss", "embedding"),
+    *("gradient norm", "optimizer", "casts and copies", OTHER, IDLE),
+)
+"""in the order in which they are shown"""
+_TRIED = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in PATTERNS.items()}
+
+
+def category(kernel: str) -> str:
+    """The part of a step that the kernel belongs to.
+
+    >>> category("nvjet_tst_192x192_64x4_2x1_v_bz_coopA_NNT"), category("_swiglu_backward")
+    ('products', 'activation')
+    """
+    return next((name for name, pattern in _TRIED.items() if pattern.search(kernel)), OTHER)

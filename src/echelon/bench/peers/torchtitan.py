@@ -1,0 +1,97 @@
+"""torchtitan's Llama, as its own recipe for many GPUs runs it, here on one.
+
+Its model, its `apply_fsdp` (float32 master weights, bfloat16 compute), its compiled blocks, its compiled loss, fused
+AdamW, clipping. Tried with torchtitan 0.2.2.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from echelon.bench.peers.absent_imports import stand_in_for
+from echelon.bench.request import Request
+from echelon.bench.timing import Step, random_tokens
+
+UNUSED = (
+    *("datasets", "datasets.distributed", "datasets.iterable_dataset", "tokenizers", "einops", "PIL"),
+    *("tyro", "tyro.extras", "tyro.conf", "tomli", "tensorboard", "torch.utils.tensorboard", "wandb"),
+)
+"""what torchtitan's files import and its model never calls"""
+BLOCK = 256
+"""torchtitan rounds the feed-forward size up to a multiple of this"""
+
+
+def prepare(request: Request, convert: Callable[[Any], None] | None = None) -> Step:
+    """`convert` changes the model on the meta device, before it is compiled and sharded."""
+    device = torch.device(request.device)
+    stand_in_for(UNUSED)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    alone = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: any that is free
+    dist.init_process_group(backend, store=alone, rank=0, world_size=1)
+    atexit.register(dist.destroy_process_group)
+    parallelize = importlib.import_module("torchtitan.models.llama3.infra.parallelize")
+    config = importlib.import_module("torchtitan.config.job_config")
+
+    model = _model(request)
+    if convert is not None:
+        convert(model)
+    if request.recompute == "full":
+        checkpoint = importlib.import_module("torchtitan.distributed.activation_checkpoint")
+        checkpoint.apply_ac(model, config.ActivationCheckpoint(mode="full", preserve_rng_state=False))
+    parallelize.apply_compile(model, config.Compile(enable=True))
+    mesh = dist.device_mesh.init_device_mesh(device.type, (1,))
+    parallelize.apply_fsdp(model, mesh, torch.bfloat16, torch.float32, pp_enabled=False)
+    model.to_empty(device=device)
+    with torch.no_grad():
+        model.init_weights(buffer_device=device)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    tokens, targets = random_tokens(request)
+    loss_of = torch.compile(_loss)
+
+    def step() -> Callable[[], float]:
+        optimizer.zero_grad()
+        loss: Tensor = loss_of(model(tokens), targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        optimizer.step()
+        return loss.item
+
+    return step
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(0, 1))
+
+
+def _model(request: Request) -> Any:
+    args = importlib.import_module("torchtitan.models.llama3.model.args")
+    models = importlib.import_module("torchtitan.models.llama3.model.model")
+    ours = request.model
+    config = args.TransformerModelArgs(
+        dim=ours.width,
+        n_layers=ours.layers,
+        n_heads=ours.heads,
+        n_kv_heads=ours.kv_heads,
+        vocab_size=ours.vocab,
+        multiple_of=min(BLOCK, ours.ffn & -ours.ffn),  # our own size, not one that is rounded up
+        ffn_dim_multiplier=ours.ffn / (8 * ours.width / 3),
+        rope_theta=500_000,
+        max_seq_len=request.seq_len,
+    )
+    with torch.device("meta"), contextlib.redirect_stdout(None):
+        model = models.Transformer(config)
+    counted = sum(parameter.numel() for parameter in model.parameters())
+    if counted != ours.parameters:
+        raise ValueError(f"torchtitan's model is not ours ({counted:,} parameters, and {ours.parameters:,} in ours)")
+    return model

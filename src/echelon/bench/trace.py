@@ -1,0 +1,69 @@
+"""From a trace of torch's profiler to seconds of a step by kernel, and the time in which no kernel ran.
+
+Kernels on several streams may run at once. A moment that several share counts in equal parts for each, so that all
+parts and the idle time add up to the time that passed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+ON_THE_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+"""what the profiler calls events that take time on a GPU"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """One run of a kernel."""
+
+    name: str
+    start: float
+    end: float
+    """seconds"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """What a trace is made of."""
+
+    seconds: dict[str, float]
+    """by kernel"""
+    calls: dict[str, int]
+    idle: float
+
+
+def spans(trace: Mapping[str, Any]) -> list[Span]:
+    """What ran on the device, from the file that `export_chrome_trace` writes, whose times are microseconds."""
+    return [
+        Span(name=event["name"], start=event["ts"] / 1e6, end=(event["ts"] + event["dur"]) / 1e6)
+        for event in trace["traceEvents"]
+        if event.get("cat") in ON_THE_DEVICE
+    ]
+
+
+def shares(found: Sequence[Span]) -> Shares:
+    """The time from the first start to the last end, divided among what ran."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    running: Counter[str] = Counter()
+    idle, last = 0.0, 0.0
+    for when, change, name in _changes(found):
+        passed, busy = when - last, running.total()
+        if busy:
+            for other, count in running.items():
+                seconds[other] += passed * count / busy
+        elif last:
+            idle += passed
+        running[name] += change
+        if not running[name]:
+            del running[name]
+        last = when
+    return Shares(seconds=dict(seconds), calls=dict(Counter(span.name for span in found)), idle=idle)
+
+
+def _changes(found: Iterable[Span]) -> list[tuple[float, int, str]]:
+    """(when, one more or one fewer, of what), in order; ends before starts of the same moment."""
+    both = [((span.start, 1, span.name), (span.end, -1, span.name)) for span in found if span.end > span.start]
+    return sorted(change for pair in both for change in pair)

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from echelon.bench import peers
+from echelon.bench.ask import Options, check, profiled, todo
+from echelon.bench.machine import Machine
+from echelon.layout.faults import FaultError
+
+CPU = Machine(kind="cpu", name="cpu", memory=0)
+H200 = Machine(kind="cuda", name="NVIDIA H200", memory=140 << 30, fp8=True)
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """A folder with all peers, empty; none of them is anywhere else."""
+    for name in ("torchtitan", "torchdata", "torchao", "transformers"):
+        (tmp_path / "packages" / name).mkdir(parents=True)
+        (tmp_path / "packages" / name / "__init__.py").touch()
+    monkeypatch.setattr(peers, "_can_import", lambda name, folder: bool(folder) and (Path(folder) / name).is_dir())
+    monkeypatch.chdir(tmp_path)
+    return str(tmp_path / "packages")
+
+
+def who(found):
+    return [(request.shape, request.precision, request.who, request.recompute) for request in found.requests]
+
+
+def test_a_gpu_with_peers(packages):
+    found = todo(Options(peers=packages), H200)
+    for_1b = [("bf16", "echelon"), ("bf16", "torchtitan"), ("bf16", "transformers"), ("fp8", "echelon")]
+    for_1b += [("fp8", "torchtitan")]
+    assert who(found)[:5] == [("1b", *pair, "none") for pair in for_1b]
+    assert who(found)[-1] == ("8b", "fp8", "torchtitan", "full")
+    assert len(found.requests) == 15
+    assert found.left_out == {}
+    assert {(request.device, request.packages) for request in found.requests} == {("cuda", packages)}
+
+
+def test_a_processor_has_one_small_shape(packages):
+    found = todo(Options(peers=packages), CPU)
+    assert who(found) == [("tiny", "fp32", "echelon", "none"), ("tiny", "fp32", "transformers", "none")]
+    assert found.left_out == {"torchtitan": "its recipe runs on CUDA only"}
+
+
+def test_peers_that_are_not_there_are_named(packages):
+    found = todo(Options(shapes="1b"), H200)
+    assert [one[2] for one in who(found)] == ["echelon", "echelon"]
+    assert found.left_out == {
+        "torchtitan": "not installed (torchtitan, torchdata)",
+        "torchtitan in fp8": "not installed (torchtitan, torchdata, torchao)",
+        "transformers": "not installed (transformers)",
+    }
+    assert todo(Options(shapes="1b", against="none"), H200).left_out == {}
+
+
+def test_the_folder_of_this_directory_is_found(packages):
+    Path(packages).rename(".peers")
+    found = todo(Options(shapes="1b", precision="bf16", against="torchtitan"), H200)
+    assert [one[2] for one in who(found)] == ["echelon", "torchtitan"]
+    assert found.requests[0].packages == str(Path(".peers").resolve())
+
+
+def test_shapes_that_cannot_fit_are_left_out_unless_asked_for(packages):
+    small = Machine(kind="cuda", name="NVIDIA A100", memory=80 << 30)
+    found = todo(Options(), small)
+    assert [(one[0], one[1]) for one in who(found)] == [("1b", "bf16"), ("3b", "bf16")]
+    assert found.left_out["8b"] == "needs 120 GiB, and NVIDIA A100 has 80"
+    assert "8b" in [one[0] for one in who(todo(Options(shapes="8b"), small))]
+
+
+def test_what_is_given_counts_for_all(packages):
+    options = Options(shapes="8b", batch=2, seq_len=512, recompute="none", states="bfloat16", steps=3, peers=packages)
+    found = todo(options, H200).requests
+    assert {(one.batch, one.seq_len, one.recompute, one.repeats) for one in found} == {(2, 512, "none", 3)}
+    assert {one.who: one.states for one in found}["torchtitan"] == "float32"
+    assert found[0].states == "bfloat16"
+
+
+def test_both_ways_of_8_bits_have_one_peer(packages):
+    found = todo(Options(shapes="1b", precision="fp8,fp8-row", peers=packages), H200)
+    assert [one[1:3] for one in who(found)] == [("fp8", "echelon"), ("fp8", "torchtitan"), ("fp8-row", "echelon")]
+
+
+def test_all_faults_at_once(tmp_path):
+    options = Options(
+        only="step",
+        out=tmp_path / "mine.txt",
+        shapes="1b,4b",
+        precision="bf61",
+        peers=str(tmp_path / "none"),
+        against="torchtitann",
+        steps=0,
+        states="float16",
+        recompute="some",
+        batch=-1,
+        seq_len=0,
+    )
+    with pytest.raises(FaultError) as raised:
+        check(options)
+    found = {fault.key: str(fault) for fault in raised.value.faults}
+    keys = "only out shapes precision peers against steps states recompute batch seq-len"
+    assert set(found) == {f"--{key}" for key in keys.split()}
+    assert 'did you mean "bf16"?' in found["--precision"]
+    assert "does not end in .toml" in found["--out"]
+    assert found["--steps"] == "--steps=0 is too small; legal: 1 or more"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"only": "steps", "out": "mine.toml"}, "needs the devices, which --only steps leaves out"),
+        ({"only": "devices", "shapes": "1b"}, "has no effect with --only devices"),
+        ({"only": "steps", "profile": "a.svg"}, "has no effect with --profile"),
+        ({"profile": "a.svg", "out": "mine.toml"}, "needs the devices, which --profile leaves out"),
+        ({"profile": "a.svg", "against": "none"}, "of our own step"),
+        ({"profile": "a.png"}, "does not end in .json or .svg"),
+    ],
+)
+def test_what_does_not_go_together(options, words, tmp_path):
+    paths = {key: tmp_path / options[key] for key in ("out", "profile") if key in options}
+    with pytest.raises(FaultError, match=words):
+        check(Options(**{**options, **paths}))
+
+
+def test_a_profile_needs_a_gpu(tmp_path):
+    options = Options(profile=tmp_path / "a.svg", shapes="1b,3b", precision="bf16,fp8")
+    with pytest.raises(FaultError, match="needs a GPU"):
+        profiled(options, CPU)
+    found = profiled(options, H200)
+    assert [(one.shape, one.precision) for one in found] == [
+        ("1b", "bf16"),
+        ("1b", "fp8"),
+        ("3b", "bf16"),
+        ("3b", "fp8"),
+    ]

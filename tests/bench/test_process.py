@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from echelon.bench.peers.absent_imports import stand_in_for
+from echelon.bench.process import ask, in_words
+from echelon.bench.request import Request
+
+TINY = Request(who="echelon", shape="tiny", size="llama-tiny", seq_len=32, batch=2, precision="fp32", warm=1, repeats=1)
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Makes a module that such a process can run."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def make(text: str) -> str:
+        (tmp_path / "work.py").write_text(text)
+        return "work"
+
+    return make
+
+
+def test_a_step_is_measured_in_a_process_of_its_own():
+    found = ask("echelon.bench.step", TINY)
+    assert found.keys() == {"step_s", "first_step_s", "peak_bytes", "version", "torch"}
+    assert 0 < found["step_s"] < found["first_step_s"]
+    assert found["peak_bytes"] > 1 << 20
+    assert found["version"].startswith("echelon ")
+
+
+def test_a_failure_is_told_in_words(module):
+    text = "from echelon.bench.process import answer\ndef work(request, begun):\n    {}\nanswer(work)\n"
+    failures = {
+        "raise ValueError('no such\\nlayout')": "ValueError: no such layout",
+        "import no_such_package": "no_such_package is not installed",
+    }
+    for line, words in failures.items():
+        assert words in ask(module(text.format(line)), TINY)["failed"]
+
+
+def test_what_libraries_print_is_not_in_the_answer(module):
+    text = "import os\nfrom echelon.bench.process import answer\ndef work(request, begun):\n    print('noise')\n"
+    text += "    os.system('echo more noise')\n    return dict(batch=request.batch, late=begun > 0)\nanswer(work)\n"
+    assert ask(module(text), TINY) == {"batch": 2, "late": True}
+
+
+def test_a_process_that_dies_or_hangs_is_a_result_too(module):
+    dying = module("import os, sys\nprint('last words', file=sys.stderr)\nsys.stderr.flush()\nos._exit(3)\n")
+    assert ask(dying, TINY) == {"failed": "the process ended with code 3: last words"}
+    assert ask(module("import time\ntime.sleep(60)\n"), TINY, limit=0.5) == {"failed": "not done after 0 s"}
+
+
+def test_what_a_peer_never_calls_may_be_absent(monkeypatch):
+    names = ["no_such_package", "no_such_package.part", "json"]
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    stand_in_for(names)
+    from no_such_package.part import Something, decorate  # type: ignore[import-not-found]
+
+    class Child(Something):
+        @decorate("with", arguments=True)
+        def method(self) -> int:
+            return 1
+
+    assert Child().anything.else_ is not None
+    assert Something[int] is Something
+    assert Something.Inner
+    assert sys.modules["json"].dumps({}) == "{}"
+    with pytest.raises(AttributeError):
+        _ = sys.modules["no_such_package"].__version__
+
+
+def test_out_of_memory_says_how_much_there_was(monkeypatch):
+    import torch
+
+    device = type("Device", (), {"total_memory": 140 << 30})
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 138 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    words = in_words(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.83 GiB."))
+    assert words == "out of memory (138.0 GiB of 140.0 were in use)"

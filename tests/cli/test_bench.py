@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+
+import pytest
+from typer.testing import CliRunner
+
+from echelon.bench.breakdown import Breakdown, Part, from_json
+from echelon.bench.machine import Machine
+from echelon.cli import app
+from echelon.train.metrics import Peak
+
+CONTRACT = {"shape", "seq", "batch", "precision", "step_s", "tokens_per_s", "mfu", "hfu", "peak_bytes", "peer", "ratio"}
+H200 = Machine(kind="cuda", name="NVIDIA H200", memory=140 << 30, fp8=True)
+
+
+def invoke(*args, **environment):
+    return CliRunner().invoke(app, ["bench", *map(str, args)], env={"COLUMNS": "100", **environment})
+
+
+@pytest.fixture
+def answers(monkeypatch, tmp_path):
+    """A GPU with torchtitan beside it, and measurements that are made up: by who and precision, or one for all."""
+    found: dict = {}
+
+    def ask(module, request):
+        return found.get((request.who, request.precision)) or found.get(module) or {"failed": "not in this test"}
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("echelon.bench.machine.here", lambda: H200)
+    monkeypatch.setattr("echelon.bench.process.ask", ask)
+    monkeypatch.setattr("echelon.train.metrics.peak_flops", lambda _: Peak(flops=989.5e12, why="dense bf16 peak"))
+    monkeypatch.setattr("echelon.bench.peers._can_import", lambda name, _: name.startswith("torch"))
+    return found
+
+
+def step(seconds: float, who: str) -> dict:
+    versions = {"version": f"{who} 1.0", "torch": "2.11.0"}
+    return {"step_s": seconds, "first_step_s": 12.0, "peak_bytes": 70 << 30, **versions}
+
+
+def test_steps_on_this_processor(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    begun = time.perf_counter()
+    done = invoke("--only", "steps", "--json", "--against", "none")
+    assert done.exit_code == 0, done.output
+    assert time.perf_counter() - begun < 30
+    found = json.loads(done.stdout)
+    assert set(found) == {"rows", "left_out", "devices", "curves"}
+    (row,) = found["rows"]
+    assert row.keys() >= CONTRACT
+    assert (row["shape"], row["who"], row["peer"], row["ratio"], row["failed"]) == ("tiny", "echelon", None, None, None)
+    assert 0 < row["mfu"] == row["hfu"]
+    assert row["tokens_per_s"] == pytest.approx(row["seq"] * row["batch"] / row["step_s"])
+    assert row["first_step_s"] > row["step_s"]
+
+
+def test_ratios_to_peers(answers):
+    answers[("echelon", "bf16")] = step(0.5, "echelon")
+    answers[("torchtitan", "bf16")] = step(0.55, "torchtitan")
+    args = ("--only", "steps", "--shapes", "1b")
+    done = invoke(*args, "--json")
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)["rows"]
+    assert [(row["who"], row["precision"], row["peer"]) for row in rows] == [
+        ("echelon", "bf16", "torchtitan"),
+        ("torchtitan", "bf16", None),
+        ("echelon", "fp8", None),
+        ("torchtitan", "fp8", None),
+    ]
+    assert rows[0]["ratio"] == pytest.approx(1.1)
+    assert rows[2]["failed"] == "not in this test"
+    shown = invoke(*args)
+    assert shown.exit_code == 0
+    for words in (
+        "1.10",
+        "torchtitan",
+        "failed: 1b, fp8, echelon: not in this test",
+        "989.5 TFLOP/s",
+        "left out: tran",
+    ):
+        assert words in shown.stdout
+
+
+def test_nothing_of_ours_ran(answers):
+    answers[("torchtitan", "bf16")] = step(0.55, "torchtitan")
+    done = invoke("--only", "steps", "--shapes", "1b", "--json")
+    assert done.exit_code == 1
+    assert json.loads(done.stdout)["rows"][0]["failed"] == "not in this test"
+
+
+def test_all_faults_at_once(monkeypatch):
+    monkeypatch.setattr("echelon.bench.machine.here", lambda: pytest.fail("it went on"))
+    done = invoke("--only", "step", "--shapes", "1b,2b", "--steps", 0, "--states", "fp32", "--json")
+    assert done.exit_code == 2
+    assert [line.split("=")[0] for line in done.stderr.splitlines()] == ["--shapes", "--only", "--states", "--steps"]
+    assert json.loads(done.stdout) == {"errors": done.stderr.splitlines()}
+
+
+def test_a_profile_is_written_twice_and_shown(answers, tmp_path):
+    parts = (Part(name="products", seconds=0.36, floor_s=0.34), Part(name="idle", seconds=0.01, floor_s=0.0))
+    one = Breakdown(
+        shape="1b",
+        seq=4096,
+        batch=8,
+        precision="bf16",
+        recompute="none",
+        states="float32",
+        device="NVIDIA H200",
+        torch="2.11.0",
+        step_s=0.37,
+        copy=4.2e12,
+        parts=parts,
+        kernels=(),
+    )
+    answers["echelon.bench.profile"] = asdict(one)
+    done = invoke("--profile", tmp_path / "step.svg", "--shapes", "1b")
+    assert done.exit_code == 0, done.output
+    assert "a step takes 370.0 ms" in done.stdout
+    assert from_json((tmp_path / "step.json").read_text()) == [one]
+    assert "products" in (tmp_path / "step.svg").read_text()
+    again = invoke("--profile", tmp_path / "step.json", "--shapes", "1b", "--json")
+    assert json.loads(again.stdout)["profiles"][0]["shape"] == "1b"
+
+
+def test_a_profile_that_fails_is_said(answers, tmp_path):
+    done = invoke("--profile", tmp_path / "step.svg", "--shapes", "8b")
+    assert done.exit_code == 1
+    assert "8b, bf16, echelon: not in this test" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_profile_needs_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr("echelon.bench.machine.here", lambda: Machine(kind="cpu", name="cpu", memory=0))
+    done = invoke("--profile", tmp_path / "step.svg")
+    assert done.exit_code == 2
+    assert "needs a GPU" in done.stderr
