@@ -94,7 +94,8 @@ def _update_chunk(
     m = moments[0].to(dtype) * beta1 + g * rest1
     v = moments[1].to(dtype) * beta2 + g * g * rest2
     w = before * shrink if decays else before
-    w = w - m * size / (v.sqrt() * root + eps)
+    # torch rounds a root on a CPU to one of the two nearest floats; by way of float64 it is the nearest.
+    w = w - m * size / (v.double().sqrt().to(dtype) * root + eps)
     # A product with 0 would not do: what is not written may be infinite.
     w = torch.where(live != 0, w, before)
     if low is None:

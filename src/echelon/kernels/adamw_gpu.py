@@ -36,8 +36,10 @@ def _adamw(
     high_ptr, low_ptr, mean_ptr, square_ptr, gradient_ptr, numbers_ptr, step_ptr, size, decayed, first,
     SPLIT: tl.constexpr, SHORT_MOMENTS: tl.constexpr, SHORT_GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    if tl.load(numbers_ptr + 9) == 0:
+        return
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = (at < size) & (tl.load(numbers_ptr + 9) != 0)
+    inside = at < size
     high = tl.load(high_ptr + at, mask=inside, other=0)
     mean = tl.load(mean_ptr + at, mask=inside, other=0)
     square = tl.load(square_ptr + at, mask=inside, other=0)

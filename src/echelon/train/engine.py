@@ -70,6 +70,10 @@ class StepResult:
         loss_sum, count, norm = self._ask()
         return loss_sum, count, norm
 
+    def wait(self) -> None:
+        """Until the step is through."""
+        _ = self._told
+
     @property
     def loss(self) -> float:
         """mean over all valid targets of the step; 0 where there is none"""

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -23,10 +24,12 @@ from echelon.train.config import Config
 from echelon.train.derived import derived
 from echelon.train.display import Display, Progress, duration, number, percent, short
 from echelon.train.engine import Engine, StepResult
+from echelon.train.later import later
 from echelon.train.pipeline_faults import MEASURE
 from echelon.train.predicted import predicted
 from echelon.train.run import Run
 from echelon.train.schedule import learning_rate
+from echelon.train.stopwatch import Stopwatch
 from echelon.train.task import task_of
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -57,7 +60,8 @@ class _Step:
     number: int
     result: StepResult
     lr: float
-    seconds: float
+    memory: Callable[[], float] | None
+    """asks what the fullest rank has used, where that was looked at"""
 
 
 def train_here(config: Config, quiet: bool = False) -> Summary:
@@ -97,6 +101,7 @@ class Loop:
         self.peak = metrics.peak_flops(world.device)
         self.display = Display(config.steps, quiet=quiet or world.rank > 0)
         self._memory = 0
+        self._stopwatch = Stopwatch()
         self._seconds: list[float] = []
         """of every step"""
 
@@ -144,19 +149,20 @@ class Loop:
         eval_loss: float | None = None
         pipeline = self.engine.pipeline
         untold: deque[_Step] = deque()
-        # Ranks of an asynchronous schedule end a step at different times. Told one step later, nobody waits for it.
-        late = 1 if pipeline is not None and pipeline.asynchronous else 0
+        # A GPU works on a step while the host queues the next; ranks of an asynchronous schedule end a step at
+        # different times. Told one step later, nobody waits for it.
+        late = self.world.device.type == "cuda" or (pipeline is not None and pipeline.asynchronous)
         for step in range(config.steps):
-            begun = time.perf_counter()
+            self._stopwatch.begin()
             lr = learning_rate(step, config.steps, config)
             last = step + 1 == config.steps
             if pipeline is not None and last:
                 pipeline.record()
             result = self.engine.run(self.task.microbatches(self.engine, step), lr=lr)
-            seconds = time.perf_counter() - begun
+            looks = step % MEMORY_EVERY == 0 or last
+            untold.append(_Step(step + 1, result, lr, self._look_at_memory() if looks else None))
             evaluates = config.eval.every and ((step + 1) % config.eval.every == 0 or last)
-            untold.append(_Step(step + 1, result, lr, seconds))
-            while len(untold) > (0 if last or evaluates else late):
+            while len(untold) > (late and not last and not evaluates):
                 self._tell(untold.popleft(), run)
             if pipeline is not None and last:
                 found = pipeline.recorded()
@@ -164,8 +170,7 @@ class Loop:
                     timeline.write(run.path, *found)
                 begun = time.perf_counter()
                 self.engine.drain()
-                seconds += time.perf_counter() - begun  # what the steps have left to do is a part of them
-            self._seconds.append(seconds)
+                self._seconds[-1] += time.perf_counter() - begun  # what steps have left to do is a part of them
             if evaluates:
                 eval_loss = self.engine.evaluate(self.task.evaluation(self.engine))
                 if eval_loss is not None:
@@ -188,8 +193,13 @@ class Loop:
         )
 
     def _tell(self, step: _Step, run: Run | None) -> None:
-        """Shows and logs a step; raises where it has no finite loss."""
-        result, seconds = step.result, step.seconds
+        """Waits for a step, shows and logs it; raises where it has no finite loss."""
+        result = step.result
+        result.wait()
+        seconds = self._stopwatch.end()
+        self._seconds.append(seconds)
+        if step.memory is not None:
+            self._memory = int(step.memory())
         progress = self._progress(step.number, result, self._tokens(result) / seconds)
         self.display.step(progress)
         if result.skipped:
@@ -214,12 +224,23 @@ class Loop:
         """What a step's rate counts: tokens of text, or valid targets of a user's module."""
         return self.config.batch * self.config.seq_len if self.task.shape else result.count
 
+    def _look_at_memory(self) -> Callable[[], float]:
+        """Asks all ranks for the most that one of them has used. The answer is read later, as a step's result is."""
+        mine = float(metrics.peak_memory(self.world.device))
+        used = torch.full((1,), mine, dtype=torch.float64, device=self.world.device)
+        pending = self.engine.parallel.axes[WORLD].start_all_reduce(used, op="max")
+        if used.is_cuda:
+            pending.wait()  # of the device, not of the host
+            told = later(used)
+            return lambda: told()[0]
+
+        def ask() -> float:
+            pending.wait()
+            return float(used)
+
+        return ask
+
     def _progress(self, step: int, result: StepResult, rate: float) -> Progress:
-        if step % MEMORY_EVERY == 1 or step == self.config.steps:
-            used = torch.tensor(
-                float(metrics.peak_memory(self.world.device)), dtype=torch.float64, device=self.world.device
-            )
-            self._memory = int(self.engine.parallel.axes[WORLD].all_reduce(used, op="max"))
         mfu, hfu = self._utilisation(rate)
         return Progress(step=step, loss=result.loss, tokens_per_s=rate, mfu=mfu, hfu=hfu, memory=self._memory)
 

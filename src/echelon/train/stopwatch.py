@@ -1,0 +1,31 @@
+"""How long steps take, where a step may begin before the one before it is known to have ended.
+
+    queued   |--1--|--2--|   |--3--|          a step is queued while its forerunner is at work,
+    at work     |-----1-----|-----2-----|-----3-----|
+    known                     ^1          ^2          ^3     so steps are timed from one end to the next
+
+Where nothing is under way when a step begins, its time counts from there: what lies between is no part of any step.
+"""
+
+from __future__ import annotations
+
+import time
+
+
+class Stopwatch:
+    def __init__(self) -> None:
+        self._under_way = 0
+        self._since = 0.0
+
+    def begin(self) -> None:
+        """A step begins, perhaps behind others."""
+        if not self._under_way:
+            self._since = time.perf_counter()
+        self._under_way += 1
+
+    def end(self) -> float:
+        """The oldest step under way has ended: the seconds that it took."""
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now
+        self._under_way -= 1
+        return seconds

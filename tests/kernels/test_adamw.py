@@ -1,0 +1,146 @@
+"""AdamW in one pass: the kernel against plain torch bit for bit, and plain torch against `torch.optim.AdamW`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from echelon.kernels import adamw
+from echelon.kernels.halves import joined, split_into
+
+BETAS, EPS, DECAY, LR = (0.9, 0.95), 1e-8, 0.1, 1e-2
+SIZES = [1, 7, 2048, 2049, 5003]
+
+
+@dataclass
+class State:
+    high: Tensor
+    low: Tensor | None
+    mean: Tensor
+    square: Tensor
+    step: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.high, self.low, self.mean, self.square, self.step) if t is not None]
+
+    def clone(self) -> State:
+        low = None if self.low is None else self.low.clone()
+        return State(self.high.clone(), low, self.mean.clone(), self.square.clone(), self.step.clone())
+
+    def weights(self) -> Tensor:
+        return self.high if self.low is None else joined(self.high, self.low)
+
+
+def first(weights: Tensor, *, split: bool, moments: torch.dtype) -> State:
+    high, low = weights.clone(), None
+    if split:
+        high, low = weights.bfloat16(), torch.zeros(len(weights), dtype=torch.int16)
+        split_into(weights, high, low)
+    zeros = torch.zeros(len(weights), dtype=moments)
+    return State(high, low, zeros, zeros.clone(), torch.zeros((), dtype=torch.int64))
+
+
+def stepped(
+    state: State, gradient: Tensor, update=adamw.update, *, decayed=0, scale=1.0, live=True, betas=BETAS, begin=0
+) -> None:
+    state.step += live
+    rule = torch.tensor([*betas, EPS], dtype=torch.float64)
+    factor = torch.tensor(scale, dtype=torch.float64)
+    numbers = adamw.numbers_of(rule, LR, DECAY, state.step, factor, torch.tensor(live), torch.float32)
+    update(
+        *(state.high, state.low, state.mean, state.square, gradient, numbers, state.step), decayed=decayed, first=begin
+    )
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's: a GPU multiplies modulo 2**32
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("split", [False, True])
+def test_the_kernel_is_plain_torch_bit_for_bit(size: int, moments: torch.dtype, split: bool) -> None:
+    pytest.importorskip("triton")
+    from echelon.kernels import adamw_gpu
+
+    torch.manual_seed(size)
+    plain = first(torch.randn(size), split=split, moments=moments)
+    kernel = plain.clone()
+    for number in range(4):
+        gradient = torch.randn(size).to(torch.bfloat16 if number % 2 else torch.float32) * 10.0 ** -(3 * number)
+        choices = {"decayed": size * number // 3, "scale": 0.3, "live": number != 2, "begin": 2**32 - 5}
+        stepped(plain, gradient, **choices)
+        stepped(kernel, gradient, adamw_gpu.update, **choices)
+        for one, other in zip(plain.tensors(), kernel.tensors(), strict=True):
+            assert torch.equal(one, other)
+    assert int(kernel.step) == 3
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_it_is_torchs_adamw(split: bool) -> None:
+    torch.manual_seed(0)
+    weights = torch.randn(1000)
+    state = first(weights, split=split, moments=torch.float32)
+    decayed, other = (weights[part].clone().requires_grad_() for part in (slice(0, 600), slice(600, None)))
+    groups = [{"params": [decayed], "weight_decay": DECAY}, {"params": [other], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
+    for _ in range(10):
+        gradient = torch.randn(1000)
+        stepped(state, gradient, decayed=600, scale=0.5)
+        decayed.grad, other.grad = gradient[:600] * 0.5, gradient[600:] * 0.5
+        optimizer.step()
+    wanted = torch.cat([decayed, other]).detach()
+    torch.testing.assert_close(state.weights(), wanted, rtol=1e-5, atol=1e-6)
+    if split:
+        assert torch.equal(state.high.float(), state.weights().bfloat16().float())
+
+
+def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    whole = first(torch.randn(1000), split=True, moments=torch.bfloat16)
+    parts, gradient = whole.clone(), torch.randn(1000)
+    stepped(whole, gradient, decayed=333)
+    monkeypatch.setattr(adamw, "CHUNK", 64)
+    stepped(parts, gradient, decayed=333)
+    assert all(torch.equal(a, b) for a, b in zip(whole.tensors(), parts.tensors(), strict=True))
+
+
+def test_a_step_that_is_not_live_writes_nothing() -> None:
+    """Not even in the first step, whose corrections would divide by zero; nor with gradients that are not numbers."""
+    state = first(torch.randn(100), split=True, moments=torch.bfloat16)
+    for gradient in (torch.full((100,), float("nan")), torch.randn(100)):
+        before = state.clone()
+        stepped(state, gradient, live=False)
+        assert all(torch.equal(a, b) for a, b in zip(before.tensors(), state.tensors(), strict=True))
+        stepped(state, torch.randn(100))
+
+
+def test_rounding_by_chance_has_the_right_mean() -> None:
+    x = torch.full((200_000,), 1.0 + 0.3 / 128)  # between two neighbours, nearer to the lower
+    bits = adamw.random_bits(len(x), 0, torch.tensor(7))
+    found = adamw.rounded_by_chance(-x, bits & 0xFFFF)
+    assert found.unique().tolist() == [-1.0078125, -1.0]
+    assert float((found != -1.0).double().mean()) == pytest.approx(0.3, abs=0.005)
+    other = adamw.rounded_by_chance(-x, bits >> 16)
+    both = ((found != -1.0) & (other != -1.0)).double().mean()
+    assert float(both) == pytest.approx(0.09, abs=0.005), "the two halves of the bits know nothing of each other"
+    again = adamw.rounded_by_chance(-x, adamw.random_bits(len(x), 0, torch.tensor(8)) & 0xFFFF)
+    assert float((again == found).double().mean()) == pytest.approx(0.58, abs=0.01), "nor do two steps"
+
+
+def test_infinite_and_undefined_moments_stay_so() -> None:
+    x = torch.tensor([float("inf"), float("-inf"), float("nan"), 0.0, -0.0])
+    found = adamw.rounded_by_chance(x, torch.full((5,), 0xFFFF))
+    assert found[:2].tolist() == [float("inf"), float("-inf")]
+    assert found[2].isnan()
+    assert found[3:].tolist() == [0.0, 0.0]
+
+
+def test_short_moments_fall_as_long_ones_do() -> None:
+    """With beta2 = 0.999 and no gradient, v in bfloat16 falls to e^-1 in 1000 steps; to the nearest, it never would."""
+    state = first(torch.zeros(4096), split=False, moments=torch.bfloat16)
+    state.square.fill_(1.0)
+    for _ in range(1000):
+        stepped(state, torch.zeros(4096), betas=(0.9, 0.999))
+    assert float(state.square.float().mean()) == pytest.approx(0.3677, rel=0.01)
+    assert torch.tensor(0.999).bfloat16() == 1.0
