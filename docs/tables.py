@@ -13,6 +13,9 @@ from functools import cache
 from pathlib import Path
 
 from echelon import models
+from echelon.bench.least_bytes import least_bytes
+from echelon.bench.request import Request
+from echelon.bench.shapes import ON_CUDA, SHAPES
 from echelon.layout import KEYS, Layout
 from echelon.layout.cost import Collective
 from echelon.layout.placement import Unit, units_of
@@ -238,7 +241,37 @@ def _size(count: int) -> str:
     return f"{count} B"
 
 
+def bench_shapes() -> str:
+    rows = []
+    for name in ON_CUDA:
+        shape, model = SHAPES[name], SHAPES[name].model
+        sizes = (model.width, model.layers, model.heads, model.kv_heads, model.ffn, f"{model.vocab:,}")
+        flops = f"{model.flops_per_token(shape.seq_len) / 1e9:.2f}"
+        rows.append((f"`{name}`", *map(str, sizes), f"{shape.seq_len:,} x {shape.batch}", flops))
+    return markdown(
+        ("shape", "width", "layers", "heads", "kv heads", "ffn", "vocabulary", "tokens", "GFLOP per token"), rows
+    )
+
+
+def fewest_bytes() -> str:
+    """By part of a step, in GB, largest first."""
+    found = {name: least_bytes(_request(name)) for name in ON_CUDA}
+    parts = sorted(found["1b"], key=lambda part: -sum(one[part] for one in found.values()))
+    rows = [(part, *(f"{found[name][part] / 1e9:.1f}" for name in ON_CUDA)) for part in parts if found["1b"][part]]
+    rows.append(("together", *(f"{sum(found[name].values()) / 1e9:.1f}" for name in ON_CUDA)))
+    return markdown(("GB of a step, in bf16", *(f"`{name}`" for name in ON_CUDA)), rows)
+
+
+def _request(name: str) -> Request:
+    shape = SHAPES[name]
+    return Request(
+        who="echelon", shape=name, size=shape.size, seq_len=shape.seq_len, batch=shape.batch, precision="bf16"
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "bench shapes": bench_shapes,
+    "fewest bytes": fewest_bytes,
     "layout keys": layout_keys,
     "configuration keys": configuration_keys,
     "state bytes": state_bytes,

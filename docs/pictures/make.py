@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -18,6 +19,14 @@ import pipelines  # noqa: E402
 import splits  # noqa: E402
 import steps  # noqa: E402
 import terminal  # noqa: E402
+
+from echelon.bench.breakdown import from_json  # noqa: E402
+from echelon.bench.picture import as_svg  # noqa: E402
+
+
+def _profile(path: Path) -> str:
+    return as_svg(from_json(path.read_text(encoding="utf-8")))
+
 
 DRAWN: dict[str, Callable[[], str]] = {
     "mesh": splits.mesh,
@@ -37,6 +46,8 @@ DRAWN: dict[str, Callable[[], str]] = {
     "pipeline-pipedream": lambda: pipelines.one("pipedream"),
     "weight-versions": pipelines.versions,
 }
+# A profile that was measured on a GPU lies here as a file of numbers, and is drawn anew from it anywhere.
+DRAWN |= {path.stem: partial(_profile, path) for path in sorted(HERE.glob("profile-*.json"))}
 REAL = {
     "train": "echelon train --procs 2",
     "plan": "echelon plan llama-8b --cluster 8xh100 --batch 64 --seq-len 8192",

@@ -79,6 +79,11 @@ def test_what_is_given_counts_for_all(packages):
     assert found[0].states == "bfloat16"
 
 
+def test_recomputation_that_only_we_have(packages):
+    found = todo(Options(shapes="8b", precision="bf16", recompute="ops", against="torchtitan", peers=packages), H200)
+    assert [one[2:] for one in who(found)] == [("echelon", "ops"), ("torchtitan", "full")]
+
+
 def test_both_ways_of_8_bits_have_one_peer(packages):
     found = todo(Options(shapes="1b", precision="fp8,fp8-row", peers=packages), H200)
     assert [one[1:3] for one in who(found)] == [("fp8", "echelon"), ("fp8", "torchtitan"), ("fp8-row", "echelon")]

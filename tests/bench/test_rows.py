@@ -86,6 +86,6 @@ def test_the_table_fits_a_plain_terminal():
     assert "failed" in lines[3]
     assert not any("…" in line for line in lines)
     said = remarks(made, {"8b": "needs 120 GiB"}, PEAK)
-    assert "*: recompute=full" in said
+    assert "*: torchtitan with recompute=full" in said
     assert "left out: 8b, needs 120 GiB" in said
     assert said[-1] == "echelon 0.1.0, torch 2.11.0"

@@ -157,7 +157,7 @@ def todo(options: Options, machine: Machine, *, quick: bool = False) -> Todo:
             own = _request(shape, precision, options, machine, quick)
             requests.append(own)
             others = [peer for peer in against if peer.precision == family(precision)]
-            again = options.recompute or shape.peer_recompute
+            again = options.recompute if options.recompute in peers.RECOMPUTE else shape.peer_recompute
             requests += (
                 replace(own, who=peer.name, precision=peer.precision, recompute=again, states="float32")
                 for peer in others

@@ -54,8 +54,9 @@ def remarks(rows: Sequence[Row], left_out: Mapping[str, str], peak: Peak) -> lis
     found.append("first: from the start of the process to the end of its first step")
     if best := sorted({row.peer for row in rows if row.peer}):
         found.append(f"ratio: our tokens per second over the fastest peer's ({', '.join(best)})")
-    for word in sorted({row.recompute for row in rows} - {"none"}):
-        found.append(f"{AGAIN.strip()}: recompute={word}")
+    again = {(f"recompute={row.recompute}", row.who) for row in rows if row.recompute != "none"}
+    if again:
+        found.append(f"{AGAIN.strip()}: {', '.join(f'{who} with {word}' for word, who in sorted(again))}")
     for word in sorted({row.states for row in rows} - {"float32"}):
         found.append(f"echelon's optimizer states are in {word}")
     found += [f"failed: {row.shape}, {row.precision}, {row.who}: {row.failed}" for row in rows if row.failed]

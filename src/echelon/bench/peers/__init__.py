@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
 FOLDER = Path(".peers")
 """of unpacked wheels, looked for in the current directory where none is named"""
+
+RECOMPUTE = ("none", "full")
+"""what peers can be told of recomputation"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,4 +56,4 @@ def peer_of(name: str, precision: str) -> Peer:
 
 def _can_import(name: str, folder: str) -> bool:
     # Asked of the finder, not imported: an import of a framework takes seconds, and here only its place matters.
-    return bool(PathFinder.find_spec(name, [folder]) if folder else None) or bool(PathFinder.find_spec(name))
+    return bool(folder and PathFinder.find_spec(name, [folder])) or find_spec(name) is not None
