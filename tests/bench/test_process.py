@@ -34,7 +34,7 @@ def test_a_step_is_measured_in_a_process_of_its_own():
 def test_a_failure_is_told_in_words(module):
     text = "from echelon.bench.process import answer\ndef work(request, begun):\n    {}\nanswer(work)\n"
     failures = {
-        "raise ValueError('no such\\nlayout')": "ValueError: no such layout",
+        "raise ValueError('no such\\nlayout')": "ValueError: no such layout (work.py, line 3)",
         "import no_such_package": "no_such_package is not installed",
     }
     for line, words in failures.items():

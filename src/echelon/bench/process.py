@@ -14,6 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from echelon.bench.request import Request
@@ -68,5 +69,6 @@ def in_words(error: Exception) -> str:
         return f"out of memory ({used / 2**30:.1f} GiB of {most / 2**30:.1f} were in use)"
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed"
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    where = "".join(f" ({Path(frame.filename).name}, line {frame.lineno})" for frame in last)
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{where}"

@@ -32,7 +32,10 @@ LETTERS = 160
 def profiled(request: Request, begun: float) -> Found:
     step = ours.prepare(request)
     timing = timed(step, request, begun=begun)
-    found = shares(spans(traced(step, torch.device(request.device))))
+    ran = spans(traced(step, torch.device(request.device)))
+    if not ran:
+        raise RuntimeError("the profiler saw no kernel; is another profiler at work on this device?")
+    found = shares(ran)
     del step  # the floor's matrices need its memory
     gc.collect()
     if request.device == "cuda":

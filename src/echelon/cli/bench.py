@@ -111,15 +111,18 @@ def _progress(total: int) -> Iterator[Announce]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    console = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=total)
-        begun = False
+        begun = 0
 
         def announce(name: str) -> None:
             nonlocal begun
-            bar.update(task, description=name, advance=1 if begun else 0)
-            begun = True
+            bar.update(task, description=name, completed=begun)
+            begun += 1
+            if not console.is_terminal:  # a log has no bar
+                console.print(f"{begun} of {total}: {name}", highlight=False, soft_wrap=True)
 
         yield announce
 
