@@ -50,6 +50,8 @@ def test_what_libraries_print_is_not_in_the_answer(module):
 def test_a_process_that_dies_or_hangs_is_a_result_too(module):
     dying = module("import os, sys\nprint('last words', file=sys.stderr)\nsys.stderr.flush()\nos._exit(3)\n")
     assert ask(dying, TINY) == {"failed": "the process ended with code 3: last words"}
+    killed = module("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    assert ask(killed, TINY) == {"failed": "the process was ended by SIGKILL: it printed nothing"}
     assert ask(module("import time\ntime.sleep(60)\n"), TINY, limit=0.5) == {"failed": "not done after 0 s"}
 
 

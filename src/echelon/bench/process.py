@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -40,7 +41,8 @@ def ask(module: str, request: Request, *, limit: float = TIME_LIMIT) -> Found:
             found: Found = json.loads(line)
             return found
         last = ([line for line in told.read().splitlines() if line.strip()] or ["it printed nothing"])[-1]
-        return {"failed": f"the process ended with code {code}: {last.strip()}"}
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        return {"failed": f"the process {how}: {last.strip()}"}
 
 
 def answer(work: Callable[[Request, float], Found]) -> None:
