@@ -82,7 +82,7 @@ def test_norm_notes_what_the_next_kernel_can_use(remake: bool) -> None:
     close(known.largest, normed.detach().abs().amax(-1))
     assert (known.again is not None) == remake
     if known.again is not None:
-        close(known.again(), normed.detach())
+        close(known.again(None), normed.detach())
 
 
 @pytest.mark.usefixtures("kernels")
@@ -101,6 +101,26 @@ def test_swiglu(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     for found, wanted in zip(*of_both(swiglu.swiglu, leaf(*shape)), strict=True):
         close(found, wanted)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_swiglu_made_again_does_backward_on_the_way() -> None:
+    torch.manual_seed(0)
+    both, gradient = leaf(3, 74), torch.randn(3, 37)
+    out = swiglu.swiglu(both, remake=True)
+    again = note.read(out).again
+    assert again is not None
+    close(again(None), out)
+    assert note.read(gradient).behind is None
+    close(again(gradient), out)
+    behind = note.read(gradient).behind
+    assert behind is not None
+    (wanted,) = torch.autograd.grad(F.silu(both[:, :37]) * both[:, 37:], both, gradient)
+    close(behind, wanted)
+    (found,) = torch.autograd.grad(out, both, gradient)
+    assert found is behind
+    gradient.add_(1.0)  # another gradient came on top: what was noted is not true any more
+    assert note.read(gradient).behind is None
 
 
 @pytest.mark.usefixtures("kernels")

@@ -75,7 +75,9 @@ def test_one_large_value_harms_its_own_row_alone_where_rows_have_scales() -> Non
     assert per_tensor > 2 * per_row
 
 
-def test_weights_are_cast_once_for_each_version(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("keeps", "wanted"), [(True, [1, 2, 2, 2, 3, 4]), (False, [1, 2, 3, 4, 5, 6])])
+def test_how_often_weights_are_cast(keeps: bool, wanted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three microbatches, an update before the last: forward casts rows, backward casts columns."""
     casts: list[Tensor] = []
     real = cast.narrow
 
@@ -85,12 +87,25 @@ def test_weights_are_cast_once_for_each_version(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(fp8, "narrow", counting)
     x, weight, dy = made()
-    home, arithmetic = Home(), fp8.PerTensor()
+    home, arithmetic = Home(), fp8.PerTensor(keeps_weights=keeps)
+    counts = []
     for version in (0, 0, 1):
         home.version = version
         arithmetic.forward(x, weight, None, home, remade=False)
+        counts.append(sum(cast is weight for cast in casts))
         arithmetic.backward(dy, weight, home, True)
-    assert sum(cast is weight for cast in casts) == 2
+        counts.append(sum(cast is weight for cast in casts))
+    assert counts == wanted
+
+
+def test_a_weight_that_changed_is_cast_anew() -> None:
+    x, weight, _ = made()
+    home, arithmetic = Home(), fp8.PerTensor(keeps_weights=True)
+    before, _ = arithmetic.forward(x, weight, None, home, remade=False)
+    weight.mul_(4)
+    home.version += 1
+    after, _ = arithmetic.forward(x, weight, None, home, remade=False)
+    assert error(after, 4 * before.double()) < 1e-6
 
 
 def test_what_8_bits_cannot_take_is_computed_as_before() -> None:
@@ -102,7 +117,7 @@ def test_what_8_bits_cannot_take_is_computed_as_before() -> None:
 
 def test_only_what_is_inside_the_layers_changes() -> None:
     model = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(16, 16)]), "head": nn.Linear(16, 16)})
-    fp8.apply(model, ["blocks.0"], "fp8-row")
+    fp8.apply(model, ["blocks.0"], "fp8-row", keeps_weights=False)
     assert isinstance(model.get_submodule("blocks.0").arithmetic, fp8.PerRow)
     assert not hasattr(model.get_submodule("head"), "arithmetic")
 

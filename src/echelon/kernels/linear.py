@@ -157,12 +157,13 @@ class _Project(Function):
         (dy,) = gradients
         flat = note.write(dy.reshape(-1, dy.shape[-1]), note.read(dy))
         dx, of_weight = ctx.arithmetic.backward(flat, ctx.weight, ctx.home, ctx.needs_input_grad[0])
+        dx = dx.view(ctx.shape) if dx is not None else None
         found: list[Tensor | None] = [None] * len(ctx.weights)
         if any(ctx.needs_input_grad[5 : 5 + len(found)]):
             kept = ctx.saved_tensors
             if ctx.again is not None:
-                kept = ctx.arithmetic.keep(ctx.again().reshape(-1, ctx.shape[-1]), kept)
+                kept = ctx.arithmetic.keep(ctx.again(dx).reshape(-1, ctx.shape[-1]), kept)
             found = receive(ctx.weights, of_weight(kept))
         ctx.again = None  # it holds tensors, which autograd does not know of
         of_biases = flat.sum(0).split(ctx.sizes) if ctx.sizes else ()
-        return dx.view(ctx.shape) if dx is not None else None, None, None, None, None, *found, *of_biases
+        return dx, None, None, None, None, *found, *of_biases

@@ -35,11 +35,15 @@ def stream_norm(
     s = x if delta is None else x + delta
     normed = F.rms_norm(s, weight.shape, weight, eps)
     if remake:
-        note.write(normed, Note(again=partial(F.rms_norm, s.detach(), weight.shape, weight.detach(), eps)))
+        note.write(normed, Note(again=partial(_again, s.detach(), weight.detach(), eps)))
     return s, normed
 
 
-def _again_gpu(s: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+def _again(s: Tensor, weight: Tensor, eps: float, _gradient: Tensor | None) -> Tensor:
+    return F.rms_norm(s, weight.shape, weight, eps)
+
+
+def _again_gpu(s: Tensor, scale: Tensor, weight: Tensor, _gradient: Tensor | None) -> Tensor:
     from echelon.kernels.norm_gpu import apply_scale
 
     return apply_scale(s, scale, weight)

@@ -17,15 +17,20 @@ from torch import Tensor
 class Note:
     largest: Tensor | None = None
     """float32 [rows]: the largest absolute value of each row"""
-    again: Callable[[], Tensor] | None = None
-    """makes the tensor again, from what is kept anyway: backward then need not keep it"""
+    again: Callable[[Tensor | None], Tensor] | None = None
+    """makes the tensor again, from what is kept anyway: backward then need not keep it. Given the tensor's gradient, it
+    may do its maker's backward on the way, and say so in a note on the gradient"""
+    behind: Tensor | None = None
+    """of a gradient: the gradient of what its tensor was made of, where that is computed already"""
 
 
 def write(x: Tensor, note: Note) -> Tensor:
     noted: Any = x
-    noted.note = note
+    noted.note = (note, x._version)
     return x
 
 
 def read(x: Tensor) -> Note:
-    return getattr(x, "note", None) or Note()
+    """An empty note where there is none, or where the tensor was changed since (gradients may be added up in place)."""
+    note, version = getattr(x, "note", (Note(), None))
+    return note if version == x._version else Note()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ def gated(gate: Tensor, up: Tensor, *, remake: bool = False) -> Tensor:
         return F.silu(gate) * up
     out: Tensor = _Gated.apply(gate, up)
     kept_gate, kept_up = gate.detach(), up.detach()
-    return note.write(out, Note(again=lambda: F.silu(kept_gate) * kept_up))
+    return note.write(out, Note(again=lambda _gradient: F.silu(kept_gate) * kept_up))
 
 
 class _Gated(Function):
@@ -43,31 +44,36 @@ def swiglu(both: Tensor, *, remake: bool = False) -> Tensor:
         gate, up = both.chunk(2, dim=-1)
         return gated(gate, up, remake=remake)
     out, largest = _SwiGLU.apply(both)
-    again = None
-    if remake:
-        kept = both.detach()
+    return note.write(out, Note(largest=largest, again=partial(_again, both.detach()) if remake else None))
 
-        def again() -> Tensor:
-            from echelon.kernels.swiglu_gpu import forward
 
-            return forward(kept)[0]
+def _again(both: Tensor, gradient: Tensor | None) -> Tensor:
+    from echelon.kernels import swiglu_gpu
 
-    return note.write(out, Note(largest=largest, again=again))
+    if gradient is None:
+        return swiglu_gpu.forward(both)[0]
+    # One reading of both halves gives the output and what backward would come to.
+    behind, largest, out = swiglu_gpu.backward(gradient, both, output=True)
+    note.write(gradient, Note(behind=note.write(behind, Note(largest=largest))))
+    return out
 
 
 class _SwiGLU(Function):
     @staticmethod
     def forward(ctx: Any, both: Tensor) -> tuple[Tensor, Tensor]:
-        from echelon.kernels.swiglu_gpu import forward
+        from echelon.kernels import swiglu_gpu
 
         ctx.save_for_backward(both)
-        out, largest = forward(both)
+        out, largest = swiglu_gpu.forward(both)
         ctx.mark_non_differentiable(largest)
         return out, largest
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        from echelon.kernels.swiglu_gpu import backward
+        from echelon.kernels import swiglu_gpu
 
-        dboth, largest = backward(gradients[0], *ctx.saved_tensors)
+        behind = note.read(gradients[0]).behind
+        if behind is not None:
+            return behind
+        dboth, largest, _ = swiglu_gpu.backward(gradients[0], *ctx.saved_tensors)
         return note.write(dboth, Note(largest=largest))

@@ -30,7 +30,9 @@ def _swiglu_forward(both_ptr, out_ptr, largest_ptr, WIDTH: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def _swiglu_backward(dout_ptr, both_ptr, dboth_ptr, largest_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_backward(
+    dout_ptr, both_ptr, dboth_ptr, out_ptr, largest_ptr, WIDTH: tl.constexpr, OUTPUT: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     largest = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, WIDTH, BLOCK):
@@ -46,6 +48,9 @@ def _swiglu_backward(dout_ptr, both_ptr, dboth_ptr, largest_ptr, WIDTH: tl.const
         dgate = (dout * up * (sigmoid + silu * (1.0 - sigmoid))).to(dboth_ptr.dtype.element_ty)
         tl.store(dboth_ptr + at, dgate, mask=mask)
         tl.store(dboth_ptr + at + WIDTH, dup, mask=mask)
+        if OUTPUT:
+            rounded = silu.to(out_ptr.dtype.element_ty).to(tl.float32)
+            tl.store(out_ptr + row * WIDTH + column, (rounded * up).to(out_ptr.dtype.element_ty), mask=mask)
         largest = tl.maximum(largest, tl.maximum(tl.abs(dup.to(tl.float32)), tl.abs(dgate.to(tl.float32))))
     tl.store(largest_ptr + row, tl.max(largest, axis=0))
 
@@ -60,10 +65,11 @@ def forward(both: Tensor) -> tuple[Tensor, Tensor]:
     return out, largest
 
 
-def backward(dout: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
-    """(gradient of both halves, largest of each of its rows)"""
+def backward(dout: Tensor, both: Tensor, *, output: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """(gradient of both halves, largest of each of its rows, with `output` what forward gave)"""
     dout, both = dout.contiguous(), both.contiguous()
     width, rows = both.shape[-1] // 2, both.numel() // both.shape[-1]
     dboth, largest = torch.empty_like(both), both.new_empty(rows, dtype=torch.float32)
-    _swiglu_backward[(rows,)](dout, both, dboth, largest, WIDTH=width, BLOCK=BLOCK, num_warps=WARPS)
-    return dboth, largest
+    out = torch.empty_like(dout) if output else dout
+    _swiglu_backward[(rows,)](dout, both, dboth, out, largest, WIDTH=width, OUTPUT=output, BLOCK=BLOCK, num_warps=WARPS)
+    return dboth, largest, out

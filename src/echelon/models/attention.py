@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from echelon.kernels import note
 from echelon.kernels.linear import one_product, project
+from echelon.kernels.note import Note
 from echelon.kernels.rope import Rotation, rotate, rotated_heads
 from echelon.models.linear import Linear
 
@@ -76,6 +78,8 @@ class Past(Protocol):
 
 class Attention(nn.Module):
     past: Past | None = None
+    remake = False
+    """what `o` reads is found where attention keeps it, and not kept once more in another type"""
 
     def __init__(self, width: int, heads: int, kv_heads: int, *, bias: bool, dropout: float) -> None:
         super().__init__()
@@ -95,7 +99,11 @@ class Attention(nn.Module):
         else:
             gqa = q.shape[1] != k.shape[1]
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa)
-        out: Tensor = self.o(y.transpose(1, 2).flatten(2))
+        y = y.transpose(1, 2).flatten(2)
+        if self.remake:
+            kept = y.detach()
+            note.write(y, Note(again=lambda _gradient: kept))
+        out: Tensor = self.o(y)
         return out
 
     def _rotated(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,7 +1,5 @@
 """GPT: learned positions, LayerNorm before each part, GELU, biases, dropout, tied embedding."""
 
-from functools import partial
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -19,7 +17,8 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         out = super().forward(input)
-        return note.write(out, Note(again=partial(super().forward, input.detach()))) if self.remake else out
+        kept, make = input.detach(), super().forward
+        return note.write(out, Note(again=lambda _gradient: make(kept))) if self.remake else out
 
 
 class MLP(nn.Module):
@@ -35,7 +34,8 @@ class MLP(nn.Module):
         up = self.up(x)
         h = F.gelu(up, approximate="tanh")
         if self.remake:
-            note.write(h, Note(again=partial(F.gelu, up.detach(), approximate="tanh")))
+            kept = up.detach()
+            note.write(h, Note(again=lambda _gradient: F.gelu(kept, approximate="tanh")))
         out: Tensor = self.down(h)
         return out
 

@@ -103,7 +103,7 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
     if layout.recompute != "none":
         recompute.apply(model, shard.layers(model), stream, layout.recompute, split=layout.tp > 1)
     if options.products != "same":
-        fp8.apply(model, shard.layers(model), options.products)
+        fp8.apply(model, shard.layers(model), options.products, keeps_weights=layout.accumulate > 1)
     policy = shard.policy(
         layout,
         reshard_after_forward=options.reshard_after_forward,

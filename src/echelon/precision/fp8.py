@@ -5,8 +5,9 @@
     dx = dy W        outputs     dy as it lies, W transposed     e5m2 (per tensor) or e4m3 (per row), e4m3
     dW = dy^T x      rows        dy transposed, x transposed     the same
 
-Of x, backward keeps the transposed 8-bit copy alone: half the bytes of the 16-bit one. Weights are cast once for each
-version of them, so once a step. The largest value that sets a scale is known from the kernel that made the tensor
+Of x, backward keeps the transposed 8-bit copy alone: half the bytes of the 16-bit one. A weight is cast once in a step,
+as it lies for the forward pass and transposed for the backward pass: where a step has several microbatches both copies
+are kept for them, and where it has one nothing is kept, as nothing would be used again. The largest value that sets a scale is known from the kernel that made the tensor
 wherever one of ours did. Results are 16-bit, sums inside products are in 32 bits.
 
 `PerTensor` has one scale for a matrix. `PerRow` has one for every row of each factor, which bounds the harm that one
@@ -16,7 +17,6 @@ large value does to its own row.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,22 +31,18 @@ NARROW, RANGE = torch.float8_e4m3fn, torch.float8_e5m2
 KINDS = ("fp8", "fp8-row")
 
 
-@dataclass
-class _Weights:
-    """A weight in 8 bits, as of a version."""
-
-    version: int
-    rows: Narrow
-    columns: Narrow
-
-
 class PerTensor:
     """One scale for a matrix."""
 
     gradient_type = RANGE
 
-    def __init__(self) -> None:
-        self._cast: _Weights | None = None
+    def __init__(self, *, keeps_weights: bool = False) -> None:
+        self.keeps_weights = keeps_weights
+        self._version: int | None = None
+        """of the weight that the following are of"""
+        self._inverse: tuple[Tensor, Tensor] | None = None
+        self._rows: Narrow | None = None
+        self._columns: Narrow | None = None
 
     # -- the arithmetic of kernels/linear.py --------------------------------------------------------------------------
 
@@ -59,7 +55,7 @@ class PerTensor:
         by_row, by_column = self._inverses(x, NARROW, columns=not remade)
         rows, columns = narrow(x, NARROW, rows=by_row, columns=None if remade else by_column)
         assert rows is not None
-        y = _product(rows, self._weights(weight, home).rows, x.dtype)
+        y = _product(rows, self._weight_rows(weight, home), x.dtype)
         kept: Kept = (columns.values, columns.inverse) if columns is not None else self._beside(by_column)
         return y if bias is None else y.add_(bias), kept
 
@@ -72,7 +68,7 @@ class PerTensor:
         self, dy: Tensor, weight: Tensor, home: Home, needs_input: bool
     ) -> tuple[Tensor | None, Callable[[Kept], Product]]:
         rows, columns = self._both(dy, self.gradient_type)
-        dx = _product(rows, self._weights(weight, home).columns, dy.dtype) if needs_input else None
+        dx = _product(rows, self._weight_columns(weight, home), dy.dtype) if needs_input else None
 
         def of_weight(kept: Kept) -> Product:
             return lambda place: _product(columns, Narrow(*kept), dy.dtype, place)
@@ -81,11 +77,27 @@ class PerTensor:
 
     # -- casts --------------------------------------------------------------------------------------------------------
 
-    def _weights(self, weight: Tensor, home: Home) -> _Weights:
-        version = home.version if home is not None else -1
-        if self._cast is None or home is None or self._cast.version != version:
-            self._cast = _Weights(version, *self._both(weight, NARROW))
-        return self._cast
+    def _weight_rows(self, weight: Tensor, home: Home) -> Narrow:
+        inverse = self._of_version(weight, home)[0]
+        rows = self._rows or narrow(weight, NARROW, rows=inverse)[0]
+        assert rows is not None
+        self._rows = rows if self.keeps_weights else None
+        return rows
+
+    def _weight_columns(self, weight: Tensor, home: Home) -> Narrow:
+        inverse = self._of_version(weight, home)[1]
+        columns = self._columns or narrow(weight, NARROW, columns=inverse)[1]
+        assert columns is not None
+        self._columns = columns if self.keeps_weights else None
+        return columns
+
+    def _of_version(self, weight: Tensor, home: Home) -> tuple[Tensor, Tensor]:
+        """The inverse scales of the weight as it is now. A weight without a home may change unseen."""
+        version = home.version if home is not None else None
+        if self._inverse is None or version is None or version != self._version:
+            self._version, self._rows, self._columns = version, None, None
+            self._inverse = self._inverses(weight, NARROW)
+        return self._inverse
 
     def _both(self, x: Tensor, dtype: torch.dtype) -> tuple[Narrow, Narrow]:
         by_row, by_column = self._inverses(x, dtype)
@@ -123,10 +135,10 @@ def _product(left: Narrow, right: Narrow, dtype: torch.dtype, place: Tensor | No
     return compat.scaled_product(left.values, right.values.t(), left.inverse, inverse, dtype, place)
 
 
-def apply(model: nn.Module, layers: Sequence[str], kind: str) -> None:
+def apply(model: nn.Module, layers: Sequence[str], kind: str, *, keeps_weights: bool) -> None:
     """Lets the linear layers inside the named modules compute in 8 bits. What is outside (the head) stays as it is."""
     made = {"fp8": PerTensor, "fp8-row": PerRow}[kind]
     parts: list[Any] = [part for name in layers for part in model.get_submodule(name).modules()]
     for part in parts:
         if isinstance(getattr(part, "weight", None), Tensor) and part.weight.dim() == 2:
-            part.arithmetic = made()
+            part.arithmetic = made(keeps_weights=keeps_weights)
