@@ -33,7 +33,10 @@ MAY_KNOW = {
     "pipeline": {"layout", "kernels", "models", "parallel", "rng", "compat"},
     "plan": {"layout", "models", "memory", "parallel", "pipeline", "compat"},
     "launch": {"layout", "compat"},
-    "train": {"layout", "models", "data", "memory", "parallel", "optim", "pipeline", "launch", "plan", "rng", "compat"},
+    "train": {
+        *("layout", "kernels", "models", "data", "memory", "parallel", "optim", "pipeline", "launch", "plan"),
+        *("rng", "compat"),
+    },
     "proof": {"layout", "models", "parallel", "pipeline", "optim", "launch", "train", "rng"},
     "bench": {"layout", "models", "parallel", "optim", "train", "plan", "kernels", "compat"},
     "cli": {"layout", "models", "pipeline", "launch", "train", "proof", "plan", "bench"},

@@ -45,7 +45,7 @@ def numbers_of(
     found[EPS] = rule[2]
     found[SIZE] = lr / corrections[0]
     found[ROOT] = corrections[1].rsqrt()
-    found[SHRINK] = 1.0 - lr * weight_decay
+    found[SHRINK].fill_(1.0 - lr * weight_decay)  # an assignment would wait for the device
     found[SCALE] = scale
     found[LIVE] = live
     return found.to(dtype)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from echelon.kernels.cast import padded
 
-TILE_ROWS, TILE_COLUMNS, WARPS = 128, 64, 8
+TILE, TILE_OF_ROWS = (64, 128, 8), (16, 256, 4)
+"""rows, columns and warps of a tile: where it is turned its rows are as long as possible, else its columns"""
 BLOCK = 2048
 
 
@@ -67,7 +68,8 @@ def narrow(
     rows, columns = x.shape
     plain = x.new_empty(rows, padded(columns), dtype=dtype) if by_row is not None else None
     turned = x.new_empty(columns, padded(rows), dtype=dtype) if by_column is not None else None
-    grid = (triton.cdiv(padded(rows), TILE_ROWS), triton.cdiv(padded(columns), TILE_COLUMNS))
+    tile_rows, tile_columns, warps = TILE_OF_ROWS if turned is None else TILE
+    grid = (triton.cdiv(padded(rows), tile_rows), triton.cdiv(padded(columns), tile_columns))
     _cast_tile[grid](
         x, plain if plain is not None else x, turned if turned is not None else x,
         by_row if by_row is not None else x, by_column if by_column is not None else x,
@@ -75,6 +77,6 @@ def narrow(
         PLAIN=plain is not None, TURNED=turned is not None,
         ONE_BY_ROW=by_row is not None and by_row.numel() > 1,
         ONE_BY_COLUMN=by_column is not None and by_column.numel() > 1,
-        TILE_ROWS=TILE_ROWS, TILE_COLUMNS=TILE_COLUMNS, num_warps=WARPS,
+        TILE_ROWS=tile_rows, TILE_COLUMNS=tile_columns, num_warps=warps,
     )  # fmt: skip
     return plain, turned

@@ -27,27 +27,32 @@ def _loss_and_gradient(
                 column = start + tl.arange(0, BLOCK)
                 tl.store(logits_ptr + column, tl.zeros((BLOCK,), logits_ptr.dtype.element_ty), mask=column < WIDTH)
         return
-    # The largest so far and the sum of exponentials relative to it, each lane for itself.
-    largest = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
+    # The largest so far, and in each lane the sum of exponentials relative to it.
+    peak = float("-inf")
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, WIDTH, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        x = tl.load(logits_ptr + column, mask=column < WIDTH, other=float("-inf")).to(tl.float32)
-        larger = tl.maximum(largest, x)
-        shift = tl.where(larger == float("-inf"), 0.0, larger)
-        total = total * tl.exp(largest - shift) + tl.exp(x - shift)
-        largest = larger
-    peak = tl.max(largest, axis=0)
-    total_sum = tl.sum(total * tl.exp(largest - peak), axis=0)
-    tl.store(losses_ptr + row, tl.log(total_sum) - (tl.load(logits_ptr + target).to(tl.float32) - peak))
+        x = tl.load(logits_ptr + column, mask=column < WIDTH, other=float("-inf"), eviction_policy="evict_last")
+        wide = x.to(tl.float32)
+        higher = tl.maximum(peak, tl.max(wide, axis=0))
+        total = total * tl.exp(peak - higher) + tl.exp(wide - higher)
+        peak = higher
+    whole = tl.sum(total, axis=0)
+    tl.store(losses_ptr + row, tl.log(whole) - (tl.load(logits_ptr + target).to(tl.float32) - peak))
     if BACKWARD:
         tl.debug_barrier()  # the target's logit is read before it is overwritten
+        share = 1.0 / whole
         for start in range(0, WIDTH, BLOCK):
             column = start + tl.arange(0, BLOCK)
             mask = column < WIDTH
-            x = tl.load(logits_ptr + column, mask=mask, other=float("-inf")).to(tl.float32)
-            gradient = tl.exp(x - peak) / total_sum - tl.where(column == target, 1.0, 0.0)
-            tl.store(logits_ptr + column, gradient.to(logits_ptr.dtype.element_ty), mask=mask)
+            x = tl.load(logits_ptr + column, mask=mask, other=float("-inf"), eviction_policy="evict_first")
+            gradient = tl.exp(x.to(tl.float32) - peak) * share - tl.where(column == target, 1.0, 0.0)
+            tl.store(
+                logits_ptr + column,
+                gradient.to(logits_ptr.dtype.element_ty),
+                mask=mask,
+                eviction_policy="evict_first",
+            )
 
 
 def losses(logits: Tensor, targets: Tensor, backward: bool) -> Tensor:

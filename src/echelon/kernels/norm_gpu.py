@@ -104,12 +104,12 @@ def backward(
     of_normed = of_normed.contiguous()
     width, rows = s.shape[-1], s.numel() // s.shape[-1]
     block = row_block(width)
-    count = programs(rows, s.device)
+    count, each = programs(rows, block, s.device)
     dx, parts = torch.empty_like(s), s.new_empty(count, width, dtype=torch.float32)
     largest = s.new_empty(rows, dtype=torch.float32)
     stream: Any = of_normed if of_stream is None else of_stream.contiguous()
     _norm_backward[(count,)](
         of_normed, stream, s, scale, weight, dx, parts, largest, rows, width,
-        EACH=triton.cdiv(rows, count), HAS_STREAM=of_stream is not None, BLOCK=block, num_warps=warps(block),
+        EACH=triton.cdiv(rows, count), HAS_STREAM=of_stream is not None, BLOCK=block, num_warps=each,
     )  # fmt: skip
     return dx, parts.sum(0).to(weight.dtype), largest

@@ -14,6 +14,8 @@ DERIVED = -1
 
 WITH_CHUNKS = ("interleaved", "zb-v", "dualpipe-v")
 """Schedules in which a rank holds more than one chunk of layers."""
+SPLIT_BACKWARD = ("zb-h1", "zb-v", "dualpipe-v")
+"""Schedules that put weights' gradients off."""
 ASYNCHRONOUS = ("pipedream", "pipedream-vsync", "2bw")
 """Schedules that update without waiting for the pipeline to be empty."""
 

@@ -10,6 +10,8 @@ of each unit's shard that share hyperparameters. Three ways to run one:
 
 from __future__ import annotations
 
+import torch
+
 from echelon.optim.adamw import OnePassAdamW
 from echelon.optim.rule import MOMENTS, Rule, Update, build, moment_bytes, num_moments
 from echelon.optim.sgd import PlainSGD
@@ -23,8 +25,9 @@ __all__ = ["MOMENTS", "Rule", "Update", "build", "moment_bytes", "num_moments", 
 def sharded(flat: Flat, rule: Rule) -> Update:
     """The update of all units' shards of one rank."""
     split = any(isinstance(unit.master, SplitMaster) for unit in flat.units)
-    on_a_gpu = all(unit.full.is_cuda and unit.full.element_size() <= 4 for unit in flat.units)
-    if rule.name == "adamw" and (split or on_a_gpu or rule.states == "bfloat16"):
+    on_a_gpu = any(unit.full.is_cuda and unit.master.dtype == torch.float32 for unit in flat.units)
+    short = bool(flat.units) and rule.states == "bfloat16"  # a stage of a pipeline may have no parameter
+    if rule.name == "adamw" and (split or on_a_gpu or short):
         return OnePassAdamW(flat, rule)
     if rule.name == "sgd" and (split or on_a_gpu):
         return PlainSGD(flat, rule)

@@ -36,6 +36,8 @@ class Options:
     """the type of the optimizer's copy, and of gradients where they accumulate and are reduced"""
     products: str = "same"
     """how linear layers of the layers multiply: in the compute type, or in 8 bits (`fp8`, `fp8-row`)"""
+    kernels: str = "auto"
+    """our own where there is a GPU, or `plain` torch everywhere"""
     seed: int = 0
     reshard_after_forward: bool = True
     prefetch: int = 1
@@ -103,6 +105,7 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
     if layout.recompute != "none":
         recompute.apply(model, shard.layers(model), stream, layout.recompute, split=layout.tp > 1)
     if options.products != "same":
+        fp8.check(options.device, options.compute)
         fp8.apply(model, shard.layers(model), options.products, keeps_weights=layout.accumulate > 1)
     policy = shard.policy(
         layout,

@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from echelon.kernels.linear import product
+from echelon.kernels.linear import SAME, product
 
 Product = tuple[Tensor, Tensor, Tensor]
 """a weight, the input it was applied to, the gradient of the output"""
@@ -65,7 +65,12 @@ class Deferred(TorchFunctionMode):
         if func is F.linear and torch.is_grad_enabled():
             return self._linear(*args, **(kwargs or {}))
         if func is product and torch.is_grad_enabled():
-            x, weights, biases, _arithmetic = args
+            x, weights, biases, arithmetic = args
+            if arithmetic is not SAME:
+                raise ValueError(
+                    "weights' gradients cannot be put off where products are in 8 bits (precision.compute); "
+                    "use schedule=1f1b or interleaved"
+                )
             parts = [self._linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
             return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         return func(*args, **(kwargs or {}))

@@ -7,8 +7,9 @@
 
 Of x, backward keeps the transposed 8-bit copy alone: half the bytes of the 16-bit one. A weight is cast once in a step,
 as it lies for the forward pass and transposed for the backward pass: where a step has several microbatches both copies
-are kept for them, and where it has one nothing is kept, as nothing would be used again. The largest value that sets a scale is known from the kernel that made the tensor
-wherever one of ours did. Results are 16-bit, sums inside products are in 32 bits.
+are kept for them, and where it has one nothing is kept, as nothing would be used again. The largest value that sets a
+scale is known from the kernel that made the tensor wherever one of ours did. Results are 16-bit, sums inside products
+are in 32 bits.
 
 `PerTensor` has one scale for a matrix. `PerRow` has one for every row of each factor, which bounds the harm that one
 large value does to its own row.
@@ -133,6 +134,21 @@ def _product(left: Narrow, right: Narrow, dtype: torch.dtype, place: Tensor | No
     """left right^T, both with the summed dimension last."""
     inverse = right.inverse.t() if right.inverse.dim() == 2 else right.inverse
     return compat.scaled_product(left.values, right.values.t(), left.inverse, inverse, dtype, place)
+
+
+OLDEST = (8, 9)
+"""compute capability of the first GPUs that multiply in 8 bits"""
+
+
+def check(device: torch.device, dtype: torch.dtype) -> None:
+    """Raises where 8-bit products cannot be had."""
+    if device.type != "cuda":
+        raise ValueError(f"8-bit products need a GPU (device={device.type}); use precision.compute=same")
+    if dtype != torch.bfloat16:
+        raise ValueError(f"8-bit products need 16-bit activations (compute type {dtype}); use dtype=bfloat16")
+    if torch.cuda.get_device_capability(device) < OLDEST:
+        name = torch.cuda.get_device_name(device)
+        raise ValueError(f"this GPU has no 8-bit products ({name}; Ada and Hopper were the first with them)")
 
 
 def apply(model: nn.Module, layers: Sequence[str], kind: str, *, keeps_weights: bool) -> None:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from echelon.layout import Fault, FaultError, Layout, check, did_you_mean, grammar
 from echelon.layout.faults import closest
+from echelon.layout.layout import SPLIT_BACKWARD
 from echelon.models import own, sizes
 from echelon.pipeline.schedules import file_fault, of_layout
 from echelon.train import keys, pipeline_faults
@@ -99,6 +100,12 @@ class ShardConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    compute: Literal["same", "fp8", "fp8-row"] = "same"
+    """Of products of the layers: in `dtype`, or in 8 bits with a scale for each tensor or each row. The head stays."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
     layers: Annotated[tuple[int, ...], AT_LEAST_1] = ()
     """Under pp, layers of each stage, e.g. [3, 2, 2]. Empty: balanced, with embedding and head counted."""
@@ -127,6 +134,9 @@ class Config:
     """Where to train; auto takes the GPUs if there are any."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Of computation. Master weights and reductions are float32, or float64 with float64."""
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    kernels: Literal["auto", "plain"] = "auto"
+    """Our kernels where there is a GPU, or torch's own operators everywhere, to compare with."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     clip: Annotated[float, AT_LEAST_0] = 1.0
@@ -180,7 +190,7 @@ class Config:
 
         `refused` are keys that are known to be wrong: rules that need their values are not asked.
         """
-        rules = [*_data_rules(self), *_model_rules(self), *_run_rules(self)]
+        rules = [*_data_rules(self), *_model_rules(self), *_precision_rules(self), *_run_rules(self)]
         found = [fault for involved, fault in rules if refused.isdisjoint(involved)]
         return found + _layout_faults(self, world, refused)
 
@@ -265,6 +275,22 @@ def _data_rules(config: Config) -> Iterator[Rule]:
         legal = "bytes, or a tokenizers JSON file"
         fault = Fault(key="data.tokenizer", value=data.tokenizer, rule="does not exist", legal=legal, hint=suggestion)
         yield ("data.tokenizer",), fault
+
+
+def _precision_rules(config: Config) -> Iterator[Rule]:
+    compute, key = config.precision.compute, "precision.compute"
+    if compute == "same":
+        return
+    schedule = Layout.resolve(grammar.read(config.layout).given).schedule
+    reasons = {
+        "dtype": "needs dtype=bfloat16" if config.dtype != "bfloat16" else "",
+        "device": "needs a GPU" if config.device == "cpu" else "",
+        "kernels": "needs our kernels" if config.kernels == "plain" else "",
+        "layout": f"cannot put off weights' gradients (schedule={schedule})" if schedule in SPLIT_BACKWARD else "",
+    }
+    for other, rule in reasons.items():
+        if rule:
+            yield (key, other), Fault(key=key, value=compute, rule=rule, legal=f"same, or another {other}")
 
 
 def _run_rules(config: Config) -> Iterator[Rule]:

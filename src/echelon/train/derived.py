@@ -63,7 +63,7 @@ def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterato
 
 def _master(engine: Engine) -> str:
     found = name(engine.parallel.options.master)
-    split = isinstance(engine.parallel.flat.units[0].master, SplitMaster)
+    split = any(isinstance(unit.master, SplitMaster) for unit in engine.parallel.flat.units)
     return f"{found} (in two halves, of which the upper one is the compute value)" if split else found
 
 

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from echelon.kernels import choice
 from echelon.layout import Layout, check
 from echelon.layout.cost import Collective
 from echelon.layout.placement import Piece
@@ -175,11 +176,17 @@ class Engine:
 
     def run(self, microbatches: Iterable[Microbatch], *, lr: float | None = None) -> StepResult:
         """Trains on this rank's own `accumulate` microbatches."""
-        microbatches = self._counted(microbatches)
+        with self._kernels():
+            return self._run(self._counted(microbatches), self.rule.lr if lr is None else lr)
+
+    def _kernels(self) -> AbstractContextManager[None]:
+        return choice.plain() if self.parallel.options.kernels == "plain" else nullcontext()
+
+    def _run(self, microbatches: Iterable[Microbatch], lr: float) -> StepResult:
         if self.pipeline is not None:
             works = [Work(self._on_device(microbatch), self._samples(microbatch)) for microbatch in microbatches]
             if self.pipeline.asynchronous:
-                return self._window(self.pipeline, works, self.rule.lr if lr is None else lr)
+                return self._window(self.pipeline, works, lr)
             totals = self.pipeline.train(works, self._last_count.reciprocal())
         else:
             totals = self._one_after_another(microbatches)
@@ -188,7 +195,7 @@ class Engine:
         count = totals[1]
         rest = self._last_count / count.clamp(min=1.0)
         norm, live = self.norm() * rest, count > 0
-        self.optimizer.step(self.rule.lr if lr is None else lr, rest * clip_factor(norm, self.clip), live)
+        self.optimizer.step(lr, rest * clip_factor(norm, self.clip), live)
         self.parallel.flat.updated()
         self.parallel.flat.free_gradients()
         self._last_count = torch.where(live, count, self._last_count)
@@ -289,19 +296,24 @@ class Engine:
         """The mean loss over this and all other ranks' microbatches, without dropout; none where there is no target."""
         was_training = self.model.training
         self.model.eval()
-        if self.pipeline is not None:
-            works = [Work(self._on_device(microbatch), self._samples(microbatch)) for microbatch in microbatches]
-            totals = self.pipeline.evaluate(works)
-        else:
-            totals = torch.zeros(2, dtype=torch.float64, device=self.parallel.options.device)
-            for microbatch in microbatches:
-                total, count = loss_pair(self.model(**self.prepared(microbatch)))
-                totals[0] += total
-                totals[1] += count
+        with self._kernels():
+            totals = self._totals(microbatches)
         self.model.train(was_training)
         self.parallel.axes[self._loss_axis].all_reduce(totals)
         loss_sum, count = totals.tolist()
         return float(loss_sum / count) if count else None
+
+    def _totals(self, microbatches: Iterable[Microbatch]) -> Tensor:
+        """(sum of losses, number of valid targets) of this rank's microbatches."""
+        if self.pipeline is not None:
+            works = [Work(self._on_device(microbatch), self._samples(microbatch)) for microbatch in microbatches]
+            return self.pipeline.evaluate(works)
+        totals = torch.zeros(2, dtype=torch.float64, device=self.parallel.options.device)
+        for microbatch in microbatches:
+            total, count = loss_pair(self.model(**self.prepared(microbatch)))
+            totals[0] += total
+            totals[1] += count
+        return totals
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, size: int) -> Tensor:
@@ -309,7 +321,8 @@ class Engine:
         if self.pipeline is not None:
             return self.pipeline.logits({"tokens": tokens}, size)
         model: Any = self.model
-        found: Tensor = model.logits(tokens)[0, -1, :size].double()
+        with self._kernels():
+            found: Tensor = model.logits(tokens)[0, -1, :size].double()
         return found
 
     def outside_gathered(self) -> AbstractContextManager[None]:

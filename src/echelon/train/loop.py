@@ -85,6 +85,8 @@ class Loop:
             device=world.device,
             compute=compute,
             master=torch.promote_types(compute, torch.float32),
+            products=config.precision.compute,
+            kernels=config.kernels,
             seed=config.seed,
             reshard_after_forward=config.shard.reshard_after_forward,
             prefetch=config.shard.prefetch,
