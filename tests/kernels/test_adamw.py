@@ -12,7 +12,7 @@ from echelon.kernels import adamw
 from echelon.kernels.halves import joined, split_into
 
 BETAS, EPS, DECAY, LR = (0.9, 0.95), 1e-8, 0.1, 1e-2
-SIZES = [1, 7, 2048, 2049, 5003]
+SIZES = [1, 7, 1024, 1025, 5003]
 
 
 @dataclass

@@ -15,8 +15,10 @@ from echelon.optim.sgd import PlainSGD
 from echelon.optim.with_torch import WithTorch
 from echelon.parallel.apply import Options
 from echelon.parallel.master import SplitMaster
-from echelon.train.config import OptimizerConfig
+from echelon.train.config import Config, OptimizerConfig
+from echelon.train.derived import derived
 from echelon.train.engine import Engine
+from echelon.train.metrics import Peak
 
 STEPS, ROWS, WIDTH = 4, 8, 5
 RULES = {
@@ -166,6 +168,20 @@ def test_gradients_are_long_only_where_they_are_added_up(pool: Pool, layout: str
     for found, split in pool.run(types, Layout.parse(layout).world, layout):
         assert found == {gradients}
         assert split
+
+
+@pytest.mark.parametrize(
+    ("layout", "gradients", "why"),
+    [("dp=1", "bfloat16", "a gradient is never added to"), ("dp=1,accumulate=2", "float32", "gradients accumulate")],
+)
+def test_the_types_in_force_are_told(layout: str, gradients: str, why: str) -> None:
+    engine = engine_of(layout, OptimizerConfig(states="bfloat16"))
+    rows = derived(Config(batch=engine.layout.batch), engine, Peak(flops=1.0, why=""), 1)
+    told = {name: f"{value} ({reason})" for name, value, reason in rows}
+    assert f"gradients {gradients}" in told["types"]
+    assert why in told["types"]
+    assert "master float32 (in two halves" in told["types"]
+    assert told["moments"].startswith("bfloat16 (rounded up or down by chance")
 
 
 def test_lazy_gradients_are_there_from_backward_to_update() -> None:

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 2048
+BLOCK = 1024
 """elements of a program: 8 of each thread's, one load of 16 bytes in 16 bits"""
-WARPS = 8
+WARPS = 4
 
 
 @triton.jit
