@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -10,34 +12,55 @@ from echelon.parallel.flat import Flat
 from echelon.parallel.flat_unit import FlatUnit
 
 
+@dataclass
+class _Part:
+    """A run of one unit that decays, or does not."""
+
+    unit: FlatUnit
+    where: slice
+    values: Tensor
+    seen: Tensor | None = None
+    """the unit's gradients, of which `values.grad` is a part"""
+
+    def take_gradient(self) -> Tensor:
+        if self.seen is not self.unit.grad:
+            self.seen = self.unit.grad
+            self.values.grad = self.seen[self.where]
+        assert self.values.grad is not None
+        return self.values.grad
+
+    def let_go(self) -> None:
+        if self.unit.lazy:
+            self.seen = self.values.grad = None
+
+
 class WithTorch:
     """Masters that are one tensor."""
 
     def __init__(self, flat: Flat, rule: Rule):
-        self._parts: list[tuple[FlatUnit, slice, Tensor]] = []
-        kinds: tuple[list[Tensor], list[Tensor]] = ([], [])
+        kinds: tuple[list[_Part], list[_Part]] = ([], [])
         for run in runs_of(flat):
-            for kind, part in zip(kinds, (slice(0, run.decayed), slice(run.decayed, run.size)), strict=True):
-                if part.start < part.stop:
-                    values = run.unit.master.values()[part]
-                    self._parts.append((run.unit, part, values))
-                    kind.append(values)
-        self._inner = build(rule, *kinds) if self._parts else None
+            for kind, where in zip(kinds, (slice(0, run.decayed), slice(run.decayed, run.size)), strict=True):
+                if where.start < where.stop:
+                    kind.append(_Part(run.unit, where, run.unit.master.values(where)))
+        self._parts = [part for kind in kinds for part in kind]
+        decayed, plain = ([part.values for part in kind] for kind in kinds)
+        self._inner = build(rule, decayed, plain) if self._parts else None
 
     @torch.no_grad()
     def step(self, lr: float, scale: Tensor, live: Tensor) -> None:
         if self._inner is None or not live:
             return
         factor = float(scale)
-        for unit, part, values in self._parts:
-            values.grad = unit.grad[part]
+        for part in self._parts:
+            gradient = part.take_gradient()
             if factor != 1.0:
-                values.grad.mul_(factor)
+                gradient.mul_(factor)
         for group in self._inner.param_groups:
             group["lr"] = lr
         self._inner.step()
-        for _, _, values in self._parts:
-            values.grad = None  # the unit's own, which it may free
+        for part in self._parts:
+            part.let_go()
 
     def states(self) -> list[Tensor]:
         state = {} if self._inner is None else self._inner.state

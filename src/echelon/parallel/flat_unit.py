@@ -70,7 +70,7 @@ class FlatUnit:
         self.scale = 1.0
         """what arriving gradients are multiplied by"""
         self._written: set[str] = set()
-        self._places: dict[tuple[str, ...], Tensor] = {}
+        self._places: dict[str, Tensor] = {}
         self._arrived = 0
         self._expected = sum(entry.trainable for entry in unit.entries)
         self._trainable = sum(entry.local_numel for entry in unit.entries if entry.trainable)
@@ -177,7 +177,7 @@ class FlatUnit:
 
     def arrive(self, entry: Entry, gradient: Tensor) -> None:
         """Puts one parameter's gradient into its place."""
-        place = self._place((entry,))
+        place = self._place(entry)
         if entry.name in self._written:
             place.add_(gradient, alpha=self.scale)
         elif self.scale == 1.0:
@@ -188,7 +188,7 @@ class FlatUnit:
 
     def arrive_product(self, entry: Entry, left: Tensor, right: Tensor) -> None:
         """The same for a matrix that is left x right: where types agree the product is made in its place."""
-        place = self._place((entry,))
+        place = self._place(entry)
         if place.dtype != left.dtype:
             self.arrive(entry, left @ right)
             return
@@ -203,24 +203,25 @@ class FlatUnit:
         """
         if self.scale != 1.0 or self.gradient_type != self.full.dtype:
             return None
-        end, width = self.unit.offsets[entries[0].name], entries[0].local_shape[1:]
+        if len(entries) == 1 and entries[0].name not in self._written:
+            self._written.add(entries[0].name)
+            return self._place(entries[0])
+        start, width = self.unit.offsets[entries[0].name], entries[0].local_shape[1:]
+        end = start
         for entry in entries:
             aside = self.unit.offsets[entry.name] != end or entry.local_shape[1:] != width
             if aside or entry.name in self._written:
                 return None
             end += entry.local_numel
         self._written.update(entry.name for entry in entries)
-        return self._place(entries)
+        return self._gradient_buffer()[start:end].view(-1, *width)
 
-    def _place(self, entries: Sequence[Entry]) -> Tensor:
-        """The rows of entries that lie side by side."""
-        key = tuple(entry.name for entry in entries)
-        place = self._places.get(key)
+    def _place(self, entry: Entry) -> Tensor:
+        place = self._places.get(entry.name)
         if place is None:
-            offset = self.unit.offsets[key[0]]
-            buffer = self._gradient_buffer()[offset : offset + sum(entry.local_numel for entry in entries)]
-            place = buffer.view(entries[0].local_shape if len(entries) == 1 else (-1, *entries[0].local_shape[1:]))
-            self._places[key] = place
+            offset = self.unit.offsets[entry.name]
+            place = self._gradient_buffer()[offset : offset + entry.local_numel].view(entry.local_shape)
+            self._places[entry.name] = place
         return place
 
     def note(self) -> bool:
@@ -237,7 +238,7 @@ class FlatUnit:
         if len(self._written) < self._expected:
             for entry in self.unit.entries:
                 if entry.trainable and entry.name not in self._written:
-                    self._place((entry,)).zero_()
+                    self._place(entry).zero_()
         grad = self._grad_buffer()
         if self.policy.scatter_every_microbatch:
             self._incoming = torch.empty_like(grad) if self._scattered_before else grad

@@ -75,10 +75,12 @@ class Home:
 
     def deliver(self, left: Tensor, right: Tensor) -> None:
         """The gradient left x right, after the backward pass that it was put off from."""
-        unit = self._unit()
+        unit, flat = self._unit(), self._flat()
         assert unit is not None
+        assert flat is not None
         unit.arrive_product(self.entry, left, right)
-        self._all_there(unit)
+        if unit.note():
+            flat.complete(unit)
 
     def _from_autograd(self, parameter: Tensor) -> None:
         unit, flat = self._unit(), self._flat()
@@ -87,7 +89,8 @@ class Home:
         if parameter.grad is not None:
             gradient, parameter.grad = parameter.grad, None
             unit.arrive(self.entry, gradient)
-        self._all_there(unit)
+        if unit.note():
+            flat.complete(unit)
         flat.on_gradient()
 
     def _take(self, parameter: Tensor, gradient: Tensor) -> None:
@@ -96,11 +99,6 @@ class Home:
             unit.arrive(self.entry, gradient)
         else:  # the flat units are gone, the model is not: what autograd would do
             parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad + gradient
-
-    def _all_there(self, unit: FlatUnit) -> None:
-        flat = self._flat()
-        if unit.note() and flat is not None:
-            flat.complete(unit)
 
 
 def home_of(parameter: Tensor) -> Home:
