@@ -42,6 +42,15 @@ def test_largest_of_rows(shape: tuple[int, int]) -> None:
     assert torch.equal(largest_of_rows(x), x.abs().amax(1))
 
 
+@pytest.mark.parametrize("shape", [(1, 16), (130, 37), (5, 1500)])
+def test_largest_of_columns(shape: tuple[int, int]) -> None:
+    from echelon.kernels.cast_gpu import largest_of_columns
+
+    x = torch.randn(shape)
+    assert torch.equal(largest_of_columns(x), x.abs().amax(0))
+    assert torch.equal(largest_of_columns(x), cast.largest_of_columns(x))
+
+
 def test_what_was_noted_is_not_computed_again() -> None:
     x = torch.randn(3, 4)
     told = torch.ones(3)

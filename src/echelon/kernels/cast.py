@@ -48,6 +48,10 @@ def largest_of_rows(x: Tensor) -> Tensor:
 
 def largest_of_columns(x: Tensor) -> Tensor:
     """float32 [columns]"""
+    if x.is_cuda:
+        from echelon.kernels import cast_gpu
+
+        return cast_gpu.largest_of_columns(x)
     largest: Tensor = torch.linalg.vector_norm(x, float("inf"), dim=0, dtype=torch.float32)
     return largest
 

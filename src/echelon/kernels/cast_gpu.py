@@ -12,6 +12,8 @@ from echelon.kernels.cast import padded
 TILE, TILE_OF_ROWS = (64, 128, 8), (16, 256, 4)
 """rows, columns and warps of a tile: where it is turned its rows are as long as possible, else its columns"""
 BLOCK = 2048
+ROWS_EACH, COLUMNS_EACH = 64, 1024
+"""of a program that looks for the largest of columns"""
 
 
 @triton.jit
@@ -58,6 +60,29 @@ def largest_of_rows(x: Tensor) -> Tensor:
     out = x.new_empty(len(x), dtype=torch.float32)
     _cast_largest[(len(x),)](x, out, x.stride(0), WIDTH=x.shape[1], BLOCK=BLOCK, num_warps=8)
     return out
+
+
+@triton.jit
+def _cast_largest_of_columns(x_ptr, parts_ptr, rows, columns, row_stride, EACH: tl.constexpr, WIDTH: tl.constexpr):
+    """The largest of EACH rows in every column: one row of the parts."""
+    part = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    largest = tl.zeros((WIDTH,), dtype=tl.float32)
+    for step in range(EACH):
+        row = part * EACH + step
+        x = tl.load(x_ptr + row * row_stride + column, mask=(column < columns) & (row < rows), other=0.0)
+        largest = tl.maximum(largest, tl.abs(x.to(tl.float32)))
+    tl.store(parts_ptr + part * columns + column, largest, mask=column < columns)
+
+
+def largest_of_columns(x: Tensor) -> Tensor:
+    rows, columns = x.shape
+    parts = x.new_empty(triton.cdiv(rows, ROWS_EACH), columns, dtype=torch.float32)
+    grid = (len(parts), triton.cdiv(columns, COLUMNS_EACH))
+    _cast_largest_of_columns[grid](
+        x, parts, rows, columns, x.stride(0), EACH=ROWS_EACH, WIDTH=COLUMNS_EACH, num_warps=4
+    )
+    return parts.amax(0)
 
 
 def narrow(

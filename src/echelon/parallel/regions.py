@@ -40,9 +40,10 @@ class _Copy(Function):
 class _Reduce(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        # The product that made x does not need it in backward, so it may be summed where it lies.
-        ctx.mark_dirty(x)
-        return axis.all_reduce(x)
+        # The product that made x does not need it in backward, so it may be summed where it lies, and autograd need not
+        # know (`.data`): it has no way to follow a change of what a function of ours returned.
+        axis.all_reduce(x.data)
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

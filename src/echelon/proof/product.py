@@ -46,7 +46,7 @@ def variants() -> Iterator[Variant]:
     rules = {"adamw": OptimizerConfig(lr=1e-2), "sgd": OptimizerConfig(name="sgd", lr=1e-1, momentum=0.9)}
     for family, tied, dropout, (name, rule) in product(("gpt", "llama"), (True, False), (0.0, 0.1), rules.items()):
         shape = replace(sizes.find(f"{family}-tiny"), tied=tied, dropout=dropout)
-        for accumulate, recompute in product((1, 4), ("none", "full")):
+        for accumulate, recompute in product((1, 4), ("none", "full", "ops")):
             label = f"{family} {'tied' if tied else 'untied'} dropout={dropout:g} {name}"
             yield Variant(
                 label=label, case=Case(model=shape, optimizer=rule), accumulate=accumulate, recompute=recompute
