@@ -30,9 +30,9 @@ def who(found):
 
 def test_a_gpu_with_peers(packages):
     found = todo(Options(peers=packages), H200)
-    for_1b = [("bf16", "echelon"), ("bf16", "torchtitan"), ("bf16", "transformers"), ("fp8", "echelon")]
-    for_1b += [("fp8", "torchtitan")]
-    assert who(found)[:5] == [("1b", *pair, "none") for pair in for_1b]
+    for_1b = [("bf16", "echelon", "none"), ("bf16", "torchtitan", "none"), ("bf16", "transformers", "none")]
+    for_1b += [("fp8", "echelon", "ops"), ("fp8", "torchtitan", "none")]
+    assert who(found)[:5] == [("1b", *row) for row in for_1b]
     assert who(found)[-1] == ("8b", "fp8", "torchtitan", "full")
     assert len(found.requests) == 15
     assert found.left_out == {}

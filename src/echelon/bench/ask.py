@@ -182,7 +182,8 @@ def family(precision: str) -> str:
 
 
 def _shapes(options: Options, machine: Machine, left_out: dict[str, str]) -> Iterator[Shape]:
-    changed = {"batch": options.batch, "seq_len": options.seq_len, "recompute": options.recompute or None}
+    again = options.recompute or None
+    changed = {"batch": options.batch, "seq_len": options.seq_len, "recompute": again, "recompute_fp8": again}
     given: dict[str, Any] = {key: value for key, value in changed.items() if value is not None}
     least = STATES[options.states or "float32"]
     for name in _words(options.shapes) or (ON_CUDA if machine.kind == "cuda" else ON_CPU):
@@ -226,7 +227,7 @@ def _request(shape: Shape, precision: str, options: Options, machine: Machine, q
         seq_len=shape.seq_len,
         batch=shape.batch,
         precision=precision,
-        recompute=shape.recompute,
+        recompute=shape.recompute_fp8 if precision.startswith("fp8") else shape.recompute,
         states=options.states or "float32",
         device=machine.kind,
         warm=2 if quick else 4,

@@ -20,6 +20,8 @@ class Shape:
     """sequences of a step"""
     recompute: str = "none"
     """what we compute again in backward"""
+    recompute_fp8: str = "ops"
+    """the same where products are in 8 bits: copies of what they read would come on top"""
     peer_recompute: str = "none"
     """what a peer has to compute again to fit on one device of 140 GiB"""
 
@@ -33,8 +35,8 @@ SHAPES = {
     for shape in (
         Shape(name="tiny", size="llama-tiny", seq_len=128, batch=8),
         Shape(name="1b", size="llama-1b", seq_len=4096, batch=8),
-        Shape(name="3b", size="llama-3b", seq_len=4096, batch=4),
-        Shape(name="8b", size="llama-8b", seq_len=8192, batch=1, recompute="full", peer_recompute="full"),
+        Shape(name="3b", size="llama-3b", seq_len=4096, batch=4, recompute="ops"),
+        Shape(name="8b", size="llama-8b", seq_len=8192, batch=1, recompute="ops", peer_recompute="full"),
     )
 }
 ON_CPU, ON_CUDA = ("tiny",), ("1b", "3b", "8b")

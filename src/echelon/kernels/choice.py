@@ -19,7 +19,12 @@ _allowed = True
 
 def fits(x: Tensor) -> bool:
     """Our kernels take this tensor: on a GPU, of a type of theirs, rows of a sensible width."""
-    return _allowed and x.is_cuda and x.dtype in TYPES and NARROWEST <= x.shape[-1] <= WIDEST and _installed()
+    return x.is_cuda and x.dtype in TYPES and NARROWEST <= x.shape[-1] <= WIDEST and allowed()
+
+
+def allowed() -> bool:
+    """There is Triton, and nobody asked for plain torch."""
+    return _allowed and _installed()
 
 
 @contextmanager

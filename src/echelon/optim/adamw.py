@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from echelon.kernels import adamw
+from echelon.kernels import adamw, choice
 from echelon.optim.rule import Rule, Run, runs_of
 from echelon.parallel.flat import Flat
 from echelon.parallel.master import SplitMaster
@@ -20,7 +19,7 @@ class OnePassAdamW:
     def __init__(self, flat: Flat, rule: Rule):
         self.rule, self._runs = rule, list(runs_of(flat))
         device, self._dtype = flat.units[0].full.device, flat.units[0].master.dtype
-        self._update = update_on(device, self._dtype)
+        self._device = device
         self._step = torch.zeros((), dtype=torch.int64, device=device)
         self._constants = torch.tensor([*rule.betas, rule.eps], dtype=torch.float64, device=device)
         self._moments: list[tuple[Tensor, Tensor]] = []
@@ -33,9 +32,10 @@ class OnePassAdamW:
         if not self._moments:
             kind = torch.bfloat16 if self.rule.states == "bfloat16" else self._dtype
             self._moments = [(run.zeros(kind), run.zeros(kind)) for run in self._runs]
+        update = update_on(self._device, self._dtype)
         for run, (mean, square) in zip(self._runs, self._moments, strict=True):
             high, low = _weights(run)
-            self._update(
+            update(
                 high, low, mean, square, run.gradient, numbers, self._step, decayed=run.decayed, first=run.first
             )
 
@@ -45,7 +45,7 @@ class OnePassAdamW:
 
 def update_on(device: torch.device, dtype: torch.dtype) -> Callable[..., None]:
     """The kernel on a GPU with Triton's compiler, plain torch elsewhere."""
-    if device.type == "cuda" and dtype == torch.float32 and find_spec("triton") is not None:
+    if device.type == "cuda" and dtype == torch.float32 and choice.allowed():
         from echelon.kernels.adamw_gpu import update
 
         return update
