@@ -97,13 +97,13 @@ class _HeadLoss(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        from echelon.kernels.loss_gpu import scaled
+
         dx, dw = ctx.saved_tensors
-        weight, ctx.weight = ctx.weight, None
-        (scale,) = gradients
+        weight, (scale,) = ctx.weight, gradients
 
         def product(place: Tensor | None) -> Tensor:
-            # The multiplication is in 32 bits; one rounding where it is written.
-            return torch.mul(dw, scale, out=torch.empty_like(weight) if place is None else place)
+            return scaled(dw, scale, torch.empty_like(weight) if place is None else place)
 
         of_weight = receive((weight,), product)[0] if ctx.needs_input_grad[1] else None
-        return torch.mul(dx, scale, out=torch.empty_like(dx)), of_weight, None
+        return scaled(dx, scale, torch.empty_like(dx)), of_weight, None

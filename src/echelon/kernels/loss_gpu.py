@@ -10,6 +10,8 @@ from torch import Tensor
 BLOCK = 8192
 """logits at a time"""
 IGNORED = -100
+SCALED = 2048
+"""elements of a program that multiplies"""
 
 
 @triton.jit
@@ -53,6 +55,20 @@ def _loss_and_gradient(
                 mask=mask,
                 eviction_policy="evict_first",
             )
+
+
+@triton.jit
+def _loss_scaled(x_ptr, scale_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < size, other=0.0).to(tl.float32) * tl.load(scale_ptr).to(tl.float32)
+    tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=at < size)
+
+
+def scaled(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    """x times a number, rounded once to the type of `out`; torch's own reads and writes one by one across types."""
+    grid = (triton.cdiv(x.numel(), SCALED),)
+    _loss_scaled[grid](x, scale, out, x.numel(), BLOCK=SCALED, num_warps=4)
+    return out
 
 
 def losses(logits: Tensor, targets: Tensor, backward: bool) -> Tensor:
