@@ -38,3 +38,16 @@ def test_steps_that_overlap(clock: list[float]) -> None:
     watch.begin()
     clock[0] += 1.0
     assert watch.end() == 1.0
+
+
+def test_steps_that_are_waited_for_together_share_their_time(clock: list[float]) -> None:
+    watch = Stopwatch()
+    for _ in range(2):
+        watch.begin()
+        clock[0] += 1.0
+    clock[0] += 4.0
+    assert watch.end(2) == 3.0
+    clock[0] += 9.0
+    watch.begin()
+    clock[0] += 1.0
+    assert watch.end() == 1.0

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -164,8 +165,8 @@ class Loop:
             looks = step % MEMORY_EVERY == 0 or last
             untold.append(_Step(step + 1, result, lr, self._look_at_memory() if looks else None))
             evaluates = config.eval.every and ((step + 1) % config.eval.every == 0 or last)
-            while len(untold) > (late and not last and not evaluates):
-                self._tell(untold.popleft(), run)
+            kept = int(late and not last and not evaluates)
+            self._tell([untold.popleft() for _ in range(len(untold) - kept)], run)
             if pipeline is not None and last:
                 found = pipeline.recorded()
                 if found is not None and run is not None:
@@ -194,12 +195,18 @@ class Loop:
             eval_loss=eval_loss,
         )
 
-    def _tell(self, step: _Step, run: Run | None) -> None:
-        """Waits for a step, shows and logs it; raises where it has no finite loss."""
+    def _tell(self, steps: Sequence[_Step], run: Run | None) -> None:
+        """Waits for steps, shows and logs them; raises where one has no finite loss."""
+        for step in steps:
+            step.result.wait()
+        if steps:
+            seconds = self._stopwatch.end(len(steps))
+        for step in steps:
+            self._seconds.append(seconds)
+            self._tell_one(step, seconds, run)
+
+    def _tell_one(self, step: _Step, seconds: float, run: Run | None) -> None:
         result = step.result
-        result.wait()
-        seconds = self._stopwatch.end()
-        self._seconds.append(seconds)
         if step.memory is not None:
             self._memory = int(step.memory())
         progress = self._progress(step.number, result, self._tokens(result) / seconds)

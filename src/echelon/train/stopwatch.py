@@ -23,9 +23,12 @@ class Stopwatch:
             self._since = time.perf_counter()
         self._under_way += 1
 
-    def end(self) -> float:
-        """The oldest step under way has ended: the seconds that it took."""
+    def end(self, count: int = 1) -> float:
+        """So many of the oldest steps under way have ended: the seconds that each took, evenly where they are several.
+
+        When each of them ended is not known where they are waited for together.
+        """
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
-        self._under_way -= 1
-        return seconds
+        self._under_way -= count
+        return seconds / max(count, 1)
