@@ -5,6 +5,7 @@ A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`. A tes
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -169,7 +170,7 @@ def recomputed() -> str:
 
     shape, rows = replace(models.find(MODEL), dropout=0.0), []
     flops = shape.flops_per_token(SEQ_LEN)
-    for word in ("none", "full"):
+    for word in ("none", "ops", "full"):
         again = recomputed_flops(word, flops - 6 * shape.vocab * shape.width)
         cells = (f"{flops / 1e9:.3f}", f"{again / 1e9:.3f}", f"{1 + again / flops:.2f}")
         rows.append((f"`recompute={word}`", *cells))
@@ -253,6 +254,43 @@ def bench_shapes() -> str:
     )
 
 
+def bench_measured() -> str:
+    """What `echelon bench` and the same steps beside it found on one H200."""
+    found = json.loads((DOCS.parent / "bench" / "measured" / "h200.json").read_text(encoding="utf-8"))
+    rows = []
+    for row in found["rows"]:
+        ours = row["who"] == "echelon"
+        rows.append(
+            (
+                f"`{row['shape']}`",
+                f"{row['seq']:,} x {row['batch']}",
+                row["precision"],
+                f"**{row['who']}**" if ours else row["who"],
+                row["recompute"],
+                row["states"],
+                f"{row['step_s'] * 1e3:,.0f} ms",
+                f"{row['mfu']:.1%}",
+                f"{row['peak_bytes'] / 2**30:.1f}",
+                f"{row['first_step_s']:.0f} s" if row["first_step_s"] else "",
+                f"{row['ratio']:.3f}" if row["ratio"] else "",
+            )
+        )
+    head = (
+        "shape",
+        "tokens",
+        "products",
+        "program",
+        "recompute",
+        "states",
+        "step",
+        "MFU",
+        "GiB",
+        "first step",
+        "ratio",
+    )
+    return markdown(head, rows)
+
+
 def fewest_bytes() -> str:
     """By part of a step, in GB, largest first."""
     found = {name: least_bytes(_request(name)) for name in ON_CUDA}
@@ -272,6 +310,8 @@ def _request(name: str) -> Request:
 TABLES: dict[str, Callable[[], str]] = {
     "bench shapes": bench_shapes,
     "fewest bytes": fewest_bytes,
+    "bench measured": bench_measured,
+    "bench measured": bench_measured,
     "layout keys": layout_keys,
     "configuration keys": configuration_keys,
     "state bytes": state_bytes,

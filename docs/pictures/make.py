@@ -15,6 +15,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+import curves  # noqa: E402
 import pipelines  # noqa: E402
 import splits  # noqa: E402
 import steps  # noqa: E402
@@ -45,6 +46,7 @@ DRAWN: dict[str, Callable[[], str]] = {
     "pipeline-terapipe": lambda: pipelines.one("terapipe", microbatches=2, slices=4),
     "pipeline-pipedream": lambda: pipelines.one("pipedream"),
     "weight-versions": pipelines.versions,
+    "losses-fp8": lambda: curves.losses(HERE / "losses-fp8.json"),
 }
 # A profile that was measured on a GPU lies here as a file of numbers, and is drawn anew from it anywhere.
 DRAWN |= {path.stem: partial(_profile, path) for path in sorted(HERE.glob("profile-*.json"))}

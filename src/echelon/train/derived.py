@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from echelon.kernels import choice
 from echelon.layout import Layout
 from echelon.models.sizes import ModelConfig
 from echelon.optim import moment_bytes, num_moments
@@ -34,6 +35,13 @@ def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterato
         f"compute {compute}, master {_master(engine)}, gradients {_gradients(engine)}",
         _why_gradients(engine),
     )
+    if options.products != "same":
+        scales = "row of each factor" if options.products == "fp8-row" else "tensor"
+        yield "products", options.products, f"in the layers, with a scale for each {scales}; sums are float32"
+    if options.device.type == "cuda":
+        ours = options.kernels == "auto" and choice.allowed()
+        why = "norms, rotary positions, SwiGLU, the head's loss, the update" if ours else "as asked, or without Triton"
+        yield "kernels", "our own" if ours else "plain torch", why
     if engine.rule.states != "float32":
         yield "moments", engine.rule.states, "rounded up or down by chance, so that small changes add up"
     if layout.dp > 1:
