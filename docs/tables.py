@@ -311,7 +311,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "bench shapes": bench_shapes,
     "fewest bytes": fewest_bytes,
     "bench measured": bench_measured,
-    "bench measured": bench_measured,
     "layout keys": layout_keys,
     "configuration keys": configuration_keys,
     "state bytes": state_bytes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 from svg import BLUE, FAINT, INK, ORANGE, RED, VIOLET, Canvas
@@ -28,7 +29,7 @@ def losses(path: Path) -> str:
     for name, curve in curves.items():
         shown = [(i, loss) for i, loss in enumerate(curve["loss"]) if loss <= MOST]
         points = [(LEFT + WIDE * (i + 0.5) / count, _y(loss)) for i, loss in shown]
-        for (x1, y1), (x2, y2) in zip(points, points[1:], strict=False):
+        for (x1, y1), (x2, y2) in pairwise(points):
             c.line(x1, y1, x2, y2, COLOURS[name])
     x = LEFT
     for name, curve in curves.items():

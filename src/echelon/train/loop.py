@@ -6,8 +6,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
