@@ -1,7 +1,7 @@
 """Tensor parallelism by torch's own recipe: `parallelize_module` and DTensor, as its tutorials and torchtitan write it.
 
-The one-device model is used as it is, except that its head becomes a linear and a cross entropy, which is what
-`ColwiseParallel` and `loss_parallel` understand. The head's logits stay divided on both sides of the comparison.
+The one-device model is used as it is, except that its head becomes a linear and a cross entropy, and that additions
+stand outside the norms: what `ColwiseParallel`, `loss_parallel` and `SequenceParallel` understand. The head's logits stay divided on both sides of the comparison.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from echelon import models
+from echelon.models.llama import RMSNorm
 
 
 class LinearHead(nn.Module):
@@ -38,6 +39,21 @@ class LinearHead(nn.Module):
     def forward(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, int]:
         logits = self.linear(hidden).flatten(0, 1)
         return F.cross_entropy(logits, targets.flatten(), reduction="sum"), targets.numel()
+
+
+class PlainBlock(nn.Module):
+    """A layer whose additions stand outside its norms, as `SequenceParallel` knows norms."""
+
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = (RMSNorm(len(norm.weight)) for norm in (block.norm1, block.norm2))
+        self.norm1.weight, self.norm2.weight = block.norm1.weight, block.norm2.weight
+        self.attn, self.mlp = block.attn, block.mlp
+
+    def forward(self, x: Tensor, mask: Tensor | None, rotation: Any) -> Tensor:
+        x = x + self.attn(self.norm1(x), mask, rotation)
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
 
 
 def whole_plan() -> dict[str, ParallelStyle]:
@@ -97,6 +113,7 @@ def clip(model: nn.Module) -> None:
 def dtensor_step(plan: dict[str, ParallelStyle]) -> Step:
     model: Any = models.build(CONFIG, seed=SEED)
     model.head = LinearHead(model.head.weight)
+    model.blocks = nn.ModuleList(PlainBlock(block) for block in model.blocks)
     parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
     optimizer = adamw(model.parameters())
 

@@ -29,7 +29,11 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, EPSILON, remake=self.remake)
 
-    def of_stream(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+
+class StreamNorm(RMSNorm):
+    """The norm of a residual stream to which something is added first: it gives both."""
+
+    def forward(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """(x + delta, its norm)"""
         return stream_norm(x, delta, self.weight, EPSILON, remake=self.remake)
 
@@ -56,16 +60,16 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.norm1 = RMSNorm(config.width)
+        self.norm1 = StreamNorm(config.width)
         self.attn = Attention(config.width, config.heads, config.kv_heads, bias=False, dropout=config.dropout)
         self.drop1 = nn.Dropout(config.dropout)
-        self.norm2 = RMSNorm(config.width)
+        self.norm2 = StreamNorm(config.width)
         self.mlp = MLP(config.width, config.ffn)
         self.drop2 = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None, rotation: Rotation | None) -> Tensor:
-        x, h = self.norm1.of_stream(x)
-        x, h = self.norm2.of_stream(x, self.drop1(self.attn(h, mask, rotation)))
+        x, h = self.norm1(x)
+        x, h = self.norm2(x, self.drop1(self.attn(h, mask, rotation)))
         out: Tensor = x + self.drop2(self.mlp(h))
         return out
 
