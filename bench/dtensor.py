@@ -1,7 +1,8 @@
 """Tensor parallelism by torch's own recipe: `parallelize_module` and DTensor, as its tutorials and torchtitan write it.
 
 The one-device model is used as it is, except that its head becomes a linear and a cross entropy, and that additions
-stand outside the norms: what `ColwiseParallel`, `loss_parallel` and `SequenceParallel` understand. The head's logits stay divided on both sides of the comparison.
+stand outside the norms: what `ColwiseParallel`, `loss_parallel` and `SequenceParallel` understand.
+The head's logits stay divided on both sides of the comparison.
 """
 
 from __future__ import annotations
