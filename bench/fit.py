@@ -1,7 +1,8 @@
-"""Fits the planner's constants (src/echelon/plan/constants.py) to a table of published runs.
+"""Fits the planner's constants (src/echelon/plan/constants.py) to a table of published runs, or to steps of our own.
 
     python bench/fit.py TABLE.csv                  prints the constants, to be pasted, and the errors
     python bench/fit.py TABLE.csv --leave-out      the errors on each source by constants that never saw it
+    python bench/fit.py STEPS.json                 those of OWN that were measured, from what `echelon bench` found
 
 Every source weighs the same, whatever its rows. Residuals are logarithms of predicted over measured, taken by their
 absolute value beyond a few per cent, so that a run that went wrong does not bend the fit. Constants are held near what
@@ -18,8 +19,9 @@ from dataclasses import asdict, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from echelon.bench import own_steps
 from echelon.plan import rows
-from echelon.plan.constants import FITTED, Constants
+from echelon.plan.constants import FITTED, OWN, Constants
 from echelon.plan.score import Errors, errors
 from echelon.plan.time import times
 from echelon.plan.work import Work, stacked, work_of
@@ -39,22 +41,24 @@ HELD = {
     **dict.fromkeys(("pp_shown", "cp_shown", "ep_shown", "streaming"), 0.1),
 }
 START = FITTED
+OWN_NAMES = tuple(name for name, value in OWN.items() if value)
+"""constants of our own program that were measured"""
 
 
-def fit(works: Work, seconds: Array, weights: Array, start: Constants) -> Constants:
+def fit(works: Work, seconds: Array, weights: Array, start: Constants, names: tuple[str, ...] = NAMES) -> Constants:
     """The constants with the least residuals, each at least 0."""
-    begin = np.array([getattr(start, name) for name in NAMES])
-    held = np.array([HELD.get(name, HOLD) for name in NAMES])
+    begin = np.array([getattr(start, name) for name in names])
+    held = np.array([HELD.get(name, HOLD) for name in names])
 
     def constants(x: Array) -> Constants:
-        return replace(start, **dict(zip(NAMES, (begin * np.exp(x)).tolist(), strict=True)))
+        return replace(start, **dict(zip(names, (begin * np.exp(x)).tolist(), strict=True)))
 
     def residuals(x: Array) -> Array:
         wrong = np.log(times(works, constants(x)).total / seconds)
         soft = np.sign(wrong) * np.sqrt(2 * SOFT * (np.sqrt(SOFT**2 + wrong**2) - SOFT))
         return np.concatenate([4 * weights * soft, held * x])
 
-    return constants(least_squares(residuals, np.zeros(len(NAMES))))
+    return constants(least_squares(residuals, np.zeros(len(names))))
 
 
 def least_squares(residuals: Callable[[Array], Array], x: Array, *, rounds: int = 80, step: float = 1e-4) -> Array:
@@ -93,11 +97,30 @@ def shown(title: str, found: dict[str, Errors]) -> None:
     )
 
 
+def fit_own(path: str) -> None:
+    """To steps of our own in the types that are told apart, each of which weighs the same."""
+    steps = [step for step in own_steps.steps(path) if step.precision == step.case.precision]
+    works, seconds = stacked([work_of(step.case) for step in steps]), np.array([step.seconds for step in steps])
+    before = replace(FITTED, **OWN)
+    found = fit(works, seconds, np.ones(len(steps)), before, OWN_NAMES)
+    for name in OWN_NAMES:
+        print(f'    "{name}": {getattr(found, name):.3g},')
+    print("seconds over those measured, with the constants in force and with these")
+    columns = times(works, before).total / seconds, times(works, found).total / seconds
+    for step, old, new in zip(steps, *columns, strict=True):
+        print(
+            f"  {old:.3f} {new:.3f}  {step.case.shape.name}, {step.case.seq_len}, {step.precision}, {step.case.layout}"
+        )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", help="a CSV of published runs")
+    parser.add_argument("table", help="a CSV of published runs, or a JSON of steps of our own")
     parser.add_argument("--leave-out", action="store_true", help="fit without each source in turn, and try it on that")
     options = parser.parse_args()
+    if options.table.endswith(".json"):
+        fit_own(options.table)
+        return 0
     asked = [question for question in rows.questions(rows.read(options.table))[0] if question.seconds]
     works = [work_of(question.case) for question in asked]
     seconds = np.array([question.seconds for question in asked])

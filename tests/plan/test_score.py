@@ -38,6 +38,10 @@ def test_the_layout_study_is_foretold(found):
     assert study.regret <= 0.05
 
 
+def test_published_runs_are_of_other_programs():
+    assert {question.case.program for question in rows.questions(rows.read(TABLE))[0]} == {"others"}
+
+
 def test_usable_rows_are_not_skipped(found):
     """Rows of fine-tuning, of truncated models, and without a shape, a layout or a time are all that is left out."""
     assert sum(found.skipped.values()) < 110

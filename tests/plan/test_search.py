@@ -15,15 +15,20 @@ from echelon.cli import app
 from echelon.layout import Layout, check
 from echelon.models import sizes
 from echelon.plan import cluster
+from echelon.plan.ask import PRECISIONS, command_of
+from echelon.plan.calibrate import constants_of
 from echelon.plan.case import Case
 from echelon.plan.explain import explained, infeasible
-from echelon.plan.layouts import Wish, layouts
+from echelon.plan.layouts import Wish, families, layouts, members
 from echelon.plan.memory import of_stage, worst
 from echelon.plan.price import price, timeline
-from echelon.plan.search import _is_legal, nearest, search
+from echelon.plan.search import _is_legal, _least_memory, _least_states, nearest, search
 from echelon.plan.sources import shape_of
 from echelon.plan.time import times
-from echelon.plan.work import units_of, work_of
+from echelon.plan.units import units_of
+from echelon.plan.work import work_of
+from echelon.train.config import Config, PrecisionConfig
+from echelon.train.planned import planned
 
 
 def wish(model="llama-8b", devices="8xh100", batch=64, seq_len=8192, **options):
@@ -45,9 +50,10 @@ def test_the_same_question_has_the_same_answer():
     assert [plan.to_json() for plan in first] == [plan.to_json() for plan in second]
 
 
-def test_nothing_that_was_listed_is_faster_and_fits():
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp32"])
+def test_nothing_that_was_listed_is_faster_and_fits(precision):
     """The search leaves nothing out: price every layout of a small question."""
-    asked = wish("llama-1b", "2xh100", 8, 4096)
+    asked = wish("llama-1b", "2xh100", 8, 4096, precision=precision)
     best = search(asked)[0]
     every = [price(asked.case(layout)) for layout in layouts(asked)]
     assert best.seconds == min(plan.seconds for plan in every if plan.fits)
@@ -129,7 +135,8 @@ def test_the_formula_is_near_the_simulation():
     """What ranks thousands of layouts agrees with what prices the finalists."""
     for text in ("pp=8,accumulate=32,dp=8", "pp=4,schedule=interleaved,vpp=4,accumulate=16,dp=16", "tp=8,dp=8"):
         found = case(text)
-        assert price(found).seconds == pytest.approx(float(times(work_of(found)).total), rel=0.1), text
+        formula = times(work_of(found), constants_of(found)).total
+        assert price(found).seconds == pytest.approx(float(formula), rel=0.1), text
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "dualpipe-v", "interleaved"])
@@ -164,8 +171,10 @@ def test_the_command_answers_in_json_and_writes_a_page(tmp_path):
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     plans = json.loads(result.stdout)["plans"]
-    keys = "layout runnable fits step_s step_s_low step_s_high tokens_per_s mfu hfu bubble memory_bytes memory time"
-    assert set(plans[0]) == {*keys.split(), "reasons"}
+    keys = (
+        "layout precision runnable fits step_s step_s_low step_s_high tokens_per_s mfu hfu bubble memory_bytes memory"
+    )
+    assert set(plans[0]) == {*keys.split(), "time", "reasons"}
     assert plans == sorted(plans, key=lambda plan: plan["step_s"])
     assert plans[0]["layout"] in page.read_text(encoding="utf-8")
 
@@ -186,20 +195,59 @@ def test_all_faults_are_told_at_once():
 
 
 def test_train_takes_the_planners_layout(tmp_path):
-    from echelon.train.config import Config
-    from echelon.train.planned import layout_of
-
     config = Config.load(None, ["batch=8"])
-    layout, words = layout_of(config, "auto", 2)
-    assert Layout.parse(layout).world == 2
+    chosen, words = planned(config, "auto", 2)
+    assert Layout.parse(chosen.layout).world == 2
     assert "predicted" in words
     file = tmp_path / "plan.json"
     file.write_text(json.dumps({"plans": [{"layout": "dp=2,zero=1"}]}))
-    assert layout_of(config, str(file), 2)[0] == "dp=2,zero=1"
+    assert planned(config, str(file), 2)[0] == replace(config, layout="dp=2,zero=1")
     with pytest.raises(ec.FaultError, match="cannot be read"):
-        layout_of(config, str(tmp_path / "none.json"), 2)
+        planned(config, str(tmp_path / "none.json"), 2)
     with pytest.raises(ec.FaultError, match="leaves nothing to choose"):
-        layout_of(Config.load(None, ["layout=dp=2"]), "auto", 2)
+        planned(Config.load(None, ["layout=dp=2"]), "auto", 2)
+
+
+# -- 8 bits -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_in_8_bits_is_run_in_8_bits(tmp_path):
+    arguments = ["plan", "llama-8b", "--cluster", "8xh100", "--batch", "64", "--precision", "fp8", "--json"]
+    result = CliRunner().invoke(app, arguments)
+    file = tmp_path / "plan.json"
+    file.write_text(result.stdout)
+    asked = Config.load(None, ["model=llama-8b", "batch=64", "seq_len=4096"])
+    chosen, words = planned(asked, str(file), 8)
+    assert (chosen.dtype, chosen.precision.compute) == ("bfloat16", "fp8")
+    assert chosen.layout == json.loads(result.stdout)["plans"][0]["layout"]
+    assert "8 bits" in words
+    assert not [fault for fault in chosen.faults(world=8) if fault.key == "precision.compute"]
+    by_row = replace(asked, dtype="bfloat16", precision=PrecisionConfig(compute="fp8-row"))
+    assert planned(by_row, str(file), 8)[0].precision.compute == "fp8-row"
+
+
+def test_the_command_of_a_plan_says_8_bits():
+    best = search(wish(precision="fp8"), top=1)[0]
+    assert best.runnable
+    assert "--set dtype=bfloat16 --set precision.compute=fp8" in command_of(best, "llama-8b")
+    assert "precision.compute" not in command_of(search(wish(), top=1)[0], "llama-8b")
+
+
+def test_8_bits_leave_out_schedules_that_put_weights_gradients_off():
+    """As train/config.py refuses them: such a plan can be priced, and not be run."""
+    asked = wish("llama-70b", "64xh100", 256, 4096, precision="fp8")
+    found = [plan.layout for plan in search(asked, top=20)]
+    assert found
+    assert not {layout.schedule for layout in found} & {"zb-h1", "zb-v", "dualpipe-v"}
+    priced = price(asked.case(Layout.parse("dp=8,pp=8,schedule=zb-h1,accumulate=32")))
+    assert not priced.runnable
+    assert search(replace(asked, plan_only=True, fixed={"schedule": "zb-h1", "pp": 8}), top=1)
+
+
+def test_types_that_cannot_be_trained_in_are_plan_only():
+    layout = Layout.parse("dp=8")
+    runnable = {kind for kind in PRECISIONS if price(wish(precision=kind, devices="8xb200").case(layout)).runnable}
+    assert runnable == {"bf16", "fp8", "fp32"}
 
 
 @pytest.mark.parametrize("fixed", ["schedule=gpipe", "schedule=zb-h1", "shard=4", "vpp=4", "tp=4", "zero=3"])
@@ -264,13 +312,25 @@ def test_units_hold_every_parameter_once(model):
     assert sum(unit.numel * n for unit, n in units_of(found, 0)) == shape_of(model).parameters
 
 
-@pytest.mark.parametrize(("model", "devices", "batch"), [("llama-8b", "8xh100", 64), ("llama-8b", "12xa100-80", 96)])
-def test_the_families_that_stay_closed_hold_none_of_the_best(model, devices, batch):
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp32"])
+@pytest.mark.parametrize("devices", ["8xh100", "4xcpu"])
+def test_no_layout_takes_less_than_the_bounds_say(devices, precision):
+    asked = wish("llama-1b", devices, 16, 4096, precision=precision)
+    for family in list(families(asked))[::7]:
+        for layout in members(asked, family):
+            total = worst(asked.case(layout), constants_of(asked.case(layout))).total
+            assert max(_least_memory(asked, family), _least_states(asked, layout)) <= total, layout
+
+
+@pytest.mark.parametrize(
+    ("devices", "batch", "precision"), [("8xh100", 64, "bf16"), ("12xa100-80", 96, "bf16"), ("8xh100", 64, "fp8")]
+)
+def test_the_families_that_stay_closed_hold_none_of_the_best(devices, batch, precision):
     """The ten best by formula of all layouts that fit are found, unless simulation puts them behind all that are."""
-    asked = wish(model, devices, batch, 4096)
+    asked = wish("llama-8b", devices, batch, 4096, precision=precision)
     fitting = [c for c in map(asked.case, layouts(asked)) if worst(c).total <= asked.cluster.memory]
     legal = [c for c in fitting if _is_legal(asked, c.layout)]
-    ranked = sorted(legal, key=lambda c: (float(times(work_of(c)).total), str(c.layout)))
+    ranked = sorted(legal, key=lambda c: (float(times(work_of(c), constants_of(c)).total), str(c.layout)))
     found = {str(plan.layout): plan.seconds for plan in search(asked, top=20)}
     slowest = max(found.values())
     assert all(str(c.layout) in found or price(c).seconds >= slowest for c in ranked[:10])

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from echelon import data
+from echelon.launch.world import World
+from echelon.layout import Layout
+from echelon.models import sizes
 from echelon.plan.correct import FILE, ratio_of
 from echelon.train import predicted
 from echelon.train.config import Config, DataConfig, EvalConfig, SampleConfig
@@ -58,6 +62,33 @@ def test_a_planner_that_fails_does_not_fail_the_run(tokens, tmp_path, monkeypatc
     reason = Run.open(summary.run).plan["predicted"]["reason"]
     assert reason == "the planner gave up (a bug in the planner)"
     assert "s a step; not predicted: the planner gave up" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("settings", "precision", "moment_bytes", "program"),
+    [
+        (["dtype=bfloat16"], "bf16", 4, "echelon"),
+        (["dtype=bfloat16", "precision.compute=fp8"], "fp8", 4, "echelon"),
+        (["dtype=bfloat16", "precision.compute=fp8-row", "optimizer.states=bfloat16"], "fp8", 2, "echelon"),
+        (["dtype=bfloat16", "kernels=plain"], "bf16", 4, "plain"),
+        ([], "fp32", 4, "echelon"),
+    ],
+)
+def test_the_types_of_a_run_are_priced(monkeypatch, settings, precision, moment_bytes, program):
+    asked = []
+
+    def keep(case):
+        asked.append(case)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(predicted, "price", keep)
+    here = World(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"))
+    layout = Layout(recompute="ops")
+    found = predicted.predicted(Config.load(None, settings), layout, sizes.find("llama-tiny"), here, threads=1)
+    assert found == {"reason": "the planner gave up (enough)"}
+    (case,) = asked
+    assert (case.precision, case.moment_bytes, case.program) == (precision, moment_bytes, program)
+    assert case.layout == layout
 
 
 def test_the_end_of_a_run_says_both(tokens, tmp_path, capsys):

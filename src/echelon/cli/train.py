@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -57,12 +57,12 @@ def command(
 def _planned(config: Config, plan: str, procs: int | None, *, quiet: bool) -> Config:
     """The configuration in the layout that the planner chose."""
     from echelon.launch.world import under_launcher
-    from echelon.train.planned import layout_of
+    from echelon.train.planned import planned
 
-    layout, words = layout_of(config, plan, procs)
+    chosen, words = planned(config, plan, procs)
     if not quiet and not under_launcher():
         typer.echo(words, err=True)
-    return replace(config, layout=layout)
+    return chosen
 
 
 def _list_keys(as_json: bool) -> None:

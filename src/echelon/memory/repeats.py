@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 GIB = 1 << 30
 OPERATORS = 0.45
-"""share of a layer's activations that operators between products made"""
+"""share of a layer's activations that operators between products made, where nobody counted them"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,20 @@ class Repeats:
     """attention's scores are not kept"""
 
 
-def repeats(recompute: str, *, layers: float, whole: float, entry: float) -> Repeats:
-    """`layers` are those in flight on a rank, `whole` the bytes of one's activations, `entry` those of its input."""
+def repeats(
+    recompute: str,
+    *,
+    layers: float,
+    whole: float,
+    entry: float,
+    operators: float = OPERATORS,
+    passing: float = 1.0,
+) -> Repeats:
+    """`layers` are those in flight on a rank, `whole` the bytes of one's activations, `entry` those of its input.
+
+    Of a model that was counted: `operators` is the share of its activations that operators between products made, and
+    `passing` what making them again takes of what those operators took.
+    """
     kind, _, number = recompute.partition(":")
     if kind in ("full", "every", "sqrt"):
         every = 1 if kind == "full" else int(number) if kind == "every" else max(1, round(math.sqrt(layers)))
@@ -46,7 +58,7 @@ def repeats(recompute: str, *, layers: float, whole: float, entry: float) -> Rep
     if kind == "selective":
         return Repeats(attention=1.0, passing=0.5, drops_scores=True)
     if kind == "ops":
-        return Repeats(passing=1.0, kept=1 - OPERATORS)
+        return Repeats(passing=passing, kept=1 - operators)
     if kind == "budget":
         room = float(number.removesuffix("GiB")) * GIB
         share = min(1.0, max(0.0, (layers * whole - room) / max(layers * (whole - entry), 1.0)))

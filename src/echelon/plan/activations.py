@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-from echelon.memory.repeats import Repeats, repeats
+from echelon.memory.repeats import OPERATORS, Repeats, repeats
 from echelon.pipeline.schedules import FAMILIES
 from echelon.plan.case import Case
 from echelon.plan.constants import FITTED
+from echelon.plan.kernels import ROW_BYTES
+from echelon.plan.passing import passing_of
 from echelon.plan.shape import Layer
 
 SCORE_BYTES = 7
@@ -20,13 +22,22 @@ NARROW_SAVED = 0.75
 
 def tensors(case: Case, layer: Layer) -> float:
     """Bytes that backward needs of one layer and one microbatch, but for attention's scores."""
-    layout = case.layout
-    whole = 1 if layout.tp_kind == "1d" and not layout.sp else layout.tp
+    if case.has_kernels:
+        return _by_kernels(case, layer, remakes=False)
+    layout, whole = case.layout, case.sliced
     spread = max(1, layout.tp // layout.etp)
     elements = layer.saved / whole + layer.saved_split / layout.tp + layer.saved_experts / spread
     elements += 0 if case.fused_norms else FITTED.loose_saved * case.shape.width / whole
-    narrow = NARROW_SAVED if case.precision in ("fp8", "fp4") else 1.0
+    narrow = NARROW_SAVED if case.is_narrow else 1.0
     return elements * case.tokens * case.element_bytes * narrow
+
+
+def _by_kernels(case: Case, layer: Layer, *, remakes: bool) -> float:
+    """The same in a layer of a model of ours, of which what can be made again is, or is kept."""
+    assert layer.kernels is not None
+    kept = layer.kernels.bytes_kept(element_bytes=case.element_bytes, narrow=case.is_narrow, remakes=remakes)
+    logarithms = 4 * layer.attention.heads / case.layout.tp if layer.attention else 0.0  # attention's, of each row
+    return (kept.on_rank(case.sliced, case.layout.tp) + ROW_BYTES + logarithms) * case.tokens
 
 
 def scores(case: Case, layer: Layer) -> float:
@@ -38,8 +49,7 @@ def scores(case: Case, layer: Layer) -> float:
 
 def entry(case: Case) -> float:
     """Bytes of a layer's input."""
-    whole = 1 if case.layout.tp_kind == "1d" and not case.layout.sp else case.layout.tp
-    return case.tokens * case.shape.width * case.element_bytes / whole
+    return case.tokens * case.shape.width * case.element_bytes / case.sliced
 
 
 def repeats_of(case: Case) -> Repeats:
@@ -48,7 +58,19 @@ def repeats_of(case: Case) -> Repeats:
         return Repeats()
     shape = case.shape
     whole = sum(n * (tensors(case, layer) + scores(case, layer)) for layer, n in shape.layers) / shape.num_layers
-    return repeats(case.layout.recompute, layers=layers_in_flight(case, 0), whole=whole, entry=entry(case))
+    operators, passing = OPERATORS, 1.0
+    if case.layout.recompute == "ops" and shape.has_kernels:
+        left = sum(n * _by_kernels(case, layer, remakes=True) for layer, n in shape.layers) / shape.num_layers
+        operators = 1 - left / whole
+        passing = passing_of(case).again
+    return repeats(
+        case.layout.recompute,
+        layers=layers_in_flight(case, 0),
+        whole=whole,
+        entry=entry(case),
+        operators=operators,
+        passing=passing,
+    )
 
 
 def kept(case: Case, layer: Layer, again: Repeats) -> float:

@@ -1,4 +1,4 @@
-"""What was measured on a machine, in the place of what was fitted to published runs.
+"""The constants that price a case: of programs or of our own, and what was measured on a machine in their place.
 
 [Note: what replaces what]
 
@@ -19,8 +19,9 @@ from functools import lru_cache
 
 import numpy as np
 
+from echelon.plan.case import Case
 from echelon.plan.cluster import Cluster
-from echelon.plan.constants import FITTED, Constants
+from echelon.plan.constants import FITTED, OWN, Constants
 from echelon.plan.links import measured_link
 from echelon.plan.time import HOPPER, NARROW_HEADS
 from echelon.plan.work import GENERATIONS, WIDE_HEAD
@@ -28,6 +29,16 @@ from echelon.plan.work import GENERATIONS, WIDE_HEAD
 PROCESSOR = {"edge": 8.0, "context": 0.4, "step": 0.0}
 """of a processor, whose host is itself: numbers of a vector register; GiB of a process that has torch; no device to
 wait for between steps"""
+
+
+def constants_of(case: Case, c: Constants = FITTED) -> Constants:
+    """Of our own program, where its kernels run, or of others; on this machine, where it was measured."""
+    return calibrated(case.cluster, _own(c) if case.has_kernels else c)
+
+
+@lru_cache(maxsize=32)
+def _own(c: Constants) -> Constants:
+    return replace(c, **OWN)
 
 
 def calibrated(cluster: Cluster, c: Constants = FITTED) -> Constants:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from echelon.layout import Layout
+from echelon.layout.layout import SPLIT_BACKWARD
 from echelon.plan.cluster import Cluster
 from echelon.plan.shape import ModelShape
 
 KERNELS = ("plain", "fused", "flash1", "flash2", "best")
 """how attention is computed: plain operators, a fused softmax over scores that are written out, two versions of flash
 attention, the best kernel of a vendor's library"""
+PROGRAMS = ("echelon", "plain", "others")
+"""what runs it: ours, with our kernels where there is a GPU and the model is one of ours; ours, on torch's operators
+alone; another framework, as published runs were"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,15 +29,44 @@ class Case:
     """one of KERNELS"""
     fused_norms: bool = True
     """norms are one kernel each"""
+    program: str = "echelon"
+    """one of PROGRAMS"""
     reduce_bytes: int = 4
     """of one element of a gradient on its way"""
+    moment_bytes: int = 4
+    """of one element of each of the optimizer's two moments"""
     correction: float = 1.0
     """measured over predicted seconds of a run that was (correct.py): all times are multiplied by it"""
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.cluster.device.generation != "cpu"
+
+    @property
+    def has_kernels(self) -> bool:
+        """Our kernels run: what they keep and move is counted (kernels.py), and how fast they are was measured."""
+        return self.program == "echelon" and self.on_gpu and self.precision != "fp4" and self.shape.has_kernels
+
+    @property
+    def runnable(self) -> bool:
+        """Today, by `train`: mixtures of experts have no model to run yet, and 8 bits need layers of ours."""
+        known = self.shape.has_kernels or (self.precision != "fp8" and not self.shape.experts)
+        return known and not self.layout.plan_only and trains_in(self.precision, self.layout)
+
+    @property
+    def is_narrow(self) -> bool:
+        """Products are in fewer than 16 bits."""
+        return self.precision in ("fp8", "fp4")
 
     @property
     def tokens(self) -> float:
         """Of a microbatch, on one rank of cp."""
         return self.layout.microbatch * self.seq_len / self.layout.cp
+
+    @property
+    def sliced(self) -> int:
+        """Ranks that share what lies between the regions of tensor parallelism."""
+        return 1 if self.layout.tp_kind == "1d" and not self.layout.sp else self.layout.tp
 
     @property
     def batch_tokens(self) -> int:
@@ -44,3 +77,10 @@ class Case:
     def element_bytes(self) -> int:
         """Of an activation: products in fp8 and fp4 are between tensors of two bytes."""
         return 4 if self.precision == "fp32" else 2
+
+
+def trains_in(precision: str, layout: Layout) -> bool:
+    """`train` has products in this type, in this layout: those in 8 bits cannot put off weights' gradients."""
+    if precision == "fp8":
+        return layout.schedule not in SPLIT_BACKWARD
+    return precision in ("fp32", "bf16")

@@ -92,7 +92,8 @@ def _other_cases(case: Case) -> Iterator[tuple[str, Case]]:
         tries.append({"pp": layout.pp // 2, "dp": 2 * layout.dp})
     if layout.dp > 1:
         tries += [{"zero": zero} for zero in (layout.zero - 1, layout.zero + 1) if 0 <= zero <= 3]
-    tries.append({"recompute": "none" if layout.recompute == "full" else "full"})
+    ways = ("none", "ops", "full") if case.shape.has_kernels else ("none", "full")
+    tries += [{"recompute": kind} for kind in ways if kind != layout.recompute]
     for keys in tries:
         if made := _neighbour(layout, keys):
             yield ",".join(f"{key}={value}" for key, value in keys.items() if key != "dp"), replace(case, layout=made)

@@ -14,7 +14,7 @@ from typing import Any
 
 from echelon.layout import Layout
 from echelon.layout.layout import ASYNCHRONOUS
-from echelon.plan.case import Case
+from echelon.plan.case import Case, trains_in
 from echelon.plan.cluster import Cluster
 from echelon.plan.shape import ModelShape
 
@@ -47,6 +47,10 @@ class Wish:
     objective: str = "time"
     correction: float = 1.0
     """measured over predicted seconds of a run that was"""
+    program: str = "echelon"
+    """`echelon`, or `plain` without our kernels"""
+    moment_bytes: int = 4
+    """of one element of each of the optimizer's two moments"""
 
     def case(self, layout: Layout) -> Case:
         return Case(
@@ -56,7 +60,15 @@ class Wish:
             seq_len=self.seq_len,
             precision=self.precision,
             correction=self.correction,
+            program=self.program,
+            moment_bytes=self.moment_bytes,
         )
+
+    def allows(self, layout: Layout) -> bool:
+        """It can be run, or need not be. No layout runs in a type that `train` lacks: that is told of the plans."""
+        if self.plan_only:
+            return True
+        return not layout.plan_only and (self.precision != "fp8" or trains_in(self.precision, layout))
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -91,7 +103,9 @@ def layouts(wish: Wish) -> Iterator[Layout]:
 def families(wish: Wish) -> Iterator[Family]:
     fixed = wish.fixed
     sizes = [int(fixed["microbatch"])] if "microbatch" in fixed else range(1, LARGEST_MICROBATCH + 1)
-    recomputes = ["none", "full", "selective"] if wish.plan_only else ["none", "full"]
+    # What `ops` makes again is counted for our own models; others are tried with it where that is asked for.
+    recomputes = ["none", *(["ops"] if wish.shape.has_kernels else []), "full"]
+    recomputes += ["selective"] if wish.plan_only else []
     if "recompute" in fixed:
         recomputes = [str(fixed["recompute"])]
     for world in _worlds(wish):
@@ -128,7 +142,7 @@ def members(wish: Wish, family: Family) -> Iterator[Layout]:
             chosen = {**fixed, **keys, **schedule, **zero}
             if all(chosen[key] == value for key, value in fixed.items()):
                 layout = Layout(**chosen)
-                if wish.plan_only or not layout.plan_only:
+                if wish.allows(layout):
                     yield layout
 
 

@@ -3,30 +3,54 @@
 states        shard.py's: parameters, master copies, gradients, optimizer, kept versions
 activations   what backward needs of a layer and microbatch, times how many of them the schedule has in flight
 working       what a layer's backward, or its recomputation, needs while it runs
-logits        on the last stage: the head's output and its gradient
+logits        on the last stage: the head's output and its gradients
 buffers       parameters gathered ahead, gradients on their way
 reserve       the device's context, its communication library, the allocator's slack
+
+[Note: the fullest moment]
+
+Other programs, and ours on a processor, have room for every gradient throughout. Ours on a GPU has a unit's gradients
+from when they arrive until they are used (flat_unit.py). So where a step has one microbatch, one of these is fullest:
+
+    moment               gradients                       activations    beside them
+    at the head          none                            all            logits, gradients of the head and of its input
+    at the last layer    the head's, the last layer's    all            what a layer's backward needs
+    at the first layer   all but the embedding's         one layer's    the same
+    at the embedding     all                             none           the embedding's once more, on its way
+
+With several microbatches or stages, gradients of earlier ones are there at any of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from echelon.layout.layout import ASYNCHRONOUS
 from echelon.memory.offload import left
 from echelon.memory.repeats import Repeats
 from echelon.parallel import shard
-from echelon.plan.activations import kept, layers_in_flight, repeats_of, scores, tensors
+from echelon.plan.activations import entry, kept, layers_in_flight, repeats_of, scores, tensors
+from echelon.plan.calibrate import constants_of
 from echelon.plan.case import Case
 from echelon.plan.cluster import HOST_DEVICES
 from echelon.plan.constants import FITTED, Constants
 from echelon.plan.device import GIB
+from echelon.plan.head import head_bytes
 from echelon.plan.shape import Layer
-from echelon.plan.work import units_of
+from echelon.plan.units import (
+    MASTER_BYTES,
+    MOMENTS,
+    fullest_share,
+    gradient_bytes,
+    own_parameters,
+    policy_of,
+    units_of,
+)
 
-MASTER_BYTES = 4
-LOGIT_BYTES = 12
-"""of a logit in the compute type and in 32 bits, and of its gradient likewise"""
+WORKING = 0.45
+"""times the activations of a layer that its backward needs while it runs, where our kernels do: the gradients of what
+the activation reads are the most of it"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +74,7 @@ def worst(case: Case, c: Constants = FITTED) -> Memory:
 
 def by_rank(case: Case, c: Constants = FITTED) -> list[Memory]:
     """Of one rank of every stage: all ranks of a stage hold the same."""
+    c = constants_of(case, c)
     return [of_stage(case, stage, c) for stage in range(case.layout.pp)]
 
 
@@ -59,14 +84,11 @@ def stages_to_ask(case: Case) -> list[int]:
 
 
 def of_stage(case: Case, stage: int, c: Constants = FITTED) -> Memory:
-    parts, again = states(case, stage), repeats_of(case)
-    parts["activations"] = int(_activations(case, stage, again) * (1 + c.slack))
-    parts["logits"] = int(_logits(case)) if stage == case.layout.pp - 1 else 0
-    # The head has let go of its logits before a layer's backward begins: the larger of the two counts.
-    working = max(_working(case, layer, c, again) for layer, _ in case.shape.layers)
-    parts["working"] = max(0, int(working) - parts["logits"])
-    parts["buffers"] = int(_buffers(case, stage))
-    parts["reserve"] = int(c.context * GIB)
+    still = states(case, stage)
+    still["parameters"] += _narrow_weights(case)
+    still |= {"buffers": int(_buffers(case, stage)), "reserve": int(c.context * GIB)}
+    moments = _moments(case, stage, still.pop("gradients"), c)
+    parts = still | {name: int(size) for name, size in max(moments, key=lambda moment: sum(moment.values())).items()}
     if case.layout.offload != "none":
         stay = left(case.layout.offload, parts, layers=layers_in_flight(case, stage))
         away = sum(parts.values()) - sum(stay.values())
@@ -75,12 +97,33 @@ def of_stage(case: Case, stage: int, c: Constants = FITTED) -> Memory:
     return Memory(stage=stage, parts={name: size for name, size in parts.items() if size})
 
 
+def _moments(case: Case, stage: int, gradients: int, c: Constants) -> Iterator[dict[str, float]]:
+    """What comes and goes, at each moment that may be the fullest: see [Note: the fullest moment]."""
+    layout, again = case.layout, repeats_of(case)
+    lazy = case.program != "others" and case.on_gpu
+    held = not lazy or layout.accumulate * layout.pp > 1
+    has_head = stage == layout.pp - 1
+    activations = _activations(case, stage, again, c)
+    logits = head_bytes(case, held) if has_head else 0.0
+    working = max(_working(case, layer, c, again) for layer, _ in case.shape.layers)
+    if not lazy:
+        # The head has let go of its logits before a layer's backward begins: the larger of the two counts.
+        beyond = max(0.0, int(working) - int(logits))
+        yield {"gradients": gradients, "activations": activations, "logits": logits, "working": beyond}
+        return
+    yield {"gradients": gradients if held else 0, "activations": activations, "logits": logits}
+    first = gradients if held else min(gradients, _first_gradients(case))
+    yield {"gradients": first, "activations": activations, "working": working}
+    embedding = case.shape.embedding_parameters / layout.tp if stage == 0 else 0.0
+    late = 0.0 if held or case.shape.tied else min(gradients, embedding * gradient_bytes(case))
+    one = activations / max(1.0, layers_in_flight(case, stage))
+    yield {"gradients": gradients - late, "activations": one, "working": working}
+    yield {"gradients": gradients, "activations": entry(case), "working": embedding * case.element_bytes}
+
+
 def states(case: Case, stage: int) -> dict[str, int]:
-    """What lies on a rank between steps, by shard.py's own function."""
-    layout = case.layout
-    policy = shard.policy(layout)
-    if layout.tp > 1 and layout.sp:  # norms have a part of their gradients on each rank of tp (sequence.py)
-        policy = replace(policy, sums_gradients=True)
+    """What lies on a rank between steps, and every gradient, by shard.py's own function."""
+    policy = policy_of(case)
     found: dict[str, float] = {}
     for unit, n in units_of(case, stage):
         held = shard.state_bytes(
@@ -88,7 +131,8 @@ def states(case: Case, stage: int) -> dict[str, int]:
             replace(policy, shards=unit.shards),
             compute_bytes=case.element_bytes,
             master_bytes=MASTER_BYTES,
-            moments=2,
+            moments=MOMENTS,
+            moment_bytes=case.moment_bytes,
             reduce_bytes=case.reduce_bytes,
             versions=_versions(case, stage),
         )
@@ -105,20 +149,31 @@ def _versions(case: Case, stage: int) -> int:
     return 2 if layout.schedule == "2bw" else layout.pp if layout.schedule == "pipedream-vsync" else layout.pp - stage
 
 
+def _narrow_weights(case: Case) -> int:
+    """Of the layers' weights in 8 bits, as they lie and transposed, which several microbatches share."""
+    if not (case.has_kernels and case.is_narrow and case.layout.accumulate > 1):
+        return 0
+    return int(2 * fullest_share(case) * sum(n * own_parameters(layer, case.layout) for layer, n in case.shape.layers))
+
+
 def _working(case: Case, layer: Layer, c: Constants, again: Repeats) -> float:
     """Bytes that come and go while a layer runs; of those that are repeated, their activations too."""
-    return c.working * tensors(case, layer) + again.together * (tensors(case, layer) + scores(case, layer))
+    share = WORKING if case.has_kernels else c.working
+    return share * tensors(case, layer) + again.together * (tensors(case, layer) + scores(case, layer))
 
 
-def _activations(case: Case, rank: int, again: Repeats) -> float:
+def _activations(case: Case, stage: int, again: Repeats, c: Constants) -> float:
     """Of a rank at its fullest: those that the schedule keeps until backward."""
     shape = case.shape
     each = sum(n * kept(case, layer, again) for layer, n in shape.layers) / shape.num_layers
-    return layers_in_flight(case, rank) * each
+    # What our kernels keep is counted to the byte.
+    return layers_in_flight(case, stage) * each * (1 if case.has_kernels else 1 + c.slack)
 
 
-def _logits(case: Case) -> float:
-    return case.tokens * case.shape.vocab / case.layout.tp * LOGIT_BYTES
+def _first_gradients(case: Case) -> float:
+    """Of the head and of the last layer."""
+    last = own_parameters(case.shape.layers[-1][0], case.layout)
+    return (case.shape.head_parameters / case.layout.tp + last) * gradient_bytes(case)
 
 
 def _buffers(case: Case, stage: int) -> float:

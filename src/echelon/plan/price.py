@@ -11,7 +11,7 @@ from echelon.pipeline.schedules import FAMILIES, make
 from echelon.pipeline.simulate import Durations, simulate
 from echelon.pipeline.timeline import Timeline
 from echelon.plan.activations import repeats_of
-from echelon.plan.calibrate import calibrated
+from echelon.plan.calibrate import constants_of
 from echelon.plan.case import Case
 from echelon.plan.constants import FITTED, Constants
 from echelon.plan.memory import Memory, of_stage, worst
@@ -63,8 +63,8 @@ class Plan:
 
     @property
     def runnable(self) -> bool:
-        """Today, by `train`: mixtures of experts have no model to run yet."""
-        return not self.layout.plan_only and not self.case.shape.experts
+        """Today, by `train`."""
+        return self.case.runnable
 
     @property
     def tokens_per_s(self) -> float:
@@ -90,6 +90,7 @@ class Plan:
         """The keys of `echelon plan --json`."""
         return {
             "layout": str(self.layout),
+            "precision": self.case.precision,
             "runnable": self.runnable,
             "fits": self.fits,
             "step_s": self.seconds,
@@ -108,7 +109,7 @@ class Plan:
 
 def price(case: Case, c: Constants = FITTED) -> Plan:
     """The plan of one case, its pipeline simulated."""
-    work, c = work_of(case), calibrated(case.cluster, c)
+    work, c = work_of(case), constants_of(case, c)
     seconds = times(work, c)
     found = {field.name: case.correction * float(getattr(seconds, field.name)) for field in fields(Times)}
     bubble = 0.0
@@ -167,7 +168,7 @@ def timeline(case: Case, c: Constants = FITTED, *, microbatches: int = 0) -> Tim
     """A step, action by action; or one of fewer microbatches."""
     layout = case.layout
     schedule = make(layout.schedule, layout.pp, microbatches or layout.accumulate, chunks=layout.vpp)
-    return simulate(schedule, durations(case, work_of(case), calibrated(case.cluster, c)))
+    return simulate(schedule, durations(case, work_of(case), constants_of(case, c)))
 
 
 def _pipeline(case: Case, work: Work, c: Constants) -> tuple[float, float]:
@@ -199,7 +200,7 @@ def _busy(seconds: Durations) -> float:
 
 def memory_over_time(case: Case, rank: int, c: Constants = FITTED) -> list[tuple[float, float]]:
     """(seconds, bytes) of a rank through the passes of a step."""
-    c = calibrated(case.cluster, c)
+    c = constants_of(case, c)
     found = of_stage(case, rank, c)
     still = found.total - found.parts.get("activations", 0)
     if case.layout.pp == 1:

@@ -142,6 +142,7 @@ def question(row: Mapping[str, str]) -> Question:
         precision=precision,
         attention=attention,
         fused_norms="RMS" in row.get("kernel", "") or not row.get("kernel"),
+        program="others",
         reduce_bytes=4 if zero < 2 and (modern or (precision == "fp16" and device.generation == "ampere")) else 2,
     )
     found = Question(

@@ -29,7 +29,7 @@ import numpy as np
 from echelon.layout import Layout
 from echelon.layout.rules import Facts, broken
 from echelon.plan.activations import kept, repeats_of
-from echelon.plan.calibrate import calibrated
+from echelon.plan.calibrate import constants_of
 from echelon.plan.case import Case
 from echelon.plan.constants import FITTED, Constants
 from echelon.plan.layouts import Family, Wish, context_kinds, families, layouts, members, tensor_kinds
@@ -37,6 +37,7 @@ from echelon.plan.memory import worst
 from echelon.plan.price import Plan, price
 from echelon.plan.shape import RuleFacts
 from echelon.plan.time import microbatch, repeated, times
+from echelon.plan.units import MASTER_BYTES, MOMENTS, gradient_bytes
 from echelon.plan.work import stacked, work_of
 
 FINALISTS = 24
@@ -49,7 +50,7 @@ def search(wish: Wish, *, top: int = 10, c: Constants = FITTED) -> list[Plan]:
     """The best plans that fit; none where nothing does. See [Note: nothing that could win is left out]."""
     if len({part.device.name for part in wish.cluster.parts}) > 1:
         return _of_parts(wish, top, c)
-    c, enough = calibrated(wish.cluster, c), max(FINALISTS, 2 * top)
+    c, enough = constants_of(wish.case(Layout()), c), max(FINALISTS, 2 * top)
     best: list[Rated] = []
     for bound, family in _bounds(wish, c):
         if len(best) == enough and bound > best[-1][0]:
@@ -118,7 +119,8 @@ def _bounds(wish: Wish, c: Constants) -> list[tuple[float, Family]]:
     every = [family for family in families(wish) if _least_memory(wish, family) <= wish.cluster.memory]
     if not every:
         return []
-    cases = [wish.case(family.layout()) for family in every]
+    # What is moved once a step is least in a microbatch where a step has the most of them.
+    cases = [wish.case(replace(family.layout(), accumulate=wish.batch // family.microbatch)) for family in every]
     works = stacked([work_of(case) for case in cases])
     m = microbatch(works, c)
     once = m.forward + m.backward + repeated(works, m) + m.tp + m.ep + m.cp + 3 * m.head
@@ -153,7 +155,7 @@ def nearest(wish: Wish, c: Constants = FITTED) -> Plan | None:
     cases = lean or [wish.case(layout) for layout in layouts(wish)]
     if not cases:
         return None
-    c = calibrated(wish.cluster, c)
+    c = constants_of(cases[0], c)
     return price(min(cases, key=lambda case: (worst(case, c).total, str(case.layout))), c)
 
 
@@ -179,8 +181,9 @@ def rank_of(wish: Wish, plan: Plan) -> float:
 def _least_memory(wish: Wish, family: Family) -> float:
     """Bytes that no layout of a family can do without: states in as many shards as there are devices, and activations.
 
-    The first stage of a pipeline of pp stages has pp microbatches in flight, each in 1 / pp of the layers: as much as
-    one device without a pipeline, unless the step has too few microbatches to fill it.
+    Gradients need not be there when all activations are. The first stage of a pipeline of pp stages has pp microbatches
+    in flight, each in 1 / pp of the layers: as much as one device without a pipeline, unless the step has too few
+    microbatches to fill it.
     """
     case, shape = wish.case(family.layout()), wish.shape
     ranks = family.world / (family.tp * family.cp)
@@ -191,12 +194,12 @@ def _least_memory(wish: Wish, family: Family) -> float:
         activations = 0.0
     if "offload" in wish.fixed:
         return 0.0
-    return 16 * shape.parameters / family.world + activations
+    return (MASTER_BYTES + MOMENTS * wish.moment_bytes) * shape.parameters / family.world + activations
 
 
 def _least_states(wish: Wish, layout: Layout) -> float:
     """Bytes that no rank of the layout can do without: its share of parameters, gradients and states."""
-    shape = wish.shape
+    shape, case = wish.shape, wish.case(layout)
     if layout.offload != "none":
         return 0.0
     experts = sum(n * layer.expert_parameters for layer, n in shape.layers)
@@ -204,7 +207,16 @@ def _least_states(wish: Wish, layout: Layout) -> float:
     own = layers / (layout.tp * layout.pp)
     spread = experts / (layout.ep * layout.etp * layout.pp)
     data = layout.dp * layout.cp
+    compute, gradient = case.element_bytes, gradient_bytes(case)
+    beside = MASTER_BYTES - compute + MOMENTS * case.moment_bytes
+    # Under zero 1 to 3: what is whole on a rank, and what is divided.
+    whole, divided = {
+        0: (compute + gradient + beside, 0),
+        1: (compute + gradient, beside),
+        2: (compute, gradient + beside),
+        3: (0, compute + gradient + beside),
+    }[layout.zero]
     return sum(
-        count * {0: 18.0, 1: 6 + 12 / ranks, 2: 2 + 16 / ranks, 3: 16 / ranks}[layout.zero]
+        count * (whole + divided / ranks)
         for count, ranks in ((own, data), (spread, max(1, data * layout.tp // (layout.ep * layout.etp))))
     )

@@ -12,8 +12,10 @@ column and a row product is divided too; the rest of a layer is divided by seque
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+
+from echelon.plan.kernels import KernelCounts
 
 COLUMNS, ROWS, WHOLE = "columns", "rows", ""
 
@@ -81,6 +83,8 @@ class Layer:
     """the same, divided by tp"""
     other_flops: float = 0.0
     """forward, per token: products without weights that are not attention, as counted where a module is traced"""
+    kernels: KernelCounts | None = None
+    """what our kernels keep and move of it; none where it is not of a model of ours"""
 
     @property
     def parameters(self) -> int:
@@ -137,6 +141,11 @@ class ModelShape:
         return sum(count for _, count in self.layers)
 
     @property
+    def has_kernels(self) -> bool:
+        """It is a model of ours, written with our kernels."""
+        return all(layer.kernels is not None for layer, _ in self.layers)
+
+    @property
     def embedding_parameters(self) -> int:
         return self.vocab * self.width + self.position_parameters
 
@@ -189,8 +198,12 @@ def transformer(
     shared_ffn: int = 0,
     dense_layers: int = 0,
     latent: Latent | None = None,
+    kernels: Callable[..., KernelCounts] | None = None,
 ) -> ModelShape:
-    """The shape of a transformer, GPT's or Llama's, dense or a mixture of experts whose first layers may be dense."""
+    """The shape of a transformer, GPT's or Llama's, dense or a mixture of experts whose first layers may be dense.
+
+    `kernels` counts what our kernels do, where the model is one of ours (kernels.py).
+    """
     head_dim = head_dim or width // heads
     kv_heads = kv_heads or heads
     attention, projections = _attention(width, heads, kv_heads, head_dim, latent, causal)
@@ -215,6 +228,7 @@ def transformer(
             saved_experts=expert_inner * top_k if mixed else 0.0,
             passed=10 * width + (4 * width if dropout else 0) + (6 * width * top_k if mixed else 0),
             passed_split=2 * (q + kv) + 1.5 * inner + (1.5 * expert_inner * top_k if mixed else 0),
+            kernels=kernels(width=width, q=q, kv=kv, out=out, ffn=ffn, dropout=dropout) if kernels else None,
         )
 
     # Between the first and the second product, saved: gate, up and their product; without a gate, before and after.

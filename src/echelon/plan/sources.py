@@ -10,7 +10,7 @@ from typing import Any
 from echelon.layout.faults import Fault, FaultError, did_you_mean
 from echelon.models import own
 from echelon.models.sizes import SIZES, ModelConfig
-from echelon.plan import hugging_face
+from echelon.plan import hugging_face, kernels
 from echelon.plan.shape import ModelShape, transformer
 
 _DEEPSEEK: dict[str, Any] = {
@@ -119,6 +119,7 @@ def of_config(config: ModelConfig) -> ModelShape:
         tied=config.tied,
         max_seq_len=config.max_seq_len,
         learned_positions=gpt,
+        kernels=kernels.gpt if gpt else kernels.llama,
     )
 
 

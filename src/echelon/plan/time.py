@@ -29,9 +29,6 @@ BACKWARD = 2.0
 """products of backward, to those of forward"""
 FLASH_BACKWARD = 2.5
 SCORES_BACKWARD = 2.0
-PASSED_BACKWARD = 1.5
-HEAD_BYTES = 8.0
-"""moved per logit"""
 ROUNDED = 0.1
 """share of what is hidden that is seen where it just is"""
 
@@ -45,6 +42,10 @@ class Microbatch:
     attention: Any
     passing: Any
     """operators between products"""
+    passed_backward: Any
+    """what they take in backward, to forward"""
+    weight_moves: Any
+    """weights and their gradients on their way, beside products: of backward alone"""
     launches: Any
     """the host's time to start the kernels of forward, and of backward: it runs beside the device"""
     head: Any
@@ -64,7 +65,7 @@ class Microbatch:
     @property
     def _backward(self) -> Any:
         attention = np.where(self.flash, FLASH_BACKWARD, SCORES_BACKWARD) * self.attention
-        return BACKWARD * self.weights + attention + PASSED_BACKWARD * self.passing
+        return BACKWARD * self.weights + attention + self.passed_backward * self.passing + self.weight_moves
 
     @property
     def waiting(self) -> tuple[Any, Any]:
@@ -124,8 +125,10 @@ def microbatch(work: Work, c: Constants = FITTED) -> Microbatch:
         experts=(work.expert_flops + c.expert_edge * work.expert_edges) / rate,
         attention=attention,
         passing=(2 * (norms + work.passed) + casts) / stream,
+        passed_backward=work.passed_backward,
+        weight_moves=work.weight_bytes / stream,
         launches=c.launch * work.layers + c.launch_experts * work.mixtures,
-        head=(work.head_flops + c.edge * work.head_edges) / rate16 + HEAD_BYTES * work.head_elements / work.memory,
+        head=(work.head_flops + c.edge * work.head_edges) / rate16 + work.loss_bytes / work.memory,
         tp=np.where(work.tp > 1, tp, 0.0) * np.where(old, 1.0, c.tp_shown),
         ep=ep * c.ep_shown,
         cp=work.cp_bytes / np.where(work.cp_near > 0, inside, outside) * c.cp_shown,
@@ -193,7 +196,7 @@ def times(work: Work, c: Constants = FITTED) -> Times:
     parts = {
         "products": 3 * (m.products + m.experts) * share,
         "attention": (1 + np.where(m.flash, FLASH_BACKWARD, SCORES_BACKWARD)) * m.attention * share,
-        "passing": (1 + PASSED_BACKWARD) * m.passing * share,
+        "passing": ((1 + m.passed_backward) * m.passing + m.weight_moves) * share,
         "launches": sum(m.waiting) * share,
         "head": ends,
         "recompute": again * share,
@@ -207,7 +210,11 @@ def times(work: Work, c: Constants = FITTED) -> Times:
         imbalance=count * fullest - sum(parts.values()),
         bubble=bubble,
         dp=dp,
-        update=c.update * work.updated / work.memory,
+        update=np.where(
+            work.update_bytes > 0,
+            work.update_bytes / (work.memory * c.streaming),
+            c.update * work.updated / work.memory,
+        ),
         offload=_offload(work, busy),
         rest=c.step * np.where(work.dp * work.tp * work.pp > 1, 1.0, c.alone),
     )

@@ -7,7 +7,6 @@ them (time.py) prices thousands of layouts as quickly as one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -16,14 +15,15 @@ import numpy as np
 
 from echelon.layout import Layout
 from echelon.layout.cost import Collective
-from echelon.layout.placement import Entry, Unit
 from echelon.memory.offload import UPDATES, Moved, moved
 from echelon.parallel import context, expert, grid, shard, tensor
 from echelon.plan.activations import kept, repeats_of
 from echelon.plan.case import KERNELS, Case
 from echelon.plan.cluster import HOST_DEVICES
 from echelon.plan.links import latency_of, on_the_wire
-from echelon.plan.shape import COLUMNS, ROWS, Layer, Product
+from echelon.plan.passing import passing_of
+from echelon.plan.shape import COLUMNS, ROWS, Product
+from echelon.plan.units import data_ranks, fullest_share, policy_of, units_of, update_bytes, weight_bytes
 
 Number = Any
 """a number, or an array of them"""
@@ -32,10 +32,11 @@ NARROW = {"fp8": 1, "fp4": 2}
 """types narrower than 16 bits; others are 0"""
 TILE = 64
 """elements: products are fast where it divides their dimensions"""
-EXPERTS = "experts"
-"""the unit of a mixture layer's experts"""
 WIDE_HEAD = 128
 """elements from which a head is wide"""
+LOSS_BYTES, CHUNK_LOSS_BYTES = 8.0, 2.0
+"""moved per logit, forward and for each of both gradients; where the head's loss is our kernel, which reads twice and
+writes once in all"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +65,8 @@ class Work:
     expert_edges: Number
     head_flops: Number
     head_edges: Number
-    head_elements: Number
-    """logits"""
+    loss_bytes: Number
+    """moved by the loss and its gradient, a third of them: as much as if forward and both gradients moved the same"""
     # attention
     attention_flops: Number
     """of flash attention: causal, so half of the square"""
@@ -80,7 +81,11 @@ class Work:
     """elements that operators between products move, apart from `norms`"""
     norms: Number
     """elements that norms and residuals move"""
+    passed_backward: Number
+    """what all of these move in backward, to forward"""
     fused_norms: Number
+    weight_bytes: Number
+    """moved for the weights, beside products: casts to 8 bits, and their gradients to where they are added up"""
     layers: Number
     mixtures: Number
     """layers with experts"""
@@ -129,6 +134,8 @@ class Work:
     """1 where they fill nearly all of it"""
     updated: Number
     """parameters whose states this rank updates, on the device"""
+    update_bytes: Number
+    """moved by their update; 0: as programs do"""
     # off the device
     host: Number
     """bytes per second to the host"""
@@ -148,10 +155,8 @@ def work_of(case: Case) -> Work:
     layout, shape, cluster = case.layout, case.shape, case.cluster
     device = cluster.device
     tokens, tp, pp = case.tokens, layout.tp, layout.pp
-    sliced = tp if layout.sp or layout.tp_kind != "1d" else 1
     counts = dict.fromkeys(
-        ("flops", "edges", "odd_flops", "expert_flops", "expert_edges", "attention_flops", "scores", "passed", "norms"),
-        0.0,
+        ("flops", "edges", "odd_flops", "expert_flops", "expert_edges", "attention_flops", "scores"), 0.0
     )
     mixtures = 0
     head_dim = 0
@@ -167,15 +172,13 @@ def work_of(case: Case) -> Work:
             counts["attention_flops"] += n * layer.attention.flops(case.seq_len) * tokens / tp
             counts["scores"] += n * layer.attention.heads / tp * tokens * case.seq_len
             head_dim = max(head_dim, layer.attention.head_dim)
-        counts["norms"] += n * tokens * layer.passed / sliced
-        counts["passed"] += n * tokens * layer.passed_split / tp
         mixtures += n * layer.is_mixture
     columns = shape.vocab / tp
     head = 2.0 * tokens * shape.width * columns
     chunks = layout.vpp
     per_node = cluster.per_node
     messages = _messages(case, mixtures)
-    again = repeats_of(case)
+    again, passing = repeats_of(case), passing_of(case)
     units = units_of(case, 0)
     updated = sum(unit.shard_numel * n for unit, n in units)
     away = Moved()
@@ -202,10 +205,14 @@ def work_of(case: Case) -> Work:
         **counts,
         head_flops=head,
         head_edges=head * (1 / tokens + 1 / shape.width + 1 / columns),
-        head_elements=tokens * columns,
+        loss_bytes=tokens * columns * (CHUNK_LOSS_BYTES if case.has_kernels and tp == 1 else LOSS_BYTES),
         kernel=KERNELS.index(case.attention),
         wide_heads=head_dim >= WIDE_HEAD,
+        passed=passing.others,
+        norms=passing.norms,
+        passed_backward=passing.backward,
         fused_norms=case.fused_norms,
+        weight_bytes=weight_bytes(case),
         layers=shape.num_layers,
         mixtures=mixtures,
         tp_bytes=_wire(messages["tp"], tp),
@@ -217,7 +224,7 @@ def work_of(case: Case) -> Work:
         ep_far=max(0.0, 1 - per_node / layout.ep),
         cp_bytes=_wire(messages["cp"], layout.cp),
         cp_near=tp * layout.cp <= per_node,
-        pp_bytes=tokens * shape.width * case.element_bytes / sliced if pp > 1 else 0.0,
+        pp_bytes=tokens * shape.width * case.element_bytes / case.sliced if pp > 1 else 0.0,
         pp_near=tp * layout.cp * layout.dp * pp <= per_node,  # dp lies inside pp in the mesh
         dp_bytes=_gradient_wire(case),
         dp_near=tp * layout.cp * layout.dp <= per_node,
@@ -236,6 +243,7 @@ def work_of(case: Case) -> Work:
         split_backward=layout.schedule == "zb-h1",
         no_bubble=layout.schedule in ("zb-v", "dualpipe-v", "pipedream", "pipedream-vsync", "2bw"),
         updated=updated - away.updated,
+        update_bytes=update_bytes(case) * (updated - away.updated),
         host=(cluster.curves.host if cluster.curves else 0.0) or device.host.bandwidth,
         host_bytes=away.link,
         host_updated=away.updated,
@@ -320,58 +328,12 @@ def _wire(collectives: Iterable[Collective], ranks: int) -> float:
     return sum(on_the_wire(item.kind, item.bytes, ranks) * item.count for item in collectives)
 
 
-def units_of(case: Case, stage: int) -> list[tuple[Unit, float]]:
-    """The flat units of a rank, with how many there are of each: a unit for each kind of layer, and the rest.
-
-    Stages have the fullest one's share of every kind of layer. Stage 0 has the embedding, the last the head; with one
-    stage, both.
-    """
-    layout, shape = case.layout, case.shape
-    # Ranks of cp hold the same parameters, so they share the shards too, unless shards stay inside smaller groups.
-    shards = layout.shards * (layout.cp if layout.zero and layout.shards == layout.dp else 1)
-    found: list[tuple[Unit, float]] = []
-    for layer, n in shape.layers:
-        mine = n * fullest_share(case)
-        own = _own_parameters(layer, layout)
-        found.append((_unit(layer.name, own, shards), mine))
-        if layer.is_mixture:
-            experts = math.ceil(layer.expert_parameters / (layout.ep * layout.etp))
-            found.append((_unit(EXPERTS, experts, _data(case, EXPERTS) if layout.zero else 1), mine))
-    ends = 0
-    if stage == 0:
-        ends += shape.embedding_parameters
-    if stage == layout.pp - 1:
-        ends += shape.other_parameters + (0 if shape.tied and layout.pp == 1 else shape.head_parameters)
-    if ends:
-        found.append((_unit("ends", math.ceil(ends / layout.tp), shards), 1))
-    return found
-
-
-def fullest_share(case: Case) -> float:
-    """Of the layers, on the rank that has the most of them."""
-    stages, layers = case.layout.pp * case.layout.vpp, case.shape.num_layers
-    return math.ceil(layers / stages) * case.layout.vpp / layers
-
-
-def _own_parameters(layer: Layer, layout: Layout) -> int:
-    """Of a layer on one tp rank, without its experts."""
-    found = layer.other_parameters
-    for product in layer.products:
-        if not product.experts:
-            found += math.ceil(product.parameters / (layout.tp if product.split else 1))
-    return found
-
-
-def _unit(name: str, numel: int, shards: int) -> Unit:
-    return Unit(name=name, entries=(Entry(name=name, names=(name,), shape=(numel,)),), shards=shards)
-
-
 def _gradient_wire(case: Case) -> float:
     """Bytes that a step sends over dp for parameters and gradients, by shard.py's own cost function."""
     layout, total = case.layout, 0.0
-    policy = shard.policy(layout)
+    policy = policy_of(case)
     for unit, n in units_of(case, 0):
-        replicas = _data(case, unit.name) // unit.shards
+        replicas = data_ranks(case, unit.name) // unit.shards
         own = replace(policy, shards=unit.shards, replicas=replicas)
         issued = shard.collectives(
             [unit],
@@ -383,10 +345,3 @@ def _gradient_wire(case: Case) -> float:
         )
         total += n * sum(_wire([item], unit.shards if item.axis == "shard" else replicas) for item in issued)
     return total
-
-
-def _data(case: Case, unit: str) -> int:
-    """Ranks that hold the same parameters of a unit, or shards of them."""
-    layout = case.layout
-    data = layout.dp * layout.cp
-    return max(1, data * layout.tp // (layout.ep * layout.etp)) if unit == EXPERTS else data

@@ -1,4 +1,4 @@
-"""The layout of a run that leaves the choice to the planner, or to a file that the planner wrote."""
+"""A run that leaves the choice of its layout to the planner, or to a file that the planner wrote."""
 
 from __future__ import annotations
 
@@ -15,21 +15,39 @@ from echelon.plan.layouts import Wish
 from echelon.plan.price import Plan
 from echelon.plan.search import nearest, search
 from echelon.plan.sources import of_config
-from echelon.train.config import Config, is_own
+from echelon.train.config import Config, PrecisionConfig, is_own
 
 AUTO = "auto"
 TYPES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp32"}
+MOMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def layout_of(config: Config, plan: str, procs: int | None) -> tuple[str, str]:
-    """(the layout, a line that says where it comes from)."""
+def planned(config: Config, plan: str, procs: int | None) -> tuple[Config, str]:
+    """(the configuration in the layout that was chosen, a line that says where it comes from).
+
+    A file's plan may have its products in 8 bits, and then the run has.
+    """
     if config.layout:
         rule = f"leaves nothing to choose beside layout={config.layout}"
         raise FaultError([Fault(key="plan", value=plan, rule=rule, hint="give one of them")])
-    if plan != AUTO:
-        return _from_file(Path(plan)), f"layout from {plan}"
-    best = best_plan(config, procs)
-    return str(best.layout), f"planned: {best.layout}, {best.seconds:.3g} s a step predicted"
+    if plan == AUTO:
+        best = best_plan(config, procs)
+        words = f"planned: {best.layout}, {best.seconds:.3g} s a step predicted"
+        return replace(config, layout=str(best.layout)), words
+    layout, precision = _from_file(Path(plan))
+    if precision != "fp8" or config.precision.compute != "same":
+        return replace(config, layout=layout), f"layout from {plan}"
+    narrow = replace(config, layout=layout, dtype="bfloat16", precision=PrecisionConfig(compute="fp8"))
+    return narrow, f"layout and products in 8 bits from {plan}"
+
+
+def precision_of(config: Config) -> str:
+    """Of the products, as planning calls it; scales for each row or for each tensor are not told apart."""
+    return TYPES[config.dtype] if config.precision.compute == "same" else "fp8"
+
+
+def program_of(config: Config) -> str:
+    return "plain" if config.kernels == "plain" else "echelon"
 
 
 def best_plan(config: Config, procs: int | None) -> Plan:
@@ -43,7 +61,9 @@ def best_plan(config: Config, procs: int | None) -> Plan:
         cluster=_ranks(procs),
         batch=config.batch,
         seq_len=config.seq_len,
-        precision=TYPES[config.dtype],
+        precision=precision_of(config),
+        program=program_of(config),
+        moment_bytes=MOMENT_BYTES[config.optimizer.states],
     )
     found = search(wish, top=1)
     if found:
@@ -62,10 +82,11 @@ def _ranks(procs: int | None) -> Cluster:
     return replace(cluster, parts=(Part(device=device, nodes=max(1, world // local), per_node=local),))
 
 
-def _from_file(path: Path) -> str:
-    """The first plan of what `echelon plan --json` printed."""
+def _from_file(path: Path) -> tuple[str, str]:
+    """(layout, precision) of the first plan of what `echelon plan --json` printed."""
     try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["plans"][0]["layout"])
+        first = json.loads(path.read_text(encoding="utf-8"))["plans"][0]
+        return str(first["layout"]), str(first.get("precision", ""))
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         rule = f"cannot be read ({error!r})"
         legal = "auto, or a file that `echelon plan --json` printed"

@@ -14,7 +14,7 @@ from echelon.plan.cluster import Cluster, Part, here
 from echelon.plan.price import price
 from echelon.plan.sources import of_config
 from echelon.train.config import Config
-from echelon.train.planned import TYPES
+from echelon.train.planned import MOMENT_BYTES, TYPES, precision_of, program_of
 
 
 def predicted(
@@ -31,7 +31,9 @@ def predicted(
             cluster=_machine(world, threads),
             layout=layout,
             seq_len=config.seq_len,
-            precision=TYPES[config.dtype],
+            precision=precision_of(config),
+            program=program_of(config),
+            moment_bytes=MOMENT_BYTES[config.optimizer.states],
         )
         plan = price(case)
     except Exception as error:  # whatever the planner does not know, the run goes on

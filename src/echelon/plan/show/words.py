@@ -82,8 +82,14 @@ CAUSES = {
 
 CATEGORIES = {
     "parameters": Word(name="parameters", meaning="the weights that passes compute with", colour="#1f5fa8"),
-    "master": Word(name="master copies", meaning="the weights in 32 bits, which the update changes", colour="#4a8fd6"),
-    "gradients": Word(name="gradients", meaning="summed over microbatches, in 32 bits", colour="#c8551b"),
+    "master": Word(
+        name="master copies",
+        meaning="the weights in 32 bits, which the update changes, or what 16 bits leave out of them",
+        colour="#4a8fd6",
+    ),
+    "gradients": Word(
+        name="gradients", meaning="those that are there when memory is fullest; added up in 32 bits", colour="#c8551b"
+    ),
     "optimizer": Word(name="optimizer state", meaning="two moments of every parameter", colour="#9b4a90"),
     "versions": Word(
         name="older weights", meaning="versions that an asynchronous schedule still needs", colour="#b3d2f2"
@@ -92,7 +98,11 @@ CATEGORIES = {
         name="activations", meaning="what forward leaves for backward, of all microbatches in flight", colour="#3fa796"
     ),
     "working": Word(name="working room", meaning="what a layer needs while it runs", colour="#8fcfc4"),
-    "logits": Word(name="logits", meaning="scores of every word for every token, and their gradient", colour="#f2b632"),
+    "logits": Word(
+        name="logits",
+        meaning="scores of every word for the tokens at hand, and the gradients that come of them",
+        colour="#f2b632",
+    ),
     "buffers": Word(
         name="message buffers", meaning="parameters gathered ahead, gradients on their way", colour="#f0a37a"
     ),

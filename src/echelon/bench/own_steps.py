@@ -1,0 +1,60 @@
+"""Steps of our own that `echelon bench` measured, as questions to the planner: how long would it have said?
+
+{"device": "NVIDIA H200", "date": ..., "rows": [...]}       rows as `echelon bench --json` has them
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from echelon.bench.request import US
+from echelon.bench.shapes import SHAPES, model_of
+from echelon.layout import Layout
+from echelon.plan import cluster
+from echelon.plan.case import Case
+from echelon.plan.sources import of_config
+
+STATE_BYTES = {"float32": 4, "bfloat16": 2}
+SAME_PRICE = {"fp8-row": "fp8"}
+"""kinds of products that planning does not tell apart"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What was measured of a case on one device."""
+
+    case: Case
+    precision: str
+    """of the products, as it was measured"""
+    states: str
+    seconds: float
+    peak_bytes: int
+    """of torch's allocator: without the device's context"""
+
+
+def steps(path: Path | str) -> list[Step]:
+    """Of every row of ours that did not fail."""
+    found = json.loads(Path(path).read_text(encoding="utf-8"))
+    return list(_steps(found["rows"], found["device"].rpartition(" ")[2].lower()))
+
+
+def _steps(rows: list[Mapping[str, Any]], kind: str) -> Iterator[Step]:
+    for row in rows:
+        if row["who"] != US or row["failed"]:
+            continue
+        precision, states = row["precision"], row["states"]
+        case = Case(
+            shape=of_config(model_of(SHAPES[row["shape"]].size, row["seq"])),
+            cluster=cluster.parse(f"1x{kind}"),
+            layout=Layout(microbatch=row["batch"], recompute=row["recompute"]),
+            seq_len=row["seq"],
+            precision=SAME_PRICE.get(precision, precision),
+            moment_bytes=STATE_BYTES[states],
+        )
+        yield Step(
+            case=case, precision=precision, states=states, seconds=row["step_s"], peak_bytes=int(row["peak_bytes"])
+        )

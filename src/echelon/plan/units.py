@@ -1,0 +1,106 @@
+"""The parameters of a rank: its flat units, how their states are kept, and what moves them through its memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from echelon.layout import Layout
+from echelon.layout.placement import Entry, Unit
+from echelon.parallel import shard
+from echelon.plan.case import Case
+from echelon.plan.kernels import GRADIENT_SUMS, WEIGHT_CASTS
+from echelon.plan.shape import Layer
+
+EXPERTS = "experts"
+"""the unit of a mixture layer's experts"""
+MASTER_BYTES = 4
+MOMENTS = 2
+
+
+def units_of(case: Case, stage: int) -> list[tuple[Unit, float]]:
+    """The flat units of a rank, with how many there are of each: a unit for each kind of layer, and the rest.
+
+    Stages have the fullest one's share of every kind of layer. Stage 0 has the embedding, the last the head; with one
+    stage, both.
+    """
+    layout, shape = case.layout, case.shape
+    # Ranks of cp hold the same parameters, so they share the shards too, unless shards stay inside smaller groups.
+    shards = layout.shards * (layout.cp if layout.zero and layout.shards == layout.dp else 1)
+    found: list[tuple[Unit, float]] = []
+    for layer, n in shape.layers:
+        mine = n * fullest_share(case)
+        own = own_parameters(layer, layout)
+        found.append((_unit(layer.name, own, shards), mine))
+        if layer.is_mixture:
+            experts = math.ceil(layer.expert_parameters / (layout.ep * layout.etp))
+            found.append((_unit(EXPERTS, experts, data_ranks(case, EXPERTS) if layout.zero else 1), mine))
+    ends = 0
+    if stage == 0:
+        ends += shape.embedding_parameters
+    if stage == layout.pp - 1:
+        ends += shape.other_parameters + (0 if shape.tied and layout.pp == 1 else shape.head_parameters)
+    if ends:
+        found.append((_unit("ends", math.ceil(ends / layout.tp), shards), 1))
+    return found
+
+
+def fullest_share(case: Case) -> float:
+    """Of the layers, on the rank that has the most of them."""
+    stages, layers = case.layout.pp * case.layout.vpp, case.shape.num_layers
+    return math.ceil(layers / stages) * case.layout.vpp / layers
+
+
+def own_parameters(layer: Layer, layout: Layout) -> int:
+    """Of a layer on one rank of tp, without its experts."""
+    found = layer.other_parameters
+    for product in layer.products:
+        if not product.experts:
+            found += math.ceil(product.parameters / (layout.tp if product.split else 1))
+    return found
+
+
+def _unit(name: str, numel: int, shards: int) -> Unit:
+    return Unit(name=name, entries=(Entry(name=name, names=(name,), shape=(numel,)),), shards=shards)
+
+
+def data_ranks(case: Case, unit: str) -> int:
+    """Ranks that hold the same parameters of a unit, or shards of them."""
+    layout = case.layout
+    data = layout.dp * layout.cp
+    return max(1, data * layout.tp // (layout.ep * layout.etp)) if unit == EXPERTS else data
+
+
+# -- states -----------------------------------------------------------------------------------------------------------
+
+
+def policy_of(case: Case) -> shard.Policy:
+    """When units move, and in which types their states are kept: other programs keep all of them in whole."""
+    found = shard.policy(case.layout, own_loop=case.program == "others")
+    if case.layout.tp > 1 and case.layout.sp:  # norms have a part of their gradients on each rank of tp (sequence.py)
+        return replace(found, sums_gradients=True)
+    return found
+
+
+def gradient_bytes(case: Case) -> int:
+    """Of an element of a gradient, where it is kept."""
+    return case.reduce_bytes if policy_of(case).sums_gradients else case.element_bytes
+
+
+def update_bytes(case: Case) -> float:
+    """Moved per parameter by our update: master and moments are read and written, gradients read for their norm too."""
+    if not case.has_kernels:
+        return 0.0
+    return 2 * (MASTER_BYTES + MOMENTS * case.moment_bytes) + 2 * gradient_bytes(case)
+
+
+def weight_bytes(case: Case) -> float:
+    """Moved for the layers' weights in a microbatch, beside products and the update, where our kernels run.
+
+    Weights are in 8 bits once a step, where several microbatches keep them, and in each microbatch otherwise.
+    """
+    if not case.has_kernels:
+        return 0.0
+    each = WEIGHT_CASTS / case.layout.accumulate if case.is_narrow else 0.0
+    each += GRADIENT_SUMS if gradient_bytes(case) > case.element_bytes else 0.0
+    return each * sum(n * own_parameters(layer, case.layout) for layer, n in case.shape.layers)
