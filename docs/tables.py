@@ -15,6 +15,7 @@ from pathlib import Path
 
 from echelon import models
 from echelon.bench.least_bytes import least_bytes
+from echelon.bench.own_steps import steps as measured_steps
 from echelon.bench.request import Request
 from echelon.bench.shapes import ON_CUDA, SHAPES
 from echelon.layout import KEYS, Layout
@@ -26,6 +27,7 @@ from echelon.pipeline.actions import SENDS
 from echelon.pipeline.lower import lower
 from echelon.pipeline.schedules import FAMILIES, make, two_bw
 from echelon.pipeline.simulate import simulate
+from echelon.plan.price import price
 from echelon.train import keys
 from echelon.train.config import Config
 
@@ -291,6 +293,29 @@ def bench_measured() -> str:
     return markdown(head, rows)
 
 
+def own_steps() -> str:
+    """What the planner says of the steps of ours that were measured."""
+    rows = []
+    for step in measured_steps(DOCS.parent / "bench" / "measured" / "h200.json"):
+        plan = price(step.case)
+        held = plan.memory.total - plan.memory.parts["reserve"]
+        rows.append(
+            (
+                plan.case.shape.name,
+                f"{plan.case.seq_len:,} x {plan.layout.batch}",
+                step.precision,
+                plan.layout.recompute,
+                step.states,
+                f"{step.seconds:.3f} s",
+                f"{plan.seconds:.3f} s",
+                f"{step.peak_bytes / 2**30:.1f} GiB",
+                f"{held / 2**30:.1f} GiB",
+            )
+        )
+    times, peaks = ("measured", "predicted"), ("peak, measured", "predicted")
+    return markdown(("model", "tokens", "products", "recompute", "states", *times, *peaks), rows)
+
+
 def fewest_bytes() -> str:
     """By part of a step, in GB, largest first."""
     found = {name: least_bytes(_request(name)) for name in ON_CUDA}
@@ -311,6 +336,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "bench shapes": bench_shapes,
     "fewest bytes": fewest_bytes,
     "bench measured": bench_measured,
+    "own steps": own_steps,
     "layout keys": layout_keys,
     "configuration keys": configuration_keys,
     "state bytes": state_bytes,
