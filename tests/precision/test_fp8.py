@@ -122,6 +122,25 @@ def test_only_what_is_inside_the_layers_changes() -> None:
     assert not hasattr(model.get_submodule("head"), "arithmetic")
 
 
+def test_linear_layers_of_a_module_that_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "fits", lambda x: True)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16))).bfloat16()
+    x = torch.randn(24, 32).bfloat16()
+    wanted = nn.Sequential(*(layer for layer in model[0])).double()(x.double())
+    model.bfloat16()
+    fp8.apply(model, ["0"], "fp8", keeps_weights=False)
+    found = model(x)
+    assert 0.005 < error(found.detach(), wanted.detach()) < 0.08, "computed in 8 bits, and right"
+    found.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_model_without_linear_layers_is_refused() -> None:
+    with pytest.raises(ValueError, match="no layer of Sequential has a linear layer"):
+        fp8.apply(nn.Sequential(nn.Conv2d(3, 3, 3)), ["0"], "fp8", keeps_weights=False)
+
+
 def test_a_layer_in_8_bits_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through `project`, as a model calls it: gradients of input, weight and bias."""
     monkeypatch.setattr(choice, "fits", lambda x: True)

@@ -35,9 +35,7 @@ class OnePassAdamW:
         update = update_on(self._device, self._dtype)
         for run, (mean, square) in zip(self._runs, self._moments, strict=True):
             high, low = _weights(run)
-            update(
-                high, low, mean, square, run.gradient, numbers, self._step, decayed=run.decayed, first=run.first
-            )
+            update(high, low, mean, square, run.gradient, numbers, self._step, decayed=run.decayed, first=run.first)
 
     def states(self) -> list[Tensor]:
         return [self._step, *(moment for pair in self._moments for moment in pair)]

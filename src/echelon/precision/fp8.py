@@ -17,7 +17,9 @@ large value does to its own row.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from torch import Tensor, nn
 
 from echelon import compat
 from echelon.kernels.cast import SUMMED, Narrow, inverse_of, largest_of_columns, largest_of_rows, narrow
-from echelon.kernels.linear import Home, Kept, Product
+from echelon.kernels.linear import Home, Kept, Product, project
 
 NARROW, RANGE = torch.float8_e4m3fn, torch.float8_e5m2
 """more digits, more range"""
@@ -155,6 +157,18 @@ def apply(model: nn.Module, layers: Sequence[str], kind: str, *, keeps_weights: 
     """Lets the linear layers inside the named modules compute in 8 bits. What is outside (the head) stays as it is."""
     made = {"fp8": PerTensor, "fp8-row": PerRow}[kind]
     parts: list[Any] = [part for name in layers for part in model.get_submodule(name).modules()]
-    for part in parts:
-        if isinstance(getattr(part, "weight", None), Tensor) and part.weight.dim() == 2:
-            part.arithmetic = made(keeps_weights=keeps_weights)
+    found = [part for part in parts if hasattr(part, "arithmetic") or type(part) is nn.Linear]
+    if not found:
+        raise ValueError(
+            f"no layer of {type(model).__name__} has a linear layer that could multiply in 8 bits "
+            f"(layers: {', '.join(layers[:3]) or 'none'}); use precision.compute=same"
+        )
+    part: Any
+    for part in found:
+        part.arithmetic = made(keeps_weights=keeps_weights)
+        if type(part) is nn.Linear:  # of a module that is not ours, which does not ask for its arithmetic
+            part.forward = partial(_forward, weakref.ref(part))
+
+
+def _forward(layer: Callable[[], Any], x: Tensor) -> Tensor:
+    return project(x, layer())
