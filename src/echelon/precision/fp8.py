@@ -163,10 +163,10 @@ def apply(model: nn.Module, layers: Sequence[str], kind: str, *, keeps_weights: 
             f"no layer of {type(model).__name__} has a linear layer that could multiply in 8 bits "
             f"(layers: {', '.join(layers[:3]) or 'none'}); use precision.compute=same"
         )
-    part: Any
     for part in found:
+        foreign = type(part) is nn.Linear  # of a module that is not ours, which does not ask for its arithmetic
         part.arithmetic = made(keeps_weights=keeps_weights)
-        if type(part) is nn.Linear:  # of a module that is not ours, which does not ask for its arithmetic
+        if foreign:
             part.forward = partial(_forward, weakref.ref(part))
 
 
