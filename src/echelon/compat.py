@@ -68,9 +68,12 @@ def scaled_product(
 
     more = {} if out is None else {"out": out}
     result: Tensor = torch._scaled_mm(
-        left, right, scale_a=left_scale, scale_b=right_scale, out_dtype=dtype, use_fast_accum=FAST, **more
+        left, right, scale_a=left_scale, scale_b=right_scale, out_dtype=dtype, use_fast_accum=False, **more
     )
     return result
 
 
-FAST = False
+def is_watched(module: torch.nn.Module) -> bool:
+    """Somebody would notice if the module's forward were not called: hooks, or a forward of its own. Tried on 2.13."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind) for kind in kinds) or "forward" in vars(module)

@@ -68,3 +68,25 @@ def test_the_largest_value_reaches_the_end_of_the_range_and_zeros_stay(dtype: to
     nothing = torch.zeros(4, 32)
     found = cast.narrow_plain(nothing, dtype, cast.inverse_of(nothing.abs().max(), dtype)).float()
     assert not found.any()
+
+
+def test_what_is_not_a_number_stays_so() -> None:
+    from echelon.kernels.cast_gpu import narrow
+
+    x, one = torch.ones(2, 16), torch.tensor(1.0)
+    x[1, 3] = float("nan")
+    # In 16 bits, as Triton's interpreter makes a number of what is none in 8; the range is cut alike.
+    for found in narrow(x, torch.float16, one, one):
+        assert found is not None
+        assert int(found.isnan().sum()) == 1
+    for dtype in TYPES:
+        assert int(cast.narrow_plain(x, dtype, one).float().isnan().sum()) == 1
+
+
+def test_largest_of_views() -> None:
+    from echelon.kernels import cast_gpu
+
+    turned, spread = torch.randn(40, 16).t(), torch.randn(5, 1).expand(5, 16)
+    for x in (turned, spread, torch.randn(6, 64)[:, ::2]):
+        assert torch.equal(cast_gpu.largest_of_rows(x), x.abs().amax(1))
+        assert torch.equal(cast_gpu.largest_of_columns(x), x.abs().amax(0))

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from echelon.kernels import choice, linear, loss, norm, note, rope, swiglu
+from echelon.models.linear import Linear, one_product
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's, as a GPU's is silent
@@ -181,13 +182,13 @@ def test_chunks_are_powers_of_two_that_fit() -> None:
 def test_weights_side_by_side_are_one_product() -> None:
     torch.manual_seed(0)
     buffer = torch.randn(12 * 5 + 7)
-    parts = [torch.nn.Linear(5, n, bias=False) for n in (4, 6, 2)]
+    parts = [Linear(5, n, bias=False) for n in (4, 6, 2)]
     offset = 0
     for part in parts:
         part.weight = torch.nn.Parameter(buffer[offset : offset + part.weight.numel()].view_as(part.weight))
         offset += part.weight.numel()
     x = leaf(3, 4, 5)
-    assert linear.one_product(x, *parts)
+    assert one_product(x, *parts)
     weights = [part.weight for part in parts]
     out = linear.project(x, *parts)
     wanted = torch.cat([F.linear(x, w) for w in weights], dim=-1)
@@ -196,5 +197,119 @@ def test_weights_side_by_side_are_one_product() -> None:
     wanted_grads = torch.autograd.grad(wanted, [x, *weights], upstream)
     for found, right in zip((out, *found_grads), (wanted, *wanted_grads), strict=True):
         close(found, right)
-    assert not linear.one_product(x, parts[1], parts[0])
+    assert not one_product(x, parts[1], parts[0])
     assert linear.side_by_side([parts[0].weight, torch.randn(3, 5)]) is None
+
+
+# -- what a caller may do ---------------------------------------------------------------------------------------------
+
+
+class Joined(torch.nn.Module):
+    """Two linear layers whose weights lie side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        buffer = torch.randn(2 * 6 * 16)
+        self.a, self.b = Linear(16, 6, bias=False), Linear(16, 6, bias=False)
+        self.a.weight, self.b.weight = (torch.nn.Parameter(part.view(6, 16)) for part in buffer.chunk(2))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_layers_that_somebody_watches_are_called() -> None:
+    x, pair = leaf(3, 16), Joined()
+    assert one_product(x, pair.a, pair.b)
+    handle = pair.b.register_forward_hook(lambda *_: None)
+    assert not one_product(x, pair.a, pair.b)
+    handle.remove()
+    assert one_product(x, pair.a, pair.b)
+
+    class Adapter(torch.nn.Module):
+        def __init__(self, base: Linear) -> None:
+            super().__init__()
+            self.base, self.bias = base, None
+
+        @property
+        def weight(self) -> Tensor:
+            return self.base.weight
+
+    assert not one_product(x, pair.a, Adapter(pair.b))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_neighbours_by_chance_are_two_products() -> None:
+    memory = bytearray(2 * 6 * 16 * 4)
+    first, second = (torch.frombuffer(memory, dtype=torch.float32, count=96, offset=at).view(6, 16) for at in (0, 384))
+    assert second.data_ptr() == first.data_ptr() + 384
+    assert linear.side_by_side([first, second]) is None
+
+
+@pytest.mark.usefixtures("kernels")
+def test_targets_and_weights_that_are_views() -> None:
+    torch.manual_seed(0)
+    x, wide = leaf(6, 24), torch.randint(0, 301, (12, 2))
+    for targets in (wide[::2, 0], wide[:6, 1]):
+        for weight in (leaf(301, 24), leaf(24, 301).t()):
+            close(loss.head_loss(x, weight, targets), loss.plain_loss(F.linear(x, weight), targets))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_target_that_is_no_token_is_not_hidden() -> None:
+    for target in (-1, 301):
+        assert loss.head_loss(leaf(2, 24), leaf(301, 24), torch.tensor([3, target])).isnan()
+
+
+@pytest.mark.usefixtures("kernels")
+def test_logits_of_minus_infinity_before_the_first_real_one() -> None:
+    x = torch.ones(1, 16)
+    weight = torch.full((20_000, 16), float("-inf"))
+    weight[15_000:] = 0.0
+    found = loss.head_loss(x, weight, torch.tensor([15_003]))
+    close(found, torch.tensor(5000.0).log())
+
+
+@pytest.mark.usefixtures("kernels")
+def test_without_gradients_no_gradient_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    real = loss.in_chunks
+    monkeypatch.setattr(
+        loss, "in_chunks", lambda *a, backward, **n: asked.append(backward) or real(*a, backward=backward, **n)
+    )
+    x, weight, targets = leaf(4, 24), leaf(301, 24), torch.tensor([1, 2, 3, 4])
+    with torch.no_grad():
+        alone = loss.head_loss(x, weight, targets)
+    both = loss.head_loss(x, weight, targets)
+    assert asked == [False, True]
+    assert torch.equal(alone, both.detach())
+
+
+@pytest.mark.usefixtures("kernels")
+def test_backward_twice() -> None:
+    x, layer = leaf(3, 16), Linear(16, 6, bias=False)
+    y = linear.project(x, layer)
+    first = torch.autograd.grad(y.sum(), layer.weight, retain_graph=True)[0]
+    assert torch.equal(first, torch.autograd.grad(y.sum(), layer.weight, retain_graph=True)[0])
+    with pytest.raises(RuntimeError):  # second derivatives are refused, not left out
+        torch.autograd.grad(torch.autograd.grad(y.square().sum(), x, create_graph=True)[0].sum(), x)
+    _, normed = norm.stream_norm(x, None, leaf(16), EPS, remake=True)
+    y = linear.project(normed, layer)
+    torch.autograd.grad(y.sum(), layer.weight, retain_graph=True)
+    with pytest.raises(RuntimeError, match="recompute=none"):
+        torch.autograd.grad(y.sum(), layer.weight)
+
+
+def test_autocast_is_left_to_torch() -> None:
+    x, layer = leaf(3, 16), Linear(16, 6, bias=False)
+    _, normed = norm.stream_norm(x, None, leaf(16), EPS, remake=True)
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert choice.autocast(x)
+        y = linear.project(normed, layer)
+    assert y.dtype == torch.float16
+    y.float().sum().backward()
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_delta_of_another_shape_or_type_is_added_by_torch() -> None:
+    x, weight = leaf(3, 32), leaf(32)
+    for delta in (leaf(1, 32), leaf(3, 32).double()):
+        s, _ = norm.stream_norm(x, delta.detach(), weight if delta.dtype == x.dtype else weight.double(), EPS)
+        assert torch.equal(s.detach(), (x + delta).detach())

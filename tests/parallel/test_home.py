@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from typing import Any
 
@@ -200,3 +202,13 @@ def test_in_a_loop_of_ones_own(pool: Pool, layout: str) -> None:
     for plain, direct in zip(*(pool.run(wrapped, world, kind, layout) for kind in (Plain, Direct)), strict=True):
         for name, value in plain.items():
             torch.testing.assert_close(direct[name], value, rtol=1e-10, atol=1e-12)
+
+
+def test_a_model_with_homes_can_be_saved_and_copied() -> None:
+    engine = Engine(nn.Sequential(nn.Linear(3, 2)), "")
+    parameter = next(engine.model.parameters())
+    assert parameter.home is not None
+    again = pickle.loads(pickle.dumps(parameter))
+    assert torch.equal(again, parameter)
+    assert getattr(again, "home", None) is None
+    assert getattr(next(copy.deepcopy(engine.model).parameters()), "home", None) is None

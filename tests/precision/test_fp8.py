@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import pytest
@@ -158,3 +159,27 @@ def test_a_layer_in_8_bits_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error(given.grad, dy.double() @ weight.double()) < 0.08
     assert error(layer.weight.grad, dy.double().t() @ x.double()) < 0.08
     assert error(layer.bias.grad, dy.double().sum(0)) < 0.01
+
+
+def test_older_versions_beside_the_newest_are_not_mixed_up() -> None:
+    """As an asynchronous pipeline runs them: the home knows the newest version only."""
+    x, old, dy = made()
+    new = (old * -2).contiguous()
+    home, arithmetic = Home(version=1), fp8.PerTensor(keeps_weights=True)
+    for weight in (old, new):
+        arithmetic.forward(x, weight, None, home, remade=False)
+    for weight in (old, new, old):
+        dx, _ = arithmetic.backward(dy, weight, home, True)
+        assert dx is not None
+        assert error(dx, dy.double() @ weight.double()) < 0.08
+
+
+def test_a_copy_uses_its_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "fits", lambda x: True)
+    model = nn.Sequential(nn.Sequential(nn.Linear(32, 16))).bfloat16()
+    fp8.apply(model, ["0"], "fp8", keeps_weights=False)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert not twin(torch.ones(16, 32).bfloat16()).any()

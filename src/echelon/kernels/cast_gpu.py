@@ -17,6 +17,12 @@ ROWS_EACH, COLUMNS_EACH = 64, 1024
 
 
 @triton.jit
+def _narrowed(x, most):
+    """Into the range of the type. What is not a number stays so, else nobody would learn of it."""
+    return tl.where(x == x, tl.minimum(tl.maximum(x, -most), most), x)
+
+
+@triton.jit
 def _cast_tile(
     x_ptr, plain_ptr, turned_ptr, by_row_ptr, by_column_ptr, rows, columns, row_stride,
     plain_stride, turned_stride, most,
@@ -33,14 +39,14 @@ def _cast_tile(
             inverse = tl.load(by_row_ptr + row, mask=row < rows, other=1.0)
         else:
             inverse = tl.load(by_row_ptr)
-        value = tl.minimum(tl.maximum(x * (1.0 / inverse), -most), most).to(plain_ptr.dtype.element_ty)
+        value = _narrowed(x * (1.0 / inverse), most).to(plain_ptr.dtype.element_ty)
         tl.store(plain_ptr + row * plain_stride + column, value, mask=(row < rows) & (column < plain_stride))
     if TURNED:
         if ONE_BY_COLUMN:
             inverse = tl.load(by_column_ptr + column, mask=column < columns, other=1.0)
         else:
             inverse = tl.load(by_column_ptr)
-        value = tl.minimum(tl.maximum(x * (1.0 / inverse), -most), most).to(turned_ptr.dtype.element_ty)
+        value = _narrowed(x * (1.0 / inverse), most).to(turned_ptr.dtype.element_ty)
         at = turned_ptr + tl.trans(column) * turned_stride + tl.trans(row)
         tl.store(at, tl.trans(value), mask=tl.trans((row < turned_stride) & (column < columns)))
 
@@ -56,7 +62,13 @@ def _cast_largest(x_ptr, largest_ptr, row_stride, WIDTH: tl.constexpr, BLOCK: tl
     tl.store(largest_ptr + row, tl.max(largest, axis=0))
 
 
+def _with_rows(x: Tensor) -> Tensor:
+    """Elements of a row side by side."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
 def largest_of_rows(x: Tensor) -> Tensor:
+    x = _with_rows(x)
     out = x.new_empty(len(x), dtype=torch.float32)
     _cast_largest[(len(x),)](x, out, x.stride(0), WIDTH=x.shape[1], BLOCK=BLOCK, num_warps=8)
     return out
@@ -76,6 +88,7 @@ def _cast_largest_of_columns(x_ptr, parts_ptr, rows, columns, row_stride, EACH: 
 
 
 def largest_of_columns(x: Tensor) -> Tensor:
+    x = _with_rows(x)
     rows, columns = x.shape
     parts = x.new_empty(triton.cdiv(rows, ROWS_EACH), columns, dtype=torch.float32)
     grid = (len(parts), triton.cdiv(columns, COLUMNS_EACH))
@@ -89,7 +102,7 @@ def narrow(
     x: Tensor, dtype: torch.dtype, by_row: Tensor | None, by_column: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """x [rows, columns] in 8 bits as it lies where `by_row` is given, and transposed where `by_column` is."""
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x = _with_rows(x)
     rows, columns = x.shape
     plain = x.new_empty(rows, padded(columns), dtype=dtype) if by_row is not None else None
     turned = x.new_empty(columns, padded(rows), dtype=dtype) if by_column is not None else None

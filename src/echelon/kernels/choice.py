@@ -10,8 +10,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-NARROWEST, WIDEST = 16, 1 << 16
-"""widths of a row that a kernel takes: it is held in registers as a whole"""
+NARROWEST, WIDEST = 16, 1 << 18
+"""widths of a row that a kernel takes"""
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _allowed = True
@@ -19,7 +19,14 @@ _allowed = True
 
 def fits(x: Tensor) -> bool:
     """Our kernels take this tensor: on a GPU, of a type of theirs, rows of a sensible width."""
-    return x.is_cuda and x.dtype in TYPES and NARROWEST <= x.shape[-1] <= WIDEST and allowed()
+    if not x.is_cuda or x.dtype not in TYPES or not NARROWEST <= x.shape[-1] <= WIDEST:
+        return False
+    return x.numel() > 0 and allowed() and not autocast(x)
+
+
+def autocast(x: Tensor) -> bool:
+    """Torch chooses types where x is: our functions would not follow it."""
+    return torch.is_autocast_enabled(x.device.type)
 
 
 def allowed() -> bool:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
@@ -89,31 +90,27 @@ def product(
     if has_torch_function_unary(x):
         result: Tensor = handle_torch_function(product, (x,), x, weights, biases, arithmetic)
         return result
-    if choice.fits(x) or note.read(x).again is not None:
+    if choice.fits(x) or (note.read(x).again is not None and not choice.autocast(x)):
         given = [bias for bias in biases if bias is not None]
         weight, bias = side_by_side(weights), side_by_side(given) if given else None
-        if weight is not None and weight.dtype == x.dtype and (not given or bias is not None):
+        biases_fit = not given or (bias is not None and len(given) == len(weights))
+        if weight is not None and weight.dtype == x.dtype and biases_fit:
             chosen = arithmetic if arithmetic.takes(weight) else SAME
-            out: Tensor = _Project.apply(x, weight, bias, chosen, len(weights), *weights, *given)
+            keeps = torch.is_grad_enabled()
+            out: Tensor = _Project.apply(x, weight, bias, chosen, keeps, len(weights), *weights, *given)
             return out
     found = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
 
-def one_product(x: Tensor, *linears: Any) -> bool:
-    """Linear layers that read x can be one product: on a GPU, without biases, weights side by side."""
-    return (
-        choice.fits(x)
-        and all(linear.bias is None for linear in linears)
-        and side_by_side([linear.weight for linear in linears]) is not None
-    )
-
-
 def side_by_side(matrices: Sequence[Tensor]) -> Tensor | None:
     """The matrices [out_i, in], or vectors, as one, without a copy; none where they do not lie one after the other."""
     first, rows = matrices[0], 0
-    end = first.data_ptr()
+    end, storage = first.data_ptr(), first.untyped_storage().data_ptr()
     for matrix in matrices:
+        # Neighbours by chance, in memory of their own, are not one tensor.
+        if matrix.untyped_storage().data_ptr() != storage or matrix.dtype != first.dtype:
+            return None
         # An address of 0 is that of a parameter that was freed: its own module must be called to have it gathered.
         if not end or matrix.data_ptr() != end or not matrix.is_contiguous() or matrix.shape[1:] != first.shape[1:]:
             return None
@@ -139,6 +136,7 @@ class _Project(Function):
         weight: Tensor,
         bias: Tensor | None,
         arithmetic: Arithmetic,
+        keeps: bool,
         num_weights: int,
         *parameters: Tensor,
     ) -> Tensor:
@@ -146,24 +144,30 @@ class _Project(Function):
         flat = note.write(x.reshape(-1, x.shape[-1]), known)
         ctx.weights, ctx.sizes = parameters[:num_weights], [len(each) for each in parameters[num_weights:]]
         ctx.home = getattr(ctx.weights[0], "home", None)
-        y, kept = arithmetic.forward(flat, weight, bias, ctx.home, remade=known.again is not None)
-        ctx.again = known.again
+        y, kept = arithmetic.forward(flat, weight, bias, ctx.home, remade=known.again is not None or not keeps)
+        ctx.again, ctx.remade = known.again, known.again is not None
         ctx.save_for_backward(*kept)
         ctx.weight, ctx.arithmetic, ctx.shape = weight, arithmetic, x.shape
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = gradients
         flat = note.write(dy.reshape(-1, dy.shape[-1]), note.read(dy))
         dx, of_weight = ctx.arithmetic.backward(flat, ctx.weight, ctx.home, ctx.needs_input_grad[0])
         dx = dx.view(ctx.shape) if dx is not None else None
         found: list[Tensor | None] = [None] * len(ctx.weights)
-        if any(ctx.needs_input_grad[5 : 5 + len(found)]):
+        if any(ctx.needs_input_grad[6 : 6 + len(found)]):
             kept = ctx.saved_tensors
-            if ctx.again is not None:
+            if ctx.remade:
+                if ctx.again is None:
+                    raise RuntimeError(
+                        "what recompute=ops makes again is let go of after one backward pass; "
+                        "use recompute=none to go backward twice (retain_graph)"
+                    )
                 kept = ctx.arithmetic.keep(ctx.again(dx).reshape(-1, ctx.shape[-1]), kept)
             found = receive(ctx.weights, of_weight(kept))
         ctx.again = None  # it holds tensors, which autograd does not know of
         of_biases = flat.sum(0).split(ctx.sizes) if ctx.sizes else ()
-        return dx, None, None, None, None, *found, *of_biases
+        return dx, None, None, None, None, None, *found, *of_biases

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from echelon.kernels import choice
 from echelon.kernels.linear import receive
@@ -25,8 +26,8 @@ CHUNK_BYTES = 1 << 30
 
 def head_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The sum of the cross entropies of softmax(x weight^T) [..., V] (fp32, or fp64 where x is)."""
-    if choice.fits(x):
-        total: Tensor = _HeadLoss.apply(x, weight, targets)
+    if choice.fits(x) and weight.dtype == x.dtype and weight.is_contiguous():
+        total: Tensor = _HeadLoss.apply(x, weight, targets, torch.is_grad_enabled())
         return total
     return plain_loss(F.linear(x, weight), targets)
 
@@ -84,19 +85,20 @@ def _add_product32(onto: Tensor, left: Tensor, right: Tensor) -> None:
 
 class _HeadLoss(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, keeps: bool) -> Tensor:
         from echelon.kernels.loss_gpu import losses
 
-        backward = any(ctx.needs_input_grad[:2])
+        backward = keeps and any(ctx.needs_input_grad[:2])
         rows = chunk_rows(weight.shape[0], x.element_size())
         flat = x.reshape(-1, x.shape[-1])
-        total, dx, dw = in_chunks(flat, weight, targets.reshape(-1), losses, rows=rows, backward=backward)
+        total, dx, dw = in_chunks(flat, weight, targets.reshape(-1).contiguous(), losses, rows=rows, backward=backward)
         ctx.save_for_backward(dx.view_as(x) if backward else dx, dw)
         ctx.weight = weight
         return total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         from echelon.kernels.loss_gpu import scaled
 
         dx, dw = ctx.saved_tensors
@@ -106,4 +108,4 @@ class _HeadLoss(Function):
             return scaled(dw, scale, torch.empty_like(weight) if place is None else place)
 
         of_weight = receive((weight,), product)[0] if ctx.needs_input_grad[1] else None
-        return scaled(dx, scale, torch.empty_like(dx)), of_weight, None
+        return scaled(dx, scale, torch.empty_like(dx)), of_weight, None, None

@@ -7,9 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from echelon.kernels.loss import IGNORED
+
 BLOCK = 8192
 """logits at a time"""
-IGNORED = -100
 SCALED = 2048
 """elements of a program that multiplies"""
 
@@ -37,10 +38,13 @@ def _loss_and_gradient(
         x = tl.load(logits_ptr + column, mask=column < WIDTH, other=float("-inf"), eviction_policy="evict_last")
         wide = x.to(tl.float32)
         higher = tl.maximum(peak, tl.max(wide, axis=0))
-        total = total * tl.exp(peak - higher) + tl.exp(wide - higher)
+        shift = tl.where(higher == float("-inf"), 0.0, higher)  # so far there was no logit above minus infinity
+        total = total * tl.exp(peak - shift) + tl.exp(wide - shift)
         peak = higher
     whole = tl.sum(total, axis=0)
-    tl.store(losses_ptr + row, tl.log(whole) - (tl.load(logits_ptr + target).to(tl.float32) - peak))
+    # A target that is no token has no logit: its loss is not a number, which ends the run.
+    found = tl.load(logits_ptr + target, mask=(target >= 0) & (target < WIDTH), other=float("nan"))
+    tl.store(losses_ptr + row, tl.log(whole) - (found.to(tl.float32) - peak))
     if BACKWARD:
         tl.debug_barrier()  # the target's logit is read before it is overwritten
         share = 1.0 / whole

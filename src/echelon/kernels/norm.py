@@ -15,6 +15,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from echelon.kernels import choice, note
 from echelon.kernels.note import Note
@@ -28,7 +29,7 @@ def stream_norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, remake: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(x + delta, its norm). With `remake`, backward makes the norm again instead of keeping it."""
-    if choice.fits(x):
+    if choice.fits(x) and (delta is None or (delta.shape == x.shape and delta.dtype == x.dtype)):
         s, normed, scale, largest = _StreamNorm.apply(x, delta, weight, eps)
         again = partial(_again_gpu, s.detach(), scale, weight.detach()) if remake else None
         return s, note.write(normed, Note(largest=largest, again=again))
@@ -65,6 +66,7 @@ class _StreamNorm(Function):
         return s.view_as(s) if delta is None else s, normed, scale, largest
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         from echelon.kernels.norm_gpu import backward
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from echelon.kernels import choice, note
 from echelon.kernels.note import Note
@@ -55,6 +56,7 @@ class _RotatedHeads(Function):
         return _views(whole, heads, kv_heads)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         from echelon.kernels.rope_gpu import gather_rotated_back
 

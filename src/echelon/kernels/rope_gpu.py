@@ -36,7 +36,7 @@ def _turned_back(
     """Writes the heads of one gradient to `out`; returns the largest absolute value."""
     head, i = tl.arange(0, HEAD_BLOCK)[:, None], tl.arange(0, HALF_BLOCK)[None, :]
     mask = (head < HEADS) & (i < HALF)
-    at = d_ptr + row * stride_b + head * stride_h + t * stride_t + i
+    at = d_ptr + row * stride_b + head.to(tl.int64) * stride_h + t * stride_t + i
     a = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
     if TURN:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from echelon.kernels import choice, note
 from echelon.kernels.note import Note
@@ -32,6 +33,7 @@ class _Gated(Function):
         return F.silu(gate) * up
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
         gate, up = (x.detach().requires_grad_() for x in ctx.saved_tensors)
         with torch.enable_grad():
@@ -69,6 +71,7 @@ class _SwiGLU(Function):
         return out, largest
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         from echelon.kernels import swiglu_gpu
 

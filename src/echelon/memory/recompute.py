@@ -33,7 +33,7 @@ def apply(model: nn.Module, names: Sequence[str], stream: Stream, kind: str, *, 
     """Makes the named modules recompute. `split`: tensor parallelism has divided them."""
     for name in names:
         module: Any = model.get_submodule(name)
-        makers: list[Any] = [part for part in module.modules() if hasattr(part, "remake")]
+        makers: list[Any] = [part for part in module.modules() if getattr(part, "remake", None) is False]
         if kind == "ops" and makers:
             for part in makers:
                 part.remake = True

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.kernels import note
-from echelon.kernels.linear import one_product, project
+from echelon.kernels.linear import project
 from echelon.kernels.note import Note
 from echelon.kernels.rope import Rotation, rotate, rotated_heads
-from echelon.models.linear import Linear
+from echelon.models.linear import Linear, one_product
 
 
 def positions(tokens: Tensor, documents: Tensor | None) -> Tensor:

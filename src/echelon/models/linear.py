@@ -1,8 +1,10 @@
-"""A linear layer whose product our kernels may compute."""
+"""A linear layer whose product our kernels may compute, alone or together with others that read the same input."""
 
 from torch import Tensor, nn
 
-from echelon.kernels.linear import SAME, Arithmetic, project
+from echelon import compat
+from echelon.kernels import choice
+from echelon.kernels.linear import SAME, Arithmetic, project, side_by_side
 
 
 class Linear(nn.Linear):
@@ -11,3 +13,14 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return project(input, self)
+
+
+def one_product(x: Tensor, *layers: nn.Module) -> bool:
+    """Layers that read x can be one product: on a GPU, without biases, weights side by side.
+
+    And nobody would miss that they are not called: no hook, no adapter in their place.
+    """
+    if not choice.fits(x) or not all(type(layer) is Linear and not compat.is_watched(layer) for layer in layers):
+        return False
+    linears = [layer for layer in layers if isinstance(layer, Linear)]
+    return all(linear.bias is None for linear in linears) and side_by_side([one.weight for one in linears]) is not None

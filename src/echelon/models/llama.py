@@ -5,13 +5,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from echelon.kernels.linear import one_product, project
+from echelon.kernels.linear import project
 from echelon.kernels.norm import rms_norm, stream_norm
 from echelon.kernels.rope import Rotation
 from echelon.kernels.swiglu import gated, swiglu
 from echelon.models.attention import Attention, Seen, rotation
 from echelon.models.language import LanguageModel
-from echelon.models.linear import Linear
+from echelon.models.linear import Linear, one_product
 from echelon.models.sizes import ModelConfig
 
 THETA = 500_000.0

@@ -54,6 +54,11 @@ class Options:
     leave_out: str = ""
     """a collective left out on purpose (`dp:all_reduce`), to see that `verify` misses it"""
 
+    def __post_init__(self) -> None:
+        for key, legal in {"kernels": ("auto", "plain"), "products": ("same", *fp8.KINDS)}.items():
+            if getattr(self, key) not in legal:
+                raise ValueError(f"there is no such choice ({key}={getattr(self, key)}); use {' or '.join(legal)}")
+
 
 @dataclass(frozen=True)
 class Parallel:
@@ -105,7 +110,7 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
     if layout.recompute != "none":
         recompute.apply(model, shard.layers(model), stream, layout.recompute, split=layout.tp > 1)
     if options.products != "same":
-        fp8.check(options.device, options.compute)
+        fp8.check(options.device, options.compute, options.kernels)
         fp8.apply(model, shard.layers(model), options.products, keeps_weights=layout.accumulate > 1)
     policy = shard.policy(
         layout,

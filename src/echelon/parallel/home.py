@@ -17,20 +17,18 @@ parameter, would keep the whole model and its process groups for ever.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from echelon.kernels.linear import Product
 from echelon.layout.placement import Entry
 
 if TYPE_CHECKING:
     from echelon.parallel.flat import Flat
     from echelon.parallel.flat_unit import FlatUnit
-
-Product = Callable[[Tensor | None], Tensor]
-"""makes gradients: in the place it is given, or in a new tensor"""
 
 
 class Home:
@@ -39,6 +37,10 @@ class Home:
     def __init__(self, flat: Flat, unit: FlatUnit, entry: Entry):
         self.entry = entry
         self._flat, self._unit = weakref.ref(flat), weakref.ref(unit)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of a parameter, or one out of a file, has no home."""
+        return type(None), ()
 
     def of(self, parameter: nn.Parameter) -> None:
         """Makes this the parameter's home."""

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from echelon.kernels.loss import IGNORED
 from echelon.parallel.axis import Axis
 from echelon.parallel.regions import Boundary
-
-IGNORED = -100
 
 
 class VocabularyEmbedding(nn.Module):

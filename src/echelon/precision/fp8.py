@@ -17,15 +17,15 @@ large value does to its own row.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from echelon import compat
+from echelon.kernels import choice
 from echelon.kernels.cast import SUMMED, Narrow, inverse_of, largest_of_columns, largest_of_rows, narrow
 from echelon.kernels.linear import Home, Kept, Product, project
 
@@ -41,8 +41,8 @@ class PerTensor:
 
     def __init__(self, *, keeps_weights: bool = False) -> None:
         self.keeps_weights = keeps_weights
-        self._version: int | None = None
-        """of the weight that the following are of"""
+        self._version: tuple[int, int] | None = None
+        """of the weight that the following are of, and its address: older versions may be at work beside the newest"""
         self._inverse: tuple[Tensor, Tensor] | None = None
         self._rows: Narrow | None = None
         self._columns: Narrow | None = None
@@ -96,7 +96,7 @@ class PerTensor:
 
     def _of_version(self, weight: Tensor, home: Home) -> tuple[Tensor, Tensor]:
         """The inverse scales of the weight as it is now. A weight without a home may change unseen."""
-        version = home.version if home is not None else None
+        version = (home.version, weight.data_ptr()) if home is not None else None
         if self._inverse is None or version is None or version != self._version:
             self._version, self._rows, self._columns = version, None, None
             self._inverse = self._inverses(weight, NARROW)
@@ -142,10 +142,12 @@ OLDEST = (8, 9)
 """compute capability of the first GPUs that multiply in 8 bits"""
 
 
-def check(device: torch.device, dtype: torch.dtype) -> None:
+def check(device: torch.device, dtype: torch.dtype, kernels: str) -> None:
     """Raises where 8-bit products cannot be had."""
     if device.type != "cuda":
         raise ValueError(f"8-bit products need a GPU (device={device.type}); use precision.compute=same")
+    if kernels == "plain" or not choice.allowed():
+        raise ValueError("8-bit products need our kernels, and so Triton; use kernels=auto, or precision.compute=same")
     if dtype != torch.bfloat16:
         raise ValueError(f"8-bit products need 16-bit activations (compute type {dtype}); use dtype=bfloat16")
     if torch.cuda.get_device_capability(device) < OLDEST:
@@ -167,8 +169,8 @@ def apply(model: nn.Module, layers: Sequence[str], kind: str, *, keeps_weights: 
         foreign = type(part) is nn.Linear  # of a module that is not ours, which does not ask for its arithmetic
         part.arithmetic = made(keeps_weights=keeps_weights)
         if foreign:
-            part.forward = partial(_forward, weakref.ref(part))
+            part.forward = MethodType(_forward, part)
 
 
-def _forward(layer: Callable[[], Any], x: Tensor) -> Tensor:
-    return project(x, layer())
+def _forward(layer: nn.Linear, input: Tensor) -> Tensor:
+    return project(input, layer)

@@ -290,7 +290,8 @@ def _precision_rules(config: Config) -> Iterator[Rule]:
     }
     for other, rule in reasons.items():
         if rule:
-            yield (key, other), Fault(key=key, value=compute, rule=rule, legal=f"same, or another {other}")
+            remedy = {"dtype": "bfloat16", "device": "cuda", "kernels": "auto", "layout": "...,schedule=1f1b"}[other]
+            yield (key, other), Fault(key=key, value=compute, rule=rule, legal=f"same, or {other}={remedy}")
 
 
 def _run_rules(config: Config) -> Iterator[Rule]:

@@ -156,6 +156,8 @@ class Engine:
             raise ValueError("the batch is empty; give the model's keyword arguments as tensors")
         rows = len(next(iter(batch.values())))
         layout = self.layout
+        if not rows:
+            raise ValueError("the batch has no rows; give at least one for each rank of dp and microbatch")
         if rows % (layout.dp * layout.accumulate):
             raise ValueError(
                 f"the batch does not divide over dp x accumulate ({rows} rows over {layout.dp} x {layout.accumulate}); "
@@ -318,10 +320,10 @@ class Engine:
     @torch.no_grad()
     def logits(self, tokens: Tensor, size: int) -> Tensor:
         """float64 [size]: what a language model says comes after the last token of the only row, on every rank."""
-        if self.pipeline is not None:
-            return self.pipeline.logits({"tokens": tokens}, size)
         model: Any = self.model
         with self._kernels():
+            if self.pipeline is not None:
+                return self.pipeline.logits({"tokens": tokens}, size)
             found: Tensor = model.logits(tokens)[0, -1, :size].double()
         return found
 

@@ -276,6 +276,11 @@ def wrap(model: nn.Module, layout: Layout | str = "", **options: Any) -> Wrapped
     if first is None:
         raise ValueError(f"the model has no parameters ({type(model).__name__}), so there is nothing to lay out")
     master = torch.promote_types(first.dtype, torch.float32)
+    if options.get("kernels", "auto") != "auto":
+        raise ValueError(
+            "backward is called by your own loop, which wrap cannot make plain (kernels=plain); put "
+            "`with echelon.kernels.choice.plain():` around forward and backward, or use echelon.Engine"
+        )
     chosen = Options(device=first.device, compute=first.dtype, master=master, own_loop=True, **options)
     if not first.is_meta:
         _agree(model)
