@@ -1,0 +1,64 @@
+"""Compiles kernels for a GPU that need not be here, and prints the name of each: run by test_compiles.py.
+
+Apart from the tests, as Triton's interpreter, which those ask for, does not compile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from echelon.kernels import cast_gpu, loss_gpu, norm_gpu, rope_gpu, swiglu_gpu
+
+HOPPER = GPUTarget("cuda", 90, 32)
+ROWS = {"rows": "i32", "width": "i32", "columns": "i32", "row_stride": "i64", "length": "i32", "table_rows": "i32"}
+STRIDES = {f"{which}_{dim}": "i64" for which in "qkv" for dim in "bht"}
+TILE = {"plain_stride": "i32", "turned_stride": "i32", "most": "fp32"}
+NUMBERS = {**ROWS, **STRIDES, **TILE, "eps": "fp32", "stride": "i64", "size": "i64"}
+WIDE = ("scale_ptr", "largest_ptr", "losses_ptr", "parts_ptr", "cos_ptr", "sin_ptr", "by_row_ptr", "by_column_ptr")
+"""pointers to 32 bits; others are to 16"""
+
+
+def compiled(kernel: Any, warps: int, constants: dict[str, Any], **types: str) -> str:
+    """The kernel's PTX."""
+    signature = {}
+    for name in kernel.arg_names:
+        usual = "*fp32" if name in WIDE else NUMBERS.get(name, "*bf16")
+        signature[name] = "constexpr" if name in constants else types.get(name, usual)
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    made = triton.compile(ASTSource(kernel, signature, places), target=HOPPER, options={"num_warps": warps})
+    assert made.asm["cubin"]
+    print(kernel.__name__)
+    return str(made.asm["ptx"])
+
+
+def main() -> None:
+    block = {"BLOCK": 2048}
+    for has in (True, False):
+        compiled(norm_gpu._norm_forward, 4, {"HAS_DELTA": has, **block})
+        compiled(norm_gpu._norm_backward, 8, {"EACH": 63, "HAS_STREAM": has, **block})
+        compiled(swiglu_gpu._swiglu_backward, 8, {"WIDTH": 8192, "OUTPUT": has, **block})
+        logits = {"WIDTH": 128_256, "IGNORED": -100, "BACKWARD": has, "BLOCK": 8192}
+        compiled(loss_gpu._loss_and_gradient, 16, logits, targets_ptr="*i64")
+    compiled(norm_gpu._norm_again, 4, block)
+    compiled(swiglu_gpu._swiglu_forward, 8, {"WIDTH": 8192, **block})
+    compiled(loss_gpu._loss_scaled, 4, block, x_ptr="*fp32")
+    heads = {"HEADS": 32, "HALF": 64, "HEAD_BLOCK": 32, "HALF_BLOCK": 64}
+    compiled(rope_gpu._rope_forward, 4, {**heads, "ALL": 48})
+    compiled(rope_gpu._rope_backward, 4, {**heads, "KV": 8, "KV_BLOCK": 8})
+    compiled(cast_gpu._cast_largest, 8, {"WIDTH": 4096, **block})
+    compiled(cast_gpu._cast_largest_of_columns, 4, {"EACH": 64, "WIDTH": 1024}, parts_ptr="*fp32")
+    for dtype, name in (("*fp8e4nv", "e4m3x2"), ("*fp8e5", "e5m2x2")):
+        for one in (True, False):
+            tile = {"PLAIN": True, "TURNED": True, "ONE_BY_ROW": one, "ONE_BY_COLUMN": one}
+            tile |= {"TILE_ROWS": 64, "TILE_COLUMNS": 128}
+            ptx = compiled(cast_gpu._cast_tile, 8, tile, plain_ptr=dtype, turned_ptr=dtype)
+            # The GPU's own instruction, which leaves what is not a number as it is.
+            assert f"cvt.rn.satfinite.{name}.f32" in ptx
+
+
+if __name__ == "__main__":
+    main()
