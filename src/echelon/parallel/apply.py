@@ -111,7 +111,8 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
         recompute.apply(model, shard.layers(model), stream, layout.recompute, split=layout.tp > 1)
     if options.products != "same":
         fp8.check(options.device, options.compute, options.kernels)
-        fp8.apply(model, shard.layers(model), options.products, keeps_weights=layout.accumulate > 1)
+        kept = layout.accumulate > 1 and layout.zero < 3  # whole weights would be kept that zero=3 lets go of
+        fp8.apply(model, shard.layers(model), options.products, keeps_weights=kept)
     policy = shard.policy(
         layout,
         reshard_after_forward=options.reshard_after_forward,

@@ -151,7 +151,7 @@ def _versions(case: Case, stage: int) -> int:
 
 def _narrow_weights(case: Case) -> int:
     """Of the layers' weights in 8 bits, as they lie and transposed, which several microbatches share."""
-    if not (case.has_kernels and case.is_narrow and case.layout.accumulate > 1):
+    if not (case.has_kernels and case.is_narrow and case.layout.accumulate > 1 and case.layout.zero < 3):
         return 0
     return int(2 * fullest_share(case) * sum(n * own_parameters(layer, case.layout) for layer, n in case.shape.layers))
 

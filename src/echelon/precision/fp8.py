@@ -7,7 +7,8 @@
 
 Of x, backward keeps the transposed 8-bit copy alone: half the bytes of the 16-bit one. A weight is cast once in a step,
 as it lies for the forward pass and transposed for the backward pass: where a step has several microbatches both copies
-are kept for them, and where it has one nothing is kept, as nothing would be used again. The largest value that sets a
+are kept for them, and where it has one nothing is kept, as nothing would be used again. Nothing is kept either where
+weights themselves are freed after use (zero=3). The largest value that sets a
 scale is known from the kernel that made the tensor wherever one of ours did. Results are 16-bit, sums inside products
 are in 32 bits.
 
