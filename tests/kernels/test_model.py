@@ -1,0 +1,69 @@
+"""A whole model through our kernels, in Triton's interpreter, equals the same model in plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from echelon import models
+from echelon.kernels import choice, linear
+from echelon.models import sizes
+from echelon.train.config import OptimizerConfig
+from echelon.train.engine import Engine
+
+pytest.importorskip("triton")
+MODEL = replace(sizes.find("llama-tiny"), layers=2, vocab=67)
+BOUND = 2e-5
+"""of float32 after two updates"""
+
+
+def trained(layout: str, batches: list[dict[str, Tensor]]) -> tuple[list[float], list[Tensor]]:
+    """Losses and norms of every step, and the weights at the end."""
+    engine = Engine(models.build(MODEL, "meta"), layout, OptimizerConfig(lr=1e-3), clip=1.0)
+    engine.model.train()
+    results = [engine.step(batch) for batch in batches]
+    return [value for r in results for value in (r.loss, r.norm)], [
+        p.detach().clone() for p in engine.model.parameters()
+    ]
+
+
+@pytest.mark.parametrize(
+    "layout", ["", "recompute=ops", "recompute=full", "accumulate=2,recompute=ops"]
+)
+def test_training_through_kernels(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    tokens = torch.randint(0, MODEL.vocab, (2, 2, 6))
+    batches = [{"tokens": step[:, :-1], "targets": step[:, 1:].clone()} for step in tokens]
+    batches[1]["targets"][0, 2:] = -100
+    numbers, weights = trained(layout, batches)
+    used: list[int] = []
+    real = linear._Project.forward
+
+    def counted(ctx: object, x: Tensor, *rest: object) -> Tensor:
+        used.append(1)
+        return real(ctx, x, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(linear._Project, "forward", staticmethod(counted))
+    monkeypatch.setattr(choice, "fits", lambda x: choice._allowed and x.dtype in choice.TYPES)
+    by_kernels, their_weights = trained(layout, batches)
+    # In each layer q, k and v are one product and gate and up another: four in all.
+    repeats = 2 if "full" in layout else 1
+    assert len(used) == 2 * 4 * MODEL.layers * repeats * (2 if "accumulate" in layout else 1)
+    assert by_kernels == pytest.approx(numbers, rel=BOUND)
+    for found, wanted in zip(their_weights, weights, strict=True):
+        assert float((found - wanted).abs().max()) <= BOUND * max(1.0, float(wanted.abs().max()))
+
+
+def test_plain_means_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    from echelon.parallel.apply import Options
+
+    monkeypatch.setattr(choice, "fits", lambda x: choice._allowed and x.dtype in choice.TYPES)
+    monkeypatch.setattr(linear._Project, "forward", staticmethod(lambda *_: pytest.fail("a kernel ran")))
+    engine = Engine(models.build(MODEL, "meta"), "", options=Options(kernels="plain"))
+    tokens = torch.randint(0, MODEL.vocab, (2, 9))
+    assert engine.step({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}).loss > 0
+    with pytest.raises(ValueError, match="kernels=fast"):
+        Options(kernels="fast")
