@@ -141,3 +141,8 @@ def test_a_profile_needs_a_gpu(tmp_path):
         ("3b", "bf16"),
         ("3b", "fp8"),
     ]
+
+
+def test_8_bits_are_refused_where_there_are_none(packages):
+    with pytest.raises(FaultError, match="cannot be multiplied"):
+        todo(Options(peers=packages, precision="bf16,fp8-row"), CPU)

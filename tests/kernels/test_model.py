@@ -30,9 +30,7 @@ def trained(layout: str, batches: list[dict[str, Tensor]]) -> tuple[list[float],
     ]
 
 
-@pytest.mark.parametrize(
-    "layout", ["", "recompute=ops", "recompute=full", "accumulate=2,recompute=ops"]
-)
+@pytest.mark.parametrize("layout", ["", "recompute=ops", "recompute=full", "accumulate=2,recompute=ops"])
 def test_training_through_kernels(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     tokens = torch.randint(0, MODEL.vocab, (2, 2, 6))

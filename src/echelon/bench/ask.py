@@ -149,6 +149,10 @@ def _words(text: str) -> list[str]:
 
 def todo(options: Options, machine: Machine, *, quick: bool = False) -> Todo:
     """The measurements in order: ours before its peers, shape by shape."""
+    narrow = [word for word in _words(options.precision) if family(word) == "fp8"]
+    if narrow and not machine.fp8:
+        rule = f"cannot be multiplied by {machine.name}"
+        raise FaultError([_fault("precision", word, rule, legal="fp32, bf16") for word in narrow])
     left_out: dict[str, str] = {}
     against = list(_peers(options, machine, left_out))
     requests: list[Request] = []
