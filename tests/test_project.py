@@ -25,7 +25,7 @@ MAY_KNOW = {
     "rng": set(),
     "kernels": {"compat"},
     "data": {"layout", "models", "rng"},
-    "models": {"layout", "kernels", "rng"},
+    "models": {"layout", "kernels", "rng", "compat"},
     "memory": {"layout", "models", "rng"},
     "precision": {"kernels", "compat"},
     "parallel": {"layout", "kernels", "models", "memory", "precision", "rng", "compat"},
