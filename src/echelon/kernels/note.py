@@ -24,6 +24,9 @@ class Note:
     """of a gradient: the gradient of what its tensor was made of, where that is computed already"""
 
 
+EMPTY = Note()
+
+
 def write(x: Tensor, note: Note) -> Tensor:
     noted: Any = x
     noted.note = (note, x._version)
@@ -32,5 +35,5 @@ def write(x: Tensor, note: Note) -> Tensor:
 
 def read(x: Tensor) -> Note:
     """An empty note where there is none, or where the tensor was changed since (gradients may be added up in place)."""
-    note, version = getattr(x, "note", (Note(), None))
-    return note if version == x._version else Note()
+    found = getattr(x, "note", None)
+    return found[0] if found is not None and found[1] == x._version else EMPTY
