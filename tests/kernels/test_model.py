@@ -11,18 +11,22 @@ from torch import Tensor
 from echelon import models
 from echelon.kernels import choice, linear
 from echelon.models import sizes
+from echelon.models.sizes import ModelConfig
 from echelon.train.config import OptimizerConfig
 from echelon.train.engine import Engine
 
 pytest.importorskip("triton")
 MODEL = replace(sizes.find("llama-tiny"), layers=2, vocab=67)
+TIED = replace(sizes.find("gpt-tiny"), layers=2, vocab=67, tied=True, dropout=0.0)
+PRODUCTS = {"llama": 4, "gpt": 6}
+"""of a layer: with biases q, k and v stay apart, otherwise they are one product, and gate and up another"""
 BOUND = 2e-5
 """of float32 after two updates"""
 
 
-def trained(layout: str, batches: list[dict[str, Tensor]]) -> tuple[list[float], list[Tensor]]:
+def trained(model: ModelConfig, layout: str, batches: list[dict[str, Tensor]]) -> tuple[list[float], list[Tensor]]:
     """Losses and norms of every step, and the weights at the end."""
-    engine = Engine(models.build(MODEL, "meta"), layout, OptimizerConfig(lr=1e-3), clip=1.0)
+    engine = Engine(models.build(model, "meta"), layout, OptimizerConfig(lr=1e-3), clip=1.0)
     engine.model.train()
     results = [engine.step(batch) for batch in batches]
     return [value for r in results for value in (r.loss, r.norm)], [
@@ -30,13 +34,17 @@ def trained(layout: str, batches: list[dict[str, Tensor]]) -> tuple[list[float],
     ]
 
 
-@pytest.mark.parametrize("layout", ["", "recompute=ops", "recompute=full", "accumulate=2,recompute=ops"])
-def test_training_through_kernels(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+CASES = [(MODEL, ""), (MODEL, "recompute=ops"), (MODEL, "recompute=full"), (MODEL, "accumulate=2,recompute=ops")]
+CASES += [(TIED, "recompute=ops")]
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES, ids=lambda v: v if isinstance(v, str) else v.family)
+def test_training_through_kernels(model: ModelConfig, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     tokens = torch.randint(0, MODEL.vocab, (2, 2, 6))
     batches = [{"tokens": step[:, :-1], "targets": step[:, 1:].clone()} for step in tokens]
     batches[1]["targets"][0, 2:] = -100
-    numbers, weights = trained(layout, batches)
+    numbers, weights = trained(model, layout, batches)
     used: list[int] = []
     real = linear._Project.forward
 
@@ -46,10 +54,9 @@ def test_training_through_kernels(layout: str, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(linear._Project, "forward", staticmethod(counted))
     monkeypatch.setattr(choice, "fits", lambda x: choice._allowed and x.dtype in choice.TYPES)
-    by_kernels, their_weights = trained(layout, batches)
-    # In each layer q, k and v are one product and gate and up another: four in all.
+    by_kernels, their_weights = trained(model, layout, batches)
     repeats = 2 if "full" in layout else 1
-    assert len(used) == 2 * 4 * MODEL.layers * repeats * (2 if "accumulate" in layout else 1)
+    assert len(used) == 2 * PRODUCTS[model.family] * model.layers * repeats * (2 if "accumulate" in layout else 1)
     assert by_kernels == pytest.approx(numbers, rel=BOUND)
     for found, wanted in zip(their_weights, weights, strict=True):
         assert float((found - wanted).abs().max()) <= BOUND * max(1.0, float(wanted.abs().max()))
