@@ -1,0 +1,9 @@
+"""Triton kernels beside the plain torch they replace.
+
+Each idea is a pair of files: `norm.py` has the function that models call, the plain torch, and what autograd needs;
+`norm_gpu.py` has the kernels, and is imported only where a tensor on a GPU is at hand (`choice.py`).
+
+norm, swiglu, rope      operators between products          linear    products, and where their gradients go
+loss                    the language head, in chunks        cast      matrices in 8 bits
+adamw, halves           the update, master values           note      what one kernel tells the next
+"""
