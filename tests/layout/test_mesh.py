@@ -74,6 +74,30 @@ def test_without_sharding_every_dp_rank_is_a_replica():
     assert Mesh(Layout(dp=4, zero=1)).axes == {"pp": 1, "replica": 1, "shard": 4, "cp": 1, "tp": 1}
 
 
+def test_a_grid_of_tp_is_made_of_axes():
+    mesh = Mesh(Layout(dp=2, tp=8, tp_kind="2.5d", depth=2))
+    assert mesh.axes == {"pp": 1, "replica": 2, "shard": 1, "cp": 1, "z": 2, "y": 2, "x": 2}
+    assert mesh.peers(13, "x") == (12, 13)
+    assert mesh.peers(13, "y") == (13, 15)
+    assert mesh.peers(13, "z") == (9, 13)
+    assert mesh.peers(13, "tp") == tuple(range(8, 16))
+    assert mesh.coordinates(13)["tp"] == 5
+    assert mesh.rank(dp=1, tp=5) == 13
+    with pytest.raises(ValueError, match="by tp or by z and y and x"):
+        mesh.rank(tp=5, x=1)
+
+
+def test_heads_are_exchanged_between_neighbours_of_cp():
+    mesh = Mesh(Layout(cp=4, cp_kind="ring-ulysses", ulysses=2, tp=2))
+    assert mesh.peers(5, "ulysses") == (5, 7)
+    assert mesh.peers(5, "ring") == (1, 5)
+    assert mesh.peers(5, "cp") == (1, 3, 5, 7)
+    assert mesh.coordinates(5) == {
+        **{"pp": 0, "replica": 0, "shard": 0, "dp": 0},
+        **{"ring": 1, "ulysses": 0, "cp": 2, "tp": 1},
+    }
+
+
 def test_tp_is_innermost_and_cp_is_next():
     mesh = Mesh(Layout(dp=2, tp=2, cp=2), ("dp", "pp"))
     assert mesh.groups("tp") == ((0, 1), (2, 3), (4, 5), (6, 7))

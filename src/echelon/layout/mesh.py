@@ -12,6 +12,9 @@ With dp=4,shard=2,tp=2,pp=2:
     tp 0 1                0 1      2 3      4 5      6 7      8 9      10 11    12 13     14 15
 
 So the stride of an axis is the product of the sizes inside it, and a rank is the sum of coordinate x stride.
+
+tp and cp are products of axes too where a layout asks for it: a grid of tp (2d, 2.5d, 3d) is z x y x x, with x innermost,
+and cp_kind=ring-ulysses is ring x ulysses, with neighbours exchanging heads.
 """
 
 from __future__ import annotations
@@ -24,10 +27,28 @@ from itertools import product
 
 from echelon.layout.faults import did_you_mean
 from echelon.layout.layout import Layout
+from echelon.layout.rules import tp_side
 
 Group = tuple[int, ...]
 
 _ORDERS = (("pp", "dp"), ("dp", "pp"))
+
+PRODUCTS = {"dp": ("replica", "shard"), "cp": ("ring", "ulysses"), "tp": ("z", "y", "x")}
+"""axes that may be made of others"""
+
+
+def _context(layout: Layout) -> dict[str, int]:
+    if not 1 < layout.ulysses < layout.cp:
+        return {"cp": layout.cp}
+    return {"ring": layout.cp // layout.ulysses, "ulysses": layout.ulysses}
+
+
+def _tensor(layout: Layout) -> dict[str, int]:
+    """z layers of y rows of x ranks."""
+    side = tp_side(layout)
+    if layout.tp_kind == "1d" or layout.tp == 1 or side is None:
+        return {"tp": layout.tp}
+    return {"z": layout.tp // side**2, "y": side, "x": side}
 
 
 @dataclass(frozen=True)
@@ -39,6 +60,8 @@ class Mesh:
     """pp and dp, the outer one first"""
     axes: dict[str, int] = field(init=False, compare=False, repr=False)
     """the size of every axis, outermost first"""
+    products: dict[str, tuple[str, ...]] = field(init=False, compare=False, repr=False)
+    """the axes that are made of others, the outer one first"""
 
     def __post_init__(self) -> None:
         order = tuple(self.order)
@@ -49,10 +72,13 @@ class Mesh:
             "pp": {"pp": sizes.pp},
             "dp": {"replica": sizes.dp // sizes.shards, "shard": sizes.shards},
         }
-        axes = {**outer[order[0]], **outer[order[1]], "cp": sizes.cp, "tp": sizes.tp}
+        axes = {**outer[order[0]], **outer[order[1]], **_context(sizes), **_tensor(sizes)}
         if math.prod(axes.values()) != sizes.world:
             raise ValueError(f"shard does not divide dp (shard={sizes.shard}, dp={sizes.dp}); use a divisor of dp")
         object.__setattr__(self, "axes", axes)
+        object.__setattr__(
+            self, "products", {name: parts for name, parts in PRODUCTS.items() if set(parts) <= set(axes)}
+        )
 
     @property
     def world(self) -> int:
@@ -72,17 +98,24 @@ class Mesh:
         return math.prod(self.axes[name] for name in self._names(axis))
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands on every axis; "dp" is its position in replica x shard."""
+        """Where a rank stands on every axis; "dp" is its position in replica x shard, and so on."""
         self._check_rank(rank)
         at = {axis: rank // stride % self.axes[axis] for axis, stride in self.strides.items()}
-        return {**at, "dp": at["replica"] * self.axes["shard"] + at["shard"]}
+        for name, parts in self.products.items():
+            at[name] = 0
+            for part in parts:
+                at[name] = at[name] * self.axes[part] + at[part]
+        return at
 
     def rank(self, **at: int) -> int:
         """The rank at some coordinates; axes that are left out count as 0. "dp" stands for replica and shard."""
-        if "dp" in at:
-            if "replica" in at or "shard" in at:
-                raise ValueError("a rank is given by dp or by replica and shard, not by both; leave one out")
-            at["replica"], at["shard"] = divmod(at.pop("dp"), self.axes["shard"])
+        for name in self.products.keys() & at.keys():
+            parts, position = self.products[name], at.pop(name)
+            if set(parts) & set(at):
+                raise ValueError(f"a rank is given by {name} or by {' and '.join(parts)}, not by both; leave one out")
+            for part in reversed(parts[1:]):
+                position, at[part] = divmod(position, self.axes[part])
+            at[parts[0]] = position
         rank = 0
         for axis, position in at.items():
             self._names(axis)
@@ -114,11 +147,11 @@ class Mesh:
     def _names(self, axis: str | Sequence[str]) -> tuple[str, ...]:
         names: list[str] = []
         for name in (axis,) if isinstance(axis, str) else axis:
-            if name != "dp" and name not in self.axes:
-                known = (*self.axes, "dp")
+            if name not in self.products and name not in self.axes:
+                known = (*self.axes, *self.products)
                 remedy = did_you_mean(name, known) or f"use one of {', '.join(known)}"
                 raise ValueError(f"the mesh has no axis of this name (axis={name}); {remedy}")
-            names += ["replica", "shard"] if name == "dp" else [name]
+            names += self.products.get(name, (name,))
         return tuple(dict.fromkeys(names))
 
     def _check_rank(self, rank: int) -> None:

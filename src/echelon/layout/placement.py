@@ -22,13 +22,13 @@ from dataclasses import dataclass, field
 
 Coordinates = Mapping[str, int]
 
-OUTSIDE = ("dp", "shard", "pp", "replica", "cp")
-"""axes that do not decide who owns a piece: shards and stages hold different elements, replicas the same ones"""
+INSIDE = ("tp", "z", "y", "x")
+"""axes that decide who owns a piece. Shards and stages hold different elements, replicas the same ones"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """One dimension of a tensor divided over one mesh axis."""
+    """One dimension of a tensor divided over one mesh axis. A second cut of a dimension divides the first one's parts."""
 
     axis: str
     """the mesh axis whose coordinate picks the part"""
@@ -75,10 +75,11 @@ class Entry:
     def box(self, at: Coordinates) -> tuple[tuple[int, int], ...]:
         """The half-open range of each logical dimension; shorter than `local_shape` where that is padded."""
         ranges = [(0, size) for size in self.shape]
+        widths = list(self.shape)
         for cut in self.cuts:
-            size, part = self.shape[cut.dim], at[cut.axis] // cut.copies
-            width = -(-size // cut.parts)
-            ranges[cut.dim] = (min(part * width, size), min((part + 1) * width, size))
+            (low, high), part = ranges[cut.dim], at[cut.axis] // cut.copies
+            widths[cut.dim] = width = -(-widths[cut.dim] // cut.parts)
+            ranges[cut.dim] = (min(low + part * width, high), min(low + (part + 1) * width, high))
         return tuple(ranges)
 
 
@@ -180,7 +181,8 @@ class Placement:
 
     units: tuple[Unit, ...]
     at: Coordinates
-    """this rank's coordinates, by mesh axis; a rank holds shard number `at["shard"]` of every unit"""
+    """this rank's coordinates, by mesh axis; a rank holds shard number `at["shard"]` of every unit, and ranks that hold
+    the same shards are told apart by `at["replica"]`"""
 
     def pieces(self) -> Iterator[Piece]:
         for unit in self.units:
@@ -204,13 +206,15 @@ class Placement:
         if entry.holders and entry.holders[0] != self.at["pp"]:
             return False
         copies = {cut.axis: cut.copies for cut in entry.cuts}
-        inside = (axis for axis in self.at if axis not in OUTSIDE)
+        # tp is the product of z, y and x where they are there: a cut names either the one or the others.
+        inside = [axis for axis in INSIDE if axis in self.at]
+        inside = [axis for axis in inside if axis != "tp" or len(inside) == 1]
         return all(self.at[axis] % copies[axis] == 0 if axis in copies else self.at[axis] == 0 for axis in inside)
 
     @property
     def first_replica(self) -> bool:
         """Of the ranks that hold the same shards, the one that writes them to disk."""
-        return self.at["replica"] == 0 and self.at["cp"] == 0
+        return self.at["replica"] == 0
 
     @property
     def entries(self) -> dict[str, Entry]:
