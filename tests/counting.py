@@ -37,6 +37,8 @@ class CountCollectives(TorchDispatchMode):
             "_reduce_scatter_base_": ("reduce_scatter", args[1]),
             "reduce_scatter_tensor_coalesced_": ("reduce_scatter", args[1]),
             "broadcast_": ("broadcast", args[0]),
+            "reduce_": ("reduce", args[0]),
+            "alltoall_base_": ("all_to_all", args[1]),
             "send": ("send", args[0]),
         }
         kind, whole = kinds.get(name, (name, []))  # an operator that nobody expects is counted under its own name

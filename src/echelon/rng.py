@@ -146,6 +146,21 @@ def logical_index(
     return index
 
 
+Parts = dict[int, tuple[int | Tensor, int]]
+"""Like a window, or with the index of each element of a dim in the whole dim, where they are not neighbours"""
+
+
+def part_index(sizes: Sequence[int], parts: Parts, device: torch.device | str = "cpu") -> Tensor:
+    """Flat indices, inside the whole tensor, of all elements of the part held here (local `sizes`)."""
+    index, stride = torch.zeros((), dtype=torch.int64, device=device), 1
+    for dim in range(len(sizes) - 1, -1, -1):
+        where, whole = parts.get(dim, (0, sizes[dim]))
+        places = where.to(device) if isinstance(where, Tensor) else where + torch.arange(sizes[dim], device=device)
+        index = (places * stride).view(-1, *[1] * index.dim()) + index
+        stride *= whole
+    return index.view(-1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Init:
     """How a parameter's first values are drawn."""
@@ -218,29 +233,38 @@ class Dropout(nn.Module):
         self.p = p
         self.site = site
         self.stream = stream
-        self.window: dict[int, tuple[int, int]] = {}
-        """{dim: (offset, size of the whole dim)} of the dims of the input, never dim 0, that are split over ranks."""
+        self.window: Parts = {}
+        """Which part of each dim of the input, never dim 0, is here; dims that are whole are left out."""
+        self.rows: slice = slice(None)
+        """Which rows of the microbatch are here."""
         self._seed = stream.seed
         self._key = key(stream.seed, site)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
+        scale = 1 / (1 - self.p) if self.p < 1 else 0.0
+        return torch.where(self.kept(x.shape, self.window, x.device), x * scale, 0)
+
+    def factor(self, shape: Sequence[int], window: Parts, like: Tensor) -> Tensor | None:
+        """What a part of an input is multiplied by: 0, or one over the chance to be kept. None where all is kept."""
+        if not self.training or self.p == 0:
+            return None
+        return self.kept(shape, window, like.device).to(like.dtype) / (1 - self.p)
+
+    def kept(self, shape: Sequence[int], window: Parts, device: torch.device) -> Tensor:
+        """The mask of a part of an input."""
         if self._seed != self.stream.seed:
             self._seed, self._key = self.stream.seed, key(self.stream.seed, self.site)
-        samples = self.stream.samples
-        if samples is None or samples.shape != x.shape[:1]:
+        samples = self.stream.samples if self.stream.samples is None else self.stream.samples[self.rows]
+        if samples is None or samples.shape != shape[:1]:
             given = "none" if samples is None else f"{tuple(samples.shape)}"
             raise ValueError(
                 f"dropout {self.site!r} needs the global sample index of each row "
-                f"(input {tuple(x.shape)}, samples {given}); set stream.samples to an int64 tensor, one number per row"
+                f"(input {tuple(shape)}, samples {given}); set stream.samples to an int64 tensor, one number per row"
             )
-        sizes = x.shape[1:]
-        window = {dim - 1: part for dim, part in self.window.items()}
-        index = logical_index(sizes, window, 0, math.prod(sizes), x.device)
-        keep = keep_mask(bits(self._key, samples.to(x.device)), index, self.p).view(x.shape)
-        scale = 1 / (1 - self.p) if self.p < 1 else 0.0
-        return torch.where(keep, x * scale, 0)
+        index = part_index(shape[1:], {dim - 1: part for dim, part in window.items()}, device)
+        return keep_mask(bits(self._key, samples.to(device)), index, self.p).view(*shape)
 
     def extra_repr(self) -> str:
         return f"p={self.p}, site={self.site!r}"

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from echelon import rng
 from echelon.models import ModelConfig, build, find, initialise
+from echelon.models.attention import Seen
 from echelon.models.head import loss_sum
 
 FAMILIES = ["gpt-tiny", "llama-tiny"]
@@ -278,7 +279,8 @@ def test_heads_are_read_from_the_projections(name: str) -> None:
     built, stream = with_dropout(name, [8, 9])
     attention = built.blocks[0].attn
     x = torch.randn(2, 12, 64, dtype=torch.float64)
-    whole = attention(x)
+    seen = Seen(torch.arange(12)[None])
+    whole = attention(x, seen)
     bias = attention.o.bias
     if bias is not None:
         whole = whole - bias
@@ -290,7 +292,7 @@ def test_heads_are_read_from_the_projections(name: str) -> None:
             ours.weight = nn.Parameter(theirs.weight.chunk(2, dim=1 if key == "o" else 0)[half])
             if theirs.bias is not None:
                 ours.bias = None if key == "o" else nn.Parameter(theirs.bias.chunk(2)[half])
-        part.dropout = rng.Dropout(0.1, "blocks.0.attn.dropout", stream)
-        part.dropout.window[1] = (2 * half, 4)
-        parts.append(part(x))
+        part.core.dropout = rng.Dropout(0.1, "blocks.0.attn.core.dropout", stream)
+        part.core.dropout.window[1] = (2 * half, 4)
+        parts.append(part(x, seen))
     assert close(parts[0] + parts[1], whole)

@@ -65,7 +65,7 @@ def test_weights_masks_and_gradients_are_those_of_one_device(pool, family):
                 assert torch.equal(mask[:, : expected.shape[1]], expected), (layout, site)
                 seen[site][samples, start : start + mask.shape[1]] = True
             per_step = 2 if "accumulate=2" in layout else 1
-            inner = [count for site, count in counts.items() if site.endswith("attn.dropout")]
+            inner = [count for site, count in counts.items() if site.endswith("attn.core.dropout")]
             assert inner == [per_step * (2 if again else 1)] * 2, f"{layout}: recomputed, with the same mask"
         assert all(bool(mask.all()) for mask in seen.values()), "together the ranks saw every element"
 

@@ -13,8 +13,8 @@ With dp=4,shard=2,tp=2,pp=2:
 
 So the stride of an axis is the product of the sizes inside it, and a rank is the sum of coordinate x stride.
 
-tp and cp are products of axes too where a layout asks for it: a grid of tp (2d, 2.5d, 3d) is z x y x x, with x innermost,
-and cp_kind=ring-ulysses is ring x ulysses, with neighbours exchanging heads.
+tp and cp are products of axes too where a layout asks for it: a grid of tp (2d, 2.5d, 3d) is z layers of y rows of x
+ranks, and cp_kind=ring-ulysses is a ring of groups of neighbours that exchange heads (ulysses).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ INSIDE = ("tp", "z", "y", "x")
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """One dimension of a tensor divided over one mesh axis. A second cut of a dimension divides the first one's parts."""
+    """One dimension of a tensor divided over one mesh axis; a second cut of it divides the parts of the first."""
 
     axis: str
     """the mesh axis whose coordinate picks the part"""

@@ -1,11 +1,14 @@
-"""Causal self-attention with grouped queries, for both language models.
+"""Self-attention with grouped queries, for both language models.
 
 The number of heads is read from the projections' width: a projection that holds only some of the heads needs no change.
+What happens between the projections is a module of its own, `Core`, so that it can be taken over where the tokens that
+see each other are on different devices or come one slice after another.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -29,14 +32,6 @@ def positions(tokens: Tensor, documents: Tensor | None) -> Tensor:
     return place - torch.where(first, place, 0).cummax(1).values
 
 
-def document_mask(documents: Tensor | None) -> Tensor | None:
-    """[B, 1, T, T], True where a token (row) may see another (column): not later, and in the same document."""
-    if documents is None:
-        return None
-    same = documents.unsqueeze(2) == documents.unsqueeze(1)
-    return same.tril().unsqueeze(1)
-
-
 def rotation(place: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
     """The angles of rotary position embedding, once per forward pass, in at least 32 bits."""
     # In fp64: at position 8192 an fp32 angle is already wrong by 5e-4, and the table is small.
@@ -52,32 +47,91 @@ class Seen:
 
     place: Tensor
     """[1 or B, T]: its position"""
-    mask: Tensor | None = None
-    """[.., T, T], True where a token (row) may see another (column); none: all before it"""
+    documents: Tensor | None = None
+    """[1 or B, all tokens]: the document of every token that may be seen; none: all are of one"""
+    causal: bool = True
+    """a token sees those before it alone"""
     turn: Rotation | None = None
+    first: int = 0
+    """how many tokens were before those at hand, where a sequence is given piece by piece"""
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """[.., T, all tokens], True where a token (row) may see another (column); none: all, or all before it."""
+        queries = self.place.shape[1]
+        if self.documents is None:
+            if not self.first:
+                return None
+            shape = (queries, self.first + queries)
+            return torch.ones(shape, dtype=torch.bool, device=self.place.device).tril(self.first)
+        mine = self.documents[:, self.first : self.first + queries]
+        same = mine.unsqueeze(2) == self.documents.unsqueeze(1)
+        return (same.tril(self.first) if self.causal else same).unsqueeze(1)
 
     def cut(self, start: int, stop: int) -> Seen:
         """The same for positions start .. stop - 1, which see those before them too."""
-        mask, turn = self.mask, self.turn
-        if mask is None:
-            shape = (stop - start, stop)
-            mask = torch.ones(shape, dtype=torch.bool, device=self.place.device).tril(start)
-        else:
-            mask = mask[..., start:stop, :stop]
-        turn = (turn[0][:, start:stop], turn[1][:, start:stop]) if turn is not None else None
-        return Seen(self.place[:, start:stop], mask, turn)
+        turn = (self.turn[0][:, start:stop], self.turn[1][:, start:stop]) if self.turn is not None else None
+        documents = self.documents[:, :stop] if self.documents is not None else None
+        return Seen(self.place[:, start:stop], documents, self.causal, turn, start)
+
+    def rows(self, rows: slice) -> Seen:
+        """The same for some of the sequences."""
+
+        def of(x: Tensor) -> Tensor:
+            return x if len(x) == 1 else x[rows]
+
+        turn = (of(self.turn[0]), of(self.turn[1])) if self.turn is not None else None
+        documents = of(self.documents) if self.documents is not None else None
+        return Seen(of(self.place), documents, self.causal, turn, self.first)
 
 
-class Past(Protocol):
-    """What came before the tokens at hand, where a sequence is given piece by piece."""
+class Reach(Protocol):
+    """How a core reaches tokens that are not at hand: other devices have them, or they came before."""
 
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H, T, head_dim] of all tokens so far, from those of the tokens at hand."""
+    def attend(self, core: Core, q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> Tensor:
+        """What `Core.forward` gives, from queries, keys and values of the tokens at hand."""
         ...
 
 
+class Core(nn.Module):
+    """What attention does between its projections: q [B, H, T, head_dim], k and v of as many heads or fewer."""
+
+    reach: Reach | None = None
+    """takes over; none: all tokens are at hand"""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> Tensor:
+        """[B, H, T, head_dim]"""
+        if self.reach is not None:
+            return self.reach.attend(self, q, k, v, seen)
+        return self.at_hand(q, k, v, seen)
+
+    def at_hand(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> Tensor:
+        """All that a token may see is in k and v."""
+        if self.training and self.dropout.p > 0:
+            return self._with_dropout(q, k, v, seen)
+        gqa, mask = q.shape[1] != k.shape[1], seen.mask
+        causal = mask is None and seen.causal
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa)
+
+    def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> Tensor:
+        # Fused kernels draw masks of their own; here each probability's mask must be a function of its place.
+        repeat, mask = q.shape[1] // k.shape[1], seen.mask
+        k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+        if mask is None and seen.causal:
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(2, 3)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
+        probabilities: Tensor = self.dropout(scores.softmax(-1, dtype=wide).to(v.dtype))
+        return probabilities @ v
+
+
 class Attention(nn.Module):
-    past: Past | None = None
     remake = False
     """what `o` reads is found where attention keeps it, and not kept once more in another type"""
 
@@ -87,19 +141,11 @@ class Attention(nn.Module):
         self.q = Linear(width, width, bias=bias)
         self.k = Linear(width, kv_heads * self.head_dim, bias=bias)
         self.v = Linear(width, kv_heads * self.head_dim, bias=bias)
+        self.core = Core(dropout)
         self.o = Linear(width, width, bias=bias)
-        self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, rotation: Rotation | None = None) -> Tensor:
-        q, k, v = self._rotated(x, rotation)
-        if self.past is not None:
-            k, v = self.past.extend(k, v)
-        if self.training and self.dropout.p > 0:
-            y = self._with_dropout(q, k, v, mask)
-        else:
-            gqa = q.shape[1] != k.shape[1]
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa)
-        y = y.transpose(1, 2).flatten(2)
+    def forward(self, x: Tensor, seen: Seen) -> Tensor:
+        y = self.core(*self._rotated(x, seen.turn), seen).transpose(1, 2).flatten(2)
         if self.remake:
             kept = y.detach()
             note.write(y, Note(again=lambda _gradient: kept))
@@ -116,15 +162,3 @@ class Attention(nn.Module):
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(x.shape[0], x.shape[1], -1, self.head_dim).transpose(1, 2)
-
-    def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        # Fused kernels draw masks of their own; here each probability's mask must be a function of its place.
-        repeat = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-        if mask is None:
-            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-        scores = (q * self.head_dim**-0.5) @ k.transpose(2, 3)
-        scores = scores.masked_fill(~mask, float("-inf"))
-        wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
-        probabilities: Tensor = self.dropout(scores.softmax(-1, dtype=wide).to(v.dtype))
-        return probabilities @ v

@@ -50,8 +50,8 @@ class Block(nn.Module):
         self.mlp = MLP(config.width, config.ffn)
         self.drop2 = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        x = x + self.drop1(self.attn(self.norm1(x), mask))
+    def forward(self, x: Tensor, seen: Seen) -> Tensor:
+        x = x + self.drop1(self.attn(self.norm1(x), seen))
         out: Tensor = x + self.drop2(self.mlp(self.norm2(x)))
         return out
 

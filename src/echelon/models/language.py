@@ -1,11 +1,11 @@
 """What the language models have in common: the loss contract, text logits, tied embedding, first values."""
 
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 
-from echelon.models.attention import Seen, document_mask, positions
+from echelon.models.attention import Seen
+from echelon.models.attention import positions as positions_of
 from echelon.models.chain import Chain, Link
 from echelon.models.head import LanguageHead
 from echelon.models.initial import transformer
@@ -36,24 +36,27 @@ class LanguageModel(nn.Module):
         if self.config.tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """(sum of losses, number of valid targets). All inputs are int64 [B, T].
 
         `documents` numbers each token's document: tokens see only their own, and positions restart in each.
+        `positions` says where each token is in its document, for tokens that are not one after another.
         """
-        total, count = self.head(self.hidden(tokens, documents), targets)
+        total, count = self.head(self.hidden(tokens, documents, positions), targets)
         return total, count
 
-    def logits(self, tokens: Tensor) -> Tensor:
-        return self.head.logits(self.hidden(tokens))
+    def logits(self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        return self.head.logits(self.hidden(tokens, documents, positions))
 
-    def hidden(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """[B, T, width]: what the head reads."""
         self.check_length(tokens)
-        seen = self.seen(tokens, documents)
+        seen = self.seen(tokens, documents, positions)
         x = self.start(tokens, seen)
         for block in self.blocks:
-            x = block(x, *self.given(seen))
+            x = block(x, seen)
         out: Tensor = self.norm(x)
         return out
 
@@ -61,13 +64,10 @@ class LanguageModel(nn.Module):
         """[B, T, width]: what the first block reads."""
         raise NotImplementedError
 
-    def seen(self, tokens: Tensor, documents: Tensor | None = None) -> Seen:
+    def seen(self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Seen:
         """Where each token is and what it may see."""
-        return Seen(positions(tokens, documents), document_mask(documents))
-
-    def given(self, seen: Seen) -> tuple[Any, ...]:
-        """What every block is given beside its input."""
-        return (seen.mask,)
+        place = positions_of(tokens, documents) if positions is None else positions
+        return Seen(place, documents, self.config.causal)
 
     # -- the same, cut into links -------------------------------------------------------------------------------------
 
@@ -75,7 +75,7 @@ class LanguageModel(nn.Module):
         blocks = (Link(f"blocks.{i}", (f"blocks.{i}",), partial(self._block, i)) for i in range(len(self.blocks)))
         return Chain(
             links=(Link("embed", self.first, self._start), *blocks, Link("head", ("norm", "head"), self._end)),
-            shared=lambda tokens, targets=None, documents=None: self.seen(tokens, documents),
+            shared=lambda tokens, targets=None, documents=None, positions=None: self.seen(tokens, documents, positions),
             cut=Seen.cut,
             logits=lambda x, _shared, **_inputs: self.head.logits(self.norm(x)),
         )
@@ -85,7 +85,7 @@ class LanguageModel(nn.Module):
         return self.start(tokens, seen)
 
     def _block(self, index: int, x: Tensor, seen: Seen, **_inputs: Tensor) -> Tensor:
-        out: Tensor = self.blocks[index](x, *self.given(seen))
+        out: Tensor = self.blocks[index](x, seen)
         return out
 
     def _end(self, x: Tensor, _seen: Seen, targets: Tensor, **_inputs: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from echelon.kernels.linear import project
 from echelon.kernels.norm import rms_norm, stream_norm
-from echelon.kernels.rope import Rotation
 from echelon.kernels.swiglu import gated, swiglu
 from echelon.models.attention import Attention, Seen, rotation
 from echelon.models.language import LanguageModel
@@ -67,9 +66,9 @@ class Block(nn.Module):
         self.mlp = MLP(config.width, config.ffn)
         self.drop2 = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None, rotation: Rotation | None) -> Tensor:
+    def forward(self, x: Tensor, seen: Seen) -> Tensor:
         x, h = self.norm1(x)
-        x, h = self.norm2(x, self.drop1(self.attn(h, mask, rotation)))
+        x, h = self.norm2(x, self.drop1(self.attn(h, seen)))
         out: Tensor = x + self.drop2(self.mlp(h))
         return out
 
@@ -86,10 +85,7 @@ class Llama(LanguageModel):
         x: Tensor = self.drop(self.embed(tokens))
         return x
 
-    def seen(self, tokens: Tensor, documents: Tensor | None = None) -> Seen:
-        seen = super().seen(tokens, documents)
+    def seen(self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Seen:
+        seen = super().seen(tokens, documents, positions)
         turn = rotation(seen.place, self.config.head_dim, THETA, next(self.parameters()).dtype)
         return replace(seen, turn=turn)
-
-    def given(self, seen: Seen) -> tuple[Tensor | None, Rotation | None]:
-        return seen.mask, seen.turn

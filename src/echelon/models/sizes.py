@@ -43,6 +43,8 @@ class ModelConfig:
     """Whether the head uses the embedding's matrix."""
     dropout: float = 0.0
     """Probability that dropout zeroes an element in training."""
+    causal: bool = True
+    """Whether a token sees only those before it; otherwise it sees all of its document."""
 
     def __post_init__(self) -> None:
         wrong = []
@@ -90,12 +92,12 @@ class ModelConfig:
         return self.parameters - embedding - positions
 
     def flops_per_token(self, seq_len: int) -> int:
-        """FLOPs of a training step per token: 6 per matmul parameter, plus causal attention. For conv, per image."""
+        """FLOPs of a training step per token: 6 per matmul parameter, plus attention. For conv, per image."""
         if self.family == "conv":
             sides = (self.max_seq_len >> layer for layer in range(self.layers))
             products = (KERNEL * i * o * s * s for (i, o), s in zip(self.convolutions, sides, strict=True))
             return 6 * (self._conv_head + sum(products))
-        return 6 * self.matmul_parameters + 6 * self.layers * self.width * seq_len
+        return 6 * self.matmul_parameters + (6 if self.causal else 12) * self.layers * self.width * seq_len
 
     @property
     def convolutions(self) -> tuple[tuple[int, int], ...]:

@@ -20,7 +20,7 @@ _TRANSFORMER = {
     "blocks.*.attn.q": "column/heads",
     "blocks.*.attn.k": "column/heads",
     "blocks.*.attn.v": "column/heads",
-    "blocks.*.attn.dropout": "heads",
+    "blocks.*.attn.core.dropout": "heads",
     "blocks.*.attn.o": "row",
     "blocks.*.drop1": "sequence",
     "blocks.*.norm2": "sequence",

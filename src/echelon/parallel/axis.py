@@ -23,7 +23,18 @@ class Done:
         return None
 
 
-Pending = Done | dist.Work
+class Several:
+    """The handle of messages that are waited for together."""
+
+    def __init__(self, works: Sequence[dist.Work]):
+        self.works = works
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+Pending = Done | Several | dist.Work
 
 
 class Axis:
@@ -95,9 +106,42 @@ class Axis:
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Everyone gets the first rank's values."""
-        if not self.idle("broadcast"):
-            dist.broadcast(tensor, src=self.ranks[0], group=self.group)
+        self.start_broadcast(tensor, 0).wait()
         return tensor
+
+    def start_broadcast(self, tensor: Tensor, source: int) -> Pending:
+        """Everyone gets the values of the rank at place `source`."""
+        if self.idle("broadcast"):
+            return Done()
+        work: dist.Work = dist.broadcast(tensor, src=self.ranks[source], group=self.group, async_op=True)
+        return work
+
+    def start_reduce(self, tensor: Tensor, target: int) -> Pending:
+        """The rank at place `target` gets the sum; what the others then hold means nothing."""
+        if self.idle("reduce"):
+            return Done()
+        work: dist.Work = dist.reduce(tensor, dst=self.ranks[target], group=self.group, async_op=True)
+        return work
+
+    def start_all_to_all(self, received: Tensor, sent: Tensor) -> Pending:
+        """Slice i of `sent` goes to rank i, whose slice comes to the same place of `received`."""
+        if self.idle("all_to_all"):
+            received.copy_(sent)
+            return Done()
+        work: dist.Work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+        return work
+
+    def start_shift(self, received: Tensor, sent: Tensor) -> Pending:
+        """`sent` goes to the next rank, the last one's to the first; `received` becomes that of the rank before."""
+        if self.idle("send"):
+            received.copy_(sent)
+            return Done()
+        after, before = (self.ranks[(self.index + step) % self.size] for step in (1, -1))
+        both = [
+            dist.P2POp(dist.isend, sent, after, group=self.group),
+            dist.P2POp(dist.irecv, received, before, group=self.group),
+        ]
+        return Several(dist.batch_isend_irecv(both))
 
 
 _live: weakref.WeakSet[Axes] = weakref.WeakSet()

@@ -36,6 +36,11 @@ class SliceRuntime(Runtime):
                 "schedule=terapipe needs attention that takes a sequence piece by piece (models/attention.py), and "
                 "a chain that can cut what is shared (`Chain.cut`); use schedule=1f1b"
             )
+        if not getattr(getattr(parallel.model, "config", None), "causal", True):
+            raise ValueError(
+                "schedule=terapipe begins with a sequence's first tokens, and these see later ones here (causal=False); "
+                "use schedule=1f1b"
+            )
 
     def parts(self, length: int) -> tuple[int, ...]:
         """The lengths of the slices of a sequence."""

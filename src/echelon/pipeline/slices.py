@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from echelon.models.attention import Attention
+from echelon.models.attention import Core, Seen
 from echelon.models.sizes import ModelConfig
 from echelon.parallel.apply import Parallel
 from echelon.pipeline.runtime import Work
@@ -38,13 +38,16 @@ class Kept:
 
 
 class SlicePast:
-    """The past of one attention module, by microbatch and slice."""
+    """The past of one attention core, by microbatch and slice."""
 
     def __init__(self, slices: Slices):
         self.slices = slices
         self.kept: dict[tuple[int, int], Kept] = {}
 
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, core: Core, q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> Tensor:
+        return core.at_hand(q, *self._extend(k, v), seen)
+
+    def _extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if self.slices.at is None:
             return k, v
         m, part = self.slices.at
@@ -64,9 +67,10 @@ class Slices:
         """start and stop of the slice at hand, and the length of the whole sequence"""
         self.pasts: list[SlicePast] = []
         for module in parallel.model.modules():
-            if isinstance(module, Attention):
-                module.past = SlicePast(self)
-                self.pasts.append(module.past)
+            if isinstance(module, Core):
+                past = SlicePast(self)
+                module.reach = past
+                self.pasts.append(past)
             elif isinstance(module, Dropout):
                 module.register_forward_pre_hook(self._window)
 

@@ -1,0 +1,183 @@
+"""Attention over one block of keys at a time, and the merging of what the blocks give.
+
+[Note: parts of a softmax]
+
+A block of keys gives a row of queries its own softmax's output, and the logarithm of that softmax's sum (lse):
+
+    S = q k' / sqrt(head_dim)        lse = log sum exp(S)        out = exp(S - lse) v
+
+Blocks that a row has seen are one block, whose sum is the sum of theirs:
+
+    lse = log(exp(lse_1) + exp(lse_2))        out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2
+
+No exponent is above 0, so nothing overflows; a block of which a row sees nothing has lse = -inf, and weight 0. Backward
+needs no merging: with the whole row's lse and out, a block makes its own part of every gradient.
+
+    P = exp(S - lse)      dP = g v'      dS = P (dP - sum(g out))      dq = dS k      dk = dS' q      dv = P' g
+
+Nothing here is seen by autograd: who calls this writes its own backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 26
+"""scores that plain torch holds at a time: rows are taken so many at once"""
+
+
+@torch.no_grad()
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Tensor | None = None, factor: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(out [B, H, Tq, D], lse [B, H, Tq] in 32 bits or more) of q [B, H, Tq, D] and k, v [B, KV, Tk, D].
+
+    Query head h reads kv head h // (H / KV). `mask` is True where a query may see a key, and `factor` is what
+    probabilities are multiplied by after the softmax (dropout); both broadcast to [B, H, Tq, Tk]. Rows that see nothing
+    give 0 and -inf. In memory `out` is [B, Tq, H, D].
+    """
+    _check(q, k, causal)
+    out, lse = _empty(q, q.dtype), q.new_empty(q.shape[:3], dtype=wide(q.dtype))
+    hidden = None if mask is None else mask.logical_not()
+    for rows, keys in _chunks(q, k, causal):
+        scores = _scores(q[:, :, rows], k[:, :, keys])
+        _hide_(scores, _part(hidden, q, k, rows, keys), causal, rows, keys)
+        found = scores.logsumexp(-1)
+        weights = _weights_(scores, found)
+        if (kept := _part(factor, q, k, rows, keys)) is not None:
+            weights *= kept
+        product = _grouped(weights, k) @ v[:, :, keys].to(weights.dtype)
+        out[:, :, rows], lse[:, :, rows] = product.view(*found.shape, -1), found
+    return out, lse
+
+
+@torch.no_grad()
+def attend_back(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    factor: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One block's part of (dq, dk, dv), given the whole attention's out and lse, and the gradient of that out."""
+    _check(q, k, causal)
+    dtype = lse.dtype
+    dq = _empty(q, q.dtype)
+    dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (k, v))
+    hidden = None if mask is None else mask.logical_not()
+    for rows, keys in _chunks(q, k, causal):
+        queries, block_k, block_v = q[:, :, rows], k[:, :, keys], v[:, :, keys].to(dtype)
+        scores = _scores(queries, block_k)
+        _hide_(scores, _part(hidden, q, k, rows, keys), causal, rows, keys)
+        weights = _weights_(scores, lse[:, :, rows])
+        g = gradient[:, :, rows].to(dtype)
+        dweights = (_grouped(g, k) @ block_v.transpose(-1, -2)).view_as(weights)
+        used = weights
+        if (kept := _part(factor, q, k, rows, keys)) is not None:
+            used = weights * kept
+            dweights *= kept
+        dv[:, :, keys] += _grouped(used, k).transpose(-1, -2) @ _grouped(g, k)
+        delta = (g * out[:, :, rows].to(dtype)).sum(-1, keepdim=True)
+        dscores = _grouped(dweights.sub_(delta).mul_(weights).mul_(_scale(q)), k)
+        dq[:, :, rows] = (dscores @ block_k.to(dtype)).view(queries.shape)
+        dk[:, :, keys] += dscores.transpose(-1, -2) @ _grouped(queries.to(dtype), k)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+class Merged:
+    """The attention of q's rows to the blocks of keys that were added, in any order. See the note at the top."""
+
+    def __init__(self, q: Tensor):
+        self._dtype = q.dtype
+        # Where lse is -inf, out is not yet written.
+        self._out = _empty(q, wide(q.dtype))
+        self._lse = q.new_full(q.shape[:3], -inf, dtype=wide(q.dtype))
+
+    @torch.no_grad()
+    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        """Takes in what `attend(q[:, :, rows], ...)` gave."""
+        _merge_(self._out[:, :, rows], self._lse[:, :, rows], out, lse)
+
+    @torch.no_grad()
+    def result(self) -> tuple[Tensor, Tensor]:
+        """(out in q's type, lse); 0 and -inf where nothing was added."""
+        seen = (self._lse != -inf).unsqueeze(-1)
+        return torch.where(seen, self._out, 0.0).to(self._dtype), self._lse
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums of this type are kept in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _merge_(total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+    both = torch.logaddexp(total_lse, lse)
+    base = _finite(both)
+    before, weight = ((x - base).exp_().unsqueeze(-1) for x in (total_lse, lse))
+    total.copy_(torch.where(before > 0, before * total, 0.0) + weight * out)
+    total_lse.copy_(both)
+
+
+def _weights_(scores: Tensor, lse: Tensor) -> Tensor:
+    return scores.sub_(_finite(lse).unsqueeze(-1)).exp_()
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """With 0 for -inf, so that exp(-inf - it) is 0."""
+    return lse.masked_fill(lse == -inf, 0.0)
+
+
+def _scores(q: Tensor, k: Tensor) -> Tensor:
+    dtype = wide(q.dtype)
+    scores = _grouped(q.to(dtype) * _scale(q), k) @ k.to(dtype).transpose(-1, -2)
+    return scores.view(*q.shape[:3], k.shape[2])
+
+
+def _scale(q: Tensor) -> float:
+    return float(q.shape[-1] ** -0.5)
+
+
+def _grouped(x: Tensor, k: Tensor) -> Tensor:
+    """[B, KV, H / KV * T, ...] of x [B, H, T, ...]: the heads that read one kv head are rows of one matrix."""
+    return x.reshape(x.shape[0], k.shape[1], -1, x.shape[-1])
+
+
+def _hide_(scores: Tensor, hidden: Tensor | None, causal: bool, rows: slice, keys: slice) -> None:
+    if causal:
+        row, key = (torch.arange(s.start, s.stop, device=scores.device) for s in (rows, keys))
+        scores.masked_fill_(key > row.unsqueeze(-1), -inf)
+    if hidden is not None:
+        scores.masked_fill_(hidden, -inf)
+
+
+def _part(x: Tensor | None, q: Tensor, k: Tensor, rows: slice, keys: slice) -> Tensor | None:
+    return None if x is None else x.expand(*q.shape[:3], k.shape[2])[:, :, rows, keys]
+
+
+def _chunks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
+    """Rows of queries, and the keys that they may see."""
+    length, keys = q.shape[2], k.shape[2]
+    step = max(CHUNK // max(q.shape[0] * q.shape[1] * keys, 1), 1)
+    for start in range(0, length, step):
+        stop = min(start + step, length)
+        yield slice(start, stop), slice(0, stop if causal else keys)
+
+
+def _empty(q: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of q's shape; in memory [B, Tq, H, D], so that the heads of a token are one row for the product after them."""
+    batch, heads, length, head_dim = q.shape
+    return q.new_empty(batch, length, heads, head_dim, dtype=dtype).transpose(1, 2)
+
+
+def _check(q: Tensor, k: Tensor, causal: bool) -> None:
+    assert q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} query heads are no multiple of {k.shape[1]} kv heads"
+    assert not causal or q.shape[2] == k.shape[2], f"causal, but {q.shape[2]} queries and {k.shape[2]} keys"
