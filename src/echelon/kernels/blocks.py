@@ -110,8 +110,8 @@ class Merged:
     @torch.no_grad()
     def result(self) -> tuple[Tensor, Tensor]:
         """(out in q's type, lse); 0 and -inf where nothing was added."""
-        seen = (self._lse != -inf).unsqueeze(-1)
-        return torch.where(seen, self._out, 0.0).to(self._dtype), self._lse
+        blind = (self._lse == -inf).unsqueeze(-1)
+        return self._out.masked_fill_(blind, 0.0).to(self._dtype), self._lse
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
