@@ -70,6 +70,8 @@ def _claims(engine: Engine, model: ModelConfig, layout: Layout) -> list[Collecti
             dropout=model.dropout > 0,
             element_bytes=size,
             loss_bytes=max(size, 4),
+            heads=model.heads,
+            kv_heads=model.kv_heads,
         )
     )
 

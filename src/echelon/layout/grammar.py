@@ -160,8 +160,6 @@ _RECOMPUTE = Choice(
         Form(shape="budget:NGiB", before="budget:", after="GiB", number="decimal"),
     ),
 )
-_GRIDS = "tensor-parallel grids are"
-_CONTEXT = "context parallelism is"
 _EXPERTS = "expert parallelism is"
 
 # fmt: off
@@ -175,17 +173,17 @@ KEYS: tuple[Key, ...] = (
     Key(name="tp", kind=Number(), default="1",
         meaning="tensor-parallel ranks; kv heads are replicated where tp is a multiple of them"),
     Key(name="tp_kind", kind=Choice(words=("1d", "2d", "2.5d", "3d")), default="1d",
-        meaning="shape of the tensor-parallel ranks", built=("1d",), missing=_GRIDS),
+        meaning="shape of the tensor-parallel ranks"),
     Key(name="depth", kind=Number(), default="1",
-        meaning="layers of 2.5d's grid: tp = side x side x depth", built=("1",), missing=_GRIDS),
-    Key(name="sp", kind=Number(low=0, high=1), default="1 when tp > 1, else 0",
+        meaning="layers of 2.5d's grid: tp = side x side x depth"),
+    Key(name="sp", kind=Number(low=0, high=1), default="1 when tp > 1 and tp_kind=1d, else 0",
         meaning="Megatron sequence parallelism: norms and residuals split over tp"),
     Key(name="cp", kind=Number(), default="1",
-        meaning="context-parallel ranks: each holds a part of every sequence", built=("1",), missing=_CONTEXT),
+        meaning="context-parallel ranks: each holds a part of every sequence"),
     Key(name="cp_kind", kind=Choice(words=("ring", "ulysses", "gather", "ring-ulysses")), default="ring",
-        meaning="how attention sees the other parts of a sequence", built=("ring",), missing=_CONTEXT),
+        meaning="how attention sees the other parts of a sequence"),
     Key(name="ulysses", kind=Number(), default="cp with cp_kind=ulysses, else 1",
-        meaning="ranks of cp that exchange heads; the ring runs over the rest", built=("1",), missing=_CONTEXT),
+        meaning="ranks of cp that exchange heads; the ring runs over the rest"),
     Key(name="pp", kind=Number(), default="1",
         meaning="pipeline ranks"),
     Key(name="schedule", kind=_SCHEDULES, default="1f1b",

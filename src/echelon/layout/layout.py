@@ -86,7 +86,7 @@ class Layout:
         return {
             "zero": 1 if self.pp > 1 else 3 if hybrid else 0,
             "shard": self.dp,
-            "sp": 1 if self.tp > 1 and self.schedule != "terapipe" else 0,
+            "sp": 1 if self.tp > 1 and self.tp_kind == "1d" and self.schedule != "terapipe" else 0,
             "ulysses": self.cp if self.cp_kind == "ulysses" else 1,
             "vpp": 2 if self.schedule in WITH_CHUNKS else 1,
         }

@@ -96,6 +96,9 @@ def depth_is_for_25d(layout: Layout, facts: Facts) -> Iterator[Broken]:
 def sp_needs_tp(layout: Layout, facts: Facts) -> Iterator[Broken]:
     if layout.sp and layout.tp == 1:
         yield Broken(("sp",), "needs tp > 1 (tp 1)")
+    elif layout.sp and layout.tp_kind != "1d":
+        rule = f"is not for a grid, where all activations are divided over all ranks of tp (tp_kind {layout.tp_kind})"
+        yield Broken(("sp",), rule, "or tp_kind=1d")
 
 
 def tp_divides_model(layout: Layout, facts: Facts) -> Iterator[Broken]:
@@ -106,7 +109,7 @@ def tp_divides_model(layout: Layout, facts: Facts) -> Iterator[Broken]:
         yield Broken(("tp",), f"does not divide {model.heads} heads ({model.name})")
     elif not kv_heads_split(model, side):
         yield Broken(("tp",), f"neither divides {model.kv_heads} kv heads nor is a multiple of them ({model.name})")
-    elif model.ffn % side:
+    elif model.ffn % side and layout.tp_kind == "1d":  # a grid pads it
         yield Broken(("tp",), f"does not divide the feed-forward width {model.ffn} ({model.name})")
 
 
@@ -158,6 +161,9 @@ def schedule_needs_pp(layout: Layout, facts: Facts) -> Iterator[Broken]:
 def slices_need_whole_sequences(layout: Layout, facts: Facts) -> Iterator[Broken]:
     if layout.pp > 1 and layout.schedule == "terapipe" and layout.sp:
         yield Broken(("sp",), "is not for schedule=terapipe, which cuts sequences by itself", "or schedule=1f1b")
+    if layout.pp > 1 and layout.schedule == "terapipe" and layout.cp > 1:
+        rule = "is not for schedule=terapipe, which gives a stage a sequence's first tokens before its last ones"
+        yield Broken(("cp",), rule, "or schedule=1f1b")
 
 
 def asynchronous_weights_are_whole(layout: Layout, facts: Facts) -> Iterator[Broken]:

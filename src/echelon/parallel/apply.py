@@ -13,16 +13,21 @@ from echelon.layout import Layout, Mesh
 from echelon.layout.placement import Entry, Placement, units_of
 from echelon.memory import recompute
 from echelon.models.splits import split_of
-from echelon.parallel import batchnorm, shard, stages, tensor
-from echelon.parallel.axis import Axes, world_rank
+from echelon.parallel import batchnorm, grid, shard, stages, tensor
+from echelon.parallel.axis import Axes, Axis, world_rank
 from echelon.parallel.first_values import first_values, move_buffers
 from echelon.parallel.flat import Flat
 from echelon.parallel.regions import Boundary
+from echelon.parallel.spread import Context, spread
 from echelon.precision import fp8
 
 WORLD = "pp*replica*shard*cp*tp"
-AXES = ("replica", "shard", "dp", "tp", "shard*tp", "pp", "pp*dp", "pp*shard*tp", WORLD)
-"""the axes that every run has, in the order in which all ranks make their process groups"""
+
+
+def axes_of(policy: shard.Policy, tokens: str) -> tuple[str, ...]:
+    """The axes that every run has, in the order in which all ranks make their process groups."""
+    states = (policy.replica_axis, policy.axis, "dp", "tp", f"{policy.axis}*tp", f"pp*{policy.axis}*tp")
+    return (*states, "pp", tokens, f"pp*{tokens}", WORLD)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +77,12 @@ class Parallel:
     stream: rng.Stream
     policy: shard.Policy
     options: Options
+    tokens: Axis
+    """the axis of ranks that have different tokens: losses and counts are summed over it"""
     boundary: Boundary | None = None
     """where tensor-parallel regions begin and end"""
+    context: Context | None = None
+    """how sequences are cut over cp"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,12 +103,23 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
     entries = read_entries(model)
 
     rng.attach(model, stream)
-    axes = Axes(mesh, world_rank(), AXES, leave_out=options.leave_out)
+    policy = shard.policy(
+        layout,
+        reshard_after_forward=options.reshard_after_forward,
+        prefetch=options.prefetch,
+        own_loop=options.own_loop,
+    )
+    tokens = "*".join(tokens_of(layout))
+    axes = Axes(mesh, world_rank(), axes_of(policy, tokens), leave_out=options.leave_out)
     boundary: Boundary | None = None
-    if layout.tp > 1:
+    if layout.tp > 1 and layout.tp_kind == "1d":
         entries, boundary = tensor.split(model, entries, split_of(model), axes["tp"], sequence_parallel=bool(layout.sp))
+    elif layout.tp > 1:
+        entries = grid.split(model, entries, split_of(model), layout, axes)
+    if layout.tp > 1:
         for name in sorted({axis for entry in entries for axis in entry.sum_over}):
             axes.add(name)
+    context = spread(model, layout, axes) if layout.cp > 1 else None
     if layout.dp > 1:
         batchnorm.synchronise(model, axes["dp"])
     if held is not None:
@@ -113,20 +133,15 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
         fp8.check(options.device, options.compute, options.kernels)
         kept = layout.accumulate > 1 and layout.zero < 3  # whole weights would be kept that zero=3 lets go of
         fp8.apply(model, shard.layers(model), options.products, keeps_weights=kept)
-    policy = shard.policy(
-        layout,
-        reshard_after_forward=options.reshard_after_forward,
-        prefetch=options.prefetch,
-        own_loop=options.own_loop,
-    )
     units = shard.choose_units(model, options.units)
-    placement = Placement(units=units_of(entries, units, policy.shards), at=axes.at)
+    at = {**axes.at, "shard": axes[policy.axis].index, "replica": axes[policy.replica_axis].index}
+    placement = Placement(units=units_of(entries, units, policy.shards), at=at)
     flat = Flat(
         model,
         placement,
         policy,
-        axes["shard"],
-        axes["replica"],
+        axes[policy.axis],
+        axes[policy.replica_axis],
         device=options.device,
         compute=options.compute,
         master=options.master,
@@ -134,7 +149,13 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
     )
     flat.fill(values)
     move_buffers(model, options.device, options.compute)
-    return Parallel(model, layout, axes, placement, flat, stream, policy, options, boundary)
+    return Parallel(model, layout, axes, placement, flat, stream, policy, options, axes[tokens], boundary, context)
+
+
+def tokens_of(layout: Layout) -> tuple[str, ...]:
+    """The axes over which a step's tokens are divided."""
+    context = ("cp",) if layout.cp > 1 else ()
+    return ("dp", *context, *(grid.token_axes(layout) if layout.tp_kind != "1d" else ()))
 
 
 def _tied(entries: list[Entry], held: Held, at_pp: int) -> set[str]:

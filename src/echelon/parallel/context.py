@@ -1,38 +1,115 @@
-"""Context parallelism: each rank holds a slice of every sequence. Its cost, for planning; plan only.
+"""Context parallelism: the whole model sees a slice of every sequence, and attention reaches the others.
 
-ring           keys and values go around: every rank sees each slice once, beside attention on the one before
-gather         they are gathered before attention, and their gradients scattered after it
-ulysses        queries, keys, values and the result are exchanged, so that attention has whole sequences of few heads
-ring-ulysses   heads are exchanged inside groups of `ulysses` ranks, slices go around between groups
+    ring           keys and values go around, each slice once past every rank, beside attention (ring.py)
+    gather         they are gathered before attention, and their gradients scattered after it (gather.py)
+    ulysses        heads are exchanged for tokens, so that attention has whole sequences of few heads (ulysses.py)
+    ring-ulysses   heads are exchanged between neighbours (`ulysses` of them), slices go around between their groups
+
+All but attention works on tokens one by one and needs no change. What depends on where a token is comes from outside:
+every rank is given whole sequences, of which it computes positions and documents before it cuts them (spread.py).
+Dropout masks are functions of the place in the whole sequence. Losses and counts are parts, summed over cp as over dp,
+and so are gradients (shard.py). A model takes part if its attention is an `echelon.Core` and its forward takes
+`positions`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from echelon.layout import Layout
 from echelon.layout.cost import Collective
+from echelon.layout.rules import tp_side
+from echelon.parallel.tensor import Traffic
+from echelon.parallel.zigzag import Zigzag
+
+
+@dataclass(frozen=True, kw_only=True)
+class Widths:
+    """What attention has of a token on one rank of tp, in elements."""
+
+    queries: int
+    """all query heads; the result has as many"""
+    keys_and_values: int
+    kv_heads: int
+
+
+def slice_length(layout: Layout, seq_len: int) -> int:
+    """Tokens of a sequence on one rank of cp, padding included."""
+    return Zigzag(layout.cp // layout.ulysses, layout.ulysses, seq_len).padded // layout.cp
+
+
+def of_traffic(traffic: Traffic, layout: Layout) -> Iterable[Collective]:
+    """The same for a transformer's traffic."""
+    side = tp_side(layout) or 1
+    kv_heads, head_dim = max(traffic.kv_heads // side, 1), traffic.width // traffic.heads
+    return collectives(
+        layout,
+        Widths(queries=traffic.width // side, keys_and_values=2 * kv_heads * head_dim, kv_heads=kv_heads),
+        layers=traffic.layers,
+        batch=traffic.batch,
+        seq_len=traffic.seq_len,
+        element_bytes=traffic.element_bytes,
+    )
 
 
 def collectives(
-    layout: Layout, *, layers: int, tokens: float, query_bytes: float, kv_bytes: float
+    layout: Layout, widths: Widths, *, layers: int, batch: int, seq_len: int, element_bytes: int
 ) -> Iterable[Collective]:
-    """What a step issues over cp. `tokens` are a rank's of a microbatch; bytes are a token's on one tp rank."""
+    """What a step issues over cp for so many layers; `batch` sequences are in a microbatch."""
     if layout.cp == 1:
         return
-    recomputed = 1 if layout.recompute == "full" else 0
+    outer = layout.cp // layout.ulysses
+    tokens = batch * slice_length(layout, seq_len)
+    copies = max(layout.ulysses // widths.kv_heads, 1)
+    moved = tokens * widths.keys_and_values * copies
     times = layers * layout.accumulate
-    ring = layout.cp // layout.ulysses
+    again = times if layout.recompute == "full" else 0
     if layout.ulysses > 1:
-        # Queries, keys and values out, the result back; in backward the same the other way.
-        whole = int(tokens * (2 * query_bytes + kv_bytes))
-        yield Collective(kind="all_to_all", axis="cp", bytes=whole, count=(2 + recomputed) * times, part="heads")
-    if layout.cp_kind == "gather":
-        whole = int(tokens * kv_bytes * layout.cp)
-        yield Collective(kind="all_gather", axis="cp", bytes=whole, count=(2 + recomputed) * times, part="context")
-        yield Collective(kind="reduce_scatter", axis="cp", bytes=whole, count=times, part="context")
-    elif ring > 1:
-        # Forward keys and values, backward those and their gradients, one slice at a time.
-        slices = int(tokens * kv_bytes)
-        count = (3 + recomputed) * (ring - 1) * times
-        yield Collective(kind="send", axis="cp", bytes=slices, count=count, hidden=True, part="context")
+        result = tokens * widths.queries * element_bytes
+        yield from ulysses(
+            "ulysses" if outer > 1 else "cp",
+            there_bytes=result + moved * element_bytes,
+            back_bytes=result,
+            times=times,
+            again=again,
+        )
+    if outer > 1:
+        kind = gather if layout.cp_kind == "gather" else ring
+        yield from kind(
+            "ring" if layout.ulysses > 1 else "cp",
+            outer,
+            kv_bytes=moved * element_bytes,
+            gradient_bytes=moved * max(element_bytes, 4),
+            times=times,
+            again=again,
+        )
+
+
+# Of `times` attentions in a step, and `again` more where forward is repeated; bytes are of a rank's tokens.
+
+
+def ring(axis: str, ranks: int, *, kv_bytes: int, gradient_bytes: int, times: int, again: int) -> Iterable[Collective]:
+    """ring.py: once around forward and once backward, gradients one step behind."""
+    count = (ranks - 1) * (2 * times + again)
+    yield Collective(kind="send", axis=axis, bytes=kv_bytes, count=count, hidden=True, part="keys and values")
+    count = (ranks - 1) * times
+    yield Collective(kind="send", axis=axis, bytes=gradient_bytes, count=count, hidden=True, part="their gradients")
+
+
+def gather(
+    axis: str, ranks: int, *, kv_bytes: int, gradient_bytes: int, times: int, again: int
+) -> Iterable[Collective]:
+    """gather.py: all at once, in forward and again in backward, whose gradients are scattered."""
+    count = 2 * times + again
+    yield Collective(kind="all_gather", axis=axis, bytes=ranks * kv_bytes, count=count, part="keys and values")
+    yield Collective(
+        kind="reduce_scatter", axis=axis, bytes=ranks * gradient_bytes, count=times, part="their gradients"
+    )
+
+
+def ulysses(axis: str, *, there_bytes: int, back_bytes: int, times: int, again: int) -> Iterable[Collective]:
+    """ulysses.py: there and back, in forward and in backward."""
+    count = 2 * times + again
+    yield Collective(kind="all_to_all", axis=axis, bytes=there_bytes, count=count, part="heads")
+    yield Collective(kind="all_to_all", axis=axis, bytes=back_bytes, count=count, part="heads")

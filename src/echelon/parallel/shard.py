@@ -9,8 +9,9 @@ cut into `shards` equal shards, and a rank's optimizer updates its own shard. Ev
     2     dp      reduce-scatter every microbatch, keep the shard       all-gather once a step, before first use
     3     dp      reduce-scatter every microbatch, keep the shard       all-gather before each use, freed after it
 
-With `shard=` smaller than dp (HSDP) the shards of a group are all-reduced over the replicas once a step. `flat.py`
-executes this.
+With `shard=` smaller than dp (HSDP) the shards of a group are all-reduced over the replicas once a step. Ranks of cp
+hold the same parameters, and each has a part of every gradient: they divide the units too where all of dp does, and are
+replicas otherwise. `flat.py` executes this.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ class Policy:
     """ranks that divide a unit between them"""
     replicas: int
     """groups of such ranks that hold the same shards"""
+    axis: str = "shard"
+    """the mesh axis of the ranks that divide a unit"""
+    replica_axis: str = "replica"
+    """the mesh axis of the ranks that hold the same shards"""
     scatter_every_microbatch: bool
     """gradients leave their full-size buffer after each microbatch (2, 3) or once a step (0, 1)"""
     free_parameters: bool
@@ -73,11 +78,15 @@ class Policy:
 
 
 def policy(layout: Layout, *, reshard_after_forward: bool = True, prefetch: int = 1, own_loop: bool = False) -> Policy:
+    spread = layout.cp > 1 and bool(layout.zero) and layout.shard == layout.dp
+    shards = layout.shards * (layout.cp if spread else 1)
     return Policy(
-        shards=layout.shards,
-        replicas=layout.dp // layout.shards,
-        scatter_every_microbatch=layout.zero >= 2 and layout.shards > 1,
-        free_parameters=layout.zero == 3 and layout.shards > 1,
+        shards=shards,
+        replicas=layout.dp * layout.cp // shards,
+        axis="shard*cp" if spread else "shard",
+        replica_axis="replica*cp" if layout.cp > 1 and not spread else "replica",
+        scatter_every_microbatch=layout.zero >= 2 and shards > 1,
+        free_parameters=layout.zero == 3 and shards > 1,
         reshard_after_forward=reshard_after_forward,
         prefetch=prefetch,
         versions=layout.pp > 1 and layout.schedule in ASYNCHRONOUS,
@@ -166,7 +175,7 @@ def collectives(
             scatters = accumulate * (stages[unit.name] if stages else 1) if plan.scatter_every_microbatch else 1
             yield Collective(
                 kind="all_gather",
-                axis="shard",
+                axis=plan.axis,
                 bytes=whole * compute_bytes,
                 count=gathers,
                 hidden=index > 0,
@@ -174,7 +183,7 @@ def collectives(
             )
             yield Collective(
                 kind="reduce_scatter",
-                axis="shard",
+                axis=plan.axis,
                 bytes=whole * reduce_bytes,
                 count=scatters,
                 hidden=index > 0,
@@ -182,7 +191,7 @@ def collectives(
             )
         if plan.replicas > 1:
             yield Collective(
-                kind="all_reduce", axis="replica", bytes=part * reduce_bytes, hidden=index > 0, part="gradients"
+                kind="all_reduce", axis=plan.replica_axis, bytes=part * reduce_bytes, hidden=index > 0, part="gradients"
             )
 
 

@@ -197,6 +197,9 @@ class Traffic:
     """this rank has the embedding"""
     last: bool = True
     """this rank has the head"""
+    heads: int = 1
+    kv_heads: int = 1
+    """of the whole model, as `heads`"""
 
 
 def collectives(traffic: Traffic, layout: Layout) -> Iterable[Collective]:

@@ -148,12 +148,15 @@ class Pipeline:
 
     def logits(self, inputs: Mapping[str, Tensor], size: int) -> Tensor:
         """[size]: what the model says comes after the last position of the only row, on every rank."""
-        device = self.parallel.options.device
-        work = Work(inputs, torch.zeros(1, dtype=torch.int64, device=device))
+        device, context = self.parallel.options.device, self.parallel.context
+        if context is not None:
+            inputs = context.cut(inputs)
+        number = torch.zeros(1, dtype=torch.int64, device=device)
+        work = Work(inputs, number, length=context.length if context else 0)
         found = self.runtime.logits(work, lower(forwards(self.schedule.homes, 1)))
         told = torch.zeros(size, dtype=torch.float64, device=device)
         if found is not None:
-            told += found[0, -1, :size]
+            told += (found[:, -1] if context is None else context.last(found))[0, :size]
         return self.parallel.axes["pp"].all_reduce(told)
 
 

@@ -47,6 +47,8 @@ class Work:
     """of a slice: its number"""
     span: tuple[int, int, int] = (0, 0, 0)
     """of a slice: its start and stop, and the length of the sequence"""
+    length: int = 0
+    """under context parallelism: the tokens of the whole sequence"""
 
     @property
     def kind(self) -> Hashable:
@@ -265,8 +267,10 @@ class Runtime:
         return deferred.Deferred(passed.later) if self._splits else nullcontext()
 
     def _set(self, work: Work, stage: int, m: int) -> None:
-        """Dropout and sequence parallelism are told which microbatch this is."""
+        """Dropout, sequence and context parallelism are told which microbatch this is."""
         self.parallel.stream.samples = work.samples
+        if self.parallel.context is not None:
+            self.parallel.context.length = work.length
         form = self._forms.get((stage, m))
         if self.parallel.boundary is not None and form is not None:
             self.parallel.boundary.length = form.length

@@ -38,7 +38,7 @@ class SliceRuntime(Runtime):
             )
         if not getattr(getattr(parallel.model, "config", None), "causal", True):
             raise ValueError(
-                "schedule=terapipe begins with a sequence's first tokens, and these see later ones here (causal=False); "
+                "schedule=terapipe begins with a sequence's first tokens, and these see later ones (causal=False); "
                 "use schedule=1f1b"
             )
 

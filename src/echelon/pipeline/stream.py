@@ -160,7 +160,7 @@ class StreamRuntime(Runtime):
             arriving = self.pipes.take(channel, self.pipes.receive(channel, source, "update"))
             count, started = arriving.tensors[0].tolist()
             return count, started
-        noted = self.parallel.axes["dp"].all_reduce(self._losses.pop(group))
+        noted = self.parallel.tokens.all_reduce(self._losses.pop(group))
         count = float(noted[1])
         news = torch.tensor([count, started], dtype=torch.float64, device=noted.device)
         form = Form(((2,),), (torch.float64,), (False,), 0)
@@ -170,13 +170,13 @@ class StreamRuntime(Runtime):
         return count, started
 
     def news(self, updates: int) -> list[Collective]:
-        """The cost of `_told`: counts are summed over dp on the last stage, which tells the others."""
+        """The cost of `_told`: counts are summed over all tokens on the last stage, which tells the others."""
         if not self.is_last:
             return []
-        others, dp = self.schedule.ranks - 1, self.parallel.axes["dp"].size
+        others, tokens = self.schedule.ranks - 1, self.parallel.tokens
         sent = Collective(kind="send", axis="pp", bytes=16, count=others * updates, hidden=True, part="news of updates")
-        summed = Collective(kind="all_reduce", axis="dp", bytes=16, count=updates, part="news of updates")
-        return [sent, summed] if dp > 1 else [sent]
+        summed = Collective(kind="all_reduce", axis=tokens.name, bytes=16, count=updates, part="news of updates")
+        return [sent, summed] if tokens.size > 1 else [sent]
 
 
 def _no_update(_scale: float, _lr: float) -> None:

@@ -25,8 +25,7 @@ def units_of(case: Case, stage: int) -> list[tuple[Unit, float]]:
     stage, both.
     """
     layout, shape = case.layout, case.shape
-    # Ranks of cp hold the same parameters, so they share the shards too, unless shards stay inside smaller groups.
-    shards = layout.shards * (layout.cp if layout.zero and layout.shards == layout.dp else 1)
+    shards = shard.policy(layout).shards
     found: list[tuple[Unit, float]] = []
     for layer, n in shape.layers:
         mine = n * fullest_share(case)

@@ -15,6 +15,7 @@ import numpy as np
 
 from echelon.layout import Layout
 from echelon.layout.cost import Collective
+from echelon.layout.rules import tp_side
 from echelon.memory.offload import UPDATES, Moved, moved
 from echelon.parallel import context, expert, grid, shard, tensor
 from echelon.plan.activations import kept, repeats_of
@@ -22,7 +23,7 @@ from echelon.plan.case import KERNELS, Case
 from echelon.plan.cluster import HOST_DEVICES
 from echelon.plan.links import latency_of, on_the_wire
 from echelon.plan.passing import passing_of
-from echelon.plan.shape import COLUMNS, ROWS, Product
+from echelon.plan.shape import COLUMNS, ROWS, Attention, Product
 from echelon.plan.units import data_ranks, fullest_share, policy_of, units_of, update_bytes, weight_bytes
 
 Number = Any
@@ -299,8 +300,6 @@ def _messages(case: Case, mixtures: int) -> dict[str, list[Collective]]:
         element_bytes=size,
         loss_bytes=4,
     )
-    kv = attention.kv_heads * (attention.head_dim + attention.value_dim) * size / layout.tp if attention else 0.0
-    query = attention.heads * attention.head_dim * size / layout.tp if attention else 0.0
     if layout.tp_kind == "1d":
         sent = list(tensor.collectives(traffic, once))
     else:
@@ -308,9 +307,7 @@ def _messages(case: Case, mixtures: int) -> dict[str, list[Collective]]:
         sent = list(grid.collectives(once, sizes, tokens=case.tokens, element_bytes=size))
     return {
         "tp": sent,
-        "cp": list(
-            context.collectives(once, layers=shape.num_layers, tokens=case.tokens, query_bytes=query, kv_bytes=kv)
-        ),
+        "cp": _context(case, once, attention) if attention else [],
         "ep": list(
             expert.collectives(
                 once,
@@ -321,6 +318,26 @@ def _messages(case: Case, mixtures: int) -> dict[str, list[Collective]]:
             )
         ),
     }
+
+
+def _context(case: Case, once: Layout, attention: Attention) -> list[Collective]:
+    side = tp_side(case.layout) or 1
+    kv_heads = max(attention.kv_heads // side, 1)
+    widths = context.Widths(
+        queries=attention.heads * attention.head_dim // side,
+        keys_and_values=kv_heads * (attention.head_dim + attention.value_dim),
+        kv_heads=kv_heads,
+    )
+    return list(
+        context.collectives(
+            once,
+            widths,
+            layers=case.shape.num_layers,
+            batch=case.layout.microbatch,
+            seq_len=case.seq_len,
+            element_bytes=case.element_bytes,
+        )
+    )
 
 
 def _wire(collectives: Iterable[Collective], ranks: int) -> float:
@@ -343,5 +360,5 @@ def _gradient_wire(case: Case) -> float:
             reduce_bytes=case.reduce_bytes,
             stages={unit.name: 1},
         )
-        total += n * sum(_wire([item], unit.shards if item.axis == "shard" else replicas) for item in issued)
+        total += n * sum(_wire([item], replicas if item.axis == own.replica_axis else unit.shards) for item in issued)
     return total

@@ -26,6 +26,8 @@ class Case:
     steps: int = 5
     seq_len: int = 33
     """odd on purpose: it divides by no tp"""
+    packed: bool = False
+    """several documents are in a sequence"""
     seed: int = 1234
 
     def __post_init__(self) -> None:
@@ -60,4 +62,8 @@ class Case:
         # Ranks and microbatches with different numbers of valid targets tell a mean of means from the mean.
         targets[torch.rand(targets.shape, generator=source) < 0.3] = IGNORE
         targets[::3, : self.seq_len // 2] = IGNORE
-        return {"tokens": tokens[:, :-1], "targets": targets}
+        batch = {"tokens": tokens[:, :-1], "targets": targets}
+        if self.packed:
+            ends = torch.rand(targets.shape, generator=source) < 3 / self.seq_len
+            batch["documents"] = ends.cumsum(dim=1)
+        return batch

@@ -35,7 +35,7 @@ from echelon.layout.placement import Piece
 from echelon.models.head import loss_pair
 from echelon.models.sizes import ModelConfig
 from echelon.optim import Rule, sharded
-from echelon.parallel import batchnorm, shard, tensor
+from echelon.parallel import batchnorm, context, shard, tensor
 from echelon.parallel.apply import Options, Parallel, apply
 from echelon.parallel.axis import Axis, sum_together, world_size
 from echelon.parallel.flat import explained
@@ -143,7 +143,8 @@ class Engine:
 
     @property
     def _loss_axis(self) -> str:
-        return "pp*dp" if self.layout.pp > 1 else "dp"
+        tokens = self.parallel.tokens.name
+        return f"pp*{tokens}" if self.layout.pp > 1 else tokens
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -186,7 +187,7 @@ class Engine:
 
     def _run(self, microbatches: Iterable[Microbatch], lr: float) -> StepResult:
         if self.pipeline is not None:
-            works = [Work(self._on_device(microbatch), self._samples(microbatch)) for microbatch in microbatches]
+            works = self._works(microbatches)
             if self.pipeline.asynchronous:
                 return self._window(self.pipeline, works, lr)
             totals = self.pipeline.train(works, self._last_count.reciprocal())
@@ -239,9 +240,9 @@ class Engine:
             self.parallel.flat.free_gradients()
 
         totals = pipeline.window(works, update, lr)
-        last = squares if self.parallel.axes.at["dp"] == 0 else torch.zeros_like(squares)
+        last = squares if self.parallel.tokens.index == 0 else torch.zeros_like(squares)
         together = torch.cat([totals, last[None]])
-        telling = self.parallel.axes["pp*dp"].start_all_reduce(together)
+        telling = self.parallel.axes[self._loss_axis].start_all_reduce(together)
 
         def ask() -> Sequence[float]:
             telling.wait()
@@ -281,15 +282,23 @@ class Engine:
         self.parallel.stream.samples = self._samples(microbatch)
         return self._on_device(microbatch)
 
+    def _works(self, microbatches: Iterable[Microbatch]) -> list[Work]:
+        cutting, found = self.parallel.context, []
+        for microbatch in microbatches:
+            inputs = self._on_device(microbatch)
+            found.append(Work(inputs, self._samples(microbatch), length=cutting.length if cutting else 0))
+        return found
+
     def _samples(self, microbatch: Microbatch) -> Tensor:
         return sent(microbatch.samples, self.parallel.options.device)
 
     def _on_device(self, microbatch: Microbatch) -> dict[str, Tensor]:
-        options = self.parallel.options
-        return {
+        options, cutting = self.parallel.options, self.parallel.context
+        whole = {
             key: sent(value, options.device, options.compute if value.is_floating_point() else None)
             for key, value in microbatch.inputs.items()
         }
+        return whole if cutting is None else cutting.cut(whole)
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
@@ -308,8 +317,7 @@ class Engine:
     def _totals(self, microbatches: Iterable[Microbatch]) -> Tensor:
         """(sum of losses, number of valid targets) of this rank's microbatches."""
         if self.pipeline is not None:
-            works = [Work(self._on_device(microbatch), self._samples(microbatch)) for microbatch in microbatches]
-            return self.pipeline.evaluate(works)
+            return self.pipeline.evaluate(self._works(microbatches))
         totals = torch.zeros(2, dtype=torch.float64, device=self.parallel.options.device)
         for microbatch in microbatches:
             total, count = loss_pair(self.model(**self.prepared(microbatch)))
@@ -324,8 +332,11 @@ class Engine:
         with self._kernels():
             if self.pipeline is not None:
                 return self.pipeline.logits({"tokens": tokens}, size)
-            found: Tensor = model.logits(tokens)[0, -1, :size].double()
-        return found
+            if self.parallel.context is not None:
+                found = self.parallel.context.last(model.logits(**self.parallel.context.cut({"tokens": tokens})))
+            else:
+                found = model.logits(tokens)[:, -1]
+        return found[0, :size].double()
 
     def outside_gathered(self) -> AbstractContextManager[None]:
         """Around calls of `logits`, which is not `forward`: only the layers gather by themselves."""
@@ -343,6 +354,9 @@ class Engine:
         found: list[Collective] = []
         if traffic is not None:
             mine = traffic if self.pipeline is None else self.pipeline.share(traffic)
+            if self.parallel.context is not None:
+                found += context.of_traffic(mine, self.layout)
+                mine = replace(mine, seq_len=context.slice_length(self.layout, mine.seq_len))
             for length in slices or (mine.seq_len,):
                 found += tensor.collectives(replace(mine, seq_len=length), self.layout)
             found += self.pipeline.messages(mine) if self.pipeline is not None else []
@@ -375,7 +389,7 @@ class Engine:
                 stages=self.pipeline.uses if self.pipeline is not None else None,
             )
         )
-        found += tensor.partial_sums(units, self.parallel.axes.at["shard"], reduce_bytes)
+        found += tensor.partial_sums(units, self.parallel.placement.at["shard"], reduce_bytes)
         if self.norm.axis.size > 1:
             found.append(Collective(kind="all_reduce", axis=self.norm.axis.name, bytes=8, part="norm"))
         return found

@@ -39,12 +39,13 @@ def _joined(runs: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 class GradientNorm:
-    """Norm over all ranks. Call it after reduction; shards differ over `shard` and `tp`, replicas are equal."""
+    """Norm over all ranks. Call it after reduction; shards and parts of tp differ, replicas are equal."""
 
     def __init__(self, parallel: Parallel):
         # Stages of an asynchronous schedule update at different times: each has a norm of its own.
         together = parallel.layout.pp > 1 and not parallel.policy.versions
-        self.axis = parallel.axes["pp*shard*tp" if together else "shard*tp"]
+        shards = f"{parallel.policy.axis}*tp"
+        self.axis = parallel.axes[f"pp*{shards}" if together else shards]
         self.runs = owned_runs(parallel)
         self.device = parallel.options.device
 

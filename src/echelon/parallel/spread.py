@@ -1,0 +1,170 @@
+"""Sequences cut over the ranks of cp: what each rank is given of a batch, and how its attention reaches the rest.
+
+See context.py for the kinds and zigzag.py for who holds which tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from echelon.layout import Layout
+from echelon.models.attention import Core, Seen, positions
+from echelon.models.sizes import IGNORE
+from echelon.parallel import ulysses
+from echelon.parallel.axis import Axes, Axis
+from echelon.parallel.gather import Gather
+from echelon.parallel.reach import Marks
+from echelon.parallel.ring import Ring
+from echelon.parallel.zigzag import Zigzag
+from echelon.rng import Dropout
+
+TARGETS = ("targets", "labels")
+"""inputs whose padding must not count"""
+PADDING = -1
+"""the document of padding"""
+
+
+def spread(model: nn.Module, layout: Layout, axes: Axes) -> Context:
+    """Makes every attention core of a model reach the other ranks of cp."""
+    cores = [module for module in model.modules() if isinstance(module, Core)]
+    takes = inspect.signature(model.forward).parameters
+    missing = [] if cores else ["its attention must be the module echelon.Core"]
+    if "positions" not in takes and not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+        missing.append("its forward must take `positions`, where each token is in its document")
+    if missing:
+        raise ValueError(
+            f"context parallelism cannot cut the sequences of {type(model).__name__} (cp={layout.cp}): "
+            f"{' and '.join(missing)}; or use cp=1"
+        )
+    context = Context(model, layout, axes)
+    for core in cores:
+        core.reach = context
+    inside = {id(core.dropout) for core in cores}
+    for module in model.modules():
+        if isinstance(module, Dropout) and id(module) not in inside:
+            module.register_forward_pre_hook(context.window)
+    return context
+
+
+class Context:
+    """One rank's slice of the sequences at hand."""
+
+    def __init__(self, model: nn.Module, layout: Layout, axes: Axes):
+        both = 1 < layout.ulysses < layout.cp
+        for name in ("cp", *(("ring", "ulysses") if both else ())):
+            axes.add(name)
+        self.axis, alone = axes["cp"], Axis("alone", (axes.rank,), axes.rank, None, frozenset())
+        self.outer = axes["ring"] if both else alone if layout.ulysses > 1 else self.axis
+        """ranks that reach each other's keys and values"""
+        self.inner = axes["ulysses"] if both else self.axis if layout.ulysses > 1 else alone
+        """ranks that exchange heads for tokens"""
+        self.tensor, self.sliced = axes["tp"], bool(layout.sp)
+        self.kind: type[Ring | Gather] = Gather if layout.cp_kind == "gather" else Ring
+        self.check_length: Any = getattr(model, "check_length", None)
+        self.causal = bool(getattr(getattr(model, "config", None), "causal", True))
+        self.length = 0
+        """tokens of the sequences at hand, without padding"""
+        self._reaches: dict[tuple[int, bool, torch.device], Ring | Gather] = {}
+        self._places: dict[tuple[int, torch.device], Tensor] = {}
+
+    @property
+    def order(self) -> Zigzag:
+        return Zigzag(self.outer.size, self.inner.size, self.length)
+
+    def places(self, device: torch.device) -> Tensor:
+        """Where the tokens at hand are in the sequence; padding is beyond its end."""
+        if (self.length, device) not in self._places:
+            self._places[self.length, device] = torch.tensor(self.order.places(self.axis.index), device=device)
+        return self._places[self.length, device]
+
+    # -- cutting ------------------------------------------------------------------------------------------------------
+
+    def cut(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's slice of inputs that are [rows, tokens, ...], with the positions of its tokens.
+
+        Documents stay whole: attention asks for those of tokens elsewhere too.
+        """
+        self.length = _length(inputs)
+        order, some = self.order, next(iter(inputs.values()))
+        if order.padded > self.length and "tokens" not in inputs and not set(TARGETS) & set(inputs):
+            raise ValueError(
+                f"a sequence of {self.length} tokens must be padded to {order.padded}, and no input is called "
+                f"{' or '.join(TARGETS)}, whose padding would not count; pad it, or use another length"
+            )
+        if self.check_length is not None and "tokens" in inputs:
+            self.check_length(inputs["tokens"])
+        documents = inputs.get("documents")
+        places = self.places(some.device)
+        inside = places.clamp(max=self.length - 1)
+        found = {key: value.index_select(1, inside) for key, value in inputs.items() if key != "documents"}
+        for key in set(TARGETS) & set(found):
+            found[key][:, places >= self.length] = IGNORE
+        if "positions" not in found:
+            found["positions"] = positions(some, documents).index_select(1, inside)
+        if documents is None and not self.causal and order.padded > self.length:
+            documents = some.new_zeros(1, self.length, dtype=torch.int64)
+        if documents is not None:
+            found["documents"] = F.pad(documents, (0, order.padded - self.length), value=PADDING)
+        return found
+
+    def last(self, x: Tensor) -> Tensor:
+        """[B, ...] of the sequences' last tokens, on every rank, from [B, tokens, ...] of each rank's own."""
+        mine = (self.places(x.device) == self.length - 1).to(x.dtype)
+        return self.axis.all_reduce(torch.einsum("bt...,t->b...", x, mine))
+
+    def window(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        """Tells a dropout which positions, its dimension 1, are at hand."""
+        assert isinstance(module, Dropout)
+        places, size = self.places(args[0].device), args[0].shape[1]
+        start = self.tensor.index * size if self.sliced else 0
+        mine = torch.arange(start, start + size, device=places.device).clamp(max=len(places) - 1)
+        module.window = {**module.window, 1: (places[mine], self.length)}
+
+    # -- attention ----------------------------------------------------------------------------------------------------
+
+    def attend(self, core: Core, q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> Tensor:
+        """What `core` gives for the tokens at hand, from everyone's keys and values."""
+        first, heads = self.tensor.index * q.shape[1], self.tensor.size * q.shape[1]
+        if self.inner.size > 1:
+            q, k, v = ulysses.out(q, k, v, self.inner)
+            first += self.inner.index * q.shape[1]
+        drops = core.training and core.dropout.p > 0
+        reach = self._reach(seen.causal, q.device)
+        if self.outer.size == 1 and not drops:
+            y = core.at_hand(q, k, v, Seen(self._whole(q), seen.documents, seen.causal))
+        else:
+            assert isinstance(core.dropout, Dropout)
+            marks = Marks(
+                places=reach.mine,
+                length=self.length,
+                documents=seen.documents,
+                dropout=core.dropout if drops else None,
+                heads=(first, heads),
+            )
+            y = reach.attend(q, k, v, marks)
+        return ulysses.back(y, self.inner) if self.inner.size > 1 else y
+
+    def _reach(self, causal: bool, device: torch.device) -> Ring | Gather:
+        key = (self.length, causal, device)
+        if key not in self._reaches:
+            self._reaches[key] = self.kind(self.outer, self.order, causal=causal, device=device)
+        return self._reaches[key]
+
+    def _whole(self, q: Tensor) -> Tensor:
+        return torch.arange(q.shape[2], device=q.device).unsqueeze(0)
+
+
+def _length(inputs: Mapping[str, Tensor]) -> int:
+    found = sorted({int(value.shape[1]) if value.dim() > 1 else 0 for value in inputs.values()})
+    if len(found) != 1 or not found[0]:
+        raise ValueError(
+            "context parallelism cuts sequences, and every input must have the tokens of the sequence as its second "
+            f"dimension ({', '.join(f'{key} {tuple(value.shape)}' for key, value in inputs.items())}); use cp=1"
+        )
+    return found[0]
