@@ -6,6 +6,7 @@ ec.train(config_or_model, ...)      train, on as many ranks as the layout needs
 ec.wrap(model, layout)              a drop-in for DDP and FSDP in a loop of your own
 ec.Engine(model, layout).step(b)    one exact step on the global batch
 ec.Chain, ec.Link                   where a pipeline may cut a model of your own
+ec.Core, ec.Seen                    its attention, for context parallelism
 ec.Layout.parse("dp=2,tp=2")        a layout is data
 """
 
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 from echelon.layout import FaultError, Layout, Mesh
 
 if TYPE_CHECKING:
+    from echelon.models.attention import Core, Seen
     from echelon.models.chain import Chain, Link
     from echelon.proof.verify import Report, verify
     from echelon.train.config import Config
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Chain",
     "Config",
+    "Core",
     "Engine",
     "FaultError",
     "Layout",
@@ -34,6 +37,7 @@ __all__ = [
     "Mesh",
     "Report",
     "Run",
+    "Seen",
     "plan",
     "train",
     "verify",
@@ -43,10 +47,12 @@ __all__ = [
 _LATE = {
     "Chain": "echelon.models.chain",
     "Config": "echelon.train.config",
+    "Core": "echelon.models.attention",
     "Engine": "echelon.train.engine",
     "Link": "echelon.models.chain",
     "Report": "echelon.proof.verify",
     "Run": "echelon.train.run",
+    "Seen": "echelon.models.attention",
     "verify": "echelon.proof.verify",
     "wrap": "echelon.train.wrap",
 }

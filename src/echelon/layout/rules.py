@@ -161,13 +161,16 @@ def schedule_needs_pp(layout: Layout, facts: Facts) -> Iterator[Broken]:
 def slices_need_whole_sequences(layout: Layout, facts: Facts) -> Iterator[Broken]:
     if layout.pp > 1 and layout.schedule == "terapipe" and layout.sp:
         yield Broken(("sp",), "is not for schedule=terapipe, which cuts sequences by itself", "or schedule=1f1b")
+
+
+def slices_come_in_order(layout: Layout, facts: Facts) -> Iterator[Broken]:
     if layout.pp > 1 and layout.schedule == "terapipe" and layout.cp > 1:
         rule = "is not for schedule=terapipe, which gives a stage a sequence's first tokens before its last ones"
         yield Broken(("cp",), rule, "or schedule=1f1b")
 
 
 def asynchronous_weights_are_whole(layout: Layout, facts: Facts) -> Iterator[Broken]:
-    if layout.pp > 1 and layout.schedule in ASYNCHRONOUS and layout.zero > 1 and layout.dp > 1:
+    if layout.pp > 1 and layout.schedule in ASYNCHRONOUS and layout.zero > 1 and layout.dp * layout.cp > 1:
         rule = f"is not for schedule={layout.schedule}, which holds several whole versions of the weights"
         yield Broken(("zero",), rule, "or schedule=1f1b")
 
@@ -223,6 +226,7 @@ RULES: tuple[Rule, ...] = (
     schedule_needs_pp,
     vpp_fits_schedule,
     slices_need_whole_sequences,
+    slices_come_in_order,
     asynchronous_weights_are_whole,
     asynchronous_stages_share_nothing,
     experts_fold,

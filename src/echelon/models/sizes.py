@@ -189,10 +189,15 @@ def find(name: str) -> ModelConfig:
     )
 
 
-def changed(config: ModelConfig, *, dropout: float | None, tied: bool | None) -> ModelConfig:
-    """The size with what a configuration sets in place of its own; none keeps it."""
+def changed(config: ModelConfig, *, dropout: float | None, tied: bool | None, seq_len: int = 0) -> ModelConfig:
+    """The size with what a configuration sets in place of its own; none keeps it.
+
+    Rotary positions have no table, so that their models take sequences of any length.
+    """
+    rotary = config.family == "llama"
     return replace(
         config,
+        max_seq_len=max(config.max_seq_len, seq_len) if rotary else config.max_seq_len,
         dropout=config.dropout if dropout is None else dropout,
         tied=config.tied if tied is None else tied,
     )

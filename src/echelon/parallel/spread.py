@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -70,8 +71,9 @@ class Context:
         self.causal = bool(getattr(getattr(model, "config", None), "causal", True))
         self.length = 0
         """tokens of the sequences at hand, without padding"""
-        self._reaches: dict[tuple[int, bool, torch.device], Ring | Gather] = {}
-        self._places: dict[tuple[int, torch.device], Tensor] = {}
+        # For a few lengths, since sequences may be of any.
+        self._reach = lru_cache(maxsize=8)(self._make_reach)
+        self._tokens = lru_cache(maxsize=8)(self._make_places)
 
     @property
     def order(self) -> Zigzag:
@@ -79,9 +81,10 @@ class Context:
 
     def places(self, device: torch.device) -> Tensor:
         """Where the tokens at hand are in the sequence; padding is beyond its end."""
-        if (self.length, device) not in self._places:
-            self._places[self.length, device] = torch.tensor(self.order.places(self.axis.index), device=device)
-        return self._places[self.length, device]
+        return self._tokens(self.order, device)
+
+    def _make_places(self, order: Zigzag, device: torch.device) -> Tensor:
+        return torch.tensor(order.places(self.axis.index), device=device)
 
     # -- cutting ------------------------------------------------------------------------------------------------------
 
@@ -135,7 +138,7 @@ class Context:
             q, k, v = ulysses.out(q, k, v, self.inner)
             first += self.inner.index * q.shape[1]
         drops = core.training and core.dropout.p > 0
-        reach = self._reach(seen.causal, q.device)
+        reach = self._reach(self.order, seen.causal, q.device)
         if self.outer.size == 1 and not drops:
             y = core.at_hand(q, k, v, Seen(self._whole(q), seen.documents, seen.causal))
         else:
@@ -150,11 +153,8 @@ class Context:
             y = reach.attend(q, k, v, marks)
         return ulysses.back(y, self.inner) if self.inner.size > 1 else y
 
-    def _reach(self, causal: bool, device: torch.device) -> Ring | Gather:
-        key = (self.length, causal, device)
-        if key not in self._reaches:
-            self._reaches[key] = self.kind(self.outer, self.order, causal=causal, device=device)
-        return self._reaches[key]
+    def _make_reach(self, order: Zigzag, causal: bool, device: torch.device) -> Ring | Gather:
+        return self.kind(self.outer, order, causal=causal, device=device)
 
     def _whole(self, q: Tensor) -> Tensor:
         return torch.arange(q.shape[2], device=q.device).unsqueeze(0)

@@ -184,13 +184,23 @@ class Prover:
 
     def _guilty_axis(self, layout: Layout) -> str:
         """The axis that fails alone: splitting over one at a time finds the wrong reduction, whatever the bug is."""
-        no_pipeline: dict[str, int | str] = {"pp": 1, "schedule": "1f1b", "vpp": 1}
         shards, replicas = layout.shards, layout.dp // layout.shards
+        none: dict[str, dict[str, int | str]] = {
+            "dp": {"dp": 1, "zero": 0, "shard": 1},
+            "tp": {"tp": 1, "sp": 0, "tp_kind": "1d", "depth": 1},
+            "cp": {"cp": 1, "cp_kind": "ring", "ulysses": 1},
+            "pp": {"pp": 1, "schedule": "1f1b", "vpp": 1},
+        }
+
+        def only(axis: str, **keys: int) -> Layout:
+            others = {key: value for name, left in none.items() if name != axis for key, value in left.items()}
+            return layout.replace(**{**others, **keys})
+
         alone = {
-            "pp": layout.replace(dp=1, zero=0, shard=1, tp=1, sp=0),
-            "tp": layout.replace(dp=1, zero=0, shard=1, **no_pipeline),
-            "shard": layout.replace(tp=1, sp=0, dp=shards, shard=shards, zero=layout.zero, **no_pipeline),
-            "replica": layout.replace(tp=1, sp=0, dp=replicas, zero=0, shard=replicas, **no_pipeline),
+            **{axis: only(axis) for axis in ("pp", "tp")},
+            "cp": only("cp", zero=layout.zero),
+            "shard": only("dp", dp=shards, shard=shards, zero=layout.zero),
+            "replica": only("dp", dp=replicas, shard=replicas, zero=0),
         }
         names = {axis: part for axis, part in alone.items() if part.world > 1}
         if len(names) == 1:
@@ -198,7 +208,7 @@ class Prover:
         else:
             guilty = [axis for axis, part in names.items() if self._fails(part)] or list(names)
         hybrid = 1 < layout.shards < layout.dp
-        return " x ".join(axis if hybrid or axis in ("tp", "pp") else "dp" for axis in guilty)
+        return " x ".join(axis if hybrid or axis in ("tp", "cp", "pp") else "dp" for axis in guilty)
 
     def _fails(self, layout: Layout) -> bool:
         try:

@@ -361,7 +361,7 @@ def _model_rules(config: Config) -> Iterator[Rule]:
     if model.family == "conv":
         legal = ", ".join(name for name, size in sizes.SIZES.items() if size.family != "conv")
         yield ("model",), Fault(key="model", value=model.name, rule="learns from images, not from text", legal=legal)
-    elif config.seq_len > model.max_seq_len:
+    elif config.seq_len > sizes.changed(model, dropout=None, tied=None, seq_len=config.seq_len).max_seq_len:
         yield (
             ("model", "seq_len"),
             Fault(

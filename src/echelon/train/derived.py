@@ -8,7 +8,7 @@ from echelon.kernels import choice
 from echelon.layout import Layout
 from echelon.models.sizes import ModelConfig
 from echelon.optim import moment_bytes, num_moments
-from echelon.parallel import shard, tensor
+from echelon.parallel import context, shard, tensor
 from echelon.parallel.master import SplitMaster
 from echelon.pipeline.pipeline import Pipeline
 from echelon.train.config import Config
@@ -21,8 +21,10 @@ def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterato
     layout, parallel, options = engine.layout, engine.parallel, engine.parallel.options
     compute = name(options.compute)
     units = parallel.placement.units
-    stages = f" x pp={layout.pp}" if layout.pp > 1 else ""
-    yield "layout", str(layout), f"{layout.world} rank(s): dp={layout.dp} x tp={layout.tp}{stages}"
+    more = [f"{key}={getattr(layout, key)}" for key in ("cp", "pp") if getattr(layout, key) > 1]
+    yield "layout", str(layout), " x ".join([f"{layout.world} rank(s): dp={layout.dp} x tp={layout.tp}", *more])
+    if layout.cp > 1:
+        yield from _context(layout, config.seq_len)
     if engine.pipeline is not None:
         yield from _pipeline(engine.pipeline, config.seq_len)
     yield (
@@ -44,8 +46,12 @@ def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterato
         yield "kernels", "our own" if ours else "plain torch", why
     if engine.rule.states != "float32":
         yield "moments", engine.rule.states, "rounded up or down by chance, so that small changes add up"
-    if layout.dp > 1:
-        yield "reduction", _reduction(layout), "then divided once by the number of valid targets of the whole step"
+    if layout.dp * layout.cp > 1:
+        yield (
+            "reduction",
+            _reduction(parallel.policy, layout.zero),
+            "then divided once by the number of valid targets of the whole step",
+        )
     padding = sum(unit.shards * unit.shard_numel - unit.numel for unit in units)
     yield "units", f"{len(units)}, padded by {padding:,} elements", "parameters that are gathered and reduced together"
     if layout.tp > 1 and isinstance(getattr(engine.model, "config", None), ModelConfig):
@@ -122,12 +128,26 @@ def traffic(engine: Engine, seq_len: int) -> tensor.Traffic | None:
     )
 
 
-def _reduction(layout: Layout) -> str:
-    if layout.zero == 0:
-        return f"all-reduce over {layout.dp} ranks, once a step"
-    when = "every microbatch" if layout.zero >= 2 else "once a step"
-    across = f", all-reduce over {layout.dp // layout.shards} replicas once a step" if layout.shards < layout.dp else ""
-    return f"reduce-scatter over {layout.shards} ranks, {when}{across}"
+def _reduction(policy: shard.Policy, zero: int) -> str:
+    if policy.shards == 1:
+        return f"all-reduce over {policy.replicas} ranks, once a step"
+    when = "every microbatch" if zero >= 2 else "once a step"
+    across = f", all-reduce over {policy.replicas} replicas once a step" if policy.replicas > 1 else ""
+    return f"reduce-scatter over {policy.shards} ranks, {when}{across}"
+
+
+def _context(layout: Layout, seq_len: int) -> Iterator[Derived]:
+    tokens = context.slice_length(layout, seq_len)
+    padding = tokens * layout.cp - seq_len
+    padded = f", {padding} of them padding" if padding else ""
+    how = {
+        "ring": "keys and values go around",
+        "gather": "keys and values are gathered",
+        "ulysses": "heads are exchanged for tokens",
+        "ring-ulysses": f"heads are exchanged between {layout.ulysses} ranks, keys and values go around",
+    }
+    why = f"{how[layout.cp_kind]}; a rank has an early and a late part, so that all see as much"
+    yield "context", f"{tokens} tokens of {tokens * layout.cp} a rank{padded}", why
 
 
 def _tensor_padding(engine: Engine, seq_len: int) -> Iterator[Derived]:

@@ -150,7 +150,7 @@ class OwnTask:
 
 def shape_of(config: Config) -> ModelConfig:
     """The named size, with what the configuration changes of it."""
-    return changed(models.find(config.model), dropout=config.dropout, tied=config.tied)
+    return changed(models.find(config.model), dropout=config.dropout, tied=config.tied, seq_len=config.seq_len)
 
 
 def _tensors(batch: dict[str, data.tokens.IntArray]) -> dict[str, Tensor]:

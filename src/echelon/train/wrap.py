@@ -267,6 +267,12 @@ def wrap(model: nn.Module, layout: Layout | str = "", **options: Any) -> Wrapped
         raise ValueError(
             f"a pipeline owns the loop (pp={layout.pp}); use ec.Engine(model, layout, optimizer).step(batch)"
         )
+    if layout.cp > 1 or layout.tp_kind != "1d":
+        what = f"cp={layout.cp}" if layout.cp > 1 else f"tp_kind={layout.tp_kind}"
+        raise ValueError(
+            f"the engine cuts every batch for this layout ({what}), which a loop of your own would have to do; "
+            "use ec.Engine(model, layout, optimizer).step(batch)"
+        )
     if layout.accumulate > 1 or layout.microbatch > 1:
         raise ValueError(
             "in a loop of your own the batch is yours; leave microbatch and accumulate out of the layout, "
