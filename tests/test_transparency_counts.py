@@ -146,6 +146,26 @@ def test_pipelines_issue_what_they_claim(pool: Pool, layout: str) -> None:
     _check(pool, replace(model, layers=4), layout)
 
 
+CONTEXT = (
+    "cp=2,recompute=full,microbatch=2",
+    "cp=3,accumulate=2",
+    "cp=3,cp_kind=gather,accumulate=2",
+    "cp=2,cp_kind=gather,recompute=full",
+    "cp=4,cp_kind=ulysses",
+    "cp=4,cp_kind=ring-ulysses,ulysses=2,recompute=full",
+    "tp=2,cp=2",
+    "dp=2,cp=2,zero=3,accumulate=2",
+    "dp=2,cp=2",
+    "dp=4,shard=2,cp=2",
+    "pp=2,cp=2,accumulate=2",
+)
+
+
+@pytest.mark.parametrize("layout", CONTEXT)
+def test_context_parallel_layouts_issue_what_they_claim(pool: Pool, layout: str) -> None:
+    _check(pool, LLAMA if "cp=2" in layout else replace(GPT, dropout=0.1), layout)
+
+
 ASYNCHRONOUS = (
     "pp=3,schedule=pipedream,accumulate=3",
     "dp=2,pp=2,schedule=pipedream-vsync,accumulate=3,zero=0",

@@ -139,9 +139,8 @@ def test_runs_today(text):
 @pytest.mark.parametrize(
     ("text", "keys"),
     [
-        ("cp=2", ["cp"]),
-        ("cp=4,cp_kind=ring-ulysses,ulysses=2", ["cp", "cp_kind", "ulysses"]),
-        ("tp=4,tp_kind=2d", ["tp_kind"]),
+        ("cp=4,cp_kind=ring-ulysses,ulysses=2", []),
+        ("tp=8,tp_kind=2.5d,depth=2", []),
         ("dp=2,ep=2", ["ep"]),
         ("recompute=selective", ["recompute"]),
         ("offload=optimizer+disk", ["offload"]),

@@ -9,8 +9,11 @@ from torch import Tensor
 
 from echelon.launch.pool import Pool
 from echelon.layout import Layout, Mesh
-from echelon.parallel.apply import AXES
+from echelon.parallel import shard
+from echelon.parallel.apply import axes_of
 from echelon.parallel.axis import Axes, enumerate_groups, sum_together
+
+NAMES = [*axes_of(shard.policy(Layout(dp=2)), "dp"), "tp/2"]
 
 
 @pytest.mark.parametrize(
@@ -31,8 +34,8 @@ def test_groups_of_an_axis(name: str, groups: tuple[tuple[int, ...], ...]) -> No
 
 def sums(layout: str, leave_out: str) -> dict[str, float]:
     """On a rank: the sum of all ranks' numbers over each axis."""
-    axes = Axes(Mesh(Layout.parse(layout)), dist.get_rank(), [*AXES, "tp/2"], leave_out=leave_out)
-    names = [*AXES, "tp/2"]
+    axes = Axes(Mesh(Layout.parse(layout)), dist.get_rank(), NAMES, leave_out=leave_out)
+    names = NAMES
     return {name: axes[name].all_reduce(torch.tensor(float(2 ** dist.get_rank()))).item() for name in names}
 
 
@@ -90,9 +93,9 @@ def test_small_tensors_are_summed_together_in_place(pool: Pool) -> None:
 
 def test_alone_every_collective_is_free() -> None:
     """No process group is needed, nor asked for."""
-    axes = Axes(Mesh(Layout.parse("dp=1")), 0, AXES)
+    axes = Axes(Mesh(Layout.parse("dp=1")), 0, NAMES)
     value, whole, part = torch.ones(2), torch.zeros(2), torch.ones(2)
-    for name in AXES:
+    for name in NAMES:
         axes[name].start_all_gather(whole, part).wait()
         axes[name].start_reduce_scatter(part, whole).wait()
         assert torch.equal(axes[name].broadcast(axes[name].all_reduce(value)), torch.ones(2))

@@ -136,9 +136,6 @@ def ulysses_divides_heads(layout: Layout, facts: Facts) -> Iterator[Broken]:
     if model.heads // side % layout.ulysses:
         heads = f"{model.heads // side} heads per tp rank ({model.name})"
         yield Broken((key,), f"does not divide the {heads}", "or cp_kind=ring")
-    elif not kv_heads_split(model, side * layout.ulysses):
-        rule = f"times tp neither divides {model.kv_heads} kv heads nor is a multiple of them ({model.name})"
-        yield Broken((key,), rule, "or cp_kind=ring")
 
 
 def cp_divides_sequence(layout: Layout, facts: Facts) -> Iterator[Broken]:

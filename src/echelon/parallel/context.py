@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import lcm
 
 from echelon.layout import Layout
 from echelon.layout.cost import Collective
@@ -61,7 +62,7 @@ def collectives(
         return
     outer = layout.cp // layout.ulysses
     tokens = batch * slice_length(layout, seq_len)
-    copies = max(layout.ulysses // widths.kv_heads, 1)
+    copies = lcm(layout.ulysses, widths.kv_heads) // widths.kv_heads  # to every rank that has a query of theirs
     moved = tokens * widths.keys_and_values * copies
     times = layers * layout.accumulate
     again = times if layout.recompute == "full" else 0

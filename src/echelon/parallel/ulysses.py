@@ -4,11 +4,12 @@
     between   rank 0: tokens 0-7, heads 0-3      rank 1: tokens 0-7, heads 4-7
 
 One all-to-all takes queries, keys and values there, another the result back; backward is the same the other way around.
-A rank needs whole heads. Key-value heads that are fewer than the ranks go to each rank that has a query of theirs.
+A rank needs whole heads. Key-value heads that the ranks do not divide go to every rank that has a query of theirs.
 """
 
 from __future__ import annotations
 
+from math import lcm
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from echelon.parallel.axis import Axis
 
 def out(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
     """From [B, heads, T, head_dim] of a rank's tokens to [B, heads / ranks, ranks x T, head_dim]."""
-    copies = max(axis.size // k.shape[1], 1)
+    copies = lcm(axis.size, k.shape[1]) // k.shape[1]
     parts = (q, k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1))
     # The heads of one rank after the other, so that all three travel as one message.
     each = [part.unflatten(1, (axis.size, -1)) for part in parts]

@@ -125,6 +125,8 @@ def traffic(engine: Engine, seq_len: int) -> tensor.Traffic | None:
         dropout=model.dropout > 0,
         element_bytes=options.compute.itemsize,
         loss_bytes=max(options.compute.itemsize, 4),
+        heads=model.heads,
+        kv_heads=model.kv_heads,
     )
 
 
@@ -146,7 +148,8 @@ def _context(layout: Layout, seq_len: int) -> Iterator[Derived]:
         "ulysses": "heads are exchanged for tokens",
         "ring-ulysses": f"heads are exchanged between {layout.ulysses} ranks, keys and values go around",
     }
-    why = f"{how[layout.cp_kind]}; a rank has an early and a late part, so that all see as much"
+    zigzag = "" if layout.cp_kind == "ulysses" else "; a rank has an early and a late part, so that all see as much"
+    why = how[layout.cp_kind] + zigzag
     yield "context", f"{tokens} tokens of {tokens * layout.cp} a rank{padded}", why
 
 

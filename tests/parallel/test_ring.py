@@ -1,0 +1,228 @@
+"""Attention that reaches other ranks: against the ring self-attention of 2021, and what it keeps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from counting import CountCollectives
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from echelon import models
+from echelon.launch.pool import Pool
+from echelon.layout import Layout, Mesh
+from echelon.models import sizes
+from echelon.models.attention import Core, Seen
+from echelon.models.sizes import ModelConfig
+from echelon.parallel.axis import Axes
+from echelon.parallel.reach import Marks
+from echelon.parallel.ring import Ring
+from echelon.parallel.zigzag import Zigzag
+from echelon.proof.case import Case
+from echelon.train.engine import Engine
+
+HEADS, KV_HEADS, HEAD_DIM, LENGTH = 4, 2, 8, 48
+
+
+def ring_self_attention(q: Tensor, k: Tensor, v: Tensor, places: Tensor, ranks: int, rank: int) -> Tensor:
+    """The algorithm of 2021, of whole rows of scores: keys go around once for the scores, values once for the result.
+
+    Written for one rank that can see every rank's slices (k and v are those of all); the order of steps is the ring's.
+    """
+    k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
+    mine = q[:, :, places[rank]]
+    scores = mine.new_empty(*mine.shape[:3], k.shape[2])
+    for step in range(ranks):  # 1. the keys of rank - step arrive
+        theirs = places[(rank - step) % ranks]
+        scores[..., theirs] = mine @ k[:, :, theirs].transpose(2, 3) * HEAD_DIM**-0.5
+    scores.masked_fill_(torch.arange(k.shape[2]) > places[rank][:, None], float("-inf"))
+    weights = scores.softmax(-1)
+    out = torch.zeros_like(mine)
+    for step in range(ranks):  # 2. the values arrive the same way
+        theirs = places[(rank - step) % ranks]
+        out += weights[..., theirs] @ v[:, :, theirs]
+    return out
+
+
+def attend_around(ranks: int) -> tuple[float, float]:
+    """On a rank: the largest difference from the algorithm above, of results and of gradients."""
+    rank = dist.get_rank()
+    axes = Axes(Mesh(Layout(cp=ranks)), rank, ["cp"])
+    order = Zigzag(ranks, 1, LENGTH)
+    places = torch.tensor([order.places(r) for r in range(ranks)])
+    source = torch.Generator().manual_seed(3)
+    whole = [
+        torch.randn(2, heads, LENGTH, HEAD_DIM, generator=source, dtype=torch.float64).requires_grad_()
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+    weight = torch.randn(2, HEADS, LENGTH, HEAD_DIM, generator=source, dtype=torch.float64)
+    wanted = [ring_self_attention(*whole, places, ranks, r) for r in range(ranks)]
+    total = sum((out * weight[:, :, places[r]]).sum() for r, out in enumerate(wanted))
+    expected = torch.autograd.grad(total, whole)
+    mine = [x.detach()[:, :, places[rank]].requires_grad_() for x in whole]
+    ring = Ring(axes["cp"], order, causal=True, device=torch.device("cpu"))
+    out = ring.attend(*mine, Marks(places=places[rank], length=LENGTH, documents=None))
+    found = torch.autograd.grad((out * weight[:, :, places[rank]]).sum(), mine)
+    errors = [(a - b[:, :, places[rank]]).abs().max() for a, b in zip(found, expected, strict=True)]
+    return float((out - wanted[rank]).abs().max()), float(max(errors))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_the_flash_form_equals_the_ring_self_attention_of_2021(pool: Pool, ranks: int) -> None:
+    for errors in pool.run(attend_around, ranks, ranks):
+        assert max(errors) < 1e-12
+
+
+def send_short_types(ranks: int) -> Counter[tuple[str, int]]:
+    """On a rank: how many messages of how many bytes an attention of bfloat16 sends, forward and backward."""
+    axes = Axes(Mesh(Layout(cp=ranks)), dist.get_rank(), ["cp"])
+    order = Zigzag(ranks, 1, LENGTH)
+    places = torch.tensor(order.places(dist.get_rank()))
+    q, k, v = (
+        torch.ones(1, heads, len(places), HEAD_DIM, dtype=torch.bfloat16, requires_grad=True)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    with CountCollectives() as counter:
+        ring = Ring(axes["cp"], order, causal=True, device=torch.device("cpu"))
+        out = ring.attend(q, k, v, Marks(places=places, length=LENGTH, documents=None))
+        out.sum().backward()
+    assert out.dtype == k.grad.dtype == torch.bfloat16
+    return Counter({(kind, size): n for (kind, _, size), n in counter.seen.items()})
+
+
+def test_keys_and_values_travel_as_they_are_and_their_gradients_in_32_bits(pool: Pool) -> None:
+    elements = LENGTH // 3 * 2 * KV_HEADS * HEAD_DIM
+    for sent in pool.run(send_short_types, 3, 3):
+        assert sent == Counter({("send", elements * 2): 4, ("send", elements * 4): 2})
+
+
+# -- what is kept -----------------------------------------------------------------------------------------------------
+
+
+def kept_bytes(model: ModelConfig, text: str, length: int) -> int:
+    """On a rank: bytes that the layers keep between forward and backward, parameters and the head left out."""
+    layout = Layout.parse(text)
+    engine = Engine(models.build(replace(model, max_seq_len=length), "meta"), layout)
+    seen: dict[int, int] = {}
+    own = {unit.full.untyped_storage().data_ptr() for unit in engine.parallel.flat.units}
+
+    def pack(x: Tensor) -> Tensor:
+        seen[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    batch = Case(model=model, seq_len=length).batch(0, 1)
+    context = engine.parallel.context
+    inputs = {"tokens": batch["tokens"]} if context is None else context.cut({"tokens": batch["tokens"]})
+    with saved_tensors_hooks(pack, lambda x: x):
+        hidden = engine.model.hidden(**inputs)
+    assert hidden.requires_grad
+    return sum(size for pointer, size in seen.items() if pointer not in own)
+
+
+@pytest.mark.parametrize("kind", ["ring", "gather", "ulysses"])
+def test_what_is_kept_falls_with_the_ranks(pool: Pool, kind: str) -> None:
+    model = replace(sizes.find("llama-tiny"), layers=2, kv_heads=4)
+    length = 512
+    one = pool.run(kept_bytes, 1, model, "dp=1", length)[0]
+    two, four = (max(pool.run(kept_bytes, cp, model, f"cp={cp},cp_kind={kind}", length)) for cp in (2, 4))
+    assert two <= 1.01 * one / 2
+    assert four == pytest.approx(two / 2, rel=0.01)
+
+
+# -- a model of one's own ---------------------------------------------------------------------------------------------
+
+
+class OwnModel(torch.nn.Module):
+    """Attention by an `echelon.Core`, the rest written by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.where = torch.nn.Embedding(31, 16), torch.nn.Embedding(64, 16)
+        self.drop = torch.nn.Dropout(0.2)
+        self.qkv, self.core, self.out = torch.nn.Linear(16, 48), Core(0.1), torch.nn.Linear(16, 31)
+
+    def forward(self, tokens: Tensor, labels: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if positions is None:
+            positions = torch.arange(tokens.shape[1])[None]
+        x = self.drop(self.embed(tokens) + self.where(positions))
+        q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        x = x + self.core(q, k, v, Seen(positions)).transpose(1, 2).flatten(2)
+        logits = self.out(x).flatten(0, 1)
+        losses = torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=-100)
+        return losses, (labels != -100).sum()
+
+
+class NoCore(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = torch.nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return self.out(tokens).sum(), torch.tensor(1)
+
+
+def own_model() -> OwnModel:
+    return OwnModel()
+
+
+def own_batch(rows: int, seed: int) -> dict[str, Tensor]:
+    tokens = torch.randint(0, 31, (rows, 38), generator=torch.Generator().manual_seed(seed))
+    return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+
+def test_a_model_of_one_s_own_takes_part(pool: Pool) -> None:
+    from echelon.proof.verify import verify
+
+    layouts = "cp=2; cp=3,cp_kind=gather; cp=4,cp_kind=ulysses; dp=2,cp=2,zero=3"
+    report = verify(own_model, layouts, batch=own_batch, pool=pool, steps=2)
+    assert report.passed, [verdict.trouble or verdict.first_difference for verdict in report.verdicts]
+
+
+def lay_out_no_core() -> str:
+    with pytest.raises(ValueError, match="context parallelism cannot cut") as caught:
+        Engine(NoCore(), "cp=2")
+    return str(caught.value)
+
+
+def test_a_model_that_cannot_take_part_is_told_what_it_lacks(pool: Pool) -> None:
+    said = pool.run(lay_out_no_core, 2)[0]
+    assert "its attention must be the module echelon.Core" in said
+    assert "its forward must take `positions`" in said
+    assert "or use cp=1" in said
+
+
+def refuse_inputs() -> list[str]:
+    said = []
+    engine = Engine(OwnModel(), "cp=2")
+    tokens = torch.zeros(1, 5, dtype=torch.int64)
+    for batch in ({"tokens": tokens, "labels": tokens[:, :4]}, {"words": tokens}):
+        with pytest.raises(ValueError, match="sequence") as caught:
+            engine.step(batch)
+        said.append(str(caught.value))
+    return said
+
+
+def test_inputs_that_cannot_be_cut_are_named(pool: Pool) -> None:
+    said = pool.run(refuse_inputs, 2)[0]
+    assert "every input must have the tokens of the sequence as its second dimension (tokens (1, 5), labels" in said[0]
+    assert "no input is called targets or labels" in said[1]
+
+
+def what_comes_next(text: str, size: int) -> Tensor:
+    engine = Engine(models.build(replace(sizes.find("llama-tiny"), layers=2), "meta"), text)
+    engine.model.eval()
+    tokens = torch.arange(size)[None] % 7
+    with engine.outside_gathered():
+        return engine.logits(tokens, 257)
+
+
+@pytest.mark.parametrize("layout", ["cp=2", "cp=4,cp_kind=ulysses", "cp=2,pp=2", "tp=2,cp=2", "cp=2,zero=3"])
+def test_text_is_written_as_on_one_device(pool: Pool, layout: str) -> None:
+    for size in (1, 9):
+        wanted = pool.run(what_comes_next, 1, "dp=1", size)[0]
+        for found in pool.run(what_comes_next, Layout.parse(layout).world, layout, size):
+            assert torch.allclose(found, wanted, atol=1e-5)
