@@ -235,7 +235,7 @@ class Dropout(nn.Module):
         self.stream = stream
         self.window: Parts = {}
         """Which part of each dim of the input, never dim 0, is here; dims that are whole are left out."""
-        self.rows: slice = slice(None)
+        self.rows: slice | Tensor = slice(None)
         """Which rows of the microbatch are here."""
         self._seed = stream.seed
         self._key = key(stream.seed, site)

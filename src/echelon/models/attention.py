@@ -74,7 +74,7 @@ class Seen:
         documents = self.documents[:, :stop] if self.documents is not None else None
         return Seen(self.place[:, start:stop], documents, self.causal, turn, start)
 
-    def rows(self, rows: slice) -> Seen:
+    def rows(self, rows: slice | Tensor) -> Seen:
         """The same for some of the sequences."""
 
         def of(x: Tensor) -> Tensor:

@@ -130,6 +130,7 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
     if layout.recompute != "none":
         recompute.apply(model, shard.layers(model), stream, layout.recompute, split=layout.tp > 1)
     if options.products != "same":
+        grid.refuse_narrow(layout, options.products)
         fp8.check(options.device, options.compute, options.kernels)
         kept = layout.accumulate > 1 and layout.zero < 3  # whole weights would be kept that zero=3 lets go of
         fp8.apply(model, shard.layers(model), options.products, keeps_weights=kept)

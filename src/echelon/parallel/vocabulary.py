@@ -41,16 +41,9 @@ class VocabularyHead(nn.Module):
         super().__init__()
         self.weight, self.boundary, self.axis, self.vocabulary = weight, boundary, boundary.axis, vocabulary
 
-    @property
-    def real(self) -> int:
-        """How many of this rank's rows are real; the others are padding."""
-        rows = self.weight.shape[0]
-        return min(max(self.vocabulary - self.axis.index * rows, 0), rows)
-
     def forward(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         logits = F.linear(self.boundary.enter(hidden), self.weight)
-        losses: Tensor = _CrossEntropy.apply(logits, targets, self.axis, self.real, self.vocabulary)
-        return losses.sum(), (targets != IGNORED).sum()
+        return sliced_losses(logits, targets, self.axis, self.vocabulary).sum(), (targets != IGNORED).sum()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """All logits, gathered: for text samples, not for training."""
@@ -58,6 +51,14 @@ class VocabularyHead(nn.Module):
         whole = local.new_empty(self.axis.size, *local.shape)
         self.axis.start_all_gather(whole.view(-1), local.view(-1)).wait()
         return torch.cat(whole.unbind(0), dim=-1)[..., : self.vocabulary]
+
+
+def sliced_losses(logits: Tensor, targets: Tensor, axis: Axis, vocabulary: int) -> Tensor:
+    """The loss of each target, from this rank's slice of the logits [..., rows]; padding follows the vocabulary."""
+    rows = logits.shape[-1]
+    real = min(max(vocabulary - axis.index * rows, 0), rows)
+    losses: Tensor = _CrossEntropy.apply(logits, targets, axis, real, vocabulary)
+    return losses
 
 
 class _CrossEntropy(Function):

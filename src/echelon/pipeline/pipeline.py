@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from echelon.layout import Layout, Mesh
 from echelon.layout.cost import Collective
 from echelon.layout.layout import ASYNCHRONOUS
+from echelon.parallel import grid_cost
 from echelon.parallel.apply import Options, Parallel, apply
 from echelon.parallel.axis import world_rank
 from echelon.parallel.tensor import Traffic
@@ -103,11 +104,12 @@ class Pipeline:
         layout, slices = self.parallel.layout, self.slices(traffic)
         schedule = self.scheduled(traffic.seq_len)
         sends = Counter(action.part for action in schedule.lists[self.runtime.rank] if action.kind in SENDS)
+        rows, columns = grid_cost.block(layout, traffic.batch, traffic.width)
         found = []
         for part, count in sorted(sends.items()):
             length = slices[part] if slices else traffic.seq_len
             positions = -(-length // layout.tp) if layout.sp else length
-            size = traffic.batch * positions * traffic.width * traffic.element_bytes
+            size = rows * positions * columns * traffic.element_bytes
             found.append(Collective(kind="send", axis="pp", bytes=size, count=count, hidden=True, part="activations"))
         return found
 

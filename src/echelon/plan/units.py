@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from echelon.layout import Layout
 from echelon.layout.placement import Entry, Unit
-from echelon.parallel import shard
+from echelon.parallel import grid_cost, shard
 from echelon.plan.case import Case
 from echelon.plan.kernels import GRADIENT_SUMS, WEIGHT_CASTS
 from echelon.plan.shape import Layer
@@ -40,7 +40,7 @@ def units_of(case: Case, stage: int) -> list[tuple[Unit, float]]:
     if stage == layout.pp - 1:
         ends += shape.other_parameters + (0 if shape.tied and layout.pp == 1 else shape.head_parameters)
     if ends:
-        found.append((_unit("ends", math.ceil(ends / layout.tp), shards), 1))
+        found.append((_unit("ends", math.ceil(ends / grid_cost.weight_ranks(layout)), shards), 1))
     return found
 
 
@@ -52,10 +52,10 @@ def fullest_share(case: Case) -> float:
 
 def own_parameters(layer: Layer, layout: Layout) -> int:
     """Of a layer on one rank of tp, without its experts."""
-    found = layer.other_parameters
+    found = grid_cost.block(layout, 1, layer.other_parameters)[1]
     for product in layer.products:
         if not product.experts:
-            found += math.ceil(product.parameters / (layout.tp if product.split else 1))
+            found += math.ceil(product.parameters / (grid_cost.weight_ranks(layout) if product.split else 1))
     return found
 
 

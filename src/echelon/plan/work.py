@@ -7,7 +7,7 @@ them (time.py) prices thousands of layouts as quickly as one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from echelon.layout import Layout
 from echelon.layout.cost import Collective
 from echelon.layout.rules import tp_side
 from echelon.memory.offload import UPDATES, Moved, moved
-from echelon.parallel import context, expert, grid, shard, tensor
+from echelon.parallel import context, expert, grid_cost, shard, tensor
 from echelon.plan.activations import kept, repeats_of
 from echelon.plan.case import KERNELS, Case
 from echelon.plan.cluster import HOST_DEVICES
@@ -216,7 +216,7 @@ def work_of(case: Case) -> Work:
         weight_bytes=weight_bytes(case),
         layers=shape.num_layers,
         mixtures=mixtures,
-        tp_bytes=_wire(messages["tp"], tp),
+        tp_bytes=_tensor_wire(messages["tp"], layout),
         tp_messages=sum(item.count for item in messages["tp"]),
         tp_near=tp <= per_node,
         tp_members=min(tp, per_node),
@@ -265,9 +265,10 @@ def _product(product: Product, tokens: float, layout: Layout) -> tuple[float, fl
         flops = 2.0 * mine * product.share * inputs * outputs
         return flops, flops * (1 / rows + 1 / inputs + 1 / outputs)
     if layout.tp_kind != "1d":
-        side = grid.grid(layout)
+        sides = grid_cost.grid_of(layout)
+        rows = sides.z if layout.tp_kind == "3d" else sides.rows
         flops = 2.0 * tokens * inputs * outputs / layout.tp
-        return flops, flops * (side.rows / tokens + side.inputs / inputs + side.outputs / outputs)
+        return flops, flops * (rows / tokens + sides.x / inputs + sides.x / outputs)
     if product.split == COLUMNS:
         outputs /= layout.tp
     elif product.split == ROWS:
@@ -303,8 +304,7 @@ def _messages(case: Case, mixtures: int) -> dict[str, list[Collective]]:
     if layout.tp_kind == "1d":
         sent = list(tensor.collectives(traffic, once))
     else:
-        sizes = [(float(p.inputs), float(p.outputs)) for layer in shape.each() for p in layer.products]
-        sent = list(grid.collectives(once, sizes, tokens=case.tokens, element_bytes=size))
+        sent = list(_grid_messages(case, traffic))
     return {
         "tp": sent,
         "cp": _context(case, once, attention) if attention else [],
@@ -338,6 +338,38 @@ def _context(case: Case, once: Layout, attention: Attention) -> list[Collective]
             element_bytes=case.element_bytes,
         )
     )
+
+
+def _grid_messages(case: Case, traffic: tensor.Traffic) -> Iterator[Collective]:
+    """Of one microbatch over a grid of tp; layers of 2.5d share out among microbatches what they sum once a step."""
+    layout, shape = case.layout, case.shape
+    again = int(layout.recompute == "full")
+    norm: grid_cost.Part = grid_cost.Norm(sums=1, gathers=0)
+    kinds = [([(part, 0) for part in (norm, *grid_cost.ends(layout, shape.vocab, shape.width))], 1)]
+    for layer, n in shape.layers:
+        products = [grid_cost.product(layout, p.inputs, p.outputs, leaves=p.split == ROWS) for p in layer.products]
+        kinds.append(([(part, again) for part in (norm, norm, *products)], n))
+    for found, n in kinds:
+        for item in grid_cost.collectives(
+            found,
+            replace(layout, accumulate=1),
+            batch=traffic.batch,
+            seq_len=traffic.seq_len,
+            element_bytes=traffic.element_bytes,
+            loss_bytes=traffic.loss_bytes,
+        ):
+            yield replace(item, count=item.count * n)
+    if layout.depth > 1:
+        weights = sum(unit.shard_numel * n for unit, n in units_of(case, 0)) * case.reduce_bytes
+        yield Collective(kind="all_reduce", axis="z", bytes=int(weights / layout.accumulate), part="copied weights")
+
+
+def _tensor_wire(collectives: Iterable[Collective], layout: Layout) -> float:
+    """Bytes that pass a rank's link, over all axes of tp."""
+    if layout.tp_kind == "1d":
+        return _wire(collectives, layout.tp)
+    sides = grid_cost.grid_of(layout)
+    return sum(_wire([item], getattr(sides, item.axis)) for item in collectives)
 
 
 def _wire(collectives: Iterable[Collective], ranks: int) -> float:

@@ -35,7 +35,7 @@ from echelon.layout.placement import Piece
 from echelon.models.head import loss_pair
 from echelon.models.sizes import ModelConfig
 from echelon.optim import Rule, sharded
-from echelon.parallel import batchnorm, context, shard, tensor
+from echelon.parallel import batchnorm, context, grid, shard, tensor
 from echelon.parallel.apply import Options, Parallel, apply
 from echelon.parallel.axis import Axis, sum_together, world_size
 from echelon.parallel.flat import explained
@@ -358,7 +358,11 @@ class Engine:
                 found += context.of_traffic(mine, self.layout)
                 mine = replace(mine, seq_len=context.slice_length(self.layout, mine.seq_len))
             for length in slices or (mine.seq_len,):
-                found += tensor.collectives(replace(mine, seq_len=length), self.layout)
+                sized = replace(mine, seq_len=length)
+                if self.layout.tp_kind == "1d":
+                    found += tensor.collectives(sized, self.layout)
+                else:
+                    found += grid.collectives(self.model, shard.layers(self.model), sized, self.layout)
             found += self.pipeline.messages(mine) if self.pipeline is not None else []
         found += batchnorm.collectives(
             batchnorm.channels_of(self.model),
