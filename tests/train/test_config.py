@@ -127,7 +127,11 @@ def test_rules_between_keys(tmp_path):
 
 
 def test_a_sequence_longer_than_the_model():
-    assert faults_of("seq_len=257")["seq_len"].legal == "1 to 256"
+    assert faults_of("model=gpt-tiny", "seq_len=257")["seq_len"].legal == "1 to 256"
+
+
+def test_rotary_positions_have_no_longest_sequence():
+    assert "seq_len" not in faults_of("model=llama-tiny", "seq_len=4096", "layout=zero=9")
 
 
 def test_a_model_that_does_not_read_text():
@@ -179,8 +183,8 @@ def test_a_missing_file_and_a_folder(tmp_path):
 
 
 def test_what_is_not_built_is_refused_as_plan_only():
-    assert "plan only" in faults_of("layout=cp=2", world=2)["layout"].rule
-    assert {"layout", "tp"} <= set(faults_of("layout=cp=2,tp=8", world=16))
+    assert "plan only" in faults_of("layout=dp=2,ep=2", world=2)["layout"].rule
+    assert {"layout", "tp"} <= set(faults_of("layout=ep=2,tp=8", world=16))
 
 
 def test_a_refused_value_does_not_cause_faults_of_other_keys():

@@ -107,7 +107,7 @@ class Context:
         inside = places.clamp(max=self.length - 1)
         found = {key: value.index_select(1, inside) for key, value in inputs.items() if key != "documents"}
         for key in set(TARGETS) & set(found):
-            found[key][:, places >= self.length] = IGNORE
+            found[key] = found[key].masked_fill(places >= self.length, IGNORE)
         if "positions" not in found:
             found["positions"] = positions(some, documents).index_select(1, inside)
         if documents is None and not self.causal and order.padded > self.length:
