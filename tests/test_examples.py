@@ -72,13 +72,21 @@ def test_own_loop_under_torchrun(tmp_path):
     assert ddp[2] == 4
 
 
-def test_own_tensor_parallel_is_verified_and_learns(tmp_path):
-    done = run(tmp_path, "-W", "error", EXAMPLES / "own_tensor_parallel.py")
+@pytest.mark.parametrize(
+    ("name", "layouts", "learns"),
+    [
+        ("own_tensor_parallel", ["dp=1,tp=2,sp=0", "dp=2,zero=3,tp=2,sp=0"], 0.25),
+        (
+            "own_long_sequences",
+            ["dp=1,cp=2", "dp=1,cp=3,cp_kind=gather", "dp=1,cp=4,cp_kind=ulysses", "dp=2,zero=3,cp=2"],
+            0.7,
+        ),
+    ],
+)
+def test_a_module_of_one_s_own_is_verified_and_learns(tmp_path, name, layouts, learns):
+    done = run(tmp_path, "-W", "error", EXAMPLES / f"{name}.py")
     assert done.stderr == ""
     *verdicts, last = done.stdout.splitlines()
-    assert [line.split()[:2] for line in verdicts] == [
-        ["PASS", "dp=1,tp=2,sp=0"],
-        ["PASS", "dp=2,zero=3,tp=2,sp=0"],
-    ]
+    assert [line.split()[:2] for line in verdicts] == [["PASS", layout] for layout in layouts]
     first, final = map(float, re.fullmatch(r"loss (\S+) -> (\S+)", last).groups())
-    assert final < first / 4
+    assert final < first * learns
