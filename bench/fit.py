@@ -38,11 +38,11 @@ HELD = {
     **dict.fromkeys(("inside", "outside"), 2.0),
     **dict.fromkeys(("links_old", "stream_hidden", "stream_shown", "loose_norms"), 0.3),
     **dict.fromkeys(("tp_shown", "update", "step", "edge", "expert_edge", "dp_hidden"), 0.2),
-    **dict.fromkeys(("pp_shown", "cp_shown", "ep_shown", "streaming"), 0.1),
+    **dict.fromkeys(("pp_shown", "ep_shown", "streaming"), 0.1),
 }
 START = FITTED
-OWN_NAMES = tuple(name for name, value in OWN.items() if value)
-"""constants of our own program that were measured"""
+OWN_NAMES = tuple(name for name, value in OWN.items() if value and name != "blocks")
+"""constants of our own program that steps on one device tell"""
 
 
 def fit(works: Work, seconds: Array, weights: Array, start: Constants, names: tuple[str, ...] = NAMES) -> Constants:

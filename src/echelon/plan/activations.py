@@ -9,6 +9,7 @@ from echelon.memory.repeats import OPERATORS, Repeats, repeats
 from echelon.pipeline.schedules import FAMILIES
 from echelon.plan.case import Case
 from echelon.plan.constants import FITTED
+from echelon.plan.context import beside
 from echelon.plan.kernels import ROW_BYTES
 from echelon.plan.passing import passing_of
 from echelon.plan.shape import Layer
@@ -37,7 +38,8 @@ def _by_kernels(case: Case, layer: Layer, *, remakes: bool) -> float:
     assert layer.kernels is not None
     kept = layer.kernels.bytes_kept(element_bytes=case.element_bytes, narrow=case.is_narrow, remakes=remakes)
     logarithms = 4 * layer.attention.heads / case.layout.tp if layer.attention else 0.0  # attention's, of each row
-    return (kept.on_rank(case.sliced, case.layout.tp) + ROW_BYTES + logarithms) * case.tokens
+    copies = beside(case) if layer.attention else 0.0
+    return (kept.on_rank(case.sliced, case.layout.tp) + ROW_BYTES + logarithms) * case.tokens + copies
 
 
 def scores(case: Case, layer: Layer) -> float:

@@ -2,7 +2,7 @@
 
 states        shard.py's: parameters, master copies, gradients, optimizer, kept versions
 activations   what backward needs of a layer and microbatch, times how many of them the schedule has in flight
-working       what a layer's backward, or its recomputation, needs while it runs
+working       what a layer's backward, or its recomputation, needs while it runs; slices of others under cp (context.py)
 logits        on the last stage: the head's output and its gradients
 buffers       parameters gathered ahead, gradients on their way
 reserve       the device's context, its communication library, the allocator's slack
@@ -35,6 +35,7 @@ from echelon.plan.calibrate import constants_of
 from echelon.plan.case import Case
 from echelon.plan.cluster import HOST_DEVICES
 from echelon.plan.constants import FITTED, Constants
+from echelon.plan.context import room
 from echelon.plan.device import GIB
 from echelon.plan.head import head_bytes
 from echelon.plan.shape import Layer
@@ -159,7 +160,8 @@ def _narrow_weights(case: Case) -> int:
 def _working(case: Case, layer: Layer, c: Constants, again: Repeats) -> float:
     """Bytes that come and go while a layer runs; of those that are repeated, their activations too."""
     share = WORKING if case.has_kernels else c.working
-    return share * tensors(case, layer) + again.together * (tensors(case, layer) + scores(case, layer))
+    reaching = room(case) if layer.attention else 0.0
+    return share * tensors(case, layer) + again.together * (tensors(case, layer) + scores(case, layer)) + reaching
 
 
 def _activations(case: Case, stage: int, again: Repeats, c: Constants) -> float:
@@ -178,8 +180,8 @@ def _first_gradients(case: Case) -> float:
 
 def _buffers(case: Case, stage: int) -> float:
     """Parameters gathered ahead under zero 3; gradients in a buffer of their own under 2 and 3."""
-    layout = case.layout
     largest = max((unit.shards * unit.shard_numel for unit, _ in units_of(case, stage)), default=0)
-    if layout.zero == 3 and layout.shards > 1:
+    policy = policy_of(case)
+    if policy.free_parameters:
         return largest * (2 * case.element_bytes + case.reduce_bytes)
-    return largest * case.reduce_bytes if layout.zero == 2 and layout.shards > 1 else 0.0
+    return largest * case.reduce_bytes if policy.scatter_every_microbatch else 0.0

@@ -8,6 +8,18 @@ A product of m x k by k x n takes its FLOPs over what the device reaches, and is
 edges: FLOPs (1 + e/m + e/k + e/n). Operators between products move bytes. Kernels take time to start. A group's
 messages between nodes use the links of all its ranks in a node, up to the speed inside it.
 
+[Note: around the ring]
+
+A ring of n ranks attends in n blocks, and keys and values go on while a block is at work; in backward also the
+gradients of those of the block before. What is seen of a step is what its messages take longer than its block:
+
+    forward     n - 1 times   beyond(keys and values, attention / n)
+    backward    once          beyond(keys and values, attention / n)
+                n - 2 times   beyond(keys and values + gradients, attention / n)
+                once          gradients: they come home after the last block, and nothing is left to hide them
+
+Nothing hides what is gathered, scattered or exchanged. What merges results and adds up gradients takes its bytes.
+
 Numbers may be arrays: every line prices one layout or thousands.
 """
 
@@ -54,6 +66,7 @@ class Microbatch:
     """of the whole microbatch, recomputation included; what is not hidden"""
     ep: Any
     cp: Any
+    """its messages too, and what merges results; see [Note: around the ring]"""
     pp: Any
     """one message"""
     flash: Any
@@ -114,6 +127,7 @@ def microbatch(work: Work, c: Constants = FITTED) -> Microbatch:
     attention = np.where(
         flash, work.attention_flops / (work.peak16 * reached), 2 * work.attention_flops / rate16 + written
     )
+    attention = attention * np.where(work.by_blocks > 0, c.blocks, 1.0)
     norms = work.norms * np.where(work.fused_norms > 0, 1.0, c.loose_norms)
     casts = np.where(work.narrow > 0, c.casts, 0.0) * (work.norms + work.passed) / 2
     inside, outside = _speeds(work, c)
@@ -131,10 +145,28 @@ def microbatch(work: Work, c: Constants = FITTED) -> Microbatch:
         head=(work.head_flops + c.edge * work.head_edges) / rate16 + work.loss_bytes / work.memory,
         tp=np.where(work.tp > 1, tp, 0.0) * np.where(old, 1.0, c.tp_shown),
         ep=ep * c.ep_shown,
-        cp=work.cp_bytes / np.where(work.cp_near > 0, inside, outside) * c.cp_shown,
+        cp=_context(work, (inside, outside), stream, attention, np.where(flash, FLASH_BACKWARD, SCORES_BACKWARD)),
         pp=np.where(work.pp > 1, work.pp_bytes / np.where(work.pp_near > 0, inside, outside) + work.latency, 0.0),
         flash=flash,
     )
+
+
+def _context(work: Work, links: tuple[Any, Any], stream: Any, attention: Any, backward: Any) -> Any:
+    """Seconds of a microbatch that context parallelism adds. See [Note: around the ring]."""
+    inside, outside = links
+    steps, hop = work.ring_steps, np.where(work.ring_near > 0, inside, outside)
+    latency = np.where(steps > 1, work.latency * work.layers, 0.0)
+    sent, gradients = work.ring_bytes / hop + latency, work.ring_gradients / hop + latency
+    merging, merging_back = work.cp_moved / stream, work.cp_moved_back / stream
+    block, block_back = (attention + merging) / steps, (backward * attention + merging_back) / steps
+    around = (steps - 1) * beyond(sent, block) + merging
+    around_back = np.where(
+        steps > 1,
+        beyond(sent, block_back) + np.maximum(steps - 2, 0) * beyond(sent + gradients, block_back) + gradients,
+        0.0,
+    )
+    together = np.maximum(work.cp_inside / inside, work.cp_outside / outside) + work.latency * work.cp_messages
+    return (1 + work.repeated + work.repeated_attention) * around + around_back + merging_back + together
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,15 +15,15 @@ import numpy as np
 
 from echelon.layout import Layout
 from echelon.layout.cost import Collective
-from echelon.layout.rules import tp_side
 from echelon.memory.offload import UPDATES, Moved, moved
-from echelon.parallel import context, expert, grid_cost, shard, tensor
+from echelon.parallel import expert, grid_cost, shard, tensor
 from echelon.plan.activations import kept, repeats_of
 from echelon.plan.case import KERNELS, Case
 from echelon.plan.cluster import HOST_DEVICES
+from echelon.plan.context import reach_of
 from echelon.plan.links import latency_of, on_the_wire
 from echelon.plan.passing import passing_of
-from echelon.plan.shape import COLUMNS, ROWS, Attention, Product
+from echelon.plan.shape import COLUMNS, ROWS, Product
 from echelon.plan.units import data_ranks, fullest_share, policy_of, units_of, update_bytes, weight_bytes
 
 Number = Any
@@ -102,8 +102,23 @@ class Work:
     ep_messages: Number
     ep_far: Number
     """share of what a rank sends that leaves its node"""
-    cp_bytes: Number
-    cp_near: Number
+    ring_steps: Number
+    """blocks of attention that a ring takes; 1: there is none"""
+    ring_bytes: Number
+    """of keys and values, in each step but the last"""
+    ring_gradients: Number
+    """of their gradients"""
+    ring_near: Number
+    cp_inside: Number
+    """bytes of cp's collectives over a rank's link inside a node"""
+    cp_outside: Number
+    """over that between nodes"""
+    cp_messages: Number
+    by_blocks: Number
+    """1 where attention is several calls"""
+    cp_moved: Number
+    """bytes through memory that cp asks for beside attention, forward and backward"""
+    cp_moved_back: Number
     pp_bytes: Number
     """of one message"""
     pp_near: Number
@@ -178,7 +193,7 @@ def work_of(case: Case) -> Work:
     head = 2.0 * tokens * shape.width * columns
     chunks = layout.vpp
     per_node = cluster.per_node
-    messages = _messages(case, mixtures)
+    messages, reach = _messages(case, mixtures), reach_of(case)
     again, passing = repeats_of(case), passing_of(case)
     units = units_of(case, 0)
     updated = sum(unit.shard_numel * n for unit, n in units)
@@ -223,8 +238,16 @@ def work_of(case: Case) -> Work:
         ep_bytes=_wire(messages["ep"], layout.ep),
         ep_messages=sum(item.count for item in messages["ep"]),
         ep_far=max(0.0, 1 - per_node / layout.ep),
-        cp_bytes=_wire(messages["cp"], layout.cp),
-        cp_near=tp * layout.cp <= per_node,
+        ring_steps=reach.steps,
+        ring_bytes=reach.sent,
+        ring_gradients=reach.sent_back,
+        ring_near=reach.near,
+        cp_inside=reach.inside,
+        cp_outside=reach.outside,
+        cp_messages=reach.messages,
+        by_blocks=reach.by_blocks,
+        cp_moved=reach.moved,
+        cp_moved_back=reach.moved_back,
         pp_bytes=tokens * shape.width * case.element_bytes / case.sliced if pp > 1 else 0.0,
         pp_near=tp * layout.cp * layout.dp * pp <= per_node,  # dp lies inside pp in the mesh
         dp_bytes=_gradient_wire(case),
@@ -235,7 +258,7 @@ def work_of(case: Case) -> Work:
         pp=pp,
         vpp=chunks,
         accumulate=layout.accumulate,
-        streams=layout.zero >= 2 and layout.shards > 1,
+        streams=policy_of(case).scatter_every_microbatch,
         repeated=again.forward,
         repeated_attention=again.attention,
         repeated_passing=again.passing,
@@ -290,7 +313,6 @@ def _messages(case: Case, mixtures: int) -> dict[str, list[Collective]]:
     """Of one microbatch through all layers, from the strategies' own cost functions, by axis."""
     layout, shape = case.layout, case.shape
     once = replace(layout, accumulate=1)  # what cost functions say of a step is then of a microbatch
-    attention = next((layer.attention for layer, _ in shape.layers if layer.attention), None)
     size = case.element_bytes
     traffic = tensor.Traffic(
         layers=shape.num_layers,
@@ -307,7 +329,6 @@ def _messages(case: Case, mixtures: int) -> dict[str, list[Collective]]:
         sent = list(_grid_messages(case, traffic))
     return {
         "tp": sent,
-        "cp": _context(case, once, attention) if attention else [],
         "ep": list(
             expert.collectives(
                 once,
@@ -320,26 +341,6 @@ def _messages(case: Case, mixtures: int) -> dict[str, list[Collective]]:
     }
 
 
-def _context(case: Case, once: Layout, attention: Attention) -> list[Collective]:
-    side = tp_side(case.layout) or 1
-    kv_heads = max(attention.kv_heads // side, 1)
-    widths = context.Widths(
-        queries=attention.heads * attention.head_dim // side,
-        keys_and_values=kv_heads * (attention.head_dim + attention.value_dim),
-        kv_heads=kv_heads,
-    )
-    return list(
-        context.collectives(
-            once,
-            widths,
-            layers=case.shape.num_layers,
-            batch=case.layout.microbatch,
-            seq_len=case.seq_len,
-            element_bytes=case.element_bytes,
-        )
-    )
-
-
 def _grid_messages(case: Case, traffic: tensor.Traffic) -> Iterator[Collective]:
     """Of one microbatch over a grid of tp; layers of 2.5d share out among microbatches what they sum once a step."""
     layout, shape = case.layout, case.shape
@@ -347,8 +348,7 @@ def _grid_messages(case: Case, traffic: tensor.Traffic) -> Iterator[Collective]:
     norm: grid_cost.Part = grid_cost.Norm(sums=1, gathers=0)
     kinds = [([(part, 0) for part in (norm, *grid_cost.ends(layout, shape.vocab, shape.width))], 1)]
     for layer, n in shape.layers:
-        products = [grid_cost.product(layout, p.inputs, p.outputs, leaves=p.split == ROWS) for p in layer.products]
-        kinds.append(([(part, again) for part in (norm, norm, *products)], n))
+        kinds.append(([(part, again) for part in (norm, norm, *_grid_products(layer.products, layout))], n))
     for found, n in kinds:
         for item in grid_cost.collectives(
             found,
@@ -362,6 +362,15 @@ def _grid_messages(case: Case, traffic: tensor.Traffic) -> Iterator[Collective]:
     if layout.depth > 1:
         weights = sum(unit.shard_numel * n for unit, n in units_of(case, 0)) * case.reduce_bytes
         yield Collective(kind="all_reduce", axis="z", bytes=int(weights / layout.accumulate), part="copied weights")
+
+
+def _grid_products(products: Sequence[Product], layout: Layout) -> Iterator[grid_cost.Part]:
+    """Products by columns that come one after another (q, k, v; gate, up) read the same input."""
+    before = ""
+    for p in products:
+        follows = p.split == before == COLUMNS
+        yield grid_cost.product(layout, p.inputs, p.outputs, leaves=p.split == ROWS, follows=follows)
+        before = p.split
 
 
 def _tensor_wire(collectives: Iterable[Collective], layout: Layout) -> float:

@@ -1,0 +1,215 @@
+"""Context parallelism as planning counts it: what passes which links, what hides, what is moved and held beside that.
+
+parallel/context.py says which messages there are. In the mesh tp is innermost, then the ranks that exchange heads, then
+the ring; so of a group of cp ranks a node has `per_node / tp`, and a message stays inside a node or does not.
+
+[Note: links]
+
+    send               from each rank of a ring to the next: as fast as its slowest hop, which is between nodes where
+                       the ring is not inside one
+    all-to-all         what is for ranks of the same node stays there, the rest leaves it, each rank's by its own link
+    gather, scatter    everything passes the links inside a node, and comes in and out over those of all its ranks
+
+[Note: moved]
+
+Counted from what ring.py, gather.py, ulysses.py and kernels/blocks.py read and write, of the rank that has the most to
+do, for the others wait for it. Results of blocks are read as they are made, and their sum in 32 bits is read and
+written for every two of them; gradients are added up in 32 bits block by block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import lcm
+
+from echelon.layout.cost import Collective
+from echelon.layout.rules import tp_side
+from echelon.parallel import context
+from echelon.plan.case import Case
+from echelon.plan.links import on_the_wire
+from echelon.plan.shape import Attention
+
+WIDE = 4
+"""bytes of an element that is added up"""
+MERGED = 2
+"""results that are merged at once (kernels/blocks.py, which loads torch)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reach:
+    """Of one microbatch through all layers, on one rank."""
+
+    steps: int = 1
+    """of the ring, blocks of attention; 1: there is no ring"""
+    sent: float = 0.0
+    """bytes of keys and values that go on in each step but the last"""
+    sent_back: float = 0.0
+    """of their gradients"""
+    near: bool = True
+    """the ring is inside a node"""
+    inside: float = 0.0
+    """bytes of collectives that pass a rank's link inside its node"""
+    outside: float = 0.0
+    """that pass its link between nodes"""
+    messages: float = 0.0
+    by_blocks: bool = False
+    """attention is several calls whose results are merged"""
+    moved: float = 0.0
+    """bytes through memory beside attention, forward"""
+    moved_back: float = 0.0
+
+    @property
+    def wire(self) -> float:
+        """Bytes that a forward and a backward send from a rank: what is hidden, and what is not."""
+        ring = (self.steps - 1) * (2 * self.sent + self.sent_back)
+        return ring + self.inside + self.outside
+
+
+def reach_of(case: Case) -> Reach:
+    attention = attention_of(case)
+    if case.layout.cp == 1 or attention is None:
+        return Reach()
+    layout, found = case.layout, collectives(case, attention)
+    sends = {item.part: float(item.bytes * case.shape.num_layers) for item in found if item.kind == "send"}
+    together = [item for item in found if item.kind != "send"]
+    links = [_links(case, item) for item in together]
+    forward, backward = _moved(case, attention)
+    every = case.tokens * case.shape.num_layers
+    return Reach(
+        steps=layout.cp // layout.ulysses if sends else 1,
+        sent=sends.get("keys and values", 0.0),
+        sent_back=sends.get("their gradients", 0.0),
+        near=layout.tp * layout.cp <= case.cluster.per_node,
+        inside=sum(near for near, _ in links),
+        outside=sum(far for _, far in links),
+        messages=sum(item.count for item in together),
+        by_blocks=layout.ulysses < layout.cp,
+        moved=every * forward,
+        moved_back=every * backward,
+    )
+
+
+def collectives(case: Case, attention: Attention) -> list[Collective]:
+    """What one microbatch issues over cp, by the strategy's own cost function."""
+    return list(
+        context.collectives(
+            replace(case.layout, accumulate=1),
+            widths_of(case, attention),
+            layers=case.shape.num_layers,
+            batch=case.layout.microbatch,
+            seq_len=case.seq_len,
+            element_bytes=case.element_bytes,
+        )
+    )
+
+
+def attention_of(case: Case) -> Attention | None:
+    return next((layer.attention for layer, _ in case.shape.layers if layer.attention), None)
+
+
+def widths_of(case: Case, attention: Attention) -> context.Widths:
+    side = tp_side(case.layout) or 1
+    kv_heads = max(attention.kv_heads // side, 1)
+    return context.Widths(
+        queries=attention.heads * attention.head_dim // side,
+        keys_and_values=kv_heads * (attention.head_dim + attention.value_dim),
+        kv_heads=kv_heads,
+    )
+
+
+def _links(case: Case, item: Collective) -> tuple[float, float]:
+    """Bytes of a rank (inside its node, between nodes). See [Note: links]."""
+    layout = case.layout
+    ranks = layout.ulysses if item.axis == "ulysses" else layout.cp
+    members = max(1, min(ranks, case.cluster.per_node // layout.tp))
+    wire = item.count * on_the_wire(item.kind, item.bytes, ranks)
+    if members == ranks:
+        return wire, 0.0
+    if item.kind == "all_to_all":
+        far = item.count * item.bytes * (ranks - members) / ranks
+        return wire - far, far
+    return wire, wire / members
+
+
+# -- through memory and in it -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Elements:
+    """Of a token on one rank: bytes of a number, elements of queries, and of keys and values where attention is."""
+
+    size: int
+    q: int
+    kv: int
+
+    @classmethod
+    def of(cls, case: Case, attention: Attention) -> _Elements:
+        widths, ulysses = widths_of(case, attention), case.layout.ulysses
+        copies = lcm(ulysses, widths.kv_heads) // widths.kv_heads
+        return cls(size=case.element_bytes, q=widths.queries, kv=widths.keys_and_values * copies)
+
+
+def _moved(case: Case, attention: Attention) -> tuple[float, float]:
+    """Bytes per token and layer, forward and backward, beside what attention itself does. See [Note: moved]."""
+    layout, x = case.layout, _Elements.of(case, attention)
+    size, steps = x.size, layout.cp // layout.ulysses
+    adding, casting = 2 * WIDE + size, WIDE + size
+    forward = backward = 0.0
+    if layout.ulysses > 1:
+        # Heads put together, put in order, and again when they have arrived; the result there and back.
+        forward = backward = 6 * size * (x.q + x.kv) + 4 * size * x.q
+    if steps == 1:
+        return forward, backward
+    forward += 2 * size * x.kv
+    if layout.cp_kind == "gather":
+        # Everyone's keys and values are put in order when they have arrived, their gradients before they leave.
+        forward += 4 * size * layout.cp * x.kv + x.q * _merging(2, size)
+        whole = WIDE + (layout.cp + 0.5) * adding / layout.cp + 4 * WIDE
+        backward += layout.cp * x.kv * (4 * size + whole) + casting * x.kv
+        backward += x.q * (WIDE + 2 * adding + casting)
+    else:
+        forward += x.q * _merging(steps, size)
+        backward += x.q * (WIDE + steps * adding + casting)
+        backward += x.kv * ((steps + 1) / 2 * adding + 5 * WIDE + casting)
+    return forward, backward
+
+
+def _merging(parts: int, size: int) -> float:
+    """Bytes per element of the result: every part read, the sum written and read for every two of them, the result."""
+    return parts * size + 2 * WIDE * (parts // MERGED) + size
+
+
+def beside(case: Case) -> float:
+    """Bytes of a layer and microbatch that backward needs beside what attention on whole sequences keeps.
+
+    Keys and values that travel are a copy of those in the product that made them; a result that was exchanged is one of
+    that which attention keeps.
+    """
+    attention = attention_of(case)
+    if case.layout.cp == 1 or attention is None or not case.has_kernels:
+        return 0.0
+    x, ulysses = _Elements.of(case, attention), case.layout.ulysses
+    own = widths_of(case, attention).keys_and_values
+    elements = x.kv if ulysses < case.layout.cp else 0
+    elements += x.q + x.kv - own if ulysses > 1 else 0
+    return case.tokens * x.size * elements
+
+
+def room(case: Case) -> float:
+    """Bytes that come and go while a layer's attention runs backward, beside what attention on whole sequences needs.
+
+    ring       the slice at hand and the one that arrives; gradients at home, on their way, and arriving
+    gather     everyone's keys and values, and their gradients in 32 bits: added up, in order, and as they are sent
+    ulysses    queries, keys and values as they are sent, as they arrive, and in order
+    """
+    attention = attention_of(case)
+    if case.layout.cp == 1 or attention is None:
+        return 0.0
+    layout, x = case.layout, _Elements.of(case, attention)
+    each = 3.0 * x.size * (x.q + x.kv) if layout.ulysses > 1 else 0.0
+    steps = layout.cp // layout.ulysses
+    if layout.cp_kind == "gather":
+        each = max(each, layout.cp * x.kv * (x.size + 3 * WIDE) + WIDE * x.q)
+    elif steps > 1:
+        each = max(each, x.kv * (2 * x.size + min(steps, 3) * WIDE) + WIDE * x.q)
+    return case.tokens * each
