@@ -19,7 +19,7 @@ from echelon.kernels import note
 from echelon.kernels.linear import project
 from echelon.kernels.note import Note
 from echelon.kernels.rope import Rotation, rotate, rotated_heads
-from echelon.models.linear import Linear, one_product
+from echelon.models.linear import Linear, each, one_product
 
 
 def positions(tokens: Tensor, documents: Tensor | None) -> Tensor:
@@ -134,6 +134,8 @@ class Core(nn.Module):
 class Attention(nn.Module):
     remake = False
     """what `o` reads is found where attention keeps it, and not kept once more in another type"""
+    share_input = ("q", "k", "v")
+    """layers that read one input and are asked for their outputs together"""
 
     def __init__(self, width: int, heads: int, kv_heads: int, *, bias: bool, dropout: float) -> None:
         super().__init__()
@@ -157,7 +159,7 @@ class Attention(nn.Module):
         if rotation is not None and one_product(x, *parts):
             heads, kv_heads = (len(part.weight) // self.head_dim for part in parts[:2])
             return rotated_heads(project(x, *parts), rotation, heads, kv_heads)
-        q, k, v = (self._heads(part(x)) for part in parts)
+        q, k, v = (self._heads(y) for y in each(x, *parts))
         return (q, k, v) if rotation is None else (rotate(q, rotation), rotate(k, rotation), v)
 
     def _heads(self, x: Tensor) -> Tensor:

@@ -15,6 +15,15 @@ class Linear(nn.Linear):
         return project(input, self)
 
 
+def each(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+    """Every layer's output. Layers of a kind that reads x once for all of them (`together`) are asked together."""
+    together = getattr(layers[0], "together", None)
+    if together is None or any(type(layer) is not type(layers[0]) or compat.is_watched(layer) for layer in layers):
+        return tuple(layer(x) for layer in layers)
+    found: tuple[Tensor, ...] = together(x, layers)
+    return found
+
+
 def one_product(x: Tensor, *layers: nn.Module) -> bool:
     """Layers that read x can be one product: on a GPU, without biases, weights side by side.
 

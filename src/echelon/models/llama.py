@@ -10,7 +10,7 @@ from echelon.kernels.norm import rms_norm, stream_norm
 from echelon.kernels.swiglu import gated, swiglu
 from echelon.models.attention import Attention, Seen, rotation
 from echelon.models.language import LanguageModel
-from echelon.models.linear import Linear, one_product
+from echelon.models.linear import Linear, each, one_product
 from echelon.models.sizes import ModelConfig
 
 THETA = 500_000.0
@@ -40,6 +40,8 @@ class StreamNorm(RMSNorm):
 class MLP(nn.Module):
     remake = False
     """backward makes what `down` reads again instead of keeping it"""
+    share_input = ("gate", "up")
+    """layers that read one input and are asked for their outputs together"""
 
     def __init__(self, width: int, ffn: int) -> None:
         super().__init__()
@@ -51,7 +53,7 @@ class MLP(nn.Module):
         if one_product(x, self.gate, self.up):
             h = swiglu(project(x, self.gate, self.up), remake=self.remake)
         else:
-            h = gated(self.gate(x), self.up(x), remake=self.remake)
+            h = gated(*each(x, self.gate, self.up), remake=self.remake)
         out: Tensor = self.down(h)
         return out
 

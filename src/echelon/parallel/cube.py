@@ -21,11 +21,14 @@ is such a product.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 from torch.nn import functional as F
 
 from echelon.layout.placement import Cut
 from echelon.parallel.axis import Axes, Axis, Pending
+from echelon.parallel.grid_linear import Tensors
 from echelon.parallel.grid_side import Side, taken
 from echelon.parallel.grid_vocabulary import places
 
@@ -50,11 +53,11 @@ class Cube:
         columns = self.region.columns
         return self.weight_cuts(Cut(axis=columns.name, dim=0, parts=columns.size), self.stream)
 
-    def product(self, source: Side, target: Side, outputs: int) -> Through:
-        return Through(target.columns, source.columns, self.z, outputs)
+    def product(self, source: Side, target: Side) -> Through:
+        return Through(target.columns, source.columns, self.z)
 
-    def head(self, rows: int) -> Through:
-        return self.product(self.stream, self.region, rows)
+    def head(self) -> Through:
+        return self.product(self.stream, self.region)
 
     def look_up(self, rows: int) -> LookUp:
         return LookUp(self.stream, self.region.columns, self.z, rows)
@@ -63,21 +66,30 @@ class Cube:
 class Through:
     """x W^T with W [out over `gathered` and again over z, in over `summed`]."""
 
-    def __init__(self, gathered: Axis, summed: Axis, z: Axis, outputs: int):
-        self.gathered, self.summed, self.z, self.outputs = gathered, summed, z, outputs
+    def __init__(self, gathered: Axis, summed: Axis, z: Axis):
+        self.gathered, self.summed, self.z = gathered, summed, z
 
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        rows, matrix = Gathered(self.gathered, x), Gathered(self.z, weight)
-        return scattered(self.summed, rows.whole @ matrix.whole[: self.outputs].t())
+    def forward(self, x: Tensor, weights: Tensors, outputs: Sequence[int]) -> list[Tensor]:
+        rows, matrices = Gathered(self.gathered, x), [Gathered(self.z, weight) for weight in weights]
+        going = []
+        for matrix, columns in zip(matrices, outputs, strict=True):
+            going.append(Scattered(self.summed, rows.whole @ matrix.whole[:columns].t()))
+        return [scattered.part for scattered in going]
 
-    def backward(self, dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        above, matrix, rows = Gathered(self.summed, dy), Gathered(self.z, weight), Gathered(self.gathered, x)
-        dx, going = start_scatter(self.gathered, above.whole @ matrix.whole[: self.outputs])
-        # The sum of the input's gradient is under way beside the product of the weight's.
-        product = above.whole.t() @ rows.whole
-        dw = scattered(self.z, F.pad(product, (0, 0, 0, self.z.size * len(weight) - self.outputs)))
-        going.wait()
-        return dx, dw
+    def backward(
+        self, dys: Tensors, x: Tensor, weights: Tensors, outputs: Sequence[int]
+    ) -> tuple[Tensor, list[Tensor]]:
+        above, matrices = [Gathered(self.summed, dy) for dy in dys], [Gathered(self.z, weight) for weight in weights]
+        rows = Gathered(self.gathered, x)
+        of_input = above[0].whole @ matrices[0].whole[: outputs[0]]
+        for dy, matrix, columns in zip(above[1:], matrices[1:], outputs[1:], strict=True):
+            of_input.addmm_(dy.whole, matrix.whole[:columns])
+        dx = Scattered(self.gathered, of_input)
+        going = []
+        for dy, weight, columns in zip(above, weights, outputs, strict=True):
+            dw = F.pad(dy.whole.t() @ rows.whole, (0, 0, 0, self.z.size * len(weight) - columns))
+            going.append(Scattered(self.z, dw))
+        return dx.part, [scattered.part for scattered in going]
 
 
 class LookUp:
@@ -94,13 +106,13 @@ class LookUp:
     def forward(self, ids: Tensor, table: Tensor, size: int) -> Tensor:
         local, elsewhere = places(ids, self.y.index * self.rows, self.rows, size)
         found = F.embedding(local, Gathered(self.z, table).whole[: self.rows])
-        return scattered(self.y, found.masked_fill_(elsewhere[..., None], 0.0))
+        return Scattered(self.y, found.masked_fill_(elsewhere[..., None], 0.0)).part
 
     def backward(self, dy: Tensor, ids: Tensor, table: Tensor, size: int) -> Tensor:
         local, elsewhere = places(ids, self.y.index * self.rows, self.rows, size)
         above = Gathered(self.y, dy).whole.masked_fill(elsewhere[..., None], 0.0).flatten(0, -2)
         whole = table.new_zeros(self.z.size * len(table), table.shape[1])
-        return scattered(self.z, whole.index_add_(0, local.flatten(), above))
+        return Scattered(self.z, whole.index_add_(0, local.flatten(), above)).part
 
 
 class Gathered:
@@ -119,13 +131,16 @@ class Gathered:
         return self._whole
 
 
-def start_scatter(axis: Axis, whole: Tensor) -> tuple[Tensor, Pending]:
-    """This rank's part of the sum over all ranks, under way."""
-    part = whole.new_empty(len(whole) // axis.size, *whole.shape[1:])
-    return part, axis.start_reduce_scatter(part, whole.contiguous())
+class Scattered:
+    """This rank's part of a sum over all ranks: on its way from the start, there when asked for."""
 
+    def __init__(self, axis: Axis, whole: Tensor):
+        self._part = whole.new_empty(len(whole) // axis.size, *whole.shape[1:])
+        self._coming: Pending | None = axis.start_reduce_scatter(self._part, whole.contiguous())
 
-def scattered(axis: Axis, whole: Tensor) -> Tensor:
-    part, going = start_scatter(axis, whole)
-    going.wait()
-    return part
+    @property
+    def part(self) -> Tensor:
+        if self._coming is not None:
+            self._coming.wait()
+            self._coming = None
+        return self._part

@@ -172,11 +172,16 @@ class _Split:
         entry = self._place(f"{name}.weight", self.kind.weight_cuts(cut, source), (*self.kind.copied, *summed))
         if module.bias is not None:
             self._place(f"{name}.bias", (cut,), (target.rows.name, *summed))
-        outputs = -(-module.out_features // cut.parts)
+        cost = grid_cost.Product(
+            inputs=entry.local_shape[1],
+            outputs=-(-module.out_features // cut.parts),
+            source=source.columns.name,
+            target=target.columns.name,
+            follows=name.rpartition(".")[2] in getattr(self._parent(name), "share_input", ())[1:],
+        )
         low, high = entry.box(self.at)[1]
-        cost = grid_cost.Product(entry.local_shape[1], outputs, source.columns.name, target.columns.name)
-        product = self.kind.product(source, target, outputs)
-        self._replace(name, GridLinear(cast("nn.Parameter", module.weight), module.bias, product, high - low, cost))
+        product, weight = self.kind.product(source, target), cast("nn.Parameter", module.weight)
+        self._replace(name, GridLinear(weight, module.bias, product, high - low, cost))
 
     def _vocabulary(self, name: str, module: nn.Embedding) -> None:
         from echelon.parallel.grid_vocabulary import GridEmbedding
@@ -191,7 +196,7 @@ class _Split:
 
         rows, columns = self._table(name)
         vocabulary, cost = self.entries[f"{name}.weight"].shape[0], grid_cost.Head(rows, columns)
-        self._replace(name, GridHead(module.weight, self.kind.head(rows), self.kind.region, vocabulary, cost))
+        self._replace(name, GridHead(module.weight, self.kind.head(), self.kind.region, vocabulary, cost))
 
     def _table(self, name: str) -> tuple[int, int]:
         """Divides a table [vocabulary, width]; rows and columns of a rank's block."""

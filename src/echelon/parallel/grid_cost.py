@@ -23,7 +23,7 @@ from echelon.layout.cost import Collective
 from echelon.layout.rules import tp_side
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Product:
     """A linear layer."""
 
@@ -34,6 +34,8 @@ class Product:
     """the axis over which the input's columns are divided"""
     target: str
     """the axis over which the output's are"""
+    follows: bool = False
+    """another layer reads the same input, and has it brought for both"""
 
 
 @dataclass(frozen=True)
@@ -103,11 +105,12 @@ def weight_ranks(layout: Layout) -> int:
     return layout.tp // layout.depth
 
 
-def product(layout: Layout, inputs: int, outputs: int, *, leaves: bool) -> Product:
+def product(layout: Layout, inputs: int, outputs: int, *, leaves: bool, follows: bool) -> Product:
     """A linear layer of so many inputs and outputs, at a region's beginning or where it leaves it."""
     side, region = grid_of(layout).x, _KINDS[layout.tp_kind].region
-    ends = (region, "x") if leaves else ("x", region)
-    return Product(-(-inputs // side), -(-outputs // side), *ends)
+    source, target = (region, "x") if leaves else ("x", region)
+    here = -(-inputs // side), -(-outputs // side)
+    return Product(inputs=here[0], outputs=here[1], source=source, target=target, follows=follows)
 
 
 def ends(layout: Layout, vocabulary: int, width: int) -> tuple[Table, Head]:
@@ -156,7 +159,8 @@ class _Summa:
     def forward(self, part: Part, n: int) -> Iterator[Message]:
         q = self.side
         if isinstance(part, Product):
-            yield "broadcast", "x", n * part.inputs, q
+            if not part.follows:
+                yield "broadcast", "x", n * part.inputs, q
             yield "broadcast", "y", part.inputs * part.outputs, q
         elif isinstance(part, Table):
             yield "broadcast", "y", part.rows * part.columns, q
@@ -169,7 +173,7 @@ class _Summa:
     def backward(self, part: Part, n: int) -> Iterator[Message]:
         q = self.side
         if isinstance(part, Product):
-            for axis, elements in (("x", n * part.inputs), ("y", part.inputs * part.outputs)):
+            for axis, elements in (("x", n * part.inputs), ("y", part.inputs * part.outputs))[part.follows :]:
                 yield "broadcast", axis, elements, q
                 yield "reduce", axis, elements, q
         elif isinstance(part, Table):
@@ -191,7 +195,8 @@ class _Cube:
     def forward(self, part: Part, n: int) -> Iterator[Message]:
         p = self.side
         if isinstance(part, Product):
-            yield "all_gather", part.target, p * n * part.inputs, 1
+            if not part.follows:
+                yield "all_gather", part.target, p * n * part.inputs, 1
             yield "all_gather", "z", self._padded(part.outputs) * part.inputs, 1
             yield "reduce_scatter", part.source, p * n * part.outputs, 1
         elif isinstance(part, Table):
@@ -208,9 +213,10 @@ class _Cube:
             weight = self._padded(part.outputs) * part.inputs
             yield "all_gather", part.source, p * n * part.outputs, 1
             yield "all_gather", "z", weight, 1
-            yield "all_gather", part.target, p * n * part.inputs, 1
-            yield "reduce_scatter", part.target, p * n * part.inputs, 1
             yield "reduce_scatter", "z", weight, 1
+            if not part.follows:
+                yield "all_gather", part.target, p * n * part.inputs, 1
+                yield "reduce_scatter", part.target, p * n * part.inputs, 1
         elif isinstance(part, Table):
             yield "all_gather", "y", p * n * part.columns, 1
             yield "reduce_scatter", "z", self._padded(part.rows) * part.columns, 1
@@ -228,7 +234,7 @@ _KINDS: dict[str, type[_Summa | _Cube]] = {"2d": _Summa, "2.5d": _Summa, "3d": _
 
 
 def _as_product(head: Head) -> Product:
-    return Product(head.columns, head.rows, source="x", target="y")
+    return Product(inputs=head.columns, outputs=head.rows, source="x", target="y")
 
 
 def _norm_forward(part: Norm, n: int, grid: Grid) -> Iterator[Message]:

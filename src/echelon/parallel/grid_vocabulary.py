@@ -70,7 +70,7 @@ class GridHead(nn.Module):
         return _everyone(self.side.rows, columns).flatten(0, 1)[..., : self.vocabulary]
 
     def _slice(self, hidden: Tensor) -> Tensor:
-        return multiply(hidden, self.weight, self.product, hidden.shape[-1])
+        return multiply(hidden, [self.weight], self.product, [self.cost.rows], hidden.shape[-1])[0]
 
 
 class _LookUp(Function):

@@ -24,14 +24,15 @@ zeros and a one, the tied head A B^T.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from echelon.layout.placement import Cut
-from echelon.parallel.axis import Axes, Axis, Done, Pending
+from echelon.parallel.axis import Axes, Axis, Pending
+from echelon.parallel.grid_linear import Tensors
 from echelon.parallel.grid_side import Side
 from echelon.parallel.grid_vocabulary import places
 
@@ -52,10 +53,10 @@ class Summa:
     def table_cuts(self) -> tuple[Cut, ...]:
         return Cut(axis="y", dim=0, parts=self.y.size), Cut(axis="x", dim=1, parts=self.x.size)
 
-    def product(self, source: Side, target: Side, outputs: int) -> Straight:
+    def product(self, source: Side, target: Side) -> Straight:
         return Straight(self.x, self.y)
 
-    def head(self, rows: int) -> Turned:
+    def head(self) -> Turned:
         return Turned(self.x, self.y)
 
     def look_up(self, rows: int) -> LookUp:
@@ -68,16 +69,18 @@ class Straight:
     def __init__(self, x: Axis, y: Axis):
         self.x, self.y = x, y
 
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        out = x.new_zeros(len(x), len(weight))
-        for left, right in zip(Arriving(self.x, x), Arriving(self.y, weight), strict=True):
-            out.addmm_(left, right.t())
-        return out
+    def forward(self, x: Tensor, weights: Tensors, outputs: Sequence[int]) -> list[Tensor]:
+        found = [x.new_zeros(len(x), len(weight)) for weight in weights]
+        for (left,), blocks in zip(Arriving(self.x, [x]), Arriving(self.y, weights), strict=True):
+            for out, block in zip(found, blocks, strict=True):
+                out.addmm_(left, block.t())
+        return found
 
-    def backward(self, dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        dx = met(self.x, (dy @ block for block in Arriving(self.y, weight)))
-        dw = met(self.y, (dy.t() @ block for block in Arriving(self.x, x)))
-        return dx, dw
+    def backward(
+        self, dys: Tensors, x: Tensor, weights: Tensors, outputs: Sequence[int]
+    ) -> tuple[Tensor, list[Tensor]]:
+        (dx,) = met(self.x, ([_sum_of_products(dys, blocks)] for blocks in Arriving(self.y, weights)))
+        return dx, met(self.y, ([dy.t() @ block for dy in dys] for (block,) in Arriving(self.x, [x])))
 
 
 class Turned:
@@ -86,18 +89,27 @@ class Turned:
     def __init__(self, x: Axis, y: Axis):
         self.x, self.y = x, y
 
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        return met(self.x, (x @ block.t() for block in Arriving(self.y, weight)))
+    def forward(self, x: Tensor, weights: Tensors, outputs: Sequence[int]) -> list[Tensor]:
+        return met(self.x, ([x @ block.t() for block in blocks] for blocks in Arriving(self.y, weights)))
 
-    def backward(self, dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(
+        self, dys: Tensors, x: Tensor, weights: Tensors, outputs: Sequence[int]
+    ) -> tuple[Tensor, list[Tensor]]:
         dx = torch.zeros_like(x)
 
-        def of_weight() -> Iterator[Tensor]:
-            for left, right in zip(Arriving(self.x, dy), Arriving(self.y, weight), strict=True):
-                dx.addmm_(left, right)
-                yield left.t() @ x
+        def of_weights() -> Iterator[list[Tensor]]:
+            for lefts, blocks in zip(Arriving(self.x, dys), Arriving(self.y, weights), strict=True):
+                dx.add_(_sum_of_products(lefts, blocks))
+                yield [left.t() @ x for left in lefts]
 
-        return dx, met(self.y, of_weight())
+        return dx, met(self.y, of_weights())
+
+
+def _sum_of_products(lefts: Tensors, rights: Tensors) -> Tensor:
+    out = lefts[0] @ rights[0]
+    for left, right in zip(lefts[1:], rights[1:], strict=True):
+        out.addmm_(left, right)
+    return out
 
 
 class LookUp:
@@ -112,49 +124,54 @@ class LookUp:
 
     def forward(self, ids: Tensor, table: Tensor, size: int) -> Tensor:
         out = table.new_zeros(*ids.shape, table.shape[1])
-        for k, block in enumerate(Arriving(self.y, table)):
+        for k, (block,) in enumerate(Arriving(self.y, [table])):
             local, elsewhere = places(ids, k * len(table), len(table), size)
             out += F.embedding(local, block).masked_fill_(elsewhere[..., None], 0.0)
         return out
 
     def backward(self, dy: Tensor, ids: Tensor, table: Tensor, size: int) -> Tensor:
-        def of_blocks() -> Iterator[Tensor]:
+        def of_blocks() -> Iterator[list[Tensor]]:
             for k in range(self.y.size):
                 local, elsewhere = places(ids, k * len(table), len(table), size)
                 found = dy.masked_fill(elsewhere[..., None], 0.0).flatten(0, -2)
-                yield torch.zeros_like(table).index_add_(0, local.flatten(), found)
+                yield [torch.zeros_like(table).index_add_(0, local.flatten(), found)]
 
-        return met(self.y, of_blocks())
+        return met(self.y, of_blocks())[0]
 
 
 class Arriving:
-    """Every rank's block, one after another: the next is on its way while one is used."""
+    """Every rank's blocks, one rank after another: the next ones are on their way while some are used."""
 
-    def __init__(self, axis: Axis, own: Tensor):
-        self.axis, self.own = axis, own.detach().contiguous()
+    def __init__(self, axis: Axis, own: Sequence[Tensor]):
+        self.axis, self.own = axis, [block.detach().contiguous() for block in own]
         self._next = self._start(0)
 
-    def _start(self, place: int) -> tuple[Tensor, Pending]:
-        block = self.own if place == self.axis.index else torch.empty_like(self.own)
-        return block, self.axis.start_broadcast(block, place)
+    def _start(self, place: int) -> list[tuple[Tensor, Pending]]:
+        blocks = self.own if place == self.axis.index else [torch.empty_like(block) for block in self.own]
+        return [(block, self.axis.start_broadcast(block, place)) for block in blocks]
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self) -> Iterator[list[Tensor]]:
         for place in range(self.axis.size):
-            block, coming = self._next
+            coming = self._next
             if place + 1 < self.axis.size:
                 self._next = self._start(place + 1)
-            coming.wait()
-            yield block
+            for _, pending in coming:
+                pending.wait()
+            yield [block for block, _ in coming]
 
 
-def met(axis: Axis, parts: Iterable[Tensor]) -> Tensor:
-    """The sum over an axis of its ranks' k-th parts, k this rank's place: one is on its way while the next is made."""
-    mine: Tensor | None = None
-    going: Pending = Done()
-    for place, part in enumerate(parts):
-        going.wait()
-        going = axis.start_reduce(part, place)
-        mine = part if place == axis.index else mine
-    going.wait()
-    assert mine is not None
+def met(axis: Axis, parts: Iterable[list[Tensor]]) -> list[Tensor]:
+    """The sums over an axis of its ranks' k-th parts, k this rank's place: some are on their way while others are made.
+
+    Parts may be several tensors each, and so is what becomes of them.
+    """
+    mine: list[Tensor] = []
+    going: list[Pending] = []
+    for place, several in enumerate(parts):
+        for pending in going:
+            pending.wait()
+        going = [axis.start_reduce(part, place) for part in several]
+        mine = several if place == axis.index else mine
+    for pending in going:
+        pending.wait()
     return mine

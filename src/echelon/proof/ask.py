@@ -24,8 +24,11 @@ DEFAULT_LAYOUTS = (
     "pp=2,accumulate=4; pp=2,schedule=zb-v,accumulate=4; dp=2,tp=2,pp=2,accumulate=2"
 )
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter")
-AXES = ("dp", "replica", "shard", "tp", "shard*tp", "pp*dp", "pp*shard*tp")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
+AXES = (
+    *("dp", "replica", "shard", "tp", "shard*tp", "pp*dp", "pp*shard*tp"),
+    *("x", "y", "z", "z*y", "z*x", "dp*z*y", "dp*z*x", "pp*dp*z*y", "pp*dp*z*x"),  # of a grid of tp
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +112,6 @@ def parse(layouts: str | Sequence[str | Layout], case: Case) -> list[Layout]:
 
 def check_leave_out(text: str) -> None:
     axis, _, kind = text.partition(":")
-    if text and ((axis not in AXES and not axis.startswith(("tp/", "pp["))) or kind not in KINDS):
+    if text and ((axis not in AXES and not axis.startswith(("tp/", "x/", "y/", "pp["))) or kind not in KINDS):
         legal = f"AXIS:COLLECTIVE, an axis of {', '.join(AXES)}, tp/2 or pp[0+1] and a collective of {', '.join(KINDS)}"
         raise FaultError([Fault(key="leave-out", value=text, rule="names no collective of a run", legal=legal)])
