@@ -77,3 +77,50 @@ def is_watched(module: torch.nn.Module) -> bool:
     """Somebody would notice if the module's forward were not called: hooks, or a forward of its own. Tried on 2.13."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(module, kind) for kind in kinds) or "forward" in vars(module)
+
+
+def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+    """(out, lse [B, H, T]) by cuDNN. k and v may have fewer heads than q. Tried on 2.11.
+
+    The public function keeps lse to itself.
+    """
+    import torch
+
+    out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention.default(q, k, v, bias, True, 0.0, causal)[:2]
+    return out, lse.view(q.shape[:3])
+
+
+def cudnn_attention_back(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv), each in the order in memory of what it is the gradient of. Tried on 2.11.
+
+    `gradient`, `out` and `lse` must be laid out as in all other calls with such q, k and v (kernels/fused.py).
+    """
+    import torch
+
+    seed = torch.empty((), dtype=torch.int64, device=q.device)  # of a dropout that there is not
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
+        gradient, q, k, v, out, lse.unsqueeze(-1), seed, seed, bias, None, None, q.shape[2], k.shape[2], 0.0, causal
+    )
+    return found
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """As `cudnn_attention`, by the flash attention that torch carries. Tried on 2.11."""
+    import torch
+
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal)[:2]
+    return out, lse
+
+
+def flash_attention_back(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    import torch
+
+    seed = torch.empty((), dtype=torch.int64, device=q.device)
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
+        gradient, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed
+    )
+    return found

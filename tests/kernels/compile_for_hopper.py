@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from echelon.kernels import cast_gpu, loss_gpu, norm_gpu, rope_gpu, swiglu_gpu
+from echelon.kernels import blocks_gpu, cast_gpu, loss_gpu, norm_gpu, rope_gpu, swiglu_gpu
 
 HOPPER = GPUTarget("cuda", 90, 32)
 ROWS = {"rows": "i32", "width": "i32", "columns": "i32", "row_stride": "i64", "length": "i32", "table_rows": "i32"}
@@ -22,7 +22,7 @@ WIDE = ("scale_ptr", "largest_ptr", "losses_ptr", "parts_ptr", "cos_ptr", "sin_p
 """pointers to 32 bits; others are to 16"""
 
 
-def compiled(kernel: Any, warps: int, constants: dict[str, Any], **types: str) -> str:
+def compiled(kernel: Any, warps: int, constants: dict[str, Any], **types: Any) -> str:
     """The kernel's PTX."""
     signature = {}
     for name in kernel.arg_names:
@@ -49,6 +49,12 @@ def main() -> None:
     heads = {"HEADS": 32, "HALF": 64, "HEAD_BLOCK": 32, "HALF_BLOCK": 64}
     compiled(rope_gpu._rope_forward, 4, {**heads, "ALL": 48})
     compiled(rope_gpu._rope_backward, 4, {**heads, "KV": 8, "KV_BLOCK": 8})
+    tile = {"HEADS": 32, "WIDTH": 128, "TOKENS": 4, "HEAD_BLOCK": 8, "BLOCK": 128}
+    rows, lse = ("i64",) * 3, ("*fp32", ("i64",) * 2)
+    for to in ("*bf16", "*fp32"):
+        parts = [(kind, rows) for kind in ("*bf16", "*bf16", "*fp32")]
+        compiled(blocks_gpu._blocks_sum, 4, tile, to=(to, rows), parts=tuple(parts))
+        compiled(blocks_gpu._blocks_merge, 4, tile, to=(to, rows, *lse), parts=tuple((*part, *lse) for part in parts))
     compiled(cast_gpu._cast_largest, 8, {"WIDTH": 4096, **block})
     compiled(cast_gpu._cast_largest_of_columns, 4, {"EACH": 64, "WIDTH": 1024}, parts_ptr="*fp32")
     for dtype, name in (("*fp8e4nv", "e4m3x2"), ("*fp8e5", "e5m2x2")):

@@ -5,22 +5,39 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf
+from math import inf, nan
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from echelon.kernels import blocks
+from echelon import compat
+from echelon.kernels import blocks, choice, fused
 
 BATCH, HEADS, LENGTH, HEAD_DIM = 2, 4, 12, 16
 EXACT = 1e-12
 
 
 @pytest.fixture(autouse=True)
-def _same_numbers() -> None:
+def _same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New memory holds what is not a number, as it may."""
     torch.manual_seed(0)
+    empty = blocks._empty
+    monkeypatch.setattr(blocks, "_empty", lambda q, dtype: empty(q, dtype).fill_(nan))
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our kernels wherever they take the tensor but for its device."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(choice, "fits", lambda x: x.dtype in choice.TYPES)
+
+
+@pytest.fixture(params=[0, 3000, blocks.HELD], ids=["none-held", "some-held", "all-held"])
+def _held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many bytes of parts wait: a part of all rows is 12 KiB in fp64."""
+    monkeypatch.setattr(blocks, "HELD", request.param)
 
 
 def nothing() -> None:
@@ -65,7 +82,8 @@ CASES = {
     "dropout": Case(kv_heads=2, visible=causal, factor=dropped),
     "dropout-blind": Case(visible=with_blind_rows, factor=dropped),
 }
-CUTS = ([LENGTH], [6, 6], [1, 4, 7], [3] * 4)
+CUTS = [([LENGTH], [LENGTH]), ([LENGTH], [1, 4, 7]), ([6, 6], [3] * 4), ([1, 4, 7], [6, 6])]
+"""lengths of blocks: of rows, of keys"""
 
 
 @pytest.fixture(params=CASES)
@@ -118,8 +136,8 @@ def error(a: Tensor, b: Tensor) -> float:
     return inf if worst.isnan() else float(worst)
 
 
-@pytest.mark.parametrize("rows", CUTS, ids=str)
-@pytest.mark.parametrize("keys", CUTS, ids=str)
+@pytest.mark.usefixtures("_held")
+@pytest.mark.parametrize(("rows", "keys"), CUTS, ids=str)
 def test_any_blocks_give_the_whole(case: Case, rows: list[int], keys: list[int]) -> None:
     leaves = q, k, v = tuple(x.detach().requires_grad_() for x in tensors(case.kv_heads))
     mask, factor = case.visible(), case.factor()
@@ -207,17 +225,71 @@ def test_huge_scores_neither_overflow_nor_vanish() -> None:
     assert error(lse, want_lse) < EXACT * float(want_lse.abs().max())
 
 
+@pytest.mark.usefixtures("_held")
 def test_the_order_of_blocks_does_not_matter() -> None:
     q, k, v = tensors(2)
-    results = []
-    for order in itertools.permutations(slices([2, 7, 3])):
+    want, want_lse = at_once(q, k, v, None, None)
+    for order in itertools.permutations(slices([2, 7, 1, 2])):
         merged = blocks.Merged(q)
         for key in order:
             merged.add(slice(None), *blocks.attend(q, k[:, :, key], v[:, :, key]))
-        results.append(merged.result())
-    for out, lse in results[1:]:
-        assert error(out, results[0][0]) < EXACT
-        assert error(lse, results[0][1]) < EXACT
+        out, lse = merged.result()
+        assert error(out, want) < EXACT
+        assert error(lse, want_lse) < EXACT
+
+
+@pytest.mark.usefixtures("_held")
+def test_gradients_of_any_rows_add_up() -> None:
+    x = tensors(2)[1]
+    total, want = blocks.Summed(x), torch.zeros_like(x)
+    for rows in (slice(None), slice(6, None), slice(2, 9), slice(6, None), slice(0, 1), slice(None)):
+        part = torch.randn_like(x[:, :, rows])
+        total.add(rows, part)
+        want[:, :, rows] += part
+        assert error(total.result(), want) < EXACT
+    assert not blocks.Summed(x).result().any()
+    some = blocks.Summed(x)
+    some.add(slice(1, 3), x[:, :, 1:3])
+    assert error(some.result(), F.pad(x[:, :, 1:3], (0, 0, 1, LENGTH - 3))) == 0
+
+
+@pytest.mark.usefixtures("kernels", "_held")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)], ids=str)
+@pytest.mark.parametrize(("heads", "head_dim"), [(4, 16), (3, 24), (12, 16)])
+def test_kernels_bring_together_what_plain_torch_does(
+    dtype: torch.dtype, tolerance: float, heads: int, head_dim: int
+) -> None:
+    q, k, v = (torch.randn(BATCH, LENGTH, heads, head_dim).to(dtype).transpose(1, 2) for _ in range(3))
+    mask = torch.rand(BATCH, 1, LENGTH, LENGTH) < 0.4
+    mask[:, :, 3] = False
+    wide = [x.double() for x in (q, k, v)]
+    merged, truth, total = blocks.Merged(q), blocks.Merged(wide[0]), blocks.Summed(q)
+    sums = torch.zeros_like(wide[0])
+    for row, key in pairs([5, 1, 6], [4, 4, 4]):
+        out, lse = blocks.attend(q[:, :, row], k[:, :, key], v[:, :, key], mask=mask[:, :, row, key])
+        merged.add(row, out, lse)
+        truth.add(row, out.double(), lse.double())
+        total.add(row, out)
+        sums[:, :, row] += out.double()
+    out, lse = merged.result()
+    want, want_lse = truth.result()
+    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+    assert error(out, want) < tolerance
+    assert error(lse, want_lse) < 2e-6
+    assert (lse[:, :, 3] == -inf).all()
+    assert error(total.result(), sums) < 2 * tolerance
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("heads_first", [True, False])
+def test_a_kernel_adds_in_place_in_32_bits(heads_first: bool) -> None:
+    total, part = torch.randn(BATCH, 6, LENGTH, 24), torch.randn(BATCH, 6, 5, 24).bfloat16()
+    if not heads_first:
+        total, part = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (total, part))
+    want = total.clone()
+    want[:, :, 4:9] += part
+    blocks.add_(total[:, :, 4:9], part)
+    assert error(total, want) == 0
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)], ids=str)
@@ -234,3 +306,52 @@ def test_short_types_are_summed_in_32_bits(dtype: torch.dtype, tolerance: float)
     assert error(lse, want_lse) < 2e-6  # also of bfloat16: scores are made in 32 bits
     found = blocks.attend_back(torch.ones_like(out), q, k, v, out, lse, mask=causal())
     assert [block.dtype for block in found] == [dtype] * 3
+
+
+class TestCudnn:
+    """What stands around cuDNN's calls, with plain torch in their place."""
+
+    @pytest.fixture(autouse=True)
+    def _in_its_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def scores(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
+            found = (q @ spread(k).transpose(-1, -2)).div_(HEAD_DIM**0.5)
+            return found if bias is None else found + bias
+
+        def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+            found = scores(q, k, bias)
+            return found.softmax(-1) @ spread(v), found.logsumexp(-1)
+
+        def back(
+            g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, causal: bool
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            assert g.transpose(1, 2).is_contiguous()
+            assert out.transpose(1, 2).is_contiguous()
+            assert lse.is_contiguous()
+            weights = (scores(q, k, bias) - lse.unsqueeze(-1)).exp()
+            ds = weights * (g @ spread(v).transpose(-1, -2) - (g * out).sum(-1, keepdim=True)) * HEAD_DIM**-0.5
+            shape = (BATCH, k.shape[1], -1, *k.shape[2:])
+            dk, dv = ((a.transpose(-1, -2) @ b).view(shape).sum(2) for a, b in ((ds, q), (weights, g)))
+            return ds @ spread(k), dk, dv
+
+        monkeypatch.setattr(compat, "cudnn_attention", forward)
+        monkeypatch.setattr(compat, "cudnn_attention_back", back)
+
+    @pytest.mark.parametrize("kind", ["blind-rows", "documents", "keys-alone", "one-query-row", "full"])
+    def test_a_mask_is_a_number_that_is_added(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        q, k, v = tensors(2)
+        mask = {
+            "keys-alone": torch.arange(LENGTH) < 5,
+            "one-query-row": (torch.arange(LENGTH) < 5).expand(BATCH, 1, 1, LENGTH),
+        }.get(kind, CASES[kind].visible() if kind in CASES else None)
+        gradient = torch.randn(BATCH, HEADS, LENGTH, HEAD_DIM, dtype=torch.float64)
+        want = blocks.attend(q, k, v, mask=mask)
+        wanted = blocks.attend_back(gradient, q, k, v, *want, mask=mask)
+        monkeypatch.setattr(fused, "find", lambda *_: fused._Cudnn())
+        found = blocks.attend(q, k, v, mask=mask)
+        parts = blocks.attend_back(gradient, q, k, v, *found, mask=mask)
+        for one, other in zip((*found, *parts), (*want, *wanted), strict=True):
+            assert error(one, other) < EXACT
+
+    def test_without_a_gpu_there_is_none(self) -> None:
+        q, k, v = (x.bfloat16() for x in tensors(2))
+        assert fused.find(q, k, v, None, True) is None

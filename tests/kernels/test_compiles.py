@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton")
 SCRIPT = Path(__file__).parent / "compile_for_hopper.py"
-KERNELS = {"norm": 3, "swiglu": 2, "loss": 2, "rope": 2, "cast": 3}
+KERNELS = {"norm": 3, "swiglu": 2, "loss": 2, "rope": 2, "cast": 3, "blocks": 2}
 """of each file, how many"""
 
 

@@ -21,11 +21,16 @@ Nothing here is seen by autograd: who calls this writes its own backward.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from math import inf
 
 import torch
 from torch import Tensor
 
+from echelon.kernels import choice, fused
+
+HELD = 512 << 20
+"""bytes of parts that wait to be brought together"""
 CHUNK = 1 << 26
 """scores that plain torch holds at a time: rows are taken so many at once"""
 
@@ -41,6 +46,8 @@ def attend(
     give 0 and -inf. In memory `out` is [B, Tq, H, D].
     """
     _check(q, k, causal)
+    if factor is None and (kernel := fused.find(q, k, v, mask, causal)) is not None:
+        return kernel.attend(q, k, v, mask, causal)
     out, lse = _empty(q, q.dtype), q.new_empty(q.shape[:3], dtype=wide(q.dtype))
     hidden = None if mask is None else mask.logical_not()
     for rows, keys in _chunks(q, k, causal):
@@ -70,6 +77,8 @@ def attend_back(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One block's part of (dq, dk, dv), given the whole attention's out and lse, and the gradient of that out."""
     _check(q, k, causal)
+    if factor is None and (kernel := fused.find(q, k, v, mask, causal)) is not None:
+        return kernel.attend_back(gradient, q, k, v, out, lse, mask, causal)
     dtype = lse.dtype
     dq = _empty(q, q.dtype)
     dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (k, v))
@@ -93,25 +102,94 @@ def attend_back(
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-class Merged:
-    """The attention of q's rows to the blocks of keys that were added, in any order. See the note at the top."""
+Part = tuple[Tensor, ...]
+"""of some rows: out and lse, or a gradient"""
 
-    def __init__(self, q: Tensor):
-        self._dtype = q.dtype
-        # Where lse is -inf, out is not yet written.
-        self._out = _empty(q, wide(q.dtype))
-        self._lse = q.new_full(q.shape[:3], -inf, dtype=wide(q.dtype))
+
+class _Parts:
+    """Parts of rows that come one after another and are brought together several at a time.
+
+    Each time, the sum is read and written in 32 bits, which costs more than to read a part. So parts wait, as long as
+    they are small: where they are large, the products that make them take so much longer that it does not matter.
+    Parts are of any rows; where rows begin or end, the work is cut.
+    """
+
+    def __init__(self, like: Tensor):
+        self._like = like
+        self._held: list[tuple[slice, Part]] = []
+        self._total: Part | None = None
+
+    def _add(self, rows: slice, part: Part) -> None:
+        if self._held and sum(held[0].nbytes for _, held in self._held) + part[0].nbytes > HELD:
+            self._settle()
+        self._held.append((slice(*rows.indices(self._like.shape[2])[:2]), part))
+
+    def _settle(self) -> None:
+        self._total = self._total or self._nothing()
+        for rows, parts in self._cuts():
+            if parts:
+                place = _of(self._total, rows)
+                _join(place, [*parts, place])
+        self._held = []
+
+    def _joined(self, to: Part) -> Part:
+        for rows, parts in self._cuts():
+            _join(_of(to, rows), [*parts, _of(self._total, rows)] if self._total else parts)
+        return to
+
+    def _cuts(self) -> Iterator[tuple[slice, list[Part]]]:
+        """Rows, and what is held of all of them."""
+        edges = {0, self._like.shape[2]}.union(*((rows.start, rows.stop) for rows, _ in self._held))
+        for start, stop in pairwise(sorted(edges)):
+            inside = [(rows.start, part) for rows, part in self._held if rows.start <= start and stop <= rows.stop]
+            yield slice(start, stop), [_of(part, slice(start - first, stop - first)) for first, part in inside]
+
+    def _nothing(self) -> Part:
+        raise NotImplementedError
+
+
+class Merged(_Parts):
+    """The attention of q's rows to the blocks of keys that were added, in any order. See the note at the top."""
 
     @torch.no_grad()
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Takes in what `attend(q[:, :, rows], ...)` gave."""
-        _merge_(self._out[:, :, rows], self._lse[:, :, rows], out, lse)
+        """Takes what `attend(q[:, :, rows], ...)` gave; it may be read until `result`."""
+        self._add(rows, (out, lse))
 
     @torch.no_grad()
     def result(self) -> tuple[Tensor, Tensor]:
         """(out in q's type, lse); 0 and -inf where nothing was added."""
-        blind = (self._lse == -inf).unsqueeze(-1)
-        return self._out.masked_fill_(blind, 0.0).to(self._dtype), self._lse
+        q = self._like
+        out, lse = self._joined((_empty(q, q.dtype), q.new_empty(q.shape[:3], dtype=wide(q.dtype))))
+        return out, lse
+
+    def _nothing(self) -> Part:
+        q = self._like
+        # Of a row whose lse is -inf, out is not read.
+        return _empty(q, wide(q.dtype)), q.new_full(q.shape[:3], -inf, dtype=wide(q.dtype))
+
+
+class Summed(_Parts):
+    """The sum of what blocks add to the gradient of x, rows of dimension 2 as they come, in 32 bits or more."""
+
+    @torch.no_grad()
+    def add(self, rows: slice, part: Tensor) -> None:
+        """Takes a part of the gradient of x[:, :, rows]; it may be read until `result`."""
+        self._add(rows, (part,))
+
+    @torch.no_grad()
+    def result(self) -> Tensor:
+        """In x's type; 0 where nothing was added."""
+        return self._joined((_empty(self._like, self._like.dtype),))[0]
+
+    def _nothing(self) -> Part:
+        return (_empty(self._like, wide(self._like.dtype)).zero_(),)
+
+
+@torch.no_grad()
+def add_(total: Tensor, part: Tensor) -> None:
+    """total += part, where the total is of a wider type."""
+    _join((total,), [(total,), (part,)])
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -119,12 +197,32 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _merge_(total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
-    both = torch.logaddexp(total_lse, lse)
-    base = _finite(both)
-    before, weight = ((x - base).exp_().unsqueeze(-1) for x in (total_lse, lse))
-    total.copy_(torch.where(before > 0, before * total, 0.0) + weight * out)
-    total_lse.copy_(both)
+def _of(part: Part, rows: slice) -> Part:
+    return tuple(x[:, :, rows] for x in part)
+
+
+def _join(to: Part, parts: list[Part]) -> None:
+    """Writes what the parts are together; `to` may be one of them."""
+    if parts and choice.fits(to[0]):
+        from echelon.kernels.blocks_gpu import join
+
+        join(to, parts)
+    elif len(to) == 1:
+        total = torch.zeros_like(to[0], dtype=wide(to[0].dtype))
+        for (part,) in parts:
+            total += part
+        to[0].copy_(total)
+    elif not parts:
+        to[0].zero_()
+        to[1].fill_(-inf)
+    else:
+        lse = torch.stack([of_part for _, of_part in parts]).logsumexp(0)
+        base, total = _finite(lse), torch.zeros_like(to[0], dtype=lse.dtype)
+        for out, of_part in parts:
+            weight = (of_part - base).exp_().unsqueeze(-1)
+            total += torch.where(weight > 0, weight * out, 0.0)
+        to[0].copy_(total)
+        to[1].copy_(lse)
 
 
 def _weights_(scores: Tensor, lse: Tensor) -> Tensor:
