@@ -60,6 +60,8 @@ COMBINED = (
     "pp=2,cp=2,schedule=2bw,accumulate=2",
     "dp=2,pp=2,cp=2,zero=3,accumulate=2",
     "tp=2,pp=2,cp=2,accumulate=2",
+    "tp=4,tp_kind=2d,cp=2",
+    "tp=4,tp_kind=2d,cp=2,cp_kind=ulysses,recompute=full",
 )
 
 

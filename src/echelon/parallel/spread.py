@@ -20,6 +20,7 @@ from echelon.models.sizes import IGNORE
 from echelon.parallel import ulysses
 from echelon.parallel.axis import Axes, Axis
 from echelon.parallel.gather import Gather
+from echelon.parallel.grid import heads_axis
 from echelon.parallel.reach import Marks
 from echelon.parallel.ring import Ring
 from echelon.parallel.zigzag import Zigzag
@@ -65,7 +66,10 @@ class Context:
         """ranks that reach each other's keys and values"""
         self.inner = axes["ulysses"] if both else self.axis if layout.ulysses > 1 else alone
         """ranks that exchange heads for tokens"""
-        self.tensor, self.sliced = axes["tp"], bool(layout.sp)
+        self.heads = axes[heads_axis(layout)]
+        """ranks of tp that divide the heads"""
+        self.slices = axes["tp"] if layout.sp else alone
+        """ranks of tp that divide the tokens at hand between regions"""
         self.kind: type[Ring | Gather] = Gather if layout.cp_kind == "gather" else Ring
         self.check_length: Any = getattr(model, "check_length", None)
         self.causal = bool(getattr(getattr(model, "config", None), "causal", True))
@@ -125,7 +129,7 @@ class Context:
         """Tells a dropout which positions, its dimension 1, are at hand."""
         assert isinstance(module, Dropout)
         places, size = self.places(args[0].device), args[0].shape[1]
-        start = self.tensor.index * size if self.sliced else 0
+        start = self.slices.index * size
         mine = torch.arange(start, start + size, device=places.device).clamp(max=len(places) - 1)
         module.window = {**module.window, 1: (places[mine], self.length)}
 
@@ -133,7 +137,7 @@ class Context:
 
     def attend(self, core: Core, q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> Tensor:
         """What `core` gives for the tokens at hand, from everyone's keys and values."""
-        first, heads = self.tensor.index * q.shape[1], self.tensor.size * q.shape[1]
+        first, heads = self.heads.index * q.shape[1], self.heads.size * q.shape[1]
         if self.inner.size > 1:
             q, k, v = ulysses.out(q, k, v, self.inner)
             first += self.inner.index * q.shape[1]
