@@ -158,7 +158,7 @@ CONTEXT = (
     "dp=2,cp=2",
     "dp=4,shard=2,cp=2",
     "pp=2,cp=2,accumulate=2",
-    "tp=4,tp_kind=2d,cp=2",
+    "tp=4,tp_kind=2d,cp=2,microbatch=2",
 )
 
 

@@ -48,7 +48,7 @@ def of_traffic(traffic: Traffic, layout: Layout) -> Iterable[Collective]:
         layout,
         Widths(queries=traffic.width // side, keys_and_values=2 * kv_heads * head_dim, kv_heads=kv_heads),
         layers=traffic.layers,
-        batch=traffic.batch,
+        batch=-(-traffic.batch // (layout.tp // side)),  # a grid divides sequences by what it does not divide heads by
         seq_len=traffic.seq_len,
         element_bytes=traffic.element_bytes,
     )
