@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given, settings
@@ -16,13 +16,14 @@ from echelon.layout import Layout, check
 from echelon.models import sizes
 from echelon.plan import cluster
 from echelon.plan.ask import PRECISIONS, command_of
+from echelon.plan.bounds import bounds, least_bytes
 from echelon.plan.calibrate import constants_of
 from echelon.plan.case import Case
 from echelon.plan.explain import explained, infeasible
-from echelon.plan.layouts import Wish, families, layouts, members
+from echelon.plan.layouts import Wish, layouts, members
 from echelon.plan.memory import of_stage, worst
 from echelon.plan.price import price, timeline
-from echelon.plan.search import _is_legal, _least_memory, _least_states, nearest, search
+from echelon.plan.search import _is_legal, nearest, search
 from echelon.plan.sources import shape_of
 from echelon.plan.time import times
 from echelon.plan.units import units_of
@@ -133,8 +134,14 @@ def test_prices_are_positive_and_causes_sum_to_the_step(tp, pp, zero, accumulate
 
 def test_the_formula_is_near_the_simulation():
     """What ranks thousands of layouts agrees with what prices the finalists."""
-    for text in ("pp=8,accumulate=32,dp=8", "pp=4,schedule=interleaved,vpp=4,accumulate=16,dp=16", "tp=8,dp=8"):
-        found = case(text)
+    for text in (
+        "pp=8,accumulate=32,dp=8",
+        "pp=4,schedule=interleaved,vpp=4,accumulate=16,dp=16",
+        "tp=8,dp=8",
+        *(f"dp=8,pp=8,accumulate={n},schedule={kind}" for n in (4, 32) for kind in ("1f1b", "zb-h1", "zb-v")),
+        *(f"dp=2,pp=8,cp=4,accumulate={n},schedule={kind}" for n in (4, 32) for kind in ("zb-v", "dualpipe-v")),
+    ):
+        found = case(text, seq_len=65536 if "cp" in text else 4096)
         formula = times(work_of(found), constants_of(found)).total
         assert price(found).seconds == pytest.approx(float(formula), rel=0.1), text
 
@@ -313,21 +320,33 @@ def test_units_hold_every_parameter_once(model):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "fp32"])
-@pytest.mark.parametrize("devices", ["8xh100", "4xcpu"])
-def test_no_layout_takes_less_than_the_bounds_say(devices, precision):
-    asked = wish("llama-1b", devices, 16, 4096, precision=precision)
-    for family in list(families(asked))[::7]:
-        for layout in members(asked, family):
-            total = worst(asked.case(layout), constants_of(asked.case(layout))).total
-            assert max(_least_memory(asked, family), _least_states(asked, layout)) <= total, layout
+@pytest.mark.parametrize(
+    ("devices", "batch", "seq_len"), [("8xh100", 16, 4096), ("4xcpu", 16, 4096), ("8xh100", 4, 32768)]
+)
+def test_no_layout_takes_less_than_the_bounds_say(devices, batch, seq_len, precision):
+    asked = wish("llama-1b", devices, batch, seq_len, precision=precision)
+    c = constants_of(asked.case(Layout()))
+    every = bounds(asked, c)
+    assert every == sorted(every)
+    for bound in every[::7]:
+        for layout in members(asked, bound.branch, asdict(bound.branch.family)):
+            found = asked.case(layout)
+            assert least_bytes(asked, layout, bound.activations) <= worst(found, c).total, layout
+            assert bound.rated <= (1 + 1e-9) * times(work_of(found), c).total, layout
 
 
 @pytest.mark.parametrize(
-    ("devices", "batch", "precision"), [("8xh100", 64, "bf16"), ("12xa100-80", 96, "bf16"), ("8xh100", 64, "fp8")]
+    ("devices", "batch", "seq_len", "precision"),
+    [
+        ("8xh100", 64, 4096, "bf16"),
+        ("12xa100-80", 96, 4096, "bf16"),
+        ("8xh100", 64, 4096, "fp8"),
+        ("16xh100", 4, 32768, "bf16"),
+    ],
 )
-def test_the_families_that_stay_closed_hold_none_of_the_best(devices, batch, precision):
+def test_the_branches_that_stay_closed_hold_none_of_the_best(devices, batch, seq_len, precision):
     """The ten best by formula of all layouts that fit are found, unless simulation puts them behind all that are."""
-    asked = wish("llama-8b", devices, batch, 4096, precision=precision)
+    asked = wish("llama-8b", devices, batch, seq_len, precision=precision)
     fitting = [c for c in map(asked.case, layouts(asked)) if worst(c).total <= asked.cluster.memory]
     legal = [c for c in fitting if _is_legal(asked, c.layout)]
     ranked = sorted(legal, key=lambda c: (float(times(work_of(c), constants_of(c)).total), str(c.layout)))

@@ -80,7 +80,7 @@ def _answer(wish: Wish, model: str, layout: str, top: int) -> Answer:
     least = nearest(wish)
     if least is None:
         rule = f"cannot be divided over {wish.cluster.devices} devices with a batch of {wish.batch}"
-        later = {"cp", "ep", "tp_kind", "cp_kind", "offload", "recompute"} & set(wish.fixed)
+        later = {"ep", "offload", "recompute"} & set(wish.fixed)
         hint = "change the batch, or fix fewer keys"
         hint += f"; {', '.join(sorted(later))} may be plan only (--plan-only)" if later and not wish.plan_only else ""
         raise FaultError([Fault(key="model", value=model, rule=rule, hint=hint)])
@@ -121,7 +121,8 @@ def _wish(
     for key, value in (("batch", batch), ("seq-len", seq_len)):
         if value < 0:
             faults.append(Fault(key=key, value=str(value), rule="is less than 1", legal=">= 1"))
-    if shape is not None and shape.max_seq_len and seq_len > shape.max_seq_len:
+    # Rotary positions have no end; a table of positions has.
+    if shape is not None and shape.position_parameters and seq_len > shape.max_seq_len:
         rule = f"is longer than {shape.name} allows"
         faults.append(Fault(key="seq-len", value=str(seq_len), rule=rule, legal=f"1 to {shape.max_seq_len}"))
     if found is not None and precision in ("fp8", "fp4") and precision not in found.device.flops:

@@ -44,6 +44,8 @@ class Counts:
     seq_len: int
     width: int
     """most elements per token that one section hands to the next"""
+    can_cut: bool
+    """context parallelism can cut its sequences"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +82,7 @@ def assembled(name: str, counts: Counts) -> ModelShape:
         position_parameters=sum(map(prod, positions)),
         experts=max((product.experts for product in mixtures), default=0),
         top_k=round(max((product.share for product in mixtures), default=0)),
+        can_cut=counts.can_cut,
     )
     return replace(found, other_parameters=sum(map(prod, counts.weights.values())) - found.parameters)
 

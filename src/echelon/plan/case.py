@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from echelon.layout import Layout
 from echelon.layout.layout import SPLIT_BACKWARD
@@ -38,11 +39,11 @@ class Case:
     correction: float = 1.0
     """measured over predicted seconds of a run that was (correct.py): all times are multiplied by it"""
 
-    @property
+    @cached_property
     def on_gpu(self) -> bool:
         return self.cluster.device.generation != "cpu"
 
-    @property
+    @cached_property
     def has_kernels(self) -> bool:
         """Our kernels run: what they keep and move is counted (kernels.py), and how fast they are was measured."""
         return self.program == "echelon" and self.on_gpu and self.precision != "fp4" and self.shape.has_kernels

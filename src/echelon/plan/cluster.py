@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 
 from echelon.layout.faults import Fault, FaultError, did_you_mean
@@ -96,17 +97,17 @@ class Cluster:
     def nodes(self) -> int:
         return sum(part.nodes for part in self.parts)
 
-    @property
+    @cached_property
     def per_node(self) -> int:
         """Devices of a node, of those that most devices are in: a rest that fills no node is left to itself."""
         return max(self.parts, key=lambda part: (part.devices, part.per_node)).per_node
 
-    @property
+    @cached_property
     def device(self) -> Device:
         """The slowest kind, which everyone waits for."""
         return min((part.device for part in self.parts), key=lambda device: (device.peak("bf16"), device.bandwidth))
 
-    @property
+    @cached_property
     def memory(self) -> int:
         """Bytes of the smallest device."""
         return min(part.device.memory for part in self.parts)

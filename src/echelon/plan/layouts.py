@@ -1,6 +1,6 @@
 """Every layout that can be: `Wish`, what is asked, and the families of layouts that answer it.
 
-Layouts of a family do the same work on every microbatch: they differ in pp, zero and schedule alone.
+Layouts of a family do the same work on every microbatch: they differ in dp, pp, zero and schedule alone.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 
 from echelon.layout import Layout
 from echelon.layout.layout import ASYNCHRONOUS
+from echelon.layout.rules import tp_side
 from echelon.plan.case import Case, trains_in
 from echelon.plan.cluster import Cluster
-from echelon.plan.shape import ModelShape
+from echelon.plan.shape import Attention, ModelShape
 
 OBJECTIVES = ("time", "cost", "energy", "devices")
 """seconds of a step; US dollars, joules of a step; the fewest devices, then seconds"""
@@ -26,8 +27,11 @@ FEWER = 0.7
 """share of the devices that a layout must use, where all of them cannot be divided"""
 FEWER_KINDS = 3
 """numbers of devices below all of them that are tried"""
-SHORTEST = 1024
-"""tokens of a slice of a sequence, at least: context parallelism is for long ones"""
+SHORT, SHORTEST = 8192, 1024
+"""tokens of a slice of a sequence, at least: context parallelism is for long ones. And where there are fewer sequences
+than devices, so that something else must be divided"""
+LEAST_GRID = 16
+"""ranks of tp from which on grids are tried: of fewer, flat tp with sequence parallelism moves less"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +79,6 @@ class Wish:
 class Family:
     """Layouts that do the same on every microbatch."""
 
-    world: int
     tp: int
     cp: int
     ep: int
@@ -84,23 +87,44 @@ class Family:
     tp_kind: str = "1d"
     depth: int = 1
     cp_kind: str = "ring"
+    ulysses: int = 1
 
-    def keys(self) -> dict[str, Any]:
-        """Of the layout, but for dp and pp."""
-        return {name: value for name, value in asdict(self).items() if name != "world"}
+    def layout(self, **keys: int | str) -> Layout:
+        return Layout(**{**asdict(self), **keys})
 
-    def layout(self) -> Layout:
-        """One of them, without a pipeline."""
-        return Layout(dp=max(1, self.world // (self.tp * self.cp)), **self.keys())
+
+@dataclass(frozen=True, order=True)
+class Branch:
+    """Those of a family that have one pipeline over so many devices: they differ in zero and schedule alone."""
+
+    family: Family
+    pp: int
+    dp: int
+    accumulate: int
+
+    @property
+    def world(self) -> int:
+        return self.family.tp * self.family.cp * self.pp * self.dp
 
 
 def layouts(wish: Wish) -> Iterator[Layout]:
     """Every layout that divides the model, the devices and the batch, with what is fixed."""
-    for family in families(wish):
-        yield from members(wish, family)
+    for family, found in branches(wish).items():
+        for branch in found:
+            yield from members(wish, branch, asdict(family))
 
 
-def families(wish: Wish) -> Iterator[Family]:
+def branches(wish: Wish) -> dict[Family, list[Branch]]:
+    """Every family with its branches."""
+    found: dict[Family, list[Branch]] = {}
+    for world in _worlds(wish):
+        for tp, cp in _degrees(wish, world):
+            for family in _families(wish, world, tp, cp):
+                found.setdefault(family, []).extend(_pipelines(wish, family, world))
+    return found
+
+
+def _families(wish: Wish, world: int, tp: int, cp: int) -> Iterator[Family]:
     fixed = wish.fixed
     sizes = [int(fixed["microbatch"])] if "microbatch" in fixed else range(1, LARGEST_MICROBATCH + 1)
     # What `ops` makes again is counted for our own models; others are tried with it where that is asked for.
@@ -108,42 +132,46 @@ def families(wish: Wish) -> Iterator[Family]:
     recomputes += ["selective"] if wish.plan_only else []
     if "recompute" in fixed:
         recomputes = [str(fixed["recompute"])]
-    for world in _worlds(wish):
-        for tp, cp in _degrees(wish, world):
-            kinds = product(
-                _experts(wish, world), sizes, recomputes, tensor_kinds(wish, tp), context_kinds(wish, tp, cp)
+    kinds = product(_experts(wish, world), sizes, recomputes, tensor_kinds(wish, tp), context_kinds(wish, tp, cp))
+    for ep, size, recompute, (tp_kind, depth), (cp_kind, ulysses) in kinds:
+        if not wish.batch % size:
+            yield Family(
+                tp=tp,
+                cp=cp,
+                ep=ep,
+                microbatch=size,
+                recompute=recompute,
+                tp_kind=tp_kind,
+                depth=depth,
+                cp_kind=cp_kind,
+                ulysses=ulysses,
             )
-            for ep, size, recompute, (tp_kind, depth), cp_kind in kinds:
-                if not wish.batch % size:
-                    yield Family(
-                        world=world,
-                        tp=tp,
-                        cp=cp,
-                        ep=ep,
-                        microbatch=size,
-                        recompute=recompute,
-                        tp_kind=tp_kind,
-                        depth=depth,
-                        cp_kind=cp_kind,
-                    )
 
 
-def members(wish: Wish, family: Family) -> Iterator[Layout]:
-    fixed = wish.fixed
-    for pp in _divisors(family.world // (family.tp * family.cp)):
-        dp = family.world // (family.tp * family.cp * pp)
-        per_rank, rest = divmod(wish.batch, dp)
-        if rest or per_rank % family.microbatch or pp > wish.shape.num_layers or dp * family.tp * family.cp % family.ep:
+def _pipelines(wish: Wish, family: Family, world: int) -> Iterator[Branch]:
+    ranks = world // (family.tp * family.cp)
+    for pp in _divisors(ranks):
+        per_rank, rest = divmod(wish.batch, ranks // pp)
+        if rest or per_rank % family.microbatch or pp > wish.shape.num_layers:
             continue
-        keys = {**family.keys(), "dp": dp, "pp": pp, "accumulate": per_rank // family.microbatch}
-        for schedule, zero in product(_schedules(wish, pp), _zeros(wish, dp, family.tp, pp)):
-            if schedule.get("schedule") in ASYNCHRONOUS and zero["zero"] > 1:
-                continue
-            chosen = {**fixed, **keys, **schedule, **zero}
-            if all(chosen[key] == value for key, value in fixed.items()):
-                layout = Layout(**chosen)
-                if wish.allows(layout):
-                    yield layout
+        branch = Branch(family, pp, ranks // pp, per_rank // family.microbatch)
+        asked = {"pp": pp, "dp": branch.dp, "accumulate": branch.accumulate}
+        if not world // pp % family.ep and all(wish.fixed.get(key, value) == value for key, value in asked.items()):
+            yield branch
+
+
+def members(wish: Wish, branch: Branch, keys: Mapping[str, Any]) -> Iterator[Layout]:
+    """The layouts of a branch, whose family has these keys."""
+    fixed, pp, dp = wish.fixed, branch.pp, branch.dp
+    keys = {**fixed, **keys, "dp": dp, "pp": pp, "accumulate": branch.accumulate}
+    for schedule, zero in product(_schedules(wish, pp), _zeros(wish, dp, branch.family, pp)):
+        if schedule.get("schedule") in ASYNCHRONOUS and zero["zero"] > 1:
+            continue
+        chosen = {**keys, **schedule, **zero}
+        if all(chosen[key] == value for key, value in fixed.items()):
+            layout = Layout(**chosen)
+            if wish.allows(layout):
+                yield layout
 
 
 def _worlds(wish: Wish) -> list[int]:
@@ -160,36 +188,51 @@ def _worlds(wish: Wish) -> list[int]:
 
 def _degrees(wish: Wish, world: int) -> Iterator[tuple[int, int]]:
     """(tp, cp)."""
-    shape, fixed = wish.shape, wish.fixed
-    attention = next((layer.attention for layer, _ in shape.layers if layer.attention), None)
-    widest = max(wish.cluster.per_node, int(fixed.get("tp", 1)))
+    widest = max(wish.cluster.per_node, int(wish.fixed.get("tp", 1)))
     for tp in _divisors(world):
-        if tp > widest or (attention is not None and not _splits(attention.heads, attention.kv_heads, tp)):
-            continue
-        for cp in _divisors(world // tp):
-            asked = wish.plan_only or "cp" in fixed
-            if cp == 1 or (asked and wish.seq_len % (2 * cp) == 0 and wish.seq_len >= cp * SHORTEST):
-                yield tp, cp
+        if tp <= widest:
+            yield from ((tp, cp) for cp in _divisors(world // tp) if _cuts(wish, cp))
+
+
+def _cuts(wish: Wish, cp: int) -> bool:
+    """Sequences can be cut into so many slices, evenly, and slices are long enough."""
+    if cp == 1:
+        return True
+    asked = wish.plan_only or "cp" in wish.fixed
+    least = SHORTEST if asked or wish.batch < wish.cluster.devices else SHORT
+    return (wish.shape.can_cut or asked) and wish.seq_len % (2 * cp) == 0 and wish.seq_len >= cp * least
 
 
 def tensor_kinds(wish: Wish, tp: int) -> list[tuple[str, int]]:
-    """(tp_kind, depth) of tp ranks: flat, unless another kind is asked for."""
-    kind, depth = str(wish.fixed.get("tp_kind", "1d")), int(wish.fixed.get("depth", 1))
-    can = {
-        "1d": depth == 1,
-        "2d": math.isqrt(tp) ** 2 == tp and depth == 1,
-        "2.5d": tp % depth == 0 and math.isqrt(tp // depth) ** 2 == tp // depth,
-        "3d": round(tp ** (1 / 3)) ** 3 == tp and depth == 1,
-    }
-    return [(kind, depth)] if can[kind] and (tp > 1 or kind == "1d") else []
+    """(tp_kind, depth) of tp ranks that divide the model's heads: flat, and grids where there are enough ranks."""
+    fixed, sides = wish.fixed, [("1d", 1)]
+    if tp >= LEAST_GRID or "tp_kind" in fixed:
+        sides += [("2d", 1), *(("2.5d", depth) for depth in _divisors(tp) if depth > 1), ("3d", 1)]
+    attention = _attention(wish)
+    found = []
+    for kind, depth in sides:
+        side = tp_side(Layout(tp=tp, tp_kind=kind, depth=depth))
+        heads = attention is None or (side is not None and _splits(attention.heads, attention.kv_heads, side))
+        asked = fixed.get("tp_kind", kind) == kind and fixed.get("depth", depth) == depth
+        if asked and side is not None and heads and (tp > 1 or kind == "1d"):
+            found.append((kind, depth))
+    return found
 
 
-def context_kinds(wish: Wish, tp: int, cp: int) -> list[str]:
-    kind = str(wish.fixed.get("cp_kind", "ring"))
-    heads = min((layer.attention.kv_heads for layer, _ in wish.shape.layers if layer.attention), default=0)
-    if kind == "ulysses" and cp > 1 and (not heads or heads % (tp * cp)):
-        return []
-    return [kind] if cp > 1 or kind == "ring" else []
+def context_kinds(wish: Wish, tp: int, cp: int) -> list[tuple[str, int]]:
+    """(cp_kind, ulysses) of cp ranks, each of which has the heads of a rank of tp."""
+    fixed, attention = wish.fixed, _attention(wish)
+    found = [("ring", 1)]
+    if cp > 1 and attention is not None:
+        heads, near = attention.heads // tp, max(2, wish.cluster.per_node // tp)
+        inner = [n for n in _divisors(cp) if 1 < n < cp and n <= max(near, int(fixed.get("ulysses", 1)))]
+        every = [("gather", 1), ("ulysses", cp), *(("ring-ulysses", n) for n in inner)]
+        found += [(kind, n) for kind, n in every if heads % n == 0]
+    return [(kind, n) for kind, n in found if fixed.get("cp_kind", kind) == kind and fixed.get("ulysses", n) == n]
+
+
+def _attention(wish: Wish) -> Attention | None:
+    return next((layer.attention for layer, _ in wish.shape.layers if layer.attention), None)
 
 
 def _splits(heads: int, kv_heads: int, tp: int) -> bool:
@@ -211,10 +254,11 @@ def _schedules(wish: Wish, pp: int) -> list[dict[str, int | str]]:
     return found
 
 
-def _zeros(wish: Wish, dp: int, tp: int, pp: int) -> list[dict[str, int]]:
-    if dp == 1:
+def _zeros(wish: Wish, dp: int, family: Family, pp: int) -> list[dict[str, int]]:
+    """Ranks of cp divide states too."""
+    if dp * family.cp == 1:
         return [{"zero": 1 if pp > 1 else 0}]
-    near = wish.cluster.per_node // tp
+    near = wish.cluster.per_node // (family.tp * family.cp)
     inside = [{"zero": 3, "shard": near}] if 1 < near < dp and not dp % near else []
     return [{"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3}, *inside]
 

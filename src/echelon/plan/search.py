@@ -2,17 +2,17 @@
 
 [Note: nothing that could win is left out]
 
-Layouts that do the same work on every microbatch are a family: they differ in pp, zero and schedule alone. However a
-family is laid over the devices, its work has to be done, so it has a bound: all of its work, spread evenly, with no
-bubble and no message of gradients.
+Layouts that do the same work on every microbatch are a family, and those of them that have one pipeline over as many
+devices a branch of it: they differ in zero and schedule alone. However it is scheduled, its work has to be done, so a
+branch has a bound (bounds.py): all of its work, spread evenly, with the least bubble and no message of gradients.
 
-1. Families are sorted by their bounds. The first ones are opened until enough layouts fit that are faster than the next
-   bound: no layout of a family that stays closed can be among the best.
-2. Of an open family, layouts are dropped whose states alone, at their least, are more than the memory. The others are
-   priced by formula, and asked for their memory in the order of their times.
+1. Branches are sorted by their bounds. The first ones are opened until enough layouts fit that are faster than the next
+   bound: no layout of a branch that stays closed can be among the best.
+2. Of an open branch, layouts are dropped whose states and activations, at their least, are more than the memory. The
+   others are priced by formula, and those that are fast enough are asked for their memory.
 3. The best are priced again by simulating their schedules, and sorted.
 
-With layouts that cannot be run yet, the best are then tried with other kinds of tp, cp, recomputation and offload.
+With layouts that cannot be run yet, the best are then tried with other kinds of recomputation and offload.
 
 The same question has the same answer: nothing depends on chance or on time.
 """
@@ -21,24 +21,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
 from echelon.layout import Layout
 from echelon.layout.rules import Facts, broken
-from echelon.plan.activations import kept, repeats_of
+from echelon.plan.bounds import bounds, least_bytes, rate
 from echelon.plan.calibrate import constants_of
 from echelon.plan.case import Case
 from echelon.plan.constants import FITTED, Constants
-from echelon.plan.layouts import Family, Wish, context_kinds, families, layouts, members, tensor_kinds
+from echelon.plan.layouts import Branch, Wish, layouts, members
 from echelon.plan.memory import worst
 from echelon.plan.price import Plan, price
 from echelon.plan.shape import RuleFacts
-from echelon.plan.time import microbatch, repeated, times
-from echelon.plan.units import MASTER_BYTES, MOMENTS, gradient_bytes
-from echelon.plan.work import stacked, work_of
+from echelon.plan.time import times
+from echelon.plan.work import work_of, works_of
 
 FINALISTS = 24
 """that are simulated, at least"""
@@ -52,16 +51,17 @@ def search(wish: Wish, *, top: int = 10, c: Constants = FITTED) -> list[Plan]:
         return _of_parts(wish, top, c)
     c, enough = constants_of(wish.case(Layout()), c), max(FINALISTS, 2 * top)
     best: list[Rated] = []
-    for bound, family in _bounds(wish, c):
-        if len(best) == enough and bound > best[-1][0]:
+    for bound in bounds(wish, c):
+        if len(best) == enough and bound.rated > best[-1][0]:
             break
         limit = best[-1][0] if len(best) == enough else math.inf
-        best = sorted([*best, *_fitting(wish, family, c, limit)], key=lambda one: one[:2])[:enough]
+        found = _fitting(wish, bound.branch, bound.activations, c, limit)
+        best = sorted([*best, *found], key=lambda one: one[:2])[:enough]
     if wish.plan_only:
         best = _refined(wish, best, c, enough)
-    found = [price(case, c) for _, _, case in best]
-    found.sort(key=lambda plan: (rank_of(wish, plan), str(plan.layout)))
-    return found[:top]
+    plans = [price(case, c) for _, _, case in best]
+    plans.sort(key=lambda plan: (rank_of(wish, plan), str(plan.layout)))
+    return plans[:top]
 
 
 def _of_parts(wish: Wish, top: int, c: Constants) -> list[Plan]:
@@ -82,7 +82,7 @@ def _of_parts(wish: Wish, top: int, c: Constants) -> list[Plan]:
 
 
 def _refined(wish: Wish, best: list[Rated], c: Constants, enough: int) -> list[Rated]:
-    """With other kinds of what the best are: grids of tp, ways of cp, more ways to recompute, states on the host.
+    """With other kinds of what the best are: more ways to recompute, states on the host.
 
     These are tried on the best layouts only: together with all others they would be too many to list.
     """
@@ -94,52 +94,37 @@ def _refined(wish: Wish, best: list[Rated], c: Constants, enough: int) -> list[R
                 continue
             if str(other.layout) not in found and worst(other, c).total <= wish.cluster.memory:
                 seconds = np.array([times(work_of(other), c).total])
-                found[str(other.layout)] = (float(rate(wish, [other], seconds)[0]), str(other.layout), other)
+                rated = rate(wish, [other.layout.world], seconds)
+                found[str(other.layout)] = (float(rated[0]), str(other.layout), other)
     return sorted(found.values(), key=lambda one: one[:2])[:enough]
 
 
 def _variants(wish: Wish, layout: Layout) -> Iterator[dict[str, Any]]:
-    free = {key for key in ("tp_kind", "cp_kind", "recompute", "offload") if key not in wish.fixed}
-    for kind, depth in (("2d", 1), ("2.5d", 2), ("3d", 1)):
-        asked = replace(wish, fixed={**wish.fixed, "tp_kind": kind, "depth": depth})
-        if "tp_kind" in free and layout.tp > 1 and tensor_kinds(asked, layout.tp):
-            yield {"tp_kind": kind, "depth": depth}
-    for kind in ("gather", "ulysses"):
-        asked = replace(wish, fixed={**wish.fixed, "cp_kind": kind})
-        if "cp_kind" in free and layout.cp > 1 and context_kinds(asked, layout.tp, layout.cp):
-            yield {"cp_kind": kind, "ulysses": layout.cp if kind == "ulysses" else 1}
+    free = {key for key in ("recompute", "offload") if key not in wish.fixed}
     if "recompute" in free:
         yield from ({"recompute": kind} for kind in ("ops", "sqrt"))
     if "offload" in free:
         yield {"offload": "optimizer"}
 
 
-def _bounds(wish: Wish, c: Constants) -> list[tuple[float, Family]]:
-    """Families, and what the objective cannot be less than in each, best first."""
-    every = [family for family in families(wish) if _least_memory(wish, family) <= wish.cluster.memory]
-    if not every:
-        return []
-    # What is moved once a step is least in a microbatch where a step has the most of them.
-    cases = [wish.case(replace(family.layout(), accumulate=wish.batch // family.microbatch)) for family in every]
-    works = stacked([work_of(case) for case in cases])
-    m = microbatch(works, c)
-    once = m.forward + m.backward + repeated(works, m) + m.tp + m.ep + m.cp + 3 * m.head
-    spread = np.array([wish.batch / f.microbatch * f.tp * f.cp / f.world for f in every])
-    bounds = rate(wish, cases, once * spread)
-    return sorted(zip(bounds.tolist(), every, strict=True))
-
-
-def _fitting(wish: Wish, family: Family, c: Constants, limit: float) -> Iterator[Rated]:
-    """Those of a family that fit, with what the objective asks to be small; none at or above the limit."""
+def _fitting(wish: Wish, branch: Branch, activations: float, c: Constants, limit: float) -> Iterator[Rated]:
+    """Those of a branch that fit, with what the objective asks to be small; none at or above the limit."""
     cases = [
-        wish.case(layout) for layout in members(wish, family) if _least_states(wish, layout) <= wish.cluster.memory
+        wish.case(layout)
+        for layout in members(wish, branch, asdict(branch.family))
+        if least_bytes(wish, layout, activations) <= wish.cluster.memory
     ]
-    if not cases:
-        return
-    seconds = times(stacked([work_of(case) for case in cases]), c).total
-    for rated, case in zip(rate(wish, cases, seconds).tolist(), cases, strict=True):
-        if rated < limit and worst(case, c).total <= wish.cluster.memory and _is_legal(wish, case.layout):
-            yield rated, str(case.layout), case
+    # Most are too slow before parameters and gradients are sent: those need not be counted.
+    for once_a_step in (False, True):
+        if not cases:
+            return
+        seconds = times(works_of(cases, once_a_step=once_a_step), c).total
+        rated = rate(wish, [branch.world] * len(cases), seconds)
+        found = [(r, case) for r, case in zip(rated.tolist(), cases, strict=True) if r < limit]
+        cases = [case for _, case in found]
+    for r, case in found:
+        if worst(case, c).total <= wish.cluster.memory and _is_legal(wish, case.layout):
+            yield r, str(case.layout), case
 
 
 def _is_legal(wish: Wish, layout: Layout) -> bool:
@@ -159,64 +144,5 @@ def nearest(wish: Wish, c: Constants = FITTED) -> Plan | None:
     return price(min(cases, key=lambda case: (worst(case, c).total, str(case.layout))), c)
 
 
-def rate(wish: Wish, cases: list[Case], seconds: np.ndarray) -> np.ndarray:
-    """What the objective asks to be small."""
-    worlds = np.array([case.layout.world for case in cases])
-    if wish.objective == "devices":
-        return np.asarray(worlds * 1e6 + seconds)
-    if wish.objective == "time":
-        return np.asarray(seconds)
-    devices = [case.cluster.device for case in cases]
-    each = np.array([d.price / 3600 if wish.objective == "cost" else d.watts for d in devices])
-    return np.asarray(seconds * each * worlds)
-
-
 def rank_of(wish: Wish, plan: Plan) -> float:
-    return float(rate(wish, [plan.case], np.array([plan.seconds]))[0])
-
-
-# -- bounds of memory --------------------------------------------------------------------------------------------------
-
-
-def _least_memory(wish: Wish, family: Family) -> float:
-    """Bytes that no layout of a family can do without: states in as many shards as there are devices, and activations.
-
-    Gradients need not be there when all activations are. The first stage of a pipeline of pp stages has pp microbatches
-    in flight, each in 1 / pp of the layers: as much as one device without a pipeline, unless the step has too few
-    microbatches to fill it.
-    """
-    case, shape = wish.case(family.layout()), wish.shape
-    ranks = family.world / (family.tp * family.cp)
-    filled = min(1.0, wish.batch / (ranks * family.microbatch))
-    again = repeats_of(case)
-    activations = sum(n * kept(case, layer, again) for layer, n in shape.layers) * filled
-    if wish.fixed.get("schedule", "") in ("naive", "terapipe") or again.forward not in (0, 1):
-        activations = 0.0
-    if "offload" in wish.fixed:
-        return 0.0
-    return (MASTER_BYTES + MOMENTS * wish.moment_bytes) * shape.parameters / family.world + activations
-
-
-def _least_states(wish: Wish, layout: Layout) -> float:
-    """Bytes that no rank of the layout can do without: its share of parameters, gradients and states."""
-    shape, case = wish.shape, wish.case(layout)
-    if layout.offload != "none":
-        return 0.0
-    experts = sum(n * layer.expert_parameters for layer, n in shape.layers)
-    layers = sum(n * layer.parameters for layer, n in shape.layers) - experts
-    own = layers / (layout.tp * layout.pp)
-    spread = experts / (layout.ep * layout.etp * layout.pp)
-    data = layout.dp * layout.cp
-    compute, gradient = case.element_bytes, gradient_bytes(case)
-    beside = MASTER_BYTES - compute + MOMENTS * case.moment_bytes
-    # Under zero 1 to 3: what is whole on a rank, and what is divided.
-    whole, divided = {
-        0: (compute + gradient + beside, 0),
-        1: (compute + gradient, beside),
-        2: (compute, gradient + beside),
-        3: (0, compute + gradient + beside),
-    }[layout.zero]
-    return sum(
-        count * (whole + divided / ranks)
-        for count, ranks in ((own, data), (spread, max(1, data * layout.tp // (layout.ep * layout.etp))))
-    )
+    return float(rate(wish, [plan.layout.world], np.array([plan.seconds]))[0])

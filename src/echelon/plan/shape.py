@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from echelon.plan.kernels import KernelCounts
 
@@ -121,7 +122,7 @@ class ModelShape:
     """(kind, how many in a row), in order"""
     tied: bool = False
     max_seq_len: int = 0
-    """0: any"""
+    """that it was made for; where positions are a table, no sequence can be longer. 0: any"""
     position_parameters: int = 0
     """a table of learned positions"""
     other_parameters: int = 0
@@ -129,6 +130,8 @@ class ModelShape:
     experts: int = 0
     """of a mixture layer"""
     top_k: int = 0
+    can_cut: bool = True
+    """context parallelism can cut its sequences"""
 
     def each(self) -> Iterator[Layer]:
         """Every layer."""
@@ -136,11 +139,11 @@ class ModelShape:
             for _ in range(count):
                 yield layer
 
-    @property
+    @cached_property
     def num_layers(self) -> int:
         return sum(count for _, count in self.layers)
 
-    @property
+    @cached_property
     def has_kernels(self) -> bool:
         """It is a model of ours, written with our kernels."""
         return all(layer.kernels is not None for layer, _ in self.layers)
@@ -153,7 +156,7 @@ class ModelShape:
     def head_parameters(self) -> int:
         return self.vocab * self.width
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Unique ones."""
         head = 0 if self.tied else self.head_parameters

@@ -20,6 +20,18 @@ gradients of those of the block before. What is seen of a step is what its messa
 
 Nothing hides what is gathered, scattered or exchanged. What merges results and adds up gradients takes its bytes.
 
+[Note: waiting]
+
+With f, i and w the seconds of a rank's forward and of both halves of its backward in one microbatch, of d ranks, m
+microbatches and v chunks, a step is longer than m (f + i + w) by
+
+    1f1b          (d - 1) (f + i + w) / v, and where m < d the holes that are left, (d - m) (v - 1) / v more of them
+    zb-h1         (d - 1) (f + i) - min(d - 1, m - 1) w: weights' gradients fill it, where there are enough of them
+    zb-v          (d - 1) max(f / 2, i - w), but at least the way there and back: (d - 1) (f + i) - (m - 1) f
+    dualpipe-v    the same, the way there and back (d - 1) w / 2 longer
+
+as simulating them says (price.py does so with those that are chosen).
+
 Numbers may be arrays: every line prices one layout or thousands.
 """
 
@@ -33,6 +45,7 @@ import numpy as np
 from echelon.plan.constants import FITTED, Constants
 from echelon.plan.work import GENERATIONS, Work
 
+F1B1, INTERLEAVED, ZB_H1, ZB_V, DUALPIPE_V = range(5)
 CPU, VOLTA, AMPERE, HOPPER, BLACKWELL = range(len(GENERATIONS))
 PLAIN, FUSED, FLASH1, FLASH2, BEST = range(5)
 NARROW_HEADS = 0.8
@@ -218,8 +231,7 @@ def times(work: Work, c: Constants = FITTED) -> Times:
     )
     mean = layers / work.pp
     count, stages = work.accumulate, work.pp
-    filled = np.where(work.split_backward > 0, np.minimum(2 * m.weights / stages, mean), 0.0)
-    bubble = np.where(work.no_bubble > 0, 0.0, (stages - 1) / work.vpp * (mean - filled))
+    bubble = _bubble(work, m, mean)
     sends = count * 2 * work.vpp * m.pp * c.pp_shown + 2 * (stages - 1) * m.pp
     busy = count * fullest + bubble + sends
     dp = _data_parallel(work, c, busy, m.backward / stages)
@@ -250,6 +262,30 @@ def times(work: Work, c: Constants = FITTED) -> Times:
         offload=_offload(work, busy),
         rest=c.step * np.where(work.dp * work.tp * work.pp > 1, 1.0, c.alone),
     )
+
+
+def _bubble(work: Work, m: Microbatch, mean: Any) -> Any:
+    forward = (m.forward + (m.tp + m.ep + m.cp) / (2 + work.repeated)) / work.pp
+    found = waiting(work.pp, work.accumulate, work.vpp, forward, mean, m.weights / work.pp)
+    kinds = [work.schedule <= INTERLEAVED, work.schedule == ZB_H1, work.schedule == ZB_V, work.schedule == DUALPIPE_V]
+    return np.select(kinds, found, 0.0)
+
+
+def waiting(pp: Any, accumulate: Any, vpp: Any, forward: Any, all_of_it: Any, weights: Any) -> list[Any]:
+    """Seconds that a rank waits in a step under 1f1b, zb-h1, zb-v and dualpipe-v. See [Note: waiting].
+
+    Of one microbatch on a rank: its forward, all of it, and the half of its backward that is for weights.
+    """
+    behind, others, inputs = pp - 1, accumulate - 1, all_of_it - forward - weights
+    holes = np.maximum(pp - accumulate, 0) * (vpp - 1)
+    there_and_back = behind * (forward + inputs) - others * forward
+    least = behind * np.maximum(forward / 2, inputs - weights)
+    return [
+        (behind + holes) / vpp * all_of_it,
+        behind * (forward + inputs) - np.minimum(behind, others) * weights,
+        np.maximum(least, there_and_back),
+        np.maximum(least, there_and_back + behind * weights / 2),
+    ]
 
 
 def _offload(work: Work, busy: Any) -> Any:

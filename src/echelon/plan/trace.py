@@ -19,6 +19,7 @@ length, size], else a row. Saved elements are those of the length that was trace
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,7 @@ def trace(model: str | nn.Module, inputs: Mapping[str, Tensor] | None = None, *,
         tokens=tokens,
         seq_len=seq_len,
         width=width // tokens,
+        can_cut=_can_cut(module),
     )
     return assembled(name, counts)
 
@@ -131,6 +133,15 @@ def _tokens(inputs: Mapping[str, Any]) -> tuple[int, int]:
     if found := (whole or wide):
         return found[0].shape[0] * found[0].shape[1], found[0].shape[1]
     return (tensors[0].shape[0] if tensors else 1), 1
+
+
+def _can_cut(module: nn.Module) -> bool:
+    """As context parallelism asks for it (parallel/spread.py): attention that it knows, and positions from outside."""
+    from echelon.models.attention import Core
+
+    takes = inspect.signature(module.forward).parameters.values()
+    given = any(p.name == "positions" or p.kind is p.VAR_KEYWORD for p in takes)
+    return given and any(isinstance(found, Core) for found in module.modules())
 
 
 # -- sections ---------------------------------------------------------------------------------------------------------

@@ -7,28 +7,31 @@ them (time.py) prices thousands of layouts as quickly as one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
 from echelon.layout import Layout
-from echelon.layout.cost import Collective
+from echelon.layout.layout import ASYNCHRONOUS
 from echelon.memory.offload import UPDATES, Moved, moved
-from echelon.parallel import expert, grid_cost, shard, tensor
+from echelon.parallel import grid_cost
 from echelon.plan.activations import kept, repeats_of
 from echelon.plan.case import KERNELS, Case
 from echelon.plan.cluster import HOST_DEVICES
 from echelon.plan.context import reach_of
-from echelon.plan.links import latency_of, on_the_wire
+from echelon.plan.links import latency_of
+from echelon.plan.messages import gradient_wire, messages, tensor_wire, wire
 from echelon.plan.passing import passing_of
 from echelon.plan.shape import COLUMNS, ROWS, Product
-from echelon.plan.units import data_ranks, fullest_share, policy_of, units_of, update_bytes, weight_bytes
+from echelon.plan.units import fullest_share, policy_of, units_of, update_bytes, weight_bytes
 
 Number = Any
 """a number, or an array of them"""
 GENERATIONS = ("cpu", "volta", "ampere", "hopper", "blackwell")
+SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", *ASYNCHRONOUS)
+"""whose bubbles are told apart"""
 NARROW = {"fp8": 1, "fp4": 2}
 """types narrower than 16 bits; others are 0"""
 TILE = 64
@@ -144,10 +147,8 @@ class Work:
     """share of the layers on the fullest rank"""
     even: Number
     """1 where stages have equal numbers of layers, so that the head comes on top"""
-    split_backward: Number
-    """1 where weight gradients fill the bubble"""
-    no_bubble: Number
-    """1 where they fill nearly all of it"""
+    schedule: Number
+    """place in SCHEDULES; 0 for those that are not there"""
     updated: Number
     """parameters whose states this rank updates, on the device"""
     update_bytes: Number
@@ -167,10 +168,23 @@ def stacked(works: Sequence[Work]) -> Work:
     return Work(**{field.name: np.array([getattr(work, field.name) for work in works]) for field in fields(Work)})
 
 
-def work_of(case: Case) -> Work:
+def works_of(cases: Sequence[Case], *, once_a_step: bool = True) -> Work:
+    """Of cases that do the same on every microbatch, as one. Without what is `once_a_step`, sooner: a bound."""
+    if cases[0].layout.depth > 1 or cases[0].layout.recompute.startswith("budget"):  # these do not do the same
+        return stacked([work_of(case) for case in cases])
+    steps = [_of_step(case, once_a_step) for case in cases]
+    return Work(**_of_microbatch(cases[0]), **{name: np.array([step[name] for step in steps]) for name in steps[0]})
+
+
+def work_of(case: Case, *, once_a_step: bool = True) -> Work:
+    return Work(**_of_microbatch(case), **_of_step(case, once_a_step))
+
+
+def _of_microbatch(case: Case) -> dict[str, Any]:
+    """What layouts that differ in pp, dp, zero and schedule have in common."""
     layout, shape, cluster = case.layout, case.shape, case.cluster
     device = cluster.device
-    tokens, tp, pp = case.tokens, layout.tp, layout.pp
+    tokens, tp = case.tokens, layout.tp
     counts = dict.fromkeys(
         ("flops", "edges", "odd_flops", "expert_flops", "expert_edges", "attention_flops", "scores"), 0.0
     )
@@ -191,89 +205,97 @@ def work_of(case: Case) -> Work:
         mixtures += n * layer.is_mixture
     columns = shape.vocab / tp
     head = 2.0 * tokens * shape.width * columns
-    chunks = layout.vpp
     per_node = cluster.per_node
-    messages, reach = _messages(case, mixtures), reach_of(case)
+    sent, reach = messages(case, mixtures), reach_of(case)
     again, passing = repeats_of(case), passing_of(case)
-    units = units_of(case, 0)
-    updated = sum(unit.shard_numel * n for unit, n in units)
-    away = Moved()
-    if layout.offload != "none":
-        away = moved(
-            layout.offload,
-            updated=updated,
-            parameters=sum(unit.numel * n for unit, n in units),
-            activations=sum(n * kept(case, layer, again) for layer, n in shape.layers) / pp,
-            accumulate=layout.accumulate,
-            compute_bytes=case.element_bytes,
-            gradient_bytes=case.reduce_bytes,
-        )
-    members = max(1.0, min(per_node / tp, layout.dp * layout.cp))
-    return Work(
-        generation=GENERATIONS.index(device.generation),
-        peak=device.peak(case.precision),
-        peak16=device.peak("bf16"),
-        memory=device.bandwidth,
-        inside=cluster.inside.bandwidth,
-        outside=cluster.outside.bandwidth,
-        latency=latency_of(cluster),
-        narrow=NARROW.get(case.precision, 0) if case.precision in device.flops else 0,
+    return {
         **counts,
-        head_flops=head,
-        head_edges=head * (1 / tokens + 1 / shape.width + 1 / columns),
-        loss_bytes=tokens * columns * (CHUNK_LOSS_BYTES if case.has_kernels and tp == 1 else LOSS_BYTES),
-        kernel=KERNELS.index(case.attention),
-        wide_heads=head_dim >= WIDE_HEAD,
-        passed=passing.others,
-        norms=passing.norms,
-        passed_backward=passing.backward,
-        fused_norms=case.fused_norms,
-        weight_bytes=weight_bytes(case),
-        layers=shape.num_layers,
-        mixtures=mixtures,
-        tp_bytes=_tensor_wire(messages["tp"], layout),
-        tp_messages=sum(item.count for item in messages["tp"]),
-        tp_near=tp <= per_node,
-        tp_members=min(tp, per_node),
-        ep_bytes=_wire(messages["ep"], layout.ep),
-        ep_messages=sum(item.count for item in messages["ep"]),
-        ep_far=max(0.0, 1 - per_node / layout.ep),
-        ring_steps=reach.steps,
-        ring_bytes=reach.sent,
-        ring_gradients=reach.sent_back,
-        ring_near=reach.near,
-        cp_inside=reach.inside,
-        cp_outside=reach.outside,
-        cp_messages=reach.messages,
-        by_blocks=reach.by_blocks,
-        cp_moved=reach.moved,
-        cp_moved_back=reach.moved_back,
-        pp_bytes=tokens * shape.width * case.element_bytes / case.sliced if pp > 1 else 0.0,
-        pp_near=tp * layout.cp * layout.dp * pp <= per_node,  # dp lies inside pp in the mesh
-        dp_bytes=_gradient_wire(case),
-        dp_near=tp * layout.cp * layout.dp <= per_node,
-        dp_members=members,
-        dp=layout.dp * layout.cp,
-        tp=tp,
-        pp=pp,
-        vpp=chunks,
-        accumulate=layout.accumulate,
-        streams=policy_of(case).scatter_every_microbatch,
-        repeated=again.forward,
-        repeated_attention=again.attention,
-        repeated_passing=again.passing,
-        slowest=fullest_share(case),
-        even=shape.num_layers % (pp * chunks) == 0,
-        split_backward=layout.schedule == "zb-h1",
-        no_bubble=layout.schedule in ("zb-v", "dualpipe-v", "pipedream", "pipedream-vsync", "2bw"),
-        updated=updated - away.updated,
-        update_bytes=update_bytes(case) * (updated - away.updated),
-        host=(cluster.curves.host if cluster.curves else 0.0) or device.host.bandwidth,
-        host_bytes=away.link,
-        host_updated=away.updated,
-        host_updates=UPDATES / min(per_node, HOST_DEVICES),
-        disk_seconds=away.disk / (cluster.disk_bandwidth / min(per_node, HOST_DEVICES)),
-    )
+        "generation": GENERATIONS.index(device.generation),
+        "peak": device.peak(case.precision),
+        "peak16": device.peak("bf16"),
+        "memory": device.bandwidth,
+        "inside": cluster.inside.bandwidth,
+        "outside": cluster.outside.bandwidth,
+        "latency": latency_of(cluster),
+        "narrow": NARROW.get(case.precision, 0) if case.precision in device.flops else 0,
+        "head_flops": head,
+        "head_edges": head * (1 / tokens + 1 / shape.width + 1 / columns),
+        "loss_bytes": tokens * columns * (CHUNK_LOSS_BYTES if case.has_kernels and tp == 1 else LOSS_BYTES),
+        "kernel": KERNELS.index(case.attention),
+        "wide_heads": head_dim >= WIDE_HEAD,
+        "passed": passing.others,
+        "norms": passing.norms,
+        "passed_backward": passing.backward,
+        "fused_norms": case.fused_norms,
+        "layers": shape.num_layers,
+        "mixtures": mixtures,
+        "tp": tp,
+        "tp_bytes": tensor_wire(sent["tp"], layout),
+        "tp_messages": sum(item.count for item in sent["tp"]),
+        "tp_near": tp <= per_node,
+        "tp_members": min(tp, per_node),
+        "ep_bytes": wire(sent["ep"], layout.ep),
+        "ep_messages": sum(item.count for item in sent["ep"]),
+        "ep_far": max(0.0, 1 - per_node / layout.ep),
+        "ring_steps": reach.steps,
+        "ring_bytes": reach.sent,
+        "ring_gradients": reach.sent_back,
+        "ring_near": reach.near,
+        "cp_inside": reach.inside,
+        "cp_outside": reach.outside,
+        "cp_messages": reach.messages,
+        "by_blocks": reach.by_blocks,
+        "cp_moved": reach.moved,
+        "cp_moved_back": reach.moved_back,
+        "repeated": again.forward,
+        "repeated_attention": again.attention,
+        "repeated_passing": again.passing,
+    }
+
+
+def _of_step(case: Case, once_a_step: bool) -> dict[str, Any]:
+    """The rest: how microbatches follow each other, and what is done once a step, if that is asked for."""
+    layout, shape, cluster = case.layout, case.shape, case.cluster
+    per_node, ranks, stages = cluster.per_node, layout.dp * layout.cp, layout.pp * layout.vpp
+    updated, away = 0.0, Moved()
+    if once_a_step:
+        units = units_of(case, 0)
+        updated = sum(unit.shard_numel * n for unit, n in units)
+        if layout.offload != "none":
+            again = repeats_of(case)
+            away = moved(
+                layout.offload,
+                updated=updated,
+                parameters=sum(unit.numel * n for unit, n in units),
+                activations=sum(n * kept(case, layer, again) for layer, n in shape.layers) / layout.pp,
+                accumulate=layout.accumulate,
+                compute_bytes=case.element_bytes,
+                gradient_bytes=case.reduce_bytes,
+            )
+    device_host = min(per_node, HOST_DEVICES)
+    return {
+        "weight_bytes": weight_bytes(case),
+        "pp_bytes": case.tokens * shape.width * case.element_bytes / case.sliced if layout.pp > 1 else 0.0,
+        "pp_near": layout.tp * ranks * layout.pp <= per_node,  # dp lies inside pp in the mesh
+        "dp_bytes": gradient_wire(case) if once_a_step else 0.0,
+        "dp_near": layout.tp * ranks <= per_node,
+        "dp_members": max(1.0, min(per_node / layout.tp, ranks)),
+        "dp": ranks,
+        "pp": layout.pp,
+        "vpp": layout.vpp,
+        "accumulate": layout.accumulate,
+        "streams": policy_of(case).scatter_every_microbatch,
+        "slowest": fullest_share(case),
+        "even": shape.num_layers % stages == 0,
+        "schedule": SCHEDULES.index(layout.schedule) if layout.schedule in SCHEDULES else 0,
+        "updated": updated - away.updated,
+        "update_bytes": update_bytes(case) * (updated - away.updated),
+        "host": (cluster.curves.host if cluster.curves else 0.0) or cluster.device.host.bandwidth,
+        "host_bytes": away.link,
+        "host_updated": away.updated,
+        "host_updates": UPDATES / device_host,
+        "disk_seconds": away.disk / (cluster.disk_bandwidth / device_host),
+    }
 
 
 def _product(product: Product, tokens: float, layout: Layout) -> tuple[float, float]:
@@ -304,102 +326,3 @@ def _is_odd(product: Product, layout: Layout) -> bool:
     inputs = product.inputs // layout.tp if product.split == ROWS else product.inputs
     outputs = product.outputs // layout.tp if product.split == COLUMNS else product.outputs
     return bool(inputs % TILE or outputs % TILE)
-
-
-# -- messages ---------------------------------------------------------------------------------------------------------
-
-
-def _messages(case: Case, mixtures: int) -> dict[str, list[Collective]]:
-    """Of one microbatch through all layers, from the strategies' own cost functions, by axis."""
-    layout, shape = case.layout, case.shape
-    once = replace(layout, accumulate=1)  # what cost functions say of a step is then of a microbatch
-    size = case.element_bytes
-    traffic = tensor.Traffic(
-        layers=shape.num_layers,
-        width=shape.width,
-        batch=layout.microbatch,
-        seq_len=max(1, case.seq_len // layout.cp),
-        dropout=False,
-        element_bytes=size,
-        loss_bytes=4,
-    )
-    if layout.tp_kind == "1d":
-        sent = list(tensor.collectives(traffic, once))
-    else:
-        sent = list(_grid_messages(case, traffic))
-    return {
-        "tp": sent,
-        "ep": list(
-            expert.collectives(
-                once,
-                layers=mixtures,
-                tokens=case.tokens / max(1, layout.tp // layout.etp),
-                token_bytes=shape.width * size,
-                top_k=shape.top_k,
-            )
-        ),
-    }
-
-
-def _grid_messages(case: Case, traffic: tensor.Traffic) -> Iterator[Collective]:
-    """Of one microbatch over a grid of tp; layers of 2.5d share out among microbatches what they sum once a step."""
-    layout, shape = case.layout, case.shape
-    again = int(layout.recompute == "full")
-    norm: grid_cost.Part = grid_cost.Norm(sums=1, gathers=0)
-    kinds = [([(part, 0) for part in (norm, *grid_cost.ends(layout, shape.vocab, shape.width))], 1)]
-    for layer, n in shape.layers:
-        kinds.append(([(part, again) for part in (norm, norm, *_grid_products(layer.products, layout))], n))
-    for found, n in kinds:
-        for item in grid_cost.collectives(
-            found,
-            replace(layout, accumulate=1),
-            batch=traffic.batch,
-            seq_len=traffic.seq_len,
-            element_bytes=traffic.element_bytes,
-            loss_bytes=traffic.loss_bytes,
-        ):
-            yield replace(item, count=item.count * n)
-    if layout.depth > 1:
-        weights = sum(unit.shard_numel * n for unit, n in units_of(case, 0)) * case.reduce_bytes
-        yield Collective(kind="all_reduce", axis="z", bytes=int(weights / layout.accumulate), part="copied weights")
-
-
-def _grid_products(products: Sequence[Product], layout: Layout) -> Iterator[grid_cost.Part]:
-    """Products by columns that come one after another (q, k, v; gate, up) read the same input."""
-    before = ""
-    for p in products:
-        follows = p.split == before == COLUMNS
-        yield grid_cost.product(layout, p.inputs, p.outputs, leaves=p.split == ROWS, follows=follows)
-        before = p.split
-
-
-def _tensor_wire(collectives: Iterable[Collective], layout: Layout) -> float:
-    """Bytes that pass a rank's link, over all axes of tp."""
-    if layout.tp_kind == "1d":
-        return _wire(collectives, layout.tp)
-    sides = grid_cost.grid_of(layout)
-    return sum(_wire([item], getattr(sides, item.axis)) for item in collectives)
-
-
-def _wire(collectives: Iterable[Collective], ranks: int) -> float:
-    """Bytes that pass a rank's link."""
-    return sum(on_the_wire(item.kind, item.bytes, ranks) * item.count for item in collectives)
-
-
-def _gradient_wire(case: Case) -> float:
-    """Bytes that a step sends over dp for parameters and gradients, by shard.py's own cost function."""
-    layout, total = case.layout, 0.0
-    policy = policy_of(case)
-    for unit, n in units_of(case, 0):
-        replicas = data_ranks(case, unit.name) // unit.shards
-        own = replace(policy, shards=unit.shards, replicas=replicas)
-        issued = shard.collectives(
-            [unit],
-            own,
-            accumulate=layout.accumulate,
-            compute_bytes=case.element_bytes,
-            reduce_bytes=case.reduce_bytes,
-            stages={unit.name: 1},
-        )
-        total += n * sum(_wire([item], replicas if item.axis == own.replica_axis else unit.shards) for item in issued)
-    return total

@@ -1,0 +1,113 @@
+"""Messages of tensor and expert parallelism, of parameters and of gradients, by the strategies' own cost functions.
+
+Those of context parallelism are in context.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from echelon.layout import Layout
+from echelon.layout.cost import Collective
+from echelon.parallel import expert, grid_cost, shard, tensor
+from echelon.plan.case import Case
+from echelon.plan.links import on_the_wire
+from echelon.plan.shape import COLUMNS, ROWS, Product
+from echelon.plan.units import data_ranks, policy_of, units_of
+
+
+def messages(case: Case, mixtures: int) -> dict[str, list[Collective]]:
+    """Of one microbatch through all layers, from the strategies' own cost functions, by axis."""
+    layout, shape = case.layout, case.shape
+    once = replace(layout, accumulate=1)  # what cost functions say of a step is then of a microbatch
+    size = case.element_bytes
+    traffic = tensor.Traffic(
+        layers=shape.num_layers,
+        width=shape.width,
+        batch=layout.microbatch,
+        seq_len=max(1, case.seq_len // layout.cp),
+        dropout=False,
+        element_bytes=size,
+        loss_bytes=4,
+    )
+    if layout.tp_kind == "1d":
+        sent = list(tensor.collectives(traffic, once))
+    else:
+        sent = list(_grid_messages(case, traffic))
+    return {
+        "tp": sent,
+        "ep": list(
+            expert.collectives(
+                once,
+                layers=mixtures,
+                tokens=case.tokens / max(1, layout.tp // layout.etp),
+                token_bytes=shape.width * size,
+                top_k=shape.top_k,
+            )
+        ),
+    }
+
+
+def _grid_messages(case: Case, traffic: tensor.Traffic) -> Iterator[Collective]:
+    """Of one microbatch over a grid of tp; layers of 2.5d share out among microbatches what they sum once a step."""
+    layout, shape = case.layout, case.shape
+    again = int(layout.recompute == "full")
+    norm: grid_cost.Part = grid_cost.Norm(sums=1, gathers=0)
+    kinds = [([(part, 0) for part in (norm, *grid_cost.ends(layout, shape.vocab, shape.width))], 1)]
+    for layer, n in shape.layers:
+        kinds.append(([(part, again) for part in (norm, norm, *_grid_products(layer.products, layout))], n))
+    for found, n in kinds:
+        for item in grid_cost.collectives(
+            found,
+            replace(layout, accumulate=1),
+            batch=traffic.batch,
+            seq_len=traffic.seq_len,
+            element_bytes=traffic.element_bytes,
+            loss_bytes=traffic.loss_bytes,
+        ):
+            yield replace(item, count=item.count * n)
+    if layout.depth > 1:
+        weights = sum(unit.shard_numel * n for unit, n in units_of(case, 0)) * case.reduce_bytes
+        yield Collective(kind="all_reduce", axis="z", bytes=int(weights / layout.accumulate), part="copied weights")
+
+
+def _grid_products(products: Sequence[Product], layout: Layout) -> Iterator[grid_cost.Part]:
+    """Products by columns that come one after another (q, k, v; gate, up) read the same input."""
+    before = ""
+    for p in products:
+        follows = p.split == before == COLUMNS
+        yield grid_cost.product(layout, p.inputs, p.outputs, leaves=p.split == ROWS, follows=follows)
+        before = p.split
+
+
+def tensor_wire(collectives: Iterable[Collective], layout: Layout) -> float:
+    """Bytes that pass a rank's link, over all axes of tp."""
+    if layout.tp_kind == "1d":
+        return wire(collectives, layout.tp)
+    sides = grid_cost.grid_of(layout)
+    return sum(wire([item], getattr(sides, item.axis)) for item in collectives)
+
+
+def wire(collectives: Iterable[Collective], ranks: int) -> float:
+    """Bytes that pass a rank's link."""
+    return sum(on_the_wire(item.kind, item.bytes, ranks) * item.count for item in collectives)
+
+
+def gradient_wire(case: Case) -> float:
+    """Bytes that a step sends over dp for parameters and gradients, by shard.py's own cost function."""
+    layout, total = case.layout, 0.0
+    policy = policy_of(case)
+    for unit, n in units_of(case, 0):
+        replicas = data_ranks(case, unit.name) // unit.shards
+        own = replace(policy, shards=unit.shards, replicas=replicas)
+        issued = shard.collectives(
+            [unit],
+            own,
+            accumulate=layout.accumulate,
+            compute_bytes=case.element_bytes,
+            reduce_bytes=case.reduce_bytes,
+            stages={unit.name: 1},
+        )
+        total += n * sum(wire([item], replicas if item.axis == own.replica_axis else unit.shards) for item in issued)
+    return total
