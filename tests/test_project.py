@@ -64,7 +64,13 @@ WITHOUT_TORCH = (
     "echelon.bench.rows",
     "echelon.bench.picture",
 )
-COSTS = ("echelon.parallel.shard", "echelon.parallel.tensor", "echelon.parallel.sequence")
+COSTS = (
+    "echelon.parallel.shard",
+    "echelon.parallel.tensor",
+    "echelon.parallel.sequence",
+    "echelon.parallel.grid",
+    "echelon.parallel.grid_cost",
+)
 
 
 def project() -> dict[str, object]:

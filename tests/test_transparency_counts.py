@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from counting import CountCollectives, Seen
+from claimed import SEQ_LEN, check
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon import models
 from echelon.launch.pool import Pool
-from echelon.layout import Layout, Mesh
-from echelon.layout.cost import Collective, totals
+from echelon.layout import Layout
 from echelon.models import sizes
 from echelon.models.sizes import ModelConfig
 from echelon.parallel import shard
-from echelon.parallel.axis import enumerate_groups
-from echelon.parallel.tensor import Traffic
 from echelon.pipeline.stream import StreamRuntime
 from echelon.proof.case import Case
 from echelon.train.config import OptimizerConfig
@@ -30,50 +26,8 @@ SMALL = {"layers": 3, "width": 32, "ffn": 48, "max_seq_len": 64}
 GPT = replace(sizes.find("gpt-tiny"), **SMALL)
 LLAMA = replace(sizes.find("llama-tiny"), **SMALL)
 CONV = sizes.find("conv-tiny")
-SEQ_LEN = 33
 
 # -- collectives ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Counted:
-    issued: Seen
-    claimed: Seen
-
-
-def count(model: ModelConfig, text: str, **choices: Any) -> Counted:
-    """On a rank: the collectives of the second step, really issued and as the strategies' cost functions claim them."""
-    layout = Layout.parse(text)
-    engine = Engine(models.build(model, "meta"), layout, OptimizerConfig(lr=1e-2), clip=1.0, options=Options(**choices))
-    engine.model.train()
-    case = Case(model=model, seq_len=SEQ_LEN)
-    engine.step(case.batch(0, layout.batch))
-    with CountCollectives() as counter:
-        engine.step(case.batch(1, layout.batch))
-    claimed: Counter[Any] = Counter()
-    for (kind, axis, size), times in totals(_claims(engine, model, layout)).items():
-        group = next(g for g in enumerate_groups(Mesh(layout), axis) if engine.parallel.axes.rank in g)
-        claimed[kind, group, size] += times
-    return Counted(counter.seen, claimed)
-
-
-def _claims(engine: Engine, model: ModelConfig, layout: Layout) -> list[Collective]:
-    size = engine.parallel.options.compute.itemsize
-    if model.family == "conv":
-        return engine.collectives()
-    return engine.collectives(
-        Traffic(
-            layers=model.layers,
-            width=model.width,
-            batch=layout.microbatch,
-            seq_len=SEQ_LEN,
-            dropout=model.dropout > 0,
-            element_bytes=size,
-            loss_bytes=max(size, 4),
-            heads=model.heads,
-            kv_heads=model.kv_heads,
-        )
-    )
 
 
 DP = ("dp=2", "dp=3,accumulate=4", "dp=1", "dp=1,accumulate=2,recompute=full")
@@ -85,7 +39,7 @@ RECOMPUTED = ("dp=2,zero=3,recompute=full,accumulate=2",)
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=lambda model: model.name)
 @pytest.mark.parametrize("layout", [*DP, *ZERO, *HSDP, *RECOMPUTED])
 def test_data_parallel_layouts_issue_what_they_claim(pool: Pool, model: ModelConfig, layout: str) -> None:
-    _check(pool, model, layout)
+    check(pool, model, layout)
 
 
 SHAPES = (GPT, LLAMA)
@@ -111,13 +65,13 @@ TENSOR = tuple(
 def test_tensor_parallel_layouts_issue_what_they_claim(
     pool: Pool, model: ModelConfig, layout: str, dropout: float
 ) -> None:
-    _check(pool, replace(model, dropout=dropout), layout)
+    check(pool, replace(model, dropout=dropout), layout)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_both_together_issue_what_they_claim(pool: Pool, zero: int, recompute: str) -> None:
-    _check(pool, replace(LLAMA, dropout=0.1), f"dp=2,tp=2,zero={zero},recompute={recompute},accumulate=2")
+    check(pool, replace(LLAMA, dropout=0.1), f"dp=2,tp=2,zero={zero},recompute={recompute},accumulate=2")
 
 
 PIPELINES = (
@@ -143,7 +97,7 @@ TWO_CHUNKS = (
 @pytest.mark.parametrize("layout", [*PIPELINES, *TWO_CHUNKS])
 def test_pipelines_issue_what_they_claim(pool: Pool, layout: str) -> None:
     model = GPT if "recompute" in layout or "zb-v" in layout else replace(LLAMA, tied=True)
-    _check(pool, replace(model, layers=4), layout)
+    check(pool, replace(model, layers=4), layout)
 
 
 CONTEXT = (
@@ -164,7 +118,25 @@ CONTEXT = (
 
 @pytest.mark.parametrize("layout", CONTEXT)
 def test_context_parallel_layouts_issue_what_they_claim(pool: Pool, layout: str) -> None:
-    _check(pool, LLAMA if "cp=2" in layout else replace(GPT, dropout=0.1), layout)
+    check(pool, LLAMA if "cp=2" in layout else replace(GPT, dropout=0.1), layout)
+
+
+SQUARE, CUBE = "tp=4,tp_kind=2d", "tp=8,tp_kind=3d"
+GRIDS = (
+    f"{SQUARE},microbatch=3,accumulate=2",
+    f"{SQUARE},microbatch=2,recompute=full",
+    "tp=8,tp_kind=2.5d,depth=2,microbatch=5",
+    f"{CUBE},microbatch=5,recompute=full",
+    f"dp=2,{SQUARE},zero=3,microbatch=2,accumulate=2",
+    f"pp=2,{SQUARE},microbatch=3,accumulate=2",
+)
+
+
+@pytest.mark.parametrize("layout", GRIDS)
+def test_grids_issue_what_they_claim(pool: Pool, layout: str) -> None:
+    """Sizes that a side does not divide, and for every second layout key-value heads fewer than it."""
+    model = replace(LLAMA, width=28, heads=2, kv_heads=1, tied=True) if GRIDS.index(layout) % 2 else GPT
+    check(pool, replace(model, layers=2, ffn=45, dropout=0.1), layout)
 
 
 ASYNCHRONOUS = (
@@ -180,45 +152,33 @@ ASYNCHRONOUS = (
 @pytest.mark.parametrize("layout", ASYNCHRONOUS)
 def test_asynchronous_pipelines_issue_what_they_claim(pool: Pool, layout: str) -> None:
     """A step in the middle of the stream: the pipeline is full before it and after it."""
-    _check(pool, replace(LLAMA, tied=False, layers=4), layout)
+    check(pool, replace(LLAMA, tied=False, layers=4), layout)
 
 
 def test_copied_kv_heads_are_summed_once_a_step(pool: Pool) -> None:
-    found = _check(pool, LLAMA, "dp=2,tp=4,zero=2,accumulate=2")
+    found = check(pool, LLAMA, "dp=2,tp=4,zero=2,accumulate=2")
     pairs = [sum(n for (kind, group, _), n in each.issued.items() if len(group) == 2) for each in found]
     assert all(pairs)
 
 
 @pytest.mark.parametrize("layout", ["dp=2,accumulate=2", "dp=3,zero=1", "dp=2,zero=3,accumulate=2"])
 def test_batch_statistics_issue_what_they_claim(pool: Pool, layout: str) -> None:
-    _check(pool, CONV, layout + ",microbatch=2")
+    check(pool, CONV, layout + ",microbatch=2")
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_without_resharding_parameters_are_gathered_once_a_microbatch(pool: Pool, prefetch: int) -> None:
-    _check(pool, LLAMA, "dp=2,zero=3,accumulate=2", reshard_after_forward=False, prefetch=prefetch)
+    check(pool, LLAMA, "dp=2,zero=3,accumulate=2", reshard_after_forward=False, prefetch=prefetch)
 
 
 @pytest.mark.parametrize("layout", ["dp=2,zero=3,tp=2", "dp=2"])
 def test_bytes_follow_the_type_of_elements(pool: Pool, layout: str) -> None:
-    single = _check(pool, LLAMA, layout)[0].issued
-    double = _check(pool, LLAMA, layout, compute=torch.float64, master=torch.float64)[0].issued
+    single = check(pool, LLAMA, layout)[0].issued
+    double = check(pool, LLAMA, layout, compute=torch.float64, master=torch.float64)[0].issued
     scalars = (8, 16)  # loss, count and norm are float64 always
     assert sorted(size for _, _, size in double if size not in scalars) == sorted(
         2 * size for _, _, size in single if size not in scalars
     )
-
-
-def _check(pool: Pool, model: ModelConfig, layout: str, **choices: Any) -> list[Counted]:
-    found = pool.run(count, Layout.parse(layout).world, model, layout, **choices)
-    for rank, each in enumerate(found):
-        assert each.issued == each.claimed, f"rank {rank}: {_unequal(each)}"
-    return found
-
-
-def _unequal(each: Counted) -> str:
-    keys = [key for key in each.issued | each.claimed if each.issued[key] != each.claimed[key]]
-    return "; ".join(f"{key}: issued {each.issued[key]}, claimed {each.claimed[key]}" for key in keys)
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ ALL_LAYOUTS = (
     "dp=4,shard=2",
     *(f"tp={tp},sp={sp}" for tp in (2, 4) for sp in (0, 1)),
     *(f"dp=2,tp={tp},zero={zero}" for tp in (2, 4) for zero in (0, 1, 2, 3)),
+    *("tp=4,tp_kind=2d", "dp=2,tp=4,tp_kind=2d", "tp=8,tp_kind=2.5d,depth=2", "tp=8,tp_kind=3d"),
     *(
         f"pp=2,schedule={schedule}"
         for schedule in ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")

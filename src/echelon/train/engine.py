@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -35,13 +35,14 @@ from echelon.layout.placement import Piece
 from echelon.models.head import loss_pair
 from echelon.models.sizes import ModelConfig
 from echelon.optim import Rule, sharded
-from echelon.parallel import batchnorm, context, grid, shard, tensor
 from echelon.parallel.apply import Options, Parallel, apply
 from echelon.parallel.axis import Axis, sum_together, world_size
 from echelon.parallel.flat import explained
 from echelon.parallel.flat_unit import FlatUnit
+from echelon.parallel.tensor import Traffic
 from echelon.pipeline.pipeline import Pipeline
 from echelon.pipeline.runtime import Work
+from echelon.train import issued
 from echelon.train.config import OptimizerConfig
 from echelon.train.later import later, sent
 from echelon.train.norm import GradientNorm, clip_factor
@@ -142,7 +143,8 @@ class Engine:
         self._partial = partial_gradients(self.parallel)
 
     @property
-    def _loss_axis(self) -> str:
+    def loss_axis(self) -> str:
+        """The axis over which sums of losses and numbers of targets are added up."""
         tokens = self.parallel.tokens.name
         return f"pp*{tokens}" if self.layout.pp > 1 else tokens
 
@@ -193,7 +195,7 @@ class Engine:
             totals = self.pipeline.train(works, self._last_count.reciprocal())
         else:
             totals = self._one_after_another(microbatches)
-        self.parallel.axes[self._loss_axis].all_reduce(totals)
+        self.parallel.axes[self.loss_axis].all_reduce(totals)
         self._sum_partial()
         count = totals[1]
         rest = self._last_count / count.clamp(min=1.0)
@@ -242,7 +244,7 @@ class Engine:
         totals = pipeline.window(works, update, lr)
         last = squares if self.parallel.tokens.index == 0 else torch.zeros_like(squares)
         together = torch.cat([totals, last[None]])
-        telling = self.parallel.axes[self._loss_axis].start_all_reduce(together)
+        telling = self.parallel.axes[self.loss_axis].start_all_reduce(together)
 
         def ask() -> Sequence[float]:
             telling.wait()
@@ -310,7 +312,7 @@ class Engine:
         with self._kernels():
             totals = self._totals(microbatches)
         self.model.train(was_training)
-        self.parallel.axes[self._loss_axis].all_reduce(totals)
+        self.parallel.axes[self.loss_axis].all_reduce(totals)
         loss_sum, count = totals.tolist()
         return float(loss_sum / count) if count else None
 
@@ -344,59 +346,12 @@ class Engine:
 
     # -- cost ---------------------------------------------------------------------------------------------------------
 
-    def collectives(self, traffic: tensor.Traffic | None = None) -> list[Collective]:
+    def collectives(self, traffic: Traffic | None = None) -> list[Collective]:
         """What one step issues on this rank, from the strategies' own cost functions.
 
         `traffic` describes the model where tp > 1 or pp > 1. The first step of a pipeline also sends shapes.
         """
-        options = self.parallel.options
-        slices = self.pipeline.slices(traffic) if self.pipeline is not None and traffic is not None else ()
-        found: list[Collective] = []
-        if traffic is not None:
-            mine = traffic if self.pipeline is None else self.pipeline.share(traffic)
-            if self.parallel.context is not None:
-                found += context.of_traffic(mine, self.layout)
-                mine = replace(mine, seq_len=context.slice_length(self.layout, mine.seq_len))
-            for length in slices or (mine.seq_len,):
-                sized = replace(mine, seq_len=length)
-                if self.layout.tp_kind == "1d":
-                    found += tensor.collectives(sized, self.layout)
-                else:
-                    found += grid.collectives(self.model, shard.layers(self.model), sized, self.layout)
-            found += self.pipeline.messages(mine) if self.pipeline is not None else []
-        found += batchnorm.collectives(
-            batchnorm.channels_of(self.model),
-            accumulate=self.layout.accumulate,
-            element_bytes=max(options.compute.itemsize, 4),
-            recompute=self.layout.recompute == "full",
-        )
-        updates = self.pipeline.updates if self.pipeline is not None else 1
-        once = self._of_an_update(self.layout.accumulate * max(len(slices), 1) // updates)
-        found += [replace(item, count=item.count * updates) for item in once]
-        found += self.pipeline.news() if self.pipeline is not None else []
-        if self.parallel.axes[self._loss_axis].size > 1:
-            size = 24 if self.pipeline is not None and self.pipeline.asynchronous else 16
-            found.append(Collective(kind="all_reduce", axis=self._loss_axis, bytes=size, part="loss and count"))
-        return found
-
-    def _of_an_update(self, accumulate: int) -> list[Collective]:
-        """What the gradients of so many microbatches and the update they make issue."""
-        options, units = self.parallel.options, self.parallel.placement.units
-        reduce_bytes = options.master.itemsize
-        found = list(
-            shard.collectives(
-                units,
-                self.parallel.policy,
-                accumulate=accumulate,
-                compute_bytes=options.compute.itemsize,
-                reduce_bytes=reduce_bytes,
-                stages=self.pipeline.uses if self.pipeline is not None else None,
-            )
-        )
-        found += tensor.partial_sums(units, self.parallel.placement.at["shard"], reduce_bytes)
-        if self.norm.axis.size > 1:
-            found.append(Collective(kind="all_reduce", axis=self.norm.axis.name, bytes=8, part="norm"))
-        return found
+        return issued.collectives(self, traffic)
 
 
 def partial_gradients(parallel: Parallel) -> list[tuple[Axis, list[tuple[FlatUnit, Piece]]]]:

@@ -1,0 +1,66 @@
+"""What one step of an engine issues on a rank: the cost functions of all its strategies, put together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from echelon.layout.cost import Collective
+from echelon.parallel import batchnorm, context, grid, shard, tensor
+
+if TYPE_CHECKING:
+    from echelon.train.engine import Engine
+
+
+def collectives(engine: Engine, traffic: tensor.Traffic | None) -> list[Collective]:
+    """See `Engine.collectives`."""
+    layout, pipeline, parallel = engine.layout, engine.pipeline, engine.parallel
+    slices = pipeline.slices(traffic) if pipeline is not None and traffic is not None else ()
+    found: list[Collective] = []
+    if traffic is not None:
+        mine = traffic if pipeline is None else pipeline.share(traffic)
+        if parallel.context is not None:
+            found += context.of_traffic(mine, layout)
+            mine = replace(mine, seq_len=context.slice_length(layout, mine.seq_len))
+        for length in slices or (mine.seq_len,):
+            sized = replace(mine, seq_len=length)
+            if layout.tp_kind == "1d":
+                found += tensor.collectives(sized, layout)
+            else:
+                found += grid.collectives(engine.model, shard.layers(engine.model), sized, layout)
+        found += pipeline.messages(mine) if pipeline is not None else []
+    found += batchnorm.collectives(
+        batchnorm.channels_of(engine.model),
+        accumulate=layout.accumulate,
+        element_bytes=max(parallel.options.compute.itemsize, 4),
+        recompute=layout.recompute == "full",
+    )
+    updates = pipeline.updates if pipeline is not None else 1
+    once = _of_an_update(engine, layout.accumulate * max(len(slices), 1) // updates)
+    found += [replace(item, count=item.count * updates) for item in once]
+    found += pipeline.news() if pipeline is not None else []
+    if parallel.axes[engine.loss_axis].size > 1:
+        size = 24 if pipeline is not None and pipeline.asynchronous else 16
+        found.append(Collective(kind="all_reduce", axis=engine.loss_axis, bytes=size, part="loss and count"))
+    return found
+
+
+def _of_an_update(engine: Engine, accumulate: int) -> list[Collective]:
+    """What the gradients of so many microbatches and the update they make issue."""
+    parallel, pipeline = engine.parallel, engine.pipeline
+    options, units = parallel.options, parallel.placement.units
+    reduce_bytes = options.master.itemsize
+    found = list(
+        shard.collectives(
+            units,
+            parallel.policy,
+            accumulate=accumulate,
+            compute_bytes=options.compute.itemsize,
+            reduce_bytes=reduce_bytes,
+            stages=pipeline.uses if pipeline is not None else None,
+        )
+    )
+    found += tensor.partial_sums(units, parallel.placement.at["shard"], reduce_bytes)
+    if engine.norm.axis.size > 1:
+        found.append(Collective(kind="all_reduce", axis=engine.norm.axis.name, bytes=8, part="norm"))
+    return found

@@ -1,0 +1,75 @@
+"""What ranks really issue in a step, beside what the strategies' own cost functions claim."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from counting import CountCollectives, Seen
+
+from echelon import models
+from echelon.launch.pool import Pool
+from echelon.layout import Layout, Mesh
+from echelon.layout.cost import Collective, totals
+from echelon.models.sizes import ModelConfig
+from echelon.parallel.axis import enumerate_groups
+from echelon.parallel.tensor import Traffic
+from echelon.proof.case import Case
+from echelon.train.config import OptimizerConfig
+from echelon.train.engine import Engine, Options
+
+SEQ_LEN = 33
+
+
+@dataclass(frozen=True)
+class Counted:
+    issued: Seen
+    claimed: Seen
+
+
+def count(model: ModelConfig, text: str, **choices: Any) -> Counted:
+    """On a rank: the collectives of the second step, really issued and as the strategies' cost functions claim them."""
+    layout = Layout.parse(text)
+    engine = Engine(models.build(model, "meta"), layout, OptimizerConfig(lr=1e-2), clip=1.0, options=Options(**choices))
+    engine.model.train()
+    case = Case(model=model, seq_len=SEQ_LEN)
+    engine.step(case.batch(0, layout.batch))
+    with CountCollectives() as counter:
+        engine.step(case.batch(1, layout.batch))
+    claimed: Counter[Any] = Counter()
+    for (kind, axis, size), times in totals(_claims(engine, model, layout)).items():
+        group = next(g for g in enumerate_groups(Mesh(layout), axis) if engine.parallel.axes.rank in g)
+        claimed[kind, group, size] += times
+    return Counted(counter.seen, claimed)
+
+
+def _claims(engine: Engine, model: ModelConfig, layout: Layout) -> list[Collective]:
+    size = engine.parallel.options.compute.itemsize
+    if model.family == "conv":
+        return engine.collectives()
+    return engine.collectives(
+        Traffic(
+            layers=model.layers,
+            width=model.width,
+            batch=layout.microbatch,
+            seq_len=SEQ_LEN,
+            dropout=model.dropout > 0,
+            element_bytes=size,
+            loss_bytes=max(size, 4),
+            heads=model.heads,
+            kv_heads=model.kv_heads,
+        )
+    )
+
+
+def check(pool: Pool, model: ModelConfig, layout: str, **choices: Any) -> list[Counted]:
+    found = pool.run(count, Layout.parse(layout).world, model, layout, **choices)
+    for rank, each in enumerate(found):
+        assert each.issued == each.claimed, f"rank {rank}: {_unequal(each)}"
+    return found
+
+
+def _unequal(each: Counted) -> str:
+    keys = [key for key in each.issued | each.claimed if each.issued[key] != each.claimed[key]]
+    return "; ".join(f"{key}: issued {each.issued[key]}, claimed {each.claimed[key]}" for key in keys)

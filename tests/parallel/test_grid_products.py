@@ -1,0 +1,221 @@
+"""Products on grids: equal to the whole ones, padded or not, and moving what the papers say, to the byte."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from counting import CountCollectives
+from torch import Tensor
+from torch.nn import functional as F
+
+from echelon.launch.pool import Pool
+from echelon.layout import Layout, Mesh
+from echelon.layout.placement import Cut, Entry
+from echelon.parallel.axis import Axes, Axis
+from echelon.parallel.cube import Cube
+from echelon.parallel.grid import AXES
+from echelon.parallel.grid_linear import multiply
+from echelon.parallel.grid_side import Side
+from echelon.parallel.grid_vocabulary import GridEmbedding
+from echelon.parallel.summa import Summa
+
+GRIDS = {"2d": ("tp=4,tp_kind=2d", 2, 1), "2.5d": ("tp=8,tp_kind=2.5d,depth=2", 2, 2), "3d": ("tp=8,tp_kind=3d", 2, 2)}
+"""layout, side and layers"""
+LARGER = {**{name: layout for name, (layout, _, _) in GRIDS.items()}, "3 x 3": "tp=9,tp_kind=2d"}
+"""on two ranks a place and its neighbour are each other's: a side of three tells them apart"""
+EVEN, ODD = (4, 3, 8, (8, 16)), (5, 3, 7, (9, 5))
+"""sequences, tokens of each, inputs, outputs of two weights"""
+BYTES = 8
+"""of a float64"""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A grid, from one of its ranks."""
+
+    axes: Axes
+    grid: Summa | Cube
+
+    @classmethod
+    def of(cls, layout: str) -> Kind:
+        axes = Axes(Mesh(Layout.parse(layout)), dist.get_rank(), AXES)
+        return cls(axes, Cube(axes) if "3d" in layout else Summa(axes))
+
+    def block(self, whole: Tensor, cuts: Sequence[Cut]) -> Tensor:
+        """This rank's part of a weight, padded with zeros."""
+        entry = Entry(name="", names=(), shape=tuple(whole.shape), cuts=tuple(cuts))
+        part = whole[tuple(slice(low, high) for low, high in entry.box(self.axes.at))]
+        found = whole.new_zeros(entry.local_shape)
+        found[tuple(slice(0, size) for size in part.shape)] = part
+        return found
+
+    def outputs(self, side: Side) -> Cut:
+        return Cut(axis=side.columns.name, dim=0, parts=side.columns.size)
+
+
+def mine(x: Tensor, side: Side) -> Tensor:
+    """This rank's part of activations, padded with zeros."""
+    width = -(-x.shape[-1] // side.columns.size)
+    rows = side.cut(x, 0)
+    padded = F.pad(rows, (0, width * side.columns.size - x.shape[-1]))
+    return padded[..., side.columns.index * width : (side.columns.index + 1) * width].clone()
+
+
+def numbers(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def error(found: Tensor | None, truth: Tensor) -> float:
+    assert found is not None
+    assert found.shape == truth.shape
+    return float((found.detach() - truth).abs().max()) if truth.numel() else 0.0
+
+
+@dataclass(frozen=True)
+class Found:
+    errors: dict[str, float]
+    forward: Counter[str]
+    """bytes by kind of collective"""
+    backward: Counter[str]
+
+
+def bytes_of(counter: CountCollectives) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for (kind, _, size), times in counter.seen.items():
+        found[kind] += size * times
+    return found
+
+
+def product(layout: str, sizes: tuple[int, int, int, tuple[int, ...]], *, leaves: bool, head: bool) -> Found:
+    """On a rank: a product of one input with several weights, there and back."""
+    kind = Kind.of(layout)
+    batch, length, inputs, outputs = sizes
+    grid = kind.grid
+    source, target = (grid.region, grid.stream) if leaves else (grid.stream, grid.region)
+    x = numbers(batch, length, inputs, seed=0).requires_grad_()
+    weights = [numbers(size, inputs, seed=i + 1).requires_grad_() for i, size in enumerate(outputs)]
+    ys = [F.linear(x, weight) for weight in weights]
+    above = [numbers(*y.shape, seed=i + 9) for i, y in enumerate(ys)]
+    torch.autograd.backward(ys, above)
+    cuts = grid.table_cuts() if head else grid.weight_cuts(kind.outputs(target), source)
+    here = mine(x.detach(), source).requires_grad_()
+    blocks = [kind.block(weight.detach(), cuts).requires_grad_() for weight in weights]
+    columns = [-(-size // target.columns.size) for size in outputs]
+    with CountCollectives() as there:
+        found = multiply(here, blocks, grid.head() if head else grid.product(source, target), columns, here.shape[-1])
+    with CountCollectives() as back:
+        torch.autograd.backward(found, [mine(dy, target) for dy in above])
+    errors = {f"y{i}": error(y, mine(ys[i].detach(), target)) for i, y in enumerate(found)}
+    assert x.grad is not None
+    errors["dx"] = error(here.grad, mine(x.grad, source))
+    for i, (block, weight) in enumerate(zip(blocks, weights, strict=True)):
+        assert block.grad is not None
+        assert weight.grad is not None
+        for axis in grid.copied:  # as the engine does once a step
+            kind.axes[axis].all_reduce(block.grad)
+        errors[f"dw{i}"] = error(block.grad, kind.block(weight.grad, cuts))
+    return Found(errors, bytes_of(there), bytes_of(back))
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["into a region", "out of it"])
+@pytest.mark.parametrize("sizes", [EVEN, ODD], ids=["even", "padded"])
+@pytest.mark.parametrize("name", LARGER)
+def test_a_product_is_that_of_the_whole(pool: Pool, name: str, sizes: tuple[int, ...], leaves: bool) -> None:
+    layout = LARGER[name]
+    for found in pool.run(product, Layout.parse(layout).world, layout, sizes, leaves=leaves, head=False):
+        assert max(found.errors.values()) < 1e-12, found.errors
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_a_product_moves_what_the_paper_says(pool: Pool, name: str) -> None:
+    """X of b s x h, W of h x k, on q x q x d ranks, or on p x p x p.
+
+    Optimus and Tesseract: q broadcasts each of the blocks X/(d q^2) and W/q^2 forward. Backward, those of W and as many
+    reductions of dX; those of X and as many reductions of dW. 3D: X/p^2 and W/p^2 are gathered, Y/p^2 is scattered;
+    backward, dY, W and X are gathered, dX and dW are scattered. Two weights that read X have it brought once.
+    """
+    layout, side, layers = GRIDS[name]
+    batch, length, inputs, (first, second) = EVEN
+    x, w = batch * length * inputs * BYTES, inputs * (first + second) * BYTES
+    y = batch * length * (first + second) * BYTES
+    found = pool.run(product, Layout.parse(layout).world, layout, EVEN, leaves=False, head=False)
+    for each in found:
+        if name == "3d":
+            assert each.forward == {"all_gather": (x + w) // side**2, "reduce_scatter": y // side**2}
+            assert each.backward == {"all_gather": (y + w + x) // side**2, "reduce_scatter": (x + w) // side**2}
+        else:
+            once = side * (x // (layers * side**2) + w // side**2)
+            assert each.forward == {"broadcast": once}
+            assert each.backward == {"broadcast": once, "reduce": once}
+
+
+@pytest.mark.parametrize("name", LARGER)
+def test_a_head_is_that_of_the_whole(pool: Pool, name: str) -> None:
+    layout = LARGER[name]
+    for found in pool.run(product, Layout.parse(layout).world, layout, (5, 3, 7, (9,)), leaves=False, head=True):
+        assert max(found.errors.values()) < 1e-12, found.errors
+
+
+def look_up(layout: str, batch: int, size: int, width: int) -> dict[str, float]:
+    """On a rank: rows of a divided table, there and back."""
+    kind = Kind.of(layout)
+    ids = torch.randint(0, size, (batch, 3), generator=torch.Generator().manual_seed(4))
+    ids[0, :2] = torch.tensor([0, size - 1])  # the edges
+    table = numbers(size, width, seed=1).requires_grad_()
+    whole = F.embedding(ids, table)
+    above = numbers(*whole.shape, seed=2)
+    whole.backward(above)
+    assert table.grad is not None
+    block = torch.nn.Parameter(kind.block(table.detach(), kind.grid.table_cuts()))
+    rows = -(-size // kind.grid.region.columns.size)
+    module = GridEmbedding(block, kind.grid.look_up(rows), size, None)  # type: ignore[arg-type]
+    found = module(ids)
+    found.backward(mine(above, kind.grid.stream))
+    assert block.grad is not None
+    for axis in kind.grid.copied:
+        kind.axes[axis].all_reduce(block.grad)
+    out = whole.detach().clone()
+    here = mine(out, kind.grid.stream)
+    real = min(max(batch - kind.grid.stream.rows.index * len(here), 0), len(here))  # padding looks up token 0
+    return {
+        "out": error(found[:real], here[:real]),
+        "table": error(block.grad, kind.block(table.grad, kind.grid.table_cuts())),
+    }
+
+
+@pytest.mark.parametrize(("batch", "size", "width"), [(4, 8, 4), (5, 257, 7), (1, 3, 5)])
+@pytest.mark.parametrize("name", LARGER)
+def test_a_look_up_is_that_of_the_whole(pool: Pool, name: str, batch: int, size: int, width: int) -> None:
+    layout = LARGER[name]
+    for found in pool.run(look_up, Layout.parse(layout).world, layout, batch, size, width):
+        assert max(found.values()) < 1e-12, found
+
+
+def wrong_id(layout: str, token: int) -> str:
+    kind = Kind.of(layout)
+    block = torch.nn.Parameter(kind.block(numbers(5, 4, seed=1), kind.grid.table_cuts()))
+    module = GridEmbedding(block, kind.grid.look_up(3), 5, None)  # type: ignore[arg-type]
+    try:
+        module(torch.full((4, 2), token))
+    except IndexError as problem:
+        return str(problem)
+    return ""
+
+
+@pytest.mark.parametrize("token", [5, -1])
+def test_an_id_that_is_no_token_is_an_error(pool: Pool, token: int) -> None:
+    """On one device the look-up fails, and padding must not hide it: 5 is a padded row."""
+    assert all(pool.run(wrong_id, 4, "tp=4,tp_kind=2d", token))
+
+
+def test_rows_that_do_not_divide_are_padded_at_the_end() -> None:
+    side = Side(Axis("rows", range(4), 2, None, frozenset()), Axis("columns", range(1), 0, None, frozenset()))
+    x = torch.arange(10).view(5, 2)
+    assert side.rows_here(5) == 2
+    assert side.cut(x, -1).tolist() == [[8, 9], [-1, -1]]
+    assert side.index(2, 5, x.device).tolist() == [4, 4]
