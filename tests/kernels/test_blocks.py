@@ -239,7 +239,9 @@ def test_the_order_of_blocks_does_not_matter() -> None:
 
 
 @pytest.mark.usefixtures("_held")
-def test_gradients_of_any_rows_add_up() -> None:
+@pytest.mark.parametrize("most", [1, 2, blocks.MOST])
+def test_gradients_of_any_rows_add_up(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "MOST", most)
     x = tensors(2)[1]
     total, want = blocks.Summed(x), torch.zeros_like(x)
     for rows in (slice(None), slice(6, None), slice(2, 9), slice(6, None), slice(0, 1), slice(None)):
@@ -290,6 +292,9 @@ def test_a_kernel_adds_in_place_in_32_bits(heads_first: bool) -> None:
     want[:, :, 4:9] += part
     blocks.add_(total[:, :, 4:9], part)
     assert error(total, want) == 0
+    other = total.transpose(-1, -2).contiguous().transpose(-1, -2)  # numbers of a head apart from each other
+    blocks.add_(other[:, :, :5], part)
+    assert error(other[:, :, :5], total[:, :, :5] + part) == 0
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)], ids=str)

@@ -6,4 +6,5 @@ Each idea is a pair of files: `norm.py` has the function that models call, the p
 norm, swiglu, rope      operators between products          linear    products, and where their gradients go
 loss                    the language head, in chunks        cast      matrices in 8 bits
 adamw, halves           the update, master values           note      what one kernel tells the next
+blocks, fused           attention, a block of keys at a time
 """

@@ -31,6 +31,8 @@ from echelon.kernels import choice, fused
 
 HELD = 512 << 20
 """bytes of parts that wait to be brought together"""
+MOST = 8
+"""of them: a kernel is compiled for each number"""
 CHUNK = 1 << 26
 """scores that plain torch holds at a time: rows are taken so many at once"""
 
@@ -120,7 +122,8 @@ class _Parts:
         self._total: Part | None = None
 
     def _add(self, rows: slice, part: Part) -> None:
-        if self._held and sum(held[0].nbytes for _, held in self._held) + part[0].nbytes > HELD:
+        room = HELD - sum(held[0].nbytes for _, held in self._held)
+        if self._held and (room < part[0].nbytes or len(self._held) == MOST):
             self._settle()
         self._held.append((slice(*rows.indices(self._like.shape[2])[:2]), part))
 
@@ -203,7 +206,7 @@ def _of(part: Part, rows: slice) -> Part:
 
 def _join(to: Part, parts: list[Part]) -> None:
     """Writes what the parts are together; `to` may be one of them."""
-    if parts and choice.fits(to[0]):
+    if parts and choice.fits(to[0]) and all(x.stride(-1) == 1 for x in to):
         from echelon.kernels.blocks_gpu import join
 
         join(to, parts)
