@@ -40,6 +40,17 @@ def test_padding_and_copies_of_tensor_parallelism_are_told(pool):
     assert rows["key-value heads"][0] == "2, each on 2 ranks"
 
 
+def test_a_grids_share_and_its_padding_are_told(pool):
+    rows = pool.run(rows_on, 4, "tp=4,tp_kind=2d,microbatch=3", 1)[0]
+    assert rows["grid"] == (
+        "1 x 2 x 2 ranks, 2 sequence(s) and 8 columns on each",
+        "activations are divided; 3 sequence(s) are padded to 4",
+    )
+    assert rows["vocabulary"][0] == "257 padded to 258"
+    assert rows["key-value heads"] == ("1, each on 2 ranks", "a side of the grid is a multiple of them")
+    assert pool.run(rows_on, 8, "tp=8,tp_kind=3d", 2)[0]["vocabulary"][0] == "257 padded to 260"
+
+
 def test_a_module_of_ones_own_has_no_tokens_and_no_known_traffic():
     class Own(nn.Module):
         def __init__(self):

@@ -100,6 +100,13 @@ def block(layout: Layout, batch: int, width: int) -> tuple[int, int]:
     return grid.rows_here(batch), -(-width // grid.x)
 
 
+def padded_rows(layout: Layout, rows: int) -> int:
+    """Rows of a table on all ranks together: a cube divides a rank's part once more."""
+    side = grid_of(layout).x
+    here = -(-rows // side)
+    return (-(-here // side) * side if layout.tp_kind == "3d" else here) * side
+
+
 def weight_ranks(layout: Layout) -> int:
     """Ranks of tp that hold different parts of a weight: all but those of 2.5d's layers, which hold copies."""
     return layout.tp // layout.depth

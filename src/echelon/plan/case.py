@@ -81,7 +81,10 @@ class Case:
 
 
 def trains_in(precision: str, layout: Layout) -> bool:
-    """`train` has products in this type, in this layout: those in 8 bits cannot put off weights' gradients."""
+    """`train` has products in this type, in this layout: those in 8 bits cannot put off weights' gradients.
+
+    Nor are they for a grid of tp, where a rank sees a block of a matrix and not what its scale should be.
+    """
     if precision == "fp8":
-        return layout.schedule not in SPLIT_BACKWARD
+        return layout.schedule not in SPLIT_BACKWARD and layout.tp_kind == "1d"
     return precision in ("fp32", "bf16")

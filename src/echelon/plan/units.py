@@ -76,7 +76,8 @@ def data_ranks(case: Case, unit: str) -> int:
 def policy_of(case: Case) -> shard.Policy:
     """When units move, and in which types their states are kept: other programs keep all of them in whole."""
     found = shard.policy(case.layout, own_loop=case.program == "others")
-    if case.layout.tp > 1 and case.layout.sp:  # norms have a part of their gradients on each rank of tp (sequence.py)
+    # Norms have a part of their gradients on each rank of tp (sequence.py, grid.py).
+    if case.layout.tp > 1 and (case.layout.sp or case.layout.tp_kind != "1d"):
         return replace(found, sums_gradients=True)
     return found
 

@@ -8,7 +8,7 @@ from echelon.kernels import choice
 from echelon.layout import Layout
 from echelon.models.sizes import ModelConfig
 from echelon.optim import moment_bytes, num_moments
-from echelon.parallel import context, shard, tensor
+from echelon.parallel import context, grid_cost, shard, tensor
 from echelon.parallel.master import SplitMaster
 from echelon.pipeline.pipeline import Pipeline
 from echelon.train.config import Config
@@ -156,7 +156,17 @@ def _context(layout: Layout, seq_len: int) -> Iterator[Derived]:
 def _tensor_padding(engine: Engine, seq_len: int) -> Iterator[Derived]:
     layout, model = engine.layout, engine.model.config
     assert isinstance(model, ModelConfig)
+    side = layout.tp
     rows = -(-model.vocab // layout.tp) * layout.tp
+    if layout.tp_kind != "1d":
+        sizes = grid_cost.grid_of(layout)
+        side, rows = sizes.x, grid_cost.padded_rows(layout, model.vocab)
+        here, columns = grid_cost.block(layout, layout.microbatch, model.width)
+        yield (
+            "grid",
+            f"{sizes.z} x {sizes.y} x {sizes.x} ranks, {here:,} sequence(s) and {columns:,} columns on each",
+            f"activations are divided; {layout.microbatch:,} sequence(s) are padded to {here * sizes.rows:,}",
+        )
     yield "vocabulary", f"{model.vocab:,} padded to {rows:,}", "padded ids have no probability and no gradient"
     if layout.sp:
         length = -(-seq_len // layout.tp) * layout.tp
@@ -165,11 +175,11 @@ def _tensor_padding(engine: Engine, seq_len: int) -> Iterator[Derived]:
             f"{seq_len:,} padded to {length:,}",
             "between tensor-parallel regions each tp rank holds a slice",
         )
-    if layout.tp > model.kv_heads:
+    if side > model.kv_heads:
         yield (
             "key-value heads",
-            f"{model.kv_heads}, each on {layout.tp // model.kv_heads} ranks",
-            "tp is a multiple of them",
+            f"{model.kv_heads}, each on {side // model.kv_heads} ranks",
+            "tp is a multiple of them" if layout.tp_kind == "1d" else "a side of the grid is a multiple of them",
         )
 
 
