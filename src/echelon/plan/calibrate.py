@@ -23,8 +23,8 @@ from echelon.plan.case import Case
 from echelon.plan.cluster import Cluster
 from echelon.plan.constants import FITTED, OWN, Constants
 from echelon.plan.links import measured_link
-from echelon.plan.time import HOPPER, NARROW_HEADS
-from echelon.plan.work import GENERATIONS, WIDE_HEAD
+from echelon.plan.time import NARROW_HEADS
+from echelon.plan.work import GENERATIONS, HOPPER, WIDE_HEAD
 
 PROCESSOR = {"edge": 8.0, "context": 0.4, "step": 0.0}
 """of a processor, whose host is itself: numbers of a vector register; GiB of a process that has torch; no device to

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from echelon.layout import Layout
 from echelon.layout.layout import SPLIT_BACKWARD
+from echelon.parallel import grid_cost
 from echelon.plan.cluster import Cluster
 from echelon.plan.shape import ModelShape
 
@@ -61,8 +62,15 @@ class Case:
 
     @property
     def tokens(self) -> float:
-        """Of a microbatch, on one rank of cp."""
-        return self.layout.microbatch * self.seq_len / self.layout.cp
+        """Of a microbatch, on one rank of cp; with the sequences that pad it where a grid of tp divides them."""
+        return self._sequences * self.seq_len / self.layout.cp
+
+    @property
+    def _sequences(self) -> int:
+        if self.layout.tp_kind == "1d":
+            return self.layout.microbatch
+        grid = grid_cost.grid_of(self.layout)
+        return grid.rows * grid.rows_here(self.layout.microbatch)
 
     @property
     def sliced(self) -> int:

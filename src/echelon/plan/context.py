@@ -13,8 +13,9 @@ the ring; so of a group of cp ranks a node has `per_node / tp`, and a message st
 [Note: moved]
 
 Counted from what ring.py, gather.py, ulysses.py and kernels/blocks.py read and write, of the rank that has the most to
-do, for the others wait for it. Results of blocks are read as they are made, and their sum in 32 bits is read and
-written for every two of them; gradients are added up in 32 bits block by block.
+do, for the others wait for it. What blocks give for the same queries is written by each and read once, when it is
+brought together; where that is more than may wait (HELD), its sum in 32 bits is read and written in between. Gradients
+of keys and values are added up in 32 bits, block by block.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from echelon.plan.shape import Attention
 
 WIDE = 4
 """bytes of an element that is added up"""
-MERGED = 2
-"""results that are merged at once (kernels/blocks.py, which loads torch)"""
+HELD = 512 << 20
+"""bytes of results that wait to be brought together (as kernels/blocks.py has it, which loads torch)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,7 @@ def reach_of(case: Case) -> Reach:
     together = [item for item in found if item.kind != "send"]
     links = [_links(case, item) for item in together]
     forward, backward = _moved(case, attention)
-    every = case.tokens * case.shape.num_layers
+    every = _tokens(case) * case.shape.num_layers
     return Reach(
         steps=layout.cp // layout.ulysses if sends else 1,
         sent=sends.get("keys and values", 0.0),
@@ -96,11 +97,21 @@ def collectives(case: Case, attention: Attention) -> list[Collective]:
             replace(case.layout, accumulate=1),
             widths_of(case, attention),
             layers=case.shape.num_layers,
-            batch=case.layout.microbatch,
+            batch=-(-case.layout.microbatch // _others(case)),
             seq_len=case.seq_len,
             element_bytes=case.element_bytes,
         )
     )
+
+
+def _others(case: Case) -> int:
+    """Ranks of tp that have the same heads, of other sequences: on a grid."""
+    return case.layout.tp // (tp_side(case.layout) or 1)
+
+
+def _tokens(case: Case) -> float:
+    """Whose attention a rank works on."""
+    return case.tokens / _others(case)
 
 
 def attention_of(case: Case) -> Attention | None:
@@ -160,23 +171,19 @@ def _moved(case: Case, attention: Attention) -> tuple[float, float]:
         forward = backward = 6 * size * (x.q + x.kv) + 4 * size * x.q
     if steps == 1:
         return forward, backward
-    forward += 2 * size * x.kv
+    blocks = 2 if layout.cp_kind == "gather" else steps
+    # The result of every block, and in backward the gradient of its queries.
+    waiting = blocks * size * x.q
+    together = waiting + size * x.q + int(_tokens(case) * waiting // HELD) * 2 * WIDE * x.q
+    forward += 2 * size * x.kv + together
+    backward += together
     if layout.cp_kind == "gather":
         # Everyone's keys and values are put in order when they have arrived, their gradients before they leave.
-        forward += 4 * size * layout.cp * x.kv + x.q * _merging(2, size)
-        whole = WIDE + (layout.cp + 0.5) * adding / layout.cp + 4 * WIDE
-        backward += layout.cp * x.kv * (4 * size + whole) + casting * x.kv
-        backward += x.q * (WIDE + 2 * adding + casting)
+        forward += 4 * size * layout.cp * x.kv
+        backward += x.kv * (layout.cp * (4 * size + 5 * WIDE) + (layout.cp + 0.5) * adding + casting)
     else:
-        forward += x.q * _merging(steps, size)
-        backward += x.q * (WIDE + steps * adding + casting)
         backward += x.kv * ((steps + 1) / 2 * adding + 5 * WIDE + casting)
     return forward, backward
-
-
-def _merging(parts: int, size: int) -> float:
-    """Bytes per element of the result: every part read, the sum written and read for every two of them, the result."""
-    return parts * size + 2 * WIDE * (parts // MERGED) + size
 
 
 def beside(case: Case) -> float:
@@ -192,7 +199,7 @@ def beside(case: Case) -> float:
     own = widths_of(case, attention).keys_and_values
     elements = x.kv if ulysses < case.layout.cp else 0
     elements += x.q + x.kv - own if ulysses > 1 else 0
-    return case.tokens * x.size * elements
+    return _tokens(case) * x.size * elements
 
 
 def room(case: Case) -> float:
@@ -201,15 +208,18 @@ def room(case: Case) -> float:
     ring       the slice at hand and the one that arrives; gradients at home, on their way, and arriving
     gather     everyone's keys and values, and their gradients in 32 bits: added up, in order, and as they are sent
     ulysses    queries, keys and values as they are sent, as they arrive, and in order
+
+    Beside a ring and what is gathered, gradients of queries wait to be brought together.
     """
     attention = attention_of(case)
     if case.layout.cp == 1 or attention is None:
         return 0.0
-    layout, x = case.layout, _Elements.of(case, attention)
-    each = 3.0 * x.size * (x.q + x.kv) if layout.ulysses > 1 else 0.0
+    layout, x, tokens = case.layout, _Elements.of(case, attention), _tokens(case)
+    exchanged = 3.0 * x.size * (x.q + x.kv) if layout.ulysses > 1 else 0.0
     steps = layout.cp // layout.ulysses
-    if layout.cp_kind == "gather":
-        each = max(each, layout.cp * x.kv * (x.size + 3 * WIDE) + WIDE * x.q)
-    elif steps > 1:
-        each = max(each, x.kv * (2 * x.size + min(steps, 3) * WIDE) + WIDE * x.q)
-    return case.tokens * each
+    if steps == 1:
+        return tokens * exchanged
+    blocks = 2 if layout.cp_kind == "gather" else steps
+    waiting = min(blocks * x.size * x.q, HELD / tokens + WIDE * x.q)
+    slices = layout.cp * (x.size + 3 * WIDE) if layout.cp_kind == "gather" else 2 * x.size + min(steps, 3) * WIDE
+    return tokens * max(exchanged, waiting + slices * x.kv)

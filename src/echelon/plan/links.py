@@ -1,8 +1,12 @@
-"""What a message takes: a latency, and its bytes on the wire over a bandwidth. Both can be read from measurements."""
+"""What a message takes: a latency, and its bytes on the wire over a bandwidth. Both can be read from measurements.
+
+And what is seen of it where it runs beside compute.
+"""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +17,8 @@ ON_THE_WIRE = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all
 """times (n - 1) / n of the bytes pass each rank's link; a send or broadcast passes once"""
 COLLECTIVES = (*ON_THE_WIRE, "send")
 """curves that are measured"""
+ROUNDED = 0.1
+"""share of what is hidden that is seen where it just is"""
 
 
 def on_the_wire(kind: str, size: float, ranks: int) -> float:
@@ -46,3 +52,9 @@ def latency_of(cluster: Cluster) -> float:
     """Of a message between devices of a node: as measured, or as the link's kind has it."""
     found = measured_link(cluster.curves, cluster.per_node) if cluster.curves else None
     return found.latency if found else cluster.inside.latency
+
+
+def beyond(this: Any, that: Any) -> Any:
+    """How much this is longer than that, which runs beside it: without a corner, for they do not run evenly."""
+    more, corner = this - that, ROUNDED * this
+    return 0.5 * (more + np.sqrt(more * more + corner * corner))

@@ -8,18 +8,6 @@ A product of m x k by k x n takes its FLOPs over what the device reaches, and is
 edges: FLOPs (1 + e/m + e/k + e/n). Operators between products move bytes. Kernels take time to start. A group's
 messages between nodes use the links of all its ranks in a node, up to the speed inside it.
 
-[Note: around the ring]
-
-A ring of n ranks attends in n blocks, and keys and values go on while a block is at work; in backward also the
-gradients of those of the block before. What is seen of a step is what its messages take longer than its block:
-
-    forward     n - 1 times   beyond(keys and values, attention / n)
-    backward    once          beyond(keys and values, attention / n)
-                n - 2 times   beyond(keys and values + gradients, attention / n)
-                once          gradients: they come home after the last block, and nothing is left to hide them
-
-Nothing hides what is gathered, scattered or exchanged. What merges results and adds up gradients takes its bytes.
-
 [Note: waiting]
 
 With f, i and w the seconds of a rank's forward and of both halves of its backward in one microbatch, of d ranks, m
@@ -43,10 +31,11 @@ from typing import Any
 import numpy as np
 
 from echelon.plan.constants import FITTED, Constants
-from echelon.plan.work import GENERATIONS, Work
+from echelon.plan.links import beyond
+from echelon.plan.reaching import reaching, speeds
+from echelon.plan.work import AMPERE, CPU, HOPPER, VOLTA, Work
 
 F1B1, INTERLEAVED, ZB_H1, ZB_V, DUALPIPE_V = range(5)
-CPU, VOLTA, AMPERE, HOPPER, BLACKWELL = range(len(GENERATIONS))
 PLAIN, FUSED, FLASH1, FLASH2, BEST = range(5)
 NARROW_HEADS = 0.8
 """speed of attention with heads of fewer than WIDE_HEAD elements, to others"""
@@ -54,8 +43,6 @@ BACKWARD = 2.0
 """products of backward, to those of forward"""
 FLASH_BACKWARD = 2.5
 SCORES_BACKWARD = 2.0
-ROUNDED = 0.1
-"""share of what is hidden that is seen where it just is"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +66,7 @@ class Microbatch:
     """of the whole microbatch, recomputation included; what is not hidden"""
     ep: Any
     cp: Any
-    """its messages too, and what merges results; see [Note: around the ring]"""
+    """what merges results too (reaching.py)"""
     pp: Any
     """one message"""
     flash: Any
@@ -112,12 +99,6 @@ class Microbatch:
         return self._backward + self.waiting[1]
 
 
-def beyond(this: Any, that: Any) -> Any:
-    """How much this is longer than that, which runs beside it: without a corner, for they do not run evenly."""
-    more, corner = this - that, ROUNDED * this
-    return 0.5 * (more + np.sqrt(more * more + corner * corner))
-
-
 def microbatch(work: Work, c: Constants = FITTED) -> Microbatch:
     old = work.generation < HOPPER
     reached16 = np.select(
@@ -143,7 +124,7 @@ def microbatch(work: Work, c: Constants = FITTED) -> Microbatch:
     attention = attention * np.where(work.by_blocks > 0, c.blocks, 1.0)
     norms = work.norms * np.where(work.fused_norms > 0, 1.0, c.loose_norms)
     casts = np.where(work.narrow > 0, c.casts, 0.0) * (work.norms + work.passed) / 2
-    inside, outside = _speeds(work, c)
+    inside, outside = speeds(work, c)
     across = np.minimum(inside, outside * work.tp_members)
     tp = work.tp_bytes / np.where(work.tp_near > 0, inside, across) + work.latency * work.tp_messages
     ep = work.ep_bytes * ((1 - work.ep_far) / inside + work.ep_far / outside) + work.latency * work.ep_messages
@@ -158,28 +139,10 @@ def microbatch(work: Work, c: Constants = FITTED) -> Microbatch:
         head=(work.head_flops + c.edge * work.head_edges) / rate16 + work.loss_bytes / work.memory,
         tp=np.where(work.tp > 1, tp, 0.0) * np.where(old, 1.0, c.tp_shown),
         ep=ep * c.ep_shown,
-        cp=_context(work, (inside, outside), stream, attention, np.where(flash, FLASH_BACKWARD, SCORES_BACKWARD)),
+        cp=reaching(work, c, attention, np.where(flash, FLASH_BACKWARD, SCORES_BACKWARD) * attention).total,
         pp=np.where(work.pp > 1, work.pp_bytes / np.where(work.pp_near > 0, inside, outside) + work.latency, 0.0),
         flash=flash,
     )
-
-
-def _context(work: Work, links: tuple[Any, Any], stream: Any, attention: Any, backward: Any) -> Any:
-    """Seconds of a microbatch that context parallelism adds. See [Note: around the ring]."""
-    inside, outside = links
-    steps, hop = work.ring_steps, np.where(work.ring_near > 0, inside, outside)
-    latency = np.where(steps > 1, work.latency * work.layers, 0.0)
-    sent, gradients = work.ring_bytes / hop + latency, work.ring_gradients / hop + latency
-    merging, merging_back = work.cp_moved / stream, work.cp_moved_back / stream
-    block, block_back = (attention + merging) / steps, (backward * attention + merging_back) / steps
-    around = (steps - 1) * beyond(sent, block) + merging
-    around_back = np.where(
-        steps > 1,
-        beyond(sent, block_back) + np.maximum(steps - 2, 0) * beyond(sent + gradients, block_back) + gradients,
-        0.0,
-    )
-    together = np.maximum(work.cp_inside / inside, work.cp_outside / outside) + work.latency * work.cp_messages
-    return (1 + work.repeated + work.repeated_attention) * around + around_back + merging_back + together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,15 +256,9 @@ def _offload(work: Work, busy: Any) -> Any:
     return moving + work.host_updated / work.host_updates + work.disk_seconds
 
 
-def _speeds(work: Work, c: Constants) -> tuple[Any, Any]:
-    """Bytes per second of links inside a node and between nodes."""
-    reached = np.where(work.generation < HOPPER, c.links_old, 1.0)
-    return work.inside * c.inside * reached, work.outside * c.outside * reached
-
-
 def _data_parallel(work: Work, c: Constants, busy: Any, backward: Any) -> Any:
     """What of the messages of parameters and gradients compute does not hide."""
-    inside, outside = _speeds(work, c)
+    inside, outside = speeds(work, c)
     speed = np.where(work.dp_near > 0, inside, np.minimum(inside, outside * work.dp_members))
     sending = work.dp_bytes / speed
     hidden = np.where(

@@ -30,6 +30,7 @@ from echelon.plan.units import fullest_share, policy_of, units_of, update_bytes,
 Number = Any
 """a number, or an array of them"""
 GENERATIONS = ("cpu", "volta", "ampere", "hopper", "blackwell")
+CPU, VOLTA, AMPERE, HOPPER, BLACKWELL = range(len(GENERATIONS))
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", *ASYNCHRONOUS)
 """whose bubbles are told apart"""
 NARROW = {"fp8": 1, "fp4": 2}
