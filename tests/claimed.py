@@ -59,6 +59,7 @@ def _claims(engine: Engine, model: ModelConfig, layout: Layout) -> list[Collecti
             loss_bytes=max(size, 4),
             heads=model.heads,
             kv_heads=model.kv_heads,
+            causal=model.causal,
         )
     )
 

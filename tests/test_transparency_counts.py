@@ -121,6 +121,11 @@ def test_context_parallel_layouts_issue_what_they_claim(pool: Pool, layout: str)
     check(pool, LLAMA if "cp=2" in layout else replace(GPT, dropout=0.1), layout)
 
 
+@pytest.mark.parametrize("layout", ["cp=3", "cp=3,cp_kind=gather", "cp=4,cp_kind=ring-ulysses,ulysses=2"])
+def test_full_attention_issues_what_it_claims(pool: Pool, layout: str) -> None:
+    check(pool, replace(LLAMA, causal=False), layout)
+
+
 SQUARE, CUBE = "tp=4,tp_kind=2d", "tp=8,tp_kind=3d"
 GRIDS = (
     f"{SQUARE},microbatch=3,accumulate=2",

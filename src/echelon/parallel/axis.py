@@ -133,15 +133,15 @@ class Axis:
         work: dist.Work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
         return work
 
-    def start_shift(self, received: Tensor, sent: Tensor) -> Pending:
-        """`sent` goes to the next rank, the last one's to the first; `received` becomes that of the rank before."""
+    def start_shift(self, received: Tensor, sent: Tensor, by: int = 1) -> Pending:
+        """`sent` goes `by` ranks on, around the end; `received` becomes what the rank so many before sends."""
         if self.idle("send"):
-            received.copy_(sent)
+            received.zero_() if received.shape != sent.shape else received.copy_(sent)
             return Done()
-        after, before = (self.ranks[(self.index + step) % self.size] for step in (1, -1))
+        to, source = (self.ranks[(self.index + step) % self.size] for step in (by, -by))
         both = [
-            dist.P2POp(dist.isend, sent, after, group=self.group),
-            dist.P2POp(dist.irecv, received, before, group=self.group),
+            dist.P2POp(dist.isend, sent, to, group=self.group),
+            dist.P2POp(dist.irecv, received, source, group=self.group),
         ]
         return Several(dist.batch_isend_irecv(both))
 

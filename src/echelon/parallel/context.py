@@ -40,7 +40,7 @@ def slice_length(layout: Layout, seq_len: int) -> int:
     return Zigzag(layout.cp // layout.ulysses, layout.ulysses, seq_len).padded // layout.cp
 
 
-def of_traffic(traffic: Traffic, layout: Layout) -> Iterable[Collective]:
+def of_traffic(traffic: Traffic, layout: Layout, place: int = -1) -> Iterable[Collective]:
     """The same for a transformer's traffic."""
     side = tp_side(layout) or 1
     kv_heads, head_dim = max(traffic.kv_heads // side, 1), traffic.width // traffic.heads
@@ -51,13 +51,27 @@ def of_traffic(traffic: Traffic, layout: Layout) -> Iterable[Collective]:
         batch=-(-traffic.batch // (layout.tp // side)),  # a grid divides sequences by what it does not divide heads by
         seq_len=traffic.seq_len,
         element_bytes=traffic.element_bytes,
+        causal=traffic.causal,
+        place=place,
     )
 
 
 def collectives(
-    layout: Layout, widths: Widths, *, layers: int, batch: int, seq_len: int, element_bytes: int
+    layout: Layout,
+    widths: Widths,
+    *,
+    layers: int,
+    batch: int,
+    seq_len: int,
+    element_bytes: int,
+    causal: bool = True,
+    place: int = -1,
 ) -> Iterable[Collective]:
-    """What a step issues over cp for so many layers; `batch` sequences are in a microbatch."""
+    """What a step issues over cp for so many layers; `batch` sequences are in a microbatch.
+
+    A ring's ranks differ under a causal mask in the keys whose gradients they find: this is the one at `place`, or one
+    in the middle.
+    """
     if layout.cp == 1:
         return
     outer = layout.cp // layout.ulysses
@@ -75,27 +89,24 @@ def collectives(
             times=times,
             again=again,
         )
-    if outer > 1:
-        kind = gather if layout.cp_kind == "gather" else ring
-        yield from kind(
-            "ring" if layout.ulysses > 1 else "cp",
-            outer,
-            kv_bytes=moved * element_bytes,
-            gradient_bytes=moved * max(element_bytes, 4),
-            times=times,
-            again=again,
-        )
+    axis, size = "ring" if layout.ulysses > 1 else "cp", moved * element_bytes
+    if layout.cp_kind == "gather":
+        summed = moved * max(element_bytes, 4)
+        yield from gather(axis, outer, kv_bytes=size, gradient_bytes=summed, times=times, again=again)
+    elif outer > 1:
+        before = (place if place >= 0 else (outer - 1) // 2) if causal else 0
+        yield from ring(axis, outer, kv_bytes=size, before=before, times=times, again=again)
 
 
 # Of `times` attentions in a step, and `again` more where forward is repeated; bytes are of a rank's tokens.
 
 
-def ring(axis: str, ranks: int, *, kv_bytes: int, gradient_bytes: int, times: int, again: int) -> Iterable[Collective]:
-    """ring.py: once around forward and once backward, gradients one step behind."""
+def ring(axis: str, ranks: int, *, kv_bytes: int, before: int, times: int, again: int) -> Iterable[Collective]:
+    """ring.py: once around forward and once backward; gradients go home, of ranks `before` this one those of half."""
     count = (ranks - 1) * (2 * times + again)
     yield Collective(kind="send", axis=axis, bytes=kv_bytes, count=count, hidden=True, part="keys and values")
-    count = (ranks - 1) * times
-    yield Collective(kind="send", axis=axis, bytes=gradient_bytes, count=count, hidden=True, part="their gradients")
+    for size, others in ((kv_bytes // 2, before), (kv_bytes, ranks - 1 - before)):
+        yield Collective(kind="send", axis=axis, bytes=size, count=others * times, hidden=True, part="their gradients")
 
 
 def gather(

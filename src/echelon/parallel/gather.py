@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from echelon.kernels.blocks import wide
+from echelon.kernels.blocks import add_, wide
 from echelon.parallel.axis import Axis
 from echelon.parallel.reach import Gradients, Marks, Queries
 from echelon.parallel.zigzag import Block, Zigzag
@@ -81,5 +81,5 @@ class _Gathered(Function):
         total = torch.zeros_like(whole, dtype=wide(kv.dtype))
         for block in gather.blocks:
             for sums, part in zip(total, found.see(block, k, v, gather.natural), strict=True):
-                sums[:, :, block.keys] += part
-        return found.dq.to(q.dtype), gather.scattered(total).to(kv.dtype), None, None
+                add_(sums[:, :, block.keys], part)
+        return found.dq.result(), gather.scattered(total).to(kv.dtype), None, None

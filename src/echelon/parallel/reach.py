@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from echelon.kernels.blocks import Merged, attend, attend_back, wide
+from echelon.kernels.blocks import Merged, Summed, attend, attend_back, wide
 from echelon.parallel.zigzag import Block
 from echelon.rng import Dropout, Parts
 
@@ -67,7 +66,7 @@ class Gradients:
 
     def __init__(self, gradient: Tensor, q: Tensor, out: Tensor, lse: Tensor, marks: Marks):
         self.gradient, self.q, self.out, self.lse, self.marks = gradient, q, out, lse, marks
-        self.dq = torch.zeros_like(q, dtype=wide(q.dtype))
+        self.dq = Summed(q)
 
     def see(self, block: Block, k: Tensor, v: Tensor, key_places: Tensor) -> tuple[Tensor, Tensor]:
         """A block's part of the gradients of its keys and values; that of its queries is added up here."""
@@ -75,5 +74,5 @@ class Gradients:
         gradient, q, out, lse = (x[:, :, rows] for x in (self.gradient, self.q, self.out, self.lse))
         options = self.marks.of(block, self.q, key_places)
         dq, dk, dv = attend_back(gradient, q, k[:, :, keys], v[:, :, keys], out, lse, **options)
-        self.dq[:, :, rows] += dq
+        self.dq.add(rows, dq)
         return dk, dv

@@ -11,14 +11,13 @@ Forward merges what the steps give by their partial softmaxes (kernels/blocks.py
 self-attention of 2021, which sent the same bytes but kept a row of scores as long as the sequence for each token. Here
 a rank's own queries, keys, values and result are all that is kept for backward.
 
-Backward sends keys and values around again, and one step behind them the gradients that they have collected so far:
-rank i adds its part to those of kv i - s at step s and passes them on, so that after the last step they arrive at home.
-They add up in 32 bits or more, and travel so.
+Backward sends keys and values around again. What a rank finds of their gradients goes straight home, as many steps back
+as they have come, while the next block is at work; there the parts add up in 32 bits or more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,8 +25,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from echelon.kernels.blocks import wide
-from echelon.parallel.axis import Axis
+from echelon.kernels.blocks import Summed
+from echelon.parallel.axis import Axis, Pending
 from echelon.parallel.reach import Gradients, Marks, Queries
 from echelon.parallel.zigzag import Block, Zigzag
 
@@ -74,20 +73,46 @@ class _Around(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         q, kv, out, lse = ctx.saved_tensors
         ring: Ring = ctx.ring
-        found = Gradients(gradients[0], q, out, lse, ctx.marks)
-        home = torch.zeros_like(kv, dtype=wide(kv.dtype))
-        arriving, pending = home, None
+        found, home = Gradients(gradients[0], q, out, lse, ctx.marks), Home(ring, kv)
         for step, (block, (k, v), places) in enumerate(ring.arrivals(kv)):
             parts = found.see(block, k, v, places)
-            total = home if step == 0 else torch.zeros_like(home) if pending is None else arriving
-            if pending is not None:
-                pending.wait()
-            for whole, part in zip(total, parts, strict=True):
-                whole[:, :, block.keys] += part
             if step:
-                arriving = torch.empty_like(home)
-                pending = ring.axis.start_shift(arriving, total)
-        if pending is not None:
+                home.send(step, parts)
+            else:
+                home.add(block.keys, parts)
+        return found.dq.result(), home.result(), None, None
+
+
+class Home:
+    """The gradients of a rank's own keys and values, to which every rank has a part."""
+
+    def __init__(self, ring: Ring, kv: Tensor):
+        self.ring, self.kv = ring, kv
+        self.totals = [Summed(x) for x in kv]
+        self._coming: tuple[slice, Tensor, Tensor, Pending] | None = None
+
+    def add(self, keys: slice, parts: Iterable[Tensor]) -> None:
+        for total, part in zip(self.totals, parts, strict=True):
+            total.add(keys, part)
+
+    def send(self, step: int, parts: tuple[Tensor, Tensor]) -> None:
+        """Parts of the gradients of what came `step` steps go back there; those of as many steps on are on their way.
+
+        What was sent a step ago had a block's time to arrive.
+        """
+        self._take()
+        axis, order = self.ring.axis, self.ring.order
+        sent = torch.stack(parts)
+        keys = order.block((axis.index + step) % axis.size, axis.index, causal=self.ring.causal).keys
+        received = torch.empty_like(self.kv[:, :, :, keys])
+        self._coming = keys, received, sent, axis.start_shift(received, sent, by=-step)
+
+    def _take(self) -> None:
+        if self._coming is not None:
+            keys, received, _, pending = self._coming
             pending.wait()
-            home += arriving
-        return found.dq.to(q.dtype), home.to(kv.dtype), None, None
+            self.add(keys, received)
+
+    def result(self) -> Tensor:
+        self._take()
+        return torch.stack([total.result() for total in self.totals])

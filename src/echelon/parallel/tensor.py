@@ -200,6 +200,7 @@ class Traffic:
     heads: int = 1
     kv_heads: int = 1
     """of the whole model, as `heads`"""
+    causal: bool = True
 
 
 def collectives(traffic: Traffic, layout: Layout) -> Iterable[Collective]:

@@ -20,7 +20,7 @@ def collectives(engine: Engine, traffic: tensor.Traffic | None) -> list[Collecti
     if traffic is not None:
         mine = traffic if pipeline is None else pipeline.share(traffic)
         if parallel.context is not None:
-            found += context.of_traffic(mine, layout)
+            found += context.of_traffic(mine, layout, parallel.context.outer.index)
             mine = replace(mine, seq_len=context.slice_length(layout, mine.seq_len))
         for length in slices or (mine.seq_len,):
             sized = replace(mine, seq_len=length)
