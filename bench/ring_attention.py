@@ -1,7 +1,7 @@
 """What cutting attention into a ring costs, on one GPU, without the messages: all ranks' work, one after another.
 
     python bench/ring_attention.py --ranks 4 8
-    python bench/ring_attention.py --ranks 8 --together 4 --home
+    python bench/ring_attention.py --ranks 8 --together 4
 
 Zigzag: the sequence is 2 n chunks, and rank i holds chunks i and 2 n - 1 - i, so that every rank has the same to do.
 Of its own keys a rank sees a causal square; of those of a rank before it, the first chunk, with all queries; of those
@@ -9,9 +9,8 @@ of a rank after it, both, with its second chunk of queries. The peer is one call
 sequence. Pairs are interleaved; the ratio is the median of the pairs'. Exits with 1 where forward+backward of causal
 attention is above the bar.
 
-    --together g    keys that came in g steps are attended to at once: fewer calls, and fewer parts of each row
-    --home          a part of the gradient of keys and values goes straight to its owner, in 16 bits, and is added up
-                    there; without it, sums of 32 bits travel around the ring and every rank adds its part
+    --together g    keys that came in g steps are attended to at once: fewer calls, and fewer parts of each row. A run
+                    does not: a rank would wait for g messages where it now waits for one
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -76,10 +75,8 @@ class Whole:
 class Ring:
     """The same in blocks, as `ranks` ranks would."""
 
-    def __init__(
-        self, problem: Problem, heads: Heads, gradient: Tensor, ranks: int, together: int = 1, home: bool = False
-    ):
-        self.causal, self.ranks, self.together, self.home = problem.causal, ranks, together, home
+    def __init__(self, problem: Problem, heads: Heads, gradient: Tensor, ranks: int, together: int = 1):
+        self.causal, self.ranks, self.together = problem.causal, ranks, together
         self.half = problem.length // ranks // 2
         order = [chunk for rank in range(ranks) for chunk in (rank, 2 * ranks - 1 - rank)]
         self.order = torch.cat([torch.arange(c * self.half, (c + 1) * self.half) for c in order]).to("cuda")
@@ -133,7 +130,7 @@ class Ring:
     def both(self) -> tuple[list[Tensor], ...]:
         found = self.forward()
         queries = [blocks.Summed(q) for q, _, _, _ in self.local]
-        sums = KeySums([heads[1:3] for heads in self.local], self.home)
+        sums = [[blocks.Summed(x) for x in heads[1:3]] for heads in self.local]
         for steps in self.rounds():
             for rank, ((q, _, _, gradient), (out, lse)) in enumerate(zip(self.local, found, strict=True)):
                 for owners, rows, keys, causal in self.calls(rank, steps):
@@ -141,36 +138,11 @@ class Ring:
                     g, o, ls = (x[:, :, rows] for x in (gradient, out, lse))
                     dq, dk, dv = blocks.attend_back(g, q[:, :, rows], k, v, o, ls, causal=causal)
                     queries[rank].add(rows, dq)
-                    parts = zip(owners, *(x.chunk(len(owners), dim=2) for x in (dk, dv)), strict=True)
-                    for owner, *part in parts:
-                        sums.add(rank, owner, keys, part)
-        return [out for out, _ in found], [total.result() for total in queries], *sums.result()
-
-
-class KeySums:
-    """The gradients of all ranks' keys and values."""
-
-    def __init__(self, local: list[Sequence[Tensor]], home: bool):
-        self.local, self.home = local, home
-        self.at_home = [[blocks.Summed(x) for x in kv] for kv in local]
-        self.travelling: dict[int, list[Tensor]] = {}
-
-    def add(self, rank: int, owner: int, keys: slice, parts: list[Tensor]) -> None:
-        if rank == owner or self.home:
-            for total, part in zip(self.at_home[owner], parts, strict=True):
-                total.add(keys, part)
-            return
-        if owner not in self.travelling:
-            self.travelling[owner] = [torch.zeros_like(x, dtype=torch.float32) for x in self.local[owner]]
-        for sent, part in zip(self.travelling[owner], parts, strict=True):
-            blocks.add_(sent[:, :, keys], part)
-
-    def result(self) -> tuple[list[Tensor], list[Tensor]]:
-        for owner, arrived in self.travelling.items():
-            for total, part in zip(self.at_home[owner], arrived, strict=True):
-                total.add(ALL, part)
-        dk, dv = ([totals[which].result() for totals in self.at_home] for which in range(2))
-        return dk, dv
+                    for index, owner in enumerate(owners):
+                        for total, part in zip(sums[owner], (dk, dv), strict=True):
+                            total.add(keys, part.chunk(len(owners), dim=2)[index])
+        dks, dvs = ([totals[which].result() for totals in sums] for which in range(2))
+        return [out for out, _ in found], [total.result() for total in queries], dks, dvs
 
 
 def seconds(call: Callable[[], object], ahead: Tensor) -> float:
@@ -221,7 +193,7 @@ def rows_of(problem: Problem, asked: argparse.Namespace) -> Iterator[Row]:
     heads, gradient = problem.inputs()
     whole = Whole(problem, heads, gradient)
     for count in asked.ranks:
-        ring = Ring(problem, heads, gradient, count, asked.together, asked.home)
+        ring = Ring(problem, heads, gradient, count, asked.together)
         check(whole, ring)
         for part in ("forward", "both"):
             whole_s, ring_s, ratio = timed(getattr(whole, part), getattr(ring, part), asked.pairs)
@@ -239,7 +211,6 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=32768)
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--together", type=int, default=1)
-    parser.add_argument("--home", action="store_true")
     asked = parser.parse_args()
     print(f"{'attention':10}{'kv heads':>9}{'ranks':>7}  {'part':8}{'whole ms':>10}{'ring ms':>10}{'ratio':>8}")
     rows = []
