@@ -13,6 +13,8 @@ from fractions import Fraction
 from functools import cache
 from pathlib import Path
 
+import grids
+
 from echelon import models
 from echelon.bench.least_bytes import least_bytes
 from echelon.bench.own_steps import steps as measured_steps
@@ -147,7 +149,7 @@ def collectives(*layouts: str) -> str:
     rows = []
     for text in layouts:
         groups: dict[tuple[str, str, str], list[Collective]] = {}
-        for item in costs(text):
+        for item in grids.costs(text, MODEL, SEQ_LEN, COMPUTE, MASTER) if "tp_kind" in text else costs(text):
             if item.count:
                 groups.setdefault((item.kind, item.axis, item.part), []).append(item)
         for (kind, axis, part), items in groups.items():
@@ -350,6 +352,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "collectives of accumulation": lambda: collectives(*(f"dp=8,zero={zero},accumulate=4" for zero in (1, 2, 3))),
     "collectives of tensor parallelism": lambda: collectives("tp=2,sp=0", "tp=4,sp=0"),
     "collectives of sequence parallelism": lambda: collectives("tp=4,sp=0", "tp=4"),
+    "collectives of grids": lambda: collectives(*grids.LAYOUTS),
     "collectives of recompute": lambda: collectives("tp=4", "tp=4,recompute=full"),
 }
 

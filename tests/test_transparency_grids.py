@@ -92,7 +92,7 @@ class Own(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words, self.first, self.gate = nn.Embedding(11, 7), nn.LayerNorm(7), Gate(7, 9)
-        self.second, self.third, self.head = nn.RMSNorm(7, eps=1e-6), nn.LayerNorm(7, bias=False), Head(7, 11)
+        self.second, self.third, self.head = nn.RMSNorm(7), nn.LayerNorm(7, bias=False), Head(7, 11)
 
     def forward(self, words: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         x = self.words(words)

@@ -34,6 +34,7 @@ DRAWN: dict[str, Callable[[], str]] = {
     "flat-units": splits.flat_units,
     "zero-stages": splits.zero_stages,
     "tensor-region": splits.tensor_region,
+    "tensor-grids": splits.tensor_grids,
     "sequence-slices": splits.sequence_slices,
     "backward-timeline": steps.backward_timeline,
     "recompute": steps.recompute,

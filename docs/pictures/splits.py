@@ -149,6 +149,40 @@ def tensor_region() -> str:
     return c.finish()
 
 
+def tensor_grids() -> str:
+    """What one rank of a square and of a cube has of a product's three matrices, and what comes to it."""
+    c = Canvas(420, "Blocks of Y = X W on a square (tp=4) and on a cube (tp=8): one rank's view")
+    c.legend(24, 58, {"its own": BLUE, "comes to it": GREEN, "made for another": ORANGE, "elsewhere": FAINT})
+    square = {
+        "X": ((2, 2), {(0, 0)}, {(0, 1)}, "sequences y, columns x", "along x, one block after the other"),
+        "W": ((2, 2), {(0, 0)}, {(1, 0)}, "in y, out x", "along y, at the same time"),
+        "Y": ((2, 2), {(0, 0)}, set(), "sequences y, columns x", "a sum of two products"),
+    }
+    cube = {
+        "X": ((4, 2), {(0, 0)}, {(1, 0)}, "sequences z y, columns x", "gathered along y"),
+        "W": ((2, 4), {(0, 0)}, {(0, 1)}, "in x, out y and again z", "gathered along z"),
+        "Y": ((4, 2), {(0, 0)}, {(1, 0)}, "sequences z x, columns y", "summed and scattered along x"),
+    }
+    for top, kind, matrices in ((88, "2d", square), (250, "3d", cube)):
+        c.text(24, top + 60, kind, weight="bold", size=17)
+        for number, (name, (shape, own, coming, lies, moved)) in enumerate(matrices.items()):
+            left = 84 + number * 246
+            for row in range(shape[0]):
+                for column in range(shape[1]):
+                    place = (row, column)
+                    other = ORANGE if name == "Y" else GREEN
+                    colour = BLUE if place in own else other if place in coming else FAINT
+                    wide, high = 128 / shape[1], 96 / shape[0]
+                    c.box(left + column * wide, top + row * high, wide - 3, high - 3, "", colour)
+            c.text(left - 18, top + 52, name, weight="bold")
+            c.text(left, top + 114, lies, size=12)
+            c.text(left, top + 131, moved, size=12, colour=FAINT)
+    c.text(
+        24, 408, "On layers of squares (2.5d) each layer has other sequences, and a copy of W.", size=12, colour=FAINT
+    )
+    return c.finish()
+
+
 def sequence_slices() -> str:
     length, tp = 33, 2
     part = math.ceil(length / tp)

@@ -149,9 +149,9 @@ class _Split:
         stream, region = self.kind.stream, self.kind.region
         actions: dict[str, Callable[[str, Any], None]] = {
             "region": self._region,
-            "column": lambda n, m: self._linear(n, m, stream, region, grain=1),
-            "column/heads": lambda n, m: self._linear(n, m, stream, region, grain=self._parent(n).head_dim),
-            "row": lambda n, m: self._linear(n, m, region, stream, grain=1),
+            "column": lambda n, m: self._linear(n, m, stream, region),
+            "column/heads": lambda n, m: self._linear(n, m, stream, region, m.out_features // self._parent(n).head_dim),
+            "row": lambda n, m: self._linear(n, m, region, stream),
             "vocabulary": self._vocabulary,
             "head": self._head,
             "heads": lambda _, m: m.register_forward_pre_hook(self._heads_seen),
@@ -162,11 +162,12 @@ class _Split:
 
     # -- matrices -----------------------------------------------------------------------------------------------------
 
-    def _linear(self, name: str, module: nn.Linear, source: Side, target: Side, grain: int) -> None:
+    def _linear(self, name: str, module: nn.Linear, source: Side, target: Side, heads: int = 0) -> None:
+        """`heads` are not taken apart: where there are fewer than ranks, each is on several."""
         from echelon.parallel.grid_linear import GridLinear
 
-        ranks, pieces = target.columns.size, module.out_features // grain
-        copies = max(ranks // pieces, 1) if grain > 1 else 1
+        ranks = target.columns.size
+        copies = max(ranks // heads, 1) if heads else 1
         cut = Cut(axis=target.columns.name, dim=0, parts=ranks // copies, copies=copies)
         summed = (f"{cut.axis}/{copies}",) if copies > 1 else ()
         entry = self._place(f"{name}.weight", self.kind.weight_cuts(cut, source), (*self.kind.copied, *summed))
@@ -214,7 +215,6 @@ class _Split:
             self._replace(name, self._norm(module))
 
     def _norm(self, module: Any) -> nn.Module:
-        import torch
         from torch import nn
 
         from echelon.models import llama
@@ -224,8 +224,7 @@ class _Split:
         if isinstance(module, nn.LayerNorm):
             return grid_norm.GridLayerNorm(module.weight, module.bias, columns, module.eps)
         if isinstance(module, nn.RMSNorm):
-            epsilon = torch.finfo(torch.get_default_dtype()).eps if module.eps is None else module.eps
-            return grid_norm.GridRMSNorm(module.weight, columns, epsilon)
+            return grid_norm.GridRMSNorm(module.weight, columns, module.eps)
         made = grid_norm.GridStreamNorm if isinstance(module, llama.StreamNorm) else grid_norm.GridRMSNorm
         return made(module.weight, columns, llama.EPSILON)
 

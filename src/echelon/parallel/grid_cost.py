@@ -149,8 +149,10 @@ def collectives(
         word = type(part).__name__.lower()
         for repeats, messages in ((1 + again, kind.forward(part, tokens)), (1, kind.backward(part, tokens))):
             for name, axis, elements, count in messages:
-                times = count * repeats * layout.accumulate
-                yield Collective(kind=name, axis=axis, bytes=elements * size, count=times, part=word)
+                # Of several steps, all but one run beside the product of another's blocks.
+                for steps, hidden in ((1, False), (count - 1, True)):
+                    times = steps * repeats * layout.accumulate
+                    yield Collective(kind=name, axis=axis, bytes=elements * size, count=times, hidden=hidden, part=word)
         if isinstance(part, Head):
             numbers = 2 * grid.x * tokens * loss_bytes
             yield Collective(kind="all_gather", axis=kind.region, bytes=numbers, count=layout.accumulate, part="loss")

@@ -39,14 +39,16 @@ class GridRMSNorm(nn.Module):
     cost = grid_cost.Norm(sums=1, gathers=0)
     weight: nn.Parameter | None
 
-    def __init__(self, weight: nn.Parameter | None, columns: Columns, epsilon: float):
+    def __init__(self, weight: nn.Parameter | None, columns: Columns, epsilon: float | None):
+        """Without an `epsilon` it is that of the input's type, as torch has it."""
         super().__init__()
         self.register_parameter("weight", weight)
         self.columns, self.epsilon = columns, epsilon
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor
-        out, scale = _RMSNorm.apply(x, self.weight, self.columns, self.epsilon)
+        epsilon = torch.finfo(x.dtype).eps if self.epsilon is None else self.epsilon
+        out, scale = _RMSNorm.apply(x, self.weight, self.columns, epsilon)
         if self.remake:
             note.write(out, Note(again=partial(_scaled, x.detach(), None, scale, self.weight, None, self.columns)))
         return out

@@ -1,0 +1,34 @@
+"""What grids of tensor parallelism issue in a step of the docs' example model, for tables.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from echelon import models
+from echelon.layout import Layout
+from echelon.layout.cost import Collective
+from echelon.parallel import grid_cost
+
+LAYOUTS = tuple(f"{text},microbatch=4" for text in ("tp=4,tp_kind=2d", "tp=8,tp_kind=2.5d,depth=2", "tp=8,tp_kind=3d"))
+
+
+def costs(text: str, model: str, seq_len: int, element_bytes: int, loss_bytes: int) -> list[Collective]:
+    """All parts together, but for the sums of gradients once a step."""
+    layout, shape = Layout.parse(text), models.find(model)
+    width, ffn = shape.width, shape.ffn
+    sizes = [*[(width, width, False)] * 3, (width, width, True), (width, ffn, False), (ffn, width, True)]  # q, k, v, o
+    products = [
+        grid_cost.product(layout, inputs, outputs, leaves=leaves, follows=index in (1, 2))
+        for index, (inputs, outputs, leaves) in enumerate(sizes)
+    ]
+    norm = grid_cost.Norm(sums=2, gathers=2)
+    parts = [*[norm, *products, norm] * shape.layers, norm, *grid_cost.ends(layout, shape.vocab, width)]
+    found = grid_cost.collectives(
+        [(part, 0) for part in parts],
+        layout,
+        batch=layout.microbatch,
+        seq_len=seq_len,
+        element_bytes=element_bytes,
+        loss_bytes=loss_bytes,
+    )
+    return sorted((replace(item, part="blocks") for item in found), key=lambda item: (item.kind, item.axis))
