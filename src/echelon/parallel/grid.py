@@ -262,7 +262,7 @@ class _Split:
                 if isinstance(value, Tensor):
                     raise ValueError(
                         f"a region on a grid has some of the sequences, and {name} is given a tensor beside its first "
-                        "argument; give it echelon.models.attention.Seen, or use tp_kind=1d"
+                        "argument; give it an echelon.Seen, or use tp_kind=1d"
                     )
                 return self._seen(value, len(x)) if isinstance(value, Seen) else value
 
