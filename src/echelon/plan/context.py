@@ -13,9 +13,8 @@ the ring; so of a group of cp ranks a node has `per_node / tp`, and a message st
 [Note: moved]
 
 Counted from what ring.py, gather.py, ulysses.py and kernels/blocks.py read and write, of the rank that has the most to
-do, for the others wait for it. What blocks give for the same queries is written by each and read once, when it is
-brought together; where that is more than may wait (HELD), its sum in 32 bits is read and written in between. Gradients
-of keys and values are added up in 32 bits, block by block.
+do, for the others wait for it. What blocks give for the same queries or keys is written by each and read once, when it
+is brought together; where that is more than may wait (HELD, MOST), its sum in 32 bits is read and written in between.
 """
 
 from __future__ import annotations
@@ -32,8 +31,9 @@ from echelon.plan.shape import Attention
 
 WIDE = 4
 """bytes of an element that is added up"""
-HELD = 512 << 20
-"""bytes of results that wait to be brought together (as kernels/blocks.py has it, which loads torch)"""
+HELD, MOST = 512 << 20, 8
+"""bytes of results that wait to be brought together, and how many of them (as kernels/blocks.py has it, which loads
+torch)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,27 +59,25 @@ class Reach:
     """bytes through memory beside attention, forward"""
     moved_back: float = 0.0
 
-    @property
-    def wire(self) -> float:
-        """Bytes that a forward and a backward send from a rank: what is hidden, and what is not."""
-        ring = (self.steps - 1) * (2 * self.sent + self.sent_back)
-        return ring + self.inside + self.outside
-
 
 def reach_of(case: Case) -> Reach:
     attention = attention_of(case)
     if case.layout.cp == 1 or attention is None:
         return Reach()
     layout, found = case.layout, collectives(case, attention)
-    sends = {item.part: float(item.bytes * case.shape.num_layers) for item in found if item.kind == "send"}
+    # Ranks send gradients of all keys that they have seen or of half: some rank in every step those of all.
+    sends = {"keys and values": 0.0, "their gradients": 0.0}
+    for item in found:
+        if item.kind == "send":
+            sends[item.part] = max(sends[item.part], float(item.bytes * case.shape.num_layers))
     together = [item for item in found if item.kind != "send"]
     links = [_links(case, item) for item in together]
     forward, backward = _moved(case, attention)
     every = _tokens(case) * case.shape.num_layers
     return Reach(
-        steps=layout.cp // layout.ulysses if sends else 1,
-        sent=sends.get("keys and values", 0.0),
-        sent_back=sends.get("their gradients", 0.0),
+        steps=1 if layout.cp_kind == "gather" else layout.cp // layout.ulysses,
+        sent=sends["keys and values"],
+        sent_back=sends["their gradients"],
         near=layout.tp * layout.cp <= case.cluster.per_node,
         inside=sum(near for near, _ in links),
         outside=sum(far for _, far in links),
@@ -102,6 +100,20 @@ def collectives(case: Case, attention: Attention) -> list[Collective]:
             element_bytes=case.element_bytes,
         )
     )
+
+
+def bytes_sent(case: Case) -> float:
+    """By a rank, for each of its tokens and each layer, there and back."""
+    attention = attention_of(case)
+    if attention is None:
+        return 0.0
+    every = _tokens(case) * case.shape.num_layers
+    found = collectives(case, attention)
+    return sum(item.count * on_the_wire(item.kind, item.bytes, _ranks(case, item)) for item in found) / every
+
+
+def _ranks(case: Case, item: Collective) -> int:
+    return case.layout.ulysses if item.axis == "ulysses" else case.layout.cp
 
 
 def _others(case: Case) -> int:
@@ -130,8 +142,7 @@ def widths_of(case: Case, attention: Attention) -> context.Widths:
 
 def _links(case: Case, item: Collective) -> tuple[float, float]:
     """Bytes of a rank (inside its node, between nodes). See [Note: links]."""
-    layout = case.layout
-    ranks = layout.ulysses if item.axis == "ulysses" else layout.cp
+    layout, ranks = case.layout, _ranks(case, item)
     members = max(1, min(ranks, case.cluster.per_node // layout.tp))
     wire = item.count * on_the_wire(item.kind, item.bytes, ranks)
     if members == ranks:
@@ -164,7 +175,6 @@ def _moved(case: Case, attention: Attention) -> tuple[float, float]:
     """Bytes per token and layer, forward and backward, beside what attention itself does. See [Note: moved]."""
     layout, x = case.layout, _Elements.of(case, attention)
     size, steps = x.size, layout.cp // layout.ulysses
-    adding, casting = 2 * WIDE + size, WIDE + size
     forward = backward = 0.0
     if layout.ulysses > 1:
         # Heads put together, put in order, and again when they have arrived; the result there and back.
@@ -173,17 +183,29 @@ def _moved(case: Case, attention: Attention) -> tuple[float, float]:
         return forward, backward
     blocks = 2 if layout.cp_kind == "gather" else steps
     # The result of every block, and in backward the gradient of its queries.
-    waiting = blocks * size * x.q
-    together = waiting + size * x.q + int(_tokens(case) * waiting // HELD) * 2 * WIDE * x.q
-    forward += 2 * size * x.kv + together
-    backward += together
+    forward += 2 * size * x.kv + x.q * _together(case, blocks, x.q)
+    backward += x.q * _together(case, blocks, x.q)
     if layout.cp_kind == "gather":
         # Everyone's keys and values are put in order when they have arrived, their gradients before they leave.
         forward += 4 * size * layout.cp * x.kv
-        backward += x.kv * (layout.cp * (4 * size + 5 * WIDE) + (layout.cp + 0.5) * adding + casting)
+        backward += x.kv * (layout.cp * (4 * size + 5 * WIDE) + (layout.cp + 0.5) * (2 * WIDE + size) + WIDE + size)
     else:
-        backward += x.kv * ((steps + 1) / 2 * adding + 5 * WIDE + casting)
+        # Gradients that go home, and those that come.
+        backward += x.kv * (2 * size * steps + _together(case, steps, x.kv // 2))
     return forward, backward
+
+
+def _together(case: Case, parts: int, elements: int) -> float:
+    """Bytes to bring parts together, for each of so many elements of a token."""
+    in_between = -(-parts // _waiting(case, elements)) - 1
+    return (parts + 1) * case.element_bytes + in_between * 2 * WIDE
+
+
+def _waiting(case: Case, elements: int) -> int:
+    """Parts of so many elements of a token that may wait to be brought together."""
+    if case.program == "others":  # they add each part as it comes
+        return 1
+    return max(1, min(MOST, int(HELD / (_tokens(case) * case.element_bytes * elements))))
 
 
 def beside(case: Case) -> float:
@@ -205,11 +227,11 @@ def beside(case: Case) -> float:
 def room(case: Case) -> float:
     """Bytes that come and go while a layer's attention runs backward, beside what attention on whole sequences needs.
 
-    ring       the slice at hand and the one that arrives; gradients at home, on their way, and arriving
+    ring       the slice at hand and the one that arrives, gradients that go home and that come, and those that wait
     gather     everyone's keys and values, and their gradients in 32 bits: added up, in order, and as they are sent
     ulysses    queries, keys and values as they are sent, as they arrive, and in order
 
-    Beside a ring and what is gathered, gradients of queries wait to be brought together.
+    Beside the first two, gradients of queries wait to be brought together.
     """
     attention = attention_of(case)
     if case.layout.cp == 1 or attention is None:
@@ -219,7 +241,13 @@ def room(case: Case) -> float:
     steps = layout.cp // layout.ulysses
     if steps == 1:
         return tokens * exchanged
-    blocks = 2 if layout.cp_kind == "gather" else steps
-    waiting = min(blocks * x.size * x.q, HELD / tokens + WIDE * x.q)
-    slices = layout.cp * (x.size + 3 * WIDE) if layout.cp_kind == "gather" else 2 * x.size + min(steps, 3) * WIDE
-    return tokens * max(exchanged, waiting + slices * x.kv)
+    if layout.cp_kind == "gather":
+        return tokens * (_held(case, 2, x.q) * x.q + layout.cp * (x.size + 3 * WIDE) * x.kv)
+    slices = (4 * x.size + _held(case, steps, x.kv // 2)) * x.kv
+    return tokens * max(exchanged, _held(case, steps, x.q) * x.q + slices)
+
+
+def _held(case: Case, parts: int, elements: int) -> float:
+    """Bytes of each element that wait, and of their sum."""
+    waiting = _waiting(case, elements)
+    return min(parts, waiting) * case.element_bytes + (WIDE if parts > waiting else 0)

@@ -6,18 +6,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from echelon.layout import FaultError, Layout
+from echelon.layout.rules import Facts, broken
+from echelon.plan import kinds
 from echelon.plan.case import Case
 from echelon.plan.cluster import Cluster, Part
 from echelon.plan.constants import FITTED, Constants
 from echelon.plan.device import GIB
-from echelon.plan.layouts import Wish
+from echelon.plan.layouts import Wish, cuts
 from echelon.plan.price import Plan, changed, price
 from echelon.plan.search import search
+from echelon.plan.shape import RuleFacts
 
 CAUSES = {
     "tp": "tensor-parallel messages that compute does not hide",
     "ep": "tokens on their way to experts",
-    "cp": "context on its way around the ring",
+    "cp": "reaching the rest of the sequence",
     "pp": "messages between stages",
     "bubble": "stages that wait for each other",
     "imbalance": "waiting for the fullest stage",
@@ -30,6 +33,15 @@ CAUSES = {
     "head": "the output layer, for which the other stages wait",
 }
 """what a step spends beside products and attention, in words"""
+REACHING = {
+    "ring": "keys and values on their way around the ring, and merging what its blocks give",
+    "gather": "gathering keys and values, and scattering their gradients",
+    "ulysses": "exchanging heads for tokens",
+    "ring-ulysses": "exchanging heads for tokens, and merging what the blocks of the ring give",
+}
+"""the same of each kind of context parallelism"""
+OTHERWISE = {"products": "less efficient products"}
+"""what else may take longer"""
 MUCH = 0.03
 """share of a step from which a cause is worth a sentence"""
 FULL = 0.85
@@ -39,8 +51,12 @@ FULL = 0.85
 def explained(wish: Wish, plans: Sequence[Plan], c: Constants = FITTED) -> Plan:
     """The best plan with its reasons."""
     best = plans[0]
-    reasons = [*_binds(best), *_neighbours(best, c), *_buys(wish, best, c)]
+    reasons = [*_binds(best), *kinds.reasons(wish, best, c), *_neighbours(wish, best, c), *_buys(wish, best, c)]
     return replace(best, reasons=tuple(reasons))
+
+
+def _cause(name: str, layout: Layout) -> str:
+    return REACHING[layout.cp_kind] if name == "cp" and layout.cp > 1 else CAUSES[name]
 
 
 def _binds(plan: Plan) -> Iterator[str]:
@@ -56,7 +72,7 @@ def _binds(plan: Plan) -> Iterator[str]:
     waste = [name for name in CAUSES if name != "head" or layout.pp > 1]
     costly = sorted((name for name in waste if share.get(name, 0.0) >= MUCH), key=lambda name: -share[name])
     for name in costly[:3]:
-        yield f"{share[name]:.0%} of a step go to {CAUSES[name]}."
+        yield f"{share[name]:.0%} of a step go to {_cause(name, layout)}."
     used = plan.memory.total / plan.case.cluster.memory
     if used >= FULL:
         largest = sorted(plan.memory.parts.items(), key=lambda item: -item[1])[:2]
@@ -64,24 +80,27 @@ def _binds(plan: Plan) -> Iterator[str]:
         yield f"Memory binds: {used:.0%} of the fullest device is used, most of it by {terms}."
 
 
-def _neighbours(plan: Plan, c: Constants) -> Iterator[str]:
+def _neighbours(wish: Wish, plan: Plan, c: Constants) -> Iterator[str]:
     """What one other choice would do."""
-    for words, case in _other_cases(plan.case):
+    for words, case in _other_cases(wish, plan.case):
         other = price(case, c)
         if not other.fits:
             over = other.memory.total / GIB - other.case.cluster.memory / GIB
             yield f"{words} would need {over:.1f} GiB more than a device has."
+        elif abs(other.seconds / plan.seconds - 1) < kinds.SAME:
+            yield f"{words} would be as fast."
         elif other.seconds > plan.seconds:
             causes = {
                 name: other.times.get(name, 0.0) - plan.times.get(name, 0.0) for name in {**plan.times, **other.times}
             }
             name = max(causes, key=lambda cause: causes[cause])
-            why = CAUSES.get(name, "less efficient products" if name == "products" else name)
+            why = _cause(name, other.layout) if name in CAUSES else OTHERWISE.get(name, name)
             yield f"{words} would be {other.seconds / plan.seconds - 1:.0%} slower: more of {why}."
 
 
-def _other_cases(case: Case) -> Iterator[tuple[str, Case]]:
+def _other_cases(wish: Wish, case: Case) -> Iterator[tuple[str, Case]]:
     layout = case.layout
+    facts = Facts(seq_len=wish.seq_len, model=RuleFacts(wish.shape))
     tries: list[dict[str, int | str]] = []
     if layout.dp % 2 == 0:
         tries.append({"tp": 2 * layout.tp, "dp": layout.dp // 2})
@@ -90,18 +109,27 @@ def _other_cases(case: Case) -> Iterator[tuple[str, Case]]:
         tries.append({"tp": layout.tp // 2, "dp": 2 * layout.dp})
     if layout.pp % 2 == 0:
         tries.append({"pp": layout.pp // 2, "dp": 2 * layout.dp})
-    if layout.dp > 1:
+    if layout.dp % 2 == 0 and cuts(wish, 2 * layout.cp):
+        tries.append({"cp": 2 * layout.cp, "dp": layout.dp // 2})
+    if layout.cp % 2 == 0:
+        tries.append({"cp": layout.cp // 2, "dp": 2 * layout.dp})
+    if layout.dp * layout.cp > 1:
         tries += [{"zero": zero} for zero in (layout.zero - 1, layout.zero + 1) if 0 <= zero <= 3]
     ways = ("none", "ops", "full") if case.shape.has_kernels else ("none", "full")
     tries += [{"recompute": kind} for kind in ways if kind != layout.recompute]
     for keys in tries:
-        if made := _neighbour(layout, keys):
+        made = _neighbour(layout, keys)
+        if made is not None and not broken(made, facts):
             yield ",".join(f"{key}={value}" for key, value in keys.items() if key != "dp"), replace(case, layout=made)
 
 
 def _neighbour(layout: Layout, keys: dict[str, int | str]) -> Layout | None:
     """The layout with other keys and the same batch; none where it does not divide."""
     given = {**layout.explicit, **keys}
+    if given.get("cp_kind") == "ring-ulysses" and given["cp"] == given["ulysses"]:
+        given["cp_kind"] = "ulysses"
+    if given.get("cp", 1) == 1:
+        given = {key: value for key, value in given.items() if key not in ("cp_kind", "ulysses")}
     if given.get("pp", 1) == 1:
         given = {key: value for key, value in given.items() if key not in ("schedule", "vpp")}
     given.pop("shard", None)

@@ -191,10 +191,10 @@ def _degrees(wish: Wish, world: int) -> Iterator[tuple[int, int]]:
     widest = max(wish.cluster.per_node, int(wish.fixed.get("tp", 1)))
     for tp in _divisors(world):
         if tp <= widest:
-            yield from ((tp, cp) for cp in _divisors(world // tp) if _cuts(wish, cp))
+            yield from ((tp, cp) for cp in _divisors(world // tp) if cuts(wish, cp))
 
 
-def _cuts(wish: Wish, cp: int) -> bool:
+def cuts(wish: Wish, cp: int) -> bool:
     """Sequences can be cut into so many slices, evenly, and slices are long enough."""
     if cp == 1:
         return True

@@ -41,8 +41,9 @@ CAUSES = {
         colour="#c8551b",
     ),
     "cp": Word(
-        name="context-parallel messages not hidden",
-        meaning="ranks that share a sequence exchange keys and values while nothing is computed",
+        name="reaching other slices",
+        meaning="context parallelism: keys, values or heads on their way that attention does not hide, and merging "
+        "what its blocks give",
         colour="#f0a37a",
     ),
     "ep": Word(
