@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from echelon import models
 from echelon.layout.faults import FaultError
 from echelon.models import SIZES
+from echelon.models.attention import Seen
 from echelon.models.chain import Chain, Link
 from echelon.plan.shape import COLUMNS, ROWS, ModelShape
 from echelon.plan.sources import of_config, shape_of
