@@ -1,0 +1,65 @@
+"""The mixture layer: a gate, its experts, and experts that every token passes through (shared).
+
+Nothing is dropped unless the gate drops it. How many tokens an expert gets is not known beforehand, but how many there
+are in all is: a layer holds (experts of a token) x (its tokens) rows, however they are spread over the experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from echelon.moe.experts import Experts
+from echelon.moe.gate import Gate
+from echelon.moe.routing import Routing
+from echelon.moe.sorted import Sorted
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a layer saw in its last forward pass, on the device."""
+
+    load: Tensor
+    """[E] int64: assignments of each expert before any was dropped"""
+    dropped: Tensor
+    """[] int64"""
+
+
+class Spread(Protocol):
+    """How a layer reaches the rest of its groups and the experts that are elsewhere."""
+
+    def route(self, gate: Gate, x: Tensor) -> Routing:
+        """What `gate(x)` gives for the tokens at hand."""
+        ...
+
+    def through(self, experts: Experts, x: Tensor, order: Sorted) -> Tensor:
+        """[A, width]: what the experts make of each assignment's token, in the order of the assignments."""
+        ...
+
+
+class Mixture(nn.Module):
+    """[G, T, width] to the same, and the gate's losses [G]. A group is a sequence."""
+
+    spread: Spread | None = None
+    """takes over; none: all groups are whole and all experts are here"""
+
+    def __init__(self, gate: Gate, experts: Experts, shared: nn.Module | None = None) -> None:
+        super().__init__()
+        self.gate, self.experts, self.shared = gate, experts, shared
+        self.seen: Seen | None = None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        routing = self.gate(x) if self.spread is None else self.spread.route(self.gate, x)
+        self.seen = Seen(routing.load.detach(), routing.dropped.detach())
+        order = Sorted.of(routing)
+        tokens = x.flatten(0, 1)
+        if self.spread is None:
+            y = self.experts(order.sent(tokens), order.ends)
+        else:
+            y = self.spread.through(self.experts, tokens, order)
+        out = order.received(y, routing.weights).view_as(x)
+        if self.shared is not None:
+            out = out + self.shared(x)
+        return out, routing.loss
