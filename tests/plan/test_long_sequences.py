@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from time import process_time
 
 import pytest
@@ -20,7 +21,9 @@ from echelon.plan.layouts import Wish, context_kinds, cuts, layouts, tensor_kind
 from echelon.plan.price import price
 from echelon.plan.search import search
 from echelon.plan.sources import shape_of
+from echelon.plan.time import microbatch
 from echelon.plan.trace import trace
+from echelon.plan.work import work_of
 
 LONG = 131072
 
@@ -169,6 +172,17 @@ def test_the_reasons_compare_grids_with_flat_tp():
     assert any("1d with sequence parallelism" in line for line in found)
     padded = price(asked.case(Layout.parse("tp=16,tp_kind=2d,microbatch=1,accumulate=16")))
     assert "300% of its sequences are padding" in next(reasons(asked, padded))
+
+
+def test_products_hide_the_steps_of_a_square():
+    """Of q broadcasts of a product all but one run beside another's; what a cube gathers is waited for."""
+    square, cube, flat = (
+        work_of(wish(devices="72xgb200", batch=64, seq_len=8192).case(Layout.parse(f"tp=64,microbatch=16{kind}")))
+        for kind in (",tp_kind=2d", ",tp_kind=3d", "")
+    )
+    assert 0.8 < square.tp_hidden / square.tp_bytes < 7 / 8
+    assert cube.tp_hidden == flat.tp_hidden == 0
+    assert microbatch(replace(square, tp_hidden=0.0)).tp > 1.3 * microbatch(square).tp
 
 
 def test_neighbours_cut_more_and_less():

@@ -126,10 +126,12 @@ def microbatch(work: Work, c: Constants = FITTED) -> Microbatch:
     casts = np.where(work.narrow > 0, c.casts, 0.0) * (work.norms + work.passed) / 2
     inside, outside = speeds(work, c)
     across = np.minimum(inside, outside * work.tp_members)
-    tp = work.tp_bytes / np.where(work.tp_near > 0, inside, across) + work.latency * work.tp_messages
+    tp_link = np.where(work.tp_near > 0, inside, across)
+    tp = (work.tp_bytes - work.tp_hidden) / tp_link + work.latency * work.tp_messages
+    products = (work.flops + c.odd * work.odd_flops + edge * work.edges) / rate
     ep = work.ep_bytes * ((1 - work.ep_far) / inside + work.ep_far / outside) + work.latency * work.ep_messages
     return Microbatch(
-        products=(work.flops + c.odd * work.odd_flops + edge * work.edges) / rate,
+        products=products,
         experts=(work.expert_flops + c.expert_edge * work.expert_edges) / rate,
         attention=attention,
         passing=(2 * (norms + work.passed) + casts) / stream,
@@ -137,7 +139,8 @@ def microbatch(work: Work, c: Constants = FITTED) -> Microbatch:
         weight_moves=work.weight_bytes / stream,
         launches=c.launch * work.layers + c.launch_experts * work.mixtures,
         head=(work.head_flops + c.edge * work.head_edges) / rate16 + work.loss_bytes / work.memory,
-        tp=np.where(work.tp > 1, tp, 0.0) * np.where(old, 1.0, c.tp_shown),
+        tp=np.where(work.tp > 1, tp, 0.0) * np.where(old, 1.0, c.tp_shown)
+        + beyond(work.tp_hidden / tp_link, (1 + BACKWARD) * products),
         ep=ep * c.ep_shown,
         cp=reaching(work, c, attention, np.where(flash, FLASH_BACKWARD, SCORES_BACKWARD) * attention).total,
         pp=np.where(work.pp > 1, work.pp_bytes / np.where(work.pp_near > 0, inside, outside) + work.latency, 0.0),

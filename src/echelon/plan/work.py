@@ -97,6 +97,8 @@ class Work:
     # messages
     tp_bytes: Number
     """on the wire"""
+    tp_hidden: Number
+    """of these, what runs beside products: steps of a grid"""
     tp_messages: Number
     tp_near: Number
     """1 where tp stays inside a node"""
@@ -232,6 +234,7 @@ def _of_microbatch(case: Case) -> dict[str, Any]:
         "mixtures": mixtures,
         "tp": tp,
         "tp_bytes": tensor_wire(sent["tp"], layout),
+        "tp_hidden": tensor_wire([item for item in sent["tp"] if item.hidden], layout),
         "tp_messages": sum(item.count for item in sent["tp"]),
         "tp_near": tp <= per_node,
         "tp_members": min(tp, per_node),
