@@ -44,6 +44,19 @@ def test_normal_is_normal() -> None:
     assert kolmogorov(x.sort().values, torch.special.ndtr(x.sort().values)) < 1.95
 
 
+def test_truncated_is_a_normal_within_two() -> None:
+    x = rng.truncated(rng.key(3, "w"), torch.arange(N), torch.float64)
+    outside = math.erfc(math.sqrt(2))
+    assert float(x.abs().max()) <= 2
+    assert abs(float(x.mean())) < 4 / math.sqrt(N)
+    cdf = (torch.special.ndtr(x.sort().values) - outside / 2) / (1 - outside)
+    assert kolmogorov(x.sort().values, cdf) < 1.95
+    whole = torch.empty(6, 5)
+    rng.Truncated(0.5).fill(whole, 7, "w")
+    assert torch.equal(whole.flatten(), rng.Truncated(0.5).values(7, "w", torch.arange(30), torch.float32))
+    assert torch.equal(whole.flatten(), 0.5 * rng.truncated(rng.key(7, "w"), torch.arange(30)))
+
+
 def test_every_bit_is_fair_and_independent_of_its_neighbour() -> None:
     z = rng.bits(rng.key(0, "w"), torch.arange(N))
     ones = torch.stack([(z >> bit) & 1 for bit in range(64)]).double()
@@ -301,3 +314,81 @@ def test_attach_refuses_masks_it_cannot_name(module: nn.Module) -> None:
 
 def test_attach_accepts_them_at_zero() -> None:
     assert rng.attach(nn.Sequential(nn.MultiheadAttention(4, 2), nn.Dropout2d(0.0)), rng.Stream(0)) == 0
+
+
+# --- draws ------------------------------------------------------------------------------------------------------------
+
+
+def draws(samples: list[int], site: str = "gate.noise", seed: int = 0) -> rng.Draws:
+    stream = rng.Stream(seed)
+    stream.samples = torch.tensor(samples)
+    return rng.Draws(site, stream)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_draws_are_uniform_and_normal(dtype: torch.dtype) -> None:
+    like = torch.empty(20, 100, 50, dtype=dtype)
+    u, x = (
+        draw.flatten().sort().values.double()
+        for draw in (draws([*range(20)]).uniform(like), draws([*range(20)]).normal(like))
+    )
+    assert kolmogorov(u, u) < 1.95
+    assert kolmogorov(x, torch.special.ndtr(x)) < 1.95
+    assert draws([*range(20)]).uniform(like).dtype == draws([*range(20)]).normal(like).dtype == dtype
+    assert float(u.max()) < 1
+
+
+def test_a_part_draws_its_part_of_the_whole() -> None:
+    like = torch.empty(4, 6, 5)
+    for kind in ("uniform", "normal"):
+        whole = getattr(draws([7, 8, 9, 10]), kind)(like)
+        assert torch.equal(getattr(draws([9, 7]), kind)(like[:2]), whole[[2, 0]])
+        module = draws([7, 8, 9, 10])
+        module.rows, module.window = slice(1, 3), {1: (torch.tensor([5, 0]), 6), 2: (3, 5)}
+        assert torch.equal(getattr(module, kind)(like[:2, :2, :2]), whole[1:3, [5, 0], 3:])
+
+
+def test_draws_differ_by_sample_site_and_seed() -> None:
+    like = torch.empty(1, 4000)
+    first = draws([0]).normal(like)
+    for other in (draws([1]), draws([0], site="other"), draws([0], seed=1)):
+        assert abs(correlation(first[0], other.normal(like)[0])) < 5 / math.sqrt(4000)
+    changed = draws([0])
+    changed.stream.seed = 1
+    assert torch.equal(changed.normal(like), draws([0], seed=1).normal(like))
+    with pytest.raises(ValueError, match=r"draws 'gate.noise' needs the global sample index .*samples \(2,\)"):
+        draws([0, 1]).normal(like)
+
+
+def test_hooks_of_draws_see_what_they_are_for() -> None:
+    """They tell it which part of the sequence is at hand, as they do with a dropout."""
+    module, seen = draws([0]), []
+    module.register_forward_pre_hook(lambda _m, args: seen.append(args[0].shape))
+    module.uniform(torch.empty(1, 3, 2))
+    module.normal(torch.empty(1, 4))
+    assert seen == [(1, 3, 2), (1, 4)]
+
+
+def test_attach_gives_draws_their_site() -> None:
+    model = nn.ModuleDict({"a": nn.Sequential(nn.Dropout(0.1), rng.Draws()), "b": rng.Draws()})
+    like = torch.empty(2, 3)
+    torch.manual_seed(5)
+    before = model["b"].normal(like)
+    torch.manual_seed(5)
+    assert torch.equal(before, torch.randn(2, 3))
+    stream = rng.Stream(0)
+    assert rng.attach(model, stream) == 3
+    assert {name: m.site for name, m in model.named_modules() if isinstance(m, rng.Draws)} == {"a.1": "a.1", "b": "b"}
+    stream.samples = torch.tensor([3, 4])
+    assert torch.equal(model["b"].normal(like), draws([3, 4], site="b").normal(like))
+    assert rng.attach(model, rng.Stream(1)) == 0
+    assert model["b"].stream is stream
+
+
+def test_draws_are_one_graph_for_a_compiler() -> None:
+    module = draws([3, 4])
+    compiled = torch.compile(module.uniform, fullgraph=True, backend="aot_eager")
+    for samples in ([3, 4], [9, 1 << 40]):
+        module.stream.samples = torch.tensor(samples)
+        x = torch.randn(2, 4, 16)
+        assert torch.equal(compiled(x), module.uniform(x))

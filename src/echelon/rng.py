@@ -9,7 +9,7 @@ and nothing is stored. A rank that holds rows 100 to 199 of a matrix computes th
 the same rows of the whole matrix on one device, bit by bit. Recomputation and resuming draw the same numbers again.
 
     initial weights:  key(seed, parameter name), index = flat index in the whole parameter
-    dropout:          key(seed, call site) -> one key per sample, index = flat index in the whole sample
+    dropout, draws:   key(seed, call site) -> one key per sample, index = flat index in the whole sample
 
 The global sample index grows from step to step, so it also stands for the step.
 
@@ -79,6 +79,20 @@ def normal(key: int | Tensor, index: Tensor, dtype: torch.dtype = torch.float32)
         return (radius * angle.cos()).float().to(dtype)
 
     return _each(draw, key, index, dtype)
+
+
+def truncated(key: int | Tensor, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Standard normal numbers on the condition that they are within 2 of 0, by the inverse of the distribution.
+
+    Computed in fp64 and rounded to fp32, as `normal` is.
+    """
+    outside = 0.5 * math.erfc(math.sqrt(2))
+    inside = outside + uniform(key, index, torch.float64) * (1 - 2 * outside)
+    out: Tensor = torch.special.ndtri(inside)
+    return out.float().to(dtype)
+
+
+DRAWN = {"normal": normal, "truncated": truncated}
 
 
 def keep_mask(key: int | Tensor, index: Tensor, p: float) -> Tensor:
@@ -166,21 +180,21 @@ class Init:
     """How a parameter's first values are drawn."""
 
     kind: str
-    """normal, zeros or ones."""
+    """normal, truncated (a normal within two standard deviations), zeros or ones."""
 
     std: float = 1.0
-    """The standard deviation of a normal."""
+    """The standard deviation of a normal, before it is truncated."""
 
     def values(self, seed: int, name: str, index: Tensor, dtype: torch.dtype) -> Tensor:
         """The first values of the elements with these flat indices in the whole parameter."""
-        if self.kind == "normal":
-            return (normal(key(seed, name), index) * self.std).to(dtype)
+        if self.kind in DRAWN:
+            return (DRAWN[self.kind](key(seed, name), index) * self.std).to(dtype)
         return torch.full(index.shape, 1.0 if self.kind == "ones" else 0.0, dtype=dtype, device=index.device)
 
     @torch.no_grad()
     def fill(self, out: Tensor, seed: int, name: str, window: Window | None = None) -> None:
         """Writes the first values of a whole parameter, or of the part of it that `window` describes, into `out`."""
-        if self.kind != "normal":
+        if self.kind not in DRAWN:
             out.fill_(1.0 if self.kind == "ones" else 0.0)
             return
         for first, last, rows in _row_chunks(out):
@@ -204,13 +218,17 @@ def Normal(std: float) -> Init:
     return Init(kind="normal", std=std)
 
 
+def Truncated(std: float) -> Init:
+    return Init(kind="truncated", std=std)
+
+
 ZEROS = Init(kind="zeros")
 ONES = Init(kind="ones")
 
 
 class Stream:
-    """What all dropout modules of a model share. The training loop sets `samples` before each microbatch, and again
-    before a backward pass that recomputes it if another microbatch ran in between.
+    """What all sites of a model share. The training loop sets `samples` before each microbatch, and again before a
+    backward pass that recomputes it if another microbatch ran in between.
 
     It is a plain object, not a thread's or a process's state, because recomputation on CUDA runs in autograd's thread.
     """
@@ -221,24 +239,52 @@ class Stream:
         """int64 [rows]: the global sample index of each row of the microbatch."""
 
 
-class Dropout(nn.Module):
-    """Dropout whose mask is a function of (seed, site, global sample index, index in the sample).
+class Site(nn.Module):
+    """A place in a model whose random numbers are functions of (seed, site, global sample index, index in the sample).
 
-    Dim 0 of the input is the sample. A module that is called twice in one forward pass gives both calls the same mask
-    (a counter of calls would be wrong under recomputation); use two modules.
+    Dim 0 of the tensor they are for is the sample. A module that is called twice in one forward pass gives both calls
+    the same numbers (a counter of calls would be wrong under recomputation); use two modules.
     """
 
-    def __init__(self, p: float, site: str, stream: Stream) -> None:
+    def __init__(self, site: str, stream: Stream | None) -> None:
         super().__init__()
-        self.p = p
-        self.site = site
-        self.stream = stream
         self.window: Parts = {}
         """Which part of each dim of the input, never dim 0, is here; dims that are whole are left out."""
         self.rows: slice | Tensor = slice(None)
         """Which rows of the microbatch are here."""
-        self._seed = stream.seed
-        self._key = key(stream.seed, site)
+        self.settle(site, stream)
+
+    def settle(self, site: str, stream: Stream | None) -> None:
+        """Without a stream it has no numbers of its own."""
+        self.site = site
+        self.stream = stream
+        self._seed = stream.seed if stream else 0
+        self._key = key(self._seed, site)
+
+    def numbers(self, shape: Sequence[int], window: Parts, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The key of each row, and the index of each element in the whole sample."""
+        assert self.stream is not None
+        if self._seed != self.stream.seed:
+            self.settle(self.site, self.stream)
+        samples = self.stream.samples if self.stream.samples is None else self.stream.samples[self.rows]
+        if samples is None or samples.shape != shape[:1]:
+            given = "none" if samples is None else f"{tuple(samples.shape)}"
+            raise ValueError(
+                f"{type(self).__name__.lower()} {self.site!r} needs the global sample index of each row "
+                f"(input {tuple(shape)}, samples {given}); set stream.samples to an int64 tensor, one number per row"
+            )
+        index = part_index(shape[1:], {dim - 1: part for dim, part in window.items()}, device)
+        return bits(self._key, samples.to(device)), index
+
+
+class Dropout(Site):
+    """Dropout whose mask is a function of its place."""
+
+    stream: Stream
+
+    def __init__(self, p: float, site: str, stream: Stream) -> None:
+        super().__init__(site, stream)
+        self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
@@ -254,32 +300,52 @@ class Dropout(nn.Module):
 
     def kept(self, shape: Sequence[int], window: Parts, device: torch.device) -> Tensor:
         """The mask of a part of an input."""
-        if self._seed != self.stream.seed:
-            self._seed, self._key = self.stream.seed, key(self.stream.seed, self.site)
-        samples = self.stream.samples if self.stream.samples is None else self.stream.samples[self.rows]
-        if samples is None or samples.shape != shape[:1]:
-            given = "none" if samples is None else f"{tuple(samples.shape)}"
-            raise ValueError(
-                f"dropout {self.site!r} needs the global sample index of each row "
-                f"(input {tuple(shape)}, samples {given}); set stream.samples to an int64 tensor, one number per row"
-            )
-        index = part_index(shape[1:], {dim - 1: part for dim, part in window.items()}, device)
-        return keep_mask(bits(self._key, samples.to(device)), index, self.p).view(*shape)
+        return keep_mask(*self.numbers(shape, window, device), self.p).view(*shape)
 
     def extra_repr(self) -> str:
         return f"p={self.p}, site={self.site!r}"
+
+
+class Draws(Site):
+    """Random numbers for a tensor [sample, ...], of its shape and type.
+
+    Before `attach` gives it a site and a stream it draws from torch's generator.
+    """
+
+    def __init__(self, site: str = "", stream: Stream | None = None) -> None:
+        super().__init__(site, stream)
+
+    def uniform(self, like: Tensor) -> Tensor:
+        """In [0, 1)."""
+        out: Tensor = self(like, uniform)
+        return out
+
+    def normal(self, like: Tensor) -> Tensor:
+        """Standard normal."""
+        out: Tensor = self(like, normal)
+        return out
+
+    def forward(self, like: Tensor, draw: Callable[[Tensor, Tensor, torch.dtype], Tensor]) -> Tensor:
+        if self.stream is None:
+            return torch.rand_like(like) if draw is uniform else torch.randn_like(like)
+        return draw(*self.numbers(like.shape, self.window, like.device), like.dtype).view(like.shape)
+
+    def extra_repr(self) -> str:
+        return f"site={self.site!r}"
 
 
 OTHER_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def attach(model: nn.Module, stream: Stream) -> int:
-    """Replaces every `nn.Dropout` of a module tree by a `Dropout` whose site is its qualified name; returns how many.
+    """Replaces every `nn.Dropout` of a module tree by a `Dropout`, and gives every `Draws` that has none its stream.
+    The site is the qualified name. Returns how many there were.
 
     Modules that draw random masks in another way are refused: their masks would change with the layout.
     """
     refused = []
     found: list[tuple[nn.Module, str, nn.Dropout, str]] = []
+    draws = {path: m for path, m in model.named_modules() if isinstance(m, Draws) and m.stream is None}
     for path, module in model.named_modules():
         inside = isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0
         if inside or (isinstance(module, OTHER_DROPOUTS) and module.p > 0):
@@ -294,4 +360,6 @@ def attach(model: nn.Module, stream: Stream) -> int:
         )
     for parent, name, child, site in found:
         setattr(parent, name, Dropout(child.p, site, stream).train(child.training))
-    return len(found)
+    for site, module in draws.items():
+        module.settle(site, stream)
+    return len(found) + len(draws)
