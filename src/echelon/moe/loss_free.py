@@ -1,0 +1,61 @@
+"""Balance without a loss. Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts":
+
+    s = sigmoid(W·x)                            chosen: the k largest of s_i + b_i        weights: s_i, without b
+    after each step:  b_i <- b_i + u · sign(mean of c - c_i)        c_i: choices of expert i in the whole batch
+
+The bias has no gradient and decides who is chosen, never with which weight.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from echelon.moe.affinity import affinity, normalised, wrong_affinity
+from echelon.moe.choice import top
+from echelon.moe.gate import TokenGate
+from echelon.moe.routing import Routing, by_token
+from echelon.rng import ZEROS
+
+
+class LossFree(TokenGate):
+    """`speed` is the paper's u. The paper's weights are not normalised."""
+
+    bias: Tensor
+
+    def __init__(
+        self,
+        width: int,
+        num_experts: int,
+        k: int,
+        *,
+        speed: float = 0.001,
+        score: str = "sigmoid",
+        normalise: bool = False,
+        scale: float = 1.0,
+    ) -> None:
+        super().__init__(width, num_experts, k, wrong=wrong_affinity(score))
+        self.speed, self.score, self.normalise, self.scale = speed, score, normalise, scale
+        self.register_buffer("bias", torch.zeros(num_experts))
+        self._first["bias"] = ZEROS
+
+    @torch.no_grad()
+    def update(self, load: Tensor) -> None:
+        """Once per step, with the choices of each expert in the whole batch, over all microbatches and ranks."""
+        missing = load.to(self.bias.dtype).mean() - load
+        self.bias += self.speed * missing.sign().to(self.bias.dtype)
+
+    def choose(self, scores: Tensor) -> Routing:
+        s = affinity(scores, self.score)
+        _, experts = top(self.candidates(s.detach() + self.bias), self.k)
+        weights = s.gather(-1, experts)
+        if self.normalise:
+            weights = normalised(weights)
+        return by_token(experts, self.scale * weights, self.loss(s), self.num_experts)
+
+    def candidates(self, biased: Tensor) -> Tensor:
+        """What the choice is made by; minus infinity is never chosen."""
+        return biased
+
+    def loss(self, s: Tensor) -> Tensor:
+        return s.new_zeros(len(s))
