@@ -38,20 +38,26 @@ OVER = 1.5
 def shift(x: Tensor, total: float) -> Tensor:
     """[..]: the t with sum of min(1, exp(x - t)) = total along the last dim; the total is at most the dim's size."""
     steps = math.ceil(total)
-    largest = x.sort(dim=-1, descending=True).values
-    rest = largest.flip(-1).logcumsumexp(-1).flip(-1)[..., :steps]
+    largest, indices = x.topk(steps, dim=-1)
+    # From behind: all that are never cut, then one more of the others at a time.
+    others = x.scatter(-1, indices, float("-inf")).logsumexp(-1, keepdim=True)
+    rest = torch.cat((others, largest.flip(-1)), dim=-1).logcumsumexp(-1).flip(-1)[..., :steps]
     left = total - torch.arange(steps, dtype=x.dtype, device=x.device)
     return (rest - left.log()).amin(-1)
 
 
 def prices(s: Tensor, k: int, cap: float, entropy: float, rounds: int) -> tuple[Tensor, Tensor]:
-    """(u [.., e], v [.., n]) of scores [.., e, n]. Rows sum to k; columns exceed the cap by less with each round."""
+    """(u [.., e], v [.., n]) of scores [.., e, n].
+
+    Rows sum to k exactly. After 100 rounds at an entropy of 0.001, columns of softmax scores exceed the cap by 1e-3 at
+    most, and by 2e-2 where the cap is the mean, so that every column is full.
+    """
     x = s / entropy
     u = shift(x, k)
     v = torch.zeros_like(x[..., 0, :])
     full = min(cap, x.shape[-2])
     for _ in range(rounds):
-        best = shift((x - u.unsqueeze(-1)).transpose(-1, -2), full).clamp(min=0)
+        best = shift((x - u.unsqueeze(-1)).transpose(-1, -2), full)
         v = (v + OVER * (best - v)).clamp(min=0)
         u = u + OVER * (shift(x - v.unsqueeze(-2), k) - u)
     return shift(x - v.unsqueeze(-2), k) * entropy, v * entropy

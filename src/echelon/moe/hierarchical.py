@@ -83,7 +83,7 @@ class Hierarchical(TokenGate):
 
 
 def squarest(num_experts: int) -> int:
-    """The divisor nearest to the root from below: fewest logits of the two levels where both are chosen one by one."""
+    """The divisor nearest to the root from below: both levels choose among as few as can be."""
     return max(
         a for a in range(1, max(num_experts, 1) + 1) if a == 1 or (num_experts % a == 0 and a * a <= num_experts)
     )
