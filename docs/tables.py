@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import grids
+import traffic
 
 from echelon import models
 from echelon.bench.least_bytes import least_bytes
@@ -327,6 +328,15 @@ def fewest_bytes() -> str:
     return markdown(("GB of a step, in bf16", *(f"`{name}`" for name in ON_CUDA)), rows)
 
 
+def context_kinds() -> str:
+    head = ("layout", "messages of a layer", "beside attention", "sent, a token and layer", "room")
+    return markdown(head, traffic.kinds())
+
+
+def context_reasons() -> str:
+    return "".join(f"- {line}\n" for line in traffic.reasons())
+
+
 def _request(name: str) -> Request:
     shape = SHAPES[name]
     return Request(
@@ -352,6 +362,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "collectives of accumulation": lambda: collectives(*(f"dp=8,zero={zero},accumulate=4" for zero in (1, 2, 3))),
     "collectives of tensor parallelism": lambda: collectives("tp=2,sp=0", "tp=4,sp=0"),
     "collectives of sequence parallelism": lambda: collectives("tp=4,sp=0", "tp=4"),
+    "kinds of context parallelism": context_kinds,
+    "reasons for a kind": context_reasons,
     "collectives of grids": lambda: collectives(*grids.LAYOUTS),
     "collectives of recompute": lambda: collectives("tp=4", "tp=4,recompute=full"),
 }

@@ -15,11 +15,13 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+import context  # noqa: E402
 import curves  # noqa: E402
 import pipelines  # noqa: E402
 import splits  # noqa: E402
 import steps  # noqa: E402
 import terminal  # noqa: E402
+import traffic_lines  # noqa: E402
 
 from echelon.bench.breakdown import from_json  # noqa: E402
 from echelon.bench.picture import as_svg  # noqa: E402
@@ -35,6 +37,10 @@ DRAWN: dict[str, Callable[[], str]] = {
     "zero-stages": splits.zero_stages,
     "tensor-region": splits.tensor_region,
     "tensor-grids": splits.tensor_grids,
+    "tensor-bytes": traffic_lines.tensor_bytes,
+    "context-zigzag": context.zigzag,
+    "context-kinds": context.kinds,
+    "context-bytes": traffic_lines.context_bytes,
     "sequence-slices": splits.sequence_slices,
     "backward-timeline": steps.backward_timeline,
     "recompute": steps.recompute,

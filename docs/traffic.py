@@ -1,0 +1,140 @@
+"""What a rank sends for one layer, by the strategies' own cost functions: for tables.py and for the pictures.
+
+Forward and backward of one layer in bfloat16, bytes that pass a rank's link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from echelon.layout import Layout
+from echelon.layout.cost import Collective
+from echelon.layout.rules import tp_side
+from echelon.parallel import context, grid_cost, sequence
+from echelon.plan import cluster as clusters
+from echelon.plan import kinds as explain_kinds
+from echelon.plan.case import Case
+from echelon.plan.context import room
+from echelon.plan.layouts import Wish
+from echelon.plan.links import on_the_wire
+from echelon.plan.search import search
+from echelon.plan.shape import COLUMNS, ROWS, Layer
+from echelon.plan.sources import shape_of
+
+SIZE, LOSS = 2, 4
+"""bytes of an activation, and of statistics of norms"""
+CONTEXT_MODEL, LENGTH = "llama-8b", 131072
+GRID_MODEL, SEQUENCES, GRID_LENGTH, DEPTH = "llama-70b", 64, 4096, 4
+
+
+def context_collectives(layout: Layout, seq_len: int) -> list[Collective]:
+    """Of one sequence."""
+    (layer, _), *_ = shape_of(CONTEXT_MODEL).layers
+    attention = layer.attention
+    assert attention is not None
+    widths = context.Widths(
+        queries=attention.heads * attention.head_dim,
+        keys_and_values=attention.kv_heads * (attention.head_dim + attention.value_dim),
+        kv_heads=attention.kv_heads,
+    )
+    return list(context.collectives(layout, widths, layers=1, batch=1, seq_len=seq_len, element_bytes=SIZE))
+
+
+def context_bytes(layout: Layout, seq_len: int, *, hidden: bool) -> float:
+    """With what runs beside attention, or without."""
+    sizes = {"ulysses": layout.ulysses, "ring": layout.cp // layout.ulysses, "cp": layout.cp}
+    return _wire((item for item in context_collectives(layout, seq_len) if hidden or not item.hidden), sizes)
+
+
+def tensor_bytes(layout: Layout, seq_len: int) -> float:
+    """Of a microbatch of so long sequences."""
+    (layer, _), *_ = shape_of(GRID_MODEL).layers
+    width = shape_of(GRID_MODEL).width
+    if layout.tp_kind == "1d":
+        found: Iterable[Collective] = sequence.boundary_collectives(
+            1, layout, layout.microbatch, seq_len, width * SIZE, False, ends=0
+        )
+        return _wire(found, {"tp": layout.tp})
+    found = grid_cost.collectives(
+        [(part, 0) for part in _parts(layer, layout)],
+        layout,
+        batch=layout.microbatch,
+        seq_len=seq_len,
+        element_bytes=SIZE,
+        loss_bytes=LOSS,
+    )
+    grid = grid_cost.grid_of(layout)
+    return _wire(found, {"z": grid.z, "y": grid.y, "x": grid.x})
+
+
+def _parts(layer: Layer, layout: Layout) -> list[grid_cost.Part]:
+    norm = grid_cost.Norm(sums=1, gathers=0)
+    parts: list[grid_cost.Part] = [norm, norm]
+    for product in layer.products:
+        assert product.split in (COLUMNS, ROWS)
+        leaves = product.split == ROWS
+        parts.append(grid_cost.product(layout, product.inputs, product.outputs, leaves=leaves, follows=False))
+    return parts
+
+
+def _wire(collectives: Iterable[Collective], ranks: dict[str, int]) -> float:
+    return sum(item.count * on_the_wire(item.kind, item.bytes, ranks[item.axis]) for item in collectives)
+
+
+# -- lines ------------------------------------------------------------------------------------------------------------
+
+
+def context_layout(kind: str, ranks: int) -> Layout | None:
+    """Of so many ranks, at most eight of which exchange heads where there is a ring. None where heads do not divide."""
+    inner = {"ulysses": ranks, "ring-ulysses": min(8, ranks // 2)}.get(kind, 1)
+    (layer, _), *_ = shape_of(CONTEXT_MODEL).layers
+    assert layer.attention is not None
+    can = layer.attention.heads % inner == 0 and (kind != "ring-ulysses" or inner > 1)
+    return Layout(cp=ranks, cp_kind=kind, ulysses=inner) if can else None
+
+
+def tensor_layout(kind: str, ranks: int) -> Layout | None:
+    """A grid of so many ranks, in DEPTH layers if it has any. None where there is none, or heads do not divide."""
+    layout = Layout(tp=ranks, tp_kind=kind, depth=DEPTH if kind == "2.5d" else 1, microbatch=SEQUENCES)
+    side = tp_side(layout)
+    (layer, _), *_ = shape_of(GRID_MODEL).layers
+    assert layer.attention is not None
+    return layout if side is not None and layer.attention.heads % side == 0 else None
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+KINDS = ("cp=8", "cp=8,cp_kind=gather", "cp=8,cp_kind=ulysses", "cp=8,cp_kind=ring-ulysses,ulysses=4")
+
+
+def kinds() -> list[tuple[str, ...]]:
+    """(layout, messages of a layer, share that is hidden, bytes a token and layer, room in bytes) on 8 ranks."""
+    rows = []
+    for text in KINDS:
+        layout = Layout.parse(text)
+        counts: dict[str, int] = {}
+        for item in context_collectives(layout, LENGTH):
+            name = f"{_WORDS[item.kind]} of {item.part}"
+            counts[name] = counts.get(name, 0) + item.count
+        total, waited = (context_bytes(layout, LENGTH, hidden=hidden) for hidden in (True, False))
+        case = Case(shape=shape_of(CONTEXT_MODEL), cluster=clusters.parse("8xh100"), layout=layout, seq_len=LENGTH)
+        rows.append(
+            (
+                f"`{text}`",
+                ", ".join(f"{count} {name}" for name, count in counts.items()),
+                f"{1 - waited / total:.0%}" if waited < total else "-",
+                f"{total / (LENGTH / layout.cp) / 2**10:.0f} KiB",
+                f"{room(case) / 2**30:.1f} GiB",
+            )
+        )
+    return rows
+
+
+_WORDS = {"send": "sends", "all_gather": "all-gathers", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-alls"}
+
+
+def reasons() -> list[str]:
+    """What the planner says of the kinds for a long sequence."""
+    wish = Wish(shape=shape_of(CONTEXT_MODEL), cluster=clusters.parse("64xh100"), batch=64, seq_len=LENGTH)
+    plan = search(wish, top=1)[0]
+    return [f"`{plan.layout}`: {plan.seconds:.1f} s a step.", *explain_kinds.reasons(wish, plan)]
