@@ -135,9 +135,10 @@ def _is_legal(wish: Wish, layout: Layout) -> bool:
 
 def nearest(wish: Wish, c: Constants = FITTED) -> Plan | None:
     """Where nothing fits: the plan that needs the least memory."""
-    # The least memory is where nothing that costs memory is chosen: small microbatches, full recomputation, zero 3.
-    lean = [wish.case(layout) for layout in layouts(wish) if layout.recompute == "full" and layout.microbatch == 1]
-    cases = lean or [wish.case(layout) for layout in layouts(wish)]
+    # The least memory is where nothing that costs memory is chosen: small microbatches, full recomputation.
+    lean: dict[str, int | str] = {"microbatch": 1, "recompute": "full", "schedule": "1f1b"}
+    asked = replace(wish, fixed={**lean, **wish.fixed})
+    cases = [wish.case(layout) for layout in layouts(asked)] or [wish.case(layout) for layout in layouts(wish)]
     if not cases:
         return None
     c = constants_of(cases[0], c)
