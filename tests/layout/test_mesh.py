@@ -93,8 +93,14 @@ def test_heads_are_exchanged_between_neighbours_of_cp():
     assert mesh.peers(5, "ring") == (1, 5)
     assert mesh.peers(5, "cp") == (1, 3, 5, 7)
     assert mesh.coordinates(5) == {
-        "pp": 0, "replica": 0, "shard": 0, "dp": 0,
-        "ring": 1, "ulysses": 0, "cp": 2, "tp": 1,
+        "pp": 0,
+        "replica": 0,
+        "shard": 0,
+        "dp": 0,
+        "ring": 1,
+        "ulysses": 0,
+        "cp": 2,
+        "tp": 1,
     }
 
 
