@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from echelon.kernels.blocks import add_, wide
 from echelon.parallel.axis import Axis
-from echelon.parallel.reach import Gradients, Marks, Queries
+from echelon.parallel.reach import Gradients, Marks, Queries, own
 from echelon.parallel.zigzag import Block, Zigzag
 
 TOKENS = 3
@@ -36,6 +36,7 @@ class Gather:
         self.inverse = self.places.argsort()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, marks: Marks) -> Tensor:
+        q = own(q, k)
         out: Tensor = _Gathered.apply(q, torch.stack((k, v)), self, marks)
         return out
 

@@ -61,6 +61,13 @@ class Queries:
         self.merged.add(block.queries, *attend(q, k[:, :, block.keys], v[:, :, block.keys], **options))
 
 
+def own(q: Tensor, k: Tensor) -> Tensor:
+    """q in memory of its own. Keys and values are copied to travel; what they were copied from need not stay for q."""
+    if q.untyped_storage().data_ptr() != k.untyped_storage().data_ptr():
+        return q
+    return q.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 class Gradients:
     """The same in backward: the gradient of the queries adds up."""
 

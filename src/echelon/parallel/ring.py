@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from echelon.kernels.blocks import Summed
 from echelon.parallel.axis import Axis, Pending
-from echelon.parallel.reach import Gradients, Marks, Queries
+from echelon.parallel.reach import Gradients, Marks, Queries, own
 from echelon.parallel.zigzag import Block, Zigzag
 
 
@@ -40,6 +40,7 @@ class Ring:
         self.mine = self.places[axis.index]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, marks: Marks) -> Tensor:
+        q = own(q, k)
         out: Tensor = _Around.apply(q, torch.stack((k, v)), self, marks)
         return out
 

@@ -24,11 +24,8 @@ DEFAULT_LAYOUTS = (
     "pp=2,accumulate=4; pp=2,schedule=zb-v,accumulate=4; dp=2,tp=2,pp=2,accumulate=2"
 )
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
-AXES = (
-    *("dp", "replica", "shard", "tp", "shard*tp", "pp*dp", "pp*shard*tp"),
-    *("x", "y", "z", "z*y", "z*x", "dp*z*y", "dp*z*x", "pp*dp*z*y", "pp*dp*z*x"),  # of a grid of tp
-)
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send")
+AXES = ("dp", "replica", "shard", "tp", "x", "y", "z", "cp", "ring", "ulysses", "pp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +109,10 @@ def parse(layouts: str | Sequence[str | Layout], case: Case) -> list[Layout]:
 
 def check_leave_out(text: str) -> None:
     axis, _, kind = text.partition(":")
-    if text and ((axis not in AXES and not axis.startswith(("tp/", "x/", "y/", "pp["))) or kind not in KINDS):
-        legal = f"AXIS:COLLECTIVE, an axis of {', '.join(AXES)}, tp/2 or pp[0+1] and a collective of {', '.join(KINDS)}"
+    some = axis.startswith(("tp/", "x/", "y/", "pp["))  # of an axis
+    if text and (not (some or set(axis.split("*")) <= set(AXES)) or kind not in KINDS):
+        legal = (
+            f"AXIS:COLLECTIVE, an axis of {', '.join(AXES)}, a product (shard*tp), tp/2 or pp[0+1] and a collective of "
+            f"{', '.join(KINDS)}"
+        )
         raise FaultError([Fault(key="leave-out", value=text, rule="names no collective of a run", legal=legal)])
