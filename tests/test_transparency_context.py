@@ -58,6 +58,7 @@ COMBINED = (
     "pp=2,cp=2,cp_kind=ulysses,schedule=zb-v,accumulate=2",
     "pp=2,cp=2,cp_kind=gather,schedule=interleaved,accumulate=2,recompute=full",
     "pp=2,cp=2,schedule=2bw,accumulate=2",
+    "tp=2,pp=2,cp=2,recompute=ops,accumulate=2",
     "dp=2,pp=2,cp=2,zero=3,accumulate=2",
     "tp=2,pp=2,cp=2,accumulate=2",
     "tp=4,tp_kind=2d,cp=2",

@@ -157,6 +157,40 @@ class OwnModel(torch.nn.Module):
         return losses, (labels != -100).sum()
 
 
+class FullModel(OwnModel):
+    """One attention that sees all tokens and one that sees those before, and documents of its own numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = Core()
+
+    def forward(  # type: ignore[override]
+        self, tokens: Tensor, labels: Tensor, documents: Tensor, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if positions is None:
+            positions = torch.arange(tokens.shape[1])[None]
+        x = self.embed(tokens) + self.where(positions)
+        for core, seen in (
+            (self.core, Seen(positions, documents, causal=False)),
+            (self.second, Seen(positions, causal=False)),
+            (self.second, Seen(positions, documents)),
+        ):
+            q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+            x = x + core(q, k, v, seen).transpose(1, 2).flatten(2)
+        logits = self.out(x).flatten(0, 1)
+        losses = torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=-100)
+        return losses, (labels != -100).sum()
+
+
+def full_model() -> FullModel:
+    return FullModel()
+
+
+def full_batch(rows: int, seed: int) -> dict[str, Tensor]:
+    batch = own_batch(rows, seed)
+    return {**batch, "documents": torch.arange(37).expand(rows, -1) // 11 - 1}
+
+
 class NoCore(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -183,6 +217,70 @@ def test_a_model_of_one_s_own_takes_part(pool: Pool) -> None:
     assert report.passed, [verdict.trouble or verdict.first_difference for verdict in report.verdicts]
 
 
+def test_a_model_s_attention_may_be_full_without_a_word_in_its_configuration(pool: Pool) -> None:
+    """Padding is hidden from tokens that see all, whatever number a document has; positions are as on one device."""
+    from echelon.proof.verify import verify
+
+    layouts = "cp=2; cp=3,cp_kind=gather; cp=4,cp_kind=ulysses; cp=4,cp_kind=ring-ulysses,ulysses=2"
+    report = verify(full_model, layouts, batch=full_batch, pool=pool, steps=2)
+    assert report.passed, [verdict.trouble or verdict.first_difference for verdict in report.verdicts]
+
+
+class Odd(OwnModel):
+    """Does what context parallelism cannot follow."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(  # type: ignore[override]
+        self, tokens: Tensor, labels: Tensor, documents: Tensor | None = None, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        x = self.embed(tokens)
+        if self.what == "turned dropout":
+            x = self.drop(x.transpose(1, 2)).transpose(1, 2)
+        if self.what == "more tokens":
+            x = torch.cat([x[:, :1], x], dim=1)
+        q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        own = torch.zeros_like(tokens) if self.what == "documents" else None
+        y = self.core(q, k, v, Seen(torch.arange(x.shape[1])[None], own))
+        return y.sum(), (labels != -100).sum()
+
+
+def refuse_odd(what: str, text: str = "cp=2") -> str:
+    engine = Engine(Odd(what), text)
+    with pytest.raises(ValueError, match="tokens|heads|documents") as caught:
+        engine.step(own_batch(1, 0))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "layout", "words"),
+    [
+        (
+            "turned dropout",
+            "cp=2",
+            "cannot tell which tokens dropout 'drop' sees (input (1, 16, 20), 20 tokens at hand)",
+        ),
+        ("more tokens", "cp=2", "gave this rank 20 tokens of each sequence, and attention has 21"),
+        ("documents", "cp=2", "documents must be those of the whole sequence (40 tokens with padding, given 20)"),
+        ("", "cp=3,cp_kind=ulysses", "do not divide the 4 heads of an attention; use one of 1, 2, 4, or cp_kind=ring"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(pool: Pool, what: str, layout: str, words: str) -> None:
+    assert words in pool.run(refuse_odd, Layout.parse(layout).world, what, layout)[0]
+
+
+def lay_out_operators() -> str:
+    with pytest.raises(ValueError, match="has no module with `remake`") as caught:
+        Engine(OwnModel(), "cp=2,recompute=ops")
+    return str(caught.value)
+
+
+def test_operators_of_a_spread_attention_are_not_repeated_one_by_one(pool: Pool) -> None:
+    assert "use recompute=full" in pool.run(lay_out_operators, 2)[0]
+
+
 def lay_out_no_core() -> str:
     with pytest.raises(ValueError, match="context parallelism cannot cut") as caught:
         Engine(NoCore(), "cp=2")
@@ -200,7 +298,11 @@ def refuse_inputs() -> list[str]:
     said = []
     engine = Engine(OwnModel(), "cp=2")
     tokens = torch.zeros(1, 5, dtype=torch.int64)
-    for batch in ({"tokens": tokens, "labels": tokens[:, :4]}, {"words": tokens}):
+    for batch in (
+        {"tokens": tokens, "labels": tokens[:, :4]},
+        {"words": tokens},
+        {"tokens": tokens, "labels": tokens / 2},
+    ):
         with pytest.raises(ValueError, match="sequence") as caught:
             engine.step(batch)
         said.append(str(caught.value))
@@ -210,7 +312,8 @@ def refuse_inputs() -> list[str]:
 def test_inputs_that_cannot_be_cut_are_named(pool: Pool) -> None:
     said = pool.run(refuse_inputs, 2)[0]
     assert "every input must have the tokens of the sequence as its second dimension (tokens (1, 5), labels" in said[0]
-    assert "no input is called targets or labels" in said[1]
+    assert "no input called targets or labels is of whole numbers (words)" in said[1]
+    assert "of whole numbers (tokens, labels)" in said[2]
 
 
 def what_comes_next(text: str, size: int) -> Tensor:

@@ -118,6 +118,12 @@ def cp_kind_needs_cp(layout: Layout, facts: Facts) -> Iterator[Broken]:
         yield Broken(("cp_kind",), "needs cp > 1 (cp 1)")
 
 
+def cp_needs_tokens(layout: Layout, facts: Facts) -> Iterator[Broken]:
+    if layout.cp > 1 and getattr(facts.model, "family", "") == "conv":
+        assert facts.model is not None
+        yield Broken(("cp",), f"cuts sequences of tokens, and {facts.model.name} has none")
+
+
 def ulysses_fits_cp(layout: Layout, facts: Facts) -> Iterator[Broken]:
     cp, kind, degree = layout.cp, layout.cp_kind, layout.ulysses
     if kind in ("ring", "gather") and degree > 1:
@@ -216,6 +222,7 @@ RULES: tuple[Rule, ...] = (
     sp_needs_tp,
     tp_divides_model,
     cp_kind_needs_cp,
+    cp_needs_tokens,
     ulysses_fits_cp,
     ulysses_divides_heads,
     cp_divides_sequence,

@@ -29,10 +29,14 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 """operators whose outputs are kept under `ops`, beside every kind of attention"""
 
 
-def apply(model: nn.Module, names: Sequence[str], stream: Stream, kind: str, *, split: bool = False) -> None:
-    """Makes the named modules recompute. `split`: tensor parallelism has divided them."""
+def apply(
+    model: nn.Module, names: Sequence[str], stream: Stream, kind: str, *, split: bool = False, spread: bool = False
+) -> None:
+    """Makes the named modules recompute. Tensor parallelism has `split` them, context parallelism `spread` them."""
     for name in names:
         module: Any = model.get_submodule(name)
+        if isinstance(module, nn.Identity):
+            continue  # of another stage
         makers: list[Any] = [part for part in module.modules() if getattr(part, "remake", None) is False]
         if kind == "ops" and makers:
             for part in makers:
@@ -42,6 +46,11 @@ def apply(model: nn.Module, names: Sequence[str], stream: Stream, kind: str, *, 
             raise ValueError(
                 f"tensor parallelism sums products where they lie, so a layer that is divided must itself say how its "
                 f"operators are repeated ({type(module).__name__} has no module with `remake`); use recompute=full"
+            )
+        if kind == "ops" and spread:
+            raise ValueError(
+                "attention that reaches other ranks works where its operators' results lie, so a layer must itself say "
+                f"how they are repeated ({type(module).__name__} has no module with `remake`); use recompute=full"
             )
         module.forward = partial(
             checkpoint,

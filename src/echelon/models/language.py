@@ -66,8 +66,13 @@ class LanguageModel(nn.Module):
 
     def seen(self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Seen:
         """Where each token is and what it may see."""
-        place = positions_of(tokens, documents) if positions is None else positions
+        place = self.places_of(tokens, documents) if positions is None else positions
         return Seen(place, documents, self.config.causal)
+
+    @staticmethod
+    def places_of(tokens: Tensor, documents: Tensor | None) -> Tensor:
+        """[1 or B, T]: where each token is in its document."""
+        return positions_of(tokens, documents)
 
     # -- the same, cut into links -------------------------------------------------------------------------------------
 

@@ -119,7 +119,7 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
     if layout.tp > 1:
         for name in sorted({axis for entry in entries for axis in entry.sum_over}):
             axes.add(name)
-    context = spread(model, layout, axes) if layout.cp > 1 else None
+    context = spread(model, layout, axes, options.device) if layout.cp > 1 else None
     if layout.dp > 1:
         batchnorm.synchronise(model, axes["dp"])
     if held is not None:
@@ -128,7 +128,7 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
         entries = stages.held_entries(entries, held.ranks, axes.at["pp"])
         stages.prune(model, held.ranks[axes.at["pp"]])
     if layout.recompute != "none":
-        recompute.apply(model, shard.layers(model), stream, layout.recompute, split=layout.tp > 1)
+        recompute.apply(model, shard.layers(model), stream, layout.recompute, split=layout.tp > 1, spread=layout.cp > 1)
     if options.products != "same":
         grid.refuse_narrow(layout, options.products)
         fp8.check(options.device, options.compute, options.kernels)

@@ -41,7 +41,7 @@ def slice_length(layout: Layout, seq_len: int) -> int:
 
 
 def of_traffic(traffic: Traffic, layout: Layout, place: int = -1) -> Iterable[Collective]:
-    """The same for a transformer's traffic."""
+    """What a step of a transformer issues over cp."""
     side = tp_side(layout) or 1
     kv_heads, head_dim = max(traffic.kv_heads // side, 1), traffic.width // traffic.heads
     return collectives(

@@ -31,6 +31,13 @@ class Columns:
         self.axis, self.width, self.here = axis, width, -(-width // axis.size)
         self.counts = [min(max(width - place * self.here, 0), self.here) for place in range(axis.size)]
         self.real = self.counts[axis.index]
+        self._weights: Tensor | None = None
+
+    def weights(self, like: Tensor) -> Tensor:
+        """The counts on a device, brought there once: nobody waits for it in a step."""
+        if self._weights is None or (self._weights.device, self._weights.dtype) != (like.device, like.dtype):
+            self._weights = like.new_tensor(self.counts)
+        return self._weights
 
 
 class GridRMSNorm(nn.Module):
@@ -165,7 +172,7 @@ def _moments(x: Tensor, columns: Columns) -> tuple[Tensor, Tensor]:
         own[1] = (real - own[0]).square().sum(-1, keepdim=True)
     every = own.new_empty(axis.size, *own.shape)
     axis.start_all_gather(every.view(-1), own.view(-1)).wait()
-    counts = own.new_tensor(columns.counts).view(-1, *[1] * x.dim())
+    counts = columns.weights(own).view(-1, *[1] * x.dim())
     mean = (every[:, 0] * counts).sum(0) / columns.width
     return mean, (every[:, 1] + counts * (every[:, 0] - mean).square()).sum(0)
 

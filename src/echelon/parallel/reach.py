@@ -26,6 +26,8 @@ class Marks:
     """tokens of the sequence, without padding"""
     documents: Tensor | None
     """[1 or B, padded]: the document of each token of the sequence"""
+    hide_padding: bool = False
+    """keys beyond the sequence's end must be hidden: no causal mask does"""
     dropout: Dropout | None = None
     """of probabilities, where there is one in force"""
     heads: tuple[int, int] = (0, 1)
@@ -37,6 +39,9 @@ class Marks:
         mask = factor = None
         if self.documents is not None:
             mask = (self.documents[:, rows].unsqueeze(2) == self.documents[:, keys].unsqueeze(1)).unsqueeze(1)
+        if self.hide_padding:
+            inside = (keys < self.length).view(1, 1, 1, -1)
+            mask = inside if mask is None else mask & inside
         if self.dropout is not None:
             window: Parts = {1: self.heads, 2: (rows, self.length), 3: (keys, self.length)}
             shape = (q.shape[0], q.shape[1], len(rows), len(keys))

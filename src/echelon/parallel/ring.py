@@ -113,6 +113,7 @@ class Home:
             keys, received, _, pending = self._coming
             pending.wait()
             self.add(keys, received)
+            self._coming = None
 
     def result(self) -> Tensor:
         self._take()

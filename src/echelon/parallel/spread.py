@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from echelon.layout import Layout
-from echelon.models.attention import Core, Seen, positions
+from echelon.models.attention import Core, Seen
 from echelon.models.sizes import IGNORE
 from echelon.parallel import ulysses
 from echelon.parallel.axis import Axes, Axis
@@ -28,11 +28,9 @@ from echelon.rng import Dropout
 
 TARGETS = ("targets", "labels")
 """inputs whose padding must not count"""
-PADDING = -1
-"""the document of padding"""
 
 
-def spread(model: nn.Module, layout: Layout, axes: Axes) -> Context:
+def spread(model: nn.Module, layout: Layout, axes: Axes, device: torch.device) -> Context:
     """Makes every attention core of a model reach the other ranks of cp."""
     cores = [module for module in model.modules() if isinstance(module, Core)]
     takes = inspect.signature(model.forward).parameters
@@ -44,7 +42,7 @@ def spread(model: nn.Module, layout: Layout, axes: Axes) -> Context:
             f"context parallelism cannot cut the sequences of {type(model).__name__} (cp={layout.cp}): "
             f"{' and '.join(missing)}; or use cp=1"
         )
-    context = Context(model, layout, axes)
+    context = Context(model, layout, axes, device)
     for core in cores:
         core.reach = context
     inside = {id(core.dropout) for core in cores}
@@ -57,7 +55,7 @@ def spread(model: nn.Module, layout: Layout, axes: Axes) -> Context:
 class Context:
     """One rank's slice of the sequences at hand."""
 
-    def __init__(self, model: nn.Module, layout: Layout, axes: Axes):
+    def __init__(self, model: nn.Module, layout: Layout, axes: Axes, device: torch.device):
         both = 1 < layout.ulysses < layout.cp
         for name in ("cp", *(("ring", "ulysses") if both else ())):
             axes.add(name)
@@ -66,13 +64,16 @@ class Context:
         """ranks that reach each other's keys and values"""
         self.inner = axes["ulysses"] if both else self.axis if layout.ulysses > 1 else alone
         """ranks that exchange heads for tokens"""
+        if device.type == "cuda":
+            # NCCL runs a communicator's messages one after another: these would wait for gradients on their way.
+            self.outer, self.inner = (_apart(axis) for axis in (self.outer, self.inner))
         self.heads = axes[heads_axis(layout)]
         """ranks of tp that divide the heads"""
         self.slices = axes["tp"] if layout.sp else alone
         """ranks of tp that divide the tokens at hand between regions"""
         self.kind: type[Ring | Gather] = Gather if layout.cp_kind == "gather" else Ring
         self.check_length: Any = getattr(model, "check_length", None)
-        self.causal = bool(getattr(getattr(model, "config", None), "causal", True))
+        self.places_of: Any = getattr(model, "places_of", _one_after_another)
         self.length = 0
         """tokens of the sequences at hand, without padding"""
         # For a few lengths, since sequences may be of any.
@@ -92,17 +93,20 @@ class Context:
 
     # -- cutting ------------------------------------------------------------------------------------------------------
 
-    def cut(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def cut(self, inputs: Mapping[str, Tensor], *, counted: bool = True) -> dict[str, Tensor]:
         """This rank's slice of inputs that are [rows, tokens, ...], with the positions of its tokens.
 
-        Documents stay whole: attention asks for those of tokens elsewhere too.
+        Documents stay whole: attention asks for those of tokens elsewhere too. `counted`: there is a loss, in which
+        padding must not count.
         """
         self.length = _length(inputs)
         order, some = self.order, next(iter(inputs.values()))
-        if order.padded > self.length and "tokens" not in inputs and not set(TARGETS) & set(inputs):
+        targets = [key for key in TARGETS if key in inputs]
+        if counted and order.padded > self.length and not any(_is_whole(inputs[key]) for key in targets):
             raise ValueError(
-                f"a sequence of {self.length} tokens must be padded to {order.padded}, and no input is called "
-                f"{' or '.join(TARGETS)}, whose padding would not count; pad it, or use another length"
+                f"a sequence of {self.length} tokens must be padded to {order.padded}, and padding must not count: its "
+                f"target is {IGNORE}, but no input called {' or '.join(TARGETS)} is of whole numbers "
+                f"({', '.join(inputs)}); pad the sequences yourself, or use another length"
             )
         if self.check_length is not None and "tokens" in inputs:
             self.check_length(inputs["tokens"])
@@ -110,14 +114,13 @@ class Context:
         places = self.places(some.device)
         inside = places.clamp(max=self.length - 1)
         found = {key: value.index_select(1, inside) for key, value in inputs.items() if key != "documents"}
-        for key in set(TARGETS) & set(found):
-            found[key] = found[key].masked_fill(places >= self.length, IGNORE)
+        for key in targets:
+            padding = (places >= self.length).view(-1, *[1] * (found[key].dim() - 2))
+            found[key] = found[key].masked_fill(padding, IGNORE) if _is_whole(found[key]) else found[key]
         if "positions" not in found:
-            found["positions"] = positions(some, documents).index_select(1, inside)
-        if documents is None and not self.causal and order.padded > self.length:
-            documents = some.new_zeros(1, self.length, dtype=torch.int64)
+            found["positions"] = self.places_of(some, documents).index_select(1, inside)
         if documents is not None:
-            found["documents"] = F.pad(documents, (0, order.padded - self.length), value=PADDING)
+            found["documents"] = F.pad(documents, (0, order.padded - self.length))
         return found
 
     def last(self, x: Tensor) -> Tensor:
@@ -129,6 +132,11 @@ class Context:
         """Tells a dropout which positions, its dimension 1, are at hand."""
         assert isinstance(module, Dropout)
         places, size = self.places(args[0].device), args[0].shape[1]
+        if args[0].dim() < 3 or size != -(-len(places) // self.slices.size):
+            raise ValueError(
+                f"context parallelism cannot tell which tokens dropout {module.site!r} sees (input "
+                f"{tuple(args[0].shape)}, {len(places)} tokens at hand); give it [rows, tokens, ...], or use cp=1"
+            )
         start = self.slices.index * size
         mine = torch.arange(start, start + size, device=places.device).clamp(max=len(places) - 1)
         module.window = {**module.window, 1: (places[mine], self.length)}
@@ -137,6 +145,7 @@ class Context:
 
     def attend(self, core: Core, q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> Tensor:
         """What `core` gives for the tokens at hand, from everyone's keys and values."""
+        self._check(q, seen)
         first, heads = self.heads.index * q.shape[1], self.heads.size * q.shape[1]
         if self.inner.size > 1:
             q, k, v = ulysses.out(q, k, v, self.inner)
@@ -144,13 +153,14 @@ class Context:
         drops = core.training and core.dropout.p > 0
         reach = self._reach(self.order, seen.causal, q.device)
         if self.outer.size == 1 and not drops:
-            y = core.at_hand(q, k, v, Seen(self._whole(q), seen.documents, seen.causal))
+            y = self._all_at_hand(core, q, k, v, seen)
         else:
             assert isinstance(core.dropout, Dropout)
             marks = Marks(
                 places=reach.mine,
                 length=self.length,
                 documents=seen.documents,
+                hide_padding=not seen.causal and self.order.padded > self.length,
                 dropout=core.dropout if drops else None,
                 heads=(first, heads),
             )
@@ -160,8 +170,44 @@ class Context:
     def _make_reach(self, order: Zigzag, causal: bool, device: torch.device) -> Ring | Gather:
         return self.kind(self.outer, order, causal=causal, device=device)
 
-    def _whole(self, q: Tensor) -> Tensor:
-        return torch.arange(q.shape[2], device=q.device).unsqueeze(0)
+    def _all_at_hand(self, core: Core, q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> Tensor:
+        """Whole sequences in their order: padding, at the end, is left out."""
+        real, padding = slice(0, self.length), q.shape[2] - self.length
+        place = torch.arange(self.length, device=q.device).unsqueeze(0)
+        documents = seen.documents[:, real] if seen.documents is not None else None
+        whole = Seen(place, documents, seen.causal)
+        y = core.at_hand(q[:, :, real], k[:, :, real], v[:, :, real], whole)
+        return F.pad(y, (0, 0, 0, padding)) if padding else y
+
+    def _check(self, q: Tensor, seen: Seen) -> None:
+        order = self.order
+        here, documents = order.padded // self.axis.size, seen.documents
+        if q.shape[2] != here:
+            raise ValueError(
+                f"context parallelism gave this rank {here} tokens of each sequence, and attention has {q.shape[2]}; "
+                "a model must neither add nor drop tokens, or use cp=1"
+            )
+        if documents is not None and documents.shape[1] != order.padded:
+            raise ValueError(
+                f"documents must be those of the whole sequence ({order.padded} tokens with padding, given "
+                f"{documents.shape[1]}); give Seen the input `documents` as it comes"
+            )
+
+
+def _apart(axis: Axis) -> Axis:
+    """The same ranks with a process group of their own."""
+    if axis.size == 1:
+        return axis
+    return Axis(axis.name, axis.ranks, axis.ranks[axis.index], axis.again(), axis.left_out)
+
+
+def _one_after_another(tokens: Tensor, _documents: Tensor | None) -> Tensor:
+    return torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+
+
+def _is_whole(x: Tensor) -> bool:
+    """Of a type that can say that a target does not count."""
+    return x.dtype in (torch.int64, torch.int32, torch.int16)
 
 
 def _length(inputs: Mapping[str, Tensor]) -> int:

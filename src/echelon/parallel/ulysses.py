@@ -22,6 +22,12 @@ from echelon.parallel.axis import Axis
 
 def out(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
     """From [B, heads, T, head_dim] of a rank's tokens to [B, heads / ranks, ranks x T, head_dim]."""
+    if q.shape[1] % axis.size:
+        legal = ", ".join(str(n) for n in range(1, q.shape[1] + 1) if q.shape[1] % n == 0)
+        raise ValueError(
+            f"{axis.size} ranks that exchange heads do not divide the {q.shape[1]} heads of an attention; "
+            f"use one of {legal}, or cp_kind=ring"
+        )
     copies = lcm(axis.size, k.shape[1]) // k.shape[1]
     parts = (q, k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1))
     # The heads of one rank after the other, so that all three travel as one message.

@@ -18,7 +18,7 @@ So every step of the ring is half of a square on every rank, and none but the fi
 exchanged too, the neighbours that exchange them divide what one rank of the ring holds, in its order.
 
 A length that does not divide is padded at its end. Padding is not before anything, so a causal mask hides it; where
-there is none, padding is a document of its own (context.py).
+there is none, its keys are hidden (reach.py).
 """
 
 from __future__ import annotations

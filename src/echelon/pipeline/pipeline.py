@@ -152,7 +152,7 @@ class Pipeline:
         """[size]: what the model says comes after the last position of the only row, on every rank."""
         device, context = self.parallel.options.device, self.parallel.context
         if context is not None:
-            inputs = context.cut(inputs)
+            inputs = context.cut(inputs, counted=False)
         number = torch.zeros(1, dtype=torch.int64, device=device)
         work = Work(inputs, number, length=context.length if context else 0)
         found = self.runtime.logits(work, lower(forwards(self.schedule.homes, 1)))

@@ -25,6 +25,9 @@ ALL_LAYOUTS = (
         for schedule in ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
     ),
     *(f"dp=2,pp=2,zero={zero}" for zero in (0, 1, 2, 3)),
+    "cp=2",
+    "dp=2,cp=2,cp_kind=gather,zero=3",
+    "cp=4,cp_kind=ring-ulysses,ulysses=2",
     "pp=4",
     "tp=2,pp=2",
     "dp=2,tp=2,pp=2",

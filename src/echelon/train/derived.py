@@ -23,7 +23,7 @@ def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterato
     units = parallel.placement.units
     more = [f"{key}={getattr(layout, key)}" for key in ("cp", "pp") if getattr(layout, key) > 1]
     yield "layout", str(layout), " x ".join([f"{layout.world} rank(s): dp={layout.dp} x tp={layout.tp}", *more])
-    if layout.cp > 1:
+    if layout.cp > 1 and isinstance(getattr(engine.model, "config", None), ModelConfig):
         yield from _context(layout, config.seq_len)
     if engine.pipeline is not None:
         yield from _pipeline(engine.pipeline, config.seq_len)
@@ -127,6 +127,7 @@ def traffic(engine: Engine, seq_len: int) -> tensor.Traffic | None:
         loss_bytes=max(options.compute.itemsize, 4),
         heads=model.heads,
         kv_heads=model.kv_heads,
+        causal=model.causal,
     )
 
 

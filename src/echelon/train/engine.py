@@ -335,7 +335,9 @@ class Engine:
             if self.pipeline is not None:
                 return self.pipeline.logits({"tokens": tokens}, size)
             if self.parallel.context is not None:
-                found = self.parallel.context.last(model.logits(**self.parallel.context.cut({"tokens": tokens})))
+                found = self.parallel.context.last(
+                    model.logits(**self.parallel.context.cut({"tokens": tokens}, counted=False))
+                )
             else:
                 found = model.logits(tokens)[:, -1]
         return found[0, :size].double()
@@ -349,7 +351,7 @@ class Engine:
     def collectives(self, traffic: Traffic | None = None) -> list[Collective]:
         """What one step issues on this rank, from the strategies' own cost functions.
 
-        `traffic` describes the model where tp > 1 or pp > 1. The first step of a pipeline also sends shapes.
+        `traffic` describes the model where tp, cp or pp is more than 1. The first step of a pipeline also sends shapes.
         """
         return issued.collectives(self, traffic)
 
