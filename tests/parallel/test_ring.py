@@ -249,7 +249,7 @@ class Odd(OwnModel):
 
 def refuse_odd(what: str, text: str = "cp=2") -> str:
     engine = Engine(Odd(what), text)
-    with pytest.raises(ValueError, match="tokens|heads|documents") as caught:
+    with pytest.raises(ValueError, match=r"tokens|heads|documents") as caught:
         engine.step(own_batch(1, 0))
     return str(caught.value)
 
