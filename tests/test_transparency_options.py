@@ -135,6 +135,7 @@ def test_the_layouts_and_values_are_those_that_were_promised() -> None:
         "dp=2,tp=2,zero=0", "dp=2,tp=2,zero=1", "dp=2,tp=2,zero=2", "dp=2,tp=2,zero=3",
         "dp=2,tp=4,zero=0", "dp=2,tp=4,zero=1", "dp=2,tp=4,zero=2", "dp=2,tp=4,zero=3",
         "tp=4,tp_kind=2d", "dp=2,tp=4,tp_kind=2d", "tp=8,tp_kind=2.5d,depth=2", "tp=8,tp_kind=3d",
+        "cp=2", "dp=2,cp=2,cp_kind=gather,zero=3", "cp=4,cp_kind=ring-ulysses,ulysses=2",
     ]  # fmt: skip
     assert sorted(LAYOUTS) == sorted(expected)
     values = {value for row in ROWS for value in row.values if value[0] != "layout"}

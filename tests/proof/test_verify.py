@@ -127,6 +127,6 @@ def test_the_truth_of_a_batch_is_computed_once(pool: Pool) -> None:
 
 
 def test_the_full_product_has_every_layout_and_option() -> None:
-    assert len(product.ALL_LAYOUTS) == 30 + 14
+    assert len(product.ALL_LAYOUTS) == 33 + 14
     found = list(product.variants())
     assert len(found) == len({(v.label, v.accumulate, v.recompute) for v in found}) == 3 * 2**5
