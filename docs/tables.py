@@ -111,7 +111,7 @@ def costs(text: str) -> list[Collective]:
         element_bytes=COMPUTE,
         loss_bytes=MASTER,
     )
-    return [*found, *tensor.collectives(traffic, layout), *tensor.partial_sums(parts, 0, MASTER)]
+    return [*found, *tensor.collectives(traffic, layout), *tensor.partial_sums(parts, MASTER)]
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -46,7 +46,7 @@ def whole(parallel: Parallel, kind: str = "grad") -> dict[str, Tensor]:
     for unit, piece in parallel.flat.pieces():
         entry = piece.entry
         local = torch.zeros(entry.local_numel, dtype=torch.float64)
-        if piece.owner and parallel.placement.first_replica:
+        if piece.owner and piece.first:
             values = unit.master.values() if kind == "master" else unit.grad
             local[piece.start : piece.stop] = parallel.flat.view(values, piece)
         out = torch.zeros(entry.shape, dtype=torch.float64)

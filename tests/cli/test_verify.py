@@ -77,7 +77,13 @@ def test_what_could_not_be_compared_is_null_in_json_and_not_infinity(own):
 
 def test_everything_wrong_with_a_question_at_once(own):
     shown = invoke(
-        "--model", f"{own}:biuld", "--layouts", "dp=2,zerro=1; dp=2,ep=2", "--leave-out", "dp:al_reduce", "--json"
+        "--model",
+        f"{own}:biuld",
+        "--layouts",
+        "dp=2,zerro=1; dp=2,offload=optimizer",
+        "--leave-out",
+        "dp:al_reduce",
+        "--json",
     )
     assert shown.exit_code == 2
     lines = shown.stderr.splitlines()

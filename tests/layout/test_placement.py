@@ -87,7 +87,7 @@ def test_a_tensor_is_put_together_from_the_owned_pieces_of_shards(
     entries, sizes = world
     found = {e.name: np.full(int(np.prod(e.shape, dtype=int)), PADDING) for e in entries}
     for placement in placements(entries, sizes):
-        if not placement.first_replica:
+        if placement.at["replica"] != 0:
             continue
         unit = placement.units[0]
         buffer = np.full(unit.shards * unit.shard_numel, PADDING)
@@ -187,7 +187,7 @@ def test_coordinates_of_a_mesh_fit_the_record() -> None:
     owned = 0
     for rank in range(mesh.world):
         placement = Placement(units=(unit,), at=mesh.coordinates(rank))
-        if placement.first_replica:
+        if placement.at["replica"] == 0:
             owned += sum(stop - start for piece in placement.pieces() for start, stop in piece.runs())
     assert owned == 18
 

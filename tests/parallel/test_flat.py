@@ -171,7 +171,7 @@ def train(kind: type[Net], layout: str, **choices: Any) -> Outcome:
     own = [
         (piece, parallel.flat.view(unit.master.values(), piece).clone())
         for unit, piece in parallel.flat.pieces()
-        if piece.owner and parallel.placement.first_replica
+        if piece.owner and piece.first
     ]
     return Outcome(tuple(r.loss for r in results), tuple(r.norm for r in results), tuple(own))
 

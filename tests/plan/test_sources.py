@@ -12,8 +12,75 @@ from echelon.layout.faults import Fault, FaultError
 from echelon.models import SIZES, ModelConfig
 from echelon.plan.hugging_face import FAMILIES, shape
 from echelon.plan.shape import ModelShape
-from echelon.plan.sources import PLANNED, names, of_config, shape_of
+from echelon.plan.sources import names, of_config, shape_of
 
+DEEPSEEK: dict[str, Any] = {
+    "num_attention_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "max_position_embeddings": 163840,
+}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "mixtral-8x7b": {
+        "model_type": "mixtral",
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 32000,
+        "max_position_embeddings": 32768,
+    },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 48,
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    },
+    "deepseek-v2": {
+        "model_type": "deepseek_v2",
+        **DEEPSEEK,
+        "num_hidden_layers": 60,
+        "hidden_size": 5120,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "n_routed_experts": 160,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+        "vocab_size": 102400,
+    },
+    "deepseek-v3": {
+        "model_type": "deepseek_v3",
+        **DEEPSEEK,
+        "num_hidden_layers": 61,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "vocab_size": 129280,
+    },
+}
+"""what the published config.json of our named mixtures say of their shapes"""
 OURS = [name for name, config in SIZES.items() if config.family != "conv"]
 
 
@@ -51,6 +118,7 @@ def test_with_grouped_queries_tied_and_untied(family: str, tied: bool) -> None:
     [
         ("gpt3-175b", 175e9, 175e9),
         ("mixtral-8x7b", 46_702_792_704, 12.9e9),
+        ("qwen3-30b-a3b", 30_532_122_624, 3.3e9),
         ("deepseek-v2", 235_741_434_880, 21e9),
         ("deepseek-v3", 671_026_404_352, 37e9),
     ],
@@ -59,6 +127,12 @@ def test_published_totals(name: str, total: float, active: float) -> None:
     found = shape_of(name)
     assert found.parameters == pytest.approx(total, rel=0.01 if name == "gpt3-175b" else 0)
     assert found.active_parameters == pytest.approx(active, rel=0.03)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_named_size_is_planned_as_its_published_config_is(name: str) -> None:
+    """Layer by layer: products, parameters, widths of queries, keys and values, and what backward keeps."""
+    assert shape_of(name) == shape(PUBLISHED[name], name)
 
 
 def test_every_name_of_the_design_is_there() -> None:
@@ -161,7 +235,7 @@ def test_mixtures_of_experts() -> None:
 
 
 def test_deepseek_without_a_narrow_query() -> None:
-    lite = {**PLANNED["deepseek-v2"], "q_lora_rank": None, "hidden_size": 2048, "num_hidden_layers": 27}
+    lite = {**PUBLISHED["deepseek-v2"], "q_lora_rank": None, "hidden_size": 2048, "num_hidden_layers": 27}
     lite |= {"num_attention_heads": 16, "intermediate_size": 10944, "moe_intermediate_size": 1408}
     found = of(lite, n_routed_experts=64)
     assert found.parameters == 15_706_484_224  # DeepSeek-V2-Lite's weights

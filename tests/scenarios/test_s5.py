@@ -28,12 +28,7 @@ def after_ten_steps(layout):
     for step in range(10):
         engine.step(batch_of(SHAPE, Layout.parse(layout).batch, seed=step))
     after = [engine.parallel.flat.view(unit.master.values(), piece).clone() for unit, piece in held]
-    counted = sum(
-        stop - start
-        for _, piece in held
-        if piece.owner and engine.parallel.placement.first_replica
-        for start, stop in piece.runs()
-    )
+    counted = sum(stop - start for _, piece in held if piece.owner and piece.first for start, stop in piece.runs())
     return engine.parallel.axes.at, before, after, counted
 
 

@@ -183,8 +183,8 @@ def test_a_missing_file_and_a_folder(tmp_path):
 
 
 def test_what_is_not_built_is_refused_as_plan_only():
-    assert "plan only" in faults_of("layout=dp=2,ep=2", world=2)["layout"].rule
-    assert {"layout", "tp"} <= set(faults_of("layout=ep=2,tp=8", world=16))
+    assert "plan only" in faults_of("layout=dp=2,offload=optimizer", world=2)["layout"].rule
+    assert {"layout", "tp"} <= set(faults_of("layout=offload=optimizer,tp=8", world=16))
 
 
 def test_a_refused_value_does_not_cause_faults_of_other_keys():

@@ -17,7 +17,7 @@ EXAMPLES = """[bold]Examples[/bold]\n
 echelon plan llama-8b --cluster 8xh100\n
 echelon plan llama-70b --cluster 64xh100 --batch 512 --seq-len 8192 --html plan.html\n
 echelon plan llama-70b --cluster 64xh100 --layout tp=8,pp=4,schedule=zb-v,accumulate=32\n
-echelon plan mixtral-8x7b --cluster 64xh100 --plan-only --fix ep=8\n
+echelon plan mixtral-8x7b --cluster 64xh100 --fix ep=8\n
 echelon plan config.json --cluster 12xa100-80:eth --objective cost --json
 """
 

@@ -48,9 +48,9 @@ class _Grouped(Function):
 def _by_run(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """x times matrices [runs, in, out], run by run."""
     if _fits(x, matrices):
-        out = F.grouped_mm(x, matrices, offs=ends)
-        after = torch.arange(len(x), device=x.device) >= ends[-1]
-        return out.masked_fill_(after.unsqueeze(1), 0.0)
+        from echelon.kernels.grouped_gpu import clear_after
+
+        return clear_after(F.grouped_mm(x, matrices, offs=ends), ends)
     out = x.new_zeros(len(x), matrices.shape[2])
     for run, rows in _runs(ends):
         torch.mm(x[rows], matrices[run], out=out[rows])

@@ -160,7 +160,6 @@ _RECOMPUTE = Choice(
         Form(shape="budget:NGiB", before="budget:", after="GiB", number="decimal"),
     ),
 )
-_EXPERTS = "expert parallelism is"
 
 # fmt: off
 KEYS: tuple[Key, ...] = (
@@ -192,9 +191,9 @@ KEYS: tuple[Key, ...] = (
     Key(name="vpp", kind=Number(), default="2 where the schedule has chunks, else 1",
         meaning="chunks of layers per pipeline rank"),
     Key(name="ep", kind=Number(), default="1",
-        meaning="expert-parallel ranks, folded into dp x cp x tp", built=("1",), missing=_EXPERTS),
+        meaning="expert-parallel ranks, folded into dp x cp x tp"),
     Key(name="etp", kind=Number(), default="1",
-        meaning="tensor-parallel ranks inside one expert", built=("1",), missing=_EXPERTS),
+        meaning="tensor-parallel ranks inside one expert"),
     Key(name="microbatch", kind=Number(), default="batch / (dp x accumulate), else 1",
         meaning="sequences per rank and microbatch"),
     Key(name="accumulate", kind=Number(), default="batch / (dp x microbatch), else 1",

@@ -15,6 +15,8 @@ So the stride of an axis is the product of the sizes inside it, and a rank is th
 
 tp and cp are products of axes too where a layout asks for it: a grid of tp (2d, 2.5d, 3d) is z layers of y rows of x
 ranks, and cp_kind=ring-ulysses is a ring of groups of neighbours that exchange heads (ulysses).
+
+Experts are folded into the ranks of a stage: counted in the same order, tp innermost, these are edp x ep x etp too.
 """
 
 from __future__ import annotations
@@ -35,6 +37,9 @@ _ORDERS = (("pp", "dp"), ("dp", "pp"))
 
 PRODUCTS = {"dp": ("replica", "shard"), "cp": ("ring", "ulysses"), "tp": ("z", "y", "x")}
 """axes that may be made of others"""
+STAGE = ("dp", "cp", "tp")
+FOLDED = ("edp", "ep", "etp")
+"""the ranks of a stage (dp x cp x tp) once more, as experts lie on them: copies, parts of the experts, parts of each"""
 
 
 def _context(layout: Layout) -> dict[str, int]:
@@ -105,6 +110,9 @@ class Mesh:
             at[name] = 0
             for part in parts:
                 at[name] = at[name] * self.axes[part] + at[part]
+        place = (at["dp"] * self.layout.cp + at["cp"]) * self.layout.tp + at["tp"]
+        for name in reversed(FOLDED):
+            place, at[name] = divmod(place, self.folds[name])
         return at
 
     def rank(self, **at: int) -> int:
@@ -124,8 +132,17 @@ class Mesh:
             rank += position * self.strides[axis]
         return rank
 
+    @property
+    def folds(self) -> dict[str, int]:
+        """The sizes of the folded axes, outermost first."""
+        ep, etp = self.layout.ep, self.layout.etp
+        return {"edp": self.size(STAGE) // (ep * etp), "ep": ep, "etp": etp}
+
     def groups(self, axis: str | Sequence[str]) -> tuple[Group, ...]:
         """The ranks that differ on an axis (or on several) and on nothing else. The groups part the world."""
+        names = (axis,) if isinstance(axis, str) else tuple(axis)
+        if set(names) & set(FOLDED):
+            return self._folded_groups(names)
         inside = set(self._names(axis))
         members = self._sums([name for name in self.axes if name in inside])
         firsts = self._sums([name for name in self.axes if name not in inside])
@@ -138,6 +155,19 @@ class Mesh:
         at = self.coordinates(rank)
         first = rank - sum(at[name] * self.strides[name] for name in inside)
         return tuple(first + member for member in self._sums(inside))
+
+    def _folded_groups(self, names: Sequence[str]) -> tuple[Group, ...]:
+        others = [name for name in FOLDED if name not in names]
+        found: list[Group] = []
+        for stage in self.groups(STAGE):
+            by_others: dict[tuple[int, ...], list[int]] = {}
+            for place, rank in enumerate(stage):
+                at = {}
+                for name in reversed(FOLDED):
+                    place, at[name] = divmod(place, self.folds[name])
+                by_others.setdefault(tuple(at[name] for name in others), []).append(rank)
+            found += [tuple(group) for group in by_others.values()]
+        return tuple(sorted(found))
 
     def _sums(self, names: Sequence[str]) -> list[int]:
         """Every sum of coordinate x stride over some axes, smallest first."""

@@ -60,6 +60,8 @@ class Entry:
     """weight decay applies (matrices); vectors are left alone"""
     trainable: bool = True
     """it has a gradient"""
+    folded: bool = False
+    """it is an expert's: its cuts are over ep and etp, and its copies lie on edp"""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -108,6 +110,11 @@ class Unit:
         object.__setattr__(self, "offsets", offsets)
 
     @property
+    def folded(self) -> bool:
+        """Its parameters are experts'."""
+        return self.entries[0].folded
+
+    @property
     def numel(self) -> int:
         """Elements of the buffer in use, before it is padded to equal shards."""
         return sum(entry.local_numel for entry in self.entries)
@@ -152,6 +159,8 @@ class Piece:
     """where element `start` lies in the rank's shard of the unit"""
     owner: bool
     """this rank counts the piece in norms: exactly one rank of each replica does, for every element"""
+    first: bool
+    """of the replicas, this is the first: it writes the piece to disk"""
 
     def runs(self) -> Iterator[tuple[int, int]]:
         """The sub-intervals of [start, stop) that are real elements, not padding."""
@@ -182,7 +191,7 @@ class Placement:
     units: tuple[Unit, ...]
     at: Coordinates
     """this rank's coordinates, by mesh axis; a rank holds shard number `at["shard"]` of every unit, and ranks that hold
-    the same shards are told apart by `at["replica"]`"""
+    the same shards are told apart by `at["replica"]`. For experts these are "expert shard" and "expert replica"."""
 
     def pieces(self) -> Iterator[Piece]:
         for unit in self.units:
@@ -190,7 +199,7 @@ class Placement:
                 yield self.piece(unit, entry)
 
     def piece(self, unit: Unit, entry: Entry) -> Piece:
-        shard = self.at["shard"] if unit.shards > 1 else 0
+        shard = self.shard_of(unit)
         start, stop = unit.interval(entry, shard)
         return Piece(
             entry=entry,
@@ -200,29 +209,35 @@ class Placement:
             stop=stop,
             shard_offset=unit.offsets[entry.name] + start - shard * unit.shard_numel,
             owner=self._owns(entry),
+            first=self.at["replica" if not entry.folded else "expert replica"] == 0,
         )
+
+    def shard_of(self, unit: Unit) -> int:
+        """The number of the shard of a unit that this rank holds."""
+        return self.at["shard" if not unit.folded else "expert shard"] if unit.shards > 1 else 0
 
     def _owns(self, entry: Entry) -> bool:
         if entry.holders and entry.holders[0] != self.at["pp"]:
             return False
         copies = {cut.axis: cut.copies for cut in entry.cuts}
+        if entry.folded:
+            return all(self.at[axis] == 0 for axis in ("ep", "etp") if axis not in copies)
         # tp is the product of z, y and x where they are there: a cut names either the one or the others.
         inside = [axis for axis in INSIDE if axis in self.at]
         inside = [axis for axis in inside if axis != "tp" or len(inside) == 1]
         return all(self.at[axis] % copies[axis] == 0 if axis in copies else self.at[axis] == 0 for axis in inside)
 
     @property
-    def first_replica(self) -> bool:
-        """Of the ranks that hold the same shards, the one that writes them to disk."""
-        return self.at["replica"] == 0
-
-    @property
     def entries(self) -> dict[str, Entry]:
         return {entry.name: entry for unit in self.units for entry in unit.entries}
 
 
-def units_of(entries: Sequence[Entry], roots: Mapping[str, bool], shards: int) -> tuple[Unit, ...]:
+def units_of(
+    entries: Sequence[Entry], roots: Mapping[str, bool], shards: int, folded_shards: int = 1
+) -> tuple[Unit, ...]:
     """Groups entries by the module in `roots` that holds them; what none holds (tied weights too) forms the unit "".
+
+    Experts form units of their own, by their module: their shards lie on other ranks.
 
     `roots` says of each module whether its unit is kept; the unit "" is. What several pp ranks hold forms a unit of its
     own: its shards are then the same intervals on all of them.
@@ -232,10 +247,18 @@ def units_of(entries: Sequence[Entry], roots: Mapping[str, bool], shards: int) -
         if entry.holders:
             groups[entry.name] = [entry]
             continue
+        if entry.folded:
+            groups.setdefault(entry.name.rpartition(".")[0], []).append(entry)
+            continue
         homes = {next((root for root in roots if name.startswith(root + ".")), "") for name in entry.names}
         groups[homes.pop() if len(homes) == 1 else ""].append(entry)
     return tuple(
-        Unit(name=name, entries=tuple(found), shards=shards, kept=roots.get(name, True))
+        Unit(
+            name=name,
+            entries=tuple(found),
+            shards=folded_shards if found[0].folded else shards,
+            kept=not found[0].folded and roots.get(name, True),
+        )
         for name, found in groups.items()
         if found
     )

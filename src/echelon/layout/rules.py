@@ -204,6 +204,25 @@ def experts_fold(layout: Layout, facts: Facts) -> Iterator[Broken]:
         yield Broken(("ep", "etp"), f"does not fold into the ranks of a stage ({of})")
 
 
+def ep_divides_experts(layout: Layout, facts: Facts) -> Iterator[Broken]:
+    mixture, model = getattr(facts.model, "mixture", None), facts.model
+    if model is None or layout.ep * layout.etp == 1 or not hasattr(model, "mixture"):
+        return
+    if mixture is None:
+        yield Broken(("ep", "etp"), f"divides experts, and {model.name} has none")
+    elif mixture.experts % layout.ep:
+        yield Broken(("ep",), f"does not divide the {mixture.experts} experts of a layer ({model.name})")
+
+
+def experts_need_slices(layout: Layout, facts: Facts) -> Iterator[Broken]:
+    """Every rank sends tokens of its own."""
+    mixed = layout.ep * layout.etp > 1 or getattr(facts.model, "mixture", None) is not None
+    if mixed and layout.tp > 1 and layout.tp_kind != "1d":
+        yield Broken(("tp_kind",), "is not for experts, whose tokens are divided over tp by position")
+    elif mixed and layout.tp > 1 and not layout.sp:
+        yield Broken(("sp",), "is not for experts, whose tokens are divided over tp by position (sp 0)")
+
+
 def recompute_fits_layers(layout: Layout, facts: Facts) -> Iterator[Broken]:
     model, (kind, _, number) = facts.model, layout.recompute.partition(":")
     if model is not None and kind == "every" and model.layers and int(number) > model.layers:
@@ -234,6 +253,8 @@ RULES: tuple[Rule, ...] = (
     asynchronous_weights_are_whole,
     asynchronous_stages_share_nothing,
     experts_fold,
+    ep_divides_experts,
+    experts_need_slices,
     recompute_fits_layers,
 )
 """Every rule, in the order of the faults."""

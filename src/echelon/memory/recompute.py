@@ -114,10 +114,15 @@ def _repeated(module: nn.Module, stream: Stream, samples: Tensor | None) -> Iter
     counting = [(part, part.momentum, part.num_batches_tracked.clone()) for part in parts]
     for part in parts:
         part.momentum = 0.0
+    tallied: list[Any] = [part for part in module.modules() if hasattr(part, "tally")]
+    for part in tallied:
+        part.counts = False
     try:
         yield
     finally:
         stream.samples = now
+        for part in tallied:
+            part.counts = True
         for part, momentum, count in counting:
             part.momentum = momentum
             part.num_batches_tracked.copy_(count)

@@ -94,7 +94,9 @@ class Reach(Protocol):
 
 
 class Core(nn.Module):
-    """What attention does between its projections: q [B, H, T, head_dim], k and v of as many heads or fewer."""
+    """What attention does between its projections: q [B, H, T, head_dim], k and v of as many heads or fewer.
+
+    Values may have other head dims than queries and keys, and their own is that of the result."""
 
     reach: Reach | None = None
     """takes over; none: all tokens are at hand"""
@@ -137,14 +139,14 @@ class Attention(nn.Module):
     share_input = ("q", "k", "v")
     """layers that read one input and are asked for their outputs together"""
 
-    def __init__(self, width: int, heads: int, kv_heads: int, *, bias: bool, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, kv_heads: int, *, head_dim: int = 0, bias: bool, dropout: float) -> None:
         super().__init__()
-        self.head_dim = width // heads
-        self.q = Linear(width, width, bias=bias)
+        self.head_dim = head_dim or width // heads
+        self.q = Linear(width, heads * self.head_dim, bias=bias)
         self.k = Linear(width, kv_heads * self.head_dim, bias=bias)
         self.v = Linear(width, kv_heads * self.head_dim, bias=bias)
         self.core = Core(dropout)
-        self.o = Linear(width, width, bias=bias)
+        self.o = Linear(heads * self.head_dim, width, bias=bias)
 
     def forward(self, x: Tensor, seen: Seen) -> Tensor:
         y = self.core(*self._rotated(x, seen.turn), seen).transpose(1, 2).flatten(2)

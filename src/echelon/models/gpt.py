@@ -8,6 +8,8 @@ from echelon.kernels.note import Note
 from echelon.models.attention import Attention, Seen
 from echelon.models.language import LanguageModel
 from echelon.models.linear import Linear
+from echelon.models.mixture import build_mixture, layers
+from echelon.models.mixture_config import MixtureConfig
 from echelon.models.sizes import ModelConfig
 
 
@@ -47,13 +49,26 @@ class Block(nn.Module):
         self.attn = Attention(config.width, config.heads, config.kv_heads, bias=True, dropout=config.dropout)
         self.drop1 = nn.Dropout(config.dropout)
         self.norm2 = LayerNorm(config.width)
-        self.mlp = MLP(config.width, config.ffn)
+        self.mlp: nn.Module = MLP(config.width, config.ffn)
         self.drop2 = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, seen: Seen) -> Tensor:
         x = x + self.drop1(self.attn(self.norm1(x), seen))
         out: Tensor = x + self.drop2(self.mlp(self.norm2(x)))
         return out
+
+
+class MixtureBlock(Block):
+    """A block with experts. It also gives their balance losses [B]."""
+
+    def __init__(self, config: ModelConfig, mixture: MixtureConfig) -> None:
+        super().__init__(config)
+        self.mlp = build_mixture(config, mixture, MLP(config.width, mixture.shared) if mixture.shared else None)
+
+    def forward(self, x: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x = x + self.drop1(self.attn(self.norm1(x), seen))
+        y, losses = self.mlp(self.norm2(x))
+        return x + self.drop2(y), losses
 
 
 class GPT(LanguageModel):
@@ -63,7 +78,7 @@ class GPT(LanguageModel):
         super().__init__(config)
         self.positions = nn.Embedding(config.max_seq_len, config.width)
         self.drop = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(layers(config, Block, MixtureBlock))
         self.norm = LayerNorm(config.width)
         self.finish()
 

@@ -5,11 +5,13 @@ from typing import Protocol, cast
 
 from torch import nn
 
+from echelon.moe.gate import Gate
 from echelon.rng import ONES, ZEROS, Init, Normal
 
 STD = 0.02
 
-MATRICES = ("embed", "positions", "head", "q", "k", "v", "gate", "up")
+MATRICES = ("embed", "positions", "head", "q", "k", "v", "kv", "q_down", "kv_down", "gate", "up")
+NORMS = ("norm", "norm1", "norm2", "q_norm", "k_norm", "kv_norm")
 RESIDUAL = ("o", "down")
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -24,7 +26,9 @@ def transformer(name: str, layers: int) -> Init:
     module = owner.rpartition(".")[2]
     if kind == "bias":
         return ZEROS
-    if module in ("norm", "norm1", "norm2"):
+    if module == "experts":
+        return Normal(STD / math.sqrt(2 * layers) if kind == "down" else STD)
+    if module in NORMS:
         return ONES
     if module in RESIDUAL:
         # Each block adds two of them: the variance of the sum stays that of one.
@@ -35,10 +39,13 @@ def transformer(name: str, layers: int) -> Init:
 
 
 def initialise(model: nn.Module, seed: int) -> None:
-    """Fills a whole one-device model. A tied parameter goes by the first of its names."""
+    """Fills a whole one-device model, buffers too. A tied parameter goes by the first of its names."""
     source = cast(HasInitial, model)
     for name, parameter in model.named_parameters():
         source.initial(name).fill(parameter, seed, name)
     for module in model.modules():
         if isinstance(module, BATCH_NORMS):
             module.reset_running_stats()
+        elif isinstance(module, Gate):
+            for name, buffer in module.named_buffers(recurse=False):
+                module.initial(name).fill(buffer, seed, name)

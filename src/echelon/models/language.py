@@ -9,8 +9,29 @@ from echelon.models.attention import positions as positions_of
 from echelon.models.chain import Chain, Link
 from echelon.models.head import LanguageHead
 from echelon.models.initial import transformer
-from echelon.models.sizes import ModelConfig
+from echelon.models.sizes import IGNORE, ModelConfig
+from echelon.moe.gate import Gate
 from echelon.rng import Init
+
+Carried = Tensor | tuple[Tensor, Tensor]
+"""what one block hands to the next: [B, T, width], and after the first mixture of experts the sum of the balance losses
+of each sequence, [B]"""
+
+
+def streams(carried: Carried) -> tuple[Tensor, Tensor | None]:
+    return (carried, None) if isinstance(carried, Tensor) else carried
+
+
+def through(block: nn.Module, carried: Carried, seen: Seen) -> Carried:
+    """A block of either kind: a mixture's also gives losses."""
+    x, balance = streams(carried)
+    found: Carried = block(x, seen)
+    x, more = streams(found)
+    if balance is None or more is None:
+        balance = more if balance is None else balance
+    else:
+        balance = balance + more
+    return x if balance is None else (x, balance)
 
 
 class LanguageModel(nn.Module):
@@ -44,21 +65,28 @@ class LanguageModel(nn.Module):
         `documents` numbers each token's document: tokens see only their own, and positions restart in each.
         `positions` says where each token is in its document, for tokens that are not one after another.
         """
-        total, count = self.head(self.hidden(tokens, documents, positions), targets)
-        return total, count
+        return self.losses(self.hidden(tokens, documents, positions), targets)
 
     def logits(self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
-        return self.head.logits(self.hidden(tokens, documents, positions))
+        return self.head.logits(self.norm(streams(self.hidden(tokens, documents, positions))[0]))
 
-    def hidden(self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
-        """[B, T, width]: what the head reads."""
+    def hidden(self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Carried:
+        """What the last block gives."""
         self.check_length(tokens)
         seen = self.seen(tokens, documents, positions)
-        x = self.start(tokens, seen)
+        carried: Carried = self.start(tokens, seen)
         for block in self.blocks:
-            x = block(x, seen)
-        out: Tensor = self.norm(x)
-        return out
+            carried = through(block, carried, seen)
+        return carried
+
+    def losses(self, carried: Carried, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """(sum of losses, number of valid targets). The balance losses of a sequence count once for each of its
+        targets, since the sum is divided by the number of targets."""
+        x, balance = streams(carried)
+        total, count = self.head(self.norm(x), targets)
+        if balance is not None:
+            total = total + (balance.to(total.dtype) * (targets != IGNORE).sum(dim=1)).sum()
+        return total, count
 
     def start(self, tokens: Tensor, seen: Seen) -> Tensor:
         """[B, T, width]: what the first block reads."""
@@ -82,20 +110,18 @@ class LanguageModel(nn.Module):
             links=(Link("embed", self.first, self._start), *blocks, Link("head", ("norm", "head"), self._end)),
             shared=lambda tokens, targets=None, documents=None, positions=None: self.seen(tokens, documents, positions),
             cut=Seen.cut,
-            logits=lambda x, _shared, **_inputs: self.head.logits(self.norm(x)),
+            logits=lambda carried, _shared, **_inputs: self.head.logits(self.norm(streams(carried)[0])),
         )
 
-    def _start(self, _carried: None, seen: Seen, tokens: Tensor, **_inputs: Tensor) -> Tensor:
+    def _start(self, _carried: None, seen: Seen, tokens: Tensor, **_inputs: Tensor) -> Carried:
         self.check_length(tokens)
         return self.start(tokens, seen)
 
-    def _block(self, index: int, x: Tensor, seen: Seen, **_inputs: Tensor) -> Tensor:
-        out: Tensor = self.blocks[index](x, seen)
-        return out
+    def _block(self, index: int, carried: Carried, seen: Seen, **_inputs: Tensor) -> Carried:
+        return through(self.blocks[index], carried, seen)
 
-    def _end(self, x: Tensor, _seen: Seen, targets: Tensor, **_inputs: Tensor) -> tuple[Tensor, Tensor]:
-        total, count = self.head(self.norm(x), targets)
-        return total, count
+    def _end(self, carried: Carried, _seen: Seen, targets: Tensor, **_inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return self.losses(carried, targets)
 
     def check_length(self, tokens: Tensor) -> None:
         if tokens.shape[1] > self.config.max_seq_len:
@@ -106,4 +132,9 @@ class LanguageModel(nn.Module):
 
     def initial(self, name: str) -> Init:
         """How the parameter of this name starts."""
-        return transformer(name, self.config.layers)
+        owner, _, kind = name.rpartition(".")
+        try:
+            part: nn.Module | None = self.get_submodule(owner)
+        except AttributeError:
+            part = None  # the rule for names says what is wrong
+        return part.initial(kind) if isinstance(part, Gate) else transformer(name, self.config.layers)

@@ -2,39 +2,19 @@
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 
 from echelon.kernels.linear import project
-from echelon.kernels.norm import rms_norm, stream_norm
 from echelon.kernels.swiglu import gated, swiglu
 from echelon.models.attention import Attention, Seen, rotation
 from echelon.models.language import LanguageModel
+from echelon.models.latent import LatentAttention
 from echelon.models.linear import Linear, each, one_product
+from echelon.models.mixture import build_mixture, layers
+from echelon.models.mixture_config import MixtureConfig
+from echelon.models.norm import RMSNorm, StreamNorm
+from echelon.models.normed import NormedAttention
 from echelon.models.sizes import ModelConfig
-
-THETA = 500_000.0
-EPSILON = 1e-5
-
-
-class RMSNorm(nn.Module):
-    remake = False
-    """backward makes the output again instead of keeping it (memory/recompute.py)"""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, EPSILON, remake=self.remake)
-
-
-class StreamNorm(RMSNorm):
-    """The norm of a residual stream to which something is added first: it gives both."""
-
-    def forward(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """(x + delta, its norm)"""
-        return stream_norm(x, delta, self.weight, EPSILON, remake=self.remake)
 
 
 class MLP(nn.Module):
@@ -58,29 +38,60 @@ class MLP(nn.Module):
         return out
 
 
+def attention(config: ModelConfig) -> nn.Module:
+    """The kind of attention that a configuration asks for."""
+    width, heads, kv_heads, dropout = config.width, config.heads, config.kv_heads, config.dropout
+    if config.latent is not None:
+        return LatentAttention(width, heads, config.latent, epsilon=config.epsilon, dropout=dropout)
+    if config.head_norms:
+        return NormedAttention(
+            width, heads, kv_heads, head_dim=config.head_dim, epsilon=config.epsilon, dropout=dropout
+        )
+    return Attention(width, heads, kv_heads, head_dim=config.head_dim, bias=False, dropout=dropout)
+
+
 class Block(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.norm1 = StreamNorm(config.width)
-        self.attn = Attention(config.width, config.heads, config.kv_heads, bias=False, dropout=config.dropout)
+        self.norm1 = StreamNorm(config.width, config.epsilon)
+        self.attn = attention(config)
         self.drop1 = nn.Dropout(config.dropout)
-        self.norm2 = StreamNorm(config.width)
-        self.mlp = MLP(config.width, config.ffn)
+        self.norm2 = StreamNorm(config.width, config.epsilon)
+        self.mlp: nn.Module = MLP(config.width, config.ffn)
         self.drop2 = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, seen: Seen) -> Tensor:
-        x, h = self.norm1(x)
-        x, h = self.norm2(x, self.drop1(self.attn(h, seen)))
+        x, h = self._attended(x, seen)
         out: Tensor = x + self.drop2(self.mlp(h))
         return out
+
+    def _attended(self, x: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
+        """The stream after attention, and its norm."""
+        x, h = self.norm1(x)
+        x, h = self.norm2(x, self.drop1(self.attn(h, seen)))
+        return x, h
+
+
+class MixtureBlock(Block):
+    """A block with experts. It also gives their balance losses [B]."""
+
+    def __init__(self, config: ModelConfig, mixture: MixtureConfig) -> None:
+        super().__init__(config)
+        shared = MLP(config.width, mixture.shared) if mixture.shared else None
+        self.mlp = build_mixture(config, mixture, shared)
+
+    def forward(self, x: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, h = self._attended(x, seen)
+        y, losses = self.mlp(h)
+        return x + self.drop2(y), losses
 
 
 class Llama(LanguageModel):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.drop = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = RMSNorm(config.width)
+        self.blocks = nn.ModuleList(layers(config, Block, MixtureBlock))
+        self.norm = RMSNorm(config.width, config.epsilon)
         self.finish()
 
     def start(self, tokens: Tensor, seen: Seen) -> Tensor:
@@ -89,5 +100,5 @@ class Llama(LanguageModel):
 
     def seen(self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Seen:
         seen = super().seen(tokens, documents, positions)
-        turn = rotation(seen.place, self.config.head_dim, THETA, next(self.parameters()).dtype)
+        turn = rotation(seen.place, self.config.rope_dim, self.config.theta, next(self.parameters()).dtype)
         return replace(seen, turn=turn)

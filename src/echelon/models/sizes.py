@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from echelon.layout.faults import Fault, FaultError, did_you_mean
+from echelon.models.latent_config import LatentConfig
+from echelon.models.mixture_config import MixtureConfig
 
 IGNORE = -100
 """A target that does not count; torch's cross-entropy leaves it out by default."""
@@ -15,6 +17,9 @@ KERNEL = 9
 """Weights of one 3 x 3 filter of the convolutional network."""
 
 IMAGE_CHANNELS = 3
+
+THETA = 500_000.0
+EPSILON = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +50,18 @@ class ModelConfig:
     """Probability that dropout zeroes an element in training."""
     causal: bool = True
     """Whether a token sees only those before it; otherwise it sees all of its document."""
+    mixture: MixtureConfig | None = None
+    """Experts in place of the feed-forward part of some layers."""
+    latent: LatentConfig | None = None
+    """DeepSeek's attention (llama)."""
+    own_head_dim: int = 0
+    """Size of a head where it is not the width divided by the heads; 0: it is."""
+    head_norms: bool = False
+    """Whether each head's queries and keys pass a norm (llama)."""
+    theta: float = THETA
+    """Rotary positions: the slowest pair turns once in 2 pi times nearly so many tokens (llama)."""
+    epsilon: float = EPSILON
+    """What norms add to a mean square."""
 
     def __post_init__(self) -> None:
         wrong = []
@@ -53,9 +70,23 @@ class ModelConfig:
         for field in ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "max_seq_len"):
             if getattr(self, field) < 1:
                 wrong.append(f"{field} is less than 1 ({field}={getattr(self, field)}); use 1 or more")
+        for field, given in (
+            ("latent", self.latent),
+            ("head_norms", self.head_norms),
+            ("own_head_dim", self.own_head_dim),
+        ):
+            if given and self.family != "llama":
+                wrong.append(f"{field} is an option of the llama family (family={self.family}); leave it out")
+            elif given and field != "latent" and self.latent:
+                wrong.append(f"latent attention has heads of its own ({field}={given}); leave it out")
+        if self.latent and self.heads != self.kv_heads:
+            wrong.append(
+                f"latent attention has keys and values for every head (heads={self.heads}, kv_heads={self.kv_heads}); "
+                "make them equal"
+            )
         if not 0 <= self.dropout < 1:
             wrong.append(f"dropout is not in [0, 1) (dropout={self.dropout}); use 0 to switch it off")
-        if not wrong and self.width % self.heads:
+        if not wrong and self.width % self.heads and not (self.latent or self.own_head_dim):
             wrong.append(f"heads do not divide the width (width={self.width}, heads={self.heads}); change one of them")
         elif not wrong and self.family == "llama" and self.head_dim % 2:
             wrong.append(f"rotary positions need an even width per head (head_dim={self.head_dim}); change the heads")
@@ -70,7 +101,18 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        return self.width // self.heads
+        """Of queries and keys."""
+        return self.latent.head_dim if self.latent else self.own_head_dim or self.width // self.heads
+
+    @property
+    def value_dim(self) -> int:
+        """Of a head's values."""
+        return self.latent.value_dim if self.latent else self.head_dim
+
+    @property
+    def rope_dim(self) -> int:
+        """Of a head, what rotary positions turn."""
+        return self.latent.rope_dim if self.latent else self.head_dim
 
     @property
     def parameters(self) -> int:
@@ -78,18 +120,38 @@ class ModelConfig:
         if self.family == "conv":
             return sum(KERNEL * i * o + 2 * o for i, o in self.convolutions) + self._conv_head + self.vocab
         outside = self.vocab * self.width + (0 if self.tied else self.vocab * self.width)
+        experts = 0
+        if self.mixture is not None:
+            shared = self._mlp(self.mixture.shared) if self.mixture.shared else 0
+            experts = self.mixtures * (self.mixture.parameters(self.width) + shared - self._mlp(self.ffn))
         if self.family == "gpt":
-            return outside + self.max_seq_len * self.width + self.layers * self._gpt_block + 2 * self.width
-        return outside + self.layers * self._llama_block + self.width
+            outside += self.max_seq_len * self.width + 2 * self.width
+            return outside + self.layers * (self._attention + self._mlp(self.ffn) + 4 * self.width) + experts
+        return outside + self.layers * (self._attention + self._mlp(self.ffn) + 2 * self.width) + self.width + experts
+
+    @property
+    def mixtures(self) -> int:
+        """Layers with experts."""
+        return sum(self.mixture.is_mixture(layer) for layer in range(self.layers)) if self.mixture else 0
 
     @property
     def matmul_parameters(self) -> int:
-        """What MFU counts: the parameters without the input embedding and positions; a tied head counts, once."""
+        """What MFU counts: the parameters without the input embedding and positions; a tied head counts, once.
+
+        Of experts those that a token passes through.
+        """
         if self.family == "conv":
             return self.parameters
         embedding = 0 if self.tied else self.vocab * self.width
         positions = self.max_seq_len * self.width if self.family == "gpt" else 0
-        return self.parameters - embedding - positions
+        return self.parameters - embedding - positions - self.idle_parameters
+
+    @property
+    def idle_parameters(self) -> int:
+        """Of experts that a token does not pass through."""
+        if self.mixture is None:
+            return 0
+        return round(self.mixtures * (self.mixture.parameters(self.width) - self.mixture.active(self.width)))
 
     def flops_per_token(self, seq_len: int) -> int:
         """FLOPs of a training step per token: 6 per matmul parameter, plus attention. For conv, per image."""
@@ -97,7 +159,8 @@ class ModelConfig:
             sides = (self.max_seq_len >> layer for layer in range(self.layers))
             products = (KERNEL * i * o * s * s for (i, o), s in zip(self.convolutions, sides, strict=True))
             return 6 * (self._conv_head + sum(products))
-        return 6 * self.matmul_parameters + (6 if self.causal else 12) * self.layers * self.width * seq_len
+        scores_and_values = self.layers * self.heads * (self.head_dim + self.value_dim) * seq_len
+        return 6 * self.matmul_parameters + (3 if self.causal else 6) * scores_and_values
 
     @property
     def convolutions(self) -> tuple[tuple[int, int], ...]:
@@ -110,16 +173,18 @@ class ModelConfig:
         return (self.width << (self.layers - 1)) * self.vocab
 
     @property
-    def _gpt_block(self) -> int:
-        kv = self.kv_heads * self.head_dim
-        attention = 2 * (self.width * self.width + self.width) + 2 * (self.width * kv + kv)
-        mlp = 2 * self.width * self.ffn + self.ffn + self.width
-        return attention + mlp + 4 * self.width
+    def _attention(self) -> int:
+        if self.latent:
+            return self.latent.parameters(self.width, self.heads)
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        biases = q + self.width + 2 * kv if self.family == "gpt" else 0
+        norms = 2 * self.head_dim if self.head_norms else 0
+        return 2 * self.width * q + 2 * self.width * kv + biases + norms
 
-    @property
-    def _llama_block(self) -> int:
-        attention = 2 * self.width * self.width + 2 * self.width * self.kv_heads * self.head_dim
-        return attention + 3 * self.width * self.ffn + 2 * self.width
+    def _mlp(self, ffn: int) -> int:
+        if self.family == "gpt":
+            return 2 * self.width * ffn + ffn + self.width
+        return 3 * self.width * ffn
 
 
 def _gpt(name: str, layers: int, width: int, heads: int, *, vocab: int = 50257, seq: int = 1024) -> ModelConfig:
@@ -153,6 +218,8 @@ def _llama(
     )
 
 
+_DEEPSEEK = LatentConfig(query_rank=1536, kv_rank=512, rope_dim=64, nope_dim=128, value_dim=128)
+
 _TABLE = (
     _gpt("gpt-tiny", 4, 64, 4, vocab=257, seq=256),
     _gpt("gpt2-124m", 12, 768, 12),
@@ -166,6 +233,90 @@ _TABLE = (
     _llama("llama-8b", 32, 4096, 32, 8, 14336),
     _llama("llama-70b", 80, 8192, 64, 8, 28672),
     _llama("llama-405b", 126, 16384, 128, 8, 53248),
+    replace(
+        _llama("moe-tiny", 4, 64, 4, 2, 176, vocab=257, seq=256),
+        mixture=MixtureConfig(experts=8, k=2, ffn=88, gate="mixtral"),
+    ),
+    replace(
+        _gpt("switch-tiny", 4, 64, 4, vocab=257, seq=256),
+        mixture=MixtureConfig(experts=8, k=1, ffn=256, gate="switch", activation="relu", every=2),
+    ),
+    replace(
+        _gpt("gshard-tiny", 4, 64, 4, vocab=257, seq=256),
+        # With the paper's order of places, later tokens could displace earlier ones.
+        mixture=MixtureConfig(
+            experts=8, k=2, ffn=256, gate="gshard", options=(("order", "tokens"),), activation="relu", every=2
+        ),
+    ),
+    replace(
+        _llama("qwen-moe-tiny", 4, 64, 4, 2, 176, vocab=257, seq=256),
+        mixture=MixtureConfig(experts=16, k=4, ffn=32, gate="qwen", shared=64),
+    ),
+    replace(
+        _llama("deepseek-tiny", 4, 64, 4, 4, 176, vocab=257, seq=256),
+        latent=LatentConfig(query_rank=32, kv_rank=24, rope_dim=8, nope_dim=16, value_dim=12),
+        mixture=MixtureConfig(
+            experts=16,
+            k=4,
+            ffn=32,
+            gate="deepseek-v3",
+            options=(("num_groups", 4), ("group_limit", 2), ("scale", 2.5)),
+            shared=32,
+            dense=1,
+        ),
+        theta=1e4,
+        epsilon=1e-6,
+    ),
+    # The published switch-base-8 has T5's encoder and decoder; this is a decoder alone, of GPT's blocks of its size.
+    replace(
+        _gpt("switch-base-8", 12, 768, 12, vocab=32128, seq=512),
+        mixture=MixtureConfig(experts=8, k=1, ffn=3072, gate="switch", activation="relu", every=2),
+    ),
+    replace(
+        _llama("mixtral-8x7b", 32, 4096, 32, 8, 14336, vocab=32000, seq=32768),
+        mixture=MixtureConfig(experts=8, k=2, ffn=14336, gate="mixtral"),
+        theta=1e6,
+    ),
+    replace(
+        _llama("qwen3-30b-a3b", 48, 2048, 32, 4, 6144, vocab=151936, seq=40960),
+        mixture=MixtureConfig(experts=128, k=8, ffn=768, gate="qwen", options=(("normalise", True),)),
+        own_head_dim=128,
+        head_norms=True,
+        theta=1e6,
+        epsilon=1e-6,
+    ),
+    # DeepSeek's long contexts were made by changing the angles (YaRN) after training with these.
+    replace(
+        _llama("deepseek-v2", 60, 5120, 128, 128, 12288, vocab=102400, seq=163840),
+        latent=_DEEPSEEK,
+        mixture=MixtureConfig(
+            experts=160,
+            k=6,
+            ffn=1536,
+            gate="deepseek-v2",
+            options=(("num_groups", 8), ("group_limit", 3), ("scale", 16.0)),
+            shared=2 * 1536,
+            dense=1,
+        ),
+        theta=1e4,
+        epsilon=1e-6,
+    ),
+    # Without the layer that predicts a second token (MTP), as its published total of 671 billion is.
+    replace(
+        _llama("deepseek-v3", 61, 7168, 128, 128, 18432, vocab=129280, seq=163840),
+        latent=_DEEPSEEK,
+        mixture=MixtureConfig(
+            experts=256,
+            k=8,
+            ffn=2048,
+            gate="deepseek-v3",
+            options=(("num_groups", 8), ("group_limit", 4), ("scale", 2.5)),
+            shared=2048,
+            dense=3,
+        ),
+        theta=1e4,
+        epsilon=1e-6,
+    ),
     ModelConfig(name="conv-tiny", family="conv", layers=3, width=8, vocab=10, max_seq_len=16),
 )
 
@@ -206,11 +357,15 @@ def changed(config: ModelConfig, *, dropout: float | None, tied: bool | None, se
 def reduced(
     config: ModelConfig, *, layers: int = 4, width: int = 64, heads: int = 4, vocab: int = 257, max_seq_len: int = 256
 ) -> ModelConfig:
-    """A small model of the same kind: family, tied, dropout, and as near as can be the ratios of kv heads and ffn."""
+    """A small model of the same kind: family, tied, dropout, and as near as can be the ratios of kv heads and ffn.
+
+    Heads, latent vectors and experts become small ones.
+    """
     if config.family == "conv":
         return config
-    ratio = config.heads / config.kv_heads
+    ratio, smaller = config.heads / config.kv_heads, width / config.width
     divisors = [kv for kv in range(1, heads + 1) if heads % kv == 0]
+    per_head = config.own_head_dim * config.heads / config.width
     return replace(
         config,
         name=f"{config.name}-reduced",
@@ -221,4 +376,7 @@ def reduced(
         ffn=-(-config.ffn * width // (config.width * 16)) * 16,
         vocab=min(vocab, config.vocab),
         max_seq_len=min(max_seq_len, config.max_seq_len),
+        own_head_dim=2 * round(per_head * width / heads / 2),
+        latent=config.latent and config.latent.reduced(width // heads),
+        mixture=config.mixture and config.mixture.reduced(smaller),
     )

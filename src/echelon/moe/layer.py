@@ -6,25 +6,16 @@ are in all is: a layer holds (experts of a token) x (its tokens) rows, however t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from echelon.moe.experts import Experts
 from echelon.moe.gate import Gate
+from echelon.moe.loss_free import LossFree
 from echelon.moe.routing import Routing
 from echelon.moe.sorted import Sorted
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What a layer saw in its last forward pass, on the device."""
-
-    load: Tensor
-    """[E] int64: assignments of each expert before any was dropped"""
-    dropped: Tensor
-    """[] int64"""
 
 
 class Spread(Protocol):
@@ -48,11 +39,17 @@ class Mixture(nn.Module):
     def __init__(self, gate: Gate, experts: Experts, shared: nn.Module | None = None) -> None:
         super().__init__()
         self.gate, self.experts, self.shared = gate, experts, shared
-        self.seen: Seen | None = None
+        self.counts = True
+        """this forward is not a repetition of one that was counted"""
+        self.tally: Tensor | None = None
+        """[E + 1] int64 on the device: assignments of each expert in the step so far, before any was dropped; and how
+        many were dropped"""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         routing = self.gate(x) if self.spread is None else self.spread.route(self.gate, x)
-        self.seen = Seen(routing.load.detach(), routing.dropped.detach())
+        if self.training and self.counts:
+            found = torch.cat([routing.load, routing.dropped[None]]).detach()
+            self.tally = found if self.tally is None else self.tally + found
         order = Sorted.of(routing)
         tokens = x.flatten(0, 1)
         if self.spread is None:
@@ -63,3 +60,9 @@ class Mixture(nn.Module):
         if self.shared is not None:
             out = out + self.shared(x)
         return out, routing.loss
+
+    def end_step(self) -> None:
+        """After an update, with the tally of the whole batch: gates that balance by a bias change it."""
+        if self.tally is not None and isinstance(self.gate, LossFree):
+            self.gate.update(self.tally[:-1])
+        self.tally = None

@@ -41,6 +41,8 @@ class Routing:
     def keep(self, tokens: Tensor) -> Routing:
         """The assignments of some tokens, each of which gets its place in `tokens` as its number.
 
+        The number of tokens stands for padding, which has none.
+
         The list becomes shorter where it goes token by token. Otherwise nobody knows without asking the device how many
         assignments are left, and those of other tokens become dropped ones. Loss, load and dropped stay those of whole
         groups: who adds them up over ranks counts them once.
@@ -48,15 +50,18 @@ class Routing:
         new = torch.arange(len(tokens), device=tokens.device)
         if self.per_token:
             each = torch.arange(self.per_token, device=tokens.device)
-            at = (tokens.unsqueeze(1) * self.per_token + each).flatten()
+            real = tokens < self.num_tokens
+            at = (torch.where(real, tokens, 0).unsqueeze(1) * self.per_token + each).flatten()
+            here = real.repeat_interleave(self.per_token)
             return replace(
                 self,
                 tokens=new.repeat_interleave(self.per_token),
-                experts=self.experts.index_select(0, at),
-                weights=self.weights.index_select(0, at),
+                experts=torch.where(here, self.experts.index_select(0, at), self.num_experts),
+                weights=torch.where(here, self.weights.index_select(0, at), 0),
                 num_tokens=len(tokens),
             )
-        number = tokens.new_full((self.num_tokens,), -1).index_copy(0, tokens, new).index_select(0, self.tokens)
+        numbers = tokens.new_full((self.num_tokens + 1,), -1).index_copy(0, tokens, new)
+        number = numbers.index_select(0, self.tokens)
         here = number >= 0
         return replace(
             self,

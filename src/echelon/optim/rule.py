@@ -73,7 +73,7 @@ def runs_of(flat: Flat) -> Iterator[Run]:
     """A rank may hold no element at all (fewer elements than ranks); it still takes part in every collective."""
     first = 0
     for unit in flat.units:
-        shard = flat.placement.at["shard"] if unit.unit.shards > 1 else 0
+        shard = flat.placement.shard_of(unit.unit)
         (_, decayed), (_, size) = unit.unit.decay_ranges(shard)
         if size:
             yield Run(unit, decayed, size, first + shard * unit.unit.shard_numel)

@@ -13,7 +13,7 @@ from echelon.layout import Layout, Mesh
 from echelon.layout.placement import Entry, Placement, units_of
 from echelon.memory import recompute
 from echelon.models.splits import split_of
-from echelon.parallel import batchnorm, grid, shard, stages, tensor
+from echelon.parallel import batchnorm, expert, grid, shard, stages, tensor
 from echelon.parallel.axis import Axes, Axis, world_rank
 from echelon.parallel.first_values import first_values, move_buffers
 from echelon.parallel.flat import Flat
@@ -120,6 +120,7 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
         for name in sorted({axis for entry in entries for axis in entry.sum_over}):
             axes.add(name)
     context = spread(model, layout, axes, options.device) if layout.cp > 1 else None
+    entries = expert.split(model, entries, layout, axes, boundary, context)
     if layout.dp > 1:
         batchnorm.synchronise(model, axes["dp"])
     if held is not None:
@@ -135,14 +136,24 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
         kept = layout.accumulate > 1 and layout.zero < 3  # whole weights would be kept that zero=3 lets go of
         fp8.apply(model, shard.layers(model), options.products, keeps_weights=kept)
     units = shard.choose_units(model, options.units)
-    at = {**axes.at, "shard": axes[policy.axis].index, "replica": axes[policy.replica_axis].index}
-    placement = Placement(units=units_of(entries, units, policy.shards), at=at)
+    experts = shard.experts_policy(layout, policy)
+    moves = {
+        folded: (found, axes.axis(found.axis), axes.axis(found.replica_axis))
+        for folded, found in ((False, policy), (True, experts))
+    }
+    at = {
+        **axes.at,
+        "shard": moves[False][1].index,
+        "replica": moves[False][2].index,
+        "expert shard": moves[True][1].index,
+        "expert replica": moves[True][2].index,
+    }
+    placement = Placement(units=units_of(entries, units, policy.shards, experts.shards), at=at)
     flat = Flat(
         model,
         placement,
         policy,
-        axes[policy.axis],
-        axes[policy.replica_axis],
+        lambda unit: moves[unit.folded],
         device=options.device,
         compute=options.compute,
         master=options.master,

@@ -125,12 +125,19 @@ class Axis:
         work: dist.Work = dist.reduce(tensor, dst=self.ranks[target], group=self.group, async_op=True)
         return work
 
-    def start_all_to_all(self, received: Tensor, sent: Tensor) -> Pending:
-        """Slice i of `sent` goes to rank i, whose slice comes to the same place of `received`."""
+    def start_all_to_all(
+        self, received: Tensor, sent: Tensor, received_rows: list[int] | None = None, sent_rows: list[int] | None = None
+    ) -> Pending:
+        """Slice i of `sent` goes to rank i, whose slice comes to the same place of `received`.
+
+        Slices are of equal size, or of so many rows.
+        """
         if self.idle("all_to_all"):
-            received.copy_(sent)
+            received.zero_() if received.shape != sent.shape else received.copy_(sent)
             return Done()
-        work: dist.Work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+        work: dist.Work = dist.all_to_all_single(
+            received, sent, received_rows, sent_rows, group=self.group, async_op=True
+        )
         return work
 
     def start_shift(self, received: Tensor, sent: Tensor, by: int = 1) -> Pending:
@@ -145,6 +152,9 @@ class Axis:
         ]
         return Several(dist.batch_isend_irecv(both))
 
+
+ALONE = "alone"
+"""the axis of one rank"""
 
 _live: weakref.WeakSet[Axes] = weakref.WeakSet()
 
@@ -184,6 +194,13 @@ class Axes:
 
     def __getitem__(self, name: str) -> Axis:
         return self._axes[name]
+
+    def axis(self, name: str) -> Axis:
+        """An axis that may be this rank alone."""
+        if name == ALONE:
+            return Axis(ALONE, (self.rank,), self.rank, None, frozenset())
+        self.add(name)
+        return self[name]
 
     @property
     def skipped(self) -> bool:

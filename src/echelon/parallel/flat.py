@@ -17,11 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.layout.placement import Piece, Placement
+from echelon.layout.placement import Piece, Placement, Unit
 from echelon.parallel.axis import Axis
 from echelon.parallel.flat_unit import FlatUnit
 from echelon.parallel.home import Home, home_of
 from echelon.parallel.shard import Policy, layers
+
+Moved = tuple[Policy, Axis, Axis]
+"""how a unit is moved: when, over which ranks it is divided, and on which it is copied"""
 
 
 class Flat:
@@ -36,8 +39,7 @@ class Flat:
         model: nn.Module,
         placement: Placement,
         policy: Policy,
-        shard: Axis,
-        replica: Axis,
+        moved: Callable[[Unit], Moved],
         *,
         device: torch.device,
         compute: torch.dtype,
@@ -46,20 +48,20 @@ class Flat:
     ):
         self.model, self.placement, self.policy = model, placement, policy
         self.units = [
-            FlatUnit(unit, policy, shard, replica, device=device, compute=compute, master=master)
-            for unit in placement.units
+            FlatUnit(unit, *moved(unit), device=device, compute=compute, master=master) for unit in placement.units
         ]
         self.pipelined = bool(parts)
         self.parts = [[unit for unit in self.units if _used(unit, names)] for names in parts] or [self.units]
         self._last = True
         self._waiting: deque[FlatUnit] = deque()
         self._launched: list[FlatUnit] = []
+        self._unsettled: list[FlatUnit] = []
         self.on_gradient: Callable[[], None] = _nothing
         """called whenever a gradient has arrived"""
         self._modules = dict(model.named_modules())
         for unit in self.units:
             self.put(unit)
-        if policy.shards > 1 or not all(unit.master.in_place for unit in self.units):
+        if any(unit.policy.shards > 1 for unit in self.units) or not all(unit.master.in_place for unit in self.units):
             self._hook_model()
             for unit in self.units:
                 if not unit.unit.kept:
@@ -108,8 +110,8 @@ class Flat:
     def begin(self, *, first: bool, last: bool) -> None:
         """Before a microbatch's forward. `first` and `last` are of the step."""
         self._last = last
-        self._waiting = deque(reversed(self.units)) if last or self.policy.scatter_every_microbatch else deque()
-        self._launched = []
+        self._waiting = deque(unit for unit in reversed(self.units) if last or unit.policy.scatter_every_microbatch)
+        self._launched, self._unsettled = [], []
         for unit in self.units:
             if first:
                 unit.begin_step()
@@ -118,11 +120,11 @@ class Flat:
     def end(self) -> None:
         """After a microbatch's backward: what has not been reduced is, and everything under way is waited for."""
         self._launch(everything=True)
-        for unit in self._launched[-1:] if self.policy.settle_early else self._launched:
+        for unit in self._unsettled:
             unit.settle(last=self._last)
         for unit in self._launched if self._last else ():
             unit.finish_reduce()
-        self._launched = []
+        self._launched, self._unsettled = [], []
         for unit in self.units:
             unit.free()
 
@@ -148,7 +150,7 @@ class Flat:
     def _gather_kept(self) -> None:
         # What stays whole is gathered at the model's start, in one order everywhere, so that ranks may call different
         # modules. Layers that are freed after use may not differ: their gathers come in the order of calls.
-        early = [unit for unit in self.units if unit.unit.kept or not self.policy.free_parameters]
+        early = [unit for unit in self.units if unit.unit.kept or not unit.policy.free_parameters]
         for unit in early:
             unit.start_gather()
         for unit in early:
@@ -159,9 +161,11 @@ class Flat:
         while self._waiting and (everything or self._waiting[0].complete):
             unit = self._waiting.popleft()
             unit.start_reduce()
-            if self._launched and self.policy.settle_early:
-                self._launched[-1].settle(last=self._last)  # one behind: its transfer had a unit's compute to hide in
+            for other in [other for other in self._unsettled if other.policy.settle_early]:
+                other.settle(last=self._last)  # one behind: its transfer had a unit's compute to hide in
+                self._unsettled.remove(other)
             self._launched.append(unit)
+            self._unsettled.append(unit)
 
     @torch.no_grad()
     def deliver(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
@@ -193,7 +197,7 @@ class Flat:
         part = next(part for part in self.parts if unit in part)
         freed = [other for other in part if not other.unit.kept]
         index, module = freed.index(unit), self.model.get_submodule(unit.unit.name)
-        prefetch = self.policy.prefetch if self.policy.free_parameters else 0
+        prefetch = unit.policy.prefetch if unit.policy.free_parameters else 0
         ahead = freed[index + 1 : index + 1 + prefetch]
         behind = freed[max(index - prefetch, 0) : index][::-1]
         is_last = index == len(freed) - 1 and not self.pipelined  # other microbatches come before its backward
@@ -215,7 +219,7 @@ class Flat:
                 return  # backward may pass through something that we cannot see into: kept until the end
             if not outputs or ((self.policy.reshard_after_forward or self.pipelined) and not is_last):
                 unit.free()
-            for tensor in outputs if self.policy.free_parameters else ():
+            for tensor in outputs if unit.policy.free_parameters else ():
                 tensor.register_hook(before_backward)
 
         module.register_forward_pre_hook(before_forward)

@@ -126,11 +126,11 @@ def _heads_trouble(model: nn.Module, name: str, side: int) -> str:
 def _is_norm(module: nn.Module) -> bool:
     from torch import nn
 
-    from echelon.models import gpt, llama
+    from echelon.models import gpt, norm
 
     if type(module) in (nn.LayerNorm, gpt.LayerNorm, nn.RMSNorm):
         return len(cast("Any", module).normalized_shape) == 1
-    return type(module) in (llama.RMSNorm, llama.StreamNorm)
+    return type(module) in (norm.RMSNorm, norm.StreamNorm)
 
 
 class _Split:
@@ -217,7 +217,7 @@ class _Split:
     def _norm(self, module: Any) -> nn.Module:
         from torch import nn
 
-        from echelon.models import llama
+        from echelon.models.norm import StreamNorm
         from echelon.parallel import grid_norm
 
         columns = grid_norm.Columns(self.kind.stream.columns, self.width)
@@ -225,8 +225,8 @@ class _Split:
             return grid_norm.GridLayerNorm(module.weight, module.bias, columns, module.eps)
         if isinstance(module, nn.RMSNorm):
             return grid_norm.GridRMSNorm(module.weight, columns, module.eps)
-        made = grid_norm.GridStreamNorm if isinstance(module, llama.StreamNorm) else grid_norm.GridRMSNorm
-        return made(module.weight, columns, llama.EPSILON)
+        made = grid_norm.GridStreamNorm if isinstance(module, StreamNorm) else grid_norm.GridRMSNorm
+        return made(module.weight, columns, module.epsilon)
 
     def _positions(self, name: str, module: nn.Module) -> None:
         stream = self.kind.stream

@@ -17,7 +17,7 @@ replicas otherwise. `flat.py` executes this.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -92,6 +92,22 @@ def policy(layout: Layout, *, reshard_after_forward: bool = True, prefetch: int 
         versions=layout.pp > 1 and layout.schedule in ASYNCHRONOUS,
         sums_gradients=layout.dp * layout.cp * layout.pp * layout.accumulate > 1 or own_loop,
         own_loop=own_loop,
+    )
+
+
+def experts_policy(layout: Layout, dense: Policy) -> Policy:
+    """The same for experts, of which ep x etp ranks have different ones: the others divide them, or copy them."""
+    copies = layout.dp * layout.cp * layout.tp // (layout.ep * layout.etp)
+    shards = copies if layout.zero else 1
+    return replace(
+        dense,
+        shards=shards,
+        replicas=copies // shards,
+        axis="edp" if layout.zero else "alone",
+        replica_axis="alone" if layout.zero else "edp",
+        scatter_every_microbatch=layout.zero >= 2 and shards > 1,
+        free_parameters=layout.zero == 3 and shards > 1,
+        sums_gradients=dense.sums_gradients or copies > 1,
     )
 
 

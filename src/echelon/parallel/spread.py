@@ -146,6 +146,10 @@ class Context:
     def attend(self, core: Core, q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> Tensor:
         """What `core` gives for the tokens at hand, from everyone's keys and values."""
         self._check(q, seen)
+        # Queries, keys and values travel as one tensor: values that are narrower have zeros behind them on the way.
+        narrower = q.shape[-1] - v.shape[-1]
+        if narrower:
+            v = F.pad(v, (0, narrower))
         first, heads = self.heads.index * q.shape[1], self.heads.size * q.shape[1]
         if self.inner.size > 1:
             q, k, v = ulysses.out(q, k, v, self.inner)
@@ -165,6 +169,8 @@ class Context:
                 heads=(first, heads),
             )
             y = reach.attend(q, k, v, marks)
+        if narrower:
+            y = y[..., :-narrower]
         return ulysses.back(y, self.inner) if self.inner.size > 1 else y
 
     def _make_reach(self, order: Zigzag, causal: bool, device: torch.device) -> Ring | Gather:

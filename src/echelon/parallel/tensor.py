@@ -18,6 +18,7 @@ Which module is what is a table beside the model (models/splits.py), from patter
     vocabulary  an embedding divided by rows          head: the language head and its loss
     heads       a dropout on something with a dimension of heads
     sequence    a module between regions              positions: one whose input is position ids
+    inside      a module in a region that is whole on every rank, and whose gradients are parts: it saw a rank's heads
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from echelon.parallel.regions import Boundary
 
 Table = Mapping[str, str]
-WORDS = ("region", "column", "column/heads", "row", "vocabulary", "head", "heads", "sequence", "positions")
+WORDS = ("region", "column", "column/heads", "row", "vocabulary", "head", "heads", "sequence", "positions", "inside")
 
 
 def split(
@@ -101,6 +102,7 @@ class _Split:
             "heads": lambda _, m: m.register_forward_pre_hook(self._window),
             "sequence": self._sequence,
             "positions": self._positions,
+            "inside": self._inside,
         }
         actions[word](name, module)
 
@@ -152,6 +154,10 @@ class _Split:
         if self.sequence_parallel:
             module.register_forward_pre_hook(lambda _, args: (own_slice(args[0], self.axis), *args[1:]))
             self._between_regions(f"{name}.weight")
+
+    def _inside(self, name: str, module: nn.Module) -> None:
+        for parameter, _ in module.named_parameters():
+            self._update(f"{name}.{parameter}", sum_over=("tp",))
 
     def _window(self, module: Any, args: tuple[Tensor, ...]) -> None:
         """Tells a dropout which part of dimension 1 (positions or heads) it sees: its mask is that part."""
@@ -224,13 +230,15 @@ def collectives(traffic: Traffic, layout: Layout) -> Iterable[Collective]:
     yield Collective(kind="all_gather", axis="tp", bytes=numbers, count=steps, part="loss")
 
 
-def partial_sums(units: Iterable[Unit], at_shard: int, reduce_bytes: int) -> Iterable[Collective]:
+def partial_sums(
+    units: Iterable[Unit], reduce_bytes: int, shard_of: Callable[[Unit], int] = lambda _: 0
+) -> Iterable[Collective]:
     """One all-reduce a step and axis for gradients of which each tp rank has only a part."""
     sizes: dict[str, int] = {}
     for unit in units:
         for entry in unit.entries:
             for axis in entry.sum_over:
-                start, stop = unit.interval(entry, at_shard if unit.shards > 1 else 0)
+                start, stop = unit.interval(entry, shard_of(unit))
                 sizes[axis] = sizes.get(axis, 0) + stop - start
     for axis, size in sizes.items():
         if size:

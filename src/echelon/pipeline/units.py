@@ -34,7 +34,7 @@ class Units:
             if unit.unit.kept:
                 unit.start_gather()
         for unit in self.flat.parts[part]:
-            if unit.unit.kept or not self.flat.policy.free_parameters:
+            if unit.unit.kept or not unit.policy.free_parameters:
                 unit.gather()
 
     def gather_layers(self, part: int) -> None:
@@ -53,7 +53,7 @@ class Units:
                 continue
             if last:
                 self._open[number].discard(part)
-            if self.flat.policy.scatter_every_microbatch:
+            if unit.policy.scatter_every_microbatch:
                 unit.settle(last=False)
                 unit.start_reduce()
             elif not self._open[number]:

@@ -206,7 +206,7 @@ def cuts(wish: Wish, cp: int) -> bool:
 def tensor_kinds(wish: Wish, tp: int) -> list[tuple[str, int]]:
     """(tp_kind, depth) of tp ranks that divide the model's heads: flat, and grids where there are enough ranks."""
     fixed, sides = wish.fixed, [("1d", 1)]
-    if tp >= LEAST_GRID or "tp_kind" in fixed:
+    if not wish.shape.experts and (tp >= LEAST_GRID or "tp_kind" in fixed):
         sides += [("2d", 1), *(("2.5d", depth) for depth in _divisors(tp) if depth > 1), ("3d", 1)]
     attention = _attention(wish)
     found = []
@@ -264,7 +264,7 @@ def _zeros(wish: Wish, dp: int, family: Family, pp: int) -> list[dict[str, int]]
 
 
 def _experts(wish: Wish, world: int) -> list[int]:
-    if not wish.shape.experts or not (wish.plan_only or "ep" in wish.fixed):
+    if not wish.shape.experts:
         return [1]
     return [ep for ep in _divisors(world) if not wish.shape.experts % ep]
 

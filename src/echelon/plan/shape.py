@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 from echelon.plan.kernels import KernelCounts
 
@@ -198,14 +199,18 @@ def transformer(
     experts: int = 0,
     top_k: int = 0,
     expert_ffn: int = 0,
+    expert_gated: bool | None = None,
     shared_ffn: int = 0,
     dense_layers: int = 0,
+    every: int = 1,
     latent: Latent | None = None,
+    more_parameters: int = 0,
     kernels: Callable[..., KernelCounts] | None = None,
 ) -> ModelShape:
-    """The shape of a transformer, GPT's or Llama's, dense or a mixture of experts whose first layers may be dense.
+    """The shape of a transformer, GPT's or Llama's, dense or with experts in every so many-th layer after dense ones.
 
-    `kernels` counts what our kernels do, where the model is one of ours (kernels.py).
+    Experts have no biases, and a gate as the rest has one, unless said otherwise. `more_parameters` are in every layer
+    and multiply nothing. `kernels` counts what our kernels do, where the model is one of ours (kernels.py).
     """
     head_dim = head_dim or width // heads
     kv_heads = kv_heads or heads
@@ -225,7 +230,7 @@ def transformer(
             name=kind,
             products=(*projections, *products),
             attention=attention,
-            other_parameters=norms + bias + (between + width if biases else 0),
+            other_parameters=norms + bias + (between + width if biases and between else 0) + more_parameters,
             saved=4 * width + (1.5 * width if dropout else 0) + (2 * width * top_k if mixed else 0),
             saved_split=q + kv + 2 * out + inner,
             saved_experts=expert_inner * top_k if mixed else 0.0,
@@ -235,15 +240,17 @@ def transformer(
         )
 
     # Between the first and the second product, saved: gate, up and their product; without a gate, before and after.
-    per = 3 if gated else 2
+    expert_gated = gated if expert_gated is None else expert_gated
+    per, expert_per = (3 if gated else 2), (3 if expert_gated else 2)
     plain = layer("dense", tuple(_feed_forward(width, ffn, gated)), per * ffn, 0)
     kinds: tuple[tuple[Layer, int], ...] = ((plain, layers),)
     if experts:
         inside = [Product(name="router", inputs=width, outputs=experts, split=WHOLE)]
-        inside += _feed_forward(width, expert_ffn or ffn, gated, experts=experts, share=top_k)
+        inside += _feed_forward(width, expert_ffn or ffn, expert_gated, experts=experts, share=top_k)
         inside += _feed_forward(width, shared_ffn, gated) if shared_ffn else []
-        mixture = layer("mixture", tuple(inside), per * shared_ffn, per * (expert_ffn or ffn))
-        kinds = ((plain, dense_layers), (mixture, layers - dense_layers)) if dense_layers else ((mixture, layers),)
+        mixture = layer("mixture", tuple(inside), per * shared_ffn, expert_per * (expert_ffn or ffn))
+        mixed = [index >= dense_layers and (index + 1 - dense_layers) % every == 0 for index in range(layers)]
+        kinds = tuple((mixture if has else plain, len(list(run))) for has, run in groupby(mixed))
     return ModelShape(
         name=name,
         width=width,

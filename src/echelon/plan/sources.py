@@ -3,84 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import asdict, replace
+from functools import partial
 
 from echelon.layout.faults import Fault, FaultError, did_you_mean
 from echelon.models import own
 from echelon.models.sizes import SIZES, ModelConfig
 from echelon.plan import hugging_face, kernels
-from echelon.plan.shape import ModelShape, transformer
-
-_DEEPSEEK: dict[str, Any] = {
-    "num_attention_heads": 128,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-    "max_position_embeddings": 163840,
-}
-PLANNED: Mapping[str, Mapping[str, Any]] = {
-    "moe-tiny": {
-        "model_type": "mixtral",
-        "num_hidden_layers": 4,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 96,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "vocab_size": 257,
-        "max_position_embeddings": 256,
-    },
-    "mixtral-8x7b": {
-        "model_type": "mixtral",
-        "num_hidden_layers": 32,
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "intermediate_size": 14336,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "vocab_size": 32000,
-        "max_position_embeddings": 32768,
-    },
-    "deepseek-v2": {
-        "model_type": "deepseek_v2",
-        **_DEEPSEEK,
-        "num_hidden_layers": 60,
-        "hidden_size": 5120,
-        "intermediate_size": 12288,
-        "moe_intermediate_size": 1536,
-        "n_routed_experts": 160,
-        "n_shared_experts": 2,
-        "num_experts_per_tok": 6,
-        "first_k_dense_replace": 1,
-        "vocab_size": 102400,
-    },
-    "deepseek-v3": {
-        "model_type": "deepseek_v3",
-        **_DEEPSEEK,
-        "num_hidden_layers": 61,
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "moe_intermediate_size": 2048,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "first_k_dense_replace": 3,
-        "vocab_size": 129280,
-    },
-}
-"""Sizes that can be planned before echelon.models builds them, as their published configs have them."""
+from echelon.plan.shape import Latent, ModelShape, transformer
 
 
 def names() -> list[str]:
     """Every size that has a name."""
-    ours = [name for name, config in SIZES.items() if config.family != "conv"]
-    return [*ours, *(name for name in PLANNED if name not in SIZES)]
+    return [name for name, config in SIZES.items() if config.family != "conv"]
 
 
 def shape_of(text: str) -> ModelShape:
@@ -88,8 +23,6 @@ def shape_of(text: str) -> ModelShape:
     text = text.strip()
     if text in SIZES:
         return of_config(SIZES[text])
-    if text in PLANNED:
-        return hugging_face.shape(PLANNED[text], text)
     if text.endswith(".json") or os.path.isfile(os.path.join(text, "config.json")):
         return hugging_face.read(text)
     if ":" in text:
@@ -104,13 +37,18 @@ def of_config(config: ModelConfig) -> ModelShape:
     if config.family == "conv":
         rule = "is a convolutional network, and planning knows layers that pass tokens"
         raise FaultError([Fault(key="model", value=config.name, rule=rule, legal=", ".join(names()))])
-    gpt = config.family == "gpt"
-    return transformer(
+    gpt, latent, mixture = config.family == "gpt", config.latent, config.mixture
+    # Our kernels are counted for the plain models alone.
+    counted = mixture is None and latent is None and not config.head_norms
+    norms = latent.query_rank + latent.kv_rank if latent else 2 * config.head_dim if config.head_norms else 0
+    found = partial(
+        transformer,
         config.name,
         layers=config.layers,
         width=config.width,
         heads=config.heads,
         kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
         ffn=config.ffn,
         gated=not gpt,
         vocab=config.vocab,
@@ -119,7 +57,21 @@ def of_config(config: ModelConfig) -> ModelShape:
         tied=config.tied,
         max_seq_len=config.max_seq_len,
         learned_positions=gpt,
-        kernels=kernels.gpt if gpt else kernels.llama,
+        causal=config.causal,
+        latent=Latent(**asdict(latent)) if latent else None,
+        more_parameters=norms,
+        kernels=(kernels.gpt if gpt else kernels.llama) if counted else None,
+    )
+    if mixture is None:
+        return found()
+    return found(
+        experts=mixture.experts,
+        top_k=round(mixture.k),
+        expert_ffn=mixture.ffn,
+        expert_gated=mixture.activation == "swiglu",
+        shared_ffn=mixture.shared,
+        dense_layers=mixture.dense,
+        every=mixture.every,
     )
 
 

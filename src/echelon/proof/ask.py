@@ -25,7 +25,7 @@ DEFAULT_LAYOUTS = (
 )
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send")
-AXES = ("dp", "replica", "shard", "tp", "x", "y", "z", "cp", "ring", "ulysses", "pp")
+AXES = ("dp", "replica", "shard", "tp", "x", "y", "z", "cp", "ring", "ulysses", "pp", "edp", "ep", "etp")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,9 +68,7 @@ def run_and_compare(case: Case, layout_text: str, leave_out: str, truth: Path) -
                 whole = record.get_tensor(f"{step}/buffer/{name}")
                 found.append(Difference(step, "buffer", name, error(buffer.double(), whole, whole)))
     owned = {
-        piece.entry.name: sum(stop - start for start, stop in piece.runs())
-        if piece.owner and engine.parallel.placement.first_replica
-        else 0
+        piece.entry.name: sum(stop - start for start, stop in piece.runs()) if piece.owner and piece.first else 0
         for _, piece in engine.parallel.flat.pieces()
     }
     entries = engine.parallel.placement.entries

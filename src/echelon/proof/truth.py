@@ -53,6 +53,9 @@ def write_truth(case: Case, rows: int, accumulate: int, path: Path) -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         if count:
             optimizer.step()
+        for module in model.modules():
+            if end_step := getattr(module, "end_step", None):  # of a mixture, whose gate may balance by a bias
+                end_step()
         record[f"{step}/loss"] = torch.tensor(loss / max(count, 1), dtype=torch.float64)
         record[f"{step}/norm"] = norm.detach().double()
         for name, parameter in model.named_parameters():

@@ -190,6 +190,7 @@ class Prover:
             "tp": {"tp": 1, "sp": 0, "tp_kind": "1d", "depth": 1},
             "cp": {"cp": 1, "cp_kind": "ring", "ulysses": 1},
             "pp": {"pp": 1, "schedule": "1f1b", "vpp": 1},
+            "ep": {"ep": 1, "etp": 1},
         }
 
         def only(axis: str, **keys: int) -> Layout:
@@ -199,6 +200,7 @@ class Prover:
         alone = {
             **{axis: only(axis) for axis in ("pp", "tp")},
             "cp": only("cp", zero=layout.zero),
+            "ep": only("ep", dp=layout.ep * layout.etp),
             "shard": only("dp", dp=shards, shard=shards, zero=layout.zero),
             "replica": only("dp", dp=replicas, shard=replicas, zero=0),
         }
@@ -208,7 +210,7 @@ class Prover:
         else:
             guilty = [axis for axis, part in names.items() if self._fails(part)] or list(names)
         hybrid = 1 < layout.shards < layout.dp
-        return " x ".join(axis if hybrid or axis in ("tp", "cp", "pp") else "dp" for axis in guilty)
+        return " x ".join(axis if hybrid or axis in ("tp", "cp", "pp", "ep") else "dp" for axis in guilty)
 
     def _fails(self, layout: Layout) -> bool:
         try:

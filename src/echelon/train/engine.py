@@ -45,6 +45,7 @@ from echelon.pipeline.runtime import Work
 from echelon.train import issued
 from echelon.train.config import OptimizerConfig
 from echelon.train.later import later, sent
+from echelon.train.loads import Loads
 from echelon.train.norm import GradientNorm, clip_factor
 
 Batch = Mapping[str, Tensor]
@@ -138,6 +139,7 @@ class Engine:
         self.model, self.layout = self.parallel.model, layout
         self.optimizer = sharded(self.parallel.flat, self.rule)
         self.norm = GradientNorm(self.parallel)
+        self.loads = Loads(self.parallel)
         self.num_steps = 0
         self._last_count = torch.ones((), dtype=torch.float64, device=self.parallel.options.device)
         self._partial = partial_gradients(self.parallel)
@@ -203,6 +205,7 @@ class Engine:
         self.optimizer.step(lr, rest * clip_factor(norm, self.clip), live)
         self.parallel.flat.updated()
         self.parallel.flat.free_gradients()
+        self.loads.end_step()
         self._last_count = torch.where(live, count, self._last_count)
         self.num_steps += 1
         return StepResult(later(torch.cat([totals, norm[None]])))

@@ -42,7 +42,7 @@ def collectives(engine: Engine, traffic: tensor.Traffic | None) -> list[Collecti
     if parallel.axes[engine.loss_axis].size > 1:
         size = 24 if pipeline is not None and pipeline.asynchronous else 16
         found.append(Collective(kind="all_reduce", axis=engine.loss_axis, bytes=size, part="loss and count"))
-    return found
+    return [*found, *engine.loads.collectives()]
 
 
 def _of_an_update(engine: Engine, accumulate: int) -> list[Collective]:
@@ -60,7 +60,7 @@ def _of_an_update(engine: Engine, accumulate: int) -> list[Collective]:
             stages=pipeline.uses if pipeline is not None else None,
         )
     )
-    found += tensor.partial_sums(units, parallel.placement.at["shard"], reduce_bytes)
+    found += tensor.partial_sums(units, reduce_bytes, parallel.placement.shard_of)
     if engine.norm.axis.size > 1:
         found.append(Collective(kind="all_reduce", axis=engine.norm.axis.name, bytes=8, part="norm"))
     return found

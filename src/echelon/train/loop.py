@@ -25,6 +25,7 @@ from echelon.train.derived import derived
 from echelon.train.display import Display, Progress, duration, number, percent, short
 from echelon.train.engine import Engine, StepResult
 from echelon.train.later import later
+from echelon.train.loads import Load
 from echelon.train.pipeline_faults import MEASURE
 from echelon.train.predicted import predicted
 from echelon.train.run import Run
@@ -62,6 +63,8 @@ class _Step:
     lr: float
     memory: Callable[[], float] | None
     """asks what the fullest rank has used, where that was looked at"""
+    loads: Callable[[], list[Load]]
+    """asks how many tokens the experts of each layer got"""
 
 
 def train_here(config: Config, quiet: bool = False) -> Summary:
@@ -162,7 +165,9 @@ class Loop:
                 pipeline.record()
             result = self.engine.run(self.task.microbatches(self.engine, step), lr=lr)
             looks = step % MEMORY_EVERY == 0 or last
-            untold.append(_Step(step + 1, result, lr, self._look_at_memory() if looks else None))
+            untold.append(
+                _Step(step + 1, result, lr, self._look_at_memory() if looks else None, self.engine.loads.ask())
+            )
             evaluates = config.eval.every and ((step + 1) % config.eval.every == 0 or last)
             kept = int(late and not last and not evaluates)
             self._tell([untold.popleft() for _ in range(len(untold) - kept)], run)
@@ -222,6 +227,8 @@ class Loop:
                 skipped=result.skipped,
                 seconds=seconds,
             )
+            if loads := step.loads():
+                run.log("experts", step=step.number, layers=[asdict(load) for load in loads])
         if not math.isfinite(result.loss + result.norm):
             raise ValueError(
                 f"training diverged at step {step.number} (loss {result.loss}, gradient norm {result.norm}); "

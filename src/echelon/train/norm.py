@@ -15,11 +15,18 @@ Runs = list[tuple[FlatUnit, slice]]
 """parts of units' shards"""
 
 
-def owned_runs(parallel: Parallel) -> Runs:
-    """The parts of this rank's shards that it alone counts: no padding, no second copy."""
+def owned_runs(parallel: Parallel, *, first: bool = False) -> Runs:
+    """The parts of this rank's shards that it alone counts: no padding, no second copy.
+
+    Replicas count each for themselves, or with `first` only the first of them.
+    """
     found: Runs = []
     for unit in parallel.flat.units:
-        pieces = [p for u, p in parallel.flat.pieces() if u is unit and p.owner and p.entry.trainable]
+        pieces = [
+            p
+            for u, p in parallel.flat.pieces()
+            if u is unit and p.owner and p.entry.trainable and (p.first or not first)
+        ]
         runs = [(p.shard_offset + a - p.start, p.shard_offset + b - p.start) for p in pieces for a, b in p.runs()]
         found += [(unit, slice(start, stop)) for start, stop in _joined(sorted(runs))]
     return found
@@ -44,9 +51,11 @@ class GradientNorm:
     def __init__(self, parallel: Parallel):
         # Stages of an asynchronous schedule update at different times: each has a norm of its own.
         together = parallel.layout.pp > 1 and not parallel.policy.versions
-        shards = f"{parallel.policy.axis}*tp"
-        self.axis = parallel.axes[f"pp*{shards}" if together else shards]
-        self.runs = owned_runs(parallel)
+        # Experts lie on other ranks than the rest: then all ranks of a stage count, and each copy once.
+        folded = any(unit.unit.folded for unit in parallel.flat.units)
+        shards = "replica*shard*cp*tp" if folded else f"{parallel.policy.axis}*tp"
+        self.axis = parallel.axes.axis(f"pp*{shards}" if together else shards)
+        self.runs = owned_runs(parallel, first=folded)
         self.device = parallel.options.device
 
     @torch.no_grad()

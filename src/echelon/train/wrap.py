@@ -93,11 +93,11 @@ class Wrapped(nn.Module):
     def full_state_dict(self) -> dict[str, Tensor]:
         """The one-device model's `state_dict`, whole, on every rank. All ranks must call it."""
         found: dict[str, Tensor] = {}
-        placement, flat = self._parallel.placement, self._parallel.flat
+        flat = self._parallel.flat
         for unit, piece in flat.pieces():
             entry, values = piece.entry, unit.master.values()
             local = values.new_zeros(entry.local_numel)
-            if piece.owner and placement.first_replica:
+            if piece.owner and piece.first:
                 local[piece.start : piece.stop] = flat.view(values, piece)
             whole = values.new_zeros(entry.shape)
             box = tuple(slice(low, high) for low, high in piece.box)

@@ -1,0 +1,80 @@
+"""What is said of a model's mixtures of experts. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+Options = tuple[tuple[str, float | int | str | bool], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureConfig:
+    """Layers whose feed-forward part is one of many, chosen for each token."""
+
+    experts: int
+    """Experts of a layer that a gate chooses from."""
+    k: float
+    """Experts of a token; where experts choose, the average."""
+    ffn: int
+    """Hidden size of one expert."""
+    gate: str
+    """The gate's name (echelon.moe.GATES)."""
+    options: Options = ()
+    """The gate's options, by name."""
+    shared: int = 0
+    """Hidden size of an expert that every token passes through; 0: there is none."""
+    activation: str = "swiglu"
+    """swiglu, gelu or relu."""
+    dense: int = 0
+    """Layers at the start that have no experts."""
+    every: int = 1
+    """A mixture in every so many-th layer, the last of each group."""
+
+    def __post_init__(self) -> None:
+        wrong = [
+            f"{name} is less than {least} ({name}={getattr(self, name)})"
+            for name, least in (("experts", 1), ("ffn", 1), ("shared", 0), ("dense", 0), ("every", 1))
+            if getattr(self, name) < least
+        ]
+        if wrong:
+            raise ValueError("mixture: " + "; also ".join(wrong))
+
+    def is_mixture(self, layer: int) -> bool:
+        """Layer number `layer` has experts."""
+        return layer >= self.dense and (layer + 1 - self.dense) % self.every == 0
+
+    def parameters(self, width: int) -> int:
+        """Of one layer's gate and experts in all, without the shared one, which is of the model's family."""
+        return self.experts * (self._expert(width) + width) + self._more(width)
+
+    def active(self, width: int) -> float:
+        """Of these, what one token passes through."""
+        return self.k * self._expert(width) + self.experts * width
+
+    def reduced(self, smaller: float) -> MixtureConfig:
+        """With few experts, of a hidden size that is so much smaller or less, and no more than one layer without."""
+        experts, options = min(self.experts, 16), dict(self.options)
+        groups = int(options.get("num_groups", 1))
+        k = min(self.k, 4)
+        if groups > 1:
+            # Groups of four, so that a choice between groups and one inside them remain.
+            groups = max(experts // 4, 1)
+            options.update(num_groups=groups, group_limit=max(groups // 2, 1))
+        return replace(
+            self,
+            experts=experts,
+            k=k,
+            ffn=max(min(round(self.ffn * smaller), 256 // experts), 8),
+            options=tuple(options.items()),
+            shared=max(min(round(self.shared * smaller), 64), 8) if self.shared else 0,
+            dense=min(self.dense, 1),
+        )
+
+    def _expert(self, width: int) -> int:
+        return (3 if self.activation == "swiglu" else 2) * width * self.ffn
+
+    def _more(self, width: int) -> int:
+        """Routers that a gate has beside one row for each expert."""
+        if self.gate == "noisy-top-k":
+            return self.experts * width
+        return 0

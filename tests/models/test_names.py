@@ -1,0 +1,166 @@
+"""Weights under Hugging Face's names: transformers itself computes the same logits with them, and gives them back."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from echelon.models import ModelConfig, build, find, reduced
+from echelon.models.names import architecture, from_hugging_face, pairs, to_hugging_face
+
+SMALL = {name: replace(reduced(find(name)), layers=2) for name in ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v2")}
+LLAMA, GPT, DEEPSEEK = (replace(find(name), layers=2) for name in ("llama-tiny", "gpt-tiny", "deepseek-tiny"))
+assert DEEPSEEK.latent is not None
+MODELS: dict[str, ModelConfig] = {
+    "gpt2": GPT,
+    "gpt2 untied": replace(GPT, tied=False),
+    "llama": LLAMA,
+    "llama tied": replace(LLAMA, tied=True),
+    "qwen3": replace(SMALL["qwen3-30b-a3b"], mixture=None),
+    "mixtral": SMALL["mixtral-8x7b"],
+    "qwen3_moe": SMALL["qwen3-30b-a3b"],
+    "deepseek_v2": SMALL["deepseek-v2"],
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v3 direct queries": replace(DEEPSEEK, latent=replace(DEEPSEEK.latent, query_rank=0)),
+}
+
+
+def ours(config: ModelConfig) -> nn.Module:
+    model = build(config, seed=3)
+    with torch.no_grad():
+        for index, tensor in enumerate((*model.parameters(), *model.buffers())):
+            # First values are small, and many are 0 or 1: larger ones make every path matter.
+            noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(index))
+            tensor.mul_(4).add_(0.1 * noise) if tensor.dim() > 1 else tensor.add_(0.3 * noise)
+    return model.eval()
+
+
+def theirs(config: ModelConfig) -> Any:
+    """transformers' own model of a configuration."""
+    transformers = pytest.importorskip("transformers")
+    kind = architecture(config)
+    if kind == "gpt2":
+        sizes = {"n_embd": config.width, "n_layer": config.layers, "n_head": config.heads}
+        found = transformers.GPT2Config(
+            vocab_size=config.vocab, n_positions=config.max_seq_len, tie_word_embeddings=config.tied, **sizes
+        )
+        return transformers.GPT2LMHeadModel(found).eval()
+    values: dict[str, Any] = {
+        "vocab_size": config.vocab,
+        "hidden_size": config.width,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "intermediate_size": config.ffn,
+        "max_position_embeddings": config.max_seq_len,
+        "rms_norm_eps": config.epsilon,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.theta},
+        "tie_word_embeddings": config.tied,
+    }
+    if config.latent is None:
+        values["head_dim"] = config.head_dim
+    else:
+        latent = config.latent
+        values |= {"q_lora_rank": latent.query_rank or None, "kv_lora_rank": latent.kv_rank}
+        values |= {"qk_rope_head_dim": latent.rope_dim, "qk_nope_head_dim": latent.nope_dim}
+        values |= {"v_head_dim": latent.value_dim}
+    if config.mixture is not None:
+        mixture, options = config.mixture, dict(config.mixture.options)
+        values |= {"num_experts_per_tok": mixture.k}
+        if kind == "mixtral":
+            values |= {"num_local_experts": mixture.experts, "intermediate_size": mixture.ffn}
+        elif kind == "qwen3_moe":
+            values |= {"num_experts": mixture.experts, "norm_topk_prob": options["normalise"]}
+        else:
+            values |= {"n_routed_experts": mixture.experts, "first_k_dense_replace": mixture.dense}
+            values |= {"n_group": options["num_groups"], "topk_group": options["group_limit"]}
+            values |= {"routed_scaling_factor": options["scale"], "n_shared_experts": mixture.shared // mixture.ffn}
+            values |= {"topk_method": "group_limited_greedy"} if kind == "deepseek_v2" else {}
+        values |= {"moe_intermediate_size": mixture.ffn} if kind != "mixtral" else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **values)).eval()
+
+
+def equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
+    return set(found) == set(wanted) and all(torch.equal(found[name], wanted[name]) for name in found)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_computes_the_same(name: str, tmp_path: Path) -> None:
+    config = MODELS[name]
+    if config.mixture is not None and config.mixture.shared:
+        # Theirs are a multiple of an expert's size.
+        config = replace(config, mixture=replace(config.mixture, shared=2 * config.mixture.ffn))
+    model, other = ours(config), theirs(config)
+    state = model.state_dict()
+    given = to_hugging_face(state, config, stacked=True)
+    left = other.load_state_dict(given, strict=False)
+    assert left.missing_keys == (["lm_head.weight"] if config.tied else [])
+    assert not left.unexpected_keys
+    tokens = torch.randint(config.vocab, (2, 21), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found, wanted = model.logits(tokens), other(tokens, use_cache=False).logits
+    assert float(wanted.std()) > 0.1
+    assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-5
+    assert equal(from_hugging_face(other.state_dict(), config), state)
+    # What transformers writes is what we call published.
+    other.save_pretrained(tmp_path)
+    published = load_file(tmp_path / "model.safetensors")
+    assert equal(published, to_hugging_face(state, config))
+    assert equal(from_hugging_face(published, config), state)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("stacked", [False, True])
+def test_there_and_back(name: str, stacked: bool) -> None:
+    """Also where transformers is not installed."""
+    config = MODELS[name]
+    state = ours(config).state_dict()
+    assert equal(from_hugging_face(to_hugging_face(state, config, stacked=stacked), config), state)
+    names = [name for pair in pairs(config, stacked=stacked) for name in pair.theirs]
+    assert len(names) == len({*names})
+
+
+def test_every_published_size_has_names() -> None:
+    for name, example in (
+        ("mixtral-8x7b", "model.layers.31.block_sparse_moe.experts.7.w3.weight"),
+        ("qwen3-30b-a3b", "model.layers.47.mlp.experts.127.up_proj.weight"),
+        ("deepseek-v2", "model.layers.59.mlp.experts.159.down_proj.weight"),
+        ("deepseek-v3", "model.layers.60.mlp.gate.e_score_correction_bias"),
+        ("llama-405b", "model.layers.125.self_attn.q_proj.weight"),
+        ("gpt2-1.5b", "transformer.h.47.attn.c_attn.weight"),
+    ):
+        config = find(name)
+        found = list(pairs(config))
+        assert example in {name for pair in found for name in pair.theirs}
+        built = build(config, "meta").state_dict()
+        assert {name for pair in found for name in pair.ours} == {*built} - ({"head.weight"} if config.tied else set())
+
+
+def test_what_older_and_larger_files_hold_beside() -> None:
+    """GPT-2 was published without a prefix and with its masks, DeepSeek-V3 with a layer that is not built here."""
+    state = ours(GPT).state_dict()
+    old = {name.removeprefix("transformer."): x for name, x in to_hugging_face(state, GPT).items()}
+    assert equal(from_hugging_face({**old, "h.0.attn.bias": torch.ones(1)}, GPT), state)
+    state = ours(DEEPSEEK).state_dict()
+    more = {**to_hugging_face(state, DEEPSEEK), "model.layers.2.eh_proj.weight": torch.ones(1)}
+    assert equal(from_hugging_face(more, DEEPSEEK), state)
+
+
+def test_wrong_weights_and_models_without_names_are_refused() -> None:
+    state = to_hugging_face(ours(LLAMA).state_dict(), LLAMA)
+    del state["model.norm.weight"]
+    state["model.layers.2.mlp.up_proj.weight"] = torch.ones(1)
+    with pytest.raises(ValueError, match=r"missing: model.norm.weight; not known: model.layers.2.mlp.up_proj.weight"):
+        from_hugging_face(state, LLAMA)
+    for name in ("switch-tiny", "gshard-tiny", "qwen-moe-tiny", "conv-tiny"):
+        with pytest.raises(ValueError, match=f"no model that computes what {name} does"):
+            architecture(find(name))

@@ -1,0 +1,107 @@
+"""The mixture layer against every expert on every token, and its parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from echelon.kernels.grouped import grouped
+from echelon.moe import build_gate
+from echelon.moe.experts import Experts
+from echelon.moe.layer import Mixture
+from echelon.moe.sorted import Sorted
+
+WIDTH, FFN, EXPERTS = 16, 24, 8
+GATES = {"mixtral": 2, "switch": 1, "gshard": 2, "expert-choice": 2.0, "deepseek-v3": 3, "qwen": EXPERTS}
+
+
+def layer(gate: str, k: float, *, activation: str = "swiglu") -> Mixture:
+    torch.manual_seed(0)
+    made = Mixture(build_gate(gate, WIDTH, EXPERTS, k), Experts(EXPERTS, WIDTH, FFN, activation=activation)).double()
+    for parameter in made.experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return made
+
+
+def dense(mixture: Mixture, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Every expert sees every token, and weights that nobody gave are 0."""
+    routing = mixture.gate(x)
+    tokens = x.flatten(0, 1)
+    weights = torch.zeros(len(tokens), EXPERTS + 1, dtype=x.dtype)
+    weights = weights.index_put((routing.tokens, routing.experts), routing.weights, accumulate=True)[:, :EXPERTS]
+    h = torch.einsum("nw,egfw->negf", tokens, mixture.experts.up)
+    if mixture.experts.activation == "swiglu":
+        h = F.silu(h[:, :, 0]) * h[:, :, 1]
+    else:
+        h = F.relu(h[:, :, 0]) if mixture.experts.activation == "relu" else F.gelu(h[:, :, 0], approximate="tanh")
+    out = torch.einsum("nef,ewf->new", h, mixture.experts.down)
+    return (out * weights.unsqueeze(-1)).sum(1).view_as(x), routing.loss
+
+
+@pytest.mark.parametrize(("gate", "k"), GATES.items())
+@pytest.mark.parametrize("activation", ["swiglu", "relu", "gelu"])
+def test_it_equals_every_expert_on_every_token(gate: str, k: float, activation: str) -> None:
+    mixture = layer(gate, k, activation=activation).eval()
+    x = torch.randn(3, 10, WIDTH, dtype=torch.float64, requires_grad=True)
+    wanted = [x, *mixture.parameters()]
+    found, expected = (
+        (y, loss, torch.autograd.grad((y * y.detach().cos()).sum() + loss.sum(), wanted))
+        for y, loss in (mixture(x), dense(mixture, x))
+    )
+    for a, b in zip((found[0], found[1], *found[2]), (expected[0], expected[1], *expected[2]), strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=1e-12)
+
+
+def test_experts_without_a_token_have_a_gradient_of_zero() -> None:
+    mixture = layer("loss-free", 1)
+    mixture.gate.bias[3] = 1e6
+    y, _ = mixture(torch.randn(2, 5, WIDTH, dtype=torch.float64))
+    y.sum().backward()
+    alone = mixture.experts.up.grad.flatten(1).abs().sum(1)
+    assert (alone > 0).tolist() == [expert == 3 for expert in range(EXPERTS)]
+
+
+def test_a_tally_is_of_the_step_and_moves_the_bias() -> None:
+    mixture = layer("loss-free", 2).train()
+    for _ in range(2):
+        mixture(torch.randn(2, 5, WIDTH, dtype=torch.float64))
+    assert mixture.tally is not None
+    assert int(mixture.tally[:-1].sum()) == 2 * 2 * 5 * 2
+    load = mixture.tally[:-1]
+    mixture.end_step()
+    assert mixture.tally is None
+    assert torch.equal(mixture.gate.bias.sign(), (load.double().mean() - load).sign())
+
+
+def test_evaluation_and_repetitions_do_not_count() -> None:
+    mixture = layer("mixtral", 2)
+    mixture.eval()(torch.randn(1, 3, WIDTH, dtype=torch.float64))
+    mixture.train()
+    mixture.counts = False
+    mixture(torch.randn(1, 3, WIDTH, dtype=torch.float64))
+    assert mixture.tally is None
+
+
+@pytest.mark.parametrize("ends", [[3, 3, 7, 10], [0, 0, 0, 0], [10, 10, 10, 10], [2, 5, 5, 8]])
+def test_runs_of_rows_have_matrices_of_their_own(ends: list[int]) -> None:
+    x = torch.randn(10, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(4, 5, 6, dtype=torch.float64, requires_grad=True)
+    found = grouped(x, weight, torch.tensor(ends, dtype=torch.int32))
+    wanted = torch.zeros(10, 5, dtype=torch.float64)
+    for run, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        wanted[start:end] = x[start:end] @ weight[run].t()
+    assert torch.equal(found, wanted.detach())
+    assert torch.autograd.gradcheck(lambda a, b: grouped(a, b, torch.tensor(ends, dtype=torch.int32)), (x, weight))
+
+
+@pytest.mark.parametrize(("gate", "k"), GATES.items())
+def test_what_is_sent_and_summed_are_each_other_s_inverse_in_backward(gate: str, k: float) -> None:
+    torch.manual_seed(1)
+    order = Sorted.of(build_gate(gate, WIDTH, EXPERTS, k).eval()(torch.randn(2, 6, WIDTH)))
+    x = torch.randn(12, 3, dtype=torch.float64, requires_grad=True)
+    y = torch.randn(len(order.tokens), 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(order.sent, x)
+    assert torch.autograd.gradcheck(order.summed, y)
+    assert torch.allclose((order.sent(x) * y).sum(), (x * order.summed(y)).sum())

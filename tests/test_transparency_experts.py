@@ -1,0 +1,107 @@
+"""Every layout of experts equals one device: folded over dp, cp and tp, with balance losses, capacity and imbalance."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from echelon import models
+from echelon.launch.pool import Pool
+from echelon.layout import Layout
+from echelon.models import sizes
+from echelon.models.mixture_config import MixtureConfig
+from echelon.models.sizes import ModelConfig
+from echelon.moe.gate import Gate
+from echelon.proof.case import Case
+from echelon.proof.verify import Prover, verify
+
+SMALL = {"layers": 2, "width": 32, "ffn": 48, "max_seq_len": 64}
+MIXTRAL = replace(sizes.find("moe-tiny"), **SMALL, mixture=MixtureConfig(experts=8, k=2, ffn=24, gate="mixtral"))
+SWITCH = replace(
+    sizes.find("switch-tiny"),
+    **SMALL,
+    dropout=0.1,
+    mixture=MixtureConfig(experts=4, k=1, ffn=24, gate="switch", activation="relu", every=2),
+)
+"""drops what finds no room, and has a layer without experts: the first stage of two has none"""
+SHARED = replace(
+    sizes.find("qwen-moe-tiny"), **SMALL, mixture=MixtureConfig(experts=8, k=3, ffn=16, gate="qwen", shared=24)
+)
+
+LAYOUTS = (
+    "dp=2,ep=2",
+    "dp=4,ep=4",
+    "dp=4,ep=2,etp=2",
+    "dp=2,tp=2,ep=2",
+    "dp=2,tp=2,ep=4",
+    *(f"dp=4,ep=2,zero={zero},accumulate=2" for zero in (1, 2, 3)),
+    "dp=2,ep=2,zero=3,recompute=full",
+    "dp=2,pp=2,ep=2,accumulate=2",
+    "cp=2,ep=2",
+    "dp=2,cp=2,cp_kind=ulysses,ep=4,zero=1",
+    "tp=2,cp=2,ep=4,recompute=full",
+    "tp=2",
+    "cp=3,cp_kind=gather",
+    "tp=2,pp=2,ep=2,schedule=zb-v,vpp=2,accumulate=2",
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", [MIXTRAL, SWITCH, SHARED], ids=lambda model: model.name)
+def test_experts_equal_one_device(pool: Pool, model: ModelConfig, layout: str) -> None:
+    model = replace(model, layers=4) if "zb-v" in layout else model
+    verdict = Prover(pool, Case(model=model, steps=2, seq_len=33)).judge(Layout.parse(layout))
+    assert verdict.passed, f"{verdict.first_difference} {verdict.trouble}"
+
+
+@pytest.mark.parametrize("gate", ["noisy-top-k", "gshard", "expert-choice", "deepseek-v2", "hierarchical"])
+@pytest.mark.filterwarnings("ignore:gate")
+def test_every_kind_of_gate_decides_as_on_one_device(pool: Pool, gate: str) -> None:
+    """Noise, a second expert by chance, experts that choose tokens: whole sequences decide, on every rank alike."""
+    options = (("num_groups", 2), ("group_limit", 1)) if gate == "deepseek-v2" else ()
+    k = 4 if gate == "hierarchical" else 2
+    mixture = MixtureConfig(experts=8, k=k, ffn=16, gate=gate, options=options)
+    prover = Prover(pool, Case(model=replace(MIXTRAL, causal=False, mixture=mixture), steps=2, seq_len=33))
+    for layout in ("dp=2,ep=2", "cp=2,ep=2", "tp=2,ep=2"):
+        verdict = prover.judge(Layout.parse(layout))
+        assert verdict.passed, f"{layout}: {verdict.first_difference} {verdict.trouble}"
+
+
+# -- one expert gets everything ---------------------------------------------------------------------------------------
+
+
+def crowded() -> nn.Module:
+    """Every token goes to the second expert; six others never see one."""
+    mixture = MixtureConfig(experts=8, k=1, ffn=16, gate="loss-free")
+    model = models.build(replace(MIXTRAL, mixture=mixture), dtype=torch.float64, seed=3)
+    for module in model.modules():
+        if isinstance(module, Gate):
+            module.bias[1] = 1e6
+    return model
+
+
+def batch(rows: int, seed: int) -> dict[str, Tensor]:
+    return Case(model=MIXTRAL, seq_len=33, seed=seed).batch(0, rows)
+
+
+def test_an_expert_that_gets_everything_and_experts_that_get_nothing(pool: Pool) -> None:
+    layouts = "dp=2,ep=2; dp=4,ep=4,zero=3; dp=2,tp=2,ep=4; cp=2,ep=2; dp=4,ep=2,etp=2"
+    report = verify(crowded, layouts, batch=batch, pool=pool, steps=2)
+    assert report.passed, [verdict.trouble or verdict.first_difference for verdict in report.verdicts]
+
+
+LEFT_OUT = [
+    ("dp=2,ep=2", "ep*etp:all_to_all"),
+    ("dp=4,ep=2", "edp:all_reduce"),
+    ("dp=4,ep=2,zero=1", "edp:reduce_scatter"),
+    ("dp=4,ep=2,zero=3", "edp:all_gather"),
+]
+
+
+@pytest.mark.parametrize(("layout", "leave_out"), LEFT_OUT)
+def test_a_message_that_is_left_out_is_missed(pool: Pool, layout: str, leave_out: str) -> None:
+    verdict = Prover(pool, Case(model=MIXTRAL, steps=2, seq_len=33), leave_out).judge(Layout.parse(layout))
+    assert not verdict.passed
