@@ -7,6 +7,7 @@ from functools import cached_property
 
 from echelon.layout import Layout
 from echelon.layout.layout import SPLIT_BACKWARD
+from echelon.models.sizes import SIZES
 from echelon.parallel import grid_cost
 from echelon.plan.cluster import Cluster
 from echelon.plan.shape import ModelShape
@@ -51,8 +52,9 @@ class Case:
 
     @property
     def runnable(self) -> bool:
-        """Today, by `train`: mixtures of experts have no model to run yet, and 8 bits need layers of ours."""
-        known = self.shape.has_kernels or (self.precision != "fp8" and not self.shape.experts)
+        """Today, by `train`: mixtures must be ones that we have a model of, 8 bits need layers of ours."""
+        mixture = self.shape.experts and self.shape.name not in SIZES
+        known = self.shape.has_kernels or (self.precision != "fp8" and not mixture)
         return known and not self.layout.plan_only and trains_in(self.precision, self.layout)
 
     @property
