@@ -172,6 +172,12 @@ def slices_come_in_order(layout: Layout, facts: Facts) -> Iterator[Broken]:
         yield Broken(("cp",), rule, "or schedule=1f1b")
 
 
+def gates_decide_for_whole_sequences(layout: Layout, facts: Facts) -> Iterator[Broken]:
+    mixed = layout.ep * layout.etp > 1 or getattr(facts.model, "mixture", None) is not None
+    if mixed and layout.pp > 1 and layout.schedule == "terapipe":
+        yield Broken(("schedule",), "gives a stage slices of sequences, and gates of experts decide for whole ones")
+
+
 def asynchronous_weights_are_whole(layout: Layout, facts: Facts) -> Iterator[Broken]:
     if layout.pp > 1 and layout.schedule in ASYNCHRONOUS and layout.zero > 1 and layout.dp * layout.cp > 1:
         rule = f"is not for schedule={layout.schedule}, which holds several whole versions of the weights"
@@ -250,6 +256,7 @@ RULES: tuple[Rule, ...] = (
     vpp_fits_schedule,
     slices_need_whole_sequences,
     slices_come_in_order,
+    gates_decide_for_whole_sequences,
     asynchronous_weights_are_whole,
     asynchronous_stages_share_nothing,
     experts_fold,

@@ -273,6 +273,11 @@ def wrap(model: nn.Module, layout: Layout | str = "", **options: Any) -> Wrapped
             f"the engine cuts every batch for this layout ({what}), which a loop of your own would have to do; "
             "use ec.Engine(model, layout, optimizer).step(batch)"
         )
+    if layout.ep * layout.etp > 1:
+        raise ValueError(
+            f"gates may balance by what the whole batch did, which the engine tells them (ep={layout.ep}); "
+            "use ec.Engine(model, layout, optimizer).step(batch)"
+        )
     if layout.accumulate > 1 or layout.microbatch > 1:
         raise ValueError(
             "in a loop of your own the batch is yours; leave microbatch and accumulate out of the layout, "

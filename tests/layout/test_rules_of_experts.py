@@ -1,0 +1,29 @@
+"""What experts ask of a layout."""
+
+from __future__ import annotations
+
+import pytest
+
+from echelon.layout import FaultError, check
+from echelon.models.sizes import find
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "words"),
+    [
+        ("moe-tiny", "dp=1,pp=2,schedule=terapipe", "gates of experts decide for whole ones"),
+        ("moe-tiny", "dp=3,ep=3", "ep=3 does not divide the 8 experts of a layer (moe-tiny); legal: 1"),
+        ("llama-tiny", "dp=2,ep=2", "divides experts, and llama-tiny has none"),
+        ("moe-tiny", "tp=2,sp=0", "is not for experts, whose tokens are divided over tp by position"),
+        ("moe-tiny", "tp=4,tp_kind=2d", "is not for experts, whose tokens are divided over tp by position"),
+    ],
+)
+def test_what_experts_cannot_do_is_refused(model: str, text: str, words: str) -> None:
+    with pytest.raises(FaultError) as caught:
+        check(text, model=find(model))
+    assert words in str(caught.value)
+
+
+def test_what_they_can_do_is_not() -> None:
+    check("dp=2,tp=2,ep=4", model=find("moe-tiny"))
+    check("dp=1,pp=2,schedule=terapipe", model=find("llama-tiny"))
