@@ -182,7 +182,7 @@ def every(steps: int) -> int:
 
 def binned(numbers: Sequence[float]) -> list[float]:
     size = every(len(numbers))
-    return [round(statistics.mean(numbers[i : i + size]), 5) for i in range(0, len(numbers), size)]
+    return [round(statistics.mean(numbers[i : i + size]), 4) for i in range(0, len(numbers), size)]
 
 
 def counts(shape: ModelConfig) -> dict[str, int]:
@@ -258,7 +258,7 @@ def as_json(results: Sequence[Result], chosen: dict[str, ModelConfig], asked: ar
         },
         "runs": [asdict(result) for result in results],
     }
-    return json.dumps(found, indent=1) + "\n"
+    return json.dumps(found) + "\n"
 
 
 def token_file(corpus: str, folder: str) -> Path:
@@ -277,17 +277,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate of all models (default 2e-3)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="bfloat16 on a GPU")
-    parser.add_argument(
-        "--only", action="append", choices=tuple(shapes(64, 1, 8)), help="one of the models; repeatable"
-    )
+    names = tuple(shapes(64, 1, 8))
+    parser.add_argument("--only", action="append", choices=names, help="one of the models; repeatable")
     parser.add_argument("--corpus", default="", help="a text or token file (default: the demo's text)")
     parser.add_argument("--json", metavar="FILE", help="where to write everything, after every run")
     parser.add_argument("--limit", type=float, default=0.0, help="seconds; no run is begun that would end after them")
     asked = parser.parse_args()
-    wrong = [f"--{name} {asked.__dict__[name.replace('-', '_')]}" for name in numbers if name != "warmup"]
-    wrong = [text for text in wrong if int(text.split()[1]) < 1]
-    if wrong or asked.width % 64:
-        parser.error(f"sizes are 1 or more, and the width a multiple of 64 ({', '.join(wrong) or asked.width})")
+    for name in numbers:
+        value, least = getattr(asked, name.replace("-", "_")), 0 if name == "warmup" else 1
+        if value < least:
+            parser.error(f"there must be something to measure (--{name} {value}); use {least} or more")
+    if asked.width % 64:
+        parser.error(f"the width is no multiple of 64 (--width {asked.width}); use one, heads have 32 elements")
     if asked.device == "auto":
         asked.device = "cuda" if torch.cuda.is_available() else "cpu"
     if asked.dtype == "auto":
