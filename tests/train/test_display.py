@@ -6,12 +6,17 @@ import pytest
 from rich.console import Console
 
 from echelon.train.display import Display, History, Progress, duration, percent, short, size, sparkline
+from echelon.train.load import Balance, Load
 
 DERIVED = [("microbatch", "12", "batch 24 over 2 ranks"), ("padding", "none", "")]
 
 
-def progress(step, loss=2.0):
-    return Progress(step=step, loss=loss, tokens_per_s=41_234.0, mfu=0.123, hfu=0.164, memory=3 * 2**28)
+UNEVEN = Balance.of([Load.of("blocks.0.mlp", [8, 8, 0, 0], 0), Load.of("blocks.11.mlp", [9, 3, 2, 2], 5)])
+
+
+def progress(step, loss=2.0, experts=None):
+    numbers = {"tokens_per_s": 41_234.0, "mfu": 0.123, "hfu": 0.164, "memory": 3 * 2**28}
+    return Progress(step=step, loss=loss, experts=experts, **numbers)
 
 
 def plain(total=10, **options):
@@ -82,6 +87,29 @@ def test_a_narrow_terminal_breaks_between_figures():
             display.step(progress(step))
     lines = [line.rstrip() for line in without_controls(out.getvalue()).splitlines()]
     assert any(line.startswith("tokens/s") and "left" in line for line in lines)
+
+
+def test_experts_are_shown_where_there_are_some():
+    out, display = plain()
+    display.step(progress(1, experts=UNEVEN))
+    figures = (
+        "max/mean 2.25 in blocks.11  entropy 0.50 in blocks.0  dead 2 of 8 in blocks.0  dropped 15.6 % in blocks.11"
+    )
+    assert out.getvalue().rstrip().endswith(f"left -  {figures}")
+    for width in (60, 80, 140):
+        out, display = terminal(width=width)
+        with display:
+            display.step(progress(1, experts=UNEVEN))
+        lines = [line.rstrip() for line in without_controls(out.getvalue()).splitlines()]
+        rows = lines[next(place for place, line in enumerate(lines) if line.startswith("experts")) :]
+        assert re.sub(" +", " ", " ".join(rows)) == f"experts {figures}".replace("  ", " ")
+        assert max(map(len, rows)) <= width
+    assert "experts" not in progress(1, experts=UNEVEN).record()
+    for make in (plain, terminal):
+        out, display = make()
+        with display:
+            display.step(progress(1))
+        assert "max/mean" not in out.getvalue()
 
 
 def test_a_terminal_shows_something_before_the_first_step():

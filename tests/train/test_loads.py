@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 
 import pytest
-import torch
 
 from echelon import models
 from echelon.launch.pool import Pool
@@ -14,19 +13,43 @@ from echelon.layout import Layout
 from echelon.models import sizes
 from echelon.proof.case import Case
 from echelon.train.engine import Engine
-from echelon.train.loads import Load
+from echelon.train.load import Balance, Load, keeps_counts
 
 MODEL = replace(sizes.find("moe-tiny"), layers=2)
 
 
 def test_what_is_said_of_a_layer() -> None:
-    even = Load.of("a", torch.tensor([4, 4, 4, 4, 0]))
+    even = Load.of("a", [4, 4, 4, 4], 0)
     assert (even.most, even.dead, even.dropped) == (1.0, 0, 0)
     assert even.entropy == pytest.approx(1.0)
-    odd = Load.of("b", torch.tensor([8, 8, 0, 0, 5]))
-    assert (odd.most, odd.dead, odd.dropped, odd.counts) == (2.0, 2, 5, (8, 8, 0, 0))
+    odd = Load.of("b", [8, 8, 0, 0], 5)
+    assert (odd.most, odd.dead, odd.dropped, odd.assigned, odd.counts) == (2.0, 2, 5, 16, (8, 8, 0, 0))
     assert odd.entropy == pytest.approx(math.log(2) / math.log(4))
-    assert Load.of("c", torch.tensor([9, 0, 0, 0, 0])).entropy == 0.0
+    assert Load.of("c", [9, 0, 0, 0], 0).entropy == 0.0
+    nothing = Load.of("d", [0, 0], 0)
+    assert (nothing.most, nothing.entropy, nothing.dead) == (0.0, 1.0, 2)
+
+
+def test_what_is_said_of_all_layers() -> None:
+    loads = [Load.of("blocks.0.mlp", [8, 8, 0, 0], 0), Load.of("blocks.1.mlp", [9, 3, 2, 2], 5)]
+    found = Balance.of(loads)
+    assert (found.most, found.most_layer) == (2.25, "blocks.1.mlp")
+    assert (found.entropy, found.entropy_layer) == (loads[0].entropy, "blocks.0.mlp")
+    assert (found.dead, found.dead_layer, found.experts) == (2, "blocks.0.mlp", 8)
+    assert (found.dropped, found.dropped_layer, found.dropped_share) == (5, "blocks.1.mlp", 5 / 32)
+    assert [f"{name} {value}" for name, value, _ in found.figures()] == [
+        "max/mean 2.25 in blocks.1",
+        "entropy 0.50 in blocks.0",
+        "dead 2 of 8 in blocks.0",
+        "dropped 15.6 % in blocks.1",
+    ]
+
+
+def test_counts_of_a_long_run_are_thinned_out() -> None:
+    assert [sum(map(keeps_counts, range(1, steps + 1))) for steps in (999, 9_999, 99_999)] == [999, 1899, 2799]
+    assert set(Load.of("a", [1, 2], 3).record(with_counts=False)) == {
+        *("layer", "most", "entropy", "dead", "dropped", "assigned")
+    }
 
 
 def loads_of(text: str) -> list[Load]:

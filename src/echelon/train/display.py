@@ -22,6 +22,8 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from echelon.train.load import Balance
+
 LEVELS = "▁▂▃▄▅▆▇█"
 ASCII_LEVELS = "_.-:=+*#"
 
@@ -42,6 +44,12 @@ class Progress:
     """Share of the peak that was executed."""
     memory: int
     """Peak bytes of the fullest rank."""
+    experts: Balance | None = None
+    """How evenly experts were used; none where the model has no experts."""
+
+    def record(self) -> dict[str, float]:
+        """As the log has it; of experts it has more, in a line of its own."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "experts"}
 
 
 Derived = tuple[str, str, str]
@@ -108,7 +116,9 @@ class Display:
         is_edge = is_first or progress.step >= self._total
         if not self._is_live and (is_edge or now - self._printed >= self._seconds):
             self._printed = now
-            self._line("  ".join([f"step {progress.step}/{self._total}", *(f"{k} {v}" for k, v in self._figures())]))
+            experts = [f"{name} {value}" for name, value, _ in progress.experts.figures()] if progress.experts else []
+            figures = [f"{name} {value}" for name, value in self._figures()]
+            self._line("  ".join([f"step {progress.step}/{self._total}", *figures, *experts]))
 
     def evaluation(self, step: int, loss: float) -> None:
         """The loss on held-back text."""
@@ -172,9 +182,20 @@ class Display:
         levels = ASCII_LEVELS if self._console.options.ascii_only else LEVELS
         loss.append(" " + sparkline(self._losses.means, 24, levels), style="magenta")
         figures = Text("   ").join([loss, *others])
-        if figures.cell_len <= self._console.width:
-            return Group(bar, figures)
-        return Group(bar, loss, Text("   ").join(others))
+        lines = [figures] if figures.cell_len <= self._console.width else [loss, Text("   ").join(others)]
+        return Group(bar, *lines, *self._experts())
+
+    def _experts(self) -> list[Text]:
+        """How evenly experts are used, on as many lines as it needs; what deserves a look is yellow."""
+        if self._now is None or self._now.experts is None:
+            return []
+        lines = [Text("experts", style="cyan")]
+        for name, value, stands_out in self._now.experts.figures():
+            cell = Text.assemble((name, "cyan"), (f" {value}", "bold yellow" if stands_out else "bold"))
+            if lines[-1].cell_len + 3 + cell.cell_len > self._console.width:
+                lines.append(Text("       "))
+            lines[-1] += Text("   ") + cell
+        return lines
 
     def _seconds_left(self) -> float:
         (start, first), (end, last) = self._times[0], self._times[-1]

@@ -7,7 +7,6 @@ layers. One sum over pp x dp tells everyone everything, once a step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,32 +15,8 @@ from echelon.layout.cost import Collective
 from echelon.models.sizes import ModelConfig
 from echelon.moe.layer import Mixture
 from echelon.parallel.apply import Parallel
-
-
-@dataclass(frozen=True)
-class Load:
-    """Of one layer in one step."""
-
-    layer: str
-    most: float
-    """assignments of the busiest expert, to the mean"""
-    entropy: float
-    """of the shares of all experts, to that of equal shares: 1 is even, 0 is one expert for all"""
-    dead: int
-    """experts without a token"""
-    dropped: int
-    """assignments that found no room"""
-    counts: tuple[int, ...]
-    """of each expert, before any was dropped"""
-
-    @classmethod
-    def of(cls, layer: str, tally: Tensor) -> Load:
-        *counts, dropped = tally.tolist()
-        load = torch.tensor(counts, dtype=torch.float64)
-        shares = load / load.sum().clamp(min=1)
-        entropy = -(shares * shares.clamp(min=1e-300).log()).sum() / max(torch.tensor(len(counts)).log().item(), 1e-9)
-        mean = max(float(load.mean()), 1e-9)
-        return cls(layer, float(load.max()) / mean, float(entropy), int((load == 0).sum()), dropped, tuple(counts))
+from echelon.train.later import later
+from echelon.train.load import Load
 
 
 class Loads:
@@ -79,11 +54,20 @@ class Loads:
                 part.end_step()
 
     def ask(self) -> Callable[[], list[Load]]:
-        """Asks for the loads of every layer in the step that has just been queued; who asks waits for it."""
-        last = self.last
-        if last is None:
+        """Asks for the loads of every layer in the step that has just been queued; who asks waits for it alone."""
+        if self.last is None:
             return list
-        return lambda: [Load.of(name, row) for name, row in zip(self.names, last.cpu(), strict=True)]
+        told = later(self.last.flatten())
+        return lambda: self._loads([int(value) for value in told()])
+
+    def _loads(self, table: list[int]) -> list[Load]:
+        found, width = [], self.experts + 1
+        for row, name in enumerate(self.names):
+            *counts, dropped = table[row * width : (row + 1) * width]
+            # A layer elsewhere is of a model whose layers are alike.
+            experts = self.here[name].gate.num_experts if name in self.here else self.experts
+            found.append(Load.of(name, counts[:experts], dropped))
+        return found
 
     def collectives(self) -> list[Collective]:
         if self.axis is None or self.axis.size == 1:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ from echelon.train.derived import derived
 from echelon.train.display import Display, Progress, duration, number, percent, short
 from echelon.train.engine import Engine, StepResult
 from echelon.train.later import later
-from echelon.train.loads import Load
+from echelon.train.load import Balance, Load, keeps_counts
 from echelon.train.pipeline_faults import MEASURE
 from echelon.train.predicted import predicted
 from echelon.train.run import Run
@@ -54,6 +55,8 @@ class Summary:
     eval_loss: float | None
     checkpoint: str | None = None
     """the last checkpoint; none are written yet"""
+    experts: dict[str, Any] | None = None
+    """how evenly experts were used in the last step, and `dropped_in_run`; none where the model has no experts"""
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,10 @@ class Loop:
         self.peak = metrics.peak_flops(world.device)
         self.display = Display(config.steps, quiet=quiet or world.rank > 0)
         self._memory = 0
+        self._experts: Balance | None = None
+        """of the step that was told last"""
+        self._dropped = 0
+        """assignments to experts that found no room, in all steps"""
         self._stopwatch = Stopwatch()
         self._seconds: list[float] = []
         """of every step"""
@@ -165,9 +172,10 @@ class Loop:
                 pipeline.record()
             result = self.engine.run(self.task.microbatches(self.engine, step), lr=lr)
             looks = step % MEMORY_EVERY == 0 or last
-            untold.append(
-                _Step(step + 1, result, lr, self._look_at_memory() if looks else None, self.engine.loads.ask())
-            )
+            memory = self._look_at_memory() if looks else None
+            # Only the first rank tells.
+            loads = self.engine.loads.ask() if self.world.rank == 0 else list
+            untold.append(_Step(step + 1, result, lr, memory, loads))
             evaluates = config.eval.every and ((step + 1) % config.eval.every == 0 or last)
             kept = int(late and not last and not evaluates)
             self._tell([untold.popleft() for _ in range(len(untold) - kept)], run)
@@ -197,6 +205,7 @@ class Loop:
             hfu=hfu,
             goodput=busy / (time.perf_counter() - self.started),
             eval_loss=eval_loss,
+            experts=self._experts and {**self._experts.facts(), "dropped_in_run": self._dropped},
         )
 
     def _tell(self, steps: Sequence[_Step], run: Run | None) -> None:
@@ -213,6 +222,10 @@ class Loop:
         result = step.result
         if step.memory is not None:
             self._memory = int(step.memory())
+        loads = step.loads()
+        if loads:
+            self._experts = Balance.of(loads)
+            self._dropped += self._experts.dropped
         progress = self._progress(step.number, result, self._tokens(result) / seconds)
         self.display.step(progress)
         if result.skipped:
@@ -220,15 +233,16 @@ class Loop:
         if run is not None:
             run.log(
                 "step",
-                **asdict(progress),
+                **progress.record(),
                 lr=step.lr,
                 norm=result.norm,
                 count=result.count,
                 skipped=result.skipped,
                 seconds=seconds,
             )
-            if loads := step.loads():
-                run.log("experts", step=step.number, layers=[asdict(load) for load in loads])
+            if loads:
+                kept = keeps_counts(step.number)
+                run.log("experts", step=step.number, layers=[load.record(with_counts=kept) for load in loads])
         if not math.isfinite(result.loss + result.norm):
             raise ValueError(
                 f"training diverged at step {step.number} (loss {result.loss}, gradient norm {result.norm}); "
@@ -257,7 +271,15 @@ class Loop:
 
     def _progress(self, step: int, result: StepResult, rate: float) -> Progress:
         mfu, hfu = self._utilisation(rate)
-        return Progress(step=step, loss=result.loss, tokens_per_s=rate, mfu=mfu, hfu=hfu, memory=self._memory)
+        return Progress(
+            step=step,
+            loss=result.loss,
+            tokens_per_s=rate,
+            mfu=mfu,
+            hfu=hfu,
+            memory=self._memory,
+            experts=self._experts,
+        )
 
     def _utilisation(self, rate: float) -> tuple[float, float]:
         """(MFU, HFU); not a number for a user's module, whose FLOPs are not known."""
@@ -275,5 +297,12 @@ class Loop:
             *([("evaluation", number(summary.eval_loss))] if summary.eval_loss is not None else []),
             ("tokens/s", short(summary.tokens_per_s)),
             ("MFU, HFU", f"{percent(summary.mfu)}, {percent(summary.hfu)}"),
+            *self._results_of_experts(),
             ("time", f"{duration(time.perf_counter() - self.started)}, {percent(summary.goodput)} of it in steps"),
         ]
+
+    def _results_of_experts(self) -> list[tuple[str, str]]:
+        if self._experts is None:
+            return []
+        figures = ", ".join(f"{name} {value}" for name, value, _ in self._experts.figures())
+        return [("experts", f"{figures}; {self._dropped:,} dropped in the run")]

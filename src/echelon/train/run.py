@@ -156,6 +156,8 @@ def _end_of_last_line(file: IO[bytes], chunk: int = 1 << 16) -> int:
 
 def _finite(value: Any) -> Any:
     """`value` with the floats that JSON lacks written as texts."""
+    if isinstance(value, int | str):
+        return value  # most of a long list
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):

@@ -1,0 +1,125 @@
+"""What is said of the experts of a layer in a step, and of all layers together. No torch: pictures of a run read it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+
+@dataclass(frozen=True)
+class Load:
+    """Of one layer in one step."""
+
+    layer: str
+    most: float
+    """assignments of the busiest expert, to the mean"""
+    entropy: float
+    """of the shares of all experts, to that of equal shares: 1 is even, 0 is one expert for all"""
+    dead: int
+    """experts without a token"""
+    dropped: int
+    """assignments that found no room"""
+    assigned: int
+    """all assignments, with those that were dropped"""
+    counts: tuple[int, ...]
+    """of each expert, before any was dropped"""
+
+    @classmethod
+    def of(cls, layer: str, counts: Sequence[int], dropped: int) -> Self:
+        total, experts = sum(counts), len(counts)
+        # A sum over no token or one expert has no shares to be uneven.
+        entropy = 1.0
+        if total and experts > 1:
+            shares = (count / total for count in counts if count)
+            entropy = max(0.0, -math.fsum(share * math.log(share) for share in shares) / math.log(experts))
+        most = max(counts) * experts / total if total else 0.0
+        return cls(layer, most, entropy, counts.count(0), dropped, total, tuple(counts))
+
+    def record(self, *, with_counts: bool = True) -> dict[str, Any]:
+        """As the log has it."""
+        names = [name for name in self.__dataclass_fields__ if with_counts or name != "counts"]
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Balance:
+    """All layers of a step: the worst of each figure, and the layer that has it."""
+
+    most: float
+    most_layer: str
+    entropy: float
+    """the lowest"""
+    entropy_layer: str
+    dead: int
+    """of all layers together, of so many `experts`"""
+    dead_layer: str
+    """where most of them are"""
+    experts: int
+    dropped: int
+    """of all layers together, of so many `assigned`"""
+    dropped_layer: str
+    """where most of them were"""
+    assigned: int
+
+    @classmethod
+    def of(cls, loads: Sequence[Load]) -> Self:
+        """Of at least one layer."""
+        most = max(loads, key=lambda load: load.most)
+        least = min(loads, key=lambda load: load.entropy)
+        deadest = max(loads, key=lambda load: load.dead)
+        fullest = max(loads, key=lambda load: load.dropped)
+        return cls(
+            most=most.most,
+            most_layer=most.layer,
+            entropy=least.entropy,
+            entropy_layer=least.layer,
+            dead=sum(load.dead for load in loads),
+            dead_layer=deadest.layer,
+            experts=sum(len(load.counts) for load in loads),
+            dropped=sum(load.dropped for load in loads),
+            dropped_layer=fullest.layer,
+            assigned=sum(load.assigned for load in loads),
+        )
+
+    @property
+    def dropped_share(self) -> float:
+        return self.dropped / self.assigned if self.assigned else 0.0
+
+    def facts(self) -> dict[str, Any]:
+        return {**asdict(self), "dropped_share": self.dropped_share}
+
+    def figures(self) -> list[tuple[str, str, bool]]:
+        """Name, value and whether it deserves a look, in few letters."""
+        dead = f"{self.dead} of {self.experts}" + (_in(self.dead_layer) if self.dead else "")
+        dropped = _percent(self.dropped_share) + (_in(self.dropped_layer) if self.dropped else "")
+        return [
+            ("max/mean", f"{self.most:.2f}{_in(self.most_layer)}", self.most >= 4),
+            ("entropy", f"{self.entropy:.2f}{_in(self.entropy_layer)}", self.entropy < 0.5),
+            ("dead", dead, self.dead > 0),
+            ("dropped", dropped, self.dropped > 0),
+        ]
+
+
+def keeps_counts(step: int) -> bool:
+    """Whether the log has the counts of every expert in this step: of all up to 1000, then of every tenth, hundredth, …
+
+    A table of 60 layers with 256 experts is 60 kB. The figures of a layer are there in every step.
+    """
+    return step % 10 ** max(0, len(str(step)) - 3) == 0
+
+
+def short_name(layer: str) -> str:
+    """`blocks.7` for `blocks.7.mlp`."""
+    parts = layer.split(".")
+    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[-1] + 1]) if numbers else layer
+
+
+def _in(layer: str) -> str:
+    return f" in {short_name(layer)}" if layer else ""
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %" if share >= 0.001 or not share else "<0.1 %"
