@@ -48,20 +48,7 @@ def _claims(engine: Engine, model: ModelConfig, layout: Layout) -> list[Collecti
     size = engine.parallel.options.compute.itemsize
     if model.family == "conv":
         return engine.collectives()
-    return engine.collectives(
-        Traffic(
-            layers=model.layers,
-            width=model.width,
-            batch=layout.microbatch,
-            seq_len=SEQ_LEN,
-            dropout=model.dropout > 0,
-            element_bytes=size,
-            loss_bytes=max(size, 4),
-            heads=model.heads,
-            kv_heads=model.kv_heads,
-            causal=model.causal,
-        )
-    )
+    return engine.collectives(Traffic.of(model, batch=layout.microbatch, seq_len=SEQ_LEN, element_bytes=size))
 
 
 def check(pool: Pool, model: ModelConfig, layout: str, **choices: Any) -> list[Counted]:

@@ -15,6 +15,7 @@ from echelon import models
 from echelon.launch.pool import Pool
 from echelon.layout import Layout
 from echelon.models import sizes
+from echelon.models.latent_config import LatentConfig
 from echelon.models.sizes import ModelConfig
 from echelon.parallel import shard
 from echelon.pipeline.stream import StreamRuntime
@@ -124,6 +125,32 @@ def test_context_parallel_layouts_issue_what_they_claim(pool: Pool, layout: str)
 @pytest.mark.parametrize("layout", ["cp=3", "cp=3,cp_kind=gather", "cp=4,cp_kind=ring-ulysses,ulysses=2"])
 def test_full_attention_issues_what_it_claims(pool: Pool, layout: str) -> None:
     check(pool, replace(LLAMA, causal=False), layout)
+
+
+LATENT = replace(sizes.find("deepseek-tiny"), **{**SMALL, "layers": 2}, mixture=None)
+DIRECT = replace(LATENT, latent=LatentConfig(kv_rank=10, rope_dim=4, nope_dim=6, value_dim=8))
+"""queries are made of the hidden vector itself"""
+NARROW = (
+    (LATENT, "tp=2,microbatch=2,accumulate=2"),
+    (LATENT, "tp=2,sp=0,recompute=full"),
+    (DIRECT, "tp=2,recompute=full"),
+    (DIRECT, "tp=4,sp=0"),
+    (LATENT, "cp=3"),
+    (LATENT, "cp=2,cp_kind=gather,recompute=full"),
+    (DIRECT, "cp=4,cp_kind=ulysses"),
+    (LATENT, "tp=2,cp=4,cp_kind=ring-ulysses,ulysses=2"),
+    (DIRECT, "dp=2,tp=2,pp=2,accumulate=2,zero=3"),
+)
+
+
+@pytest.mark.parametrize(("model", "layout"), NARROW, ids=lambda value: value if isinstance(value, str) else "")
+def test_latent_attention_issues_what_it_claims(pool: Pool, model: ModelConfig, layout: str) -> None:
+    """Narrow vectors enter its region; keys are wider than values, which are padded to them where both travel."""
+    check(pool, model, layout)
+
+
+def test_heads_wider_than_their_share_of_the_model_issue_what_they_claim(pool: Pool) -> None:
+    check(pool, replace(LLAMA, own_head_dim=12), "tp=2,cp=2,cp_kind=ulysses")
 
 
 SQUARE, CUBE = "tp=4,tp_kind=2d", "tp=8,tp_kind=3d"

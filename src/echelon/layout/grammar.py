@@ -194,6 +194,8 @@ KEYS: tuple[Key, ...] = (
         meaning="expert-parallel ranks, folded into dp x cp x tp"),
     Key(name="etp", kind=Number(), default="1",
         meaning="tensor-parallel ranks inside one expert"),
+    Key(name="ep_inner", kind=Number(), default="1",
+        meaning="ranks of ep x etp that share a node: tokens cross to another node once and are handed on inside"),
     Key(name="microbatch", kind=Number(), default="batch / (dp x accumulate), else 1",
         meaning="sequences per rank and microbatch"),
     Key(name="accumulate", kind=Number(), default="batch / (dp x microbatch), else 1",

@@ -58,6 +58,8 @@ class Layout:
     """expert-parallel ranks, folded into dp x cp x tp"""
     etp: int = 1
     """tensor-parallel ranks inside an expert"""
+    ep_inner: int = 1
+    """ranks of ep x etp that share a node, where tokens go by way of nodes; 1: straight to their ranks"""
     microbatch: int = 1
     """sequences per rank and microbatch"""
     accumulate: int = 1

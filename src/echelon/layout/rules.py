@@ -210,6 +210,13 @@ def experts_fold(layout: Layout, facts: Facts) -> Iterator[Broken]:
         yield Broken(("ep", "etp"), f"does not fold into the ranks of a stage ({of})")
 
 
+def ep_inner_is_a_node(layout: Layout, facts: Facts) -> Iterator[Broken]:
+    ranks, inner, etp = layout.ep * layout.etp, layout.ep_inner, layout.etp
+    if inner > 1 and (inner >= ranks or ranks % inner or inner % etp):
+        of = f"ep x etp = {ranks}" + (f", etp {etp}" if etp > 1 else "")
+        yield Broken(("ep_inner",), f"does not cut the ranks of experts into several nodes of whole experts ({of})")
+
+
 def ep_divides_experts(layout: Layout, facts: Facts) -> Iterator[Broken]:
     mixture, model = getattr(facts.model, "mixture", None), facts.model
     if model is None or layout.ep * layout.etp == 1 or not hasattr(model, "mixture"):
@@ -260,6 +267,7 @@ RULES: tuple[Rule, ...] = (
     asynchronous_weights_are_whole,
     asynchronous_stages_share_nothing,
     experts_fold,
+    ep_inner_is_a_node,
     ep_divides_experts,
     experts_need_slices,
     recompute_fits_layers,

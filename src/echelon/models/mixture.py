@@ -27,5 +27,7 @@ def layers(
 def build_mixture(config: ModelConfig, mixture: MixtureConfig, shared: nn.Module | None) -> Mixture:
     options = dict(mixture.options)
     gate = build_gate(mixture.gate, config.width, mixture.experts, mixture.k, causal=config.causal, **options)
-    experts = Experts(mixture.experts, config.width, mixture.ffn, activation=mixture.activation)
+    experts = Experts(
+        mixture.experts, config.width, mixture.ffn, activation=mixture.activation, dropout=mixture.dropout
+    )
     return Mixture(gate, experts, shared)

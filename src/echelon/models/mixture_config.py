@@ -25,6 +25,8 @@ class MixtureConfig:
     """Hidden size of an expert that every token passes through; 0: there is none."""
     activation: str = "swiglu"
     """swiglu, gelu or relu."""
+    dropout: float = 0.0
+    """Probability that dropout zeroes a hidden unit of an expert in training."""
     dense: int = 0
     """Layers at the start that have no experts."""
     every: int = 1
@@ -36,6 +38,8 @@ class MixtureConfig:
             for name, least in (("experts", 1), ("ffn", 1), ("shared", 0), ("dense", 0), ("every", 1))
             if getattr(self, name) < least
         ]
+        if not 0 <= self.dropout < 1:
+            wrong.append(f"dropout is not in [0, 1) (dropout={self.dropout})")
         if wrong:
             raise ValueError("mixture: " + "; also ".join(wrong))
 

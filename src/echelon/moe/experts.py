@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from echelon.kernels.grouped import grouped
 from echelon.kernels.swiglu import swiglu
+from echelon.moe.dropout import ExpertDropout
 
 ACTIVATIONS = ("swiglu", "gelu", "relu")
 
@@ -15,25 +16,37 @@ ACTIVATIONS = ("swiglu", "gelu", "relu")
 class Experts(nn.Module):
     """`up` holds what an expert reads its input with: one matrix, or gate and up side by side (swiglu)."""
 
-    def __init__(self, num_experts: int, width: int, ffn: int, *, activation: str = "swiglu") -> None:
+    def __init__(
+        self, num_experts: int, width: int, ffn: int, *, activation: str = "swiglu", dropout: float = 0.0
+    ) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation is not one of {', '.join(ACTIVATIONS)} (activation={activation})")
         self.activation = activation
         self.up = nn.Parameter(torch.empty(num_experts, 2 if activation == "swiglu" else 1, ffn, width))
         self.down = nn.Parameter(torch.empty(num_experts, width, ffn))
+        self.drop = ExpertDropout(dropout)
+        self.first_unit = 0
+        """number of the first hidden unit at hand, in the whole expert"""
 
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+    def forward(self, x: Tensor, ends: Tensor, keys: Tensor | None = None) -> Tensor:
         """[rows, width] from rows that come expert by expert; each expert's end at `ends` [experts] int32.
 
-        An expert without rows takes part: its matrices are read by no product, and their gradient is 0.
+        `keys` [rows] say what dropout does with a row. An expert without rows takes part: its matrices are read by no
+        product, and their gradient is 0.
         """
-        h = grouped(x, self.up.flatten(1, 2), ends)
+        return self.with_weights(x, self.up, self.down, ends, keys)
+
+    def with_weights(self, x: Tensor, up: Tensor, down: Tensor, ends: Tensor, keys: Tensor | None) -> Tensor:
+        """What `forward` would do with other weights."""
+        h = grouped(x, up.flatten(1, 2), ends)
         if self.activation == "swiglu":
             h = swiglu(h)
         else:
             h = F.gelu(h, approximate="tanh") if self.activation == "gelu" else F.relu(h)
-        return grouped(h, self.down, ends)
+        if keys is not None:
+            h = h * self.drop.factor(keys, self.first_unit, h)
+        return grouped(h, down, ends)
 
     def extra_repr(self) -> str:
         experts, _, ffn, width = self.up.shape

@@ -6,6 +6,9 @@ are in all is: a layer holds (experts of a token) x (its tokens) rows, however t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -21,12 +24,12 @@ from echelon.moe.sorted import Sorted
 class Spread(Protocol):
     """How a layer reaches the rest of its groups and the experts that are elsewhere."""
 
-    def route(self, gate: Gate, x: Tensor) -> Routing:
-        """What `gate(x)` gives for the tokens at hand."""
+    def route(self, mixture: Mixture, x: Tensor) -> Routing:
+        """What the gate gives for the tokens at hand."""
         ...
 
-    def through(self, experts: Experts, x: Tensor, order: Sorted) -> Tensor:
-        """[A, width]: what the experts make of each assignment's token, in the order of the assignments."""
+    def start(self, mixture: Mixture, x: Tensor, routing: Routing) -> Callable[[], Tensor]:
+        """Sends tokens [tokens, width] on their way. Who asks what is returned gets what `at_hand` gives."""
         ...
 
 
@@ -46,20 +49,26 @@ class Mixture(nn.Module):
         many were dropped"""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        routing = self.gate(x) if self.spread is None else self.spread.route(self.gate, x)
+        routing = self.gate(x) if self.spread is None else self.spread.route(self, x)
         if self.training and self.counts:
             found = torch.cat([routing.load, routing.dropped[None]]).detach()
             self.tally = found if self.tally is None else self.tally + found
-        order = Sorted.of(routing)
-        tokens = x.flatten(0, 1)
-        if self.spread is None:
-            y = self.experts(order.sent(tokens), order.ends)
-        else:
-            y = self.spread.through(self.experts, tokens, order)
-        out = order.received(y, routing.weights).view_as(x)
-        if self.shared is not None:
-            out = out + self.shared(x)
-        return out, routing.loss
+        routing = replace(routing, keys=self.experts.drop.keys(x, routing))
+        start = self.at_hand if self.spread is None else partial(self.spread.start, self)
+        finish = start(x.flatten(0, 1), routing)
+        # Tokens are on their way now, and in backward their gradients will be while this is computed.
+        shared = self.shared(x) if self.shared is not None else None
+        out = finish().view_as(x)
+        return out if shared is None else out + shared, routing.loss
+
+    def at_hand(self, x: Tensor, routing: Routing) -> Callable[[], Tensor]:
+        """[tokens, width]: the sum of what each token's experts, all of them here, make of it."""
+
+        def finish() -> Tensor:
+            order = Sorted.of(routing)
+            return order.received(self.experts(order.sent(x), order.ends, order.keys), routing.weights)
+
+        return finish
 
     def end_step(self) -> None:
         """After an update, with the tally of the whole batch: gates that balance by a bias change it."""

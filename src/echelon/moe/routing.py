@@ -33,6 +33,8 @@ class Routing:
     """the tokens of all groups"""
     per_token: int = 0
     """assignments of each token where they are listed token by token; 0: they are in another order"""
+    keys: Tensor | None = None
+    """[A] int64: what decides which hidden units dropout inside the experts drops; none: none"""
 
     @property
     def num_experts(self) -> int:

@@ -34,18 +34,42 @@ class Sorted:
     """[E] int64: assignments of each expert"""
     num_tokens: int
     per_token: int
+    keys: Tensor | None = None
+    """[A] int64: what dropout inside the experts follows from"""
 
     @classmethod
     def of(cls, routing: Routing) -> Sorted:
-        order = torch.argsort(routing.experts, stable=True)
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return cls(
-            tokens=routing.tokens.index_select(0, order),
-            order=order,
-            place=place,
-            counts=count(routing.experts, routing.num_experts),
+        return cls.by(
+            routing.experts,
+            routing.num_experts,
+            routing.tokens,
             num_tokens=routing.num_tokens,
             per_token=routing.per_token,
+            keys=routing.keys,
+        )
+
+    @classmethod
+    def by(
+        cls,
+        experts: Tensor,
+        num_experts: int,
+        tokens: Tensor,
+        *,
+        num_tokens: int,
+        per_token: int,
+        keys: Tensor | None = None,
+    ) -> Sorted:
+        """`experts` [A] are numbers below `num_experts`, or that itself where an assignment goes nowhere."""
+        order = torch.argsort(experts, stable=True)
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        return cls(
+            tokens=tokens.index_select(0, order),
+            order=order,
+            place=place,
+            counts=count(experts, num_experts),
+            num_tokens=num_tokens,
+            per_token=per_token,
+            keys=None if keys is None else keys.index_select(0, order),
         )
 
     @property
@@ -58,9 +82,13 @@ class Sorted:
         out: Tensor = _Sent.apply(x, self)
         return out
 
+    def in_order(self, x: Tensor) -> Tensor:
+        """[A, ...] in the order of the experts, from the routing's."""
+        return x.index_select(0, self.order)
+
     def received(self, y: Tensor, weights: Tensor) -> Tensor:
         """[tokens, ...]: the sum of each token's results, times their weights in the routing's order."""
-        return self.summed(y * weights.index_select(0, self.order).unsqueeze(1).to(y.dtype))
+        return self.summed(y * self.in_order(weights).unsqueeze(1).to(y.dtype))
 
     def summed(self, y: Tensor) -> Tensor:
         out: Tensor = _Summed.apply(y, self)

@@ -171,8 +171,8 @@ class Axes:
     """Every axis of a mesh from one rank, with its process groups made once, in the same order everywhere.
 
     Names are those of the mesh (`tp`, `shard`, `replica`, `dp`, ...), products of them joined by `*` (`shard*tp`),
-    `tp/2` for the runs of two neighbours inside tp that hold copies of one part, and `pp[0+3]` for the ranks at places
-    0 and 3 of pp that hold copies of a tied weight.
+    `tp/2` for the runs of two neighbours inside tp, `tp%2` for those at the same place in such runs, and `pp[0+3]` for
+    the ranks at places 0 and 3 of pp that hold copies of a tied weight.
     """
 
     def __init__(self, mesh: Mesh, rank: int, names: Sequence[str], *, leave_out: str = ""):
@@ -236,7 +236,7 @@ class Axes:
 
 
 def enumerate_groups(mesh: Mesh, name: str) -> tuple[tuple[int, ...], ...]:
-    """All groups of an axis, a product of axes (`shard*tp`), runs of neighbours (`tp/2`), some places (`pp[0+3]`)."""
+    """All groups of an axis, a product of axes (`shard*tp`), runs of neighbours (`tp/2`), and so on."""
     if "[" in name:
         axis, _, listed = name.rstrip("]").partition("[")
         places = [int(place) for place in listed.split("+")]
@@ -251,7 +251,11 @@ def enumerate_groups(mesh: Mesh, name: str) -> tuple[tuple[int, ...], ...]:
     if "/" in name:
         axis, _, size = name.partition("/")
         run = int(size)
-        return tuple(g[i : i + run] for g in mesh.groups(axis) for i in range(0, len(g), run))
+        return tuple(g[i : i + run] for g in enumerate_groups(mesh, axis) for i in range(0, len(g), run))
+    if "%" in name:
+        axis, _, size = name.partition("%")
+        run = int(size)
+        return tuple(g[i::run] for g in enumerate_groups(mesh, axis) for i in range(run))
     parts = tuple(name.split("*"))
     return tuple(tuple(group) for group in mesh.groups(parts if len(parts) > 1 else parts[0]))
 

@@ -30,9 +30,23 @@ class Widths:
     """What attention has of a token on one rank of tp, in elements."""
 
     queries: int
-    """all query heads; the result has as many"""
+    """of all query heads"""
     keys_and_values: int
+    """as they travel: values that are narrower than keys are padded to them (spread.py)"""
     kv_heads: int
+    results: int = 0
+    """of all query heads; 0: as many as queries"""
+
+    @classmethod
+    def of(cls, side: int, *, heads: int, kv_heads: int, head_dim: int, value_dim: int) -> Widths:
+        """On each of `side` ranks that divide the heads of a model."""
+        mine = max(kv_heads // side, 1)
+        return cls(
+            queries=heads * head_dim // side,
+            keys_and_values=2 * mine * head_dim,
+            kv_heads=mine,
+            results=heads * value_dim // side,
+        )
 
 
 def slice_length(layout: Layout, seq_len: int) -> int:
@@ -42,11 +56,16 @@ def slice_length(layout: Layout, seq_len: int) -> int:
 
 def of_traffic(traffic: Traffic, layout: Layout, place: int = -1) -> Iterable[Collective]:
     """What a step of a transformer issues over cp."""
-    side = tp_side(layout) or 1
-    kv_heads, head_dim = max(traffic.kv_heads // side, 1), traffic.width // traffic.heads
+    side, head_dim = tp_side(layout) or 1, traffic.head_dim or traffic.width // traffic.heads
     return collectives(
         layout,
-        Widths(queries=traffic.width // side, keys_and_values=2 * kv_heads * head_dim, kv_heads=kv_heads),
+        Widths.of(
+            side,
+            heads=traffic.heads,
+            kv_heads=traffic.kv_heads,
+            head_dim=head_dim,
+            value_dim=traffic.value_dim or head_dim,
+        ),
         layers=traffic.layers,
         batch=-(-traffic.batch // (layout.tp // side)),  # a grid divides sequences by what it does not divide heads by
         seq_len=traffic.seq_len,
@@ -81,11 +100,10 @@ def collectives(
     times = layers * layout.accumulate
     again = times if layout.recompute == "full" else 0
     if layout.ulysses > 1:
-        result = tokens * widths.queries * element_bytes
         yield from ulysses(
             "ulysses" if outer > 1 else "cp",
-            there_bytes=result + moved * element_bytes,
-            back_bytes=result,
+            there_bytes=(tokens * widths.queries + moved) * element_bytes,
+            back_bytes=tokens * (widths.results or widths.queries) * element_bytes,
             times=times,
             again=again,
         )

@@ -1,16 +1,15 @@
 """Tokens on their way to experts on other ranks, and scores on their way to whole groups.
 
-[Note: there and back]
+[Note: which way]
 
-Assignments lie by expert (moe/sorted.py), so what goes to one rank is one run of rows:
+Every rank first tells all others how many rows of each expert it has, a message of small numbers that the host waits
+for. From these all ranks decide alike:
 
-    1. how many rows of each expert go where     an all-to-all of small numbers, which the host must know
-    2. rows                                      an all-to-all; they arrive by sender, and for each sender by expert
-    3. by expert                                 so that each expert has one run
-    4. experts                                   also where there is no row at all: every rank issues the same messages
-    5. back                                      3 and 2 the other way round
+    some rank would have more rows than it has room for    rounds (rounds.py)
+    a layout with ep_inner                                 two hops (hops.py)
+    otherwise                                              one leg out, the experts, one leg back (leg.py)
 
-With etp, a row goes to every rank that has a part of its expert, and the parts of its result are added up at home.
+A rank to which no row comes issues the same messages as the others.
 
 [Note: whole groups]
 
@@ -22,6 +21,8 @@ are summed over cp; those of tp have the same, so each keeps its own.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,13 +31,15 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from echelon.layout import Layout
-from echelon.moe.experts import Experts
-from echelon.moe.gate import Gate
+from echelon.moe.layer import Mixture
 from echelon.moe.routing import Routing
 from echelon.moe.sorted import Sorted
-from echelon.parallel.axis import Axes, Axis
-from echelon.parallel.expert import TOGETHER
+from echelon.parallel.axis import Axes
+from echelon.parallel.expert import CEILING, TOGETHER
+from echelon.parallel.hops import Hops
+from echelon.parallel.leg import Leg
 from echelon.parallel.regions import Boundary
+from echelon.parallel.rounds import most, through
 from echelon.parallel.spread import Context
 from echelon.rng import Draws
 
@@ -44,19 +47,25 @@ from echelon.rng import Draws
 class Dispatch:
     """One rank's way to all experts and to the rest of its groups."""
 
-    def __init__(self, layout: Layout, axes: Axes, boundary: Boundary | None, context: Context | None):
+    def __init__(self, layout: Layout, axes: Axes, boundary: Boundary | None, context: Context | None, *, experts: int):
         axes.add(TOGETHER)
         self.axis, self.etp = axes[TOGETHER], layout.etp
+        self.hops: Hops | None = None
+        if layout.ep_inner > 1:
+            near, far = f"{TOGETHER}/{layout.ep_inner}", f"{TOGETHER}%{layout.ep_inner}"
+            self.hops = Hops(axes.axis(far), axes.axis(near), etp=layout.etp, experts=experts)
+        self.ceiling = CEILING
         self.tp, self.cp = axes["tp"], axes["cp"] if context is not None else None
         self.boundary, self.context = boundary, context
 
     # -- whole groups -------------------------------------------------------------------------------------------------
 
-    def route(self, gate: Gate, x: Tensor) -> Routing:
+    def route(self, mixture: Mixture, x: Tensor) -> Routing:
+        gate = mixture.gate
         if self.tp.size == 1 and self.cp is None:
             return gate.route(gate.scores(x))
         places, length = self._places(x)
-        for module in gate.modules():
+        for module in (*gate.modules(), mixture.experts.drop):
             if isinstance(module, Draws):
                 module.window = {**module.window, 1: (places[self._mine], length)}
         whole: Tensor = _Gathered.apply(gate.scores(x), self, places, length)
@@ -83,58 +92,37 @@ class Dispatch:
 
     # -- experts ------------------------------------------------------------------------------------------------------
 
-    def through(self, experts: Experts, x: Tensor, order: Sorted) -> Tensor:
-        rows = order.sent(x)
+    def start(self, mixture: Mixture, x: Tensor, routing: Routing) -> Callable[[], Tensor]:
         if self.axis.size == 1:
-            return experts.forward(rows, order.ends)
-        parts, local = self.axis.size // self.etp, len(order.counts) * self.etp // self.axis.size
-        outgoing = order.counts.view(parts, 1, local).expand(parts, self.etp, local).reshape(self.axis.size, local)
-        incoming = torch.empty_like(outgoing)
-        self.axis.start_all_to_all(incoming, outgoing.contiguous()).wait()
-        sent, received = outgoing.sum(1).tolist(), incoming.sum(1).tolist()
-        used = sum(sent[:: self.etp])
-        leaving = rows[:used]
-        if self.etp > 1:
-            runs = leaving.split(sent[:: self.etp])
-            leaving = torch.cat([run for run in runs for _ in range(self.etp)])
-        arrived: Tensor = _Exchange.apply(leaving, self.axis, sent, received)
-        by_expert = _by_expert(incoming)
-        ends = incoming.sum(0).cumsum(0).to(torch.int32)
-        made = experts(arrived.index_select(0, by_expert), ends)
-        home = torch.empty_like(by_expert).scatter_(0, by_expert, torch.arange(len(by_expert), device=x.device))
-        returned: Tensor = _Exchange.apply(made.index_select(0, home), self.axis, received, sent)
-        if self.etp > 1:
-            runs = returned.split(sent)
-            each = [sum(runs[i + 1 : i + self.etp], runs[i]) for i in range(0, len(runs), self.etp)]
-            returned = torch.cat(each)
-        return torch.nn.functional.pad(returned, (0, 0, 0, len(rows) - used))
+            return mixture.at_hand(x, routing)
+        experts, order = mixture.experts, Sorted.of(routing)
+        to_nodes = self.hops.to_nodes(routing) if self.hops is not None else None
+        census = self._census(order.counts if to_nodes is None else torch.cat([order.counts, to_nodes.counts]))
+        table = census[:, : len(order.counts)].contiguous()
+        limit = self.limit(mixture, len(x))
+        arriving = most(table, self.etp) if self.hops is None else self.hops.most(census)
+        if arriving > limit:
+            return lambda: order.received(
+                through(experts, order.sent(x), order.keys, self.axis, table, etp=self.etp, limit=limit),
+                routing.weights,
+            )
+        if self.hops is not None:
+            assert to_nodes is not None
+            return self.hops.start(experts, x, routing, to_nodes, census)
+        leg = Leg(self.axis, table, len(order.tokens), x.device, etp=self.etp)
+        arrived = leg.start_out(order.sent(x))
+        keys = None if order.keys is None else leg.out(order.keys)
+        return lambda: order.received(leg.start_back(experts(arrived(), leg.ends, keys))(), routing.weights)
 
+    def limit(self, mixture: Mixture, tokens: int) -> int:
+        """Rows of experts that are here at a time at most: see [Note: a ceiling] in rounds.py."""
+        return math.ceil(self.ceiling * mixture.gate.k * tokens * self.etp)
 
-def _by_expert(incoming: Tensor) -> Tensor:
-    """[rows]: rows that came by sender and expert, by expert. `incoming` [senders, experts] counts them."""
-    senders, experts = incoming.shape
-    expert = torch.arange(experts, device=incoming.device).repeat(senders).repeat_interleave(incoming.flatten())
-    return torch.argsort(expert, stable=True)
-
-
-class _Exchange(Function):
-    """Runs of rows to their ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Tensor:
-        ctx.axis, ctx.sent, ctx.received = axis, sent, received
-        return _exchanged(x, axis, sent, received)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(gradients[0], ctx.axis, ctx.received, ctx.sent), None, None, None
-
-
-def _exchanged(x: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Tensor:
-    out = x.new_empty(sum(received), *x.shape[1:])
-    axis.start_all_to_all(out, x.contiguous(), received, sent).wait()
-    return out
+    def _census(self, counts: Tensor) -> Tensor:
+        """[ranks, counts]: everyone's, on the host. All ranks see the same, and so decide the same."""
+        found = counts.new_empty(self.axis.size, len(counts))
+        self.axis.start_all_gather(found.view(-1), counts.contiguous()).wait()
+        return found.cpu()
 
 
 class _Gathered(Function):

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 TOGETHER = "ep*etp"
 """the ranks that hold all experts between them"""
+CEILING = 2.0
+"""rows of experts that a rank has at a time, at most, to those of an even load: see rounds.py"""
 
 
 def split(
@@ -59,7 +61,8 @@ def split(
         experts = mixture.gate.num_experts
         if experts % layout.ep:
             raise ValueError(f"ep={layout.ep} does not divide the {experts} experts of {name}; use a divisor of them")
-        mixture.spread = Dispatch(layout, axes, boundary, context)
+        mixture.spread = Dispatch(layout, axes, boundary, context, experts=experts)
+        mixture.experts.first_unit = axes.at["etp"] * (mixture.experts.up.shape[2] // layout.etp)
         parts = Cut(axis="ep", dim=0, parts=layout.ep)
         for key in ("up", "down"):
             cuts = (parts, Cut(axis="etp", dim=2, parts=layout.etp))

@@ -12,25 +12,23 @@ outside the regions and trimmed inside them, so padding meets neither attention 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from echelon.layout import Layout
 from echelon.layout.cost import Collective
 
 
 def boundary_collectives(
-    layers: int, layout: Layout, batch: int, seq_len: int, row_bytes: int, dropout: bool, *, ends: int = 2
+    layout: Layout,
+    batch: int,
+    seq_len: int,
+    element_bytes: int,
+    gathered: Mapping[int, int],
+    scattered: Mapping[int, int],
 ) -> Iterable[Collective]:
-    """Gathers and scatters of activations in a step: two of each per layer and pass, and one per end of the model.
-
-    `ends` says how many of embedding and head this rank has.
-    """
-    padded = -(-seq_len // layout.tp) * layout.tp
-    size = batch * padded * row_bytes
-    full = layout.recompute == "full"
-    # Recomputing a block repeats both gathers and the first scatter; the second only when dropout after it needs its
-    # result.
-    gathers = (4 + 2 * full) * layers + ends
-    scatters = (4 + (1 + dropout) * full) * layers + ends
-    for kind, count in (("all_gather", gathers), ("reduce_scatter", scatters)):
-        yield Collective(kind=kind, axis="tp", bytes=size, count=count * layout.accumulate, part="activations")
+    """Gathers and scatters of activations in a step, given how many of a microbatch are of so many elements a token."""
+    tokens = batch * -(-seq_len // layout.tp) * layout.tp
+    for kind, counts in (("all_gather", gathered), ("reduce_scatter", scattered)):
+        for elements, count in counts.items():
+            size = tokens * elements * element_bytes
+            yield Collective(kind=kind, axis="tp", bytes=size, count=count * layout.accumulate, part="activations")

@@ -8,7 +8,8 @@
 
 `enter` costs nothing forward and one all-reduce backward; `leave` one all-reduce forward and nothing backward: four
 all-reduces per layer. `enter` stands before the whole region, so q, k and v share the one in backward. Under sequence
-parallelism (sequence.py) both change.
+parallelism (sequence.py) both change. What enters latent attention's region is the narrow vectors (models/latent.py).
+Routed experts are no region: a token goes to them once, from the rank that has it (expert.py).
 
 Which module is what is a table beside the model (models/splits.py), from patterns to words:
 
@@ -23,6 +24,7 @@ Which module is what is a table beside the model (models/splits.py), from patter
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -36,6 +38,7 @@ from echelon.parallel import sequence
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from echelon.models.sizes import ModelConfig
     from echelon.parallel.axis import Axis
     from echelon.parallel.regions import Boundary
 
@@ -186,7 +189,7 @@ class _Split:
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """The sizes that tensor-parallel communication depends on."""
+    """The sizes that the communication of a transformer depends on."""
 
     layers: int
     """on this rank"""
@@ -206,7 +209,40 @@ class Traffic:
     heads: int = 1
     kv_heads: int = 1
     """of the whole model, as `heads`"""
+    head_dim: int = 0
+    """elements of a head's query and key; 0: width / heads"""
+    value_dim: int = 0
+    """elements of a head's value; 0: as many"""
+    narrow: int = 0
+    """elements of a token that enter attention's region; 0: the width"""
+    mixtures: int = 0
+    """of the layers, those with experts"""
+    shared: bool = False
+    """these have an expert that every token passes through: a region as a plain layer's second one"""
     causal: bool = True
+
+    @classmethod
+    def of(cls, config: ModelConfig, *, batch: int, seq_len: int, element_bytes: int) -> Traffic:
+        """Of a whole model of ours."""
+        latent, mixture = config.latent, config.mixture
+        narrow = (latent.query_rank or config.width) + latent.kv_rank + latent.rope_dim if latent else 0
+        return cls(
+            layers=config.layers,
+            width=config.width,
+            batch=batch,
+            seq_len=seq_len,
+            dropout=config.dropout > 0,
+            element_bytes=element_bytes,
+            loss_bytes=max(element_bytes, 4),
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            value_dim=config.value_dim,
+            narrow=narrow,
+            mixtures=sum(map(mixture.is_mixture, range(config.layers))) if mixture else 0,
+            shared=bool(mixture and mixture.shared),
+            causal=config.causal,
+        )
 
 
 def collectives(traffic: Traffic, layout: Layout) -> Iterable[Collective]:
@@ -214,20 +250,58 @@ def collectives(traffic: Traffic, layout: Layout) -> Iterable[Collective]:
     if layout.tp == 1:
         return
     steps, t = layout.accumulate, traffic
+    crossed = _Crossings.of(t)
+    again = layout.recompute == "full"
     if layout.sp:
-        yield from sequence.boundary_collectives(
-            t.layers, layout, t.batch, t.seq_len, t.width * t.element_bytes, t.dropout, ends=t.first + t.last
-        )
+        gathered, scattered = crossed.gathered(again), crossed.scattered(again)
+        yield from sequence.boundary_collectives(layout, t.batch, t.seq_len, t.element_bytes, gathered, scattered)
     else:
-        size = t.batch * t.seq_len * t.width * t.element_bytes
-        again = (1 + t.dropout) if layout.recompute == "full" else 0
-        # The embedding leaves its region forward, the head enters its own backward.
-        count = (4 + again) * t.layers + t.first + t.last
-        yield Collective(kind="all_reduce", axis="tp", bytes=size, count=count * steps, part="activations")
+        for elements, count in crossed.reduced(again).items():
+            size = t.batch * t.seq_len * elements * t.element_bytes
+            yield Collective(kind="all_reduce", axis="tp", bytes=size, count=count * steps, part="activations")
     if not t.last:
         return
     numbers = 2 * layout.tp * t.batch * t.seq_len * t.loss_bytes
     yield Collective(kind="all_gather", axis="tp", bytes=numbers, count=steps, part="loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Crossings:
+    """How often a microbatch enters and leaves regions, by the elements of a token that do. Backward, all do again."""
+
+    enter: Counter[int]
+    leave: Counter[int]
+    enter_again: Counter[int]
+    """where blocks are recomputed"""
+    leave_again: Counter[int]
+
+    @classmethod
+    def of(cls, t: Traffic) -> _Crossings:
+        plain = t.layers - t.mixtures
+        shared = t.mixtures * t.shared
+        regions = Counter({t.width: plain + shared})
+        regions[t.narrow or t.width] += t.layers
+        # Recomputing a block repeats what enters, and what leaves its first region; what leaves its last one only where
+        # dropout after it needs the result, or experts come after it.
+        repeated = t.layers + plain * t.dropout + shared
+        return cls(
+            enter=regions + Counter({t.width: t.last}),
+            leave=Counter({t.width: t.layers + plain + shared + t.first}),
+            enter_again=regions,
+            leave_again=Counter({t.width: repeated}),
+        )
+
+    def reduced(self, again: bool) -> Counter[int]:
+        """Leaving is an all-reduce forward, entering one backward."""
+        return self.leave + self.enter + (self.leave_again if again else Counter())
+
+    def gathered(self, again: bool) -> Counter[int]:
+        """Entering gathers forward, leaving backward."""
+        return self.enter + self.leave + (self.enter_again if again else Counter())
+
+    def scattered(self, again: bool) -> Counter[int]:
+        """Leaving scatters forward, entering backward."""
+        return self.leave + self.enter + (self.leave_again if again else Counter())
 
 
 def partial_sums(

@@ -116,19 +116,8 @@ def traffic(engine: Engine, seq_len: int) -> tensor.Traffic | None:
     model = getattr(engine.model, "config", None)
     if not isinstance(model, ModelConfig):
         return None
-    options = engine.parallel.options
-    return tensor.Traffic(
-        layers=model.layers,
-        width=model.width,
-        batch=engine.layout.microbatch,
-        seq_len=seq_len,
-        dropout=model.dropout > 0,
-        element_bytes=options.compute.itemsize,
-        loss_bytes=max(options.compute.itemsize, 4),
-        heads=model.heads,
-        kv_heads=model.kv_heads,
-        causal=model.causal,
-    )
+    layout, size = engine.layout, engine.parallel.options.compute.itemsize
+    return tensor.Traffic.of(model, batch=layout.microbatch, seq_len=seq_len, element_bytes=size)
 
 
 def _reduction(policy: shard.Policy, zero: int) -> str:

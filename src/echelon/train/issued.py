@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from echelon.layout.cost import Collective
+from echelon.moe.layer import Mixture
 from echelon.parallel import batchnorm, context, grid, shard, tensor
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ def collectives(engine: Engine, traffic: tensor.Traffic | None) -> list[Collecti
     slices = pipeline.slices(traffic) if pipeline is not None and traffic is not None else ()
     found: list[Collective] = []
     if traffic is not None:
-        mine = traffic if pipeline is None else pipeline.share(traffic)
+        mine = traffic if pipeline is None else replace(pipeline.share(traffic), mixtures=_mixtures(engine))
         if parallel.context is not None:
             found += context.of_traffic(mine, layout, parallel.context.outer.index)
             mine = replace(mine, seq_len=context.slice_length(layout, mine.seq_len))
@@ -43,6 +44,11 @@ def collectives(engine: Engine, traffic: tensor.Traffic | None) -> list[Collecti
         size = 24 if pipeline is not None and pipeline.asynchronous else 16
         found.append(Collective(kind="all_reduce", axis=engine.loss_axis, bytes=size, part="loss and count"))
     return [*found, *engine.loads.collectives()]
+
+
+def _mixtures(engine: Engine) -> int:
+    """Layers with experts on this rank."""
+    return sum(isinstance(module, Mixture) for module in engine.model.modules())
 
 
 def _of_an_update(engine: Engine, accumulate: int) -> list[Collective]:
