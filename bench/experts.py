@@ -44,8 +44,8 @@ from echelon.train.engine import Engine, Microbatch
 from echelon.train.schedule import learning_rate
 
 DENSE, MIXTURE, UNBALANCED = "dense", "mixture", "unbalanced"
-BALANCE = 0.02
-"""Mixtral's coefficient"""
+BALANCE = 0.005
+"""coefficient of the balance loss in each layer: for two choices of a token what Switch's 0.01 is for one"""
 SPEED = 0.001
 """by which the bias changes in a step"""
 POINTS = 100
@@ -55,7 +55,7 @@ LAST = 0.05
 HELD_OUT = 0.02
 
 
-def shapes(width: int, layers: int, seq_len: int) -> dict[str, ModelConfig]:
+def shapes(width: int, layers: int, seq_len: int, balance: float = BALANCE) -> dict[str, ModelConfig]:
     ffn = -(-width * 8 // (3 * 64)) * 64
     dense = replace(
         models.find("llama-tiny"),
@@ -76,7 +76,7 @@ def shapes(width: int, layers: int, seq_len: int) -> dict[str, ModelConfig]:
 
     found = (
         dense,
-        mixed(MIXTURE, "mixtral", 8, 2, ffn // 2, balance=BALANCE),
+        mixed(MIXTURE, "mixtral", 8, 2, ffn // 2, balance=balance),
         mixed(UNBALANCED, "mixtral", 8, 2, ffn // 2, balance=0.0),
         mixed("loss-free", "loss-free", 8, 2, ffn // 2, speed=SPEED),
         mixed("shared", "deepseek-v3", 16, 3, ffn // 4, shared=ffn // 4, num_groups=1, group_limit=1),
@@ -275,6 +275,7 @@ def arguments() -> argparse.Namespace:
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate of all models (default 2e-3)")
+    parser.add_argument("--balance", type=float, default=BALANCE, help=f"of the mixture's loss (default {BALANCE})")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="bfloat16 on a GPU")
     names = tuple(shapes(64, 1, 8))
@@ -299,7 +300,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     asked = arguments()
     torch.set_num_threads(1)
-    chosen = shapes(asked.width, asked.layers, asked.seq_len)
+    chosen = shapes(asked.width, asked.layers, asked.seq_len, asked.balance)
     chosen = {name: shape for name, shape in chosen.items() if not asked.only or name in asked.only}
     results: list[Result] = []
     took: dict[str, float] = {}
