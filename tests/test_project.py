@@ -40,7 +40,8 @@ MAY_KNOW = {
     },
     "proof": {"layout", "models", "moe", "parallel", "pipeline", "optim", "launch", "train", "rng"},
     "bench": {"layout", "models", "parallel", "optim", "train", "plan", "kernels", "compat"},
-    "cli": {"layout", "models", "pipeline", "launch", "train", "proof", "plan", "bench"},
+    "report": {"pipeline", "train"},
+    "cli": {"layout", "models", "pipeline", "launch", "train", "proof", "plan", "bench", "report"},
 }
 """arrows between rooms: what each may import. `layout` knows nobody, `cli` sits on top"""
 WITHOUT_TORCH = (
@@ -65,6 +66,9 @@ WITHOUT_TORCH = (
     "echelon.bench.ask",
     "echelon.bench.rows",
     "echelon.bench.picture",
+    "echelon.report.picture",
+    "echelon.report.loads_html",
+    "echelon.report.loads_text",
 )
 COSTS = (
     "echelon.parallel.shard",

@@ -144,7 +144,7 @@ def test_what_cannot_be_drawn_is_said(tmp_path):
 
     assert 'did you mean "1f1b"?' in says("1f1bb")
     assert "dualpipe-v" in says("dualpipe")
-    assert f"no timeline in the run ({tmp_path})" in says(tmp_path)
+    assert f"nothing to draw in the run ({tmp_path})" in says(tmp_path)
     assert "--stages=4 is for schedules" in says(tmp_path, "--stages", 4)
     assert "cannot be written" in says("1f1b", "--svg", tmp_path / "none" / "a.svg")
     faults = says("1f1b", "--stages", 0, "--forward", -1, "--link", "nan").splitlines()

@@ -38,10 +38,10 @@ def test_what_is_said_of_all_layers() -> None:
     assert (found.dead, found.dead_layer, found.experts) == (2, "blocks.0.mlp", 8)
     assert (found.dropped, found.dropped_layer, found.dropped_share) == (5, "blocks.1.mlp", 5 / 32)
     assert [f"{name} {value}" for name, value, _ in found.figures()] == [
-        "max/mean 2.25 in blocks.1",
-        "entropy 0.50 in blocks.0",
-        "dead 2 of 8 in blocks.0",
-        "dropped 15.6 % in blocks.1",
+        "max/mean 2.25 (blocks.1)",
+        "entropy 0.50 (blocks.0)",
+        "dead 2 of 8 (blocks.0)",
+        "dropped 15.6 % (blocks.1)",
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +13,7 @@ from echelon.layout.faults import Fault, FaultError, did_you_mean
 if TYPE_CHECKING:
     from echelon.pipeline.schedule import Schedule
     from echelon.pipeline.timeline import Timeline
+    from echelon.report.picture import Picture
 
 EXAMPLES = """[bold]Examples[/bold]\n
 echelon draw\n
@@ -68,7 +68,7 @@ def command(
     html: Annotated[Path | None, typer.Option(help="Write a page with zoom and hover to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
 ) -> None:
-    """Draw a pipeline schedule, or what a run planned over what it measured."""
+    """Draw a pipeline schedule, or a run: what it planned over what it measured, and the loads of its experts."""
     sizes = {"stages": stages, "microbatches": microbatches, "chunks": chunks, "slices": slices}
     seconds = {"forward": forward, "input-grad": input_grad, "weight-grad": weight_grad, "link": link}
     given = {key: value for key, value in {**sizes, **seconds}.items() if value is not None}
@@ -80,14 +80,14 @@ def command(
             )
             _names(as_json)
             return
-        planned, measured = _timelines(what, given)
+        picture = _picture(what, given)
         for key, path in files.items():
             if path is not None:
-                _write(key, path, planned, measured)
+                _write(key, path, picture)
     if as_json:
-        answer(_facts(planned, measured))
+        answer(_facts(picture))
     else:
-        _show(planned, measured, [path for path in files.values() if path is not None])
+        _show(picture, [path for path in files.values() if path is not None])
 
 
 def _refuse(given: dict[str, Any], rule: str) -> None:
@@ -95,20 +95,15 @@ def _refuse(given: dict[str, Any], rule: str) -> None:
         raise FaultError([Fault(key=f"--{key}", value=str(value), rule=rule) for key, value in given.items()])
 
 
-def _timelines(what: str, given: dict[str, Any]) -> tuple[Timeline, Timeline | None]:
-    """What to draw: planned, and measured where there are both. A run may have only one of them."""
+def _picture(what: str, given: dict[str, Any]) -> Picture:
     from echelon.pipeline.schedules import FAMILIES, FILE
+    from echelon.report.picture import Picture
 
     if what in FAMILIES or what.startswith(FILE):
-        return _planned(what, given), None
+        return Picture(_planned(what, given))
     if Path(what).is_dir():
-        from echelon.pipeline.timeline import read
-
         _refuse(given, "is for schedules; a run has sizes and durations of its own")
-        planned, measured = read(Path(what))
-        first = planned or measured
-        assert first is not None
-        return first, measured if planned else None
+        return Picture.of_run(Path(what))
     rule = "is neither a schedule nor the directory of a run"
     legal = f"{', '.join(FAMILIES)}, {FILE}PATH, a run's directory"
     raise FaultError([Fault(key="draw", value=what, rule=rule, legal=legal, hint=did_you_mean(what, FAMILIES))])
@@ -168,12 +163,9 @@ def _from_file(path: str, given: dict[str, Any]) -> Schedule:
     return schedule
 
 
-def _write(kind: str, path: Path, planned: Timeline, measured: Timeline | None) -> None:
-    from echelon.pipeline.draw import as_html, as_svg
-
-    makers: dict[str, Callable[[Timeline, Timeline | None], str]] = {"svg": as_svg, "html": as_html}
+def _write(kind: str, path: Path, picture: Picture) -> None:
     try:
-        path.write_text(makers[kind](planned, measured), encoding="utf-8")
+        path.write_text(picture.as_svg() if kind == "svg" else picture.as_html(), encoding="utf-8")
     except OSError as error:
         raise FaultError(
             [
@@ -187,12 +179,22 @@ def _write(kind: str, path: Path, planned: Timeline, measured: Timeline | None) 
         ) from error
 
 
-def _facts(planned: Timeline, measured: Timeline | None) -> dict[str, Any]:
+def _facts(picture: Picture) -> dict[str, Any]:
     """The keys of `--json`: of what happened, where that is known, with the plan beside it."""
+    found: dict[str, Any] = {}
+    if picture.planned is not None:
+        found = _facts_of(picture.measured or picture.planned, picture.planned.note)
+        if picture.measured is not None:
+            found["planned"] = _facts_of(picture.planned, picture.planned.note)
+    if picture.loads is not None:
+        found["experts"] = picture.loads.facts()
+    return found
+
+
+def _facts_of(shown: Timeline, note: str) -> dict[str, Any]:
     from echelon.pipeline.actions import RECEIVES, SENDS
 
-    shown = measured or planned
-    found: dict[str, Any] = {
+    return {
         "bubble": shown.bubble,
         "in_flight": list(shown.in_flight),
         "duration": shown.duration,
@@ -200,22 +202,17 @@ def _facts(planned: Timeline, measured: Timeline | None) -> dict[str, Any]:
         "ranks": [
             [str(action) for action in actions if action.kind not in SENDS | RECEIVES] for actions in shown.lists
         ],
-        "note": planned.note,
+        "note": note,
     }
-    if measured is not None:
-        found["planned"] = _facts(planned, None)
-    return found
 
 
-def _show(planned: Timeline, measured: Timeline | None, files: list[Path]) -> None:
+def _show(picture: Picture, files: list[Path]) -> None:
     from rich.console import Console
-
-    from echelon.pipeline.draw import as_text
 
     console = Console(highlight=False)
     # Sixteen colours are too few for shades: letters say more there.
     colour = console.color_system in ("256", "truecolor") and not console.no_color
-    console.print(as_text(planned, measured, width=console.width, colour=colour), end="", soft_wrap=True)
+    console.print(picture.as_text(width=console.width, colour=colour), end="", soft_wrap=True)
     for path in files:
         console.print(f"wrote {path}", soft_wrap=True, markup=False)
 

@@ -107,7 +107,7 @@ def keeps_counts(step: int) -> bool:
 
     A table of 60 layers with 256 experts is 60 kB. The figures of a layer are there in every step.
     """
-    return step % 10 ** max(0, len(str(step)) - 3) == 0
+    return step % int(10 ** max(0, len(str(step)) - 3)) == 0
 
 
 def short_name(layer: str) -> str:
@@ -118,7 +118,7 @@ def short_name(layer: str) -> str:
 
 
 def _in(layer: str) -> str:
-    return f" in {short_name(layer)}" if layer else ""
+    return f" ({short_name(layer)})" if layer else ""
 
 
 def _percent(share: float) -> str:

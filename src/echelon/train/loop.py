@@ -205,7 +205,7 @@ class Loop:
             hfu=hfu,
             goodput=busy / (time.perf_counter() - self.started),
             eval_loss=eval_loss,
-            experts=self._experts and {**self._experts.facts(), "dropped_in_run": self._dropped},
+            experts={**self._experts.facts(), "dropped_in_run": self._dropped} if self._experts else None,
         )
 
     def _tell(self, steps: Sequence[_Step], run: Run | None) -> None:
