@@ -17,6 +17,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import context  # noqa: E402
 import curves  # noqa: E402
+import mixtures  # noqa: E402
 import pipelines  # noqa: E402
 import splits  # noqa: E402
 import steps  # noqa: E402
@@ -41,6 +42,9 @@ DRAWN: dict[str, Callable[[], str]] = {
     "context-zigzag": context.zigzag,
     "context-kinds": context.kinds,
     "context-bytes": traffic_lines.context_bytes,
+    "experts-travel": mixtures.travel,
+    "experts-fold": mixtures.fold,
+    "experts-curves": mixtures.curves,
     "sequence-slices": splits.sequence_slices,
     "backward-timeline": steps.backward_timeline,
     "recompute": steps.recompute,
