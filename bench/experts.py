@@ -274,7 +274,7 @@ def arguments() -> argparse.Namespace:
     numbers = {"steps": 2000, "width": 256, "layers": 4, "seeds": 3, "batch": 64, "seq-len": 256, "warmup": 100}
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
-    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate of all models (default 2e-3)")
+    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate of all models (default 1e-3)")
     parser.add_argument("--balance", type=float, default=BALANCE, help=f"of the mixture's loss (default {BALANCE})")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="bfloat16 on a GPU")

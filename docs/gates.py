@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,9 @@ from echelon.models import sizes
 from echelon.models.names import architecture, pairs
 from echelon.models.sizes import ModelConfig
 from echelon.moe import GATES, build_gate
+
+Table = tuple[Sequence[str], Iterable[Sequence[str]]]
+"""head and rows"""
 
 MEASURED = Path(__file__).parent / "pictures" / "experts.json"
 """what bench/experts.py wrote"""
@@ -83,7 +86,11 @@ FREE = {"gshard": 'with `order="tokens"`'}
 """how a gate that leaks can be had without"""
 
 
-def gates() -> Iterator[tuple[str, ...]]:
+def gates() -> Table:
+    return ("`gate`", "after", "rule", "balance loss", "leaks", "an expert takes"), _gates()
+
+
+def _gates() -> Iterator[tuple[str, ...]]:
     assert TOLD.keys() == GATES.keys()
     for name, (paper, rule, loss) in TOLD.items():
         known = {
@@ -107,8 +114,13 @@ def _room(name: str, options: dict[str, Any]) -> str:
     return "all, or `capacity_factor`" if factor is None else f"{factor:g} x its share"
 
 
-def mixtures() -> Iterator[tuple[str, ...]]:
+def mixtures() -> Table:
     """Every named size with experts."""
+    head = ("model", "layers with experts", "experts", "hidden size", "gate", "parameters", "active", "`model_type`")
+    return head, _mixtures()
+
+
+def _mixtures() -> Iterator[tuple[str, ...]]:
     for name, shape in sizes.SIZES.items():
         mixture = shape.mixture
         if mixture is None:
@@ -141,8 +153,12 @@ def _count(parameters: int) -> str:
     return str(parameters)
 
 
-def their_names() -> Iterator[tuple[str, ...]]:
+def their_names() -> Table:
     """Our names of a mixture's parameters, and transformers'."""
+    return ("ours", "Mixtral", "Qwen3-MoE", "DeepSeek-V3"), _their_names()
+
+
+def _their_names() -> Iterator[tuple[str, ...]]:
     found: dict[str, dict[str, str]] = {}
     known = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3")
     for name in known:
@@ -166,8 +182,13 @@ def measured() -> dict[str, Any]:
     return found
 
 
-def compared() -> Iterator[tuple[str, ...]]:
+def compared() -> Table:
     """What bench/experts.py found: one model a row, means over seeds."""
+    sizes = ("model", "feed-forward", "active", "of them router", "parameters")
+    return (*sizes, "held out", "minus dense, by seed", "entropy", "max/mean", "dead"), _compared()
+
+
+def _compared() -> Iterator[tuple[str, ...]]:
     found = measured()
     dense = {run["seed"]: run["held_out"] for run in found["runs"] if run["model"] == "dense"}
     for name, facts in found["models"].items():

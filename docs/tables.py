@@ -338,25 +338,6 @@ def context_reasons() -> str:
     return "".join(f"- {line}\n" for line in traffic.reasons())
 
 
-def gates_table() -> str:
-    return markdown(("`gate`", "after", "rule", "balance loss", "leaks", "an expert takes"), gates.gates())
-
-
-def mixtures() -> str:
-    head = ("model", "layers with experts", "experts", "hidden size", "gate", "parameters", "active", "`model_type`")
-    return markdown(head, gates.mixtures())
-
-
-def names_of_experts() -> str:
-    return markdown(("ours", "Mixtral", "Qwen3-MoE", "DeepSeek-V3"), gates.their_names())
-
-
-def experts_compared() -> str:
-    sizes = ("model", "feed-forward", "active", "of them router", "parameters")
-    found = ("held out", "minus dense, by seed", "entropy", "max/mean", "dead")
-    return markdown((*sizes, *found), gates.compared())
-
-
 def _request(name: str) -> Request:
     shape = SHAPES[name]
     return Request(
@@ -384,10 +365,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "collectives of sequence parallelism": lambda: collectives("tp=4,sp=0", "tp=4"),
     "kinds of context parallelism": context_kinds,
     "reasons for a kind": context_reasons,
-    "gates": gates_table,
-    "mixtures": mixtures,
-    "names of experts": names_of_experts,
-    "experts beside a dense model": experts_compared,
+    "gates": lambda: markdown(*gates.gates()),
+    "mixtures": lambda: markdown(*gates.mixtures()),
+    "names of experts": lambda: markdown(*gates.their_names()),
+    "experts beside a dense model": lambda: markdown(*gates.compared()),
     "collectives of grids": lambda: collectives(*grids.LAYOUTS),
     "collectives of recompute": lambda: collectives("tp=4", "tp=4,recompute=full"),
 }

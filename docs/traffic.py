@@ -51,8 +51,9 @@ def tensor_bytes(layout: Layout, seq_len: int) -> float:
     (layer, _), *_ = shape_of(GRID_MODEL).layers
     width = shape_of(GRID_MODEL).width
     if layout.tp_kind == "1d":
+        each = {width: 4}  # into two regions and out of them, in both passes
         found: Iterable[Collective] = sequence.boundary_collectives(
-            1, layout, layout.microbatch, seq_len, width * SIZE, False, ends=0
+            layout, layout.microbatch, seq_len, SIZE, each, each
         )
         return _wire(found, {"tp": layout.tp})
     found = grid_cost.collectives(
