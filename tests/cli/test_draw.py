@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+from told import records
 from typer.testing import CliRunner
 
 from echelon.cli import app
@@ -135,6 +136,34 @@ def test_a_run_may_have_one_of_both(run, key):
     assert "planned" not in found
 
 
+def with_experts(folder):
+    """A log whose last line was cut off when the run was killed."""
+    lines = [json.dumps(line) for line in records(layers=2, experts=4, steps=6)]
+    (folder / "log.jsonl").write_text("\n".join([*lines, lines[0][:40]]))
+    return folder
+
+
+def test_a_run_with_experts_and_no_pipeline(tmp_path):
+    svg, html = tmp_path / "a.svg", tmp_path / "a.html"
+    shown = invoke(with_experts(tmp_path), "--svg", svg, "--html", html)
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.startswith("loads of experts: 2 layers of 4 experts, steps 1 to 6\n")
+    assert "no token in the run: expert 1" in shown.stdout
+    assert svg.read_text().startswith("<svg")
+    assert html.read_text().startswith("<!doctype html>")
+    found = json.loads(invoke(tmp_path, "--json").stdout)
+    assert found.keys() == {"experts"}
+    assert found["experts"]["steps"] == [1, 6]
+    assert [layer["never"] for layer in found["experts"]["layers"]] == [[], [1]]
+
+
+def test_a_run_with_experts_and_a_pipeline(run):
+    shown = invoke(with_experts(run)).stdout
+    assert shown.index("measured: bubble") < shown.index("loads of experts")
+    found = json.loads(invoke(run, "--json").stdout)
+    assert found.keys() == {"bubble", "in_flight", "duration", "ranks", "note", "planned", "experts"}
+
+
 def test_what_cannot_be_drawn_is_said(tmp_path):
     def says(*args):
         shown = invoke(*args, "--json")
@@ -144,7 +173,8 @@ def test_what_cannot_be_drawn_is_said(tmp_path):
 
     assert 'did you mean "1f1b"?' in says("1f1bb")
     assert "dualpipe-v" in says("dualpipe")
-    assert f"nothing to draw in the run ({tmp_path})" in says(tmp_path)
+    assert f"nothing to draw in the run ({tmp_path}): it has no timeline" in says(tmp_path)
+    assert "no loads of experts, which runs of models with mixtures log" in says(tmp_path)
     assert "--stages=4 is for schedules" in says(tmp_path, "--stages", 4)
     assert "cannot be written" in says("1f1b", "--svg", tmp_path / "none" / "a.svg")
     faults = says("1f1b", "--stages", 0, "--forward", -1, "--link", "nan").splitlines()

@@ -184,12 +184,13 @@ def _strip(name: str, values: Sequence[float], frame: _Frame, y: float) -> Itera
 
 
 def _axis(frame: _Frame, y: float) -> Iterator[str]:
-    for tick in ticks(frame.last - frame.first + 1, 10):
-        step = frame.first - 1 + tick if tick else frame.first
-        if step == int(step) and step <= frame.last:
-            x = frame.x(step + 0.5)
-            yield f'<rect class="line" x="{x:.1f}" y="{y - 3:g}" width="1" height="4"/>'
-            yield _text(x, y + 12, f"{'step ' * (not tick)}{step:,.0f}", 11, look="pale", anchor="middle")
+    round_ = ticks(frame.last - frame.first + 1, 10)
+    each = max(1, round(round_[1])) if len(round_) > 1 else frame.last + 1
+    later = range(frame.first // each * each + each, frame.last + 1, each)
+    for step in (frame.first, *(step for step in later if frame.x(step) - LEFT > 45)):
+        x = frame.x(step + 0.5)
+        yield f'<rect class="line" x="{x:.1f}" y="{y - 3:g}" width="1" height="4"/>'
+        yield _text(x, y + 12, f"{'step ' * (step == frame.first)}{step:,}", 11, look="pale", anchor="middle")
 
 
 def _text(

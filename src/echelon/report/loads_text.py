@@ -15,8 +15,8 @@ from echelon.report.scale import NAMES, NOTHING, ON_DARK, label, load_of, rows_o
 from echelon.train.display import ASCII_LEVELS, LEVELS, sparkline
 from echelon.train.load import short_name
 
-LAYERS, DETAILS, EXPERTS = 24, 3, 32
-"""at most: rows of layers, layers with a map of their own, rows of experts"""
+LAYERS, DETAILS, LINES = 24, 3, 16
+"""at most: rows of layers, layers with a map of their own, lines of such a map"""
 WIDEST = 4
 """characters of a column of steps"""
 RIGHT = 22
@@ -28,35 +28,35 @@ Steps = list[int | None]
 
 def as_text(history: History, *, width: int = 80, colour: bool = True) -> Text:
     """The picture; plain ASCII without colour."""
-    layers = history.worst(LAYERS)
-    margin = 2 + max(9, *(len(short_name(layer.name)) for layer in layers))
+    rows, maps = ({layer.name for layer in history.worst(most)} for most in (LAYERS, DETAILS))
+    margin = 2 + max(9, *(len(short_name(name)) for name in rows))
     history = history.fitted(max(8, width - margin - RIGHT))
     each = max(1, min(WIDEST, (width - margin - RIGHT) // len(history.spans)))
     text = Text(no_wrap=True, overflow="crop")
     text.append("loads of experts", style="bold" if colour else "").append(f": {history.heading()}\n")
-    if len(layers) > 1:
+    if len(rows) > 1:
         text.append("busiest expert of each layer, to the mean\n")
-        names = {layer.name for layer in layers}
-        for layer in (layer for layer in history.layers if layer.name in names):
+        for layer in (layer for layer in history.layers if layer.name in rows):
             row = [step_of(column.figures["max/mean"]) for column in layer.columns]
             text.append(f"{short_name(layer.name):<{margin}}").append(_row(row, each, colour))
             text.append(f"  {layer.last['most']:.2f}, worst {layer.worst:.2f}\n")
-        if left := len(history.layers) - len(layers):
+        if left := len(history.layers) - len(rows):
             text.append(f"{left} more layers are more even than these\n")
-    for layer in history.worst(DETAILS):
+    for layer in (layer for layer in history.layers if layer.name in maps):
         text.append("\n").append(_details(layer, margin, each, colour))
-    if (left := len(history.layers) - DETAILS) > 0:
-        text.append(f"\n{left} more layers: --html FILE has all of them\n")
-    return text.append("\n").append(_legend(colour))
+    if left := len(history.layers) - len(maps):
+        text.append(f"\n{left} more layer{'s' * (left > 1)}: --html FILE has all of them\n")
+    return text.append("\n").append(_legend(width, colour))
 
 
 def _details(layer: Layer, margin: int, each: int, colour: bool) -> Text:
-    rows = rows_of(layer.experts, EXPERTS)
+    rows = rows_of(layer.experts, 2 * LINES if colour else LINES)
     loads = [column.loads for column in layer.columns]
     shown = [[step_of(load_of(column, row)) for column in loads] for row in rows]
     text = Text()
     text.append(short_name(layer.name), style="bold" if colour else "")
-    text.append(f": load of each expert, to the mean{'; the busiest of a row' * (len(rows) < layer.experts)}\n")
+    text.append(f": {'load of each' if len(rows) == layer.experts else 'busiest of each row of'} expert")
+    text.append(f"{'s' * (len(rows) < layer.experts)}, to the mean\n")
     lines = [shown[at : at + 2] for at in range(0, len(shown), 2)] if colour else [[row] for row in shown]
     for at, pair in enumerate(lines):
         name = label(rows[at * (2 if colour else 1)])
@@ -101,12 +101,17 @@ def _rows(pair: Sequence[Steps], each: int) -> Text:
     return text
 
 
-def _legend(colour: bool) -> Text:
-    text = Text()
-    for step, name in enumerate(NAMES):
-        text.append("  " if colour else f"{step + 1}:", style=f"on {ON_DARK[step]}" if colour else "")
-        text.append(f" {name}  ")
-    return text.append(f"empty: {NOTHING}\n" if colour else f".: {NOTHING}\n")
+def _legend(width: int, colour: bool) -> Text:
+    lines = [Text()]
+    for step, name in enumerate((*NAMES, NOTHING)):
+        is_step = step < len(NAMES)
+        mark = f"{step + 1}:" if is_step else "empty:" if colour else ".:"
+        entry = Text("  " if colour and is_step else mark, style=f"on {ON_DARK[step]}" if colour and is_step else "")
+        entry = Text("").append(entry).append(f" {name}  ")
+        if lines[-1].cell_len + entry.cell_len > width + 2:
+            lines.append(Text())
+        lines[-1] += entry
+    return Text("\n").join([*lines, Text()])
 
 
 def _few(numbers: Sequence[int], most: int = 12) -> str:
