@@ -10,6 +10,7 @@ from laid_out import batch_of, engine_of, float64, tiny, whole
 from torch import nn
 
 from echelon.layout import Layout
+from echelon.models.mixture_config import MixtureConfig
 from echelon.train.engine import Engine
 from echelon.train.norm import clip_factor
 
@@ -18,6 +19,14 @@ SHAPES = {
     "tied": tiny("gpt", tied=True),
     "replicated kv heads": tiny("llama", kv_heads=1),
     "one kv head, tied, odd vocabulary": tiny("llama", kv_heads=1, tied=True, vocab=61),
+}
+MIXTURES = {
+    "experts": tiny("llama", mixture=MixtureConfig(experts=8, k=2, ffn=12, gate="mixtral")),
+    "experts in every second layer, a shared one, tied": tiny(
+        "gpt",
+        tied=True,
+        mixture=MixtureConfig(experts=4, k=2, ffn=12, gate="qwen", shared=8, activation="gelu", every=2),
+    ),
 }
 LAYOUTS = (
     "dp=1",
@@ -30,10 +39,24 @@ LAYOUTS = (
     "dp=2,tp=2,pp=2,zero=3",
 )
 
+FOLDED = (
+    "dp=2,ep=2",
+    "dp=2,etp=2",
+    "dp=4,ep=2,etp=2",
+    "tp=2,ep=2",
+    "dp=2,tp=2,etp=2",
+    "dp=2,tp=2,ep=4",
+    "cp=2,ep=2",
+    *(f"dp=4,ep=2,zero={zero}" for zero in (1, 2, 3)),
+    "dp=2,tp=2,ep=2,etp=2,zero=3",
+    "pp=2",
+    "dp=2,pp=2,ep=2,zero=1",
+)
+
 
 def ones(name, layout):
     """Fills whole shards, with their padding and with every copy of a replicated head, as a careless sum would."""
-    engine = engine_of(SHAPES[name], layout)
+    engine = engine_of((SHAPES | MIXTURES)[name], layout)
     for unit in engine.parallel.flat.units:
         unit.grad.fill_(1.0)
     norm, largest = float(engine.norm()), float(engine.norm(math.inf))
@@ -42,10 +65,10 @@ def ones(name, layout):
     return norm, largest, float(engine.norm()), {float(g) for grad in clipped.values() for g in grad.unique()}
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [*SHAPES, *MIXTURES])
 def test_norm_counts_every_parameter_once(pool, name):
-    expected = math.sqrt(SHAPES[name].parameters)
-    for layout in LAYOUTS:
+    expected = math.sqrt((SHAPES | MIXTURES)[name].parameters)
+    for layout in FOLDED if name in MIXTURES else LAYOUTS:
         for norm, largest, after, values in pool.run(ones, Layout.parse(layout).world, name, layout):
             assert norm == pytest.approx(expected, rel=1e-12), layout
             assert largest == 1.0
@@ -82,14 +105,17 @@ def test_real_gradients_of_one(pool, layout):
         assert largest == pytest.approx(2.0 / math.sqrt(count), rel=1e-6)
 
 
-def clipped_step(layout):
-    engine = engine_of(SHAPES["tied"], layout, clip=1e-3)
-    norm = engine.step(batch_of(SHAPES["tied"], 4)).norm
+def clipped_step(name, layout):
+    shape = (SHAPES | MIXTURES)[name]
+    engine = engine_of(shape, layout, clip=1e-3)
+    norm = engine.step(batch_of(shape, 4, length=8)).norm
     return norm, float(engine.norm())
 
 
-def test_clipping_in_a_step_is_the_same_in_every_layout(pool):
-    found = {layout: pool.run(clipped_step, Layout.parse(layout).world, layout)[0] for layout in ("dp=1", "tp=4")}
-    assert found["tp=4"] == pytest.approx(found["dp=1"], rel=1e-10)
-    assert found["dp=1"][0] > 1e-3
-    assert found["dp=1"][1] == pytest.approx(1e-3, rel=1e-2)
+@pytest.mark.parametrize(("name", "layout"), [("tied", "tp=4"), ("experts", "dp=2,tp=2,ep=2,etp=2,zero=1")])
+def test_clipping_in_a_step_is_the_same_in_every_layout(pool, name, layout):
+    alone, *_ = pool.run(clipped_step, 1, name, "dp=1")
+    for found in pool.run(clipped_step, 4, name, layout):
+        assert found == pytest.approx(alone, rel=1e-10)
+    assert alone[0] > 1e-3
+    assert alone[1] == pytest.approx(1e-3, rel=1e-2)
