@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from echelon.kernels import blocks_gpu, cast_gpu, loss_gpu, norm_gpu, rope_gpu, swiglu_gpu
+from echelon.kernels import blocks_gpu, cast_gpu, grouped_gpu, loss_gpu, norm_gpu, rope_gpu, swiglu_gpu
 
 HOPPER = GPUTarget("cuda", 90, 32)
 ROWS = {"rows": "i32", "width": "i32", "columns": "i32", "row_stride": "i64", "length": "i32", "table_rows": "i32"}
@@ -55,6 +55,7 @@ def main() -> None:
         parts = [(kind, rows) for kind in ("*bf16", "*bf16", "*fp32")]
         compiled(blocks_gpu._blocks_sum, 4, tile, to=(to, rows), parts=tuple(parts))
         compiled(blocks_gpu._blocks_merge, 4, tile, to=(to, rows, *lse), parts=tuple((*part, *lse) for part in parts))
+    compiled(grouped_gpu._fill_after, 4, {"ROWS": grouped_gpu.ROWS, "COLUMNS": grouped_gpu.COLUMNS}, end="*i32")
     compiled(cast_gpu._cast_largest, 8, {"WIDTH": 4096, **block})
     compiled(cast_gpu._cast_largest_of_columns, 4, {"EACH": 64, "WIDTH": 1024}, parts_ptr="*fp32")
     for dtype, name in (("*fp8e4nv", "e4m3x2"), ("*fp8e5", "e5m2x2")):
