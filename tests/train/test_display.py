@@ -92,9 +92,7 @@ def test_a_narrow_terminal_breaks_between_figures():
 def test_experts_are_shown_where_there_are_some():
     out, display = plain()
     display.step(progress(1, experts=UNEVEN))
-    figures = (
-        "max/mean 2.25 (blocks.11)  entropy 0.50 (blocks.0)  dead 2 of 8 (blocks.0)  dropped 15.6 % (blocks.11)"
-    )
+    figures = "max/mean 2.25 (blocks.11)  entropy 0.50 (blocks.0)  dead 2 of 8 (blocks.0)  dropped 15.6 % (blocks.11)"
     assert out.getvalue().rstrip().endswith(f"left -  {figures}")
     for width in (60, 80, 140):
         out, display = terminal(width=width)
