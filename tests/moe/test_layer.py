@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from echelon import rng
 from echelon.kernels.grouped import grouped
 from echelon.moe import build_gate
+from echelon.moe.dropout import ExpertDropout
 from echelon.moe.experts import Experts
 from echelon.moe.layer import Mixture
 from echelon.moe.sorted import Sorted
@@ -105,3 +107,38 @@ def test_what_is_sent_and_summed_are_each_other_s_inverse_in_backward(gate: str,
     assert torch.autograd.gradcheck(order.sent, x)
     assert torch.autograd.gradcheck(order.summed, y)
     assert torch.allclose((order.sent(x) * y).sum(), (x * order.summed(y)).sum())
+
+
+# -- dropout inside experts -------------------------------------------------------------------------------------------
+
+
+def test_experts_drop_hidden_units_by_token_and_expert() -> None:
+    mixture = layer("mixtral", 2)
+    mixture.experts.drop = ExpertDropout(0.4)
+    rng.attach(mixture, stream := rng.Stream(7))
+    stream.samples = torch.tensor([5, 9])
+    x = torch.randn(2, 50, WIDTH, dtype=torch.float64)
+    routing = mixture.gate(x)
+    keys = mixture.experts.drop.keys(x, routing)
+    assert keys is not None
+    assert len(set(keys.tolist())) == 200
+    factor = mixture.experts.drop.factor(keys, 0, torch.empty(200, FFN, dtype=torch.float64))
+    assert abs(float((factor == 0).double().mean()) - 0.4) < 0.03
+    tokens = x.flatten(0, 1).index_select(0, routing.tokens)
+    h = torch.einsum("aw,agfw->agf", tokens, mixture.experts.up[routing.experts])
+    h = F.silu(h[:, 0]) * h[:, 1] * factor
+    y = torch.einsum("af,awf->aw", h, mixture.experts.down[routing.experts]) * routing.weights.unsqueeze(1)
+    wanted = torch.zeros(100, WIDTH, dtype=torch.float64).index_add(0, routing.tokens, y)
+    assert torch.allclose(mixture(x)[0].flatten(0, 1), wanted, rtol=0, atol=1e-12)
+    assert torch.equal(mixture(x)[0], mixture(x)[0])
+    stream.samples = torch.tensor([5, 10])
+    assert not torch.equal(mixture(x)[0][1].flatten(), wanted[50:].flatten())
+    assert mixture.eval().experts.drop.keys(x, routing) is None
+
+
+def test_parts_of_an_expert_drop_what_the_whole_would() -> None:
+    drop = ExpertDropout(0.4)
+    keys = torch.arange(20) * 12345
+    whole = drop.factor(keys, 0, torch.empty(20, FFN))
+    parts = [drop.factor(keys, first, torch.empty(20, FFN // 2)) for first in (0, FFN // 2)]
+    assert torch.equal(torch.cat(parts, 1), whole)

@@ -1,0 +1,144 @@
+"""Tokens on their way to experts: what is held, what runs beside the messages, and what dropout drops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from living import LivingBytes
+from torch import Tensor, nn
+
+from echelon.launch.pool import Pool
+from echelon.layout import Layout, Mesh
+from echelon.moe import build_gate
+from echelon.moe.experts import Experts
+from echelon.moe.layer import Mixture
+from echelon.parallel.axis import Axes, Axis, Pending
+from echelon.parallel.dispatch import Dispatch
+from echelon.parallel.expert import CEILING
+
+WIDTH, FFN, EXPERTS, TOKENS = 64, 96, 8, 500
+LAYOUT = "dp=4,ep=4"
+
+
+def spread(layout: str, *, crowded: bool, shared: nn.Module | None = None) -> Mixture:
+    """On a rank: a layer of which this rank has some of the experts. Crowded: every token wants the second one."""
+    torch.manual_seed(0)
+    parsed = Layout.parse(layout)
+    gate = build_gate("loss-free", WIDTH, EXPERTS, 1)
+    if crowded:
+        gate.bias[1] = 1e6
+    experts = Experts(EXPERTS // parsed.ep, WIDTH, FFN // parsed.etp)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    mixture = Mixture(gate, experts, shared)
+    axes = Axes(Mesh(parsed), dist.get_rank(), ["tp"])
+    mixture.spread = Dispatch(parsed, axes, None, None, experts=EXPERTS)
+    return mixture
+
+
+def peak(ceiling: float, crowded: bool) -> tuple[int, int, int]:
+    """On a rank: bytes that a layer's forward and backward have at most; the most rows at a time; their limit."""
+    mixture = spread(LAYOUT, crowded=crowded)
+    assert isinstance(mixture.spread, Dispatch)
+    mixture.spread.ceiling = ceiling
+    rows = [0]
+    compute = mixture.experts.with_weights
+
+    def watched(x: Tensor, *others: Tensor | None) -> Tensor:
+        rows.append(len(x))
+        return compute(x, *others)
+
+    mixture.experts.with_weights = watched  # type: ignore[method-assign, assignment]
+    x = torch.randn(1, TOKENS, WIDTH, requires_grad=True)
+    with LivingBytes() as living:
+        y, _ = mixture(x)
+        y.square().sum().backward()
+        del y
+    return living.peak, max(rows), mixture.spread.limit(mixture, TOKENS)
+
+
+def stated(rows: float) -> float:
+    """Bytes of so many rows here: what came and was put by expert, what experts keep, and their gradients; and of the
+    tokens' rows at home."""
+    here = rows * (4 * WIDTH + 2 * 3 * FFN)
+    home = TOKENS * 8 * WIDTH
+    weights = 2 * EXPERTS / 4 * 3 * WIDTH * FFN
+    return 4 * (here + home + weights)
+
+
+def test_one_expert_that_gets_every_token_stays_below_the_ceiling(pool: Pool) -> None:
+    found = pool.run(peak, 4, CEILING, True)
+    for size, rows, limit in found:
+        assert limit == CEILING * TOKENS
+        assert rows <= limit
+        assert size <= stated(limit)
+    assert max(rows for _, rows, _ in found) == CEILING * TOKENS  # it did get them all, in two rounds
+    assert max(size for size, _, _ in found) > 0.8 * stated(CEILING * TOKENS)
+
+
+def test_without_a_ceiling_the_same_takes_more(pool: Pool) -> None:
+    found = pool.run(peak, 4, 1e6, True)
+    assert max(rows for _, rows, _ in found) == 4 * TOKENS
+    assert max(size for size, _, _ in found) > 1.1 * stated(CEILING * TOKENS)
+
+
+# -- beside the shared expert -----------------------------------------------------------------------------------------
+
+
+class Noted(nn.Linear):
+    """Says when it is computed, forward and backward."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.events = events
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.events.append("shared")
+        out = super().forward(x)
+        out.register_hook(lambda _: self.events.append("shared"))
+        return out
+
+
+def order_of_events(layout: str) -> list[str]:
+    """On a rank: beginnings and ends of messages of rows, and what the shared expert does."""
+    events: list[str] = []
+    mixture = spread(layout, crowded=False, shared=Noted(events))
+
+    class Waiting:
+        def __init__(self, pending: Pending):
+            self.pending = pending
+
+        def wait(self) -> None:
+            events.append("end")
+            self.pending.wait()
+
+    start = Axis.start_all_to_all
+
+    def noted(self: Axis, received: Tensor, *others: object) -> Waiting:
+        if received.is_floating_point() and received.shape[1:] == (WIDTH,):
+            events.append("begin")
+            return Waiting(start(self, received, *others))
+        return start(self, received, *others)  # type: ignore[return-value]
+
+    Axis.start_all_to_all = noted  # type: ignore[method-assign, assignment]
+    try:
+        y, _ = mixture(torch.randn(1, TOKENS, WIDTH, requires_grad=True))
+        events.append("backward")
+        y.square().sum().backward()
+    finally:
+        Axis.start_all_to_all = start  # type: ignore[method-assign]
+    return events
+
+
+@pytest.mark.parametrize("layout", ["dp=2,ep=2", "dp=4,ep=4,ep_inner=2"])
+def test_messages_run_beside_the_shared_expert(pool: Pool, layout: str) -> None:
+    """In forward the first message, in backward the last."""
+    near = ["begin", "end"] * (2 if "inner" in layout else 0)
+    forward = ["begin", "shared", "end", *near, "begin", "end"]
+    for events in pool.run(order_of_events, Layout.parse(layout).world, layout):
+        assert events == [
+            *forward,
+            "backward",
+            *reversed([{"begin": "end", "end": "begin"}.get(e, e) for e in forward]),
+        ]

@@ -1,0 +1,44 @@
+"""Rounds: every row once, and never more at a time than there is room for."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from echelon.parallel.axis import Axis
+from echelon.parallel.rounds import _Round, most, num_rounds
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[Tensor, int, int]:
+    parts, etp, local = draw(st.integers(1, 4)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    rows = st.lists(st.integers(0, 40), min_size=parts * local, max_size=parts * local)
+    table = torch.tensor([draw(rows) for _ in range(parts * etp)])
+    return table, etp, draw(st.integers(1, 60))
+
+
+@settings(deadline=None, max_examples=60)
+@given(tables())
+def test_rounds_take_every_row_once_and_stay_below_the_limit(case: tuple[Tensor, int, int]) -> None:
+    table, etp, limit = case
+    ranks = len(table)
+    rounds = num_rounds(table, etp, limit)
+    for rank in range(ranks):
+        axis = Axis("ep*etp", range(ranks), rank, None, frozenset())
+        parts = [_Round.of(axis, table, etp, number, rounds, torch.device("cpu")) for number in range(rounds)]
+        taken = torch.cat([part.index for part in parts])
+        assert sorted(taken.tolist()) == list(range(int(table[rank].sum())))
+        mine = table.view(ranks, ranks // etp, -1)[:, rank // etp]
+        assert sum(int(part.leg.ends[-1]) for part in parts) == int(mine.sum())
+        assert all(int(part.leg.ends[-1]) <= max(limit, ranks) for part in parts)
+
+
+def test_one_round_where_there_is_room() -> None:
+    table = torch.tensor([[3, 1], [2, 4]])
+    assert most(table, 1) == 5
+    assert num_rounds(table, 1, 5) == 1
+    assert num_rounds(table, 1, 4) == 2
+    assert most(table, 2) == 10
+    assert num_rounds(torch.zeros(2, 2, dtype=torch.int64), 1, 1) == 1
