@@ -17,7 +17,7 @@ EXAMPLES = """[bold]Examples[/bold]\n
 echelon plan llama-8b --cluster 8xh100\n
 echelon plan llama-70b --cluster 64xh100 --batch 512 --seq-len 8192 --html plan.html\n
 echelon plan llama-70b --cluster 64xh100 --layout tp=8,pp=4,schedule=zb-v,accumulate=32\n
-echelon plan mixtral-8x7b --cluster 64xh100 --fix ep=8\n
+echelon plan mixtral-8x7b --cluster 64xh100 --fix ep=8 --imbalance 1.5\n
 echelon plan config.json --cluster 12xa100-80:eth --objective cost --json
 """
 
@@ -43,6 +43,13 @@ def command(
     tokens: Annotated[
         float, typer.Option(help="Say how long so many tokens take, in days and dollars: 1e12.", show_default=False)
     ] = 0.0,
+    imbalance: Annotated[
+        float,
+        typer.Option(
+            help="Rows of experts on the busiest of the ranks that divide them, to the mean. Default: 1.3.",
+            show_default=False,
+        ),
+    ] = 0.0,
     top: Annotated[int, typer.Option(min=1, help="Plans to show.")] = 5,
     correct: Annotated[
         str, typer.Option(metavar="RUN", help="Multiply times by what this run measured over what was predicted.")
@@ -67,6 +74,7 @@ def command(
             top=top,
             correct=correct,
             tokens=tokens,
+            imbalance=imbalance,
         )
         if html is not None and found.plans:
             _write(html, found, model)

@@ -6,6 +6,7 @@ import math
 from functools import lru_cache
 
 from echelon.memory.repeats import OPERATORS, Repeats, repeats
+from echelon.parallel.expert import CEILING
 from echelon.pipeline.schedules import FAMILIES
 from echelon.plan.case import Case
 from echelon.plan.constants import FITTED
@@ -26,8 +27,9 @@ def tensors(case: Case, layer: Layer) -> float:
     if case.has_kernels:
         return _by_kernels(case, layer, remakes=False)
     layout, whole = case.layout, case.sliced
-    spread = max(1, layout.tp // layout.etp)
-    elements = layer.saved / whole + layer.saved_split / layout.tp + layer.saved_experts / spread
+    elements = layer.saved / whole + layer.saved_split / layout.tp
+    # A row goes to each of etp ranks, which have a part of what is inside its expert.
+    elements += min(case.crowd, CEILING) * (layout.etp * layer.sent + layer.saved_experts) / layout.tp
     elements += 0 if case.fused_norms else FITTED.loose_saved * case.shape.width / whole
     narrow = NARROW_SAVED if case.is_narrow else 1.0
     return elements * case.tokens * case.element_bytes * narrow

@@ -10,6 +10,7 @@ from echelon.layout import check, grammar
 from echelon.layout.faults import Fault, FaultError
 from echelon.plan import cluster as clusters
 from echelon.plan import correct as corrections
+from echelon.plan.constants import IMBALANCE
 from echelon.plan.explain import explained, infeasible, time_to
 from echelon.plan.layouts import OBJECTIVES, Wish
 from echelon.plan.price import Plan, price
@@ -48,17 +49,22 @@ def answer(
     top: int = 10,
     correct: str = "",
     tokens: float = 0.0,
+    imbalance: float = 0.0,
 ) -> Answer:
     """Plans for a model on a cluster. With `layout`, that one alone; with `fixed`, those that have these keys.
 
     Without a batch, 16 sequences for each device; without a length, the model's longest, at most 4,096. With `correct`,
     the folder of a run, times are multiplied by what that run measured over what it was predicted to take. With
-    `tokens`, it is said how long so many take.
+    `tokens`, it is said how long so many take. `imbalance` is of a mixture: rows of experts on the busiest of the ranks
+    that divide them, to the mean.
     """
     if not 0 <= tokens < float("inf"):
         raise FaultError([Fault(key="tokens", value=str(tokens), rule="is not a number of tokens", legal="> 0")])
-    wish = _wish(model, cluster, batch, seq_len, fixed, precision, objective, plan_only, correct)
+    wish = _wish(model, cluster, batch, seq_len, fixed, precision, objective, plan_only, correct, imbalance)
     found = _answer(wish, model, layout, top)
+    if layout and imbalance and found.plans[0].layout.ep == 1:
+        rule = "has no effect on ep=1: a rank that has all experts works on as many rows, whichever they are for"
+        raise FaultError([Fault(key="imbalance", value=f"{imbalance:g}", rule=rule, hint="leave it out, or give ep")])
     if correct:
         found = replace(found, plans=tuple(corrections.explained(plan, correct) for plan in found.plans))
     if tokens:
@@ -80,12 +86,11 @@ def _answer(wish: Wish, model: str, layout: str, top: int) -> Answer:
     least = nearest(wish)
     if least is None:
         rule = f"cannot be divided over {wish.cluster.devices} devices with a batch of {wish.batch}"
-        later = {"ep", "offload", "recompute"} & set(wish.fixed)
+        later = {"offload", "recompute"} & set(wish.fixed)
         hint = "change the batch, or fix fewer keys"
         hint += f"; {', '.join(sorted(later))} may be plan only (--plan-only)" if later and not wish.plan_only else ""
         raise FaultError([Fault(key="model", value=model, rule=rule, hint=hint)])
-    more = ["Experts spread over ranks (ep) are plan only: --plan-only searches them."] if wish.shape.experts else []
-    return Answer(plans=(), words=(*infeasible(least), *(more if not wish.plan_only else [])))
+    return Answer(plans=(), words=tuple(infeasible(least)))
 
 
 def priced(wish: Wish, text: str) -> Plan:
@@ -106,6 +111,7 @@ def _wish(
     objective: str,
     plan_only: bool,
     correct: str,
+    imbalance: float,
 ) -> Wish:
     """All that is wrong is told at once."""
     faults: list[Fault] = []
@@ -121,6 +127,12 @@ def _wish(
     for key, value in (("batch", batch), ("seq-len", seq_len)):
         if value < 0:
             faults.append(Fault(key=key, value=str(value), rule="is less than 1", legal=">= 1"))
+    if imbalance and not 1 <= imbalance < float("inf"):
+        rule = "is not the rows of the busiest rank to the mean"
+        faults.append(Fault(key="imbalance", value=f"{imbalance:g}", rule=rule, legal=">= 1"))
+    elif imbalance and shape is not None and not shape.experts:
+        rule = f"has no effect: {shape.name} has no experts"
+        faults.append(Fault(key="imbalance", value=f"{imbalance:g}", rule=rule, hint="leave it out"))
     # Rotary positions have no end; a table of positions has.
     if shape is not None and shape.position_parameters and seq_len > shape.max_seq_len:
         rule = f"is longer than {shape.name} allows"
@@ -141,6 +153,7 @@ def _wish(
         plan_only=plan_only,
         objective=objective,
         correction=ratio or 1.0,
+        imbalance=imbalance or IMBALANCE,
     )
 
 

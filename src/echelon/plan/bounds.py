@@ -87,16 +87,11 @@ def least_bytes(wish: Wish, layout: Layout, activations: float) -> float:
     data = layout.dp * layout.cp
     compute, gradient = case.element_bytes, gradient_bytes(case)
     beside = MASTER_BYTES - compute + MOMENTS * case.moment_bytes
-    # Under zero 1 to 3: what is whole on a rank, and what is divided.
-    whole, divided, gradients = {
-        0: (compute + beside, 0, gradient),
-        1: (compute, beside, gradient),
-        2: (compute, beside, gradient / data),
-        3: (0, compute + beside, gradient / data),
-    }[layout.zero]
+    # Under zero 1 to 3: what is whole on a rank, and what is divided. Gradients are divided under 2 and 3.
+    whole, divided = {0: (compute + beside, 0), 3: (0, compute + beside)}.get(layout.zero, (compute, beside))
     parts = ((own, data), (spread, max(1, data * layout.tp // (layout.ep * layout.etp))))
     states = sum(count * (whole + divided / ranks) for count, ranks in parts)
-    of_gradients = (own + spread) * gradients
+    of_gradients = sum(count * gradient / (ranks if layout.zero >= 2 else 1) for count, ranks in parts)
     if layout.accumulate * layout.pp == 1:  # all activations are there before all gradients are
         return states + max(activations, of_gradients)
     return states + activations + of_gradients

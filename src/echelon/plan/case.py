@@ -10,6 +10,7 @@ from echelon.layout.layout import SPLIT_BACKWARD
 from echelon.models.sizes import SIZES
 from echelon.parallel import grid_cost
 from echelon.plan.cluster import Cluster
+from echelon.plan.constants import IMBALANCE
 from echelon.plan.shape import ModelShape
 
 KERNELS = ("plain", "fused", "flash1", "flash2", "best")
@@ -40,6 +41,8 @@ class Case:
     """of one element of each of the optimizer's two moments"""
     correction: float = 1.0
     """measured over predicted seconds of a run that was (correct.py): all times are multiplied by it"""
+    imbalance: float = IMBALANCE
+    """rows of experts on the busiest of the ranks that divide them, to the mean"""
 
     @cached_property
     def on_gpu(self) -> bool:
@@ -78,6 +81,11 @@ class Case:
     def sliced(self) -> int:
         """Ranks that share what lies between the regions of tensor parallelism."""
         return 1 if self.layout.tp_kind == "1d" and not self.layout.sp else self.layout.tp
+
+    @property
+    def crowd(self) -> float:
+        """Rows of experts on the busiest rank, to those of an even load: where a rank has all experts, always 1."""
+        return min(self.imbalance, float(self.layout.ep)) if self.shape.experts else 1.0
 
     @property
     def batch_tokens(self) -> int:

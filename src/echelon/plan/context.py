@@ -127,16 +127,21 @@ def _tokens(case: Case) -> float:
 
 
 def attention_of(case: Case) -> Attention | None:
-    return next((layer.attention for layer, _ in case.shape.layers if layer.attention), None)
+    return case.shape.attention
+
+
+def attended(case: Case, attention: Attention) -> Attention:
+    """As it is computed: values that travel with keys are as wide as these."""
+    return replace(attention, value_dim=attention.head_dim) if case.layout.cp > 1 else attention
 
 
 def widths_of(case: Case, attention: Attention) -> context.Widths:
-    side = tp_side(case.layout) or 1
-    kv_heads = max(attention.kv_heads // side, 1)
-    return context.Widths(
-        queries=attention.heads * attention.head_dim // side,
-        keys_and_values=kv_heads * (attention.head_dim + attention.value_dim),
-        kv_heads=kv_heads,
+    return context.Widths.of(
+        tp_side(case.layout) or 1,
+        heads=attention.heads,
+        kv_heads=attention.kv_heads,
+        head_dim=attention.head_dim,
+        value_dim=attention.value_dim,
     )
 
 
@@ -158,17 +163,21 @@ def _links(case: Case, item: Collective) -> tuple[float, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Elements:
-    """Of a token on one rank: bytes of a number, elements of queries, and of keys and values where attention is."""
+    """Of a token on one rank: bytes of a number, elements of queries, and of keys and values where attention is.
+
+    Values are as wide as keys there, and so is what blocks give; `out` are the elements of the result.
+    """
 
     size: int
     q: int
     kv: int
+    out: int
 
     @classmethod
     def of(cls, case: Case, attention: Attention) -> _Elements:
         widths, ulysses = widths_of(case, attention), case.layout.ulysses
         copies = lcm(ulysses, widths.kv_heads) // widths.kv_heads
-        return cls(size=case.element_bytes, q=widths.queries, kv=widths.keys_and_values * copies)
+        return cls(size=case.element_bytes, q=widths.queries, kv=widths.keys_and_values * copies, out=widths.results)
 
 
 def _moved(case: Case, attention: Attention) -> tuple[float, float]:
@@ -178,7 +187,7 @@ def _moved(case: Case, attention: Attention) -> tuple[float, float]:
     forward = backward = 0.0
     if layout.ulysses > 1:
         # Heads put together, put in order, and again when they have arrived; the result there and back.
-        forward = backward = 6 * size * (x.q + x.kv) + 4 * size * x.q
+        forward = backward = 6 * size * (x.q + x.kv) + 4 * size * x.out
     if steps == 1:
         return forward, backward
     blocks = 2 if layout.cp_kind == "gather" else steps

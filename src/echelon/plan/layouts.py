@@ -17,6 +17,7 @@ from echelon.layout.layout import ASYNCHRONOUS
 from echelon.layout.rules import tp_side
 from echelon.plan.case import Case, trains_in
 from echelon.plan.cluster import Cluster
+from echelon.plan.constants import IMBALANCE
 from echelon.plan.shape import Attention, ModelShape
 
 OBJECTIVES = ("time", "cost", "energy", "devices")
@@ -55,6 +56,8 @@ class Wish:
     """`echelon`, or `plain` without our kernels"""
     moment_bytes: int = 4
     """of one element of each of the optimizer's two moments"""
+    imbalance: float = IMBALANCE
+    """rows of experts on the busiest of the ranks that divide them, to the mean"""
 
     def case(self, layout: Layout) -> Case:
         return Case(
@@ -66,6 +69,7 @@ class Wish:
             correction=self.correction,
             program=self.program,
             moment_bytes=self.moment_bytes,
+            imbalance=self.imbalance,
         )
 
     def allows(self, layout: Layout) -> bool:
@@ -232,7 +236,7 @@ def context_kinds(wish: Wish, tp: int, cp: int) -> list[tuple[str, int]]:
 
 
 def _attention(wish: Wish) -> Attention | None:
-    return next((layer.attention for layer, _ in wish.shape.layers if layer.attention), None)
+    return wish.shape.attention
 
 
 def _splits(heads: int, kv_heads: int, tp: int) -> bool:

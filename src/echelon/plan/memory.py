@@ -73,6 +73,11 @@ def worst(case: Case, c: Constants = FITTED) -> Memory:
     return max((of_stage(case, stage, c) for stage in stages_to_ask(case)), key=lambda memory: memory.total)
 
 
+def fits(case: Case, c: Constants = FITTED) -> bool:
+    """No rank needs more than a device has."""
+    return all(of_stage(case, stage, c).total <= case.cluster.memory for stage in stages_to_ask(case))
+
+
 def by_rank(case: Case, c: Constants = FITTED) -> list[Memory]:
     """Of one rank of every stage: all ranks of a stage hold the same."""
     c = constants_of(case, c)

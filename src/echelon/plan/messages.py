@@ -17,7 +17,7 @@ from echelon.plan.shape import COLUMNS, ROWS, Product
 from echelon.plan.units import data_ranks, policy_of, units_of
 
 
-def messages(case: Case, mixtures: int) -> dict[str, list[Collective]]:
+def messages(case: Case) -> dict[str, list[Collective]]:
     """Of one microbatch through all layers, from the strategies' own cost functions, by axis."""
     layout, shape = case.layout, case.shape
     once = replace(layout, accumulate=1)  # what cost functions say of a step is then of a microbatch
@@ -30,6 +30,9 @@ def messages(case: Case, mixtures: int) -> dict[str, list[Collective]]:
         dropout=False,
         element_bytes=size,
         loss_bytes=4,
+        narrow=shape.attention.narrow if shape.attention else 0,
+        mixtures=shape.mixtures,
+        shared=any(layer.has_shared for layer, _ in shape.layers),
     )
     if layout.tp_kind == "1d":
         sent = list(tensor.collectives(traffic, once))
@@ -40,13 +43,21 @@ def messages(case: Case, mixtures: int) -> dict[str, list[Collective]]:
         "ep": list(
             expert.collectives(
                 once,
-                layers=mixtures,
-                tokens=case.tokens / max(1, layout.tp // layout.etp),
+                layers=shape.mixtures,
+                tokens=case.tokens * layout.etp / layout.tp,
                 token_bytes=shape.width * size,
                 top_k=shape.top_k,
             )
         ),
     }
+
+
+def bytes_to_experts(case: Case) -> float:
+    """That pass a link for a token and a layer with experts, there and back, all passes together."""
+    layout, mixtures = case.layout, case.shape.mixtures
+    if not mixtures:
+        return 0.0
+    return wire(messages(case)["ep"], layout.ep) / (case.tokens / layout.tp * mixtures)
 
 
 def _grid_messages(case: Case, traffic: tensor.Traffic) -> Iterator[Collective]:

@@ -31,7 +31,7 @@ def passing_of(case: Case) -> Passing:
     layers, tokens, tp = case.shape.layers, case.tokens, case.layout.tp
     if not case.has_kernels:
         norms = sum(n * tokens * layer.passed / case.sliced for layer, n in layers)
-        others = sum(n * tokens * layer.passed_split / tp for layer, n in layers)
+        others = sum(n * tokens * (layer.passed_split + case.crowd * layer.passed_experts) / tp for layer, n in layers)
         return Passing(norms=norms, others=others, backward=BACKWARD, again=1.0)
     forward, backward, again = Part(), Part(), Part()
     remakes = case.layout.recompute == "ops"

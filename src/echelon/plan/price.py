@@ -15,6 +15,7 @@ from echelon.plan.calibrate import constants_of
 from echelon.plan.case import Case
 from echelon.plan.constants import FITTED, Constants
 from echelon.plan.memory import Memory, of_stage, worst
+from echelon.plan.messages import bytes_to_experts
 from echelon.plan.time import Times, microbatch, repeated, times
 from echelon.plan.work import Work, work_of
 
@@ -91,6 +92,10 @@ class Plan:
         return {
             "layout": str(self.layout),
             "precision": self.case.precision,
+            "parameters": self.case.shape.parameters,
+            "active_parameters": self.case.shape.active_parameters,
+            "imbalance": self.case.imbalance if self.case.shape.experts else None,
+            "all_to_all_bytes": bytes_to_experts(self.case),
             "runnable": self.runnable,
             "fits": self.fits,
             "step_s": self.seconds,

@@ -21,6 +21,7 @@ Where a column is blank, these rules on the row's own columns fill it in. They h
     chunks              on Hopper and later as many as divide a rank's layers, at most 5; before, 1
     schedule            interleaved where vpp > 1, 1F1B otherwise
     devices per node    8
+    imbalance           1: benchmarks of mixtures have their tokens spread evenly
 """
 
 from __future__ import annotations
@@ -143,6 +144,7 @@ def question(row: Mapping[str, str]) -> Question:
         attention=attention,
         fused_norms="RMS" in row.get("kernel", "") or not row.get("kernel"),
         program="others",
+        imbalance=1.0,
         reduce_bytes=4 if zero < 2 and (modern or (precision == "fp16" and device.generation == "ampere")) else 2,
     )
     found = Question(

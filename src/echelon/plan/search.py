@@ -33,7 +33,7 @@ from echelon.plan.calibrate import constants_of
 from echelon.plan.case import Case
 from echelon.plan.constants import FITTED, Constants
 from echelon.plan.layouts import Branch, Wish, layouts, members
-from echelon.plan.memory import worst
+from echelon.plan.memory import fits, worst
 from echelon.plan.price import Plan, price
 from echelon.plan.shape import RuleFacts
 from echelon.plan.time import times
@@ -92,7 +92,7 @@ def _refined(wish: Wish, best: list[Rated], c: Constants, enough: int) -> list[R
             other = replace(case, layout=replace(case.layout, **keys))
             if not _is_legal(wish, other.layout):
                 continue
-            if str(other.layout) not in found and worst(other, c).total <= wish.cluster.memory:
+            if str(other.layout) not in found and fits(other, c):
                 seconds = np.array([times(work_of(other), c).total])
                 rated = rate(wish, [other.layout.world], seconds)
                 found[str(other.layout)] = (float(rated[0]), str(other.layout), other)
@@ -123,7 +123,7 @@ def _fitting(wish: Wish, branch: Branch, activations: float, c: Constants, limit
         found = [(r, case) for r, case in zip(rated.tolist(), cases, strict=True) if r < limit]
         cases = [case for _, case in found]
     for r, case in found:
-        if worst(case, c).total <= wish.cluster.memory and _is_legal(wish, case.layout):
+        if fits(case, c) and _is_legal(wish, case.layout):
             yield r, str(case.layout), case
 
 

@@ -36,7 +36,7 @@ class Product:
     share: float = 1.0
     """tokens that pass one such matrix, per token of the layer: top_k for all experts of a layer together"""
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         return self.inputs * self.outputs * max(self.experts, 1)
 
@@ -56,6 +56,8 @@ class Attention:
     """of queries and keys"""
     value_dim: int
     """of values"""
+    narrow: int = 0
+    """elements of a token that queries, keys and values are made of; 0: the model's width"""
     causal: bool = True
 
     def flops(self, seq_len: int) -> float:
@@ -77,24 +79,33 @@ class Layer:
     """elements per token that backward needs and tensor parallelism does not divide (sequence parallelism does)"""
     saved_split: float = 0.0
     """elements per token that backward needs and tensor parallelism divides"""
+    sent: float = 0.0
+    """elements per token that go to experts, to all that it uses; backward needs them where they arrive"""
     saved_experts: float = 0.0
     """elements per token that backward needs inside experts, for all experts that a token uses"""
     passed: float = 0.0
     """elements per token that operators between the products read and write, forward; not divided by tp"""
     passed_split: float = 0.0
     """the same, divided by tp"""
+    passed_experts: float = 0.0
+    """the same where experts are, for all that a token uses"""
     other_flops: float = 0.0
     """forward, per token: products without weights that are not attention, as counted where a module is traced"""
     kernels: KernelCounts | None = None
     """what our kernels keep and move of it; none where it is not of a model of ours"""
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         return sum(product.parameters for product in self.products) + self.other_parameters
 
-    @property
+    @cached_property
     def expert_parameters(self) -> int:
         return sum(product.parameters for product in self.products if product.experts)
+
+    @cached_property
+    def own_products(self) -> tuple[tuple[int, bool], ...]:
+        """(parameters, whether tensor parallelism divides them) of all products but those of experts."""
+        return tuple((product.parameters, bool(product.split)) for product in self.products if not product.experts)
 
     @property
     def active_parameters(self) -> float:
@@ -104,6 +115,11 @@ class Layer:
     @property
     def is_mixture(self) -> bool:
         return self.expert_parameters > 0
+
+    @property
+    def has_shared(self) -> bool:
+        """Beside its experts it has one that every token passes through, which tensor parallelism divides."""
+        return self.is_mixture and sum(p.split == ROWS and not p.experts for p in self.products) > 1
 
     def flops(self, seq_len: int) -> float:
         """Forward, per token."""
@@ -143,6 +159,16 @@ class ModelShape:
     @cached_property
     def num_layers(self) -> int:
         return sum(count for _, count in self.layers)
+
+    @cached_property
+    def mixtures(self) -> int:
+        """Layers with experts."""
+        return sum(n for layer, n in self.layers if layer.is_mixture)
+
+    @cached_property
+    def attention(self) -> Attention | None:
+        """Of the first layer that has one."""
+        return next((layer.attention for layer, _ in self.layers if layer.attention), None)
 
     @cached_property
     def has_kernels(self) -> bool:
@@ -222,7 +248,8 @@ def transformer(
         """`inner` are the elements per token inside the feed-forward part."""
         mixed = any(product.experts for product in products)
         # Saved: the inputs of both norms, of qkv and of the feed-forward part; q, k, v and attention's output; what is
-        # inside the feed-forward part. Dropout saves a mask of one byte, half an element, three times.
+        # inside the feed-forward part. Dropout saves a mask of one byte, half an element, three times. Of experts: the
+        # rows that arrived, what is inside, and at home what came back, which is yet to be weighed.
         q, kv = attention.heads * attention.head_dim, attention.kv_heads * (attention.head_dim + attention.value_dim)
         out = attention.heads * attention.value_dim
         between = sum(product.outputs for product in products if product.split == COLUMNS and not product.experts)
@@ -231,11 +258,13 @@ def transformer(
             products=(*projections, *products),
             attention=attention,
             other_parameters=norms + bias + (between + width if biases and between else 0) + more_parameters,
-            saved=4 * width + (1.5 * width if dropout else 0) + (2 * width * top_k if mixed else 0),
+            saved=4 * width + (1.5 * width if dropout else 0) + (width * top_k if mixed else 0),
             saved_split=q + kv + 2 * out + inner,
+            sent=width * top_k if mixed else 0.0,
             saved_experts=expert_inner * top_k if mixed else 0.0,
-            passed=10 * width + (4 * width if dropout else 0) + (6 * width * top_k if mixed else 0),
-            passed_split=2 * (q + kv) + 1.5 * inner + (1.5 * expert_inner * top_k if mixed else 0),
+            passed=10 * width + (4 * width if dropout else 0) + (4 * width * top_k if mixed else 0),
+            passed_split=2 * (q + kv) + 1.5 * inner,
+            passed_experts=(2 * width + 1.5 * expert_inner) * top_k if mixed else 0.0,
             kernels=kernels(width=width, q=q, kv=kv, out=out, ffn=ffn, dropout=dropout) if kernels else None,
         )
 
@@ -289,7 +318,14 @@ def _attention(
             Product(name="out", inputs=heads * head_dim, outputs=width, split=ROWS),
         )
     query = latent.nope_dim + latent.rope_dim
-    attention = Attention(heads=heads, kv_heads=heads, head_dim=query, value_dim=latent.value_dim, causal=causal)
+    attention = Attention(
+        heads=heads,
+        kv_heads=heads,
+        head_dim=query,
+        value_dim=latent.value_dim,
+        narrow=(latent.query_rank or width) + latent.kv_rank + latent.rope_dim,
+        causal=causal,
+    )
     products = [
         Product(name="kv down", inputs=width, outputs=latent.kv_rank + latent.rope_dim, split=WHOLE),
         Product(
@@ -354,5 +390,5 @@ class RuleFacts:
 
     @property
     def _attention(self) -> tuple[int, int]:
-        found = next((layer.attention for layer, _ in self.shape.layers if layer.attention), None)
+        found = self.shape.attention
         return (found.heads, found.kv_heads) if found else (0, 0)

@@ -179,7 +179,8 @@ class Times:
 
 def repeated(work: Work, m: Microbatch) -> Any:
     """Seconds of a microbatch's recomputation."""
-    return work.repeated * m.forward + work.repeated_attention * m.attention + work.repeated_passing * m.passing
+    some = work.repeated_attention * m.attention + work.repeated_passing * m.passing
+    return work.repeated * m.forward + some + work.repeated_experts * m.experts
 
 
 def times(work: Work, c: Constants = FITTED) -> Times:

@@ -52,11 +52,8 @@ def fullest_share(case: Case) -> float:
 
 def own_parameters(layer: Layer, layout: Layout) -> int:
     """Of a layer on one rank of tp, without its experts."""
-    found = grid_cost.block(layout, 1, layer.other_parameters)[1]
-    for product in layer.products:
-        if not product.experts:
-            found += math.ceil(product.parameters / (grid_cost.weight_ranks(layout) if product.split else 1))
-    return found
+    ranks, others = grid_cost.weight_ranks(layout), grid_cost.block(layout, 1, layer.other_parameters)[1]
+    return others + sum(-(-count // ranks) if divided else count for count, divided in layer.own_products)
 
 
 def _unit(name: str, numel: int, shards: int) -> Unit:

@@ -17,10 +17,11 @@ from echelon.layout import Layout
 from echelon.layout.layout import ASYNCHRONOUS
 from echelon.memory.offload import UPDATES, Moved, moved
 from echelon.parallel import grid_cost
+from echelon.parallel.expert import CEILING
 from echelon.plan.activations import kept, repeats_of
 from echelon.plan.case import KERNELS, Case
 from echelon.plan.cluster import HOST_DEVICES
-from echelon.plan.context import reach_of
+from echelon.plan.context import attended, reach_of
 from echelon.plan.links import latency_of
 from echelon.plan.messages import gradient_wire, messages, tensor_wire, wire
 from echelon.plan.passing import passing_of
@@ -67,6 +68,7 @@ class Work:
     odd_flops: Number
     """of products with a dimension that tiles do not divide"""
     expert_flops: Number
+    """on the busiest rank"""
     expert_edges: Number
     head_flops: Number
     head_edges: Number
@@ -146,6 +148,8 @@ class Work:
     """share of attention, beside that"""
     repeated_passing: Number
     """share of the operators between products, beside that"""
+    repeated_experts: Number
+    """share of the experts, beside that: all of them where they work in rounds, of which nothing is kept"""
     slowest: Number
     """share of the layers on the fullest rank"""
     even: Number
@@ -191,26 +195,27 @@ def _of_microbatch(case: Case) -> dict[str, Any]:
     counts = dict.fromkeys(
         ("flops", "edges", "odd_flops", "expert_flops", "expert_edges", "attention_flops", "scores"), 0.0
     )
-    mixtures = 0
     head_dim = 0
     for layer, n in shape.layers:
         for product in layer.products:
-            flops, edges = _product(product, tokens, layout)
+            flops, edges = _product(product, tokens, case)
             kind = "expert_" if product.experts else ""
             counts[kind + "flops"] += n * flops
             counts[kind + "edges"] += n * edges
             if not product.experts and _is_odd(product, layout):
                 counts["odd_flops"] += n * flops
         if layer.attention is not None:
-            counts["attention_flops"] += n * layer.attention.flops(case.seq_len) * tokens / tp
+            attention = attended(case, layer.attention)
+            counts["attention_flops"] += n * attention.flops(case.seq_len) * tokens / tp
             counts["scores"] += n * layer.attention.heads / tp * tokens * case.seq_len
             head_dim = max(head_dim, layer.attention.head_dim)
-        mixtures += n * layer.is_mixture
     columns = shape.vocab / tp
     head = 2.0 * tokens * shape.width * columns
     per_node = cluster.per_node
-    sent, reach = messages(case, mixtures), reach_of(case)
+    sent, reach = messages(case), reach_of(case)
     again, passing = repeats_of(case), passing_of(case)
+    # In rounds nothing is kept (rounds.py): in backward rows come again, and experts work on them again.
+    in_rounds, legs = case.crowd > CEILING, 6 if layout.recompute == "full" else 4
     return {
         **counts,
         "generation": GENERATIONS.index(device.generation),
@@ -231,14 +236,14 @@ def _of_microbatch(case: Case) -> dict[str, Any]:
         "passed_backward": passing.backward,
         "fused_norms": case.fused_norms,
         "layers": shape.num_layers,
-        "mixtures": mixtures,
+        "mixtures": shape.mixtures,
         "tp": tp,
         "tp_bytes": tensor_wire(sent["tp"], layout),
         "tp_hidden": tensor_wire([item for item in sent["tp"] if item.hidden], layout),
         "tp_messages": sum(item.count for item in sent["tp"]),
         "tp_near": tp <= per_node,
         "tp_members": min(tp, per_node),
-        "ep_bytes": wire(sent["ep"], layout.ep),
+        "ep_bytes": wire(sent["ep"], layout.ep) * case.crowd * (1 + in_rounds / legs),
         "ep_messages": sum(item.count for item in sent["ep"]),
         "ep_far": max(0.0, 1 - per_node / layout.ep),
         "ring_steps": reach.steps,
@@ -254,6 +259,7 @@ def _of_microbatch(case: Case) -> dict[str, Any]:
         "repeated": again.forward,
         "repeated_attention": again.attention,
         "repeated_passing": again.passing,
+        "repeated_experts": in_rounds,
     }
 
 
@@ -302,12 +308,12 @@ def _of_step(case: Case, once_a_step: bool) -> dict[str, Any]:
     }
 
 
-def _product(product: Product, tokens: float, layout: Layout) -> tuple[float, float]:
+def _product(product: Product, tokens: float, case: Case) -> tuple[float, float]:
     """(FLOPs, edges) of a product, forward, on one rank."""
-    inputs, outputs = float(product.inputs), float(product.outputs)
+    layout, inputs, outputs = case.layout, float(product.inputs), float(product.outputs)
     if product.experts:
         # Experts are spread over ep ranks, each of which sends its tokens: every expert gets those of all of them.
-        mine = tokens / max(1, layout.tp // layout.etp)
+        mine = case.crowd * tokens * layout.etp / layout.tp
         rows = max(1.0, mine * product.share * layout.ep / product.experts)
         outputs = outputs / layout.etp if product.split == COLUMNS else outputs
         inputs = inputs / layout.etp if product.split == ROWS else inputs

@@ -207,7 +207,7 @@ def _glossary(plans: Sequence[Plan]) -> Iterator[str]:
         "Causes of time": _meanings(words.CAUSES, {name for plan in plans for name in plan.times}),
         "Categories of memory": _meanings(words.CATEGORIES, {name for plan in plans for name in plan.memory.parts}),
         "Keys of a layout": [(key.name, key.meaning) for key in ROWS.values() if key.name in keys],
-        "Numbers": words.NUMBERS,
+        "Numbers": [*words.NUMBERS, *(words.OF_EXPERTS if plans and plans[0].case.shape.experts else [])],
     }
     for heading, entries in groups.items():
         listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(meaning)}</dd>" for name, meaning in entries)

@@ -6,11 +6,12 @@ are those of the pictures of schedules, in several lightnesses; names stand besi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from echelon.pipeline.draw.words import clock, percent
 from echelon.plan.device import GIB
+from echelon.plan.messages import bytes_to_experts
 from echelon.plan.price import Plan
 
 
@@ -127,6 +128,12 @@ NUMBERS = [
     ("plan only", "can be priced; training it is not built yet"),
 ]
 """what the columns of the table mean"""
+OF_EXPERTS = [
+    ("active", "parameters that a token passes through"),
+    ("to experts", "what a token and a layer with experts send to other ranks in a step, there and back"),
+    ("imbalance", "assumed: rows of experts on the busiest of the ranks that divide them, to the mean"),
+]
+"""what the numbers of a mixture mean"""
 NEARLY_FULL = 0.92
 """share of a device's memory from which on a plan is marked"""
 PLAN_ONLY = "plan only"
@@ -255,7 +262,17 @@ def figures(plan: Plan) -> list[tuple[str, str]]:
         ("memory", f"{gib(plan.memory.total)}, {100 * fill(plan):.0f} %"),
         ("bubble", percent(plan.bubble)),
     ]
-    return [(name, value) for name, value in found if name != "HFU" or plan.hfu != plan.mfu]
+    found = [(name, value) for name, value in found if name != "HFU" or plan.hfu != plan.mfu]
+    return [*found, *_of_experts(plan)] if plan.case.shape.experts else found
+
+
+def _of_experts(plan: Plan) -> Iterator[tuple[str, str]]:
+    case = plan.case
+    total, active = (short(count).replace("G", "B") for count in (case.shape.parameters, case.shape.active_parameters))
+    yield "active", f"{active} of {total} parameters"
+    if plan.layout.ep > 1:
+        yield "to experts", f"{bytes_to_experts(case) / 2**10:,.0f} KiB a token and layer"
+        yield "imbalance", f"{case.imbalance:g} (assumed)"
 
 
 def told(plan: Plan, explanation: Sequence[str] = ()) -> list[str]:
