@@ -6,14 +6,22 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
 
+import echelon as ec
 from echelon import models
 from echelon.launch.pool import Pool
 from echelon.layout import Layout
 from echelon.models import sizes
+from echelon.moe.experts import Experts
+from echelon.moe.layer import Mixture
+from echelon.moe.top_k import Mixtral
 from echelon.proof.case import Case
 from echelon.train.engine import Engine
 from echelon.train.load import Balance, Load, keeps_counts
+from echelon.train.loads import mixtures_of
 
 MODEL = replace(sizes.find("moe-tiny"), layers=2)
 
@@ -68,3 +76,79 @@ def test_loads_are_those_of_the_whole_batch_on_every_rank(pool: Pool) -> None:
     for text in (*layouts.split("; "), "dp=1,accumulate=2,microbatch=2,recompute=full"):
         for found in pool.run(loads_of, Layout.parse(text).world, text):
             assert found == alone, text
+
+
+class Own(nn.Module):
+    """A user's module with other numbers of experts in each layer, and none in the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList([*(Mixture(Mixtral(8, e, 2), Experts(e, 8, 6)) for e in (4, 6)), nn.Identity()])
+        self.out = nn.Linear(8, 11)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter)
+
+    def forward(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        carried = None
+        for link in self.chain().links:
+            carried = link.run(carried, None, words=words)
+        assert isinstance(carried, tuple)
+        return carried
+
+    def chain(self) -> ec.Chain:
+        layers = (ec.Link(f"layers.{i}", (f"layers.{i}",), self._layer(i)) for i in range(3))
+        first = ec.Link("embed", ("embed",), lambda _carried, _shared, words: self.embed(words))
+        return ec.Chain(links=(first, *layers, ec.Link("out", ("out",), self._last)))
+
+    def _layer(self, index: int):  # type: ignore[no-untyped-def]
+        layer = self.layers[index]
+        return lambda x, _shared, **_: layer(x)[0] if isinstance(layer, Mixture) else x + x
+
+    def _last(self, x: torch.Tensor, _shared: None, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return F.cross_entropy(self.out(x).flatten(0, 1), words.flatten(), reduction="sum"), torch.tensor(words.numel())
+
+
+def loads_of_own(text: str) -> list[Load]:
+    torch.manual_seed(0)
+    engine = Engine(Own(), Layout.parse(text))
+    engine.model.train()
+    engine.step({"words": torch.arange(44).view(4, 11) % 11})
+    return engine.loads.ask()()
+
+
+def test_stages_know_of_mixtures_elsewhere_in_a_module_of_ones_own(pool: Pool) -> None:
+    """A rank without a mixture waited for nobody, and those with one waited for it."""
+    alone = pool.run(loads_of_own, 1, "dp=1,microbatch=4")[0]
+    assert [(load.layer, len(load.counts), load.assigned) for load in alone] == [
+        ("layers.0", 4, 88),
+        ("layers.1", 6, 88),
+    ]
+    for text in ("dp=2,ep=2,microbatch=2", "pp=2,accumulate=2,microbatch=2", "pp=3,accumulate=2,microbatch=2"):
+        for found in pool.run(loads_of_own, Layout.parse(text).world, text):
+            assert found == alone, text
+
+
+def asynchronous_loads() -> list[list[Load]]:
+    layout = Layout.parse("pp=2,schedule=pipedream,accumulate=4,microbatch=1")
+    engine = Engine(models.build(MODEL, "meta"), layout)
+    engine.model.train()
+    asked = []
+    for step in range(3):
+        engine.step(Case(model=MODEL, seq_len=33).batch(step, layout.batch))
+        asked.append(engine.loads.ask())
+    engine.drain()
+    return [ask() for ask in asked]
+
+
+def test_loads_of_an_asynchronous_schedule(pool: Pool) -> None:
+    """Stages are at different microbatches, but none is counted twice."""
+    first, second = pool.run(asynchronous_loads, 2)
+    assert first == second
+    for layer in range(2):
+        told = [loads[layer].assigned for loads in first]
+        assert all(told)
+        assert sum(told) <= 3 * 4 * 33 * 2
+    gate = replace(MODEL, mixture=replace(MODEL.mixture, gate="loss-free"))
+    with pytest.raises(ValueError, match=r"balances by the loads of a step \(blocks.0.mlp.gate\) has none"):
+        mixtures_of(models.build(gate, "meta"), Layout.parse("pp=2,schedule=2bw"))

@@ -45,7 +45,7 @@ from echelon.pipeline.runtime import Work
 from echelon.train import issued
 from echelon.train.config import OptimizerConfig
 from echelon.train.later import later, sent
-from echelon.train.loads import Loads
+from echelon.train.loads import Loads, mixtures_of
 from echelon.train.norm import GradientNorm, clip_factor
 
 Batch = Mapping[str, Tensor]
@@ -130,6 +130,7 @@ class Engine:
         self.clip = clip
         self.names = tuple(name for name, _ in model.named_parameters())
         """of all parameters of the model, wherever they are"""
+        mixtures = mixtures_of(model, layout)
         self.pipeline: Pipeline | None = None
         if layout.pp > 1:
             self.pipeline = Pipeline(model, layout, options or Options())
@@ -139,7 +140,7 @@ class Engine:
         self.model, self.layout = self.parallel.model, layout
         self.optimizer = sharded(self.parallel.flat, self.rule)
         self.norm = GradientNorm(self.parallel)
-        self.loads = Loads(self.parallel)
+        self.loads = Loads(self.parallel, mixtures)
         self.num_steps = 0
         self._last_count = torch.ones((), dtype=torch.float64, device=self.parallel.options.device)
         self._partial = partial_gradients(self.parallel)
@@ -248,6 +249,7 @@ class Engine:
         last = squares if self.parallel.tokens.index == 0 else torch.zeros_like(squares)
         together = torch.cat([totals, last[None]])
         telling = self.parallel.axes[self.loss_axis].start_all_reduce(together)
+        self.loads.end_window()
 
         def ask() -> Sequence[float]:
             telling.wait()

@@ -9,68 +9,99 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from echelon.layout import Layout
 from echelon.layout.cost import Collective
-from echelon.models.sizes import ModelConfig
+from echelon.layout.layout import ASYNCHRONOUS
 from echelon.moe.layer import Mixture
+from echelon.moe.loss_free import LossFree
 from echelon.parallel.apply import Parallel
+from echelon.parallel.axis import Pending
 from echelon.train.later import later
 from echelon.train.load import Load
+
+
+def mixtures_of(model: nn.Module, layout: Layout) -> dict[str, int]:
+    """The mixtures of a whole model and how many experts each has: to be asked before stages take their parts."""
+    found = {name: part.gate for name, part in model.named_modules() if isinstance(part, Mixture)}
+    by_load = [name for name, gate in found.items() if isinstance(gate, LossFree)]
+    if by_load and layout.pp > 1 and layout.schedule in ASYNCHRONOUS:
+        raise ValueError(
+            f"a gate that balances by the loads of a step ({by_load[0]}.gate) has none in schedule={layout.schedule}, "
+            "where stages are at different steps; use schedule=1f1b, or a gate with a balance loss"
+        )
+    return {name: gate.num_experts for name, gate in found.items()}
 
 
 class Loads:
     """The mixtures of a model, on this rank and elsewhere."""
 
-    def __init__(self, parallel: Parallel):
+    def __init__(self, parallel: Parallel, mixtures: dict[str, int]):
+        self.mixtures = mixtures
         self.here = {name: part for name, part in parallel.model.named_modules() if isinstance(part, Mixture)}
-        config = getattr(parallel.model, "config", None)
-        self.names = list(self.here)
-        if isinstance(config, ModelConfig) and config.mixture is not None:
-            self.names = [f"blocks.{i}.mlp" for i in range(config.layers) if config.mixture.is_mixture(i)]
-            self.experts = config.mixture.experts
-        else:
-            self.experts = max((part.gate.num_experts for part in self.here.values()), default=0)
-        self.axis = parallel.axes["pp*dp" if parallel.layout.pp > 1 else "dp"] if self.names else None
+        self.width = max(mixtures.values(), default=0) + 1
+        self.axis = parallel.axes["pp*dp" if parallel.layout.pp > 1 else "dp"] if mixtures else None
         self.device = parallel.options.device
         self.last: Tensor | None = None
         """[layers, E + 1] of the last step, on the device"""
+        self._pending: Pending | None = None
+        """of the last step, where nobody waited for it"""
 
     def end_step(self) -> None:
         """After an update. Every rank must call it."""
         if self.axis is None:
             return
-        table = torch.zeros(len(self.names), self.experts + 1, dtype=torch.int64, device=self.device)
-        for row, name in enumerate(self.names):
-            part = self.here.get(name)
-            if part is not None and part.tally is not None:
-                table[row, : len(part.tally) - 1] = part.tally[:-1]
-                table[row, -1] = part.tally[-1]
-        self.last = self.axis.all_reduce(table)
-        for row, name in enumerate(self.names):
+        self.last = self.axis.all_reduce(self._table())
+        for row, name in enumerate(self.mixtures):
             if name in self.here:
                 part = self.here[name]
                 part.tally = torch.cat([self.last[row, : part.gate.num_experts], self.last[row, -1:]])
                 part.end_step()
 
+    def end_window(self) -> None:
+        """After a step of an asynchronous schedule, which stages end at different times: nobody waits for another."""
+        if self.axis is None:
+            return
+        self.last = self._table()
+        self._pending = self.axis.start_all_reduce(self.last)
+        for part in self.here.values():
+            part.end_step()
+
+    def _table(self) -> Tensor:
+        table = torch.zeros(len(self.mixtures), self.width, dtype=torch.int64, device=self.device)
+        for row, name in enumerate(self.mixtures):
+            part = self.here.get(name)
+            if part is not None and part.tally is not None:
+                table[row, : len(part.tally) - 1] = part.tally[:-1]
+                table[row, -1] = part.tally[-1]
+        return table
+
     def ask(self) -> Callable[[], list[Load]]:
         """Asks for the loads of every layer in the step that has just been queued; who asks waits for it alone."""
         if self.last is None:
             return list
-        told = later(self.last.flatten())
-        return lambda: self._loads([int(value) for value in told()])
+        last, pending = self.last.flatten(), self._pending
+        if pending is not None and last.is_cuda:
+            pending.wait()  # of the device, not of the host
+        told = later(last)
+
+        def ask() -> list[Load]:
+            if pending is not None and not last.is_cuda:
+                pending.wait()
+            return self._loads([int(value) for value in told()])
+
+        return ask
 
     def _loads(self, table: list[int]) -> list[Load]:
-        found, width = [], self.experts + 1
-        for row, name in enumerate(self.names):
-            *counts, dropped = table[row * width : (row + 1) * width]
-            # A layer elsewhere is of a model whose layers are alike.
-            experts = self.here[name].gate.num_experts if name in self.here else self.experts
+        found = []
+        for row, (name, experts) in enumerate(self.mixtures.items()):
+            *counts, dropped = table[row * self.width : (row + 1) * self.width]
             found.append(Load.of(name, counts[:experts], dropped))
         return found
 
     def collectives(self) -> list[Collective]:
         if self.axis is None or self.axis.size == 1:
             return []
-        size = len(self.names) * (self.experts + 1) * 8
+        size = len(self.mixtures) * self.width * 8
         return [Collective(kind="all_reduce", axis=self.axis.name, bytes=size, part="loads of experts")]
