@@ -189,7 +189,7 @@ class Display:
         """How evenly experts are used, on as many lines as it needs; what deserves a look is yellow."""
         if self._now is None or self._now.experts is None:
             return []
-        lines = [Text("experts", style="cyan")]
+        lines = [Text.assemble(("experts", "cyan"))]
         for name, value, stands_out in self._now.experts.figures():
             cell = Text.assemble((name, "cyan"), (f" {value}", "bold yellow" if stands_out else "bold"))
             if lines[-1].cell_len + 3 + cell.cell_len > self._console.width:
