@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -51,7 +50,7 @@ def command(
             asked = _planned(asked, plan, procs, quiet=as_json)
         summary = run(asked, procs=procs, quiet=as_json)
     if as_json and summary.run:
-        answer(asdict(summary))
+        answer(summary.facts())
 
 
 def _planned(config: Config, plan: str, procs: int | None, *, quiet: bool) -> Config:

@@ -58,6 +58,10 @@ class Summary:
     experts: dict[str, Any] | None = None
     """how evenly experts were used in the last step, and `dropped_in_run`; none where the model has no experts"""
 
+    def facts(self) -> dict[str, Any]:
+        """For the log and `--json`: of experts only where there are some."""
+        return {name: value for name, value in asdict(self).items() if name != "experts" or value is not None}
+
 
 @dataclass(frozen=True)
 class _Step:
@@ -146,7 +150,7 @@ class Loop:
                 summary = self._steps(run)
                 sample = self.task.sample(self.engine)
             if run is not None:
-                run.log("end", **asdict(summary), sample=sample)
+                run.log("end", **summary.facts(), sample=sample)
                 measured = correct.compared(before, self._seconds, self._memory)
                 run.write(correct.FILE, json.dumps(measured, indent=2) + "\n")
                 results = [*self._results(summary), ("step", correct.told(measured))]
