@@ -58,6 +58,21 @@ def check(pool: Pool, model: ModelConfig, layout: str, **choices: Any) -> list[C
     return found
 
 
+def check_together(pool: Pool, model: ModelConfig, layout: str, **choices: Any) -> None:
+    """The same where chance decides which rank receives how much: rows of experts are compared as sums over ranks."""
+    found = pool.run(count, Layout.parse(layout).world, model, layout, **choices)
+    totals: dict[str, Counter[tuple[int, str]]] = {"issued": Counter(), "claimed": Counter()}
+    for rank, each in enumerate(found):
+        for name, total in totals.items():
+            seen: Seen = getattr(each, name)
+            for kind, group, size in [key for key in seen if key[0] == "all_to_all"]:
+                times = seen.pop((kind, group, size))
+                total[len(group), "messages"] += times
+                total[len(group), "bytes"] += times * size
+        assert each.issued == each.claimed, f"rank {rank}: {_unequal(each)}"
+    assert totals["issued"] == totals["claimed"], totals
+
+
 def _unequal(each: Counted) -> str:
     keys = [key for key in each.issued | each.claimed if each.issued[key] != each.claimed[key]]
     return "; ".join(f"{key}: issued {each.issued[key]}, claimed {each.claimed[key]}" for key in keys)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from claimed import check_together
 from torch import Tensor, nn
 
 from echelon import models
@@ -141,3 +142,32 @@ LEFT_OUT = [
 def test_a_message_that_is_left_out_is_missed(pool: Pool, layout: str, leave_out: str) -> None:
     verdict = Prover(pool, Case(model=MIXTRAL, steps=2, seq_len=33), leave_out).judge(Layout.parse(layout))
     assert not verdict.passed
+
+
+# -- what is sent -----------------------------------------------------------------------------------------------------
+
+ONE = replace(MIXTRAL, mixture=MixtureConfig(experts=8, k=1, ffn=16, gate="loss-free", dropout=0.2))
+"""a token goes to one node, whatever the gate decides"""
+COUNTED = [
+    (MIXTRAL, "dp=2,ep=2"),
+    (SHARED, "dp=4,ep=2,etp=2,accumulate=2,zero=1"),
+    (MIXTRAL, "dp=2,tp=2,ep=4,microbatch=2"),
+    (SHARED, "cp=2,tp=2,ep=2,recompute=full"),
+    (SHARED, "cp=2,cp_kind=gather"),
+    (DROPPING, "dp=4,ep=4,zero=3,recompute=full"),
+    (ONE, "dp=4,ep=4,ep_inner=2"),
+    (ONE, "dp=2,cp=2,ep=4,ep_inner=2,recompute=full"),
+    (ONE, "dp=4,tp=2,ep=4,etp=2,ep_inner=4,accumulate=2"),
+    (MIXTRAL, "dp=2,pp=2,ep=2,accumulate=2"),
+]
+
+
+@pytest.mark.parametrize(("model", "layout"), COUNTED)
+def test_experts_issue_what_they_claim(pool: Pool, model: ModelConfig, layout: str) -> None:
+    check_together(pool, model, layout)
+
+
+@pytest.mark.parametrize("gate", ["noisy-top-k", "hierarchical"])
+def test_gates_issue_what_they_claim(pool: Pool, gate: str) -> None:
+    mixture = MixtureConfig(experts=8, k=4 if gate == "hierarchical" else 2, ffn=16, gate=gate)
+    check_together(pool, replace(MIXTRAL, mixture=mixture), "cp=2,tp=2,ep=2,recompute=full")

@@ -29,7 +29,7 @@ def test_shapes_and_types(name: str) -> None:
     scores = made.scores(tokens(2, 16, 4, 0))
     routing = made.route(scores)
     size = 2 * 16 * (K.get(name, 2))
-    assert scores.shape[:2] == (2, 16)
+    assert scores.shape == (2, 16, made.num_scores)
     assert routing.tokens.shape == routing.experts.shape == routing.weights.shape == (size,)
     assert {routing.tokens.dtype, routing.experts.dtype, routing.load.dtype, routing.dropped.dtype} == {torch.int64}
     assert (routing.loss.shape, routing.load.shape, routing.dropped.shape) == ((2,), (8,), ())

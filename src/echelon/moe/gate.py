@@ -91,6 +91,11 @@ class Gate(nn.Module):
         """[G, T, S]: what is computed of each token alone."""
         return self.logits(x, self.weight)
 
+    @property
+    def num_scores(self) -> int:
+        """S."""
+        return self.num_experts
+
     def logits(self, x: Tensor, *weights: Tensor) -> Tensor:
         """One product with all these routers, in fp32 or fp64 whatever the model's type is.
 

@@ -61,6 +61,10 @@ class GShard(TokenGate):
         drawn = self.random.uniform(one) if self.random is not None and self.training else torch.zeros_like(one)
         return torch.cat((logits, drawn.unsqueeze(-1)), dim=-1)
 
+    @property
+    def num_scores(self) -> int:
+        return self.num_experts + 1
+
     def choose(self, scores: Tensor) -> Routing:
         tokens, num_experts = scores.shape[1], self.num_experts
         g, drawn = scores[..., :-1].softmax(-1), scores[..., -1]

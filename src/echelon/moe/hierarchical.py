@@ -54,6 +54,10 @@ class Hierarchical(TokenGate):
         clean, raw = self.logits(x, *routers).chunk(2, dim=-1)
         return with_noise(clean, raw, self.noise if self.training else None)
 
+    @property
+    def num_scores(self) -> int:
+        return 3 * (self.num_groups + self.num_experts)
+
     def choose(self, scores: Tensor) -> Routing:
         a, b, inside = self.num_groups, self.num_experts // self.num_groups, self.k // self.k_groups
         kinds = scores.unflatten(-1, (3, a + self.num_experts))

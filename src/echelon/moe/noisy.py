@@ -52,6 +52,10 @@ class NoisyTopK(TokenGate):
         clean, raw = self.logits(x, self.weight, self.noise_weight).chunk(2, dim=-1)
         return with_noise(clean, raw, self.noise if self.training else None)
 
+    @property
+    def num_scores(self) -> int:
+        return 3 * self.num_experts
+
     def choose(self, scores: Tensor) -> Routing:
         level = Level(*scores.chunk(3, dim=-1))
         values, experts = top(level.noisy, self.k)

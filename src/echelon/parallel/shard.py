@@ -173,14 +173,19 @@ def collectives(
     compute_bytes: int,
     reduce_bytes: int,
     stages: Mapping[str, int] | None = None,
+    experts: Policy | None = None,
 ) -> Iterable[Collective]:
     """What one step issues, unit by unit. `compute_bytes` and `reduce_bytes` are the sizes of one element.
+
+    `experts` is the policy of their units.
 
     In a pipeline `stages` says how many of a rank's stages use each unit. There a unit is reduced after each of them,
     what is kept is gathered once a step, and layers are freed after every use.
     """
     last = max((index for index, unit in enumerate(units) if not unit.kept and stages is None), default=-1)
+    dense = plan
     for index, unit in enumerate(units):
+        plan = experts if unit.folded and experts is not None else dense
         whole, part = unit.shards * unit.shard_numel, unit.shard_numel
         if plan.shards > 1:
             # The last layer is not freed in between: backward needs it first.

@@ -217,6 +217,8 @@ class Traffic:
     """elements of a token that enter attention's region; 0: the width"""
     mixtures: int = 0
     """of the layers, those with experts"""
+    mixed_from: int | None = None
+    """number of the whole model's first layer with experts: behind it, balance losses go from layer to layer"""
     shared: bool = False
     """these have an expert that every token passes through: a region as a plain layer's second one"""
     causal: bool = True
@@ -226,6 +228,7 @@ class Traffic:
         """Of a whole model of ours."""
         latent, mixture = config.latent, config.mixture
         narrow = (latent.query_rank or config.width) + latent.kv_rank + latent.rope_dim if latent else 0
+        mixed = [layer for layer in range(config.layers) if mixture and mixture.is_mixture(layer)]
         return cls(
             layers=config.layers,
             width=config.width,
@@ -239,7 +242,8 @@ class Traffic:
             head_dim=config.head_dim,
             value_dim=config.value_dim,
             narrow=narrow,
-            mixtures=sum(map(mixture.is_mixture, range(config.layers))) if mixture else 0,
+            mixtures=len(mixed),
+            mixed_from=min(mixed, default=None),
             shared=bool(mixture and mixture.shared),
             causal=config.causal,
         )

@@ -103,7 +103,8 @@ class Pipeline:
         """What this rank sends to other stages of a transformer in a step."""
         layout, slices = self.parallel.layout, self.slices(traffic)
         schedule = self.scheduled(traffic.seq_len)
-        sends = Counter(action.part for action in schedule.lists[self.runtime.rank] if action.kind in SENDS)
+        actions = [action for action in schedule.lists[self.runtime.rank] if action.kind in SENDS]
+        sends = Counter(action.part for action in actions)
         rows, columns = grid_cost.block(layout, traffic.batch, traffic.width)
         found = []
         for part, count in sorted(sends.items()):
@@ -111,7 +112,15 @@ class Pipeline:
             positions = -(-length // layout.tp) if layout.sp else length
             size = rows * positions * columns * traffic.element_bytes
             found.append(Collective(kind="send", axis="pp", bytes=size, count=count, hidden=True, part="activations"))
-        return found
+        mixed = sum(self._has_losses(action, traffic) for action in actions)
+        size = traffic.batch * traffic.loss_bytes
+        return [*found, Collective(kind="send", axis="pp", bytes=size, count=mixed, hidden=True, part="balance losses")]
+
+    def _has_losses(self, action: Action, traffic: Traffic) -> bool:
+        """What is sent comes from behind a layer with experts, or goes back there."""
+        stages = action.stage + (action.kind is Kind.SEND_FORWARD)
+        layers = sum(len(self.stages.split.links[stage]) for stage in range(stages)) - 1  # the first is the embedding
+        return traffic.mixed_from is not None and layers > traffic.mixed_from
 
     # -- one step -----------------------------------------------------------------------------------------------------
 

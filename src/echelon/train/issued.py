@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from echelon.layout.cost import Collective
 from echelon.moe.layer import Mixture
-from echelon.parallel import batchnorm, context, grid, shard, tensor
+from echelon.parallel import batchnorm, context, expert_cost, grid, shard, tensor
 
 if TYPE_CHECKING:
     from echelon.train.engine import Engine
@@ -19,7 +20,8 @@ def collectives(engine: Engine, traffic: tensor.Traffic | None) -> list[Collecti
     slices = pipeline.slices(traffic) if pipeline is not None and traffic is not None else ()
     found: list[Collective] = []
     if traffic is not None:
-        mine = traffic if pipeline is None else replace(pipeline.share(traffic), mixtures=_mixtures(engine))
+        mine = traffic if pipeline is None else replace(pipeline.share(traffic), mixtures=len(_mixtures(engine)))
+        found += _of_experts(engine, mine)
         if parallel.context is not None:
             found += context.of_traffic(mine, layout, parallel.context.outer.index)
             mine = replace(mine, seq_len=context.slice_length(layout, mine.seq_len))
@@ -46,9 +48,28 @@ def collectives(engine: Engine, traffic: tensor.Traffic | None) -> list[Collecti
     return [*found, *engine.loads.collectives()]
 
 
-def _mixtures(engine: Engine) -> int:
-    """Layers with experts on this rank."""
-    return sum(isinstance(module, Mixture) for module in engine.model.modules())
+def _mixtures(engine: Engine) -> list[Mixture]:
+    """On this rank."""
+    return [module for module in engine.model.modules() if isinstance(module, Mixture)]
+
+
+def _of_experts(engine: Engine, traffic: tensor.Traffic) -> Iterator[Collective]:
+    """Of gates that drop nothing."""
+    for mixture in _mixtures(engine):
+        routed = expert_cost.Routed(
+            layers=1,
+            sequences=traffic.batch,
+            seq_len=traffic.seq_len,
+            width=traffic.width,
+            element_bytes=traffic.element_bytes,
+            experts=mixture.gate.num_experts,
+            k=mixture.gate.k,
+            score_bytes=traffic.loss_bytes,
+            scores=mixture.gate.num_scores,
+            dropout=mixture.experts.drop.p > 0,
+            followed=traffic.dropout,
+        )
+        yield from expert_cost.collectives(engine.layout, routed)
 
 
 def _of_an_update(engine: Engine, accumulate: int) -> list[Collective]:
@@ -64,6 +85,7 @@ def _of_an_update(engine: Engine, accumulate: int) -> list[Collective]:
             compute_bytes=options.compute.itemsize,
             reduce_bytes=reduce_bytes,
             stages=pipeline.uses if pipeline is not None else None,
+            experts=shard.experts_policy(parallel.layout, parallel.policy),
         )
     )
     found += tensor.partial_sums(units, reduce_bytes, parallel.placement.shard_of)
