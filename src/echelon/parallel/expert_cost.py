@@ -87,19 +87,19 @@ def _rows(layout: Layout, routed: Routed, passes: int) -> Several:
     counts = ranks * (routed.experts + nodes) * NUMBER
     yield Collective(kind="all_gather", axis=TOGETHER, bytes=counts, part="counts"), passes
     row = routed.width * routed.element_bytes
-    last = f"{TOGETHER}/{layout.ep_inner}" if nodes else TOGETHER
+    near = f"{TOGETHER}/{layout.ep_inner}" if nodes else TOGETHER
     if nodes:
         far = f"{TOGETHER}%{layout.ep_inner}"
         crossing = tokens * (routed.nodes or nodes_of(routed.k, nodes))
         each = max(1, round(routed.k))
-        last = passes if routed.followed else 1
-        yield _to(far, crossing * row, "tokens"), passes + last + 2
+        returns = passes if routed.followed else 1
+        yield _to(far, crossing * row, "tokens"), passes + returns + 2
         yield _to(far, crossing * each * routed.score_bytes, "weights"), passes + 1
         yield _to(far, crossing * each * NUMBER, "numbers"), passes * (1 + routed.dropout)
     sent = tokens * routed.k * layout.etp
-    yield _to(last, sent * row, "tokens"), 2 * (passes + 1)
+    yield _to(near, sent * row, "tokens"), 2 * (passes + 1)
     if routed.dropout:
-        yield _to(last, sent * NUMBER, "keys"), passes
+        yield _to(near, sent * NUMBER, "keys"), passes
 
 
 def _to(axis: str, size: float, part: str) -> Collective:

@@ -45,10 +45,9 @@ class Leg:
             each = torch.arange(mine.shape[1], device=device).repeat(ranks)
             sizes, arrived = mine.flatten().to(device), sum(self._received)
             expert = torch.repeat_interleave(each, sizes, output_size=arrived)
-            self._by_expert = torch.argsort(expert, stable=True)
-            self._by_sender = torch.empty_like(self._by_expert).scatter_(
-                0, self._by_expert, torch.arange(arrived, device=device)
-            )
+            order = torch.argsort(expert, stable=True)
+            place = torch.empty_like(order).scatter_(0, order, torch.arange(arrived, device=device))
+            self._by_expert, self._by_sender = order, place
 
     # -- without a gradient -------------------------------------------------------------------------------------------
 
