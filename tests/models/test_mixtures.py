@@ -93,6 +93,8 @@ def test_losses_of_balance_count_once_for_each_target(name: str) -> None:
     built, x = model(name).eval(), tokens()
     targets = x.roll(-1, 1)
     targets[0, :10] = -100
+    evaluated, _ = built(x, targets)
+    built.training = True  # of the whole alone: gates draw nothing
     total, count = built(x, targets)
     plain, same = loss_sum(built.logits(x), targets)
     balance = torch.zeros(2, dtype=torch.float64)
@@ -107,6 +109,7 @@ def test_losses_of_balance_count_once_for_each_target(name: str) -> None:
     assert count == same == 38
     assert float(balance.min()) > 0
     assert torch.allclose(total, plain + 14 * balance[0] + 24 * balance[1], rtol=1e-12)
+    assert torch.allclose(evaluated, plain, rtol=1e-12)
 
 
 def test_a_built_gate_starts_without_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,11 +80,11 @@ class LanguageModel(nn.Module):
         return carried
 
     def losses(self, carried: Carried, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """(sum of losses, number of valid targets). The balance losses of a sequence count once for each of its
-        targets, since the sum is divided by the number of targets."""
+        """(sum of losses, number of valid targets). In training the balance losses of a sequence count once for each
+        of its targets, since the sum is divided by the number of targets."""
         x, balance = streams(carried)
         total, count = self.head(self.norm(x), targets)
-        if balance is not None:
+        if balance is not None and self.training:
             total = total + (balance.to(total.dtype) * (targets != IGNORE).sum(dim=1)).sum()
         return total, count
 

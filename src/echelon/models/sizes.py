@@ -274,12 +274,14 @@ _TABLE = (
     ),
     replace(
         _llama("mixtral-8x7b", 32, 4096, 32, 8, 14336, vocab=32000, seq=32768),
-        mixture=MixtureConfig(experts=8, k=2, ffn=14336, gate="mixtral"),
+        mixture=MixtureConfig(experts=8, k=2, ffn=14336, gate="mixtral", options=(("balance", 0.02 / 32),)),
         theta=1e6,
     ),
     replace(
         _llama("qwen3-30b-a3b", 48, 2048, 32, 4, 6144, vocab=151936, seq=40960),
-        mixture=MixtureConfig(experts=128, k=8, ffn=768, gate="qwen", options=(("normalise", True),)),
+        mixture=MixtureConfig(
+            experts=128, k=8, ffn=768, gate="qwen", options=(("normalise", True), ("balance", 0.001 / 48))
+        ),
         own_head_dim=128,
         head_norms=True,
         theta=1e6,

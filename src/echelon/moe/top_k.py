@@ -5,8 +5,9 @@
     loss = balance · E · sum over i of f_i · P_i   at least k · balance, where all experts are used alike
 
 Mixtral (Jiang et al. 2024) takes the softmax of the k largest logits, which is the softmax of all divided by the sum of
-the k largest. The papers do not say how they balance; loss and coefficients are those of the published models'
-configurations (router_aux_loss_coef).
+the k largest. The papers do not say how they balance; the loss is that of the published models' code, whose coefficient
+(router_aux_loss_coef: Mixtral 0.02, Qwen 0.001) is of all layers together. `balance` is of one: what is published,
+divided by the layers, is as strong.
 """
 
 from __future__ import annotations
