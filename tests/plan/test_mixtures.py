@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -19,13 +20,15 @@ from echelon.layout.cost import totals
 from echelon.models import sizes
 from echelon.parallel import context, tensor
 from echelon.parallel.expert import CEILING
+from echelon.parallel.expert_cost import nodes_of
 from echelon.plan import cluster
 from echelon.plan.ask import answer
 from echelon.plan.case import Case
 from echelon.plan.constants import IMBALANCE
 from echelon.plan.context import collectives
+from echelon.plan.experts import bytes_of_a_token, inner_of, to_experts
 from echelon.plan.layouts import Wish
-from echelon.plan.messages import bytes_to_experts, messages
+from echelon.plan.messages import messages
 from echelon.plan.price import Plan, price
 from echelon.plan.search import search
 from echelon.plan.show import words
@@ -151,9 +154,9 @@ def test_a_dense_model_has_none_of_it():
 
 def test_tokens_that_are_cut_over_tp_travel_once():
     """A token is sent by the rank of tp that has it; where experts are cut, to every rank that has a part."""
-    alone = bytes_to_experts(case(MIXTRAL))
-    assert bytes_to_experts(case("dp=4,tp=2,pp=8,ep=8,accumulate=128")) == alone
-    assert bytes_to_experts(case("dp=4,tp=2,pp=8,ep=8,etp=2,accumulate=128")) == 2 * alone
+    alone = bytes_of_a_token(case(MIXTRAL))
+    assert bytes_of_a_token(case("dp=4,tp=2,pp=8,ep=8,accumulate=128")) == alone
+    assert bytes_of_a_token(case("dp=4,tp=2,pp=8,ep=8,etp=2,accumulate=128")) == 2 * alone
 
 
 def test_a_plan_says_what_an_even_load_and_other_degrees_would_do():
@@ -253,4 +256,26 @@ def test_messages_of_a_plan_are_those_that_a_run_claims(model, layout):
         assert found.shape.attention is not None
         assert totals(collectives(found, found.shape.attention)) == totals(context.of_traffic(traffic, asked))
     else:
-        assert totals(messages(found)["tp"]) == totals(tensor.collectives(traffic, asked))
+        assert totals(messages(found)) == totals(tensor.collectives(traffic, asked))
+
+
+# -- by way of nodes --------------------------------------------------------------------------------------------------
+
+
+def test_two_hops_send_less_between_nodes_and_more_inside() -> None:
+    layouts = ("dp=16,ep=16,pp=4,accumulate=64", "dp=16,ep=16,pp=4,accumulate=64,ep_inner=8")
+    straight, hops = (to_experts(case(layout, "deepseek-v2")) for layout in layouts)
+    assert hops.outside < 0.5 * straight.outside
+    assert hops.inside > straight.inside
+    assert hops.messages > straight.messages
+
+
+def test_two_hops_are_chosen_where_they_pay() -> None:
+    fast, slow = cluster.parse("64xh100"), cluster.parse("64xh100:eth")
+    assert inner_of(fast, 8, 2) == 1  # all in a node
+    assert inner_of(fast, 16, 6) == 8
+    assert inner_of(fast, 64, 1) == 1  # a token crosses once anyway
+    assert inner_of(slow, 64, 2) == 8
+    assert inner_of(fast, 12, 6) == 1  # no whole nodes
+    drawn = np.random.default_rng(0).integers(0, 4, (100_000, 6))
+    assert nodes_of(6, 4) == pytest.approx(np.mean([len(set(row)) for row in drawn.tolist()]), rel=0.01)

@@ -3,7 +3,7 @@
 Experts are folded into the ranks of a stage (dp x cp x tp): whatever those are for the rest of the model, for experts
 they are edp copies of ep parts, each expert cut once more over etp. Every rank has tokens of its own (its sequences,
 its slice of them under cp, and its slice of that under tp with sequence parallelism), so a token is sent once, and
-nobody computes what somebody else does. How they travel is in dispatch.py.
+nobody computes what somebody else does. How they travel is in dispatch.py, what it costs in expert_cost.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from echelon.layout import Layout
-from echelon.layout.cost import Collective
 from echelon.layout.placement import Cut, Entry
 
 if TYPE_CHECKING:
@@ -73,13 +72,3 @@ def split(
                 entry = replace(changed[f"{name}.gate.{key}"], sum_over=("tp",))
                 changed.update(dict.fromkeys(entry.names, entry))
     return [changed[entry.name] for entry in entries]
-
-
-def collectives(layout: Layout, *, layers: int, tokens: float, token_bytes: float, top_k: int) -> Iterable[Collective]:
-    """What a step issues over ep: out and back, in forward and in backward. `tokens` are a rank's of a microbatch."""
-    if layout.ep == 1:
-        return
-    passes = 3 if layout.recompute == "full" else 2
-    size = int(tokens * token_bytes * top_k)
-    count = 2 * passes * layers * layout.accumulate
-    yield Collective(kind="all_to_all", axis="ep", bytes=size, count=count, part="tokens")

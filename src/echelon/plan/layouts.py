@@ -18,6 +18,7 @@ from echelon.layout.rules import tp_side
 from echelon.plan.case import Case, trains_in
 from echelon.plan.cluster import Cluster
 from echelon.plan.constants import IMBALANCE
+from echelon.plan.experts import inner_of
 from echelon.plan.shape import Attention, ModelShape
 
 OBJECTIVES = ("time", "cost", "energy", "devices")
@@ -86,6 +87,7 @@ class Family:
     tp: int
     cp: int
     ep: int
+    ep_inner: int
     microbatch: int
     recompute: str
     tp_kind: str = "1d"
@@ -137,12 +139,13 @@ def _families(wish: Wish, world: int, tp: int, cp: int) -> Iterator[Family]:
     if "recompute" in fixed:
         recomputes = [str(fixed["recompute"])]
     kinds = product(_experts(wish, world), sizes, recomputes, tensor_kinds(wish, tp), context_kinds(wish, tp, cp))
-    for ep, size, recompute, (tp_kind, depth), (cp_kind, ulysses) in kinds:
+    for (ep, ep_inner), size, recompute, (tp_kind, depth), (cp_kind, ulysses) in kinds:
         if not wish.batch % size:
             yield Family(
                 tp=tp,
                 cp=cp,
                 ep=ep,
+                ep_inner=ep_inner,
                 microbatch=size,
                 recompute=recompute,
                 tp_kind=tp_kind,
@@ -267,10 +270,12 @@ def _zeros(wish: Wish, dp: int, family: Family, pp: int) -> list[dict[str, int]]
     return [{"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3}, *inside]
 
 
-def _experts(wish: Wish, world: int) -> list[int]:
-    if not wish.shape.experts:
-        return [1]
-    return [ep for ep in _divisors(world) if not wish.shape.experts % ep]
+def _experts(wish: Wish, world: int) -> list[tuple[int, int]]:
+    """(ep, ep_inner)."""
+    shape, cluster = wish.shape, wish.cluster
+    found = [ep for ep in _divisors(world) if not shape.experts % ep] if shape.experts else [1]
+    asked = wish.fixed.get("ep_inner")
+    return [(ep, inner_of(cluster, ep, shape.top_k) if asked is None else int(asked)) for ep in found]
 
 
 def _is_smooth(number: int) -> bool:

@@ -1,6 +1,6 @@
-"""Messages of tensor and expert parallelism, of parameters and of gradients, by the strategies' own cost functions.
+"""Messages of tensor parallelism, of parameters and of gradients, by the strategies' own cost functions.
 
-Those of context parallelism are in context.py.
+Those of context parallelism are in context.py, those to experts in experts.py.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from dataclasses import replace
 
 from echelon.layout import Layout
 from echelon.layout.cost import Collective
-from echelon.parallel import expert, grid_cost, shard, tensor
+from echelon.parallel import grid_cost, shard, tensor
 from echelon.plan.case import Case
 from echelon.plan.links import on_the_wire
 from echelon.plan.shape import COLUMNS, ROWS, Product
 from echelon.plan.units import data_ranks, policy_of, units_of
 
 
-def messages(case: Case) -> dict[str, list[Collective]]:
-    """Of one microbatch through all layers, from the strategies' own cost functions, by axis."""
+def messages(case: Case) -> list[Collective]:
+    """Of one microbatch through all layers, over tp, from the strategies' own cost functions."""
     layout, shape = case.layout, case.shape
     once = replace(layout, accumulate=1)  # what cost functions say of a step is then of a microbatch
     size = case.element_bytes
@@ -34,30 +34,7 @@ def messages(case: Case) -> dict[str, list[Collective]]:
         mixtures=shape.mixtures,
         shared=any(layer.has_shared for layer, _ in shape.layers),
     )
-    if layout.tp_kind == "1d":
-        sent = list(tensor.collectives(traffic, once))
-    else:
-        sent = list(_grid_messages(case, traffic))
-    return {
-        "tp": sent,
-        "ep": list(
-            expert.collectives(
-                once,
-                layers=shape.mixtures,
-                tokens=case.tokens * layout.etp / layout.tp,
-                token_bytes=shape.width * size,
-                top_k=shape.top_k,
-            )
-        ),
-    }
-
-
-def bytes_to_experts(case: Case) -> float:
-    """That pass a link for a token and a layer with experts, there and back, all passes together."""
-    layout, mixtures = case.layout, case.shape.mixtures
-    if not mixtures:
-        return 0.0
-    return wire(messages(case)["ep"], layout.ep) / (case.tokens / layout.tp * mixtures)
+    return list(tensor.collectives(traffic, once)) if layout.tp_kind == "1d" else list(_grid_messages(case, traffic))
 
 
 def _grid_messages(case: Case, traffic: tensor.Traffic) -> Iterator[Collective]:

@@ -14,8 +14,8 @@ from echelon.plan.activations import repeats_of
 from echelon.plan.calibrate import constants_of
 from echelon.plan.case import Case
 from echelon.plan.constants import FITTED, Constants
+from echelon.plan.experts import bytes_of_a_token
 from echelon.plan.memory import Memory, of_stage, worst
-from echelon.plan.messages import bytes_to_experts
 from echelon.plan.time import Times, microbatch, repeated, times
 from echelon.plan.work import Work, work_of
 
@@ -95,7 +95,7 @@ class Plan:
             "parameters": self.case.shape.parameters,
             "active_parameters": self.case.shape.active_parameters,
             "imbalance": self.case.imbalance if self.case.shape.experts else None,
-            "all_to_all_bytes": bytes_to_experts(self.case),
+            "all_to_all_bytes": bytes_of_a_token(self.case),
             "runnable": self.runnable,
             "fits": self.fits,
             "step_s": self.seconds,

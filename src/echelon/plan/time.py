@@ -129,7 +129,7 @@ def microbatch(work: Work, c: Constants = FITTED) -> Microbatch:
     tp_link = np.where(work.tp_near > 0, inside, across)
     tp = (work.tp_bytes - work.tp_hidden) / tp_link + work.latency * work.tp_messages
     products = (work.flops + c.odd * work.odd_flops + edge * work.edges) / rate
-    ep = work.ep_bytes * ((1 - work.ep_far) / inside + work.ep_far / outside) + work.latency * work.ep_messages
+    ep = work.ep_inside / inside + work.ep_outside / outside + work.latency * work.ep_messages
     return Microbatch(
         products=products,
         experts=(work.expert_flops + c.expert_edge * work.expert_edges) / rate,

@@ -22,8 +22,9 @@ from echelon.plan.activations import kept, repeats_of
 from echelon.plan.case import KERNELS, Case
 from echelon.plan.cluster import HOST_DEVICES
 from echelon.plan.context import attended, reach_of
+from echelon.plan.experts import to_experts
 from echelon.plan.links import latency_of
-from echelon.plan.messages import gradient_wire, messages, tensor_wire, wire
+from echelon.plan.messages import gradient_wire, messages, tensor_wire
 from echelon.plan.passing import passing_of
 from echelon.plan.shape import COLUMNS, ROWS, Product
 from echelon.plan.units import fullest_share, policy_of, units_of, update_bytes, weight_bytes
@@ -106,10 +107,11 @@ class Work:
     """1 where tp stays inside a node"""
     tp_members: Number
     """ranks of a group that share a node"""
-    ep_bytes: Number
+    ep_inside: Number
+    """bytes to experts and back between devices of a node, on the busiest rank"""
+    ep_outside: Number
+    """between nodes"""
     ep_messages: Number
-    ep_far: Number
-    """share of what a rank sends that leaves its node"""
     ring_steps: Number
     """blocks of attention that a ring takes; 1: there is none"""
     ring_bytes: Number
@@ -212,10 +214,8 @@ def _of_microbatch(case: Case) -> dict[str, Any]:
     columns = shape.vocab / tp
     head = 2.0 * tokens * shape.width * columns
     per_node = cluster.per_node
-    sent, reach = messages(case), reach_of(case)
+    sent, reach, routed = messages(case), reach_of(case), to_experts(case)
     again, passing = repeats_of(case), passing_of(case)
-    # In rounds nothing is kept (rounds.py): in backward rows come again, and experts work on them again.
-    in_rounds, legs = case.crowd > CEILING, 6 if layout.recompute == "full" else 4
     return {
         **counts,
         "generation": GENERATIONS.index(device.generation),
@@ -238,14 +238,14 @@ def _of_microbatch(case: Case) -> dict[str, Any]:
         "layers": shape.num_layers,
         "mixtures": shape.mixtures,
         "tp": tp,
-        "tp_bytes": tensor_wire(sent["tp"], layout),
-        "tp_hidden": tensor_wire([item for item in sent["tp"] if item.hidden], layout),
-        "tp_messages": sum(item.count for item in sent["tp"]),
+        "tp_bytes": tensor_wire(sent, layout),
+        "tp_hidden": tensor_wire([item for item in sent if item.hidden], layout),
+        "tp_messages": sum(item.count for item in sent),
         "tp_near": tp <= per_node,
         "tp_members": min(tp, per_node),
-        "ep_bytes": wire(sent["ep"], layout.ep) * case.crowd * (1 + in_rounds / legs),
-        "ep_messages": sum(item.count for item in sent["ep"]),
-        "ep_far": max(0.0, 1 - per_node / layout.ep),
+        "ep_inside": routed.inside,
+        "ep_outside": routed.outside,
+        "ep_messages": routed.messages,
         "ring_steps": reach.steps,
         "ring_bytes": reach.sent,
         "ring_gradients": reach.sent_back,
@@ -259,7 +259,7 @@ def _of_microbatch(case: Case) -> dict[str, Any]:
         "repeated": again.forward,
         "repeated_attention": again.attention,
         "repeated_passing": again.passing,
-        "repeated_experts": in_rounds,
+        "repeated_experts": case.crowd > CEILING,  # in rounds nothing is kept (rounds.py)
     }
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from echelon.pipeline.draw.words import clock, percent
 from echelon.plan.device import GIB
-from echelon.plan.messages import bytes_to_experts
+from echelon.plan.experts import bytes_of_a_token
 from echelon.plan.price import Plan
 
 
@@ -271,7 +271,7 @@ def _of_experts(plan: Plan) -> Iterator[tuple[str, str]]:
     total, active = (short(count).replace("G", "B") for count in (case.shape.parameters, case.shape.active_parameters))
     yield "active", f"{active} of {total} parameters"
     if plan.layout.ep > 1:
-        yield "to experts", f"{bytes_to_experts(case) / 2**10:,.0f} KiB a token and layer"
+        yield "to experts", f"{bytes_of_a_token(case) / 2**10:,.0f} KiB a token and layer"
         yield "imbalance", f"{case.imbalance:g} (assumed)"
 
 
