@@ -39,9 +39,10 @@ from echelon import data, models
 from echelon.models.mixture_config import MixtureConfig
 from echelon.models.sizes import ModelConfig
 from echelon.parallel.apply import Options
-from echelon.train.config import Config, OptimizerConfig, ScheduleConfig
+from echelon.train.config import Config
 from echelon.train.engine import Engine, Microbatch
 from echelon.train.schedule import learning_rate
+from echelon.train.sections import OptimizerConfig, ScheduleConfig
 
 DENSE, MIXTURE, UNBALANCED = "dense", "mixture", "unbalanced"
 BALANCE = 0.005

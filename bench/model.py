@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from echelon.models import ModelConfig
-from echelon.train.config import OptimizerConfig
+from echelon.train.sections import OptimizerConfig
 
 CONFIG = ModelConfig(
     name="llama-10m",

@@ -28,8 +28,8 @@ from echelon.layout import Layout
 from echelon.models.chain import Chain, Link
 from echelon.pipeline.schedules import FAMILIES, make
 from echelon.pipeline.simulate import Durations, Timeline, simulate
-from echelon.train.config import OptimizerConfig
 from echelon.train.engine import Engine
+from echelon.train.sections import OptimizerConfig
 
 RANKS = 4
 MICROBATCHES = 8

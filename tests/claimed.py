@@ -16,8 +16,8 @@ from echelon.models.sizes import ModelConfig
 from echelon.parallel.axis import enumerate_groups
 from echelon.parallel.tensor import Traffic
 from echelon.proof.case import Case
-from echelon.train.config import OptimizerConfig
 from echelon.train.engine import Engine, Options
+from echelon.train.sections import OptimizerConfig
 
 SEQ_LEN = 33
 

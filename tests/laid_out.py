@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from echelon import models
 from echelon.models.sizes import ModelConfig
 from echelon.parallel.apply import WORLD, Options, Parallel
-from echelon.train.config import OptimizerConfig
 from echelon.train.engine import Engine
+from echelon.train.sections import OptimizerConfig
 
 SGD = OptimizerConfig(name="sgd", lr=0.1)
 

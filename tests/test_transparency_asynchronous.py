@@ -15,7 +15,7 @@ from echelon.proof import emulation
 from echelon.proof.case import Case
 from echelon.proof.emulation import version_of
 from echelon.proof.verify import TOLERANCE, Prover
-from echelon.train.config import OptimizerConfig
+from echelon.train.sections import OptimizerConfig
 
 SHAPE = tiny("gpt", tied=False, layers=5, dropout=0.1)
 CASE = Case(model=SHAPE, steps=4, seq_len=9, clip=0.5)

@@ -20,8 +20,8 @@ from echelon.models.sizes import ModelConfig
 from echelon.parallel import shard
 from echelon.pipeline.stream import StreamRuntime
 from echelon.proof.case import Case
-from echelon.train.config import OptimizerConfig
 from echelon.train.engine import Engine, Options
+from echelon.train.sections import OptimizerConfig
 
 SMALL = {"layers": 3, "width": 32, "ffn": 48, "max_seq_len": 64}
 GPT = replace(sizes.find("gpt-tiny"), **SMALL)

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from echelon.cli import app
 from echelon.models import sizes
 from echelon.proof.ask import DEFAULT_LAYOUTS, Request
-from echelon.train.config import OptimizerConfig
+from echelon.train.sections import OptimizerConfig
 
 OWN = """
 import torch

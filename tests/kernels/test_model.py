@@ -12,8 +12,8 @@ from echelon import models
 from echelon.kernels import choice, linear
 from echelon.models import sizes
 from echelon.models.sizes import ModelConfig
-from echelon.train.config import OptimizerConfig
 from echelon.train.engine import Engine
+from echelon.train.sections import OptimizerConfig
 
 pytest.importorskip("triton")
 MODEL = replace(sizes.find("llama-tiny"), layers=2, vocab=67)

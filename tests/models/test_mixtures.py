@@ -8,10 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.models import SIZES, ModelConfig, build, find, reduced
+from echelon.layout import FaultError
+from echelon.models import SIZES, ModelConfig, build, find, reduced, sizes
 from echelon.models.head import loss_sum
-from echelon.models.mixture_config import MixtureConfig
+from echelon.models.mixture import gate_faults
+from echelon.models.mixture_config import MixtureConfig, with_gate
+from echelon.moe import GATES
 from echelon.moe.layer import Mixture
+from echelon.train.config import Config
 
 NAMES = [name for name, config in SIZES.items() if config.mixture is not None]
 TINY = [name for name in NAMES if name.endswith("-tiny")]
@@ -141,3 +145,49 @@ def test_reduced_mixtures_are_small_and_run(name: str) -> None:
     total, count = build(small)(tokens(), tokens().flip(1))
     total.backward()
     assert abs(float(total.detach() / count) - 5.55) < 0.3
+
+
+# -- another gate -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize("size", ["moe-tiny", "qwen-moe-tiny", "mixtral-8x7b"])
+def test_any_gate_in_place_of_a_mixtures_own(name: str, size: str) -> None:
+    mixture = sizes.find(size).mixture
+    assert mixture is not None
+    found = with_gate(mixture, f"{name},cap=4" if name == "expert-choice-capped" else name)
+    assert found.gate == name
+    assert gate_faults(found) == []
+
+
+def test_a_gate_with_options() -> None:
+    changed = sizes.changed(sizes.find("moe-tiny"), gate="switch, capacity_factor=1.5,jitter=0", expert_dropout=0.4)
+    assert changed.mixture == MixtureConfig(
+        experts=8, k=1, ffn=88, gate="switch", options=(("capacity_factor", 1.5), ("jitter", 0)), dropout=0.4
+    )
+    gate = build(changed, "meta").blocks[0].mlp.gate
+    assert (gate.capacity_factor, gate.jitter) == (1.5, 0)
+    assert sizes.changed(sizes.find("moe-tiny"), gate="qwen,k=3,normalise=true").mixture.options == (
+        ("normalise", True),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("swich", 'is not the name of a gate.*did you mean "switch"'),
+        ("switch,k=2", r"a token has one expert \(k=2\)"),
+        ("mixtral,balanc=1", 'not an option of the gate mixtral.*did you mean "balance"'),
+        ("mixtral,3", "not of the form option=value"),
+        ("mixtral,k=two", "is not a number"),
+        ("hierarchical,k=3", "k is not a multiple of k_groups"),
+    ],
+)
+def test_faults_of_a_gate_are_told_before_anything_starts(text: str, said: str) -> None:
+    with pytest.raises(FaultError, match=said):
+        Config.load(None, ["model=moe-tiny", f"gate={text}"])
+
+
+def test_a_gate_needs_a_mixture() -> None:
+    with pytest.raises(FaultError, match=r"gate=switch has no effect with model=llama-tiny, which has no experts"):
+        Config.load(None, ["model=llama-tiny", "gate=switch"])

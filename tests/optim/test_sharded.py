@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from echelon import models, optim
-from echelon.train.config import OptimizerConfig
 from echelon.train.engine import Engine
+from echelon.train.sections import OptimizerConfig
 
 SHAPE = models.find("llama-tiny")
 

@@ -15,10 +15,11 @@ from echelon.optim.sgd import PlainSGD
 from echelon.optim.with_torch import WithTorch
 from echelon.parallel.apply import Options
 from echelon.parallel.master import SplitMaster
-from echelon.train.config import Config, OptimizerConfig
+from echelon.train.config import Config
 from echelon.train.derived import derived
 from echelon.train.engine import Engine
 from echelon.train.metrics import Peak
+from echelon.train.sections import OptimizerConfig
 
 STEPS, ROWS, WIDTH = 4, 8, 5
 RULES = {

@@ -18,8 +18,8 @@ from echelon.layout.placement import Piece
 from echelon.models import sizes
 from echelon.optim.rule import runs_of
 from echelon.proof.case import Case
-from echelon.train.config import OptimizerConfig
 from echelon.train.engine import Engine, Options
+from echelon.train.sections import OptimizerConfig
 
 RULE = OptimizerConfig(lr=1e-2)
 WIDTH, ROWS, STEPS = 8, 12, 3

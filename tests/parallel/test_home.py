@@ -18,8 +18,8 @@ import echelon as ec
 from echelon.launch.pool import Pool
 from echelon.layout import Layout
 from echelon.parallel.apply import Options
-from echelon.train.config import OptimizerConfig
 from echelon.train.engine import Engine
+from echelon.train.sections import OptimizerConfig
 
 WIDTH, ROWS, STEPS = 6, 12, 3
 RULE = OptimizerConfig(lr=1e-2)

@@ -82,7 +82,9 @@ def test_above_the_ceiling_memory_stays_and_rounds_cost_time():
     assert "recompute" not in below.times
     forward = above.times["recompute"] / (above.times["products"] / 3)
     assert 0.7 < forward < 1  # of the products, experts' forward is done again
-    assert above.times["ep"] == pytest.approx(1.25 * below.times["ep"], rel=0.02)  # five legs instead of four
+    assert above.times["ep"] == pytest.approx(
+        1.25 * below.times["ep"], rel=0.04
+    )  # five legs instead of four, and counts
     assert more.seconds > 1.5 * above.seconds
 
 
@@ -156,7 +158,8 @@ def test_tokens_that_are_cut_over_tp_travel_once():
     """A token is sent by the rank of tp that has it; where experts are cut, to every rank that has a part."""
     alone = bytes_of_a_token(case(MIXTRAL))
     assert bytes_of_a_token(case("dp=4,tp=2,pp=8,ep=8,accumulate=128")) == alone
-    assert bytes_of_a_token(case("dp=4,tp=2,pp=8,ep=8,etp=2,accumulate=128")) == 2 * alone
+    both = bytes_of_a_token(case("dp=4,tp=2,pp=8,ep=8,etp=2,accumulate=128"))
+    assert both / (15 / 16) == 2 * alone / (7 / 8)  # what stays on a rank aside
 
 
 def test_a_plan_says_what_an_even_load_and_other_degrees_would_do():

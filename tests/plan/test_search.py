@@ -28,8 +28,9 @@ from echelon.plan.sources import shape_of
 from echelon.plan.time import times
 from echelon.plan.units import units_of
 from echelon.plan.work import work_of
-from echelon.train.config import Config, PrecisionConfig
+from echelon.train.config import Config
 from echelon.train.planned import planned
+from echelon.train.sections import PrecisionConfig
 
 
 def wish(model="llama-8b", devices="8xh100", batch=64, seq_len=8192, **options):

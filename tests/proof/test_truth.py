@@ -14,7 +14,7 @@ from echelon import models
 from echelon.models import sizes
 from echelon.proof import truth
 from echelon.proof.case import Case
-from echelon.train.config import OptimizerConfig
+from echelon.train.sections import OptimizerConfig
 
 SHAPE = replace(sizes.find("llama-tiny"), layers=1, width=16, heads=2, ffn=16, max_seq_len=40)
 

@@ -18,9 +18,10 @@ from echelon.models.mixture_config import MixtureConfig
 from echelon.moe.gate import Gate
 from echelon.proof.verify import verify
 from echelon.report.loads import History
-from echelon.train.config import Config, OptimizerConfig
+from echelon.train.config import Config
 from echelon.train.loop import train_here
 from echelon.train.run import Run
+from echelon.train.sections import OptimizerConfig
 
 EXPERTS, CHOICES, BATCH, LENGTH, STEPS = 8, 2, 4, 16, 3
 FAVOURITE, NEVER = 5, 2

@@ -8,9 +8,10 @@ import pytest
 
 from echelon import data
 from echelon.layout import Layout
-from echelon.train.config import Config, DataConfig, EvalConfig, SampleConfig
+from echelon.train.config import Config
 from echelon.train.loop import train_here
 from echelon.train.run import Run
+from echelon.train.sections import DataConfig, EvalConfig, SampleConfig
 
 LAYOUTS = ("pp=2,accumulate=2", "pp=4,accumulate=1", "pp=2,schedule=dualpipe-v,accumulate=4", "tp=2,pp=2,accumulate=2")
 

@@ -10,8 +10,9 @@ from laid_out import batch_of, engine_of, largest_error, one_device, tiny, whole
 
 from echelon.layout import Layout
 from echelon.train import start
-from echelon.train.config import Config, OptimizerConfig
+from echelon.train.config import Config
 from echelon.train.run import Run
+from echelon.train.sections import OptimizerConfig
 
 SHAPE = tiny("gpt", tied=True)
 LAYOUTS = (

@@ -7,7 +7,7 @@ import torch
 from laid_out import batch_of, engine_of, tiny
 
 from echelon.layout import Layout
-from echelon.train.config import OptimizerConfig
+from echelon.train.sections import OptimizerConfig
 
 SHAPE = tiny("gpt", tied=True, layers=4)
 LAYOUTS = (

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.layout.faults import FaultError
-from echelon.train.config import Config, DataConfig, OptimizerConfig, ScheduleConfig
+from echelon.train.config import Config
+from echelon.train.sections import DataConfig, OptimizerConfig, ScheduleConfig
 
 
 def faults_of(*settings, path=None, world=None):

@@ -11,10 +11,11 @@ import pytest
 
 from echelon import data
 from echelon.layout import Layout
-from echelon.train.config import Config, DataConfig, EvalConfig, OptimizerConfig, SampleConfig
+from echelon.train.config import Config
 from echelon.train.engine import Engine
 from echelon.train.loop import train_here
 from echelon.train.run import Run
+from echelon.train.sections import DataConfig, EvalConfig, OptimizerConfig, SampleConfig
 
 TEXT = "".join(f"def line_{number}(x): return x + {number}\n" for number in range(400))
 

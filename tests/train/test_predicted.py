@@ -13,9 +13,10 @@ from echelon.layout import Layout
 from echelon.models import sizes
 from echelon.plan.correct import FILE, ratio_of
 from echelon.train import predicted
-from echelon.train.config import Config, DataConfig, EvalConfig, SampleConfig
+from echelon.train.config import Config
 from echelon.train.loop import train_here
 from echelon.train.run import Run
+from echelon.train.sections import DataConfig, EvalConfig, SampleConfig
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.train.config import Config, OptimizerConfig, ScheduleConfig
+from echelon.train.config import Config
 from echelon.train.schedule import factor, learning_rate
+from echelon.train.sections import OptimizerConfig, ScheduleConfig
 
 SHAPES = ("cosine", "wsd", "constant")
 

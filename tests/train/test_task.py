@@ -10,7 +10,8 @@ from laid_out import engine_of, tiny
 from echelon import data
 from echelon.layout import FaultError, Layout
 from echelon.train import task
-from echelon.train.config import Config, DataConfig, EvalConfig
+from echelon.train.config import Config
+from echelon.train.sections import DataConfig, EvalConfig
 
 TEXT = "".join(f"line {number} of a text that is long enough\n" for number in range(90))
 

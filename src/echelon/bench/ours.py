@@ -11,8 +11,8 @@ from echelon import models
 from echelon.bench.request import Request
 from echelon.bench.timing import Step, random_tokens
 from echelon.parallel.apply import Options
-from echelon.train.config import OptimizerConfig
 from echelon.train.engine import Engine
+from echelon.train.sections import OptimizerConfig
 
 COMPUTE = {
     "fp32": torch.float32,

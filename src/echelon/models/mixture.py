@@ -1,9 +1,13 @@
 """Mixtures of experts in our models: which layers have them, and how they are made of their configuration."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import nn
 
+from echelon.layout.faults import Fault, FaultError
 from echelon.models.mixture_config import MixtureConfig
 from echelon.models.sizes import ModelConfig
 from echelon.moe import build_gate
@@ -31,3 +35,16 @@ def build_mixture(config: ModelConfig, mixture: MixtureConfig, shared: nn.Module
         mixture.experts, config.width, mixture.ffn, activation=mixture.activation, dropout=mixture.dropout
     )
     return Mixture(gate, experts, shared)
+
+
+def gate_faults(mixture: MixtureConfig) -> list[Fault]:
+    """What is wrong with a mixture's gate and its options."""
+    try:
+        options: dict[str, Any] = dict(mixture.options)
+        with torch.device("meta"):
+            build_gate(mixture.gate, 8, mixture.experts, mixture.k, **options)
+    except FaultError as error:
+        return [replace(fault, key="gate", value=f"{fault.key}={fault.value}") for fault in error.faults]
+    except (ValueError, TypeError) as error:
+        return [Fault(key="gate", value=mixture.gate, rule=f"cannot be built: {error}")]
+    return []

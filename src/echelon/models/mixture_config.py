@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
+
+from echelon.layout.faults import Fault, FaultError, did_you_mean
+from echelon.moe import GATES
 
 Options = tuple[tuple[str, float | int | str | bool], ...]
 
@@ -82,3 +86,42 @@ class MixtureConfig:
         if self.gate == "noisy-top-k":
             return self.experts * width
         return 0
+
+
+def with_gate(mixture: MixtureConfig, text: str) -> MixtureConfig:
+    """With another gate: its name, and k and options behind commas, such as `switch,capacity_factor=1.5`.
+
+    What is not given is what the gate's paper has: one expert of a token for Switch, two for GShard, else as many as
+    before; groups of DeepSeek's have four experts, and a token sees half of them.
+    """
+    name, *given = (part.strip() for part in text.split(","))
+    options: dict[str, float | int | str | bool] = {}
+    wrong = []
+    for part in given:
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not (key and equals and value):
+            wrong.append(Fault(key="gate", value=part, rule="is not of the form option=value"))
+        options[key] = _read(value)
+    if name not in GATES:
+        rule, hint = "is not the name of a gate", did_you_mean(name, GATES)
+        wrong.append(Fault(key="gate", value=name, rule=rule, legal=", ".join(GATES), hint=hint))
+    k = options.pop("k", {"switch": 1, "gshard": 2}.get(name, mixture.k))
+    if not isinstance(k, int | float) or isinstance(k, bool):
+        raise FaultError([*wrong, Fault(key="gate", value=f"k={k}", rule="is not a number")])
+    if wrong:
+        raise FaultError(wrong)
+    if name.startswith("deepseek") and "num_groups" not in options:
+        groups = max(mixture.experts // 4, 1)
+        options |= {"num_groups": groups, "group_limit": options.get("group_limit", max(groups // 2, 1))}
+    return replace(
+        mixture, gate=name, k=float(k) if name.startswith("expert-choice") else k, options=tuple(options.items())
+    )
+
+
+def _read(text: str) -> float | int | str | bool:
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text

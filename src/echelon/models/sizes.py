@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from echelon.layout.faults import Fault, FaultError, did_you_mean
 from echelon.models.latent_config import LatentConfig
-from echelon.models.mixture_config import MixtureConfig
+from echelon.models.mixture_config import MixtureConfig, with_gate
 
 IGNORE = -100
 """A target that does not count; torch's cross-entropy leaves it out by default."""
@@ -342,14 +342,26 @@ def find(name: str) -> ModelConfig:
     )
 
 
-def changed(config: ModelConfig, *, dropout: float | None, tied: bool | None, seq_len: int = 0) -> ModelConfig:
+def changed(
+    config: ModelConfig,
+    *,
+    dropout: float | None = None,
+    tied: bool | None = None,
+    gate: str = "",
+    expert_dropout: float | None = None,
+    seq_len: int = 0,
+) -> ModelConfig:
     """The size with what a configuration sets in place of its own; none keeps it.
 
     Rotary positions have no table, so that their models take sequences of any length.
     """
-    rotary = config.family == "llama"
+    rotary, mixture = config.family == "llama", config.mixture
+    if mixture is not None:
+        mixture = with_gate(mixture, gate) if gate else mixture
+        mixture = mixture if expert_dropout is None else replace(mixture, dropout=expert_dropout)
     return replace(
         config,
+        mixture=mixture,
         max_seq_len=max(config.max_seq_len, seq_len) if rotary else config.max_seq_len,
         dropout=config.dropout if dropout is None else dropout,
         tied=config.tied if tied is None else tied,

@@ -52,7 +52,7 @@ class Request:
             rule = replace(config.optimizer, states="float32")
             case = replace(case, optimizer=rule, clip=config.clip)
             if isinstance(case.model, ModelConfig):
-                case = replace(case, model=sizes.changed(case.model, dropout=config.dropout, tied=config.tied))
+                case = replace(case, model=config.changed(case.model))
         found: list[Layout] = []
         with gathered(faults):
             found = parse(layouts or DEFAULT_LAYOUTS, case)

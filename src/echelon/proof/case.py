@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.models.own import load
 from echelon.models.sizes import IGNORE, ModelConfig
-from echelon.train.config import OptimizerConfig
+from echelon.train.sections import OptimizerConfig
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -11,7 +11,7 @@ from echelon.models import sizes
 from echelon.proof.ask import parse
 from echelon.proof.case import Case
 from echelon.proof.verify import PRELOAD, Prover, Report, Verdict
-from echelon.train.config import OptimizerConfig
+from echelon.train.sections import OptimizerConfig
 
 ALL_LAYOUTS = (
     *(f"dp={dp}" for dp in (2, 3, 4, 8)),

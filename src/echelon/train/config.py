@@ -17,102 +17,24 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from echelon.layout import Fault, FaultError, Layout, check, did_you_mean, grammar
 from echelon.layout.faults import closest
 from echelon.layout.layout import SPLIT_BACKWARD
-from echelon.models import own, sizes
+from echelon.models import mixture_config, own, sizes
 from echelon.pipeline.schedules import file_fault, of_layout
 from echelon.train import keys, pipeline_faults
-from echelon.train.keys import Key, Only, Range, Setting
-
-ABOVE_ZERO = Range(low=0, low_open=True)
-AT_LEAST_0 = Range(low=0)
-AT_LEAST_1 = Range(low=1)
-SHARE = Range(low=0, high=1)
-BELOW_ONE = Range(low=0, high=1, high_open=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    path: tuple[str, ...] = ()
-    """Token files, text files or folders. Empty: text that is already on this machine."""
-    weights: Annotated[tuple[float, ...], ABOVE_ZERO] = ()
-    """Share of each path in the training data, in any unit. Empty: the paths are one long source."""
-    tokenizer: str = "bytes"
-    """"bytes", or the path of a Hugging Face tokenizers JSON file."""
-    mask_documents: bool = False
-    """Keep attention inside a document where several are packed into one sequence."""
-    eval_fraction: Annotated[float, BELOW_ONE] = 0.02
-    """Share of each source that is held back for evaluation."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    name: Literal["adamw", "sgd"] = "adamw"
-    """The update rule."""
-    lr: Annotated[float, ABOVE_ZERO] = 3e-3
-    """Peak learning rate."""
-    betas: Annotated[tuple[float, float], BELOW_ONE, Only("name", ("adamw",))] = (0.9, 0.95)
-    """Decay of AdamW's two running means."""
-    eps: Annotated[float, ABOVE_ZERO, Only("name", ("adamw",))] = 1e-8
-    """Added to AdamW's denominator."""
-    weight_decay: Annotated[float, AT_LEAST_0] = 0.1
-    """Weight decay."""
-    momentum: Annotated[float, BELOW_ONE, Only("name", ("sgd",))] = 0.0
-    """Momentum of SGD."""
-    states: Annotated[Literal["float32", "bfloat16"], Only("name", ("adamw",))] = "float32"
-    """Type of the optimizer's moments; bfloat16 is rounded up or down by chance, so that small changes add up."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
-    name: Literal["cosine", "wsd", "constant"] = "cosine"
-    """Shape after the warm-up: half a cosine, flat then a linear decay, or flat."""
-    warmup: Annotated[int, AT_LEAST_0] = 20
-    """Steps of linear warm-up."""
-    final: Annotated[float, SHARE, Only("name", ("cosine", "wsd"))] = 0.1
-    """Learning rate of the last step, as a share of the peak."""
-    decay: Annotated[float, SHARE, Only("name", ("wsd",))] = 0.2
-    """Share of all steps that decay."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalConfig:
-    every: Annotated[int, AT_LEAST_0] = 100
-    """Steps between evaluations; 0 turns them off."""
-    batches: Annotated[int, AT_LEAST_1] = 4
-    """Batches per evaluation."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleConfig:
-    tokens: Annotated[int, AT_LEAST_0] = 160
-    """Tokens of text to write after the last step; 0 turns it off."""
-    prompt: str = "def "
-    """What the text starts with."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardConfig:
-    reshard_after_forward: bool = True
-    """Under zero=3, free gathered parameters after the forward pass and gather them again for the backward pass."""
-    prefetch: Annotated[int, AT_LEAST_0] = 1
-    """Under zero=3, units whose parameters are gathered ahead of their use."""
-    units: tuple[str, ...] = ()
-    """Patterns of the module names that are sharded as one unit each. Empty: chosen automatically."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrecisionConfig:
-    compute: Literal["same", "fp8", "fp8-row"] = "same"
-    """Of products of the layers: in `dtype`, or in 8 bits with a scale for each tensor or each row. The head stays."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineConfig:
-    layers: Annotated[tuple[int, ...], AT_LEAST_1] = ()
-    """Under pp, layers of each stage, e.g. [3, 2, 2]. Empty: balanced, with embedding and head counted."""
-    profile: str = ""
-    """Under pp, layers are split by their times: `measure`, or RUN/profile.json of such a run. Empty: by parameters."""
-    slices: Annotated[tuple[int, ...], AT_LEAST_1] = ()
-    """With schedule=terapipe, tokens of each slice of a sequence, e.g. [64, 40, 24]. Empty: chosen."""
+from echelon.train.keys import Key, Range, Setting
+from echelon.train.sections import (
+    ABOVE_ZERO,
+    AT_LEAST_0,
+    AT_LEAST_1,
+    BELOW_ONE,
+    DataConfig,
+    EvalConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    SampleConfig,
+    ScheduleConfig,
+    ShardConfig,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,10 +71,25 @@ class Config:
     """In place of the model's own dropout."""
     tied: bool | None = None
     """In place of the model's own choice to share the embedding with the output layer."""
+    gate: str = ""
+    """In place of a mixture's own gate: a name, with k and its options behind it, e.g. "switch,capacity_factor=1.5"."""
+    expert_dropout: Annotated[float | None, BELOW_ONE] = None
+    """Probability that dropout zeroes a hidden unit inside a mixture's experts, in place of the model's own."""
     run: str = ""
     """The run's directory. Empty: runs/MODEL-TIME."""
     timeout: Annotated[float, ABOVE_ZERO] = 600.0
     """Seconds that a rank waits for the others."""
+
+    def changed(self, model: sizes.ModelConfig, seq_len: int = 0) -> sizes.ModelConfig:
+        """A named size with what is set here in place of its own."""
+        return sizes.changed(
+            model,
+            dropout=self.dropout,
+            tied=self.tied,
+            gate=self.gate,
+            expert_dropout=self.expert_dropout,
+            seq_len=seq_len,
+        )
 
     @classmethod
     def load(cls, path: str | Path | None, settings: Sequence[str] = (), *, world: int | None = None) -> Self:
@@ -308,6 +245,9 @@ def _run_rules(config: Config) -> Iterator[Rule]:
         yield ("run",), Fault(key="run", value=config.run, rule=rule, legal="a folder that can be made and written")
 
 
+OF_MIXTURES = ("gate", "expert_dropout")
+
+
 def _idle(config: Config) -> dict[str, str]:
     """Keys that do nothing in this configuration, each with why."""
     table = keys.table_of(Config)
@@ -315,6 +255,8 @@ def _idle(config: Config) -> dict[str, str]:
     if is_own(config.model):
         names = [name for name in table if name.startswith(OF_OUR_TASK)]
         idle |= dict.fromkeys(names, "a module of your own, whose file makes the batches")
+    elif config.model in sizes.SIZES and sizes.find(config.model).mixture is None:
+        idle |= dict.fromkeys(OF_MIXTURES, f"model={config.model}, which has no experts")
     layout = Layout.resolve(grammar.read(config.layout).given)
     if layout.zero != 3:
         idle |= dict.fromkeys(("shard.reshard_after_forward", "shard.prefetch"), f"zero={layout.zero}")
@@ -327,7 +269,7 @@ def _idle(config: Config) -> dict[str, str]:
     return idle
 
 
-OF_OUR_TASK = ("data.", "sample.", "eval.", "seq_len", "dropout", "tied")
+OF_OUR_TASK = ("data.", "sample.", "eval.", "seq_len", "dropout", "tied", *OF_MIXTURES)
 """keys that only our own models and data read"""
 
 
@@ -361,7 +303,17 @@ def _model_rules(config: Config) -> Iterator[Rule]:
     if model.family == "conv":
         legal = ", ".join(name for name, size in sizes.SIZES.items() if size.family != "conv")
         yield ("model",), Fault(key="model", value=model.name, rule="learns from images, not from text", legal=legal)
-    elif config.seq_len > sizes.changed(model, dropout=None, tied=None, seq_len=config.seq_len).max_seq_len:
+        return
+    if model.mixture is not None and config.gate:
+        try:
+            mixture = mixture_config.with_gate(model.mixture, config.gate)
+        except FaultError as error:
+            yield from ((("gate",), fault) for fault in error.faults)
+            return
+        from echelon.models.mixture import gate_faults  # torch: only where another gate is asked for
+
+        yield from ((("gate",), fault) for fault in gate_faults(mixture))
+    if config.seq_len > sizes.changed(model, seq_len=config.seq_len).max_seq_len:
         yield (
             ("model", "seq_len"),
             Fault(
@@ -379,7 +331,7 @@ def _layout_faults(config: Config, world: int | None, refused: Set[str]) -> list
     model = None
     if "model" not in refused and not is_own(config.model):
         with suppress(FaultError):
-            model = sizes.changed(sizes.find(config.model), dropout=config.dropout, tied=config.tied)
+            model = config.changed(sizes.find(config.model))
     batch = None if "batch" in refused else config.batch
     seq_len = None if "seq_len" in refused else config.seq_len
     # Asked of the keys as they are written, so that a layout with other faults says it too.

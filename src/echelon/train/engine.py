@@ -43,10 +43,10 @@ from echelon.parallel.tensor import Traffic
 from echelon.pipeline.pipeline import Pipeline
 from echelon.pipeline.runtime import Work
 from echelon.train import issued
-from echelon.train.config import OptimizerConfig
 from echelon.train.later import later, sent
 from echelon.train.loads import Loads, mixtures_of
 from echelon.train.norm import GradientNorm, clip_factor
+from echelon.train.sections import OptimizerConfig
 
 Batch = Mapping[str, Tensor]
 """the model's keyword arguments; the first dimension of each is samples"""

@@ -11,7 +11,8 @@ from echelon.models.sizes import ModelConfig
 from echelon.pipeline.profile import Profile
 
 if TYPE_CHECKING:
-    from echelon.train.config import Config, PipelineConfig
+    from echelon.train.config import Config
+    from echelon.train.sections import PipelineConfig
 
 MEASURE = "measure"
 """the `pipeline.profile` that is made before a run"""

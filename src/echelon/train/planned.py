@@ -15,7 +15,8 @@ from echelon.plan.layouts import Wish
 from echelon.plan.price import Plan
 from echelon.plan.search import nearest, search
 from echelon.plan.sources import of_config
-from echelon.train.config import Config, PrecisionConfig, is_own
+from echelon.train.config import Config, is_own
+from echelon.train.sections import PrecisionConfig
 
 AUTO = "auto"
 TYPES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp32"}
@@ -55,7 +56,7 @@ def best_plan(config: Config, procs: int | None) -> Plan:
     if is_own(config.model):
         rule = "plans named models; a module of your own is planned by `echelon plan file.py:factory`"
         raise FaultError([Fault(key="plan", value=AUTO, rule=rule, hint="set layout")])
-    shape = sizes.changed(sizes.find(config.model), dropout=config.dropout, tied=config.tied)
+    shape = config.changed(sizes.find(config.model))
     wish = Wish(
         shape=of_config(shape),
         cluster=_ranks(procs),

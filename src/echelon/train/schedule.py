@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from echelon.train.config import Config, ScheduleConfig
+from echelon.train.config import Config
+from echelon.train.sections import ScheduleConfig
 
 
 def learning_rate(step: int, total: int, config: Config) -> float:

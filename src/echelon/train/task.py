@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from echelon import data, models
 from echelon.layout import Fault, FaultError
 from echelon.models.own import load
-from echelon.models.sizes import ModelConfig, changed
+from echelon.models.sizes import ModelConfig
 from echelon.train import text
 from echelon.train.config import Config, is_own
 from echelon.train.display import Derived
@@ -150,7 +150,7 @@ class OwnTask:
 
 def shape_of(config: Config) -> ModelConfig:
     """The named size, with what the configuration changes of it."""
-    return changed(models.find(config.model), dropout=config.dropout, tied=config.tied, seq_len=config.seq_len)
+    return config.changed(models.find(config.model), seq_len=config.seq_len)
 
 
 def _tensors(batch: dict[str, data.tokens.IntArray]) -> dict[str, Tensor]:
