@@ -21,6 +21,7 @@ from model import CLIP, CONFIG, RULE, SEED, Batch
 from torch import nn
 
 from echelon import models
+from echelon.optim.rule import betas_of
 
 Step = Callable[[Batch], float]
 
@@ -31,7 +32,7 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
         {"params": [p for p in every if p.dim() >= 2], "weight_decay": RULE.weight_decay},
         {"params": [p for p in every if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=RULE.lr, betas=RULE.betas, eps=RULE.eps, fused=True)
+    return torch.optim.AdamW(groups, lr=RULE.lr, betas=betas_of(RULE), eps=RULE.eps, fused=True)
 
 
 def plain() -> Step:

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from echelon import models, optim
+from echelon import models
+from echelon.optim import cost
+from echelon.optim.with_torch import build
 from echelon.train.engine import Engine
 from echelon.train.sections import OptimizerConfig
 
@@ -19,9 +21,7 @@ SHAPE = models.find("llama-tiny")
 def test_float32_steps_equal_a_plain_loop(rule, clip):
     engine = Engine(models.build(SHAPE, "meta"), "dp=1,accumulate=2", rule, clip=clip)
     plain = models.build(SHAPE, "cpu", seed=0)
-    matrices = [p for p in plain.parameters() if p.dim() >= 2]
-    vectors = [p for p in plain.parameters() if p.dim() < 2]
-    optimizer = optim.build(rule, matrices, vectors, fused=False)
+    optimizer = build(rule, dict(plain.named_parameters()))
     source = torch.Generator().manual_seed(5)
     for _ in range(3):
         tokens = torch.randint(0, SHAPE.vocab, (4, 33), generator=source)
@@ -48,5 +48,5 @@ def test_moments_take_two_values_an_element():
     engine.step({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
     held = sum(state.numel() * state.element_size() for state in engine.optimizer.states() if state.dim())
     assert held == 2 * 4 * SHAPE.parameters
-    assert optim.num_moments(OptimizerConfig()) == 2
-    assert optim.num_moments(OptimizerConfig(name="sgd")) == 0
+    assert cost.held_bytes(OptimizerConfig(), engine.parallel.placement) == held
+    assert cost.held_bytes(OptimizerConfig(name="sgd"), engine.parallel.placement) == 0

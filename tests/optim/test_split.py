@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from echelon.launch.pool import Pool
 from echelon.layout import Layout
-from echelon.optim import sharded
 from echelon.optim.adamw import OnePassAdamW
+from echelon.optim.choose import sharded
+from echelon.optim.rule import betas_of, momentum_of
 from echelon.optim.sgd import PlainSGD
 from echelon.optim.with_torch import WithTorch
 from echelon.parallel.apply import Options
@@ -86,9 +87,9 @@ def by_hand(rule: OptimizerConfig) -> dict[str, Tensor]:
         {"params": [p for p in masters.values() if p.dim() < 2], "weight_decay": 0.0},
     ]
     optimizer: torch.optim.Optimizer = (
-        torch.optim.AdamW(groups, lr=rule.lr, betas=rule.betas, eps=rule.eps)
+        torch.optim.AdamW(groups, lr=rule.lr, betas=betas_of(rule), eps=rule.eps)
         if rule.name == "adamw"
-        else torch.optim.SGD(groups, lr=rule.lr, momentum=rule.momentum)
+        else torch.optim.SGD(groups, lr=rule.lr, momentum=momentum_of(rule))
     )
     for step in range(STEPS):
         model = build().bfloat16()
@@ -150,7 +151,7 @@ def test_which_rule_runs_where() -> None:
         (torch.float32, "float32", WithTorch),
     ):
         rule = OptimizerConfig(states=states)
-        assert isinstance(sharded(engine_of("dp=1", rule, compute).parallel.flat, rule), kind)
+        assert isinstance(sharded(engine_of("dp=1", rule, compute).parallel, rule), kind)
     assert isinstance(engine_of("dp=1", RULES["sgd"]).optimizer, PlainSGD)
     assert isinstance(Engine(build(), "", RULES["sgd"], options=float64).optimizer, WithTorch)
 

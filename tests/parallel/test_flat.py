@@ -16,7 +16,8 @@ from echelon.launch.pool import Pool
 from echelon.layout import Layout
 from echelon.layout.placement import Piece
 from echelon.models import sizes
-from echelon.optim.rule import runs_of
+from echelon.optim.held import runs_of
+from echelon.optim.rule import betas_of
 from echelon.proof.case import Case
 from echelon.train.engine import Engine, Options
 from echelon.train.sections import OptimizerConfig
@@ -184,7 +185,7 @@ def plain(kind: type[Net]) -> tuple[list[float], dict[str, Tensor]]:
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": RULE.weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=RULE.lr, betas=RULE.betas, eps=RULE.eps)
+    optimizer = torch.optim.AdamW(groups, lr=RULE.lr, betas=betas_of(RULE), eps=RULE.eps)
     for step in range(STEPS):
         for p in trained:
             p.grad = torch.zeros_like(p)
@@ -276,7 +277,7 @@ def test_units_inside_a_recomputed_layer_are_whole_when_backward_reads_them(pool
 def num_elements(kind: type[Net], layout: str) -> int:
     """On a rank: how many elements its optimizer updates."""
     engine = Engine(build(kind), layout, RULE, options=Options(compute=torch.float64, master=torch.float64))
-    return sum(run.size for run in runs_of(engine.parallel.flat))
+    return sum(run.size for run in runs_of(engine.parallel, RULE))
 
 
 class Tiny(Net):

@@ -62,6 +62,8 @@ class Entry:
     """it has a gradient"""
     folded: bool = False
     """it is an expert's: its cuts are over ep and etp, and its copies lie on edp"""
+    filters: bool = False
+    """it is a convolution's: as a matrix it has a row for each output"""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -159,6 +161,8 @@ class Piece:
     """where element `start` lies in the rank's shard of the unit"""
     owner: bool
     """this rank counts the piece in norms: exactly one rank of each replica does, for every element"""
+    counts: bool
+    """the same inside a stage: of a weight that several stages hold, one rank of each stage counts each element"""
     first: bool
     """of the replicas, this is the first: it writes the piece to disk"""
 
@@ -209,6 +213,7 @@ class Placement:
             stop=stop,
             shard_offset=unit.offsets[entry.name] + start - shard * unit.shard_numel,
             owner=self._owns(entry),
+            counts=self._counts(entry),
             first=self.at["replica" if not entry.folded else "expert replica"] == 0,
         )
 
@@ -217,8 +222,9 @@ class Placement:
         return self.at["shard" if not unit.folded else "expert shard"] if unit.shards > 1 else 0
 
     def _owns(self, entry: Entry) -> bool:
-        if entry.holders and entry.holders[0] != self.at["pp"]:
-            return False
+        return self._counts(entry) and not (entry.holders and entry.holders[0] != self.at["pp"])
+
+    def _counts(self, entry: Entry) -> bool:
         copies = {cut.axis: cut.copies for cut in entry.cuts}
         if entry.folded:
             return all(self.at[axis] == 0 for axis in ("ep", "etp") if axis not in copies)

@@ -1,34 +1,12 @@
-"""Update rules on flat shards.
+"""Update rules on sharded parameters: one optimizer, one file.
 
-An elementwise rule (AdamW, SGD) does not care which parameter an element belongs to, so it runs on the few long runs
-of each unit's shard that share hyperparameters. Three ways to run one:
+rule.py        what an update rule is made from; groups.py: which parameters have a rate and a decay of their own
+choose.py      from a rule to the update of a rank's shards; cost.py what it holds, without torch
+held.py        a parameter as a rank holds it; matrices.py its rows and columns; shared.py numbers ranks add up
 
-    with_torch.py   torch's fused kernels, a handful of calls: masters in one tensor, on a CPU or in float64
-    adamw.py        AdamW in one pass: split masters, moments in bfloat16, and every GPU
-    sgd.py          SGD in plain torch: split masters, and every GPU
+adamw.py  adamw8.py  sgd.py  lion.py       element by element: nothing but the shard at hand
+adafactor.py  sm3.py  lamb.py              numbers of whole matrices, in one or two small messages a step
+muon.py                                    whole matrices, each gathered once, by the rank that works on it
+with_torch.py                              AdamW and SGD by torch's fused kernels, on a CPU
+average.py                                 a moving average of the weights
 """
-
-from __future__ import annotations
-
-import torch
-
-from echelon.optim.adamw import OnePassAdamW
-from echelon.optim.rule import MOMENTS, Rule, Update, build, moment_bytes, num_moments
-from echelon.optim.sgd import PlainSGD
-from echelon.optim.with_torch import WithTorch
-from echelon.parallel.flat import Flat
-from echelon.parallel.master import SplitMaster
-
-__all__ = ["MOMENTS", "Rule", "Update", "build", "moment_bytes", "num_moments", "sharded"]
-
-
-def sharded(flat: Flat, rule: Rule) -> Update:
-    """The update of all units' shards of one rank."""
-    split = any(isinstance(unit.master, SplitMaster) for unit in flat.units)
-    on_a_gpu = any(unit.full.is_cuda and unit.master.dtype == torch.float32 for unit in flat.units)
-    short = bool(flat.units) and rule.states == "bfloat16"  # a stage of a pipeline may have no parameter
-    if rule.name == "adamw" and (split or on_a_gpu or short):
-        return OnePassAdamW(flat, rule)
-    if rule.name == "sgd" and (split or on_a_gpu):
-        return PlainSGD(flat, rule)
-    return WithTorch(flat, rule)

@@ -2,43 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from echelon.kernels import adamw, choice
-from echelon.optim.rule import Rule, Run, runs_of
-from echelon.parallel.flat import Flat
+from echelon.layout.cost import Collective
+from echelon.optim.held import Run
+from echelon.optim.rule import Rule, betas_of
 from echelon.parallel.master import SplitMaster
 
 
 class OnePassAdamW:
     """The number of steps is on the device: a step without a target does not count, and nobody waits to know."""
 
-    def __init__(self, flat: Flat, rule: Rule):
-        self.rule, self._runs = rule, list(runs_of(flat))
-        device, self._dtype = flat.units[0].full.device, flat.units[0].master.dtype
-        self._device = device
+    def __init__(self, runs: Sequence[Run], rule: Rule, device: torch.device):
+        self.rule, self._runs, self._device = rule, runs, device
+        self._dtype = runs[0].unit.master.dtype if runs else torch.float32
         self._step = torch.zeros((), dtype=torch.int64, device=device)
-        self._constants = torch.tensor([*rule.betas, rule.eps], dtype=torch.float64, device=device)
+        self._constants = torch.tensor([*betas_of(rule), rule.eps], dtype=torch.float64, device=device)
         self._moments: list[tuple[Tensor, Tensor]] = []
 
     @torch.no_grad()
     def step(self, lr: float, scale: Tensor, live: Tensor) -> None:
         self._step += live
-        decay = self.rule.weight_decay
-        numbers = adamw.numbers_of(self._constants, lr, decay, self._step, scale, live, self._dtype)
+        kinds = dict.fromkeys((run.lr, run.decay) for run in self._runs)
+        numbers = {
+            kind: adamw.numbers_of(self._constants, lr * kind[0], kind[1], self._step, scale, live, self._dtype)
+            for kind in kinds
+        }
         if not self._moments:
             kind = torch.bfloat16 if self.rule.states == "bfloat16" else self._dtype
             self._moments = [(run.zeros(kind), run.zeros(kind)) for run in self._runs]
         update = update_on(self._device, self._dtype)
         for run, (mean, square) in zip(self._runs, self._moments, strict=True):
             high, low = _weights(run)
-            update(high, low, mean, square, run.gradient, numbers, self._step, decayed=run.decayed, first=run.first)
+            given = numbers[run.lr, run.decay]
+            update(high, low, mean, square, run.gradient, given, self._step, decayed=run.decayed, first=run.first)
 
     def states(self) -> list[Tensor]:
         return [self._step, *(moment for pair in self._moments for moment in pair)]
+
+    def collectives(self) -> list[Collective]:
+        return []
 
 
 def update_on(device: torch.device, dtype: torch.dtype) -> Callable[..., None]:
@@ -54,5 +61,5 @@ def _weights(run: Run) -> tuple[Tensor, Tensor | None]:
     """The weights, or their two halves."""
     master = run.unit.master
     if isinstance(master, SplitMaster):
-        return master.high[: run.size], master.low[: run.size]
-    return master.tensor[: run.size], None
+        return master.high[run.where], master.low[run.where]
+    return master.tensor[run.where], None

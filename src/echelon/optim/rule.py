@@ -1,19 +1,13 @@
-"""What an update rule is made of, and what an update is asked."""
+"""What an update rule is made from. No torch, so that plans can ask for its cost."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-from torch import Tensor
-
-from echelon.parallel.flat import Flat
-from echelon.parallel.flat_unit import FlatUnit
-
-MOMENTS = {"adamw": 2, "sgd": 1}
-"""optimizer values per element; SGD without momentum keeps none"""
+BETAS = {"adamw": (0.9, 0.95), "lion": (0.9, 0.99), "lamb": (0.9, 0.999), "muon": (0.9, 0.95)}
+"""where none are given; Muon's are of the AdamW beside it"""
+MOMENTUM = {"sgd": 0.0, "adafactor": 0.0, "sm3": 0.0, "muon": 0.95}
+"""where none is given"""
 
 
 class Rule(Protocol):
@@ -24,82 +18,29 @@ class Rule(Protocol):
     @property
     def lr(self) -> float: ...
     @property
-    def betas(self) -> tuple[float, float]: ...
+    def betas(self) -> tuple[float, float] | None: ...
     @property
     def eps(self) -> float: ...
     @property
     def weight_decay(self) -> float: ...
     @property
-    def momentum(self) -> float: ...
+    def momentum(self) -> float | None: ...
     @property
     def states(self) -> str: ...
-
-
-class Update(Protocol):
-    """A rule over all units' shards of one rank."""
-
-    def step(self, lr: float, scale: Tensor, live: Tensor) -> None:
-        """One update with gradients times `scale` (float64); none at all, of nothing, where `live` is false.
-
-        Both are on the device, and stay there where the device is a GPU. Gradients may be left multiplied by `scale`.
-        """
-        ...
-
-    def states(self) -> list[Tensor]:
-        """Everything that is kept from step to step, counts of steps too."""
-        ...
-
-
-@dataclass(frozen=True)
-class Run:
-    """The trainable elements of a unit's shard: they come first, and of them those that decay."""
-
-    unit: FlatUnit
-    decayed: int
-    size: int
-    first: int
-    """number of the first element, over all units"""
-
     @property
-    def gradient(self) -> Tensor:
-        return self.unit.grad[: self.size]
-
-    def zeros(self, dtype: torch.dtype) -> Tensor:
-        """A state of its elements."""
-        return torch.zeros(self.size, dtype=dtype, device=self.unit.full.device)
-
-
-def runs_of(flat: Flat) -> Iterator[Run]:
-    """A rank may hold no element at all (fewer elements than ranks); it still takes part in every collective."""
-    first = 0
-    for unit in flat.units:
-        shard = flat.placement.shard_of(unit.unit)
-        (_, decayed), (_, size) = unit.unit.decay_ranges(shard)
-        if size:
-            yield Run(unit, decayed, size, first + shard * unit.unit.shard_numel)
-        first += unit.unit.numel
+    def groups(self) -> tuple[str, ...]: ...
+    @property
+    def by_adamw(self) -> tuple[str, ...]: ...
+    @property
+    def ema(self) -> float: ...
+    @property
+    def in_backward(self) -> bool: ...
 
 
-def build(
-    rule: Rule, decayed: Sequence[Tensor], plain: Sequence[Tensor], *, fused: bool = True
-) -> torch.optim.Optimizer:
-    """torch's optimizer for a rule, with weight decay on the first tensors only."""
-    groups = [
-        {"params": list(tensors), "weight_decay": decay}
-        for tensors, decay in ((decayed, rule.weight_decay), (plain, 0.0))
-        if tensors
-    ]
-    if rule.name == "adamw":
-        return torch.optim.AdamW(groups, lr=rule.lr, betas=rule.betas, eps=rule.eps, fused=fused)
-    if rule.name == "sgd":
-        return torch.optim.SGD(groups, lr=rule.lr, momentum=rule.momentum, fused=fused)
-    raise ValueError(f"there is no optimizer of this name (optimizer.name={rule.name}); use adamw or sgd")
+def betas_of(rule: Rule) -> tuple[float, float]:
+    return BETAS[rule.name] if rule.betas is None else rule.betas
 
 
-def num_moments(rule: Rule) -> int:
-    return 0 if rule.name == "sgd" and rule.momentum == 0 else MOMENTS[rule.name]
-
-
-def moment_bytes(rule: Rule, master: torch.dtype) -> int:
-    """Of one moment of one element."""
-    return 2 if rule.states == "bfloat16" else master.itemsize
+def momentum_of(rule: Rule) -> float:
+    """0 where the rule has none."""
+    return MOMENTUM.get(rule.name, 0.0) if rule.momentum is None else rule.momentum

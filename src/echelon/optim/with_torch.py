@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from echelon.optim.rule import Rule, build, runs_of
-from echelon.parallel.flat import Flat
+from echelon.layout.cost import Collective
+from echelon.optim import groups
+from echelon.optim.groups import Setting
+from echelon.optim.held import Run
+from echelon.optim.rule import Rule, betas_of, momentum_of
 from echelon.parallel.flat_unit import FlatUnit
 
 
@@ -18,6 +22,7 @@ class _Part:
 
     unit: FlatUnit
     where: slice
+    setting: Setting
     values: Tensor
     seen: Tensor | None = None
     """the unit's gradients, of which `values.grad` is a part"""
@@ -37,15 +42,17 @@ class _Part:
 class WithTorch:
     """Masters that are one tensor."""
 
-    def __init__(self, flat: Flat, rule: Rule):
-        kinds: tuple[list[_Part], list[_Part]] = ([], [])
-        for run in runs_of(flat):
-            for kind, where in zip(kinds, (slice(0, run.decayed), slice(run.decayed, run.size)), strict=True):
-                if where.start < where.stop:
-                    kind.append(_Part(run.unit, where, run.unit.master.values(where)))
-        self._parts = [part for kind in kinds for part in kind]
-        decayed, plain = ([part.values for part in kind] for kind in kinds)
-        self._inner = build(rule, decayed, plain) if self._parts else None
+    def __init__(self, runs: Sequence[Run], rule: Rule):
+        self._parts: list[_Part] = []
+        for run in runs:
+            for begin, end, decay in ((0, run.decayed, run.decay), (run.decayed, run.size, 0.0)):
+                where = slice(run.start + begin, run.start + end)
+                if begin < end:
+                    values = run.unit.master.values(where)
+                    self._parts.append(_Part(run.unit, where, Setting(run.lr, decay), values))
+        self._parts.sort(key=lambda part: not part.setting.decay)
+        given = [(part.values, part.setting) for part in self._parts]
+        self._inner = _optimizer(rule, given, fused=True) if self._parts else None
 
     @torch.no_grad()
     def step(self, lr: float, scale: Tensor, live: Tensor) -> None:
@@ -57,7 +64,7 @@ class WithTorch:
             if factor != 1.0:
                 gradient.mul_(factor)
         for group in self._inner.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["factor"]
         self._inner.step()
         for part in self._parts:
             part.let_go()
@@ -65,3 +72,28 @@ class WithTorch:
     def states(self) -> list[Tensor]:
         state = {} if self._inner is None else self._inner.state
         return [value for values in state.values() for value in values.values() if torch.is_tensor(value)]
+
+    def collectives(self) -> list[Collective]:
+        return []
+
+
+def build(rule: Rule, parameters: Mapping[str, Tensor], *, fused: bool = False) -> torch.optim.Optimizer:
+    """torch's optimizer for a rule and a one-device model's parameters, by name: matrices decay, vectors do not."""
+    given = [groups.parse(text) for text in rule.groups]
+    found = [(p, groups.setting_of(given, rule, name, decays=p.dim() >= 2)) for name, p in parameters.items()]
+    return _optimizer(rule, found, fused=fused)
+
+
+def _optimizer(rule: Rule, given: Sequence[tuple[Tensor, Setting]], *, fused: bool) -> torch.optim.Optimizer:
+    kinds: dict[Setting, list[Tensor]] = {}
+    for tensor, setting in given:
+        kinds.setdefault(setting, []).append(tensor)
+    made = [
+        {"params": tensors, "weight_decay": kind.decay, "lr": rule.lr * kind.lr, "factor": kind.lr}
+        for kind, tensors in kinds.items()
+    ]
+    if rule.name == "adamw":
+        return torch.optim.AdamW(made, lr=rule.lr, betas=betas_of(rule), eps=rule.eps, fused=fused)
+    if rule.name == "sgd":
+        return torch.optim.SGD(made, lr=rule.lr, momentum=momentum_of(rule), fused=fused)
+    raise ValueError(f"torch's optimizers are not ours of this name (optimizer.name={rule.name}); use adamw or sgd")

@@ -14,13 +14,14 @@ from echelon.layout.placement import Entry, Placement, units_of
 from echelon.memory import recompute
 from echelon.models.splits import split_of
 from echelon.parallel import batchnorm, expert, grid, shard, stages, tensor
-from echelon.parallel.axis import Axes, Axis, world_rank
+from echelon.parallel.axis import ALONE, Axes, Axis, enumerate_groups, world_rank
 from echelon.parallel.first_values import first_values, move_buffers
 from echelon.parallel.flat import Flat
 from echelon.parallel.regions import Boundary
 from echelon.parallel.spread import Context, spread
 from echelon.precision import fp8
 
+EXPERTS = "edp"
 WORLD = "pp*replica*shard*cp*tp"
 
 
@@ -141,14 +142,11 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
         folded: (found, axes.axis(found.axis), axes.axis(found.replica_axis))
         for folded, found in ((False, policy), (True, experts))
     }
-    at = {
-        **axes.at,
-        "shard": moves[False][1].index,
-        "replica": moves[False][2].index,
-        "expert shard": moves[True][1].index,
-        "expert replica": moves[True][2].index,
-    }
-    placement = Placement(units=units_of(entries, units, policy.shards, experts.shards), at=at)
+    for found in (policy, experts):
+        axes.axis(stage_axis(found))
+    placement = Placement(
+        units=units_of(entries, units, policy.shards, experts.shards), at=coordinates(axes, axes.rank, policy, experts)
+    )
     flat = Flat(
         model,
         placement,
@@ -162,6 +160,29 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
     flat.fill(values)
     move_buffers(model, options.device, options.compute)
     return Parallel(model, layout, axes, placement, flat, stream, policy, options, axes[tokens], boundary, context)
+
+
+def stage_axis(policy: shard.Policy) -> str:
+    """The ranks of a stage that hold different elements of a parameter, shards of parts of it."""
+    inside = "tp" if policy.axis not in (EXPERTS, ALONE) else "etp"
+    return inside if policy.axis == ALONE else f"{policy.axis}*{inside}"
+
+
+def coordinates(axes: Axes, rank: int, policy: shard.Policy, experts: shard.Policy) -> dict[str, int]:
+    """Where a rank stands on every axis, and among the shards and replicas of the placement record."""
+    places = {
+        "shard": policy.axis,
+        "replica": policy.replica_axis,
+        "expert shard": experts.axis,
+        "expert replica": experts.replica_axis,
+    }
+    found = axes.mesh.coordinates(rank)
+    for name, axis in places.items():
+        found[name] = 0
+        if axis != ALONE:
+            ranks = next(ranks for ranks in enumerate_groups(axes.mesh, axis) if rank in ranks)
+            found[name] = ranks.index(rank)
+    return found
 
 
 def tokens_of(layout: Layout) -> tuple[str, ...]:
@@ -180,6 +201,7 @@ def read_entries(model: nn.Module) -> list[Entry]:
     """Every logical parameter once, under the first of its names."""
     names: dict[int, list[str]] = {}
     found: dict[int, nn.Parameter] = {}
+    filters = {id(m.weight) for m in model.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
         found[id(parameter)] = parameter
@@ -190,6 +212,7 @@ def read_entries(model: nn.Module) -> list[Entry]:
             shape=tuple(parameter.shape),
             decay=parameter.dim() >= 2,
             trainable=parameter.requires_grad,
+            filters=key in filters,
         )
         for key, parameter in found.items()
     ]

@@ -58,6 +58,8 @@ class Flat:
         self._unsettled: list[FlatUnit] = []
         self.on_gradient: Callable[[], None] = _nothing
         """called whenever a gradient has arrived"""
+        self.on_reduced: Callable[[FlatUnit], None] | None = None
+        """called with each unit whose gradients of a step are reduced, while backward goes on (train/in_backward.py)"""
         self._modules = dict(model.named_modules())
         for unit in self.units:
             self.put(unit)
@@ -122,9 +124,10 @@ class Flat:
         self._launch(everything=True)
         for unit in self._unsettled:
             unit.settle(last=self._last)
-        for unit in self._launched if self._last else ():
-            unit.finish_reduce()
-        self._launched, self._unsettled = [], []
+        self._unsettled = []
+        for unit in self._launched[:] if self._last else ():
+            self._finish(unit)
+        self._launched = []
         for unit in self.units:
             unit.free()
 
@@ -166,6 +169,18 @@ class Flat:
                 self._unsettled.remove(other)
             self._launched.append(unit)
             self._unsettled.append(unit)
+            if self.on_reduced is not None and self._last:
+                for other in self._launched[:-1]:  # one behind, too
+                    self._finish(other)
+
+    def _finish(self, unit: FlatUnit) -> None:
+        if unit in self._unsettled:
+            unit.settle(last=True)
+            self._unsettled.remove(unit)
+        unit.finish_reduce()
+        self._launched.remove(unit)
+        if self.on_reduced is not None:
+            self.on_reduced(unit)
 
     @torch.no_grad()
     def deliver(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:

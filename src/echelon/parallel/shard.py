@@ -222,8 +222,8 @@ def state_bytes(
     *,
     compute_bytes: int,
     master_bytes: int,
-    moments: int,
-    moment_bytes: int = 0,
+    moments: int = 0,
+    moment_bytes: float | None = None,
     reduce_bytes: int = 0,
     versions: int = 1,
 ) -> dict[str, int]:
@@ -246,7 +246,7 @@ def state_bytes(
         "parameters": 0 if plan.free_parameters else whole * compute_bytes,
         "master": part * (master_bytes - compute_bytes if beside and plan.stays else master_bytes),
         "gradients": gradients,
-        "optimizer": moments * trainable * (moment_bytes or master_bytes),
+        "optimizer": round(moments * trainable * (master_bytes if moment_bytes is None else moment_bytes)),
         "versions": (versions - 1) * whole * compute_bytes,
     }
 

@@ -37,8 +37,8 @@ class Case:
     """one of PROGRAMS"""
     reduce_bytes: int = 4
     """of one element of a gradient on its way"""
-    moment_bytes: int = 4
-    """of one element of each of the optimizer's two moments"""
+    moment_bytes: float = 4
+    """of one element of each of the optimizer's two moments; half of what it holds where it holds another number"""
     correction: float = 1.0
     """measured over predicted seconds of a run that was (correct.py): all times are multiplied by it"""
     imbalance: float = IMBALANCE

@@ -55,8 +55,8 @@ class Wish:
     """measured over predicted seconds of a run that was"""
     program: str = "echelon"
     """`echelon`, or `plain` without our kernels"""
-    moment_bytes: int = 4
-    """of one element of each of the optimizer's two moments"""
+    moment_bytes: float = 4
+    """of one element of each of the optimizer's two moments; half of what it holds where it holds another number"""
     imbalance: float = IMBALANCE
     """rows of experts on the busiest of the ranks that divide them, to the mean"""
 

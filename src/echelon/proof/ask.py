@@ -16,6 +16,7 @@ from echelon.models.sizes import ModelConfig
 from echelon.pipeline.schedules import file_fault
 from echelon.proof.case import Case
 from echelon.train.config import Config
+from echelon.train.sections import OptimizerConfig
 from echelon.train.start import default_procs
 
 DEFAULT_LAYOUTS = (
@@ -48,8 +49,10 @@ class Request:
         with gathered(faults):
             case = make_case(self.model or (config.model if config else "llama-tiny"))
         if config:
-            # In float64 throughout, moments too: those of a shorter type are rounded by chance.
-            rule = replace(config.optimizer, states="float32")
+            # In float64 throughout, moments too: those of a shorter type are rounded by chance. Rules that take a sign
+            # or a ratio make much of rounding: layouts are compared by AdamW, rules on equal gradients (tests/optim).
+            rule = replace(config.optimizer, states="float32", ema=0.0, in_backward=False)
+            rule = rule if rule.name in ("adamw", "sgd") else OptimizerConfig(lr=rule.lr, groups=rule.groups)
             case = replace(case, optimizer=rule, clip=config.clip)
             if isinstance(case.model, ModelConfig):
                 case = replace(case, model=config.changed(case.model))

@@ -20,10 +20,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from echelon import optim, rng
+from echelon import rng
 from echelon.layout import Layout
 from echelon.models.chain import inside
 from echelon.models.head import loss_pair
+from echelon.optim.with_torch import build
 from echelon.pipeline.schedule import loop
 from echelon.pipeline.stage import Stages, cut
 from echelon.proof.case import Case
@@ -50,9 +51,7 @@ def write_emulation(case: Case, layout_text: str, rows: int, path: Path) -> None
     model.train()
     stage_of = homes(cut(model, loop(layout.pp)), model)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    matrices = [p for p in trainable.values() if p.dim() >= 2]
-    vectors = [p for p in trainable.values() if p.dim() < 2]
-    optimizer = optim.build(case.optimizer, matrices, vectors, fused=False)
+    optimizer = build(case.optimizer, trainable)
     made: list[Weights] = [snapshot(model)]
     record: dict[str, Tensor] = {}
     size, microbatch = rows // layout.accumulate, 0

@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from echelon import optim, rng
+from echelon import rng
 from echelon.models.head import loss_pair
+from echelon.optim.with_torch import build
 from echelon.proof.case import Case
 
 
@@ -25,9 +26,7 @@ def write_truth(case: Case, rows: int, accumulate: int, path: Path) -> None:
     stream = rng.Stream(case.seed)
     rng.attach(model, stream)
     model.train()
-    matrices = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
-    optimizer = optim.build(case.optimizer, matrices, vectors, fused=False)
+    optimizer = build(case.optimizer, {name: p for name, p in model.named_parameters() if p.requires_grad})
     record: dict[str, Tensor] = {}
     size = rows // accumulate
     for step in range(case.steps):

@@ -16,8 +16,9 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from echelon.layout import Fault, FaultError, Layout, check, did_you_mean, grammar
 from echelon.layout.faults import closest
-from echelon.layout.layout import SPLIT_BACKWARD
+from echelon.layout.layout import ASYNCHRONOUS, SPLIT_BACKWARD
 from echelon.models import mixture_config, own, sizes
+from echelon.optim import groups
 from echelon.pipeline.schedules import file_fault, of_layout
 from echelon.train import keys, pipeline_faults
 from echelon.train.keys import Key, Range, Setting
@@ -127,7 +128,8 @@ class Config:
 
         `refused` are keys that are known to be wrong: rules that need their values are not asked.
         """
-        rules = [*_data_rules(self), *_model_rules(self), *_precision_rules(self), *_run_rules(self)]
+        rules = [*_data_rules(self), *_model_rules(self), *_precision_rules(self), *_optimizer_rules(self)]
+        rules += _run_rules(self)
         found = [fault for involved, fault in rules if refused.isdisjoint(involved)]
         return found + _layout_faults(self, world, refused)
 
@@ -229,6 +231,28 @@ def _precision_rules(config: Config) -> Iterator[Rule]:
         if rule:
             remedy = {"dtype": "bfloat16", "device": "cuda", "kernels": "auto", "layout": "...,schedule=1f1b"}[other]
             yield (key, other), Fault(key=key, value=compute, rule=rule, legal=f"same, or {other}={remedy}")
+
+
+def _optimizer_rules(config: Config) -> Iterator[Rule]:
+    rule = config.optimizer
+    layout = Layout.resolve(grammar.read(config.layout).given)
+    for text in rule.groups:
+        try:
+            groups.parse(text)
+        except ValueError as error:
+            fault = Fault(key="optimizer.groups", value=text, rule=str(error), legal=groups.FORM)
+            yield ("optimizer.groups",), fault
+    key = "optimizer.in_backward"
+    if rule.in_backward and config.clip:
+        reason = "clipping needs the norm of all gradients, and updates in backward let them go before it is known"
+        yield (key, "clip"), Fault(key=key, value="true", rule=f"cannot clip: {reason}", legal="false, or clip=0")
+    if rule.in_backward and layout.pp > 1:
+        reason = "gradients of several microbatches add up, and all of them live until the last"
+        yield (key, "layout"), Fault(key=key, value="true", rule=f"gains nothing under pp: {reason}", legal="false")
+    if rule.ema and layout.pp > 1 and layout.schedule in ASYNCHRONOUS:
+        reason = f"cannot be used while older weights are under way (schedule={layout.schedule})"
+        legal = f"0, or another schedule than {', '.join(ASYNCHRONOUS)}"
+        yield ("optimizer.ema", "layout"), Fault(key="optimizer.ema", value=str(rule.ema), rule=reason, legal=legal)
 
 
 def _run_rules(config: Config) -> Iterator[Rule]:

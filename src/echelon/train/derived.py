@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from echelon.kernels import choice
 from echelon.layout import Layout
 from echelon.models.sizes import ModelConfig
-from echelon.optim import moment_bytes, num_moments
+from echelon.optim import cost
 from echelon.parallel import context, grid_cost, shard, tensor
 from echelon.parallel.master import SplitMaster
 from echelon.pipeline.pipeline import Pipeline
@@ -61,10 +61,9 @@ def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterato
         parallel.policy,
         compute_bytes=options.compute.itemsize,
         master_bytes=options.master.itemsize,
-        moments=num_moments(engine.rule),
-        moment_bytes=moment_bytes(engine.rule, options.master),
         versions=engine.pipeline.versions if engine.pipeline is not None else 1,
     )
+    held["optimizer"] = cost.held_bytes(engine.rule, parallel.placement, master_bytes=options.master.itemsize)
     shares = ", ".join(f"{key} {size(value)}" for key, value in held.items() if value)
     yield "states per rank", size(sum(held.values())), shares
     sent = sum(item.bytes * item.count for item in engine.collectives(traffic(engine, config.seq_len)))

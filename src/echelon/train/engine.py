@@ -20,7 +20,7 @@ What a step did is read when somebody asks its `StepResult`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -31,21 +31,26 @@ from torch import Tensor, nn
 from echelon.kernels import choice
 from echelon.layout import Layout, check
 from echelon.layout.cost import Collective
-from echelon.layout.placement import Piece
+from echelon.layout.layout import ASYNCHRONOUS
 from echelon.models.head import loss_pair
 from echelon.models.sizes import ModelConfig
-from echelon.optim import Rule, sharded
+from echelon.optim import groups
+from echelon.optim.average import Average
+from echelon.optim.choose import sharded
+from echelon.optim.held import Update, runs_of
+from echelon.optim.rule import Rule
 from echelon.parallel.apply import Options, Parallel, apply
-from echelon.parallel.axis import Axis, sum_together, world_size
+from echelon.parallel.axis import sum_together, world_size
 from echelon.parallel.flat import explained
-from echelon.parallel.flat_unit import FlatUnit
 from echelon.parallel.tensor import Traffic
 from echelon.pipeline.pipeline import Pipeline
 from echelon.pipeline.runtime import Work
-from echelon.train import issued
+from echelon.train import in_backward, issued
+from echelon.train.in_backward import InBackward
 from echelon.train.later import later, sent
 from echelon.train.loads import Loads, mixtures_of
 from echelon.train.norm import GradientNorm, clip_factor
+from echelon.train.partial import partial_gradients
 from echelon.train.sections import OptimizerConfig
 
 Batch = Mapping[str, Tensor]
@@ -128,8 +133,16 @@ class Engine:
             raise ValueError("; ".join(layout.plan_only))
         self.rule: Rule = optimizer or OptimizerConfig()
         self.clip = clip
+        if self.rule.in_backward:
+            in_backward.refuse(layout, clip)
+        if self.rule.ema and layout.pp > 1 and layout.schedule in ASYNCHRONOUS:
+            raise ValueError(
+                f"older versions of the weights are under way when an evaluation would use their average "
+                f"(schedule={layout.schedule}, optimizer.ema={self.rule.ema:g}); use schedule=1f1b, or ema=0"
+            )
         self.names = tuple(name for name, _ in model.named_parameters())
         """of all parameters of the model, wherever they are"""
+        groups.check(self.rule, self.names)
         mixtures = mixtures_of(model, layout)
         self.pipeline: Pipeline | None = None
         if layout.pp > 1:
@@ -138,12 +151,17 @@ class Engine:
             self.pipeline.parallel if self.pipeline else apply(model, layout, options or Options())
         )
         self.model, self.layout = self.parallel.model, layout
-        self.optimizer = sharded(self.parallel.flat, self.rule)
         self.norm = GradientNorm(self.parallel)
+        self._partial = partial_gradients(self.parallel)
+        self.in_backward: InBackward | None = None
+        if self.rule.in_backward:
+            self.in_backward = InBackward(self.parallel, self.rule, self.norm, self._partial)
+        self.optimizer: Update = self.in_backward.optimizer if self.in_backward else sharded(self.parallel, self.rule)
+        self.average = Average(runs_of(self.parallel, self.rule), self.rule.ema) if self.rule.ema else None
+        self._averaged = False
         self.loads = Loads(self.parallel, mixtures)
         self.num_steps = 0
         self._last_count = torch.ones((), dtype=torch.float64, device=self.parallel.options.device)
-        self._partial = partial_gradients(self.parallel)
 
     @property
     def loss_axis(self) -> str:
@@ -197,19 +215,32 @@ class Engine:
                 return self._window(self.pipeline, works, lr)
             totals = self.pipeline.train(works, self._last_count.reciprocal())
         else:
-            totals = self._one_after_another(microbatches)
-        self.parallel.axes[self.loss_axis].all_reduce(totals)
-        self._sum_partial()
-        count = totals[1]
-        rest = self._last_count / count.clamp(min=1.0)
-        norm, live = self.norm() * rest, count > 0
-        self.optimizer.step(lr, rest * clip_factor(norm, self.clip), live)
-        self.parallel.flat.updated()
-        self.parallel.flat.free_gradients()
+            totals = self._one_after_another(microbatches, lr)
+        if self.in_backward is None:
+            rest, live = self._share(totals)
+            self._sum_partial()
+            norm = self.norm() * rest
+            self.optimizer.step(lr, rest * clip_factor(norm, self.clip), live)
+            self.parallel.flat.updated()
+            self.parallel.flat.free_gradients()
+        else:
+            rest, live = self._rest(totals)
+            norm = self.in_backward.norm() * rest
+        if self.average is not None:
+            self.average.step(live)
         self.loads.end_step()
-        self._last_count = torch.where(live, count, self._last_count)
+        self._last_count = torch.where(live, totals[1], self._last_count)
         self.num_steps += 1
         return StepResult(later(torch.cat([totals, norm[None]])))
+
+    def _share(self, totals: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums (loss, number of targets) over the ranks, in place: what is left to multiply gradients by, and whether
+        there was a target."""
+        self.parallel.axes[self.loss_axis].all_reduce(totals)
+        return self._rest(totals)
+
+    def _rest(self, totals: Tensor) -> tuple[Tensor, Tensor]:
+        return self._last_count / totals[1].clamp(min=1.0), totals[1] > 0
 
     def _sum_partial(self) -> None:
         for axis, held in self._partial:
@@ -264,25 +295,23 @@ class Engine:
         if self.pipeline is not None:
             self.pipeline.drain()
 
-    def _one_after_another(self, microbatches: Iterable[Microbatch]) -> Tensor:
+    def _one_after_another(self, microbatches: Iterable[Microbatch], lr: float) -> Tensor:
+        """(sum of losses, number of valid targets) of this rank; of all where updates run in backward."""
         totals = torch.zeros(2, dtype=torch.float64, device=self.parallel.options.device)
-        for index, microbatch in enumerate(microbatches):
-            total, count = self._forward_backward(
-                microbatch, first=index == 0, last=index == self.layout.accumulate - 1
-            )
-            totals[0] += total
-            totals[1] += count
-        return totals
-
-    def _forward_backward(self, microbatch: Microbatch, *, first: bool, last: bool) -> tuple[Tensor, Tensor]:
         flat = self.parallel.flat
-        flat.begin(first=first, last=last)
-        with explained(self.parallel.policy):
-            total, count = loss_pair(self.model(**self.prepared(microbatch)))
-            if total.requires_grad:
-                total.backward(self._last_count.reciprocal().to(total.dtype).expand_as(total))  # see the first note
-        flat.end()
-        return total.detach(), count
+        for index, microbatch in enumerate(microbatches):
+            last = index == self.layout.accumulate - 1
+            flat.begin(first=index == 0, last=last)
+            with explained(self.parallel.policy):
+                total, count = loss_pair(self.model(**self.prepared(microbatch)))
+                totals[0] += total.detach()
+                totals[1] += count
+                if last and self.in_backward is not None:
+                    self.in_backward.begin(lr, *self._share(totals))
+                if total.requires_grad:
+                    total.backward(self._last_count.reciprocal().to(total.dtype).expand_as(total))  # see the first note
+            flat.end()
+        return totals
 
     def prepared(self, microbatch: Microbatch) -> dict[str, Tensor]:
         """The microbatch on the device, floats in the compute type; dropout is told which samples these are."""
@@ -311,15 +340,35 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, microbatches: Iterable[Microbatch]) -> float | None:
-        """The mean loss over this and all other ranks' microbatches, without dropout; none where there is no target."""
+        """The mean loss over this and all other ranks' microbatches, without dropout; none where there is no target.
+
+        Of the average of the weights, where one is kept.
+        """
         was_training = self.model.training
         self.model.eval()
-        with self._kernels():
+        with self._kernels(), self.averaged():
             totals = self._totals(microbatches)
         self.model.train(was_training)
         self.parallel.axes[self.loss_axis].all_reduce(totals)
         loss_sum, count = totals.tolist()
         return float(loss_sum / count) if count else None
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The model has the average of its weights, where one is kept (optimizer.ema)."""
+        if self.average is None or self._averaged:
+            yield
+            return
+        self._swap(self.average)
+        try:
+            yield
+        finally:
+            self._swap(self.average)
+
+    def _swap(self, average: Average) -> None:
+        self._averaged = not self._averaged
+        average.swap()
+        self.parallel.flat.updated()
 
     def _totals(self, microbatches: Iterable[Microbatch]) -> Tensor:
         """(sum of losses, number of valid targets) of this rank's microbatches."""
@@ -359,12 +408,3 @@ class Engine:
         `traffic` describes the model where tp, cp or pp is more than 1. The first step of a pipeline also sends shapes.
         """
         return issued.collectives(self, traffic)
-
-
-def partial_gradients(parallel: Parallel) -> list[tuple[Axis, list[tuple[FlatUnit, Piece]]]]:
-    """The gradients of which each rank of an axis has only a part: to be summed over it once a step, when reduced."""
-    found: dict[str, list[tuple[FlatUnit, Piece]]] = {}
-    for unit, piece in parallel.flat.pieces():
-        for name in piece.entry.sum_over if piece.start < piece.stop else ():
-            found.setdefault(name, []).append((unit, piece))
-    return [(parallel.axes[name], held) for name, held in sorted(found.items())]

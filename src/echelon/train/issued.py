@@ -88,7 +88,8 @@ def _of_an_update(engine: Engine, accumulate: int) -> list[Collective]:
             experts=shard.experts_policy(parallel.layout, parallel.policy),
         )
     )
-    found += tensor.partial_sums(units, reduce_bytes, parallel.placement.shard_of)
+    for some in [[unit] for unit in units] if engine.rule.in_backward else [units]:
+        found += tensor.partial_sums(some, reduce_bytes, parallel.placement.shard_of)
     if engine.norm.axis.size > 1:
         found.append(Collective(kind="all_reduce", axis=engine.norm.axis.name, bytes=8, part="norm"))
-    return found
+    return [*found, *engine.optimizer.collectives()]

@@ -148,7 +148,8 @@ class Loop:
         try:
             with self.display:
                 summary = self._steps(run)
-                sample = self.task.sample(self.engine)
+                with self.engine.averaged():
+                    sample = self.task.sample(self.engine)
             if run is not None:
                 run.log("end", **summary.facts(), sample=sample)
                 measured = correct.compared(before, self._seconds, self._memory)

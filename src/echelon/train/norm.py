@@ -61,14 +61,25 @@ class GradientNorm:
     @torch.no_grad()
     def __call__(self, kind: float = 2.0) -> Tensor:
         """A float64 scalar, equal on all ranks, on the device. `kind` is 2 or infinity."""
-        local = torch.zeros((), dtype=torch.float64, device=self.device)
-        if self.runs:
-            # Short types are summed in float32 as they are read: no copy of them is made.
-            found = [_norm(unit.grad[part], kind) for unit, part in self.runs]
-            local = torch.linalg.vector_norm(torch.stack(found), kind, dtype=torch.float64)
-        if math.isinf(kind):
-            return self.axis.all_reduce(local, op="max")
-        return self.axis.all_reduce(local.square()).sqrt()
+        local = self._local(self.runs, kind)
+        return self.axis.all_reduce(local, op="max") if math.isinf(kind) else self.total(local.square())
+
+    @torch.no_grad()
+    def squares(self, unit: FlatUnit) -> Tensor:
+        """What one unit adds to the square of the norm on this rank."""
+        return self._local([(other, part) for other, part in self.runs if other is unit], 2.0).square()
+
+    def total(self, squares: Tensor) -> Tensor:
+        """The norm from all units' squares on this rank, which become the sum over the ranks."""
+        return self.axis.all_reduce(squares).sqrt()
+
+    def _local(self, runs: Runs, kind: float) -> Tensor:
+        if not runs:
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        # Short types are summed in float32 as they are read: no copy of them is made.
+        found = [_norm(unit.grad[part], kind) for unit, part in runs]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(found), kind, dtype=torch.float64)
+        return norm
 
 
 def _norm(values: Tensor, kind: float) -> Tensor:

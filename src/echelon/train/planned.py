@@ -9,18 +9,19 @@ from pathlib import Path
 
 from echelon.layout import Fault, FaultError
 from echelon.models import sizes
+from echelon.optim import cost
 from echelon.plan.cluster import Cluster, Part, here
 from echelon.plan.explain import infeasible
 from echelon.plan.layouts import Wish
 from echelon.plan.price import Plan
 from echelon.plan.search import nearest, search
 from echelon.plan.sources import of_config
+from echelon.plan.units import MOMENTS
 from echelon.train.config import Config, is_own
 from echelon.train.sections import PrecisionConfig
 
 AUTO = "auto"
 TYPES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp32"}
-MOMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def planned(config: Config, plan: str, procs: int | None) -> tuple[Config, str]:
@@ -64,7 +65,7 @@ def best_plan(config: Config, procs: int | None) -> Plan:
         seq_len=config.seq_len,
         precision=precision_of(config),
         program=program_of(config),
-        moment_bytes=MOMENT_BYTES[config.optimizer.states],
+        moment_bytes=cost.element_bytes(config.optimizer) / MOMENTS,
     )
     found = search(wish, top=1)
     if found:

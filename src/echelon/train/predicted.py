@@ -9,12 +9,14 @@ from typing import Any
 from echelon.launch.world import World
 from echelon.layout import Layout
 from echelon.models.sizes import ModelConfig
+from echelon.optim import cost
 from echelon.plan.case import Case
 from echelon.plan.cluster import Cluster, Part, here
 from echelon.plan.price import price
 from echelon.plan.sources import of_config
+from echelon.plan.units import MOMENTS
 from echelon.train.config import Config
-from echelon.train.planned import MOMENT_BYTES, TYPES, precision_of, program_of
+from echelon.train.planned import TYPES, precision_of, program_of
 
 
 def predicted(
@@ -33,7 +35,7 @@ def predicted(
             seq_len=config.seq_len,
             precision=precision_of(config),
             program=program_of(config),
-            moment_bytes=MOMENT_BYTES[config.optimizer.states],
+            moment_bytes=cost.element_bytes(config.optimizer) / MOMENTS,
         )
         plan = price(case)
     except Exception as error:  # whatever the planner does not know, the run goes on

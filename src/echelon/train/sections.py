@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from echelon.optim.groups import BY_ADAMW
 from echelon.train.keys import Only, Range
 
 ABOVE_ZERO = Range(low=0, low_open=True)
@@ -30,20 +31,28 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: Literal["adamw", "sgd", "lion", "lamb", "adafactor", "sm3", "muon"] = "adamw"
     """The update rule."""
     lr: Annotated[float, ABOVE_ZERO] = 3e-3
     """Peak learning rate."""
-    betas: Annotated[tuple[float, float], BELOW_ONE, Only("name", ("adamw",))] = (0.9, 0.95)
-    """Decay of AdamW's two running means."""
-    eps: Annotated[float, ABOVE_ZERO, Only("name", ("adamw",))] = 1e-8
-    """Added to AdamW's denominator."""
+    betas: Annotated[tuple[float, float] | None, BELOW_ONE, Only("name", ("adamw", "lion", "lamb", "muon"))] = None
+    """Decay of the two running means. Not set: 0.9 and 0.95, with lion 0.99, with lamb 0.999."""
+    eps: Annotated[float, ABOVE_ZERO, Only("name", ("adamw", "lamb", "muon"))] = 1e-8
+    """Added to the denominator of AdamW and LAMB."""
     weight_decay: Annotated[float, AT_LEAST_0] = 0.1
     """Weight decay."""
-    momentum: Annotated[float, BELOW_ONE, Only("name", ("sgd",))] = 0.0
-    """Momentum of SGD."""
-    states: Annotated[Literal["float32", "bfloat16"], Only("name", ("adamw",))] = "float32"
-    """Type of the optimizer's moments; bfloat16 is rounded up or down by chance, so that small changes add up."""
+    momentum: Annotated[float | None, BELOW_ONE, Only("name", ("sgd", "adafactor", "sm3", "muon"))] = None
+    """Momentum. Not set: none, with muon 0.95."""
+    states: Annotated[Literal["float32", "bfloat16", "int8"], Only("name", ("adamw",))] = "float32"
+    """Type of AdamW's moments; bfloat16 is rounded by chance, so that small changes add up, int8 has scales."""
+    by_adamw: Annotated[tuple[str, ...], Only("name", ("muon",))] = BY_ADAMW
+    """Patterns of the matrices that Muon leaves to AdamW, as it does all vectors."""
+    groups: tuple[str, ...] = ()
+    """Parameters with a rate and a decay of their own, e.g. ["embed*:lr=0.5", "*norm*:weight_decay=0"]."""
+    ema: Annotated[float, BELOW_ONE] = 0.0
+    """Decay of a moving average of the weights, which evaluation uses; 0 keeps none."""
+    in_backward: bool = False
+    """Each layer's update runs as soon as its gradients are there, which are then let go; needs clip = 0."""
 
 
 @dataclass(frozen=True, kw_only=True)

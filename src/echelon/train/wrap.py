@@ -26,8 +26,8 @@ from echelon.layout.placement import Piece
 from echelon.parallel.apply import WORLD, Options, apply
 from echelon.parallel.axis import Axis, sum_together, world_size
 from echelon.parallel.flat import tensors_in
-from echelon.train.engine import partial_gradients
 from echelon.train.norm import GradientNorm, clip_factor
+from echelon.train.partial import partial_gradients
 
 
 class Wrapped(nn.Module):

@@ -1,0 +1,41 @@
+"""An exponential moving average of the weights: average = decay average + (1 - decay) weights, after every update.
+
+It starts as the first weights, is of the master's type, and is sharded as they are: no message, one number an element.
+Evaluation swaps it with the weights, shard by shard, and back: no second copy is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from echelon.optim.held import Run
+
+
+class Average:
+    def __init__(self, runs: Sequence[Run], decay: float):
+        self._runs, self._decay = runs, decay
+        self._values = [run.values(slice(0, run.size)).clone() for run in runs]
+
+    @torch.no_grad()
+    def step(self, live: Tensor) -> None:
+        """After an update; where `live` is false there was none."""
+        for run, average in zip(self._runs, self._values, strict=True):
+            for part, _ in run.chunks():
+                mine = average[part]
+                towards = (run.values(part) - mine) * (1 - self._decay)
+                mine.copy_(torch.where(live, mine + towards, mine))
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """The weights become the average, and the average the weights."""
+        for run, average in zip(self._runs, self._values, strict=True):
+            for part, _ in run.chunks():
+                weights = run.values(part).clone()
+                run.set(part, average[part])
+                average[part] = weights
+
+    def states(self) -> list[Tensor]:
+        return self._values

@@ -1,0 +1,72 @@
+"""Numbers in 8 bits, by blocks (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization").
+
+A block of 256 elements is divided by the largest of them, and each is kept as the nearest of 256 values, which lie
+closer together towards 0 (the paper's dynamic tree): an exponent of ten in unary, and what is left of the bits divides
+the range from 0.1 to 1 evenly:
+
+    signed     e = 0 .. 6:  10^-e x the middles of 2^(6-e) even parts of [0.1, 1], with both signs; and 0, 1
+    unsigned   e = 0 .. 6:  10^-e x the middles of 2^(7-e) even parts of [0.1, 1]; and 0, 1
+
+So a number is kept to half a part of its own power of ten: 0.9 / 2^(7-e) / 2 of 10^-e in the unsigned kind.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from echelon.optim.cost import BLOCK
+
+
+@lru_cache
+def values_of(signed: bool, device: torch.device) -> Tensor:
+    """The 256 values, in order."""
+    found = [0.0, 1.0]
+    for e in range(7):
+        parts = 2 ** (6 - e if signed else 7 - e)
+        middles = [10.0**-e * (0.1 + 0.9 * (part + 0.5) / parts) for part in range(parts)]
+        found += middles + ([-middle for middle in middles] if signed else [])
+    return torch.tensor(sorted(found), dtype=torch.float32, device=device)
+
+
+@lru_cache
+def _borders(signed: bool, device: torch.device) -> Tensor:
+    values = values_of(signed, device)
+    return (values[1:] + values[:-1]) / 2
+
+
+class Blocks:
+    """A flat state, kept in 8 bits: codes, and the largest of each block."""
+
+    def __init__(self, size: int, *, signed: bool, device: torch.device):
+        self.signed, self.device = signed, device
+        zero = int(torch.searchsorted(values_of(signed, torch.device("cpu")), torch.tensor(0.0)))
+        self.codes = torch.full((size,), zero, dtype=torch.uint8, device=device)
+        self.largest = torch.zeros(-(-size // BLOCK), dtype=torch.float32, device=device)
+
+    def read(self, part: slice, dtype: torch.dtype) -> Tensor:
+        """The numbers of some whole blocks."""
+        values = values_of(self.signed, self.device)[self.codes[part].long()].to(dtype)
+        return values * self._spread(self.largest[self._blocks(part)].to(dtype), len(values))
+
+    def write(self, part: slice, numbers: Tensor, live: Tensor) -> None:
+        """The nearest that can be kept; nothing where `live` is false."""
+        blocks = self._blocks(part)
+        padded = F.pad(numbers.float(), (0, -len(numbers) % BLOCK)).view(-1, BLOCK)
+        largest = padded.abs().amax(1)
+        shares = numbers.float() / self._spread(largest, len(numbers)).clamp(min=torch.finfo(torch.float32).tiny)
+        codes = torch.bucketize(shares, _borders(self.signed, self.device)).to(torch.uint8)
+        self.codes[part] = torch.where(live, codes, self.codes[part])
+        self.largest[blocks] = torch.where(live, largest, self.largest[blocks])
+
+    @staticmethod
+    def _blocks(part: slice) -> slice:
+        assert part.start % BLOCK == 0
+        return slice(part.start // BLOCK, -(-part.stop // BLOCK))
+
+    @staticmethod
+    def _spread(largest: Tensor, count: int) -> Tensor:
+        return largest.repeat_interleave(BLOCK)[:count]

@@ -1,0 +1,61 @@
+"""From a rule to the update of a rank's shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from echelon.layout.placement import Entry
+from echelon.optim import cost
+from echelon.optim.adafactor import Adafactor
+from echelon.optim.adamw import OnePassAdamW
+from echelon.optim.adamw8 import AdamW8
+from echelon.optim.groups import is_muons
+from echelon.optim.held import Held, Update, held_of, runs_of
+from echelon.optim.lamb import LAMB
+from echelon.optim.lion import Lion
+from echelon.optim.muon import Muon
+from echelon.optim.rule import Rule
+from echelon.optim.sgd import PlainSGD
+from echelon.optim.sm3 import SM3
+from echelon.optim.with_torch import WithTorch
+from echelon.parallel.apply import Parallel
+from echelon.parallel.flat_unit import FlatUnit
+from echelon.parallel.master import SplitMaster
+
+
+def sharded(parallel: Parallel, rule: Rule, units: Sequence[FlatUnit] | None = None) -> Update:
+    """The update of all units' shards of one rank, or of some of them."""
+    device = parallel.options.device
+    units = parallel.flat.units if units is None else units
+
+    def held(only: Callable[[Entry], bool] = lambda _: True) -> list[Held]:
+        return [one for one in held_of(parallel, rule, units) if only(one.entry)]
+
+    def adamw(only: Callable[[Entry], bool]) -> Update:
+        return OnePassAdamW(runs_of(parallel, rule, units, only), rule, device)
+
+    match rule.name:
+        case "lion":
+            return Lion(runs_of(parallel, rule, units), rule)
+        case "lamb":
+            return LAMB(held(), rule, device)
+        case "adafactor":
+            return Adafactor(held(), rule, device)
+        case "sm3":
+            return SM3(held(), rule)
+        case "muon":
+            mine = held(lambda entry: is_muons(rule, entry.name, entry.shape))
+            return Muon(parallel, mine, rule, adamw(lambda entry: not is_muons(rule, entry.name, entry.shape)))
+        case "adamw" if rule.states == "int8":
+            short = held(lambda entry: cost.is_short(rule, entry))
+            return AdamW8(short, rule, device, adamw(lambda entry: not cost.is_short(rule, entry)))
+    split = any(isinstance(unit.master, SplitMaster) for unit in units)
+    on_a_gpu = any(unit.full.is_cuda and unit.master.dtype == torch.float32 for unit in units)
+    runs = runs_of(parallel, rule, units)
+    if rule.name == "adamw" and (split or on_a_gpu or rule.states == "bfloat16"):
+        return OnePassAdamW(runs, rule, device)
+    if rule.name == "sgd" and (split or on_a_gpu):
+        return PlainSGD(runs, rule)
+    return WithTorch(runs, rule)

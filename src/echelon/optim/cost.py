@@ -1,0 +1,85 @@
+"""What an optimizer holds, in bytes. No torch: plans ask this too.
+
+    rule                    for each element             for each matrix [n, m]        vectors
+    adamw                   8, 4 (bf16), 2.03 (8 bits)   -                             8, 4, 8
+    sgd                     0, or 4 with momentum        -                             the same
+    lion                    4                            -                             4
+    lamb                    8                            -                             8
+    adafactor               0, or 4 with momentum        4 (n + m)                     4 more
+    sm3                     0, or 4 with momentum        4 (n + m)                     4 more
+    muon                    4; 8 what AdamW updates      -                             8
+
+with master values of 4 bytes; numbers of rows and columns are on every rank that may hold a part of the matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from echelon.layout.placement import Entry, Placement
+from echelon.optim.groups import is_muons
+from echelon.optim.matrices import held_stack, stack_of
+from echelon.optim.rule import Rule, momentum_of
+
+BLOCK = 256
+"""elements that share a scale in 8 bits"""
+LEAST = 4096
+"""elements that a parameter must have to be kept in 8 bits"""
+
+
+def state_bytes(rule: Rule, shape: Sequence[int], *, name: str = "", master_bytes: int = 4) -> int:
+    """Of a whole parameter on one device."""
+    entry = Entry(name=name, names=(name,), shape=tuple(shape))
+    size = math.prod(shape)
+    return _elements(rule, entry, size, master_bytes) + _sides(rule, entry) * master_bytes
+
+
+def held_bytes(rule: Rule, placement: Placement, *, master_bytes: int = 4) -> int:
+    """Of everything that a rank holds; counts of steps, 8 bytes each, are left out."""
+    total = 0
+    for piece in placement.pieces():
+        if piece.entry.trainable:
+            total += _elements(rule, piece.entry, piece.stop - piece.start, master_bytes)
+            total += _sides(rule, piece.entry) * master_bytes
+    return total
+
+
+def element_bytes(rule: Rule) -> float:
+    """Of one element of a large matrix inside a model, in float32, without what is held for rows and columns."""
+    count = 1 << 20
+    return _elements(rule, Entry(name="", names=("",), shape=(1 << 10, 1 << 10)), count, 4) / count
+
+
+def is_factored(rule: Rule, entry: Entry) -> bool:
+    return rule.name in ("adafactor", "sm3") and stack_of(entry.shape, filters=entry.filters).factored
+
+
+def is_short(rule: Rule, entry: Entry) -> bool:
+    """Kept in 8 bits."""
+    return rule.states == "int8" and math.prod(entry.shape) >= LEAST
+
+
+def _elements(rule: Rule, entry: Entry, size: int, master_bytes: int) -> int:
+    """Of numbers that belong to single elements."""
+    average = master_bytes * size if rule.ema else 0
+    return average + _moments(rule, entry, size, master_bytes)
+
+
+def _moments(rule: Rule, entry: Entry, size: int, master_bytes: int) -> int:
+    if rule.name == "adamw" and is_short(rule, entry):
+        return 2 * (size + 4 * -(-size // BLOCK))
+    if rule.name == "adamw" and rule.states == "bfloat16":
+        return 4 * size
+    kept = 1 if momentum_of(rule) else 0
+    if rule.name in ("adafactor", "sm3"):
+        kept += not is_factored(rule, entry)
+    elif rule.name == "muon":
+        kept = 1 if is_muons(rule, entry.name, entry.shape) else 2
+    else:
+        kept = {"adamw": 2, "lamb": 2, "lion": 1}.get(rule.name, kept)
+    return kept * size * master_bytes
+
+
+def _sides(rule: Rule, entry: Entry) -> int:
+    return held_stack(entry).sides if is_factored(rule, entry) else 0

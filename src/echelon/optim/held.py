@@ -1,0 +1,182 @@
+"""Parameters as a rank holds them: one by one, or joined to runs where a rule does not care whose an element is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from echelon.layout.cost import Collective
+from echelon.layout.placement import Entry, Piece
+from echelon.optim import groups
+from echelon.optim.matrices import Rectangle, Stack, held_stack, rectangles
+from echelon.optim.rule import Rule
+from echelon.parallel.apply import Parallel, stage_axis
+from echelon.parallel.axis import Axis
+from echelon.parallel.flat_unit import FlatUnit
+
+CHUNK = 1 << 20
+"""elements at a time, which bounds what is made on the way"""
+
+
+class Update(Protocol):
+    """A rule over some units' shards of one rank."""
+
+    def step(self, lr: float, scale: Tensor, live: Tensor) -> None:
+        """One update with gradients times `scale` (float64); none at all, of nothing, where `live` is false.
+
+        Both are on the device, and stay there where the device is a GPU. Gradients may be left multiplied by `scale`.
+        """
+        ...
+
+    def states(self) -> list[Tensor]:
+        """Everything that is kept from step to step, counts of steps too."""
+        ...
+
+    def collectives(self) -> list[Collective]:
+        """What a step of it sends."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A trainable parameter, and the part of it that lies in this rank's shard of a unit; that may be nothing."""
+
+    unit: FlatUnit
+    piece: Piece
+    lr: float
+    """factor of the learning rate"""
+    decay: float
+    axis: Axis
+    """ranks that hold its other parts"""
+    stack: Stack = field(init=False)
+    """the matrices of which the rank may hold something"""
+    parts: tuple[Rectangle, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stack", held_stack(self.entry))
+        object.__setattr__(self, "parts", tuple(rectangles(self.piece)))
+
+    @property
+    def entry(self) -> Entry:
+        return self.piece.entry
+
+    @property
+    def size(self) -> int:
+        return self.piece.stop - self.piece.start
+
+    def where(self, part: Rectangle) -> slice:
+        """In the shard of the unit."""
+        first = self.piece.shard_offset
+        return slice(first + part.start, first + part.stop)
+
+    def gradient(self, part: Rectangle, scale: Tensor) -> Tensor:
+        """Of a rectangle, in the master's type, as a new tensor."""
+        found = self.unit.grad[self.where(part)].to(self.unit.master.dtype) * scale.to(self.unit.master.dtype)
+        return found.view(part.shape)
+
+    def values(self, part: Rectangle) -> Tensor:
+        return self.unit.master.values(self.where(part)).view(part.shape)
+
+    def set(self, part: Rectangle, values: Tensor) -> None:
+        self.unit.master.set(self.where(part).start, values.reshape(-1))
+
+    def zeros(self) -> Tensor:
+        """A state of its elements."""
+        return torch.zeros(self.size, dtype=self.unit.master.dtype, device=self.unit.full.device)
+
+
+def of(state: Tensor, part: Rectangle) -> Tensor:
+    """A rectangle of a state that belongs to a parameter's elements."""
+    return state[part.start : part.stop].view(part.shape)
+
+
+def held_of(parallel: Parallel, rule: Rule, units: Iterable[FlatUnit] | None = None) -> list[Held]:
+    """The trainable parameters of all units, or of some."""
+    given = [groups.parse(text) for text in rule.groups]
+    found = []
+    for unit in parallel.flat.units if units is None else units:
+        axis = parallel.axes.axis(stage_axis(unit.policy))
+        for entry in unit.unit.entries:
+            if entry.trainable:
+                own = groups.setting_of(given, rule, entry.name, decays=entry.decay)
+                found.append(Held(unit, parallel.placement.piece(unit.unit, entry), own.lr, own.decay, axis))
+    return found
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements of a unit's shard that lie side by side and are updated alike, those that decay first."""
+
+    unit: FlatUnit
+    start: int
+    """in the unit's shard"""
+    size: int
+    decayed: int
+    """how many of them decay; they come first"""
+    decay: float
+    lr: float
+    """factor of the learning rate"""
+    first: int
+    """number of the first element, over all units"""
+
+    @property
+    def where(self) -> slice:
+        return slice(self.start, self.start + self.size)
+
+    @property
+    def gradient(self) -> Tensor:
+        return self.unit.grad[self.where]
+
+    def zeros(self, dtype: torch.dtype | None = None) -> Tensor:
+        """A state of its elements."""
+        return torch.zeros(self.size, dtype=dtype or self.unit.master.dtype, device=self.unit.full.device)
+
+    def chunks(self) -> Iterator[tuple[slice, float]]:
+        """Parts of the run with their weight decay."""
+        for begin, end, decay in ((0, self.decayed, self.decay), (self.decayed, self.size, 0.0)):
+            for start in range(begin, end, CHUNK):
+                yield slice(start, min(start + CHUNK, end)), decay
+
+    def values(self, part: slice) -> Tensor:
+        return self.unit.master.values(slice(self.start + part.start, self.start + part.stop))
+
+    def set(self, part: slice, values: Tensor) -> None:
+        self.unit.master.set(self.start + part.start, values)
+
+
+def runs_of(
+    parallel: Parallel,
+    rule: Rule,
+    units: Iterable[FlatUnit] | None = None,
+    only: Callable[[Entry], bool] = lambda _: True,
+) -> list[Run]:
+    """A rank may hold no element at all (fewer elements than ranks); it still takes part in every collective."""
+    firsts, first = {}, 0
+    for unit in parallel.flat.units:
+        firsts[unit.unit.name] = first + parallel.placement.shard_of(unit.unit) * unit.unit.shard_numel
+        first += unit.unit.numel
+    runs: list[Run] = []
+    for held in held_of(parallel, rule, units):
+        if held.size and only(held.entry):
+            start = held.piece.shard_offset
+            decayed = held.size if held.decay else 0
+            number = firsts[held.unit.unit.name] + start
+            run = Run(held.unit, start, held.size, decayed, held.decay, held.lr, number)
+            if runs and (joined := _joined(runs[-1], run)):
+                runs[-1] = joined
+            else:
+                runs.append(run)
+    return runs
+
+
+def _joined(a: Run, b: Run) -> Run | None:
+    """Both as one, where they lie side by side and are updated alike."""
+    if a.unit is not b.unit or a.start + a.size != b.start or a.lr != b.lr:
+        return None
+    if b.decayed and (a.decayed < a.size or a.decay != b.decay):
+        return None
+    return Run(a.unit, a.start, a.size + b.size, a.decayed + b.decayed, a.decay, a.lr, a.first)

@@ -1,0 +1,74 @@
+"""LAMB (You et al. 2020, "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", algorithm 2).
+
+    m = beta1 m + (1 - beta1) g                   v = beta2 v + (1 - beta2) g g
+    r = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) + decay w
+    w = w - lr (|w| / |r|) r
+
+The norms are of one matrix (of a stack of experts, of each), and the ratio is 1 where one of them is 0. Vectors move by
+lr r, as in the authors' own program. One message a step sums both norms of all matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from echelon.layout.cost import Collective
+from echelon.optim.held import Held, of
+from echelon.optim.matrices import Rectangle
+from echelon.optim.rule import Rule, betas_of
+from echelon.optim.shared import Shared
+
+
+class LAMB:
+    def __init__(self, held: Sequence[Held], rule: Rule, device: torch.device):
+        self._held, self._betas, self._eps = held, betas_of(rule), rule.eps
+        self._matrices = [one for one in held if len(one.entry.shape) > 1]
+        self._norms = Shared(self._matrices, [2 * one.stack.matrices for one in self._matrices])
+        self._step = torch.zeros((), dtype=torch.int64, device=device)
+        self._moments: dict[Held, tuple[Tensor, Tensor]] = {}
+
+    @torch.no_grad()
+    def step(self, lr: float, scale: Tensor, live: Tensor) -> None:
+        self._step += live
+        if not self._moments:
+            self._moments = {one: (one.zeros(), one.zeros()) for one in self._held}
+        for one in self._held:
+            for part in one.parts:
+                self._take_in(one, part, scale, live)
+        squares = self._norms.zeros()
+        for one in self._matrices:
+            mine = self._norms.of(squares, one).view(2, -1)
+            for part in one.parts if one.piece.counts else ():
+                for place, values in enumerate((one.values(part), self._towards(one, part))):
+                    mine[place, part.matrix] += values[part.real].square().sum()
+        self._norms.combine(squares)
+        for one in self._held:
+            ratio = torch.ones(1, dtype=squares.dtype, device=squares.device)
+            if len(one.entry.shape) > 1:
+                weights, towards = self._norms.of(squares, one).view(2, -1).sqrt()
+                ratio = torch.where((weights > 0) & (towards > 0), weights / towards, 1.0)
+            for part in one.parts:
+                before = one.values(part)
+                after = before - self._towards(one, part) * (ratio[part.matrix] * (lr * one.lr))
+                one.set(part, torch.where(live, after, before))
+
+    def _take_in(self, one: Held, part: Rectangle, scale: Tensor, live: Tensor) -> None:
+        g = one.gradient(part, scale)
+        for state, beta, new in zip(self._moments[one], self._betas, (g, g.square()), strict=True):
+            moment = of(state, part)
+            moment.copy_(torch.where(live, moment * beta + new * (1 - beta), moment))
+
+    def _towards(self, one: Held, part: Rectangle) -> Tensor:
+        mean, square = (of(state, part) for state in self._moments[one])
+        corrections = [(1 - beta ** self._step.clamp(min=1).double()).to(mean.dtype) for beta in self._betas]
+        found: Tensor = (mean / corrections[0]) / ((square / corrections[1]).sqrt() + self._eps)
+        return found + one.values(part) * one.decay if one.decay else found
+
+    def states(self) -> list[Tensor]:
+        return [self._step, *(moment for pair in self._moments.values() for moment in pair)]
+
+    def collectives(self) -> list[Collective]:
+        return self._norms.collectives("norms of weights and updates")

@@ -1,0 +1,46 @@
+"""Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2).
+
+    c = beta1 m + (1 - beta1) g                   what the sign is taken of, which is not what is kept
+    w = w - lr (sign(c) + decay w)
+    m = beta2 m + (1 - beta2) g
+
+One number an element. Every step moves every weight by lr, so lr is a third to a tenth of AdamW's, and weight decay
+so much larger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from echelon.layout.cost import Collective
+from echelon.optim.held import Run
+from echelon.optim.rule import Rule, betas_of
+
+
+class Lion:
+    def __init__(self, runs: Sequence[Run], rule: Rule):
+        self._runs, self._betas = runs, betas_of(rule)
+        self._means: list[Tensor] = []
+
+    @torch.no_grad()
+    def step(self, lr: float, scale: Tensor, live: Tensor) -> None:
+        if not self._means:
+            self._means = [run.zeros() for run in self._runs]
+        beta1, beta2 = self._betas
+        for run, means in zip(self._runs, self._means, strict=True):
+            for part, decay in run.chunks():
+                before, mean = run.values(part), means[part]
+                g = run.gradient[part].to(before.dtype) * scale.to(before.dtype)
+                c = mean * beta1 + g * (1 - beta1)
+                after = before - (c.sign() + before * decay) * (lr * run.lr)
+                run.set(part, torch.where(live, after, before))
+                mean.copy_(torch.where(live, mean * beta2 + g * (1 - beta2), mean))
+
+    def states(self) -> list[Tensor]:
+        return self._means
+
+    def collectives(self) -> list[Collective]:
+        return []

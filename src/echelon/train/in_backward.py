@@ -1,0 +1,73 @@
+"""Updates inside backward: gradients need not all live at once.
+
+    last microbatch    forward of all layers, then the number of targets of the step is summed over the ranks
+    backward           layer 3: gradients, reduction starts
+                       layer 2: gradients, reduction starts;  layer 3: reduced, updated, gradients let go
+                       layer 1: gradients, reduction starts;  layer 2: reduced, updated, gradients let go ...
+
+The number of targets divides the gradients, and is known before the last backward begins; so it is summed then, and not
+after it. A norm is known when every gradient is, so nothing can be clipped by it; it is added up layer by layer, to be
+shown. Gradients of two units are there at a time, where a step has one microbatch; those of several are added up, and
+are all there when the last begins.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from echelon.layout import Layout
+from echelon.optim.in_turn import InTurn
+from echelon.optim.rule import Rule
+from echelon.parallel.apply import Parallel
+from echelon.parallel.axis import sum_together
+from echelon.parallel.flat_unit import FlatUnit
+from echelon.train.norm import GradientNorm
+from echelon.train.partial import Partial
+
+
+def refuse(layout: Layout, clip: float) -> None:
+    """Raises where an update cannot run in backward."""
+    if clip:
+        raise ValueError(
+            f"clipping needs the norm of all gradients, and updates in backward let them go before it is known "
+            f"(clip={clip:g}, optimizer.in_backward=true); use clip=0"
+        )
+    if layout.pp > 1:
+        raise ValueError(
+            "in a pipeline gradients of several microbatches add up, so that all of them live until the last, and only "
+            f"the last stage knows the number of targets (pp={layout.pp}, optimizer.in_backward=true); use pp=1"
+        )
+
+
+class InBackward:
+    """The updates of one rank's units, each when its reduction is through."""
+
+    def __init__(self, parallel: Parallel, rule: Rule, norm: GradientNorm, partial: Partial):
+        self.optimizer = InTurn(parallel, rule)
+        self._norm, self._partial = norm, partial
+        self._flat = parallel.flat
+        self._flat.on_reduced = self._update
+        for unit in self._flat.units:
+            unit.lazy = True
+            unit.free_gradients()
+        self._lr, self._scale = 0.0, torch.ones((), dtype=torch.float64, device=parallel.options.device)
+        self._live = torch.ones((), dtype=torch.bool, device=parallel.options.device)
+        self._squares = torch.zeros((), dtype=torch.float64, device=parallel.options.device)
+
+    def begin(self, lr: float, scale: Tensor, live: Tensor) -> None:
+        """Before the last backward of a step."""
+        self._lr, self._scale, self._live = lr, scale, live
+        self._squares = torch.zeros_like(self._squares)
+
+    def norm(self) -> Tensor:
+        """Of the step's gradients, before they are multiplied by the scale."""
+        return self._norm.total(self._squares)
+
+    def _update(self, unit: FlatUnit) -> None:
+        for axis, held in self._partial:
+            sum_together(axis, [self._flat.view(unit.grad, piece) for other, piece in held if other is unit])
+        self._squares = self._squares + self._norm.squares(unit)
+        self.optimizer.of(unit).step(self._lr, self._scale, self._live)
+        unit.updated()
+        unit.free_gradients()
