@@ -28,10 +28,13 @@ class Counted:
     claimed: Seen
 
 
-def count(model: ModelConfig, text: str, **choices: Any) -> Counted:
+ADAMW = OptimizerConfig(lr=1e-2)
+
+
+def count(model: ModelConfig, text: str, rule: OptimizerConfig = ADAMW, **choices: Any) -> Counted:
     """On a rank: the collectives of the second step, really issued and as the strategies' cost functions claim them."""
-    layout = Layout.parse(text)
-    engine = Engine(models.build(model, "meta"), layout, OptimizerConfig(lr=1e-2), clip=1.0, options=Options(**choices))
+    layout, clip = Layout.parse(text), 0.0 if rule.in_backward else 1.0
+    engine = Engine(models.build(model, "meta"), layout, rule, clip=clip, options=Options(**choices))
     engine.model.train()
     case = Case(model=model, seq_len=SEQ_LEN)
     engine.step(case.batch(0, layout.batch))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -13,6 +14,10 @@ from torch import Tensor
 from echelon import models
 from echelon.models.sizes import ModelConfig
 from echelon.optim import cost
+from echelon.optim.average import Average
+from echelon.optim.choose import sharded
+from echelon.optim.held import Update, runs_of
+from echelon.parallel.apply import Parallel
 from echelon.proof.compare import expected
 from echelon.train.engine import Engine
 from echelon.train.sections import OptimizerConfig
@@ -21,7 +26,8 @@ STEPS, SKIPPED, SCALE = 4, 2, 0.5
 """the third step has no target: nothing may change"""
 
 
-def gradient(name: str, shape: tuple[int, ...], step: int, *, even: bool = False) -> Tensor:
+@cache
+def gradient(name: str, shape: tuple[int, ...], step: int, even: bool = False) -> Tensor:
     """Of very different sizes, with a row of zeros; `even`: of one size, with any sign."""
     source = np.random.default_rng(zlib.crc32(f"{name} {step}".encode()))
     found = source.standard_normal(shape)
@@ -44,35 +50,44 @@ class Fed:
     """this rank's shards of weights that several stages hold"""
 
 
-def feed(engine: Engine, step: int, *, even: bool = False, lr: float | None = None) -> None:
-    flat = engine.parallel.flat
-    for unit, piece in flat.pieces():
+def feed(parallel: Parallel, optimizer: Update, rate: float, step: int, *, even: bool = False) -> Tensor:
+    """One step of an optimizer on gradients that are a function of the step; gives whether it counts."""
+    for unit, piece in parallel.flat.pieces():
         if piece.entry.trainable:
-            logical = gradient(piece.entry.name, piece.entry.shape, step, even=even)
-            flat.view(unit.grad, piece).copy_(expected(logical, piece))
+            logical = gradient(piece.entry.name, piece.entry.shape, step, even)
+            parallel.flat.view(unit.grad, piece).copy_(expected(logical, piece))
     live = torch.tensor(step != SKIPPED)
-    rate = engine.rule.lr / (1 + step) if lr is None else lr
-    engine.optimizer.step(rate, torch.tensor(SCALE, dtype=torch.float64), live)
-    if engine.average is not None:
-        engine.average.step(live)
-    flat.updated()
+    optimizer.step(rate / (1 + step), torch.tensor(SCALE, dtype=torch.float64), live)
+    return live
 
 
-def fed(shape: ModelConfig, layout: str, rules: list[OptimizerConfig], even: bool = False) -> list[Fed]:
-    """On a rank: what each rule makes of the same gradients."""
+def fed(
+    shape: ModelConfig, layout: str, rules: list[OptimizerConfig], even: bool = False, leave_out: str = ""
+) -> list[Fed]:
+    """On a rank: what each rule makes of the same gradients, from the same weights."""
+    options = float64(leave_out=leave_out)
+    parallel = Engine(models.build(shape, "meta", dtype=torch.float64), layout, options=options).parallel
+    first = [unit.master.values().clone() for unit in parallel.flat.units]
     found = []
     for rule in rules:
-        model = models.build(shape, "meta", dtype=torch.float64)
-        engine = Engine(model, layout, rule, options=float64())
+        for unit, values in zip(parallel.flat.units, first, strict=True):
+            unit.master.set(0, values)
+        optimizer = sharded(parallel, rule)
+        average = Average(runs_of(parallel, rule), rule.ema) if rule.ema else None
         for step in range(STEPS):
-            feed(engine, step, even=even)
-        states = [*engine.optimizer.states(), *(engine.average.states() if engine.average else ())]
-        flat = engine.parallel.flat
+            live = feed(parallel, optimizer, rule.lr, step, even=even)
+            if average is not None:
+                average.step(live)
+        states = [*optimizer.states(), *(average.states() if average else ())]
+        size = sum(state.numel() * state.element_size() for state in states if state.dim())
+        if average is not None:
+            average.swap()
+        flat = parallel.flat
         found.append(
             Fed(
-                values=whole(engine.parallel, "master"),
-                bytes=sum(state.numel() * state.element_size() for state in states if state.dim()),
-                claimed=cost.held_bytes(rule, engine.parallel.placement, master_bytes=8),
+                values=whole(parallel, "master"),
+                bytes=size,
+                claimed=cost.held_bytes(rule, parallel.placement, master_bytes=8),
                 tied=[flat.view(u.master.values(), p).clone() for u, p in flat.pieces() if p.entry.holders],
             )
         )

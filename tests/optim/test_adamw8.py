@@ -1,0 +1,126 @@
+"""AdamW in 8 bits: the values that can be kept, one device, and every layout to what 8 bits can hold."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from laid_out import error, float64, tiny
+
+from echelon import models
+from echelon.launch.pool import Pool
+from echelon.layout import Layout
+from echelon.optim import cost
+from echelon.optim.adamw8 import AdamW8
+from echelon.optim.blockwise import Blocks, values_of
+from echelon.train.engine import Engine
+from echelon.train.sections import OptimizerConfig
+from tests.optim import references
+from tests.optim.fed import SCALE, fed, feed, gradient
+
+CPU = torch.device("cpu")
+RULE = OptimizerConfig(lr=0.05, states="int8")
+MODEL = tiny("llama", width=64, ffn=80, vocab=131)
+LIVE = torch.tensor(True)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_256_values_are_the_papers(signed: bool) -> None:
+    values = values_of(signed, CPU)
+    assert len(values) == 256
+    assert values.unique().numel() == 256
+    assert values.max() == 1.0
+    assert (values == 0).sum() == 1
+    # The nearest to 0 but one is the middle of the only part (or the lower of two) of [0.1, 1] x 10^-6.
+    assert float(values[values > 0].min()) == pytest.approx(0.55e-6 if signed else 0.325e-6)
+    assert float(values[-2]) == pytest.approx(1 - 0.9 / (128 if signed else 256))
+
+
+def half_gap(shares: torch.Tensor, signed: bool) -> torch.Tensor:
+    """The most by which numbers of blocks whose largest is 1 may be off."""
+    values = values_of(signed, CPU).double()
+    above = torch.searchsorted(values, shares).clamp(1, 255)
+    return (values[above] - values[above - 1]) / 2
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_number_is_kept_to_half_a_gap(signed: bool) -> None:
+    numbers = torch.randn(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).exp() * 1e-3
+    numbers = numbers * torch.where(torch.arange(1000) % 2 == 0, 1, -1) if signed else numbers
+    blocks = Blocks(1000, signed=signed, device=CPU)
+    assert blocks.read(slice(0, 1000), torch.float64).count_nonzero() == 0
+    blocks.write(slice(0, 1000), numbers, LIVE)
+    for start in range(0, 1000, 256):
+        part = slice(start, min(start + 256, 1000))
+        largest = numbers[part].abs().max()
+        off = (blocks.read(part, torch.float64) - numbers[part]).abs() / largest
+        assert (off <= half_gap(numbers[part] / largest, signed) + 1e-6).all()
+    blocks.write(slice(0, 1000), numbers * 2, torch.tensor(False))
+    assert torch.allclose(blocks.largest[0].double(), numbers[:256].abs().max())
+
+
+def test_one_device_keeps_moments_to_half_a_gap_and_uses_them_whole() -> None:
+    """The first update is AdamW's; then moments are off by no more than 8 bits are, and the second is of those."""
+    engine = Engine(models.build(MODEL, "meta", dtype=torch.float64), "", RULE, options=float64())
+    optimizer = engine.optimizer
+    assert isinstance(optimizer, AdamW8)
+    flat = engine.parallel.flat
+    before = [(u, p, flat.view(u.master.values(), p).clone()) for u, p in flat.pieces()]
+    feed(engine.parallel, optimizer, RULE.lr, 0)
+    kept = {held.entry.name: pair for held, pair in zip(optimizer._held, optimizer._moments, strict=True)}
+    assert 0 < len(kept) < len(before)
+    states, weights = {}, {}
+    for unit, piece, values in before:
+        name, state = piece.entry.name, {}
+        g = gradient(name, piece.entry.shape, 0).reshape(-1).numpy() * SCALE
+        decay = 0.1 if piece.entry.decay else 0.0
+        wanted = references.adamw(values.numpy(), g, state, 1, RULE.lr, decay)
+        assert error(flat.view(unit.master.values(), piece), torch.from_numpy(wanted)) < 1e-10
+        weights[name], states[name] = wanted, state
+        if math.prod(piece.entry.shape) < cost.LEAST:
+            assert name not in kept
+            continue
+        for blocks, key in zip(kept[name], "mv", strict=True):
+            exact = torch.from_numpy(state[key])
+            held = blocks.read(slice(0, len(exact)), torch.float64)
+            largest = blocks.largest.double().repeat_interleave(cost.BLOCK)[: len(exact)]
+            assert ((held - exact).abs() <= largest * (half_gap(exact / largest, key == "m") + 1e-6)).all()
+            state[key] = held.numpy()
+    feed(engine.parallel, optimizer, RULE.lr, 1)
+    for unit, piece, _ in before:
+        name = piece.entry.name
+        g = gradient(name, piece.entry.shape, 1).reshape(-1).numpy() * SCALE
+        decay = 0.1 if piece.entry.decay else 0.0
+        wanted = references.adamw(weights[name], g, states[name], 2, RULE.lr / 2, decay)
+        assert error(flat.view(unit.master.values(), piece), torch.from_numpy(wanted)) < 1e-10
+
+
+LAYOUTS = ("dp=2", "dp=2,zero=1", "dp=3,zero=3", "tp=2", "pp=2", "dp=2,tp=2,zero=3")
+
+
+def test_layouts_differ_by_what_8_bits_cannot_hold(pool: Pool) -> None:
+    """Gradients of one size make blocks of one size, wherever they are cut: equal. Of any size: to the quantum."""
+    long = OptimizerConfig(lr=0.05)
+    (even,), ((anyhow, exact),) = pool.run(fed, 1, MODEL, "", [RULE], True), pool.run(fed, 1, MODEL, "", [RULE, long])
+    first = dict(models.build(MODEL, "cpu", dtype=torch.float64).named_parameters())
+    for layout in LAYOUTS:
+        world = Layout.parse(layout).world
+        for rank in pool.run(fed, world, MODEL, layout, [RULE], True):
+            assert rank[0].bytes == rank[0].claimed
+            worst = max(error(rank[0].values[key], value) for key, value in even[0].values.items())
+            assert worst < 1e-10, layout
+        found = pool.run(fed, world, MODEL, layout, [RULE])[0][0]
+        for key, value in anyhow.values.items():
+            if value.numel() < cost.LEAST or layout in ("dp=2", "pp=2"):  # no block is cut elsewhere
+                assert error(found.values[key], value) < 1e-10, (layout, key)
+            # A step is a ratio of two numbers that are each kept to a part of a power of ten: a tenth off, at the most.
+            quantum = 0.1 * (value - first[key]).norm()
+            assert (found.values[key] - value).norm() < quantum, (layout, key)
+            assert (exact.values[key] - value).norm() < quantum, (layout, key)
+
+
+def test_an_element_takes_two_bytes() -> None:
+    assert cost.state_bytes(RULE, (1024, 1024)) == 2 * (1 + 4 / 256) * 1024**2
+    assert cost.state_bytes(RULE, (64, 63)) == 8 * 64 * 63
+    assert cost.element_bytes(RULE) == pytest.approx(2.03, abs=0.01)

@@ -1,0 +1,46 @@
+"""What an optimizer sends is what it says, and a message is for all parameters together."""
+
+from __future__ import annotations
+
+import claimed
+import pytest
+from laid_out import tiny
+
+from echelon import models
+from echelon.launch.pool import Pool
+from echelon.layout import Layout
+from echelon.train.engine import Engine
+from echelon.train.sections import OptimizerConfig
+
+MODEL = tiny("llama", vocab=67, max_seq_len=64)
+MOE = models.reduced(models.find("moe-tiny"), layers=1, width=16, vocab=67)
+
+
+@pytest.mark.parametrize("layout", ["dp=2,tp=2,zero=3", "dp=2,pp=2,accumulate=2"])
+@pytest.mark.parametrize("name", ["adafactor", "sm3", "lamb", "muon", "lion"])
+def test_messages_are_what_the_optimizer_says(pool: Pool, name: str, layout: str) -> None:
+    claimed.check(pool, MODEL, layout, rule=OptimizerConfig(name=name))
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_messages_of_experts(pool: Pool, name: str) -> None:
+    claimed.check_together(pool, MOE, "dp=4,ep=2,zero=1", rule=OptimizerConfig(name=name))
+
+
+def issued(layout: str, rule: OptimizerConfig) -> list[tuple[str, str]]:
+    engine = Engine(models.build(MODEL, "meta"), layout, rule)
+    return [(found.kind, found.axis) for found in engine.optimizer.collectives()]
+
+
+def test_one_message_for_all_parameters(pool: Pool) -> None:
+    for name, wanted in {
+        "adamw": [],
+        "lion": [],
+        "sm3": ["all_reduce"],
+        "lamb": ["all_reduce"],
+        "adafactor": ["all_reduce", "all_reduce"],
+        "muon": ["all_to_all", "all_to_all"],
+    }.items():
+        for layout, axis in (("dp=2,zero=3", "shard*tp"), ("tp=2", "shard*tp"), ("dp=2", "")):
+            found = pool.run(issued, Layout.parse(layout).world, layout, OptimizerConfig(name=name))[0]
+            assert found == [(kind, axis) for kind in wanted if axis], (name, layout)
