@@ -16,6 +16,7 @@ from pathlib import Path
 import gates
 import grids
 import traffic
+import update_rules
 
 from echelon import models
 from echelon.bench.least_bytes import least_bytes
@@ -365,6 +366,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "collectives of sequence parallelism": lambda: collectives("tp=4,sp=0", "tp=4"),
     "kinds of context parallelism": context_kinds,
     "reasons for a kind": context_reasons,
+    "optimizers": lambda: markdown(*update_rules.optimizers()),
     "gates": lambda: markdown(*gates.gates()),
     "mixtures": lambda: markdown(*gates.mixtures()),
     "names of experts": lambda: markdown(*gates.their_names()),

@@ -8,6 +8,8 @@ from echelon.kernels import choice
 from echelon.layout import Layout
 from echelon.models.sizes import ModelConfig
 from echelon.optim import cost
+from echelon.optim.groups import is_muons
+from echelon.optim.rule import BETAS, betas_of, momentum_of
 from echelon.parallel import context, grid_cost, shard, tensor
 from echelon.parallel.master import SplitMaster
 from echelon.pipeline.pipeline import Pipeline
@@ -44,8 +46,7 @@ def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterato
         ours = options.kernels == "auto" and choice.allowed()
         why = "norms, rotary positions, SwiGLU, the head's loss, the update" if ours else "as asked, or without Triton"
         yield "kernels", "our own" if ours else "plain torch", why
-    if engine.rule.states != "float32":
-        yield "moments", engine.rule.states, "rounded up or down by chance, so that small changes add up"
+    yield from _optimizer(engine)
     if layout.dp * layout.cp > 1:
         yield (
             "reduction",
@@ -72,6 +73,29 @@ def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterato
     yield "time-out", f"{config.timeout:g} s", "a rank that waits longer ends the run"
     yield "threads", str(threads), "per rank"
     yield "peak", f"{peak.flops / 1e12:.3g} TFLOP/s per device", peak.why
+
+
+def _optimizer(engine: Engine) -> Iterator[Derived]:
+    rule = engine.rule
+    numbers = {"betas": list(betas_of(rule)) if rule.name in BETAS else "", "momentum": momentum_of(rule) or ""}
+    if told := ", ".join(f"{key} {value}" for key, value in numbers.items() if value):
+        given = rule.betas is not None or rule.momentum is not None
+        yield "optimizer", f"{rule.name}, {told}", "as asked" if given else "as is usual for it"
+    if rule.name == "muon":
+        entries = [entry for entry in engine.parallel.placement.entries.values() if entry.trainable]
+        beside = sum(not is_muons(rule, entry.name, entry.shape) for entry in entries)
+        why = "vectors, and matrices that optimizer.by_adamw names"
+        yield "by AdamW", f"{beside} of {len(entries)} parameters here", why
+    if rule.states != "float32":
+        why = {
+            "bfloat16": "rounded up or down by chance, so that small changes add up",
+            "int8": f"{cost.BLOCK} elements share a scale; parameters below {cost.LEAST} elements keep float32",
+        }
+        yield "moments", rule.states, why[rule.states]
+    if rule.ema:
+        yield "average", f"of the weights, decay {rule.ema:g}", "evaluation and the sample of text use it"
+    if rule.in_backward:
+        yield "update", "in backward", "each unit's as soon as its gradients are reduced, which are then let go"
 
 
 def _master(engine: Engine) -> str:

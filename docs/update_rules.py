@@ -1,0 +1,80 @@
+"""What the code says of optimizers: for tables.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from echelon import models
+from echelon.optim import cost
+from echelon.optim.rule import Rule
+from echelon.train.sections import OptimizerConfig
+
+Table = tuple[Sequence[str], Iterable[Sequence[str]]]
+"""head and rows"""
+
+MODEL = "gpt2-124m"
+TOLD: dict[str, tuple[Rule, str, str, str]] = {
+    "`adamw`": (OptimizerConfig(), "Loshchilov and Hutter 2019", "none", "the default"),
+    "`adamw`, `states=bfloat16`": (
+        OptimizerConfig(states="bfloat16"),
+        "the same, moments rounded by chance",
+        "none",
+        "half the moments, at no cost that could be seen",
+    ),
+    "`adamw`, `states=int8`": (
+        OptimizerConfig(states="int8"),
+        "Dettmers and others 2022: blocks of 256, dynamic tree",
+        "none",
+        "a quarter of the moments",
+    ),
+    "`sgd`": (OptimizerConfig(name="sgd"), "", "none", "convolutions; comparisons"),
+    "`sgd`, `momentum=0.9`": (OptimizerConfig(name="sgd", momentum=0.9), "", "none", "convolutions"),
+    "`lion`": (
+        OptimizerConfig(name="lion"),
+        "Chen and others 2023: the sign of a running mean",
+        "none",
+        "half the moments; a third to a tenth of AdamW's lr",
+    ),
+    "`lamb`": (
+        OptimizerConfig(name="lamb"),
+        "You and others 2020: AdamW, as large as the weights",
+        "1 all-reduce: two numbers a matrix",
+        "very large batches",
+    ),
+    "`adafactor`": (
+        OptimizerConfig(name="adafactor"),
+        "Shazeer and Stern 2018: means of rows and columns",
+        "2 all-reduces: rows and columns; a number a matrix",
+        "no room for moments",
+    ),
+    "`sm3`": (
+        OptimizerConfig(name="sm3"),
+        "Anil and others 2019, SM3-II: maxima of rows and columns",
+        "1 all-reduce: rows and columns",
+        "no room for moments, gradients that are rarely there",
+    ),
+    "`muon`": (
+        OptimizerConfig(name="muon"),
+        "Jordan 2024, Moonlight's size: momentum, made orthogonal",
+        "2 all-to-alls: each matrix's parts to its owner, and back",
+        "matrices of layers, with fewer steps than AdamW",
+    ),
+}
+
+
+def optimizers() -> Table:
+    shapes = {name: tuple(p.shape) for name, p in models.build(models.find(MODEL), "meta").named_parameters()}
+    total = sum(p.numel() for p in models.build(models.find(MODEL), "meta").parameters())
+    rows = []
+    for name, (rule, source, messages, when) in TOLD.items():
+        size = sum(cost.state_bytes(rule, shape, name=parameter) for parameter, shape in shapes.items()) / total
+        rows.append((name, source, f"{cost.element_bytes(rule):.3g}", f"{size:.2f}", messages, when))
+    head = (
+        "`optimizer.name`",
+        "rule",
+        "bytes an element of a matrix",
+        f"bytes a parameter of {MODEL}",
+        "messages",
+        "when",
+    )
+    return head, rows
