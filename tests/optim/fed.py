@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 import torch
-from laid_out import float64, whole
+from laid_out import whole
 from torch import Tensor
 
 from echelon import models
@@ -17,7 +17,7 @@ from echelon.optim import cost
 from echelon.optim.average import Average
 from echelon.optim.choose import sharded
 from echelon.optim.held import Update, runs_of
-from echelon.parallel.apply import Parallel
+from echelon.parallel.apply import Options, Parallel
 from echelon.proof.compare import expected
 from echelon.train.engine import Engine
 from echelon.train.sections import OptimizerConfig
@@ -62,11 +62,17 @@ def feed(parallel: Parallel, optimizer: Update, rate: float, step: int, *, even:
 
 
 def fed(
-    shape: ModelConfig, layout: str, rules: list[OptimizerConfig], even: bool = False, leave_out: str = ""
+    shape: ModelConfig,
+    layout: str,
+    rules: list[OptimizerConfig],
+    even: bool = False,
+    leave_out: str = "",
+    compute: torch.dtype = torch.float64,
 ) -> list[Fed]:
     """On a rank: what each rule makes of the same gradients, from the same weights."""
-    options = float64(leave_out=leave_out)
-    parallel = Engine(models.build(shape, "meta", dtype=torch.float64), layout, options=options).parallel
+    master = torch.promote_types(compute, torch.float32)
+    options = Options(compute=compute, master=master, leave_out=leave_out)
+    parallel = Engine(models.build(shape, "meta", dtype=master), layout, options=options).parallel
     first = [unit.master.values().clone() for unit in parallel.flat.units]
     found = []
     for rule in rules:
@@ -87,7 +93,7 @@ def fed(
             Fed(
                 values=whole(parallel, "master"),
                 bytes=size,
-                claimed=cost.held_bytes(rule, parallel.placement, master_bytes=8),
+                claimed=cost.held_bytes(rule, parallel.placement, master_bytes=master.itemsize),
                 tied=[flat.view(u.master.values(), p).clone() for u, p in flat.pieces() if p.entry.holders],
             )
         )
