@@ -58,7 +58,7 @@ def test_the_busiest_rank_takes_longer_and_holds_more():
     assert uneven.times["ep"] == pytest.approx(1.5 * even.times["ep"], rel=0.1)  # but for latency
     assert uneven.times["attention"] == even.times["attention"]
     for part in ("activations", "working"):
-        assert even.memory.parts[part] < uneven.memory.parts[part] < 1.5 * even.memory.parts[part]
+        assert even.memory.parts[part] < uneven.memory.parts[part] <= 1.5 * even.memory.parts[part]
     assert uneven.memory.parts["gradients"] == even.memory.parts["gradients"]
 
 

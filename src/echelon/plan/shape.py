@@ -12,14 +12,17 @@ column and a row product is divided too; the rest of a layer is divided by seque
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
+from echelon.plan import our_layers
 from echelon.plan.kernels import KernelCounts
 
 COLUMNS, ROWS, WHOLE = "columns", "rows", ""
+ROUTER = "router"
+"""the product that scores experts"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,12 +234,12 @@ def transformer(
     every: int = 1,
     latent: Latent | None = None,
     more_parameters: int = 0,
-    kernels: Callable[..., KernelCounts] | None = None,
+    parts: our_layers.Parts | None = None,
 ) -> ModelShape:
     """The shape of a transformer, GPT's or Llama's, dense or with experts in every so many-th layer after dense ones.
 
     Experts have no biases, and a gate as the rest has one, unless said otherwise. `more_parameters` are in every layer
-    and multiply nothing. `kernels` counts what our kernels do, where the model is one of ours (kernels.py).
+    and multiply nothing. `parts` count what our kernels do, where the model is one of ours (our_layers.py).
     """
     head_dim = head_dim or width // heads
     kv_heads = kv_heads or heads
@@ -265,8 +268,18 @@ def transformer(
             passed=10 * width + (4 * width if dropout else 0) + (4 * width * top_k if mixed else 0),
             passed_split=2 * (q + kv) + 1.5 * inner,
             passed_experts=(2 * width + 1.5 * expert_inner) * top_k if mixed else 0.0,
-            kernels=kernels(width=width, q=q, kv=kv, out=out, ffn=ffn, dropout=dropout) if kernels else None,
+            kernels=counts(mixed) if parts else None,
         )
+
+    def counts(mixed: bool) -> KernelCounts:
+        assert parts is not None
+        found = parts.stream(width, dropout) + parts.attention(width, attention, latent)
+        if not mixed:
+            return found + parts.feed_forward(width, ffn)
+        shared = parts.feed_forward(width, shared_ffn) if shared_ffn else None
+        own = gated if expert_gated is None else expert_gated
+        size = expert_ffn or ffn
+        return found + our_layers.mixture(width, size, experts=experts, top_k=top_k, gated=own, shared=shared)
 
     # Between the first and the second product, saved: gate, up and their product; without a gate, before and after.
     expert_gated = gated if expert_gated is None else expert_gated
@@ -274,7 +287,7 @@ def transformer(
     plain = layer("dense", tuple(_feed_forward(width, ffn, gated)), per * ffn, 0)
     kinds: tuple[tuple[Layer, int], ...] = ((plain, layers),)
     if experts:
-        inside = [Product(name="router", inputs=width, outputs=experts, split=WHOLE)]
+        inside = [Product(name=ROUTER, inputs=width, outputs=experts, split=WHOLE)]
         inside += _feed_forward(width, expert_ffn or ffn, expert_gated, experts=experts, share=top_k)
         inside += _feed_forward(width, shared_ffn, gated) if shared_ffn else []
         mixture = layer("mixture", tuple(inside), per * shared_ffn, expert_per * (expert_ffn or ffn))

@@ -129,6 +129,7 @@ def microbatch(work: Work, c: Constants = FITTED) -> Microbatch:
     tp_link = np.where(work.tp_near > 0, inside, across)
     tp = (work.tp_bytes - work.tp_hidden) / tp_link + work.latency * work.tp_messages
     products = (work.flops + c.odd * work.odd_flops + edge * work.edges) / rate
+    products += work.router_flops / (work.peak16 * c.routers)
     ep = work.ep_inside / inside + work.ep_outside / outside + work.latency * work.ep_messages
     return Microbatch(
         products=products,
