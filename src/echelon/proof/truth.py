@@ -15,6 +15,7 @@ from torch import Tensor
 
 from echelon import rng
 from echelon.models.head import loss_pair
+from echelon.moe.layer import Mixture
 from echelon.optim.with_torch import build
 from echelon.proof.case import Case
 
@@ -53,8 +54,8 @@ def write_truth(case: Case, rows: int, accumulate: int, path: Path) -> None:
         if count:
             optimizer.step()
         for module in model.modules():
-            if end_step := getattr(module, "end_step", None):  # of a mixture, whose gate may balance by a bias
-                end_step()
+            if isinstance(module, Mixture) and module.tally is not None:  # its gate may balance by a bias
+                module.end_step(module.tally[:-1] * bool(count))
         record[f"{step}/loss"] = torch.tensor(loss / max(count, 1), dtype=torch.float64)
         record[f"{step}/norm"] = norm.detach().double()
         for name, parameter in model.named_parameters():

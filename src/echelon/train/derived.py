@@ -84,8 +84,8 @@ def _optimizer(engine: Engine) -> Iterator[Derived]:
     if rule.name == "muon":
         entries = [entry for entry in engine.parallel.placement.entries.values() if entry.trainable]
         beside = sum(not is_muons(rule, entry.name, entry.shape) for entry in entries)
-        why = "vectors, and matrices that optimizer.by_adamw names"
-        yield "by AdamW", f"{beside} of {len(entries)} parameters here", why
+        by = f"{beside} of {len(entries)} parameters here"
+        yield "by AdamW", by, "vectors, and matrices that optimizer.by_adamw names"
     if rule.states != "float32":
         why = {
             "bfloat16": "rounded up or down by chance, so that small changes add up",

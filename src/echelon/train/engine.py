@@ -228,7 +228,7 @@ class Engine:
             norm = self.in_backward.norm() * rest
         if self.average is not None:
             self.average.step(live)
-        self.loads.end_step()
+        self.loads.end_step(live)
         self._last_count = torch.where(live, totals[1], self._last_count)
         self.num_steps += 1
         return StepResult(later(torch.cat([totals, norm[None]])))

@@ -1,0 +1,46 @@
+"""No optimizer asks the device for a number: the host only queues work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from laid_out import tiny
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from echelon import models
+from echelon.optim.average import Average
+from echelon.optim.choose import sharded
+from echelon.optim.held import runs_of
+from echelon.parallel.apply import Options
+from echelon.train.engine import Engine
+from echelon.train.sections import OptimizerConfig
+from tests.optim.fed import feed
+
+WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero")
+
+
+class Asked(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        assert func._schema.name.removeprefix("aten::") not in WAITS, func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["adamw", "int8", "sgd", "lion", "lamb", "adafactor", "sm3", "muon"])
+def test_nobody_waits(name: str) -> None:
+    rule = OptimizerConfig(states="int8") if name == "int8" else OptimizerConfig(name=name)  # type: ignore[arg-type]
+    shape = tiny("llama", vocab=67, width=64, layers=1)
+    options = Options(compute=torch.bfloat16)  # in two halves, as on a GPU
+    parallel = Engine(models.build(shape, "meta"), "accumulate=2", rule, options=options).parallel
+    optimizer, average = sharded(parallel, rule), Average(runs_of(parallel, rule), 0.9)
+    feed(parallel, optimizer, rule.lr, 0)
+    scale, live = torch.ones((), dtype=torch.float64), torch.tensor(True)
+    with Asked():
+        optimizer.step(1e-3, scale, live)
+        average.step(live)
+        average.swap()
+    with pytest.raises(AssertionError, match="_local_scalar_dense"), Asked():
+        scale.item()
