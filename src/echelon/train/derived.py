@@ -27,8 +27,9 @@ def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterato
     yield "layout", str(layout), " x ".join([f"{layout.world} rank(s): dp={layout.dp} x tp={layout.tp}", *more])
     if layout.cp > 1 and isinstance(getattr(engine.model, "config", None), ModelConfig):
         yield from _context(layout, config.seq_len)
-    if isinstance(getattr(engine.model, "config", None), ModelConfig) and engine.model.config.mixture is not None:
-        yield _experts(engine.model.config.mixture, layout, config.seq_len)
+    shape = getattr(engine.model, "config", None)
+    if isinstance(shape, ModelConfig) and shape.mixture is not None:
+        yield _experts(shape.mixture, layout, config.seq_len)
     if engine.pipeline is not None:
         yield from _pipeline(engine.pipeline, config.seq_len)
     yield (
