@@ -9,7 +9,7 @@ from laid_out import batch_of, float64, one_device, tiny, whole
 from echelon import models
 from echelon.launch.pool import Pool
 from echelon.layout import Layout
-from echelon.optim.with_torch import build
+from echelon.optim.build import build
 from echelon.parallel.apply import Options
 from echelon.train.engine import Engine
 from echelon.train.sections import OptimizerConfig

@@ -5,7 +5,7 @@ import torch
 
 from echelon import models
 from echelon.optim import cost
-from echelon.optim.with_torch import build
+from echelon.optim.build import build
 from echelon.train.engine import Engine
 from echelon.train.sections import OptimizerConfig
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from echelon.layout.cost import Collective
-from echelon.optim import groups
+from echelon.optim.build import optimizer_of
 from echelon.optim.groups import Setting
 from echelon.optim.held import Run
-from echelon.optim.rule import Rule, betas_of, momentum_of
+from echelon.optim.rule import Rule
 from echelon.parallel.flat_unit import FlatUnit
 
 
@@ -52,7 +52,7 @@ class WithTorch:
                     self._parts.append(_Part(run.unit, where, Setting(run.lr, decay), values))
         self._parts.sort(key=lambda part: not part.setting.decay)
         given = [(part.values, part.setting) for part in self._parts]
-        self._inner = _optimizer(rule, given, fused=True) if self._parts else None
+        self._inner = optimizer_of(rule, given, fused=True) if self._parts else None
 
     @torch.no_grad()
     def step(self, lr: float, scale: Tensor, live: Tensor) -> None:
@@ -75,25 +75,3 @@ class WithTorch:
 
     def collectives(self) -> list[Collective]:
         return []
-
-
-def build(rule: Rule, parameters: Mapping[str, Tensor], *, fused: bool = False) -> torch.optim.Optimizer:
-    """torch's optimizer for a rule and a one-device model's parameters, by name: matrices decay, vectors do not."""
-    given = [groups.parse(text) for text in rule.groups]
-    found = [(p, groups.setting_of(given, rule, name, decays=p.dim() >= 2)) for name, p in parameters.items()]
-    return _optimizer(rule, found, fused=fused)
-
-
-def _optimizer(rule: Rule, given: Sequence[tuple[Tensor, Setting]], *, fused: bool) -> torch.optim.Optimizer:
-    kinds: dict[Setting, list[Tensor]] = {}
-    for tensor, setting in given:
-        kinds.setdefault(setting, []).append(tensor)
-    made = [
-        {"params": tensors, "weight_decay": kind.decay, "lr": rule.lr * kind.lr, "factor": kind.lr}
-        for kind, tensors in kinds.items()
-    ]
-    if rule.name == "adamw":
-        return torch.optim.AdamW(made, lr=rule.lr, betas=betas_of(rule), eps=rule.eps, fused=fused)
-    if rule.name == "sgd":
-        return torch.optim.SGD(made, lr=rule.lr, momentum=momentum_of(rule), fused=fused)
-    raise ValueError(f"torch's optimizers are not ours of this name (optimizer.name={rule.name}); use adamw or sgd")

@@ -24,7 +24,7 @@ from echelon import rng
 from echelon.layout import Layout
 from echelon.models.chain import inside
 from echelon.models.head import loss_pair
-from echelon.optim.with_torch import build
+from echelon.optim.build import build
 from echelon.pipeline.schedule import loop
 from echelon.pipeline.stage import Stages, cut
 from echelon.proof.case import Case

@@ -8,6 +8,7 @@ targets once.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -15,8 +16,7 @@ from torch import Tensor
 
 from echelon import rng
 from echelon.models.head import loss_pair
-from echelon.moe.layer import Mixture
-from echelon.optim.with_torch import build
+from echelon.optim.build import build
 from echelon.proof.case import Case
 
 
@@ -54,8 +54,9 @@ def write_truth(case: Case, rows: int, accumulate: int, path: Path) -> None:
         if count:
             optimizer.step()
         for module in model.modules():
-            if isinstance(module, Mixture) and module.tally is not None:  # its gate may balance by a bias
-                module.end_step(module.tally[:-1] * bool(count))
+            mixture: Any = module
+            if getattr(module, "tally", None) is not None:  # of a mixture, whose gate may balance by a bias
+                mixture.end_step(mixture.tally[:-1] * bool(count))
         record[f"{step}/loss"] = torch.tensor(loss / max(count, 1), dtype=torch.float64)
         record[f"{step}/norm"] = norm.detach().double()
         for name, parameter in model.named_parameters():
