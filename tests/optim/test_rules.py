@@ -132,6 +132,15 @@ def test_experts(pool: Pool) -> None:
     check(pool, MOE, "dp=2,ep=2", "dp=4,ep=2,zero=3", "dp=4,ep=2,etp=2")
 
 
+@pytest.mark.soak
+def test_more_layouts(pool: Pool) -> None:
+    check(pool, LLAMA, "dp=2,cp=2,zero=1", "dp=4,shard=2,zero=2", "tp=8,tp_kind=2.5d,depth=2")
+    check(pool, tiny("llama", vocab=67, heads=8), "tp=8,tp_kind=3d")
+    check(pool, MOE, "tp=2,ep=2", "dp=2,tp=2,ep=2,etp=2,zero=1", "dp=2,tp=2,ep=2,zero=3")
+    check(pool, replace(MOE, layers=2), "dp=2,pp=2,ep=2,zero=1")
+    check(pool, TIED, "pp=2", "dp=2,tp=2,zero=3", "tp=4")
+
+
 def test_copies_of_a_tied_weight_stay_equal_bit_for_bit(pool: Pool) -> None:
     rules = [RULES[name] for name in ("lamb", "adafactor", "sm3", "muon")]
     ranks = pool.run(fed, 6, TIED, "dp=3,pp=2,zero=1", rules)
