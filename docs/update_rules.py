@@ -57,7 +57,7 @@ TOLD: dict[str, tuple[Rule, str, str, str]] = {
         OptimizerConfig(name="muon"),
         "Jordan 2024, Moonlight's size: momentum, made orthogonal",
         "2 all-to-alls: each matrix's parts to its owner, and back",
-        "matrices of layers, with fewer steps than AdamW",
+        "the layers' matrices; its authors need fewer steps than with AdamW",
     ),
 }
 

@@ -9,6 +9,7 @@ from echelon.train.config import Config
 from echelon.train.derived import derived, traffic
 from echelon.train.engine import Engine
 from echelon.train.metrics import Peak
+from echelon.train.sections import OptimizerConfig
 
 
 def rows_of(engine, seq_len=9):
@@ -64,3 +65,18 @@ def test_a_module_of_ones_own_has_no_tokens_and_no_known_traffic():
     engine = Engine(Own(), Layout.parse("dp=1,microbatch=4"), options=float64())
     assert traffic(engine, 9) is None
     assert rows_of(engine)["batch"][0] == "4 sequences"
+
+
+def test_what_an_optimizer_chose_is_told():
+    def told(**changes):
+        return rows_of(engine_of(tiny("llama"), "dp=1", optimizer=OptimizerConfig(**changes)))
+
+    assert told()["optimizer"] == ("adamw, betas [0.9, 0.95]", "as is usual for it")
+    assert told(name="sgd", momentum=0.9)["optimizer"] == ("sgd, momentum 0.9", "as asked")
+    assert "optimizer" not in told(name="sm3")
+    muon = told(name="muon", ema=0.99, in_backward=True)
+    assert muon["optimizer"][0] == "muon, betas [0.9, 0.95], momentum 0.95"
+    assert muon["by AdamW"][0] == "7 of 21 parameters here"
+    assert muon["average"][0] == "of the weights, decay 0.99"
+    assert muon["update"][0] == "in backward"
+    assert told(states="int8")["moments"][1].startswith("256 elements share a scale")

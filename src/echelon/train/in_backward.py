@@ -7,8 +7,8 @@
 
 The number of targets divides the gradients, and is known before the last backward begins; so it is summed then, and not
 after it. A norm is known when every gradient is, so nothing can be clipped by it; it is added up layer by layer, to be
-shown. Gradients of two units are there at a time, where a step has one microbatch; those of several are added up, and
-are all there when the last begins.
+shown. Gradients of two units are there at a time, and of the root, which backward comes to first and last; where a step
+has several microbatches they are added up, and all of them are there when the last begins.
 """
 
 from __future__ import annotations
