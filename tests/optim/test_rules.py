@@ -173,6 +173,19 @@ def test_masters_in_two_halves_are_updated_as_whole_ones(name: str) -> None:
         assert error(value, exact.values[key]) < (2e-2 if name == "bfloat16" else 1e-3), key
 
 
+def test_moments_in_bfloat16_differ_by_their_quantum(pool: Pool) -> None:
+    """Chance goes by an element's place on its rank: the same under dp, another under tp and pp. 8 bits hold 1/256."""
+    short = [SHORT["bfloat16"]]
+    ((truth,),) = pool.run(fed, 1, LLAMA, "", short)
+    first = dict(models.build(LLAMA, "cpu", dtype=torch.float64).named_parameters())
+    for layout in ("dp=2", "dp=2,zero=1", "dp=3,zero=3", "tp=2", "pp=2"):
+        found = pool.run(fed, Layout.parse(layout).world, LLAMA, layout, short)[0][0]
+        for key, value in truth.values.items():
+            if layout.startswith("dp"):
+                assert error(found.values[key], value) < TOLERANCE, (layout, key)
+            assert (found.values[key] - value).norm() < (value - first[key]).norm() / 128, (layout, key)
+
+
 @pytest.mark.parametrize("name", ["lion", "lamb", "adafactor", "sm3 with momentum", "muon", "int8"])
 def test_every_optimizer_learns(name: str) -> None:
     """One batch by heart, with the rates that the documentation names."""
