@@ -6,13 +6,18 @@ every:N      only every Nth layer keeps its input; N layers are repeated, and ar
 sqrt         every:N with N the root of the layers: the least memory of all
 selective    attention's scores and what follows from them are not kept, and done again
 ops          outputs of products and of attention are kept; operators between them are done again
-budget:NGiB  as many layers as it takes keep their input only, so that the others fit
+budget:NGiB  layers do one or another of these so that all fit (budget.py). Here, as many as it takes do `ops`, and where
+             that is not enough, `full`
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from echelon.layout import Layout
 
 GIB = 1 << 30
 OPERATORS = 0.45
@@ -37,6 +42,29 @@ class Repeats:
     """attention's scores are not kept"""
 
 
+def idle_reason(layout: Layout) -> dict[str, str]:
+    """Switches that would do nothing in a layout, each with why (kept.py)."""
+    kind = layout.recompute.partition(":")[0]
+    if kind not in ("full", "every", "sqrt", "budget"):
+        why = f"recompute={layout.recompute}, which keeps no inputs of layers to repeat them"
+        return {"partition": why, "arena": why}
+    if layout.tp == 1:
+        return {"partition": "tp=1, where no other rank has the same inputs"}
+    if layout.sp or layout.tp_kind != "1d":
+        what = "sp=1" if layout.sp else f"tp_kind={layout.tp_kind}"
+        return {"partition": f"{what}, where inputs are divided over tp already"}
+    return {}
+
+
+def segment_length(recompute: str, *, layers: float, in_flight: float = 1) -> int:
+    """How many of a stage's layers are repeated at once, where so many microbatches of them are in flight."""
+    kind, _, number = recompute.partition(":")
+    if kind == "full":
+        return 1
+    length = int(number) if kind == "every" else round(math.sqrt(layers * in_flight))
+    return max(1, min(length, math.ceil(layers)))
+
+
 def repeats(
     recompute: str,
     *,
@@ -53,14 +81,24 @@ def repeats(
     """
     kind, _, number = recompute.partition(":")
     if kind in ("full", "every", "sqrt"):
-        every = 1 if kind == "full" else int(number) if kind == "every" else max(1, round(math.sqrt(layers)))
+        every = segment_length(recompute, layers=layers)
         return Repeats(forward=1.0, kept=0.0, inputs=1 / every, together=every)
     if kind == "selective":
         return Repeats(attention=1.0, passing=0.5, drops_scores=True)
     if kind == "ops":
         return Repeats(passing=passing, kept=1 - operators)
     if kind == "budget":
-        room = float(number.removesuffix("GiB")) * GIB
-        share = min(1.0, max(0.0, (layers * whole - room) / max(layers * (whole - entry), 1.0)))
-        return Repeats(forward=share, kept=1 - share, inputs=share, together=int(share > 0))
+        room = float(number.removesuffix("GiB")) * GIB / max(layers, 1.0)
+        less = (1 - operators) * whole
+        if room >= less:
+            share = min(1.0, max(0.0, (whole - room) / max(whole - less, 1.0)))
+            return Repeats(passing=share * passing, kept=1 - share * operators)
+        share = min(1.0, (less - room) / max(less - entry, 1.0))
+        return Repeats(
+            forward=share,
+            passing=(1 - share) * passing,
+            kept=(1 - share) * (1 - operators),
+            inputs=share,
+            together=1,
+        )
     return Repeats()

@@ -136,6 +136,12 @@ class Flat:
         for unit in self.units:
             unit.free_gradients()
 
+    def make_whole(self, module: nn.Module) -> None:
+        """Before a layer is repeated in backward, whose hooks then do not run. Backward through it frees it."""
+        for unit in self.units:
+            if unit.policy.free_parameters and self._modules.get(unit.unit.name) is module:
+                unit.gather()
+
     @contextmanager
     def outside_gathered(self) -> Iterator[None]:
         """All but the layers whole, for calls of the model's methods other than its forward, which no hook sees."""

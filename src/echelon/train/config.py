@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from echelon.layout import Fault, FaultError, Layout, check, did_you_mean, grammar
 from echelon.layout.faults import closest
 from echelon.layout.layout import SPLIT_BACKWARD
+from echelon.memory.repeats import idle_reason
 from echelon.models import mixture_config, own, sizes
 from echelon.pipeline.schedules import file_fault, of_layout
 from echelon.train import keys, pipeline_faults
@@ -28,6 +29,7 @@ from echelon.train.sections import (
     BELOW_ONE,
     DataConfig,
     EvalConfig,
+    MemoryConfig,
     OptimizerConfig,
     PipelineConfig,
     PrecisionConfig,
@@ -66,6 +68,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     shard: ShardConfig = field(default_factory=ShardConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     dropout: Annotated[float | None, BELOW_ONE] = None
     """In place of the model's own dropout."""
@@ -260,6 +263,11 @@ def _idle(config: Config) -> dict[str, str]:
     layout = Layout.resolve(grammar.read(config.layout).given)
     if layout.zero != 3:
         idle |= dict.fromkeys(("shard.reshard_after_forward", "shard.prefetch"), f"zero={layout.zero}")
+    idle |= {f"memory.{word}": why for word, why in idle_reason(layout).items()}
+    if layout.shards * layout.cp == 1:
+        idle["memory.buffer"] = f"zero={layout.zero}, dp={layout.dp}, where nothing is gathered"
+    elif config.shard.units:
+        idle["memory.buffer"] = "shard.units, which says what is gathered at once"
     if layout.pp == 1:
         idle |= dict.fromkeys(("pipeline.layers", "pipeline.profile", "pipeline.slices"), "pp=1")
     elif layout.schedule != "terapipe":

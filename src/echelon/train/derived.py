@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from echelon.kernels import choice
 from echelon.layout import Layout
+from echelon.memory.budget import Budgeted
 from echelon.models.sizes import ModelConfig
 from echelon.optim import moment_bytes, num_moments
 from echelon.parallel import context, grid_cost, shard, tensor
@@ -52,6 +53,11 @@ def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterato
             _reduction(parallel.policy, layout.zero),
             "then divided once by the number of valid targets of the whole step",
         )
+    if isinstance(parallel.recomputed, Budgeted):
+        yield ("recompute", *parallel.recomputed.told())
+    elif lengths := [len(segment.layers) for segment in parallel.recomputed.segments if len(segment.layers) > 1]:
+        why = f"{len(parallel.recomputed.tails)} inputs are kept of {len(parallel.recomputed.forms)} layers on a rank"
+        yield "recompute", f"segments of {max(lengths)} layers", why
     padding = sum(unit.shards * unit.shard_numel - unit.numel for unit in units)
     yield "units", f"{len(units)}, padded by {padding:,} elements", "parameters that are gathered and reduced together"
     if layout.tp > 1 and isinstance(getattr(engine.model, "config", None), ModelConfig):

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ from echelon.kernels import choice
 from echelon.layout import Layout, check
 from echelon.layout.cost import Collective
 from echelon.layout.placement import Piece
+from echelon.memory.budget import Budgeted
+from echelon.memory.repeated import repeated
+from echelon.memory.repeats import Repeats, repeats
 from echelon.models.head import loss_pair
 from echelon.models.sizes import ModelConfig
 from echelon.optim import Rule, sharded
@@ -184,8 +188,35 @@ class Engine:
 
     def run(self, microbatches: Iterable[Microbatch], *, lr: float | None = None) -> StepResult:
         """Trains on this rank's own `accumulate` microbatches."""
+        if isinstance(self.parallel.recomputed, Budgeted) and self.parallel.recomputed.undecided:
+            microbatches = self._rehearsed(iter(microbatches))
         with self._kernels():
             return self._run(self._counted(microbatches), self.rule.lr if lr is None else lr)
+
+    def _rehearsed(self, microbatches: Iterator[Microbatch]) -> Iterator[Microbatch]:
+        first = list(islice(microbatches, 1))
+        for microbatch in first:
+            self.rehearse(microbatch)
+        return chain(first, microbatches)
+
+    @torch.no_grad()
+    def rehearse(self, microbatch: Microbatch) -> None:
+        """Decides what each layer keeps (recompute=budget), by a forward pass that changes nothing. All ranks call it."""
+        found, parallel = self.parallel.recomputed, self.parallel
+        if not isinstance(found, Budgeted):
+            return
+        samples = self._samples(microbatch)
+        counted = repeated(self.model, parallel.stream, samples)
+        with self._kernels(), counted, found.rehearsal(parallel.options.device):
+            self._totals([microbatch])
+
+    @property
+    def repeats(self) -> Repeats:
+        """What recomputation keeps of the layers and does again, as shares."""
+        found, text = self.parallel.recomputed, self.layout.recompute
+        if isinstance(found, Budgeted):
+            return found.repeats
+        return repeats(text, layers=max(len(found.forms), 1), whole=1.0, entry=0.0)
 
     def _kernels(self) -> AbstractContextManager[None]:
         return choice.plain() if self.parallel.options.kernels == "plain" else nullcontext()
