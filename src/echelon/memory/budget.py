@@ -110,9 +110,7 @@ class Budgeted(Recomputed):
         self.budget = float(recompute.partition(":")[2].removesuffix("GiB")) * GIB
         here = [[name for name in part.names if policy.is_here(name)] for part in parts]
         self.names = [name for names in here for name in names]
-        self.flights = [
-            [count for count, names in zip(counts, here, strict=True) for _ in names] for counts in flights
-        ]
+        self.flights = [[count for count, names in zip(counts, here, strict=True) for _ in names] for counts in flights]
         self.ways: list[list[Way]] = []
         """of each layer, once it was rehearsed"""
         self.chosen: list[Way] = []
@@ -280,6 +278,12 @@ class Budgeted(Recomputed):
             kept = numbers["selective"][0]
             seconds = core_flops / per_s + 2 * core / bytes_per_s
             found.append(Way(form="selective", kept=kept, inside=kept + core, cost=seconds))
+        if "ops+selective" in numbers:
+            kept = numbers["ops+selective"][0]
+            seconds = (
+                core_flops / per_s + (2 * core + 3 * max(numbers["none"][0] - numbers["ops"][0], 0.0)) / bytes_per_s
+            )
+            found.append(Way(form="ops+selective", kept=kept, inside=kept + core, cost=seconds))
         copied = 0.0 if self.policy.keeps_whole else entry
         seconds = flops / per_s + 2 * none / bytes_per_s
         full = Way(form="full", kept=entry, inside=whole + copied, cost=seconds)
@@ -299,8 +303,8 @@ class Budgeted(Recomputed):
         none = sum(ways[0].kept for ways in self.ways)
         return Repeats(
             forward=sum(flops for way, (flops, _) in chosen if way.form == "full") / max(total, 1.0),
-            attention=sum(core for way, (_, core) in chosen if way.form == "selective") / max(cores, 1.0),
-            passing=sum(way.form == "ops" for way in self.chosen) / max(len(self.chosen), 1),
+            attention=sum(core for way, (_, core) in chosen if "selective" in way.form) / max(cores, 1.0),
+            passing=sum("ops" in way.form for way in self.chosen) / max(len(self.chosen), 1),
             kept=sum(way.kept for way in self.chosen if way.form != "full") / max(none, 1.0),
             inputs=sum(way.form == "full" for way in self.chosen) / max(len(self.chosen), 1),
             together=int(any(way.form == "full" for way in self.chosen)),

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from echelon.memory.repeats import partitioned
+
 if TYPE_CHECKING:
     from echelon.parallel.axis import Axis
 
@@ -56,11 +58,6 @@ class Partition:
             return gathered[: shape.numel()].view(shape)
 
         return part, back
-
-
-def partitioned(elements: int, ranks: int) -> int:
-    """Elements of a slice, padding included."""
-    return -(-elements // ranks)
 
 
 class Arena:

@@ -51,7 +51,7 @@ class Recomputed:
     """What was done to the layers of a model on this rank."""
 
     forms: dict[str, str] = field(default_factory=dict)
-    """what each layer does: none, ops, selective or full"""
+    """what each layer does: none, ops, selective, both (ops+selective), or full"""
     tails: set[str] = field(default_factory=set)
     """of those that are repeated, the last of each segment: what they give is not made again"""
     segments: list[Segment] = field(default_factory=list)
@@ -98,9 +98,9 @@ class Policy:
         """One layer by itself."""
         if form == "full":
             self.repeat([name], done)
-        elif form == "selective":
+        if "selective" in form:
             self._cores_again(name, done)
-        elif form == "ops":
+        if "ops" in form:
             self._operators_again(name)
         done.forms[name] = form
 
@@ -116,9 +116,11 @@ class Policy:
     def forms_of(self, name: str) -> tuple[str, ...]:
         """What a layer can do."""
         module = self.model.get_submodule(name)
-        ops = any(True for _ in makers(module)) or not (self.split or self.spread)
-        selective = any(isinstance(part, Core) for part in module.modules())
-        return ("none", *(["ops"] if ops else []), *(["selective"] if selective else []), "full")
+        makes = any(True for _ in makers(module))
+        ops = ["ops"] if makes or not (self.split or self.spread) else []
+        selective = ["selective"] if any(isinstance(part, Core) for part in module.modules()) else []
+        both = ["ops+selective"] if makes and selective else []
+        return ("none", *ops, *selective, *both, "full")
 
     def _cores_again(self, name: str, done: Recomputed) -> None:
         module = self.model.get_submodule(name)

@@ -42,6 +42,42 @@ class Repeats:
     """attention's scores are not kept"""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Again:
+    """How many of a rank's layers are repeated in backward, for counting messages."""
+
+    plain: int = 0
+    """without experts"""
+    plain_tails: int = 0
+    """of them, the last of their segments: what they give is not made again"""
+    mixed: int = 0
+    """with experts"""
+    mixed_tails: int = 0
+    cores: int = 0
+    """layers of which attention's core alone is repeated"""
+
+    @property
+    def layers(self) -> int:
+        return self.plain + self.mixed
+
+    @property
+    def segments(self) -> int:
+        return self.plain_tails + self.mixed_tails
+
+    @classmethod
+    def of(cls, recompute: str, *, layers: int, mixtures: int = 0, in_flight: int = 1) -> Again:
+        """Of so many layers of one stage, `mixtures` of them with experts, and these at the end."""
+        kind = recompute.partition(":")[0]
+        if kind == "selective":
+            return cls(cores=layers)
+        if kind not in ("full", "every", "sqrt"):
+            return cls()
+        length, plain = segment_length(recompute, layers=layers, in_flight=in_flight), layers - mixtures
+        tails = [min(start + length, layers) for start in range(0, layers, length)]
+        first = sum(tail <= plain for tail in tails)
+        return cls(plain=plain, plain_tails=first, mixed=mixtures, mixed_tails=len(tails) - first)
+
+
 def idle_reason(layout: Layout) -> dict[str, str]:
     """Switches that would do nothing in a layout, each with why (kept.py)."""
     kind = layout.recompute.partition(":")[0]
@@ -54,6 +90,11 @@ def idle_reason(layout: Layout) -> dict[str, str]:
         what = "sp=1" if layout.sp else f"tp_kind={layout.tp_kind}"
         return {"partition": f"{what}, where inputs are divided over tp already"}
     return {}
+
+
+def partitioned(elements: int, ranks: int) -> int:
+    """Elements of a slice, padding included."""
+    return -(-elements // ranks)
 
 
 def segment_length(recompute: str, *, layers: float, in_flight: float = 1) -> int:

@@ -113,7 +113,12 @@ class Core(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, prepare: Callable[[Tensor, Tensor, Tensor, Seen], Heads] | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        seen: Seen,
+        prepare: Callable[[Tensor, Tensor, Tensor, Seen], Heads] | None = None,
     ) -> Tensor:
         """[B, H, T, head_dim]"""
         if prepare is not None:

@@ -11,8 +11,8 @@ from torch import nn
 from echelon import rng
 from echelon.layout import Layout, Mesh
 from echelon.layout.placement import Entry, Placement, units_of
-from echelon.memory.kept import Arena, Keep, Partition, whole
 from echelon.memory.budget import Budgeted
+from echelon.memory.kept import Arena, Keep, Partition, whole
 from echelon.memory.recompute import Part, Policy, Recomputed
 from echelon.memory.repeats import idle_reason, segment_length
 from echelon.models.chain import inside

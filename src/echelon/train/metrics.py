@@ -42,6 +42,7 @@ BF16_PEAK = {
 }
 """Dense bf16 FLOP/s of one device, by a word or two of the name its driver reports."""
 
+
 @dataclass(frozen=True, kw_only=True)
 class Peak:
     """The most FLOP/s one device can do."""
