@@ -1,8 +1,9 @@
 """A budget for what is kept from forward to backward: each layer does what makes all fit for the least time.
 
-Before the first step one microbatch is rehearsed: it goes forward without gradients, and every layer counts what it would
-keep in each of its ways, and what repeating it would take. What is counted are bytes of what autograd saves, each storage
-once, without parameters and without what all layers are given; and FLOPs and bytes, not seconds, so that ranks agree.
+Before the first step one microbatch is rehearsed: it goes forward without gradients, and every layer counts what it
+would keep in each of its ways, and what repeating it would take. What is counted are bytes of what autograd saves, each
+storage once, without parameters and without what all layers are given; and FLOPs and bytes, not seconds, so that ranks
+agree.
 Where they may differ (experts get as many tokens as come) the largest of each number counts. Then `solve` chooses.
 
 The budget is for the layers of a rank. What the embedding and the head keep is beside it, and so are gradients and what
@@ -11,6 +12,7 @@ an operator needs while it runs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass
@@ -159,8 +161,8 @@ class Budgeted(Recomputed):
         missing = [name for name in self.names if name not in self._counted]
         if missing:
             raise ValueError(
-                f"a forward pass did not call {missing[0]}, so what it keeps is not known (recompute={self.recompute}); "
-                "use another recompute"
+                f"a forward pass did not call {missing[0]}, so what it keeps is not known "
+                f"(recompute={self.recompute}); use another recompute"
             )
         self._decide(device)
 
@@ -201,7 +203,7 @@ class Budgeted(Recomputed):
     def _count(self, module: nn.Module, form: str, given: Any) -> tuple[Counted, Any]:
         seen, counted = _Seen(), Counted()
         args, kwargs = given
-        cores = [part for part in module.modules() if isinstance(part, Core)] if form == "none" else []
+        cores: list[Any] = [part for part in module.modules() if isinstance(part, Core)] if form == "none" else []
         plain = [core.forward for core in cores]
         for core, inner in zip(cores, plain, strict=True):
             core.forward = partial(_inside, seen, inner)
@@ -246,10 +248,9 @@ class Budgeted(Recomputed):
         least = [ways[-1] for ways in self.ways]
         needed = max(peak(least, counts) for counts in self.flights)
         if needed > self.budget:
-            enough = -(-needed * 1000 // GIB) / 1000
             raise ValueError(
-                f"recompute={self.recompute} is less than it takes to repeat every layer ({needed / GIB:.3f} GiB for "
-                f"{len(self.names)} layers' inputs and the inside of one); use recompute=budget:{enough:g}GiB or more, "
+                f"recompute={self.recompute} is less than it takes to repeat every layer ({needed / GIB:.4g} GiB for "
+                f"{len(self.names)} layers' inputs and the inside of one); use recompute={_enough(needed)} or more, "
                 "or a smaller microbatch"
             )
         self.chosen = self._solved() or least
@@ -280,9 +281,7 @@ class Budgeted(Recomputed):
             found.append(Way(form="selective", kept=kept, inside=kept + core, cost=seconds))
         if "ops+selective" in numbers:
             kept = numbers["ops+selective"][0]
-            seconds = (
-                core_flops / per_s + (2 * core + 3 * max(numbers["none"][0] - numbers["ops"][0], 0.0)) / bytes_per_s
-            )
+            seconds = sum(way.cost for way in found)
             found.append(Way(form="ops+selective", kept=kept, inside=kept + core, cost=seconds))
         copied = 0.0 if self.policy.keeps_whole else entry
         seconds = flops / per_s + 2 * none / bytes_per_s
@@ -327,6 +326,12 @@ class Budgeted(Recomputed):
             f"{self.peak / GIB:.4g} of {self.budget / GIB:.4g} GiB at the fullest moment, for {share:.0%} of the time "
             "that repeating every layer would take"
         )
+
+
+def _enough(needed: float) -> str:
+    """The smallest budget, to three digits, that is no less."""
+    digits = max(0, 3 - math.ceil(math.log10(needed / GIB)))
+    return f"budget:{math.ceil(needed / GIB * 10**digits) / 10**digits:.{digits}f}GiB"
 
 
 def _inside(seen: _Seen, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

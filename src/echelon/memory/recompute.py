@@ -8,9 +8,9 @@
     ops          outputs of products and of attention are kept; what lies between them is computed again
     budget:NGiB  each layer does one of none, ops, selective and full, so that what is kept fits (budget.py)
 
-Under `full`, `every:N`, `sqrt` and `selective` modules are repeated (repeated.py). Under `ops`, modules that can say how
-their output is made again (an attribute `remake`) do so, and the product that reads it keeps nothing of it. In a layer
-without such a module torch's selective checkpointing finds the operators.
+Under `full`, `every:N`, `sqrt` and `selective` modules are repeated (repeated.py). Under `ops`, modules that can say
+how their output is made again (an attribute `remake`) do so, and the product that reads it keeps nothing of it. In a
+layer without such a module torch's selective checkpointing finds the operators.
 
 Masks of dropout are functions of their place (rng.py), so a second forward draws the same ones when it is told the same
 samples.

@@ -2,19 +2,19 @@
 
 [Note: a segment]
 
-    layers 0, 1, 2 of a segment        forward                       backward
-    input --> 0 --> 1 --> 2 --> out    keeps the input of 0          the first question (layer 2's) runs 0, 1, 2 again and
-                                       and nothing else              holds all that they made; each answer is let go of
+    layers 0, 1, 2 of a segment        forward                   backward
+    input --> 0 --> 1 --> 2 --> out    keeps the input of 0      the first question (layer 2's) runs 0, 1, 2 again and
+                                       and nothing else          holds all that they made; each answer is let go of
 
-What autograd saves inside a layer is dropped and numbered; a repetition makes the same in the same order. The last layer
-that is repeated is left as soon as everything is found: a collective at its end is not repeated. Layers are called as
-ever, one by one, by a model that knows nothing of this: that layer 1 reads what layer 0 made is seen by the tensor, which
-is then not kept. What else a layer is given (masks, angles) is held as it is. A segment of one layer is plain
-checkpointing.
+What autograd saves inside a layer is dropped and numbered; a repetition makes the same in the same order. The last
+layer that is repeated is left as soon as everything is found: a collective at its end is not repeated. Layers are
+called as ever, one by one, by a model that knows nothing of this: that layer 1 reads what layer 0 made is seen by the
+tensor, which is then not kept. What else a layer is given (masks, angles) is held as it is. A segment of one layer is
+plain checkpointing.
 
-Inputs are saved by an autograd function, so that saved-tensor hooks around the model see them. Modules are wrapped inside:
-hooks on them (gathering parameters, entering regions) run once. Where backward has two halves that both ask, there are
-two repetitions.
+Inputs are saved by an autograd function, so that saved-tensor hooks around the model see them. Modules are wrapped
+inside: hooks on them (gathering parameters, entering regions) run once. Where backward has two halves that both ask,
+there are two repetitions.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ every:N      only every Nth layer keeps its input; N layers are repeated, and ar
 sqrt         every:N with N the root of the layers: the least memory of all
 selective    attention's scores and what follows from them are not kept, and done again
 ops          outputs of products and of attention are kept; operators between them are done again
-budget:NGiB  layers do one or another of these so that all fit (budget.py). Here, as many as it takes do `ops`, and where
-             that is not enough, `full`
+budget:NGiB  layers do one or another of these so that all fit (budget.py). Here, as many as it takes do `ops`, and
+             where that is not enough, `full`
 """
 
 from __future__ import annotations

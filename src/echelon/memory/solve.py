@@ -2,8 +2,8 @@
 
 [Note: what must fit]
 
-Forward fills memory layer by layer, backward empties it from the end. When layer i goes backward, what layers 0 .. i - 1
-keep is still there, and beside it all that layer i itself needs, made again or not:
+Forward fills memory layer by layer, backward empties it from the end. When layer i goes backward, what layers
+0 .. i - 1 keep is still there, and beside it all that layer i itself needs, made again or not:
 
     kept(0) + ... + kept(i - 1) + inside(i)  <=  budget        for every i, and the sum of all kept <= budget
 

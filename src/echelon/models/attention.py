@@ -96,13 +96,14 @@ class Reach(Protocol):
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """queries, keys and values"""
+Prepare = Callable[[Tensor, Tensor, Tensor, Seen], Heads]
 
 
 class Core(nn.Module):
     """What attention does between its projections: q [B, H, T, head_dim], k and v of as many heads or fewer.
 
-    Values may have other head dims than queries and keys, and their own is that of the result. With `prepare` q, k and v
-    are what the projections made, of any shapes, and it makes of them what attends: norms of heads and rotations are
+    Values may have other head dims than queries and keys, and their own is that of the result. With `prepare` q, k and
+    v are what the projections made, of any shapes, and it makes of them what attends: norms of heads and rotations are
     then repeated with the core (recompute=selective)."""
 
     reach: Reach | None = None
@@ -112,14 +113,7 @@ class Core(nn.Module):
         super().__init__()
         self.dropout = nn.Dropout(dropout)
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        seen: Seen,
-        prepare: Callable[[Tensor, Tensor, Tensor, Seen], Heads] | None = None,
-    ) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, prepare: Prepare | None = None) -> Tensor:
         """[B, H, T, head_dim]"""
         if prepare is not None:
             q, k, v = prepare(q, k, v, seen)

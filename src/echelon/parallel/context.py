@@ -89,8 +89,8 @@ def collectives(
     place: int = -1,
     repeated: Again | None = None,
 ) -> Iterable[Collective]:
-    """What a step issues over cp for so many layers; `batch` sequences are in a microbatch. `repeated` says which layers
-    are, where the layout does not.
+    """What a step issues over cp for so many layers; `batch` sequences are in a microbatch. `repeated` says which
+    layers are, where the layout does not.
 
     A ring's ranks differ under a causal mask in the keys whose gradients they find: this is the one at `place`, or one
     in the middle.

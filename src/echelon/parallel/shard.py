@@ -151,8 +151,9 @@ def choose_units(model: nn.Module, patterns: Sequence[str] = (), *, limit: int =
 
 
 def _cut(modules: Mapping[str, nn.Module], name: str, limit: int) -> list[str]:
-    """The largest parts of a module of no more than `limit` elements; what is a hundred times smaller rides in the root's
-    unit."""
+    """The largest parts of a module of no more than `limit` elements, or that own parameters themselves.
+
+    What is a hundred times smaller rides in the root's unit."""
     module = modules[name]
     size = sum(p.numel() for p in module.parameters())
     own = any(True for _ in module.parameters(recurse=False))

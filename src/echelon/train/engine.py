@@ -201,7 +201,7 @@ class Engine:
 
     @torch.no_grad()
     def rehearse(self, microbatch: Microbatch) -> None:
-        """Decides what each layer keeps (recompute=budget), by a forward pass that changes nothing. All ranks call it."""
+        """Decides what each layer keeps (recompute=budget) by a forward pass that changes nothing; all ranks do."""
         found, parallel = self.parallel.recomputed, self.parallel
         if not isinstance(found, Budgeted):
             return

@@ -64,8 +64,8 @@ def hfu(flops_per_token: float, tokens_per_s: float, peak: float, *, recomputed:
 
 
 def recomputed_flops(again: Repeats, block_flops_per_token: float, attention_flops_per_token: float = 0.0) -> float:
-    """FLOPs per token that recomputation executes again. Those of the blocks exclude the output layer; those of attention
-    (scores and values) are among them. A forward is a third of a step."""
+    """FLOPs per token that recomputation executes again. Those of the blocks exclude the output layer, those of
+    attention (scores and values) are among them. A forward is a third of a step."""
     return (again.forward * block_flops_per_token + again.attention * attention_flops_per_token) / 3
 
 

@@ -87,7 +87,7 @@ class ShardConfig:
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
     partition: bool = False
-    """With tp and sp=0, keep 1/tp of each input of a recomputed layer on a rank, and gather it when the layer is repeated."""
+    """With tp and sp=0, keep 1/tp of each input of recomputed layers on a rank; it is gathered to repeat them."""
     arena: bool = False
     """Keep inputs of recomputed layers in one block of memory that is made once, apart from short-lived tensors."""
     buffer: Annotated[float, AT_LEAST_0] = 0.0
