@@ -7,8 +7,8 @@
 [Note: an arena]
 
 Inputs live from forward to backward, and between two of them a layer makes and frees a hundred short-lived tensors.
-Where all come from one allocator, the long-lived ones end up strewn among holes. In an arena they lie one after another,
-in blocks that are made once and used again in every step.
+Where all come from one allocator, the long-lived ones end up strewn among holes. In an arena they lie side by side, in
+blocks that are made once and used again in every step.
 """
 
 from __future__ import annotations

@@ -46,26 +46,26 @@ class Segment:
         self.layers: list[Layer] = []
         self.ready: Callable[[nn.Module], None] = _nothing
         """called before a module is repeated: its parameters must be there"""
-        self._now: _Pass | None = None
+        self._last: _Frame | None = None
+        """the call before, where the next layer's belongs to the same pass"""
 
     def add(self, name: str, module: nn.Module) -> None:
         self.layers.append(Layer(self, len(self.layers), name, module))
 
-    def enter(self, layer: Layer, args: Any) -> _Pass:
-        """The pass that a call of a layer belongs to."""
-        now = self._now
-        if now is None or now.frames[-1].layer.index != layer.index - 1:
-            return _Pass()  # also where layers were left out: the segment then begins here
-        last = now.frames[-1]
-        if not any(last.made_number(tensor) is not None for tensor in tensors_in(args)):
+    def before(self, layer: Layer, given: Any) -> _Frame | None:
+        """The call of the layer before, in the same pass; none where a pass begins."""
+        last = self._last
+        if last is None or last.layer.index != layer.index - 1:
+            return None  # also where layers were left out: the segment then begins here
+        if not any(last.made_number(tensor) is not None for tensor in tensors_in(given)):
             raise ValueError(
                 f"{layer.name} reads nothing that {last.layer.name} made: something is computed between them, which "
                 "nobody could repeat; put it into a layer, or use recompute=full"
             )
-        return now
+        return last
 
-    def leave(self, layer: Layer, now: _Pass) -> None:
-        self._now = now if layer.index < len(self.layers) - 1 else None
+    def after(self, frame: _Frame) -> None:
+        self._last = frame if frame.layer.index < len(self.layers) - 1 else None
 
 
 class Layer:
@@ -79,14 +79,12 @@ class Layer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        now = self.segment.enter(self, (args, kwargs))
-        frame = _Frame(self, now, (args, kwargs))
-        now.frames.append(frame)
+        given = (args, kwargs)
+        frame = _Frame(self, self.segment.before(self, given), given)
         with saved_tensors_hooks(frame.pack, frame.unpack):
             out = self.forward(*args, **kwargs)
-        if self.index < len(self.segment.layers) - 1:
-            frame.mark(out)
-        self.segment.leave(self, now)
+        frame.mark(out)
+        self.segment.after(frame)
         return out
 
     def restore(self) -> None:
@@ -94,50 +92,38 @@ class Layer:
         self.module.forward = self.forward
 
 
-class _Pass:
-    """One forward pass of a segment."""
-
-    def __init__(self) -> None:
-        self.frames: list[_Frame] = []
-
-    def repeat(self, asked: _Frame) -> None:
-        before: _Frame | None = None
-        made: list[Tensor] = []
-        for frame in self.frames[: self.frames.index(asked) + 1]:
-            made = frame.again(before, made, stops=frame is asked)
-            before = frame
-
-
 class _Frame:
-    """One layer in one pass: how to call it again, and what came of it."""
+    """One call of a layer: how to call it again, and what came of it.
 
-    def __init__(self, layer: Layer, now: _Pass, given: Any):
-        self.layer, self.now = layer, now
+    It holds the call before it and not the other way round: a cycle would keep inputs until the collector comes by.
+    """
+
+    def __init__(self, layer: Layer, before: _Frame | None, given: Any):
+        self.layer, self.before = layer, before
+        self.token = object()
         self.forms: list[Form] = []
         """of what autograd saved"""
         self.found: dict[int, Tensor] = {}
         """of it, what a repetition has made and nobody has asked for yet"""
-        before = now.frames[-1] if now.frames else None
-        self._kept: list[Tensor] = []
+        kept: list[Tensor] = []
         self._back: list[tuple[Callable[[Tensor], Tensor], bool]] = []
-        self._given = mapped(given, lambda tensor: self._take(tensor, before))
+        self._given = mapped(given, lambda tensor: self._take(tensor, kept))
         anchor = torch.empty(0, requires_grad=True)
-        self._saved: Any = _Save.apply(anchor, *self._kept).grad_fn if self._kept else None
-        self._kept.clear()
+        self._saved: Any = _Save.apply(anchor, *kept).grad_fn if kept else None
         self._samples = layer.segment.stream.samples
         self._casts = _casts()
         self._counted = 0
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def _take(self, tensor: Tensor, before: _Frame | None) -> Any:
+    def _take(self, tensor: Tensor, kept: list[Tensor]) -> Any:
         """What stands for a tensor among the arguments."""
-        number = before.made_number(tensor) if before is not None else None
+        number = self.before.made_number(tensor) if self.before is not None else None
         if number is not None:
             return _Made(number, tensor.requires_grad)
-        keeps = tensor.requires_grad and tensor.is_floating_point()
-        stored, back = self.layer.segment.keep(tensor.detach()) if keeps else whole(tensor.detach())
-        self._kept.append(stored)
+        keep = self.layer.segment.keep if tensor.requires_grad and tensor.is_floating_point() else whole
+        stored, back = keep(tensor.detach())
+        kept.append(stored)
         self._back.append((back, tensor.requires_grad))
         return _Input(len(self._back) - 1)
 
@@ -145,12 +131,12 @@ class _Frame:
         """So that the next layer knows what it reads."""
         for number, tensor in enumerate(tensors_in(out)):
             marked: Any = tensor
-            marked.made = (self.now, self.layer.index, number, tensor._version)
+            marked.made = (self.token, number, tensor._version)
 
     def made_number(self, tensor: Tensor) -> int | None:
         """Which of this layer's outputs a tensor is."""
-        now, index, number, version = getattr(tensor, "made", (None, 0, 0, 0))
-        if now is not self.now or index != self.layer.index:
+        token, number, version = getattr(tensor, "made", (None, 0, 0))
+        if token is not self.token:
             return None
         if tensor._version != version:
             raise ValueError(
@@ -167,10 +153,19 @@ class _Frame:
 
     def unpack(self, number: int) -> Tensor:
         if number not in self.found:
-            self.now.repeat(self)
+            self._repeat()
         return self.found.pop(number)
 
-    def again(self, before: _Frame | None, made: Sequence[Tensor], *, stops: bool) -> list[Tensor]:
+    def _repeat(self) -> None:
+        """This call and those before it in its pass."""
+        calls: list[_Frame] = [self]
+        while calls[-1].before is not None:
+            calls.append(calls[-1].before)
+        made: list[Tensor] = []
+        for call in reversed(calls):
+            made = call.again(made, stops=call is self)
+
+    def again(self, made: Sequence[Tensor], *, stops: bool) -> list[Tensor]:
         """Runs the layer again, on what the one before it `made`; until everything is found if it `stops`."""
         layer, self._counted, self.found = self.layer, 0, {}
         stored = self._saved.saved_tensors if self._saved is not None else ()

@@ -52,6 +52,26 @@ def peak(ways: Sequence[Way], in_flight: Sequence[int]) -> float:
 
 def solve(layers: Sequence[Sequence[Way]], in_flight: Sequence[int], budget: float) -> list[Way] | None:
     """One way for each layer, which together cost the least of those that fit; none where none do."""
+    found = _solve(layers, in_flight, budget)
+    if found is None:
+        return None
+    neat = _in_order(layers, in_flight, found)
+    return neat if peak(neat, in_flight) <= budget else found
+
+
+def _in_order(layers: Sequence[Sequence[Way]], in_flight: Sequence[int], found: Sequence[Way]) -> list[Way]:
+    """Of layers that are alike, the first keep the least."""
+    alike: dict[tuple[tuple[Way, ...], int], list[int]] = {}
+    for index, (ways, count) in enumerate(zip(layers, in_flight, strict=True)):
+        alike.setdefault((tuple(ways), count), []).append(index)
+    neat = list(found)
+    for places in alike.values():
+        for place, way in zip(places, sorted((found[p] for p in places), key=lambda way: way.kept), strict=True):
+            neat[place] = way
+    return neat
+
+
+def _solve(layers: Sequence[Sequence[Way]], in_flight: Sequence[int], budget: float) -> list[Way] | None:
     if max(in_flight, default=1) == 1:
         return _best(layers, in_flight, budget, orderly=True)
     extras = sorted({way.inside - way.kept for ways in layers for way in ways})
