@@ -14,6 +14,7 @@ from echelon import models
 from echelon.launch.pool import Pool
 from echelon.layout import Layout
 from echelon.models import sizes
+from echelon.models.mixture_config import MixtureConfig
 from echelon.models.sizes import ModelConfig
 from echelon.proof.case import Case
 from echelon.proof.verify import Prover
@@ -30,7 +31,7 @@ LAYOUTS = [
     (GPT, "tp=2,sp=0,recompute=sqrt"),
     (LLAMA, "tp=2,sp=0,recompute=selective"),
     (GPT, "dp=2,zero=3,accumulate=2,recompute=every:2"),
-    (LLAMA, "dp=2,zero=3,recompute=budget:0.00018GiB"),
+    (LLAMA, "dp=2,zero=3,recompute=budget:0.0004GiB"),
     (LLAMA, "pp=2,accumulate=3,recompute=every:2"),
     (LLAMA, "dp=2,pp=2,accumulate=2,schedule=zb-v,zero=3,recompute=sqrt"),
     (replace(GPT, layers=6), "pp=2,accumulate=3,schedule=interleaved,recompute=selective"),
@@ -77,8 +78,9 @@ def test_a_layout_issues_what_it_claims(pool: Pool, model: ModelConfig, layout: 
 
 
 def test_experts_issue_what_they_claim(pool: Pool) -> None:
-    for layout in ("dp=2,ep=2,recompute=every:2", "dp=4,ep=4,ep_inner=2,recompute=every:2"):
-        check_together(pool, replace(MOE, dropout=0.0), layout)
+    check_together(pool, replace(MOE, dropout=0.0), "dp=2,ep=2,recompute=every:2")
+    one = replace(MOE, dropout=0.0, mixture=MixtureConfig(experts=8, k=1, ffn=16, gate="mixtral"))
+    check_together(pool, one, "dp=4,ep=4,ep_inner=2,recompute=every:3")
 
 
 def stepped(shape: ModelConfig, layout: str, **options: Any) -> dict[str, torch.Tensor]:
@@ -90,7 +92,7 @@ def stepped(shape: ModelConfig, layout: str, **options: Any) -> dict[str, torch.
     return whole(engine.parallel)
 
 
-@pytest.mark.parametrize("recompute", ["full", "every:2", "budget:0.00002GiB"])
+@pytest.mark.parametrize("recompute", ["full", "every:2", "budget:0.0001GiB"])
 def test_inputs_in_slices_and_in_an_arena_change_nothing(pool: Pool, recompute: str) -> None:
     shape = tiny("gpt", layers=3, dropout=0.1, kv_heads=4)
     layout = "tp=2,sp=0,microbatch=2,accumulate=2,recompute="
@@ -102,3 +104,44 @@ def test_inputs_in_slices_and_in_an_arena_change_nothing(pool: Pool, recompute: 
 @pytest.mark.parametrize("recompute", ["full", "every:2"])
 def test_slices_are_gathered_as_claimed(pool: Pool, recompute: str) -> None:
     check(pool, GPT, f"tp=2,sp=0,microbatch=2,accumulate=2,recompute={recompute}", partition=True)
+
+
+# -- buffers of a constant size ---------------------------------------------------------------------------------------
+
+
+def gathered(layout: str, **options: Any) -> tuple[dict[str, torch.Tensor], int, int]:
+    """On a rank: gradients of a step, bytes of parameters that were whole at once, and of the largest unit."""
+    model = models.build(LLAMA, "meta", dtype=torch.float64)
+    engine = Engine(model, layout, SGD, options=float64(**options))
+    engine.model.train()
+    layers = [unit for unit in engine.parallel.flat.units if not unit.unit.kept]
+    most = 0
+    for unit in layers:
+
+        def gather(inner: Any = unit.gather) -> None:
+            nonlocal most
+            inner()
+            most = max(most, sum(other.full.untyped_storage().nbytes() for other in layers))
+
+        unit.gather = gather  # type: ignore[method-assign]
+    engine.step(batch_of(LLAMA, 4))
+    return whole(engine.parallel), most, max(unit.full.numel() * 8 for unit in layers)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "every:2"])
+def test_units_are_cut_to_a_constant_size(pool: Pool, recompute: str) -> None:
+    layout = f"dp=2,zero=3,microbatch=2,recompute={recompute}"
+    expected, before, largest = pool.run(gathered, 2, layout, prefetch=0)[0]
+    limit = LLAMA.width * LLAMA.ffn * 8
+    assert largest > 5 * limit
+    for found, most, each in pool.run(gathered, 2, layout, prefetch=0, buffer=limit):
+        assert largest_error(found, expected) < 1e-12
+        assert each <= limit
+        assert most <= 2 * limit < before
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_cut_units_are_gathered_as_claimed(pool: Pool, recompute: str) -> None:
+    layout, limit = f"dp=2,zero=3,accumulate=2,recompute={recompute}", LLAMA.width * LLAMA.ffn * 4
+    check(pool, LLAMA, layout, buffer=limit)
+    check(pool, replace(GPT, dropout=0.0), layout, buffer=limit)

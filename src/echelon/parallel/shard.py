@@ -16,7 +16,7 @@ replicas otherwise. `flat.py` executes this.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -194,10 +194,12 @@ def collectives(
     reduce_bytes: int,
     stages: Mapping[str, int] | None = None,
     experts: Policy | None = None,
+    repeated: Collection[str] = (),
 ) -> Iterable[Collective]:
     """What one step issues, unit by unit. `compute_bytes` and `reduce_bytes` are the sizes of one element.
 
-    `experts` is the policy of their units.
+    `experts` is the policy of their units. Units in `repeated` lie inside layers that are repeated, which gathers and
+    frees them once more.
 
     In a pipeline `stages` says how many of a rank's stages use each unit. There a unit is reduced after each of them,
     what is kept is gathered once a step, and layers are freed after every use.
@@ -211,6 +213,8 @@ def collectives(
             # The last layer is not freed in between: backward needs it first.
             again = (plan.reshard_after_forward or stages is not None) and not unit.kept and index != last
             gathers = (2 if again else 1) * accumulate if plan.free_parameters else 1
+            if plan.free_parameters and again and unit.name in repeated:
+                gathers += accumulate
             if stages is not None and unit.kept:
                 gathers = 1
             scatters = accumulate * (stages[unit.name] if stages else 1) if plan.scatter_every_microbatch else 1

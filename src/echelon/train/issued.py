@@ -61,6 +61,19 @@ def _is_repeated(engine: Engine, name: str) -> bool:
     return any(inside(name, layer) for layer in _repeated(engine))
 
 
+def _gathered_again(engine: Engine) -> set[str]:
+    """Units inside layers that are repeated (memory.buffer, shard.units)."""
+    repeated, found = _repeated(engine), set()
+    names = [unit.name for unit in engine.parallel.placement.units]
+    for layer in repeated:
+        parts = [name for name in names if name != layer and inside(name, layer)]
+        config = getattr(engine.model, "config", None)
+        if layer in engine.parallel.recomputed.tails and getattr(config, "dropout", 1.0) == 0.0:
+            parts = parts[:-1]  # whole when backward begins, and a repetition ends inside it
+        found.update(parts)
+    return found
+
+
 def _again(engine: Engine) -> Again:
     found = engine.parallel.recomputed
     mixed = {layer for layer in found.forms for name in _mixtures(engine) if inside(name, layer)}
@@ -113,6 +126,7 @@ def _of_an_update(engine: Engine, accumulate: int) -> list[Collective]:
             reduce_bytes=reduce_bytes,
             stages=pipeline.uses if pipeline is not None else None,
             experts=shard.experts_policy(parallel.layout, parallel.policy),
+            repeated=_gathered_again(engine),
         )
     )
     found += tensor.partial_sums(units, reduce_bytes, parallel.placement.shard_of)
