@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from claimed import check, check_together
-from laid_out import SGD, batch_of, float64, largest_error, one_device, tiny, whole
+from laid_out import SGD, batch_of, float64, largest_error, tiny, whole
 
 from echelon import models
 from echelon.launch.pool import Pool
@@ -20,9 +20,7 @@ from echelon.proof.case import Case
 from echelon.proof.verify import Prover
 from echelon.train.engine import Engine
 
-LLAMA = replace(
-    sizes.find("llama-tiny"), layers=4, width=32, heads=4, kv_heads=4, ffn=48, max_seq_len=64, dropout=0.1
-)
+LLAMA = replace(sizes.find("llama-tiny"), layers=4, width=32, heads=4, kv_heads=4, ffn=48, max_seq_len=64, dropout=0.1)
 GPT = replace(sizes.find("gpt-tiny"), layers=4, width=32, ffn=48, max_seq_len=64, dropout=0.1)
 MOE = replace(sizes.find("moe-tiny"), layers=4, width=32, max_seq_len=64, dropout=0.1)
 

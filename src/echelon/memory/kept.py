@@ -61,42 +61,60 @@ class Partition:
 
 
 class Arena:
-    """Memory set aside for inputs. Blocks hold `places` inputs each; one more is made where they do not suffice."""
+    """Memory set aside for inputs, for `places` of them at once; one more block is made where they do not suffice.
+
+    A place takes any input up to the longest that came so far: where sequences differ in length, there is one block for
+    all of them.
+    """
 
     def __init__(self, places: int, inner: Keep = whole):
         self.places, self.inner = max(places, 1), inner
-        self.blocks: list[Tensor] = []
-        self._free: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
+        self._pools: dict[tuple[torch.dtype, torch.device], _Pool] = {}
 
     def __call__(self, tensor: Tensor) -> Kept:
         stored, inner_back = self.inner(tensor)
-        free = self._free.setdefault((stored.numel(), stored.dtype, stored.device), [])
-        if not free:
-            block = torch.empty(self.places, stored.numel(), dtype=stored.dtype, device=stored.device)
-            self.blocks.append(block)
-            free += [row.data for row in reversed(block.unbind(0))]  # each with a version of its own
-        lease = _Lease()
-        place = free.pop()
-        weakref.finalize(lease, free.append, place)
-        place.copy_(stored.reshape(-1))
-        shape = stored.shape
+        key = (stored.dtype, stored.device)
+        if key not in self._pools or self._pools[key].length < stored.numel():
+            # What is left of shorter places goes when those who hold them do.
+            self._pools[key] = _Pool(self.places, stored)
+        lease, place = self._pools[key].lend()
+        kept, shape = place[: stored.numel()], stored.shape
+        kept.copy_(stored.reshape(-1))
 
         def back(kept: Tensor, _lease: _Lease = lease) -> Tensor:
             # Who repeats a layer may hold its input longer than the place is his: he gets one of his own.
             found = kept.view(shape)
             return found.clone() if inner_back is _same else inner_back(found)
 
-        return place, back
+        return kept, back
 
     @property
-    def nbytes(self) -> int:
-        return sum(block.nbytes for block in self.blocks)
+    def blocks(self) -> list[Tensor]:
+        return [block for pool in self._pools.values() for block in pool.blocks]
 
     @property
     def in_use(self) -> int:
         """places"""
-        return len(self.blocks) * self.places - sum(len(free) for free in self._free.values())
+        return sum(len(pool.blocks) * self.places - len(pool.free) for pool in self._pools.values())
 
 
 class _Lease:
     """Held by whoever may still ask for an input; with it goes the right to the place."""
+
+
+class _Pool:
+    """Places of one length."""
+
+    def __init__(self, places: int, like: Tensor):
+        self.places, self.length, self._like = places, like.numel(), like.new_empty(0)
+        self.blocks: list[Tensor] = []
+        self.free: list[Tensor] = []
+
+    def lend(self) -> tuple[_Lease, Tensor]:
+        if not self.free:
+            block = self._like.new_empty(self.places, self.length)
+            self.blocks.append(block)
+            self.free += [row.data for row in reversed(block.unbind(0))]  # each with a version of its own
+        lease, place = _Lease(), self.free.pop()
+        weakref.finalize(lease, self.free.append, place)
+        return lease, place

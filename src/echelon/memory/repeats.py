@@ -3,7 +3,7 @@
 none         everything that backward reads is kept
 full         a layer keeps its input; its forward is done again
 every:N      only every Nth layer keeps its input; N layers are repeated, and are there at once
-sqrt         every:N with N the root of the layers: the least memory of all
+sqrt         every:N with N the root of the layers: memory grows with that root
 selective    attention's scores and what follows from them are not kept, and done again
 ops          outputs of products and of attention are kept; operators between them are done again
 budget:NGiB  layers do one or another of these so that all fit (budget.py). Here, as many as it takes do `ops`, and
