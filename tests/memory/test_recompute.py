@@ -337,9 +337,8 @@ def test_repeated_flops_are_those_of_the_costs() -> None:
         # Dropout behind it reads what the last product of a segment's last layer gives: it is repeated too.
         assert found[kind] - found["none"] == again.forward * 6 * (products + core), kind
     # Probabilities times values are not: what they give is kept.
-    assert (
-        found["selective"] - found["none"] == repeats("selective", layers=6, whole=1.0, entry=0.0).attention * 3 * core
-    )
+    share = repeats("selective", layers=6, whole=1.0, entry=0.0, written_out=True).attention
+    assert found["selective"] - found["none"] == share * 6 * core
 
 
 # -- budgets ----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import astuple, dataclass, field, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -51,19 +51,26 @@ class Counted:
     products: int = 0
     """bytes that products and attention make"""
     flops: float = 0.0
+    again: float = 0.0
+    """of them, those that a repetition does: it ends when the last thing is saved"""
     core_flops: float = 0.0
+    core_again: float = 0.0
 
 
 @dataclass
 class _Seen:
     """What a forward saved, held until it is counted: memory that is freed is used again."""
 
+    counted: Counted
     storages: set[Any] = field(default_factory=set)
     core: set[Any] = field(default_factory=set)
     inside: bool = False
     """the core is at work"""
 
     def pack(self, tensor: Tensor) -> Tensor:
+        self.counted.again = self.counted.flops
+        if self.inside:
+            self.counted.core_again = self.counted.core_flops
         (self.core if self.inside else self.storages).add(tensor.untyped_storage())
         return tensor
 
@@ -71,9 +78,9 @@ class _Seen:
 class _Work(TorchDispatchMode):
     """Counts FLOPs, and bytes that products and attention make."""
 
-    def __init__(self, seen: _Seen, counted: Counted):
+    def __init__(self, seen: _Seen):
         super().__init__()
-        self.seen, self.counted = seen, counted
+        self.seen, self.counted = seen, seen.counted
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -106,9 +113,11 @@ class Budgeted(Recomputed):
         parts: Sequence[Part],
         flights: Sequence[Sequence[int]],
         agreeing: Axis,
+        stages: Axis,
     ):
+        """Ranks on the axis `agreeing` choose alike; those of `stages` have other layers."""
         super().__init__()
-        self.policy, self.recompute, self.agreeing = policy, recompute, agreeing
+        self.policy, self.recompute, self.agreeing, self.stages = policy, recompute, agreeing, stages
         self.budget = float(recompute.partition(":")[2].removesuffix("GiB")) * GIB
         here = [[name for name in part.names if policy.is_here(name)] for part in parts]
         self.names = [name for names in here for name in names]
@@ -117,9 +126,11 @@ class Budgeted(Recomputed):
         """of each layer, once it was rehearsed"""
         self.chosen: list[Way] = []
         self._counted: dict[str, dict[str, Counted]] = {}
-        self._flops: list[tuple[float, float]] = []
-        """of each layer's forward, and of its cores"""
+        self._flops: list[Counted] = []
+        """of each layer"""
         self._none_kept = 0
+        self.repeats = Repeats()
+        """what was chosen, as shares of the layers of all stages"""
         self._ready: Callable[[nn.Module], None] | None = None
         self._set(["full"] * len(self.names))
 
@@ -201,14 +212,15 @@ class Budgeted(Recomputed):
             module.forward = now
 
     def _count(self, module: nn.Module, form: str, given: Any) -> tuple[Counted, Any]:
-        seen, counted = _Seen(), Counted()
+        counted = Counted()
+        seen = _Seen(counted)
         args, kwargs = given
         cores: list[Any] = [part for part in module.modules() if isinstance(part, Core)] if form == "none" else []
         plain = [core.forward for core in cores]
         for core, inner in zip(cores, plain, strict=True):
             core.forward = partial(_inside, seen, inner)
         try:
-            with saved_tensors_hooks(seen.pack, _same), _Work(seen, counted):
+            with saved_tensors_hooks(seen.pack, _same), _Work(seen):
                 out = module.forward(*args, **kwargs)
         finally:
             for core, inner in zip(cores, plain, strict=True):
@@ -234,11 +246,7 @@ class Budgeted(Recomputed):
 
     def _decide(self, device: torch.device) -> None:
         numbers = torch.tensor(
-            [
-                [each.kept, each.core, each.whole, each.entry, each.flops, each.core_flops]
-                for name in self.names
-                for each in self._counted[name].values()
-            ],
+            [list(astuple(each)) for name in self.names for each in self._counted[name].values()],
             dtype=torch.float64,
             device=device,
         )
@@ -256,6 +264,7 @@ class Budgeted(Recomputed):
         self.chosen = self._solved() or least
         self._set([way.form for way in self.chosen])
         self._counted.clear()
+        self.repeats = self._shares(device)
 
     def _solved(self) -> list[Way] | None:
         """For the moment with the most microbatches in flight; where that is too much at another, for all at once."""
@@ -268,8 +277,9 @@ class Budgeted(Recomputed):
 
     def _ways(self, numbers: dict[str, list[float]], device: torch.device) -> list[Way]:
         per_s, bytes_per_s = SPEED.get(device.type, SPEED["cuda"])
-        none, core, whole, entry, flops, core_flops = numbers["none"]
-        self._flops.append((flops, core_flops))
+        counted = Counted(*numbers["none"])  # type: ignore[arg-type]
+        none, core = counted.kept, counted.core
+        self._flops.append(counted)
         found = [Way(form="none", kept=none, inside=none, cost=0.0)]
         if "ops" in numbers:
             kept, _, all_of_it, *_ = numbers["ops"]
@@ -277,15 +287,15 @@ class Budgeted(Recomputed):
             found.append(Way(form="ops", kept=kept, inside=max(kept, all_of_it), cost=3 * remade / bytes_per_s))
         if "selective" in numbers:
             kept = numbers["selective"][0]
-            seconds = core_flops / per_s + 2 * core / bytes_per_s
+            seconds = counted.core_again / per_s + 2 * core / bytes_per_s
             found.append(Way(form="selective", kept=kept, inside=kept + core, cost=seconds))
         if "ops+selective" in numbers:
             kept = numbers["ops+selective"][0]
             seconds = sum(way.cost for way in found)
             found.append(Way(form="ops+selective", kept=kept, inside=kept + core, cost=seconds))
-        copied = 0.0 if self.policy.keeps_whole else entry
-        seconds = flops / per_s + 2 * none / bytes_per_s
-        full = Way(form="full", kept=entry, inside=whole + copied, cost=seconds)
+        copied = 0.0 if self.policy.keeps_whole else counted.entry
+        seconds = counted.again / per_s + 2 * none / bytes_per_s
+        full = Way(form="full", kept=counted.entry, inside=counted.whole + copied, cost=seconds)
         # What keeps no less than something cheaper is no way to go.
         return [way for way in found if way.kept <= none and way.cost <= full.cost] + [full]
 
@@ -294,19 +304,21 @@ class Budgeted(Recomputed):
         """Bytes, predicted."""
         return max((peak(self.chosen, counts) for counts in self.flights), default=0.0)
 
-    @property
-    def repeats(self) -> Repeats:
-        """What was chosen, as shares."""
-        total, cores = (sum(of) for of in zip(*self._flops, strict=True)) if self._flops else (0.0, 0.0)
-        chosen = list(zip(self.chosen, self._flops, strict=True))
-        none = sum(ways[0].kept for ways in self.ways)
+    def _shares(self, device: torch.device) -> Repeats:
+        rows = torch.zeros(9, dtype=torch.float64, device=device)
+        for way, ways, one in zip(self.chosen, self.ways, self._flops, strict=True):
+            full, selective, ops = way.form == "full", "selective" in way.form, "ops" in way.form
+            products = [one.flops, full * one.again, one.core_flops, selective * one.core_again]
+            rows += rows.new_tensor([*products, ways[0].kept, 0.0 if full else way.kept, 1.0, full, ops])
+        self.stages.all_reduce(rows)
+        total, forward, cores, attention, whole, kept, layers, inputs, ops = rows.tolist()
         return Repeats(
-            forward=sum(flops for way, (flops, _) in chosen if way.form == "full") / max(total, 1.0),
-            attention=sum(core for way, (_, core) in chosen if "selective" in way.form) / max(cores, 1.0),
-            passing=sum("ops" in way.form for way in self.chosen) / max(len(self.chosen), 1),
-            kept=sum(way.kept for way in self.chosen if way.form != "full") / max(none, 1.0),
-            inputs=sum(way.form == "full" for way in self.chosen) / max(len(self.chosen), 1),
-            together=int(any(way.form == "full" for way in self.chosen)),
+            forward=forward / max(total, 1.0),
+            attention=attention / max(cores, 1.0),
+            passing=ops / max(layers, 1.0),
+            kept=kept / max(whole, 1.0),
+            inputs=inputs / max(layers, 1.0),
+            together=int(inputs > 0),
         )
 
     def told(self) -> tuple[str, str]:

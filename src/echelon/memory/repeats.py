@@ -114,18 +114,20 @@ def repeats(
     entry: float,
     operators: float = OPERATORS,
     passing: float = 1.0,
+    written_out: bool = False,
 ) -> Repeats:
     """`layers` are those in flight on a rank, `whole` the bytes of one's activations, `entry` those of its input.
 
     Of a model that was counted: `operators` is the share of its activations that operators between products made, and
-    `passing` what making them again takes of what those operators took.
+    `passing` what making them again takes of what those operators took. Where scores are `written_out`, a repetition of
+    attention's core ends with them: what they make of the values is kept.
     """
     kind, _, number = recompute.partition(":")
     if kind in ("full", "every", "sqrt"):
         every = segment_length(recompute, layers=layers)
         return Repeats(forward=1.0, kept=0.0, inputs=1 / every, together=every)
     if kind == "selective":
-        return Repeats(attention=1.0, passing=0.5, drops_scores=True)
+        return Repeats(attention=0.5 if written_out else 1.0, passing=0.5, drops_scores=True)
     if kind == "ops":
         return Repeats(passing=passing, kept=1 - operators)
     if kind == "budget":

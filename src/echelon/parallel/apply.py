@@ -210,7 +210,7 @@ def _recompute(
     policy = Policy(model, stream, keep=keep, split=layout.tp > 1, spread=layout.cp > 1)
     if layout.recompute.startswith("budget"):
         axes.add(AGREEING)
-        return Budgeted(policy, layout.recompute, parts, flights, axes[AGREEING])
+        return Budgeted(policy, layout.recompute, parts, flights, axes[AGREEING], axes["pp"])
     return policy.apply(layout.recompute, parts)
 
 

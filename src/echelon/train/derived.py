@@ -60,6 +60,10 @@ def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterato
         yield "recompute", f"segments of {max(lengths)} layers", why
     padding = sum(unit.shards * unit.shard_numel - unit.numel for unit in units)
     yield "units", f"{len(units)}, padded by {padding:,} elements", "parameters that are gathered and reduced together"
+    if options.buffer:
+        largest = max(unit.shards * unit.shard_numel for unit in units if not unit.kept) * options.compute.itemsize
+        why = f"of parameters gathered or reduced at once, as memory.buffer={config.memory.buffer:g} asks"
+        yield "largest unit", size(largest), why + ("" if largest <= options.buffer else ": one module is no smaller")
     if layout.tp > 1 and isinstance(getattr(engine.model, "config", None), ModelConfig):
         yield from _tensor_padding(engine, config.seq_len)
     held = shard.state_bytes(

@@ -216,7 +216,9 @@ class Engine:
         found, text = self.parallel.recomputed, self.layout.recompute
         if isinstance(found, Budgeted):
             return found.repeats
-        return repeats(text, layers=max(len(found.forms), 1), whole=1.0, entry=0.0)
+        shape = shape_of(self.model)
+        written_out = shape is not None and shape.dropout > 0 and self.layout.cp == 1
+        return repeats(text, layers=max(len(found.forms), 1), whole=1.0, entry=0.0, written_out=written_out)
 
     def _kernels(self) -> AbstractContextManager[None]:
         return choice.plain() if self.parallel.options.kernels == "plain" else nullcontext()
