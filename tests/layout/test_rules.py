@@ -119,7 +119,7 @@ def test_s12_several_at_once():
             "pp=2,schedule=terapipe,recompute=budget:1GiB",
             {},
             "recompute",
-            [*"none full selective ops sqrt every:N".split()],
+            [*["none", "full", "selective", "ops", "sqrt", "every:N"]],
         ),
     ],
 )

@@ -100,7 +100,7 @@ def partitioned(elements: int, ranks: int) -> int:
 def segment_length(recompute: str, *, layers: float, in_flight: float = 1) -> int:
     """How many of a stage's layers are repeated at once, where so many microbatches of them are in flight."""
     kind, _, number = recompute.partition(":")
-    if kind == "full":
+    if kind in ("full", "budget"):
         return 1
     length = int(number) if kind == "every" else round(math.sqrt(layers * in_flight))
     return max(1, min(length, math.ceil(layers)))

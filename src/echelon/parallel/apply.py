@@ -95,6 +95,8 @@ class Parallel:
     """where tensor-parallel regions begin and end"""
     context: Context | None = None
     """how sequences are cut over cp"""
+    folded: bool = False
+    """some stage has experts that are folded over its ranks"""
     recomputed: Recomputed = field(default_factory=Recomputed)
     """what layers do about what backward needs"""
 
@@ -138,6 +140,7 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
             axes.add(name)
     context = spread(model, layout, axes, options.device) if layout.cp > 1 else None
     entries = expert.split(model, entries, layout, axes, boundary, context)
+    folded = any(entry.folded for entry in entries)
     if layout.dp > 1:
         batchnorm.synchronise(model, axes["dp"])
     if held is not None:
@@ -190,6 +193,7 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
         axes[tokens],
         boundary,
         context,
+        folded,
         recomputed,
     )
 
