@@ -16,6 +16,7 @@ from echelon.layout import Layout
 from echelon.models import sizes
 from echelon.models.mixture_config import MixtureConfig
 from echelon.models.sizes import ModelConfig
+from echelon.parallel.apply import Options
 from echelon.proof.case import Case
 from echelon.proof.verify import Prover
 from echelon.train.engine import Engine
@@ -102,6 +103,30 @@ def test_inputs_in_slices_and_in_an_arena_change_nothing(pool: Pool, recompute: 
 @pytest.mark.parametrize("recompute", ["full", "every:2"])
 def test_slices_are_gathered_as_claimed(pool: Pool, recompute: str) -> None:
     check(pool, GPT, f"tp=2,sp=0,microbatch=2,accumulate=2,recompute={recompute}", partition=True)
+
+
+def kept_inputs(layout: str, **options: Any) -> int:
+    """On a rank: bytes that forward leaves for backward."""
+    engine = Engine(models.build(GPT, "meta"), layout, SGD, options=Options(**options))
+    engine.model.train()
+    found: dict[int, int] = {}
+    held = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        held.append(tensor)
+        found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        engine.model(**engine.prepared(next(engine.microbatches(batch_of(GPT, 2, 64)))))
+    return sum(found.values())
+
+
+def test_slices_save_all_but_one_part_of_the_inputs(pool: Pool) -> None:
+    layout = "tp=4,sp=0,microbatch=2,recompute=full"
+    before, after = (pool.run(kept_inputs, 4, layout, partition=on) for on in (False, True))
+    inputs = GPT.layers * 2 * 64 * GPT.width * 4
+    assert [one - other for one, other in zip(before, after, strict=True)] == [3 * inputs // 4] * 4
 
 
 # -- buffers of a constant size ---------------------------------------------------------------------------------------

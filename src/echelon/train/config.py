@@ -265,8 +265,8 @@ def _idle(config: Config) -> dict[str, str]:
     if layout.zero != 3:
         idle |= dict.fromkeys(("shard.reshard_after_forward", "shard.prefetch"), f"zero={layout.zero}")
     idle |= {f"memory.{word}": why for word, why in idle_reason(layout).items()}
-    if layout.shards * layout.cp == 1:
-        idle["memory.buffer"] = f"zero={layout.zero}, dp={layout.dp}, where nothing is gathered"
+    if not layout.zero:
+        idle["memory.buffer"] = "zero=0, where nothing is gathered"
     elif config.shard.units:
         idle["memory.buffer"] = "shard.units, which says what is gathered at once"
     if layout.pp == 1:
