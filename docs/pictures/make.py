@@ -17,6 +17,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import context  # noqa: E402
 import curves  # noqa: E402
+import kept  # noqa: E402
 import mixtures  # noqa: E402
 import pipelines  # noqa: E402
 import splits  # noqa: E402
@@ -48,6 +49,7 @@ DRAWN: dict[str, Callable[[], str]] = {
     "sequence-slices": splits.sequence_slices,
     "backward-timeline": steps.backward_timeline,
     "recompute": steps.recompute,
+    "recompute-layers": kept.kept_over_layers,
     "loss-contract": steps.loss_contract,
     "same-mask": steps.same_mask,
     "pipeline-cut": pipelines.cut_model,

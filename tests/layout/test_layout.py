@@ -142,7 +142,8 @@ def test_runs_today(text):
         ("cp=4,cp_kind=ring-ulysses,ulysses=2", []),
         ("tp=8,tp_kind=2.5d,depth=2", []),
         ("dp=4,ep=2,etp=2", []),
-        ("recompute=selective", ["recompute"]),
+        ("recompute=selective", []),
+        ("recompute=budget:1.5GiB", []),
         ("offload=optimizer+disk", ["offload"]),
     ],
 )

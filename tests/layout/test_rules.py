@@ -115,6 +115,12 @@ def test_s12_several_at_once():
         ("dp=2,tp=2,cp=2,pp=2,ep=16", {}, "ep", [1, 2, 4, 8]),
         ("dp=2,etp=3", {}, "etp", [1, 2]),
         ("recompute=every:5", {"model": TINY}, "recompute", ["every:1 to every:4"]),
+        (
+            "pp=2,schedule=terapipe,recompute=budget:1GiB",
+            {},
+            "recompute",
+            [*["none", "full", "selective", "ops", "sqrt", "every:N"]],
+        ),
     ],
 )
 def test_one_broken_rule(text, facts, key, expected):

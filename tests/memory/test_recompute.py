@@ -1,28 +1,103 @@
-"""Recomputation keeps less: that it computes the same is test_transparency_options.py's business."""
+"""Every way to recompute on one device: equal gradients, and what is kept and repeated as the costs say."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from laid_out import SGD, batch_of, float64, largest_error, tiny, whole
+from living import LivingBytes
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+import echelon as ec
 from echelon import models
+from echelon.layout import Layout
+from echelon.memory.budget import Budgeted
+from echelon.memory.kept import Arena
+from echelon.memory.repeats import GIB, Again, idle_reason, repeats
 from echelon.models import sizes
+from echelon.models.mixture_config import MixtureConfig
+from echelon.models.sizes import ModelConfig
+from echelon.parallel.apply import Options
 from echelon.train.engine import Engine
+
+KINDS = ("full", "every:2", "every:3", "sqrt", "selective", "ops")
+MIXTURE = MixtureConfig(experts=4, k=2, ffn=16, gate="mixtral", dropout=0.2, dense=1)
+SHAPES = {
+    "llama": tiny(layers=5, dropout=0.1),
+    "gpt": tiny("gpt", layers=5, dropout=0.1, kv_heads=4),
+    "head norms": tiny(layers=3, dropout=0.1, head_norms=True),
+    "mixture": tiny(layers=4, dropout=0.1, mixture=MIXTURE),
+}
+
+
+def engine_of(shape: ModelConfig, recompute: str, **options: Any) -> Engine:
+    model = models.build(shape, "meta", dtype=torch.float64)
+    engine = Engine(model, f"recompute={recompute},accumulate=2", SGD, options=float64(**options))
+    engine.model.train()
+    return engine
+
+
+def gradients(shape: ModelConfig, recompute: str, **options: Any) -> dict[str, Tensor]:
+    """After two steps, of the second."""
+    engine = engine_of(shape, recompute, **options)
+    for step in range(2):
+        engine.step(batch_of(shape, 4, seed=step))
+    return whole(engine.parallel)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_are_equal_with_dropout(shape: str) -> None:
+    expected = gradients(SHAPES[shape], "none")
+    budget = f"budget:{0.6 * kept_by_layers(SHAPES[shape]) / GIB:.9f}GiB"
+    for kind in (*KINDS, budget):
+        assert largest_error(gradients(SHAPES[shape], kind), expected) < 1e-12, kind
+
+
+def kept_by_layers(shape: ModelConfig) -> float:
+    """Bytes of a microbatch that `none` keeps, as a rehearsal counts them."""
+    engine = engine_of(shape, "budget:1GiB")
+    engine.rehearse(next(engine.microbatches(batch_of(shape, 4))))
+    assert isinstance(engine.parallel.recomputed, Budgeted)
+    return engine.parallel.recomputed.peak
+
+
+def test_experts_are_counted_once() -> None:
+    loads = []
+    for kind in ("none", "every:2", "selective"):
+        engine = engine_of(SHAPES["mixture"], kind)
+        engine.step(batch_of(SHAPES["mixture"], 4))
+        loads.append([load.counts for load in engine.loads.ask()()])
+    assert loads[0] == loads[1] == loads[2]
+
+
+# -- modules that know nothing of us ----------------------------------------------------------------------------------
 
 
 class Own(nn.Module):
-    """A module that knows nothing of us."""
+    """Layers read what the layer before them made."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)
+            nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 16))
+            for _ in range(5)
         )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum(), len(x)
+
+
+class Residual(Own):
+    """Something is computed between layers."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, int]:
         for layer in self.layers:
@@ -30,10 +105,115 @@ class Own(nn.Module):
         return x.square().sum(), len(x)
 
 
-def kept(model: nn.Module, recompute: str, batch: dict[str, Tensor]) -> int:
-    """Bytes that forward leaves for backward, every storage once, parameters left out."""
-    engine = Engine(model, f"recompute={recompute}")
+class InPlace(Own):
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        for layer in self.layers:
+            x = layer(x)
+            x.mul_(0.5)
+        return x.square().sum(), len(x)
+
+
+class Nested(Own):
+    """Its own checkpoints are inside of ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.forward = Nested.again(layer.forward)
+
+    @staticmethod
+    def again(forward: Any) -> Any:
+        return lambda x: checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False)
+
+
+class Skips(Own):
+    """Layers are left out, and one reads what an early one made."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        first = self.layers[0](x)
+        x = self.layers[1](first)
+        x = self.layers[4](x + first)
+        return x.square().sum(), len(x)
+
+
+def own_gradients(kind: type[Own], recompute: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    engine = Engine(kind().double(), f"recompute={recompute}", SGD, options=float64())
     engine.model.train()
+    engine.step({"x": torch.randn(8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))})
+    return list(whole(engine.parallel).values())
+
+
+@pytest.mark.parametrize("recompute", ["full", "every:2", "sqrt", "ops", "budget:1GiB", "budget:0.00004GiB"])
+@pytest.mark.parametrize("kind", [Own, Residual, Nested, Skips])
+def test_a_module_of_ones_own(kind: type[Own], recompute: str) -> None:
+    if kind is Skips and recompute.startswith("budget"):
+        with pytest.raises(ValueError, match=r"did not call layers\.2"):
+            own_gradients(kind, recompute)
+    elif kind is Residual and recompute in ("every:2", "sqrt"):
+        with pytest.raises(ValueError, match=r"layers\.1 reads nothing that layers\.0 made.* use recompute=full"):
+            own_gradients(kind, recompute)
+    elif not (kind is Nested and recompute == "ops"):  # torch's own checkpoints do not nest in its selective ones
+        for found, expected in zip(own_gradients(kind, recompute), own_gradients(kind, "none"), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_what_was_changed_in_place_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"layers\.0 made was changed in place"):
+        own_gradients(InPlace, "every:2")
+
+
+def test_selective_needs_our_core() -> None:
+    with pytest.raises(ValueError, match=r"attention of layers\.0 .* use recompute=ops or full"):
+        Engine(Own(), "recompute=selective")
+
+
+def test_in_a_loop_of_ones_own() -> None:
+    for recompute in ("every:2", "budget:0.00003GiB"):
+        grads = []
+        for kind in ("none", recompute):
+            torch.manual_seed(0)
+            model = ec.wrap(Own().double(), f"recompute={kind}")
+            total, _ = model(torch.ones(8, 16, dtype=torch.float64))
+            total.backward()
+            grads.append([parameter.grad for parameter in model.parameters()])
+        for found, expected in zip(*grads, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+class Notes(nn.Module):
+    """Notes whether it runs under autocast."""
+
+    def __init__(self, notes: list[bool]) -> None:
+        super().__init__()
+        self.scale, self.notes = nn.Parameter(torch.ones(4)), notes
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.notes.append(torch.is_autocast_enabled("cpu"))
+        return x * self.scale.exp()
+
+
+def test_autocast_is_repeated() -> None:
+    notes: list[bool] = []
+    model = ec.wrap(nn.Sequential(*(Notes(notes) for _ in range(3))), "recompute=every:2")
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(torch.ones(2, 4))
+    out.sum().backward()
+    assert notes == [True] * 6
+
+
+# -- what is kept -----------------------------------------------------------------------------------------------------
+
+
+def kept(model: nn.Module, recompute: str, batch: dict[str, Tensor]) -> int:
+    return kept_by(Engine(model, f"recompute={recompute}", SGD), batch)
+
+
+def kept_by(engine: Engine, batch: dict[str, Tensor]) -> int:
+    """Bytes that forward leaves for backward, every storage once, parameters left out."""
+    engine.model.train()
+    microbatch = next(engine.microbatches(batch))
+    engine.rehearse(microbatch)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in engine.model.parameters()}
     found: dict[int, int] = {}
 
@@ -44,27 +224,182 @@ def kept(model: nn.Module, recompute: str, batch: dict[str, Tensor]) -> int:
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        total, _ = engine.model(**engine.prepared(next(engine.microbatches(batch))))
+        total, _ = engine.model(**engine.prepared(microbatch))
     found_bytes = sum(found.values())
-    total.backward()
+    del total
     return found_bytes
 
 
 @pytest.mark.parametrize(("name", "share"), [("llama-tiny", 0.8), ("gpt-tiny", 0.85)])
 def test_ops_keeps_less_than_none_and_more_than_full(name: str, share: float) -> None:
     size = replace(sizes.find(name), dropout=0.0)
-    tokens = torch.randint(0, size.vocab, (4, 65))
-    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    batch = batch_of(size, 4, 64)
     whole, some, least = (kept(models.build(size, "meta"), kind, batch) for kind in ("none", "ops", "full"))
     assert least < some < share * whole
 
 
+def test_every_nth_input_is_kept_and_nothing_else() -> None:
+    size = replace(sizes.find("gpt-tiny"), layers=7, dropout=0.1)
+    batch = batch_of(size, 4, 64)
+    found = {kind: kept(models.build(size, "meta"), kind, batch) for kind in ("full", "every:2", "every:3", "sqrt")}
+    entry = 4 * 64 * size.width * 4
+    outside = found["full"] - 7 * entry
+    assert found["every:2"] == outside + 4 * entry
+    assert found["every:3"] == found["sqrt"] == outside + 3 * entry
+
+
+def test_selective_drops_what_is_quadratic() -> None:
+    size = replace(sizes.find("gpt-tiny"), layers=2, dropout=0.1)
+    none, less = (
+        [kept(models.build(size, "meta"), kind, batch_of(size, 1, length)) for length in (64, 128)]
+        for kind in ("none", "selective")
+    )
+    assert less[1] < 2.1 * less[0] < 2.1 * none[0] < none[1]
+
+
+class Deep(nn.Module):
+    """So many layers of a transformer's sizes: inside, each has eight times its input."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8), nn.Tanh()) for _ in range(layers)
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum(), len(x)
+
+
+def living(layers: int, recompute: str) -> int:
+    """Most bytes that are alive at once in a step, of what is made in it."""
+    engine = Engine(Deep(layers), f"recompute={recompute}", SGD)
+    batch = {"x": torch.randn(4096, 8)}
+    engine.step(batch)
+    with LivingBytes() as seen:
+        engine.step(batch)
+    return seen.peak
+
+
+def slope(points: dict[int, int]) -> float:
+    """Of a line through the logarithms."""
+    xs, ys = [math.log(x) for x in points], [math.log(y) for y in points.values()]
+    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
+    rise = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
+    return rise / sum((x - mean_x) ** 2 for x in xs)
+
+
+def test_peak_activations_grow_as_the_root_of_the_layers() -> None:
+    depths = (4, 9, 16, 36, 64)
+    slopes = {kind: slope({layers: living(layers, kind) for layers in depths}) for kind in ("none", "full", "sqrt")}
+    print(f"slopes of peak bytes over layers: {slopes}")
+    assert 0.9 < slopes["none"] < 1.02
+    assert 0.4 < slopes["sqrt"] < 0.55
+    assert slopes["full"] < 0.7
+
+
+# -- what is repeated -------------------------------------------------------------------------------------------------
+
+
+def flops(model: nn.Module, recompute: str, batch: dict[str, Tensor]) -> int:
+    return flops_of(Engine(model, f"recompute={recompute}", SGD), batch)
+
+
+def flops_of(engine: Engine, batch: dict[str, Tensor]) -> int:
+    engine.model.train()
+    with FlopCounterMode(display=False) as counter:
+        engine.step(batch)
+    return int(counter.get_total_flops())
+
+
 def test_a_module_of_ones_own_repeats_operators_and_no_product() -> None:
-    found = []
-    for kind in ("none", "ops", "full"):
-        engine = Engine(Own(), f"recompute={kind}")
-        with FlopCounterMode(display=False) as flops:
-            engine.step({"x": torch.randn(8, 64)})
-        found.append(flops.get_total_flops())
-    none, ops, full = found
-    assert ops == none < full
+    batch = {"x": torch.randn(8, 16)}
+    none, ops, full, every = (flops(Own(), kind, batch) for kind in ("none", "ops", "full", "every:2"))
+    forward = 5 * 2 * 8 * (16 * 64 * 2)
+    last = 2 * 8 * 64 * 16  # of a segment's last layer: nothing reads what it gives
+    assert ops == none
+    assert full - none == forward - 5 * last
+    assert every - none == forward - 3 * last
+
+
+def test_repeated_flops_are_those_of_the_costs() -> None:
+    size = replace(sizes.find("gpt-tiny"), layers=6, dropout=0.1)
+    batch = batch_of(size, 2, 64)
+    found = {kind: flops(models.build(size, "meta"), kind, batch) for kind in ("none", *KINDS)}
+    tokens, width = 2 * 64, size.width
+    products = 2 * tokens * (4 * width * width + 2 * width * size.ffn)
+    core = 2 * 2 * tokens * 64 * width
+    assert found["ops"] == found["none"]
+    for kind in ("full", "every:2", "every:3", "sqrt"):
+        again, count = repeats(kind, layers=6, whole=1.0, entry=0.0), Again.of(kind, layers=6)
+        assert again.inputs * 6 == count.segments
+        # Dropout behind it reads what the last product of a segment's last layer gives: it is repeated too.
+        assert found[kind] - found["none"] == again.forward * 6 * (products + core), kind
+    # Probabilities times values are not: what they give is kept.
+    share = repeats("selective", layers=6, whole=1.0, entry=0.0, written_out=True).attention
+    assert found["selective"] - found["none"] == share * 6 * core
+
+
+# -- budgets ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "dropout"), [("llama", 0.0), ("gpt", 0.1)])
+def test_a_budget_is_met_and_used(family: str, dropout: float) -> None:
+    size = tiny(family, layers=16, dropout=dropout, kv_heads=4, width=32, ffn=96)
+    batch = batch_of(size, 2, 32)
+    full = Engine(models.build(size, "meta"), "recompute=full", SGD)
+    most, outside = kept(models.build(size, "meta"), "none", batch), kept_by(full, batch) - 16 * 2 * 32 * size.width * 4
+    for share in (0.3, 0.7):
+        budget = share * (most - outside)
+        engine = Engine(models.build(size, "meta"), f"recompute=budget:{budget / GIB:.9f}GiB", SGD)
+        found, chosen = kept_by(engine, batch) - outside, engine.parallel.recomputed
+        assert isinstance(chosen, Budgeted)
+        print(family, share, f"{chosen.peak / budget:.3f} of the budget:", *chosen.told())
+        assert 0.95 * budget <= chosen.peak <= budget
+        # Rotations are kept once, by whoever keeps anything of them.
+        assert sum(way.kept for way in chosen.chosen) == pytest.approx(found, rel=0.005)
+        assert found <= budget
+        assert flops_of(engine, batch) <= flops_of(full, batch)
+
+
+def test_a_budget_below_what_full_needs_is_refused_with_the_number() -> None:
+    shape = SHAPES["gpt"]
+    with pytest.raises(ValueError, match=r"less than it takes to repeat every layer .* use recompute=budget:") as told:
+        gradients(shape, "budget:0.000001GiB")
+    enough = str(told.value).partition("use recompute=")[2].partition(" ")[0]
+    assert largest_error(gradients(shape, enough), gradients(shape, "none")) < 1e-12
+
+
+# -- how inputs are kept ----------------------------------------------------------------------------------------------
+
+
+def test_an_arena_is_made_once_and_used_again() -> None:
+    shape = SHAPES["gpt"]
+    assert largest_error(gradients(shape, "every:2", arena=True), gradients(shape, "none")) < 1e-12
+    engine = engine_of(shape, "every:2", arena=True)
+    arena = engine.parallel.recomputed.segments[0].keep
+    assert isinstance(arena, Arena)
+    for step in range(3):
+        engine.step(batch_of(shape, 4, seed=step))
+        assert len(arena.blocks) == 1
+        assert arena.in_use == 0
+    assert arena.blocks[0].nbytes == 3 * 2 * 9 * shape.width * 8
+    block = arena.blocks[0].data_ptr()
+    engine.step(batch_of(shape, 4, 5))
+    assert [found.data_ptr() for found in arena.blocks] == [block]
+    engine.step(batch_of(shape, 4, 12))
+    assert [found.nbytes for found in arena.blocks] == [3 * 2 * 12 * shape.width * 8]
+
+
+def test_switches_that_would_do_nothing_are_refused() -> None:
+    for layout, word, why in (
+        ("recompute=full", "partition", "tp=1"),
+        ("recompute=none", "arena", "recompute=none"),
+        ("recompute=ops", "partition", "recompute=ops"),
+    ):
+        assert why in idle_reason(Layout.parse(layout))[word]
+        with pytest.raises(ValueError, match=f"memory.{word} has no effect with"):
+            Engine(models.build(SHAPES["gpt"], "meta"), layout, options=Options(**{word: True}))
+    assert "sp=1" in idle_reason(Layout.parse("tp=2,recompute=full"))["partition"]
+    assert not idle_reason(Layout.parse("tp=2,sp=0,recompute=full"))

@@ -28,7 +28,7 @@ LAYOUTS = (
     "tp=8,pp=4,schedule=interleaved,vpp=5,accumulate=32",
     "tp=8,pp=4,accumulate=32",
     "zero=3,recompute=full,accumulate=1",
-    "tp=8,pp=2,schedule=interleaved,vpp=20,accumulate=16,recompute=selective",
+    "tp=8,pp=2,schedule=interleaved,vpp=20,accumulate=16,recompute=selective,offload=params",
     "tp=4,pp=4,schedule=zb-v,accumulate=16",
     "tp=4,pp=2,cp=2,accumulate=16",
 )

@@ -156,6 +156,19 @@ def test_shard_options_have_an_effect_under_zero_3_only():
     assert Config.load(None, ["layout=zero=3", "shard.prefetch=2", "batch=4"], world=2).shard.prefetch == 2
 
 
+def test_memory_switches_that_would_do_nothing_are_refused():
+    given = ("memory.partition=true", "memory.arena=true", "memory.buffer=4")
+    found = faults_of("layout=dp=1", *given)
+    assert {name: fault.rule for name, fault in found.items()} == {
+        "memory.partition": "has no effect with recompute=none, which keeps no inputs of layers to repeat them",
+        "memory.arena": "has no effect with recompute=none, which keeps no inputs of layers to repeat them",
+        "memory.buffer": "has no effect with zero=0, where nothing is gathered",
+    }
+    assert "divided over tp already" in faults_of("layout=tp=2,recompute=full", given[0])["memory.partition"].rule
+    memory = Config.load(None, ["layout=tp=2,sp=0,zero=3,recompute=every:2", *given], world=4).memory
+    assert (memory.partition, memory.arena, memory.buffer) == (True, True, 4.0)
+
+
 def test_what_has_no_effect_is_not_written_so_that_the_file_loads_again(tmp_path):
     config = Config.load(None, [own(tmp_path)])
     (tmp_path / "config.toml").write_text(config.to_toml())

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import torch
-from laid_out import engine_of, float64, tiny
+from laid_out import batch_of, engine_of, float64, tiny
 from torch import nn
 
 from echelon.layout import Layout
@@ -32,6 +32,18 @@ def test_every_number_that_was_chosen_is_told_with_its_reason(pool):
     assert {"reduction", "units", "states per rank", "collectives"} <= rows.keys()
     assert all(value and why for value, why in rows.values())
     assert "vocabulary" not in rows, "nothing is padded without tensor parallelism"
+
+
+def test_what_a_budget_chose_and_what_segments_keep_is_told():
+    engine = engine_of(tiny(layers=4), "recompute=budget:0.0002GiB")
+    assert rows_of(engine)["recompute"][1] == "chosen with the first microbatch"
+    engine.rehearse(next(engine.microbatches(batch_of(tiny(), 4))))
+    value, why = rows_of(engine)["recompute"]
+    assert value.startswith("blocks.0")
+    assert value.endswith("none")
+    assert "of 0.0002 GiB at the fullest moment" in why
+    rows = rows_of(engine_of(tiny(layers=4), "recompute=every:3"))
+    assert rows["recompute"] == ("segments of 3 layers", "2 inputs are kept of 4 layers on a rank")
 
 
 def test_padding_and_copies_of_tensor_parallelism_are_told(pool):

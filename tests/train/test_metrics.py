@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from echelon.memory.repeats import Repeats
 from echelon.train import metrics
 
 CPU = torch.device("cpu")
@@ -13,15 +14,15 @@ def test_mfu_is_the_share_of_the_peak_that_the_mathematics_needs():
 
 def test_hfu_equals_mfu_without_recomputation_and_adds_a_forward_of_the_blocks_with_it():
     flops, blocks, speed, peak = 9e9, 6e9, 1e4, 1e15
-    none = metrics.recomputed_flops("none", blocks)
-    full = metrics.recomputed_flops("full", blocks)
+    none = metrics.recomputed_flops(Repeats(), blocks)
+    full = metrics.recomputed_flops(Repeats(forward=1.0), blocks)
     assert metrics.hfu(flops, speed, peak, recomputed=none) == metrics.mfu(flops, speed, peak)
     assert metrics.hfu(flops, speed, peak, recomputed=full) == pytest.approx(metrics.mfu(flops + 2e9, speed, peak))
 
 
-def test_a_recomputation_without_a_flop_count_is_refused():
-    with pytest.raises(ValueError, match="recompute=sqrt"):
-        metrics.recomputed_flops("sqrt", 1.0)
+def test_attention_alone_may_be_repeated():
+    assert metrics.recomputed_flops(Repeats(attention=1.0), 6e9, 3e9) == 1e9
+    assert metrics.recomputed_flops(Repeats(forward=0.5, attention=0.25), 6e9, 3e9) == 1.25e9
 
 
 @pytest.mark.parametrize(

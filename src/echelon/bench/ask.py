@@ -14,13 +14,14 @@ from echelon.bench.peers import PEERS, Peer
 from echelon.bench.request import US, Request
 from echelon.bench.shapes import ON_CPU, ON_CUDA, SHAPES, Shape
 from echelon.layout.faults import Fault, FaultError, did_you_mean
-from echelon.train.metrics import RECOMPUTED_SHARE
 
 PRECISIONS = ("fp32", "bf16", "fp8", "fp8-row")
 STATES = {"float32": 16, "bfloat16": 12}
 """the types of the optimizer's means, with the fewest bytes that a parameter then takes: copies, gradient, two means"""
 PARTS = ("devices", "steps")
 NOBODY = "none"
+RECOMPUTE = ("none", "ops", "selective", "full", "sqrt")
+"""what is compared; `budget` chooses among them, and `every:N` repeats what `full` does"""
 OF_STEPS = ("shapes", "precision", "peers", "against", "steps", "states", "recompute", "batch", "seq_len", "profile")
 """options that say nothing about devices"""
 
@@ -81,7 +82,7 @@ def _names(options: Options) -> Iterator[Fault]:
         for word in _words(getattr(options, key)):
             if word not in legal:
                 yield _unknown(key, word, legal)
-    for key, legal in {"only": PARTS, "states": STATES, "recompute": RECOMPUTED_SHARE}.items():
+    for key, legal in {"only": PARTS, "states": STATES, "recompute": RECOMPUTE}.items():
         word = getattr(options, key)
         if word and word not in legal:
             yield _unknown(key, word, legal)

@@ -9,6 +9,7 @@ from typing import Any
 from echelon.bench.ask import family
 from echelon.bench.process import Found
 from echelon.bench.request import US, Request
+from echelon.memory.repeats import repeats
 from echelon.train import metrics
 
 
@@ -61,7 +62,9 @@ def row_of(request: Request, found: Found, peak: float) -> Row:
         return replace(row, failed=found["failed"])
     model, rate = request.model, request.tokens / found["step_s"]
     flops = model.flops_per_token(request.seq_len)
-    again = metrics.recomputed_flops(request.recompute, flops - 6 * model.vocab * model.width)
+    repeated = repeats(request.recompute, layers=model.layers, whole=1.0, entry=0.0)
+    attention = flops - model.flops_per_token(0)
+    again = metrics.recomputed_flops(repeated, flops - 6 * model.vocab * model.width, attention)
     return replace(
         row,
         step_s=found["step_s"],

@@ -61,7 +61,10 @@ def command(
         ),
     ] = "",
     recompute: Annotated[
-        str, typer.Option(metavar="none|ops|full", help="Default: what the shape needs to fit.", show_default=False)
+        str,
+        typer.Option(
+            metavar="none|ops|selective|full|sqrt", help="Default: what the shape needs to fit.", show_default=False
+        ),
     ] = "",
     batch: Annotated[
         int | None, typer.Option(help="Sequences of a step. Default: the shape's.", show_default=False)

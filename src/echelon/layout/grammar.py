@@ -201,8 +201,7 @@ KEYS: tuple[Key, ...] = (
     Key(name="accumulate", kind=Number(), default="batch / (dp x microbatch), else 1",
         meaning="microbatches per step"),
     Key(name="recompute", kind=_RECOMPUTE, default="none",
-        meaning="what is recomputed in the backward pass", built=("none", "full", "ops"),
-        missing="this recomputation is"),
+        meaning="what is recomputed in the backward pass"),
     Key(name="offload", kind=Joined(parts=("optimizer", "params", "activations", "disk")), default="none",
         meaning="what lives off the device", built=("none",), missing="offloading is"),
 )

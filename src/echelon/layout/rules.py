@@ -251,6 +251,9 @@ def recompute_fits_layers(layout: Layout, facts: Facts) -> Iterator[Broken]:
     if model is not None and kind == "every" and model.layers and int(number) > model.layers:
         legal = f"every:1 to every:{model.layers}"
         yield Broken(("recompute",), f"is more than the model's layers ({model.name}: {model.layers})", legal=legal)
+    if kind == "budget" and layout.pp > 1 and layout.schedule == "terapipe":
+        rule = "counts what whole microbatches keep, and schedule=terapipe has slices of them"
+        yield Broken(("recompute",), rule, "or schedule=1f1b", legal="none, full, selective, ops, sqrt, every:N")
 
 
 SIZE_RULES: tuple[Rule, ...] = (fills_world, fills_batch)

@@ -3,16 +3,21 @@
 none         everything that backward reads is kept
 full         a layer keeps its input; its forward is done again
 every:N      only every Nth layer keeps its input; N layers are repeated, and are there at once
-sqrt         every:N with N the root of the layers: the least memory of all
+sqrt         every:N with N the root of the layers: memory grows with that root
 selective    attention's scores and what follows from them are not kept, and done again
 ops          outputs of products and of attention are kept; operators between them are done again
-budget:NGiB  as many layers as it takes keep their input only, so that the others fit
+budget:NGiB  layers do one or another of these so that all fit (budget.py). Here, as many as it takes do `ops`, and
+             where that is not enough, `full`
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from echelon.layout import Layout
 
 GIB = 1 << 30
 OPERATORS = 0.45
@@ -37,6 +42,70 @@ class Repeats:
     """attention's scores are not kept"""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Again:
+    """How many of a rank's layers are repeated in backward, for counting messages."""
+
+    plain: int = 0
+    """without experts"""
+    plain_tails: int = 0
+    """of them, the last of their segments: what they give is not made again"""
+    mixed: int = 0
+    """with experts"""
+    mixed_tails: int = 0
+    cores: int = 0
+    """layers of which attention's core alone is repeated"""
+
+    @property
+    def layers(self) -> int:
+        return self.plain + self.mixed
+
+    @property
+    def segments(self) -> int:
+        return self.plain_tails + self.mixed_tails
+
+    @classmethod
+    def of(cls, recompute: str, *, layers: int, mixtures: int = 0, in_flight: int = 1) -> Again:
+        """Of so many layers of one stage, `mixtures` of them with experts, and these at the end."""
+        kind = recompute.partition(":")[0]
+        if kind == "selective":
+            return cls(cores=layers)
+        if kind not in ("full", "every", "sqrt"):
+            return cls()
+        length, plain = segment_length(recompute, layers=layers, in_flight=in_flight), layers - mixtures
+        tails = [min(start + length, layers) for start in range(0, layers, length)]
+        first = sum(tail <= plain for tail in tails)
+        return cls(plain=plain, plain_tails=first, mixed=mixtures, mixed_tails=len(tails) - first)
+
+
+def idle_reason(layout: Layout) -> dict[str, str]:
+    """Switches that would do nothing in a layout, each with why (kept.py)."""
+    kind = layout.recompute.partition(":")[0]
+    if kind not in ("full", "every", "sqrt", "budget"):
+        why = f"recompute={layout.recompute}, which keeps no inputs of layers to repeat them"
+        return {"partition": why, "arena": why}
+    if layout.tp == 1:
+        return {"partition": "tp=1, where no other rank has the same inputs"}
+    if layout.sp or layout.tp_kind != "1d":
+        what = "sp=1" if layout.sp else f"tp_kind={layout.tp_kind}"
+        return {"partition": f"{what}, where inputs are divided over tp already"}
+    return {}
+
+
+def partitioned(elements: int, ranks: int) -> int:
+    """Elements of a slice, padding included."""
+    return -(-elements // ranks)
+
+
+def segment_length(recompute: str, *, layers: float, in_flight: float = 1) -> int:
+    """How many of a stage's layers are repeated at once, where so many microbatches of them are in flight."""
+    kind, _, number = recompute.partition(":")
+    if kind in ("full", "budget"):
+        return 1
+    length = int(number) if kind == "every" else round(math.sqrt(layers * in_flight))
+    return max(1, min(length, math.ceil(layers)))
+
+
 def repeats(
     recompute: str,
     *,
@@ -45,22 +114,34 @@ def repeats(
     entry: float,
     operators: float = OPERATORS,
     passing: float = 1.0,
+    written_out: bool = False,
 ) -> Repeats:
     """`layers` are those in flight on a rank, `whole` the bytes of one's activations, `entry` those of its input.
 
     Of a model that was counted: `operators` is the share of its activations that operators between products made, and
-    `passing` what making them again takes of what those operators took.
+    `passing` what making them again takes of what those operators took. Where scores are `written_out`, a repetition of
+    attention's core ends with them: what they make of the values is kept.
     """
     kind, _, number = recompute.partition(":")
     if kind in ("full", "every", "sqrt"):
-        every = 1 if kind == "full" else int(number) if kind == "every" else max(1, round(math.sqrt(layers)))
+        every = segment_length(recompute, layers=layers)
         return Repeats(forward=1.0, kept=0.0, inputs=1 / every, together=every)
     if kind == "selective":
-        return Repeats(attention=1.0, passing=0.5, drops_scores=True)
+        return Repeats(attention=0.5 if written_out else 1.0, passing=0.5, drops_scores=True)
     if kind == "ops":
         return Repeats(passing=passing, kept=1 - operators)
     if kind == "budget":
-        room = float(number.removesuffix("GiB")) * GIB
-        share = min(1.0, max(0.0, (layers * whole - room) / max(layers * (whole - entry), 1.0)))
-        return Repeats(forward=share, kept=1 - share, inputs=share, together=int(share > 0))
+        room = float(number.removesuffix("GiB")) * GIB / max(layers, 1.0)
+        less = (1 - operators) * whole
+        if room >= less:
+            share = min(1.0, max(0.0, (whole - room) / max(whole - less, 1.0)))
+            return Repeats(passing=share * passing, kept=1 - share * operators)
+        share = min(1.0, (less - room) / max(less - entry, 1.0))
+        return Repeats(
+            forward=share,
+            passing=(1 - share) * passing,
+            kept=(1 - share) * (1 - operators),
+            inputs=share,
+            together=1,
+        )
     return Repeats()

@@ -7,6 +7,7 @@ see each other are on different devices or come one slice after another.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -93,10 +94,17 @@ class Reach(Protocol):
         ...
 
 
+Heads = tuple[Tensor, Tensor, Tensor]
+"""queries, keys and values"""
+Prepare = Callable[[Tensor, Tensor, Tensor, Seen], Heads]
+
+
 class Core(nn.Module):
     """What attention does between its projections: q [B, H, T, head_dim], k and v of as many heads or fewer.
 
-    Values may have other head dims than queries and keys, and their own is that of the result."""
+    Values may have other head dims than queries and keys, and their own is that of the result. With `prepare` q, k and
+    v are what the projections made, of any shapes, and it makes of them what attends: norms of heads and rotations are
+    then repeated with the core (recompute=selective)."""
 
     reach: Reach | None = None
     """takes over; none: all tokens are at hand"""
@@ -105,8 +113,10 @@ class Core(nn.Module):
         super().__init__()
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, prepare: Prepare | None = None) -> Tensor:
         """[B, H, T, head_dim]"""
+        if prepare is not None:
+            q, k, v = prepare(q, k, v, seen)
         if self.reach is not None:
             return self.reach.attend(self, q, k, v, seen)
         return self.at_hand(q, k, v, seen)
@@ -138,6 +148,8 @@ class Attention(nn.Module):
     """what `o` reads is found where attention keeps it, and not kept once more in another type"""
     share_input = ("q", "k", "v")
     """layers that read one input and are asked for their outputs together"""
+    rotates_in_place = True
+    """nothing but the rotation is between the projections and the core: a kernel may do it where the product lies"""
 
     def __init__(self, width: int, heads: int, kv_heads: int, *, head_dim: int = 0, bias: bool, dropout: float) -> None:
         super().__init__()
@@ -149,20 +161,26 @@ class Attention(nn.Module):
         self.o = Linear(heads * self.head_dim, width, bias=bias)
 
     def forward(self, x: Tensor, seen: Seen) -> Tensor:
-        y = self.core(*self._rotated(x, seen.turn), seen).transpose(1, 2).flatten(2)
+        y = self._attend(x, seen).transpose(1, 2).flatten(2)
         if self.remake:
             kept = y.detach()
             note.write(y, Note(again=lambda _gradient: kept))
         out: Tensor = self.o(y)
         return out
 
-    def _rotated(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _attend(self, x: Tensor, seen: Seen) -> Tensor:
         parts = (self.q, self.k, self.v)
-        if rotation is not None and one_product(x, *parts):
+        if self.rotates_in_place and seen.turn is not None and one_product(x, *parts):
             heads, kv_heads = (len(part.weight) // self.head_dim for part in parts[:2])
-            return rotated_heads(project(x, *parts), rotation, heads, kv_heads)
-        q, k, v = (self._heads(y) for y in each(x, *parts))
-        return (q, k, v) if rotation is None else (rotate(q, rotation), rotate(k, rotation), v)
+            out: Tensor = self.core(*rotated_heads(project(x, *parts), seen.turn, heads, kv_heads), seen)
+        else:
+            out = self.core(*each(x, *parts), seen, self._prepare)
+        return out
+
+    def _prepare(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> Heads:
+        """From what the projections made to what attends."""
+        q, k, v = (self._heads(y) for y in (q, k, v))
+        return (q, k, v) if seen.turn is None else (rotate(q, seen.turn), rotate(k, seen.turn), v)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(x.shape[0], x.shape[1], -1, self.head_dim).transpose(1, 2)

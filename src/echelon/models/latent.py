@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from echelon.kernels import note
 from echelon.kernels.note import Note
 from echelon.kernels.rope import rotate
-from echelon.models.attention import Core, Seen
+from echelon.models.attention import Core, Heads, Seen
 from echelon.models.latent_config import LatentConfig
 from echelon.models.linear import Linear, each
 from echelon.models.norm import RMSNorm
@@ -45,15 +45,21 @@ class LatentHeads(nn.Module):
 
     def forward(self, narrow: Tensor, seen: Seen) -> Tensor:
         """[B, T, heads x value_dim]"""
-        latent, turn = self.latent, seen.turn
-        assert turn is not None, "latent attention turns by the position, and there are no angles"
+        assert seen.turn is not None, "latent attention turns by the position, and there are no angles"
         of_query, of_kv, of_key = narrow.split(self.parts, dim=-1)
-        q_nope, q_rope = _heads(self.q(of_query), latent.nope_dim, latent.rope_dim)
-        k_nope, v = _heads(self.kv(of_kv), latent.nope_dim, latent.value_dim)
-        k_rope = rotate(of_key.unsqueeze(1), turn).expand(-1, k_nope.shape[1], -1, -1)
-        q, k = torch.cat((q_nope, rotate(q_rope, turn)), dim=-1), torch.cat((k_nope, k_rope), dim=-1)
-        out: Tensor = self.core(q, k, v, seen).transpose(1, 2).flatten(2)
+        y = self.core(self.q(of_query), of_key, self.kv(of_kv), seen, self._prepare)
+        out: Tensor = y.transpose(1, 2).flatten(2)
         return out
+
+    def _prepare(self, query: Tensor, key: Tensor, kv: Tensor, seen: Seen) -> Heads:
+        """The note's second half, from what `q` and `kv` made and the turning part of the keys."""
+        latent, turn = self.latent, seen.turn
+        assert turn is not None
+        q_nope, q_rope = _heads(query, latent.nope_dim, latent.rope_dim)
+        k_nope, v = _heads(kv, latent.nope_dim, latent.value_dim)
+        k_rope = rotate(key.unsqueeze(1), turn).expand(-1, k_nope.shape[1], -1, -1)
+        q, k = torch.cat((q_nope, rotate(q_rope, turn)), dim=-1), torch.cat((k_nope, k_rope), dim=-1)
+        return q, k, v
 
 
 class LatentAttention(nn.Module):

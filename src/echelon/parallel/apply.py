@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +11,11 @@ from torch import nn
 from echelon import rng
 from echelon.layout import Layout, Mesh
 from echelon.layout.placement import Entry, Placement, units_of
-from echelon.memory import recompute
+from echelon.memory.budget import Budgeted
+from echelon.memory.kept import Arena, Keep, Partition, whole
+from echelon.memory.recompute import Part, Policy, Recomputed
+from echelon.memory.repeats import idle_reason, segment_length
+from echelon.models.chain import inside
 from echelon.models.splits import split_of
 from echelon.parallel import batchnorm, expert, grid, shard, stages, tensor
 from echelon.parallel.axis import ALONE, Axes, Axis, enumerate_groups, world_rank
@@ -23,6 +27,8 @@ from echelon.precision import fp8
 
 EXPERTS = "edp"
 WORLD = "pp*replica*shard*cp*tp"
+AGREEING = "replica*shard*cp*tp"
+"""ranks of one stage, which must choose alike"""
 
 
 def axes_of(policy: shard.Policy, tokens: str) -> tuple[str, ...]:
@@ -55,6 +61,12 @@ class Options:
     """of each link of the model's chain by its name, to balance them by; empty counts parameters"""
     slices: tuple[int, ...] = ()
     """lengths of TeraPipe's slices; empty chooses them"""
+    partition: bool = False
+    """inputs of layers that are repeated are divided over tp until then (sp=0)"""
+    arena: bool = False
+    """they are copied into memory set aside for them"""
+    buffer: int = 0
+    """bytes of parameters that are gathered or reduced at once, at most, as far as modules can be told apart; 0: any"""
     own_loop: bool = False
     """the loop and the optimizer are the user's own (train/wrap.py)"""
     leave_out: str = ""
@@ -86,6 +98,8 @@ class Parallel:
     """how sequences are cut over cp"""
     folded: bool = False
     """some stage has experts that are folded over its ranks"""
+    recomputed: Recomputed = field(default_factory=Recomputed)
+    """what layers do about what backward needs"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +110,9 @@ class Held:
     """by rank of pp"""
     stages: tuple[tuple[str, ...], ...]
     """by stage of this rank"""
+    in_flight: tuple[tuple[int, ...], ...] = ()
+    """microbatches of each stage of this rank that are between forward and backward, at every moment that may be the
+    fullest"""
 
 
 def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None = None) -> Parallel:
@@ -132,14 +149,13 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
             axes.add(name)
         entries = stages.held_entries(entries, held.ranks, axes.at["pp"])
         stages.prune(model, held.ranks[axes.at["pp"]])
-    if layout.recompute != "none":
-        recompute.apply(model, shard.layers(model), stream, layout.recompute, split=layout.tp > 1, spread=layout.cp > 1)
+    recomputed = _recompute(model, layout, options, stream, axes, held)
     if options.products != "same":
         grid.refuse_narrow(layout, options.products)
         fp8.check(options.device, options.compute, options.kernels)
         kept = layout.accumulate > 1 and layout.zero < 3  # whole weights would be kept that zero=3 lets go of
         fp8.apply(model, shard.layers(model), options.products, keeps_weights=kept)
-    units = shard.choose_units(model, options.units)
+    units = shard.choose_units(model, options.units, limit=options.buffer // options.compute.itemsize)
     experts = shard.experts_policy(layout, policy)
     moves = {
         folded: (found, axes.axis(found.axis), axes.axis(found.replica_axis))
@@ -162,8 +178,21 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
     )
     flat.fill(values)
     move_buffers(model, options.device, options.compute)
+    recomputed.tell(flat.make_whole)
     return Parallel(
-        model, layout, axes, placement, flat, stream, policy, options, axes[tokens], boundary, context, folded
+        model,
+        layout,
+        axes,
+        placement,
+        flat,
+        stream,
+        policy,
+        options,
+        axes[tokens],
+        boundary,
+        context,
+        folded,
+        recomputed,
     )
 
 
@@ -188,6 +217,40 @@ def coordinates(axes: Axes, rank: int, policy: shard.Policy, experts: shard.Poli
             ranks = next(ranks for ranks in enumerate_groups(axes.mesh, axis) if rank in ranks)
             found[name] = ranks.index(rank)
     return found
+
+
+def _recompute(
+    model: nn.Module, layout: Layout, options: Options, stream: rng.Stream, axes: Axes, held: Held | None
+) -> Recomputed:
+    """Layers repeat what they do not keep."""
+    names = shard.layers(model)
+    stages = held.stages if held is not None else (names,)
+    flights = held.in_flight if held is not None else ((1,),)
+    parts, left = [], list(names)
+    for stage, counts in zip(stages, zip(*flights, strict=True), strict=True):
+        mine = [name for name in left if any(inside(name, other) or inside(other, name) for other in stage)]
+        left = [name for name in left if name not in mine]
+        parts.append(Part(tuple(mine), max(counts)))
+    keep = _keep(layout, options, axes, parts)
+    policy = Policy(model, stream, keep=keep, split=layout.tp > 1, spread=layout.cp > 1)
+    if layout.recompute.startswith("budget"):
+        axes.add(AGREEING)
+        return Budgeted(policy, layout.recompute, parts, flights, axes[AGREEING], axes["pp"])
+    return policy.apply(layout.recompute, parts)
+
+
+def _keep(layout: Layout, options: Options, axes: Axes, parts: Sequence[Part]) -> Keep:
+    """How inputs of layers that are repeated are kept."""
+    reason = idle_reason(layout)
+    for word in ("partition", "arena"):
+        if getattr(options, word) and (why := reason.get(word)):
+            raise ValueError(f"memory.{word} has no effect with {why}; leave it out")
+    keep: Keep = Partition(axes["tp"]) if options.partition else whole
+    if not options.arena:
+        return keep
+    lengths = (segment_length(layout.recompute, layers=len(p.names), in_flight=p.in_flight) for p in parts)
+    places = sum(p.in_flight * -(-len(p.names) // length) for p, length in zip(parts, lengths, strict=True))
+    return Arena(places, keep)
 
 
 def tokens_of(layout: Layout) -> tuple[str, ...]:

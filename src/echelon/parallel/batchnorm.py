@@ -99,10 +99,10 @@ def synchronise(model: nn.Module, axis: Axis) -> int:
 
 
 def collectives(
-    channels: Iterable[int], *, accumulate: int, element_bytes: int, recompute: bool = False
+    channels: Iterable[int], *, accumulate: int, element_bytes: int, repeated: bool = False
 ) -> Iterable[Collective]:
     """Per layer and microbatch: (channels + 1) and channels elements, in forward, its repetition, and backward."""
-    passes = 3 if recompute else 2
+    passes = 3 if repeated else 2
     for count in channels:
         for size in (count + 1, count):
             yield Collective(
@@ -114,6 +114,8 @@ def collectives(
             )
 
 
-def channels_of(model: nn.Module) -> list[int]:
-    """The channels of every synchronised BatchNorm."""
-    return [module.num_features for module in model.modules() if isinstance(module, SynchronisedBatchNorm)]
+def channels_of(model: nn.Module) -> dict[str, int]:
+    """The channels of every synchronised BatchNorm, by its name."""
+    return {
+        name: module.num_features for name, module in model.named_modules() if isinstance(module, SynchronisedBatchNorm)
+    }

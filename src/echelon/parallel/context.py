@@ -21,6 +21,7 @@ from math import lcm
 from echelon.layout import Layout
 from echelon.layout.cost import Collective
 from echelon.layout.rules import tp_side
+from echelon.memory.repeats import Again
 from echelon.parallel.tensor import Traffic
 from echelon.parallel.zigzag import Zigzag
 
@@ -54,7 +55,7 @@ def slice_length(layout: Layout, seq_len: int) -> int:
     return Zigzag(layout.cp // layout.ulysses, layout.ulysses, seq_len).padded // layout.cp
 
 
-def of_traffic(traffic: Traffic, layout: Layout, place: int = -1) -> Iterable[Collective]:
+def of_traffic(traffic: Traffic, layout: Layout, place: int = -1, again: Again | None = None) -> Iterable[Collective]:
     """What a step of a transformer issues over cp."""
     side, head_dim = tp_side(layout) or 1, traffic.head_dim or traffic.width // traffic.heads
     return collectives(
@@ -72,6 +73,7 @@ def of_traffic(traffic: Traffic, layout: Layout, place: int = -1) -> Iterable[Co
         element_bytes=traffic.element_bytes,
         causal=traffic.causal,
         place=place,
+        repeated=again,
     )
 
 
@@ -85,8 +87,10 @@ def collectives(
     element_bytes: int,
     causal: bool = True,
     place: int = -1,
+    repeated: Again | None = None,
 ) -> Iterable[Collective]:
-    """What a step issues over cp for so many layers; `batch` sequences are in a microbatch.
+    """What a step issues over cp for so many layers; `batch` sequences are in a microbatch. `repeated` says which
+    layers are, where the layout does not.
 
     A ring's ranks differ under a causal mask in the keys whose gradients they find: this is the one at `place`, or one
     in the middle.
@@ -98,14 +102,15 @@ def collectives(
     copies = lcm(layout.ulysses, widths.kv_heads) // widths.kv_heads  # to every rank that has a query of theirs
     moved = tokens * widths.keys_and_values * copies
     times = layers * layout.accumulate
-    again = times if layout.recompute == "full" else 0
+    repeated = repeated or Again.of(layout.recompute, layers=layers)
+    whole, again = (count * layout.accumulate for count in (repeated.layers, repeated.layers + repeated.cores))
     if layout.ulysses > 1:
         yield from ulysses(
             "ulysses" if outer > 1 else "cp",
             there_bytes=(tokens * widths.queries + moved) * element_bytes,
             back_bytes=tokens * (widths.results or widths.queries) * element_bytes,
             times=times,
-            again=again,
+            again=(again, whole),
         )
     axis, size = "ring" if layout.ulysses > 1 else "cp", moved * element_bytes
     if layout.cp_kind == "gather":
@@ -138,8 +143,10 @@ def gather(
     )
 
 
-def ulysses(axis: str, *, there_bytes: int, back_bytes: int, times: int, again: int) -> Iterable[Collective]:
-    """ulysses.py: there and back, in forward and in backward."""
-    count = 2 * times + again
-    yield Collective(kind="all_to_all", axis=axis, bytes=there_bytes, count=count, part="heads")
-    yield Collective(kind="all_to_all", axis=axis, bytes=back_bytes, count=count, part="heads")
+def ulysses(
+    axis: str, *, there_bytes: int, back_bytes: int, times: int, again: tuple[int, int]
+) -> Iterable[Collective]:
+    """ulysses.py: there and back, in forward and in backward. A core that is repeated alone need not come back."""
+    there, back = (2 * times + more for more in again)
+    yield Collective(kind="all_to_all", axis=axis, bytes=there_bytes, count=there, part="heads")
+    yield Collective(kind="all_to_all", axis=axis, bytes=back_bytes, count=back, part="heads")

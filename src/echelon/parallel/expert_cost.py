@@ -43,7 +43,7 @@ class Routed:
     dropout: bool = False
     """inside the experts"""
     followed: bool = False
-    """by dropout: recomputation then repeats the layer's last message too"""
+    """by dropout, or by a layer that is repeated together with it: recomputation then repeats its last message too"""
     nodes: float = 0.0
     """that a token goes to, where it goes by way of them; 0: as many as k experts lie on that are picked without aim"""
 
@@ -57,9 +57,11 @@ def nodes_of(k: float, nodes: int) -> float:
     return float(nodes * (1 - (1 - 1 / nodes) ** k))
 
 
-def collectives(layout: Layout, routed: Routed) -> Iterator[Collective]:
-    """Of a step on one rank, rounds aside."""
-    passes = 2 if layout.recompute == "full" else 1  # forward ones
+def collectives(layout: Layout, routed: Routed, *, repeated: bool | None = None) -> Iterator[Collective]:
+    """Of a step on one rank, rounds aside. `repeated` says whether the layers are, where the layout does not."""
+    if repeated is None:
+        repeated = layout.recompute.partition(":")[0] in ("full", "every", "sqrt")
+    passes = 2 if repeated else 1  # forward ones
     for item, times in (*_scores(layout, routed, passes), *_rows(layout, routed, passes)):
         count = item.count * times * routed.layers * layout.accumulate
         yield Collective(kind=item.kind, axis=item.axis, bytes=item.bytes, count=count, part=item.part)

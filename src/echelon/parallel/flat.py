@@ -139,6 +139,12 @@ class Flat:
         for unit in self.units:
             unit.free_gradients()
 
+    def make_whole(self, module: nn.Module) -> None:
+        """Before a layer is repeated in backward, whose hooks then do not run. Backward through it frees it."""
+        for unit in self.units:
+            if unit.policy.free_parameters and self._modules.get(unit.unit.name) is module:
+                unit.gather()
+
     @contextmanager
     def outside_gathered(self) -> Iterator[None]:
         """All but the layers whole, for calls of the model's methods other than its forward, which no hook sees."""
@@ -223,9 +229,12 @@ class Flat:
                 other.start_gather()
 
         def before_forward(_module: nn.Module, _args: Any) -> None:
-            gather_with(ahead)
+            # In a repetition, what comes after this module may have gone backward already.
+            gather_with([other for other in ahead if self.pipelined or not _is_through(other)])
 
         def before_backward(_gradient: Tensor) -> None:
+            if _is_through(unit):
+                return  # another output of the module asked before, and its gradients are all there
             gather_with([other for other in behind if not other.complete])
 
         def after_forward(_module: nn.Module, _args: Any, output: Any) -> None:
@@ -239,6 +248,11 @@ class Flat:
 
         module.register_forward_pre_hook(before_forward)
         module.register_forward_hook(after_forward)
+
+
+def _is_through(unit: FlatUnit) -> bool:
+    """All gradients of the microbatch at hand are there."""
+    return unit.all_trainable and unit.complete
 
 
 def _nothing() -> None:

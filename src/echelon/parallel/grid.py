@@ -313,11 +313,11 @@ class _Split:
 
 
 def collectives(model: nn.Module, layers: Iterable[str], traffic: Traffic, layout: Layout) -> Iterable[Collective]:
-    """What a step issues for the divided modules of a model, of which `layers` are recomputed if any are.
+    """What a step issues for the divided modules of a model, of which `layers` are repeated in backward.
 
     Gradients of which a rank has only a part are summed once a step beside this (tensor.partial_sums).
     """
-    inside = tuple(f"{name}." for name in layers) if layout.recompute == "full" else ()
+    inside = tuple(f"{name}." for name in layers)
     parts = [
         (module.cost, int(name.startswith(inside)))
         for name, module in model.named_modules()

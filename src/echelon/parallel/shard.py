@@ -16,7 +16,7 @@ replicas otherwise. `flat.py` executes this.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -126,13 +126,16 @@ def _listed(model: nn.Module) -> tuple[str, ...]:
     return tuple(name for name in found if not any(name.startswith(other + ".") for other in found))
 
 
-def choose_units(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, bool]:
+def choose_units(model: nn.Module, patterns: Sequence[str] = (), *, limit: int = 0) -> dict[str, bool]:
     """The modules that form units of their own, each with whether it is kept whole from forward to backward.
 
     Those that the patterns name; or without patterns the elements of lists of layers, and what is as large as one. What
     is in no list is kept, as the root is: only a list's elements are sure to be used through their own forward, where
     hooks gather them (`F.linear(x, self.embed.weight)` calls no module). What is small rides in the root's unit, since
     a small collective is all latency. A pattern that matches nothing is an error.
+
+    With a `limit`, a layer of more elements is no unit, but its parts are, and so on, down to modules that own their
+    parameters themselves.
     """
     modules = {name: module for name, module in model.named_modules() if name}
     if patterns:
@@ -141,7 +144,24 @@ def choose_units(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, bo
     children = [name for name, _ in model.named_children() if not any(_inside(layer, name) for layer in listed)]
     sizes = {name: sum(p.numel() for p in modules[name].parameters()) for name in [*listed, *children]}
     enough = max(max((sizes[name] for name in listed or children), default=0) / 2, 1)
-    return {name: name not in listed for name in _outermost(n for n in modules if sizes.get(n, 0) >= enough)}
+    chosen = {name: name not in listed for name in _outermost(n for n in modules if sizes.get(n, 0) >= enough)}
+    if not limit:
+        return chosen
+    return {part: kept for name, kept in chosen.items() for part in ([name] if kept else _cut(modules, name, limit))}
+
+
+def _cut(modules: Mapping[str, nn.Module], name: str, limit: int) -> list[str]:
+    """The largest parts of a module of no more than `limit` elements, or that own parameters themselves.
+
+    What is a hundred times smaller rides in the root's unit."""
+    module = modules[name]
+    size = sum(p.numel() for p in module.parameters())
+    own = any(True for _ in module.parameters(recurse=False))
+    if size <= limit or own:
+        return [name] if 100 * size >= limit else []
+    if type(module).__name__ in ("ModuleList", "ModuleDict") or any(True for _ in module.children()):
+        return [part for child, _ in module.named_children() for part in _cut(modules, f"{name}.{child}", limit)]
+    return [name]
 
 
 def _matching(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -> list[str]:
@@ -174,10 +194,12 @@ def collectives(
     reduce_bytes: int,
     stages: Mapping[str, int] | None = None,
     experts: Policy | None = None,
+    repeated: Collection[str] = (),
 ) -> Iterable[Collective]:
     """What one step issues, unit by unit. `compute_bytes` and `reduce_bytes` are the sizes of one element.
 
-    `experts` is the policy of their units.
+    `experts` is the policy of their units. Units in `repeated` lie inside layers that are repeated, which gathers and
+    frees them once more.
 
     In a pipeline `stages` says how many of a rank's stages use each unit. There a unit is reduced after each of them,
     what is kept is gathered once a step, and layers are freed after every use.
@@ -191,6 +213,8 @@ def collectives(
             # The last layer is not freed in between: backward needs it first.
             again = (plan.reshard_after_forward or stages is not None) and not unit.kept and index != last
             gathers = (2 if again else 1) * accumulate if plan.free_parameters else 1
+            if plan.free_parameters and again and unit.name in repeated:
+                gathers += accumulate
             if stages is not None and unit.kept:
                 gathers = 1
             scatters = accumulate * (stages[unit.name] if stages else 1) if plan.scatter_every_microbatch else 1

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, cast
 from echelon.layout import Layout
 from echelon.layout.cost import Collective
 from echelon.layout.placement import Cut, Entry, Unit
+from echelon.memory.repeats import Again, partitioned
 from echelon.parallel import sequence
 
 if TYPE_CHECKING:
@@ -249,18 +250,27 @@ class Traffic:
         )
 
 
-def collectives(traffic: Traffic, layout: Layout) -> Iterable[Collective]:
-    """What one step issues over tp for a transformer, apart from the once-a-step sums of `partial_sums`."""
+def collectives(
+    traffic: Traffic, layout: Layout, again: Again | None = None, *, partition: bool = False
+) -> Iterable[Collective]:
+    """What one step issues over tp for a transformer, apart from the once-a-step sums of `partial_sums`.
+
+    `again` says which layers are repeated, where the layout does not; with `partition` their inputs are gathered.
+    """
     if layout.tp == 1:
         return
     steps, t = layout.accumulate, traffic
-    crossed = _Crossings.of(t)
-    again = layout.recompute == "full"
+    again = again or Again.of(layout.recompute, layers=t.layers, mixtures=t.mixtures)
+    crossed = _Crossings.of(t, again)
+    if partition and again.segments:
+        size = partitioned(t.batch * t.seq_len * t.width, layout.tp) * layout.tp * t.element_bytes
+        count = again.segments * steps
+        yield Collective(kind="all_gather", axis="tp", bytes=size, count=count, part="kept inputs")
     if layout.sp:
-        gathered, scattered = crossed.gathered(again), crossed.scattered(again)
+        gathered, scattered = crossed.gathered(), crossed.scattered()
         yield from sequence.boundary_collectives(layout, t.batch, t.seq_len, t.element_bytes, gathered, scattered)
     else:
-        for elements, count in crossed.reduced(again).items():
+        for elements, count in crossed.reduced().items():
             size = t.batch * t.seq_len * elements * t.element_bytes
             yield Collective(kind="all_reduce", axis="tp", bytes=size, count=count * steps, part="activations")
     if not t.last:
@@ -280,32 +290,36 @@ class _Crossings:
     leave_again: Counter[int]
 
     @classmethod
-    def of(cls, t: Traffic) -> _Crossings:
+    def of(cls, t: Traffic, again: Again) -> _Crossings:
         plain = t.layers - t.mixtures
         shared = t.mixtures * t.shared
-        regions = Counter({t.width: plain + shared})
-        regions[t.narrow or t.width] += t.layers
         # Recomputing a block repeats what enters, and what leaves its first region; what leaves its last one only where
-        # dropout after it needs the result, or experts come after it.
-        repeated = t.layers + plain * t.dropout + shared
+        # another block is repeated after it, dropout after it needs the result, or experts come after it.
+        last = again.plain if t.dropout else again.plain - again.plain_tails
         return cls(
-            enter=regions + Counter({t.width: t.last}),
+            enter=_regions(t, t.layers, plain + shared) + Counter({t.width: t.last}),
             leave=Counter({t.width: t.layers + plain + shared + t.first}),
-            enter_again=regions,
-            leave_again=Counter({t.width: repeated}),
+            enter_again=_regions(t, again.layers, again.plain + again.mixed * t.shared),
+            leave_again=Counter({t.width: again.layers + last + again.mixed * t.shared}),
         )
 
-    def reduced(self, again: bool) -> Counter[int]:
+    def reduced(self) -> Counter[int]:
         """Leaving is an all-reduce forward, entering one backward."""
-        return self.leave + self.enter + (self.leave_again if again else Counter())
+        return self.leave + self.enter + self.leave_again
 
-    def gathered(self, again: bool) -> Counter[int]:
+    def gathered(self) -> Counter[int]:
         """Entering gathers forward, leaving backward."""
-        return self.enter + self.leave + (self.enter_again if again else Counter())
+        return self.enter + self.leave + self.enter_again
 
-    def scattered(self, again: bool) -> Counter[int]:
+    def scattered(self) -> Counter[int]:
         """Leaving scatters forward, entering backward."""
-        return self.leave + self.enter + (self.leave_again if again else Counter())
+        return self.leave + self.enter + self.leave_again
+
+
+def _regions(t: Traffic, attentions: int, others: int) -> Counter[int]:
+    found = Counter({t.width: others})
+    found[t.narrow or t.width] += attentions
+    return found
 
 
 def partial_sums(

@@ -37,7 +37,8 @@ class Pipeline:
     def __init__(self, model: nn.Module, layout: Layout, options: Options):
         self.schedule = lower(of_layout(layout))
         self.stages = cut(model, self.schedule.homes, options.stage_layers, options.link_costs)
-        held = self.stages.held(Mesh(layout).coordinates(world_rank())["pp"])
+        rank = Mesh(layout).coordinates(world_rank())["pp"]
+        held = replace(self.stages.held(rank), in_flight=in_flight(self.schedule, rank, layout))
         self.parallel = apply(model, layout, options, held)
         links = [self.stages.links(stage) for stage in range(self.schedule.stages)]
         self.asynchronous = layout.schedule in ASYNCHRONOUS
@@ -169,6 +170,29 @@ class Pipeline:
         if found is not None:
             told += (found[:, -1] if context is None else context.last(found))[0, :size]
         return self.parallel.axes["pp"].all_reduce(told)
+
+
+def in_flight(schedule: Schedule, rank: int, layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """How many microbatches each of a rank's stages has between forward and backward, at moments that no other exceeds.
+
+    An asynchronous schedule never runs empty: a stage has as many under way as there are stages from it to the end."""
+    mine = schedule.of(rank)
+    if layout.schedule in ASYNCHRONOUS:
+        return (tuple(schedule.stages - stage for stage in mine),)
+    now, found = Counter[int](), set()
+    for action in schedule.lists[rank]:
+        if action.kind is Kind.FORWARD:
+            now[action.stage] += 1
+            found.add(tuple(-(-now[stage] // schedule.slices) for stage in mine))
+        elif action.kind in (Kind.BACKWARD, Kind.WEIGHT):
+            now[action.stage] -= 1
+    return tuple(
+        sorted(
+            one
+            for one in found
+            if not any(other != one and all(a <= b for a, b in zip(one, other, strict=True)) for other in found)
+        )
+    )
 
 
 def refuse_copies(parallel: Parallel) -> None:

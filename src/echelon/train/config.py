@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from echelon.layout import Fault, FaultError, Layout, check, did_you_mean, grammar
 from echelon.layout.faults import closest
 from echelon.layout.layout import ASYNCHRONOUS, SPLIT_BACKWARD
+from echelon.memory.repeats import idle_reason
 from echelon.models import own, sizes
 from echelon.models.gate_text import with_gate
 from echelon.optim import groups
@@ -30,6 +31,7 @@ from echelon.train.sections import (
     BELOW_ONE,
     DataConfig,
     EvalConfig,
+    MemoryConfig,
     OptimizerConfig,
     PipelineConfig,
     PrecisionConfig,
@@ -68,6 +70,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     shard: ShardConfig = field(default_factory=ShardConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     dropout: Annotated[float | None, BELOW_ONE] = None
     """In place of the model's own dropout."""
@@ -285,6 +288,11 @@ def _idle(config: Config) -> dict[str, str]:
     layout = Layout.resolve(grammar.read(config.layout).given)
     if layout.zero != 3:
         idle |= dict.fromkeys(("shard.reshard_after_forward", "shard.prefetch"), f"zero={layout.zero}")
+    idle |= {f"memory.{word}": why for word, why in idle_reason(layout).items()}
+    if not layout.zero:
+        idle["memory.buffer"] = "zero=0, where nothing is gathered"
+    elif config.shard.units:
+        idle["memory.buffer"] = "shard.units, which says what is gathered at once"
     if layout.pp == 1:
         idle |= dict.fromkeys(("pipeline.layers", "pipeline.profile", "pipeline.slices"), "pp=1")
     elif layout.schedule != "terapipe":

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from echelon.kernels import choice
 from echelon.layout import Layout
+from echelon.memory.budget import Budgeted
 from echelon.models.mixture_config import MixtureConfig
 from echelon.models.sizes import ModelConfig
 from echelon.optim import cost
@@ -58,8 +59,17 @@ def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterato
             _reduction(parallel.policy, layout.zero),
             "then divided once by the number of valid targets of the whole step",
         )
+    if isinstance(parallel.recomputed, Budgeted):
+        yield ("recompute", *parallel.recomputed.told())
+    elif lengths := [len(segment.layers) for segment in parallel.recomputed.segments if len(segment.layers) > 1]:
+        why = f"{len(parallel.recomputed.tails)} inputs are kept of {len(parallel.recomputed.forms)} layers on a rank"
+        yield "recompute", f"segments of {max(lengths)} layers", why
     padding = sum(unit.shards * unit.shard_numel - unit.numel for unit in units)
     yield "units", f"{len(units)}, padded by {padding:,} elements", "parameters that are gathered and reduced together"
+    if options.buffer:
+        largest = max(unit.shards * unit.shard_numel for unit in units if not unit.kept) * options.compute.itemsize
+        why = f"of parameters gathered or reduced at once, as memory.buffer={config.memory.buffer:g} asks"
+        yield "largest unit", size(largest), why + ("" if largest <= options.buffer else ": one module is no smaller")
     if layout.tp > 1 and isinstance(getattr(engine.model, "config", None), ModelConfig):
         yield from _tensor_padding(engine, config.seq_len)
     held = shard.state_bytes(

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ from echelon.kernels import choice
 from echelon.layout import Layout, check
 from echelon.layout.cost import Collective
 from echelon.layout.layout import ASYNCHRONOUS
+from echelon.memory.budget import Budgeted
+from echelon.memory.repeated import repeated
+from echelon.memory.repeats import Repeats, repeats
 from echelon.models.head import loss_pair
 from echelon.models.sizes import ModelConfig
 from echelon.optim import groups
@@ -156,8 +160,37 @@ class Engine:
 
     def run(self, microbatches: Iterable[Microbatch], *, lr: float | None = None) -> StepResult:
         """Trains on this rank's own `accumulate` microbatches."""
+        if isinstance(self.parallel.recomputed, Budgeted) and self.parallel.recomputed.undecided:
+            microbatches = self._rehearsed(iter(microbatches))
         with self._kernels():
             return self._run(self._counted(microbatches), self.rule.lr if lr is None else lr)
+
+    def _rehearsed(self, microbatches: Iterator[Microbatch]) -> Iterator[Microbatch]:
+        first = list(islice(microbatches, 1))
+        for microbatch in first:
+            self.rehearse(microbatch)
+        return chain(first, microbatches)
+
+    @torch.no_grad()
+    def rehearse(self, microbatch: Microbatch) -> None:
+        """Decides what each layer keeps (recompute=budget) by a forward pass that changes nothing; all ranks do."""
+        found, parallel = self.parallel.recomputed, self.parallel
+        if not isinstance(found, Budgeted):
+            return
+        samples = self._samples(microbatch)
+        counted = repeated(self.model, parallel.stream, samples)
+        with self._kernels(), counted, found.rehearsal(parallel.options.device):
+            self._totals([microbatch])
+
+    @property
+    def repeats(self) -> Repeats:
+        """What recomputation keeps of the layers and does again, as shares."""
+        found, text = self.parallel.recomputed, self.layout.recompute
+        if isinstance(found, Budgeted):
+            return found.repeats
+        shape = shape_of(self.model)
+        written_out = shape is not None and shape.dropout > 0 and self.layout.cp == 1
+        return repeats(text, layers=max(len(found.forms), 1), whole=1.0, entry=0.0, written_out=written_out)
 
     def _kernels(self) -> AbstractContextManager[None]:
         return choice.plain() if self.parallel.options.kernels == "plain" else nullcontext()

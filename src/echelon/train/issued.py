@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from echelon.layout.cost import Collective
+from echelon.memory.repeats import Again
+from echelon.models.chain import inside
 from echelon.moe.layer import Mixture
 from echelon.parallel import batchnorm, context, expert_cost, grid, shard, tensor
 
@@ -22,22 +24,24 @@ def collectives(engine: Engine, traffic: tensor.Traffic | None) -> list[Collecti
     if traffic is not None:
         mine = traffic if pipeline is None else replace(pipeline.share(traffic), mixtures=len(_mixtures(engine)))
         found += _of_experts(engine, mine)
+        again = _again(engine)
         if parallel.context is not None:
-            found += context.of_traffic(mine, layout, parallel.context.outer.index)
+            found += context.of_traffic(mine, layout, parallel.context.outer.index, again)
             mine = replace(mine, seq_len=context.slice_length(layout, mine.seq_len))
         for length in slices or (mine.seq_len,):
             sized = replace(mine, seq_len=length)
             if layout.tp_kind == "1d":
-                found += tensor.collectives(sized, layout)
+                found += tensor.collectives(sized, layout, again, partition=parallel.options.partition)
             else:
-                found += grid.collectives(engine.model, shard.layers(engine.model), sized, layout)
+                found += grid.collectives(engine.model, _repeated(engine), sized, layout)
         found += pipeline.messages(mine) if pipeline is not None else []
-    found += batchnorm.collectives(
-        batchnorm.channels_of(engine.model),
-        accumulate=layout.accumulate,
-        element_bytes=max(parallel.options.compute.itemsize, 4),
-        recompute=layout.recompute == "full",
-    )
+    for name, channels in batchnorm.channels_of(engine.model).items():
+        found += batchnorm.collectives(
+            [channels],
+            accumulate=layout.accumulate,
+            element_bytes=max(parallel.options.compute.itemsize, 4),
+            repeated=_is_repeated(engine, name),
+        )
     updates = pipeline.updates if pipeline is not None else 1
     once = _of_an_update(engine, layout.accumulate * max(len(slices), 1) // updates)
     found += [replace(item, count=item.count * updates) for item in once]
@@ -48,14 +52,50 @@ def collectives(engine: Engine, traffic: tensor.Traffic | None) -> list[Collecti
     return [*found, *engine.loads.collectives()]
 
 
-def _mixtures(engine: Engine) -> list[Mixture]:
-    """On this rank."""
-    return [module for module in engine.model.modules() if isinstance(module, Mixture)]
+def _repeated(engine: Engine) -> list[str]:
+    """Layers whose forward is repeated."""
+    return [name for name, form in engine.parallel.recomputed.forms.items() if form == "full"]
+
+
+def _is_repeated(engine: Engine, name: str) -> bool:
+    return any(inside(name, layer) for layer in _repeated(engine))
+
+
+def _gathered_again(engine: Engine) -> set[str]:
+    """Units inside layers that are repeated (memory.buffer, shard.units)."""
+    repeated, found = _repeated(engine), set()
+    names = [unit.name for unit in engine.parallel.placement.units]
+    for layer in repeated:
+        parts = [name for name in names if name != layer and inside(name, layer)]
+        config = getattr(engine.model, "config", None)
+        if layer in engine.parallel.recomputed.tails and getattr(config, "dropout", 1.0) == 0.0:
+            parts = parts[:-1]  # whole when backward begins, and a repetition ends inside it
+        found.update(parts)
+    return found
+
+
+def _again(engine: Engine) -> Again:
+    found = engine.parallel.recomputed
+    mixed = {layer for layer in found.forms for name in _mixtures(engine) if inside(name, layer)}
+    plain = [layer for layer in _repeated(engine) if layer not in mixed]
+    return Again(
+        plain=len(plain),
+        plain_tails=sum(layer in found.tails for layer in plain),
+        mixed=len(_repeated(engine)) - len(plain),
+        mixed_tails=len(found.tails & mixed),
+        cores=sum("selective" in form for form in found.forms.values()),
+    )
+
+
+def _mixtures(engine: Engine) -> dict[str, Mixture]:
+    """On this rank, by name."""
+    return {name: module for name, module in engine.model.named_modules() if isinstance(module, Mixture)}
 
 
 def _of_experts(engine: Engine, traffic: tensor.Traffic) -> Iterator[Collective]:
     """Of gates that drop nothing."""
-    for mixture in _mixtures(engine):
+    tails = engine.parallel.recomputed.tails
+    for name, mixture in _mixtures(engine).items():
         routed = expert_cost.Routed(
             layers=1,
             sequences=traffic.batch,
@@ -67,9 +107,9 @@ def _of_experts(engine: Engine, traffic: tensor.Traffic) -> Iterator[Collective]
             score_bytes=traffic.loss_bytes,
             scores=mixture.gate.num_scores,
             dropout=mixture.experts.drop.p > 0,
-            followed=traffic.dropout,
+            followed=traffic.dropout or not any(inside(name, layer) for layer in tails),
         )
-        yield from expert_cost.collectives(engine.layout, routed)
+        yield from expert_cost.collectives(engine.layout, routed, repeated=_is_repeated(engine, name))
 
 
 def _of_an_update(engine: Engine, accumulate: int) -> list[Collective]:
@@ -86,6 +126,7 @@ def _of_an_update(engine: Engine, accumulate: int) -> list[Collective]:
             reduce_bytes=reduce_bytes,
             stages=pipeline.uses if pipeline is not None else None,
             experts=shard.experts_policy(parallel.layout, parallel.policy),
+            repeated=_gathered_again(engine),
         )
     )
     for some in [[unit] for unit in units] if engine.rule.in_backward else [units]:

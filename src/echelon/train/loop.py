@@ -36,6 +36,7 @@ from echelon.train.stopwatch import Stopwatch
 from echelon.train.task import task_of
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+MIB = 1 << 20
 MEMORY_EVERY = 10
 """steps between two looks at all ranks' memory: each look is a collective"""
 
@@ -104,6 +105,9 @@ class Loop:
             units=config.shard.units,
             stage_layers=config.pipeline.layers,
             slices=config.pipeline.slices,
+            partition=config.memory.partition,
+            arena=config.memory.arena,
+            buffer=int(config.memory.buffer * MIB),
         )
         self.profile = self._profile(options) if config.pipeline.profile else None
         if self.profile is not None:
@@ -138,6 +142,8 @@ class Loop:
 
     def run(self) -> Summary:
         threads = torch.get_num_threads()
+        if self.layout.recompute.startswith("budget"):
+            self.engine.rehearse(next(iter(self.task.microbatches(self.engine, 0))))
         rows = [*self.task.describe(), *derived(self.config, self.engine, self.peak, threads)]
         self.display.header(f"{self.task.name} on {self.world.world_size} x {self.world.device.type}", rows)
         run, before = None, {}
@@ -293,7 +299,8 @@ class Loop:
         if shape is None:
             return float("nan"), float("nan")
         flops = shape.flops_per_token(self.config.seq_len)
-        again = metrics.recomputed_flops(self.layout.recompute, flops - 6 * shape.vocab * shape.width)
+        attention = flops - shape.flops_per_token(0)
+        again = metrics.recomputed_flops(self.engine.repeats, flops - 6 * shape.vocab * shape.width, attention)
         peak = self.peak.flops * self.world.world_size
         return metrics.mfu(flops, rate, peak), metrics.hfu(flops, rate, peak, recomputed=again)
 

@@ -11,6 +11,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from echelon.memory.repeats import Repeats
+
 if TYPE_CHECKING:
     import torch
 
@@ -40,9 +42,6 @@ BF16_PEAK = {
 }
 """Dense bf16 FLOP/s of one device, by a word or two of the name its driver reports."""
 
-RECOMPUTED_SHARE = {"none": 0.0, "ops": 0.0, "full": 1 / 3}
-"""What a recompute policy executes again, as a share of the blocks' FLOPs: a forward is a third of a step."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
@@ -64,12 +63,10 @@ def hfu(flops_per_token: float, tokens_per_s: float, peak: float, *, recomputed:
     return mfu(flops_per_token + recomputed, tokens_per_s, peak)
 
 
-def recomputed_flops(recompute: str, block_flops_per_token: float) -> float:
-    """FLOPs per token that the layout's `recompute` executes again; those of the blocks exclude the output layer."""
-    if recompute not in RECOMPUTED_SHARE:
-        legal = ", ".join(RECOMPUTED_SHARE)
-        raise ValueError(f"no FLOP count for this recomputation (recompute={recompute}); use one of {legal}")
-    return RECOMPUTED_SHARE[recompute] * block_flops_per_token
+def recomputed_flops(again: Repeats, block_flops_per_token: float, attention_flops_per_token: float = 0.0) -> float:
+    """FLOPs per token that recomputation executes again. Those of the blocks exclude the output layer, those of
+    attention (scores and values) are among them. A forward is a third of a step."""
+    return (again.forward * block_flops_per_token + again.attention * attention_flops_per_token) / 3
 
 
 def peak_flops(device: torch.device) -> Peak:

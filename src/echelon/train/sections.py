@@ -94,6 +94,16 @@ class ShardConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    partition: bool = False
+    """With tp and sp=0, keep 1/tp of each input of recomputed layers on a rank; it is gathered to repeat them."""
+    arena: bool = False
+    """Keep inputs of recomputed layers in one block of memory that is made once, apart from short-lived tensors."""
+    buffer: Annotated[float, AT_LEAST_0] = 0.0
+    """MiB of parameters that are gathered or reduced at once, at most: larger layers are cut into modules. 0: any."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
     compute: Literal["same", "fp8", "fp8-row"] = "same"
     """Of products of the layers: in `dtype`, or in 8 bits with a scale for each tensor or each row. The head stays."""

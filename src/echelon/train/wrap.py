@@ -23,6 +23,8 @@ from torch.autograd import Function
 from echelon import compat
 from echelon.layout import FaultError, Layout, check, rules
 from echelon.layout.placement import Piece
+from echelon.memory.budget import Budgeted
+from echelon.memory.repeated import repeated
 from echelon.parallel.apply import WORLD, Options, apply
 from echelon.parallel.axis import Axis, sum_together, world_size
 from echelon.parallel.flat import tensors_in
@@ -58,7 +60,18 @@ class Wrapped(nn.Module):
             unit.scale = 1.0 / layout.dp
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        found = self._parallel.recomputed
+        if isinstance(found, Budgeted) and found.undecided and self.training and torch.is_grad_enabled():
+            self._rehearse(found, args, kwargs)
         return self.module(*args, **kwargs)
+
+    @torch.no_grad()
+    def _rehearse(self, found: Budgeted, args: Any, kwargs: Any) -> None:
+        """Decides what each layer keeps, by a forward pass that changes nothing."""
+        samples, stream = self._samples, self._parallel.stream
+        with repeated(self.module, stream, stream.samples), found.rehearsal(self._parallel.options.device):
+            self.module(*args, **kwargs)
+        self._samples = samples
 
     def mean(self, total: Tensor, count: Tensor) -> Tensor:
         """The mean over all ranks' targets, from this rank's sum of losses and number of targets."""
