@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from echelon import rng
 from echelon.layout import Layout, Mesh
 from echelon.layout.placement import Entry, Placement, units_of
-from echelon.memory import recompute
+from echelon.memory import compress, packing, recompute
 from echelon.models.splits import split_of
 from echelon.parallel import batchnorm, expert, grid, shard, stages, tensor
 from echelon.parallel.axis import Axes, Axis, world_rank
@@ -30,6 +31,10 @@ def axes_of(policy: shard.Policy, tokens: str) -> tuple[str, ...]:
     return (*states, "pp", tokens, f"pp*{tokens}", WORLD)
 
 
+CHOICES = {"kernels": ("auto", "plain"), "products": ("same", *fp8.KINDS), "compress": packing.KINDS}
+"""of options that are words"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What a run may choose beside the layout."""
@@ -43,6 +48,8 @@ class Options:
     """how linear layers of the layers multiply: in the compute type, or in 8 bits (`fp8`, `fp8-row`)"""
     kernels: str = "auto"
     """our own where there is a GPU, or `plain` torch everywhere"""
+    compress: str = packing.NONE
+    """how what forward leaves for backward is kept (`lossless`, `lossless+fp8`): memory/packing.py"""
     seed: int = 0
     reshard_after_forward: bool = True
     prefetch: int = 1
@@ -60,7 +67,7 @@ class Options:
     """a collective left out on purpose (`dp:all_reduce`), to see that `verify` misses it"""
 
     def __post_init__(self) -> None:
-        for key, legal in {"kernels": ("auto", "plain"), "products": ("same", *fp8.KINDS)}.items():
+        for key, legal in CHOICES.items():
             if getattr(self, key) not in legal:
                 raise ValueError(f"there is no such choice ({key}={getattr(self, key)}); use {' or '.join(legal)}")
 
@@ -83,6 +90,11 @@ class Parallel:
     """where tensor-parallel regions begin and end"""
     context: Context | None = None
     """how sequences are cut over cp"""
+
+    def saving(self) -> AbstractContextManager[object]:
+        """Around every forward pass: what it leaves for backward is kept as the options say."""
+        kind = self.options.compress
+        return compress.compressed(kind) if kind != packing.NONE else nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +140,7 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
             axes.add(name)
         entries = stages.held_entries(entries, held.ranks, axes.at["pp"])
         stages.prune(model, held.ranks[axes.at["pp"]])
+    compress.check(options.compress, layout.recompute)
     if layout.recompute != "none":
         recompute.apply(model, shard.layers(model), stream, layout.recompute, split=layout.tp > 1, spread=layout.cp > 1)
     if options.products != "same":

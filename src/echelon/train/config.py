@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from echelon.layout import Fault, FaultError, Layout, check, did_you_mean, grammar
 from echelon.layout.faults import closest
 from echelon.layout.layout import SPLIT_BACKWARD
+from echelon.memory import packing
 from echelon.models import mixture_config, own, sizes
 from echelon.pipeline.schedules import file_fault, of_layout
 from echelon.train import keys, pipeline_faults
@@ -59,6 +60,8 @@ class Config:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     kernels: Literal["auto", "plain"] = "auto"
     """Our kernels where there is a GPU, or torch's own operators everywhere, to compare with."""
+    compress: Literal["none", "lossless", "lossless+fp16", "lossless+fp8", "lossless+int8"] = "none"
+    """How what forward leaves for backward is kept: as it is, in fewer bytes, or with values in fewer bits too."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     clip: Annotated[float, AT_LEAST_0] = 1.0
@@ -128,6 +131,7 @@ class Config:
         `refused` are keys that are known to be wrong: rules that need their values are not asked.
         """
         rules = [*_data_rules(self), *_model_rules(self), *_precision_rules(self), *_run_rules(self)]
+        rules += _compress_rules(self)
         found = [fault for involved, fault in rules if refused.isdisjoint(involved)]
         return found + _layout_faults(self, world, refused)
 
@@ -229,6 +233,12 @@ def _precision_rules(config: Config) -> Iterator[Rule]:
         if rule:
             remedy = {"dtype": "bfloat16", "device": "cuda", "kernels": "auto", "layout": "...,schedule=1f1b"}[other]
             yield (key, other), Fault(key=key, value=compute, rule=rule, legal=f"same, or {other}={remedy}")
+
+
+def _compress_rules(config: Config) -> Iterator[Rule]:
+    recompute = Layout.resolve(grammar.read(config.layout).given).recompute
+    if rule := packing.with_recompute(config.compress, recompute):
+        yield ("compress", "layout"), Fault(key="compress", value=config.compress, rule=rule)
 
 
 def _run_rules(config: Config) -> Iterator[Rule]:

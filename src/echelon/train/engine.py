@@ -278,7 +278,8 @@ class Engine:
         flat = self.parallel.flat
         flat.begin(first=first, last=last)
         with explained(self.parallel.policy):
-            total, count = loss_pair(self.model(**self.prepared(microbatch)))
+            with self.parallel.saving():
+                total, count = loss_pair(self.model(**self.prepared(microbatch)))
             if total.requires_grad:
                 total.backward(self._last_count.reciprocal().to(total.dtype).expand_as(total))  # see the first note
         flat.end()

@@ -58,7 +58,8 @@ class Wrapped(nn.Module):
             unit.scale = 1.0 / layout.dp
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
+        with self._parallel.saving():
+            return self.module(*args, **kwargs)
 
     def mean(self, total: Tensor, count: Tensor) -> Tensor:
         """The mean over all ranks' targets, from this rank's sum of losses and number of targets."""
