@@ -22,7 +22,8 @@ def _blockwise_codes(x, most, smallest, INT: tl.constexpr, SCALED: tl.constexpr)
         x = x * (1.0 / scale)[:, None]
     if INT:
         x = tl.floor(x + 0.5)
-    return tl.where(x == x, tl.minimum(tl.maximum(x, -most), most), x), scale
+    cut = tl.minimum(tl.maximum(x, -most), most)
+    return tl.where(x == x, cut, 0.0 if INT else x), scale  # no integer says "not a number"; the scale does
 
 
 @triton.jit

@@ -7,21 +7,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from echelon.kernels.bits_gpu import _bits_place
 from echelon.kernels.blockwise import BLOCK, SMALLEST, Kind, blocks_of, no_scales
-from echelon.kernels.blockwise_gpu import _blockwise_codes, _blockwise_place
+from echelon.kernels.blockwise_gpu import _blockwise_codes
 from echelon.kernels.lying import chunk_of, chunks_of
 from echelon.kernels.sparse import Values
 
 
 @triton.jit
-def _sparse_places(bits_ptr, ends_ptr, line, at, inside, row, CHUNK: tl.constexpr, SIZE: tl.constexpr):
-    """(where each element's value is, which elements have one), [blocks, SIZE]"""
-    byte = tl.load(bits_ptr + line * ((row + 7) // 8) + (at >> 3), mask=inside, other=0).to(tl.int32)
-    has = tl.reshape((byte >> (at & 7).to(tl.int32)) & 1, (CHUNK,))
+def _sparse_set(byte):
+    """How many of a byte's bits are set."""
+    byte = byte - ((byte >> 1) & 0x55)
+    byte = (byte & 0x33) + ((byte >> 2) & 0x33)
+    return (byte + (byte >> 4)) & 0x0F
+
+
+@triton.jit
+def _sparse_place(bits_ptr, ends_ptr, byte_at, there):
+    """(where each element's value is, which elements have one), [bytes, 8]: sums over bytes, then inside each byte."""
+    byte = tl.load(bits_ptr + byte_at, mask=there, other=0).to(tl.int32)
+    count = _sparse_set(byte)
     program = tl.program_id(0)
     start = tl.load(ends_ptr + program - 1, mask=program > 0, other=0)
-    place = tl.reshape(start + tl.cumsum(has, axis=0) - has, (CHUNK // SIZE, SIZE))
-    return place, tl.reshape(has, (CHUNK // SIZE, SIZE)) != 0
+    place = tl.arange(0, 8)[None, :]
+    before = (tl.cumsum(count, axis=0) - count)[:, None] + _sparse_set(byte[:, None] & ((1 << place) - 1))
+    return start + before, ((byte[:, None] >> place) & 1) != 0
 
 
 @triton.jit
@@ -29,16 +39,27 @@ def _sparse_compact(
     x_ptr, bits_ptr, ends_ptr, values_ptr, scales_ptr, row, chunks, blocks, most, smallest,
     NARROW: tl.constexpr, INT: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    line, at, inside, block, there = _blockwise_place(row, chunks, CHUNK, SIZE)
-    x = tl.load(x_ptr + line * row + at, mask=inside, other=0.0)
-    place, has = _sparse_places(bits_ptr, ends_ptr, line, at, inside, row, CHUNK, SIZE)
+    at, inside, byte, there = _bits_place(row, chunks, CHUNK)
+    x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    place, has = _sparse_place(bits_ptr, ends_ptr, byte, there)
     if NARROW:
-        codes, scale = _blockwise_codes(x.to(tl.float32), most, smallest, INT, SCALED)
-        tl.store(values_ptr + place, codes.to(values_ptr.dtype.element_ty), mask=has)
+        wide = tl.reshape(x.to(tl.float32), (CHUNK // SIZE, SIZE))
+        codes, scale = _blockwise_codes(wide, most, smallest, INT, SCALED)
+        codes = tl.reshape(codes.to(values_ptr.dtype.element_ty), (CHUNK // 8, 8))
+        tl.store(values_ptr + place, codes, mask=has)
         if SCALED:
-            tl.store(scales_ptr + line * blocks + block, scale, mask=there)
+            to, some = _sparse_blocks(row, chunks, blocks, CHUNK, SIZE)
+            tl.store(scales_ptr + to, scale, mask=some)
     else:
         tl.store(values_ptr + place, x, mask=has)
+
+
+@triton.jit
+def _sparse_blocks(row, chunks, blocks, CHUNK: tl.constexpr, SIZE: tl.constexpr):
+    """(scales, which of them there are) of the program"""
+    program = tl.program_id(0).to(tl.int64)
+    block = program % chunks * (CHUNK // SIZE) + tl.arange(0, CHUNK // SIZE)
+    return program // chunks * blocks + block, block < blocks
 
 
 @triton.jit
@@ -46,12 +67,14 @@ def _sparse_expand(
     values_ptr, bits_ptr, ends_ptr, scales_ptr, out_ptr, row, chunks, blocks,
     SCALED: tl.constexpr, CHUNK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    line, at, inside, block, there = _blockwise_place(row, chunks, CHUNK, SIZE)
-    place, has = _sparse_places(bits_ptr, ends_ptr, line, at, inside, row, CHUNK, SIZE)
+    at, inside, byte, there = _bits_place(row, chunks, CHUNK)
+    place, has = _sparse_place(bits_ptr, ends_ptr, byte, there)
     x = tl.load(values_ptr + place, mask=has, other=0.0)
     if SCALED:
-        x = x.to(tl.float32) * tl.load(scales_ptr + line * blocks + block, mask=there, other=0.0)[:, None]
-    tl.store(out_ptr + line * row + at, x.to(out_ptr.dtype.element_ty), mask=inside)
+        to, some = _sparse_blocks(row, chunks, blocks, CHUNK, SIZE)
+        scale = tl.load(scales_ptr + to, mask=some, other=0.0)
+        x = tl.reshape(tl.reshape(x.to(tl.float32), (CHUNK // SIZE, SIZE)) * scale[:, None], (CHUNK // 8, 8))
+    tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def compact(x: Tensor, bits: Tensor, total: int, ends: Tensor, kind: Kind | None) -> Values:
