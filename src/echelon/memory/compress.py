@@ -47,8 +47,8 @@ from echelon.kernels.places import Window, encode
 from echelon.memory import packing
 from echelon.memory.stored import Flags, Kept, Narrow, Places, Shape, Sparse, Stored, View, total_bytes
 
-LEAST = 1024
-"""elements of a tensor that is worth the trouble"""
+LEAST = 64
+"""elements of a sample (of dim 0) that are worth the trouble: of a sample, so that every batch is treated alike"""
 SPARSE_BELOW = 0.9
 """of what all values would take, where only those that are not zero are kept"""
 
@@ -75,7 +75,9 @@ def check(compress: str, recompute: str) -> None:
 
 @contextmanager
 def compressed(compress: str = "lossless", *, least: int = LEAST) -> Iterator[Saving]:
-    """Around forward: what it leaves for backward is compressed. Tensors of fewer than `least` elements are not."""
+    """Around forward: what it leaves for backward is compressed. Tensors with fewer than `least` elements for each
+    index of their first dimension are not.
+    """
     saving = Saving(packing.check(compress), least)
     with saved_tensors_hooks(*saving.hooks), saving:
         yield saving
@@ -141,7 +143,10 @@ class Saving(TorchFunctionMode):
     def _takes(self, x: Any) -> bool:
         """Large enough, and lying as our kernels read it."""
         usual = type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and x.device.type in ("cpu", "cuda")
-        return bool(usual and x.requires_grad and x.is_floating_point() and x.numel() >= self.least and in_rows(x))
+        return bool(usual and x.requires_grad and x.is_floating_point() and self._large(x) and in_rows(x))
+
+    def _large(self, x: Tensor) -> bool:
+        return x.dim() > 1 and x.numel() >= self.least * x.shape[0] > 0
 
     def _relu(self, x: Tensor, in_place: bool) -> Tensor:
         found, which, counts = bits.relu(x, in_place=in_place)
@@ -157,9 +162,8 @@ class Saving(TorchFunctionMode):
         return stored
 
     def _stored(self, x: Tensor) -> Stored:
-        if not self.lossless or type(x) is not Tensor or x.numel() < self.least or x.layout is not torch.strided:
-            return _kept(x)
-        if x.device.type not in ("cpu", "cuda"):
+        usual = type(x) is Tensor and x.layout is torch.strided and x.device.type in ("cpu", "cuda")
+        if not self.lossless or not usual or not self._large(x):
             return _kept(x)
         if (pooled := self._of_pooling(x)) is not None:
             return pooled
