@@ -10,6 +10,7 @@ from echelon.kernels import bits, blockwise, places, sparse
 from echelon.kernels.blockwise import KINDS
 from echelon.kernels.lying import Lying, chunks_of, in_rows, rows_of
 from echelon.kernels.places import Window
+from echelon.memory.compress import compressed
 
 pytest.importorskip("triton")
 SHAPES = [(1, 5), (3, 16), (2, 2100), (4, 300), (2, 4096)]
@@ -180,3 +181,22 @@ def test_how_tensors_lie() -> None:
         assert not in_rows(other)
     assert torch.equal(Lying.of(spread).like(x), x)
     assert Lying.of(spread).like(x).stride() == spread.stride()
+
+
+@pytest.mark.parametrize("compress", ["lossless", "lossless+int8"])
+def test_a_network_on_our_kernels(monkeypatch: pytest.MonkeyPatch, compress: str) -> None:
+    """All of compression, with the kernels in the interpreter: exact, or as plain torch rounds."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.ReLU(True), torch.nn.Conv2d(4, 4, 3), torch.nn.ReLU(),
+        torch.nn.MaxPool2d(2), torch.nn.Flatten(), torch.nn.Linear(36, 8),
+    )  # fmt: skip
+    x = torch.randn(2, 3, 8, 8)
+    found = []
+    for ours in (True, False):
+        monkeypatch.setattr(bits, "ours", lambda _x, ours=ours: ours)
+        with compressed(compress if ours or compress != "lossless" else "none", least=1):
+            total = net(x).square().sum()
+        found.append(torch.autograd.grad(total, net.parameters()))
+    for mine, plain in zip(*found, strict=True):
+        assert torch.equal(mine, plain) if compress == "lossless" else torch.allclose(mine, plain, rtol=1e-3, atol=1e-4)

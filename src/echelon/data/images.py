@@ -16,7 +16,7 @@ COARSE = 8
 
 
 def images(
-    samples: Tensor, *, side: int, classes: int, seed: int = 0, noise: float = 1.0
+    samples: Tensor, *, side: int, classes: int, seed: int = 0, noise: float = 0.5
 ) -> tuple[Tensor, Tensor]:
     """(float32 [B, 3, side, side], labels int64 [B]) of these samples, where they are."""
     device = samples.device

@@ -35,7 +35,7 @@ def count(bits: Tensor, counts: Tensor, row: int) -> tuple[int, Tensor]:
 
 def compact(x: Tensor, bits: Tensor, total: int, ends: Tensor, kind: Kind | None) -> Values:
     """Of x [rows, n], what the bits mark."""
-    if packed.ours(x):
+    if packed.ours(x) and ends.numel():
         from echelon.kernels import sparse_gpu
 
         return sparse_gpu.compact(x, bits, total, ends, kind)
@@ -47,7 +47,7 @@ def compact(x: Tensor, bits: Tensor, total: int, ends: Tensor, kind: Kind | None
 
 def expand(found: Values, bits: Tensor, kind: Kind | None, out: Tensor) -> None:
     """The inverse of `compact`, into [rows, n], with zeros where no bit is set."""
-    if packed.ours(out):
+    if packed.ours(out) and found.ends.numel():
         from echelon.kernels import sparse_gpu
 
         sparse_gpu.expand(found, bits, kind, out)

@@ -25,9 +25,10 @@ class Vision(nn.Module):
     def __init__(self, features: nn.Sequential, head: nn.Sequential) -> None:
         super().__init__()
         self.features, self.head = features, head
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        for module in list(self.modules()):
+            # The last layer starts small, as torch makes it: every class is as likely.
+            if isinstance(module, nn.Conv2d | nn.Linear) and module is not head[-1]:
+                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
 
