@@ -53,7 +53,7 @@ class Problem:
         elif asked.model in NETS:
             found = NETS[asked.model](asked.classes, asked.side, asked.share, dropout=asked.dropout)
         else:
-            found = models.build(asked.model, "cpu")
+            found = models.build(models.find(asked.model), "cpu")
         found = found.to(self.device)
         return found.to(memory_format=torch.channels_last) if asked.channels_last else found
 
@@ -162,6 +162,10 @@ def curve(problem: Problem, kind: str) -> list[float]:
     return [float(loss) for loss in losses]
 
 
+def name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def asked() -> Any:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="vgg16", help="vgg16, alexnet, resnet50, or a named language model")
@@ -208,8 +212,8 @@ def main() -> int:
         missed |= problem.device.type == "cuda" and row.get("ratio", 0.0) > SLOWER
         print(
             f"{row['compress']:14} {row['bytes'] / 2**20:9.1f} MiB  {row['smaller']:5.2f} x smaller  "
-            f"gradient {'equal' if row['equal'] else format(row['error'], '.1e')}  peak {row['peak_bytes'] / 2**20:.0f} "
-            f"(plain {rows[0]['peak_bytes'] / 2**20:.0f}) MiB"
+            f"gradient {'equal' if row['equal'] else format(row['error'], '.1e')}  "
+            f"peak {row['peak_bytes'] / 2**20:.0f} (plain {rows[0]['peak_bytes'] / 2**20:.0f}) MiB"
             + (f"  time {row['ratio']:.3f} x ({row['low']:.3f}-{row['high']:.3f})" if "ratio" in row else "")
         )
     if wanted.curve:
@@ -217,7 +221,8 @@ def main() -> int:
             row["losses"] = curve(problem, row["compress"])
             shown = row["losses"][:: max(1, wanted.curve // 8)]
             print(f"{row['compress']:14} loss {' '.join(f'{loss:.3f}' for loss in shown)}")
-    told = json.dumps({"asked": vars(wanted), "rows": rows})
+    given = {key: value for key, value in vars(wanted).items() if key != "out"}
+    told = json.dumps({"asked": given, "torch": torch.__version__, "on": name_of(problem.device), "rows": rows})
     if wanted.out:
         with open(wanted.out, "w", encoding="utf-8") as file:
             file.write(told + "\n")

@@ -73,7 +73,7 @@ def test_own_loop_under_torchrun(tmp_path):
 
 
 def test_vision_keeps_less(tmp_path):
-    done = run(tmp_path, "-W", "error", EXAMPLES / "vision.py", "3")
+    done = run(tmp_path, "-W", "error", EXAMPLES / "vision.py", "2")
     assert done.stderr == ""
     shown = re.findall(r"(\S+) +(\S+) MiB kept, loss (\S+) -> (\S+)", done.stdout)
     plain, lossless, rounded = shown

@@ -15,6 +15,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+import compression  # noqa: E402
 import context  # noqa: E402
 import curves  # noqa: E402
 import mixtures  # noqa: E402
@@ -48,6 +49,7 @@ DRAWN: dict[str, Callable[[], str]] = {
     "sequence-slices": splits.sequence_slices,
     "backward-timeline": steps.backward_timeline,
     "recompute": steps.recompute,
+    "compression": compression.kept,
     "loss-contract": steps.loss_contract,
     "same-mask": steps.same_mask,
     "pipeline-cut": pipelines.cut_model,

@@ -11,8 +11,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from echelon.kernels import bits_gpu, blocks_gpu, blockwise_gpu, cast_gpu, grouped_gpu, loss_gpu, norm_gpu, places_gpu
-from echelon.kernels import rope_gpu, sparse_gpu, swiglu_gpu
+from echelon.kernels import (
+    bits_gpu,
+    blocks_gpu,
+    blockwise_gpu,
+    cast_gpu,
+    grouped_gpu,
+    loss_gpu,
+    norm_gpu,
+    places_gpu,
+    rope_gpu,
+    sparse_gpu,
+    swiglu_gpu,
+)
 
 HOPPER = GPUTarget("cuda", 90, 32)
 ROWS = {"rows": "i32", "width": "i32", "columns": "i32", "row_stride": "i64", "length": "i32", "table_rows": "i32"}

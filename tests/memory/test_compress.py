@@ -1,4 +1,4 @@
-"""Compression of what forward leaves for backward: lossless is exact, lossy is as wrong as it says, bytes are counted."""
+"""Compression of what forward leaves for backward: lossless is exact, lossy as wrong as it says, bytes counted."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from echelon.parallel.apply import Options
 from echelon.train.config import Config
 from echelon.train.engine import Engine
 from tests.laid_out import SGD, largest_error, whole
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:

@@ -15,9 +15,7 @@ COARSE = 8
 """side of a class's picture before it is enlarged"""
 
 
-def images(
-    samples: Tensor, *, side: int, classes: int, seed: int = 0, noise: float = 0.5
-) -> tuple[Tensor, Tensor]:
+def images(samples: Tensor, *, side: int, classes: int, seed: int = 0, noise: float = 0.5) -> tuple[Tensor, Tensor]:
     """(float32 [B, 3, side, side], labels int64 [B]) of these samples, where they are."""
     device = samples.device
     labels = rng.bits(rng.key(seed, "labels"), samples) % classes

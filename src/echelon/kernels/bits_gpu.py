@@ -14,7 +14,7 @@ from echelon.kernels.lying import chunk_of, chunks_of
 
 @triton.jit
 def _bits_place(row, chunks, CHUNK: tl.constexpr):
-    """(elements, which of them there are, bytes, which of them there are) of the program, from the tensors' beginnings"""
+    """(elements, which of them there are, bytes, which of them there are) of the program"""
     program = tl.program_id(0).to(tl.int64)
     line, start = program // chunks, program % chunks * CHUNK
     at = start + tl.arange(0, CHUNK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]

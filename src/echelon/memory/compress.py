@@ -16,8 +16,9 @@ Autograd's hooks on saved tensors see every tensor that is saved, but not for wh
 5. Other values are kept as they are, or with delayed precision reduction in fewer bits. Forward has computed with all
    of theirs; only backward reads rounded ones. Values of 3 are rounded likewise.
 
-1 to 4 give backward what it would have read, bit by bit. Parameters, what has no gradient (inputs, tables) and small
-tensors are left alone. A tensor that is saved several times is stored once.
+1 to 4 give backward what it would have read, bit by bit. Left alone are parameters, what has no gradient (inputs,
+tables), small tensors, and logarithms of probabilities: backward raises those to powers of e, so that rounding them by
+a few hundredths would change every gradient by as much. A tensor that is saved several times is stored once.
 
 [Note: hooks inside hooks]
 
@@ -63,8 +64,11 @@ RELUS: dict[Function, bool] = {
 """whether it changes its input in place, unless it is told"""
 MAXIMA: tuple[Function, ...] = (F.max_pool2d, torch.max_pool2d)
 MEANS: tuple[Function, ...] = (F.avg_pool2d, F.adaptive_avg_pool2d)
-ALIKE = ("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0")
-ALIKE = (*ALIKE, "ToCopyBackward0", "AliasBackward0", "ReshapeAliasBackward0", "AsStridedBackward0")
+LOGARITHMS: tuple[Function, ...] = (
+    *(F.cross_entropy, F.log_softmax, torch.log_softmax, Tensor.log_softmax),
+    *(torch.logsumexp, Tensor.logsumexp),
+)
+ALIKE = {f"{name}Backward0" for name in ("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "ToCopy")}
 """what gives a parameter another shape or type"""
 
 
@@ -111,6 +115,8 @@ class Saving(TorchFunctionMode):
         self.least = max(least, 1)
         self.hooks = (self._pack, _unpack)
         self._pooling: _Pooling | None = None
+        self._exact = False
+        """inside a call that saves logarithms"""
         self._all: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
@@ -124,7 +130,13 @@ class Saving(TorchFunctionMode):
         named = kwargs or {}
         if not self.lossless or func not in WATCHED or not torch.is_grad_enabled():
             return func(*args, **named)
-        x = args[0] if args else named.get("input")
+        if func in LOGARITHMS:
+            self._exact = True
+            try:
+                return func(*args, **named)
+            finally:
+                self._exact = False
+        x: Any = args[0] if args else named.get("input")
         if not self._takes(x) or compat.innermost_saving_hooks() != self.hooks:  # [Note: hooks inside hooks]
             return func(*args, **named)
         if func in RELUS:
@@ -163,7 +175,7 @@ class Saving(TorchFunctionMode):
 
     def _stored(self, x: Tensor) -> Stored:
         usual = type(x) is Tensor and x.layout is torch.strided and x.device.type in ("cpu", "cuda")
-        if not self.lossless or not usual or not self._large(x):
+        if not self.lossless or self._exact or not usual or not self._large(x):
             return _kept(x)
         if (pooled := self._of_pooling(x)) is not None:
             return pooled
@@ -223,7 +235,7 @@ class Saving(TorchFunctionMode):
         return stored
 
 
-WATCHED = {*RELUS, *MAXIMA, *MEANS}
+WATCHED = {*RELUS, *MAXIMA, *MEANS, *LOGARITHMS}
 
 
 def _unpack(stored: Stored) -> Tensor:

@@ -99,9 +99,7 @@ def _part(channels: int, share: float) -> int:
     return max(1, int(channels * share))
 
 
-def _with_head(
-    layers: list[nn.Module], channels: int, side: int, classes: int, hidden: int, dropout: float
-) -> Vision:
+def _with_head(layers: list[nn.Module], channels: int, side: int, classes: int, hidden: int, dropout: float) -> Vision:
     features = channels * _side_after(layers, side) ** 2
     head = nn.Sequential(
         nn.Flatten(),
