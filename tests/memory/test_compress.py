@@ -359,3 +359,13 @@ def test_faults_are_told_before_a_run() -> None:
         Options(compress="gzip")
     with pytest.raises(ValueError, match="no such compression"), ec.compressed("gzip"):
         pass
+
+
+def test_a_loop_of_ones_own() -> None:
+    found = []
+    for compress in packing.KINDS[:2]:
+        torch.manual_seed(0)
+        model = ec.wrap(nn.Sequential(conv(3, 8), nn.ReLU(), nn.MaxPool2d(2), conv(8, 4)), "", compress=compress)
+        model(torch.randn(2, 3, 16, 16)).square().sum().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
