@@ -23,7 +23,12 @@ def title(run: dict[str, Any]) -> str:
 
 def measured() -> tuple[Sequence[str], Iterator[Sequence[str]]]:
     head = ("model", "`compress`", "MiB kept", "smaller", "error of the gradient", "time of a step", "peak MiB")
-    return head, _rows()
+    return head[: _columns()], _rows()
+
+
+def _columns() -> int:
+    """Without the last two where no step was timed."""
+    return 7 if any("ratio" in row for run in runs() for row in run["rows"]) else 5
 
 
 def _rows() -> Iterator[Sequence[str]]:
@@ -34,4 +39,5 @@ def _rows() -> Iterator[Sequence[str]]:
             time = f"{row['ratio']:.2f} x" if "ratio" in row else ""
             peak = f"{row['peak_bytes'] / 2**20:,.0f}" if row["peak_bytes"] else ""
             smaller = f"{run['rows'][0]['bytes'] / row['bytes']:.2f} x"
-            yield title(run), row["compress"], f"{row['bytes'] / 2**20:.1f}", smaller, changed, time, peak
+            kept = f"{row['bytes'] / 2**20:.1f}"
+            yield (title(run), row["compress"], kept, smaller, changed, time, peak)[: _columns()]

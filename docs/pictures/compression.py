@@ -20,7 +20,7 @@ KEPT = (
 def kept() -> str:
     runs = compressed.runs()
     most = len(runs[0]["rows"])
-    c = Canvas(300 + len(runs) * (most * 18 + 34), "What forward leaves for backward")
+    c = Canvas(276 + len(runs) * (most * 18 + 34), "What forward leaves for backward")
     for number, name in enumerate(CHAIN):
         x = 24 + number * 128
         c.box(x, 56, 96, 34, name, BLUE if name == "conv" else VIOLET, size=13)
