@@ -14,6 +14,7 @@ from fractions import Fraction
 from functools import cache
 from pathlib import Path
 
+import compressed
 import gates
 import grids
 import traffic
@@ -392,6 +393,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "names of experts": lambda: markdown(*gates.their_names()),
     "experts beside a dense model": lambda: markdown(*gates.compared()),
     "collectives of grids": lambda: collectives(*grids.LAYOUTS),
+    "compression": lambda: markdown(*compressed.measured()),
     "collectives of recompute": lambda: collectives("tp=4", "tp=4,recompute=full", "tp=4,recompute=every:3"),
 }
 

@@ -72,6 +72,16 @@ def test_own_loop_under_torchrun(tmp_path):
     assert ddp[2] == 4
 
 
+def test_vision_keeps_less(tmp_path):
+    done = run(tmp_path, "-W", "error", EXAMPLES / "vision.py", "2")
+    assert done.stderr == ""
+    shown = re.findall(r"(\S+) +(\S+) MiB kept, loss (\S+) -> (\S+)", done.stdout)
+    plain, lossless, rounded = shown
+    assert plain[2:] == lossless[2:]
+    assert float(plain[1]) > 2.5 * float(lossless[1]) > 4 * float(rounded[1])
+    assert float(rounded[3]) == pytest.approx(float(plain[3]), rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("name", "layouts", "learns"),
     [

@@ -26,7 +26,7 @@ MAY_KNOW = {
     "kernels": {"compat"},
     "data": {"layout", "models", "rng"},
     "models": {"layout", "kernels", "moe", "rng", "compat"},
-    "memory": {"layout", "models", "rng"},
+    "memory": {"layout", "kernels", "models", "rng", "compat"},
     "moe": {"layout", "kernels", "rng"},
     "precision": {"kernels", "compat"},
     "parallel": {"layout", "kernels", "models", "moe", "memory", "precision", "rng", "compat"},

@@ -15,6 +15,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+import compression  # noqa: E402
 import context  # noqa: E402
 import curves  # noqa: E402
 import kept  # noqa: E402
@@ -50,6 +51,7 @@ DRAWN: dict[str, Callable[[], str]] = {
     "backward-timeline": steps.backward_timeline,
     "recompute": steps.recompute,
     "recompute-layers": kept.kept_over_layers,
+    "compression": compression.kept,
     "loss-contract": steps.loss_contract,
     "same-mask": steps.same_mask,
     "pipeline-cut": pipelines.cut_model,

@@ -5,6 +5,7 @@ ec.verify(model, layouts)           does a layout compute what one device comput
 ec.train(config_or_model, ...)      train, on as many ranks as the layout needs
 ec.wrap(model, layout)              a drop-in for DDP and FSDP in a loop of your own
 ec.Engine(model, layout).step(b)    one exact step on the global batch
+ec.compressed("lossless+fp8")       what forward leaves for backward in fewer bytes, around any model
 ec.Chain, ec.Link                   where a pipeline may cut a model of your own
 ec.Core, ec.Seen                    its attention, for context parallelism
 ec.Layout.parse("dp=2,tp=2")        a layout is data
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 from echelon.layout import FaultError, Layout, Mesh
 
 if TYPE_CHECKING:
+    from echelon.memory.compress import compressed
     from echelon.models.attention import Core, Seen
     from echelon.models.chain import Chain, Link
     from echelon.proof.verify import Report, verify
@@ -38,6 +40,7 @@ __all__ = [
     "Report",
     "Run",
     "Seen",
+    "compressed",
     "plan",
     "train",
     "verify",
@@ -53,6 +56,7 @@ _LATE = {
     "Report": "echelon.proof.verify",
     "Run": "echelon.train.run",
     "Seen": "echelon.models.attention",
+    "compressed": "echelon.memory.compress",
     "verify": "echelon.proof.verify",
     "wrap": "echelon.train.wrap",
 }

@@ -124,3 +124,11 @@ def flash_attention_back(
         gradient, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed
     )
     return found
+
+
+def innermost_saving_hooks() -> tuple[Any, Any] | None:
+    """The (pack, unpack) that a tensor saved now would meet; none where there are none. Tried on 2.13."""
+    import torch
+
+    found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return found

@@ -1,4 +1,4 @@
-"""Tokens on disk, and their order as a pure function. NumPy only: nothing here imports torch."""
+"""Tokens on disk, and their order as a pure function. NumPy only: nothing here imports torch, but images.py."""
 
 from echelon.data.cache import prepare
 from echelon.data.corpus import default_corpus

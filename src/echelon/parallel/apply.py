@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from echelon import rng
 from echelon.layout import Layout, Mesh
 from echelon.layout.placement import Entry, Placement, units_of
+from echelon.memory import compress, packing
 from echelon.memory.budget import Budgeted
 from echelon.memory.kept import Arena, Keep, Partition, whole
 from echelon.memory.recompute import Part, Policy, Recomputed
@@ -37,6 +39,10 @@ def axes_of(policy: shard.Policy, tokens: str) -> tuple[str, ...]:
     return (*states, "pp", tokens, f"pp*{tokens}", WORLD)
 
 
+CHOICES = {"kernels": ("auto", "plain"), "products": ("same", *fp8.KINDS), "compress": packing.KINDS}
+"""of options that are words"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What a run may choose beside the layout."""
@@ -50,6 +56,8 @@ class Options:
     """how linear layers of the layers multiply: in the compute type, or in 8 bits (`fp8`, `fp8-row`)"""
     kernels: str = "auto"
     """our own where there is a GPU, or `plain` torch everywhere"""
+    compress: str = packing.NONE
+    """how what forward leaves for backward is kept (`lossless`, `lossless+fp8`): memory/packing.py"""
     seed: int = 0
     reshard_after_forward: bool = True
     prefetch: int = 1
@@ -73,7 +81,7 @@ class Options:
     """a collective left out on purpose (`dp:all_reduce`), to see that `verify` misses it"""
 
     def __post_init__(self) -> None:
-        for key, legal in {"kernels": ("auto", "plain"), "products": ("same", *fp8.KINDS)}.items():
+        for key, legal in CHOICES.items():
             if getattr(self, key) not in legal:
                 raise ValueError(f"there is no such choice ({key}={getattr(self, key)}); use {' or '.join(legal)}")
 
@@ -100,6 +108,11 @@ class Parallel:
     """some stage has experts that are folded over its ranks"""
     recomputed: Recomputed = field(default_factory=Recomputed)
     """what layers do about what backward needs"""
+
+    def saving(self) -> AbstractContextManager[object]:
+        """Around every forward pass: what it leaves for backward is kept as the options say."""
+        kind = self.options.compress
+        return compress.compressed(kind) if kind != packing.NONE else nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +162,7 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
             axes.add(name)
         entries = stages.held_entries(entries, held.ranks, axes.at["pp"])
         stages.prune(model, held.ranks[axes.at["pp"]])
+    compress.check(options.compress, layout.recompute)
     recomputed = _recompute(model, layout, options, stream, axes, held)
     if options.products != "same":
         grid.refuse_narrow(layout, options.products)

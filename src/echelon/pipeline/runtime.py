@@ -192,7 +192,7 @@ class Runtime:
         self._set(work, stage, m)
         self.units.ready(self.mine.index(stage))
         passed = Passed(inputs, ())
-        with self._halved(passed):
+        with self._halved(passed), self.parallel.saving():
             carried: Any = self._given_to(stage, m, inputs) if stage else None
             shared = self._shared(work)
             last = stage == self.schedule.stages - 1

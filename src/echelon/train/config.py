@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from echelon.layout import Fault, FaultError, Layout, check, did_you_mean, grammar
 from echelon.layout.faults import closest
 from echelon.layout.layout import ASYNCHRONOUS, SPLIT_BACKWARD
+from echelon.memory import packing
 from echelon.memory.repeats import idle_reason
 from echelon.models import own, sizes
 from echelon.models.gate_text import with_gate
@@ -63,6 +64,8 @@ class Config:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     kernels: Literal["auto", "plain"] = "auto"
     """Our kernels where there is a GPU, or torch's own operators everywhere, to compare with."""
+    compress: Literal["none", "lossless", "lossless+fp16", "lossless+fp8", "lossless+int8"] = "none"
+    """How what forward leaves for backward is kept: as it is, in fewer bytes, or with values in fewer bits too."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     clip: Annotated[float, AT_LEAST_0] = 1.0
@@ -133,7 +136,7 @@ class Config:
         `refused` are keys that are known to be wrong: rules that need their values are not asked.
         """
         rules = [*_data_rules(self), *_model_rules(self), *_precision_rules(self), *_optimizer_rules(self)]
-        rules += _run_rules(self)
+        rules += [*_run_rules(self), *_compress_rules(self)]
         found = [fault for involved, fault in rules if refused.isdisjoint(involved)]
         return found + _layout_faults(self, world, refused)
 
@@ -257,6 +260,12 @@ def _optimizer_rules(config: Config) -> Iterator[Rule]:
         reason = f"cannot be used while older weights are under way (schedule={layout.schedule})"
         legal = f"0, or another schedule than {', '.join(ASYNCHRONOUS)}"
         yield ("optimizer.ema", "layout"), Fault(key="optimizer.ema", value=str(rule.ema), rule=reason, legal=legal)
+
+
+def _compress_rules(config: Config) -> Iterator[Rule]:
+    recompute = Layout.resolve(grammar.read(config.layout).given).recompute
+    if rule := packing.with_recompute(config.compress, recompute):
+        yield ("compress", "layout"), Fault(key="compress", value=config.compress, rule=rule)
 
 
 def _run_rules(config: Config) -> Iterator[Rule]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from echelon.kernels import choice
 from echelon.layout import Layout
+from echelon.memory import packing
 from echelon.memory.budget import Budgeted
 from echelon.models.mixture_config import MixtureConfig
 from echelon.models.sizes import ModelConfig
@@ -48,6 +49,9 @@ def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterato
     if options.products != "same":
         scales = "row of each factor" if options.products == "fp8-row" else "tensor"
         yield "products", options.products, f"in the layers, with a scale for each {scales}; sums are float32"
+    if options.compress != packing.NONE:
+        rounded = "only what backward reads is rounded" if packing.narrow_of(options.compress) else "nothing is rounded"
+        yield "saved for backward", options.compress, f"{rounded}; parameters and small tensors stay"
     if options.device.type == "cuda":
         ours = options.kernels == "auto" and choice.allowed()
         why = "norms, rotary positions, SwiGLU, the head's loss, the update" if ours else "as asked, or without Triton"

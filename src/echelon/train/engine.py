@@ -290,7 +290,8 @@ class Engine:
             last = index == self.layout.accumulate - 1
             flat.begin(first=index == 0, last=last)
             with explained(self.parallel.policy):
-                total, count = loss_pair(self.model(**self.prepared(microbatch)))
+                with self.parallel.saving():
+                    total, count = loss_pair(self.model(**self.prepared(microbatch)))
                 totals[0] += total.detach()
                 totals[1] += count
                 if last and self.in_backward is not None:

@@ -99,6 +99,7 @@ class Loop:
             master=torch.promote_types(compute, torch.float32),
             products=config.precision.compute,
             kernels=config.kernels,
+            compress=config.compress,
             seed=config.seed,
             reshard_after_forward=config.shard.reshard_after_forward,
             prefetch=config.shard.prefetch,

@@ -63,7 +63,8 @@ class Wrapped(nn.Module):
         found = self._parallel.recomputed
         if isinstance(found, Budgeted) and found.undecided and self.training and torch.is_grad_enabled():
             self._rehearse(found, args, kwargs)
-        return self.module(*args, **kwargs)
+        with self._parallel.saving():
+            return self.module(*args, **kwargs)
 
     @torch.no_grad()
     def _rehearse(self, found: Budgeted, args: Any, kwargs: Any) -> None:

@@ -1,0 +1,93 @@
+"""Values in fewer bits, for a while: 16, or 8 with a scale for each block of a row.
+
+fp16    half precision; what is larger than the type holds becomes the largest that it holds
+fp8     e4m3: the largest of a block is brought to the end of the type's range
+int8    127 steps of equal size between 0 and the largest of a block
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from echelon.kernels import bits
+
+BLOCK = 256
+"""elements that share a scale; a row begins a block of its own, so that a sample is rounded alike in every batch"""
+SMALLEST = 1e-30
+"""scales below this count as this, so that zeros stay zeros"""
+
+
+@dataclass(frozen=True)
+class Kind:
+    name: str
+    dtype: torch.dtype
+    most: float
+    """what the largest of a block is brought to; of fp16, what values are cut to"""
+
+    @property
+    def scaled(self) -> bool:
+        return self.name != "fp16"
+
+
+KINDS = {
+    "fp16": Kind("fp16", torch.float16, 65504.0),
+    "fp8": Kind("fp8", torch.float8_e4m3fn, 448.0),
+    "int8": Kind("int8", torch.int8, 127.0),
+}
+
+
+def blocks_of(row: int) -> int:
+    """Scales of a row."""
+    return -(-row // BLOCK)
+
+
+def encode(x: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+    """(values [rows, n] in the kind's type, scales [rows, blocks]; none of fp16)"""
+    if bits.ours(x):
+        from echelon.kernels import blockwise_gpu
+
+        return blockwise_gpu.encode(x, kind)
+    return encode_plain(x, kind)
+
+
+def decode(codes: Tensor, scales: Tensor, kind: Kind, out: Tensor) -> None:
+    """The inverse of `encode`, into [rows, n]."""
+    if bits.ours(out):
+        from echelon.kernels import blockwise_gpu
+
+        blockwise_gpu.decode(codes, scales, kind, out)
+    else:
+        out.copy_(decode_plain(codes, scales, kind))
+
+
+def no_scales(x: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.float32, device=x.device)
+
+
+def encode_plain(x: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+    if not kind.scaled:
+        return x.clamp(-kind.most, kind.most).to(kind.dtype), no_scales(x)
+    rows, n = x.shape
+    blocks = _blocks(x.float())
+    scales = (blocks.abs().amax(-1) / kind.most).clamp_min(SMALLEST)
+    values = blocks * (1.0 / scales).unsqueeze(-1)
+    if kind.dtype == torch.int8:
+        values = torch.floor(values + 0.5)
+    codes = values.clamp(-kind.most, kind.most).to(kind.dtype)
+    return codes.view(rows, -1)[:, :n].contiguous(), scales
+
+
+def decode_plain(codes: Tensor, scales: Tensor, kind: Kind) -> Tensor:
+    """float32 [rows, n]; of fp16 half precision"""
+    if not kind.scaled:
+        return codes
+    rows, n = codes.shape
+    return (_blocks(codes.float()) * scales.unsqueeze(-1)).view(rows, -1)[:, :n]
+
+
+def _blocks(x: Tensor) -> Tensor:
+    """[rows, blocks, BLOCK], with zeros behind the end of each row"""
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % BLOCK)).view(len(x), -1, BLOCK)

@@ -1,0 +1,201 @@
+"""Kernels of compression against the plain torch beside them, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from echelon.kernels import bits, blockwise, places, sparse
+from echelon.kernels.blockwise import KINDS
+from echelon.kernels.lying import Lying, chunks_of, in_rows, rows_of
+from echelon.kernels.places import Window
+from echelon.memory.compress import compressed
+
+pytest.importorskip("triton")
+SHAPES = [(1, 5), (3, 16), (2, 2100), (4, 300), (2, 4096)]
+
+
+def rectified(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(shape).to(dtype)
+    return x, torch.relu(x)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_relu_writes_bits_on_the_way(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    from echelon.kernels import bits_gpu
+
+    x, truth = rectified(shape, dtype)
+    y = torch.empty_like(x)
+    found, counts = bits_gpu.rectify(x, y)
+    assert torch.equal(y, truth)
+    assert torch.equal(found, bits.pack_plain(truth > 0))
+    assert counts.shape == (shape[0], chunks_of(shape[1]))
+    assert int(counts.sum()) == int((truth > 0).sum())
+    gradient, out = torch.randn(shape).to(dtype), torch.full(shape, 7.0, dtype=dtype)
+    bits_gpu.masked(gradient, found, out)
+    assert torch.equal(out, torch.where(truth > 0, gradient, 0))
+    bits_gpu.rectify(x, x)
+    assert torch.equal(x, truth)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_flags(shape: tuple[int, int]) -> None:
+    from echelon.kernels import bits_gpu
+
+    flags = torch.randn(shape) > 0.3
+    packed, out = bits_gpu.pack(flags), torch.empty(shape, dtype=torch.bool)
+    assert torch.equal(packed, bits.pack_plain(flags))
+    assert torch.equal(bits.unpack_plain(packed, shape[1]), flags)
+    bits_gpu.unpack(packed, out)
+    assert torch.equal(out, flags)
+
+
+def test_what_is_not_a_number_is_let_through() -> None:
+    from echelon.kernels import bits_gpu
+
+    x = torch.tensor([[1.0, -1.0, float("nan"), 0.0, -0.0, float("inf"), -float("inf"), 2.0]])
+    y = torch.empty_like(x)
+    found, _ = bits_gpu.rectify(x, y)
+    assert bits.unpack_plain(found, 8).tolist() == [[True, False, True, False, False, True, False, True]]
+    assert torch.equal(y.nan_to_num(9.0), torch.relu(x).nan_to_num(9.0))
+    again = bits.relu(x)
+    assert torch.equal(again[1], found)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["", "fp16", "fp8", "int8"])
+def test_what_is_not_zero(shape: tuple[int, int], kind: str) -> None:
+    from echelon.kernels import bits_gpu, sparse_gpu
+
+    chosen = KINDS.get(kind)
+    y = codable(rectified(shape)[1], kind)
+    packed, counts = bits_gpu.rectify(y, torch.empty_like(y))
+    total, ends = sparse.count(packed, counts, shape[1])
+    found = sparse_gpu.compact(y, packed, total, ends, chosen)
+    plain = sparse.compact(y, packed, total, torch.empty(0), chosen)
+    assert found.values.dtype == plain.values.dtype
+    assert torch.equal(found.values.float(), plain.values.float())
+    assert torch.allclose(found.scales, plain.scales, rtol=1e-6)
+    out, truth = torch.empty_like(y), torch.empty_like(y)
+    sparse_gpu.expand(found, packed, chosen, out)
+    sparse.expand(plain, packed, chosen, truth)
+    assert torch.allclose(out, truth, rtol=1e-6)
+    if not kind:
+        assert torch.equal(out, y)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["fp16", "fp8", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_in_fewer_bits(shape: tuple[int, int], kind: str, dtype: torch.dtype) -> None:
+    from echelon.kernels import blockwise_gpu
+
+    chosen = KINDS[kind]
+    x = codable(rectified(shape, dtype)[0], kind)
+    codes, scales = blockwise_gpu.encode(x, chosen)
+    plain_codes, plain_scales = blockwise.encode_plain(x, chosen)
+    assert torch.equal(codes.float(), plain_codes.float())
+    assert torch.allclose(scales, plain_scales, rtol=1e-6)
+    out = torch.empty_like(x)
+    blockwise_gpu.decode(codes, scales, chosen, out)
+    assert torch.allclose(out, blockwise.decode_plain(plain_codes, plain_scales, chosen).to(dtype), rtol=1e-2)
+
+
+def codable(x: Tensor, kind: str) -> Tensor:
+    """Values that 8 bits hold exactly: Triton's interpreter does not round to 8 bits as a GPU does."""
+    if kind != "fp8":
+        return x
+    whole = (x * 8).round().clamp(-16, 16)
+    whole[:, ::5] = 448.0  # so that every block's scale is 1
+    return whole
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("fp16", 2**-11), ("fp8", 2**-4), ("int8", 1 / 254)])
+def test_rounding_stays_within_its_bounds(kind: str, bound: float) -> None:
+    """Of the value itself; in fp8 or a step of its block's smallest; in int8 of its block's largest."""
+    x = torch.randn(8, 1000) * torch.logspace(-3, 3, 8).unsqueeze(-1)
+    chosen = KINDS[kind]
+    error = (blockwise.decode_plain(*blockwise.encode_plain(x, chosen), chosen).float() - x).abs()
+    padded = torch.nn.functional.pad(x, (0, 24)).view(8, -1, 256).abs().amax(-1, keepdim=True)
+    largest = padded.expand(-1, -1, 256).flatten(1)[:, :1000]
+    allowed = {"fp16": x.abs() * bound, "fp8": x.abs() * bound + largest / 448 * 2**-10, "int8": largest * bound}[kind]
+    assert bool((error <= allowed * 1.0001 + 2**-25).all())
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_zeros_stay_and_what_is_not_a_number_is_not_hidden(kind: str) -> None:
+    from echelon.kernels import blockwise_gpu
+
+    chosen = KINDS[kind]
+    x = torch.zeros(2, 300)
+    assert not blockwise.decode_plain(*blockwise.encode_plain(x, chosen), chosen).any()
+    x[1, 3] = float("nan")
+    encoders = [blockwise.encode_plain]
+    if kind != "fp8":  # of which Triton's interpreter makes a number
+        encoders.append(blockwise_gpu.encode)
+    for encode in encoders:
+        out = blockwise.decode_plain(*encode(x, chosen), chosen)
+        assert bool(out[1, 3].isnan())
+        assert not out[0].isnan().any()
+    huge = torch.full((1, 16), 1e30)
+    assert bool(blockwise.decode_plain(*blockwise.encode_plain(huge, chosen), chosen).isfinite().all())
+
+
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "dilation"), [((2, 2), (2, 2), (0, 0), (1, 1)), ((3, 2), (2, 1), (1, 1), (1, 2))]
+)
+def test_places_of_maxima(
+    kernel: tuple[int, int],
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    dilation: tuple[int, int],
+    spread: bool,
+) -> None:
+    from echelon.kernels import places_gpu
+
+    x = torch.randn(2, 3, 9, 11).contiguous(memory_format=torch.channels_last if spread else torch.contiguous_format)
+    _, indices = torch.nn.functional.max_pool2d(x, kernel, stride, padding, dilation, return_indices=True)
+    window = Window(width=11, kernel=kernel, stride=stride, padding=padding, dilation=dilation)
+    codes = places.encode(indices, window)
+    assert int(codes.max()) < kernel[0] * kernel[1]
+    assert torch.equal(places.decode(codes, window), indices)
+    found, back = torch.empty_like(codes), torch.empty_like(indices)
+    places_gpu.encode(indices, window, found)
+    places_gpu.decode(found, window, back)
+    assert torch.equal(found, codes)
+    assert torch.equal(back, indices)
+
+
+def test_how_tensors_lie() -> None:
+    x = torch.randn(2, 3, 4, 5)
+    spread = x.contiguous(memory_format=torch.channels_last)
+    assert in_rows(x)
+    assert in_rows(spread)
+    assert torch.equal(rows_of(spread)[0], spread[0].permute(1, 2, 0).reshape(-1))
+    for other in (x.transpose(0, 1), x[:, :2], x[:, :1].expand(2, 3, 4, 5), x[:0]):
+        assert not in_rows(other)
+    assert torch.equal(Lying.of(spread).like(x), x)
+    assert Lying.of(spread).like(x).stride() == spread.stride()
+
+
+@pytest.mark.parametrize("compress", ["lossless", "lossless+int8"])
+def test_a_network_on_our_kernels(monkeypatch: pytest.MonkeyPatch, compress: str) -> None:
+    """All of compression, with the kernels in the interpreter: exact, or as plain torch rounds."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.ReLU(True), torch.nn.Conv2d(4, 4, 3), torch.nn.ReLU(),
+        torch.nn.MaxPool2d(2), torch.nn.Flatten(), torch.nn.Linear(36, 8),
+    )  # fmt: skip
+    x = torch.randn(2, 3, 8, 8)
+    found = []
+    for ours in (True, False):
+        monkeypatch.setattr(bits, "ours", lambda _x, ours=ours: ours)
+        with compressed(compress if ours or compress != "lossless" else "none", least=1):
+            total = net(x).square().sum()
+        found.append(torch.autograd.grad(total, net.parameters()))
+    for mine, plain in zip(*found, strict=True):
+        assert torch.equal(mine, plain) if compress == "lossless" else torch.allclose(mine, plain, rtol=1e-3, atol=1e-4)

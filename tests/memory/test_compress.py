@@ -1,0 +1,371 @@
+"""Compression of what forward leaves for backward: lossless is exact, lossy as wrong as it says, bytes counted."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+import echelon as ec
+from echelon import models
+from echelon.data.images import images
+from echelon.launch.pool import Pool
+from echelon.memory import packing
+from echelon.memory.packing import Saved
+from echelon.models import sizes, vision
+from echelon.parallel.apply import Options
+from echelon.train.config import Config
+from echelon.train.engine import Engine
+from tests.laid_out import SGD, largest_error, whole
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Small tensors: threads would wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+LOSSY = {"lossless+fp16": 1e-3, "lossless+fp8": 6e-2, "lossless+int8": 2e-2}
+"""bounds of the gradient's error, relative to its norm: docs/compression.md"""
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
+        self.norm, self.relu = nn.BatchNorm2d(channels), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.relu(x + self.second(self.relu(self.norm(self.first(x)))))
+        return out
+
+
+class Calls(nn.Module):
+    """Functions in place of modules, views, and a tensor that several read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.left, self.right = nn.Conv2d(3, 8, 3), nn.Linear(392, 32), nn.Linear(392, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(self.conv(x).relu(), 2, return_indices=False)
+        flat = torch.relu(x - 0.3).flatten(1)
+        return (self.left(flat) * self.right(flat)).relu_().square()
+
+
+def conv(channels_in: int, channels_out: int) -> nn.Conv2d:
+    return nn.Conv2d(channels_in, channels_out, 3, padding=1)
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "conv-relu-pool": lambda: nn.Sequential(conv(3, 8), nn.ReLU(), nn.MaxPool2d(2), conv(8, 4), nn.ReLU(True)),
+    "conv-relu-conv": lambda: nn.Sequential(conv(3, 8), nn.ReLU(True), conv(8, 8), nn.ReLU(), conv(8, 4)),
+    "other poolings": lambda: nn.Sequential(
+        conv(3, 8), nn.ReLU(True), nn.MaxPool2d(3, 2, 1, ceil_mode=True), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(3)
+    ),
+    "residual": lambda: nn.Sequential(conv(3, 8), Residual(8), nn.AvgPool2d(2), Residual(8)),
+    "dropout": lambda: nn.Sequential(
+        conv(3, 8), nn.ReLU(True), nn.Dropout(0.3), nn.Flatten(), nn.Linear(2048, 64), nn.ReLU(), nn.Dropout()
+    ),
+    "calls": Calls,
+    "vgg": lambda: nn.Sequential(vision.vgg16(10, 32, 1 / 16).features, nn.Flatten(), nn.Linear(32, 10)),
+    "resnet": lambda: nn.Sequential(vision.resnet50(10, 1 / 16).features, nn.Flatten(), nn.Linear(128, 10)),
+}
+
+
+def gradients(net: nn.Module, x: Tensor, compress: str, least: int = 1) -> tuple[list[Tensor], int]:
+    """Of a copy of the network, and the bytes kept between forward and backward."""
+    net, x = copy.deepcopy(net), x.clone().requires_grad_()
+    torch.manual_seed(1)
+    with ec.compressed(compress, least=least) as saving:
+        out = net(x).square().sum()
+    kept = saving.bytes
+    out.backward()
+    del out
+    assert saving.bytes == 0, "backward lets go of what was kept"
+    return [tensor.grad for tensor in (x, *net.parameters()) if tensor.grad is not None], kept
+
+
+def pictures(name: str, dtype: torch.dtype) -> Tensor:
+    return torch.randn(3, 3, 32 if name in ("vgg", "resnet") else 16, 32 if name in ("vgg", "resnet") else 16).to(dtype)
+
+
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_lossless_is_exact_and_smaller(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    net = NETS[name]().to(dtype)
+    x = pictures(name, dtype)
+    truth, plain = gradients(net, x, "none")
+    found, kept = gradients(net, x, "lossless")
+    assert all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))
+    assert kept < plain
+
+
+def test_lossless_is_exact_with_channels_last() -> None:
+    torch.manual_seed(0)
+    net = NETS["vgg"]().to(memory_format=torch.channels_last)
+    x = pictures("vgg", torch.float32).contiguous(memory_format=torch.channels_last)
+    truth, found = gradients(net, x, "none")[0], gradients(net, x, "lossless")[0]
+    assert all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))
+
+
+@pytest.mark.parametrize("compress", LOSSY)
+@pytest.mark.parametrize("name", ["conv-relu-conv", "residual", "vgg"])
+def test_lossy_gradients_are_as_wrong_as_stated(name: str, compress: str) -> None:
+    torch.manual_seed(0)
+    net = NETS[name]()
+    x = pictures(name, torch.float32)
+    truth, plain = gradients(net, x, "none")
+    found, kept = gradients(net, x, compress)
+    assert kept < plain
+    error = torch.cat([(a - b).flatten() for a, b in zip(found, truth, strict=True)]).norm()
+    assert 0 < error < LOSSY[compress] * torch.cat([b.flatten() for b in truth]).norm()
+
+
+def test_forward_is_never_rounded() -> None:
+    net, x = NETS["residual"](), pictures("", torch.float32)
+    with ec.compressed("lossless+int8", least=1):
+        assert torch.equal(net(x), net(x).detach())
+        inside = net.eval()(x)
+    assert torch.equal(inside, net(x))
+
+
+def plain_bytes(net: nn.Module, x: Tensor) -> int:
+    """Counted with hooks that keep everything as it is."""
+    found: dict[int, int] = {}
+    parameters = {parameter.data_ptr() for parameter in net.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in parameters:
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = net(x)
+    assert out.requires_grad
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("compress", packing.KINDS)
+def test_bytes_are_what_the_cost_says(compress: str) -> None:
+    net = nn.Sequential(conv(3, 8), nn.ReLU(True), conv(8, 16), nn.ReLU(True), nn.MaxPool2d(2), conv(16, 4))
+    x, each = torch.randn(2, 3, 16, 16), 2 * 16 * 16
+    with ec.compressed(compress, least=1) as saving:
+        out = net(x)
+    assert out.requires_grad
+    with torch.no_grad():
+        share = float((net[:2](x) > 0).float().mean())
+    # The image has no gradient, and stays as it is.
+    saved = Saved(rectified=8 * each, signs=16 * each, maxima=4 * each, values=4 * each)
+    expected = packing.kept_bytes(saved, compress, 4, share=share, ours=False) + 4 * 3 * each
+    assert saving.bytes == pytest.approx(expected, abs=1)
+    assert plain_bytes(net, x) == packing.plain_bytes(saved, 4) + 4 * 3 * each
+
+
+def test_what_a_vgg_moves_more_is_about_one_reading_of_what_it_keeps() -> None:
+    """ReLU's backward, which reads bits, pays for a part of it."""
+    saved = Saved(rectified=7.4e6, signs=6.1e6, maxima=1.5e6, values=1.5e6)
+    for bytes_each in (2, 4):
+        for compress in packing.KINDS[1:]:
+            moved = packing.moved_bytes(saved, compress, bytes_each)
+            assert moved < 1.3 * packing.plain_bytes(saved, bytes_each)
+            assert packing.kept_bytes(saved, compress, bytes_each) < packing.plain_bytes(saved, bytes_each) / 1.7
+
+
+def test_a_tensor_that_several_save_is_stored_once() -> None:
+    x = torch.randn(4, 1000, requires_grad=True)
+    wide = x * 2
+    first, second, third = (nn.Linear(1000, 8) for _ in range(3))
+    with ec.compressed("lossless+int8") as saving:
+        out = first(wide) + second(wide.view(4, 1000)) + third(wide.view(2, 2, 1000)).view(4, 8)
+    assert out.requires_grad
+    assert saving.bytes == 4 * 1000 + 4 * 4 * 4
+
+
+def test_parameters_inputs_and_small_tensors_are_left_alone() -> None:
+    layer = nn.Linear(256, 256)
+    given = torch.randn(8, 256)
+    kept: list[Tensor] = []
+    with ec.compressed("lossless+fp8") as saving:
+        out = layer(given).square()
+        for one in saving._all:
+            kept += [tensor for tensor in (getattr(one, "tensor", None),) if tensor is not None]
+    storages = {tensor.data_ptr() for tensor in kept}
+    assert given.data_ptr() in storages
+    assert out.requires_grad
+    small = torch.randn(4, 10, requires_grad=True)
+    with ec.compressed("lossless+fp8") as saving:
+        out = (small * 3).square()
+    assert saving.bytes == 160
+
+
+def test_a_weight_in_another_type_is_no_activation() -> None:
+    """As torch's autocast makes it."""
+    layer, x = nn.Linear(256, 256, bias=False), torch.randn(8, 256, dtype=torch.float64, requires_grad=True)
+    with ec.compressed("lossless+fp8") as saving:
+        out = F.linear(x * 2, layer.weight.double())
+    assert out.requires_grad
+    assert saving.bytes == 8 * 256 + 8 * 4
+
+
+def test_a_change_in_place_is_noticed_or_harmless() -> None:
+    x = torch.randn(4, 256, requires_grad=True)
+    with ec.compressed("lossless"):
+        y = x * 2
+        out = y.square().sum()
+    y.add_(1)
+    with pytest.raises(RuntimeError, match=r"changed in place .* use the operation"):
+        out.backward()
+    with ec.compressed("lossless"):
+        y = (x * 2).relu()
+        out = (y * y).sum()
+    expected = torch.where(x > 0, 8 * x, 0).detach()
+    y.add_(1)  # what is stored is a copy
+    out.backward()
+    assert torch.allclose(x.grad, expected)
+
+
+def test_a_ReLU_that_was_changed_is_not_taken_for_one() -> None:
+    x = torch.randn(4, 256, requires_grad=True)
+    with ec.compressed("lossless") as saving:
+        y = (x * 2).relu().add_(1.0)  # with torch's own ReLU an error: its backward would read what was changed
+        out = (y * y).sum()
+    assert saving.bytes == 4 * 256 * 4 + 4 * 256 // 8
+    out.backward()
+    assert torch.allclose(x.grad, torch.where(x > 0, 4 * (2 * x + 1), 0))
+
+
+def test_backward_twice_and_of_a_backward() -> None:
+    x = torch.randn(4, 256, requires_grad=True)
+    found = []
+    for compress in ("none", "lossless"):
+        with ec.compressed(compress):
+            out = ((x * 2).relu() ** 3).sum()
+            (first,) = torch.autograd.grad(out, x, create_graph=True)
+        first.square().sum().backward(retain_graph=True)
+        first.square().sum().backward()
+        found.append((first.detach(), x.grad))
+        x.grad = None
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class Repeats(nn.Module):
+    """With a checkpoint of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(conv(3, 8), nn.ReLU(True), nn.MaxPool2d(2))
+        self.inner = nn.Sequential(conv(8, 8), nn.ReLU(), conv(8, 8), nn.ReLU(True), nn.MaxPool2d(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.inner, self.first(x), use_reentrant=False)
+        return out
+
+
+def test_inside_a_checkpoint_nothing_is_kept_to_be_compressed() -> None:
+    net, x = Repeats(), pictures("", torch.float64)
+    net = net.double()
+    truth, plain = gradients(net, x, "none")
+    found, kept = gradients(net, x, "lossless")
+    assert all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))
+    assert kept < plain
+    assert gradients(net, x, "lossless+fp8")[1] < kept
+
+
+# -- in a run ---------------------------------------------------------------------------------------------------------
+
+LLAMA = replace(sizes.find("llama-tiny"), layers=2, dropout=0.1)
+
+
+def trained(name: str, layout: str, compress: str) -> dict[str, Tensor]:
+    """Parameters after two steps in float64."""
+    torch.manual_seed(0)
+    options = Options(compute=torch.float64, master=torch.float64, compress=compress)
+    model: nn.Module
+    if name == "vgg":
+        pixels, labels = images(torch.arange(4), side=32, classes=10)
+        model, batch = vision.vgg16(10, 32, 1 / 16), {"images": pixels, "labels": labels}
+    else:
+        model, tokens = models.build(LLAMA, "meta"), torch.randint(0, LLAMA.vocab, (4, 33))
+        batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    engine = Engine(model, layout, SGD, options=options)
+    engine.model.train()
+    for _ in range(2):
+        engine.step(batch)
+    return whole(engine.parallel, "master")
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("vgg", "dp=2,zero=3"),
+        ("llama", "dp=2,zero=3,recompute=full"),
+        ("llama", "dp=1,pp=2,accumulate=2,schedule=zb-h1"),
+    ],
+)
+def test_layouts_with_compression_equal_one_device_with_it(pool: Pool, name: str, layout: str) -> None:
+    compress = "lossless+int8"
+    found = pool.run(trained, 2, name, layout, compress)[0]
+    alone = ",".join(part for part in layout.split(",") if part.startswith("recompute"))
+    truth = trained(name, alone, compress)
+    assert largest_error(found, truth) < 1e-10
+    if name == "llama":  # it is not that nothing was rounded
+        assert largest_error(truth, trained(name, alone, "none")) > 1e-6
+
+
+def test_ranks_with_lossless_compression_change_nothing(pool: Pool) -> None:
+    found = pool.run(trained, 2, "vgg", "dp=2,zero=3", "lossless")[0]
+    assert largest_error(found, trained("vgg", "", "none")) < 1e-10
+
+
+def test_a_transformer_keeps_less_and_learns_the_same() -> None:
+    losses: dict[str, list[float]] = {}
+    tokens = torch.randint(0, LLAMA.vocab, (4, 65), generator=torch.Generator().manual_seed(0))
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    kept = {}
+    for compress in ("none", "lossless+fp16", "lossless+fp8", "lossless+int8"):
+        engine = Engine(models.build(LLAMA, "meta"), "", options=Options(compress=compress))
+        engine.model.train()
+        with ec.compressed(compress) as saving:
+            total, _ = engine.model(**engine.prepared(next(engine.microbatches(batch))))
+        kept[compress] = saving.bytes
+        del total
+        losses[compress] = [engine.step(batch).loss for _ in range(8)]
+    assert losses["none"][-1] < 0.9 * losses["none"][0]
+    for compress, least in (("lossless+fp16", 1.7), ("lossless+fp8", 2.5), ("lossless+int8", 2.5)):
+        assert kept["none"] > least * kept[compress]
+        assert losses[compress] == pytest.approx(losses["none"], rel=2e-2)
+
+
+def test_faults_are_told_before_a_run() -> None:
+    with pytest.raises(ec.FaultError, match=r'did you mean "lossless\+fp8"'):
+        Config.load(None, ["compress=lossles+fp8"])
+    with pytest.raises(ec.FaultError, match="recompute=ops"):
+        Config.load(None, ["compress=lossless", "layout=recompute=ops"])
+    with pytest.raises(ValueError, match="recompute=ops"):
+        Engine(models.build(LLAMA, "meta"), "recompute=ops", options=Options(compress="lossless"))
+    with pytest.raises(ValueError, match="no such choice"):
+        Options(compress="gzip")
+    with pytest.raises(ValueError, match="no such compression"), ec.compressed("gzip"):
+        pass
+
+
+def test_a_loop_of_ones_own() -> None:
+    found = []
+    for compress in packing.KINDS[:2]:
+        torch.manual_seed(0)
+        model = ec.wrap(nn.Sequential(conv(3, 8), nn.ReLU(), nn.MaxPool2d(2), conv(8, 4)), "", compress=compress)
+        model(torch.randn(2, 3, 16, 16)).square().sum().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
