@@ -26,7 +26,7 @@ MAY_KNOW = {
     "kernels": {"compat"},
     "data": {"layout", "models", "rng"},
     "models": {"layout", "kernels", "moe", "rng", "compat"},
-    "memory": {"layout", "models", "rng"},
+    "memory": {"layout", "models", "rng", "compat"},
     "moe": {"layout", "kernels", "rng"},
     "precision": {"kernels", "compat"},
     "parallel": {"layout", "kernels", "models", "moe", "memory", "precision", "rng", "compat"},
@@ -39,7 +39,7 @@ MAY_KNOW = {
         *("moe", "rng", "compat"),
     },
     "proof": {"layout", "models", "moe", "parallel", "pipeline", "optim", "launch", "train", "rng"},
-    "bench": {"layout", "models", "parallel", "optim", "train", "plan", "kernels", "compat"},
+    "bench": {"layout", "models", "memory", "parallel", "optim", "train", "plan", "kernels", "compat"},
     "report": {"pipeline", "train"},
     "cli": {"layout", "models", "pipeline", "launch", "train", "proof", "plan", "bench", "report"},
 }
