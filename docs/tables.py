@@ -6,14 +6,13 @@ A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`. A tes
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
 
+import activations
 import compressed
 import gates
 import grids
@@ -172,35 +171,6 @@ def batch_statistics() -> str:
     times, total = sum(item.count for item in items), sum(item.count * item.bytes for item in items)
     row = (f"`{shape.name}`", "all-reduce", "dp", "batch statistics", str(times), _size(total))
     return markdown(("model", "collective", "axis", "of", "times", "bytes a step"), [row])
-
-
-def recomputed() -> str:
-    from echelon.memory.repeats import repeats
-    from echelon.train.metrics import recomputed_flops
-
-    shape, rows = replace(models.find(MODEL), dropout=0.0), []
-    flops = shape.flops_per_token(SEQ_LEN)
-    attention = flops - shape.flops_per_token(0)
-    for word in ("none", "ops", "selective", "full", "every:3", "sqrt"):
-        found = repeats(word, layers=shape.layers, whole=1.0, entry=0.0)
-        again = recomputed_flops(found, flops - 6 * shape.vocab * shape.width, attention)
-        cells = (f"{flops / 1e9:.3f}", f"{again / 1e9:.3f}", f"{1 + again / flops:.2f}")
-        rows.append((f"`recompute={word}`", *cells))
-    return markdown(("layout", "GFLOP per token needed", "GFLOP per token repeated", "HFU / MFU"), rows)
-
-
-def kept_over_layers() -> str:
-    """From what docs/pictures/kept.py measured."""
-    found = json.loads((DOCS / "pictures/kept.json").read_text(encoding="utf-8"))
-    rows = []
-    for word, points in found.items():
-        sizes = [f"{size / 2**20:.2f}" for size in points.values()]
-        logs = [(math.log(int(layers)), math.log(size)) for layers, size in points.items()]
-        mean = [sum(of) / len(logs) for of in zip(*logs, strict=True)]
-        rise = sum((x - mean[0]) * (y - mean[1]) for x, y in logs) / sum((x - mean[0]) ** 2 for x, _ in logs)
-        rows.append((f"`recompute={word}`", *sizes, f"{rise:.2f}"))
-    heads = [f"{layers} layers" for layers in next(iter(found.values()))]
-    return markdown(("MiB at the fullest moment", *heads, "slope"), rows)
 
 
 def schedules() -> str:
@@ -375,8 +345,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "configuration keys": configuration_keys,
     "state bytes": state_bytes,
     "batch statistics": batch_statistics,
-    "recomputed": recomputed,
-    "kept over layers": kept_over_layers,
+    "recomputed": lambda: markdown(*activations.recomputed(MODEL, SEQ_LEN)),
+    "kept over layers": lambda: markdown(*activations.kept_over_layers()),
     "schedules": schedules,
     "versions of weights": versions,
     "messages of pipelines": messages,

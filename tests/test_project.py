@@ -39,7 +39,7 @@ MAY_KNOW = {
         *("moe", "rng", "compat"),
     },
     "proof": {"layout", "models", "moe", "parallel", "pipeline", "optim", "launch", "train", "rng"},
-    "bench": {"layout", "models", "parallel", "optim", "train", "plan", "kernels", "compat"},
+    "bench": {"layout", "models", "memory", "parallel", "optim", "train", "plan", "kernels", "compat"},
     "report": {"pipeline", "train"},
     "cli": {"layout", "models", "pipeline", "launch", "train", "proof", "plan", "bench", "report"},
 }

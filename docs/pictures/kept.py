@@ -8,27 +8,18 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))
+
+from activations import MEASURED, measured, slope
 from svg import BLUE, FAINT, GREEN, INK, ORANGE, RED, VIOLET, Canvas
 
-FILE = Path(__file__).parent / "kept.json"
 COLOURS = {"none": INK, "selective": VIOLET, "ops": ORANGE, "every:2": RED, "full": BLUE, "sqrt": GREEN}
 DEPTHS = (4, 8, 16, 32, 64)
 LEFT, TOP, WIDE, HIGH = 90.0, 70.0, 480.0, 260.0
 
 
-def slope(points: list[tuple[int, float]]) -> float:
-    """Of a line through the logarithms."""
-    xs, ys = [math.log(x) for x, _ in points], [math.log(y) for _, y in points]
-    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
-    rise = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
-    return rise / sum((x - mean_x) ** 2 for x in xs)
-
-
 def kept_over_layers() -> str:
-    curves = {
-        word: [(int(layers), size) for layers, size in found.items()]
-        for word, found in json.loads(FILE.read_text(encoding="utf-8")).items()
-    }
+    curves = measured()
     sizes = [size for points in curves.values() for _, size in points]
     low, high = math.log2(min(sizes)) - 0.2, math.log2(max(sizes)) + 0.2
 
@@ -81,7 +72,7 @@ def measure() -> None:
                 engine.step(batch)
             found.setdefault(word, {})[layers] = seen.peak
         print(word, found[word], f"slope {slope(list(found[word].items())):.2f}", flush=True)
-    FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    MEASURED.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

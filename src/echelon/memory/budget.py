@@ -22,15 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from echelon.compat import operator_mode
 from echelon.memory.recompute import PRODUCTS, Part, Policy, Recomputed, makers
 from echelon.memory.repeated import Layer, mapped, tensors_in
 from echelon.memory.repeats import GIB, Repeats
 from echelon.memory.solve import Way, cost, peak, solve
 from echelon.models.attention import Core
-from echelon.parallel.axis import Axis
 
 SPEED = {"cuda": (4e14, 2.5e12), "cpu": (5e10, 1e10)}
 """FLOP/s and bytes/s, to weigh products against what only passes memory. Constants, so that all ranks choose alike"""
@@ -75,7 +74,7 @@ class _Seen:
         return tensor
 
 
-class _Work(TorchDispatchMode):
+class _Work(operator_mode()):  # type: ignore[misc]
     """Counts FLOPs, and bytes that products and attention make."""
 
     def __init__(self, seen: _Seen):
@@ -112,12 +111,13 @@ class Budgeted(Recomputed):
         recompute: str,
         parts: Sequence[Part],
         flights: Sequence[Sequence[int]],
-        agreeing: Axis,
-        stages: Axis,
+        *,
+        agree: Callable[[Tensor], Tensor],
+        add_up: Callable[[Tensor], Tensor],
     ):
-        """Ranks on the axis `agreeing` choose alike; those of `stages` have other layers."""
+        """`agree` takes the largest numbers of all ranks of a stage, which choose alike; `add_up` sums over stages."""
         super().__init__()
-        self.policy, self.recompute, self.agreeing, self.stages = policy, recompute, agreeing, stages
+        self.policy, self.recompute, self.agree, self.add_up = policy, recompute, agree, add_up
         self.budget = float(recompute.partition(":")[2].removesuffix("GiB")) * GIB
         here = [[name for name in part.names if policy.is_here(name)] for part in parts]
         self.names = [name for names in here for name in names]
@@ -250,7 +250,7 @@ class Budgeted(Recomputed):
             dtype=torch.float64,
             device=device,
         )
-        self.agreeing.all_reduce(numbers, op="max")
+        numbers = self.agree(numbers)
         rows = iter(numbers.tolist())
         self.ways = [self._ways({form: next(rows) for form in self._counted[name]}, device) for name in self.names]
         least = [ways[-1] for ways in self.ways]
@@ -310,7 +310,7 @@ class Budgeted(Recomputed):
             full, selective, ops = way.form == "full", "selective" in way.form, "ops" in way.form
             products = [one.flops, full * one.again, one.core_flops, selective * one.core_again]
             rows += rows.new_tensor([*products, ways[0].kept, 0.0 if full else way.kept, 1.0, full, ops])
-        self.stages.all_reduce(rows)
+        rows = self.add_up(rows)
         total, forward, cores, attention, whole, kept, layers, inputs, ops = rows.tolist()
         return Repeats(
             forward=forward / max(total, 1.0),

@@ -1,7 +1,7 @@
 """How the input of a layer that is repeated is kept until then.
 
     whole       as it is
-    partition   1/n of it on each of n ranks that have the same (ZeRO-R's Pa): gathered before the layer is repeated
+    partition   1/n of it on each of n ranks that have the same (ZeRO-R's Pa): parallel/partition.py
     arena       copied into memory that was set aside for it (ZeRO-R's Md): see [Note: an arena]
 
 [Note: an arena]
@@ -15,15 +15,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-from echelon.memory.repeats import partitioned
-
-if TYPE_CHECKING:
-    from echelon.parallel.axis import Axis
 
 Kept = tuple[Tensor, Callable[[Tensor], Tensor]]
 """what is kept, and how the input comes of it"""
@@ -31,33 +25,12 @@ Keep = Callable[[Tensor], Kept]
 
 
 def whole(tensor: Tensor) -> Kept:
-    return tensor, _same
+    return tensor, same
 
 
-def _same(tensor: Tensor) -> Tensor:
+def same(tensor: Tensor) -> Tensor:
+    """What is kept is the input."""
     return tensor
-
-
-class Partition:
-    """A slice on each rank of `axis`, which all have the same tensor."""
-
-    def __init__(self, axis: Axis):
-        self.axis = axis
-
-    def __call__(self, tensor: Tensor) -> Kept:
-        size = partitioned(tensor.numel(), self.axis.size)
-        flat, start = tensor.reshape(-1), self.axis.index * size
-        part = flat.new_zeros(size)
-        mine = flat[start : start + size]
-        part[: len(mine)].copy_(mine)
-        shape = tensor.shape
-
-        def back(part: Tensor) -> Tensor:
-            gathered = part.new_empty(size * self.axis.size)
-            self.axis.start_all_gather(gathered, part).wait()
-            return gathered[: shape.numel()].view(shape)
-
-        return part, back
 
 
 class Arena:
@@ -84,7 +57,7 @@ class Arena:
         def back(kept: Tensor, _lease: _Lease = lease) -> Tensor:
             # Who repeats a layer may hold its input longer than the place is his: he gets one of his own.
             found = kept.view(shape)
-            return found.clone() if inner_back is _same else inner_back(found)
+            return found.clone() if inner_back is same else inner_back(found)
 
         return kept, back
 

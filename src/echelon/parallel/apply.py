@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from echelon.layout import Layout, Mesh
 from echelon.layout.placement import Entry, Placement, units_of
 from echelon.memory import compress, packing
 from echelon.memory.budget import Budgeted
-from echelon.memory.kept import Arena, Keep, Partition, whole
+from echelon.memory.kept import Arena, Keep, whole
 from echelon.memory.recompute import Part, Policy, Recomputed
 from echelon.memory.repeats import idle_reason, segment_length
 from echelon.models.chain import inside
@@ -23,6 +24,7 @@ from echelon.parallel import batchnorm, expert, grid, shard, stages, tensor
 from echelon.parallel.axis import ALONE, Axes, Axis, enumerate_groups, world_rank
 from echelon.parallel.first_values import first_values, move_buffers
 from echelon.parallel.flat import Flat
+from echelon.parallel.partition import Partition
 from echelon.parallel.regions import Boundary
 from echelon.parallel.spread import Context, spread
 from echelon.precision import fp8
@@ -249,7 +251,8 @@ def _recompute(
     policy = Policy(model, stream, keep=keep, split=layout.tp > 1, spread=layout.cp > 1)
     if layout.recompute.startswith("budget"):
         axes.add(AGREEING)
-        return Budgeted(policy, layout.recompute, parts, flights, axes[AGREEING], axes["pp"])
+        agree = partial(axes[AGREEING].all_reduce, op="max")
+        return Budgeted(policy, layout.recompute, parts, flights, agree=agree, add_up=axes["pp"].all_reduce)
     return policy.apply(layout.recompute, parts)
 
 

@@ -34,7 +34,6 @@ from echelon.layout.cost import Collective
 from echelon.layout.layout import ASYNCHRONOUS
 from echelon.memory.budget import Budgeted
 from echelon.memory.repeated import repeated
-from echelon.memory.repeats import Repeats, repeats
 from echelon.models.head import loss_pair
 from echelon.models.sizes import ModelConfig
 from echelon.optim import groups
@@ -175,22 +174,10 @@ class Engine:
     def rehearse(self, microbatch: Microbatch) -> None:
         """Decides what each layer keeps (recompute=budget) by a forward pass that changes nothing; all ranks do."""
         found, parallel = self.parallel.recomputed, self.parallel
-        if not isinstance(found, Budgeted):
-            return
-        samples = self._samples(microbatch)
-        counted = repeated(self.model, parallel.stream, samples)
-        with self._kernels(), counted, found.rehearsal(parallel.options.device):
-            self._totals([microbatch])
-
-    @property
-    def repeats(self) -> Repeats:
-        """What recomputation keeps of the layers and does again, as shares."""
-        found, text = self.parallel.recomputed, self.layout.recompute
         if isinstance(found, Budgeted):
-            return found.repeats
-        shape = shape_of(self.model)
-        written_out = shape is not None and shape.dropout > 0 and self.layout.cp == 1
-        return repeats(text, layers=max(len(found.forms), 1), whole=1.0, entry=0.0, written_out=written_out)
+            counted = repeated(self.model, parallel.stream, self._samples(microbatch))
+            with self._kernels(), counted, found.rehearsal(parallel.options.device):
+                self._totals([microbatch])
 
     def _kernels(self) -> AbstractContextManager[None]:
         return choice.plain() if self.parallel.options.kernels == "plain" else nullcontext()

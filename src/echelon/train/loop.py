@@ -21,6 +21,7 @@ from echelon.pipeline.measure import everywhere, measured_split, profile_of
 from echelon.pipeline.profile import Profile
 from echelon.plan import correct
 from echelon.train import metrics
+from echelon.train.again import repeats_of
 from echelon.train.config import Config
 from echelon.train.derived import derived
 from echelon.train.display import Display, Progress, duration, number, percent, short
@@ -301,7 +302,7 @@ class Loop:
             return float("nan"), float("nan")
         flops = shape.flops_per_token(self.config.seq_len)
         attention = flops - shape.flops_per_token(0)
-        again = metrics.recomputed_flops(self.engine.repeats, flops - 6 * shape.vocab * shape.width, attention)
+        again = metrics.recomputed_flops(repeats_of(self.engine), flops - 6 * shape.vocab * shape.width, attention)
         peak = self.peak.flops * self.world.world_size
         return metrics.mfu(flops, rate, peak), metrics.hfu(flops, rate, peak, recomputed=again)
 
