@@ -74,7 +74,10 @@ def _list_keys(as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("key", "default", "meaning", box=None, header_style="bold", padding=(0, 2, 0, 0))
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("key", no_wrap=True)
+    table.add_column("default", overflow="fold", max_width=16)
+    table.add_column("meaning")
     for key in rows:
         table.add_row(f"[cyan]{key.name}[/cyan]", str(key.default), key.meaning)
     Console().print(table)
