@@ -20,12 +20,11 @@ PATTERNS = {
     "rope": r"rope|rotary|rotate",
     "activation": r"swiglu|silu|gelu|glu",
     "embedding": r"embedding|index|gather|scatter|radix|segment|compute_grad_weight",
-    "compression": r"_(bits|sparse|blockwise|places)_",
-    "casts and copies": r"cast|quant|amax|copy|memcpy|memset|fill|catarray|transpose",
+    "casts and copies": r"cast|quant|amax|copy|memcpy|memset|fill|catarray|transpose|^_(bits|sparse|blockwise|places)_",
 }
 CATEGORIES = (
     *("products", "attention", "norm", "rope", "activation", "loss", "embedding"),
-    *("gradient norm", "optimizer", "compression", "casts and copies", OTHER, IDLE),
+    *("gradient norm", "optimizer", "casts and copies", OTHER, IDLE),
 )
 """in the order in which they are shown"""
 _TRIED = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in PATTERNS.items()}
