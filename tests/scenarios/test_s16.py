@@ -101,5 +101,6 @@ def printed(layout):
 )
 def test_the_reduction_policy_is_told(pool, layout, policy):
     rows = pool.run(printed, Layout.parse(layout).world, layout)[0]
-    assert rows["reduction"] == f"{policy} (then divided once by the number of valid targets of the whole step)"
+    told = "then divided once by the number of valid targets of the whole step"
+    assert rows["reduction"] == f"{policy}, in float64 ({told})"
     assert "gradients float64" in rows["types"]

@@ -16,9 +16,11 @@ from echelon.parallel.master import SplitMaster
 class OnePassAdamW:
     """The number of steps is on the device: a step without a target does not count, and nobody waits to know."""
 
-    def __init__(self, flat: Flat, rule: Rule):
+    def __init__(self, flat: Flat, rule: Rule, seed: int = 0):
         self.rule, self._runs = rule, list(runs_of(flat))
-        device, self._dtype = flat.units[0].full.device, flat.units[0].master.dtype
+        self._parts = [list(run.parts(flat, seed)) for run in self._runs]
+        device = flat.units[0].full.device
+        self._dtype = torch.promote_types(flat.units[0].master.dtype, torch.float32)
         self._device = device
         self._step = torch.zeros((), dtype=torch.int64, device=device)
         self._constants = torch.tensor([*rule.betas, rule.eps], dtype=torch.float64, device=device)
@@ -33,9 +35,21 @@ class OnePassAdamW:
             kind = torch.bfloat16 if self.rule.states == "bfloat16" else self._dtype
             self._moments = [(run.zeros(kind), run.zeros(kind)) for run in self._runs]
         update = update_on(self._device, self._dtype)
-        for run, (mean, square) in zip(self._runs, self._moments, strict=True):
+        for run, parts, (mean, square) in zip(self._runs, self._parts, self._moments, strict=True):
             high, low = _weights(run)
-            update(high, low, mean, square, run.gradient, numbers, self._step, decayed=run.decayed, first=run.first)
+            for part in parts:
+                where = part.where
+                update(
+                    high[where],
+                    None if low is None else low[where],
+                    mean[where],
+                    square[where],
+                    run.gradient[where],
+                    numbers,
+                    self._step,
+                    decayed=part.decayed,
+                    place=part.place,
+                )
 
     def states(self) -> list[Tensor]:
         return [self._step, *(moment for pair in self._moments for moment in pair)]

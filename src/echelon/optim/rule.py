@@ -9,6 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from echelon import rng
+from echelon.kernels.adamw import MASK, Place
+from echelon.layout.placement import Piece
 from echelon.parallel.flat import Flat
 from echelon.parallel.flat_unit import FlatUnit
 
@@ -64,9 +67,59 @@ class Run:
     def gradient(self) -> Tensor:
         return self.unit.grad[: self.size]
 
+    @property
+    def is_rounded(self) -> bool:
+        """Its weights have no master: they are rounded by chance."""
+        return self.unit.master.dtype == torch.bfloat16
+
+    def parts(self, flat: Flat, seed: int) -> Iterator[Part]:
+        """All of it, or parameter by parameter where every layout must round alike."""
+        if not self.is_rounded:
+            yield Part(slice(0, self.size), self.decayed, Place(self.first))
+            return
+        for entry in self.unit.unit.entries:
+            piece = flat.placement.piece(self.unit.unit, entry)
+            size = piece.stop - piece.start
+            if entry.trainable and size:
+                where = slice(piece.shard_offset, piece.shard_offset + size)
+                yield Part(where, size if entry.decay else 0, place_of(piece, seed))
+
     def zeros(self, dtype: torch.dtype) -> Tensor:
         """A state of its elements."""
         return torch.zeros(self.size, dtype=dtype, device=self.unit.full.device)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements of a run that are updated at a time."""
+
+    where: slice
+    decayed: int
+    place: Place
+
+
+def place_of(piece: Piece, seed: int) -> Place:
+    """Where a piece lies in its whole parameter, for random numbers."""
+    entry = piece.entry
+    dims = [(1, 1, 0)] * 3 + [
+        (local, whole, low) for local, whole, (low, _) in zip(entry.local_shape, entry.shape, piece.box, strict=True)
+    ]
+    index = len(dims) - 1
+    while index > 0 and len(dims) > 3:  # a dim that is whole is a part of the one before it
+        (local, whole, low), (inner, size, _) = dims[index - 1], dims[index]
+        if inner == size:
+            dims[index - 1 : index + 1] = [(local * inner, whole * size, low * size)]
+        index -= 1
+    assert len(dims) == 3, "at most two dims of a parameter are cut"
+    (_, _, outer), (middle, rows, low), (inner, columns, first) = dims
+    key = rng.key(seed, f"rounding {entry.name}") & MASK
+    return Place(
+        start=piece.start,
+        key=key,
+        sizes=(middle, inner),
+        strides=(rows * columns, columns),
+        base=(outer * rows + low) * columns + first,
+    )
 
 
 def runs_of(flat: Flat) -> Iterator[Run]:
@@ -101,5 +154,5 @@ def num_moments(rule: Rule) -> int:
 
 
 def moment_bytes(rule: Rule, master: torch.dtype) -> int:
-    """Of one moment of one element."""
-    return 2 if rule.states == "bfloat16" else master.itemsize
+    """Of one moment of one element: at least of float32, whatever the weights are."""
+    return 2 if rule.states == "bfloat16" else max(master.itemsize, 4)

@@ -6,7 +6,7 @@ model's own recipe `initial(name)`, so that no rank ever holds a whole large mod
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
@@ -49,11 +49,12 @@ def first_values(model: nn.Module, *, device: torch.device, dtype: torch.dtype, 
     return values
 
 
-def move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Buffers (running statistics, tables) are whole on every rank."""
-    for module in model.modules():
+def move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype, wide: Set[str] = frozenset()) -> None:
+    """Buffers (running statistics, tables) are whole on every rank; those of `wide` modules are at least float32."""
+    for path, module in model.named_modules():
+        kind = torch.promote_types(dtype, torch.float32) if path in wide else dtype
         for name, buffer in module.named_buffers(recurse=False):
-            target = dtype if buffer.is_floating_point() else buffer.dtype
+            target = kind if buffer.is_floating_point() else buffer.dtype
             if buffer.is_meta:
                 made = torch.zeros(buffer.shape, dtype=target, device=device)
                 if name == "running_var":

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from echelon.layout import Fault, FaultError, Layout, check, did_you_mean, grammar
 from echelon.layout.faults import closest
-from echelon.layout.layout import SPLIT_BACKWARD
+from echelon.layout.layout import ASYNCHRONOUS, SPLIT_BACKWARD
 from echelon.models import mixture_config, own, sizes
 from echelon.pipeline.schedules import file_fault, of_layout
 from echelon.train import keys, pipeline_faults
@@ -54,8 +54,8 @@ class Config:
     """How the work is split, e.g. "dp=2,tp=2". Empty: data parallel over all ranks."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto takes the GPUs if there are any."""
-    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    """Of computation. Master weights and reductions are float32, or float64 with float64."""
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
+    """Of computation. Master weights and reductions are float32, or float64 with float64, or as `precision` says."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     kernels: Literal["auto", "plain"] = "auto"
     """Our kernels where there is a GPU, or torch's own operators everywhere, to compare with."""
@@ -214,11 +214,34 @@ def _data_rules(config: Config) -> Iterator[Rule]:
         yield ("data.tokenizer",), fault
 
 
+def scales(config: Config) -> str:
+    """How the loss is scaled: dynamic, fixed or none."""
+    asked = config.precision.loss_scale
+    if isinstance(asked, float):
+        return "fixed"
+    return asked if asked != "auto" else "dynamic" if config.dtype == "float16" else "none"
+
+
 def _precision_rules(config: Config) -> Iterator[Rule]:
     compute, key = config.precision.compute, "precision.compute"
+    layout = Layout.resolve(grammar.read(config.layout).given)
+    schedule = layout.schedule
+    if config.precision.master == "none" and config.dtype != "bfloat16":
+        rule, legal = f"needs 16-bit weights that are rounded by chance (dtype={config.dtype})", "float32"
+        fault = Fault(key="precision.master", value="none", rule=rule, legal=f"{legal}, or dtype=bfloat16")
+        yield ("precision.master", "dtype"), fault
+    if scales(config) == "dynamic" and layout.pp > 1 and schedule in ASYNCHRONOUS:
+        yield (
+            ("precision.loss_scale", "dtype", "layout"),
+            Fault(
+                key="precision.loss_scale",
+                value=str(config.precision.loss_scale),
+                rule=f"has stages that cannot agree on a scale, since they update by themselves (schedule={schedule})",
+                legal="a number, none, or layout=...,schedule=1f1b",
+            ),
+        )
     if compute == "same":
         return
-    schedule = Layout.resolve(grammar.read(config.layout).given).schedule
     reasons = {
         "dtype": "needs dtype=bfloat16" if config.dtype != "bfloat16" else "",
         "device": "needs a GPU" if config.device == "cpu" else "",
@@ -264,6 +287,11 @@ def _idle(config: Config) -> dict[str, str]:
         idle |= dict.fromkeys(("pipeline.layers", "pipeline.profile", "pipeline.slices"), "pp=1")
     elif layout.schedule != "terapipe":
         idle["pipeline.slices"] = f"schedule={layout.schedule}"
+    if config.dtype in ("float32", "float64"):
+        idle["precision.keep_fp32"] = f"dtype={config.dtype}, where nothing is shorter"
+    if scales(config) != "dynamic":
+        why = f"precision.loss_scale={config.precision.loss_scale}, which is not dynamic with dtype={config.dtype}"
+        idle |= dict.fromkeys(("precision.scale_start", "precision.scale_every"), why)
     if layout.pp > 1 and layout.zero == 3:
         idle["shard.reshard_after_forward"] = f"pp={layout.pp}, where layers are freed after every use"
     return idle

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from echelon.kernels import choice
 from echelon.layout import Layout
 from echelon.models.sizes import ModelConfig
@@ -37,6 +39,14 @@ def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterato
         f"compute {compute}, master {_master(engine)}, gradients {_gradients(engine)}",
         _why_gradients(engine),
     )
+    wide = [entry.name for unit in units if unit.wide for entry in unit.entries]
+    if wide:
+        shown = ", ".join(wide[:3]) + (f" and {len(wide) - 3} more" if len(wide) > 3 else "")
+        yield "kept in float32", f"{len(wide)} parameters: {shown}", "precision.keep_fp32; with inputs in float32"
+    if not engine.scaling.recipe.is_one:
+        recipe = engine.scaling.recipe
+        why = f"halved where gradients are not finite, doubled after {recipe.every:,} good steps"
+        yield "loss scale", str(recipe), why if recipe.is_dynamic else "divided out again in the update"
     if options.products != "same":
         scales = "row of each factor" if options.products == "fp8-row" else "tensor"
         yield "products", options.products, f"in the layers, with a scale for each {scales}; sums are float32"
@@ -49,7 +59,7 @@ def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterato
     if layout.dp * layout.cp > 1:
         yield (
             "reduction",
-            _reduction(parallel.policy, layout.zero),
+            f"{_reduction(parallel.policy, layout.zero)}, in {_gradients(engine)}",
             "then divided once by the number of valid targets of the whole step",
         )
     padding = sum(unit.shards * unit.shard_numel - unit.numel for unit in units)
@@ -63,6 +73,8 @@ def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterato
         master_bytes=options.master.itemsize,
         moments=num_moments(engine.rule),
         moment_bytes=moment_bytes(engine.rule, options.master),
+        reduce_bytes=options.gradients.itemsize,
+        float16=options.compute == torch.float16,
         versions=engine.pipeline.versions if engine.pipeline is not None else 1,
     )
     shares = ", ".join(f"{key} {size(value)}" for key, value in held.items() if value)
@@ -77,6 +89,8 @@ def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterato
 
 def _master(engine: Engine) -> str:
     found = name(engine.parallel.options.master)
+    if engine.parallel.options.master == torch.bfloat16:
+        return "none (updates are rounded up or down by chance)"
     split = any(isinstance(unit.master, SplitMaster) for unit in engine.parallel.flat.units)
     return f"{found} (in two halves, of which the upper one is the compute value)" if split else found
 
@@ -88,8 +102,12 @@ def _gradients(engine: Engine) -> str:
 def _why_gradients(engine: Engine) -> str:
     if engine.parallel.options.compute == engine.parallel.options.master:
         return "one type for everything"
-    if any(unit.gradient_type == engine.parallel.options.master for unit in engine.parallel.flat.units):
-        return "gradients accumulate and are reduced in the master's type"
+    options = engine.parallel.options
+    if any(unit.gradient_type != options.compute for unit in engine.parallel.flat.units if not unit.unit.wide):
+        asked = "as precision.reduce asks" if options.reduce else "in float32 whatever the compute type is"
+        return f"gradients accumulate and are reduced {asked}; sums inside products are float32"
+    if options.reduce == options.compute:
+        return "gradients accumulate and are reduced in the compute type, as precision.reduce asks"
     return "one microbatch on one rank: a gradient is never added to, so a longer type would hold the same"
 
 

@@ -15,10 +15,17 @@ does not bind.
 The number, the norm, and whether there was a target at all stay on the device, as tensors, and so do the backward seed
 and the optimizer's factor that follow from them. The host only ever queues work, so it can be a step ahead of a GPU.
 What a step did is read when somebody asks its `StepResult`.
+
+[Note: a step that is left out]
+
+A step updates nothing, neither weights nor moments nor their count of steps, where it has no target, or where the loss
+or the norm is not finite. All ranks share both, so all leave it out together. `Engine.not_finite` tells whose gradient
+it was (norm.py). Stages of an asynchronous schedule have norms of their own, and leave an update out each for itself.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -42,10 +49,12 @@ from echelon.parallel.flat_unit import FlatUnit
 from echelon.parallel.tensor import Traffic
 from echelon.pipeline.pipeline import Pipeline
 from echelon.pipeline.runtime import Work
+from echelon.precision.loss_scale import LossScale, Scaling
 from echelon.train import issued
 from echelon.train.later import later, sent
 from echelon.train.loads import Loads, mixtures_of
 from echelon.train.norm import GradientNorm, clip_factor
+from echelon.train.not_finite import Blame, NotFinite
 from echelon.train.sections import OptimizerConfig
 
 Batch = Mapping[str, Tensor]
@@ -55,23 +64,25 @@ Batch = Mapping[str, Tensor]
 class StepResult:
     """What a step did, equal on every rank. Reading it may wait for ranks that are not through with the step yet."""
 
-    def __init__(self, ask: Callable[[], Sequence[float]]):
+    def __init__(self, ask: Callable[[], Sequence[float]], norms: Callable[[], list[float]] | None = None):
         self._ask = ask
+        self.norms = norms or list
+        """asks for the norms of this rank's parts of gradients, where that is of interest"""
 
     @classmethod
-    def of(cls, loss_sum: float, count: float, norm: float) -> StepResult:
+    def of(cls, loss_sum: float, count: float, norm: float, scale: float = 1.0, next_scale: float = 1.0) -> StepResult:
         """What is known already."""
-        return cls(lambda: (loss_sum, count, norm))
+        return cls(lambda: (loss_sum, count, norm, scale, next_scale))
 
-    def __reduce__(self) -> tuple[Any, tuple[float, float, float]]:
+    def __reduce__(self) -> tuple[Any, tuple[float, ...]]:
         """Between processes what is told travels, not the asking."""
         return StepResult.of, self._told
 
     @cached_property
-    def _told(self) -> tuple[float, float, float]:
-        """(sum of losses, number of valid targets, norm)"""
-        loss_sum, count, norm = self._ask()
-        return loss_sum, count, norm
+    def _told(self) -> tuple[float, float, float, float, float]:
+        """(sum of losses, number of valid targets, norm, loss scale, loss scale of the next step)"""
+        loss_sum, count, norm, scale, next_scale = self._ask()
+        return loss_sum, count, norm, scale, next_scale
 
     def wait(self) -> None:
         """Until the step is through."""
@@ -93,9 +104,24 @@ class StepResult:
         return self._told[2]
 
     @property
+    def finite(self) -> bool:
+        """the loss and all gradients are"""
+        return math.isfinite(self._told[0]) and math.isfinite(self.norm)
+
+    @property
     def skipped(self) -> bool:
-        """no valid target: nothing was updated"""
-        return self.count == 0
+        """no valid target, or something is not finite: nothing was updated"""
+        return self.count == 0 or not self.finite
+
+    @property
+    def loss_scale(self) -> float:
+        """of this step"""
+        return self._told[3]
+
+    @property
+    def next_loss_scale(self) -> float:
+        """of the step after it"""
+        return self._told[4]
 
 
 @dataclass(frozen=True)
@@ -122,6 +148,7 @@ class Engine:
         *,
         clip: float = 0.0,
         options: Options | None = None,
+        loss_scale: LossScale | None = None,
     ):
         layout = check(str(layout), world=world_size(), model=shape_of(model))
         if layout.plan_only:
@@ -130,6 +157,7 @@ class Engine:
         self.clip = clip
         self.names = tuple(name for name, _ in model.named_parameters())
         """of all parameters of the model, wherever they are"""
+        self._blame = Blame(model)
         mixtures = mixtures_of(model, layout)
         self.pipeline: Pipeline | None = None
         if layout.pp > 1:
@@ -138,11 +166,17 @@ class Engine:
             self.pipeline.parallel if self.pipeline else apply(model, layout, options or Options())
         )
         self.model, self.layout = self.parallel.model, layout
-        self.optimizer = sharded(self.parallel.flat, self.rule)
+        self.optimizer = sharded(self.parallel.flat, self.rule, seed=self.parallel.options.seed)
         self.norm = GradientNorm(self.parallel)
         self.loads = Loads(self.parallel, mixtures)
         self.num_steps = 0
         self._last_count = torch.ones((), dtype=torch.float64, device=self.parallel.options.device)
+        self.scaling = Scaling(loss_scale or LossScale(), self.parallel.options.device)
+        if self.pipeline is not None and self.pipeline.asynchronous and self.scaling.recipe.is_dynamic:
+            raise ValueError(
+                f"stages of schedule={layout.schedule} update at different times and could not agree on a loss scale; "
+                "give a fixed one (precision.loss_scale=1024), or use schedule=1f1b"
+            )
         self._partial = partial_gradients(self.parallel)
 
     @property
@@ -195,21 +229,32 @@ class Engine:
             works = self._works(microbatches)
             if self.pipeline.asynchronous:
                 return self._window(self.pipeline, works, lr)
-            totals = self.pipeline.train(works, self._last_count.reciprocal())
+            totals = self.pipeline.train(works, self.scaling.value / self._last_count)
         else:
             totals = self._one_after_another(microbatches)
         self.parallel.axes[self.loss_axis].all_reduce(totals)
         self._sum_partial()
-        count = totals[1]
-        rest = self._last_count / count.clamp(min=1.0)
-        norm, live = self.norm() * rest, count > 0
+        count, scale = totals[1], self.scaling.value
+        rest = self._last_count / (count.clamp(min=1.0) * scale)
+        norm, norms = self.norm.measured()
+        norm = norm * rest
+        finite = torch.isfinite(norm) & torch.isfinite(totals[0])
+        live = (count > 0) & finite
         self.optimizer.step(lr, rest * clip_factor(norm, self.clip), live)
         self.parallel.flat.updated()
         self.parallel.flat.free_gradients()
         self.loads.end_step()
-        self._last_count = torch.where(live, count, self._last_count)
+        self._last_count = torch.where(count > 0, count, self._last_count)
+        self.scaling.after(finite, live)
         self.num_steps += 1
-        return StepResult(later(torch.cat([totals, norm[None]])))
+        told = torch.cat([totals, torch.stack([norm, scale, self.scaling.value])])
+        return StepResult(later(told), later(norms))
+
+    def not_finite(self, result: StepResult) -> NotFinite | None:
+        """What was not finite in a step, if anything was. All ranks must ask, in the same order."""
+        if result.finite:
+            return None
+        return self._blame.find(self.parallel, self.norm.parts, result.norms(), loss=not math.isfinite(result.loss))
 
     def _sum_partial(self) -> None:
         for axis, held in self._partial:
@@ -220,6 +265,8 @@ class Engine:
         given = 0
         for microbatch in microbatches:
             given += 1
+            if given == 1 and self.num_steps == 0 and not self.scaling.recipe.is_one:
+                self._last_count.fill_(self._likely_count(microbatch))
             if given > self.layout.accumulate:
                 break
             yield microbatch
@@ -230,23 +277,41 @@ class Engine:
                 "give so many, or change accumulate in the layout"
             )
 
+    def _likely_count(self, microbatch: Microbatch) -> int:
+        """Targets of a step before there was any: from the shapes alone, which all ranks know.
+
+        A scaled loss needs it, since the gradient of a sum over all targets would overflow.
+        """
+        rows = len(microbatch.samples) * self.layout.dp * self.layout.accumulate
+        whole = [value for value in microbatch.inputs.values() if not value.is_floating_point() and value.dim() == 2]
+        return rows * max([value.shape[1] for value in whole], default=1)
+
     def _window(self, pipeline: Pipeline, works: list[Work], lr: float) -> StepResult:
         """A step of an asynchronous schedule: updates happen inside it, each with the norm of its own stage.
 
         The ranks tell each other the loss, but no rank waits for it: the first stages go on to the next step while the
         last is at this one.
         """
-        squares = torch.zeros((), dtype=torch.float64, device=self.parallel.options.device)
+        device = self.parallel.options.device
+        squares = torch.zeros((), dtype=torch.float64, device=device)
+        norms = torch.zeros(len(self.norm.parts), dtype=torch.float64, device=device)
+        bad = torch.zeros_like(squares)
 
         def update(scale: float, lr: float) -> None:
             self._sum_partial()
-            norm = self.norm() * scale
+            norm, each = self.norm.measured()
+            norms.add_(each)
+            norm = norm * scale
             squares.copy_(norm.square())
-            self.optimizer.step(lr, scale * clip_factor(norm, self.clip), torch.ones_like(norm, dtype=torch.bool))
+            bad.add_(norm * 0.0)  # not a number from the first update on that is left out
+            self.optimizer.step(lr, scale * clip_factor(norm, self.clip), torch.isfinite(norm))
             self.parallel.flat.free_gradients()
 
+        scale = self.scaling.recipe.start
+        if self.num_steps == 0 and not self.scaling.recipe.is_one:
+            pipeline.start_from(scale, float(self._last_count))
         totals = pipeline.window(works, update, lr)
-        last = squares if self.parallel.tokens.index == 0 else torch.zeros_like(squares)
+        last = squares + bad if self.parallel.tokens.index == 0 else bad
         together = torch.cat([totals, last[None]])
         telling = self.parallel.axes[self.loss_axis].start_all_reduce(together)
         self.loads.end_window()
@@ -254,10 +319,10 @@ class Engine:
         def ask() -> Sequence[float]:
             telling.wait()
             loss_sum, count, square = together.tolist()
-            return loss_sum, count, square**0.5
+            return loss_sum, count, square**0.5, scale, scale
 
         self.num_steps += 1
-        return StepResult(ask)
+        return StepResult(ask, later(norms))
 
     def drain(self) -> None:
         """Ends what an asynchronous schedule has under way: after it, every microbatch has made its update."""
@@ -280,7 +345,8 @@ class Engine:
         with explained(self.parallel.policy):
             total, count = loss_pair(self.model(**self.prepared(microbatch)))
             if total.requires_grad:
-                total.backward(self._last_count.reciprocal().to(total.dtype).expand_as(total))  # see the first note
+                seed = self.scaling.value / self._last_count  # see the first note
+                total.backward(seed.to(total.dtype).expand_as(total))
         flat.end()
         return total.detach(), count
 

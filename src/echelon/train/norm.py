@@ -1,48 +1,47 @@
-"""The gradient norm and clipping by the placement record: every logical element once, in every layout."""
+"""The gradient norm and clipping by the placement record: every logical element once, in every layout.
+
+[Note: which gradient is not finite]
+
+The norm is made of the norms of the parameters, in one pass over all gradients. Those stay on the device, and are read
+only when the norm is not finite: then they tell whose gradient it was. What a rank holds and does not count, such as
+its copy of a weight that another rank counts, is looked at all the same, and makes the norm not finite everywhere: a
+rank never updates alone.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from echelon import compat
 from echelon.parallel.apply import Parallel
 from echelon.parallel.flat_unit import FlatUnit
 
-Runs = list[tuple[FlatUnit, slice]]
-"""parts of units' shards"""
+
+@dataclass(frozen=True)
+class Part:
+    """A run of one parameter's elements in a unit's shard, without padding."""
+
+    unit: FlatUnit
+    where: slice
+    name: str
+    """of the parameter"""
+    counted: bool
+    """by this rank: exactly one rank of each replica counts an element"""
 
 
-def owned_runs(parallel: Parallel, *, first: bool = False) -> Runs:
-    """The parts of this rank's shards that it alone counts: no padding, no second copy.
-
-    Replicas count each for themselves, or with `first` only the first of them.
-    """
-    found: Runs = []
-    for unit in parallel.flat.units:
-        pieces = [
-            p
-            for u, p in parallel.flat.pieces()
-            if u is unit and p.owner and p.entry.trainable and (p.first or not first)
-        ]
-        runs = [(p.shard_offset + a - p.start, p.shard_offset + b - p.start) for p in pieces for a, b in p.runs()]
-        found += [(unit, slice(start, stop)) for start, stop in _joined(sorted(runs))]
-    return found
-
-
-def _joined(runs: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    start = stop = -1
-    for low, high in runs:
-        if low == stop:
-            stop = high
-            continue
-        if stop > start:
-            yield start, stop
-        start, stop = low, high
-    if stop > start:
-        yield start, stop
+def parts_of(parallel: Parallel, *, first: bool = False) -> list[Part]:
+    """All trainable elements of this rank. Replicas count each for themselves, or with `first` the first alone."""
+    return [
+        Part(unit, slice(p.shard_offset + a - p.start, p.shard_offset + b - p.start), p.entry.name, counted)
+        for unit, p in parallel.flat.pieces()
+        if p.entry.trainable
+        for counted in (p.owner and (p.first or not first),)
+        for a, b in p.runs()
+    ]
 
 
 class GradientNorm:
@@ -55,26 +54,41 @@ class GradientNorm:
         folded = any(unit.unit.folded for unit in parallel.flat.units)
         shards = "replica*shard*cp*tp" if folded else f"{parallel.policy.axis}*tp"
         self.axis = parallel.axes.axis(f"pp*{shards}" if together else shards)
-        self.runs = owned_runs(parallel, first=folded)
+        found = parts_of(parallel, first=folded)
+        # Of one type after the other, as they are computed; what is counted comes first.
+        order = sorted(found, key=lambda part: (not part.counted, str(part.unit.gradient_type)))
+        self.parts, self._counted = order, sum(part.counted for part in order)
         self.device = parallel.options.device
 
     @torch.no_grad()
     def __call__(self, kind: float = 2.0) -> Tensor:
         """A float64 scalar, equal on all ranks, on the device. `kind` is 2 or infinity."""
-        local = torch.zeros((), dtype=torch.float64, device=self.device)
-        if self.runs:
-            # Short types are summed in float32 as they are read: no copy of them is made.
-            found = [_norm(unit.grad[part], kind) for unit, part in self.runs]
-            local = torch.linalg.vector_norm(torch.stack(found), kind, dtype=torch.float64)
+        return self.measured(kind)[0]
+
+    @torch.no_grad()
+    def measured(self, kind: float = 2.0) -> tuple[Tensor, Tensor]:
+        """The norm, and those of `parts` (float64) on this rank alone."""
+        each = self._each(kind)
+        local = torch.linalg.vector_norm(each[: self._counted], kind) if self._counted else each.new_zeros(())
+        if self._counted < len(each):
+            local = local + (each[self._counted :] * 0.0).sum()  # not a number where one is not finite
         if math.isinf(kind):
-            return self.axis.all_reduce(local, op="max")
-        return self.axis.all_reduce(local.square()).sqrt()
+            return self.axis.all_reduce(local, op="max"), each
+        return self.axis.all_reduce(local.square()).sqrt(), each
 
-
-def _norm(values: Tensor, kind: float) -> Tensor:
-    dtype = torch.promote_types(values.dtype, torch.float32)
-    found: Tensor = torch.linalg.vector_norm(values, kind, dtype=dtype)
-    return found
+    def _each(self, kind: float) -> Tensor:
+        """Short types are summed in float32 as they are read: no copy of them is made."""
+        found: list[Tensor] = []
+        start = 0
+        while start < len(self.parts):
+            dtype = self.parts[start].unit.gradient_type
+            end = start
+            while end < len(self.parts) and self.parts[end].unit.gradient_type == dtype:
+                end += 1
+            slices = [part.unit.grad[part.where] for part in self.parts[start:end]]
+            found += compat.norms(slices, kind, torch.promote_types(dtype, torch.float32))
+            start = end
+        return torch.stack(found).double() if found else torch.zeros(0, dtype=torch.float64, device=self.device)
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:

@@ -19,8 +19,9 @@ from echelon.train.config import Config, is_own
 from echelon.train.sections import PrecisionConfig
 
 AUTO = "auto"
-TYPES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp32"}
-MOMENT_BYTES = {"float32": 4, "bfloat16": 2}
+TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp32"}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 4}
+"""of an element, as planning counts: float64 is not priced"""
 
 
 def planned(config: Config, plan: str, procs: int | None) -> tuple[Config, str]:
@@ -47,6 +48,21 @@ def precision_of(config: Config) -> str:
     return TYPES[config.dtype] if config.precision.compute == "same" else "fp8"
 
 
+def moment_bytes(config: Config) -> int:
+    return BYTES[config.optimizer.states]
+
+
+def reduce_bytes(config: Config) -> int:
+    """Of an element of a gradient where it adds up and is reduced."""
+    asked = config.precision.reduce
+    return BYTES[{"master": "float32", "same": config.dtype}.get(asked, asked)]
+
+
+def master_bytes(config: Config) -> int:
+    """Of an element of what the optimizer updates."""
+    return 2 if config.precision.master == "none" else 4
+
+
 def program_of(config: Config) -> str:
     return "plain" if config.kernels == "plain" else "echelon"
 
@@ -64,7 +80,9 @@ def best_plan(config: Config, procs: int | None) -> Plan:
         seq_len=config.seq_len,
         precision=precision_of(config),
         program=program_of(config),
-        moment_bytes=MOMENT_BYTES[config.optimizer.states],
+        moment_bytes=moment_bytes(config),
+        reduce_bytes=reduce_bytes(config),
+        master_bytes=master_bytes(config),
     )
     found = search(wish, top=1)
     if found:

@@ -14,7 +14,7 @@ from echelon.plan.cluster import Cluster, Part, here
 from echelon.plan.price import price
 from echelon.plan.sources import of_config
 from echelon.train.config import Config
-from echelon.train.planned import MOMENT_BYTES, TYPES, precision_of, program_of
+from echelon.train.planned import TYPES, master_bytes, moment_bytes, precision_of, program_of, reduce_bytes
 
 
 def predicted(
@@ -33,7 +33,9 @@ def predicted(
             seq_len=config.seq_len,
             precision=precision_of(config),
             program=program_of(config),
-            moment_bytes=MOMENT_BYTES[config.optimizer.states],
+            moment_bytes=moment_bytes(config),
+            reduce_bytes=reduce_bytes(config),
+            master_bytes=master_bytes(config),
         )
         plan = price(case)
     except Exception as error:  # whatever the planner does not know, the run goes on
