@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -49,6 +49,7 @@ from echelon.parallel.flat_unit import FlatUnit
 from echelon.parallel.tensor import Traffic
 from echelon.pipeline.pipeline import Pipeline
 from echelon.pipeline.runtime import Work
+from echelon.precision import sums
 from echelon.precision.loss_scale import LossScale, Scaling
 from echelon.train import issued
 from echelon.train.later import later, sent
@@ -221,8 +222,10 @@ class Engine:
         with self._kernels():
             return self._run(self._counted(microbatches), self.rule.lr if lr is None else lr)
 
-    def _kernels(self) -> AbstractContextManager[None]:
-        return choice.plain() if self.parallel.options.kernels == "plain" else nullcontext()
+    @contextmanager
+    def _kernels(self) -> Iterator[None]:
+        with choice.plain() if self.parallel.options.kernels == "plain" else nullcontext(), sums.in_float32():
+            yield
 
     def _run(self, microbatches: Iterable[Microbatch], lr: float) -> StepResult:
         if self.pipeline is not None:
