@@ -177,9 +177,10 @@ def batch(rows, step):
 
 
 def run(tmp_path, bad, **precision):
-    (tmp_path / "own.py").write_text(OWN.replace("BAD", repr(bad)))
+    own = tmp_path / f"own_{len(bad)}.py"  # a file is imported once
+    own.write_text(OWN.replace("BAD", repr(bad)))
     config = Config(
-        model=f"{tmp_path / 'own.py'}:build",
+        model=f"{own}:build",
         steps=6,
         batch=4,
         dtype="float16",
