@@ -100,15 +100,14 @@ def _gradients(engine: Engine) -> str:
 
 
 def _why_gradients(engine: Engine) -> str:
-    if engine.parallel.options.compute == engine.parallel.options.master:
+    options, units = engine.parallel.options, engine.parallel.flat.units
+    types = {unit.gradient_type for unit in units if not unit.unit.wide}
+    if types == {options.compute} == {options.master} and options.compute.itemsize >= 4:
         return "one type for everything"
-    options = engine.parallel.options
-    if any(unit.gradient_type != options.compute for unit in engine.parallel.flat.units if not unit.unit.wide):
-        asked = "as precision.reduce asks" if options.reduce else "in float32 whatever the compute type is"
-        return f"gradients accumulate and are reduced {asked}; sums inside products are float32"
-    if options.reduce == options.compute:
-        return "gradients accumulate and are reduced in the compute type, as precision.reduce asks"
-    return "one microbatch on one rank: a gradient is never added to, so a longer type would hold the same"
+    if types == {options.compute} != {options.gradients}:
+        return "one microbatch on one rank: a gradient is never added to, so a longer type would hold the same"
+    asked = "as precision.reduce asks" if options.reduce else "in float32 whatever the compute type is"
+    return f"gradients accumulate and are reduced {asked}; sums inside products are float32"
 
 
 def _pipeline(pipeline: Pipeline, seq_len: int) -> Iterator[Derived]:
