@@ -95,6 +95,33 @@ def states() -> list[tuple[str, dict[str, int]]]:
     return found
 
 
+TYPES: dict[str, tuple[str, dict[str, int]]] = {
+    "float32": ("`dtype=float32`", {"compute_bytes": 4, "master_bytes": 4}),
+    "bfloat16": ("`dtype=bfloat16`", {"compute_bytes": 2, "master_bytes": 4}),
+    "float16": ("`dtype=float16`", {"compute_bytes": 2, "master_bytes": 4}),
+    "short sums": ("`dtype=bfloat16`, `reduce=same`", {"compute_bytes": 2, "master_bytes": 4, "reduce_bytes": 2}),
+    "no master": (
+        "`dtype=bfloat16`, `master=none`",
+        {"compute_bytes": 2, "master_bytes": 2, "reduce_bytes": 4, "moment_bytes": 4},
+    ),
+    "all short": (
+        "`dtype=bfloat16`, `master=none`, `reduce=same`, `states=bfloat16`",
+        {"compute_bytes": 2, "master_bytes": 2, "reduce_bytes": 2, "moment_bytes": 2},
+    ),
+}
+
+
+def types() -> str:
+    """Bytes per parameter, for what a run may be asked to keep in which type."""
+    layout = Layout.parse("dp=1,accumulate=2")
+    parts, rows = units(layout), []
+    for name, (told, sizes) in TYPES.items():
+        held = shard.state_bytes(parts, shard.policy(layout), moments=MOMENTS, float16=name == "float16", **sizes)
+        each = {key: value / sum(unit.numel for unit in parts) for key, value in held.items() if key != "versions"}
+        rows.append((told, *(f"{value:g}" for value in each.values()), f"{sum(each.values()):g}"))
+    return markdown(("", "parameters", "master", "gradients", "moments", "sum"), rows)
+
+
 def costs(text: str) -> list[Collective]:
     """What one step of the example model issues on a layout: what `Engine.collectives` adds up."""
     layout = Layout.parse(text)
@@ -346,6 +373,7 @@ def _request(name: str) -> Request:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "types": types,
     "bench shapes": bench_shapes,
     "fewest bytes": fewest_bytes,
     "bench measured": bench_measured,
