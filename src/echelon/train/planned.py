@@ -16,7 +16,6 @@ from echelon.plan.price import Plan
 from echelon.plan.search import nearest, search
 from echelon.plan.sources import of_config
 from echelon.train.config import Config, is_own
-from echelon.train.sections import PrecisionConfig
 
 AUTO = "auto"
 TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp32"}
@@ -39,7 +38,7 @@ def planned(config: Config, plan: str, procs: int | None) -> tuple[Config, str]:
     layout, precision = _from_file(Path(plan))
     if precision != "fp8" or config.precision.compute != "same":
         return replace(config, layout=layout), f"layout from {plan}"
-    narrow = replace(config, layout=layout, dtype="bfloat16", precision=PrecisionConfig(compute="fp8"))
+    narrow = replace(config, layout=layout, dtype="bfloat16", precision=replace(config.precision, compute="fp8"))
     return narrow, f"layout and products in 8 bits from {plan}"
 
 
