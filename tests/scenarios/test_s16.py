@@ -8,7 +8,6 @@ from laid_out import SGD, batch_of, engine_of, float64, largest_error, one_devic
 from torch import nn
 
 from echelon import models
-
 from echelon.layout import Layout
 from echelon.parallel.apply import Options
 from echelon.precision.loss_scale import LossScale
