@@ -16,6 +16,7 @@ from echelon.layout.faults import FaultError
 from echelon.layout.placement import Placement
 from echelon.models import sizes
 from echelon.proof import product, verify
+from echelon.proof.ask import default_layouts, make_case, parse
 from echelon.proof.case import Case
 from echelon.proof.compare import RankReport, run_and_compare
 from echelon.proof.verify import Prover, suited
@@ -130,3 +131,14 @@ def test_the_full_product_has_every_layout_and_option() -> None:
     assert len(product.ALL_LAYOUTS) == 33 + 14
     found = list(product.variants())
     assert len(found) == len({(v.label, v.accumulate, v.recompute) for v in found}) == 3 * 2**5
+    assert len(product.EXPERT_LAYOUTS) == 26
+    assert len(list(product.expert_variants())) == 36
+    for variant in product.expert_variants():
+        assert len(parse(product.EXPERT_LAYOUTS, variant.case)) == 26
+
+
+def test_layouts_of_experts_are_proved_where_a_model_has_some() -> None:
+    assert "ep=2" in default_layouts(make_case("moe-tiny"))
+    assert "ep=2" not in default_layouts(make_case("llama-tiny"))
+    for name in ("moe-tiny", "deepseek-v3", "switch-base-8"):
+        assert len(parse(default_layouts(case := make_case(name)), case)) == 12

@@ -16,7 +16,9 @@ from echelon.plan.memory import by_rank
 from echelon.plan.price import price
 from echelon.plan.sources import shape_of
 
-TABLE = Path(__file__).parents[2] / "bench" / "measured" / "h200.json"
+MEASURED = Path(__file__).parents[2] / "bench" / "measured"
+STEPS = [*own_steps.steps(MEASURED / "h200.json"), *own_steps.steps(MEASURED / "h200-mixtures.json")]
+"""dense models, and some layers of mixtures"""
 PLAIN = {
     ("llama-1b", 4, "none"): (0.298, 78066360320),
     ("llama-1b", 4, "full"): (0.363, 53871501312),
@@ -36,9 +38,7 @@ def peak(plan):
     return plan.memory.total - plan.memory.parts["reserve"]
 
 
-@pytest.mark.parametrize(
-    "step", own_steps.steps(TABLE), ids=lambda s: f"{s.case.shape.name} {s.precision} {s.case.layout}"
-)
+@pytest.mark.parametrize("step", STEPS, ids=lambda s: f"{s.case.shape.name} {s.precision} {s.case.layout}")
 def test_step_and_peak_are_what_an_h200_measured(step):
     plan = price(step.case)
     assert plan.seconds == pytest.approx(step.seconds, rel=0.10)

@@ -1,19 +1,22 @@
 """Steps of our own that `echelon bench` measured, as questions to the planner: how long would it have said?
 
 {"device": "NVIDIA H200", "date": ..., "rows": [...]}       rows as `echelon bench --json` has them
+
+In place of a `shape` a row may name a `model`, and of how many of its layers it was.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from echelon.bench.request import US
 from echelon.bench.shapes import SHAPES, model_of
 from echelon.layout import Layout
+from echelon.models.sizes import ModelConfig
 from echelon.plan import cluster
 from echelon.plan.case import Case
 from echelon.plan.sources import of_config
@@ -42,13 +45,20 @@ def steps(path: Path | str) -> list[Step]:
     return list(_steps(found["rows"], found["device"].rpartition(" ")[2].lower()))
 
 
+def _model(row: Mapping[str, Any]) -> ModelConfig:
+    if "shape" in row:
+        return model_of(SHAPES[row["shape"]].size, row["seq"])
+    found = model_of(row["model"], row["seq"])
+    return replace(found, name=f"{found.name}, {row['layers']} layers", layers=row["layers"])
+
+
 def _steps(rows: list[Mapping[str, Any]], kind: str) -> Iterator[Step]:
     for row in rows:
         if row["who"] != US or row["failed"]:
             continue
         precision, states = row["precision"], row["states"]
         case = Case(
-            shape=of_config(model_of(SHAPES[row["shape"]].size, row["seq"])),
+            shape=of_config(_model(row)),
             cluster=cluster.parse(f"1x{kind}"),
             layout=Layout(microbatch=row["batch"], recompute=row["recompute"]),
             seq_len=row["seq"],

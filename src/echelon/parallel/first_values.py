@@ -50,11 +50,15 @@ def first_values(model: nn.Module, *, device: torch.device, dtype: torch.dtype, 
 
 
 def move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype, wide: Set[str] = frozenset()) -> None:
-    """Buffers (running statistics, tables) are whole on every rank; those of `wide` modules are at least float32."""
+    """Buffers (running statistics, tables) are whole on every rank, in the compute type or what a module asks for.
+
+    Those of `wide` modules are at least float32.
+    """
     for path, module in model.named_modules():
-        kind = torch.promote_types(dtype, torch.float32) if path in wide else dtype
         for name, buffer in module.named_buffers(recurse=False):
-            target = kind if buffer.is_floating_point() else buffer.dtype
+            exact = path in wide or name in getattr(module, "wide_buffers", ())
+            target = torch.promote_types(dtype, torch.float32) if exact else dtype
+            target = target if buffer.is_floating_point() else buffer.dtype
             if buffer.is_meta:
                 made = torch.zeros(buffer.shape, dtype=target, device=device)
                 if name == "running_var":

@@ -41,7 +41,8 @@ def _by_kernels(case: Case, layer: Layer, *, remakes: bool) -> float:
     kept = layer.kernels.bytes_kept(element_bytes=case.element_bytes, narrow=case.is_narrow, remakes=remakes)
     logarithms = 4 * layer.attention.heads / case.layout.tp if layer.attention else 0.0  # attention's, of each row
     copies = beside(case) if layer.attention else 0.0
-    return (kept.on_rank(case.sliced, case.layout.tp) + ROW_BYTES + logarithms) * case.tokens + copies
+    here = kept.on_rank(case.sliced, case.layout.tp, etp=case.layout.etp, crowd=min(case.crowd, CEILING))
+    return (here + ROW_BYTES + logarithms) * case.tokens + copies
 
 
 def scores(case: Case, layer: Layer) -> float:
@@ -63,7 +64,7 @@ def repeats_of(case: Case) -> Repeats:
     shape = case.shape
     whole = sum(n * (tensors(case, layer) + scores(case, layer)) for layer, n in shape.layers) / shape.num_layers
     operators, passing = OPERATORS, 1.0
-    if case.layout.recompute == "ops" and shape.has_kernels:
+    if case.layout.recompute == "ops" and case.is_counted:
         left = sum(n * _by_kernels(case, layer, remakes=True) for layer, n in shape.layers) / shape.num_layers
         operators = 1 - left / whole
         passing = passing_of(case).again

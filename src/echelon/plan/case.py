@@ -53,14 +53,19 @@ class Case:
     @cached_property
     def has_kernels(self) -> bool:
         """Our kernels run: what they keep and move is counted (kernels.py), and how fast they are was measured."""
-        return self.program == "echelon" and self.on_gpu and self.precision != "fp4" and self.shape.has_kernels
+        return self.program == "echelon" and self.on_gpu and self.precision != "fp4" and self.is_counted
+
+    @cached_property
+    def is_counted(self) -> bool:
+        """There are kernels of ours for its layers in its precision: none for experts in 8 bits."""
+        return self.shape.has_kernels and not (self.is_narrow and self.shape.experts)
 
     @property
     def runnable(self) -> bool:
         """Today, by `train`: mixtures must be ones that we have a model of, 8 bits need layers of ours."""
         mixture = self.shape.experts and self.shape.name not in SIZES
-        known = self.shape.has_kernels or (self.precision != "fp8" and not mixture)
-        return known and not self.layout.plan_only and trains_in(self.precision, self.layout)
+        known = self.is_counted or self.precision != "fp8"
+        return known and not mixture and not self.layout.plan_only and trains_in(self.precision, self.layout)
 
     @property
     def is_narrow(self) -> bool:

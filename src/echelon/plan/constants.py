@@ -102,6 +102,8 @@ OWN: dict[str, float] = {
     "hopper_fp8": 0.666,
     "best_attention": 0.553,
     "blocks": 1.07,  # bench/ring_attention.py at 32,768 tokens, less merging: 1.04 on four ranks, 1.11 on eight
+    "expert_edge": 107.0,  # as of other products, which runs of mixtures agree with (bench/measured/h200-mixtures.json)
+    "launch_experts": 0.0004,  # some 65 kernels more than in a dense layer, of 6 microseconds of the host each
     "streaming": 0.787,
     "casts": 0.0,  # counted by what they read and write (kernels.py)
     "alone": 0.0,  # the host is a step ahead of its device

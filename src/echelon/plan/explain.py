@@ -117,7 +117,7 @@ def _other_cases(wish: Wish, case: Case) -> Iterator[tuple[str, Case]]:
         tries += [{"ep": ep} for ep in (layout.ep // 2, 2 * layout.ep) if ep and not case.shape.experts % ep]
     if layout.dp * layout.cp > 1:
         tries += [{"zero": zero} for zero in (layout.zero - 1, layout.zero + 1) if 0 <= zero <= 3]
-    ways = ("none", "ops", "full") if case.shape.has_kernels else ("none", "full")
+    ways = ("none", "ops", "full") if case.is_counted else ("none", "full")
     tries += [{"recompute": kind} for kind in ways if kind != layout.recompute]
     for keys in tries:
         made = _neighbour(layout, keys)

@@ -140,7 +140,7 @@ def _families(wish: Wish, world: int, tp: int, cp: int) -> Iterator[Family]:
     fixed = wish.fixed
     sizes = [int(fixed["microbatch"])] if "microbatch" in fixed else range(1, LARGEST_MICROBATCH + 1)
     # What `ops` makes again is counted for our own models; others are tried with it where that is asked for.
-    recomputes = ["none", *(["ops"] if wish.shape.has_kernels else []), "full"]
+    recomputes = ["none", *(["ops"] if wish.case(Layout()).is_counted else []), "full"]
     recomputes += ["selective"] if wish.plan_only else []
     if "recompute" in fixed:
         recomputes = [str(fixed["recompute"])]

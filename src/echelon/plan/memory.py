@@ -30,6 +30,7 @@ from echelon.layout.layout import ASYNCHRONOUS
 from echelon.memory.offload import left
 from echelon.memory.repeats import Repeats
 from echelon.parallel import shard
+from echelon.plan import backward
 from echelon.plan.activations import entry, kept, layers_in_flight, repeats_of, scores, tensors
 from echelon.plan.calibrate import constants_of
 from echelon.plan.case import Case
@@ -47,10 +48,6 @@ from echelon.plan.units import (
     policy_of,
     units_of,
 )
-
-WORKING = 0.45
-"""times the activations of a layer that its backward needs while it runs, where our kernels do: the gradients of what
-the activation reads are the most of it"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +107,7 @@ def _moments(case: Case, stage: int, gradients: int, c: Constants) -> Iterator[d
     has_head = stage == layout.pp - 1
     activations = _activations(case, stage, again, c)
     logits = head_bytes(case, held) if has_head else 0.0
-    working = max(_working(case, layer, c, again) for layer, _ in case.shape.layers)
+    working = max(_working(case, layer, c, again, held) for layer, _ in case.shape.layers)
     if not lazy:
         # The head has let go of its logits before a layer's backward begins: the larger of the two counts.
         beyond = max(0.0, int(working) - int(logits))
@@ -162,11 +159,11 @@ def _narrow_weights(case: Case) -> int:
     return int(2 * fullest_share(case) * sum(n * own_parameters(layer, case.layout) for layer, n in case.shape.layers))
 
 
-def _working(case: Case, layer: Layer, c: Constants, again: Repeats) -> float:
+def _working(case: Case, layer: Layer, c: Constants, again: Repeats, held: bool) -> float:
     """Bytes that come and go while a layer runs; of those that are repeated, their activations too."""
-    share = WORKING if case.has_kernels else c.working
+    own = backward.room(case, layer, held=held) if case.has_kernels else c.working * tensors(case, layer)
     reaching = room(case) if layer.attention else 0.0
-    return share * tensors(case, layer) + again.together * (tensors(case, layer) + scores(case, layer)) + reaching
+    return own + again.together * (tensors(case, layer) + scores(case, layer)) + reaching
 
 
 def _activations(case: Case, stage: int, again: Repeats, c: Constants) -> float:

@@ -28,21 +28,23 @@ class Passing:
 
 
 def passing_of(case: Case) -> Passing:
-    layers, tokens, tp = case.shape.layers, case.tokens, case.layout.tp
+    layout, layers, tokens, tp = case.layout, case.shape.layers, case.tokens, case.layout.tp
     if not case.has_kernels:
         norms = sum(n * tokens * layer.passed / case.sliced for layer, n in layers)
         others = sum(n * tokens * (layer.passed_split + case.crowd * layer.passed_experts) / tp for layer, n in layers)
         return Passing(norms=norms, others=others, backward=BACKWARD, again=1.0)
     forward, backward, again = Part(), Part(), Part()
-    remakes = case.layout.recompute == "ops"
+    options = {"narrow": case.is_narrow, "remakes": layout.recompute == "ops", "travels": layout.ep * layout.etp > 1}
     for layer, n in layers:
         assert layer.kernels is not None
-        moved = layer.kernels.bytes_moved(element_bytes=case.element_bytes, narrow=case.is_narrow, remakes=remakes)
+        moved = layer.kernels.bytes_moved(element_bytes=case.element_bytes, **options)
         forward, backward, again = (a + n * b for a, b in zip((forward, backward, again), moved, strict=True))
-    once = forward.on_rank(case.sliced, tp)
+    once, back, made = (
+        part.on_rank(case.sliced, tp, etp=layout.etp, crowd=case.crowd) for part in (forward, backward, again)
+    )
     return Passing(
         norms=tokens * forward.whole / case.sliced / ELEMENT_BYTES,
-        others=tokens * forward.split / tp / ELEMENT_BYTES,
-        backward=backward.on_rank(case.sliced, tp) / once,
-        again=again.on_rank(case.sliced, tp) / once,
+        others=tokens * (once - forward.whole / case.sliced) / ELEMENT_BYTES,
+        backward=back / once,
+        again=made / once,
     )

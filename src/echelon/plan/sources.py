@@ -9,8 +9,9 @@ from functools import partial
 from echelon.layout.faults import Fault, FaultError, did_you_mean
 from echelon.models import own
 from echelon.models.sizes import SIZES, ModelConfig
-from echelon.plan import hugging_face, kernels
-from echelon.plan.shape import Latent, ModelShape, transformer
+from echelon.plan import hugging_face, our_layers
+from echelon.plan.shape import Latent, ModelShape
+from echelon.plan.transformer import transformer
 
 
 def names() -> list[str]:
@@ -38,8 +39,6 @@ def of_config(config: ModelConfig) -> ModelShape:
         rule = "is a convolutional network, and planning knows layers that pass tokens"
         raise FaultError([Fault(key="model", value=config.name, rule=rule, legal=", ".join(names()))])
     gpt, latent, mixture = config.family == "gpt", config.latent, config.mixture
-    # Our kernels are counted for the plain models alone.
-    counted = mixture is None and latent is None and not config.head_norms
     norms = latent.query_rank + latent.kv_rank if latent else 2 * config.head_dim if config.head_norms else 0
     found = partial(
         transformer,
@@ -60,7 +59,7 @@ def of_config(config: ModelConfig) -> ModelShape:
         causal=config.causal,
         latent=Latent(**asdict(latent)) if latent else None,
         more_parameters=norms,
-        kernels=(kernels.gpt if gpt else kernels.llama) if counted else None,
+        parts=_parts(config),
     )
     if mixture is None:
         return found()
@@ -73,6 +72,14 @@ def of_config(config: ModelConfig) -> ModelShape:
         dense_layers=mixture.dense,
         every=mixture.every,
     )
+
+
+def _parts(config: ModelConfig) -> our_layers.Parts:
+    if config.latent is not None:
+        return our_layers.LATENT
+    if config.head_norms:
+        return our_layers.NORMED
+    return our_layers.GPT if config.family == "gpt" else our_layers.LLAMA
 
 
 def _traced(text: str) -> ModelShape:

@@ -9,7 +9,7 @@ from echelon.layout import Layout
 from echelon.layout.placement import Entry, Unit
 from echelon.parallel import grid_cost, shard
 from echelon.plan.case import Case
-from echelon.plan.kernels import GRADIENT_SUMS, WEIGHT_CASTS
+from echelon.plan.kernels import GRADIENT_COPIES, GRADIENT_SUMS, WEIGHT_CASTS
 from echelon.plan.shape import Layer
 
 EXPERTS = "experts"
@@ -97,6 +97,8 @@ def weight_bytes(case: Case) -> float:
     """
     if not case.has_kernels:
         return 0.0
-    each = WEIGHT_CASTS / case.layout.accumulate if case.is_narrow else 0.0
-    each += GRADIENT_SUMS if gradient_bytes(case) > case.element_bytes else 0.0
-    return each * sum(n * own_parameters(layer, case.layout) for layer, n in case.shape.layers)
+    layout, layers = case.layout, case.shape.layers
+    sums = GRADIENT_SUMS if gradient_bytes(case) > case.element_bytes else 0.0
+    each = sums + (WEIGHT_CASTS / layout.accumulate if case.is_narrow else 0.0)
+    experts = sum(n * layer.expert_parameters for layer, n in layers) / (layout.ep * layout.etp)
+    return each * sum(n * own_parameters(layer, layout) for layer, n in layers) + (sums or GRADIENT_COPIES) * experts

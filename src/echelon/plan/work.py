@@ -26,7 +26,7 @@ from echelon.plan.experts import to_experts
 from echelon.plan.links import latency_of
 from echelon.plan.messages import gradient_wire, messages, tensor_wire
 from echelon.plan.passing import passing_of
-from echelon.plan.shape import COLUMNS, ROWS, Product
+from echelon.plan.shape import COLUMNS, ROUTER, ROWS, Product
 from echelon.plan.units import fullest_share, policy_of, units_of, update_bytes, weight_bytes
 
 Number = Any
@@ -68,6 +68,8 @@ class Work:
     """the products' FLOPs over the size of each of their three dimensions, summed: what partly filled tiles cost"""
     odd_flops: Number
     """of products with a dimension that tiles do not divide"""
+    router_flops: Number
+    """of routers in 32 bits, where ours are told apart"""
     expert_flops: Number
     """on the busiest rank"""
     expert_edges: Number
@@ -195,12 +197,16 @@ def _of_microbatch(case: Case) -> dict[str, Any]:
     device = cluster.device
     tokens, tp = case.tokens, layout.tp
     counts = dict.fromkeys(
-        ("flops", "edges", "odd_flops", "expert_flops", "expert_edges", "attention_flops", "scores"), 0.0
+        ("flops", "edges", "odd_flops", "router_flops", "expert_flops", "expert_edges", "attention_flops", "scores"),
+        0.0,
     )
     head_dim = 0
     for layer, n in shape.layers:
         for product in layer.products:
             flops, edges = _product(product, tokens, case)
+            if case.has_kernels and product.name == ROUTER:
+                counts["router_flops"] += n * flops / case.sliced
+                continue
             kind = "expert_" if product.experts else ""
             counts[kind + "flops"] += n * flops
             counts[kind + "edges"] += n * edges

@@ -23,6 +23,12 @@ DEFAULT_LAYOUTS = (
     "tp=2; tp=2,sp=0,recompute=full; tp=4,accumulate=4; dp=2,tp=2,zero=1; dp=2,tp=4,zero=3,recompute=full; "
     "pp=2,accumulate=4; pp=2,schedule=zb-v,accumulate=4; dp=2,tp=2,pp=2,accumulate=2"
 )
+OF_EXPERTS = (
+    "dp=2; dp=2,ep=2; dp=4,ep=2,zero=1,accumulate=4; dp=4,ep=2,etp=2,zero=2; dp=4,ep=4,zero=3,recompute=full; "
+    "tp=2; dp=2,tp=2,ep=4; cp=2,ep=2; dp=4,ep=4,ep_inner=2; "
+    "pp=2,accumulate=4; dp=2,pp=2,ep=2,accumulate=2; tp=2,pp=2,ep=2,schedule=zb-v,accumulate=4"
+)
+"""the same for a model with mixtures"""
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send")
 AXES = ("dp", "replica", "shard", "tp", "x", "y", "z", "cp", "ring", "ulysses", "pp", "edp", "ep", "etp")
@@ -55,7 +61,7 @@ class Request:
                 case = replace(case, model=config.changed(case.model))
         found: list[Layout] = []
         with gathered(faults):
-            found = parse(layouts or DEFAULT_LAYOUTS, case)
+            found = parse(layouts or default_layouts(case), case)
         if faults:
             raise FaultError(faults)
         return case, found
@@ -88,6 +94,12 @@ def make_case(
     return Case(model=spec, batches=batches, **options)
 
 
+def default_layouts(case: Case) -> str:
+    """What is proved where nothing is asked for."""
+    mixed = isinstance(case.model, ModelConfig) and case.model.mixture is not None
+    return OF_EXPERTS if mixed else DEFAULT_LAYOUTS
+
+
 def parse(layouts: str | Sequence[str | Layout], case: Case) -> list[Layout]:
     """The layouts, each with its faults checked against the shrunken model; all faults at once."""
     text = layouts if isinstance(layouts, str) else "; ".join(str(layout) for layout in layouts)
@@ -109,7 +121,7 @@ def parse(layouts: str | Sequence[str | Layout], case: Case) -> list[Layout]:
 
 def check_leave_out(text: str) -> None:
     axis, _, kind = text.partition(":")
-    some = axis.startswith(("tp/", "x/", "y/", "pp["))  # of an axis
+    some = axis.startswith(("tp/", "x/", "y/", "pp[", "ep*etp/", "ep*etp%"))  # of an axis
     if text and (not (some or set(axis.split("*")) <= set(AXES)) or kind not in KINDS):
         legal = (
             f"AXIS:COLLECTIVE, an axis of {', '.join(AXES)}, a product (shard*tp), tp/2 or pp[0+1] and a collective of "

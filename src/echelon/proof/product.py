@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 
 from echelon.launch.pool import Pool
 from echelon.models import sizes
 from echelon.proof.ask import parse
-from echelon.proof.case import Case
+from echelon.proof.case import ADAMW, Case
 from echelon.proof.verify import PRELOAD, Prover, Report, Verdict
 from echelon.train.sections import OptimizerConfig
 
@@ -34,6 +34,19 @@ ALL_LAYOUTS = (
 )
 """every layout that is built, at the sizes that fit eight ranks"""
 
+EXPERT_LAYOUTS = (
+    *(f"dp=4,ep={ep},zero={zero}" for ep in (2, 4) for zero in (0, 1, 2, 3)),
+    "dp=4,ep=2,etp=2",
+    "dp=4,shard=2,ep=2",
+    *("tp=2", "tp=2,ep=2", "dp=2,tp=2,ep=4", "dp=4,tp=2,ep=4,etp=2,zero=3"),
+    *(f"dp=4,ep=4,ep_inner=2,zero={zero}" for zero in (0, 3)),
+    "dp=2,tp=2,cp=2,ep=8,ep_inner=4",
+    *(f"dp=2,cp=2,cp_kind={kind},ep=4" for kind in ("ring", "ulysses", "gather")),
+    *(f"dp=2,pp=2,ep=2,schedule={schedule}" for schedule in ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")),
+    "dp=2,tp=2,pp=2,ep=4,zero=3",
+)
+"""those of models with experts"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
@@ -47,7 +60,7 @@ class Variant:
 
 def variants() -> Iterator[Variant]:
     """Accumulation 1 and 4, tied or not, dropout 0 and 0.1, recompute none and full, GPT and Llama, AdamW and SGD."""
-    rules = {"adamw": OptimizerConfig(lr=1e-2), "sgd": OptimizerConfig(name="sgd", lr=1e-1, momentum=0.9)}
+    rules = {"adamw": ADAMW, "sgd": OptimizerConfig(name="sgd", lr=1e-1, momentum=0.9)}
     for family, tied, dropout, (name, rule) in product(("gpt", "llama"), (True, False), (0.0, 0.1), rules.items()):
         shape = replace(sizes.find(f"{family}-tiny"), tied=tied, dropout=dropout)
         for accumulate, recompute in product((1, 4), ("none", "full", "ops")):
@@ -57,12 +70,26 @@ def variants() -> Iterator[Variant]:
             )
 
 
+def expert_variants() -> Iterator[Variant]:
+    """The same for mixtures: dropless, with a capacity, and with a shared expert and latent attention."""
+    for name, dropout in product(("moe-tiny", "switch-tiny", "deepseek-tiny"), (0.0, 0.1)):
+        shape = sizes.changed(sizes.find(name), dropout=dropout, expert_dropout=dropout)
+        for accumulate, recompute in product((1, 4), ("none", "full", "ops")):
+            yield Variant(
+                label=f"{name} dropout={dropout:g}",
+                case=Case(model=shape),
+                accumulate=accumulate,
+                recompute=recompute,
+            )
+
+
 def verify_all(leave_out: str, progress: Callable[[Verdict, str], None]) -> Report:
     found: list[Verdict] = []
     with Pool(preload=PRELOAD) as pool:
-        for variant in variants():
+        every = chain(product(variants(), [ALL_LAYOUTS]), product(expert_variants(), [EXPERT_LAYOUTS]))
+        for variant, layouts in every:
             prover = Prover(pool, variant.case, leave_out)
-            for layout in parse(ALL_LAYOUTS, variant.case):
+            for layout in parse(layouts, variant.case):
                 found.append(prover.judge(layout.replace(accumulate=variant.accumulate, recompute=variant.recompute)))
                 progress(found[-1], variant.label)
     return Report(verdicts=tuple(found))

@@ -16,7 +16,7 @@ from echelon.launch.pool import Pool
 from echelon.layout import Layout
 from echelon.layout.layout import ASYNCHRONOUS
 from echelon.models.sizes import ModelConfig
-from echelon.proof.ask import DEFAULT_LAYOUTS, check_leave_out, make_case, parse
+from echelon.proof.ask import check_leave_out, default_layouts, make_case, parse
 from echelon.proof.case import Case
 from echelon.proof.compare import Difference, RankReport, run_and_compare
 from echelon.proof.emulation import write_emulation
@@ -70,7 +70,7 @@ class Report:
 
 def verify(
     model: str | ModelConfig | Callable[[], Any] = "llama-tiny",
-    layouts: str | Sequence[str | Layout] = DEFAULT_LAYOUTS,
+    layouts: str | Sequence[str | Layout] | None = None,
     *,
     batch: str | Callable[[int, int], Any] = "",
     leave_out: str = "",
@@ -82,11 +82,11 @@ def verify(
 
     `model` is a named size, or a function (or `file.py:function`) that makes the user's own module, with `batch` a
     function of (rows, seed) that makes its batches. `leave_out` drops a collective on purpose, such as
-    "tp:all_reduce", to see the failure.
+    "tp:all_reduce", to see the failure. Without `layouts`, some that suit the model.
     """
     check_leave_out(leave_out)
     case = make_case(model, batch, **case_options)
-    wanted = parse(layouts, case)
+    wanted = parse(default_layouts(case) if layouts is None else layouts, case)
     if pool is not None:
         return Prover(pool, case, leave_out).report(wanted, progress)
     with Pool(preload=PRELOAD) as own:
@@ -190,7 +190,7 @@ class Prover:
             "tp": {"tp": 1, "sp": 0, "tp_kind": "1d", "depth": 1},
             "cp": {"cp": 1, "cp_kind": "ring", "ulysses": 1},
             "pp": {"pp": 1, "schedule": "1f1b", "vpp": 1},
-            "ep": {"ep": 1, "etp": 1},
+            "ep": {"ep": 1, "etp": 1, "ep_inner": 1},
         }
 
         def only(axis: str, **keys: int) -> Layout:

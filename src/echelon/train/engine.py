@@ -246,7 +246,7 @@ class Engine:
         self.optimizer.step(lr, rest * clip_factor(norm, self.clip), live)
         self.parallel.flat.updated()
         self.parallel.flat.free_gradients()
-        self.loads.end_step()
+        self.loads.end_step(live)
         self._last_count = torch.where(count > 0, count, self._last_count)
         self.scaling.after(finite, live)
         self.num_steps += 1
