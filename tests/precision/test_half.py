@@ -14,7 +14,7 @@ from echelon.precision.loss_scale import LossScale
 from echelon.train.engine import Engine
 from echelon.train.sections import OptimizerConfig
 
-STEPS, SEEDS = 40, 3
+STEPS, SEEDS = 30, 3
 SHAPE = tiny("llama", vocab=31)
 
 

@@ -15,8 +15,9 @@ from echelon.layout.layout import ASYNCHRONOUS
 from echelon.layout.placement import Piece
 from echelon.parallel.apply import Options
 from echelon.proof.case import Case
-from echelon.train.engine import Engine, StepResult
+from echelon.train.engine import Engine
 from echelon.train.norm import clip_factor
+from echelon.train.result import StepResult
 
 
 @dataclass(frozen=True)

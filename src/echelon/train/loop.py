@@ -23,13 +23,14 @@ from echelon.train import metrics
 from echelon.train.config import Config
 from echelon.train.derived import derived
 from echelon.train.display import Display, Progress, duration, number, percent, short
-from echelon.train.engine import Engine, StepResult
+from echelon.train.engine import Engine
 from echelon.train.later import later
 from echelon.train.load import Balance, Load, keeps_counts
 from echelon.train.not_finite import NotFinite
 from echelon.train.options import loss_scale_of, options_of
 from echelon.train.pipeline_faults import MEASURE
 from echelon.train.predicted import predicted
+from echelon.train.result import StepResult
 from echelon.train.run import Run
 from echelon.train.schedule import learning_rate
 from echelon.train.stopwatch import Stopwatch

@@ -1,0 +1,71 @@
+"""What a step did: read when somebody asks, so that nobody else waits for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+
+class StepResult:
+    """What a step did, equal on every rank. Reading it may wait for ranks that are not through with the step yet."""
+
+    def __init__(self, ask: Callable[[], Sequence[float]], norms: Callable[[], list[float]] | None = None):
+        self._ask = ask
+        self.norms = norms or list
+        """asks for the norms of this rank's parts of gradients, where that is of interest"""
+
+    @classmethod
+    def of(cls, loss_sum: float, count: float, norm: float, scale: float = 1.0, next_scale: float = 1.0) -> StepResult:
+        """What is known already."""
+        return cls(lambda: (loss_sum, count, norm, scale, next_scale))
+
+    def __reduce__(self) -> tuple[Any, tuple[float, ...]]:
+        """Between processes what is told travels, not the asking."""
+        return StepResult.of, self._told
+
+    @cached_property
+    def _told(self) -> tuple[float, float, float, float, float]:
+        """(sum of losses, number of valid targets, norm, loss scale, loss scale of the next step)"""
+        loss_sum, count, norm, scale, next_scale = self._ask()
+        return loss_sum, count, norm, scale, next_scale
+
+    def wait(self) -> None:
+        """Until the step is through."""
+        _ = self._told
+
+    @property
+    def loss(self) -> float:
+        """mean over all valid targets of the step; 0 where there is none"""
+        return self._told[0] / max(self._told[1], 1.0)
+
+    @property
+    def count(self) -> int:
+        """valid targets of the step"""
+        return int(self._told[1])
+
+    @property
+    def norm(self) -> float:
+        """of the mean loss's gradient, before clipping"""
+        return self._told[2]
+
+    @property
+    def finite(self) -> bool:
+        """the loss and all gradients are"""
+        return math.isfinite(self._told[0]) and math.isfinite(self.norm)
+
+    @property
+    def skipped(self) -> bool:
+        """no valid target, or something is not finite: nothing was updated"""
+        return self.count == 0 or not self.finite
+
+    @property
+    def loss_scale(self) -> float:
+        """of this step"""
+        return self._told[3]
+
+    @property
+    def next_loss_scale(self) -> float:
+        """of the step after it"""
+        return self._told[4]
