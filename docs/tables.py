@@ -15,6 +15,7 @@ from pathlib import Path
 
 import gates
 import grids
+import state_types
 import traffic
 
 from echelon import models
@@ -95,31 +96,9 @@ def states() -> list[tuple[str, dict[str, int]]]:
     return found
 
 
-TYPES: dict[str, tuple[str, dict[str, int]]] = {
-    "float32": ("`dtype=float32`", {"compute_bytes": 4, "master_bytes": 4}),
-    "bfloat16": ("`dtype=bfloat16`", {"compute_bytes": 2, "master_bytes": 4}),
-    "float16": ("`dtype=float16`", {"compute_bytes": 2, "master_bytes": 4}),
-    "short sums": ("`dtype=bfloat16`, `reduce=same`", {"compute_bytes": 2, "master_bytes": 4, "reduce_bytes": 2}),
-    "no master": (
-        "`dtype=bfloat16`, `master=none`",
-        {"compute_bytes": 2, "master_bytes": 2, "reduce_bytes": 4, "moment_bytes": 4},
-    ),
-    "all short": (
-        "`dtype=bfloat16`, `master=none`, `reduce=same`, `states=bfloat16`",
-        {"compute_bytes": 2, "master_bytes": 2, "reduce_bytes": 2, "moment_bytes": 2},
-    ),
-}
-
-
 def types() -> str:
-    """Bytes per parameter, for what a run may be asked to keep in which type."""
-    layout = Layout.parse("dp=1,accumulate=2")
-    parts, rows = units(layout), []
-    for name, (told, sizes) in TYPES.items():
-        held = shard.state_bytes(parts, shard.policy(layout), moments=MOMENTS, float16=name == "float16", **sizes)
-        each = {key: value / sum(unit.numel for unit in parts) for key, value in held.items() if key != "versions"}
-        rows.append((told, *(f"{value:g}" for value in each.values()), f"{sum(each.values()):g}"))
-    return markdown(("", "parameters", "master", "gradients", "moments", "sum"), rows)
+    parts = units(Layout.parse("dp=1,accumulate=2"))
+    return markdown(("", "parameters", "master", "gradients", "moments", "sum"), state_types.rows(parts))
 
 
 def costs(text: str) -> list[Collective]:
