@@ -40,7 +40,8 @@ from echelon.models.mixture_config import MixtureConfig
 from echelon.models.sizes import ModelConfig
 from echelon.parallel.apply import Options
 from echelon.train.config import Config
-from echelon.train.engine import Engine, Microbatch
+from echelon.train.engine import Engine
+from echelon.train.feed import Microbatch
 from echelon.train.schedule import learning_rate
 from echelon.train.sections import OptimizerConfig, ScheduleConfig
 

@@ -16,6 +16,7 @@ import activations
 import compressed
 import gates
 import grids
+import state_types
 import traffic
 import update_rules
 
@@ -95,6 +96,11 @@ def states() -> list[tuple[str, dict[str, int]]]:
         held = shard.state_bytes(units(layout), plan, compute_bytes=COMPUTE, master_bytes=MASTER, moments=MOMENTS)
         found.append((text, held))
     return found
+
+
+def types() -> str:
+    parts = units(Layout.parse("dp=1,accumulate=2"))
+    return markdown(("", "parameters", "master", "gradients", "moments", "sum"), state_types.rows(parts))
 
 
 def costs(text: str) -> list[Collective]:
@@ -337,6 +343,7 @@ def _request(name: str) -> Request:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "types": types,
     "bench shapes": bench_shapes,
     "fewest bytes": fewest_bytes,
     "bench measured": bench_measured,

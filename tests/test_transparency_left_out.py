@@ -174,12 +174,12 @@ def without_batch_statistics(case: Case, layout: str, leave_out: str, truth: Pat
 
 def with_every_copy_counted(case: Case, layout: str, leave_out: str, truth: Path) -> RankReport:
     """On a rank: the norm counts what it holds, owned or not."""
-    whole = norm.owned_runs
-    norm.owned_runs = lambda parallel, **_: [(unit, slice(None)) for unit in parallel.flat.units]
+    whole = norm.parts_of
+    norm.parts_of = lambda parallel, **_: [norm.Part(unit, slice(None), "", True) for unit in parallel.flat.units]
     try:
         return run_and_compare(case, layout, leave_out, truth)
     finally:
-        norm.owned_runs = whole
+        norm.parts_of = whole
 
 
 Broken = Callable[[Case, str, str, Path], RankReport]

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from echelon.kernels import adamw
+from echelon.kernels.adamw import Place
 from echelon.kernels.halves import joined, split_into
 
 BETAS, EPS, DECAY, LR = (0.9, 0.95), 1e-8, 0.1, 1e-2
+FIRST = Place()
 SIZES = [1, 7, 1024, 1025, 5003]
 
 
@@ -44,31 +46,36 @@ def first(weights: Tensor, *, split: bool, moments: torch.dtype) -> State:
 
 
 def stepped(
-    state: State, gradient: Tensor, update=adamw.update, *, decayed=0, scale=1.0, live=True, betas=BETAS, begin=0
+    state: State, gradient: Tensor, update=adamw.update, *, decayed=0, scale=1.0, live=True, betas=BETAS, place=FIRST
 ) -> None:
     state.step += live
     rule = torch.tensor([*betas, EPS], dtype=torch.float64)
     factor = torch.tensor(scale, dtype=torch.float64)
     numbers = adamw.numbers_of(rule, LR, DECAY, state.step, factor, torch.tensor(live), torch.float32)
     update(
-        *(state.high, state.low, state.mean, state.square, gradient, numbers, state.step), decayed=decayed, first=begin
+        *(state.high, state.low, state.mean, state.square, gradient, numbers, state.step), decayed=decayed, place=place
     )
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's: a GPU multiplies modulo 2**32
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("split", [False, True])
-def test_the_kernel_is_plain_torch_bit_for_bit(size: int, moments: torch.dtype, split: bool) -> None:
+@pytest.mark.parametrize("split", ["whole", "split", "rounded"])
+def test_the_kernel_is_plain_torch_bit_for_bit(size: int, moments: torch.dtype, split: str) -> None:
     pytest.importorskip("triton")
     from echelon.kernels import adamw_gpu
 
     torch.manual_seed(size)
-    plain = first(torch.randn(size), split=split, moments=moments)
+    plain = first(torch.randn(size), split=split == "split", moments=moments)
+    if split == "rounded":
+        plain.high = plain.high.bfloat16()
     kernel = plain.clone()
+    box = Place(start=3, key=0xFEDCBA98, sizes=(4, 5), strides=(77, 11), base=2**32 - 20)
     for number in range(4):
-        gradient = torch.randn(size).to(torch.bfloat16 if number % 2 else torch.float32) * 10.0 ** -(3 * number)
-        choices = {"decayed": size * number // 3, "scale": 0.3, "live": number != 2, "begin": 2**32 - 5}
+        kind = (torch.float32, torch.bfloat16, torch.float16, torch.bfloat16)[number]
+        gradient = (torch.randn(size) * 10.0 ** -(2 * number)).to(kind)
+        place = box if number % 2 else Place(start=2**32 - 5)
+        choices = {"decayed": size * number // 3, "scale": 0.3, "live": number != 2, "place": place}
         stepped(plain, gradient, **choices)
         stepped(kernel, gradient, adamw_gpu.update, **choices)
         for one, other in zip(plain.tensors(), kernel.tensors(), strict=True):
@@ -117,14 +124,14 @@ def test_a_step_that_is_not_live_writes_nothing() -> None:
 
 def test_rounding_by_chance_has_the_right_mean() -> None:
     x = torch.full((200_000,), 1.0 + 0.3 / 128)  # between two neighbours, nearer to the lower
-    bits = adamw.random_bits(len(x), 0, torch.tensor(7))
+    bits = adamw.random_bits(len(x), Place(), torch.tensor(7))
     found = adamw.rounded_by_chance(-x, bits & 0xFFFF)
     assert found.unique().tolist() == [-1.0078125, -1.0]
     assert float((found != -1.0).double().mean()) == pytest.approx(0.3, abs=0.005)
     other = adamw.rounded_by_chance(-x, bits >> 16)
     both = ((found != -1.0) & (other != -1.0)).double().mean()
     assert float(both) == pytest.approx(0.09, abs=0.005), "the two halves of the bits know nothing of each other"
-    again = adamw.rounded_by_chance(-x, adamw.random_bits(len(x), 0, torch.tensor(8)) & 0xFFFF)
+    again = adamw.rounded_by_chance(-x, adamw.random_bits(len(x), Place(), torch.tensor(8)) & 0xFFFF)
     assert float((again == found).double().mean()) == pytest.approx(0.58, abs=0.01), "nor do two steps"
 
 

@@ -16,7 +16,8 @@ from echelon.models.sizes import ModelConfig
 from echelon.optim import cost
 from echelon.optim.average import Average
 from echelon.optim.choose import sharded
-from echelon.optim.held import Update, runs_of
+from echelon.optim.held import runs_of
+from echelon.optim.update import Update
 from echelon.parallel.apply import Options, Parallel
 from echelon.proof.compare import expected
 from echelon.train.engine import Engine

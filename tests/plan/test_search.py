@@ -262,7 +262,7 @@ def test_8_bits_leave_out_schedules_that_put_weights_gradients_off():
 def test_types_that_cannot_be_trained_in_are_plan_only():
     layout = Layout.parse("dp=8")
     runnable = {kind for kind in PRECISIONS if price(wish(precision=kind, devices="8xb200").case(layout)).runnable}
-    assert runnable == {"bf16", "fp8", "fp32"}
+    assert runnable == {"bf16", "fp16", "fp8", "fp32"}
 
 
 @pytest.mark.parametrize("fixed", ["schedule=gpipe", "schedule=zb-h1", "shard=4", "vpp=4", "tp=4", "zero=3"])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from laid_out import batch_of, engine_of, largest_error, one_device, tiny, whole
+from laid_out import SGD, batch_of, engine_of, float64, largest_error, one_device, tiny, whole
 from torch import nn
 
+from echelon import models
 from echelon.layout import Layout
 from echelon.parallel.apply import Options
+from echelon.precision.loss_scale import LossScale
 from echelon.train.config import Config
 from echelon.train.derived import derived
 from echelon.train.engine import Engine
@@ -63,22 +65,49 @@ class Slope(nn.Module):
         return (self.weight.sum() * x).sum(), torch.tensor(1)
 
 
-def bfloat16(layout):
-    """256, then ones: bfloat16 has 8 bits, and 256 + 1 is 256 in it."""
-    engine = Engine(Slope(), layout, options=Options(compute=torch.bfloat16))
+def summed(layout, compute, reduce=None):
+    """A power of two, then ones: bfloat16 has 8 bits, and 256 + 1 is 256 in it, and so on for float16's 11."""
+    engine = Engine(Slope(), layout, options=Options(compute=compute, reduce=reduce))
     x = torch.ones(8)
-    x[0] = 256
+    x[0] = 256 if compute == torch.bfloat16 else 2048
     engine.step({"x": x})
     gradient = whole(engine.parallel)["weight"]
     unit = engine.parallel.flat.units[0]
     return gradient.unique().tolist(), str(unit.grad.dtype), str(unit.master.dtype), str(unit.full.dtype)
 
 
+@pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", ["dp=1,accumulate=8", "dp=2,zero=1,accumulate=4", "dp=2,zero=3,accumulate=4"])
-def test_accumulation_and_reduction_are_in_fp32(pool, layout):
-    for values, *types in pool.run(bfloat16, Layout.parse(layout).world, layout):
-        assert values == [263.0]
-        assert types == ["torch.float32", "torch.float32", "torch.bfloat16"]
+def test_accumulation_and_reduction_are_in_fp32(pool, layout, compute):
+    for values, *types in pool.run(summed, Layout.parse(layout).world, layout, compute):
+        # torch's own update has divided it by the number of targets.
+        assert values == [263.0 if compute == torch.bfloat16 else 2055.0 / 8]
+        assert types == ["torch.float32", "torch.float32", str(compute)]
+
+
+@pytest.mark.parametrize("layout", ["dp=1,accumulate=8", "dp=2,zero=2,accumulate=4"])
+def test_another_type_of_sums_must_be_asked_for(pool, layout):
+    for values, gradients, *_ in pool.run(summed, Layout.parse(layout).world, layout, torch.bfloat16, torch.bfloat16):
+        assert values[0] < 263.0
+        assert gradients == "torch.bfloat16"
+
+
+def scaled(layout, recipe):
+    engine = Engine(models.build(SHAPE, "meta"), layout, SGD, options=float64(), loss_scale=recipe)
+    results = [engine.step(batch()) for _ in range(3)]
+    told = [(result.loss, result.norm, result.next_loss_scale) for result in results]
+    return told, whole(engine.parallel, "master")
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_loss_scale_changes_nothing_in_any_division(pool, zero):
+    plain, expected = pool.run(scaled, 1, "dp=1", None)[0]
+    for way in WAYS[:3]:
+        layout = Layout.parse(f"{way},zero={zero}")
+        told, found = pool.run(scaled, layout.world, str(layout), LossScale.dynamic(start=1024.0, every=2))[0]
+        assert [each[:2] for each in told] == [pytest.approx(each[:2], abs=1e-10) for each in plain]
+        assert [scale for *_, scale in told] == [1024.0, 2048.0, 2048.0]
+        assert largest_error(found, expected) < 1e-10, way
 
 
 def printed(layout):
@@ -101,5 +130,6 @@ def printed(layout):
 )
 def test_the_reduction_policy_is_told(pool, layout, policy):
     rows = pool.run(printed, Layout.parse(layout).world, layout)[0]
-    assert rows["reduction"] == f"{policy} (then divided once by the number of valid targets of the whole step)"
+    told = "then divided once by the number of valid targets of the whole step"
+    assert rows["reduction"] == f"{policy}, in float64 ({told})"
     assert "gradients float64" in rows["types"]

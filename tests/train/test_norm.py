@@ -6,13 +6,7 @@ import pytest
 import torch
 from laid_out import engine_of, tiny
 
-from echelon.train.norm import _joined, clip_factor, owned_runs
-
-
-def test_neighbouring_runs_become_one():
-    assert list(_joined([(0, 2), (2, 5), (7, 8), (8, 9)])) == [(0, 5), (7, 9)]
-    assert list(_joined([])) == []
-    assert list(_joined([(3, 3)])) == []
+from echelon.train.norm import clip_factor, parts_of
 
 
 @pytest.mark.parametrize(
@@ -24,14 +18,12 @@ def test_the_factor_never_enlarges(norm, limit, factor):
 
 def owned():
     engine = engine_of(tiny("llama", kv_heads=1), "dp=2,tp=4,zero=3")
-    runs = owned_runs(engine.parallel)
-    return sum(len(unit.grad[part]) for unit, part in runs), len(runs), len(engine.parallel.flat.units)
+    parts = parts_of(engine.parallel)
+    return sum(len(part.unit.grad[part.where]) for part in parts if part.counted)
 
 
 def test_all_ranks_together_own_every_parameter_once(pool):
-    ranks = pool.run(owned, 8)
-    assert sum(count for count, _, _ in ranks) == tiny("llama", kv_heads=1).parameters
-    assert all(runs <= 3 * units for _, runs, units in ranks), "few long runs, not one per parameter"
+    assert sum(pool.run(owned, 8)) == tiny("llama", kv_heads=1).parameters
 
 
 def not_finite(value):
@@ -48,3 +40,19 @@ def test_one_bad_element_on_one_rank_is_seen_by_all(pool):
         assert math.isinf(largest)
     for two, _ in pool.run(not_finite, 2, math.nan):
         assert math.isnan(two)
+
+
+def copy_not_finite():
+    """Without sequence parallelism every rank has the same gradients of norms, and the first rank counts them."""
+    engine = engine_of(tiny(), "tp=2,sp=0")
+    unit, piece = next(pair for pair in engine.parallel.flat.pieces() if pair[1].entry.name == "norm.weight")
+    if engine.parallel.axes["tp"].index == 1:
+        engine.parallel.flat.view(unit.grad, piece)[0] = math.inf
+    return float(engine.norm()), piece.owner
+
+
+def test_a_bad_element_of_a_copy_that_nobody_counts_is_seen_by_all(pool):
+    assert [(math.isfinite(norm), owner) for norm, owner in pool.run(copy_not_finite, 2)] == [
+        (False, True),
+        (False, False),
+    ]

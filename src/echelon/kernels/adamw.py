@@ -15,22 +15,60 @@ never fall. So moments in bfloat16 are rounded up as often as they are nearer to
 The random bits are a hash of the element's place and the step's number, the same in every run; the lower 16 are for m,
 the upper 16 for v. The update itself reads m and v before they are rounded.
 
+Weights in bfloat16 without a rest of their bits are rounded in the same way, by 16 bits of a second hash. With a small
+learning rate most updates are shorter than half of a weight's last bit, and rounded to the nearest they would be lost.
+Their place is that in the whole parameter (`Place`), so that every layout rounds them alike.
+
 This file is plain torch, on any device, in chunks; adamw_gpu.py is the same as one kernel. They agree bit for bit: the
 kernel is compiled without fused multiply-adds, and with exact roots and divisions.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
 from echelon.kernels.halves import QUIET_NAN, joined, split_into
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which random bits elements have: those of consecutive places, or of a box of a whole parameter.
+
+    The box is a tensor of at most three dims, of which elements are a run that begins at `start` in row-major order:
+    its last two sizes and the distances of neighbours along its first two dims in the whole parameter are given, and
+    `base`, the place of its first element.
+    """
+
+    start: int = 0
+    key: int = 0
+    """of the parameter, 32 bits"""
+    sizes: tuple[int, int] = (0, 0)
+    """(second to last, last); zeros: consecutive places"""
+    strides: tuple[int, int] = (0, 0)
+    base: int = 0
+
+    def after(self, count: int) -> Place:
+        return replace(self, start=self.start + count)
+
+    def of(self, count: int, device: torch.device) -> Tensor:
+        """int64 [count]: the places of so many elements."""
+        index = torch.arange(self.start, self.start + count, device=device)
+        middle, inner = self.sizes
+        if not inner:
+            return index + self.base
+        rows, column = index // inner, index % inner
+        return self.base + (rows // middle) * self.strides[0] + (rows % middle) * self.strides[1] + column
+
 
 BETA1, REST1, BETA2, REST2, EPS, SIZE, ROOT, SHRINK, SCALE, LIVE = range(10)
 """places in `numbers`; SIZE is lr / (1 - beta1^t), ROOT 1 / sqrt(1 - beta2^t), SHRINK 1 - lr decay"""
 CHUNK = 1 << 20
 """elements at a time, which bounds what is made on the way"""
 MASK = 0xFFFFFFFF
+SECOND = 0x9E3779B9
 
 
 def numbers_of(
@@ -61,12 +99,12 @@ def update(
     step: Tensor,
     *,
     decayed: int,
-    first: int,
+    place: Place,
 ) -> None:
     """Updates flat tensors of one length, of which the first `decayed` elements decay.
 
-    `high` is the weights, or with `low` their upper halves (halves.py); `first` numbers the first element, and `step`
-    the step, for the hash.
+    `high` is the weights, or with `low` their upper halves (halves.py); in bfloat16 alone they are rounded by chance.
+    `place` numbers the elements, and `step` the step, for the hash.
     """
     # Two ranges, since the second does not decay.
     for begin, end, decays in ((0, decayed, True), (decayed, len(high), False)):
@@ -74,7 +112,7 @@ def update(
             part = slice(start, min(start + CHUNK, end))
             beside = None if low is None else low[part]
             moments = (mean[part], square[part])
-            _update_chunk(high[part], beside, moments, gradient[part], numbers, step, decays, first + start)
+            _update_chunk(high[part], beside, moments, gradient[part], numbers, step, decays, place.after(start))
 
 
 def _update_chunk(
@@ -85,11 +123,11 @@ def _update_chunk(
     numbers: Tensor,
     step: Tensor,
     decays: bool,
-    first: int,
+    place: Place,
 ) -> None:
     beta1, rest1, beta2, rest2, eps, size, root, shrink, scale, live = numbers.unbind()
     dtype = numbers.dtype
-    before = high if low is None else joined(high, low)
+    before = high.to(dtype) if low is None else joined(high, low)
     g = gradient.to(dtype) * scale
     m = moments[0].to(dtype) * beta1 + g * rest1
     v = moments[1].to(dtype) * beta2 + g * g * rest2
@@ -98,20 +136,28 @@ def _update_chunk(
     w = w - m * size / (v.double().sqrt().to(dtype) * root + eps)
     # A product with 0 would not do: what is not written may be infinite.
     w = torch.where(live != 0, w, before)
-    if low is None:
+    short = {high.dtype, moments[0].dtype} - {dtype} if low is None else {moments[0].dtype} - {dtype}
+    bits = random_bits(len(high), place, step) if short else None
+    if low is not None:
+        split_into(w, high, low)
+    elif high.dtype == dtype or bits is None:
         high.copy_(w)
     else:
-        split_into(w, high, low)
-    bits = None if moments[0].dtype == dtype else random_bits(len(high), first, step)
-    for place, moment, shift in ((moments[0], m, 0), (moments[1], v, 16)):
-        short = moment if bits is None else rounded_by_chance(moment, (bits >> shift) & 0xFFFF)
-        place.copy_(torch.where(live != 0, short, place))
+        high.copy_(torch.where(live != 0, rounded_by_chance(w, second(bits)), high))
+    for held, moment, shift in ((moments[0], m, 0), (moments[1], v, 16)):
+        if bits is not None and held.dtype != dtype:
+            moment = rounded_by_chance(moment, (bits >> shift) & 0xFFFF)
+        held.copy_(torch.where(live != 0, moment, held))
 
 
-def random_bits(count: int, first: int, step: Tensor) -> Tensor:
+def random_bits(count: int, place: Place, step: Tensor) -> Tensor:
     """int64 [count] of 32 random bits, by element and step."""
-    index = (torch.arange(count, device=step.device) + first) & MASK
-    return hashed(index ^ hashed(step & MASK))
+    return hashed((place.of(count, step.device) & MASK) ^ hashed((step ^ place.key) & MASK))
+
+
+def second(bits: Tensor) -> Tensor:
+    """16 random bits more, of 32."""
+    return hashed(bits ^ SECOND) & 0xFFFF
 
 
 def hashed(x: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from echelon.kernels.adamw import Place
+
 BLOCK = 1024
 """elements of a program: 8 of each thread's, one load of 16 bytes in 16 bits"""
 WARPS = 4
@@ -31,10 +33,12 @@ def _hashed(x):
     return x ^ (x >> 16)
 
 
-@triton.jit(do_not_specialize=["decayed", "first"])
+@triton.jit(do_not_specialize=["decayed", "start", "key", "middle", "inner", "outer_stride", "row_stride", "base"])
 def _adamw(
-    high_ptr, low_ptr, mean_ptr, square_ptr, gradient_ptr, numbers_ptr, step_ptr, size, decayed, first,
-    SPLIT: tl.constexpr, SHORT_MOMENTS: tl.constexpr, SHORT_GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+    high_ptr, low_ptr, mean_ptr, square_ptr, gradient_ptr, numbers_ptr, step_ptr, size, decayed,
+    start, key, middle, inner, outer_stride, row_stride, base,
+    SPLIT: tl.constexpr, ROUNDED: tl.constexpr, SHORT_MOMENTS: tl.constexpr, SHORT_GRADIENT: tl.constexpr,
+    BOX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(numbers_ptr + 9) == 0:
         return
@@ -48,10 +52,13 @@ def _adamw(
     if SPLIT:
         low = tl.load(low_ptr + at, mask=inside, other=0)
         w = ((high.to(tl.int32) << 16) + low.to(tl.int32)).to(tl.float32, bitcast=True)
+    if ROUNDED:
+        w = _float(high)
     if SHORT_MOMENTS:
         mean, square = _float(mean), _float(square)
     if SHORT_GRADIENT:
         gradient = _float(gradient)
+    gradient = gradient.to(tl.float32)
 
     g = gradient * tl.load(numbers_ptr + 8)
     m = mean * tl.load(numbers_ptr + 0) + g * tl.load(numbers_ptr + 1)
@@ -60,15 +67,24 @@ def _adamw(
     below = tl.sqrt_rn(v) * tl.load(numbers_ptr + 6) + tl.load(numbers_ptr + 4)
     w = w - tl.div_rn(m * tl.load(numbers_ptr + 5), below)
 
+    if ROUNDED or SHORT_MOMENTS:
+        place = at + start
+        if BOX:
+            rows = place // inner
+            place = (rows // middle) * outer_stride + (rows % middle) * row_stride + place % inner
+        turned = _hashed(tl.load(step_ptr).to(tl.uint32) ^ key.to(tl.uint32))
+        chance = _hashed((place + base).to(tl.uint32) ^ turned)
     if SPLIT:
         bits = _bits(w)
         upper = (bits + 0x8000) >> 16
         tl.store(high_ptr + at, upper.to(tl.int16), mask=inside)
         tl.store(low_ptr + at, (bits - (upper << 16)).to(tl.int16), mask=inside)
+    elif ROUNDED:
+        second = _hashed(chance ^ 0x9E3779B9)
+        tl.store(high_ptr + at, ((_bits(w) + (second & 0xFFFF).to(tl.int32)) >> 16).to(tl.int16), mask=inside)
     else:
         tl.store(high_ptr + at, w, mask=inside)
     if SHORT_MOMENTS:
-        chance = _hashed((at + first).to(tl.uint32) ^ _hashed(tl.load(step_ptr).to(tl.uint32)))
         tl.store(mean_ptr + at, ((_bits(m) + (chance & 0xFFFF).to(tl.int32)) >> 16).to(tl.int16), mask=inside)
         tl.store(square_ptr + at, ((_bits(v) + (chance >> 16).to(tl.int32)) >> 16).to(tl.int16), mask=inside)
     else:
@@ -86,14 +102,16 @@ def update(
     step: Tensor,
     *,
     decayed: int,
-    first: int,
+    place: Place,
 ) -> None:
-    """As in adamw.py, for weights in float32."""
+    """As in adamw.py, for arithmetic in float32."""
     high, mean, square, gradient = (_as_bits(tensor) for tensor in (high, mean, square, gradient))
     _adamw[(triton.cdiv(len(high), BLOCK),)](
-        high, high if low is None else low, mean, square, gradient, numbers, step, len(high), decayed, first,
-        SPLIT=low is not None, SHORT_MOMENTS=mean.dtype == torch.int16, SHORT_GRADIENT=gradient.dtype == torch.int16,
-        BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False,
+        high, high if low is None else low, mean, square, gradient, numbers, step, len(high), decayed,
+        place.start, place.key, *place.sizes, *place.strides, place.base,
+        SPLIT=low is not None, ROUNDED=low is None and high.dtype == torch.int16,
+        SHORT_MOMENTS=mean.dtype == torch.int16, SHORT_GRADIENT=gradient.dtype == torch.int16,
+        BOX=place.sizes[1] > 0, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -61,7 +61,8 @@ def in_chunks(
         if not backward:
             continue
         torch.mm(logits, weight, out=dx[start : start + rows])
-        if len(x) <= rows:
+        # In float16 a sum over many rows overflows, and no loss scale would help: it comes after this.
+        if len(x) <= rows and x.dtype != torch.float16:
             dw = logits.t() @ part
         elif start == 0:
             dw = _product32(logits.t(), part)

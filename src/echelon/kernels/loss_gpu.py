@@ -42,7 +42,7 @@ def _loss_and_gradient(
         total = total * tl.exp(peak - shift) + tl.exp(wide - shift)
         peak = higher
     whole = tl.sum(total, axis=0)
-    # A target that is no token has no logit: its loss is not a number, which ends the run.
+    # A target that is no token has no logit: its loss is not a number, and the step is left out.
     found = tl.load(logits_ptr + target, mask=(target >= 0) & (target < WIDTH), other=float("nan"))
     tl.store(losses_ptr + row, tl.log(whole) - (found.to(tl.float32) - peak))
     if BACKWARD:

@@ -24,6 +24,10 @@ Coordinates = Mapping[str, int]
 
 INSIDE = ("tp", "z", "y", "x")
 """axes that decide who owns a piece. Shards and stages hold different elements, replicas the same ones"""
+WIDE = 4
+"""bytes of an element of a wide entry"""
+WIDE_UNIT = "(float32)"
+"""the name of the unit of what is wide and not an expert's"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +68,8 @@ class Entry:
     """it is an expert's: its cuts are over ep and etp, and its copies lie on edp"""
     filters: bool = False
     """it is a convolution's: as a matrix it has a row for each output"""
+    wide: bool = False
+    """it is float32 beside a 16-bit compute type"""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -115,6 +121,15 @@ class Unit:
     def folded(self) -> bool:
         """Its parameters are experts'."""
         return self.entries[0].folded
+
+    @property
+    def wide(self) -> bool:
+        """Its parameters are float32, whatever the others are."""
+        return self.entries[0].wide
+
+    def bytes_of(self, size: int) -> int:
+        """Of an element, where one of the others has `size`."""
+        return max(size, WIDE) if self.wide else size
 
     @property
     def numel(self) -> int:
@@ -243,18 +258,22 @@ def units_of(
 ) -> tuple[Unit, ...]:
     """Groups entries by the module in `roots` that holds them; what none holds (tied weights too) forms the unit "".
 
-    Experts form units of their own, by their module: their shards lie on other ranks.
+    Experts form units of their own, by their module: their shards lie on other ranks. What is wide forms one unit, as a
+    unit has one type; it is mostly small, so it is kept.
 
     `roots` says of each module whether its unit is kept; the unit "" is. What several pp ranks hold forms a unit of its
     own: its shards are then the same intervals on all of them.
     """
-    groups: dict[str, list[Entry]] = {"": [], **{root: [] for root in roots}}
+    groups: dict[str, list[Entry]] = {"": [], WIDE_UNIT: [], **{root: [] for root in roots}}
     for entry in entries:
         if entry.holders:
             groups[entry.name] = [entry]
             continue
         if entry.folded:
             groups.setdefault(entry.name.rpartition(".")[0], []).append(entry)
+            continue
+        if entry.wide:
+            groups[WIDE_UNIT].append(entry)
             continue
         homes = {next((root for root in roots if name.startswith(root + ".")), "") for name in entry.names}
         groups[homes.pop() if len(homes) == 1 else ""].append(entry)

@@ -35,4 +35,4 @@ class LanguageHead(nn.Module):
         return head_loss(x, self.weight, targets), (targets != IGNORE).sum()
 
     def logits(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+        return F.linear(x.to(self.weight.dtype), self.weight)  # the head may be kept in float32

@@ -14,6 +14,11 @@ from typing import Any
 from echelon.layout.faults import Fault, did_you_mean
 
 
+def is_own(model: str) -> bool:
+    """`file.py:factory`, a module of the user's own."""
+    return ":" in model
+
+
 def faults(spec: str, *, key: str = "model", legal: str = "file.py:factory") -> Iterator[Fault]:
     """What is wrong with `file.py:name`, as far as can be told without running the file: that may take seconds."""
     path, _, name = spec.rpartition(":")

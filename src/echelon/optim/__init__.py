@@ -2,6 +2,7 @@
 
 rule.py        what an update rule is made from; groups.py: which parameters have a rate and a decay of their own
 choose.py      from a rule to the update of a rank's shards; cost.py what it holds, without torch
+update.py      what an engine asks of one; rounding.py: weights without a master copy
 held.py        a parameter as a rank holds it; matrices.py its rows and columns; shared.py numbers ranks add up
 
 adamw.py  adamw8.py  sgd.py  lion.py       element by element: nothing but the shard at hand

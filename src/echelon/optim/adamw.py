@@ -9,7 +9,7 @@ from torch import Tensor
 
 from echelon.kernels import adamw, choice
 from echelon.layout.cost import Collective
-from echelon.optim.held import Run
+from echelon.optim.held import Run, exact
 from echelon.optim.rule import Rule, betas_of
 from echelon.parallel.master import SplitMaster
 
@@ -19,7 +19,7 @@ class OnePassAdamW:
 
     def __init__(self, runs: Sequence[Run], rule: Rule, device: torch.device):
         self.rule, self._runs, self._device = rule, runs, device
-        self._dtype = runs[0].unit.master.dtype if runs else torch.float32
+        self._dtype = exact(runs[0].unit) if runs else torch.float32
         self._step = torch.zeros((), dtype=torch.int64, device=device)
         self._constants = torch.tensor([*betas_of(rule), rule.eps], dtype=torch.float64, device=device)
         self._moments: list[tuple[Tensor, Tensor]] = []
@@ -39,7 +39,7 @@ class OnePassAdamW:
         for run, (mean, square) in zip(self._runs, self._moments, strict=True):
             high, low = _weights(run)
             given = numbers[run.lr, run.decay]
-            update(high, low, mean, square, run.gradient, given, self._step, decayed=run.decayed, first=run.first)
+            update(high, low, mean, square, run.gradient, given, self._step, decayed=run.decayed, place=run.place)
 
     def states(self) -> list[Tensor]:
         return [self._step, *(moment for pair in self._moments for moment in pair)]

@@ -15,8 +15,9 @@ from torch import Tensor
 from echelon.layout.cost import Collective
 from echelon.optim.blockwise import Blocks
 from echelon.optim.cost import BLOCK
-from echelon.optim.held import CHUNK, Held, Update
+from echelon.optim.held import CHUNK, Held
 from echelon.optim.rule import Rule, betas_of
+from echelon.optim.update import Update
 
 assert CHUNK % BLOCK == 0
 
@@ -60,7 +61,7 @@ class AdamW8:
     ) -> None:
         first = one.piece.shard_offset
         where = slice(first + part.start, first + part.stop)
-        before = one.unit.master.values(where)
+        before = one.read(part.start, part.stop)
         dtype = before.dtype
         g = one.unit.grad[where].to(dtype) * scale.to(dtype)
         mean, square = (
@@ -69,7 +70,7 @@ class AdamW8:
         )
         towards = (mean / corrections[0].to(dtype)) / ((square / corrections[1].to(dtype)).sqrt() + self._eps)
         after = before * (1 - lr * one.decay) - towards * lr
-        one.unit.master.set(where.start, torch.where(live, after, before))
+        one.write(part.start, torch.where(live, after, before))
         for blocks, numbers in zip(moments, (mean, square), strict=True):
             blocks.write(part, numbers, live)
 

@@ -1,7 +1,9 @@
 """An exponential moving average of the weights: average = decay average + (1 - decay) weights, after every update.
 
-It starts as the first weights, is of the master's type, and is sharded as they are: no message, one number an element.
-Evaluation swaps it with the weights, shard by shard, and back: no second copy is made.
+It starts as the first weights, is of the master's type (float32 where there is no master), and is sharded as they are:
+no message, one number an element.
+Evaluation swaps it with the weights, shard by shard, and back: no second copy is made. Weights without a master copy
+could not hold it: there evaluation gets it rounded, and the weights lie aside until they come back.
 """
 
 from __future__ import annotations
@@ -11,13 +13,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from echelon.optim.held import Run
+from echelon.optim.held import Run, is_rounded
 
 
 class Average:
     def __init__(self, runs: Sequence[Run], decay: float):
         self._runs, self._decay = runs, decay
         self._values = [run.values(slice(0, run.size)).clone() for run in runs]
+        self._aside: dict[int, Tensor] = {}
 
     @torch.no_grad()
     def step(self, live: Tensor) -> None:
@@ -31,11 +34,21 @@ class Average:
     @torch.no_grad()
     def swap(self) -> None:
         """The weights become the average, and the average the weights."""
-        for run, average in zip(self._runs, self._values, strict=True):
+        for index, (run, average) in enumerate(zip(self._runs, self._values, strict=True)):
+            if is_rounded(run.unit):
+                self._lay_aside(index)
+                continue
             for part, _ in run.chunks():
                 weights = run.values(part).clone()
                 run.set(part, average[part])
                 average[part] = weights
+
+    def _lay_aside(self, index: int) -> None:
+        master, where = self._runs[index].unit.master, self._runs[index].where
+        weights = self._aside.pop(index, None)
+        if weights is None:
+            self._aside[index] = master.values(where).clone()
+        master.set(where.start, self._values[index] if weights is None else weights)
 
     def states(self) -> list[Tensor]:
         return self._values

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from echelon.layout.placement import Entry
 from echelon.optim import cost
@@ -12,33 +13,46 @@ from echelon.optim.adafactor import Adafactor
 from echelon.optim.adamw import OnePassAdamW
 from echelon.optim.adamw8 import AdamW8
 from echelon.optim.groups import is_muons
-from echelon.optim.held import Held, Update, held_of, runs_of
+from echelon.optim.held import Held, Run, held_of, is_rounded, runs_of
 from echelon.optim.lamb import LAMB
 from echelon.optim.lion import Lion
 from echelon.optim.muon import Muon
+from echelon.optim.rounding import Counted
 from echelon.optim.rule import Rule
 from echelon.optim.sgd import PlainSGD
 from echelon.optim.sm3 import SM3
+from echelon.optim.update import Update
 from echelon.optim.with_torch import WithTorch
 from echelon.parallel.apply import Parallel
 from echelon.parallel.flat_unit import FlatUnit
-from echelon.parallel.master import SplitMaster
+from echelon.parallel.master import WholeMaster
 
 
 def sharded(parallel: Parallel, rule: Rule, units: Sequence[FlatUnit] | None = None) -> Update:
     """The update of all units' shards of one rank, or of some of them."""
-    device = parallel.options.device
     units = parallel.flat.units if units is None else units
+    if not any(is_rounded(unit) for unit in units):
+        return _update(parallel, rule, units, None)
+    step = torch.zeros((), dtype=torch.int64, device=parallel.options.device)
+    return Counted(_update(parallel, rule, units, step), step)
+
+
+def _update(parallel: Parallel, rule: Rule, units: Sequence[FlatUnit], step: Tensor | None) -> Update:
+    """`step` counts updates where weights are rounded by chance."""
+    device = parallel.options.device
 
     def held(only: Callable[[Entry], bool] = lambda _: True) -> list[Held]:
-        return [one for one in held_of(parallel, rule, units) if only(one.entry)]
+        return [one for one in held_of(parallel, rule, units, step) if only(one.entry)]
+
+    def runs(only: Callable[[Entry], bool] = lambda _: True) -> list[Run]:
+        return runs_of(parallel, rule, units, only, step)
 
     def adamw(only: Callable[[Entry], bool]) -> Update:
-        return OnePassAdamW(runs_of(parallel, rule, units, only), rule, device)
+        return OnePassAdamW(runs(only), rule, device)
 
     match rule.name:
         case "lion":
-            return Lion(runs_of(parallel, rule, units), rule)
+            return Lion(runs(), rule)
         case "lamb":
             return LAMB(held(), rule, device)
         case "adafactor":
@@ -51,11 +65,13 @@ def sharded(parallel: Parallel, rule: Rule, units: Sequence[FlatUnit] | None = N
         case "adamw" if rule.states == "int8":
             short = held(lambda entry: cost.is_short(rule, entry))
             return AdamW8(short, rule, device, adamw(lambda entry: not cost.is_short(rule, entry)))
-    split = any(isinstance(unit.master, SplitMaster) for unit in units)
+    plain = all(
+        isinstance(unit.master, WholeMaster) and unit.master.dtype == unit.gradient_type and not is_rounded(unit)
+        for unit in units
+    )
     on_a_gpu = any(unit.full.is_cuda and unit.master.dtype == torch.float32 for unit in units)
-    runs = runs_of(parallel, rule, units)
-    if rule.name == "adamw" and (split or on_a_gpu or rule.states == "bfloat16"):
-        return OnePassAdamW(runs, rule, device)
-    if rule.name == "sgd" and (split or on_a_gpu):
-        return PlainSGD(runs, rule)
-    return WithTorch(runs, rule)
+    if rule.name == "adamw" and (not plain or on_a_gpu or rule.states == "bfloat16"):
+        return OnePassAdamW(runs(), rule, device)
+    if rule.name == "sgd" and (not plain or on_a_gpu):
+        return PlainSGD(runs(), rule)
+    return WithTorch(runs(), rule)

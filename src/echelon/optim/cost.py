@@ -9,7 +9,8 @@
     sm3                     0, or 4 with momentum        4 (n + m)                     4 more
     muon                    4; 8 what AdamW updates      -                             8
 
-with master values of 4 bytes; numbers of rows and columns are on every rank that may hold a part of the matrix.
+with master values of 4 bytes or none (moments are at least of float32). Numbers of rows and columns are on every rank
+that may hold a part of the matrix.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def state_bytes(rule: Rule, shape: Sequence[int], *, name: str = "", master_byte
     """Of a whole parameter on one device."""
     entry = Entry(name=name, names=(name,), shape=tuple(shape))
     size = math.prod(shape)
-    return _elements(rule, entry, size, master_bytes) + _sides(rule, entry) * master_bytes
+    return _elements(rule, entry, size, master_bytes) + _sides(rule, entry) * max(master_bytes, 4)
 
 
 def held_bytes(rule: Rule, placement: Placement, *, master_bytes: int = 4) -> int:
@@ -41,7 +42,7 @@ def held_bytes(rule: Rule, placement: Placement, *, master_bytes: int = 4) -> in
     for piece in placement.pieces():
         if piece.entry.trainable:
             total += _elements(rule, piece.entry, piece.stop - piece.start, master_bytes)
-            total += _sides(rule, piece.entry) * master_bytes
+            total += _sides(rule, piece.entry) * max(master_bytes, 4)
     return total
 
 
@@ -62,11 +63,12 @@ def is_short(rule: Rule, entry: Entry) -> bool:
 
 def _elements(rule: Rule, entry: Entry, size: int, master_bytes: int) -> int:
     """Of numbers that belong to single elements."""
-    average = master_bytes * size if rule.ema else 0
-    return average + _moments(rule, entry, size, master_bytes)
+    number_bytes = max(master_bytes, 4)
+    average = number_bytes * size if rule.ema else 0
+    return average + _moments(rule, entry, size, number_bytes)
 
 
-def _moments(rule: Rule, entry: Entry, size: int, master_bytes: int) -> int:
+def _moments(rule: Rule, entry: Entry, size: int, number_bytes: int) -> int:
     if rule.name == "adamw" and is_short(rule, entry):
         return 2 * (size + 4 * -(-size // BLOCK))
     if rule.name == "adamw" and rule.states == "bfloat16":
@@ -78,7 +80,7 @@ def _moments(rule: Rule, entry: Entry, size: int, master_bytes: int) -> int:
         kept = 1 if is_muons(rule, entry.name, entry.shape) else 2
     else:
         kept = {"adamw": 2, "lamb": 2, "lion": 1}.get(rule.name, kept)
-    return kept * size * master_bytes
+    return kept * size * number_bytes
 
 
 def _sides(rule: Rule, entry: Entry) -> int:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from echelon.layout.cost import Collective
+from echelon.kernels.adamw import Place
 from echelon.layout.placement import Entry, Piece
 from echelon.optim import groups
 from echelon.optim.matrices import Rectangle, Stack, held_stack, rectangles
+from echelon.optim.rounding import Chance, place_of
 from echelon.optim.rule import Rule
 from echelon.parallel.apply import Parallel, stage_axis
 from echelon.parallel.axis import Axis
@@ -20,25 +20,6 @@ from echelon.parallel.flat_unit import FlatUnit
 
 CHUNK = 1 << 20
 """elements at a time, which bounds what is made on the way"""
-
-
-class Update(Protocol):
-    """A rule over some units' shards of one rank."""
-
-    def step(self, lr: float, scale: Tensor, live: Tensor) -> None:
-        """One update with gradients times `scale` (float64); none at all, of nothing, where `live` is false.
-
-        Both are on the device, and stay there where the device is a GPU. Gradients may be left multiplied by `scale`.
-        """
-        ...
-
-    def states(self) -> list[Tensor]:
-        """Everything that is kept from step to step, counts of steps too."""
-        ...
-
-    def collectives(self) -> list[Collective]:
-        """What a step of it sends."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +33,8 @@ class Held:
     decay: float
     axis: Axis
     """ranks that hold its other parts"""
+    chance: Chance | None = None
+    """where it has no master copy"""
     stack: Stack = field(init=False)
     """the matrices of which the rank may hold something"""
     parts: tuple[Rectangle, ...] = field(init=False)
@@ -68,25 +51,43 @@ class Held:
     def size(self) -> int:
         return self.piece.stop - self.piece.start
 
+    @property
+    def exact(self) -> torch.dtype:
+        return exact(self.unit)
+
     def where(self, part: Rectangle) -> slice:
         """In the shard of the unit."""
         first = self.piece.shard_offset
         return slice(first + part.start, first + part.stop)
 
     def gradient(self, part: Rectangle, scale: Tensor) -> Tensor:
-        """Of a rectangle, in the master's type, as a new tensor."""
-        found = self.unit.grad[self.where(part)].to(self.unit.master.dtype) * scale.to(self.unit.master.dtype)
+        """Of a rectangle, in the type of the arithmetic, as a new tensor."""
+        found = self.unit.grad[self.where(part)].to(self.exact) * scale.to(self.exact)
         return found.view(part.shape)
 
     def values(self, part: Rectangle) -> Tensor:
-        return self.unit.master.values(self.where(part)).view(part.shape)
+        return self.read(part.start, part.stop).view(part.shape)
 
     def set(self, part: Rectangle, values: Tensor) -> None:
-        self.unit.master.set(self.where(part).start, values.reshape(-1))
+        self.write(part.start, values.reshape(-1))
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Weights of its elements, in the type of the arithmetic."""
+        first = self.piece.shard_offset
+        return self.unit.master.values(slice(first + start, first + stop)).to(self.exact)
+
+    def write(self, start: int, values: Tensor) -> None:
+        made = values if self.chance is None else self.chance.rounded(values, start)
+        self.unit.master.set(self.piece.shard_offset + start, made)
 
     def zeros(self) -> Tensor:
         """A state of its elements."""
-        return torch.zeros(self.size, dtype=self.unit.master.dtype, device=self.unit.full.device)
+        return torch.zeros(self.size, dtype=self.exact, device=self.unit.full.device)
+
+
+def exact(unit: FlatUnit) -> torch.dtype:
+    """The type of an update's arithmetic, and of moments: at least float32, whatever the weights are."""
+    return torch.promote_types(unit.master.dtype, torch.float32)
 
 
 def of(state: Tensor, part: Rectangle) -> Tensor:
@@ -94,8 +95,15 @@ def of(state: Tensor, part: Rectangle) -> Tensor:
     return state[part.start : part.stop].view(part.shape)
 
 
-def held_of(parallel: Parallel, rule: Rule, units: Iterable[FlatUnit] | None = None) -> list[Held]:
-    """The trainable parameters of all units, or of some."""
+def is_rounded(unit: FlatUnit) -> bool:
+    """Its weights have no master copy: they are rounded by chance."""
+    return unit.master.dtype.itemsize < 4
+
+
+def held_of(
+    parallel: Parallel, rule: Rule, units: Iterable[FlatUnit] | None = None, step: Tensor | None = None
+) -> list[Held]:
+    """The trainable parameters of all units, or of some; `step` counts updates where weights are rounded by chance."""
     given = [groups.parse(text) for text in rule.groups]
     found = []
     for unit in parallel.flat.units if units is None else units:
@@ -103,7 +111,10 @@ def held_of(parallel: Parallel, rule: Rule, units: Iterable[FlatUnit] | None = N
         for entry in unit.unit.entries:
             if entry.trainable:
                 own = groups.setting_of(given, rule, entry.name, decays=entry.decay)
-                found.append(Held(unit, parallel.placement.piece(unit.unit, entry), own.lr, own.decay, axis))
+                piece, chance = parallel.placement.piece(unit.unit, entry), None
+                if step is not None and is_rounded(unit):
+                    chance = Chance(place_of(piece, parallel.options.seed), step)
+                found.append(Held(unit, piece, own.lr, own.decay, axis, chance))
     return found
 
 
@@ -120,8 +131,10 @@ class Run:
     decay: float
     lr: float
     """factor of the learning rate"""
-    first: int
-    """number of the first element, over all units"""
+    place: Place
+    """of its elements, for random numbers"""
+    chance: Chance | None = None
+    """where they have no master copy; they are then of one parameter"""
 
     @property
     def where(self) -> slice:
@@ -133,7 +146,7 @@ class Run:
 
     def zeros(self, dtype: torch.dtype | None = None) -> Tensor:
         """A state of its elements."""
-        return torch.zeros(self.size, dtype=dtype or self.unit.master.dtype, device=self.unit.full.device)
+        return torch.zeros(self.size, dtype=dtype or exact(self.unit), device=self.unit.full.device)
 
     def chunks(self) -> Iterator[tuple[slice, float]]:
         """Parts of the run with their weight decay."""
@@ -142,10 +155,12 @@ class Run:
                 yield slice(start, min(start + CHUNK, end)), decay
 
     def values(self, part: slice) -> Tensor:
-        return self.unit.master.values(slice(self.start + part.start, self.start + part.stop))
+        found = self.unit.master.values(slice(self.start + part.start, self.start + part.stop))
+        return found.to(exact(self.unit))
 
     def set(self, part: slice, values: Tensor) -> None:
-        self.unit.master.set(self.start + part.start, values)
+        made = values if self.chance is None else self.chance.rounded(values, part.start)
+        self.unit.master.set(self.start + part.start, made)
 
 
 def runs_of(
@@ -153,6 +168,7 @@ def runs_of(
     rule: Rule,
     units: Iterable[FlatUnit] | None = None,
     only: Callable[[Entry], bool] = lambda _: True,
+    step: Tensor | None = None,
 ) -> list[Run]:
     """A rank may hold no element at all (fewer elements than ranks); it still takes part in every collective."""
     firsts, first = {}, 0
@@ -160,12 +176,12 @@ def runs_of(
         firsts[unit.unit.name] = first + parallel.placement.shard_of(unit.unit) * unit.unit.shard_numel
         first += unit.unit.numel
     runs: list[Run] = []
-    for held in held_of(parallel, rule, units):
+    for held in held_of(parallel, rule, units, step):
         if held.size and only(held.entry):
             start = held.piece.shard_offset
             decayed = held.size if held.decay else 0
-            number = firsts[held.unit.unit.name] + start
-            run = Run(held.unit, start, held.size, decayed, held.decay, held.lr, number)
+            place = held.chance.place if held.chance else Place(firsts[held.unit.unit.name] + start)
+            run = Run(held.unit, start, held.size, decayed, held.decay, held.lr, place, held.chance)
             if runs and (joined := _joined(runs[-1], run)):
                 runs[-1] = joined
             else:
@@ -175,8 +191,8 @@ def runs_of(
 
 def _joined(a: Run, b: Run) -> Run | None:
     """Both as one, where they lie side by side and are updated alike."""
-    if a.unit is not b.unit or a.start + a.size != b.start or a.lr != b.lr:
+    if a.unit is not b.unit or a.start + a.size != b.start or a.lr != b.lr or a.chance or b.chance:
         return None
     if b.decayed and (a.decayed < a.size or a.decay != b.decay):
         return None
-    return Run(a.unit, a.start, a.size + b.size, a.decayed + b.decayed, a.decay, a.lr, a.first)
+    return Run(a.unit, a.start, a.size + b.size, a.decayed + b.decayed, a.decay, a.lr, a.place)

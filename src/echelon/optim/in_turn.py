@@ -6,8 +6,8 @@ from torch import Tensor
 
 from echelon.layout.cost import Collective
 from echelon.optim.choose import sharded
-from echelon.optim.held import Update
 from echelon.optim.rule import Rule
+from echelon.optim.update import Update
 from echelon.parallel.apply import Parallel
 from echelon.parallel.flat_unit import FlatUnit
 

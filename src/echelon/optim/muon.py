@@ -32,9 +32,10 @@ from torch import Tensor
 
 from echelon.layout.cost import Collective
 from echelon.layout.placement import Piece, Placement
-from echelon.optim.held import Held, Update, of
+from echelon.optim.held import Held, of
 from echelon.optim.matrices import Rectangle, rectangles
 from echelon.optim.rule import Rule, momentum_of
+from echelon.optim.update import Update
 from echelon.parallel import shard
 from echelon.parallel.apply import Parallel, coordinates
 from echelon.parallel.axis import Axis
@@ -73,7 +74,7 @@ class Muon:
         self._held, self._momentum, self._beside = held, momentum_of(rule), beside
         options = parallel.options
         narrow = options.device.type == "cuda" and options.compute == torch.bfloat16
-        self._dtype = torch.bfloat16 if narrow else options.master
+        self._dtype = torch.bfloat16 if narrow else torch.promote_types(options.master, torch.float32)
         together: dict[str, list[Held]] = {}
         for one in held:
             together.setdefault(one.axis.name, []).append(one)

@@ -1,4 +1,4 @@
-"""SGD in plain torch, in chunks, without a word from the host: for split masters, and on a GPU."""
+"""SGD in plain torch, in chunks, without a word from the host: for masters that are not one tensor, and on a GPU."""
 
 from __future__ import annotations
 

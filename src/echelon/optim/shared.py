@@ -34,7 +34,7 @@ class Shared:
                 position += size
             self._messages.append((together[key][0][0].axis, slice(begin, position)))
         self.size = position
-        self._like = held[0].unit.master.dtype if held else torch.float32
+        self._like = held[0].exact if held else torch.float32
         self._device = held[0].unit.full.device if held else torch.device("cpu")
 
     def zeros(self) -> Tensor:

@@ -27,7 +27,7 @@ from echelon.parallel.flat import Flat
 from echelon.parallel.partition import Partition
 from echelon.parallel.regions import Boundary
 from echelon.parallel.spread import Context, spread
-from echelon.precision import fp8
+from echelon.precision import fp8, keep
 
 EXPERTS = "edp"
 WORLD = "pp*replica*shard*cp*tp"
@@ -53,7 +53,11 @@ class Options:
     compute: torch.dtype = torch.float32
     """the type of parameters and activations in forward and backward"""
     master: torch.dtype = torch.float32
-    """the type of the optimizer's copy, and of gradients where they accumulate and are reduced"""
+    """the type of the optimizer's copy; bfloat16, the compute type itself, has none, and is rounded by chance"""
+    reduce: torch.dtype | None = None
+    """the type of gradients where they accumulate and are reduced; none: the master's, and at least float32"""
+    keep_fp32: tuple[str, ...] = ()
+    """patterns of the modules that compute in float32 beside a 16-bit compute type"""
     products: str = "same"
     """how linear layers of the layers multiply: in the compute type, or in 8 bits (`fp8`, `fp8-row`)"""
     kernels: str = "auto"
@@ -86,6 +90,21 @@ class Options:
         for key, legal in CHOICES.items():
             if getattr(self, key) not in legal:
                 raise ValueError(f"there is no such choice ({key}={getattr(self, key)}); use {' or '.join(legal)}")
+        if self.master.itemsize < 4 and (self.master, self.compute) != (torch.bfloat16, torch.bfloat16):
+            raise ValueError(
+                f"without a master copy weights are rounded by chance, which is built for bfloat16 (compute "
+                f"{self.compute}, master {self.master}); use master=torch.float32"
+            )
+        if self.own_loop and (self.reduce is not None or self.master.itemsize < 4):
+            raise ValueError(
+                "in a loop of your own the optimizer reads master values and gradients of one type "
+                f"(master {self.master}, reduce {self.reduce}); leave both out, or use echelon.Engine"
+            )
+
+    @property
+    def gradients(self) -> torch.dtype:
+        """The type in which gradients accumulate and are reduced."""
+        return self.reduce or torch.promote_types(self.master, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -134,8 +153,11 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
     """Changes `model` in place. Parameters on the meta device are made here, slice by slice, by `model.initial`."""
     mesh = Mesh(layout)
     stream = rng.Stream(options.seed)
-    values = first_values(model, device=options.device, dtype=options.master, seed=options.seed)
+    exact = torch.promote_types(options.master, torch.float32)  # a short master is rounded from what a long one holds
+    values = first_values(model, device=options.device, dtype=exact, seed=options.seed)
     entries = read_entries(model)
+    if options.keep_fp32 and options.compute.itemsize < 4:
+        entries = keep.widened(model, entries, options.keep_fp32)
 
     rng.attach(model, stream)
     policy = shard.policy(
@@ -171,6 +193,8 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
         fp8.check(options.device, options.compute, options.kernels)
         kept = layout.accumulate > 1 and layout.zero < 3  # whole weights would be kept that zero=3 lets go of
         fp8.apply(model, shard.layers(model), options.products, keeps_weights=kept)
+    wide = keep.holders(entries)
+    keep.compute_in_float32(model, wide, options.compute)
     units = shard.choose_units(model, options.units, limit=options.buffer // options.compute.itemsize)
     experts = shard.experts_policy(layout, policy)
     moves = {
@@ -190,10 +214,11 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
         device=options.device,
         compute=options.compute,
         master=options.master,
+        reduce=options.gradients,
         parts=held.stages if held is not None else (),
     )
     flat.fill(values)
-    move_buffers(model, options.device, options.compute)
+    move_buffers(model, options.device, options.compute, wide)
     recomputed.tell(flat.make_whole)
     return Parallel(
         model,

@@ -6,7 +6,7 @@ model's own recipe `initial(name)`, so that no rank ever holds a whole large mod
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
@@ -49,12 +49,15 @@ def first_values(model: nn.Module, *, device: torch.device, dtype: torch.dtype, 
     return values
 
 
-def move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Buffers (running statistics, tables) are whole on every rank, in the compute type or what a module asks for."""
-    for module in model.modules():
+def move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype, wide: Set[str] = frozenset()) -> None:
+    """Buffers (running statistics, tables) are whole on every rank, in the compute type or what a module asks for.
+
+    Those of `wide` modules are at least float32.
+    """
+    for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            wide = name in getattr(module, "wide_buffers", ())
-            target = torch.promote_types(dtype, torch.float32) if wide else dtype
+            exact = path in wide or name in getattr(module, "wide_buffers", ())
+            target = torch.promote_types(dtype, torch.float32) if exact else dtype
             target = target if buffer.is_floating_point() else buffer.dtype
             if buffer.is_meta:
                 made = torch.zeros(buffer.shape, dtype=target, device=device)

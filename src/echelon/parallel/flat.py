@@ -44,11 +44,13 @@ class Flat:
         device: torch.device,
         compute: torch.dtype,
         master: torch.dtype,
+        reduce: torch.dtype,
         parts: Sequence[Sequence[str]] = (),
     ):
         self.model, self.placement, self.policy = model, placement, policy
         self.units = [
-            FlatUnit(unit, *moved(unit), device=device, compute=compute, master=master) for unit in placement.units
+            FlatUnit(unit, *moved(unit), device=device, compute=compute, master=master, reduce=reduce)
+            for unit in placement.units
         ]
         self.pipelined = bool(parts)
         self.parts = [[unit for unit in self.units if _used(unit, names)] for names in parts] or [self.units]

@@ -4,7 +4,8 @@
 
     full       [shards * S]  compute type. The modules' parameters are views of it; all-gather writes straight into it.
     master     [S]           the optimizer's shard (master.py): where `full` stays, its own slice of it is a part of it.
-    gradients  [shards * S]  each arriving gradient is written (first) or added (later) into its place, cast on the way.
+    gradients  [shards * S]  each arriving gradient is written (first) or added (later) into its place, cast on the way
+                             to the type in which gradients are reduced.
     grad       [S]           the reduced shard: a slice of `gradients`, or under zero 2 and 3 a buffer of its own.
 
 Views of `full.data`, not of `full`, are what modules hold: `.data` has its own version counter, so refilling the
@@ -44,7 +45,10 @@ class FlatUnit:
         device: torch.device,
         compute: torch.dtype,
         master: torch.dtype,
+        reduce: torch.dtype,
     ):
+        if unit.wide:
+            compute, master, reduce = (torch.promote_types(kind, torch.float32) for kind in (compute, master, reduce))
         self.unit, self.policy, self.shard, self.replica = unit, policy, shard, replica
         size = unit.shard_numel
         self._own = slice(shard.index * size, (shard.index + 1) * size) if policy.shards > 1 else slice(0, size)
@@ -62,7 +66,7 @@ class FlatUnit:
         if policy.free_parameters:
             self.full.untyped_storage().resize_(0)
 
-        self.gradient_type = compute if policy.gradients_are_final(unit) else master
+        self.gradient_type = compute if policy.gradients_are_final(unit) else reduce
         self.lazy = device.type == "cuda"
         """gradients have memory only from the first of a step to `free_gradients`: see the note at the top"""
         self.gradients: Tensor | None = None

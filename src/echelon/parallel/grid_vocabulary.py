@@ -66,7 +66,7 @@ class GridHead(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """All logits of all sequences, padding too, gathered: for text samples, not for training."""
-        columns = torch.cat(_everyone(self.side.columns, self._slice(hidden)).unbind(0), dim=-1)
+        columns = torch.cat(_everyone(self.side.columns, self._slice(hidden.to(self.weight.dtype))).unbind(0), dim=-1)
         return _everyone(self.side.rows, columns).flatten(0, 1)[..., : self.vocabulary]
 
     def _slice(self, hidden: Tensor) -> Tensor:

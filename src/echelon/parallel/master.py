@@ -1,6 +1,7 @@
 """Master values: the optimizer's shard of a unit, from which a rank's own part of the parameters follows.
 
-    WholeMaster   one tensor. Where it is of the compute type, and the parameters stay, it *is* a slice of them.
+    WholeMaster   one tensor. Where it is of the compute type, and the parameters stay, it *is* a slice of them. In
+                  bfloat16 that means that there is no master, and updates are rounded by chance (kernels/adamw.py).
     SplitMaster   float32 beside bfloat16 parameters: the parameters hold the upper halves, and only the lower halves
                   lie beside them (kernels/halves.py). 4 bytes an element for both, and no cast after an update.
 

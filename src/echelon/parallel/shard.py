@@ -221,7 +221,7 @@ def collectives(
             yield Collective(
                 kind="all_gather",
                 axis=plan.axis,
-                bytes=whole * compute_bytes,
+                bytes=whole * unit.bytes_of(compute_bytes),
                 count=gathers,
                 hidden=index > 0,
                 part="parameters",
@@ -229,14 +229,18 @@ def collectives(
             yield Collective(
                 kind="reduce_scatter",
                 axis=plan.axis,
-                bytes=whole * reduce_bytes,
+                bytes=whole * unit.bytes_of(reduce_bytes),
                 count=scatters,
                 hidden=index > 0,
                 part="gradients",
             )
         if plan.replicas > 1:
             yield Collective(
-                kind="all_reduce", axis=plan.replica_axis, bytes=part * reduce_bytes, hidden=index > 0, part="gradients"
+                kind="all_reduce",
+                axis=plan.replica_axis,
+                bytes=part * unit.bytes_of(reduce_bytes),
+                hidden=index > 0,
+                part="gradients",
             )
 
 
@@ -250,29 +254,33 @@ def state_bytes(
     moment_bytes: float | None = None,
     reduce_bytes: int = 0,
     versions: int = 1,
+    float16: bool = False,
 ) -> dict[str, int]:
     """Bytes a rank holds between steps, by category; `moments` is the number of optimizer values per element.
 
     Moments, and gradients that are added up, are of the master's size where none is given. An asynchronous pipeline
     holds several `versions` of its parameters at once, the newest among them. No value is kept twice: a master of the
     compute type is a slice of the whole, and float32 beside bfloat16 (four bytes beside two) keeps what bfloat16 left
-    out. Where gradients are lazy (flat_unit.py) theirs are not between steps, but at the end of backward.
+    out; `float16` has other bits, and its master stands whole beside it. Where gradients are lazy (flat_unit.py) theirs
+    are not between steps, but at the end of backward.
     """
-    whole = sum(unit.shards * unit.shard_numel for unit in units)
-    part = sum(unit.shard_numel for unit in units)
-    trainable = part if all(e.trainable for u in units for e in u.entries) else _trainable(units)
-    beside = compute_bytes == master_bytes or plan.splits_master(compute_bytes=compute_bytes, master_bytes=master_bytes)
-    gradients = 0
+    found = dict.fromkeys(("parameters", "master", "gradients", "optimizer", "versions"), 0)
     for unit in units:
-        held = unit.shard_numel * (1 if plan.scatter_every_microbatch else unit.shards)
-        gradients += held * (compute_bytes if plan.gradients_are_final(unit) else reduce_bytes or master_bytes)
-    return {
-        "parameters": 0 if plan.free_parameters else whole * compute_bytes,
-        "master": part * (master_bytes - compute_bytes if beside and plan.stays else master_bytes),
-        "gradients": gradients,
-        "optimizer": round(moments * trainable * (master_bytes if moment_bytes is None else moment_bytes)),
-        "versions": (versions - 1) * whole * compute_bytes,
-    }
+        compute, master = unit.bytes_of(compute_bytes), unit.bytes_of(master_bytes)
+        whole, part = unit.shards * unit.shard_numel, unit.shard_numel
+        split = plan.splits_master(compute_bytes=compute, master_bytes=master) and not float16
+        beside = compute == master or split
+        held = part if plan.scatter_every_microbatch else whole
+        reduced = unit.bytes_of(reduce_bytes or master_bytes)
+        found["parameters"] += 0 if plan.free_parameters else whole * compute
+        found["master"] += part * (master - compute if beside and plan.stays else master)
+        found["gradients"] += held * (compute if plan.gradients_are_final(unit) else reduced)
+        found["versions"] += (versions - 1) * whole * compute
+    trainable = sum(unit.shard_numel for unit in units)
+    if not all(entry.trainable for unit in units for entry in unit.entries):
+        trainable = _trainable(units)
+    found["optimizer"] = round(moments * trainable * (master_bytes if moment_bytes is None else moment_bytes))
+    return found
 
 
 def _trainable(units: Sequence[Unit]) -> int:

@@ -331,7 +331,7 @@ def partial_sums(
         for entry in unit.entries:
             for axis in entry.sum_over:
                 start, stop = unit.interval(entry, shard_of(unit))
-                sizes[axis] = sizes.get(axis, 0) + stop - start
+                sizes[axis] = sizes.get(axis, 0) + (stop - start) * unit.bytes_of(reduce_bytes)
     for axis, size in sizes.items():
         if size:
-            yield Collective(kind="all_reduce", axis=axis, bytes=size * reduce_bytes, part="partial gradients")
+            yield Collective(kind="all_reduce", axis=axis, bytes=size, part="partial gradients")

@@ -47,7 +47,7 @@ class VocabularyHead(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """All logits, gathered: for text samples, not for training."""
-        local = F.linear(self.boundary.enter(hidden), self.weight)
+        local = F.linear(self.boundary.enter(hidden.to(self.weight.dtype)), self.weight)
         whole = local.new_empty(self.axis.size, *local.shape)
         self.axis.start_all_gather(whole.view(-1), local.view(-1)).wait()
         return torch.cat(whole.unbind(0), dim=-1)[..., : self.vocabulary]

@@ -135,6 +135,11 @@ class Pipeline:
         self.runtime.update = update
         return self.runtime.window(works, lr)
 
+    def start_from(self, scale: float, count: float) -> None:
+        """Before the first window of an asynchronous schedule: the loss scale, and the targets to expect."""
+        assert isinstance(self.runtime, StreamRuntime)
+        self.runtime.start_from(scale, count)
+
     def drain(self) -> None:
         """What an asynchronous schedule has under way is brought to its end."""
         if isinstance(self.runtime, StreamRuntime):

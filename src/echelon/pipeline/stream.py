@@ -2,7 +2,7 @@
 
 [Note: what an update needs to know]
 
-Backward starts, on the last stage, from 1 / (the number of targets of the update before). What that must be multiplied
+Backward starts, on the last stage, from loss scale / (targets of the update before). What that must be multiplied
 by is known when the update's microbatches are through: the last stage sends it to the others, who have it long before
 they need it, since their gradients come from the last stage too. Nobody waits for an update of another stage.
 
@@ -47,8 +47,13 @@ class StreamRuntime(Runtime):
         self.update: Update = _no_update
         self.per_update = per_update
         self.is_last = self.mine == (schedule.stages - 1,)
+        self._scale = 1.0
         self._seed: float = 1.0
         self._begin()
+
+    def start_from(self, scale: float, count: float) -> None:
+        """The loss times this scale is what backward starts from; `count` targets are expected of the first update."""
+        self._scale, self._seed = scale, scale / count
 
     def _begin(self) -> None:
         """A stream of which nothing has been done yet."""
@@ -145,7 +150,7 @@ class StreamRuntime(Runtime):
         _, lr = self._under_way[version * self.per_update - 1]
         if count:
             self.update(1.0 / (seed * count), lr)
-            self._seed = 1.0 / count
+            self._seed = self._scale / count
         self.versions.updated(version)
         for number in range((version - 1) * self.per_update, version * self.per_update):
             del self._under_way[number]

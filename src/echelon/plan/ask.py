@@ -177,7 +177,7 @@ def command_of(plan: Plan, model: str) -> str:
         "layout": str(layout),
         "batch": layout.batch,
         "seq_len": plan.case.seq_len,
-        "dtype": {"fp32": "float32"}.get(plan.case.precision, "bfloat16"),
+        "dtype": {"fp32": "float32", "fp16": "float16"}.get(plan.case.precision, "bfloat16"),
         **({"precision.compute": "fp8"} if plan.case.precision == "fp8" else {}),
     }
     given = " ".join(f"--set {key}={value}" for key, value in settings.items())

@@ -13,7 +13,7 @@ from echelon.plan.case import Case
 from echelon.plan.constants import Constants
 from echelon.plan.layouts import MOST_CHUNKS, Branch, Family, Wish, branches
 from echelon.plan.time import microbatch, repeated, waiting
-from echelon.plan.units import MASTER_BYTES, MOMENTS, gradient_bytes
+from echelon.plan.units import MOMENTS, gradient_bytes
 from echelon.plan.work import stacked, work_of
 
 
@@ -37,7 +37,8 @@ def bounds(wish: Wish, c: Constants) -> list[Bound]:
         for branch in some
     ]
     # States are divided by all devices at most, and gradients need not be there when all activations are.
-    states = 0.0 if "offload" in wish.fixed else (MASTER_BYTES + MOMENTS * wish.moment_bytes) * wish.shape.parameters
+    each = 0 if "offload" in wish.fixed else wish.master_bytes + MOMENTS * wish.moment_bytes
+    states = each * wish.shape.parameters
     every = [one for one in every if states / one[1].world + one[2] <= wish.cluster.memory]
     if not every:
         return []
@@ -86,7 +87,7 @@ def least_bytes(wish: Wish, layout: Layout, activations: float) -> float:
     spread = experts / (layout.ep * layout.etp * layout.pp)
     data = layout.dp * layout.cp
     compute, gradient = case.element_bytes, gradient_bytes(case)
-    beside = MASTER_BYTES - compute + MOMENTS * case.moment_bytes
+    beside = max(case.master_bytes - compute, 0) + MOMENTS * case.moment_bytes
     # Under zero 1 to 3: what is whole on a rank, and what is divided. Gradients are divided under 2 and 3.
     whole, divided = {0: (compute + beside, 0), 3: (0, compute + beside)}.get(layout.zero, (compute, beside))
     parts = ((own, data), (spread, max(1, data * layout.tp // (layout.ep * layout.etp))))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from echelon.layout import Layout
-from echelon.layout.layout import SPLIT_BACKWARD
+from echelon.layout.layout import ASYNCHRONOUS, SPLIT_BACKWARD
 from echelon.models.sizes import SIZES
 from echelon.parallel import grid_cost
 from echelon.plan.cluster import Cluster
@@ -39,6 +39,8 @@ class Case:
     """of one element of a gradient on its way"""
     moment_bytes: float = 4
     """of one element of each of the optimizer's two moments; half of what it holds where it holds another number"""
+    master_bytes: int = 4
+    """of one element of what the optimizer updates: 2 without a master copy"""
     correction: float = 1.0
     """measured over predicted seconds of a run that was (correct.py): all times are multiplied by it"""
     imbalance: float = IMBALANCE
@@ -110,4 +112,6 @@ def trains_in(precision: str, layout: Layout) -> bool:
     """
     if precision == "fp8":
         return layout.schedule not in SPLIT_BACKWARD and layout.tp_kind == "1d"
+    if precision == "fp16":
+        return layout.schedule not in ASYNCHRONOUS  # whose stages could not agree on a loss scale
     return precision in ("fp32", "bf16")

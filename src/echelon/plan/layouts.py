@@ -57,6 +57,10 @@ class Wish:
     """`echelon`, or `plain` without our kernels"""
     moment_bytes: float = 4
     """of one element of each of the optimizer's two moments; half of what it holds where it holds another number"""
+    reduce_bytes: int = 4
+    """of one element of a gradient on its way"""
+    master_bytes: int = 4
+    """of one element of what the optimizer updates: 2 without a master copy"""
     imbalance: float = IMBALANCE
     """rows of experts on the busiest of the ranks that divide them, to the mean"""
 
@@ -70,6 +74,8 @@ class Wish:
             correction=self.correction,
             program=self.program,
             moment_bytes=self.moment_bytes,
+            reduce_bytes=self.reduce_bytes,
+            master_bytes=self.master_bytes,
             imbalance=self.imbalance,
         )
 

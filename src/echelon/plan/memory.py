@@ -41,7 +41,6 @@ from echelon.plan.device import GIB
 from echelon.plan.head import head_bytes
 from echelon.plan.shape import Layer
 from echelon.plan.units import (
-    MASTER_BYTES,
     MOMENTS,
     fullest_share,
     gradient_bytes,
@@ -133,11 +132,12 @@ def states(case: Case, stage: int) -> dict[str, int]:
             [unit],
             replace(policy, shards=unit.shards),
             compute_bytes=case.element_bytes,
-            master_bytes=MASTER_BYTES,
+            master_bytes=case.master_bytes,
             moments=MOMENTS,
             moment_bytes=case.moment_bytes,
             reduce_bytes=case.reduce_bytes,
             versions=_versions(case, stage),
+            float16=case.precision == "fp16",
         )
         for name, size in held.items():
             found[name] = found.get(name, 0) + n * size

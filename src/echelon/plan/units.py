@@ -14,7 +14,6 @@ from echelon.plan.shape import Layer
 
 EXPERTS = "experts"
 """the unit of a mixture layer's experts"""
-MASTER_BYTES = 4
 MOMENTS = 2
 
 
@@ -88,7 +87,7 @@ def update_bytes(case: Case) -> float:
     """Moved per parameter by our update: master and moments are read and written, gradients read for their norm too."""
     if not case.has_kernels:
         return 0.0
-    return 2 * (MASTER_BYTES + MOMENTS * case.moment_bytes) + 2 * gradient_bytes(case)
+    return 2 * (case.master_bytes + MOMENTS * case.moment_bytes) + 2 * gradient_bytes(case)
 
 
 def weight_bytes(case: Case) -> float:

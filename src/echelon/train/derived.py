@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from echelon.kernels import choice
 from echelon.layout import Layout
 from echelon.memory import packing
@@ -46,6 +48,14 @@ def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterato
         f"compute {compute}, master {_master(engine)}, gradients {_gradients(engine)}",
         _why_gradients(engine),
     )
+    wide = [entry.name for unit in units if unit.wide for entry in unit.entries]
+    if wide:
+        shown = ", ".join(wide[:3]) + (f" and {len(wide) - 3} more" if len(wide) > 3 else "")
+        yield "kept in float32", f"{len(wide)} parameters: {shown}", "precision.keep_fp32; with inputs in float32"
+    if not engine.scaling.recipe.is_one:
+        recipe = engine.scaling.recipe
+        why = f"halved where gradients are not finite, doubled after {recipe.every:,} good steps"
+        yield "loss scale", str(recipe), why if recipe.is_dynamic else "divided out again in the update"
     if options.products != "same":
         scales = "row of each factor" if options.products == "fp8-row" else "tensor"
         yield "products", options.products, f"in the layers, with a scale for each {scales}; sums are float32"
@@ -60,7 +70,7 @@ def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterato
     if layout.dp * layout.cp > 1:
         yield (
             "reduction",
-            _reduction(parallel.policy, layout.zero),
+            f"{_reduction(parallel.policy, layout.zero)}, in {_gradients(engine)}",
             "then divided once by the number of valid targets of the whole step",
         )
     if isinstance(parallel.recomputed, Budgeted):
@@ -81,6 +91,8 @@ def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterato
         parallel.policy,
         compute_bytes=options.compute.itemsize,
         master_bytes=options.master.itemsize,
+        reduce_bytes=options.gradients.itemsize,
+        float16=options.compute == torch.float16,
         versions=engine.pipeline.versions if engine.pipeline is not None else 1,
     )
     held["optimizer"] = cost.held_bytes(engine.rule, parallel.placement, master_bytes=options.master.itemsize)
@@ -119,6 +131,8 @@ def _optimizer(engine: Engine) -> Iterator[Derived]:
 
 def _master(engine: Engine) -> str:
     found = name(engine.parallel.options.master)
+    if engine.parallel.options.master == torch.bfloat16:
+        return "none (updates are rounded up or down by chance)"
     split = any(isinstance(unit.master, SplitMaster) for unit in engine.parallel.flat.units)
     return f"{found} (in two halves, of which the upper one is the compute value)" if split else found
 
@@ -128,11 +142,14 @@ def _gradients(engine: Engine) -> str:
 
 
 def _why_gradients(engine: Engine) -> str:
-    if engine.parallel.options.compute == engine.parallel.options.master:
+    options, units = engine.parallel.options, engine.parallel.flat.units
+    types = {unit.gradient_type for unit in units if not unit.unit.wide}
+    if types == {options.compute} == {options.master} and options.compute.itemsize >= 4:
         return "one type for everything"
-    if any(unit.gradient_type == engine.parallel.options.master for unit in engine.parallel.flat.units):
-        return "gradients accumulate and are reduced in the master's type"
-    return "one microbatch on one rank: a gradient is never added to, so a longer type would hold the same"
+    if types == {options.compute} != {options.gradients}:
+        return "one microbatch on one rank: a gradient is never added to, so a longer type would hold the same"
+    asked = "as precision.reduce asks" if options.reduce else "in float32 whatever the compute type is"
+    return f"gradients accumulate and are reduced {asked}; sums inside products are float32"
 
 
 def _pipeline(pipeline: Pipeline, seq_len: int) -> Iterator[Derived]:

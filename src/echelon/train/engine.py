@@ -15,13 +15,19 @@ does not bind.
 The number, the norm, and whether there was a target at all stay on the device, as tensors, and so do the backward seed
 and the optimizer's factor that follow from them. The host only ever queues work, so it can be a step ahead of a GPU.
 What a step did is read when somebody asks its `StepResult`.
+
+[Note: a step that is left out]
+
+A step updates nothing, neither weights nor moments nor their count of steps, where it has no target, or where the loss
+or the norm is not finite. All ranks share both, so all leave it out together. `Engine.not_finite` tells whose gradient
+it was (norm.py). Stages of an asynchronous schedule have norms of their own, and leave an update out each for itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
@@ -39,32 +45,27 @@ from echelon.models.sizes import ModelConfig
 from echelon.optim import groups
 from echelon.optim.average import Average
 from echelon.optim.choose import sharded
-from echelon.optim.held import Update, runs_of
+from echelon.optim.held import runs_of
 from echelon.optim.rule import Rule
+from echelon.optim.update import Update
 from echelon.parallel.apply import Options, Parallel, apply
 from echelon.parallel.axis import sum_together, world_size
 from echelon.parallel.flat import explained
 from echelon.parallel.tensor import Traffic
 from echelon.pipeline.pipeline import Pipeline
 from echelon.pipeline.runtime import Work
+from echelon.precision import sums
+from echelon.precision.loss_scale import LossScale, Scaling
 from echelon.train import in_backward, issued
+from echelon.train.feed import Batch, Feed, Microbatch
 from echelon.train.in_backward import InBackward
-from echelon.train.later import later, sent
+from echelon.train.later import later
 from echelon.train.loads import Loads, mixtures_of
 from echelon.train.norm import GradientNorm, clip_factor
+from echelon.train.not_finite import Blame, NotFinite
 from echelon.train.partial import partial_gradients
 from echelon.train.result import StepResult
 from echelon.train.sections import OptimizerConfig
-
-Batch = Mapping[str, Tensor]
-"""the model's keyword arguments; the first dimension of each is samples"""
-
-
-@dataclass(frozen=True)
-class Microbatch:
-    inputs: Batch
-    samples: Tensor
-    """global sample index of each row"""
 
 
 def shape_of(model: nn.Module) -> ModelConfig | None:
@@ -84,6 +85,7 @@ class Engine:
         *,
         clip: float = 0.0,
         options: Options | None = None,
+        loss_scale: LossScale | None = None,
     ):
         layout = check(str(layout), world=world_size(), model=shape_of(model))
         if layout.plan_only:
@@ -91,7 +93,7 @@ class Engine:
         self.rule: Rule = optimizer or OptimizerConfig()
         self.clip = clip
         if self.rule.in_backward:
-            in_backward.refuse(layout, clip)
+            in_backward.refuse(layout, clip, loss_scale or LossScale())
         if self.rule.ema and layout.pp > 1 and layout.schedule in ASYNCHRONOUS:
             raise ValueError(
                 f"older versions of the weights are under way when an evaluation would use their average "
@@ -100,6 +102,7 @@ class Engine:
         self.names = tuple(name for name, _ in model.named_parameters())
         """of all parameters of the model, wherever they are"""
         groups.check(self.rule, self.names)
+        self._blame = Blame(model)
         mixtures = mixtures_of(model, layout)
         self.pipeline: Pipeline | None = None
         if layout.pp > 1:
@@ -108,6 +111,7 @@ class Engine:
             self.pipeline.parallel if self.pipeline else apply(model, layout, options or Options())
         )
         self.model, self.layout = self.parallel.model, layout
+        self._feed = Feed(self.parallel)
         self.norm = GradientNorm(self.parallel)
         self._partial = partial_gradients(self.parallel)
         self.in_backward: InBackward | None = None
@@ -119,6 +123,12 @@ class Engine:
         self.loads = Loads(self.parallel, mixtures)
         self.num_steps = 0
         self._last_count = torch.ones((), dtype=torch.float64, device=self.parallel.options.device)
+        self.scaling = Scaling(loss_scale or LossScale(), self.parallel.options.device)
+        if self.pipeline is not None and self.pipeline.asynchronous and self.scaling.recipe.is_dynamic:
+            raise ValueError(
+                f"stages of schedule={layout.schedule} update at different times and could not agree on a loss scale; "
+                "give a fixed one (precision.loss_scale=1024), or use schedule=1f1b"
+            )
 
     @property
     def loss_axis(self) -> str:
@@ -133,79 +143,91 @@ class Engine:
         return self.run(self.microbatches(batch), lr=lr)
 
     def microbatches(self, batch: Batch) -> Iterator[Microbatch]:
-        if not batch:
-            raise ValueError("the batch is empty; give the model's keyword arguments as tensors")
-        rows = len(next(iter(batch.values())))
-        layout = self.layout
-        if not rows:
-            raise ValueError("the batch has no rows; give at least one for each rank of dp and microbatch")
-        if rows % (layout.dp * layout.accumulate):
-            raise ValueError(
-                f"the batch does not divide over dp x accumulate ({rows} rows over {layout.dp} x {layout.accumulate}); "
-                f"use a multiple of {layout.dp * layout.accumulate}"
-            )
-        for samples in self.rows(rows):
-            inputs = {key: value[samples.start : samples.stop] for key, value in batch.items()}
-            numbers = torch.arange(samples.start, samples.stop) + self.num_steps * rows
-            yield Microbatch(inputs, numbers)
+        """This rank's part of the global batch."""
+        return self._feed.microbatches(batch, self.num_steps)
 
     def rows(self, batch: int) -> Iterator[range]:
         """This rank's rows of a global batch, microbatch by microbatch."""
-        dp, accumulate = self.layout.dp, self.layout.accumulate
-        size = batch // (dp * accumulate)
-        for index in range(accumulate):
-            start = (index * dp + self.parallel.axes.at["dp"]) * size
-            yield range(start, start + size)
+        return self._feed.rows(batch)
+
+    def prepared(self, microbatch: Microbatch) -> dict[str, Tensor]:
+        """The microbatch on the device, floats in the compute type; dropout is told which samples these are."""
+        return self._feed.prepared(microbatch)
 
     def run(self, microbatches: Iterable[Microbatch], *, lr: float | None = None) -> StepResult:
         """Trains on this rank's own `accumulate` microbatches."""
         if isinstance(self.parallel.recomputed, Budgeted) and self.parallel.recomputed.undecided:
-            microbatches = self._rehearsed(iter(microbatches))
+            microbatches = self._shown(iter(microbatches), self.rehearse)
+        if self.num_steps == 0 and not self.scaling.recipe.is_one:
+            microbatches = self._shown(iter(microbatches), self._guess_count)
         with self._kernels():
-            return self._run(self._counted(microbatches), self.rule.lr if lr is None else lr)
+            return self._run(self._feed.counted(microbatches), self.rule.lr if lr is None else lr)
 
-    def _rehearsed(self, microbatches: Iterator[Microbatch]) -> Iterator[Microbatch]:
+    def _shown(self, microbatches: Iterator[Microbatch], to: Callable[[Microbatch], None]) -> Iterator[Microbatch]:
         first = list(islice(microbatches, 1))
         for microbatch in first:
-            self.rehearse(microbatch)
+            to(microbatch)
         return chain(first, microbatches)
+
+    def _guess_count(self, microbatch: Microbatch) -> None:
+        """A scaled loss needs it, since the gradient of a sum over all targets would overflow."""
+        self._last_count.fill_(self._feed.likely_count(microbatch))
 
     @torch.no_grad()
     def rehearse(self, microbatch: Microbatch) -> None:
         """Decides what each layer keeps (recompute=budget) by a forward pass that changes nothing; all ranks do."""
         found, parallel = self.parallel.recomputed, self.parallel
         if isinstance(found, Budgeted):
-            counted = repeated(self.model, parallel.stream, self._samples(microbatch))
+            counted = repeated(self.model, parallel.stream, self._feed.samples(microbatch))
             with self._kernels(), counted, found.rehearsal(parallel.options.device):
                 self._totals([microbatch])
 
-    def _kernels(self) -> AbstractContextManager[None]:
-        return choice.plain() if self.parallel.options.kernels == "plain" else nullcontext()
+    @contextmanager
+    def _kernels(self) -> Iterator[None]:
+        with choice.plain() if self.parallel.options.kernels == "plain" else nullcontext(), sums.in_float32():
+            yield
 
     def _run(self, microbatches: Iterable[Microbatch], lr: float) -> StepResult:
         if self.pipeline is not None:
-            works = self._works(microbatches)
+            works = self._feed.works(microbatches)
             if self.pipeline.asynchronous:
                 return self._window(self.pipeline, works, lr)
-            totals = self.pipeline.train(works, self._last_count.reciprocal())
+            totals = self.pipeline.train(works, self._seed)
         else:
             totals = self._one_after_another(microbatches, lr)
         if self.in_backward is None:
             rest, live = self._share(totals)
             self._sum_partial()
-            norm = self.norm() * rest
-            self.optimizer.step(lr, rest * clip_factor(norm, self.clip), live)
-            self.parallel.flat.updated()
-            self.parallel.flat.free_gradients()
+            norm, norms = self.norm.measured()
         else:
             rest, live = self._rest(totals)
-            norm = self.in_backward.norm() * rest
+            norm, norms = self.in_backward.norm()
+        norm = norm * rest
+        finite = torch.isfinite(norm) & torch.isfinite(totals[0])
+        if self.in_backward is None:
+            self.optimizer.step(lr, rest * clip_factor(norm, self.clip), live & finite)
+            self.parallel.flat.updated()
+            self.parallel.flat.free_gradients()
         if self.average is not None:
-            self.average.step(live)
-        self.loads.end_step(live)
+            self.average.step(live & finite)
+        self.loads.end_step(live & finite)
         self._last_count = torch.where(live, totals[1], self._last_count)
+        scale = self.scaling.value
+        self.scaling.after(finite, live & finite)
         self.num_steps += 1
-        return StepResult(later(torch.cat([totals, norm[None]])))
+        told = torch.cat([totals, torch.stack([norm, scale, self.scaling.value])])
+        return StepResult(later(told), later(norms))
+
+    def not_finite(self, result: StepResult) -> NotFinite | None:
+        """What was not finite in a step, if anything was. All ranks must ask, in the same order."""
+        if result.finite:
+            return None
+        return self._blame.find(self.parallel, self.norm.parts, result.norms(), loss=not math.isfinite(result.loss))
+
+    @property
+    def _seed(self) -> Tensor:
+        """What backward starts from: see the first note."""
+        return self.scaling.value / self._last_count
 
     def _share(self, totals: Tensor) -> tuple[Tensor, Tensor]:
         """Sums (loss, number of targets) over the ranks, in place: what is left to multiply gradients by, and whether
@@ -214,26 +236,11 @@ class Engine:
         return self._rest(totals)
 
     def _rest(self, totals: Tensor) -> tuple[Tensor, Tensor]:
-        return self._last_count / totals[1].clamp(min=1.0), totals[1] > 0
+        return self._last_count / (totals[1].clamp(min=1.0) * self.scaling.value), totals[1] > 0
 
     def _sum_partial(self) -> None:
         for axis, held in self._partial:
             sum_together(axis, [self.parallel.flat.view(unit.grad, piece) for unit, piece in held])
-
-    def _counted(self, microbatches: Iterable[Microbatch]) -> Iterator[Microbatch]:
-        """One by one, as they may be made one by one; raises where there are more or fewer than a step has."""
-        given = 0
-        for microbatch in microbatches:
-            given += 1
-            if given > self.layout.accumulate:
-                break
-            yield microbatch
-        if given != self.layout.accumulate:
-            found = f"{given} given" if given < self.layout.accumulate else "more are given"
-            raise ValueError(
-                f"a step has accumulate={self.layout.accumulate} microbatches on every rank ({found}); "
-                "give so many, or change accumulate in the layout"
-            )
 
     def _window(self, pipeline: Pipeline, works: list[Work], lr: float) -> StepResult:
         """A step of an asynchronous schedule: updates happen inside it, each with the norm of its own stage.
@@ -241,17 +248,26 @@ class Engine:
         The ranks tell each other the loss, but no rank waits for it: the first stages go on to the next step while the
         last is at this one.
         """
-        squares = torch.zeros((), dtype=torch.float64, device=self.parallel.options.device)
+        device = self.parallel.options.device
+        squares = torch.zeros((), dtype=torch.float64, device=device)
+        norms = torch.zeros(len(self.norm.parts), dtype=torch.float64, device=device)
+        bad = torch.zeros_like(squares)
 
         def update(scale: float, lr: float) -> None:
             self._sum_partial()
-            norm = self.norm() * scale
+            norm, each = self.norm.measured()
+            norms.add_(each)
+            norm = norm * scale
             squares.copy_(norm.square())
-            self.optimizer.step(lr, scale * clip_factor(norm, self.clip), torch.ones_like(norm, dtype=torch.bool))
+            bad.add_(norm * 0.0)  # not a number from the first update on that is left out
+            self.optimizer.step(lr, scale * clip_factor(norm, self.clip), torch.isfinite(norm))
             self.parallel.flat.free_gradients()
 
+        scale = self.scaling.recipe.start
+        if self.num_steps == 0 and not self.scaling.recipe.is_one:
+            pipeline.start_from(scale, float(self._last_count))
         totals = pipeline.window(works, update, lr)
-        last = squares if self.parallel.tokens.index == 0 else torch.zeros_like(squares)
+        last = squares + bad if self.parallel.tokens.index == 0 else bad
         together = torch.cat([totals, last[None]])
         telling = self.parallel.axes[self.loss_axis].start_all_reduce(together)
         self.loads.end_window()
@@ -259,10 +275,10 @@ class Engine:
         def ask() -> Sequence[float]:
             telling.wait()
             loss_sum, count, square = together.tolist()
-            return loss_sum, count, square**0.5
+            return loss_sum, count, square**0.5, scale, scale
 
         self.num_steps += 1
-        return StepResult(ask)
+        return StepResult(ask, later(norms))
 
     def drain(self) -> None:
         """Ends what an asynchronous schedule has under way: after it, every microbatch has made its update."""
@@ -284,32 +300,9 @@ class Engine:
                 if last and self.in_backward is not None:
                     self.in_backward.begin(lr, *self._share(totals))
                 if total.requires_grad:
-                    total.backward(self._last_count.reciprocal().to(total.dtype).expand_as(total))  # see the first note
+                    total.backward(self._seed.to(total.dtype).expand_as(total))
             flat.end()
         return totals
-
-    def prepared(self, microbatch: Microbatch) -> dict[str, Tensor]:
-        """The microbatch on the device, floats in the compute type; dropout is told which samples these are."""
-        self.parallel.stream.samples = self._samples(microbatch)
-        return self._on_device(microbatch)
-
-    def _works(self, microbatches: Iterable[Microbatch]) -> list[Work]:
-        cutting, found = self.parallel.context, []
-        for microbatch in microbatches:
-            inputs = self._on_device(microbatch)
-            found.append(Work(inputs, self._samples(microbatch), length=cutting.length if cutting else 0))
-        return found
-
-    def _samples(self, microbatch: Microbatch) -> Tensor:
-        return sent(microbatch.samples, self.parallel.options.device)
-
-    def _on_device(self, microbatch: Microbatch) -> dict[str, Tensor]:
-        options, cutting = self.parallel.options, self.parallel.context
-        whole = {
-            key: sent(value, options.device, options.compute if value.is_floating_point() else None)
-            for key, value in microbatch.inputs.items()
-        }
-        return whole if cutting is None else cutting.cut(whole)
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
@@ -348,7 +341,7 @@ class Engine:
     def _totals(self, microbatches: Iterable[Microbatch]) -> Tensor:
         """(sum of losses, number of valid targets) of this rank's microbatches."""
         if self.pipeline is not None:
-            return self.pipeline.evaluate(self._works(microbatches))
+            return self.pipeline.evaluate(self._feed.works(microbatches))
         totals = torch.zeros(2, dtype=torch.float64, device=self.parallel.options.device)
         for microbatch in microbatches:
             total, count = loss_pair(self.model(**self.prepared(microbatch)))

@@ -116,7 +116,7 @@ def _of_an_update(engine: Engine, accumulate: int) -> list[Collective]:
     """What the gradients of so many microbatches and the update they make issue."""
     parallel, pipeline = engine.parallel, engine.pipeline
     options, units = parallel.options, parallel.placement.units
-    reduce_bytes = options.master.itemsize
+    reduce_bytes = options.gradients.itemsize
     found = list(
         shard.collectives(
             units,

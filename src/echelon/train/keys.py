@@ -134,7 +134,7 @@ def table_of(cls: type, *, meanings: bool = False, prefix: str = "") -> dict[str
             continue
         if typing.get_origin(hint) is Annotated:
             hint, *marks = typing.get_args(hint)
-        if isinstance(hint, types.UnionType):
+        if _is_union(hint) and types.NoneType in typing.get_args(hint):
             (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
         table[name] = Key(
             name=name,
@@ -164,7 +164,7 @@ def read(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Faul
             faults.append(Fault(key=name, value=as_given(value), rule=mismatch.rule, legal=legal, hint=remedy))
             continue
         numbers = converted if isinstance(converted, tuple) else (converted,)
-        if key.range and not all(number in key.range for number in numbers):
+        if key.range and not all(number in key.range for number in numbers if not isinstance(number, str)):
             faults.append(Fault(key=name, value=as_given(value), rule="is out of range", legal=key.legal))
             continue
         values[name] = converted
@@ -254,6 +254,10 @@ def show(value: Any) -> str:
 def convert(hint: Any, value: Any) -> Any:
     """`value` as the type `hint`, or Mismatch."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if _is_union(hint):  # a word or a number
+        given = value.value if isinstance(value, Setting) else value
+        words, number = arguments
+        return convert(words if isinstance(given, str) else number, given)
     if isinstance(value, Setting):
         value = value.as_text_or_value(text=str in (hint, *arguments) or origin is Literal)
     if origin is Literal:
@@ -311,11 +315,17 @@ def _has_effect(key: Key, values: Mapping[str, Any]) -> bool:
     return key.only is None or values[key.sibling] in key.only.values
 
 
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (types.UnionType, typing.Union)
+
+
 def _describe(hint: Any) -> str:
     names = {int: "an integer", float: "a number", str: "a text", bool: "true or false", dict: "a table"}
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return ", ".join(arguments)
+    if _is_union(hint):
+        return " or ".join(_describe(part) for part in arguments)
     if origin is tuple:
         item = _describe(arguments[0]).split(" ", 1)[1] + "s"
         return f"a list of {item}" if arguments[-1] is Ellipsis else f"a list of {len(arguments)} {item}"

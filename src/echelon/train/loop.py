@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -28,6 +27,8 @@ from echelon.train.display import Display, Progress, duration, number, percent, 
 from echelon.train.engine import Engine
 from echelon.train.later import later
 from echelon.train.load import Balance, Load, keeps_counts
+from echelon.train.not_finite import NotFinite
+from echelon.train.options import loss_scale_of, options_of
 from echelon.train.pipeline_faults import MEASURE
 from echelon.train.predicted import predicted
 from echelon.train.result import StepResult
@@ -36,8 +37,6 @@ from echelon.train.schedule import learning_rate
 from echelon.train.stopwatch import Stopwatch
 from echelon.train.task import task_of
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-MIB = 1 << 20
 MEMORY_EVERY = 10
 """steps between two looks at all ranks' memory: each look is a collective"""
 
@@ -93,29 +92,19 @@ class Loop:
         self.layout = check(
             config.layout, world=world.world_size, batch=config.batch, seq_len=config.seq_len, model=self.task.shape
         )
-        compute = DTYPES[config.dtype]
-        options = Options(
-            device=world.device,
-            compute=compute,
-            master=torch.promote_types(compute, torch.float32),
-            products=config.precision.compute,
-            kernels=config.kernels,
-            compress=config.compress,
-            seed=config.seed,
-            reshard_after_forward=config.shard.reshard_after_forward,
-            prefetch=config.shard.prefetch,
-            units=config.shard.units,
-            stage_layers=config.pipeline.layers,
-            slices=config.pipeline.slices,
-            partition=config.memory.partition,
-            arena=config.memory.arena,
-            buffer=int(config.memory.buffer * MIB),
-        )
+        options = options_of(config, world.device)
         self.profile = self._profile(options) if config.pipeline.profile else None
         if self.profile is not None:
             split = measured_split(self.profile, self.layout, world.device)
             options = replace(options, stage_layers=split.layers, link_costs=self.profile.costs)
-        self.engine = Engine(self.task.build(), self.layout, config.optimizer, clip=config.clip, options=options)
+        self.engine = Engine(
+            self.task.build(),
+            self.layout,
+            config.optimizer,
+            clip=config.clip,
+            options=options,
+            loss_scale=loss_scale_of(config),
+        )
         self.engine.model.train()
         self.peak = metrics.peak_flops(world.device)
         self.display = Display(config.steps, quiet=quiet or world.rank > 0)
@@ -124,6 +113,8 @@ class Loop:
         """of the step that was told last"""
         self._dropped = 0
         """assignments to experts that found no room, in all steps"""
+        self._skips = 0
+        """steps in a row, up to the one that was told last, with gradients that are not finite"""
         self._stopwatch = Stopwatch()
         self._seconds: list[float] = []
         """of every step"""
@@ -223,7 +214,7 @@ class Loop:
         )
 
     def _tell(self, steps: Sequence[_Step], run: Run | None) -> None:
-        """Waits for steps, shows and logs them; raises where one has no finite loss."""
+        """Waits for steps, shows and logs them; raises where too many in a row had gradients that are not finite."""
         for step in steps:
             step.result.wait()
         if steps:
@@ -242,9 +233,13 @@ class Loop:
             self._dropped += self._experts.dropped
         progress = self._progress(step.number, result, self._tokens(result) / seconds)
         self.display.step(progress)
-        if result.skipped:
+        not_finite = self.engine.not_finite(result)
+        if not_finite is not None:
+            self.display.note(f"step {step.number} skipped: {_told(result, not_finite)}")
+        elif result.skipped:
             self.display.note(f"step {step.number} had no valid target: nothing was updated")
         if run is not None:
+            scaled = {} if self.engine.scaling.recipe.is_one else {"loss_scale": result.loss_scale}
             run.log(
                 "step",
                 **progress.record(),
@@ -253,15 +248,35 @@ class Loop:
                 count=result.count,
                 skipped=result.skipped,
                 seconds=seconds,
+                **scaled,
             )
+            if not_finite is not None:
+                run.log("not finite", step=step.number, **not_finite.record(), next_loss_scale=result.next_loss_scale)
             if loads:
                 kept = keeps_counts(step.number)
                 run.log("experts", step=step.number, layers=[load.record(with_counts=kept) for load in loads])
-        if not math.isfinite(result.loss + result.norm):
+        self._count_skips(step, not_finite)
+
+    def _count_skips(self, step: _Step, not_finite: NotFinite | None) -> None:
+        """All ranks are told the same, and stop together."""
+        if not_finite is None:
+            self._skips = 0 if step.result.count else self._skips
+            return
+        self._skips += 1
+        if self.engine.in_backward is not None:
             raise ValueError(
-                f"training diverged at step {step.number} (loss {result.loss}, gradient norm {result.norm}); "
-                "lower optimizer.lr, or set clip"
+                f"updates in backward cannot be left out, and step {step.number} had gradients that are not finite: "
+                f"{_told(step.result, not_finite)}; lower optimizer.lr, or use optimizer.in_backward=false"
             )
+        nothing = self._skips == step.number == self.config.steps
+        if self._skips < self.config.precision.skips and not nothing:
+            return
+        layer = f" (first in {not_finite.layer})" if not_finite.layer else ""
+        raise ValueError(
+            f"training diverged: {self._skips} step(s) in a row up to step {step.number} had gradients that are not "
+            f"finite{layer}, and updated nothing; the last one: {_told(step.result, not_finite)}. Lower optimizer.lr, "
+            "set clip, or in 16 bits keep that layer in float32 (precision.keep_fp32)"
+        )
 
     def _tokens(self, result: StepResult) -> int:
         """What a step's rate counts: tokens of text, or valid targets of a user's module."""
@@ -321,3 +336,10 @@ class Loop:
             return []
         figures = ", ".join(f"{name} {value}" for name, value, _ in self._experts.figures())
         return [("experts", f"{figures}; {self._dropped:,} dropped in the run")]
+
+
+def _told(result: StepResult, not_finite: NotFinite) -> str:
+    """What was not finite, and what becomes of the loss scale."""
+    before, after = result.loss_scale, result.next_loss_scale
+    scale = f", loss scale {before:g} -> {after:g}" if before != after else f", loss scale {before:g}"
+    return str(not_finite) + (scale if (before, after) != (1.0, 1.0) else "")

@@ -1,48 +1,49 @@
-"""The gradient norm and clipping by the placement record: every logical element once, in every layout."""
+"""The gradient norm and clipping by the placement record: every logical element once, in every layout.
+
+[Note: which gradient is not finite]
+
+The norm is made of the norms of the parameters, in one pass over all gradients. Those stay on the device, and are read
+only when the norm is not finite: then they tell whose gradient it was. What a rank holds and does not count, such as
+its copy of a weight that another rank counts, is looked at all the same, and makes the norm not finite everywhere: a
+rank never updates alone.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
+from echelon import compat
 from echelon.parallel.apply import Parallel
 from echelon.parallel.flat_unit import FlatUnit
 
-Runs = list[tuple[FlatUnit, slice]]
-"""parts of units' shards"""
+
+@dataclass(frozen=True)
+class Part:
+    """A run of one parameter's elements in a unit's shard, without padding."""
+
+    unit: FlatUnit
+    where: slice
+    name: str
+    """of the parameter"""
+    counted: bool
+    """by this rank: exactly one rank of each replica counts an element"""
 
 
-def owned_runs(parallel: Parallel, *, first: bool = False) -> Runs:
-    """The parts of this rank's shards that it alone counts: no padding, no second copy.
-
-    Replicas count each for themselves, or with `first` only the first of them.
-    """
-    found: Runs = []
-    for unit in parallel.flat.units:
-        pieces = [
-            p
-            for u, p in parallel.flat.pieces()
-            if u is unit and p.owner and p.entry.trainable and (p.first or not first)
-        ]
-        runs = [(p.shard_offset + a - p.start, p.shard_offset + b - p.start) for p in pieces for a, b in p.runs()]
-        found += [(unit, slice(start, stop)) for start, stop in _joined(sorted(runs))]
-    return found
-
-
-def _joined(runs: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    start = stop = -1
-    for low, high in runs:
-        if low == stop:
-            stop = high
-            continue
-        if stop > start:
-            yield start, stop
-        start, stop = low, high
-    if stop > start:
-        yield start, stop
+def parts_of(parallel: Parallel, *, first: bool = False) -> list[Part]:
+    """All trainable elements of this rank. Replicas count each for themselves, or with `first` the first alone."""
+    return [
+        Part(unit, slice(p.shard_offset + a - p.start, p.shard_offset + b - p.start), p.entry.name, counted)
+        for unit, p in parallel.flat.pieces()
+        if p.entry.trainable
+        for counted in (p.owner and (p.first or not first),)
+        for a, b in p.runs()
+    ]
 
 
 class GradientNorm:
@@ -55,37 +56,46 @@ class GradientNorm:
         folded = parallel.folded
         shards = "replica*shard*cp*tp" if folded else f"{parallel.policy.axis}*tp"
         self.axis = parallel.axes.axis(f"pp*{shards}" if together else shards)
-        self.runs = owned_runs(parallel, first=folded)
+        found = parts_of(parallel, first=folded)
+        # Of one type after the other, as they are computed; what is counted comes first.
+        order = sorted(found, key=lambda part: (not part.counted, str(part.unit.gradient_type)))
+        self.parts, self._counted = order, sum(part.counted for part in order)
         self.device = parallel.options.device
 
     @torch.no_grad()
     def __call__(self, kind: float = 2.0) -> Tensor:
         """A float64 scalar, equal on all ranks, on the device. `kind` is 2 or infinity."""
-        local = self._local(self.runs, kind)
-        return self.axis.all_reduce(local, op="max") if math.isinf(kind) else self.total(local.square())
+        return self.measured(kind)[0]
 
     @torch.no_grad()
-    def squares(self, unit: FlatUnit) -> Tensor:
-        """What one unit adds to the square of the norm on this rank."""
-        return self._local([(other, part) for other, part in self.runs if other is unit], 2.0).square()
+    def measured(self, kind: float = 2.0) -> tuple[Tensor, Tensor]:
+        """The norm, and those of `parts` (float64) on this rank alone."""
+        each = self._norms(self.parts, kind)
+        return self.of_all(each, kind), each
 
-    def total(self, squares: Tensor) -> Tensor:
-        """The norm from all units' squares on this rank, which become the sum over the ranks."""
-        return self.axis.all_reduce(squares).sqrt()
+    @torch.no_grad()
+    def of_unit(self, unit: FlatUnit, each: Tensor) -> None:
+        """Writes the norms of one unit's parts to their places among all of this rank's."""
+        places = [place for place, part in enumerate(self.parts) if part.unit is unit]
+        for place, norm in zip(places, self._norms([self.parts[place] for place in places], 2.0), strict=True):
+            each[place] = norm
 
-    def _local(self, runs: Runs, kind: float) -> Tensor:
-        if not runs:
-            return torch.zeros((), dtype=torch.float64, device=self.device)
-        # Short types are summed in float32 as they are read: no copy of them is made.
-        found = [_norm(unit.grad[part], kind) for unit, part in runs]
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(found), kind, dtype=torch.float64)
-        return norm
+    def of_all(self, each: Tensor, kind: float = 2.0) -> Tensor:
+        """The norm over all ranks from those of this rank's parts."""
+        local = torch.linalg.vector_norm(each[: self._counted], kind) if self._counted else each.new_zeros(())
+        if self._counted < len(each):
+            local = local + (each[self._counted :] * 0.0).sum()  # not a number where one is not finite
+        if math.isinf(kind):
+            return self.axis.all_reduce(local, op="max")
+        return self.axis.all_reduce(local.square()).sqrt()
 
-
-def _norm(values: Tensor, kind: float) -> Tensor:
-    dtype = torch.promote_types(values.dtype, torch.float32)
-    found: Tensor = torch.linalg.vector_norm(values, kind, dtype=dtype)
-    return found
+    def _norms(self, parts: Sequence[Part], kind: float) -> Tensor:
+        """Short types are summed in float32 as they are read: no copy of them is made."""
+        found: list[Tensor] = []
+        for dtype, alike in groupby(parts, key=lambda part: part.unit.gradient_type):
+            slices = [part.unit.grad[part.where] for part in alike]
+            found += compat.norms(slices, kind, torch.promote_types(dtype, torch.float32))
+        return torch.stack(found).double() if found else torch.zeros(0, dtype=torch.float64, device=self.device)
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from echelon.layout import Fault, FaultError
-from echelon.models import sizes
+from echelon.models import own, sizes
 from echelon.optim import cost
 from echelon.plan.cluster import Cluster, Part, here
 from echelon.plan.explain import infeasible
@@ -17,11 +17,12 @@ from echelon.plan.price import Plan
 from echelon.plan.search import nearest, search
 from echelon.plan.sources import of_config
 from echelon.plan.units import MOMENTS
-from echelon.train.config import Config, is_own
-from echelon.train.sections import PrecisionConfig
+from echelon.train.config import Config
 
 AUTO = "auto"
-TYPES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp32"}
+TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp32"}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 4}
+"""of an element, as planning counts: float64 is not priced"""
 
 
 def planned(config: Config, plan: str, procs: int | None) -> tuple[Config, str]:
@@ -39,7 +40,7 @@ def planned(config: Config, plan: str, procs: int | None) -> tuple[Config, str]:
     layout, precision = _from_file(Path(plan))
     if precision != "fp8" or config.precision.compute != "same":
         return replace(config, layout=layout), f"layout from {plan}"
-    narrow = replace(config, layout=layout, dtype="bfloat16", precision=PrecisionConfig(compute="fp8"))
+    narrow = replace(config, layout=layout, dtype="bfloat16", precision=replace(config.precision, compute="fp8"))
     return narrow, f"layout and products in 8 bits from {plan}"
 
 
@@ -48,13 +49,24 @@ def precision_of(config: Config) -> str:
     return TYPES[config.dtype] if config.precision.compute == "same" else "fp8"
 
 
+def reduce_bytes(config: Config) -> int:
+    """Of an element of a gradient where it adds up and is reduced."""
+    asked = config.precision.reduce
+    return BYTES[{"master": "float32", "same": config.dtype}.get(asked, asked)]
+
+
+def master_bytes(config: Config) -> int:
+    """Of an element of what the optimizer updates."""
+    return 2 if config.precision.master == "none" else 4
+
+
 def program_of(config: Config) -> str:
     return "plain" if config.kernels == "plain" else "echelon"
 
 
 def best_plan(config: Config, procs: int | None) -> Plan:
     """The best runnable plan on this machine, or on the ranks that a launcher started."""
-    if is_own(config.model):
+    if own.is_own(config.model):
         rule = "plans named models; a module of your own is planned by `echelon plan file.py:factory`"
         raise FaultError([Fault(key="plan", value=AUTO, rule=rule, hint="set layout")])
     shape = config.changed(sizes.find(config.model))
@@ -66,6 +78,8 @@ def best_plan(config: Config, procs: int | None) -> Plan:
         precision=precision_of(config),
         program=program_of(config),
         moment_bytes=cost.element_bytes(config.optimizer) / MOMENTS,
+        reduce_bytes=reduce_bytes(config),
+        master_bytes=master_bytes(config),
     )
     found = search(wish, top=1)
     if found:

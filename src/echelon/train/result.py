@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -10,23 +11,25 @@ from typing import Any
 class StepResult:
     """What a step did, equal on every rank. Reading it may wait for ranks that are not through with the step yet."""
 
-    def __init__(self, ask: Callable[[], Sequence[float]]):
+    def __init__(self, ask: Callable[[], Sequence[float]], norms: Callable[[], list[float]] | None = None):
         self._ask = ask
+        self.norms = norms or list
+        """asks for the norms of this rank's parts of gradients, where that is of interest"""
 
     @classmethod
-    def of(cls, loss_sum: float, count: float, norm: float) -> StepResult:
+    def of(cls, loss_sum: float, count: float, norm: float, scale: float = 1.0, next_scale: float = 1.0) -> StepResult:
         """What is known already."""
-        return cls(lambda: (loss_sum, count, norm))
+        return cls(lambda: (loss_sum, count, norm, scale, next_scale))
 
-    def __reduce__(self) -> tuple[Any, tuple[float, float, float]]:
+    def __reduce__(self) -> tuple[Any, tuple[float, ...]]:
         """Between processes what is told travels, not the asking."""
         return StepResult.of, self._told
 
     @cached_property
-    def _told(self) -> tuple[float, float, float]:
-        """(sum of losses, number of valid targets, norm)"""
-        loss_sum, count, norm = self._ask()
-        return loss_sum, count, norm
+    def _told(self) -> tuple[float, float, float, float, float]:
+        """(sum of losses, number of valid targets, norm, loss scale, loss scale of the next step)"""
+        loss_sum, count, norm, scale, next_scale = self._ask()
+        return loss_sum, count, norm, scale, next_scale
 
     def wait(self) -> None:
         """Until the step is through."""
@@ -48,6 +51,21 @@ class StepResult:
         return self._told[2]
 
     @property
+    def finite(self) -> bool:
+        """the loss and all gradients are"""
+        return math.isfinite(self._told[0]) and math.isfinite(self.norm)
+
+    @property
     def skipped(self) -> bool:
-        """no valid target: nothing was updated"""
-        return self.count == 0
+        """no valid target, or something is not finite: nothing was updated"""
+        return self.count == 0 or not self.finite
+
+    @property
+    def loss_scale(self) -> float:
+        """of this step"""
+        return self._told[3]
+
+    @property
+    def next_loss_scale(self) -> float:
+        """of the step after it"""
+        return self._told[4]

@@ -107,6 +107,20 @@ class MemoryConfig:
 class PrecisionConfig:
     compute: Literal["same", "fp8", "fp8-row"] = "same"
     """Of products of the layers: in `dtype`, or in 8 bits with a scale for each tensor or each row. The head stays."""
+    master: Literal["float32", "none"] = "float32"
+    """Weights that the optimizer updates, beside 16-bit ones; none: bfloat16 alone, rounded up or down by chance."""
+    reduce: Literal["master", "same", "float32", "bfloat16", "float16"] = "master"
+    """Type in which gradients add up and are reduced: float32 (float64 with float64), or `dtype`, or one of these."""
+    keep_fp32: tuple[str, ...] = ()
+    """Patterns of the module names that compute and are kept in float32 beside 16-bit ones, e.g. ["*norm*"]."""
+    loss_scale: Annotated[Literal["auto", "dynamic", "none"] | float, ABOVE_ZERO] = "auto"
+    """What the loss is multiplied by before backward; a number is fixed, auto is dynamic with float16 and else none."""
+    scale_start: Annotated[float, ABOVE_ZERO] = 65536.0
+    """The first dynamic loss scale. It halves after a step whose gradients are not finite, which updates nothing."""
+    scale_every: Annotated[int, AT_LEAST_1] = 2000
+    """Good steps after which a dynamic loss scale doubles."""
+    skips: Annotated[int, AT_LEAST_1] = 16
+    """Steps in a row with gradients that are not finite before the run stops."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from echelon import data, models
 from echelon.layout import Fault, FaultError
-from echelon.models.own import load
+from echelon.models import own
 from echelon.models.sizes import ModelConfig
 from echelon.train import text
-from echelon.train.config import Config, is_own
+from echelon.train.config import Config
 from echelon.train.display import Derived
-from echelon.train.engine import Engine, Microbatch
+from echelon.train.engine import Engine
+from echelon.train.feed import Microbatch
 
 CACHE = Path.home() / ".cache" / "echelon" / "tokens"
 """where text that was tokenised once is kept"""
@@ -54,7 +55,7 @@ class Task(Protocol):
 
 
 def task_of(config: Config, first_rank_first: AbstractContextManager[None]) -> Task:
-    if is_own(config.model):
+    if own.is_own(config.model):
         return OwnTask(config)
     with first_rank_first:  # the first rank of a machine tokenises, the others find it done
         return TextTask(config)
@@ -120,8 +121,8 @@ class OwnTask:
     def __init__(self, config: Config):
         self.config = config
         self.name = config.model
-        self._factory = load(config.model)
-        self._batch = load(config.model.rpartition(":")[0] + ":batch")
+        self._factory = own.load(config.model)
+        self._batch = own.load(config.model.rpartition(":")[0] + ":batch")
 
     def build(self) -> nn.Module:
         torch.manual_seed(

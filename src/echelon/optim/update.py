@@ -1,0 +1,28 @@
+"""What an engine asks of an optimizer."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from echelon.layout.cost import Collective
+
+
+class Update(Protocol):
+    """A rule over some units' shards of one rank."""
+
+    def step(self, lr: float, scale: Tensor, live: Tensor) -> None:
+        """One update with gradients times `scale` (float64); none at all, of nothing, where `live` is false.
+
+        Both are on the device, and stay there where the device is a GPU. Gradients may be left multiplied by `scale`.
+        """
+        ...
+
+    def states(self) -> list[Tensor]:
+        """Everything that is kept from step to step, counts of steps too."""
+        ...
+
+    def collectives(self) -> list[Collective]:
+        """What a step of it sends."""
+        ...

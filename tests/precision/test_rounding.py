@@ -1,0 +1,175 @@
+"""bfloat16 weights without a master copy: rounded by chance, with the right mean, and alike in every layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from laid_out import tiny, whole
+from torch import nn
+
+from echelon import models, rng
+from echelon.layout import Layout
+from echelon.layout.placement import Cut, Entry, Placement, Unit
+from echelon.models.mixture_config import MixtureConfig
+from echelon.optim.rounding import place_of
+from echelon.parallel.apply import Options
+from echelon.train.engine import Engine
+from echelon.train.sections import OptimizerConfig
+
+ALONE = Options(compute=torch.bfloat16, master=torch.bfloat16)
+SHAPE = tiny("llama", kv_heads=1)
+EXPERTS = tiny("llama", mixture=MixtureConfig(experts=4, k=2, ffn=12, gate="mixtral"))
+RULES = {
+    "adamw": OptimizerConfig(lr=1e-3),
+    "short moments": OptimizerConfig(lr=1e-3, states="bfloat16"),
+    "sgd": OptimizerConfig(name="sgd", lr=1e-3, momentum=0.9),
+    "lion": OptimizerConfig(name="lion", lr=1e-3),
+    "lamb": OptimizerConfig(name="lamb", lr=1e-3),
+    "adafactor": OptimizerConfig(name="adafactor", lr=1e-3),
+    "sm3": OptimizerConfig(name="sm3", lr=1e-3),
+    "muon": OptimizerConfig(name="muon", lr=1e-3),
+}
+
+
+def updated(shape, layout, rule, steps=3):
+    """Gradients are drawn by name and element: no product of matrices, which not every CPU does in bfloat16."""
+    engine = Engine(models.build(shape, "meta"), layout, RULES[rule], options=ALONE)
+    one, live = torch.ones((), dtype=torch.float64), torch.tensor(True)
+    for step in range(steps):
+        for unit, piece in engine.parallel.flat.pieces():
+            entry, place = piece.entry, engine.parallel.flat.view(unit.grad, piece)
+            window = {dim: (low, entry.shape[dim]) for dim, (low, _) in enumerate(piece.box)}
+            for start, stop in piece.runs():
+                index = rng.logical_index(entry.local_shape, window, start, stop, torch.device("cpu"))
+                drawn = rng.normal(rng.key(step, entry.name), index).bfloat16()  # of any type that gradients may have
+                place[start - piece.start : stop - piece.start] = drawn
+        engine.optimizer.step(RULES[rule].lr, one, live)
+        engine.parallel.flat.updated()
+    return whole(engine.parallel, "master")
+
+
+LAYOUTS = ("dp=2", "dp=3,zero=1", "dp=2,zero=2", "dp=3,zero=3", "tp=2", "tp=4,tp_kind=2d", "pp=2", "dp=2,tp=2,zero=3")
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_layout_rounds_alike(pool, rule):
+    (truth,) = pool.run(updated, 1, SHAPE, "dp=1", rule)
+    for layout in LAYOUTS if rule == "adamw" else ("dp=3,zero=3", "tp=2", "pp=2"):
+        found = pool.run(updated, Layout.parse(layout).world, SHAPE, layout, rule)[0]
+        assert found.keys() == truth.keys()
+        assert [name for name in truth if not torch.equal(found[name], truth[name])] == [], layout
+
+
+def test_experts_are_rounded_alike(pool):
+    (truth,) = pool.run(updated, 1, EXPERTS, "dp=1", "adamw")
+    for layout in ("dp=2,ep=2", "dp=4,ep=2,etp=2", "dp=4,ep=2,zero=3"):
+        found = pool.run(updated, Layout.parse(layout).world, EXPERTS, layout, "adamw")[0]
+        assert [name for name in truth if not torch.equal(found[name], truth[name])] == [], layout
+
+
+class Slope(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(400, 100))
+
+    def forward(self, x):
+        return (self.weight.float() * x.float().sum()).sum(), torch.tensor(len(x))
+
+
+def forty_steps(rule):
+    """A step is a 40th of what the nearest neighbour of 1 is away: rounded to the nearest nothing would ever change."""
+    found = []
+    for options in (ALONE, Options(compute=torch.bfloat16)):
+        engine = Engine(Slope(), "dp=1", rule, options=options)
+        for _ in range(40):
+            engine.step({"x": torch.ones(2)})
+        found.append(whole(engine.parallel, "master")["weight"])
+    return found
+
+
+@pytest.mark.parametrize("rule", [*RULES.values(), OptimizerConfig(states="int8")], ids=[*RULES, "8 bits"])
+def test_small_updates_add_up(pool, rule):
+    lr = 2.0**-8 / (2 if rule.name == "muon" else 40)  # an orthogonal matrix of rank 1 has small elements
+    rule = replace(rule, lr=lr, momentum=0.0 if rule.name == "sgd" else None, weight_decay=0.0)
+    ((found, exact),) = pool.run(forty_steps, 1, rule)
+    if rule.name in ("adamw", "sgd", "lion", "lamb"):
+        assert float(exact.mean()) == pytest.approx(1 - 2.0**-8, rel=1e-4)
+    assert 1e-4 < 1 - float(exact.mean()) < 5e-3
+    assert float(found.mean()) == pytest.approx(float(exact.mean()), abs=3e-5), "40,000 elements, each off by 0.002"
+    assert len(found.unique()) > 1
+
+
+def averaged():
+    engine = Engine(Slope(), "dp=1", OptimizerConfig(lr=1e-3, ema=0.9), options=ALONE)
+    for _ in range(3):
+        engine.step({"x": torch.ones(2)})
+    (exact,), before = engine.average.states(), whole(engine.parallel, "master")["weight"]
+    kept = exact.clone()
+    with engine.averaged():
+        shown = whole(engine.parallel, "master")["weight"]
+    after = whole(engine.parallel, "master")["weight"]
+    return exact.dtype, torch.equal(exact, kept), torch.equal(before, after), shown.reshape(-1), kept
+
+
+def test_an_average_stays_exact_beside_weights_that_are_not(pool):
+    ((dtype, kept, back, shown, exact),) = pool.run(averaged, 1)
+    assert (dtype, kept, back) == (torch.float32, True, True)
+    assert torch.equal(shown, exact.bfloat16().double()), "evaluation has it rounded to the nearest"
+    assert not torch.equal(shown, exact.double())
+
+
+def left_out():
+    engine = Engine(Slope(), "dp=1", OptimizerConfig(), options=ALONE)
+    engine.step({"x": torch.ones(2)})
+    before = whole(engine.parallel, "master")["weight"]
+    engine.optimizer.step(1e-3, torch.tensor(float("nan"), dtype=torch.float64), torch.tensor(False))
+    return torch.equal(whole(engine.parallel, "master")["weight"], before)
+
+
+def test_a_step_without_a_target_rounds_nothing(pool):
+    assert pool.run(left_out, 1) == [True]
+
+
+def first(options):
+    return whole(Engine(models.build(SHAPE, "meta"), "dp=1", options=options).parallel, "master")
+
+
+def test_first_values_are_those_of_a_master_rounded(pool):
+    (short,), (long,) = (pool.run(first, 1, options) for options in (ALONE, Options()))
+    assert all(torch.equal(short[name], long[name].bfloat16().double()) for name in long)
+
+
+@pytest.mark.parametrize(
+    ("shape", "cuts"),
+    [
+        ((6, 8), ()),
+        ((6, 8), (Cut(axis="tp", dim=0, parts=2),)),
+        ((6, 8), (Cut(axis="tp", dim=1, parts=2),)),
+        ((7, 8), (Cut(axis="tp", dim=0, parts=2), Cut(axis="ep", dim=1, parts=2))),
+        ((4, 6, 8), (Cut(axis="ep", dim=0, parts=2), Cut(axis="tp", dim=1, parts=2))),
+        ((4, 6, 8), (Cut(axis="ep", dim=0, parts=2), Cut(axis="tp", dim=2, parts=2))),
+        ((4, 6, 3, 3), (Cut(axis="tp", dim=1, parts=2),)),
+        ((8,), (Cut(axis="tp", dim=0, parts=2),)),
+        ((), ()),
+    ],
+)
+def test_a_place_is_the_index_in_the_whole_parameter(shape, cuts):
+    entry = Entry(name="a.weight", names=("a.weight",), shape=shape, cuts=cuts)
+    at = {"tp": 1, "ep": 1, "shard": 1, "replica": 0, "pp": 0}
+    unit = Unit(name="", entries=(entry,), shards=2)
+    piece = Placement(units=(unit,), at=at).piece(unit, entry)
+    place = place_of(piece, 0)
+    window = {dim: (low, entry.shape[dim]) for dim, (low, _) in enumerate(piece.box)}
+    for start, stop in piece.runs():
+        index = rng.logical_index(entry.local_shape, window, start, stop, torch.device("cpu"))
+        found = place.after(start - piece.start).of(stop - start, torch.device("cpu"))
+        assert torch.equal(found, index)
+
+
+def test_other_types_without_a_master_are_refused():
+    with pytest.raises(ValueError, match="built for bfloat16"):
+        Options(compute=torch.float16, master=torch.float16)
+    with pytest.raises(ValueError, match="in a loop of your own"):
+        Options(compute=torch.bfloat16, master=torch.bfloat16, own_loop=True)

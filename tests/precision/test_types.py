@@ -1,0 +1,246 @@
+"""The types that a configuration asks for: in force, counted, and told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from claimed import check
+from laid_out import batch_of, tiny, whole
+
+from echelon import models
+from echelon.layout import FaultError, Layout
+from echelon.models import sizes
+from echelon.models.mixture_config import MixtureConfig
+from echelon.optim import cost
+from echelon.parallel import shard
+from echelon.parallel.apply import Options
+from echelon.precision import sums
+from echelon.train.config import Config
+from echelon.train.derived import derived
+from echelon.train.engine import Engine
+from echelon.train.metrics import Peak
+from echelon.train.options import loss_scale_of, options_of
+from echelon.train.sections import OptimizerConfig, PrecisionConfig
+
+SHAPE = tiny("llama")
+SMALL = replace(sizes.find("llama-tiny"), layers=2, width=32, ffn=48, max_seq_len=64)
+MIXED = tiny("llama", mixture=MixtureConfig(experts=4, k=2, ffn=12, gate="mixtral"))
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+
+# -- from the configuration -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "types"),
+    [
+        ((), (F32, F32, F32)),
+        (("dtype=float64",), (torch.float64, torch.float64, torch.float64)),
+        (("dtype=bfloat16",), (BF16, F32, F32)),
+        (("dtype=float16", "precision.reduce=same"), (F16, F32, F16)),
+        (("dtype=float16", "precision.reduce=bfloat16"), (F16, F32, BF16)),
+        (("dtype=bfloat16", "precision.master=none"), (BF16, BF16, F32)),
+        (("dtype=bfloat16", "precision.master=none", "precision.reduce=same"), (BF16, BF16, BF16)),
+    ],
+)
+def test_settings_become_types(settings, types):
+    options = options_of(Config.load(None, settings), torch.device("cpu"))
+    assert (options.compute, options.master, options.gradients) == types
+
+
+@pytest.mark.parametrize(
+    ("settings", "scale"),
+    [
+        ((), "none"),
+        (("dtype=float16",), "dynamic, from 65536"),
+        (("dtype=float16", "precision.loss_scale=none"), "none"),
+        (("dtype=float16", "precision.loss_scale=512"), "512, fixed"),
+        (("dtype=bfloat16", "precision.loss_scale=dynamic", "precision.scale_start=4"), "dynamic, from 4"),
+    ],
+)
+def test_settings_become_a_loss_scale(settings, scale):
+    assert str(loss_scale_of(Config.load(None, settings))) == scale
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (("precision.master=none",), "needs 16-bit weights"),
+        (("dtype=float16", "precision.master=none"), "needs 16-bit weights that are rounded by chance"),
+        (("precision.loss_scale=0",), "is out of range"),
+        (("precision.loss_scale=dynamyc",), 'did you mean "dynamic"?'),
+        (("precision.loss_scale=true",), "is not a number"),
+        (("precision.keep_fp32=*norm*",), "has no effect with dtype=float32"),
+        (("precision.scale_every=5",), "has no effect with precision.loss_scale=auto"),
+        (("dtype=float16", "layout=pp=2,accumulate=2,schedule=2bw"), "stages that cannot agree on a scale"),
+        (("dtype=float16", "precision.compute=fp8"), "needs dtype=bfloat16"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(settings, words):
+    with pytest.raises(FaultError) as error:
+        Config.load(None, settings)
+    assert words in str(error.value)
+
+
+def test_a_configuration_comes_back_from_its_text():
+    config = Config(dtype="float16", precision=PrecisionConfig(loss_scale=8.0, reduce="same", keep_fp32=("*norm*",)))
+    assert Config.from_toml(config.to_toml()).precision == config.precision
+
+
+# -- parts in float32 -------------------------------------------------------------------------------------------------
+
+
+def kept(shape, layout, patterns, compute=F16, lr=1.0):
+    """On a rank: the types of parameters, the loss of a step, the weights after it, and logits."""
+    options, rule = Options(compute=compute, keep_fp32=patterns), OptimizerConfig(name="sgd", lr=lr, weight_decay=0.0)
+    engine = Engine(models.build(shape, "meta"), layout, rule, options=options)
+    engine.model.train()
+    result = engine.step(batch_of(shape, 4))
+    types = {name: parameter.dtype for name, parameter in engine.model.named_parameters()}
+    with engine.outside_gathered():
+        logits = engine.logits(torch.zeros(1, 5, dtype=torch.int64), 3)
+    return types, result.loss, whole(engine.parallel, "master"), logits
+
+
+PATTERNS = {
+    "norms": (SHAPE, ("*norm*",)),
+    "head": (SHAPE, ("head",)),
+    "embedding, tied": (replace(SHAPE, tied=True), ("embed",)),
+    "gate and up": (SHAPE, ("*.gate", "*.up")),
+    "a whole layer": (SHAPE, ("blocks.0",)),
+    "gates of experts": (MIXED, ("*.gate",)),
+    "experts": (MIXED, ("*.experts",)),
+}
+LAYOUTS = ("dp=2,zero=3", "tp=2", "pp=2,accumulate=2", "dp=2,zero=1")
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_parts_are_kept_in_float32(pool, name):
+    shape, patterns = PATTERNS[name]
+    truth = pool.run(kept, 1, shape, "dp=1,accumulate=2", (), F32)[0]
+    before = pool.run(kept, 1, shape, "dp=1,accumulate=2", (), F32, 1e-30)[0]
+    moved = {key: float((truth[2][key] - before[2][key]).abs().max()) for key in before[2]}
+    for layout in ("dp=1,accumulate=2", *(LAYOUTS if name == "norms" else LAYOUTS[:1])):
+        for types, loss, found, logits in pool.run(kept, Layout.parse(layout).world, shape, layout, patterns):
+            assert set(types.values()) == {F16, F32}
+            assert loss == pytest.approx(truth[1], abs=5e-3)
+            assert float((logits - truth[3]).abs().max()) < 1e-2
+            off = {key: float((found[key] - truth[2][key]).abs().max()) / moved[key] for key in moved}
+            assert max(off.values()) < 0.05, off
+
+
+def test_only_what_a_pattern_names_is_kept(pool):
+    types, *_ = pool.run(kept, 1, SHAPE, "dp=1", ("*norm*",))[0]
+    assert {name for name, kind in types.items() if kind == F32} == {name for name in types if "norm" in name}
+
+
+def test_a_pattern_that_names_nothing_is_an_error():
+    with pytest.raises(ValueError, match=r"no module with parameters matches precision.keep_fp32 \(\*nrom\*\)"):
+        Engine(models.build(SHAPE, "meta"), options=Options(compute=F16, keep_fp32=("*norm*", "*nrom*")))
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+CHOICES = {
+    "half": {"compute": F16},
+    "reduced in bfloat16": {"compute": F16, "reduce": BF16},
+    "reduced in half": {"compute": F16, "reduce": F16},
+    "norms in float32": {"compute": F16, "reduce": F16, "keep_fp32": ("*norm*",)},
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_collectives_are_of_the_types_that_are_asked_for(pool, choice):
+    layouts = ("dp=2,zero=3,accumulate=2", "dp=2,tp=2,zero=1") if choice == "norms in float32" else ("dp=2,zero=2",)
+    for layout in layouts:
+        check(pool, SMALL, layout, **CHOICES[choice])
+
+
+def held(layout, options, states):
+    rule = OptimizerConfig(states=states)
+    engine = Engine(models.build(SMALL, "meta"), layout, rule, options=options)
+    engine.optimizer.step(1e-3, torch.ones((), dtype=torch.float64), torch.tensor(True))
+    engine.parallel.flat.updated()
+    units = engine.parallel.flat.units
+    full, masters, gradients = (
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        for tensors in (
+            [unit.full for unit in units],
+            [tensor for unit in units for tensor in unit.master.tensors()],
+            [t for unit in units for t in (unit.grad, unit.gradients) if t is not None],
+        )
+    )
+    measured = {
+        "parameters": sum(full.values()),
+        "master": sum(size for pointer, size in masters.items() if pointer not in full),
+        "gradients": sum(gradients.values()),
+        "optimizer": sum(t.untyped_storage().nbytes() for t in engine.optimizer.states() if t.dim()),
+        "versions": 0,
+    }
+    claimed = shard.state_bytes(
+        [unit.unit for unit in units],
+        engine.parallel.policy,
+        compute_bytes=options.compute.itemsize,
+        master_bytes=options.master.itemsize,
+        moments=2,
+        moment_bytes=cost.element_bytes(rule) / 2,
+        reduce_bytes=options.gradients.itemsize,
+        float16=options.compute == F16,
+    )
+    return measured, claimed
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("states", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        Options(compute=F16, reduce=F16),
+        Options(compute=BF16, master=BF16),
+        Options(compute=BF16, master=BF16, reduce=BF16, keep_fp32=("*norm*",)),
+    ],
+    ids=["half", "no master", "no master, short sums, norms in float32"],
+)
+def test_states_take_the_bytes_that_are_claimed(pool, options, states, zero):
+    for measured, claimed in pool.run(held, 2, f"dp=2,zero={zero}", options, states):
+        short = {key: size for key, size in claimed.items() if key != "optimizer" or not options.keep_fp32}
+        for key, size in short.items():
+            assert measured[key] == pytest.approx(size, rel=0.01), key
+
+
+# -- told -------------------------------------------------------------------------------------------------------------
+
+
+def printed(layout, settings):
+    config = Config.load(None, [f"layout={layout}", "model=llama-tiny", "batch=8", *settings])
+    engine = Engine(
+        models.build(SHAPE, "meta"), layout, options=options_of(config, torch.device("cpu")),
+        loss_scale=loss_scale_of(config),
+    )  # fmt: skip
+    rows = derived(replace(config, batch=engine.layout.batch), engine, Peak(flops=1.0, why=""), 1)
+    return {name: (value, why) for name, value, why in rows}
+
+
+def test_the_types_in_force_are_told(pool):
+    rows = pool.run(printed, 2, "dp=2,accumulate=2", ["dtype=float16", 'precision.keep_fp32=["*norm*"]'])[0]
+    assert rows["types"][0] == "compute float16, master float32, gradients float32"
+    assert rows["loss scale"][0] == "dynamic, from 65536"
+    assert rows["reduction"][0].endswith(", in float32")
+    assert rows["kept in float32"][0].startswith("5 parameters: blocks.0.norm1.weight")
+    rows = pool.run(
+        printed, 2, "dp=2,accumulate=2", ["dtype=bfloat16", "precision.master=none", "precision.reduce=same"]
+    )[0]
+    assert rows["types"] == (
+        "compute bfloat16, master none (updates are rounded up or down by chance), gradients bfloat16",
+        "gradients accumulate and are reduced as precision.reduce asks; sums inside products are float32",
+    )
+    assert rows["reduction"][0].endswith(", in bfloat16")
+
+
+def test_sums_inside_products_are_in_float32():
+    matmul = torch.backends.cuda.matmul
+    before = [getattr(matmul, name) for name in sums.SETTINGS]
+    with sums.in_float32():
+        assert [getattr(matmul, name) for name in sums.SETTINGS] == [False, False]
+    assert [getattr(matmul, name) for name in sums.SETTINGS] == before

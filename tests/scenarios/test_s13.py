@@ -1,0 +1,213 @@
+"""S13: fp16, an infinite gradient on one rank: all ranks leave the step out together, and say whose it was."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from laid_out import batch_of, tiny
+
+from echelon import models
+from echelon.layout import Layout
+from echelon.models.mixture_config import MixtureConfig
+from echelon.parallel.apply import Options
+from echelon.precision.loss_scale import LossScale
+from echelon.train import start
+from echelon.train.config import Config
+from echelon.train.engine import Engine
+from echelon.train.run import Run
+from echelon.train.sections import OptimizerConfig, PrecisionConfig
+
+SHAPE = tiny("llama")
+EXPERTS = tiny("llama", mixture=MixtureConfig(experts=4, k=2, ffn=12, gate="mixtral"))
+START = 2.0**10
+DOWN = "blocks.1.mlp.down.weight"
+
+
+def poison(engine: Engine, name: str, steps: tuple[int, ...], on: dict[str, int], value: float = math.inf) -> None:
+    """The gradient of one parameter has one bad element in some steps, on the ranks at these coordinates."""
+    if any(engine.parallel.axes.at[axis] != index for axis, index in on.items()):
+        return
+    for unit in engine.parallel.flat.units:
+
+        def arrive(entry, gradient, arrive=unit.arrive):
+            if entry.name == name and engine.num_steps in steps:
+                gradient = gradient.clone()
+                gradient.view(-1)[0] = value
+            arrive(entry, gradient)
+
+        unit.arrive = arrive
+
+
+def states(engine: Engine) -> list[torch.Tensor]:
+    masters = [unit.master.values() for unit in engine.parallel.flat.units]
+    return [tensor.clone() for tensor in (*masters, *engine.optimizer.states())]
+
+
+def steps_of(layout, name, on, shape=SHAPE, rule="adamw", compute=torch.float16):
+    """On a rank: a good step, a bad one, and a good one."""
+    rule = OptimizerConfig(name=rule, lr=1e-2, **({"momentum": 0.9} if rule == "sgd" else {}))
+    scale = LossScale.dynamic(start=START, every=2)
+    engine = Engine(models.build(shape, "meta"), layout, rule, options=Options(compute=compute), loss_scale=scale)
+    engine.model.train()
+    poison(engine, name, (1,), on)
+    told = []
+    for step in range(4):
+        before = states(engine)
+        result = engine.step(batch_of(shape, 4, seed=step))
+        found = engine.not_finite(result)
+        after = states(engine)
+        same = len(before) == len(after) and all(map(torch.equal, before, after))
+        told.append((result.skipped, same, result.loss_scale, result.next_loss_scale, str(found)))
+    return told
+
+
+WHERE = {
+    "tp=2": ({"tp": 1}, "rank 1 (tp 1)"),
+    "pp=2,accumulate=2": ({"pp": 1}, "rank 1 (pp 1)"),
+    "pp=2,accumulate=2,schedule=zb-h1": ({"pp": 1}, "rank 1 (pp 1)"),
+    "dp=2,tp=2,zero=1": ({"dp": 1, "tp": 1}, "rank 3 (dp 1, tp 1), which holds its sum over data-parallel ranks"),
+    "cp=2": ({"cp": 1}, "rank 0 (cp 0) and 1 more, which hold its sum over data-parallel ranks"),
+    "dp=2,accumulate=2": ({"dp": 1}, "rank 0 (dp 0) and 1 more, which hold its sum over data-parallel ranks"),
+    **{f"dp=2,accumulate=2,zero={zero}": ({"dp": 1}, "rank ") for zero in (1, 2, 3)},
+}
+
+
+@pytest.mark.parametrize("layout", WHERE)
+def test_all_ranks_leave_the_step_out_and_name_the_tensor(pool, layout):
+    on, where = WHERE[layout]
+    ranks = pool.run(steps_of, Layout.parse(layout).world, layout, DOWN, on)
+    for told in ranks:
+        assert [skipped for skipped, *_ in told] == [False, True, False, False]
+        assert [same for _, same, *_ in told] == [False, True, False, False], "weights, moments and their count stay"
+        scales = [(before, after) for *_, before, after, _ in told]
+        half = START / 2
+        assert scales == [(START, START), (START, half), (half, half), (half, START)], "halves, and doubles after two"
+        assert [words for *_, words in told] == [told[0][-1], told[1][-1], "None", "None"]
+        assert told[1][-1].startswith(f"gradient of {DOWN} not finite on {where}")
+    assert all(told == ranks[0] for told in ranks), "everybody knows the same"
+
+
+@pytest.mark.parametrize("layout", ["dp=1,accumulate=2", "tp=2"])
+def test_sgd_leaves_it_out_too(pool, layout):
+    for told in pool.run(steps_of, Layout.parse(layout).world, layout, DOWN, {"tp": 0}, SHAPE, "sgd"):
+        assert [same for _, same, *_ in told] == [False, True, False, False]
+
+
+def test_experts_are_looked_at_where_they_are(pool):
+    name = "blocks.0.mlp.experts.down"
+    ranks = pool.run(steps_of, 2, "dp=2,ep=2", name, {"dp": 1}, EXPERTS)
+    for told in ranks:
+        assert [skipped for skipped, *_ in told] == [False, True, False, False]
+        assert told[1][-1] == f"gradient of {name} not finite on rank 1 (dp 1)"
+
+
+def unscaled(layout, compute, value):
+    """Two bad updates, without a loss scale."""
+    engine = Engine(models.build(SHAPE, "meta"), layout, options=Options(compute=compute, master=compute))
+    poison(engine, "norm.weight", (0,), {"pp": engine.layout.pp - 1}, value)
+    result = engine.step(batch_of(SHAPE, 4))
+    engine.drain()
+    moments = all(bool(state.isfinite().all()) for state in engine.optimizer.states())
+    weights = all(bool(unit.master.values().isfinite().all()) for unit in engine.parallel.flat.units)
+    return result.skipped, result.finite, moments, weights, str(engine.not_finite(result))
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("layout", ["dp=1", "pp=2,accumulate=2,schedule=2bw", "pp=2,accumulate=2,schedule=pipedream"])
+def test_nothing_that_is_not_finite_reaches_the_moments_in_other_types(pool, layout, value):
+    for skipped, finite, *states, words in pool.run(unscaled, Layout.parse(layout).world, layout, torch.float64, value):
+        assert (skipped, finite) == (True, False)
+        assert states == [True, True]
+        assert words.startswith("gradient of norm.weight not finite on rank")
+
+
+def fixed(layout):
+    """A pipeline that updates as it goes, with a scale and without: the same weights."""
+    found = []
+    for scale in (LossScale(), LossScale(start=64.0)):
+        options = Options(compute=torch.float64, master=torch.float64)
+        engine = Engine(models.build(SHAPE, "meta"), layout, options=options, loss_scale=scale)
+        for step in range(3):
+            result = engine.step(batch_of(SHAPE, 4, seed=step))
+        engine.drain()
+        found.append((result.norm, [unit.master.values() for unit in engine.parallel.flat.units]))
+    (norm, weights), (scaled_norm, scaled) = found
+    return norm - scaled_norm, max(float((a - b).abs().max()) for a, b in zip(weights, scaled, strict=True))
+
+
+@pytest.mark.parametrize("layout", ["pp=2,accumulate=2,schedule=2bw", "pp=2,accumulate=2,schedule=pipedream"])
+def test_a_fixed_scale_is_divided_out_of_asynchronous_updates(pool, layout):
+    for norm, weights in pool.run(fixed, 2, layout):
+        assert abs(norm) < 1e-10
+        assert weights < 1e-10
+
+
+def test_a_dynamic_scale_is_refused_where_stages_cannot_agree_on_it(pool):
+    with pytest.raises(Exception, match="could not agree on a loss scale; give a fixed one"):
+        pool.run(steps_of, 2, "pp=2,accumulate=2,schedule=2bw", DOWN, {})
+
+
+OWN = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.last = nn.Linear(3, 1)
+        self.steps = 0
+    def spoil(self, gradient):
+        self.steps += 1
+        return gradient * (float("inf") if self.steps in BAD else 1.0)
+    def forward(self, x):
+        y = self.last(self.first(x))
+        y.register_hook(self.spoil)
+        return 0.01 * y.float().sum(), torch.tensor(len(x))
+
+def build():
+    return Model()
+
+def batch(rows, step):
+    return {"x": torch.ones(rows, 3)}
+"""
+
+
+def run(tmp_path, bad, **precision):
+    own = tmp_path / f"own_{len(bad)}.py"  # a file is imported once
+    own.write_text(OWN.replace("BAD", repr(bad)))
+    config = Config(
+        model=f"{own}:build",
+        steps=6,
+        batch=4,
+        dtype="float16",
+        run=str(tmp_path / "run"),
+        precision=PrecisionConfig(**precision),
+    )
+    return start.run(config)
+
+
+def test_the_log_and_the_console_say_which_tensor_it_was(tmp_path, capsys):
+    summary = run(tmp_path, (2, 3))
+    steps = list(Run.open(summary.run).records("step"))
+    assert [step["skipped"] for step in steps] == [False, True, True, False, False, False]
+    assert [step["loss_scale"] for step in steps] == [65536, 65536, 32768, 16384, 16384, 16384]
+    found = list(Run.open(summary.run).records("not finite"))
+    assert [(line["step"], line["parameter"], line["layer"], line["ranks"]) for line in found] == [
+        (2, "last.bias", "last", [0]),
+        (3, "last.bias", "last", [0]),
+    ]
+    assert "NaN" not in json.dumps([*steps, *found])
+    shown = capsys.readouterr().out
+    assert "note: step 2 skipped: gradient of last.bias not finite on rank 0, loss scale 65536 -> 32768" in shown
+    assert "loss scale: dynamic, from 65536" in shown
+
+
+def test_too_many_in_a_row_stop_the_run_with_the_layer(tmp_path):
+    with pytest.raises(ValueError, match=r"3 step\(s\) in a row up to step 4 .* \(first in last\)"):
+        run(tmp_path, (2, 3, 4), skips=3)
+    with pytest.raises(ValueError, match=r"6 step\(s\) in a row up to step 6"):
+        run(tmp_path, tuple(range(9)))
