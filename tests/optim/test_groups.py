@@ -59,6 +59,7 @@ def test_a_pattern_that_matches_nothing_is_an_error() -> None:
     [
         (["optimizer.in_backward=true"], "optimizer.in_backward"),
         (["optimizer.in_backward=true", "clip=0", "layout=pp=2"], "optimizer.in_backward"),
+        (["optimizer.in_backward=true", "clip=0", "dtype=float16"], "optimizer.in_backward"),
         (["optimizer.ema=0.9", "layout=pp=2,schedule=2bw"], "optimizer.ema"),
         (["optimizer.name=sgd", "optimizer.betas=[0.9, 0.9]"], "optimizer.betas"),
         (["optimizer.name=lion", "optimizer.momentum=0.9"], "optimizer.momentum"),

@@ -176,7 +176,7 @@ def batch(rows, step):
 """
 
 
-def run(tmp_path, bad, **precision):
+def run(tmp_path, bad, in_backward=False, **precision):
     own = tmp_path / f"own_{len(bad)}.py"  # a file is imported once
     own.write_text(OWN.replace("BAD", repr(bad)))
     config = Config(
@@ -186,6 +186,8 @@ def run(tmp_path, bad, **precision):
         dtype="float16",
         run=str(tmp_path / "run"),
         precision=PrecisionConfig(**precision),
+        optimizer=OptimizerConfig(in_backward=in_backward),
+        clip=0.0 if in_backward else 1.0,
     )
     return start.run(config)
 
@@ -211,3 +213,8 @@ def test_too_many_in_a_row_stop_the_run_with_the_layer(tmp_path):
         run(tmp_path, (2, 3, 4), skips=3)
     with pytest.raises(ValueError, match=r"6 step\(s\) in a row up to step 6"):
         run(tmp_path, tuple(range(9)))
+
+
+def test_updates_in_backward_cannot_be_left_out_so_the_run_ends(tmp_path):
+    with pytest.raises(ValueError, match=r"step 2 had gradients that are not finite: gradient of last\.bias"):
+        run(tmp_path, (2,), in_backward=True, loss_scale=64.0)
