@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 from rich.console import Console
@@ -78,9 +79,13 @@ def measure(kind: str, seed: int, steps: int, device: str) -> tuple[float, int, 
     return float(json.loads(done.stdout)["eval_loss"]), skipped, float(records[-1].get("loss_scale", 1.0))
 
 
-def rows_of(kinds: list[str], seeds: int, steps: int, device: str, console: Console) -> list[Row]:
+def rows_of(kinds: list[str], given: argparse.Namespace, console: Console) -> list[Row]:
+    seeds = given.seeds
     plan = [(kind, seed) for kind in kinds for seed in range(seeds)]
-    found = {each: measure(*each, steps, device) for each in track(plan, "training", console=console, transient=True)}
+    with ThreadPoolExecutor(given.jobs) as jobs:
+        running = jobs.map(lambda each: measure(*each, given.steps, given.device), plan)
+        shown = track(running, "training", total=len(plan), console=console, transient=True)
+        found = dict(zip(plan, shown, strict=True))
     truths = [found[TRUTH, seed][0] for seed in range(seeds)]
     noise = statistics.stdev(truths) if seeds > 1 else 0.0
     rows = []
@@ -105,13 +110,14 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time: one leaves most of a GPU idle")
     parser.add_argument("--only", choices=KINDS, help="this kind beside float32")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     console = Console(stderr=given.json)
     every = [kind for kind in KINDS if given.device == "cuda" or not kind.startswith("bfloat16")]
     kinds = [TRUTH, given.only] if given.only and given.only != TRUTH else every
-    rows = rows_of(kinds, given.seeds, given.steps, given.device, console)
+    rows = rows_of(kinds, given, console)
     if given.json:
         found = [{**asdict(row), "passed": row.passed} for row in rows]
         print(json.dumps({"steps": given.steps, "device": given.device, "rows": found}))
