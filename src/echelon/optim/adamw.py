@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from echelon.kernels import adamw, choice
-from echelon.optim.rule import Rule, Run, runs_of
-from echelon.parallel.flat import Flat
-from echelon.parallel.master import SplitMaster
+from echelon.optim.rule import Rule, Run
+from echelon.parallel.master import SplitMaster, WholeMaster
 
 
 class OnePassAdamW:
     """The number of steps is on the device: a step without a target does not count, and nobody waits to know."""
 
-    def __init__(self, flat: Flat, rule: Rule):
-        self.rule, self._runs = rule, list(runs_of(flat))
-        device, self._dtype = flat.units[0].full.device, flat.units[0].master.dtype
+    def __init__(self, runs: Sequence[Run], rule: Rule, device: torch.device):
+        self.rule, self._runs = rule, runs
+        self._dtype = runs[0].unit.master.dtype if runs else torch.float32
         self._device = device
         self._step = torch.zeros((), dtype=torch.int64, device=device)
         self._constants = torch.tensor([*rule.betas, rule.eps], dtype=torch.float64, device=device)
@@ -55,4 +54,5 @@ def _weights(run: Run) -> tuple[Tensor, Tensor | None]:
     master = run.unit.master
     if isinstance(master, SplitMaster):
         return master.high[: run.size], master.low[: run.size]
+    assert isinstance(master, WholeMaster)
     return master.tensor[: run.size], None

@@ -69,14 +69,15 @@ class Run:
         return torch.zeros(self.size, dtype=dtype, device=self.unit.full.device)
 
 
-def runs_of(flat: Flat) -> Iterator[Run]:
-    """A rank may hold no element at all (fewer elements than ranks); it still takes part in every collective."""
+def runs_of(flat: Flat, units: Sequence[FlatUnit] | None = None) -> Iterator[Run]:
+    """Of all units, or of some. A rank may hold no element at all (fewer elements than ranks); it still takes part in every collective."""
     first = 0
+    chosen = {unit.unit.name: unit for unit in (flat.units if units is None else units)}
     for unit in flat.units:
         shard = flat.placement.shard_of(unit.unit)
         (_, decayed), (_, size) = unit.unit.decay_ranges(shard)
-        if size:
-            yield Run(unit, decayed, size, first + shard * unit.unit.shard_numel)
+        if size and unit.unit.name in chosen:
+            yield Run(chosen[unit.unit.name], decayed, size, first + shard * unit.unit.shard_numel)
         first += unit.unit.numel
 
 

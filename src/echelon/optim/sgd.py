@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from echelon.optim.rule import Rule, Run, runs_of
-from echelon.parallel.flat import Flat
+from echelon.optim.rule import Rule, Run
 
 CHUNK = 1 << 20
 """elements at a time, which bounds what is made on the way"""
@@ -15,8 +16,8 @@ CHUNK = 1 << 20
 class PlainSGD:
     """As `torch.optim.SGD`: weight decay is a part of the gradient, and of the momentum."""
 
-    def __init__(self, flat: Flat, rule: Rule):
-        self.rule, self._runs = rule, list(runs_of(flat))
+    def __init__(self, runs: Sequence[Run], rule: Rule):
+        self.rule, self._runs = rule, runs
         self._moments: list[Tensor] = []
 
     @torch.no_grad()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from echelon.optim.rule import Rule, build, runs_of
-from echelon.parallel.flat import Flat
+from echelon.optim.rule import Rule, Run, build
 from echelon.parallel.flat_unit import FlatUnit
 
 
@@ -37,9 +37,9 @@ class _Part:
 class WithTorch:
     """Masters that are one tensor."""
 
-    def __init__(self, flat: Flat, rule: Rule):
+    def __init__(self, runs: Sequence[Run], rule: Rule):
         kinds: tuple[list[_Part], list[_Part]] = ([], [])
-        for run in runs_of(flat):
+        for run in runs:
             for kind, where in zip(kinds, (slice(0, run.decayed), slice(run.decayed, run.size)), strict=True):
                 if where.start < where.stop:
                     kind.append(_Part(run.unit, where, run.unit.master.values(where)))

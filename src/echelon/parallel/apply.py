@@ -10,13 +10,14 @@ from torch import nn
 
 from echelon import rng
 from echelon.layout import Layout, Mesh
-from echelon.layout.placement import Entry, Placement, units_of
+from echelon.layout.placement import Entry, Placement, Unit, units_of
 from echelon.memory import recompute
 from echelon.models.splits import split_of
 from echelon.parallel import batchnorm, expert, grid, shard, stages, tensor
 from echelon.parallel.axis import Axes, Axis, world_rank
 from echelon.parallel.first_values import first_values, move_buffers
-from echelon.parallel.flat import Flat
+from echelon.parallel.away import Away, away_of
+from echelon.parallel.flat import Flat, Moved
 from echelon.parallel.regions import Boundary
 from echelon.parallel.spread import Context, spread
 from echelon.precision import fp8
@@ -54,6 +55,12 @@ class Options:
     """of each link of the model's chain by its name, to balance them by; empty counts parameters"""
     slices: tuple[int, ...] = ()
     """lengths of TeraPipe's slices; empty chooses them"""
+    host: float | None = None
+    """with `offload`, the share of the states that leave the device; none: as few as a GPU's memory asks for"""
+    working: int = 0
+    """with `offload`, bytes on the device for activations and whatever else comes and goes; 0 estimates them"""
+    disk: str = ""
+    """with `offload=disk`, the folder for its files; empty makes one for temporary files"""
     own_loop: bool = False
     """the loop and the optimizer are the user's own (train/wrap.py)"""
     leave_out: str = ""
@@ -79,6 +86,8 @@ class Parallel:
     options: Options
     tokens: Axis
     """the axis of ranks that have different tokens: losses and counts are summed over it"""
+    away: Away
+    """which units' states live off the device"""
     boundary: Boundary | None = None
     """where tensor-parallel regions begin and end"""
     context: Context | None = None
@@ -149,19 +158,28 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
         "expert replica": moves[True][2].index,
     }
     placement = Placement(units=units_of(entries, units, policy.shards, experts.shards), at=at)
+    away = away_of(layout, options, placement.units, policy)
+
+    def moved(unit: Unit) -> Moved:
+        how, *over = moves[unit.folded]
+        return how.on_the_host() if away.pages(unit) else how, over[0], over[1]
+
     flat = Flat(
         model,
         placement,
         policy,
-        lambda unit: moves[unit.folded],
+        moved,
         device=options.device,
         compute=options.compute,
         master=options.master,
         parts=held.stages if held is not None else (),
+        host=away.host_of,
     )
     flat.fill(values)
     move_buffers(model, options.device, options.compute)
-    return Parallel(model, layout, axes, placement, flat, stream, policy, options, axes[tokens], boundary, context)
+    return Parallel(
+        model, layout, axes, placement, flat, stream, policy, options, axes[tokens], away, boundary, context
+    )
 
 
 def tokens_of(layout: Layout) -> tuple[str, ...]:

@@ -51,6 +51,8 @@ class Policy:
     prefetch: int = 1
     """with `free_parameters`: how many units are gathered ahead of the one in use; otherwise all are, once a step"""
 
+    paged: bool = False
+    """parameters and gradients live on the host: fetched before each use and freed after it, sent every microbatch"""
     versions: bool = False
     """updates come while older versions of the parameters are in use (asynchronous schedules)"""
     sums_gradients: bool = True
@@ -74,7 +76,11 @@ class Policy:
     @property
     def settle_early(self) -> bool:
         """A unit's reduction is taken in while later ones run: to free its buffer, or to start the replicas' sum."""
-        return self.shards > 1 and (self.scatter_every_microbatch or self.replicas > 1)
+        return self.paged or (self.shards > 1 and (self.scatter_every_microbatch or self.replicas > 1))
+
+    def on_the_host(self) -> Policy:
+        """The same for a unit whose parameters live on the host."""
+        return replace(self, paged=True, scatter_every_microbatch=True, free_parameters=True)
 
 
 def policy(layout: Layout, *, reshard_after_forward: bool = True, prefetch: int = 1, own_loop: bool = False) -> Policy:

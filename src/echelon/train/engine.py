@@ -277,7 +277,7 @@ class Engine:
     def _forward_backward(self, microbatch: Microbatch, *, first: bool, last: bool) -> tuple[Tensor, Tensor]:
         flat = self.parallel.flat
         flat.begin(first=first, last=last)
-        with explained(self.parallel.policy):
+        with explained():
             total, count = loss_pair(self.model(**self.prepared(microbatch)))
             if total.requires_grad:
                 total.backward(self._last_count.reciprocal().to(total.dtype).expand_as(total))  # see the first note

@@ -1,0 +1,73 @@
+"""Which units' states live off the device, and what they share there: the `offload` of a layout on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from echelon.layout import Layout
+from echelon.layout.placement import Unit
+from echelon.memory.offload import chosen, has_states, least_share
+from echelon.parallel.host_unit import Host
+from echelon.parallel.shard import Policy
+
+if TYPE_CHECKING:
+    from echelon.parallel.apply import Options
+
+WORKING = 0.12
+"""share of a GPU's memory for activations and whatever comes and goes, where nobody says how much that is"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Away:
+    """Units off the device, by name; none where the layout offloads no states."""
+
+    names: frozenset[str] = frozenset()
+    host: Host | None = None
+
+    def host_of(self, unit: Unit) -> Host | None:
+        return self.host if unit.name in self.names else None
+
+    def pages(self, unit: Unit) -> bool:
+        """Its parameters and gradients live there too."""
+        return self.host is not None and self.host.paged and unit.name in self.names
+
+
+def away_of(layout: Layout, options: Options, units: Sequence[Unit], policy: Policy) -> Away:
+    if not has_states(layout.offload):
+        return Away()
+    share = options.host if options.host is not None else _share(layout, options, units, policy)
+    names = chosen(units, share)
+    if not names:
+        return Away()
+    largest = max(unit.shard_numel for unit in units if unit.name in names)
+    size = max(options.master.itemsize, options.compute.itemsize)
+    paged = "params" in layout.offload.split("+")
+    return Away(names=names, host=Host.of(options.device, largest=largest * size, paged=paged))
+
+
+def _share(layout: Layout, options: Options, units: Sequence[Unit], policy: Policy) -> float:
+    """As few as possible; all of them where there is no GPU to run out of memory."""
+    if options.device.type != "cuda":
+        return 1.0
+    free, total = torch.cuda.mem_get_info(options.device)
+    compute, master = options.compute.itemsize, options.master.itemsize
+    working = options.working or WORKING * total
+    stay, leave = 0.0, 0.0
+    elements = sum(unit.shard_numel for unit in units)
+    paged = "params" in layout.offload.split("+")
+    for unit in units:
+        parameters = 0 if policy.free_parameters else unit.shards * unit.shard_numel * compute
+        final = policy.gradients_are_final(unit)
+        held = unit.shard_numel * (1 if policy.scatter_every_microbatch else unit.shards)
+        gradients = held * (compute if final else master)
+        # Split masters hold what the parameters leave out; two moments lie beside them.
+        beside = master - compute if policy.stays else master
+        stay += parameters + gradients + unit.shard_numel * (beside + 2 * master)
+        if not paged:
+            leave += parameters + (0 if final else gradients)
+    room = free - working
+    return least_share(units, room=room, stay=stay / elements, leave=leave / elements)
