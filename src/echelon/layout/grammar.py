@@ -204,7 +204,7 @@ KEYS: tuple[Key, ...] = (
         meaning="what is recomputed in the backward pass", built=("none", "full", "ops"),
         missing="this recomputation is"),
     Key(name="offload", kind=Joined(parts=("optimizer", "params", "activations", "disk")), default="none",
-        meaning="what lives off the device", built=("none", "optimizer", "params"), missing="this offloading is"),
+        meaning="what lives off the device"),
 )
 # fmt: on
 """The whole grammar, in the order in which a layout is written."""

@@ -158,7 +158,7 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
         "expert replica": moves[True][2].index,
     }
     placement = Placement(units=units_of(entries, units, policy.shards, experts.shards), at=at)
-    away = away_of(layout, options, placement.units, policy)
+    away = away_of(layout, options, placement.units, policy, model, shard.layers(model))
 
     def moved(unit: Unit) -> Moved:
         how, *over = moves[unit.folded]
@@ -175,6 +175,8 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
         parts=held.stages if held is not None else (),
         host=away.host_of,
     )
+    if away.stash is not None:
+        away.stash.leave([unit.full for unit in flat.units])
     flat.fill(values)
     move_buffers(model, options.device, options.compute)
     return Parallel(

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from echelon.layout import Layout
 from echelon.layout.placement import Unit
+from echelon.memory.activations import Stash
+from echelon.memory.link import Link
 from echelon.memory.offload import chosen, has_states, least_share
 from echelon.parallel.host_unit import Host
 from echelon.parallel.shard import Policy
@@ -27,6 +30,8 @@ class Away:
 
     names: frozenset[str] = frozenset()
     host: Host | None = None
+    stash: Stash | None = None
+    """where activations go"""
 
     def host_of(self, unit: Unit) -> Host | None:
         return self.host if unit.name in self.names else None
@@ -36,17 +41,24 @@ class Away:
         return self.host is not None and self.host.paged and unit.name in self.names
 
 
-def away_of(layout: Layout, options: Options, units: Sequence[Unit], policy: Policy) -> Away:
+def away_of(
+    layout: Layout, options: Options, units: Sequence[Unit], policy: Policy, model: nn.Module, layers: Sequence[str]
+) -> Away:
+    """Activations of the layers are sent away from here on; units are told where they live by `host_of`."""
+    kinds, link = layout.offload.split("+"), Link(options.device)
+    stash = None
+    if "activations" in kinds:
+        stash = Stash(link, last_stays=layout.pp == 1)
+        stash.apply(model, layers)
     if not has_states(layout.offload):
-        return Away()
+        return Away(stash=stash)
     share = options.host if options.host is not None else _share(layout, options, units, policy)
     names = chosen(units, share)
     if not names:
-        return Away()
+        return Away(stash=stash)
     largest = max(unit.shard_numel for unit in units if unit.name in names)
     size = max(options.master.itemsize, options.compute.itemsize)
-    paged = "params" in layout.offload.split("+")
-    return Away(names=names, host=Host.of(options.device, largest=largest * size, paged=paged))
+    return Away(names=names, host=Host.of(link, largest=largest * size, paged="params" in kinds), stash=stash)
 
 
 def _share(layout: Layout, options: Options, units: Sequence[Unit], policy: Policy) -> float:

@@ -47,9 +47,8 @@ class Host:
     """where files are made for what would be here; empty keeps it here"""
 
     @classmethod
-    def of(cls, device: torch.device, *, largest: int, paged: bool, folder: str = "") -> Host:
+    def of(cls, link: Link, *, largest: int, paged: bool, folder: str = "") -> Host:
         """`largest` are the bytes of the largest shard, in its longest type."""
-        link = Link(device)
         return cls(
             link=link,
             worker=Worker("echelon-host"),

@@ -213,7 +213,12 @@ class Engine:
 
     def _sum_partial(self) -> None:
         for axis, held in self._partial:
-            sum_together(axis, [self.parallel.flat.view(unit.grad, piece) for unit, piece in held])
+            found = [self.parallel.flat.view(unit.grad, piece) for unit, piece in held]
+            here = [gradient.to(self.parallel.options.device) for gradient in found]  # some may be on the host
+            sum_together(axis, here)
+            for gradient, summed in zip(found, here, strict=True):
+                if gradient is not summed:
+                    gradient.copy_(summed)
 
     def _counted(self, microbatches: Iterable[Microbatch]) -> Iterator[Microbatch]:
         """One by one, as they may be made one by one; raises where there are more or fewer than a step has."""

@@ -278,6 +278,11 @@ def wrap(model: nn.Module, layout: Layout | str = "", **options: Any) -> Wrapped
             f"gates may balance by what the whole batch did, which the engine tells them (ep={layout.ep}); "
             "use ec.Engine(model, layout, optimizer).step(batch)"
         )
+    if layout.offload != "none":
+        raise ValueError(
+            f"the update on the host is the engine's (offload={layout.offload}), and yours is in your own loop; "
+            "use ec.Engine(model, layout, optimizer).step(batch)"
+        )
     if layout.accumulate > 1 or layout.microbatch > 1:
         raise ValueError(
             "in a loop of your own the batch is yours; leave microbatch and accumulate out of the layout, "

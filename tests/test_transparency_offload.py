@@ -1,0 +1,53 @@
+"""What lives off the device changes nothing: every kind of offload, alone and with the layouts people use, in fp64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from echelon.launch.pool import Pool
+from echelon.layout import Layout
+from echelon.models import sizes
+from echelon.proof.case import Case
+from echelon.proof.verify import TOLERANCE, Prover
+from echelon.train.sections import OptimizerConfig
+
+SMALL = {"layers": 2, "width": 32, "ffn": 48, "max_seq_len": 64}
+RULES = {"adamw": OptimizerConfig(lr=1e-2), "sgd": OptimizerConfig(name="sgd", lr=1e-1, momentum=0.9)}
+
+
+@pytest.fixture(scope="module")
+def provers(pool: Pool) -> dict[str, Prover]:
+    cases = {
+        "gpt": Case(model=replace(sizes.find("gpt-tiny"), dropout=0.1, **SMALL), optimizer=RULES["sgd"]),
+        "llama": Case(model=replace(sizes.find("llama-tiny"), **SMALL), optimizer=RULES["adamw"]),
+    }
+    return {name: Prover(pool, case) for name, case in cases.items()}
+
+
+LAYOUTS = (
+    ("llama", "dp=1,offload=optimizer"),
+    ("gpt", "dp=1,accumulate=2,offload=optimizer"),
+    ("gpt", "dp=2,offload=optimizer"),
+    ("llama", "dp=2,zero=1,accumulate=2,offload=optimizer"),
+    ("gpt", "dp=2,zero=2,offload=optimizer"),
+    ("llama", "dp=2,zero=3,accumulate=2,recompute=full,offload=optimizer"),
+    ("llama", "tp=2,accumulate=2,offload=optimizer"),
+    ("gpt", "pp=2,accumulate=2,offload=optimizer"),
+    ("llama", "dp=1,offload=params"),
+    ("gpt", "dp=1,accumulate=2,recompute=full,offload=params"),
+    ("llama", "dp=2,zero=0,accumulate=2,offload=params"),
+    ("gpt", "dp=2,zero=1,offload=params"),
+    ("llama", "dp=2,zero=3,accumulate=2,offload=optimizer+params"),
+    ("gpt", "tp=2,offload=params"),
+    ("llama", "pp=2,accumulate=2,offload=params"),
+    ("llama", "dp=2,pp=2,zero=2,accumulate=2,schedule=zb-h1,offload=params"),
+)
+
+
+@pytest.mark.parametrize(("model", "layout"), LAYOUTS, ids=lambda value: value)
+def test_a_layout_that_offloads_equals_one_device(provers: dict[str, Prover], model: str, layout: str) -> None:
+    verdict = provers[model].judge(Layout.parse(layout))
+    assert verdict.passed, verdict
+    assert verdict.max_error <= TOLERANCE
