@@ -23,6 +23,8 @@ def provers(pool: Pool) -> dict[str, Prover]:
         "gpt": Case(model=replace(sizes.find("gpt-tiny"), dropout=0.1, **SMALL), optimizer=RULES["sgd"]),
         "llama": Case(model=replace(sizes.find("llama-tiny"), **SMALL), optimizer=RULES["adamw"]),
     }
+    deep = replace(cases["llama"].model, layers=4)
+    cases["deep"] = replace(cases["llama"], model=replace(deep, dropout=0.1))
     return {name: Prover(pool, case) for name, case in cases.items()}
 
 
@@ -42,6 +44,13 @@ LAYOUTS = (
     ("llama", "dp=2,zero=3,accumulate=2,offload=optimizer+params"),
     ("gpt", "tp=2,offload=params"),
     ("llama", "pp=2,accumulate=2,offload=params"),
+    ("deep", "dp=1,offload=activations"),
+    ("deep", "dp=1,accumulate=2,recompute=full,offload=optimizer+activations"),
+    ("deep", "dp=2,zero=3,offload=params+activations"),
+    ("deep", "tp=2,recompute=ops,offload=activations"),
+    ("deep", "pp=2,accumulate=3,offload=optimizer+activations"),
+    ("deep", "pp=2,accumulate=2,schedule=zb-v,offload=activations"),
+    ("deep", "cp=2,offload=activations"),
     ("llama", "dp=2,pp=2,zero=2,accumulate=2,schedule=zb-h1,offload=params"),
 )
 

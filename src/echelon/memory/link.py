@@ -172,6 +172,13 @@ class Rooms:
         room.moving = THROUGH
         return room
 
+    def take_if_free(self) -> Room | None:
+        """A free one, or none."""
+        with self._lock:
+            if self._left <= 0 and self._free.empty():
+                return None
+        return self.take()
+
     def give_back(self, room: Room, moving: Moving = THROUGH) -> None:
         """It is free when `moving` is through."""
         room.moving = moving

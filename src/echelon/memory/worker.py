@@ -38,14 +38,15 @@ class Turn:
         """Until it is done; raises what went wrong."""
         self._event.wait()
         if self.error is not None:
-            raise RuntimeError(f"{self.what} failed on the host: {self.error}") from self.error
+            kind = ValueError if isinstance(self.error, ValueError) else RuntimeError
+            raise kind(f"{self.what} failed on the host: {self.error}") from self.error
 
 
 NOTHING = Turn(done=True)
 
 
 class Worker:
-    """The thread. `error` is what ended it."""
+    """The thread."""
 
     def __init__(self, name: str):
         self._jobs: queue.SimpleQueue[tuple[Job, Turn] | None] = queue.SimpleQueue()

@@ -35,7 +35,8 @@ def sharded(flat: Flat, rule: Rule) -> Update:
     here = some(flat, rule, [unit for unit in flat.units if unit.host is None])
     if not away:
         return here
-    return Together(here, OnHost(away, lambda unit: some(flat, rule, [cast(FlatUnit, unit)])))
+    state_bytes = num_moments(rule) * moment_bytes(rule, away[0].master.dtype)
+    return Together(here, OnHost(away, lambda unit: some(flat, rule, [cast(FlatUnit, unit)]), state_bytes))
 
 
 def some(flat: Flat, rule: Rule, units: Sequence[FlatUnit]) -> Update:

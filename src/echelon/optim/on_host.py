@@ -18,12 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from echelon.memory.link import Moving, Room
-from echelon.memory.worker import Turn
+from echelon.memory.worker import NOTHING, Turn
 from echelon.optim.rule import Update
 from echelon.parallel.flat_unit import FlatUnit
 from echelon.parallel.host_unit import HostUnit
@@ -43,15 +44,25 @@ class _Due:
     turn: Turn
     room: Room | None = None
     coming: Moving | None = None
+    read: Turn = NOTHING
+    written: Turn = NOTHING
 
 
 class OnHost:
     """The updates of units whose states live on the host, each by itself."""
 
-    def __init__(self, units: Sequence[FlatUnit], make: Callable[[HostUnit], Update]):
+    def __init__(self, units: Sequence[FlatUnit], make: Callable[[HostUnit], Update], state_bytes: int):
+        """`state_bytes` is what the rule keeps of an element."""
         # What is whole from the start of the model is needed first, then the layers in the order of forward.
         self._units = sorted(units, key=lambda unit: not unit.unit.kept)
-        self._updates = [make(unit.host) for unit in self._units if unit.host is not None]
+        self._hosts = [unit.host for unit in self._units if unit.host is not None]
+        self._updates: list[Update] = []
+        for host in self._hosts:
+            host.hold()  # its parts are looked at, not their values
+            self._updates.append(make(host))
+            host.let_go()
+            host.states = partial(_by_element, self._updates[-1])
+        _reserve(self._hosts, state_bytes)
 
     @torch.no_grad()
     def step(self, lr: float, scale: Tensor, live: Tensor) -> None:
@@ -59,21 +70,45 @@ class OnHost:
         for unit, update in zip(self._units, self._updates, strict=True):
             host = unit.host
             assert host is not None
-            host.turn.wait()
+            host.job.wait()
             gradient = None if host.own is not None else unit.grad
             due.append(_Due(host, update, gradient, Turn(f"the update of {host.name}")))
         shared = due[0].unit.host
         told, mark = shared.link.ask(torch.stack([scale, live.to(scale.dtype)])), shared.link.mark()
         for one in due:
             one.unit.turn = one.turn
-        shared.worker.give("the update", lambda: _run(due, lr, scale, told, mark))
+        job = shared.worker.give("the update", lambda: _run(due, lr, scale, told, mark))
+        for one in due:
+            one.unit.job = job
 
     def states(self) -> list[Tensor]:
         """On the host."""
-        for unit in self._units:
-            assert unit.host is not None
-            unit.host.wait()
-        return [state for update in self._updates for state in update.states()]
+        found: list[Tensor] = []
+        for host, update in zip(self._hosts, self._updates, strict=True):
+            host.wait()
+            states = update.states()
+            if host.store is not None:
+                copies = iter(host.loaded()[1:])
+                states = [state if state.dim() == 0 else next(copies) for state in states]
+            found += states
+        return found
+
+
+def _by_element(update: Update) -> list[Tensor]:
+    """What it keeps, without counts."""
+    return [state for state in update.states() if state.dim() > 0]
+
+
+def _reserve(hosts: Sequence[HostUnit], state_bytes: int) -> None:
+    """Room on disk for everything that will be there: a disk that is too small is found now."""
+    disk = hosts[0].host.disk if hosts else None
+    if disk is None:
+        return
+    needed = {host: host.unit.shard_numel * (host.tensor.itemsize + state_bytes) for host in hosts}
+    disk.check(2 * sum(needed.values()) - 2 * sum(host.store.reserved for host in hosts if host.store is not None))
+    for host, nbytes in needed.items():
+        assert host.store is not None
+        host.store.reserve(nbytes)
 
 
 def _run(due: list[_Due], lr: float, scale: Tensor, told: Callable[[], list[float]], mark: Moving) -> None:
@@ -82,14 +117,18 @@ def _run(due: list[_Due], lr: float, scale: Tensor, told: Callable[[], list[floa
         factor, live = told()
         if live:
             _fetch(due[0], scale, mark)
-            for one, after in zip(due, [*due[1:], None], strict=True):
-                if after is not None:
-                    _fetch(after, scale, mark)
+            for place, one in enumerate(due):
+                if place + 1 < len(due):
+                    due[max(place - 1, 0)].written.wait()  # memory for three units: one comes, one goes
+                    _fetch(due[place + 1], scale, mark)
                 _update(one, lr, torch.tensor(factor, dtype=torch.float64), mark)
                 one.turn.end()
+        _commit(due)
         for one in due:
             one.turn.end()
     except BaseException as error:
+        if (disk := due[0].unit.host.disk) is not None:
+            disk.failed.append(error)
         for one in due:
             if not one.turn.is_over:
                 one.turn.end(error)
@@ -97,7 +136,9 @@ def _run(due: list[_Due], lr: float, scale: Tensor, told: Callable[[], list[floa
 
 
 def _fetch(one: _Due, scale: Tensor, mark: Moving) -> None:
-    """The gradient comes down."""
+    """The gradient comes down, and from disk what is updated."""
+    if (disk := one.unit.host.disk) is not None:
+        one.read = disk.reader.give(f"reading {one.unit.name}", one.unit.bring)
     if one.gradient is not None:
         rooms, gradient = one.unit.host.rooms, one.gradient
         one.room = rooms.take()
@@ -121,11 +162,24 @@ def _update(one: _Due, lr: float, factor: Tensor, mark: Moving) -> None:
         one.room = unit.host.rooms.take()
         found = one.room.of(found.numel(), unit.tensor.dtype).copy_(found)
     unit.grad = found
+    one.read.wait()
     one.update.step(lr, factor, YES)
     del unit.grad
     if one.room is not None:
         unit.host.rooms.give_back(one.room)
     unit.publish(mark)
+    if unit.host.disk is not None:
+        one.written = unit.host.disk.writer.give(f"writing {unit.name}", unit.put_away)
+
+
+def _commit(due: list[_Due]) -> None:
+    """When all is written, all of it counts."""
+    for one in due:
+        one.written.wait()
+    for one in due:
+        for store in (one.unit.store, one.unit.parts):
+            if store is not None:
+                store.commit()
 
 
 class Together:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +16,8 @@ from echelon.layout.placement import Unit
 from echelon.memory.activations import Stash
 from echelon.memory.link import Link
 from echelon.memory.offload import chosen, has_states, least_share
+from echelon.memory.store import Disk
+from echelon.parallel.axis import world_rank
 from echelon.parallel.host_unit import Host
 from echelon.parallel.shard import Policy
 
@@ -56,9 +60,14 @@ def away_of(
     names = chosen(units, share)
     if not names:
         return Away(stash=stash)
+    disk = None
+    if "disk" in kinds:
+        folder = Path(options.disk) if options.disk else Path(tempfile.mkdtemp(prefix="echelon-offload-"))
+        disk = Disk(folder / f"rank{world_rank()}")
     largest = max(unit.shard_numel for unit in units if unit.name in names)
     size = max(options.master.itemsize, options.compute.itemsize)
-    return Away(names=names, host=Host.of(link, largest=largest * size, paged="params" in kinds), stash=stash)
+    host = Host.of(link, largest=largest * size, paged="params" in kinds, disk=disk)
+    return Away(names=names, host=host, stash=stash)
 
 
 def _share(layout: Layout, options: Options, units: Sequence[Unit], policy: Policy) -> float:

@@ -112,11 +112,12 @@ class FlatUnit:
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
-    def start_gather(self) -> None:
+    def start_gather(self, *, wait: bool = False) -> None:
+        """With `wait` also where the host is not through with it; ranks that gather together always wait."""
         if self.whole or self._gathering is not None:
             return
-        if self.host is not None and self.policy.shards == 1 and not self.host.is_ready:
-            return  # `gather` waits for the host; ranks that gather together start in one order, and wait here
+        if self.host is not None and self.policy.shards == 1 and not wait and not self.host.is_ready():
+            return
         if self.policy.free_parameters:
             self.full.untyped_storage().resize_(self._nbytes)
         own = self.full[self._own]
@@ -131,9 +132,7 @@ class FlatUnit:
         self._gathering = coming
 
     def gather(self) -> None:
-        if self.host is not None and not self.whole:
-            self.host.turn.wait()
-        self.start_gather()
+        self.start_gather(wait=True)
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering, self.whole = None, True
@@ -159,6 +158,8 @@ class FlatUnit:
     def updated(self) -> None:
         """The optimizer changed the shard: what others hold of it is old."""
         self._catch_up()
+        if self.host is not None:
+            self.host.rest()
         self.version += 1
         if self.master.in_place and self.policy.shards == 1:
             self.whole = True

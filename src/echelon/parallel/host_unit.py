@@ -15,13 +15,16 @@ step's update is under way: everybody else calls `wait` first, and every way in 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from echelon.layout.placement import Unit
-from echelon.memory.link import THROUGH, Link, Moving, Rooms
+from echelon.memory.link import THROUGH, Link, Moving, Room, Rooms
+from echelon.memory.store import Disk, Store
 from echelon.memory.worker import NOTHING, Turn, Worker
 from echelon.parallel.master import EVERYTHING, WholeMaster
 
@@ -41,21 +44,24 @@ class Host:
     """for gradients on their way down"""
     stages: Rooms
     """for parameters on their way up"""
+    read: Rooms
+    """for parameters that are read ahead from disk"""
     paged: bool
     """parameters and gradients live here too"""
-    folder: str = ""
-    """where files are made for what would be here; empty keeps it here"""
+    disk: Disk | None = None
+    """where files hold what would be here"""
 
     @classmethod
-    def of(cls, link: Link, *, largest: int, paged: bool, folder: str = "") -> Host:
+    def of(cls, link: Link, *, largest: int, paged: bool, disk: Disk | None = None) -> Host:
         """`largest` are the bytes of the largest shard, in its longest type."""
         return cls(
             link=link,
             worker=Worker("echelon-host"),
             rooms=Rooms(link, ROOMS, largest),
             stages=Rooms(link, STAGES, largest),
+            read=Rooms(link, ROOMS, largest),
             paged=paged,
-            folder=folder,
+            disk=disk,
         )
 
 
@@ -79,8 +85,22 @@ class HostUnit:
         """master values"""
         self.here = here
         """on the device, this rank's part of the parameters; none where they are paged"""
-        self.there = host.link.room(unit.shard_numel, compute) if here is None else None
+        self.there: Tensor | None = None
         """that part on the host, where it is not on the device"""
+        if here is None and host.disk is None:
+            self.there = host.link.room(unit.shard_numel, compute)
+        self.store: Store | None = None
+        """master values and whatever the optimizer keeps, on disk"""
+        self.parts: Store | None = None
+        """the part of the parameters, on disk"""
+        if host.disk is not None:
+            self.store = host.disk.store(f"{self._file}.states")
+            self.store.reserve(self.tensor.nbytes)
+            if here is None:
+                self.parts = host.disk.store(f"{self._file}.part")
+                self.parts.reserve(unit.shard_numel * compute.itemsize)
+        self.states: Callable[[], list[Tensor]] = list
+        """what the optimizer keeps of it, element by element"""
         self.early = early
         """its gradient comes once a step, as it is used: it leaves the device as soon as it is there"""
         self.own: Tensor | None = None
@@ -90,13 +110,16 @@ class HostUnit:
         elif host.paged:
             self.own = torch.zeros(unit.shard_numel, dtype=master)
         self.turn: Turn = NOTHING
-        """the update that is under way"""
+        """its own part of the update that is under way"""
+        self.job: Turn = NOTHING
+        """the whole of it"""
         self.coming: Moving = THROUGH
         """the part of the parameters on its way up"""
         self._stale = True
         self._fresh = True
         self._sums: Turn = NOTHING
         self._sending: Moving = THROUGH
+        self._reading: tuple[Room, Turn] | None = None
 
     # -- as an update sees it -----------------------------------------------------------------------------------------
 
@@ -118,20 +141,91 @@ class HostUnit:
     def wait(self) -> None:
         """Until nothing is under way; raises what went wrong on the host."""
         self.turn.wait()
+        self.job.wait()
         self._sums.wait()
 
-    @property
     def is_ready(self) -> bool:
-        return self.turn.is_over
+        """Its values are here. Where they are on disk, they are asked for."""
+        if not self.turn.is_over:
+            return False
+        if self.parts is None:
+            return True
+        if self._reading is None and (room := self.host.read.take_if_free()) is not None:
+            assert self.host.disk is not None
+            job = partial(self.parts.load, [room.of(self.unit.shard_numel, self.compute)])
+            self._reading = room, self.host.disk.reader.give(f"reading {self.name}", job)
+        return self._reading is not None and self._reading[1].is_over
 
     def values(self, part: slice = EVERYTHING) -> Tensor:
+        """The master values; a copy, where they are on disk."""
         self.wait()
-        return self.tensor[part]
+        return (self.tensor if self.store is None else self.loaded()[0])[part]
 
     def set(self, start: int, values: Tensor) -> None:
+        """Some master values; `rest` when all are set."""
         self.wait()
+        if self.store is not None and not self._stale:
+            self.bring()
+        self.hold()
         self.tensor[start : start + len(values)] = values.to(self.tensor.device)
         self._stale = True
+
+    def rest(self) -> None:
+        """What was set goes where it lives."""
+        if self.store is None or not self._stale:
+            return
+        self._stale = False
+        if self.here is not None:
+            self.here.copy_(self.tensor)
+        elif self.parts is not None:
+            self.parts.save([self.tensor.to(self.compute)])
+            self.parts.commit()
+        self.put_away()
+        self.store.commit()
+
+    # -- disk ---------------------------------------------------------------------------------------------------------
+
+    def on_disk(self) -> list[Tensor]:
+        """In the order of the file."""
+        return [self.tensor, *self.states()]
+
+    def loaded(self) -> list[Tensor]:
+        """What is in the file, as copies."""
+        assert self.store is not None
+        found = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in self.on_disk()]
+        self.store.load(found)
+        return found
+
+    def bring(self) -> None:
+        """From disk into memory."""
+        assert self.store is not None
+        self.hold()
+        self.store.load(self.on_disk())
+
+    def hold(self) -> None:
+        """Memory for what is on disk."""
+        for tensor in self.on_disk():
+            if not tensor.untyped_storage().nbytes():
+                tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
+
+    def put_away(self) -> None:
+        """From memory to disk."""
+        assert self.store is not None
+        tensors = self.on_disk()
+        self.store.reserve(sum(tensor.nbytes for tensor in tensors))
+        self.store.save(tensors)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Of the memory of what is on disk."""
+        for tensor in self.on_disk() if self.store is not None else ():
+            tensor.untyped_storage().resize_(0)
+
+    @property
+    def _file(self) -> str:
+        return self.unit.name.replace("/", "_") or "outside"
+
+    # -- parameters ---------------------------------------------------------------------------------------------------
 
     def part(self, own: Tensor) -> Tensor:
         """This rank's part of the parameters on the device: it is there when `coming` is through."""
@@ -141,8 +235,20 @@ class HostUnit:
             self._stale = False
         if self.here is not None:
             return self.here
-        assert self.there is not None
-        self.coming = self.host.link.up(self.there, own, "parameters")
+        link = self.host.link
+        if self.parts is None:
+            assert self.there is not None
+            self.coming = link.up(self.there, own, "parameters")
+            return own
+        room, reading = self._reading or (None, NOTHING)
+        reading.wait()
+        rooms = self.host.read
+        if room is None:  # all rooms were full
+            room, rooms = self.host.stages.take(), self.host.stages
+            self.parts.load([room.of(self.unit.shard_numel, self.compute)])
+        self.coming = link.up(room.of(self.unit.shard_numel, self.compute), own, "parameters")
+        rooms.give_back(room, self.coming)
+        self._reading = None
         return own
 
     # -- gradients ----------------------------------------------------------------------------------------------------
@@ -198,13 +304,17 @@ class HostUnit:
 
     def publish(self, after: Moving) -> None:
         """The parameters follow from the master values: on their way to the device, or here to be fetched."""
-        if self.here is None:
-            assert self.there is not None
+        if self.there is not None:
             self.there.copy_(self.tensor)
             return
         room = self.host.stages.take()
         staged = room.of(self.tensor.numel(), self.compute)
         staged.copy_(self.tensor)
+        if self.parts is not None:
+            self.parts.save([staged])
+            self.host.stages.give_back(room)
+            return
+        assert self.here is not None
         self.coming = self.host.link.up(staged, self.here, "parameters", after=after)
         self.host.stages.give_back(room, self.coming)
 
