@@ -195,7 +195,7 @@ class Stash:
             self._known[storage] = tensor._version, weakref.ref(kept)
             self._leaving[-1].append((kept.down, storage))
             self._pass.layers[-1].add(kept)
-        return View(kept, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return View(kept, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
 def _unpack(packed: Tensor | View) -> Tensor:

@@ -1,7 +1,7 @@
 """Between a device and its host: copies beside compute, and every byte that crosses, counted.
 
 On a GPU a copy runs on a stream of its own, one for each way, from and into memory that is locked in its place. On a
-CPU, where "device" and "host" are two tensors in one memory, it is made at once: everything above this file is the same.
+CPU, where "device" and "host" are two tensors in one memory, it is made at once; nothing above this file differs.
 
 [Note: three clocks]
 

@@ -7,8 +7,8 @@ written. So a full disk, a short write or a dead process leaves the states of th
 stay where they are after an error. What a run needs is reserved when it begins: a disk that is too small is found
 before the first step.
 
-    FOLDER/rank0/blocks.3.states.0   .1      master values, then whatever the optimizer keeps, one after the other
-    FOLDER/rank0/blocks.3.part.0     .1      with `params`, this rank's part of the parameters in the compute type
+    FOLDER/rank0-…/blocks.3.states.0   .1      master values, then whatever the optimizer keeps, one after the other
+    FOLDER/rank0-…/blocks.3.part.0     .1      with `params`, this rank's part of the parameters in the compute type
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import ctypes
 import errno
 import os
 import shutil
+import tempfile
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from torch import Tensor
@@ -99,20 +101,26 @@ class Store:
         """What was written last is what a failure leaves."""
         self.kept = self.latest
 
+    def take_back(self) -> None:
+        """What was written since then does not count."""
+        self.latest = self.kept
+
 
 class Disk:
     """A rank's folder of stores, with a thread that reads and one that writes. It goes with its last user."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, name: str):
+        """A new folder in this one, which is made where it is not there."""
+        made = not folder.exists()
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            self.folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=folder))
         except OSError as error:
             raise _explained(error, folder, 0) from error
         self.reader, self.writer = Worker("echelon-read"), Worker("echelon-write")
         self.failed: list[BaseException] = []
         """files are left where they are after an error"""
-        weakref.finalize(self, _clean, folder, self.failed)
+        weakref.finalize(self, _clean, self.folder, made, self.failed)
 
     def store(self, name: str) -> Store:
         """A pair of files, by a unit's name."""
@@ -153,8 +161,10 @@ def _close(files: list[int]) -> None:
         os.close(file)
 
 
-def _clean(folder: Path, failed: list[BaseException]) -> None:
-    if not failed:
-        shutil.rmtree(folder, ignore_errors=True)
-        if folder.parent.exists() and not any(folder.parent.iterdir()):
+def _clean(folder: Path, made: bool, failed: list[BaseException]) -> None:
+    if failed:
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    if made:
+        with suppress(OSError):  # another rank's may still be there
             folder.parent.rmdir()

@@ -1,7 +1,7 @@
 """A thread of the host's that works beside the device, and what others wait for.
 
-It does jobs in the order in which it is given them. What goes wrong in one is raised where its `Turn` is waited for, and
-the jobs after it are not done. The thread ends with whoever asked for it; it holds nothing but its jobs.
+It does jobs in the order in which it is given them. What goes wrong in one is raised where its `Turn` is waited for,
+and the jobs after it are not done. The thread ends with whoever asked for it; it holds nothing but its jobs.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ Gradients that lie on the device are multiplied by the factor there, on their wa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from echelon.memory.link import Moving, Room
+from echelon.memory.store import Store
 from echelon.memory.worker import NOTHING, Turn
 from echelon.optim.rule import Update
 from echelon.parallel.flat_unit import FlatUnit
@@ -41,6 +43,8 @@ class _Due:
     update: Update
     gradient: Tensor | None
     """on the device; none where it has come already"""
+    factor: Tensor
+    """what a gradient on the device is multiplied by, in its type"""
     turn: Turn
     room: Room | None = None
     coming: Moving | None = None
@@ -72,12 +76,14 @@ class OnHost:
             assert host is not None
             host.job.wait()
             gradient = None if host.own is not None else unit.grad
-            due.append(_Due(host, update, gradient, Turn(f"the update of {host.name}")))
+            # Made here: what the worker would give the device comes after what this thread gives it.
+            factor = scale.to(host.gradient_type)
+            due.append(_Due(host, update, gradient, factor, Turn(f"the update of {host.name}")))
         shared = due[0].unit.host
         told, mark = shared.link.ask(torch.stack([scale, live.to(scale.dtype)])), shared.link.mark()
         for one in due:
             one.unit.turn = one.turn
-        job = shared.worker.give("the update", lambda: _run(due, lr, scale, told, mark))
+        job = shared.worker.give("the update", lambda: _run(due, lr, told, mark))
         for one in due:
             one.unit.job = job
 
@@ -111,31 +117,31 @@ def _reserve(hosts: Sequence[HostUnit], state_bytes: int) -> None:
         host.store.reserve(nbytes)
 
 
-def _run(due: list[_Due], lr: float, scale: Tensor, told: Callable[[], list[float]], mark: Moving) -> None:
+def _run(due: list[_Due], lr: float, told: Callable[[], list[float]], mark: Moving) -> None:
     """The worker's part."""
     try:
         factor, live = told()
         if live:
-            _fetch(due[0], scale, mark)
+            _fetch(due[0], mark)
             for place, one in enumerate(due):
+                if place >= 2:
+                    due[place - 2].written.wait()  # memory for three units: one comes, one is here, one goes
                 if place + 1 < len(due):
-                    due[max(place - 1, 0)].written.wait()  # memory for three units: one comes, one goes
-                    _fetch(due[place + 1], scale, mark)
+                    _fetch(due[place + 1], mark)
                 _update(one, lr, torch.tensor(factor, dtype=torch.float64), mark)
                 one.turn.end()
         _commit(due)
         for one in due:
             one.turn.end()
     except BaseException as error:
-        if (disk := due[0].unit.host.disk) is not None:
-            disk.failed.append(error)
+        _take_back(due, error)
         for one in due:
             if not one.turn.is_over:
                 one.turn.end(error)
         raise
 
 
-def _fetch(one: _Due, scale: Tensor, mark: Moving) -> None:
+def _fetch(one: _Due, mark: Moving) -> None:
     """The gradient comes down, and from disk what is updated."""
     if (disk := one.unit.host.disk) is not None:
         one.read = disk.reader.give(f"reading {one.unit.name}", one.unit.bring)
@@ -143,8 +149,7 @@ def _fetch(one: _Due, scale: Tensor, mark: Moving) -> None:
         rooms, gradient = one.unit.host.rooms, one.gradient
         one.room = rooms.take()
         there = one.room.of(gradient.numel(), gradient.dtype)
-        factor = scale.to(gradient.dtype)
-        one.coming = one.unit.host.link.down(gradient, there, "gradients", after=mark, factor=factor)
+        one.coming = one.unit.host.link.down(gradient, there, "gradients", after=mark, factor=one.factor)
 
 
 def _update(one: _Due, lr: float, factor: Tensor, mark: Moving) -> None:
@@ -176,10 +181,24 @@ def _commit(due: list[_Due]) -> None:
     """When all is written, all of it counts."""
     for one in due:
         one.written.wait()
+    for store in _stores(due):
+        store.commit()
+
+
+def _take_back(due: list[_Due], error: BaseException) -> None:
+    """On disk, the step before is what there is."""
+    if (disk := due[0].unit.host.disk) is None:
+        return
+    disk.failed.append(error)
     for one in due:
-        for store in (one.unit.store, one.unit.parts):
-            if store is not None:
-                store.commit()
+        with suppress(Exception):
+            one.written.wait()
+    for store in _stores(due):
+        store.take_back()
+
+
+def _stores(due: list[_Due]) -> list[Store]:
+    return [store for one in due for store in (one.unit.store, one.unit.parts) if store is not None]
 
 
 class Together:

@@ -70,7 +70,10 @@ class Run:
 
 
 def runs_of(flat: Flat, units: Sequence[FlatUnit] | None = None) -> Iterator[Run]:
-    """Of all units, or of some. A rank may hold no element at all (fewer elements than ranks); it still takes part in every collective."""
+    """Of all units, or of some.
+
+    A rank may hold no element at all (fewer elements than ranks); it still takes part in every collective.
+    """
     first = 0
     chosen = {unit.unit.name: unit for unit in (flat.units if units is None else units)}
     for unit in flat.units:

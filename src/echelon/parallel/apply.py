@@ -14,9 +14,9 @@ from echelon.layout.placement import Entry, Placement, Unit, units_of
 from echelon.memory import recompute
 from echelon.models.splits import split_of
 from echelon.parallel import batchnorm, expert, grid, shard, stages, tensor
+from echelon.parallel.away import Away, away_of
 from echelon.parallel.axis import Axes, Axis, world_rank
 from echelon.parallel.first_values import first_values, move_buffers
-from echelon.parallel.away import Away, away_of
 from echelon.parallel.flat import Flat, Moved
 from echelon.parallel.regions import Boundary
 from echelon.parallel.spread import Context, spread
@@ -59,8 +59,10 @@ class Options:
     """with `offload`, the share of the states that leave the device; none: as few as a GPU's memory asks for"""
     working: int = 0
     """with `offload`, bytes on the device for activations and whatever else comes and goes; 0 estimates them"""
+    state_bytes: int = 8
+    """with `offload`, what the optimizer keeps of an element; an engine knows it"""
     disk: str = ""
-    """with `offload=disk`, the folder for its files; empty makes one for temporary files"""
+    """with `offload=disk`, a folder for its files; empty takes the one for temporary files"""
     own_loop: bool = False
     """the loop and the optimizer are the user's own (train/wrap.py)"""
     leave_out: str = ""
@@ -142,7 +144,9 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
     if options.products != "same":
         grid.refuse_narrow(layout, options.products)
         fp8.check(options.device, options.compute, options.kernels)
-        kept = layout.accumulate > 1 and layout.zero < 3  # whole weights would be kept that zero=3 lets go of
+        pages = "params" in layout.offload.split("+")
+        # Whole weights would be kept that zero=3 and offload=params let go of.
+        kept = layout.accumulate > 1 and layout.zero < 3 and not pages
         fp8.apply(model, shard.layers(model), options.products, keeps_weights=kept)
     units = shard.choose_units(model, options.units)
     experts = shard.experts_policy(layout, policy)

@@ -62,11 +62,11 @@ def away_of(
         return Away(stash=stash)
     disk = None
     if "disk" in kinds:
-        folder = Path(options.disk) if options.disk else Path(tempfile.mkdtemp(prefix="echelon-offload-"))
-        disk = Disk(folder / f"rank{world_rank()}")
+        disk = Disk(Path(options.disk or tempfile.gettempdir()), f"rank{world_rank()}")
     largest = max(unit.shard_numel for unit in units if unit.name in names)
-    size = max(options.master.itemsize, options.compute.itemsize)
-    host = Host.of(link, largest=largest * size, paged="params" in kinds, disk=disk)
+    host = Host.of(
+        link, largest=largest, master=options.master, compute=options.compute, paged="params" in kinds, disk=disk
+    )
     return Away(names=names, host=host, stash=stash)
 
 
@@ -85,9 +85,8 @@ def _share(layout: Layout, options: Options, units: Sequence[Unit], policy: Poli
         final = policy.gradients_are_final(unit)
         held = unit.shard_numel * (1 if policy.scatter_every_microbatch else unit.shards)
         gradients = held * (compute if final else master)
-        # Split masters hold what the parameters leave out; two moments lie beside them.
-        beside = master - compute if policy.stays else master
-        stay += parameters + gradients + unit.shard_numel * (beside + 2 * master)
+        beside = master - compute if policy.stays else master  # what the parameters leave out
+        stay += parameters + gradients + unit.shard_numel * (beside + options.state_bytes)
         if not paged:
             leave += parameters + (0 if final else gradients)
     room = free - working

@@ -64,7 +64,7 @@ class Flat:
         self._modules = dict(model.named_modules())
         for unit in self.units:
             self.put(unit)
-        # Where ranks gather together and the host updates, each layer is gathered when it is called: see `_gather_host`.
+        # Where ranks gather together what the host updates, each layer is gathered when it is called: `_gather_host`.
         self._by_turns = [unit for unit in self.units if _comes_late(unit)]
         if any(unit.policy.shards > 1 for unit in self.units) or not all(unit.master.in_place for unit in self.units):
             self._hook_model()

@@ -52,14 +52,16 @@ class Host:
     """where files hold what would be here"""
 
     @classmethod
-    def of(cls, link: Link, *, largest: int, paged: bool, disk: Disk | None = None) -> Host:
-        """`largest` are the bytes of the largest shard, in its longest type."""
+    def of(
+        cls, link: Link, *, largest: int, master: torch.dtype, compute: torch.dtype, paged: bool, disk: Disk | None
+    ) -> Host:
+        """`largest` are the elements of the largest shard."""
         return cls(
             link=link,
             worker=Worker("echelon-host"),
-            rooms=Rooms(link, ROOMS, largest),
-            stages=Rooms(link, STAGES, largest),
-            read=Rooms(link, ROOMS, largest),
+            rooms=Rooms(link, ROOMS, largest * master.itemsize),
+            stages=Rooms(link, STAGES, largest * compute.itemsize),
+            read=Rooms(link, ROOMS, largest * compute.itemsize),
             paged=paged,
             disk=disk,
         )
@@ -231,7 +233,9 @@ class HostUnit:
         """This rank's part of the parameters on the device: it is there when `coming` is through."""
         self.turn.wait()
         if self._stale:
-            (self.there if self.here is None else self.here).copy_(self.tensor)
+            place = self.there if self.here is None else self.here
+            assert place is not None
+            place.copy_(self.tensor)
             self._stale = False
         if self.here is not None:
             return self.here
@@ -275,7 +279,7 @@ class HostUnit:
         moving = self._sending = self.host.link.down(gradient, self.own, "gradients")
         self._fresh = False
         # Until the copy is through, its memory must not be given to anybody else.
-        self._sums = self.host.worker.give(f"the gradient of {self.name}", lambda held=gradient: moving.done())
+        self._sums = self.host.worker.give(f"the gradient of {self.name}", partial(_hold_until, moving, gradient))
 
     def add(self, gradient: Tensor) -> None:
         """The gradient of a microbatch leaves the device, to be added to the others."""
@@ -317,6 +321,10 @@ class HostUnit:
         assert self.here is not None
         self.coming = self.host.link.up(staged, self.here, "parameters", after=after)
         self.host.stages.give_back(room, self.coming)
+
+
+def _hold_until(moving: Moving, _held: Tensor) -> None:
+    moving.done()
 
 
 class HostMaster:

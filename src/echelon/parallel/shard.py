@@ -16,7 +16,7 @@ replicas otherwise. `flat.py` executes this.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -180,10 +180,11 @@ def collectives(
     reduce_bytes: int,
     stages: Mapping[str, int] | None = None,
     experts: Policy | None = None,
+    paged: Container[str] = (),
 ) -> Iterable[Collective]:
     """What one step issues, unit by unit. `compute_bytes` and `reduce_bytes` are the sizes of one element.
 
-    `experts` is the policy of their units.
+    `experts` is the policy of their units, and `paged` are those that live on the host.
 
     In a pipeline `stages` says how many of a rank's stages use each unit. There a unit is reduced after each of them,
     what is kept is gathered once a step, and layers are freed after every use.
@@ -192,6 +193,7 @@ def collectives(
     dense = plan
     for index, unit in enumerate(units):
         plan = experts if unit.folded and experts is not None else dense
+        plan = plan.on_the_host() if unit.name in paged else plan
         whole, part = unit.shards * unit.shard_numel, unit.shard_numel
         if plan.shards > 1:
             # The last layer is not freed in between: backward needs it first.
@@ -218,7 +220,12 @@ def collectives(
             )
         if plan.replicas > 1:
             yield Collective(
-                kind="all_reduce", axis=plan.replica_axis, bytes=part * reduce_bytes, hidden=index > 0, part="gradients"
+                kind="all_reduce",
+                axis=plan.replica_axis,
+                bytes=part * reduce_bytes,
+                count=accumulate * (stages[unit.name] if stages else 1) if plan.paged else 1,
+                hidden=index > 0,
+                part="gradients",
             )
 
 

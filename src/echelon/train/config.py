@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from echelon.layout import Fault, FaultError, Layout, check, did_you_mean, grammar
 from echelon.layout.faults import closest
 from echelon.layout.layout import SPLIT_BACKWARD
+from echelon.memory.offload import has_states
 from echelon.models import mixture_config, own, sizes
 from echelon.pipeline.schedules import file_fault, of_layout
 from echelon.train import keys, pipeline_faults
@@ -28,6 +29,7 @@ from echelon.train.sections import (
     BELOW_ONE,
     DataConfig,
     EvalConfig,
+    MemoryConfig,
     OptimizerConfig,
     PipelineConfig,
     PrecisionConfig,
@@ -67,6 +69,7 @@ class Config:
     sample: SampleConfig = field(default_factory=SampleConfig)
     shard: ShardConfig = field(default_factory=ShardConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     dropout: Annotated[float | None, BELOW_ONE] = None
     """In place of the model's own dropout."""
     tied: bool | None = None
@@ -258,12 +261,16 @@ def _idle(config: Config) -> dict[str, str]:
     elif config.model in sizes.SIZES and sizes.find(config.model).mixture is None:
         idle |= dict.fromkeys(OF_MIXTURES, f"model={config.model}, which has no experts")
     layout = Layout.resolve(grammar.read(config.layout).given)
-    if layout.zero != 3:
+    if layout.zero != 3 and "params" not in layout.offload.split("+"):
         idle |= dict.fromkeys(("shard.reshard_after_forward", "shard.prefetch"), f"zero={layout.zero}")
     if layout.pp == 1:
         idle |= dict.fromkeys(("pipeline.layers", "pipeline.profile", "pipeline.slices"), "pp=1")
     elif layout.schedule != "terapipe":
         idle["pipeline.slices"] = f"schedule={layout.schedule}"
+    if not has_states(layout.offload):
+        idle["memory.host"] = f"offload={layout.offload}"
+    if "disk" not in layout.offload.split("+"):
+        idle["memory.disk"] = f"offload={layout.offload}"
     if layout.pp > 1 and layout.zero == 3:
         idle["shard.reshard_after_forward"] = f"pp={layout.pp}, where layers are freed after every use"
     return idle

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -34,7 +34,7 @@ from echelon.layout.cost import Collective
 from echelon.layout.placement import Piece
 from echelon.models.head import loss_pair
 from echelon.models.sizes import ModelConfig
-from echelon.optim import Rule, sharded
+from echelon.optim import Rule, moment_bytes, num_moments, sharded
 from echelon.parallel.apply import Options, Parallel, apply
 from echelon.parallel.axis import Axis, sum_together, world_size
 from echelon.parallel.flat import explained
@@ -128,15 +128,15 @@ class Engine:
             raise ValueError("; ".join(layout.plan_only))
         self.rule: Rule = optimizer or OptimizerConfig()
         self.clip = clip
+        options = options or Options()
+        options = replace(options, state_bytes=num_moments(self.rule) * moment_bytes(self.rule, options.master))
         self.names = tuple(name for name, _ in model.named_parameters())
         """of all parameters of the model, wherever they are"""
         mixtures = mixtures_of(model, layout)
         self.pipeline: Pipeline | None = None
         if layout.pp > 1:
-            self.pipeline = Pipeline(model, layout, options or Options())
-        self.parallel: Parallel = (
-            self.pipeline.parallel if self.pipeline else apply(model, layout, options or Options())
-        )
+            self.pipeline = Pipeline(model, layout, options)
+        self.parallel: Parallel = self.pipeline.parallel if self.pipeline else apply(model, layout, options)
         self.model, self.layout = self.parallel.model, layout
         self.optimizer = sharded(self.parallel.flat, self.rule)
         self.norm = GradientNorm(self.parallel)
@@ -364,6 +364,10 @@ class Engine:
         `traffic` describes the model where tp, cp or pp is more than 1. The first step of a pipeline also sends shapes.
         """
         return issued.collectives(self, traffic)
+
+    def crossing(self) -> dict[str, int]:
+        """Bytes that one step moves between this rank's device and its host, without activations."""
+        return issued.crossing(self)
 
 
 def partial_gradients(parallel: Parallel) -> list[tuple[Axis, list[tuple[FlatUnit, Piece]]]]:

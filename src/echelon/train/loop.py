@@ -28,7 +28,7 @@ from echelon.train.engine import Engine, StepResult
 from echelon.train.later import later
 from echelon.train.load import Balance, Load, keeps_counts
 from echelon.train.pipeline_faults import MEASURE
-from echelon.train.predicted import predicted
+from echelon.train.predicted import predicted, working_bytes
 from echelon.train.run import Run
 from echelon.train.schedule import learning_rate
 from echelon.train.stopwatch import Stopwatch
@@ -103,6 +103,9 @@ class Loop:
             units=config.shard.units,
             stage_layers=config.pipeline.layers,
             slices=config.pipeline.slices,
+            host=config.memory.host,
+            disk=config.memory.disk or str(Path(config.run or "runs/run").parent / "offload"),
+            working=working_bytes(config, self.layout, self.task.shape, world),
         )
         self.profile = self._profile(options) if config.pipeline.profile else None
         if self.profile is not None:

@@ -85,6 +85,14 @@ class ShardConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    host: Annotated[float | None, SHARE] = None
+    """With offload, share of the optimizer's states that leave the device. Empty: as few as a GPU's memory asks for."""
+    disk: str = ""
+    """With offload=disk, a folder for its files, which are gone at the end. Empty: beside the run's directory."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
     compute: Literal["same", "fp8", "fp8-row"] = "same"
     """Of products of the layers: in `dtype`, or in 8 bits with a scale for each tensor or each row. The head stays."""
