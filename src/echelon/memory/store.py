@@ -120,11 +120,17 @@ class Disk:
         self.reader, self.writer = Worker("echelon-read"), Worker("echelon-write")
         self.failed: list[BaseException] = []
         """files are left where they are after an error"""
-        weakref.finalize(self, _clean, self.folder, made, self.failed)
+        self._finalizer = weakref.finalize(self, _clean, self.folder, made, self.failed)
 
     def store(self, name: str) -> Store:
         """A pair of files, by a unit's name."""
         return Store(self.folder / name)
+
+    def close(self) -> None:
+        """When everything is read and written: the files are gone, unless something went wrong."""
+        self.reader.stop()
+        self.writer.stop()
+        self._finalizer()
 
     def check(self, nbytes: int) -> None:
         """There is room for so many bytes, or an error that says how many there are."""

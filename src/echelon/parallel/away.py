@@ -44,6 +44,13 @@ class Away:
         """Its parameters and gradients live there too."""
         return self.host is not None and self.host.paged and unit.name in self.names
 
+    def close(self) -> None:
+        """Threads end, files are gone."""
+        if self.host is not None:
+            self.host.worker.stop()
+            if self.host.disk is not None:
+                self.host.disk.close()
+
 
 def away_of(
     layout: Layout, options: Options, units: Sequence[Unit], policy: Policy, model: nn.Module, layers: Sequence[str]

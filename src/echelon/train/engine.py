@@ -265,9 +265,16 @@ class Engine:
         return StepResult(ask)
 
     def drain(self) -> None:
-        """Ends what an asynchronous schedule has under way: after it, every microbatch has made its update."""
+        """Ends what is under way, in an asynchronous schedule or on the host: every microbatch has made its update."""
         if self.pipeline is not None:
             self.pipeline.drain()
+        for unit in self.parallel.flat.units:
+            if unit.host is not None:
+                unit.host.wait()
+
+    def close(self) -> None:
+        """Ends what works beside it: threads, and files that hold its states. It can do nothing after this."""
+        self.parallel.away.close()
 
     def _one_after_another(self, microbatches: Iterable[Microbatch]) -> Tensor:
         totals = torch.zeros(2, dtype=torch.float64, device=self.parallel.options.device)

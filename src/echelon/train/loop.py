@@ -152,6 +152,7 @@ class Loop:
             with self.display:
                 summary = self._steps(run)
                 sample = self.task.sample(self.engine)
+                self.engine.drain()
             if run is not None:
                 run.log("end", **summary.facts(), sample=sample)
                 measured = correct.compared(before, self._seconds, self._memory)
@@ -159,6 +160,7 @@ class Loop:
                 results = [*self._results(summary), ("step", correct.told(measured))]
                 self.display.summary(f"done: {run.path}", results, prompt=self.config.sample.prompt, sample=sample)
         finally:
+            self.engine.close()
             if run is not None:
                 run.close()
         return summary
