@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from claimed import check
 
 from echelon.launch.pool import Pool
 from echelon.layout import Layout
@@ -25,6 +26,7 @@ def provers(pool: Pool) -> dict[str, Prover]:
     }
     deep = replace(cases["llama"].model, layers=4)
     cases["deep"] = replace(cases["llama"], model=replace(deep, dropout=0.1))
+    cases["moe"] = Case(model=replace(sizes.find("moe-tiny"), layers=2), optimizer=RULES["adamw"])
     return {name: Prover(pool, case) for name, case in cases.items()}
 
 
@@ -51,6 +53,12 @@ LAYOUTS = (
     ("deep", "pp=2,accumulate=3,offload=optimizer+activations"),
     ("deep", "pp=2,accumulate=2,schedule=zb-v,offload=activations"),
     ("deep", "cp=2,offload=activations"),
+    ("llama", "dp=1,offload=disk"),
+    ("gpt", "dp=2,zero=1,accumulate=2,offload=optimizer+disk"),
+    ("gpt", "pp=2,accumulate=2,offload=params+disk"),
+    ("deep", "dp=2,zero=3,offload=params+activations+disk"),
+    ("moe", "dp=2,ep=2,offload=optimizer+activations"),
+    ("moe", "dp=2,zero=1,accumulate=2,offload=params"),
     ("llama", "dp=2,pp=2,zero=2,accumulate=2,schedule=zb-h1,offload=params"),
 )
 
@@ -60,3 +68,24 @@ def test_a_layout_that_offloads_equals_one_device(provers: dict[str, Prover], mo
     verdict = provers[model].judge(Layout.parse(layout))
     assert verdict.passed, verdict
     assert verdict.max_error <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=2,zero=1,accumulate=2,offload=optimizer",
+        "dp=2,zero=1,offload=params",
+        "dp=2,accumulate=2,offload=params",
+        "dp=2,pp=2,zero=1,accumulate=2,offload=params",
+    ],
+)
+def test_what_is_away_is_gathered_and_reduced_as_claimed(pool: Pool, layout: str) -> None:
+    check(pool, replace(sizes.find("llama-tiny"), **SMALL), layout)
+
+
+def test_a_sum_that_is_left_out_is_missed(pool: Pool) -> None:
+    case = Case(model=replace(sizes.find("llama-tiny"), **SMALL), optimizer=RULES["adamw"])
+    for layout in ("dp=2,accumulate=2,offload=optimizer", "dp=2,accumulate=2,offload=params"):
+        verdict = Prover(pool, case, "dp:all_reduce").judge(Layout.parse(layout))
+        assert not verdict.passed
+        assert verdict.axis == "dp"

@@ -82,8 +82,8 @@ def crossing(
     """
     down = up = 0
     for unit in units:
-        again = (reshard_after_forward or stages is not None) and not unit.kept and unit.name != last
-        comes = (2 if again else 1) * accumulate
+        again = stages is not None or (reshard_after_forward and unit.name != last)
+        comes = (2 if again and not unit.kept else 1) * accumulate
         if stages is not None and unit.kept:
             comes = 1
         goes = accumulate * (stages[unit.name] if stages is not None else 1)

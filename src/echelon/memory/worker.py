@@ -57,6 +57,8 @@ class Worker:
 
     def give(self, what: str, job: Job) -> Turn:
         """A job for the thread; `what` says in an error what it was."""
+        if not self._finalizer.alive:
+            raise ValueError(f"nobody is left to do {what} (the engine is closed); make another engine")
         turn = Turn(what)
         self._jobs.put((job, turn))
         return turn

@@ -16,6 +16,7 @@ Gradients that lie on the device are multiplied by the factor there, on their wa
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ class OnHost:
             host.hold()  # its parts are looked at, not their values
             self._updates.append(make(host))
             host.let_go()
-            host.states = partial(_by_element, self._updates[-1])
+            host.states = partial(_by_element, weakref.ref(self._updates[-1]))  # or they would hold each other
         _reserve(self._hosts, state_bytes)
 
     @torch.no_grad()
@@ -100,9 +101,10 @@ class OnHost:
         return found
 
 
-def _by_element(update: Update) -> list[Tensor]:
+def _by_element(update: weakref.ref[Update]) -> list[Tensor]:
     """What it keeps, without counts."""
-    return [state for state in update.states() if state.dim() > 0]
+    found = update()
+    return [] if found is None else [state for state in found.states() if state.dim() > 0]
 
 
 def _reserve(hosts: Sequence[HostUnit], state_bytes: int) -> None:
