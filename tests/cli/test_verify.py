@@ -80,7 +80,7 @@ def test_everything_wrong_with_a_question_at_once(own):
         "--model",
         f"{own}:biuld",
         "--layouts",
-        "dp=2,zerro=1; dp=2,offload=optimizer",
+        "dp=2,zerro=1; dp=2,recompute=selective",
         "--leave-out",
         "dp:al_reduce",
         "--json",

@@ -143,7 +143,7 @@ def test_runs_today(text):
         ("tp=8,tp_kind=2.5d,depth=2", []),
         ("dp=4,ep=2,etp=2", []),
         ("recompute=selective", ["recompute"]),
-        ("offload=optimizer+disk", ["offload"]),
+        ("offload=optimizer+disk", []),
     ],
 )
 def test_plan_only(text, keys):

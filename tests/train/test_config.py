@@ -184,8 +184,8 @@ def test_a_missing_file_and_a_folder(tmp_path):
 
 
 def test_what_is_not_built_is_refused_as_plan_only():
-    assert "plan only" in faults_of("layout=dp=2,offload=optimizer", world=2)["layout"].rule
-    assert {"layout", "tp"} <= set(faults_of("layout=offload=optimizer,tp=8", world=16))
+    assert "plan only" in faults_of("layout=dp=2,recompute=selective", world=2)["layout"].rule
+    assert {"layout", "tp"} <= set(faults_of("layout=recompute=selective,tp=8", world=16))
 
 
 def test_a_refused_value_does_not_cause_faults_of_other_keys():
