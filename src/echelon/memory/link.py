@@ -57,8 +57,10 @@ class Link:
     """One device's way to its host."""
 
     def __init__(self, device: torch.device):
-        self.device = device
         self.on_gpu = device.type == "cuda"
+        if self.on_gpu and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device
         self.moved: Counter[tuple[str, str]] = Counter()
         """bytes, by way and by what they are"""
         self._lock = threading.Lock()
@@ -78,9 +80,7 @@ class Link:
         """What this thread has given the device so far."""
         if not self.on_gpu:
             return THROUGH
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
-        return Moving(event)
+        return Moving(_event(torch.cuda.current_stream(self.device)))
 
     def down(
         self, source: Tensor, target: Tensor, kind: str, *, after: Moving | None = None, factor: Tensor | None = None
@@ -119,23 +119,24 @@ class Link:
             target.copy_(source, non_blocking=True)
             if not self.on_gpu:
                 return THROUGH
-            event = torch.cuda.Event()
-            event.record(self._streams[way])
-            return Moving(event)
+            return Moving(_event(self._streams[way]))
 
     def _on(self, way: str) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._streams[way]) if self.on_gpu else nullcontext()
 
 
+def _event(stream: Any) -> Any:
+    """On a stream, now. Whoever waits for it sleeps, and leaves its core to others."""
+    event = torch.cuda.Event(blocking=True)
+    event.record(stream)
+    return event
+
+
 def _locked(tensor: Tensor) -> Tensor:
-    """The tensor, whose memory the system may no longer move; until it is freed."""
+    """The tensor, or one like it, whose memory the system may no longer move, until it is freed."""
     cudart: Any = torch.cuda.cudart()
-    failed = int(cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
-    if failed:
-        raise ValueError(
-            f"host memory cannot be locked for copies ({tensor.nbytes / 2**30:.1f} GiB, error {failed}); "
-            "put fewer states on the host (memory.host), or allow more locked memory"
-        )
+    if int(cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)):
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     release = weakref.finalize(tensor.untyped_storage(), cudart.cudaHostUnregister, tensor.data_ptr())
     release.atexit = False
     return tensor
