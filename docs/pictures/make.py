@@ -18,6 +18,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import context  # noqa: E402
 import curves  # noqa: E402
 import mixtures  # noqa: E402
+import offload  # noqa: E402
 import pipelines  # noqa: E402
 import splits  # noqa: E402
 import steps  # noqa: E402
@@ -48,6 +49,8 @@ DRAWN: dict[str, Callable[[], str]] = {
     "sequence-slices": splits.sequence_slices,
     "backward-timeline": steps.backward_timeline,
     "recompute": steps.recompute,
+    "offload-places": offload.places,
+    "offload-timeline": offload.timeline,
     "loss-contract": steps.loss_contract,
     "same-mask": steps.same_mask,
     "pipeline-cut": pipelines.cut_model,
