@@ -171,18 +171,6 @@ def batch_statistics() -> str:
     return markdown(("model", "collective", "axis", "of", "times", "bytes a step"), [row])
 
 
-def offloaded() -> str:
-    from echelon.memory import offload
-
-    rows = []
-    for kind in ("optimizer", "params", "optimizer+disk", "params+disk"):
-        told = offload.moved(
-            kind, updated=1.0, parameters=1.0, activations=0.0, accumulate=4, compute_bytes=2, gradient_bytes=4
-        )
-        rows.append((f"`offload={kind}`", f"{told.link:g}", f"{told.disk:g}"))
-    return markdown(("layout", "bytes over the link", "bytes of disk, read and written"), rows)
-
-
 def recomputed() -> str:
     from echelon.train.metrics import recomputed_flops
 
@@ -367,7 +355,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "state bytes": state_bytes,
     "batch statistics": batch_statistics,
     "recomputed": recomputed,
-    "offloaded": offloaded,
+    "offloaded": lambda: markdown(("layout", "bytes over the link", "bytes of disk"), traffic.offloaded()),
     "schedules": schedules,
     "versions of weights": versions,
     "messages of pipelines": messages,
