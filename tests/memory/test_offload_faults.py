@@ -22,6 +22,7 @@ from echelon.memory import store
 from echelon.memory.link import Link, Rooms
 from echelon.memory.worker import Worker
 from echelon.optim.on_host import OnHost
+from echelon.parallel import away
 from echelon.train.engine import Engine
 
 # -- what goes wrong --------------------------------------------------------------------------------------------------
@@ -61,6 +62,14 @@ def test_a_disk_that_is_too_small_is_found_before_the_first_step(
         engine_away("offload=disk", disk=str(tmp_path))
     gc.collect()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_host_that_is_too_small_is_found_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert away.available() > 0
+    monkeypatch.setattr(away, "available", lambda: 1000)
+    with pytest.raises(ValueError, match=r"the host cannot hold .*GiB a rank, 0\.0 available.*\+disk"):
+        engine_away("offload=optimizer")
+    engine_away("offload=activations")
 
 
 @pytest.mark.parametrize("kind", ["disk", "params+disk"])

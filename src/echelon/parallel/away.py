@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from echelon.layout import Layout
 from echelon.layout.placement import Unit
 from echelon.memory.activations import Stash
 from echelon.memory.link import Link
-from echelon.memory.offload import chosen, has_states, least_share
+from echelon.memory.offload import chosen, has_states, held, least_share
 from echelon.memory.store import Disk
 from echelon.parallel.axis import world_rank
 from echelon.parallel.host_unit import Host
@@ -24,6 +25,12 @@ from echelon.parallel.shard import Policy
 if TYPE_CHECKING:
     from echelon.parallel.apply import Options
 
+GIB = 1 << 30
+LIMITS = (
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)
+"""where the system keeps what a group of processes may take, and has: its second version, and its first"""
 WORKING = 0.12
 """share of a GPU's memory for activations and whatever comes and goes, where nobody says how much that is"""
 
@@ -68,13 +75,47 @@ def away_of(
     if not names:
         return Away(stash=stash)
     disk = None
-    if "disk" in kinds:
+    if "disk" not in kinds:
+        refuse_too_much([unit for unit in units if unit.name in names], options, policy, paged="params" in kinds)
+    else:
         disk = Disk(Path(options.disk or tempfile.gettempdir()), f"rank{world_rank()}")
     largest = max(unit.shard_numel for unit in units if unit.name in names)
     host = Host.of(
         link, largest=largest, master=options.master, compute=options.compute, paged="params" in kinds, disk=disk
     )
     return Away(names=names, host=host, stash=stash)
+
+
+def refuse_too_much(units: Sequence[Unit], options: Options, policy: Policy, *, paged: bool) -> None:
+    """States that the host cannot hold are refused before they are made; the system would end the process instead."""
+    needed = held(
+        units,
+        paged=paged,
+        disk=False,
+        compute_bytes=options.compute.itemsize,
+        master_bytes=options.master.itemsize,
+        state_bytes=options.state_bytes,
+        early_bytes={u.name: options.compute.itemsize if policy.gradients_are_final(u) else 0 for u in units},
+    )["host"]
+    free = available()
+    if free and needed > free:
+        raise ValueError(
+            f"the host cannot hold what leaves the device ({needed / GIB:.1f} GiB a rank, {free / GIB:.1f} available); "
+            "let less leave (memory.host), divide it over more ranks, or use offload=...+disk"
+        )
+
+
+def available() -> int:
+    """Bytes that this process may still take; 0 where the system does not say."""
+    found = []
+    with suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        found.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]))
+    for limit, used in LIMITS:
+        with suppress(OSError, ValueError):  # "max" is no number
+            folder = Path("/sys/fs/cgroup")
+            found.append(int((folder / limit).read_text()) - int((folder / used).read_text()))
+    return min(found, default=0)
 
 
 def _share(layout: Layout, options: Options, units: Sequence[Unit], policy: Policy) -> float:
