@@ -300,7 +300,8 @@ def bench_measured() -> str:
 def own_steps() -> str:
     """What the planner says of the steps of ours that were measured."""
     rows = []
-    for step in measured_steps(DOCS.parent / "bench" / "measured" / "h200.json"):
+    measured = DOCS.parent / "bench" / "measured"
+    for step in (*measured_steps(measured / "h200.json"), *measured_steps(measured / "h200-mixtures.json")):
         plan = price(step.case)
         held = plan.memory.total - plan.memory.parts["reserve"]
         rows.append(

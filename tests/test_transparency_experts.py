@@ -47,6 +47,8 @@ LAYOUTS = (
     "tp=2",
     "cp=3,cp_kind=gather",
     "tp=2,pp=2,ep=2,schedule=zb-v,vpp=2,accumulate=2",
+    "cp=2,pp=2,ep=2,accumulate=2",
+    "dp=2,pp=2,ep=2,zero=0,accumulate=2",
 )
 
 
@@ -91,6 +93,27 @@ def test_dropout_and_two_hops_equal_one_device(pool: Pool, layout: str) -> None:
     assert verdict.passed, f"{verdict.first_difference} {verdict.trouble}"
 
 
+def test_parts_of_experts_that_are_padded_drop_what_the_whole_would(pool: Pool) -> None:
+    """They did not: the second part of seven units began at the wrong one."""
+    model = replace(MIXTRAL, mixture=MixtureConfig(experts=4, k=2, ffn=7, gate="mixtral", dropout=0.4))
+    verdict = Prover(pool, Case(model=model, steps=2, seq_len=17)).judge(Layout.parse("dp=2,etp=2"))
+    assert verdict.passed, f"{verdict.first_difference} {verdict.trouble}"
+
+
+def test_a_node_to_which_nothing_comes(pool: Pool) -> None:
+    """It crashed: no row at all had no number of columns."""
+    verdict = Prover(pool, Case(model=SWITCH, steps=2, seq_len=3)).judge(
+        Layout.parse("tp=2,cp=2,cp_kind=gather,ep=4,ep_inner=2")
+    )
+    assert verdict.passed, f"{verdict.first_difference} {verdict.trouble}"
+
+
+def test_one_copy_of_the_experts_works_in_rounds_and_the_other_does_not(pool: Pool) -> None:
+    """It hung: rounds went by the experts' weights without calling them, so that only one copy gathered its shards."""
+    report = verify("moe-tiny", "dp=2,tp=4,ep=4,zero=3,accumulate=2", pool=pool, steps=3)
+    assert report.passed, [verdict.trouble or verdict.first_difference for verdict in report.verdicts]
+
+
 @pytest.mark.parametrize("gate", ["noisy-top-k", "gshard", "expert-choice", "deepseek-v2", "hierarchical"])
 @pytest.mark.filterwarnings("ignore:gate")
 def test_every_kind_of_gate_decides_as_on_one_device(pool: Pool, gate: str) -> None:
@@ -123,7 +146,7 @@ def batch(rows: int, seed: int) -> dict[str, Tensor]:
 
 def test_an_expert_that_gets_everything_and_experts_that_get_nothing(pool: Pool) -> None:
     """On four ranks one gets more than it has room for, and works it off in rounds."""
-    layouts = "dp=2,ep=2; dp=4,ep=4,zero=3; dp=2,tp=2,ep=4,recompute=full; dp=4,ep=4,ep_inner=2; dp=4,ep=2,etp=2"
+    layouts = "dp=2,ep=2; dp=8,ep=4,zero=3; dp=2,tp=2,ep=4,recompute=full; dp=4,ep=4,ep_inner=2; dp=4,ep=2,etp=2"
     report = verify(crowded, layouts, batch=batch, pool=pool, steps=2)
     assert report.passed, [verdict.trouble or verdict.first_difference for verdict in report.verdicts]
 

@@ -15,6 +15,10 @@ from echelon.models.sizes import find
         ("moe-tiny", "dp=3,ep=3", "ep=3 does not divide the 8 experts of a layer (moe-tiny); legal: 1"),
         ("llama-tiny", "dp=2,ep=2", "divides experts, and llama-tiny has none"),
         ("moe-tiny", "tp=2,sp=0", "is not for experts, whose tokens are divided over tp by position"),
+        ("deepseek-tiny", "pp=2,schedule=2bw,accumulate=4", "the gate balances by the loads of a step (deepseek-v3)"),
+        ("moe-tiny", "tp=4,pp=2,schedule=pipedream,accumulate=4,zero=3", "holds several whole versions of the weights"),
+        ("moe-tiny", "dp=4,ep=4,ep_inner=4", "does not cut the ranks of experts into several nodes"),
+        ("moe-tiny", "dp=4,ep=2,etp=2,ep_inner=3", "does not cut the ranks of experts into several nodes"),
         ("moe-tiny", "tp=4,tp_kind=2d", "is not for experts, whose tokens are divided over tp by position"),
     ],
 )
@@ -26,4 +30,6 @@ def test_what_experts_cannot_do_is_refused(model: str, text: str, words: str) ->
 
 def test_what_they_can_do_is_not() -> None:
     check("dp=2,tp=2,ep=4", model=find("moe-tiny"))
+    check("pp=2,schedule=2bw,accumulate=4", model=find("moe-tiny"))
+    check("tp=4,pp=2,schedule=pipedream,accumulate=4,ep=4,zero=3", model=find("moe-tiny"))
     check("dp=1,pp=2,schedule=terapipe", model=find("llama-tiny"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -10,9 +11,10 @@ from torch import Tensor, nn
 
 from echelon.layout import FaultError
 from echelon.models import SIZES, ModelConfig, build, find, reduced, sizes
+from echelon.models.gate_text import with_gate
 from echelon.models.head import loss_sum
 from echelon.models.mixture import gate_faults
-from echelon.models.mixture_config import MixtureConfig, with_gate
+from echelon.models.mixture_config import MixtureConfig
 from echelon.moe import GATES
 from echelon.moe.layer import Mixture
 from echelon.train.config import Config
@@ -158,6 +160,17 @@ def test_any_gate_in_place_of_a_mixtures_own(name: str, size: str) -> None:
     found = with_gate(mixture, f"{name},cap=4" if name == "expert-choice-capped" else name)
     assert found.gate == name
     assert gate_faults(found) == []
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_every_gates_parameters_are_counted(name: str) -> None:
+    """Those of two levels were not."""
+    changed = sizes.changed(replace(find("moe-tiny"), layers=2), gate=name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        built = build(changed, "meta")
+        assert build(reduced(changed), "meta") is not None
+    assert changed.parameters == sum(parameter.numel() for parameter in built.parameters())
 
 
 def test_a_gate_with_options() -> None:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.moe.hierarchical import Hierarchical, squarest
+from echelon.moe.facts import squarest
+from echelon.moe.hierarchical import Hierarchical
 from tests.moe.reference import Array, Dense, accounted, below, best, cv_squared, gate, same, softmax, softplus, tokens
 
 ROUTERS = ("weight", "noise_weight", "group_weight", "group_noise_weight")

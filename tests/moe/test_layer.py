@@ -72,7 +72,7 @@ def test_a_tally_is_of_the_step_and_moves_the_bias() -> None:
     assert mixture.tally is not None
     assert int(mixture.tally[:-1].sum()) == 2 * 2 * 5 * 2
     load = mixture.tally[:-1]
-    mixture.end_step()
+    mixture.end_step(load)
     assert mixture.tally is None
     assert torch.equal(mixture.gate.bias.sign(), (load.double().mean() - load).sign())
 

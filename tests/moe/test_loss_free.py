@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from echelon.moe.loss_free import LossFree
+from echelon.parallel.first_values import move_buffers
 from tests.moe.reference import Array, Dense, accounted, best, gate, same, softmax, tokens
 
 
@@ -40,9 +41,9 @@ def test_equals_the_paper(num: int, k: int, score: str, normalise: bool, scale: 
 
 def test_an_update_is_a_step_towards_the_mean() -> None:
     made = LossFree(4, 4, 1)
-    made.update(torch.tensor([5, 1, 3, 3]))
+    made.end_step(torch.tensor([5, 1, 3, 3]))
     assert made.bias.tolist() == pytest.approx([-0.001, 0.001, 0, 0])
-    made.update(torch.tensor([0, 0, 0, 8]))
+    made.end_step(torch.tensor([0, 0, 0, 8]))
     assert made.bias.tolist() == pytest.approx([0, 0.002, 0.001, -0.001])
 
 
@@ -51,7 +52,7 @@ def test_updates_bring_the_load_to_rest() -> None:
     assert isinstance(made, LossFree)
     first = made(x).load
     for _ in range(150):
-        made.update(made(x).load)
+        made.end_step(made(x).load)
     last = made(x).load
     assert int(first.max()) > 1.3 * 800 / 6
     assert int(last.max()) < 1.1 * 800 / 6
@@ -63,3 +64,15 @@ def test_the_bias_is_saved_and_not_trained() -> None:
     assert [name for name, _ in made.named_parameters()] == ["weight"]
     assert made.initial("bias").kind == "zeros"
     assert not made.bias.requires_grad
+
+
+def test_a_bias_stays_wide_in_a_model_of_16_bits() -> None:
+    """It was of the compute type: above 0.5 steps of 0.001 changed nothing any more."""
+    made = LossFree(4, 8, 2)
+    move_buffers(made, torch.device("cpu"), torch.bfloat16)
+    assert made.bias.dtype == torch.float32
+    for _ in range(2000):
+        made.end_step(torch.tensor([0] + [1] * 7))
+    assert float(made.bias[0]) == pytest.approx(2.0, rel=1e-3)
+    move_buffers(made, torch.device("cpu"), torch.float64)
+    assert made.bias.dtype == torch.float64

@@ -21,11 +21,11 @@ WIDTH, FFN, EXPERTS, TOKENS = 64, 96, 8, 500
 LAYOUT = "dp=4,ep=4"
 
 
-def spread(layout: str, *, crowded: bool, shared: nn.Module | None = None) -> Mixture:
+def spread(layout: str, *, crowded: bool, shared: nn.Module | None = None, k: int = 1) -> Mixture:
     """On a rank: a layer of which this rank has some of the experts. Crowded: every token wants the second one."""
     torch.manual_seed(0)
     parsed = Layout.parse(layout)
-    gate = build_gate("loss-free", WIDTH, EXPERTS, 1)
+    gate = build_gate("loss-free", WIDTH, EXPERTS, k)
     if crowded:
         gate.bias[1] = 1e6
     experts = Experts(EXPERTS // parsed.ep, WIDTH, FFN // parsed.etp)
@@ -58,11 +58,11 @@ def peak(ceiling: float, crowded: bool) -> tuple[int, int, int]:
     return living.peak, max(rows), mixture.spread.limit(mixture, TOKENS)
 
 
-def stated(rows: float) -> float:
+def stated(rows: float, k: int = 1) -> float:
     """Bytes of so many rows here: what came and was put by expert, what experts keep, and their gradients; and of the
     tokens' rows at home."""
     here = rows * (4 * WIDTH + 2 * 3 * FFN)
-    home = TOKENS * 8 * WIDTH
+    home = k * TOKENS * 8 * WIDTH
     weights = 2 * EXPERTS / 4 * 3 * WIDTH * FFN
     return 4 * (here + home + weights)
 
@@ -81,6 +81,39 @@ def test_without_a_ceiling_the_same_takes_more(pool: Pool) -> None:
     found = pool.run(peak, 4, 1e6, True)
     assert max(rows for _, rows, _ in found) == 4 * TOKENS
     assert max(size for size, _, _ in found) > 1.1 * stated(CEILING * TOKENS)
+
+
+def rows_by_nodes(layout: str) -> tuple[int, int]:
+    """On a rank: bytes that a layer whose tokens want four experts has at most, and the rows that it is given."""
+    mixture = spread(layout, crowded=False, k=4)
+    x = torch.randn(1, TOKENS, WIDTH, requires_grad=True)
+    with LivingBytes() as living:
+        y, _ = mixture(x)
+        y.square().sum().backward()
+        del y
+    assert isinstance(mixture.spread, Dispatch)
+    return living.peak, mixture.spread.limit(mixture, TOKENS)
+
+
+def test_two_hops_hold_rows_of_their_own_node_alone(pool: Pool) -> None:
+    """They held one for every expert of a token, wherever it was: as many times too many as there are nodes."""
+    straight, hops = (pool.run(rows_by_nodes, 8, f"dp=8,ep=8{inner}") for inner in ("", ",ep_inner=2"))
+    assert max(size for size, _ in hops) < 1.5 * max(size for size, _ in straight)
+    assert max(size for size, _ in hops) < stated(hops[0][1], k=4)
+
+
+def uneven(layout: str) -> float:
+    """On a rank: what comes out where ranks have different numbers of tokens, all of which want one expert."""
+    mixture = spread(layout, crowded=True)
+    x = torch.randn(1, TOKENS if dist.get_rank() else 3, WIDTH, requires_grad=True)
+    y, _ = mixture(x)
+    y.square().sum().backward()
+    return float(y.detach().abs().sum())
+
+
+def test_ranks_with_few_tokens_agree_with_the_others_on_rounds(pool: Pool) -> None:
+    """They did not: each had a limit of its own."""
+    assert all(value > 0 for value in pool.run(uneven, 4, LAYOUT))
 
 
 # -- beside the shared expert -----------------------------------------------------------------------------------------

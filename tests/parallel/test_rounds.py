@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from echelon.parallel.axis import Axis
-from echelon.parallel.rounds import _Round, most, num_rounds
+from echelon.parallel.rounds import Rounds, most, num_rounds
 
 
 @st.composite
@@ -27,7 +27,7 @@ def test_rounds_take_every_row_once_and_stay_below_the_limit(case: tuple[Tensor,
     rounds = num_rounds(table, etp, limit)
     for rank in range(ranks):
         axis = Axis("ep*etp", range(ranks), rank, None, frozenset())
-        parts = [_Round.of(axis, table, etp, number, rounds, torch.device("cpu")) for number in range(rounds)]
+        parts = list(Rounds(axis, table, etp, rounds).each(torch.device("cpu")))
         taken = torch.cat([part.index for part in parts])
         assert sorted(taken.tolist()) == list(range(int(table[rank].sum())))
         mine = table.view(ranks, ranks // etp, -1)[:, rank // etp]

@@ -203,6 +203,15 @@ def test_deepseeks_own_run():
     assert found.seconds == pytest.approx(measured, rel=0.2)
 
 
+def test_deepseeks_layout_is_too_much_for_our_program_unless_it_recomputes():
+    """Theirs keeps less of attention and of activations, and inputs of products in 8 bits."""
+    layout = "dp=128,pp=16,schedule=dualpipe-v,ep=64,accumulate=120"
+    plain, full = (price(case(f"{layout}{more}", "deepseek-v3", "2048xh800")) for more in ("", ",recompute=full"))
+    assert plain.memory.parts["activations"] > plain.case.cluster.memory
+    assert full.fits
+    assert full.seconds > best("deepseek-v3", "2048xh800", 15360).seconds
+
+
 def test_mixtral_on_64_h100():
     found = best("mixtral-8x7b", "64xh100", 1024)
     assert found.fits
@@ -211,7 +220,7 @@ def test_mixtral_on_64_h100():
     assert found.layout.etp == 1
     assert found.layout.tp <= 2
     assert found.layout.recompute == "none"
-    assert 0.28 < found.mfu < 0.45
+    assert 0.38 < found.mfu < 0.5  # two layers on an H200, of whose time the update is a fifth, were measured at 0.46
 
 
 @pytest.mark.parametrize(

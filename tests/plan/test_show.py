@@ -18,10 +18,10 @@ from echelon.layout import Layout
 from echelon.plan import cluster
 from echelon.plan.case import Case
 from echelon.plan.price import price
-from echelon.plan.shape import transformer
 from echelon.plan.show import page, shown, step, words
 from echelon.plan.show.terminal import continued, folded
 from echelon.plan.time import Times
+from echelon.plan.transformer import transformer
 
 SIZES = {"layers": 80, "width": 8192, "heads": 64, "kv_heads": 8, "ffn": 28672, "gated": True, "vocab": 128256}
 LAYOUTS = (

@@ -26,6 +26,18 @@ from echelon.train.loads import mixtures_of
 MODEL = replace(sizes.find("moe-tiny"), layers=2)
 
 
+def test_a_step_without_a_target_leaves_the_bias_where_it_is() -> None:
+    """It moved, though nothing was updated."""
+    engine = Engine(models.build(replace(sizes.changed(MODEL, gate="loss-free,speed=0.5"), layers=1), "meta"))
+    engine.model.train()
+    bias = engine.model.blocks[0].mlp.gate.bias
+    batch = Case(model=MODEL, seq_len=9).batch(0, 2)
+    assert engine.step({**batch, "targets": torch.full_like(batch["targets"], -100)}).skipped
+    assert float(bias.abs().max()) == 0
+    engine.step(batch)
+    assert float(bias.abs().max()) == 0.5
+
+
 def test_what_is_said_of_a_layer() -> None:
     even = Load.of("a", [4, 4, 4, 4], 0)
     assert (even.most, even.dead, even.dropped) == (1.0, 0, 0)

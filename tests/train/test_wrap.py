@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,8 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import echelon as ec
+from echelon import models
 from echelon.launch.failure import RankError
 from echelon.layout import Layout
+from echelon.models import sizes
+from echelon.models.mixture_config import MixtureConfig
 
 ROWS, STEPS = 12, 4
 
@@ -374,3 +379,11 @@ def test_sequence_parallel_in_a_loop_of_ones_own(pool):
 def test_a_layout_that_cannot_be_is_refused(layout, message):
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
         ec.wrap(build(), layout)
+
+
+def test_a_gate_that_must_be_told_loads_is_refused():
+    """It was not, and never balanced."""
+    mixture = MixtureConfig(experts=4, k=1, ffn=8, gate="loss-free")
+    model = models.build(replace(sizes.find("moe-tiny"), layers=1, mixture=mixture))
+    with pytest.raises(ValueError, match=r"balances by the loads of a step must be told them \(blocks.0.mlp.gate\)"):
+        ec.wrap(model, "dp=1")

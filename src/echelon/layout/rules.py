@@ -179,7 +179,10 @@ def gates_decide_for_whole_sequences(layout: Layout, facts: Facts) -> Iterator[B
 
 
 def asynchronous_weights_are_whole(layout: Layout, facts: Facts) -> Iterator[Broken]:
-    if layout.pp > 1 and layout.schedule in ASYNCHRONOUS and layout.zero > 1 and layout.dp * layout.cp > 1:
+    ranks = layout.dp * layout.cp
+    if getattr(facts.model, "mixture", None) is not None:
+        ranks = max(ranks, ranks * layout.tp // (layout.ep * layout.etp))  # that experts are divided over
+    if layout.pp > 1 and layout.schedule in ASYNCHRONOUS and layout.zero > 1 and ranks > 1:
         rule = f"is not for schedule={layout.schedule}, which holds several whole versions of the weights"
         yield Broken(("zero",), rule, "or schedule=1f1b")
 
@@ -189,6 +192,13 @@ def asynchronous_stages_share_nothing(layout: Layout, facts: Facts) -> Iterator[
         assert facts.model is not None
         rule = f"updates every stage on its own, and the embedding of {facts.model.name} is tied to its last stage"
         yield Broken(("schedule",), rule, "or tied=false")
+
+
+def gates_know_their_loads(layout: Layout, facts: Facts) -> Iterator[Broken]:
+    mixture = getattr(facts.model, "mixture", None)
+    if mixture is not None and mixture.balances_by_load and layout.pp > 1 and layout.schedule in ASYNCHRONOUS:
+        rule = f"has stages at different steps, and the gate balances by the loads of a step ({mixture.gate})"
+        yield Broken(("schedule",), rule, "or a gate with a balance loss")
 
 
 def vpp_fits_schedule(layout: Layout, facts: Facts) -> Iterator[Broken]:
@@ -271,6 +281,7 @@ RULES: tuple[Rule, ...] = (
     slices_need_whole_sequences,
     slices_come_in_order,
     gates_decide_for_whole_sequences,
+    gates_know_their_loads,
     asynchronous_weights_are_whole,
     asynchronous_stages_share_nothing,
     one_version_on_the_host,

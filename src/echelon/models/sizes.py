@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from echelon.layout.faults import Fault, FaultError, did_you_mean
+from echelon.models.gate_text import with_gate
 from echelon.models.latent_config import LatentConfig
-from echelon.models.mixture_config import MixtureConfig, with_gate
+from echelon.models.mixture_config import MixtureConfig
 
 IGNORE = -100
 """A target that does not count; torch's cross-entropy leaves it out by default."""

@@ -61,8 +61,3 @@ def prices(s: Tensor, k: int, cap: float, entropy: float, rounds: int) -> tuple[
         v = (v + OVER * (best - v)).clamp(min=0)
         u = u + OVER * (shift(x - v.unsqueeze(-2), k) - u)
     return shift(x - v.unsqueeze(-2), k) * entropy, v * entropy
-
-
-def assignment(s: Tensor, u: Tensor, v: Tensor, entropy: float) -> Tensor:
-    """A, of the prices."""
-    return ((s - u.unsqueeze(-1) - v.unsqueeze(-2)) / entropy).clamp(max=0).exp()

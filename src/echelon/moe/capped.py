@@ -8,6 +8,8 @@ A itself has no gradient. Rounding it can give a token one expert more than b, w
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from echelon.moe.assignment import prices
@@ -38,10 +40,7 @@ class CappedExpertChoice(ExpertChoice):
 
     def preferences(self, s: Tensor, taken: int) -> Tensor:
         num_experts, num_tokens = s.shape[1:]
-        if taken * num_experts > self.cap * num_tokens:
-            raise ValueError(
-                f"{num_experts} experts with {taken} tokens each are too many for {num_tokens} tokens with "
-                f"{self.cap} experts each; use longer groups, fewer experts or a higher cap"
-            )
+        # So few tokens that each expert takes one: then some must have more experts than the cap.
+        cap = max(self.cap, math.ceil(taken * num_experts / num_tokens))
         # In a row, A grows with S - v, which still tells apart what A rounds to 0 or 1.
-        return s - prices(s, taken, self.cap, self.entropy, self.rounds)[1].unsqueeze(1)
+        return s - prices(s, taken, cap, self.entropy, self.rounds)[1].unsqueeze(1)

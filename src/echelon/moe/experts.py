@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,13 +31,16 @@ class Experts(nn.Module):
         self.first_unit = 0
         """number of the first hidden unit at hand, in the whole expert"""
 
-    def forward(self, x: Tensor, ends: Tensor, keys: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, ends: Tensor, keys: Tensor | None = None, through: Callable[[Experts], Tensor] | None = None
+    ) -> Tensor:
         """[rows, width] from rows that come expert by expert; each expert's end at `ends` [experts] int32.
 
         `keys` [rows] say what dropout does with a row. An expert without rows takes part: its matrices are read by no
-        product, and their gradient is 0.
+        product, and their gradient is 0. `through` takes over: whoever has rows that come in parts must still call the
+        module once, for its parameters are there only around its call.
         """
-        return self.with_weights(x, self.up, self.down, ends, keys)
+        return self.with_weights(x, self.up, self.down, ends, keys) if through is None else through(self)
 
     def with_weights(self, x: Tensor, up: Tensor, down: Tensor, ends: Tensor, keys: Tensor | None) -> Tensor:
         """What `forward` would do with other weights."""

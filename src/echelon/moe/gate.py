@@ -51,6 +51,10 @@ class Gate(nn.Module):
     """a later token can change an earlier one's experts; see [Note: which gates leak]"""
     k: float
     """experts of a token, on average where experts choose"""
+    balances_by_load: bool = False
+    """`end_step` must be told the loads of every step"""
+    wide_buffers: tuple[str, ...] = ()
+    """of at least 32 bits whatever the model's type is"""
 
     def __init__(
         self,
@@ -110,6 +114,8 @@ class Gate(nn.Module):
         groups, tokens, _ = scores.shape
         if self.local_groups == 1:
             return self.choose(scores)
+        if tokens % self.local_groups and not self.training:
+            return self.choose(scores)  # a text that is being written has any length
         if tokens % self.local_groups:
             raise ValueError(
                 f"local groups do not divide a group's tokens (tokens={tokens}, local_groups={self.local_groups}); "
@@ -124,6 +130,9 @@ class Gate(nn.Module):
 
     def forward(self, x: Tensor) -> Routing:
         return self.route(self.scores(x))
+
+    def end_step(self, load: Tensor) -> None:
+        """Once per step, with the choices of each expert in the whole batch, over all microbatches and ranks."""
 
     def extra_repr(self) -> str:
         return f"width={self.width}, num_experts={self.num_experts}, k={self.k}"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from echelon.moe.balance import cv_squared
 from echelon.moe.choice import spread, top
+from echelon.moe.facts import squarest
 from echelon.moe.gate import TokenGate
 from echelon.moe.noisy import Level, chances, with_noise
 from echelon.moe.routing import Routing, by_token
@@ -84,13 +85,6 @@ class Hierarchical(TokenGate):
         of_groups = chances(primary, self.k_groups).sum(1)
         of_members = (chances(secondary, inside) * sees.unsqueeze(-1)).sum(1)
         return (of_groups.unsqueeze(-1) * of_members / sees.sum(1).clamp(min=1).unsqueeze(-1)).flatten(1)
-
-
-def squarest(num_experts: int) -> int:
-    """The divisor nearest to the root from below: both levels choose among as few as can be."""
-    return max(
-        a for a in range(1, max(num_experts, 1) + 1) if a == 1 or (num_experts % a == 0 and a * a <= num_experts)
-    )
 
 
 def _wrong(num_experts: int, k: int, num_groups: int, k_groups: int) -> list[str]:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from echelon.moe.experts import Experts
 from echelon.moe.gate import Gate
-from echelon.moe.loss_free import LossFree
 from echelon.moe.routing import Routing
 from echelon.moe.sorted import Sorted
 
@@ -61,17 +60,20 @@ class Mixture(nn.Module):
         out = finish().view_as(x)
         return out if shared is None else out + shared, routing.loss
 
-    def at_hand(self, x: Tensor, routing: Routing) -> Callable[[], Tensor]:
-        """[tokens, width]: the sum of what each token's experts, all of them here, make of it."""
+    def at_hand(self, x: Tensor, routing: Routing, *, trim: bool = False) -> Callable[[], Tensor]:
+        """[tokens, width]: the sum of what each token's experts, all of them here, make of it.
+
+        `trim` asks the device how many assignments go anywhere, and makes rows of these alone.
+        """
 
         def finish() -> Tensor:
             order = Sorted.of(routing)
+            order = order.first(int(order.counts.sum())) if trim else order
             return order.received(self.experts(order.sent(x), order.ends, order.keys), routing.weights)
 
         return finish
 
-    def end_step(self) -> None:
-        """After an update, with the tally of the whole batch: gates that balance by a bias change it."""
-        if self.tally is not None and isinstance(self.gate, LossFree):
-            self.gate.update(self.tally[:-1])
+    def end_step(self, load: Tensor) -> None:
+        """After an update, with the choices of each expert in the whole batch; all 0 where nothing was updated."""
+        self.gate.end_step(load)
         self.tally = None

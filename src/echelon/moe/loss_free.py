@@ -22,6 +22,8 @@ class LossFree(TokenGate):
     """`speed` is the paper's u. The paper's weights are not normalised."""
 
     bias: Tensor
+    balances_by_load = True
+    wide_buffers = ("bias",)
 
     def __init__(
         self,
@@ -40,9 +42,8 @@ class LossFree(TokenGate):
         self._first["bias"] = ZEROS
 
     @torch.no_grad()
-    def update(self, load: Tensor) -> None:
-        """Once per step, with the choices of each expert in the whole batch, over all microbatches and ranks."""
-        missing = load.to(self.bias.dtype).mean() - load
+    def end_step(self, load: Tensor) -> None:
+        missing = load.sum() - load * self.num_experts  # in whole numbers, which round nothing
         self.bias += self.speed * missing.sign().to(self.bias.dtype)
 
     def choose(self, scores: Tensor) -> Routing:

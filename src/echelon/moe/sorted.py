@@ -9,7 +9,7 @@ experts choose is there no such list; there sums are made in 32 bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ class Sorted:
     per_token: int
     keys: Tensor | None = None
     """[A] int64: what dropout inside the experts follows from"""
+    used: int | None = None
+    """rows that are sent, where the host knows how many go anywhere; none: all A"""
 
     @classmethod
     def of(cls, routing: Routing) -> Sorted:
@@ -77,6 +79,12 @@ class Sorted:
         """[E] int32: where each expert's run of assignments ends."""
         return self.counts.cumsum(0).to(torch.int32)
 
+    def first(self, used: int) -> Sorted:
+        """Without the rows of assignments that go nowhere, which are those after so many."""
+        if used == len(self.tokens):
+            return self
+        return replace(self, used=used, keys=None if self.keys is None else self.keys[:used])
+
     def sent(self, x: Tensor) -> Tensor:
         """[A, ...]: each assignment's token, from [tokens, ...]."""
         out: Tensor = _Sent.apply(x, self)
@@ -84,7 +92,7 @@ class Sorted:
 
     def in_order(self, x: Tensor) -> Tensor:
         """[A, ...] in the order of the experts, from the routing's."""
-        return x.index_select(0, self.order)
+        return x.index_select(0, self.order[: self.used])
 
     def received(self, y: Tensor, weights: Tensor) -> Tensor:
         """[tokens, ...]: the sum of each token's results, times their weights in the routing's order."""
@@ -96,18 +104,29 @@ class Sorted:
 
     def add_up(self, y: Tensor) -> Tensor:
         """[tokens, ...]: the sum of what belongs to each token. See the note at the top."""
+        if self.per_token and self.used is None:
+            return y.index_select(0, self.place).view(self.num_tokens, self.per_token, *y.shape[1:]).sum(1)
         if self.per_token:
-            return y.index_select(0, self.place).view(self.num_tokens, self.per_token, -1).sum(1)
+            return self._by_choice(y)
         wide = torch.promote_types(y.dtype, torch.float32)
         out = y.new_zeros(self.num_tokens, y.shape[1], dtype=wide)
-        return out.index_add_(0, self.tokens, y.to(wide)).to(y.dtype)
+        return out.index_add_(0, self.tokens[: self.used], y.to(wide)).to(y.dtype)
+
+    def _by_choice(self, y: Tensor) -> Tensor:
+        """First choices, second ones, and so on: where many go nowhere, a row for each of them would be too many."""
+        y = torch.cat([y, y.new_zeros(1, *y.shape[1:])])  # what has no row reads this one
+        place = self.place.clamp(max=len(y) - 1).view(self.num_tokens, self.per_token)
+        out = y.index_select(0, place[:, 0])
+        for choice in range(1, self.per_token):
+            out += y.index_select(0, place[:, choice])
+        return out
 
 
 class _Sent(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Sorted) -> Tensor:
         ctx.order = order
-        return x.index_select(0, order.tokens)
+        return x.index_select(0, order.tokens[: order.used])
 
     @staticmethod
     @once_differentiable
@@ -124,4 +143,4 @@ class _Summed(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0].index_select(0, ctx.order.tokens), None
+        return gradients[0].index_select(0, ctx.order.tokens[: ctx.order.used]), None

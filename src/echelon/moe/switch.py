@@ -6,7 +6,8 @@
     expert capacity = T / N · capacity factor; tokens are kept in their order while there is room
 
 In training the router's input is multiplied by numbers from 1 - jitter to 1 + jitter (appendix C). Its weights start
-from a normal truncated at two standard deviations of sqrt(s / fan-in) with s = 0.1, a tenth of the usual.
+from a normal truncated at two standard deviations of sqrt(s / fan-in) with s = 0.1, a tenth of the usual. In
+fine-tuning experts have a dropout of their own (section 2.4: 0.4 where other layers have 0.1): see dropout.py.
 """
 
 from __future__ import annotations
@@ -24,9 +25,6 @@ from echelon.rng import Draws, Truncated
 
 INIT_SCALE = 0.1
 """s: variance of first values times fan-in (section 2.4, table 3)"""
-
-EXPERT_DROPOUT = 0.4
-"""dropout inside the experts in fine-tuning, where the other layers have 0.1 (section 2.4, table 4)"""
 
 
 class Switch(TokenGate):

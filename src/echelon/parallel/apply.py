@@ -94,6 +94,8 @@ class Parallel:
     """where tensor-parallel regions begin and end"""
     context: Context | None = None
     """how sequences are cut over cp"""
+    folded: bool = False
+    """some stage has experts that are folded over its ranks"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +134,7 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
             axes.add(name)
     context = spread(model, layout, axes, options.device) if layout.cp > 1 else None
     entries = expert.split(model, entries, layout, axes, boundary, context)
+    folded = any(entry.folded for entry in entries)
     if layout.dp > 1:
         batchnorm.synchronise(model, axes["dp"])
     if held is not None:
@@ -184,7 +187,7 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
     flat.fill(values)
     move_buffers(model, options.device, options.compute)
     return Parallel(
-        model, layout, axes, placement, flat, stream, policy, options, axes[tokens], away, boundary, context
+        model, layout, axes, placement, flat, stream, policy, options, axes[tokens], away, boundary, context, folded
     )
 
 

@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -41,6 +43,7 @@ from echelon.parallel.leg import Leg
 from echelon.parallel.regions import Boundary
 from echelon.parallel.rounds import most, through
 from echelon.parallel.spread import Context
+from echelon.parallel.zigzag import Zigzag
 from echelon.rng import Draws
 
 
@@ -64,42 +67,40 @@ class Dispatch:
         gate = mixture.gate
         if self.tp.size == 1 and self.cp is None:
             return gate.route(gate.scores(x))
-        places, length = self._places(x)
+        at = self._places(x)
+        mine, length = at.places[self.mine], at.length
         for module in (*gate.modules(), mixture.experts.drop):
             if isinstance(module, Draws):
-                module.window = {**module.window, 1: (places[self._mine], length)}
-        whole: Tensor = _Gathered.apply(gate.scores(x), self, places, length)
+                module.window = {**module.window, 1: (mine, length)}
+        whole: Tensor = _Gathered.apply(gate.scores(x), self, at)
         routing = gate.route(whole)
-        mine = places[self._mine]
         rows = torch.arange(len(x), device=x.device).unsqueeze(1) * length
         return routing.keep(torch.where(mine < length, rows + mine, len(x) * length).flatten())
 
     @property
-    def _mine(self) -> int:
+    def mine(self) -> int:
+        """This rank's place among those that have parts of its sequences."""
         return (self.cp.index if self.cp is not None else 0) * self.tp.size + self.tp.index
 
-    def _places(self, x: Tensor) -> tuple[Tensor, int]:
-        """([ranks, T]: where each rank's tokens are in the sequence, the sequence's length); padding is beyond it."""
+    def _places(self, x: Tensor) -> Places:
         local = x.shape[1]
         if self.context is None:
             length = self.boundary.length if self.boundary is not None else local
-            return torch.arange(self.tp.size * local, device=x.device).view(self.tp.size, local), length
-        order, length = self.context.order, self.context.length
-        each = torch.tensor([order.places(rank) for rank in range(self.context.axis.size)], device=x.device)
-        padding = self.tp.size * local - each.shape[1]
-        each = torch.nn.functional.pad(each, (0, padding), value=order.padded)  # sequence parallelism's
-        return each.view(-1, local), length
+            return _in_order(self.tp.size, local, length, x.device)
+        return _spread(self.context.order, self.context.axis.size, self.tp.size, local, self.context.length, x.device)
 
     # -- experts ------------------------------------------------------------------------------------------------------
 
     def start(self, mixture: Mixture, x: Tensor, routing: Routing) -> Callable[[], Tensor]:
         if self.axis.size == 1:
-            return mixture.at_hand(x, routing)
+            # Where experts chose, those of tokens elsewhere are in the list; elsewhere it is as long as it must be.
+            return mixture.at_hand(x, routing, trim=not routing.per_token)
         experts, order = mixture.experts, Sorted.of(routing)
         to_nodes = self.hops.to_nodes(routing) if self.hops is not None else None
-        census = self._census(order.counts if to_nodes is None else torch.cat([order.counts, to_nodes.counts]))
+        tokens, census = self._census(len(x), [order.counts] if to_nodes is None else [order.counts, to_nodes.counts])
         table = census[:, : len(order.counts)].contiguous()
-        limit = self.limit(mixture, len(x))
+        order = order.first(int(table[self.axis.index].sum()))
+        limit = self.limit(mixture, tokens)
         arriving = most(table, self.etp) if self.hops is None else self.hops.most(census)
         if arriving > limit:
             return lambda: order.received(
@@ -109,45 +110,73 @@ class Dispatch:
         if self.hops is not None:
             assert to_nodes is not None
             return self.hops.start(experts, x, routing, to_nodes, census)
-        leg = Leg(self.axis, table, len(order.tokens), x.device, etp=self.etp)
-        arrived = leg.start_out(order.sent(x))
+        rows = order.sent(x)
+        leg = Leg(self.axis, table, len(rows), x.device, etp=self.etp)
+        arrived = leg.start_out(rows)
         keys = None if order.keys is None else leg.out(order.keys)
         return lambda: order.received(leg.start_back(experts(arrived(), leg.ends, keys))(), routing.weights)
 
     def limit(self, mixture: Mixture, tokens: int) -> int:
-        """Rows of experts that are here at a time at most: see [Note: a ceiling] in rounds.py."""
+        """Rows of experts that are here at a time at most: see [Note: a ceiling] in rounds.py. `tokens` are those of
+        the rank that has most."""
         return math.ceil(self.ceiling * mixture.gate.k * tokens * self.etp)
 
-    def _census(self, counts: Tensor) -> Tensor:
-        """[ranks, counts]: everyone's, on the host. All ranks see the same, and so decide the same."""
-        found = counts.new_empty(self.axis.size, len(counts))
-        self.axis.start_all_gather(found.view(-1), counts.contiguous()).wait()
-        return found.cpu()
+    def _census(self, tokens: int, counts: list[Tensor]) -> tuple[int, Tensor]:
+        """(most tokens of a rank, [ranks, counts]): everyone's, on the host. All ranks see the same, and so decide the
+        same."""
+        mine = torch.cat([*counts, counts[0].new_tensor([tokens])])
+        found = mine.new_empty(self.axis.size, len(mine))
+        self.axis.start_all_gather(found.view(-1), mine).wait()
+        here = found.cpu()
+        return int(here[:, -1].max()), here[:, :-1].contiguous()
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where each rank's tokens are in a sequence."""
+
+    places: Tensor
+    """[ranks, T]; padding is beyond the sequence's length"""
+    length: int
+    padded: int
+    """above every place"""
+
+
+@lru_cache(maxsize=8)
+def _in_order(ranks: int, local: int, length: int, device: torch.device) -> Places:
+    return Places(torch.arange(ranks * local, device=device).view(ranks, local), length, ranks * local)
+
+
+@lru_cache(maxsize=8)
+def _spread(order: Zigzag, cp: int, tp: int, local: int, length: int, device: torch.device) -> Places:
+    each = torch.tensor([order.places(rank) for rank in range(cp)], device=device)
+    padding = tp * local - each.shape[1]
+    each = torch.nn.functional.pad(each, (0, padding), value=order.padded)  # sequence parallelism's
+    return Places(each.view(-1, local), length, order.padded + 1)
 
 
 class _Gathered(Function):
     """Scores of whole sequences, from each rank's."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, dispatch: Dispatch, places: Tensor, length: int) -> Tensor:
-        ctx.dispatch, ctx.places, ctx.length = dispatch, places, length
+    def forward(ctx: Any, scores: Tensor, dispatch: Dispatch, at: Places) -> Tensor:
+        ctx.dispatch, ctx.at = dispatch, at
         found = scores.contiguous()
         for axis in (dispatch.tp, dispatch.cp):
             if axis is not None:
                 whole = found.new_empty(axis.size, *found.shape)
                 axis.start_all_gather(whole.view(-1), found.view(-1)).wait()
                 found = whole
-        parts = found.view(len(places), *scores.shape).transpose(0, 1).flatten(1, 2)
-        flat = places.flatten()
-        out = parts.new_empty(len(scores), int(flat.max()) + 1, scores.shape[2])
-        return out.index_copy_(1, flat, parts)[:, :length].contiguous()
+        parts = found.view(len(at.places), *scores.shape).transpose(0, 1).flatten(1, 2)
+        out = parts.new_empty(len(scores), at.padded, scores.shape[2])
+        return out.index_copy_(1, at.places.flatten(), parts)[:, : at.length].contiguous()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        gradient, dispatch = gradients[0].contiguous(), ctx.dispatch
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        gradient, dispatch, length = gradients[0].contiguous(), ctx.dispatch, ctx.at.length
         if dispatch.cp is not None:
             dispatch.cp.all_reduce(gradient)
-        mine = ctx.places[dispatch._mine]
-        own = gradient.index_select(1, mine.clamp(max=ctx.length - 1))
-        return own.masked_fill((mine >= ctx.length).unsqueeze(-1), 0.0), None, None, None
+        mine = ctx.at.places[dispatch.mine]
+        own = gradient.index_select(1, mine.clamp(max=length - 1))
+        return own.masked_fill((mine >= length).unsqueeze(-1), 0.0), None, None

@@ -61,7 +61,7 @@ def split(
         if experts % layout.ep:
             raise ValueError(f"ep={layout.ep} does not divide the {experts} experts of {name}; use a divisor of them")
         mixture.spread = Dispatch(layout, axes, boundary, context, experts=experts)
-        mixture.experts.first_unit = axes.at["etp"] * (mixture.experts.up.shape[2] // layout.etp)
+        mixture.experts.first_unit = axes.at["etp"] * -(-mixture.experts.up.shape[2] // layout.etp)
         parts = Cut(axis="ep", dim=0, parts=layout.ep)
         for key in ("up", "down"):
             cuts = (parts, Cut(axis="etp", dim=2, parts=layout.etp))

@@ -3,7 +3,7 @@
 How many rows go where is the gate's to say. What is said here of messages of rows is of an even load, whatever a rank's
 own: over all ranks together it is exact, since what one receives more another receives less.
 
-    counts        gathered, of each expert (and of each node), so that all know all
+    counts        gathered, of each expert (and of each node) and of tokens, so that all know all
     rows          out and back, and their gradients the same way
     scores        of whole sequences, gathered over tp and cp; their gradients are summed over cp
     by two hops   far: a row for each node of a token, with its experts' numbers and weights; near: one for each expert
@@ -84,7 +84,7 @@ def _rows(layout: Layout, routed: Routed, passes: int) -> Several:
     if ranks == 1:
         return
     nodes = ranks // layout.ep_inner if layout.ep_inner > 1 else 0
-    counts = ranks * (routed.experts + nodes) * NUMBER
+    counts = ranks * (routed.experts + nodes + 1) * NUMBER
     yield Collective(kind="all_gather", axis=TOGETHER, bytes=counts, part="counts"), passes
     row = routed.width * routed.element_bytes
     near = f"{TOGETHER}/{layout.ep_inner}" if nodes else TOGETHER

@@ -50,10 +50,12 @@ def first_values(model: nn.Module, *, device: torch.device, dtype: torch.dtype, 
 
 
 def move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Buffers (running statistics, tables) are whole on every rank."""
+    """Buffers (running statistics, tables) are whole on every rank, in the compute type or what a module asks for."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            target = dtype if buffer.is_floating_point() else buffer.dtype
+            wide = name in getattr(module, "wide_buffers", ())
+            target = torch.promote_types(dtype, torch.float32) if wide else dtype
+            target = target if buffer.is_floating_point() else buffer.dtype
             if buffer.is_meta:
                 made = torch.zeros(buffer.shape, dtype=target, device=device)
                 if name == "running_var":

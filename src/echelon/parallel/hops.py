@@ -67,10 +67,12 @@ class Hops:
     ) -> Callable[[], Tensor]:
         """Sends tokens [tokens, width] on their way; who asks gets the sum of what their experts made of them."""
         far_table, near_table = self.tables(census)
-        far = Leg(self.far, far_table, len(to_nodes.tokens), x.device)
-        arriving = far.start_out(to_nodes.sent(x))
+        to_nodes = to_nodes.first(int(far_table[self.far.index].sum()))
+        crossing = to_nodes.sent(x)
+        far = Leg(self.far, far_table, len(crossing), x.device)
+        arriving = far.start_out(crossing)
         k = max(routing.per_token, 1)
-        which = to_nodes.tokens if routing.per_token else to_nodes.order
+        which = (to_nodes.tokens if routing.per_token else to_nodes.order)[: to_nodes.used]
 
         def of_each(values: Tensor) -> Tensor:
             return values.view(-1, k).index_select(0, which)
@@ -89,9 +91,10 @@ class Hops:
                 num_tokens=len(rows),
                 per_token=k,
                 keys=keys,
-            )
-            near = Leg(self.near, near_table, len(order.tokens), x.device, etp=self.etp)
-            arrived = near.start_out(order.sent(rows))()
+            ).first(int(near_table[self.near.index].sum()))
+            handed = order.sent(rows)
+            near = Leg(self.near, near_table, len(handed), x.device, etp=self.etp)
+            arrived = near.start_out(handed)()
             own = None if order.keys is None else near.out(order.keys)
             made = near.start_back(experts(arrived, near.ends, own))()
             home = far.start_back(order.received(made, torch.where(inside, weights, 0)))()

@@ -8,11 +8,14 @@ have their share of the work, and no more than
     sum over senders of ceil(rows for this rank / rounds) <= limit
 
 rows are here, with all that the experts make of them. Nothing of a round is kept: in backward its rows come again, with
-the gradients of what became of them. Every rank sees the same table, and so knows the same number of rounds.
+the gradients of what became of them. Every rank of a copy of the experts sees the same table, and so knows the same
+number of rounds. Other copies may have none, so the experts are still called once, as they are there: around that call
+parameters that are divided over the copies are gathered.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,10 +47,14 @@ def through(
     experts: Experts, rows: Tensor, keys: Tensor | None, axis: Axis, table: Tensor, *, etp: int, limit: int
 ) -> Tensor:
     """[total, width]: what the experts make of this rank's rows, in their order."""
-    rounds = num_rounds(table, etp, limit)
-    parts = [_Round.of(axis, table, etp, number, rounds, rows.device) for number in range(rounds)]
-    out: Tensor = _InRounds.apply(rows, experts.up, experts.down, keys, experts, parts)
-    return out
+    rounds = Rounds(axis, table, etp, num_rounds(table, etp, limit))
+
+    def run(called: Experts) -> Tensor:
+        out: Tensor = _InRounds.apply(rows, called.up, called.down, keys, called, rounds)
+        return out
+
+    made: Tensor = experts(rows, rows.new_empty(0), through=run)
+    return made
 
 
 def _runs(table: Tensor, etp: int) -> Tensor:
@@ -57,23 +64,35 @@ def _runs(table: Tensor, etp: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Round:
+class Rounds:
+    """All rounds of a layer; one at a time is made, for what it takes to know the way of its rows is as much as they
+    are many."""
+
+    axis: Axis
+    table: Tensor
+    etp: int
+    number: int
+
+    def each(self, device: torch.device) -> Iterator[Round]:
+        ranks, experts = self.table.shape
+        mine = self.axis.index
+        each = self.table.view(ranks, ranks // self.etp, experts * self.etp // ranks)
+        ends = each.cumsum(2)
+        runs = ends[..., -1:]
+        starts = (runs[mine].cumsum(0) - runs[mine]).flatten().tolist()
+        for turn in range(self.number):
+            first, last = runs * turn // self.number, runs * (turn + 1) // self.number
+            taken = (ends.minimum(last) - (ends - each).maximum(first)).clamp(min=0).reshape(ranks, experts)
+            slices = zip(starts, first[mine].flatten().tolist(), last[mine].flatten().tolist(), strict=True)
+            index = torch.cat([torch.arange(start + low, start + high) for start, low, high in slices]).to(device)
+            yield Round(Leg(self.axis, taken, len(index), device, etp=self.etp), index)
+
+
+@dataclass(frozen=True)
+class Round:
     leg: Leg
     index: Tensor
     """which of this rank's rows it takes"""
-
-    @classmethod
-    def of(cls, axis: Axis, table: Tensor, etp: int, number: int, rounds: int, device: torch.device) -> _Round:
-        ranks, experts = table.shape
-        each = table.view(ranks, ranks // etp, experts * etp // ranks)
-        ends = each.cumsum(2)
-        runs = ends[..., -1:]
-        first, last = runs * number // rounds, runs * (number + 1) // rounds
-        taken = (ends.minimum(last) - (ends - each).maximum(first)).clamp(min=0)
-        starts = runs[axis.index, :, 0].cumsum(0) - runs[axis.index, :, 0]
-        slices = zip(starts.tolist(), first[axis.index, :, 0].tolist(), last[axis.index, :, 0].tolist(), strict=True)
-        index = torch.cat([torch.arange(start + low, start + high) for start, low, high in slices]).to(device)
-        return cls(Leg(axis, taken.reshape(ranks, experts), len(index), device, etp=etp), index)
 
     def arrived(self, x: Tensor) -> Tensor:
         return self.leg.out(x.index_select(0, self.index))
@@ -91,12 +110,12 @@ class _InRounds(Function):
         down: Tensor,
         keys: Tensor | None,
         experts: Experts,
-        rounds: list[_Round],
+        rounds: Rounds,
     ) -> Tensor:
         ctx.save_for_backward(rows, up, down, keys)
         ctx.experts, ctx.rounds = experts, rounds
         out = torch.zeros_like(rows)
-        for part in rounds:
+        for part in rounds.each(rows.device):
             own = None if keys is None else part.arrived(keys)
             made = experts.with_weights(part.arrived(rows), up, down, part.leg.ends, own)
             part.bring_home(made, out)
@@ -109,7 +128,7 @@ class _InRounds(Function):
         home = torch.zeros_like(rows)
         weights = [tensor.detach().requires_grad_() for tensor in (up, down)]
         sums: list[Tensor] = []
-        for part in ctx.rounds:
+        for part in ctx.rounds.each(rows.device):
             own = None if keys is None else part.arrived(keys)
             x, gradient = part.arrived(rows).requires_grad_(), part.arrived(gradients[0])
             with torch.enable_grad():

@@ -28,8 +28,6 @@ class Constants:
     """share that a product is longer where tiles of 64 do not divide it"""
     expert_edge: float = 1.4e03
     """the same, in the grouped products of experts"""
-    routers: float = 0.042
-    """share of the 16-bit peak that routers reach in 32 bits, where they are told apart: of 2,048 by 128 on an H200"""
     # attention: share of the 16-bit peak
     flash1: float = 0.29
     flash2: float = 0.381

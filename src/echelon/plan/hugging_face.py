@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from echelon.layout.faults import Fault, FaultError, did_you_mean
-from echelon.plan.shape import Latent, ModelShape, transformer
+from echelon.plan.shape import Latent, ModelShape
+from echelon.plan.transformer import transformer
 
 
 class Values:

@@ -33,12 +33,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from echelon.plan.kernels import KernelCounts, Part
-
-if TYPE_CHECKING:
-    from echelon.plan.shape import Attention, Latent
+from echelon.plan.shape import Attention, Latent
 
 TURNED, TURNED_BACK = 1.55 * 19, 1.55 * 26
 """elements moved for each that is turned, forward and backward: see [Note: turned in plain torch]"""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from echelon.layout import Layout
 from echelon.pipeline.schedules import FAMILIES, make
@@ -183,18 +183,30 @@ def _pipeline(case: Case, work: Work, c: Constants) -> tuple[float, float]:
     family = FAMILIES.get(layout.schedule)
     chunks = layout.vpp if family is not None and family.chunks is None else 0
 
-    def run(count: int) -> Timeline:
-        return simulate(make(layout.schedule, layout.pp, count, chunks=chunks), seconds)
+    def run(count: int) -> tuple[float, float]:
+        if family is not None:
+            return _simulated(layout.schedule, layout.pp, count, chunks, seconds)
+        found = simulate(make(layout.schedule, layout.pp, count, chunks=chunks), seconds)  # a file, which may change
+        return found.duration, found.bubble
 
     first = -(-max(SETTLED, 2 * layout.pp) // layout.pp) * layout.pp
     second = first + layout.pp
     if 3 * layout.pp * layout.vpp * layout.accumulate <= ACTIONS or second >= layout.accumulate:
-        found = run(layout.accumulate)
-        return found.duration, found.bubble
-    short, longer = run(first).duration, run(second).duration
+        return run(layout.accumulate)
+    short, longer = run(first)[0], run(second)[0]
     duration = longer + (layout.accumulate - second) * (longer - short) / (second - first)
     busy = layout.accumulate * _busy(seconds) / layout.pp
     return duration, max(0.0, 1 - busy / duration)
+
+
+@lru_cache(maxsize=512)
+def _simulated(schedule: str, ranks: int, microbatches: int, chunks: int, seconds: Durations) -> tuple[float, float]:
+    """(seconds, bubble). Many layouts of a search have stages that take as long: zero changes nothing here."""
+    found = simulate(_made(schedule, ranks, microbatches, chunks=chunks), seconds)
+    return found.duration, found.bubble
+
+
+_made = lru_cache(maxsize=32)(make)
 
 
 def _busy(seconds: Durations) -> float:

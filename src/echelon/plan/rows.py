@@ -36,7 +36,8 @@ from echelon.layout import Layout
 from echelon.plan.case import Case
 from echelon.plan.cluster import DISK, HOST_MEMORY, Cluster, Part
 from echelon.plan.device import GIB, KINDS, Device
-from echelon.plan.shape import Latent, ModelShape, transformer
+from echelon.plan.shape import Latent, ModelShape
+from echelon.plan.transformer import transformer
 
 TYPES = {
     "fp16": "fp16",

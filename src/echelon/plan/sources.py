@@ -10,7 +10,8 @@ from echelon.layout.faults import Fault, FaultError, did_you_mean
 from echelon.models import own
 from echelon.models.sizes import SIZES, ModelConfig
 from echelon.plan import hugging_face, our_layers
-from echelon.plan.shape import Latent, ModelShape, transformer
+from echelon.plan.shape import Latent, ModelShape
+from echelon.plan.transformer import transformer
 
 
 def names() -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from echelon.models.own import load
@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
+ADAMW = OptimizerConfig(lr=1e-2, eps=1e-6)
+"""where nobody asks for another rule. AdamW turns a difference d of a gradient that is nearly 0 into one of lr·d/eps of
+the parameter: with the usual eps, rounding alone can come near the tolerance"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A model, a rule and a few steps, all in float64."""
@@ -21,7 +26,7 @@ class Case:
     """a named shape, or `file.py:factory` of the user's own"""
     batches: str = ""
     """`file.py:function` that makes the user's batches: (rows, seed) to a dict of tensors"""
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-2))
+    optimizer: OptimizerConfig = ADAMW
     clip: float = 1.0
     steps: int = 5
     seq_len: int = 33

@@ -9,7 +9,7 @@ from itertools import chain, product
 from echelon.launch.pool import Pool
 from echelon.models import sizes
 from echelon.proof.ask import parse
-from echelon.proof.case import Case
+from echelon.proof.case import ADAMW, Case
 from echelon.proof.verify import PRELOAD, Prover, Report, Verdict
 from echelon.train.sections import OptimizerConfig
 
@@ -60,7 +60,7 @@ class Variant:
 
 def variants() -> Iterator[Variant]:
     """Accumulation 1 and 4, tied or not, dropout 0 and 0.1, recompute none and full, GPT and Llama, AdamW and SGD."""
-    rules = {"adamw": OptimizerConfig(lr=1e-2), "sgd": OptimizerConfig(name="sgd", lr=1e-1, momentum=0.9)}
+    rules = {"adamw": ADAMW, "sgd": OptimizerConfig(name="sgd", lr=1e-1, momentum=0.9)}
     for family, tied, dropout, (name, rule) in product(("gpt", "llama"), (True, False), (0.0, 0.1), rules.items()):
         shape = replace(sizes.find(f"{family}-tiny"), tied=tied, dropout=dropout)
         for accumulate, recompute in product((1, 4), ("none", "full", "ops")):
@@ -77,7 +77,7 @@ def expert_variants() -> Iterator[Variant]:
         for accumulate, recompute in product((1, 4), ("none", "full", "ops")):
             yield Variant(
                 label=f"{name} dropout={dropout:g}",
-                case=Case(model=shape, optimizer=OptimizerConfig(lr=1e-2)),
+                case=Case(model=shape),
                 accumulate=accumulate,
                 recompute=recompute,
             )

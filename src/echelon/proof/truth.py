@@ -8,6 +8,7 @@ targets once.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -54,8 +55,9 @@ def write_truth(case: Case, rows: int, accumulate: int, path: Path) -> None:
         if count:
             optimizer.step()
         for module in model.modules():
-            if end_step := getattr(module, "end_step", None):  # of a mixture, whose gate may balance by a bias
-                end_step()
+            mixture: Any = module
+            if getattr(module, "tally", None) is not None:  # of a mixture, whose gate may balance by a bias
+                mixture.end_step(mixture.tally[:-1] * bool(count))
         record[f"{step}/loss"] = torch.tensor(loss / max(count, 1), dtype=torch.float64)
         record[f"{step}/norm"] = norm.detach().double()
         for name, parameter in model.named_parameters():

@@ -190,7 +190,7 @@ class Prover:
             "tp": {"tp": 1, "sp": 0, "tp_kind": "1d", "depth": 1},
             "cp": {"cp": 1, "cp_kind": "ring", "ulysses": 1},
             "pp": {"pp": 1, "schedule": "1f1b", "vpp": 1},
-            "ep": {"ep": 1, "etp": 1},
+            "ep": {"ep": 1, "etp": 1, "ep_inner": 1},
         }
 
         def only(axis: str, **keys: int) -> Layout:

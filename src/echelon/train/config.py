@@ -18,7 +18,8 @@ from echelon.layout import Fault, FaultError, Layout, check, did_you_mean, gramm
 from echelon.layout.faults import closest
 from echelon.layout.layout import SPLIT_BACKWARD
 from echelon.memory.offload import has_states
-from echelon.models import mixture_config, own, sizes
+from echelon.models import own, sizes
+from echelon.models.gate_text import with_gate
 from echelon.pipeline.schedules import file_fault, of_layout
 from echelon.train import keys, pipeline_faults
 from echelon.train.keys import Key, Range, Setting
@@ -313,7 +314,7 @@ def _model_rules(config: Config) -> Iterator[Rule]:
         return
     if model.mixture is not None and config.gate:
         try:
-            mixture = mixture_config.with_gate(model.mixture, config.gate)
+            mixture = with_gate(model.mixture, config.gate)
         except FaultError as error:
             yield from ((("gate",), fault) for fault in error.faults)
             return

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from echelon.kernels import choice
 from echelon.layout import Layout
 from echelon.memory import offload
+from echelon.models.mixture_config import MixtureConfig
 from echelon.models.sizes import ModelConfig
 from echelon.optim import moment_bytes, num_moments
 from echelon.parallel import context, grid_cost, shard, tensor
+from echelon.parallel.expert import CEILING
 from echelon.parallel.master import SplitMaster
 from echelon.pipeline.pipeline import Pipeline
 from echelon.train import issued
@@ -27,6 +29,9 @@ def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterato
     yield "layout", str(layout), " x ".join([f"{layout.world} rank(s): dp={layout.dp} x tp={layout.tp}", *more])
     if layout.cp > 1 and isinstance(getattr(engine.model, "config", None), ModelConfig):
         yield from _context(layout, config.seq_len)
+    shape = getattr(engine.model, "config", None)
+    if isinstance(shape, ModelConfig) and shape.mixture is not None:
+        yield _experts(shape.mixture, layout, config.seq_len)
     if engine.pipeline is not None:
         yield from _pipeline(engine.pipeline, config.seq_len)
     yield (
@@ -173,6 +178,16 @@ def _context(layout: Layout, seq_len: int) -> Iterator[Derived]:
     zigzag = "" if layout.cp_kind == "ulysses" else "; a rank has an early and a late part, so that all see as much"
     why = how[layout.cp_kind] + zigzag
     yield "context", f"{tokens} tokens of {tokens * layout.cp} a rank{padded}", why
+
+
+def _experts(mixture: MixtureConfig, layout: Layout, seq_len: int) -> Derived:
+    what = f"{mixture.k:g} of {mixture.experts} a token by {mixture.gate}, {mixture.experts // layout.ep} on a rank"
+    if layout.ep * layout.etp == 1:
+        return "experts", what, "all of them on every rank"
+    even = mixture.k * layout.microbatch * seq_len / (layout.cp * layout.tp) * layout.etp
+    rows = f"at most {CEILING * even:,.0f} rows at a time, {CEILING:g} x an even load; more come in rounds"
+    by_nodes = f"; by way of nodes of {layout.ep_inner} ranks" if layout.ep_inner > 1 else ""
+    return "experts", what, rows + by_nodes
 
 
 def _tensor_padding(engine: Engine, seq_len: int) -> Iterator[Derived]:

@@ -206,7 +206,7 @@ class Engine:
         self.optimizer.step(lr, rest * clip_factor(norm, self.clip), live)
         self.parallel.flat.updated()
         self.parallel.flat.free_gradients()
-        self.loads.end_step()
+        self.loads.end_step(live)
         self._last_count = torch.where(live, count, self._last_count)
         self.num_steps += 1
         return StepResult(later(torch.cat([totals, norm[None]])))

@@ -15,7 +15,6 @@ from echelon.layout import Layout
 from echelon.layout.cost import Collective
 from echelon.layout.layout import ASYNCHRONOUS
 from echelon.moe.layer import Mixture
-from echelon.moe.loss_free import LossFree
 from echelon.parallel.apply import Parallel
 from echelon.parallel.axis import Pending
 from echelon.train.later import later
@@ -25,7 +24,7 @@ from echelon.train.load import Load
 def mixtures_of(model: nn.Module, layout: Layout) -> dict[str, int]:
     """The mixtures of a whole model and how many experts each has: to be asked before stages take their parts."""
     found = {name: part.gate for name, part in model.named_modules() if isinstance(part, Mixture)}
-    by_load = [name for name, gate in found.items() if isinstance(gate, LossFree)]
+    by_load = [name for name, gate in found.items() if gate.balances_by_load]
     if by_load and layout.pp > 1 and layout.schedule in ASYNCHRONOUS:
         raise ValueError(
             f"a gate that balances by the loads of a step ({by_load[0]}.gate) has none in schedule={layout.schedule}, "
@@ -41,23 +40,21 @@ class Loads:
         self.mixtures = mixtures
         self.here = {name: part for name, part in parallel.model.named_modules() if isinstance(part, Mixture)}
         self.width = max(mixtures.values(), default=0) + 1
-        self.axis = parallel.axes["pp*dp" if parallel.layout.pp > 1 else "dp"] if mixtures else None
+        self.axis = parallel.axes.axis("pp*dp" if parallel.layout.pp > 1 else "dp") if mixtures else None
         self.device = parallel.options.device
         self.last: Tensor | None = None
         """[layers, E + 1] of the last step, on the device"""
         self._pending: Pending | None = None
         """of the last step, where nobody waited for it"""
 
-    def end_step(self) -> None:
-        """After an update. Every rank must call it."""
+    def end_step(self, live: Tensor) -> None:
+        """After an update, or in its place where there is none (`live` is false). Every rank must call it."""
         if self.axis is None:
             return
         self.last = self.axis.all_reduce(self._table())
-        for row, name in enumerate(self.mixtures):
+        for row, (name, experts) in enumerate(self.mixtures.items()):
             if name in self.here:
-                part = self.here[name]
-                part.tally = torch.cat([self.last[row, : part.gate.num_experts], self.last[row, -1:]])
-                part.end_step()
+                self.here[name].end_step(self.last[row, :experts] * live)
 
     def end_window(self) -> None:
         """After a step of an asynchronous schedule, which stages end at different times: nobody waits for another."""
@@ -66,7 +63,7 @@ class Loads:
         self.last = self._table()
         self._pending = self.axis.start_all_reduce(self.last)
         for part in self.here.values():
-            part.end_step()
+            part.tally = None  # gates that balance by loads are refused: see `mixtures_of`
 
     def _table(self) -> Tensor:
         table = torch.zeros(len(self.mixtures), self.width, dtype=torch.int64, device=self.device)

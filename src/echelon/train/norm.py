@@ -52,7 +52,7 @@ class GradientNorm:
         # Stages of an asynchronous schedule update at different times: each has a norm of its own.
         together = parallel.layout.pp > 1 and not parallel.policy.versions
         # Experts lie on other ranks than the rest: then all ranks of a stage count, and each copy once.
-        folded = any(unit.unit.folded for unit in parallel.flat.units)
+        folded = parallel.folded
         shards = "replica*shard*cp*tp" if folded else f"{parallel.policy.axis}*tp"
         self.axis = parallel.axes.axis(f"pp*{shards}" if together else shards)
         self.runs = owned_runs(parallel, first=folded)

@@ -283,6 +283,12 @@ def wrap(model: nn.Module, layout: Layout | str = "", **options: Any) -> Wrapped
             f"the update on the host is the engine's (offload={layout.offload}), and yours is in your own loop; "
             "use ec.Engine(model, layout, optimizer).step(batch)"
         )
+    by_load = [name for name, part in model.named_modules() if getattr(part, "balances_by_load", False)]
+    if by_load:
+        raise ValueError(
+            f"a gate that balances by the loads of a step must be told them ({by_load[0]}), which the engine does; "
+            "use ec.Engine(model, layout, optimizer).step(batch), or a gate with a balance loss"
+        )
     if layout.accumulate > 1 or layout.microbatch > 1:
         raise ValueError(
             "in a loop of your own the batch is yours; leave microbatch and accumulate out of the layout, "
