@@ -79,6 +79,8 @@ class Kept:
         return self._back.untyped_storage()
 
     def __del__(self) -> None:
+        # What came back and was never read: its memory must not be given away while it comes.
+        self._up.wait()
         self._pool.give_back(self._room, self._up)
 
 
