@@ -105,6 +105,16 @@ def test_a_gradient_that_comes_once_a_step_crosses_in_its_own_type() -> None:
     assert engine.crossing() == {"gradients": 2 * size, "parameters": 2 * size}
 
 
+def test_paged_gradients_cross_in_their_own_type_and_add_up_in_the_masters() -> None:
+    engine = scaled("accumulate=2,offload=params", ADAMW)
+    size = sum(unit.numel for unit in engine.parallel.placement.units)
+    assert engine.crossing()["gradients"] == 2 * 2 * size
+    assert link_of(engine).moved[DOWN, "gradients"] == 3 * engine.crossing()["gradients"]
+    assert all(unit.grad.dtype == torch.float32 for unit in engine.parallel.flat.units)
+    truth = whole(scaled("accumulate=2", ADAMW).parallel, "master")
+    assert largest_error(whole(engine.parallel, "master"), truth) < 2e-3
+
+
 def test_states_are_held_where_the_cost_says(tmp_path: Path) -> None:
     for layout, place in (("offload=optimizer", "host"), ("offload=params", "host"), ("offload=disk", "disk")):
         engine = stepped(engine_away(f"dp=1,accumulate=2,{layout}", disk=str(tmp_path)), 1)

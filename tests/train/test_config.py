@@ -188,6 +188,16 @@ def test_what_is_not_built_is_refused_as_plan_only():
     assert {"layout", "tp"} <= set(faults_of("layout=recompute=selective,tp=8", world=16))
 
 
+def test_what_is_kept_off_the_device_is_configured_where_something_is():
+    assert "has no effect with offload=none" in faults_of("memory.host=0.5")["memory.host"].rule
+    assert (
+        "has no effect with offload=optimizer"
+        in faults_of("layout=offload=optimizer", "memory.disk=x")["memory.disk"].rule
+    )
+    Config.load(None, ["layout=offload=params+disk", "memory.host=0.5", "memory.disk=x", "shard.prefetch=2"])
+    assert "memory.host" in faults_of("layout=offload=optimizer", "memory.host=1.5")
+
+
 def test_a_refused_value_does_not_cause_faults_of_other_keys():
     # The default batch would not divide by five ranks; the batch that was meant is not known.
     assert set(faults_of("batch=lots", "layout=dp=5", world=5)) == {"batch"}

@@ -55,7 +55,7 @@ class FlatUnit:
         split = compute == torch.bfloat16 and policy.splits_master(
             compute_bytes=compute.itemsize, master_bytes=master.itemsize
         )
-        self.gradient_type = compute if policy.gradients_are_final(unit) else master
+        self.gradient_type = compute if policy.gradients_stay_short(unit) else master
         own = self.full[self._own]
         self.host: HostUnit | None = None
         """its states, where they live on the host"""

@@ -73,6 +73,10 @@ class Policy:
         """Each gradient of a unit comes once a step, as it is used: nothing is gained by a longer type than its own."""
         return not self.sums_gradients and not any(entry.sum_over for entry in unit.entries)
 
+    def gradients_stay_short(self, unit: Unit) -> bool:
+        """Where a gradient lies on the device nothing is added to it: it is final, or it is added up on the host."""
+        return self.gradients_are_final(unit) or (self.paged and self.shards * self.replicas == 1)
+
     @property
     def settle_early(self) -> bool:
         """A unit's reduction is taken in while later ones run: to free its buffer, or to start the replicas' sum."""
