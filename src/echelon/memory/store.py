@@ -7,8 +7,8 @@ written. So a full disk, a short write or a dead process leaves the states of th
 stay where they are after an error. What a run needs is reserved when it begins: a disk that is too small is found
 before the first step.
 
-    FOLDER/rank0-…/blocks.3.states.0   .1      master values, then whatever the optimizer keeps, one after the other
-    FOLDER/rank0-…/blocks.3.part.0     .1      with `params`, this rank's part of the parameters in the compute type
+    FOLDER/echelon-rank0-…/blocks.3.states.0   .1   master values, then whatever the optimizer keeps, one by one
+    FOLDER/echelon-rank0-…/blocks.3.part.0     .1   with `params`, the part of the parameters in the compute type
 """
 
 from __future__ import annotations

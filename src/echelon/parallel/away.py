@@ -78,7 +78,7 @@ def away_of(
     if "disk" not in kinds:
         refuse_too_much([unit for unit in units if unit.name in names], options, policy, paged="params" in kinds)
     else:
-        disk = Disk(Path(options.disk or tempfile.gettempdir()), f"rank{world_rank()}")
+        disk = Disk(Path(options.disk or tempfile.gettempdir()), f"echelon-rank{world_rank()}")
     largest = max(unit.shard_numel for unit in units if unit.name in names)
     host = Host.of(
         link, largest=largest, master=options.master, compute=options.compute, paged="params" in kinds, disk=disk
