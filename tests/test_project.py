@@ -30,7 +30,7 @@ MAY_KNOW = {
     "moe": {"layout", "kernels", "rng"},
     "precision": {"kernels", "compat"},
     "parallel": {"layout", "kernels", "models", "moe", "memory", "precision", "rng", "compat"},
-    "optim": {"layout", "kernels", "parallel", "compat"},
+    "optim": {"layout", "kernels", "memory", "parallel", "compat"},
     "pipeline": {"layout", "kernels", "models", "parallel", "rng", "compat"},
     "plan": {"layout", "models", "memory", "parallel", "pipeline", "compat"},
     "launch": {"layout", "compat"},

@@ -7,26 +7,36 @@ Evaluation swaps it with the weights, shard by shard, and back: no second copy i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from echelon.optim.held import Run
+from echelon.parallel.flat_unit import FlatUnit
+
+YES = torch.ones((), dtype=torch.bool)
 
 
 class Average:
     def __init__(self, runs: Sequence[Run], decay: float):
         self._runs, self._decay = runs, decay
         self._values = [run.values(slice(0, run.size)).clone() for run in runs]
+        self._here = []
+        for run, average in zip(runs, self._values, strict=True):
+            host = run.unit.host
+            if host is None:
+                self._here.append((run, average))
+            else:
+                host.followers.append(partial(_towards, replace(run, unit=cast(FlatUnit, host)), average, decay, YES))
 
     @torch.no_grad()
     def step(self, live: Tensor) -> None:
         """After an update; where `live` is false there was none."""
-        for run, average in zip(self._runs, self._values, strict=True):
-            for part, _ in run.chunks():
-                mine = average[part]
-                towards = (run.values(part) - mine) * (1 - self._decay)
-                mine.copy_(torch.where(live, mine + towards, mine))
+        for run, average in self._here:
+            _towards(run, average, self._decay, live)
 
     @torch.no_grad()
     def swap(self) -> None:
@@ -39,3 +49,11 @@ class Average:
 
     def states(self) -> list[Tensor]:
         return self._values
+
+
+@torch.no_grad()
+def _towards(run: Run, average: Tensor, decay: float, live: Tensor) -> None:
+    for part, _ in run.chunks():
+        mine = average[part]
+        towards = (run.values(part) - mine) * (1 - decay)
+        mine.copy_(torch.where(live, mine + towards, mine))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import cast
 
 import torch
 
@@ -16,6 +18,7 @@ from echelon.optim.held import Held, Update, held_of, runs_of
 from echelon.optim.lamb import LAMB
 from echelon.optim.lion import Lion
 from echelon.optim.muon import Muon
+from echelon.optim.on_host import OnHost, Together
 from echelon.optim.rule import Rule
 from echelon.optim.sgd import PlainSGD
 from echelon.optim.sm3 import SM3
@@ -26,9 +29,22 @@ from echelon.parallel.master import SplitMaster
 
 
 def sharded(parallel: Parallel, rule: Rule, units: Sequence[FlatUnit] | None = None) -> Update:
-    """The update of all units' shards of one rank, or of some of them."""
-    device = parallel.options.device
+    """The update of all units' shards of one rank, or of some of them, where they live."""
     units = parallel.flat.units if units is None else units
+    here, away = ([unit for unit in units if (unit.host is not None) is there] for there in (False, True))
+    if not away:
+        return _on_one_device(parallel, rule, here)
+    held = partial(cost.held_bytes, rule, parallel.placement, master_bytes=parallel.options.master.itemsize)
+    there = OnHost(
+        away,
+        lambda host: _on_one_device(parallel, rule, [cast(FlatUnit, host)]),
+        lambda host: held(units=[host.unit.name]),
+    )
+    return Together(_on_one_device(parallel, rule, here), there)
+
+
+def _on_one_device(parallel: Parallel, rule: Rule, units: Sequence[FlatUnit]) -> Update:
+    device = units[0].full.device if units else parallel.options.device
 
     def held(only: Callable[[Entry], bool] = lambda _: True) -> list[Held]:
         return [one for one in held_of(parallel, rule, units) if only(one.entry)]

@@ -41,6 +41,8 @@ class Case:
     """of one element of each of the optimizer's two moments; half of what it holds where it holds another number"""
     correction: float = 1.0
     """measured over predicted seconds of a run that was (correct.py): all times are multiplied by it"""
+    host: float | None = None
+    """with `offload`, the share of the states that leave the device; none: as few as a GPU's memory asks for"""
     imbalance: float = IMBALANCE
     """rows of experts on the busiest of the ranks that divide them, to the mean"""
 

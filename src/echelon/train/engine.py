@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
 
@@ -36,13 +36,13 @@ from echelon.memory.budget import Budgeted
 from echelon.memory.repeated import repeated
 from echelon.models.head import loss_pair
 from echelon.models.sizes import ModelConfig
-from echelon.optim import groups
+from echelon.optim import cost, groups, hosted
 from echelon.optim.average import Average
 from echelon.optim.choose import sharded
 from echelon.optim.held import Update, runs_of
 from echelon.optim.rule import Rule
 from echelon.parallel.apply import Options, Parallel, apply
-from echelon.parallel.axis import sum_together, world_size
+from echelon.parallel.axis import world_size
 from echelon.parallel.flat import explained
 from echelon.parallel.tensor import Traffic
 from echelon.pipeline.pipeline import Pipeline
@@ -52,7 +52,7 @@ from echelon.train.in_backward import InBackward
 from echelon.train.later import later, sent
 from echelon.train.loads import Loads, mixtures_of
 from echelon.train.norm import GradientNorm, clip_factor
-from echelon.train.partial import partial_gradients
+from echelon.train.partial import partial_gradients, sum_held
 from echelon.train.result import StepResult
 from echelon.train.sections import OptimizerConfig
 
@@ -92,6 +92,9 @@ class Engine:
         self.clip = clip
         if self.rule.in_backward:
             in_backward.refuse(layout, clip)
+        hosted.check(self.rule, layout.offload)
+        options = options or Options()
+        options = replace(options, state_bytes=cost.element_bytes(self.rule, options.master.itemsize))
         if self.rule.ema and layout.pp > 1 and layout.schedule in ASYNCHRONOUS:
             raise ValueError(
                 f"older versions of the weights are under way when an evaluation would use their average "
@@ -103,10 +106,8 @@ class Engine:
         mixtures = mixtures_of(model, layout)
         self.pipeline: Pipeline | None = None
         if layout.pp > 1:
-            self.pipeline = Pipeline(model, layout, options or Options())
-        self.parallel: Parallel = (
-            self.pipeline.parallel if self.pipeline else apply(model, layout, options or Options())
-        )
+            self.pipeline = Pipeline(model, layout, options)
+        self.parallel: Parallel = self.pipeline.parallel if self.pipeline else apply(model, layout, options)
         self.model, self.layout = self.parallel.model, layout
         self.norm = GradientNorm(self.parallel)
         self._partial = partial_gradients(self.parallel)
@@ -218,7 +219,7 @@ class Engine:
 
     def _sum_partial(self) -> None:
         for axis, held in self._partial:
-            sum_together(axis, [self.parallel.flat.view(unit.grad, piece) for unit, piece in held])
+            sum_held(axis, held)
 
     def _counted(self, microbatches: Iterable[Microbatch]) -> Iterator[Microbatch]:
         """One by one, as they may be made one by one; raises where there are more or fewer than a step has."""
@@ -265,9 +266,16 @@ class Engine:
         return StepResult(ask)
 
     def drain(self) -> None:
-        """Ends what an asynchronous schedule has under way: after it, every microbatch has made its update."""
+        """Ends what is under way, in an asynchronous schedule or on the host: every microbatch has made its update."""
         if self.pipeline is not None:
             self.pipeline.drain()
+        for unit in self.parallel.flat.units:
+            if unit.host is not None:
+                unit.host.wait()
+
+    def close(self) -> None:
+        """Ends what works beside it: threads, and files that hold its states. It can do nothing after this."""
+        self.parallel.away.close()
 
     def _one_after_another(self, microbatches: Iterable[Microbatch], lr: float) -> Tensor:
         """(sum of losses, number of valid targets) of this rank; of all where updates run in backward."""
@@ -276,7 +284,7 @@ class Engine:
         for index, microbatch in enumerate(microbatches):
             last = index == self.layout.accumulate - 1
             flat.begin(first=index == 0, last=last)
-            with explained(self.parallel.policy):
+            with explained():
                 with self.parallel.saving():
                     total, count = loss_pair(self.model(**self.prepared(microbatch)))
                 totals[0] += total.detach()
@@ -383,3 +391,7 @@ class Engine:
         `traffic` describes the model where tp, cp or pp is more than 1. The first step of a pipeline also sends shapes.
         """
         return issued.collectives(self, traffic)
+
+    def crossing(self) -> dict[str, int]:
+        """Bytes that one step moves between this rank's device and its host, without activations."""
+        return issued.crossing(self)

@@ -20,10 +20,9 @@ from echelon.layout import Layout
 from echelon.optim.in_turn import InTurn
 from echelon.optim.rule import Rule
 from echelon.parallel.apply import Parallel
-from echelon.parallel.axis import sum_together
 from echelon.parallel.flat_unit import FlatUnit
 from echelon.train.norm import GradientNorm
-from echelon.train.partial import Partial
+from echelon.train.partial import Partial, sum_held
 
 
 def refuse(layout: Layout, clip: float) -> None:
@@ -66,7 +65,7 @@ class InBackward:
 
     def _update(self, unit: FlatUnit) -> None:
         for axis, held in self._partial:
-            sum_together(axis, [self._flat.view(unit.grad, piece) for other, piece in held if other is unit])
+            sum_held(axis, [(other, piece) for other, piece in held if other is unit])
         self._squares = self._squares + self._norm.squares(unit)
         self.optimizer.of(unit).step(self._lr, self._scale, self._live)
         unit.updated()

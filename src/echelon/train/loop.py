@@ -29,7 +29,7 @@ from echelon.train.engine import Engine
 from echelon.train.later import later
 from echelon.train.load import Balance, Load, keeps_counts
 from echelon.train.pipeline_faults import MEASURE
-from echelon.train.predicted import predicted
+from echelon.train.predicted import predicted, working_bytes
 from echelon.train.result import StepResult
 from echelon.train.run import Run
 from echelon.train.schedule import learning_rate
@@ -110,6 +110,9 @@ class Loop:
             partition=config.memory.partition,
             arena=config.memory.arena,
             buffer=int(config.memory.buffer * MIB),
+            host=config.memory.host,
+            disk=config.memory.disk or str(Path(config.run or "runs/run").parent / "offload"),
+            working=working_bytes(config, self.layout, self.task.shape, world),
         )
         self.profile = self._profile(options) if config.pipeline.profile else None
         if self.profile is not None:
@@ -159,6 +162,7 @@ class Loop:
                 summary = self._steps(run)
                 with self.engine.averaged():
                     sample = self.task.sample(self.engine)
+                self.engine.drain()
             if run is not None:
                 run.log("end", **summary.facts(), sample=sample)
                 measured = correct.compared(before, self._seconds, self._memory)
@@ -166,6 +170,7 @@ class Loop:
                 results = [*self._results(summary), ("step", correct.told(measured))]
                 self.display.summary(f"done: {run.path}", results, prompt=self.config.sample.prompt, sample=sample)
         finally:
+            self.engine.close()
             if run is not None:
                 run.close()
         return summary

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from echelon.parallel.apply import Parallel
-from echelon.parallel.flat_unit import FlatUnit
+from echelon.parallel.flat_unit import FlatUnit, norm_of
 
 Runs = list[tuple[FlatUnit, slice]]
 """parts of units' shards"""
@@ -56,6 +56,8 @@ class GradientNorm:
         shards = "replica*shard*cp*tp" if folded else f"{parallel.policy.axis}*tp"
         self.axis = parallel.axes.axis(f"pp*{shards}" if together else shards)
         self.runs = owned_runs(parallel, first=folded)
+        for unit, part in self.runs:
+            unit.norm_runs.append(part)
         self.device = parallel.options.device
 
     @torch.no_grad()
@@ -76,16 +78,14 @@ class GradientNorm:
     def _local(self, runs: Runs, kind: float) -> Tensor:
         if not runs:
             return torch.zeros((), dtype=torch.float64, device=self.device)
-        # Short types are summed in float32 as they are read: no copy of them is made.
-        found = [_norm(unit.grad[part], kind) for unit, part in runs]
+        found = [self._of(unit, part, kind) for unit, part in runs]
         norm: Tensor = torch.linalg.vector_norm(torch.stack(found), kind, dtype=torch.float64)
         return norm
 
-
-def _norm(values: Tensor, kind: float) -> Tensor:
-    dtype = torch.promote_types(values.dtype, torch.float32)
-    found: Tensor = torch.linalg.vector_norm(values, kind, dtype=dtype)
-    return found
+    def _of(self, unit: FlatUnit, part: slice, kind: float) -> Tensor:
+        if kind == 2.0 and unit.norms:  # its gradient has left the device
+            return unit.norms[part.start]
+        return norm_of(unit.grad[part], kind).to(self.device)
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:
