@@ -354,6 +354,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "batch statistics": batch_statistics,
     "recomputed": lambda: markdown(*activations.recomputed(MODEL, SEQ_LEN)),
     "kept over layers": lambda: markdown(*activations.kept_over_layers()),
+    "offloaded": lambda: markdown(("layout", "bytes over the link", "bytes of disk"), traffic.offloaded()),
     "schedules": schedules,
     "versions of weights": versions,
     "messages of pipelines": messages,

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from echelon.layout import Layout
 from echelon.layout.cost import Collective
 from echelon.layout.rules import tp_side
+from echelon.memory import offload
 from echelon.parallel import context, grid_cost, sequence
 from echelon.plan import cluster as clusters
 from echelon.plan import kinds as explain_kinds
@@ -139,3 +140,13 @@ def reasons() -> list[str]:
     wish = Wish(shape=shape_of(CONTEXT_MODEL), cluster=clusters.parse("64xh100"), batch=64, seq_len=LENGTH)
     plan = search(wish, top=1)[0]
     return [f"`{plan.layout}`: {plan.seconds:.1f} s a step.", *explain_kinds.reasons(wish, plan)]
+
+
+def offloaded() -> list[tuple[str, ...]]:
+    """(layout, bytes over the link, bytes read from and written to disk) of one parameter, in 4 microbatches."""
+    sizes = {"updated": 1.0, "parameters": 1.0, "activations": 0.0}
+    rows = []
+    for kind in ("optimizer", "params", "optimizer+disk", "params+disk"):
+        told = offload.moved(kind, accumulate=4, compute_bytes=2, gradient_bytes=4, **sizes)
+        rows.append((f"`offload={kind}`", f"{told.link:g}", f"{told.disk:g}"))
+    return rows

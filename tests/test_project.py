@@ -30,7 +30,7 @@ MAY_KNOW = {
     "moe": {"layout", "kernels", "rng"},
     "precision": {"layout", "kernels", "compat"},
     "parallel": {"layout", "kernels", "models", "moe", "memory", "precision", "rng", "compat"},
-    "optim": {"layout", "kernels", "parallel", "rng", "compat"},
+    "optim": {"layout", "kernels", "memory", "parallel", "rng", "compat"},
     "pipeline": {"layout", "kernels", "models", "parallel", "rng", "compat"},
     "plan": {"layout", "models", "memory", "parallel", "pipeline", "compat"},
     "launch": {"layout", "compat"},

@@ -20,6 +20,7 @@ import context  # noqa: E402
 import curves  # noqa: E402
 import kept  # noqa: E402
 import mixtures  # noqa: E402
+import offload  # noqa: E402
 import pipelines  # noqa: E402
 import splits  # noqa: E402
 import steps  # noqa: E402
@@ -52,6 +53,8 @@ DRAWN: dict[str, Callable[[], str]] = {
     "recompute": steps.recompute,
     "recompute-layers": kept.kept_over_layers,
     "compression": compression.kept,
+    "offload-places": offload.places,
+    "offload-timeline": offload.timeline,
     "loss-contract": steps.loss_contract,
     "same-mask": steps.same_mask,
     "pipeline-cut": pipelines.cut_model,

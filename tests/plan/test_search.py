@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_only import without_offload
 from typer.testing import CliRunner
 
 import echelon as ec
@@ -66,7 +67,8 @@ def test_what_is_fixed_stays():
         assert (plan.layout.tp, plan.layout.pp, plan.layout.schedule) == (4, 2, "zb-h1")
 
 
-def test_layouts_that_cannot_be_run_are_left_out_unless_asked_for():
+def test_layouts_that_cannot_be_run_are_left_out_unless_asked_for(monkeypatch):
+    without_offload(monkeypatch)
     asked = wish(plan_only=True, fixed={"offload": "optimizer"})
     assert all(not plan.runnable for plan in search(asked))
     assert all(plan.runnable for plan in search(wish()))

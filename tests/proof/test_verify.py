@@ -108,7 +108,7 @@ def test_a_wrong_record_of_owners_is_found(pool: Pool, monkeypatch: pytest.Monke
     assert "elements and" in verdict.trouble
 
 
-@pytest.mark.parametrize("layouts", ["tp=3; dp=2,zero=5", "dp=2,offload=optimizer; tp=8"])
+@pytest.mark.parametrize("layouts", ["tp=3; dp=2,zero=5", "pp=2,schedule=2bw,offload=optimizer; tp=8"])
 def test_all_faults_of_all_layouts_at_once(layouts: str) -> None:
     with pytest.raises(FaultError) as error:
         verify.verify("llama-tiny", layouts)

@@ -12,8 +12,7 @@ from echelon.cli import app
 from echelon.layout import Layout
 from echelon.plan import cluster
 from echelon.plan.case import Case
-from echelon.plan.memory import by_rank
-from echelon.plan.price import price
+from echelon.plan.price import by_rank, price
 from echelon.plan.sources import shape_of
 
 MEASURED = Path(__file__).parents[2] / "bench" / "measured"

@@ -6,6 +6,7 @@ import tomllib
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_only import without_offload
 
 from echelon.layout.faults import FaultError
 from echelon.train.config import Config
@@ -196,9 +197,20 @@ def test_a_missing_file_and_a_folder(tmp_path):
     assert "is a directory" in faults_of(path=tmp_path)["config"].rule
 
 
-def test_what_is_not_built_is_refused_as_plan_only():
+def test_what_is_not_built_is_refused_as_plan_only(monkeypatch):
+    without_offload(monkeypatch)
     assert "plan only" in faults_of("layout=dp=2,offload=optimizer", world=2)["layout"].rule
     assert {"layout", "tp"} <= set(faults_of("layout=offload=optimizer,tp=8", world=16))
+
+
+def test_what_is_kept_off_the_device_is_configured_where_something_is():
+    assert "has no effect with offload=none" in faults_of("memory.host=0.5")["memory.host"].rule
+    assert (
+        "has no effect with offload=optimizer"
+        in faults_of("layout=offload=optimizer", "memory.disk=x")["memory.disk"].rule
+    )
+    Config.load(None, ["layout=offload=params+disk", "memory.host=0.5", "memory.disk=x", "shard.prefetch=2"])
+    assert "memory.host" in faults_of("layout=offload=optimizer", "memory.host=1.5")
 
 
 def test_a_refused_value_does_not_cause_faults_of_other_keys():

@@ -92,3 +92,22 @@ def test_what_an_optimizer_chose_is_told():
     assert muon["average"][0] == "of the weights, decay 0.99"
     assert muon["update"][0] == "in backward"
     assert told(states="int8")["moments"][1].startswith("256 elements share a scale")
+
+
+def test_what_lives_off_the_device_and_what_will_cross_is_told():
+    rows = rows_on("accumulate=2,offload=params+activations+disk")
+    assert rows["away"][0].startswith("5 of 5 units: ")
+    assert "on the host and" in rows["away"][0]
+    assert "of gradients down" in rows["link"][0]
+    assert rows["activations"][0] == "on the host between forward and backward"
+    assert "master" not in rows["states per rank"][1]
+    assert "away" not in rows_on("dp=1")
+    part = rows_of(Engine(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "offload=optimizer", options=half()))
+    assert part["away"] == (
+        "1 of 2 units: 0 MiB on the host per rank",
+        "the last layers, which the next step needs last",
+    )
+
+
+def half():
+    return float64(host=0.5)

@@ -49,7 +49,7 @@ def test_only_floating_inputs_take_the_compute_type():
     ("layout", "message"),
     [
         ("dp=2", "does not fill the world"),
-        ("pp=1,offload=optimizer", "plan only"),
+        ("offload=activations,recompute=budget:1GiB", "sends away"),
     ],
 )
 def test_what_cannot_be_run_is_refused(layout, message):

@@ -203,7 +203,7 @@ KEYS: tuple[Key, ...] = (
     Key(name="recompute", kind=_RECOMPUTE, default="none",
         meaning="what is recomputed in the backward pass"),
     Key(name="offload", kind=Joined(parts=("optimizer", "params", "activations", "disk")), default="none",
-        meaning="what lives off the device", built=("none",), missing="offloading is"),
+        meaning="what lives off the device"),
 )
 # fmt: on
 """The whole grammar, in the order in which a layout is written."""

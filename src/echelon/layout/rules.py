@@ -213,6 +213,19 @@ def vpp_fits_schedule(layout: Layout, facts: Facts) -> Iterator[Broken]:
         yield Broken(("vpp",), f"is not what schedule={schedule} has (1 chunk per rank)", "or schedule=interleaved")
 
 
+def one_version_on_the_host(layout: Layout, facts: Facts) -> Iterator[Broken]:
+    away = {"optimizer", "params", "disk"} & set(layout.offload.split("+"))
+    if layout.pp > 1 and layout.schedule in ASYNCHRONOUS and away:
+        rule = f"is not for schedule={layout.schedule}, which updates while older versions of the weights are in use"
+        yield Broken(("offload",), rule, "or schedule=1f1b")
+
+
+def a_budget_is_for_what_stays(layout: Layout, facts: Facts) -> Iterator[Broken]:
+    if layout.recompute.startswith("budget") and "activations" in layout.offload.split("+"):
+        rule = f"sends away what recompute={layout.recompute} would choose from"
+        yield Broken(("offload", "recompute"), rule, "or recompute=full")
+
+
 def experts_fold(layout: Layout, facts: Facts) -> Iterator[Broken]:
     ranks, experts = layout.dp * layout.cp * layout.tp, layout.ep * layout.etp
     if ranks % experts:
@@ -280,6 +293,8 @@ RULES: tuple[Rule, ...] = (
     gates_know_their_loads,
     asynchronous_weights_are_whole,
     asynchronous_stages_share_nothing,
+    one_version_on_the_host,
+    a_budget_is_for_what_stays,
     experts_fold,
     ep_inner_is_a_node,
     ep_divides_experts,

@@ -72,8 +72,8 @@ ALIKE = {f"{name}Backward0" for name in ("T", "Transpose", "Permute", "View", "U
 """what gives a parameter another shape or type"""
 
 
-def check(compress: str, recompute: str) -> None:
-    if fault := packing.with_recompute(compress, recompute):
+def check(compress: str, recompute: str, offload: str) -> None:
+    if fault := packing.beside(compress, recompute, offload):
         raise ValueError(f"compress={compress} {fault}")
 
 

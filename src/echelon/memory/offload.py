@@ -1,14 +1,19 @@
-"""What lives off the device, and what that moves: the cost of `offload`, for planning; plan only. No torch.
+"""What lives off the device, and what that moves: the cost of `offload`. No torch.
 
-optimizer     optimizer states and master copies on the host, which makes the update: gradients down, weights up
-params        parameters and gradients too, paged layer by layer in every pass
-activations   to the host after forward, back before backward
-disk          what would be on the host goes on to disk
+    optimizer     optimizer states and master copies on the host, which makes the update: gradients down, weights up
+    params        parameters and gradients too, paged layer by layer in every pass
+    activations   to the host after forward, back before backward
+    disk          states that would be on the host, and with `params` the parameters, go on to disk
+
+A share of the states may stay on the device: then the last layers' go to the host, since the next step needs them last.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+
+from echelon.layout.placement import Unit
 
 UPDATES = 4e9
 """parameters that a host updates in a second (ZeRO-Offload's CPU-Adam: a billion in 0.3 s, ten in 2.6 s)"""
@@ -37,29 +42,133 @@ def moved(
     accumulate: int,
     compute_bytes: int,
     gradient_bytes: int,
+    share: float = 1.0,
 ) -> Moved:
-    """`updated` and `parameters` are a rank's shard and what it computes with; `activations` bytes of a microbatch."""
-    kinds = offload.split("+")
-    link = 0.0
-    if "optimizer" in kinds or "params" in kinds:
-        link += updated * (gradient_bytes + compute_bytes)
+    """`updated` and `parameters` are a rank's shard and what it computes with; `activations` bytes of a microbatch.
+
+    `share` is that of the states which are away. Only a rank's own part of the parameters crosses its link.
+    """
+    kinds, away = offload.split("+"), share * updated
+    link = disk = 0.0
     if "params" in kinds:
-        link += 2 * accumulate * parameters * compute_bytes
+        link += accumulate * away * (gradient_bytes + 2 * compute_bytes)
+    elif has_states(offload):
+        link += away * (gradient_bytes + compute_bytes)
     if "activations" in kinds:
         link += 2 * accumulate * activations
-    by_host = updated if "optimizer" in kinds or "params" in kinds else 0.0
-    disk = 2 * STATE_BYTES * updated if "disk" in kinds else 0.0
-    return Moved(link=link, updated=by_host if not disk else updated, disk=disk)
+    if "disk" in kinds:
+        disk += 2 * STATE_BYTES * away
+        if "params" in kinds:
+            disk += (2 * accumulate + 1) * compute_bytes * away
+    return Moved(link=link, updated=away if has_states(offload) else 0.0, disk=disk)
 
 
-def left(offload: str, parts: dict[str, int], *, layers: float) -> dict[str, int]:
-    """A rank's bytes by category, without what is elsewhere; `layers` are those whose activations it would hold."""
-    kinds, found = offload.split("+"), dict(parts)
-    if {"optimizer", "params", "disk"} & set(kinds):
-        found["optimizer"] = found["master"] = 0
-    if "params" in kinds:
-        found["gradients"] = found["parameters"] = 0
-    if "activations" in kinds:
-        # Two layers' worth: the one at work and the one on its way.
-        found["activations"] = int(parts.get("activations", 0) * min(1.0, 2 / max(layers, 1.0)))
-    return found
+def crossing(
+    units: Sequence[Unit],
+    *,
+    paged: bool,
+    accumulate: int,
+    compute_bytes: int,
+    gradient_bytes: Mapping[str, int],
+    reshard_after_forward: bool = True,
+    last: str = "",
+    stages: Mapping[str, int] | None = None,
+    repeated: Container[str] = (),
+) -> dict[str, int]:
+    """What one step moves for units that are away, to the byte: gradients down, parameters up.
+
+    `gradient_bytes` are of an element of each unit's gradient, where it lies. `last` is the layer that backward needs
+    first, which is not freed in between. In a pipeline `stages` says how many of a rank's stages use each unit: there a
+    unit that is kept comes once a step, and gradients leave after the backward of every stage. Units in `repeated` lie
+    inside layers that are repeated, for which they come once more.
+    """
+    down = up = 0
+    for unit in units:
+        again = stages is not None or (reshard_after_forward and unit.name != last)
+        again = again and not unit.kept
+        comes = (1 + again + (again and unit.name in repeated)) * accumulate
+        if stages is not None and unit.kept:
+            comes = 1
+        goes = accumulate * (stages[unit.name] if stages is not None else 1)
+        down += unit.shard_numel * gradient_bytes[unit.name] * (goes if paged else 1)
+        up += unit.shard_numel * compute_bytes * (comes if paged else 1)
+    return {"gradients": down, "parameters": up}
+
+
+def left(
+    offload: str, parts: Mapping[str, float], *, layers: float, share: float = 1.0, final: bool = False
+) -> dict[str, int]:
+    """A rank's bytes by category, without what is elsewhere; `layers` are those whose activations it would hold.
+
+    `share` is that of the states which are away. Gradients that are `final` when they come leave at once with them.
+    """
+    # Of what comes and goes, two layers' worth is there: the one at work and the one on its way.
+    some = min(1.0, 2 / max(layers, 1.0))
+    stays = dict.fromkeys(parts, 1.0)
+    if has_states(offload):
+        stays |= {"optimizer": 1 - share, "master": 1 - share}
+    if pages(offload):
+        stays["parameters"] = 1 - share * (1 - some)
+    if pages(offload) or (has_states(offload) and final):
+        stays["gradients"] = 1 - share * (1 - some)
+    if "activations" in offload.split("+"):
+        stays["activations"] = some
+    return {name: int(size * stays[name]) for name, size in parts.items()}
+
+
+def pages(offload: str) -> bool:
+    """Parameters and gradients leave the device."""
+    return "params" in offload.split("+")
+
+
+def has_states(offload: str) -> bool:
+    """Optimizer states leave the device."""
+    return bool({"optimizer", "params", "disk"} & set(offload.split("+")))
+
+
+def chosen(units: Sequence[Unit], share: float) -> frozenset[str]:
+    """The units whose states leave the device, by name: at least `share` of all elements, in whole units.
+
+    The last layers come first. What is whole from the start of a forward to its end comes last: the next step needs it
+    at once.
+    """
+    wanted = share * sum(unit.shard_numel for unit in units)
+    found: list[str] = []
+    layers, kept = ([unit for unit in units if unit.kept is kept] for kept in (False, True))
+    for unit in [*layers[::-1], *kept[::-1]]:
+        if wanted <= 0:
+            break
+        found.append(unit.name)
+        wanted -= unit.shard_numel
+    return frozenset(found)
+
+
+def least_share(units: Sequence[Unit], *, room: float, stay: float, leave: float) -> float:
+    """The smallest share that fits: `room` are the bytes for states on the device, of which an element whose states
+    stay needs `stay`, and one whose states leave needs `leave`.
+    """
+    total = sum(unit.shard_numel for unit in units)
+    if total * stay <= room or stay <= leave:
+        return 0.0
+    return min(1.0, (total * stay - room) / (total * (stay - leave)))
+
+
+def held(
+    units: Sequence[Unit],
+    *,
+    paged: bool,
+    disk: bool,
+    compute_bytes: int,
+    master_bytes: int,
+    state_bytes: float,
+    early_bytes: Mapping[str, int],
+) -> dict[str, int]:
+    """Bytes that units hold off the device between steps, by place: on the `host`, and on `disk` in two generations.
+
+    `early_bytes` are of an element of a gradient that has a room of its own on the host, 0 where it has none. Buffers
+    that units share are not counted.
+    """
+    size = sum(unit.shard_numel for unit in units)
+    states = size * master_bytes + round(size * state_bytes) + (size * compute_bytes if paged else 0)
+    gradients = sum(unit.shard_numel * (master_bytes if paged else early_bytes[unit.name]) for unit in units)
+    return {"host": gradients + (0 if disk else states), "disk": 2 * states if disk else 0}

@@ -33,11 +33,15 @@ def check(compress: str) -> str:
     return compress
 
 
-def with_recompute(compress: str, recompute: str) -> str:
-    """What is wrong with both together; nothing is, mostly."""
-    if compress == NONE or recompute != "ops":
+def beside(compress: str, recompute: str, offload: str) -> str:
+    """What is wrong with all of them together; nothing is, mostly."""
+    if compress == NONE:
         return ""
-    return "does not go with recompute=ops, which holds what it repeats operators from; use recompute=none or full"
+    if recompute == "ops":
+        return "does not go with recompute=ops, which holds what it repeats operators from; use recompute=none or full"
+    if "activations" in offload.split("+"):
+        return f"does not go with offload={offload}, which sends layers' tensors away as they are; use one of them"
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,7 +109,8 @@ class _Frame:
         self._back: list[tuple[Callable[[Tensor], Tensor], bool]] = []
         self._given = mapped(given, lambda tensor: self._take(tensor, kept))
         anchor = torch.empty(0, requires_grad=True)
-        self._saved: Any = _Save.apply(anchor, *kept).grad_fn if kept else None
+        # Held is the tensor, not its grad_fn: before torch 2.12 that lets go of what it saved when the tensor goes.
+        self._saved: Any = _Save.apply(anchor, *kept) if kept else None
         self._samples = layer.segment.stream.samples
         self._casts = _casts()
         self._counted = 0
@@ -168,7 +169,7 @@ class _Frame:
     def again(self, made: Sequence[Tensor], *, stops: bool) -> list[Tensor]:
         """Runs the layer again, on what the one before it `made`; until everything is found if it `stops`."""
         layer, self._counted, self.found = self.layer, 0, {}
-        stored = self._saved.saved_tensors if self._saved is not None else ()
+        stored = self._saved.grad_fn.saved_tensors if self._saved is not None else ()
 
         def put_back(value: Any) -> Any:
             if isinstance(value, _Made):

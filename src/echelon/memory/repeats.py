@@ -84,12 +84,14 @@ def idle_reason(layout: Layout) -> dict[str, str]:
     if kind not in ("full", "every", "sqrt", "budget"):
         why = f"recompute={layout.recompute}, which keeps no inputs of layers to repeat them"
         return {"partition": why, "arena": why}
+    leave = "activations" in layout.offload.split("+")
+    found = {"arena": f"offload={layout.offload}, where inputs leave the device"} if leave else {}
     if layout.tp == 1:
-        return {"partition": "tp=1, where no other rank has the same inputs"}
-    if layout.sp or layout.tp_kind != "1d":
+        found["partition"] = "tp=1, where no other rank has the same inputs"
+    elif layout.sp or layout.tp_kind != "1d":
         what = "sp=1" if layout.sp else f"tp_kind={layout.tp_kind}"
-        return {"partition": f"{what}, where inputs are divided over tp already"}
-    return {}
+        found["partition"] = f"{what}, where inputs are divided over tp already"
+    return found
 
 
 def partitioned(elements: int, ranks: int) -> int:

@@ -10,4 +10,5 @@ adafactor.py  sm3.py  lamb.py              numbers of whole matrices, in one or 
 muon.py                                    whole matrices, each gathered once, by the rank that works on it
 with_torch.py                              AdamW and SGD by torch's fused kernels, on a CPU
 average.py                                 a moving average of the weights
+on_host.py                                 the update on the host, beside the device's work; hosted.py which rules may
 """

@@ -11,7 +11,7 @@ from echelon.kernels import adamw, choice
 from echelon.layout.cost import Collective
 from echelon.optim.held import Run, exact
 from echelon.optim.rule import Rule, betas_of
-from echelon.parallel.master import SplitMaster
+from echelon.parallel.master import SplitMaster, WholeMaster
 
 
 class OnePassAdamW:
@@ -62,4 +62,5 @@ def _weights(run: Run) -> tuple[Tensor, Tensor | None]:
     master = run.unit.master
     if isinstance(master, SplitMaster):
         return master.high[run.where], master.low[run.where]
+    assert isinstance(master, WholeMaster)
     return master.tensor[run.where], None

@@ -9,11 +9,17 @@ could not hold it: there evaluation gets it rounded, and the weights lie aside u
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from echelon.optim.held import Run, is_rounded
+from echelon.parallel.flat_unit import FlatUnit
+
+YES = torch.ones((), dtype=torch.bool)
 
 
 class Average:
@@ -21,15 +27,19 @@ class Average:
         self._runs, self._decay = runs, decay
         self._values = [run.values(slice(0, run.size)).clone() for run in runs]
         self._aside: dict[int, Tensor] = {}
+        self._here = []
+        for run, average in zip(runs, self._values, strict=True):
+            host = run.unit.host
+            if host is None:
+                self._here.append((run, average))
+            else:
+                host.followers.append(partial(_towards, replace(run, unit=cast(FlatUnit, host)), average, decay, YES))
 
     @torch.no_grad()
     def step(self, live: Tensor) -> None:
         """After an update; where `live` is false there was none."""
-        for run, average in zip(self._runs, self._values, strict=True):
-            for part, _ in run.chunks():
-                mine = average[part]
-                towards = (run.values(part) - mine) * (1 - self._decay)
-                mine.copy_(torch.where(live, mine + towards, mine))
+        for run, average in self._here:
+            _towards(run, average, self._decay, live)
 
     @torch.no_grad()
     def swap(self) -> None:
@@ -52,3 +62,11 @@ class Average:
 
     def states(self) -> list[Tensor]:
         return self._values
+
+
+@torch.no_grad()
+def _towards(run: Run, average: Tensor, decay: float, live: Tensor) -> None:
+    for part, _ in run.chunks():
+        mine = average[part]
+        towards = (run.values(part) - mine) * (1 - decay)
+        mine.copy_(torch.where(live, mine + towards, mine))

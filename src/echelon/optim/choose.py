@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from echelon.optim.held import Held, Run, held_of, is_rounded, runs_of
 from echelon.optim.lamb import LAMB
 from echelon.optim.lion import Lion
 from echelon.optim.muon import Muon
+from echelon.optim.on_host import OnHost, Together
 from echelon.optim.rounding import Counted
 from echelon.optim.rule import Rule
 from echelon.optim.sgd import PlainSGD
@@ -29,17 +32,32 @@ from echelon.parallel.master import WholeMaster
 
 
 def sharded(parallel: Parallel, rule: Rule, units: Sequence[FlatUnit] | None = None) -> Update:
-    """The update of all units' shards of one rank, or of some of them."""
+    """The update of all units' shards of one rank, or of some of them, where they live."""
     units = parallel.flat.units if units is None else units
+    here, away = ([unit for unit in units if (unit.host is not None) is there] for there in (False, True))
+    if not away:
+        return _on_one_device(parallel, rule, here)
+    held = partial(cost.held_bytes, rule, parallel.placement, master_bytes=parallel.options.master.itemsize)
+    there = OnHost(
+        away,
+        lambda host: _on_one_device(parallel, rule, [cast(FlatUnit, host)]),
+        lambda host: held(units=[host.unit.name]),
+    )
+    return Together(_on_one_device(parallel, rule, here), there)
+
+
+def _on_one_device(parallel: Parallel, rule: Rule, units: Sequence[FlatUnit]) -> Update:
+    device = units[0].full.device if units else parallel.options.device
     if not any(is_rounded(unit) for unit in units):
-        return _update(parallel, rule, units, None)
-    step = torch.zeros((), dtype=torch.int64, device=parallel.options.device)
-    return Counted(_update(parallel, rule, units, step), step)
+        return _update(parallel, rule, units, device, None)
+    step = torch.zeros((), dtype=torch.int64, device=device)
+    return Counted(_update(parallel, rule, units, device, step), step)
 
 
-def _update(parallel: Parallel, rule: Rule, units: Sequence[FlatUnit], step: Tensor | None) -> Update:
+def _update(
+    parallel: Parallel, rule: Rule, units: Sequence[FlatUnit], device: torch.device, step: Tensor | None
+) -> Update:
     """`step` counts updates where weights are rounded by chance."""
-    device = parallel.options.device
 
     def held(only: Callable[[Entry], bool] = lambda _: True) -> list[Held]:
         return [one for one in held_of(parallel, rule, units, step) if only(one.entry)]

@@ -16,7 +16,7 @@ that may hold a part of the matrix.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from echelon.layout.placement import Entry, Placement
 from echelon.optim.groups import is_muons
@@ -36,20 +36,20 @@ def state_bytes(rule: Rule, shape: Sequence[int], *, name: str = "", master_byte
     return _elements(rule, entry, size, master_bytes) + _sides(rule, entry) * max(master_bytes, 4)
 
 
-def held_bytes(rule: Rule, placement: Placement, *, master_bytes: int = 4) -> int:
-    """Of everything that a rank holds; counts of steps, 8 bytes each, are left out."""
+def held_bytes(rule: Rule, placement: Placement, *, master_bytes: int = 4, units: Container[str] | None = None) -> int:
+    """Of everything that a rank holds, or of some units; counts of steps, 8 bytes each, are left out."""
     total = 0
     for piece in placement.pieces():
-        if piece.entry.trainable:
+        if piece.entry.trainable and (units is None or piece.unit in units):
             total += _elements(rule, piece.entry, piece.stop - piece.start, master_bytes)
             total += _sides(rule, piece.entry) * max(master_bytes, 4)
     return total
 
 
-def element_bytes(rule: Rule) -> float:
-    """Of one element of a large matrix inside a model, in float32, without what is held for rows and columns."""
+def element_bytes(rule: Rule, master_bytes: int = 4) -> float:
+    """Of one element of a large matrix inside a model, without what is held for rows and columns."""
     count = 1 << 20
-    return _elements(rule, Entry(name="", names=("",), shape=(1 << 10, 1 << 10)), count, 4) / count
+    return _elements(rule, Entry(name="", names=("",), shape=(1 << 10, 1 << 10)), count, master_bytes) / count
 
 
 def is_factored(rule: Rule, entry: Entry) -> bool:

@@ -12,18 +12,20 @@ from torch import nn
 
 from echelon import rng
 from echelon.layout import Layout, Mesh
-from echelon.layout.placement import Entry, Placement, units_of
+from echelon.layout.placement import Entry, Placement, Unit, units_of
 from echelon.memory import compress, packing
 from echelon.memory.budget import Budgeted
 from echelon.memory.kept import Arena, Keep, whole
+from echelon.memory.offload import pages
 from echelon.memory.recompute import Part, Policy, Recomputed
 from echelon.memory.repeats import idle_reason, segment_length
 from echelon.models.chain import inside
 from echelon.models.splits import split_of
 from echelon.parallel import batchnorm, expert, grid, shard, stages, tensor
+from echelon.parallel.away import Away, away_of
 from echelon.parallel.axis import ALONE, Axes, Axis, enumerate_groups, world_rank
 from echelon.parallel.first_values import first_values, move_buffers
-from echelon.parallel.flat import Flat
+from echelon.parallel.flat import Flat, Moved
 from echelon.parallel.partition import Partition
 from echelon.parallel.regions import Boundary
 from echelon.parallel.spread import Context, spread
@@ -81,6 +83,14 @@ class Options:
     """they are copied into memory set aside for them"""
     buffer: int = 0
     """bytes of parameters that are gathered or reduced at once, at most, as far as modules can be told apart; 0: any"""
+    host: float | None = None
+    """with `offload`, the share of the states that leave the device; none: as few as a GPU's memory asks for"""
+    working: int = 0
+    """with `offload`, bytes on the device for activations and whatever else comes and goes; 0 estimates them"""
+    state_bytes: float = 8.0
+    """with `offload`, what the optimizer keeps of an element; an engine knows it"""
+    disk: str = ""
+    """with `offload=disk`, a folder for its files; empty takes the one for temporary files"""
     own_loop: bool = False
     """the loop and the optimizer are the user's own (train/wrap.py)"""
     leave_out: str = ""
@@ -121,6 +131,8 @@ class Parallel:
     options: Options
     tokens: Axis
     """the axis of ranks that have different tokens: losses and counts are summed over it"""
+    away: Away
+    """which units' states live off the device"""
     boundary: Boundary | None = None
     """where tensor-parallel regions begin and end"""
     context: Context | None = None
@@ -186,12 +198,13 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
             axes.add(name)
         entries = stages.held_entries(entries, held.ranks, axes.at["pp"])
         stages.prune(model, held.ranks[axes.at["pp"]])
-    compress.check(options.compress, layout.recompute)
+    compress.check(options.compress, layout.recompute, layout.offload)
     recomputed = _recompute(model, layout, options, stream, axes, held)
     if options.products != "same":
         grid.refuse_narrow(layout, options.products)
         fp8.check(options.device, options.compute, options.kernels)
-        kept = layout.accumulate > 1 and layout.zero < 3  # whole weights would be kept that zero=3 lets go of
+        # Whole weights would be kept that zero=3 and offload=params let go of.
+        kept = layout.accumulate > 1 and layout.zero < 3 and not pages(layout.offload)
         fp8.apply(model, shard.layers(model), options.products, keeps_weights=kept)
     wide = keep.holders(entries)
     keep.compute_in_float32(model, wide, options.compute)
@@ -206,17 +219,26 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
     placement = Placement(
         units=units_of(entries, units, policy.shards, experts.shards), at=coordinates(axes, axes.rank, policy, experts)
     )
+    away = away_of(layout, options, placement.units, policy, model, shard.layers(model))
+
+    def moved(unit: Unit) -> Moved:
+        how, *over = moves[unit.folded]
+        return how.on_the_host() if away.pages(unit) else how, over[0], over[1]
+
     flat = Flat(
         model,
         placement,
         policy,
-        lambda unit: moves[unit.folded],
+        moved,
         device=options.device,
         compute=options.compute,
         master=options.master,
         reduce=options.gradients,
         parts=held.stages if held is not None else (),
+        host=away.host_of,
     )
+    if away.stash is not None:
+        away.stash.leave([unit.full for unit in flat.units])
     flat.fill(values)
     move_buffers(model, options.device, options.compute, wide)
     recomputed.tell(flat.make_whole)
@@ -230,6 +252,7 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
         policy,
         options,
         axes[tokens],
+        away,
         boundary,
         context,
         folded,

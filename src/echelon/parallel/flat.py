@@ -21,6 +21,7 @@ from echelon.layout.placement import Piece, Placement, Unit
 from echelon.parallel.axis import Axis
 from echelon.parallel.flat_unit import FlatUnit
 from echelon.parallel.home import Home, home_of
+from echelon.parallel.host_unit import Host
 from echelon.parallel.shard import Policy, layers
 
 Moved = tuple[Policy, Axis, Axis]
@@ -46,10 +47,11 @@ class Flat:
         master: torch.dtype,
         reduce: torch.dtype,
         parts: Sequence[Sequence[str]] = (),
+        host: Callable[[Unit], Host | None] = lambda _: None,
     ):
         self.model, self.placement, self.policy = model, placement, policy
         self.units = [
-            FlatUnit(unit, *moved(unit), device=device, compute=compute, master=master, reduce=reduce)
+            FlatUnit(unit, *moved(unit), device=device, compute=compute, master=master, reduce=reduce, host=host(unit))
             for unit in placement.units
         ]
         self.pipelined = bool(parts)
@@ -65,6 +67,8 @@ class Flat:
         self._modules = dict(model.named_modules())
         for unit in self.units:
             self.put(unit)
+        # Where ranks gather together what the host updates, each layer is gathered when it is called: `_gather_host`.
+        self._by_turns = [unit for unit in self.units if _comes_late(unit)]
         if any(unit.policy.shards > 1 for unit in self.units) or not all(unit.master.in_place for unit in self.units):
             self._hook_model()
             for unit in self.units:
@@ -162,16 +166,26 @@ class Flat:
         # What stays whole is gathered at the model's start, in one order everywhere, so that ranks may call different
         # modules. Layers that are freed after use may not differ: their gathers come in the order of calls.
         early = [unit for unit in self.units if unit.unit.kept or not unit.policy.free_parameters]
+        early = [unit for unit in early if unit not in self._by_turns]
         for unit in early:
             unit.start_gather()
         for unit in early:
             if unit.unit.kept:
                 unit.gather()
 
+    def _gather_host(self, until: FlatUnit | None = None) -> None:
+        """What the host has updated, up to a unit: in one order on all ranks, whichever modules they call."""
+        for unit in self._by_turns:
+            unit.gather()
+            if unit is until:
+                return
+
     def _launch(self, *, everything: bool) -> None:
         while self._waiting and (everything or self._waiting[0].complete):
             unit = self._waiting.popleft()
             unit.start_reduce()
+            if unit.sends_early:
+                unit.finish_reduce()
             for other in [other for other in self._unsettled if other.policy.settle_early]:
                 other.settle(last=self._last)  # one behind: its transfer had a unit's compute to hide in
                 self._unsettled.remove(other)
@@ -209,6 +223,7 @@ class Flat:
             self._gather_kept()
 
         def after_forward(_module: nn.Module, _args: Any, output: Any) -> None:
+            self._gather_host()
             if not any(tensor.requires_grad for tensor in tensors_in(output)):  # evaluation: no backward will free it
                 for unit in self.units:
                     unit.free()
@@ -231,6 +246,8 @@ class Flat:
                 other.start_gather()
 
         def before_forward(_module: nn.Module, _args: Any) -> None:
+            if unit in self._by_turns:
+                self._gather_host(until=unit)
             # In a repetition, what comes after this module may have gone backward already.
             gather_with([other for other in ahead if self.pipelined or not _is_through(other)])
 
@@ -261,22 +278,27 @@ def _nothing() -> None:
     """Nobody asked to be told."""
 
 
+def _comes_late(unit: FlatUnit) -> bool:
+    """A layer that stays whole, that ranks gather together, and whose values the host is still at work on."""
+    return unit.host is not None and unit.policy.shards > 1 and not unit.policy.free_parameters and not unit.unit.kept
+
+
 def _used(unit: FlatUnit, names: Sequence[str]) -> bool:
     mine = [name for entry in unit.unit.entries for name in entry.names]
     return any(name == other or name.startswith(other + ".") for name in mine for other in names)
 
 
 @contextmanager
-def explained(policy: Policy) -> Iterator[None]:
+def explained() -> Iterator[None]:
     """Says what it means when a parameter is read that is not there."""
     try:
         yield
     except RuntimeError as error:
-        if not policy.free_parameters or "storage of size 0" not in str(error):
+        if "storage of size 0" not in str(error):
             raise
         raise ValueError(
-            "a layer's parameters were used outside its own forward, where zero=3 has freed them; "
-            "set shard.units to patterns of the modules that are called, or use zero=2"
+            "a layer's parameters were used outside its own forward, where zero=3 or offload=params has freed them; "
+            "set shard.units to patterns of the modules that are called, or use zero=2 and no offload=params"
         ) from error
 
 

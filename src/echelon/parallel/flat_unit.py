@@ -27,7 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from echelon.layout.placement import Entry, Unit
+from echelon.memory.link import Moving
 from echelon.parallel.axis import Axis, Done, Pending
+from echelon.parallel.host_unit import Host, HostMaster, HostUnit
 from echelon.parallel.master import Master, master_of
 from echelon.parallel.shard import Policy
 
@@ -46,6 +48,7 @@ class FlatUnit:
         compute: torch.dtype,
         master: torch.dtype,
         reduce: torch.dtype,
+        host: Host | None = None,
     ):
         if unit.wide:
             compute, master, reduce = (torch.promote_types(kind, torch.float32) for kind in (compute, master, reduce))
@@ -56,17 +59,34 @@ class FlatUnit:
         split = compute == torch.bfloat16 and policy.splits_master(
             compute_bytes=compute.itemsize, master_bytes=master.itemsize
         )
-        self.master: Master = master_of(self.full[self._own], master, split=split, in_place=policy.stays)
+        self.gradient_type = compute if policy.gradients_stay_short(unit) else reduce
+        own = self.full[self._own]
+        self.host: HostUnit | None = None
+        """its states, where they live on the host"""
+        if host is not None:
+            here = None if policy.paged else own if policy.stays else torch.zeros_like(own)
+            self.host = HostUnit(
+                unit,
+                policy,
+                host,
+                here=here,
+                compute=compute,
+                master=master,
+                gradient_type=self.gradient_type,
+                early=policy.gradients_are_final(unit) and not policy.paged,
+            )
+        self.master: Master | HostMaster = (
+            master_of(own, master, split=split, in_place=policy.stays) if self.host is None else HostMaster(self.host)
+        )
         self.parameters = {entry.name: self._view(entry) for entry in unit.entries}
         self.version = 0
         """grows whenever the parameters' values change"""
         self._nbytes = self.full.untyped_storage().nbytes()
         self.whole = False
-        self._gathering: Pending | None = None
+        self._gathering: Pending | Moving | None = None
         if policy.free_parameters:
             self.full.untyped_storage().resize_(0)
 
-        self.gradient_type = compute if policy.gradients_are_final(unit) else reduce
         self.lazy = device.type == "cuda"
         """gradients have memory only from the first of a step to `free_gradients`: see the note at the top"""
         self.gradients: Tensor | None = None
@@ -83,7 +103,11 @@ class FlatUnit:
         self._incoming: Tensor | None = None
         self._sending: Tensor | None = None
         self._reducing: Pending = Done()
-        if not self.lazy:
+        self.norm_runs: list[slice] = []
+        """parts of the gradient whose norms are taken before it leaves the device"""
+        self.norms: dict[int, Tensor] = {}
+        """those norms, by where the parts begin"""
+        if not self.lazy and not policy.paged:
             self.grad.zero_()
 
     def _view(self, entry: Entry) -> nn.Parameter:
@@ -93,22 +117,27 @@ class FlatUnit:
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
-    def start_gather(self) -> None:
+    def start_gather(self, *, wait: bool = False) -> None:
+        """With `wait` also where the host is not through with it; ranks that gather together always wait."""
         if self.whole or self._gathering is not None:
+            return
+        if self.host is not None and self.policy.shards == 1 and not wait and not self.host.is_ready():
             return
         if self.policy.free_parameters:
             self.full.untyped_storage().resize_(self._nbytes)
         own = self.full[self._own]
         part = self.master.part(own)
+        coming = Done() if self.host is None else self.host.coming
         if self.policy.shards > 1:
+            coming.wait()
             self._gathering = self.shard.start_all_gather(self.full, part)
             return
         if part.data_ptr() != own.data_ptr():
             own.copy_(part)
-        self._gathering = Done()
+        self._gathering = coming
 
     def gather(self) -> None:
-        self.start_gather()
+        self.start_gather(wait=True)
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering, self.whole = None, True
@@ -134,6 +163,8 @@ class FlatUnit:
     def updated(self) -> None:
         """The optimizer changed the shard: what others hold of it is old."""
         self._catch_up()
+        if self.host is not None:
+            self.host.rest()
         self.version += 1
         if self.master.in_place and self.policy.shards == 1:
             self.whole = True
@@ -145,6 +176,10 @@ class FlatUnit:
     @property
     def grad(self) -> Tensor:
         """The reduced shard, as it is now: ask again after every step. Zero where no gradient came."""
+        if self.host is not None:
+            if self.policy.paged or self.host.has_gradient:
+                return self.host.gradient()
+            self.host.turn.wait()
         if self._grad is not None:
             return self._grad
         fresh = self.gradients is None or self.policy.scatter_every_microbatch
@@ -173,6 +208,9 @@ class FlatUnit:
             self._places.clear()
 
     def begin_step(self) -> None:
+        if self.host is not None:
+            self.host.begin_step()
+        self.norms.clear()
         self._written.clear()
         self._scattered_before = False
 
@@ -243,6 +281,9 @@ class FlatUnit:
             for entry in self.unit.entries:
                 if entry.trainable and entry.name not in self._written:
                     self._place(entry).zero_()
+        if self.policy.paged:
+            self._start_to_host(gradients)
+            return
         grad = self._grad_buffer()
         if self.policy.scatter_every_microbatch:
             self._incoming = torch.empty_like(grad) if self._scattered_before else grad
@@ -257,8 +298,20 @@ class FlatUnit:
         else:
             self._reducing = self.replica.start_all_reduce(grad)
 
+    def _start_to_host(self, gradients: Tensor) -> None:
+        self._incoming = gradients[self._own]
+        if self.policy.shards > 1:
+            self._incoming = torch.empty_like(self._incoming)
+            self._reducing = self.shard.start_reduce_scatter(self._incoming, gradients)
+        self._sending, self.gradients = gradients, None
+        self._places.clear()
+        self._written.clear()
+
     def settle(self, *, last: bool) -> None:
         """Takes the scattered sum in; in the step's last microbatch the replicas' sum starts."""
+        if self.policy.paged:
+            self._settle_on_host()
+            return
         if self.policy.shards == 1:
             return
         self._reducing.wait()
@@ -269,6 +322,33 @@ class FlatUnit:
         if last:
             self._reducing = self.replica.start_all_reduce(self.grad)
 
+    def _settle_on_host(self) -> None:
+        if self._incoming is None:
+            return
+        assert self.host is not None
+        self._reducing.wait()
+        self._reducing = Done()
+        self.replica.all_reduce(self._incoming)
+        self.host.add(self._incoming)
+        self._incoming = self._sending = None
+
     def finish_reduce(self) -> None:
         self._reducing.wait()
         self._reducing = Done()
+        if self.sends_early and self.host is not None and not self.host.has_gradient:
+            self.norms = {part.start: norm_of(self.grad[part]) for part in self.norm_runs}
+            self.host.send(self.grad)
+            self.gradients = self._grad = None
+            self._places.clear()
+
+    @property
+    def sends_early(self) -> bool:
+        """Its gradient leaves for the host as soon as it is there."""
+        return self.host is not None and self.host.early
+
+
+def norm_of(values: Tensor, kind: float = 2.0) -> Tensor:
+    """Short types are summed in float32 as they are read: no copy of them is made."""
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    found: Tensor = torch.linalg.vector_norm(values, kind, dtype=dtype)
+    return found

@@ -16,7 +16,7 @@ replicas otherwise. `flat.py` executes this.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -51,6 +51,8 @@ class Policy:
     prefetch: int = 1
     """with `free_parameters`: how many units are gathered ahead of the one in use; otherwise all are, once a step"""
 
+    paged: bool = False
+    """parameters and gradients live on the host: fetched before each use and freed after it, sent every microbatch"""
     versions: bool = False
     """updates come while older versions of the parameters are in use (asynchronous schedules)"""
     sums_gradients: bool = True
@@ -71,10 +73,18 @@ class Policy:
         """Each gradient of a unit comes once a step, as it is used: nothing is gained by a longer type than its own."""
         return not self.sums_gradients and not any(entry.sum_over for entry in unit.entries)
 
+    def gradients_stay_short(self, unit: Unit) -> bool:
+        """Where a gradient lies on the device nothing is added to it: it is final, or it is added up on the host."""
+        return self.gradients_are_final(unit) or (self.paged and self.shards * self.replicas == 1)
+
     @property
     def settle_early(self) -> bool:
         """A unit's reduction is taken in while later ones run: to free its buffer, or to start the replicas' sum."""
-        return self.shards > 1 and (self.scatter_every_microbatch or self.replicas > 1)
+        return self.paged or (self.shards > 1 and (self.scatter_every_microbatch or self.replicas > 1))
+
+    def on_the_host(self) -> Policy:
+        """The same for a unit whose parameters live on the host."""
+        return replace(self, paged=True, scatter_every_microbatch=True, free_parameters=True)
 
 
 def policy(layout: Layout, *, reshard_after_forward: bool = True, prefetch: int = 1, own_loop: bool = False) -> Policy:
@@ -195,11 +205,12 @@ def collectives(
     stages: Mapping[str, int] | None = None,
     experts: Policy | None = None,
     repeated: Collection[str] = (),
+    paged: Container[str] = (),
 ) -> Iterable[Collective]:
     """What one step issues, unit by unit. `compute_bytes` and `reduce_bytes` are the sizes of one element.
 
     `experts` is the policy of their units. Units in `repeated` lie inside layers that are repeated, which gathers and
-    frees them once more.
+    frees them once more; those in `paged` live on the host.
 
     In a pipeline `stages` says how many of a rank's stages use each unit. There a unit is reduced after each of them,
     what is kept is gathered once a step, and layers are freed after every use.
@@ -208,6 +219,7 @@ def collectives(
     dense = plan
     for index, unit in enumerate(units):
         plan = experts if unit.folded and experts is not None else dense
+        plan = plan.on_the_host() if unit.name in paged else plan
         whole, part = unit.shards * unit.shard_numel, unit.shard_numel
         if plan.shards > 1:
             # The last layer is not freed in between: backward needs it first.
@@ -239,6 +251,7 @@ def collectives(
                 kind="all_reduce",
                 axis=plan.replica_axis,
                 bytes=part * unit.bytes_of(reduce_bytes),
+                count=accumulate * (stages[unit.name] if stages else 1) if plan.paged else 1,
                 hidden=index > 0,
                 part="gradients",
             )

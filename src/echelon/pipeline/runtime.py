@@ -152,7 +152,7 @@ class Runtime:
 
     def _do(self, action: Action, index: int) -> None:
         self._begun = time.time()  # not perf_counter: ranks may be on several machines
-        with explained(self.parallel.policy):
+        with explained():
             self._act(action, index)
         if self.spans is not None:
             if self.parallel.options.device.type == "cuda":

@@ -86,9 +86,7 @@ def _answer(wish: Wish, model: str, layout: str, top: int) -> Answer:
     least = nearest(wish)
     if least is None:
         rule = f"cannot be divided over {wish.cluster.devices} devices with a batch of {wish.batch}"
-        later = {"offload", "recompute"} & set(wish.fixed)
         hint = "change the batch, or fix fewer keys"
-        hint += f"; {', '.join(sorted(later))} may be plan only (--plan-only)" if later and not wish.plan_only else ""
         raise FaultError([Fault(key="model", value=model, rule=rule, hint=hint)])
     return Answer(plans=(), words=tuple(infeasible(least)))
 

@@ -43,6 +43,8 @@ class Case:
     """of one element of what the optimizer updates: 2 without a master copy"""
     correction: float = 1.0
     """measured over predicted seconds of a run that was (correct.py): all times are multiplied by it"""
+    host: float | None = None
+    """with `offload`, the share of the states that leave the device; none: as few as a GPU's memory asks for"""
     imbalance: float = IMBALANCE
     """rows of experts on the busiest of the ranks that divide them, to the mean"""
 

@@ -219,7 +219,7 @@ def _repairs(plan: Plan, c: Constants) -> Iterator[str]:
     away = replace(case, layout=changed(case, offload="optimizer").layout)
     if case.layout.offload == "none" and price(away, c).fits:
         seconds = price(away, c).seconds
-        yield f"With optimizer states on the host (plan only) it would fit, at {seconds:.3g} s a step: {away.layout}."
+        yield f"With optimizer states on the host it would fit, at {seconds:.3g} s a step: {away.layout}."
     for more in (2, 4, 8, 16, 32):
         grown = replace(
             case,

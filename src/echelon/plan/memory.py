@@ -23,16 +23,16 @@ With several microbatches or stages, gradients of earlier ones are there at any 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from echelon.layout.layout import ASYNCHRONOUS
-from echelon.memory.offload import left
+from echelon.memory.offload import has_states, left
 from echelon.memory.repeats import Repeats
 from echelon.parallel import shard
 from echelon.plan import backward
 from echelon.plan.activations import entry, kept, layers_in_flight, repeats_of, scores, tensors
-from echelon.plan.calibrate import constants_of
 from echelon.plan.case import Case
 from echelon.plan.cluster import HOST_DEVICES
 from echelon.plan.constants import FITTED, Constants
@@ -74,32 +74,61 @@ def fits(case: Case, c: Constants = FITTED) -> bool:
     return all(of_stage(case, stage, c).total <= case.cluster.memory for stage in stages_to_ask(case))
 
 
-def by_rank(case: Case, c: Constants = FITTED) -> list[Memory]:
-    """Of one rank of every stage: all ranks of a stage hold the same."""
-    c = constants_of(case, c)
-    return [of_stage(case, stage, c) for stage in range(case.layout.pp)]
-
-
 def stages_to_ask(case: Case) -> list[int]:
     """The first, the second and the last: others hold no more."""
     return sorted({0, min(1, case.layout.pp - 1), case.layout.pp - 1})
 
 
 def of_stage(case: Case, stage: int, c: Constants = FITTED) -> Memory:
-    still = states(case, stage)
-    still["parameters"] += _narrow_weights(case)
-    still |= {"buffers": int(_buffers(case, stage)), "reserve": int(c.context * GIB)}
-    moments = _moments(case, stage, still.pop("gradients"), c)
-    parts = still | {name: int(size) for name, size in max(moments, key=lambda moment: sum(moment.values())).items()}
+    still = _still(case, stage, c)
+    moments = [still | moment for moment in _moments(case, stage, still.pop("gradients"), c)]
+    parts = _fullest(moments)
     if case.layout.offload != "none":
-        stay = left(case.layout.offload, parts, layers=layers_in_flight(case, stage))
+        share = _share(case, stage, moments)
+        stay = _fullest(_left(case, stage, moments, share))
         away = sum(parts.values()) - sum(stay.values())
         host = case.cluster.host_memory / min(case.cluster.per_node, HOST_DEVICES)
         parts = stay if "disk" in case.layout.offload else {**stay, "beyond the host": max(0, int(away - host))}
     return Memory(stage=stage, parts={name: size for name, size in parts.items() if size})
 
 
-def _moments(case: Case, stage: int, gradients: int, c: Constants) -> Iterator[dict[str, float]]:
+def share_away(case: Case, stage: int = 0, c: Constants = FITTED) -> float:
+    """Of the states, those that leave the device."""
+    still = _still(case, stage, c)
+    moments = [still | moment for moment in _moments(case, stage, still.pop("gradients"), c)]
+    return _share(case, stage, moments)
+
+
+def _share(case: Case, stage: int, moments: Sequence[Mapping[str, float]]) -> float:
+    """As `memory.host` asks; otherwise as few as make a rank fit."""
+    if not has_states(case.layout.offload):
+        return 0.0
+    if case.host is not None:
+        return case.host
+    if not case.on_gpu:
+        return 1.0
+    none, every = (sum(_fullest(_left(case, stage, moments, share)).values()) for share in (0.0, 1.0))
+    needed = (none - case.cluster.memory) / max(1, none - every)
+    return min(1.0, math.ceil(max(0.0, needed) * 1000) / 1000)
+
+
+def _left(case: Case, stage: int, moments: Sequence[Mapping[str, float]], share: float) -> list[dict[str, int]]:
+    layers, final = layers_in_flight(case, stage), not policy_of(case).sums_gradients
+    return [left(case.layout.offload, moment, layers=layers, share=share, final=final) for moment in moments]
+
+
+def _fullest(moments: Iterable[Mapping[str, float]]) -> dict[str, int]:
+    return {name: int(size) for name, size in max(moments, key=lambda moment: sum(moment.values())).items()}
+
+
+def _still(case: Case, stage: int, c: Constants) -> dict[str, float]:
+    """What does not come and go, and every gradient."""
+    found = states(case, stage)
+    found["parameters"] += _narrow_weights(case)
+    return {**found, "buffers": int(_buffers(case, stage)), "reserve": int(c.context * GIB)}
+
+
+def _moments(case: Case, stage: int, gradients: float, c: Constants) -> Iterator[dict[str, float]]:
     """What comes and goes, at each moment that may be the fullest: see [Note: the fullest moment]."""
     layout, again = case.layout, repeats_of(case)
     lazy = case.program != "others" and case.on_gpu

@@ -215,6 +215,12 @@ def _busy(seconds: Durations) -> float:
     return sum(sum(part) if isinstance(part, tuple) else part for part in parts)
 
 
+def by_rank(case: Case, c: Constants = FITTED) -> list[Memory]:
+    """Of one rank of every stage: all ranks of a stage hold the same."""
+    c = constants_of(case, c)
+    return [of_stage(case, stage, c) for stage in range(case.layout.pp)]
+
+
 def memory_over_time(case: Case, rank: int, c: Constants = FITTED) -> list[tuple[float, float]]:
     """(seconds, bytes) of a rank through the passes of a step."""
     c = constants_of(case, c)

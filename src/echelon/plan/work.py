@@ -24,10 +24,11 @@ from echelon.plan.cluster import HOST_DEVICES
 from echelon.plan.context import attended, reach_of
 from echelon.plan.experts import to_experts
 from echelon.plan.links import latency_of
+from echelon.plan.memory import share_away
 from echelon.plan.messages import gradient_wire, messages, tensor_wire
 from echelon.plan.passing import passing_of
 from echelon.plan.shape import COLUMNS, ROUTER, ROWS, Product
-from echelon.plan.units import fullest_share, policy_of, units_of, update_bytes, weight_bytes
+from echelon.plan.units import fullest_share, gradient_bytes, policy_of, units_of, update_bytes, weight_bytes
 
 Number = Any
 """a number, or an array of them"""
@@ -286,7 +287,8 @@ def _of_step(case: Case, once_a_step: bool) -> dict[str, Any]:
                 activations=sum(n * kept(case, layer, again) for layer, n in shape.layers) / layout.pp,
                 accumulate=layout.accumulate,
                 compute_bytes=case.element_bytes,
-                gradient_bytes=case.reduce_bytes,
+                gradient_bytes=gradient_bytes(case),
+                share=share_away(case),
             )
     device_host = min(per_node, HOST_DEVICES)
     return {

@@ -8,7 +8,7 @@ import torch
 
 from echelon.kernels import choice
 from echelon.layout import Layout
-from echelon.memory import packing
+from echelon.memory import offload, packing
 from echelon.memory.budget import Budgeted
 from echelon.models.mixture_config import MixtureConfig
 from echelon.models.sizes import ModelConfig
@@ -19,6 +19,7 @@ from echelon.parallel import context, grid_cost, shard, tensor
 from echelon.parallel.expert import CEILING
 from echelon.parallel.master import SplitMaster
 from echelon.pipeline.pipeline import Pipeline
+from echelon.train import issued
 from echelon.train.config import Config
 from echelon.train.display import Derived, size
 from echelon.train.engine import Engine
@@ -96,8 +97,11 @@ def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterato
         versions=engine.pipeline.versions if engine.pipeline is not None else 1,
     )
     held["optimizer"] = cost.held_bytes(engine.rule, parallel.placement, master_bytes=options.master.itemsize)
+    held = _on_device(engine, held)
     shares = ", ".join(f"{key} {size(value)}" for key, value in held.items() if value)
     yield "states per rank", size(sum(held.values())), shares
+    if layout.offload != "none":
+        yield from _offload(engine)
     sent = sum(item.bytes * item.count for item in engine.collectives(traffic(engine, config.seq_len)))
     if sent:
         yield "collectives", f"{size(sent)} per rank and step", "sum of the tensors reduced, gathered and scattered"
@@ -150,6 +154,33 @@ def _why_gradients(engine: Engine) -> str:
         return "one microbatch on one rank: a gradient is never added to, so a longer type would hold the same"
     asked = "as precision.reduce asks" if options.reduce else "in float32 whatever the compute type is"
     return f"gradients accumulate and are reduced {asked}; sums inside products are float32"
+
+
+def _on_device(engine: Engine, held: dict[str, int]) -> dict[str, int]:
+    """Of states per rank, what is left of them on the device."""
+    parallel = engine.parallel
+    whole = sum(unit.shard_numel for unit in parallel.placement.units)
+    away = sum(unit.shard_numel for unit in parallel.placement.units if unit.name in parallel.away.names)
+    names = {"master", "optimizer"}
+    if parallel.away.host is not None and parallel.away.host.paged:
+        names |= {"parameters", "gradients"}
+    stay = (whole - away) / max(whole, 1)
+    return {name: int(value * stay) if name in names else value for name, value in held.items()}
+
+
+def _offload(engine: Engine) -> Iterator[Derived]:
+    away, units = engine.parallel.away, engine.parallel.flat.units
+    if away.host is not None:
+        places = " and ".join(f"{size(value)} on the {key}" for key, value in issued.held_away(engine).items() if value)
+        those = "all of them" if len(away.names) == len(units) else "the last layers, which the next step needs last"
+        yield "away", f"{len(away.names)} of {len(units)} units: {places} per rank", those
+        moved = issued.crossing(engine)
+        told = f"{size(moved['gradients'])} of gradients down, {size(moved['parameters'])} of parameters up"
+        yield "link", f"{told}, per rank and step", "between device and host, beside compute"
+    elif offload.has_states(engine.layout.offload):
+        yield "away", "nothing", "everything fits the device"
+    if away.stash is not None:
+        yield "activations", "on the host between forward and backward", "about two layers' worth stays on the device"
 
 
 def _pipeline(pipeline: Pipeline, seq_len: int) -> Iterator[Derived]:

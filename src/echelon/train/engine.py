@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
 
@@ -42,14 +43,14 @@ from echelon.memory.budget import Budgeted
 from echelon.memory.repeated import repeated
 from echelon.models.head import loss_pair
 from echelon.models.sizes import ModelConfig
-from echelon.optim import groups
+from echelon.optim import cost, groups, hosted
 from echelon.optim.average import Average
 from echelon.optim.choose import sharded
 from echelon.optim.held import runs_of
 from echelon.optim.rule import Rule
 from echelon.optim.update import Update
 from echelon.parallel.apply import Options, Parallel, apply
-from echelon.parallel.axis import sum_together, world_size
+from echelon.parallel.axis import world_size
 from echelon.parallel.flat import explained
 from echelon.parallel.tensor import Traffic
 from echelon.pipeline.pipeline import Pipeline
@@ -63,7 +64,7 @@ from echelon.train.later import later
 from echelon.train.loads import Loads, mixtures_of
 from echelon.train.norm import GradientNorm, clip_factor
 from echelon.train.not_finite import Blame, NotFinite
-from echelon.train.partial import partial_gradients
+from echelon.train.partial import partial_gradients, sum_held
 from echelon.train.result import StepResult
 from echelon.train.sections import OptimizerConfig
 
@@ -94,6 +95,9 @@ class Engine:
         self.clip = clip
         if self.rule.in_backward:
             in_backward.refuse(layout, clip, loss_scale or LossScale())
+        options = options or Options()
+        hosted.check(self.rule, layout.offload, master="none" if options.master.itemsize < 4 else "float32")
+        options = replace(options, state_bytes=cost.element_bytes(self.rule, options.master.itemsize))
         if self.rule.ema and layout.pp > 1 and layout.schedule in ASYNCHRONOUS:
             raise ValueError(
                 f"older versions of the weights are under way when an evaluation would use their average "
@@ -106,10 +110,8 @@ class Engine:
         mixtures = mixtures_of(model, layout)
         self.pipeline: Pipeline | None = None
         if layout.pp > 1:
-            self.pipeline = Pipeline(model, layout, options or Options())
-        self.parallel: Parallel = (
-            self.pipeline.parallel if self.pipeline else apply(model, layout, options or Options())
-        )
+            self.pipeline = Pipeline(model, layout, options)
+        self.parallel: Parallel = self.pipeline.parallel if self.pipeline else apply(model, layout, options)
         self.model, self.layout = self.parallel.model, layout
         self._feed = Feed(self.parallel)
         self.norm = GradientNorm(self.parallel)
@@ -240,7 +242,7 @@ class Engine:
 
     def _sum_partial(self) -> None:
         for axis, held in self._partial:
-            sum_together(axis, [self.parallel.flat.view(unit.grad, piece) for unit, piece in held])
+            sum_held(axis, held)
 
     def _window(self, pipeline: Pipeline, works: list[Work], lr: float) -> StepResult:
         """A step of an asynchronous schedule: updates happen inside it, each with the norm of its own stage.
@@ -281,9 +283,16 @@ class Engine:
         return StepResult(ask, later(norms))
 
     def drain(self) -> None:
-        """Ends what an asynchronous schedule has under way: after it, every microbatch has made its update."""
+        """Ends what is under way, in an asynchronous schedule or on the host: every microbatch has made its update."""
         if self.pipeline is not None:
             self.pipeline.drain()
+        for unit in self.parallel.flat.units:
+            if unit.host is not None:
+                unit.host.wait()
+
+    def close(self) -> None:
+        """Ends what works beside it: threads, and files that hold its states. It can do nothing after this."""
+        self.parallel.away.close()
 
     def _one_after_another(self, microbatches: Iterable[Microbatch], lr: float) -> Tensor:
         """(sum of losses, number of valid targets) of this rank; of all where updates run in backward."""
@@ -292,7 +301,7 @@ class Engine:
         for index, microbatch in enumerate(microbatches):
             last = index == self.layout.accumulate - 1
             flat.begin(first=index == 0, last=last)
-            with explained(self.parallel.policy):
+            with explained():
                 with self.parallel.saving():
                     total, count = loss_pair(self.model(**self.prepared(microbatch)))
                 totals[0] += total.detach()
@@ -376,3 +385,7 @@ class Engine:
         `traffic` describes the model where tp, cp or pp is more than 1. The first step of a pipeline also sends shapes.
         """
         return issued.collectives(self, traffic)
+
+    def crossing(self) -> dict[str, int]:
+        """Bytes that one step moves between this rank's device and its host, without activations."""
+        return issued.crossing(self)

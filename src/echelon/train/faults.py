@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from echelon.layout import Fault, FaultError, Layout, check, did_you_mean, grammar
 from echelon.layout.layout import ASYNCHRONOUS, SPLIT_BACKWARD
 from echelon.memory import packing
+from echelon.memory.offload import has_states, pages
 from echelon.memory.repeats import idle_reason
 from echelon.models import own, sizes
 from echelon.models.gate_text import with_gate
-from echelon.optim import groups
+from echelon.optim import groups, hosted
 from echelon.pipeline.schedules import file_fault, of_layout
 from echelon.train import keys, pipeline_faults
 
@@ -124,11 +125,13 @@ def _optimizer_rules(config: Config) -> Iterator[Rule]:
         reason = f"cannot be used while older weights are under way (schedule={layout.schedule})"
         legal = f"0, or another schedule than {', '.join(ASYNCHRONOUS)}"
         yield ("optimizer.ema", "layout"), Fault(key="optimizer.ema", value=str(rule.ema), rule=reason, legal=legal)
+    for fault in hosted.faults(rule, layout.offload, master=config.precision.master):
+        yield (fault.key, "layout"), fault
 
 
 def _compress_rules(config: Config) -> Iterator[Rule]:
-    recompute = Layout.resolve(grammar.read(config.layout).given).recompute
-    if rule := packing.with_recompute(config.compress, recompute):
+    layout = Layout.resolve(grammar.read(config.layout).given)
+    if rule := packing.beside(config.compress, layout.recompute, layout.offload):
         yield ("compress", "layout"), Fault(key="compress", value=config.compress, rule=rule)
 
 
@@ -159,10 +162,10 @@ def idle(config: Config) -> dict[str, str]:
     elif config.model in sizes.SIZES and sizes.find(config.model).mixture is None:
         idle |= dict.fromkeys(OF_MIXTURES, f"model={config.model}, which has no experts")
     layout = Layout.resolve(grammar.read(config.layout).given)
-    if layout.zero != 3:
+    if layout.zero != 3 and not pages(layout.offload):
         idle |= dict.fromkeys(("shard.reshard_after_forward", "shard.prefetch"), f"zero={layout.zero}")
     idle |= {f"memory.{word}": why for word, why in idle_reason(layout).items()}
-    if not layout.zero:
+    if not layout.zero and not pages(layout.offload):
         idle["memory.buffer"] = "zero=0, where nothing is gathered"
     elif config.shard.units:
         idle["memory.buffer"] = "shard.units, which says what is gathered at once"
@@ -170,6 +173,10 @@ def idle(config: Config) -> dict[str, str]:
         idle |= dict.fromkeys(("pipeline.layers", "pipeline.profile", "pipeline.slices"), "pp=1")
     elif layout.schedule != "terapipe":
         idle["pipeline.slices"] = f"schedule={layout.schedule}"
+    if not has_states(layout.offload):
+        idle["memory.host"] = f"offload={layout.offload}"
+    if "disk" not in layout.offload.split("+"):
+        idle["memory.disk"] = f"offload={layout.offload}"
     if config.dtype in ("float32", "float64"):
         idle["precision.keep_fp32"] = f"dtype={config.dtype}, where nothing is shorter"
     if config.loss_scaling != "dynamic":

@@ -21,11 +21,10 @@ from echelon.layout import Layout
 from echelon.optim.in_turn import InTurn
 from echelon.optim.rule import Rule
 from echelon.parallel.apply import Parallel
-from echelon.parallel.axis import sum_together
 from echelon.parallel.flat_unit import FlatUnit
 from echelon.precision.loss_scale import LossScale
 from echelon.train.norm import GradientNorm
-from echelon.train.partial import Partial
+from echelon.train.partial import Partial, sum_held
 
 
 def refuse(layout: Layout, clip: float, loss_scale: LossScale) -> None:
@@ -73,7 +72,7 @@ class InBackward:
 
     def _update(self, unit: FlatUnit) -> None:
         for axis, held in self._partial:
-            sum_together(axis, [self._flat.view(unit.grad, piece) for other, piece in held if other is unit])
+            sum_held(axis, [(other, piece) for other, piece in held if other is unit])
         self._norm.of_unit(unit, self._norms)
         self.optimizer.of(unit).step(self._lr, self._scale, self._live)
         unit.updated()

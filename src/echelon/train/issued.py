@@ -1,4 +1,4 @@
-"""What one step of an engine issues on a rank: the cost functions of all its strategies, put together."""
+"""What one step of an engine issues and moves on a rank: the cost functions of all its strategies, put together."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from echelon.layout.cost import Collective
+from echelon.memory import offload
 from echelon.memory.repeats import Again
 from echelon.models.chain import inside
 from echelon.moe.layer import Mixture
@@ -127,6 +128,7 @@ def _of_an_update(engine: Engine, accumulate: int) -> list[Collective]:
             stages=pipeline.uses if pipeline is not None else None,
             experts=shard.experts_policy(parallel.layout, parallel.policy),
             repeated=_gathered_again(engine),
+            paged=[unit.name for unit in units if parallel.away.pages(unit)],
         )
     )
     for some in [[unit] for unit in units] if engine.rule.in_backward else [units]:
@@ -134,3 +136,39 @@ def _of_an_update(engine: Engine, accumulate: int) -> list[Collective]:
     if engine.norm.axis.size > 1:
         found.append(Collective(kind="all_reduce", axis=engine.norm.axis.name, bytes=8, part="norm"))
     return [*found, *engine.optimizer.collectives()]
+
+
+def crossing(engine: Engine) -> dict[str, int]:
+    """Bytes of gradients and parameters that a step moves between this rank's device and its host."""
+    parallel, pipeline = engine.parallel, engine.pipeline
+    options, units = parallel.options, engine.parallel.placement.units
+    host, away = parallel.away.host, [unit for unit in units if unit.name in parallel.away.names]
+    layers = [unit.name for unit in units if not unit.kept]
+    return offload.crossing(
+        away,
+        paged=host is not None and host.paged,
+        accumulate=parallel.layout.accumulate,
+        compute_bytes=options.compute.itemsize,
+        gradient_bytes={unit.unit.name: unit.gradient_type.itemsize for unit in parallel.flat.units},
+        reshard_after_forward=options.reshard_after_forward,
+        last=layers[-1] if layers else "",
+        stages=pipeline.uses if pipeline is not None else None,
+        repeated=_gathered_again(engine),
+    )
+
+
+def held_away(engine: Engine) -> dict[str, int]:
+    """Bytes of states that this rank holds on its host and on disk."""
+    parallel, options = engine.parallel, engine.parallel.options
+    host = parallel.away.host
+    return offload.held(
+        [unit for unit in parallel.placement.units if unit.name in parallel.away.names],
+        paged=host is not None and host.paged,
+        disk=host is not None and host.disk is not None,
+        compute_bytes=options.compute.itemsize,
+        master_bytes=options.master.itemsize,
+        state_bytes=options.state_bytes,
+        early_bytes={
+            unit.unit.name: unit.gradient_type.itemsize if unit.sends_early else 0 for unit in parallel.flat.units
+        },
+    )

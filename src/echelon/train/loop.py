@@ -30,7 +30,7 @@ from echelon.train.load import Balance, Load, keeps_counts
 from echelon.train.not_finite import NotFinite
 from echelon.train.options import loss_scale_of, options_of
 from echelon.train.pipeline_faults import MEASURE
-from echelon.train.predicted import predicted
+from echelon.train.predicted import predicted, working_bytes
 from echelon.train.result import StepResult
 from echelon.train.run import Run
 from echelon.train.schedule import learning_rate
@@ -93,6 +93,7 @@ class Loop:
             config.layout, world=world.world_size, batch=config.batch, seq_len=config.seq_len, model=self.task.shape
         )
         options = options_of(config, world.device)
+        options = replace(options, working=working_bytes(config, self.layout, self.task.shape, world))
         self.profile = self._profile(options) if config.pipeline.profile else None
         if self.profile is not None:
             split = measured_split(self.profile, self.layout, world.device)
@@ -150,6 +151,7 @@ class Loop:
                 summary = self._steps(run)
                 with self.engine.averaged():
                     sample = self.task.sample(self.engine)
+                self.engine.drain()
             if run is not None:
                 run.log("end", **summary.facts(), sample=sample)
                 measured = correct.compared(before, self._seconds, self._memory)
@@ -157,6 +159,7 @@ class Loop:
                 results = [*self._results(summary), ("step", correct.told(measured))]
                 self.display.summary(f"done: {run.path}", results, prompt=self.config.sample.prompt, sample=sample)
         finally:
+            self.engine.close()
             if run is not None:
                 run.close()
         return summary

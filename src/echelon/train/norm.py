@@ -20,7 +20,7 @@ from torch import Tensor
 
 from echelon import compat
 from echelon.parallel.apply import Parallel
-from echelon.parallel.flat_unit import FlatUnit
+from echelon.parallel.flat_unit import FlatUnit, norm_of
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,11 @@ class GradientNorm:
         shards = "replica*shard*cp*tp" if folded else f"{parallel.policy.axis}*tp"
         self.axis = parallel.axes.axis(f"pp*{shards}" if together else shards)
         found = parts_of(parallel, first=folded)
-        # Of one type after the other, as they are computed; what is counted comes first.
-        order = sorted(found, key=lambda part: (not part.counted, str(part.unit.gradient_type)))
+        # Of one kind after the other, as they are computed; what is counted comes first.
+        order = sorted(found, key=lambda part: (not part.counted, str(_kind(part))))
         self.parts, self._counted = order, sum(part.counted for part in order)
+        for part in order:
+            part.unit.norm_runs.append(part.where)
         self.device = parallel.options.device
 
     @torch.no_grad()
@@ -92,10 +94,24 @@ class GradientNorm:
     def _norms(self, parts: Sequence[Part], kind: float) -> Tensor:
         """Short types are summed in float32 as they are read: no copy of them is made."""
         found: list[Tensor] = []
-        for dtype, alike in groupby(parts, key=lambda part: part.unit.gradient_type):
-            slices = [part.unit.grad[part.where] for part in alike]
-            found += compat.norms(slices, kind, torch.promote_types(dtype, torch.float32))
+        for (dtype, away), alike in groupby(parts, key=_kind):
+            if away:
+                found += [self._away(part, kind) for part in alike]
+            else:
+                slices = [part.unit.grad[part.where] for part in alike]
+                found += compat.norms(slices, kind, torch.promote_types(dtype, torch.float32))
         return torch.stack(found).double() if found else torch.zeros(0, dtype=torch.float64, device=self.device)
+
+    def _away(self, part: Part, kind: float) -> Tensor:
+        """Of a gradient on the host: those that left early have told it before."""
+        if kind == 2.0 and part.unit.norms:
+            return part.unit.norms[part.where.start]
+        return norm_of(part.unit.grad[part.where], kind).to(self.device)
+
+
+def _kind(part: Part) -> tuple[torch.dtype, bool]:
+    """What is computed at once: of one type, on one device."""
+    return part.unit.gradient_type, part.unit.host is not None
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from echelon.parallel.apply import Options
@@ -33,6 +35,8 @@ def options_of(config: Config, device: torch.device) -> Options:
         partition=config.memory.partition,
         arena=config.memory.arena,
         buffer=int(config.memory.buffer * MIB),
+        host=config.memory.host,
+        disk=config.memory.disk or str(Path(config.run or "runs/run").parent / "offload"),
     )
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from echelon.layout.placement import Piece
 from echelon.parallel.apply import Parallel
-from echelon.parallel.axis import Axis
+from echelon.parallel.axis import Axis, sum_together
+from echelon.parallel.flat import Flat
 from echelon.parallel.flat_unit import FlatUnit
 
-Partial = list[tuple[Axis, list[tuple[FlatUnit, Piece]]]]
+Held = list[tuple[FlatUnit, Piece]]
+Partial = list[tuple[Axis, Held]]
 
 
 def partial_gradients(parallel: Parallel) -> Partial:
@@ -17,3 +19,13 @@ def partial_gradients(parallel: Parallel) -> Partial:
         for name in piece.entry.sum_over if piece.start < piece.stop else ():
             found.setdefault(name, []).append((unit, piece))
     return [(parallel.axes[name], held) for name, held in sorted(found.items())]
+
+
+def sum_held(axis: Axis, held: Held) -> None:
+    """Of those on the host, a sum is made on the device."""
+    found = [Flat.view(unit.grad, piece) for unit, piece in held]
+    here = [gradient.to(unit.full.device) for gradient, (unit, _) in zip(found, held, strict=True)]
+    sum_together(axis, here)
+    for gradient, summed in zip(found, here, strict=True):
+        if gradient is not summed:
+            gradient.copy_(summed)

@@ -12,11 +12,15 @@ from echelon.models.sizes import ModelConfig
 from echelon.optim import cost
 from echelon.plan.case import Case
 from echelon.plan.cluster import Cluster, Part, here
+from echelon.plan.memory import of_stage
 from echelon.plan.price import price
 from echelon.plan.sources import of_config
 from echelon.plan.units import MOMENTS
 from echelon.train.config import Config
 from echelon.train.planned import TYPES, master_bytes, precision_of, program_of, reduce_bytes
+
+STATES = ("parameters", "master", "gradients", "optimizer", "versions", "beyond the host")
+"""categories of memory that do not come and go"""
 
 
 def predicted(
@@ -28,24 +32,43 @@ def predicted(
     if config.dtype not in TYPES or config.dtype == "float64":
         return {"reason": f"products in {config.dtype} are not priced"}
     try:
-        case = Case(
-            shape=of_config(shape),
-            cluster=_machine(world, threads),
-            layout=layout,
-            seq_len=config.seq_len,
-            precision=precision_of(config),
-            program=program_of(config),
-            moment_bytes=cost.element_bytes(config.optimizer) / MOMENTS,
-            reduce_bytes=reduce_bytes(config),
-            master_bytes=master_bytes(config),
-        )
-        plan = price(case)
+        plan = price(case_of(config, layout, shape, _machine(world, threads)))
     except Exception as error:  # whatever the planner does not know, the run goes on
         return {"reason": f"the planner gave up ({error})"}
     # What a GPU's allocator counts has no context in it; what a process holds has.
     reserve = plan.memory.parts.get("reserve", 0) if world.device.type == "cuda" else 0
     kind = plan.case.cluster.device.name
     return {"step_s": plan.seconds, "memory_bytes": plan.memory.total - reserve, "device": kind}
+
+
+def working_bytes(config: Config, layout: Layout, shape: ModelConfig | None, world: World) -> int:
+    """On a GPU, what comes and goes in a step beside states and gradients; 0 where it is not known, or not asked."""
+    if shape is None or layout.offload == "none" or world.device.type != "cuda" or config.dtype not in TYPES:
+        return 0
+    try:
+        return working_of(case_of(config, layout, shape, _machine(world, 1)))
+    except Exception:  # whatever the planner does not know
+        return 0
+
+
+def working_of(case: Case) -> int:
+    return sum(size for name, size in of_stage(case, 0).parts.items() if name not in STATES)
+
+
+def case_of(config: Config, layout: Layout, shape: ModelConfig, cluster: Cluster) -> Case:
+    """A run as a question to the planner."""
+    return Case(
+        shape=of_config(shape),
+        cluster=cluster,
+        layout=layout,
+        seq_len=config.seq_len,
+        precision=precision_of(config),
+        program=program_of(config),
+        moment_bytes=cost.element_bytes(config.optimizer) / MOMENTS,
+        reduce_bytes=reduce_bytes(config),
+        master_bytes=master_bytes(config),
+        host=config.memory.host,
+    )
 
 
 def _machine(world: World, threads: int) -> Cluster:

@@ -101,6 +101,10 @@ class MemoryConfig:
     """Keep inputs of recomputed layers in one block of memory that is made once, apart from short-lived tensors."""
     buffer: Annotated[float, AT_LEAST_0] = 0.0
     """MiB of parameters that are gathered or reduced at once, at most: larger layers are cut into modules. 0: any."""
+    host: Annotated[float | None, SHARE] = None
+    """With offload, share of the optimizer's states that leave the device. Empty: as few as a GPU's memory asks for."""
+    disk: str = ""
+    """With offload=disk, a folder for its files, which are gone at the end. Empty: beside the run's directory."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -292,6 +292,11 @@ def wrap(model: nn.Module, layout: Layout | str = "", **options: Any) -> Wrapped
             f"gates may balance by what the whole batch did, which the engine tells them (ep={layout.ep}); "
             "use ec.Engine(model, layout, optimizer).step(batch)"
         )
+    if layout.offload != "none":
+        raise ValueError(
+            f"the update on the host is the engine's (offload={layout.offload}), and yours is in your own loop; "
+            "use ec.Engine(model, layout, optimizer).step(batch)"
+        )
     by_load = [name for name, part in model.named_modules() if getattr(part, "balances_by_load", False)]
     if by_load:
         raise ValueError(

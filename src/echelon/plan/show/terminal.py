@@ -17,8 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from echelon.plan.device import GIB
-from echelon.plan.memory import by_rank
-from echelon.plan.price import Plan
+from echelon.plan.price import Plan, by_rank
 from echelon.plan.show import words
 
 EIGHTHS = " ▏▎▍▌▋▊▉█"

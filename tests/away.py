@@ -1,0 +1,36 @@
+"""Small models whose states or activations live off the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from laid_out import batch_of, float64, tiny
+
+from echelon import models
+from echelon.memory.link import Link
+from echelon.train.engine import Engine
+from echelon.train.sections import OptimizerConfig
+
+ADAMW = OptimizerConfig(lr=1e-2)
+SHAPE = tiny(layers=4)
+
+
+def engine_away(layout: str, rule: OptimizerConfig = ADAMW, **options: Any) -> Engine:
+    model = models.build(SHAPE, "meta", dtype=torch.float64)
+    engine = Engine(model, layout, rule, clip=0.5, options=float64(**options))
+    engine.model.train()
+    return engine
+
+
+def link_of(engine: Engine) -> Link:
+    away = engine.parallel.away
+    link = away.host.link if away.host is not None else away.stash.link if away.stash is not None else None
+    assert link is not None
+    return link
+
+
+def stepped(engine: Engine, steps: int = 3, rows: int = 4) -> Engine:
+    for step in range(steps):
+        engine.step(batch_of(SHAPE, rows, seed=step))
+    return engine

@@ -1,0 +1,231 @@
+"""Off the device: what crosses and what is held is what the costs say, and everybody reads finished values.
+
+That it computes the same is test_transparency_offload.py's business.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from away import ADAMW, SHAPE, engine_away, link_of, stepped
+from laid_out import batch_of, error, largest_error, whole
+from torch import Tensor, nn
+
+from echelon.launch.pool import Pool
+from echelon.layout.placement import Entry, Unit
+from echelon.memory import offload
+from echelon.memory.link import DOWN, UP
+from echelon.parallel.apply import Options
+from echelon.train import issued
+from echelon.train.engine import Engine
+from echelon.train.sections import OptimizerConfig
+
+
+class Scaled(nn.Module):
+    """Sums of inputs times weights; no product of matrices, which not every CPU does in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scale() for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum(), len(x)
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 32).view(4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def scaled(layout: str, rule: OptimizerConfig) -> Engine:
+    """After three steps."""
+    options = Options(compute=torch.bfloat16, master=torch.float32)
+    engine = Engine(Scaled(), layout, rule, clip=0.5, options=options)
+    for step in range(3):
+        engine.step({"x": torch.linspace(-1, 1, 64, dtype=torch.float32).view(2, 4, 8) + step})
+    engine.drain()
+    return engine
+
+
+# -- what crosses, and what is held -----------------------------------------------------------------------------------
+
+STATES = (
+    "dp=1,offload=optimizer",
+    "dp=1,accumulate=2,offload=optimizer",
+    "dp=1,offload=params",
+    "dp=1,accumulate=2,recompute=full,offload=params",
+)
+RANKS = (
+    "dp=2,zero=1,accumulate=2,offload=optimizer",
+    "dp=2,zero=0,accumulate=2,offload=params",
+    "dp=2,zero=3,offload=params",
+    "pp=2,accumulate=2,offload=params",
+)
+
+
+def counted(layout: str, share: float) -> tuple[dict[str, int], dict[str, int]]:
+    """On a rank: bytes that the second step moved, and what the cost says."""
+    engine = stepped(engine_away(layout, host=share), 1)
+    engine.drain()
+    before = link_of(engine).moved.copy()
+    stepped(engine, 1)
+    engine.drain()
+    moved = link_of(engine).moved - before
+    ways = {"gradients": DOWN, "parameters": UP}
+    assert set(moved) <= {(way, kind) for kind, way in ways.items()}
+    return {kind: moved[way, kind] for kind, way in ways.items()}, engine.crossing()
+
+
+@pytest.mark.parametrize("layout", STATES)
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_gradients_and_parameters_cross_as_the_cost_says(layout: str, share: float) -> None:
+    moved, said = counted(layout, share)
+    assert moved == said
+    assert all(said.values())
+
+
+@pytest.mark.parametrize("layout", RANKS)
+def test_ranks_move_what_the_cost_says(pool: Pool, layout: str) -> None:
+    for moved, said in pool.run(counted, 2, layout, 0.5):
+        assert moved == said
+
+
+def test_a_gradient_that_comes_once_a_step_crosses_in_its_own_type() -> None:
+    engine = scaled("offload=optimizer", ADAMW)
+    size = sum(unit.numel for unit in engine.parallel.placement.units)
+    assert link_of(engine).moved == {(DOWN, "gradients"): 3 * 2 * size, (UP, "parameters"): 3 * 2 * size}
+    assert engine.crossing() == {"gradients": 2 * size, "parameters": 2 * size}
+
+
+def test_paged_gradients_cross_in_their_own_type_and_add_up_in_the_masters() -> None:
+    engine = scaled("accumulate=2,offload=params", ADAMW)
+    size = sum(unit.numel for unit in engine.parallel.placement.units)
+    assert engine.crossing()["gradients"] == 2 * 2 * size
+    assert link_of(engine).moved[DOWN, "gradients"] == 3 * engine.crossing()["gradients"]
+    assert all(unit.grad.dtype == torch.float32 for unit in engine.parallel.flat.units)
+    truth = whole(scaled("accumulate=2", ADAMW).parallel, "master")
+    assert largest_error(whole(engine.parallel, "master"), truth) < 2e-3
+
+
+def test_states_are_held_where_the_cost_says(tmp_path: Path) -> None:
+    for layout, place in (("offload=optimizer", "host"), ("offload=params", "host"), ("offload=disk", "disk")):
+        engine = stepped(engine_away(f"dp=1,accumulate=2,{layout}", disk=str(tmp_path)), 1)
+        engine.drain()
+        said = issued.held_away(engine)
+        hosts = [unit.host for unit in engine.parallel.flat.units if unit.host is not None]
+        states = [state for state in engine.optimizer.states() if state.dim()]
+        held = sum(state.nbytes for state in states) + sum(host.tensor.numel() * 8 for host in hosts)
+        if place == "disk":
+            assert said["disk"] == sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+            assert said["disk"] == 2 * held
+            assert not any(host.tensor.untyped_storage().nbytes() for host in hosts)
+        held += sum(tensor.nbytes for host in hosts for tensor in (host.own, host.there) if tensor is not None)
+        assert said["host"] == (held if place == "host" else 0)
+
+
+def unit(name: str, numel: int, *, kept: bool = False) -> Unit:
+    return Unit(name=name, entries=(Entry(name=name, names=(name,), shape=(numel,)),), shards=1, kept=kept)
+
+
+def test_the_last_layers_leave_first_and_what_is_needed_at_once_leaves_last() -> None:
+    units = [unit("", 1, kept=True), unit("a", 10), unit("b", 10), unit("c", 10), unit("head", 9, kept=True)]
+    assert offload.chosen(units, 0.0) == frozenset()
+    assert offload.chosen(units, 0.25) == {"c"}
+    assert offload.chosen(units, 0.5) == {"b", "c"}
+    assert offload.chosen(units, 0.8) == {"a", "b", "c", "head"}
+    assert offload.chosen(units, 1.0) == {"", "a", "b", "c", "head"}
+
+
+def test_as_few_leave_as_must() -> None:
+    units = [unit(str(index), 10) for index in range(10)]
+    assert offload.least_share(units, room=1600, stay=16, leave=4) == 0.0
+    assert offload.least_share(units, room=1000, stay=16, leave=4) == pytest.approx(0.5)
+    assert offload.least_share(units, room=100, stay=16, leave=4) == 1.0
+
+
+def test_what_a_plan_is_told_moves() -> None:
+    numbers = {"updated": 10.0, "parameters": 20.0, "activations": 7.0, "accumulate": 3} | {
+        "compute_bytes": 2,
+        "gradient_bytes": 4,
+    }
+    optimizer = offload.moved("optimizer", **numbers)
+    assert (optimizer.link, optimizer.updated, optimizer.disk) == (60.0, 10.0, 0.0)
+    assert offload.moved("optimizer", share=0.5, **numbers).link == 30.0
+    assert offload.moved("params", **numbers).link == 3 * 10 * (4 + 2 * 2)
+    assert offload.moved("activations", **numbers) == offload.Moved(link=42.0)
+    assert offload.moved("params+disk", **numbers).disk == 2 * 12 * 10 + 7 * 2 * 10
+
+
+# -- shares, and readers ----------------------------------------------------------------------------------------------
+
+
+def trained(layout: str, share: float) -> dict[str, Tensor]:
+    return whole(stepped(engine_away(layout, host=share)).parallel, "master")
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        ("dp=2,zero=1,accumulate=2", "optimizer"),
+        ("dp=2,zero=1", "params+activations"),
+        ("dp=2,zero=3", "optimizer"),
+        ("tp=2", "params+disk"),
+        ("pp=2,accumulate=2", "optimizer+activations"),
+    ],
+)
+def test_a_part_of_the_states_may_stay(pool: Pool, layout: str, kind: str) -> None:
+    truth = pool.run(trained, 2, layout, 0.0)[0]
+    found = pool.run(trained, 2, f"{layout},offload={kind}", 0.5)[0]
+    assert largest_error(found, truth) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [("dp=1", "optimizer"), ("dp=1,accumulate=2", "optimizer"), ("dp=1,accumulate=2", "params"), ("dp=1", "disk")],
+)
+def test_everybody_who_reads_sees_a_finished_update(layout: str, kind: str) -> None:
+    """Moments, master values, losses of an evaluation and logits, each right after a step."""
+    plain, away = engine_away(layout), engine_away(f"{layout},offload={kind}")
+    batch = batch_of(SHAPE, 4, seed=9)
+    for step in range(2):
+        for engine in (plain, away):
+            engine.step(batch_of(SHAPE, 4, seed=step))
+        assert largest_error(whole(away.parallel, "master"), whole(plain.parallel, "master")) <= 1e-10
+        assert largest_error(whole(away.parallel), whole(plain.parallel)) <= 1e-10
+        totals = [
+            sum(float(state.double().abs().sum()) for state in e.optimizer.states() if state.dim())
+            for e in (plain, away)
+        ]
+        assert totals[1] == pytest.approx(totals[0], rel=1e-12)
+        losses = [engine.evaluate(engine.microbatches(batch)) for engine in (plain, away)]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+        said = []
+        for engine in (plain, away):
+            with engine.outside_gathered():
+                said.append(engine.logits(batch["tokens"][:1], SHAPE.vocab))
+        assert error(said[1], said[0]) <= 1e-10
+
+
+def test_a_step_without_a_target_changes_nothing() -> None:
+    engine = stepped(engine_away("offload=optimizer"), 1)
+    before = {name: value.clone() for name, value in whole(engine.parallel, "master").items()}
+    nothing = batch_of(SHAPE, 4)
+    nothing["targets"].fill_(-100)
+    assert engine.step(nothing).skipped
+    assert largest_error(whole(engine.parallel, "master"), before) == 0.0
+
+
+@pytest.mark.parametrize("states", ["float32", "bfloat16"])
+def test_short_types_on_the_host_are_those_of_the_device(states: str) -> None:
+    """float32 masters beside bfloat16 parameters: in two halves on the device, in one piece on the host."""
+    rule = OptimizerConfig(lr=1e-2, states=states)
+    found = [whole(scaled(layout, rule).parallel, "master") for layout in ("dp=1", "dp=1,offload=optimizer")]
+    assert largest_error(found[1], found[0]) < 2e-3

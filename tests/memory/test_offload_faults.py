@@ -1,0 +1,188 @@
+"""Off the device: what goes wrong is said and loses nothing, and nothing is left behind."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from away import SHAPE, engine_away, stepped
+from laid_out import largest_error, whole
+from torch import Tensor
+
+from echelon import models
+from echelon.memory import store
+from echelon.memory.link import Link, Rooms
+from echelon.memory.worker import Worker
+from echelon.optim.on_host import OnHost
+from echelon.parallel import away
+from echelon.train.engine import Engine
+
+# -- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def test_an_error_on_the_host_is_raised_where_the_unit_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = stepped(engine_away("offload=optimizer"), 1)
+    engine.drain()
+    there = engine.optimizer._there  # type: ignore[attr-defined]
+    assert isinstance(there, OnHost)
+
+    def broken(*_: object) -> None:
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(there._updates[4], "step", broken)
+    with pytest.raises(RuntimeError, match=r"the update of blocks\.1 failed on the host: no more"):
+        stepped(engine, 2)
+    with pytest.raises(RuntimeError, match="failed on the host"):
+        engine.drain()
+    with pytest.raises(RuntimeError, match="failed on the host"):
+        whole(engine.parallel, "master")
+
+
+def test_a_disk_that_is_too_small_is_found_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "_free", lambda _: 1000)
+    with pytest.raises(ValueError, match=r"the disk is full .*bytes needed, 1,000 free.*memory\.disk"):
+        engine_away("offload=disk", disk=str(tmp_path))
+    monkeypatch.undo()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ValueError, match=r"the disk is full .*states\.0: [\d,]+ bytes needed, [\d,]+ free"):
+        engine_away("offload=disk", disk=str(tmp_path))
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_host_that_is_too_small_is_found_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert away.available() > 0
+    monkeypatch.setattr(away, "available", lambda: 1000)
+    with pytest.raises(ValueError, match=r"the host cannot hold .*GiB a rank, 0\.0 available.*\+disk"):
+        engine_away("offload=optimizer")
+    engine_away("offload=activations")
+
+
+@pytest.mark.parametrize("kind", ["disk", "params+disk"])
+@pytest.mark.parametrize("fails", ["full", "short"])
+def test_a_disk_that_fills_up_leaves_the_step_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, fails: str
+) -> None:
+    engine = stepped(engine_away(f"offload={kind}", disk=str(tmp_path)), 2)
+    truth = [value.clone() for value in masters(engine)]
+    write, calls = os.pwrite, []
+
+    def failing(*args: Any) -> int:
+        calls.append(args)
+        if len(calls) < 5:
+            return write(*args)
+        if fails == "short":
+            return 0
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", failing)
+    with pytest.raises(ValueError, match=r"failed on the host.*rank0.*"):
+        stepped(engine, 2)
+    monkeypatch.undo()
+    for unit, value in zip(engine.parallel.flat.units, truth, strict=True):
+        assert unit.host is not None
+        assert torch.equal(unit.host.loaded()[0], value)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    del engine, unit
+    gc.collect()
+    assert all(path.exists() for path in files)  # whoever wants what they hold finds it
+
+
+def masters(engine: Engine) -> list[Tensor]:
+    return [unit.master.values() for unit in engine.parallel.flat.units]
+
+
+def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
+    engine = stepped(engine_away("offload=disk", disk=str(tmp_path)), 2)
+    engine.drain()
+    for path in tmp_path.rglob("blocks.2.states.*"):
+        os.truncate(path, 800)
+    with pytest.raises(ValueError, match=r"shorter than what was written .*blocks\.2\.states\.\d: 800 bytes of"):
+        stepped(engine, 2)
+
+
+def test_short_reads_and_writes_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pread, pwrite = os.preadv, os.pwrite
+    monkeypatch.setattr(os, "preadv", lambda file, views, at: pread(file, [views[0][:1000]], at))
+    monkeypatch.setattr(os, "pwrite", lambda file, view, at: pwrite(file, view[:999], at))
+    away, plain = engine_away("offload=disk", disk=str(tmp_path)), engine_away("")
+    assert largest_error(*(whole(stepped(engine).parallel, "master") for engine in (away, plain))) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("layout", "word"),
+    [
+        ("pp=2,schedule=2bw,accumulate=2,offload=optimizer", "older versions of the weights"),
+        ("offload=optimzer", "not a legal value"),
+    ],
+)
+def test_what_cannot_be_is_refused(layout: str, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        Engine(models.build(SHAPE, "meta"), layout)
+
+
+def test_an_own_loop_has_its_own_update() -> None:
+    from echelon.train.wrap import wrap
+
+    with pytest.raises(ValueError, match="yours is in your own loop"):
+        wrap(models.build(SHAPE, "cpu"), "offload=optimizer")
+
+
+# -- nothing is left behind -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["optimizer", "params", "activations", "params+activations+disk"])
+@pytest.mark.parametrize("closed", [True, False])
+def test_no_thread_and_no_file_is_left_when_an_engine_goes(tmp_path: Path, kind: str, closed: bool) -> None:
+    before = set(threading.enumerate())
+    folder = tmp_path / "files"
+    engine = stepped(engine_away(f"offload={kind}", disk=str(folder)))
+    gone = weakref.ref(engine)
+    if closed:
+        engine.drain()
+        engine.close()
+    del engine
+    gc.collect()
+    assert gone() is None
+    # A step's update may have been under way: when it is through, its threads and files go too.
+    until = time.monotonic() + 5
+    while (set(threading.enumerate()) - before or folder.exists()) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert set(threading.enumerate()) <= before
+    assert not folder.exists()
+
+
+def test_a_worker_does_its_jobs_in_order_and_none_after_an_error() -> None:
+    worker, done = Worker("test"), []
+    first = worker.give("the first", lambda: done.append(1))
+    second = worker.give("the second", lambda: done.append(1 // 0))
+    third = worker.give("the third", lambda: done.append(3))
+    first.wait()
+    for turn, what in ((second, "the second"), (third, "the third")):
+        with pytest.raises(RuntimeError, match=f"{what} failed on the host: integer division"):
+            turn.wait()
+    worker.stop()
+    assert done == [1]
+
+
+def test_rooms_are_used_in_turn() -> None:
+    rooms = Rooms(Link(torch.device("cpu")), 2, 64)
+    first, second = rooms.take(), rooms.take()
+    assert rooms.take_if_free() is None
+    assert first.of(8, torch.float64).shape == (8,)
+    rooms.give_back(second)
+    assert rooms.take_if_free() is second

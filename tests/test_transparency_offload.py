@@ -1,0 +1,95 @@
+"""What lives off the device changes nothing: every kind of offload, alone and with the layouts people use, in fp64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from claimed import check
+
+from echelon.launch.pool import Pool
+from echelon.layout import Layout
+from echelon.models import sizes
+from echelon.proof.case import Case
+from echelon.proof.verify import TOLERANCE, Prover
+from echelon.train.sections import OptimizerConfig
+
+SMALL = {"layers": 2, "width": 32, "ffn": 48, "max_seq_len": 64}
+RULES = {"adamw": OptimizerConfig(lr=1e-2), "sgd": OptimizerConfig(name="sgd", lr=1e-1, momentum=0.9)}
+
+
+@pytest.fixture(scope="module")
+def provers(pool: Pool) -> dict[str, Prover]:
+    cases = {
+        "gpt": Case(model=replace(sizes.find("gpt-tiny"), dropout=0.1, **SMALL), optimizer=RULES["sgd"]),
+        "llama": Case(model=replace(sizes.find("llama-tiny"), **SMALL), optimizer=RULES["adamw"]),
+    }
+    deep = replace(cases["llama"].model, layers=4)
+    cases["deep"] = replace(cases["llama"], model=replace(deep, dropout=0.1))
+    cases["moe"] = Case(model=replace(sizes.find("moe-tiny"), layers=2), optimizer=RULES["adamw"])
+    return {name: Prover(pool, case) for name, case in cases.items()}
+
+
+LAYOUTS = (
+    ("llama", "dp=1,offload=optimizer"),
+    ("gpt", "dp=1,accumulate=2,offload=optimizer"),
+    ("gpt", "dp=2,offload=optimizer"),
+    ("llama", "dp=2,zero=1,accumulate=2,offload=optimizer"),
+    ("gpt", "dp=2,zero=2,offload=optimizer"),
+    ("llama", "dp=2,zero=3,accumulate=2,recompute=full,offload=optimizer"),
+    ("llama", "tp=2,accumulate=2,offload=optimizer"),
+    ("gpt", "pp=2,accumulate=2,offload=optimizer"),
+    ("llama", "dp=1,offload=params"),
+    ("gpt", "dp=1,accumulate=2,recompute=full,offload=params"),
+    ("llama", "dp=2,zero=0,accumulate=2,offload=params"),
+    ("gpt", "dp=2,zero=1,offload=params"),
+    ("llama", "dp=2,zero=3,accumulate=2,offload=optimizer+params"),
+    ("gpt", "tp=2,offload=params"),
+    ("llama", "pp=2,accumulate=2,offload=params"),
+    ("deep", "dp=1,offload=activations"),
+    ("deep", "dp=1,accumulate=2,recompute=full,offload=optimizer+activations"),
+    ("deep", "dp=2,zero=3,offload=params+activations"),
+    ("deep", "tp=2,recompute=ops,offload=activations"),
+    ("deep", "pp=2,accumulate=3,offload=optimizer+activations"),
+    ("deep", "pp=2,accumulate=2,schedule=zb-v,offload=activations"),
+    ("deep", "cp=2,offload=activations"),
+    ("deep", "dp=1,recompute=selective,offload=activations"),
+    ("deep", "dp=1,accumulate=2,recompute=every:2,offload=params+activations"),
+    ("deep", "pp=2,accumulate=2,recompute=sqrt,offload=activations"),
+    ("deep", "dp=2,zero=3,recompute=budget:1GiB,offload=params"),
+    ("llama", "dp=1,offload=disk"),
+    ("gpt", "dp=2,zero=1,accumulate=2,offload=optimizer+disk"),
+    ("gpt", "pp=2,accumulate=2,offload=params+disk"),
+    ("deep", "dp=2,zero=3,offload=params+activations+disk"),
+    ("moe", "dp=2,ep=2,offload=optimizer+activations"),
+    ("moe", "dp=2,zero=1,accumulate=2,offload=params"),
+    ("llama", "dp=2,pp=2,zero=2,accumulate=2,schedule=zb-h1,offload=params"),
+)
+
+
+@pytest.mark.parametrize(("model", "layout"), LAYOUTS, ids=lambda value: value)
+def test_a_layout_that_offloads_equals_one_device(provers: dict[str, Prover], model: str, layout: str) -> None:
+    verdict = provers[model].judge(Layout.parse(layout))
+    assert verdict.passed, verdict
+    assert verdict.max_error <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=2,zero=1,accumulate=2,offload=optimizer",
+        "dp=2,zero=1,offload=params",
+        "dp=2,accumulate=2,offload=params",
+        "dp=2,pp=2,zero=1,accumulate=2,offload=params",
+    ],
+)
+def test_what_is_away_is_gathered_and_reduced_as_claimed(pool: Pool, layout: str) -> None:
+    check(pool, replace(sizes.find("llama-tiny"), **SMALL), layout)
+
+
+def test_a_sum_that_is_left_out_is_missed(pool: Pool) -> None:
+    case = Case(model=replace(sizes.find("llama-tiny"), **SMALL), optimizer=RULES["adamw"])
+    for layout in ("dp=2,accumulate=2,offload=optimizer", "dp=2,accumulate=2,offload=params"):
+        verdict = Prover(pool, case, "dp:all_reduce").judge(Layout.parse(layout))
+        assert not verdict.passed
+        assert verdict.axis == "dp"
