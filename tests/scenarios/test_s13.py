@@ -71,6 +71,8 @@ WHERE = {
     "dp=2,tp=2,zero=1": ({"dp": 1, "tp": 1}, "rank 3 (dp 1, tp 1), which holds its sum over data-parallel ranks"),
     "cp=2": ({"cp": 1}, "rank 0 (cp 0) and 1 more, which hold its sum over data-parallel ranks"),
     "dp=2,accumulate=2": ({"dp": 1}, "rank 0 (dp 0) and 1 more, which hold its sum over data-parallel ranks"),
+    "offload=optimizer": ({}, "rank 0"),
+    "dp=2,accumulate=2,zero=1,offload=params": ({"dp": 1}, "rank "),
     **{f"dp=2,accumulate=2,zero={zero}": ({"dp": 1}, "rank ") for zero in (1, 2, 3)},
 }
 
