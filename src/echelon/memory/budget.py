@@ -89,11 +89,12 @@ class _Work(operator_mode()):  # type: ignore[misc]
         name = packet.__name__
         if name in PRODUCTS or "attention" in name:
             self.counted.products += sum(tensor.nbytes for tensor in tensors_in(out))
-        if packet in flop_registry:
-            flops = flop_registry[packet](*args, **(kwargs or {}), out_val=out)
-        elif "attention" in name and len(args) > 2 and args[0].dim() == 4:
+        if "attention" in name and len(args) > 2 and args[0].dim() == 4:
+            # torch's own formula refuses heads that share keys, and does not know every kernel.
             (batch, heads, queries, dim), keys = args[0].shape, args[1].shape[2]
             flops = 2 * batch * heads * queries * keys * (dim + args[2].shape[3])
+        elif packet in flop_registry:
+            flops = flop_registry[packet](*args, **(kwargs or {}), out_val=out)
         else:
             return out
         self.counted.flops += flops

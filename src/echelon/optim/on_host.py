@@ -81,7 +81,7 @@ class OnHost:
             host.job.wait()
             gradient = None if host.own is not None else unit.grad
             # Made here: what the worker would give the device comes after what this thread gives it.
-            factor = scale.to(host.gradient_type)
+            factor = scale.to(host.arrives_in)
             due.append(_Due(host, update, gradient, factor, Turn(f"the update of {host.name}")))
         shared = due[0].unit.host
         told, mark = shared.link.ask(torch.stack([scale, live.to(scale.dtype)])), shared.link.mark()

@@ -86,7 +86,7 @@ class HostUnit:
         early: bool,
     ):
         self.unit, self.policy, self.host = unit, policy, host
-        self.compute, self.gradient_type = compute, gradient_type
+        self.compute, self.arrives_in = compute, gradient_type
         self.tensor = torch.zeros(unit.shard_numel, dtype=master)
         """master values"""
         self.here = here
@@ -139,6 +139,11 @@ class HostUnit:
     def full(self) -> Tensor:
         """Says where it is."""
         return self.tensor
+
+    @property
+    def gradient_type(self) -> torch.dtype:
+        """While an update is made: a gradient that came in a shorter type has been cast."""
+        return self.tensor.dtype
 
     lazy = True
     grad: Tensor
