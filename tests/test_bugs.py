@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from laid_out import float64
+from laid_out import SGD, batch_of, float64, tiny
 from torch import nn
 
 import echelon as ec
+from echelon import models
 from echelon.launch.failure import RankError
 from echelon.layout import Layout
+from echelon.models.mixture_config import MixtureConfig
 from echelon.pipeline import runtime
 from echelon.train.loop import train_here
 from tests.pipeline import odd_chains
@@ -277,3 +279,30 @@ def recorded_while_the_clock_goes_back():
 def test_a_clock_that_was_set_back_ended_a_run(pool):
     """The last step is recorded by the clock of the day, and an action that ended before it began was refused."""
     assert set(pool.run(recorded_while_the_clock_goes_back, 2)[0]) == {0.0}
+
+
+def routers_when_they_are_read(layout):
+    shape = tiny("llama", mixture=MixtureConfig(experts=4, k=2, ffn=12, gate="mixtral"))
+    model = models.build(shape, "meta", dtype=torch.float64)
+    engine = ec.Engine(model, layout, SGD, options=float64(buffer=2048, prefetch=0))
+    found = []
+    for unit in engine.parallel.flat.units:
+        if unit.unit.name.endswith(".gate"):
+            gate = engine.model.get_submodule(unit.unit.name)
+
+            def scores(x, unit=unit, inner=gate.scores):
+                found.append(unit.whole)
+                return inner(x)
+
+            gate.scores = scores
+    engine.step(batch_of(shape, 4))
+    return found
+
+
+@pytest.mark.parametrize("layout", ["dp=2,ep=2,zero=3", "dp=2,ep=2,zero=1", "dp=2,cp=2,ep=2,zero=3"])
+def test_routers_were_read_before_they_were_gathered(pool, layout):
+    """With memory.buffer a router is a unit of its own, and where experts are on other ranks the gate's methods were
+    called, not the gate: no hook gathered it. What was read was what had been there, or was still on its way."""
+    for found in pool.run(routers_when_they_are_read, Layout.parse(layout).world, layout):
+        assert found
+        assert all(found)

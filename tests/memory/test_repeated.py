@@ -71,6 +71,20 @@ class Skips(Own):
         return x.square().sum(), len(x)
 
 
+class FromTorch(nn.Module):
+    """Draws from torch's own generator, which no module tells us."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, 0.5) * torch.rand_like(x)
+
+
+class Draws(Own):
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer[3] = FromTorch()
+
+
 def own_gradients(kind: type[Own], recompute: str) -> list[Tensor]:
     torch.manual_seed(0)
     engine = Engine(kind().double(), f"recompute={recompute}", SGD, options=float64())
@@ -80,7 +94,7 @@ def own_gradients(kind: type[Own], recompute: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("recompute", ["full", "every:2", "sqrt", "ops", "budget:1GiB", "budget:0.00004GiB"])
-@pytest.mark.parametrize("kind", [Own, Residual, Nested, Skips])
+@pytest.mark.parametrize("kind", [Own, Residual, Nested, Skips, Draws])
 def test_a_module_of_ones_own(kind: type[Own], recompute: str) -> None:
     if kind is Skips and recompute.startswith("budget"):
         with pytest.raises(ValueError, match=r"did not call layers\.2"):
@@ -91,6 +105,14 @@ def test_a_module_of_ones_own(kind: type[Own], recompute: str) -> None:
     elif not (kind is Nested and recompute == "ops"):  # torch's own checkpoints do not nest in its selective ones
         for found, expected in zip(own_gradients(kind, recompute), own_gradients(kind, "none"), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "ops", "budget:1GiB"])
+def test_a_repetition_and_a_rehearsal_leave_the_generator_as_it_was(recompute: str) -> None:
+    own_gradients(Draws, recompute)
+    found = torch.get_rng_state()
+    own_gradients(Draws, "none")
+    assert torch.equal(found, torch.get_rng_state())
 
 
 def test_what_was_changed_in_place_is_refused() -> None:

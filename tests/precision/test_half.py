@@ -70,3 +70,21 @@ def test_half_learns_what_float32_learns(pool):
     noise = statistics.stdev(truth)
     assert max(truth) < 3.3 - 3 * noise, "something is learned: log 31 is 3.4"
     assert all(abs(one - other) < noise / 2 for one, other in zip(half, truth, strict=True)), (half, truth)
+
+
+class Far(torch.nn.Module):
+    """A bias, far from every target: its gradient is the sum of as many large numbers as there are targets."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, y):
+        return (self.bias - y).float().square().sum(), torch.tensor(len(y))
+
+
+def test_a_first_step_without_a_scale_does_not_overflow():
+    engine = Engine(Far(), "", options=Options(compute=torch.float16))
+    result = engine.step({"y": torch.full((4096,), 10.0)})
+    assert not result.skipped
+    assert result.norm == 20.0

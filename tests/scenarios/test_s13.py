@@ -220,3 +220,9 @@ def test_too_many_in_a_row_stop_the_run_with_the_layer(tmp_path):
 def test_updates_in_backward_cannot_be_left_out_so_the_run_ends(tmp_path):
     with pytest.raises(ValueError, match=r"step 2 had gradients that are not finite: gradient of last\.bias"):
         run(tmp_path, (2,), in_backward=True, loss_scale=64.0)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_fixed_scale_that_is_too_high_is_what_to_lower(tmp_path, in_backward):
+    with pytest.raises(ValueError, match=r"[Ll]ower precision\.loss_scale or optimizer\.lr"):
+        run(tmp_path, (2, 3, 4), in_backward, skips=3, loss_scale=1024.0)

@@ -13,7 +13,7 @@ how their output is made again (an attribute `remake`) do so, and the product th
 layer without such a module torch's selective checkpointing finds the operators.
 
 Masks of dropout are functions of their place (rng.py), so a second forward draws the same ones when it is told the same
-samples.
+samples. What a layer draws from torch's generators by itself it draws from the same states again (drawn.py).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from echelon.memory.drawn import Drawn
 from echelon.memory.kept import Keep, whole
 from echelon.memory.repeated import Segment, repeated
 from echelon.memory.repeats import segment_length
@@ -190,7 +191,7 @@ class _Again(AbstractContextManager[None]):
     """Around a repetition. There are two of them where backward has two halves that both need what was not kept."""
 
     def __init__(self, module: nn.Module, stream: Stream, inner: AbstractContextManager[Any]):
-        self._repeated, self._inner = partial(repeated, module, stream, stream.samples), inner
+        self._repeated, self._inner = partial(repeated, module, stream, stream.samples, Drawn()), inner
 
     def __enter__(self) -> None:
         self._outer = self._repeated()

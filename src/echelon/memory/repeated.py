@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
+from echelon.memory.drawn import Drawn
 from echelon.memory.kept import Keep, whole
 from echelon.rng import Stream
 
@@ -112,6 +113,7 @@ class _Frame:
         # Held is the tensor, not its grad_fn: before torch 2.12 that lets go of what it saved when the tensor goes.
         self._saved: Any = _Save.apply(anchor, *kept) if kept else None
         self._samples = layer.segment.stream.samples
+        self._drawn = Drawn()
         self._casts = _casts()
         self._counted = 0
 
@@ -186,7 +188,7 @@ class _Frame:
                 raise _Enough
 
         with ExitStack() as inside:
-            inside.enter_context(repeated(layer.module, layer.segment.stream, self._samples))
+            inside.enter_context(repeated(layer.module, layer.segment.stream, self._samples, self._drawn))
             for cast in self._casts:
                 inside.enter_context(torch.autocast(**cast))
             inside.enter_context(torch.enable_grad())
@@ -286,9 +288,15 @@ def _casts() -> list[dict[str, Any]]:
 
 
 @contextmanager
-def repeated(module: nn.Module, stream: Stream, samples: Tensor | None) -> Iterator[None]:
-    """Around a forward that was done before: the same masks, and what was counted then is not counted again."""
+def repeated(module: nn.Module, stream: Stream, samples: Tensor | None, drawn: Drawn | None = None) -> Iterator[None]:
+    """Around a forward that was done before: the same masks, and what was counted then is not counted again.
+
+    `drawn` are torch's generators as they were then; after it they are as they were before.
+    """
     now, stream.samples = stream.samples, samples
+    before = Drawn()
+    if drawn is not None:
+        drawn.restore()
     parts: list[Any] = [part for part in module.modules() if _counts(part)]
     counting = [(part, part.momentum, part.num_batches_tracked.clone()) for part in parts]
     for part in parts:
@@ -299,6 +307,7 @@ def repeated(module: nn.Module, stream: Stream, samples: Tensor | None) -> Itera
     try:
         yield
     finally:
+        before.restore()
         stream.samples = now
         for part in tallied:
             part.counts = True

@@ -22,7 +22,7 @@ how an earlier one is routed; balance losses do not count, since no prediction d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -128,8 +128,10 @@ class Gate(nn.Module):
         """The decision for groups that are not cut further."""
         raise NotImplementedError
 
-    def forward(self, x: Tensor) -> Routing:
-        return self.route(self.scores(x))
+    def forward(self, x: Tensor, decide: Callable[[Tensor], Routing] | None = None) -> Routing:
+        """`decide` takes the place of `route` where groups are spread over ranks: hooks on the gate must run there too,
+        since its router may be a unit of its own, which they gather."""
+        return (decide or self.route)(self.scores(x))
 
     def end_step(self, load: Tensor) -> None:
         """Once per step, with the choices of each expert in the whole batch, over all microbatches and ranks."""

@@ -66,14 +66,14 @@ class Dispatch:
     def route(self, mixture: Mixture, x: Tensor) -> Routing:
         gate = mixture.gate
         if self.tp.size == 1 and self.cp is None:
-            return gate.route(gate.scores(x))
+            found: Routing = gate(x)
+            return found
         at = self._places(x)
         mine, length = at.places[self.mine], at.length
         for module in (*gate.modules(), mixture.experts.drop):
             if isinstance(module, Draws):
                 module.window = {**module.window, 1: (mine, length)}
-        whole: Tensor = _Gathered.apply(gate.scores(x), self, at)
-        routing = gate.route(whole)
+        routing: Routing = gate(x, lambda scores: gate.route(_Gathered.apply(scores, self, at)))
         rows = torch.arange(len(x), device=x.device).unsqueeze(1) * length
         return routing.keep(torch.where(mine < length, rows + mine, len(x) * length).flatten())
 

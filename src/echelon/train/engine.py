@@ -160,7 +160,7 @@ class Engine:
         """Trains on this rank's own `accumulate` microbatches."""
         if isinstance(self.parallel.recomputed, Budgeted) and self.parallel.recomputed.undecided:
             microbatches = self._shown(iter(microbatches), self.rehearse)
-        if self.num_steps == 0 and not self.scaling.recipe.is_one:
+        if self._guesses:
             microbatches = self._shown(iter(microbatches), self._guess_count)
         with self._kernels():
             return self._run(self._feed.counted(microbatches), self.rule.lr if lr is None else lr)
@@ -171,8 +171,14 @@ class Engine:
             to(microbatch)
         return chain(first, microbatches)
 
+    @property
+    def _guesses(self) -> bool:
+        """The first step starts from a guess of its targets: scaled, or in float16, the gradient of a sum over all of
+        them would overflow."""
+        is_half = self.parallel.options.compute == torch.float16
+        return self.num_steps == 0 and (is_half or not self.scaling.recipe.is_one)
+
     def _guess_count(self, microbatch: Microbatch) -> None:
-        """A scaled loss needs it, since the gradient of a sum over all targets would overflow."""
         self._last_count.fill_(self._feed.likely_count(microbatch))
 
     @torch.no_grad()
@@ -266,7 +272,7 @@ class Engine:
             self.parallel.flat.free_gradients()
 
         scale = self.scaling.recipe.start
-        if self.num_steps == 0 and not self.scaling.recipe.is_one:
+        if self._guesses:
             pipeline.start_from(scale, float(self._last_count))
         totals = pipeline.window(works, update, lr)
         last = squares + bad if self.parallel.tokens.index == 0 else bad

@@ -266,10 +266,12 @@ class Loop:
             self._skips = 0 if step.result.count else self._skips
             return
         self._skips += 1
+        fixed = self.config.loss_scaling == "fixed"
+        lower = "precision.loss_scale or optimizer.lr" if fixed else "optimizer.lr"
         if self.engine.in_backward is not None:
             raise ValueError(
                 f"updates in backward cannot be left out, and step {step.number} had gradients that are not finite: "
-                f"{_told(step.result, not_finite)}; lower optimizer.lr, or use optimizer.in_backward=false"
+                f"{_told(step.result, not_finite)}; lower {lower}, or use optimizer.in_backward=false"
             )
         nothing = self._skips == step.number == self.config.steps
         if self._skips < self.config.precision.skips and not nothing:
@@ -277,7 +279,7 @@ class Loop:
         layer = f" (first in {not_finite.layer})" if not_finite.layer else ""
         raise ValueError(
             f"training diverged: {self._skips} step(s) in a row up to step {step.number} had gradients that are not "
-            f"finite{layer}, and updated nothing; the last one: {_told(step.result, not_finite)}. Lower optimizer.lr, "
+            f"finite{layer}, and updated nothing; the last one: {_told(step.result, not_finite)}. Lower {lower}, "
             "set clip, or in 16 bits keep that layer in float32 (precision.keep_fp32)"
         )
 
