@@ -16,7 +16,10 @@ from echelon import models
 from echelon.launch.failure import RankError
 from echelon.layout import Layout
 from echelon.models.mixture_config import MixtureConfig
+from echelon.memory.repeated import Segment, _Frame
+from echelon.parallel.flat_unit import norm_of
 from echelon.pipeline import runtime
+from echelon.rng import Stream
 from echelon.train.loop import train_here
 from tests.pipeline import odd_chains
 
@@ -306,3 +309,24 @@ def test_routers_were_read_before_they_were_gathered(pool, layout):
     for found in pool.run(routers_when_they_are_read, Layout.parse(layout).world, layout):
         assert found
         assert all(found)
+
+
+def test_the_norm_of_a_long_gradient_on_a_cpu_was_too_small():
+    """torch adds up float32 one after another there: the norm of a hundred million numbers was off by a hundredth, and
+    gradients that had left for the host were clipped by it."""
+    for dtype in (torch.float32, torch.bfloat16):
+        values = torch.full((10_000_001,), 1e-4, dtype=dtype)
+        assert float(norm_of(values)) == pytest.approx(float(values.double().norm()), rel=1e-5)
+        assert float(norm_of(values, float("inf"))) == float(values[0])
+
+
+def test_what_a_repeated_layer_keeps_went_with_its_grad_fn():
+    """Before torch 2.12 a function of ours lets go of what it saved when no tensor that it made is left: a frame held
+    the function alone, and backward found nothing to repeat the layer from."""
+    layer = nn.Sequential(nn.Linear(2, 2))
+    segment = Segment(Stream(0))
+    segment.add("layer", layer)
+    layer(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    frame = _Frame(segment.layers[0], None, ((torch.ones(2, requires_grad=True),), {}))
+    assert isinstance(frame._saved, torch.Tensor)
+    assert torch.equal(frame._saved.grad_fn.saved_tensors[0], torch.ones(2))

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from echelon.layout.placement import Unit
 
-UPDATES = 4e9
-"""parameters that a host updates in a second (ZeRO-Offload's CPU-Adam: a billion in 0.3 s, ten in 2.6 s)"""
+HOST_SPEED = 1.1e11
+"""bytes that a host reads and writes in a second of its update: 16 cores beside an H200, AdamW in float32"""
 STATE_BYTES = 12
 """of one parameter's master copy and moments"""
 
@@ -61,6 +61,14 @@ def moved(
         if "params" in kinds:
             disk += (2 * accumulate + 1) * compute_bytes * away
     return Moved(link=link, updated=away if has_states(offload) else 0.0, disk=disk)
+
+
+def update_bytes(moment_bytes: float, *, early: bool) -> float:
+    """What the host's update of a parameter reads and writes: master value and two moments, the gradient, and a cast.
+
+    A gradient that came early is made longer first, and multiplied by what clipping leaves of it.
+    """
+    return 2 * (4 + 2 * moment_bytes) + 4 + 6 + (18 if early else 0)
 
 
 def crossing(

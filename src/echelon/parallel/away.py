@@ -19,7 +19,7 @@ from echelon.memory.link import Link
 from echelon.memory.offload import chosen, has_states, held, least_share
 from echelon.memory.store import Disk
 from echelon.parallel.axis import world_rank
-from echelon.parallel.host_unit import Host
+from echelon.parallel.host_unit import Host, buffer_bytes
 from echelon.parallel.shard import Policy
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ def refuse_too_much(units: Sequence[Unit], options: Options, policy: Policy, *, 
         state_bytes=options.state_bytes,
         early_bytes={u.name: options.compute.itemsize if policy.gradients_are_final(u) else 0 for u in units},
     )["host"]
+    needed += buffer_bytes(max(unit.shard_numel for unit in units), options.master, options.compute)
     free = available()
     if free and needed > free:
         raise ValueError(

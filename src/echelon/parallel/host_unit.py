@@ -70,6 +70,11 @@ class Host:
         )
 
 
+def buffer_bytes(largest: int, master: torch.dtype, compute: torch.dtype) -> int:
+    """What units share on the host, where nothing is on disk."""
+    return largest * (ROOMS * master.itemsize + STAGES * compute.itemsize)
+
+
 class HostUnit:
     """The host's side of one unit."""
 

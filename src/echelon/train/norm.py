@@ -95,15 +95,15 @@ class GradientNorm:
         """Short types are summed in float32 as they are read: no copy of them is made."""
         found: list[Tensor] = []
         for (dtype, away), alike in groupby(parts, key=_kind):
-            if away:
-                found += [self._away(part, kind) for part in alike]
+            if away or self.device.type == "cpu":
+                found += [self._one(part, kind) for part in alike]
             else:
                 slices = [part.unit.grad[part.where] for part in alike]
                 found += compat.norms(slices, kind, torch.promote_types(dtype, torch.float32))
         return torch.stack(found).double() if found else torch.zeros(0, dtype=torch.float64, device=self.device)
 
-    def _away(self, part: Part, kind: float) -> Tensor:
-        """Of a gradient on the host: those that left early have told it before."""
+    def _one(self, part: Part, kind: float) -> Tensor:
+        """Of gradients on the host, those that left early have told it before."""
         if kind == 2.0 and part.unit.norms:
             return part.unit.norms[part.where.start]
         return norm_of(part.unit.grad[part.where], kind).to(self.device)
