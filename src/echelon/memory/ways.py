@@ -1,10 +1,10 @@
 """The ways a layer can go under a budget, from what was counted of it. No torch: a plan chooses among the same.
 
-    none            keeps everything
-    ops             makes again what operators between products made; it is read and written where that happens
-    selective       does attention's core again
-    ops+selective   both
-    full            keeps its input, and does everything again
+none            keeps everything
+ops             makes again what operators between products made; it is read and written where that happens
+selective       does attention's core again
+ops+selective   both
+full            keeps its input, and does everything again
 """
 
 from __future__ import annotations

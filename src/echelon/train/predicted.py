@@ -16,7 +16,7 @@ from echelon.plan.price import price
 from echelon.plan.sources import of_config
 from echelon.plan.units import MOMENTS
 from echelon.train.config import Config
-from echelon.train.planned import TYPES, precision_of, program_of
+from echelon.train.planned import TYPES, precision_of, program_of, thrift_of
 
 
 def predicted(
@@ -36,6 +36,8 @@ def predicted(
             precision=precision_of(config),
             program=program_of(config),
             moment_bytes=cost.element_bytes(config.optimizer) / MOMENTS,
+            rule=config.optimizer,
+            thrift=thrift_of(config),
         )
         plan = price(case)
     except Exception as error:  # whatever the planner does not know, the run goes on
