@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from laid_out import SGD, batch_of, tiny
 from living import LivingBytes
 
 from echelon import models
+from echelon.launch.pool import Pool
 from echelon.layout import Layout
 from echelon.memory.budget import Budgeted
 from echelon.memory.repeats import GIB
@@ -69,6 +71,7 @@ def after_forward(shape: ModelConfig, recompute: str) -> int:
     given = engine.prepared(next(engine.microbatches(batch_of(shape, ROWS, LENGTH))))
     with LivingBytes() as seen:
         out = engine.model(**given)
+        gc.collect()
         found = seen.now
     del out
     return found
@@ -122,3 +125,33 @@ def test_a_step_is_as_full_as_a_plan_says(name: str, kind: str) -> None:
     planned = sum(parts.get(part, 0) for part in ("activations", "logits", "working"))
     print(f"{name}, {kind}: {found:,} at the fullest, {planned:,} planned ({planned / found - 1:+.1%}) {parts}")
     assert planned == pytest.approx(found, rel=0.05)
+
+
+def on_a_rank(shape: ModelConfig, layout: str) -> int:
+    """Bytes that the layers keep of a microbatch."""
+    found = []
+    for layers in (LAYERS, LAYERS // 2):
+        smaller = replace(shape, layers=layers)
+        engine = Engine(models.build(smaller, "meta"), Layout.parse(layout), SGD)
+        engine.model.train()
+        batch = batch_of(smaller, ROWS, LENGTH)
+        engine.step(batch)
+        given = engine.prepared(next(engine.microbatches(batch)))
+        with LivingBytes() as seen:
+            out = engine.model(**given)
+            gc.collect()
+            found.append(seen.now)
+        del out
+    return 2 * (found[0] - found[1])
+
+
+@pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("gpt", 4)])
+def test_ranks_of_tp_keep_what_a_plan_says(pool: Pool, name: str, tp: int) -> None:
+    """Under sequence parallelism what is gathered at the beginning of a region is kept whole."""
+    shape = SHAPES[name]
+    for keys in ("", ",recompute=ops", ",recompute=selective", ",recompute=full", ",sp=0", ",sp=0,recompute=ops"):
+        layout = f"tp={tp},microbatch={ROWS}{keys}"
+        found = pool.run(on_a_rank, tp, shape, layout)[0]
+        planned = kept_by_plan(replace(case_of(shape, "none"), layout=Layout.parse(layout)))
+        print(f"{name}, {layout}: {found:,} kept, {planned:,.0f} planned ({planned / found - 1:+.1%})")
+        assert planned == pytest.approx(found, rel=0.05), layout

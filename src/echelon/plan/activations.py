@@ -60,6 +60,10 @@ def _counted(case: Case, layer: Layer, counts: KernelCounts, form: str) -> float
         element_bytes=case.element_bytes, narrow=case.is_narrow, remakes="ops" in form, selects=selects
     )
     here = kept.on_rank(case.sliced, layout.tp, etp=layout.etp, crowd=min(case.crowd, CEILING)) + ROW_BYTES
+    if layout.sp and layout.tp > 1 and layout.tp_kind == "1d":
+        here += counts.bytes_gathered(
+            layout.tp, element_bytes=case.element_bytes, narrow=case.is_narrow, remakes="ops" in form
+        )
     copies = 0.0
     if attention is not None:
         copies = beside(case)

@@ -75,6 +75,8 @@ class KernelCounts:
     """bytes of those whose type is always the same: 32 bits of a gate, places of rows"""
     remade: Part = NOTHING
     """backward reads them, and they can be made again"""
+    entered: float = 0.0
+    """of both, what enters regions of tensor parallelism: under sequence parallelism it is gathered, and kept so"""
     core: Part = NOTHING
     """of those kept, what attention's core makes of what the projections gave: the rest of it is its logarithms"""
     apart: Part = NOTHING
@@ -96,6 +98,11 @@ class KernelCounts:
     def __add__(self, other: KernelCounts) -> KernelCounts:
         names = (field.name for field in fields(self))
         return KernelCounts(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+    def bytes_gathered(self, tp: int, *, element_bytes: int, narrow: bool, remakes: bool) -> float:
+        """Kept of what enters regions, beyond a rank's slice of it. A gathered tensor is not made again."""
+        slices = 0.0 if remakes and self.remade.whole else 1 / tp
+        return (1 if narrow else element_bytes) * self.entered * (1 - slices)
 
     def bytes_kept(self, *, element_bytes: int, narrow: bool, remakes: bool, selects: bool = False) -> Part:
         """Until backward. `narrow`: products are in 8 bits; `remakes`: what can be made again is; `selects`: what

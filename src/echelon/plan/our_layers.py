@@ -82,6 +82,7 @@ def _turned(width: int, attention: Attention, _: Latent | None) -> KernelCounts:
     q, k, v, out = _elements(attention)
     return KernelCounts(
         kept=Part(split=q + k + v + out),
+        entered=width,
         remade=Part(whole=width),
         inputs=Part(whole=width, split=out),
         outputs=Part(whole=width, split=q + k + v),
@@ -97,6 +98,7 @@ def _normed(width: int, attention: Attention, _: Latent | None) -> KernelCounts:
     q, k, v, out = _elements(attention)
     return KernelCounts(
         kept=Part(split=2 * (q + k) + v + out),
+        entered=width,
         remade=Part(whole=width),
         core=Part(split=q + k),
         core_again=Part(split=(HEAD_NORMS + TURNED) * (q + k)),
@@ -117,6 +119,7 @@ def _latent(width: int, attention: Attention, latent: Latent | None) -> KernelCo
     narrow, made = attention.narrow, attention.heads * latent.nope_dim + v
     return KernelCounts(
         kept=Part(whole=narrow + normed, split=q + k + made + out),
+        entered=narrow,
         remade=Part(whole=width),
         # Queries as the product made them take as much as those that are turned.
         core=Part(split=k),
@@ -133,6 +136,7 @@ def _swiglu(width: int, ffn: int) -> KernelCounts:
     """Gate and up are read, one is written."""
     return KernelCounts(
         kept=Part(split=2 * ffn),
+        entered=width,
         remade=Part(whole=width, split=ffn),
         inputs=Part(whole=width, split=ffn),
         outputs=Part(whole=width, split=2 * ffn),
@@ -160,6 +164,7 @@ def _apart(width: int, attention: Attention, _: Latent | None) -> KernelCounts:
     q, k, v, out = _elements(attention)
     return KernelCounts(
         kept=Part(split=q + k + v + out),
+        entered=width,
         remade=Part(whole=width),
         inputs=Part(whole=3 * width, split=out),
         outputs=Part(whole=width, split=q + k + v),
@@ -171,6 +176,7 @@ def _apart(width: int, attention: Attention, _: Latent | None) -> KernelCounts:
 def _gelu(width: int, ffn: int) -> KernelCounts:
     return KernelCounts(
         kept=Part(split=ffn),
+        entered=width,
         remade=Part(whole=width, split=ffn),
         inputs=Part(whole=width, split=ffn),
         outputs=Part(whole=width, split=ffn),
