@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 GIB = 1 << 30
+HELD = ("parameters", "master", "moments", "gradients")
 REST = "activations and the rest"
 """what is left of the fullest moment: kept for backward, logits, what an operator works with"""
 
@@ -31,7 +32,7 @@ def shares(row: dict[str, Any]) -> dict[str, float]:
 
 
 def measured(name: str) -> tuple[Sequence[str], Iterator[Sequence[str]]]:
-    head = ("", "parameters", "master", "moments", "gradients", "the rest", "GiB", "predicted", "off", "s", "predicted ")
+    head = ("", *HELD, "the rest", "GiB", "predicted", "off", "s", "predicted ")
     return head, _rows(run(name)[name])
 
 

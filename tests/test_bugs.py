@@ -15,8 +15,8 @@ import echelon as ec
 from echelon import models
 from echelon.launch.failure import RankError
 from echelon.layout import Layout
-from echelon.models.mixture_config import MixtureConfig
 from echelon.memory.repeated import Segment, _Frame
+from echelon.models.mixture_config import MixtureConfig
 from echelon.parallel.flat_unit import norm_of
 from echelon.pipeline import runtime
 from echelon.rng import Stream

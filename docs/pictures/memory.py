@@ -32,5 +32,6 @@ def stacked() -> str:
             x += wide
         told = f"{row['peak'] / saved_memory.GIB:.1f} GiB, {row['seconds'] / first:.2f} x the time"
         beside = x + 8 if x < 640 else x - 8
-        c.text(beside, y + 16, told, size=12, colour=FAINT if beside > x else INK, anchor="start" if beside > x else "end")
+        outside = beside > x
+        c.text(beside, y + 16, told, size=12, colour=FAINT if outside else INK, anchor="start" if outside else "end")
     return c.finish()

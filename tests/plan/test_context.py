@@ -9,13 +9,13 @@ import pytest
 from echelon.kernels import blocks
 from echelon.layout import Layout
 from echelon.plan import cluster, context
-from echelon.plan.activations import kept, repeats_of
 from echelon.plan.case import Case
 from echelon.plan.constants import FITTED
 from echelon.plan.context import beside, bytes_sent, reach_of, room
 from echelon.plan.memory import worst
 from echelon.plan.price import price
 from echelon.plan.reaching import reaching
+from echelon.plan.recomputing import doing, kept_of
 from echelon.plan.sources import shape_of
 from echelon.plan.time import microbatch
 from echelon.plan.work import stacked, work_of
@@ -179,7 +179,7 @@ def test_other_programs_add_every_part_as_it_comes():
 
 def layer_bytes(found):
     (layer, _), *_ = found.shape.layers
-    return kept(found, layer, repeats_of(found))
+    return kept_of(found, layer, doing(found))
 
 
 def test_activations_fall_with_the_ranks():

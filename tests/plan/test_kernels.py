@@ -18,7 +18,7 @@ from echelon.moe import build_gate
 from echelon.moe.experts import Experts
 from echelon.moe.layer import Mixture
 from echelon.plan import cluster, our_layers
-from echelon.plan.activations import kept, repeats_of, tensors
+from echelon.plan.activations import tensors
 from echelon.plan.backward import room
 from echelon.plan.calibrate import constants_of
 from echelon.plan.case import Case
@@ -27,6 +27,7 @@ from echelon.plan.head import chunk_rows
 from echelon.plan.layouts import Wish
 from echelon.plan.memory import of_stage, states, worst
 from echelon.plan.price import price
+from echelon.plan.recomputing import doing, kept_of, repeated_of
 from echelon.plan.search import search
 from echelon.plan.sources import shape_of
 
@@ -42,7 +43,7 @@ def per_token(found):
     """Elements of two bytes that a layer keeps for a token, but for the few numbers of 32 bits beside them."""
     (layer, _), *_ = found.shape.layers
     beside = 16 + 4 * layer.attention.heads
-    return (kept(found, layer, repeats_of(found)) / found.tokens - beside) / 2
+    return (kept_of(found, layer, doing(found)) / found.tokens - beside) / 2
 
 
 # -- what is kept -----------------------------------------------------------------------------------------------------
@@ -75,8 +76,9 @@ def test_where_nobody_counted_a_share_is_assumed(model):
     found = case("dp=1,recompute=ops", model, precision="fp8")  # there are no experts in 8 bits
     assert not found.has_kernels
     assert not found.runnable
-    assert repeats_of(found).kept == 1 - OPERATORS
-    assert repeats_of(found).passing == 1
+    layer = found.shape.layers[0][0]
+    assert kept_of(found, layer, doing(found)) == pytest.approx((1 - OPERATORS) * tensors(found, layer))
+    assert repeated_of(found).passing == 1
 
 
 def test_qwen_keeps_queries_and_keys_twice_and_rows_where_their_experts_are():
@@ -130,7 +132,7 @@ def test_a_mixture_keeps_what_a_real_one_does(gate, experts, k, monkeypatch):
 
 def test_making_again_costs_less_than_all_operators():
     """The activation is made on backward's way, and nothing is added to the stream again."""
-    again = repeats_of(case("dp=1,recompute=ops"))
+    again = repeated_of(case("dp=1,recompute=ops"))
     assert 0.1 < again.passing < 0.5
     plain, ops = (price(case(f"dp=1,microbatch=8,recompute={kind}")).seconds for kind in ("none", "ops"))
     assert plain < ops < 1.03 * plain

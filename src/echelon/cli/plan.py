@@ -11,7 +11,11 @@ from echelon.cli import trouble
 from echelon.cli.trouble import told
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from echelon.plan.ask import Answer
+    from echelon.plan.price import Plan
+    from echelon.plan.savings import Saving
 
 EXAMPLES = """[bold]Examples[/bold]\n
 echelon plan llama-8b --cluster 8xh100\n
@@ -50,6 +54,13 @@ def command(
             show_default=False,
         ),
     ] = 0.0,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="As of train: optimizer.*, compress or memory.*."),
+    ] = None,
+    savings: Annotated[
+        bool, typer.Option("--savings", help="Say what each technique would save of the memory, and cost.")
+    ] = False,
     top: Annotated[int, typer.Option(min=1, help="Plans to show.")] = 5,
     correct: Annotated[
         str, typer.Option(metavar="RUN", help="Multiply times by what this run measured over what was predicted.")
@@ -60,7 +71,11 @@ def command(
     """Rank layouts of a model on a cluster, with predicted time and memory, or price one. Needs no device."""
     with told(as_json):
         from echelon.plan import ask
+        from echelon.plan.savings import savings as savings_of
+        from echelon.train.planned import asked
 
+        given = settings or []
+        rule, thrift = asked(given)
         found = ask.answer(
             model,
             cluster,
@@ -75,23 +90,35 @@ def command(
             correct=correct,
             tokens=tokens,
             imbalance=imbalance,
+            rule=rule,
+            thrift=thrift,
         )
+        least = found.plans[0] if found.plans else found.nearest
+        # Where nothing fits, what would make room is the question.
+        told_savings = savings_of(least) if least is not None and (savings or not least.fits) else ()
         if html is not None and found.plans:
-            _write(html, found, model)
+            _write(html, found, model, given)
     if as_json:
-        trouble.answer({"plans": [plan.to_json() for plan in found.plans], "reasons": list(found.words)})
+        told_json = {"plans": [plan.to_json() for plan in found.plans], "reasons": list(found.words)}
+        if told_savings:
+            told_json["savings"] = [one.to_json() for one in told_savings]
+        trouble.answer(told_json)
     else:
-        _show(found, model, html)
+        _show(found, model, html, given)
+        if least is not None and told_savings:
+            _show_savings(least, told_savings)
     if not found.plans or not found.plans[0].fits:
         raise typer.Exit(trouble.FAILED)
 
 
-def _write(path: Path, found: Answer, model: str) -> None:
+def _write(path: Path, found: Answer, model: str, given: Sequence[str]) -> None:
     from echelon.plan.ask import command_of
     from echelon.plan.show.page import page
 
     text = page(
-        found.plans, title=f"{model} on {found.plans[0].case.cluster.name}", command=command_of(found.plans[0], model)
+        found.plans,
+        title=f"{model} on {found.plans[0].case.cluster.name}",
+        command=command_of(found.plans[0], model, given),
     )
     try:
         path.write_text(text, encoding="utf-8")
@@ -99,14 +126,22 @@ def _write(path: Path, found: Answer, model: str) -> None:
         raise ValueError(f"the page cannot be written ({path}: {error.strerror}); give another --html") from error
 
 
-def _show(found: Answer, model: str, html: Path | None) -> None:
+def _show_savings(plan: Plan, found: Sequence[Saving]) -> None:
+    from rich.console import Console
+
+    from echelon.plan.show.savings import shown
+
+    Console().print(shown(plan, found))
+
+
+def _show(found: Answer, model: str, html: Path | None, given: Sequence[str]) -> None:
     from rich.console import Console
 
     from echelon.plan.ask import command_of
     from echelon.plan.show.terminal import shown
 
     console = Console()
-    command = command_of(found.plans[0], model) if found.plans else ""
+    command = command_of(found.plans[0], model, given) if found.plans else ""
     console.print(shown(found.plans, width=console.width, command=command, explanation=found.words))
     if html is not None and found.plans:
         console.print(f"wrote {html}")

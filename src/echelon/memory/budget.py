@@ -29,31 +29,8 @@ from echelon.memory.recompute import PRODUCTS, Part, Policy, Recomputed, makers
 from echelon.memory.repeated import Layer, mapped, tensors_in
 from echelon.memory.repeats import GIB, Repeats
 from echelon.memory.solve import Way, cost, peak, solve
+from echelon.memory.ways import Counted, ways_of
 from echelon.models.attention import Core
-
-SPEED = {"cuda": (4e14, 2.5e12), "cpu": (5e10, 1e10)}
-"""FLOP/s and bytes/s, to weigh products against what only passes memory. Constants, so that all ranks choose alike"""
-
-
-@dataclass
-class Counted:
-    """Of one forward of a layer."""
-
-    kept: int = 0
-    """bytes that autograd saves"""
-    core: int = 0
-    """of them, what attention's core saves"""
-    whole: int = 0
-    """bytes of what is saved and of what the layer is given"""
-    entry: int = 0
-    """bytes of what the layer is given, as it would be kept"""
-    products: int = 0
-    """bytes that products and attention make"""
-    flops: float = 0.0
-    again: float = 0.0
-    """of them, those that a repetition does: it ends when the last thing is saved"""
-    core_flops: float = 0.0
-    core_again: float = 0.0
 
 
 @dataclass
@@ -277,28 +254,9 @@ class Budgeted(Recomputed):
         return solve(self.ways, together, self.budget)
 
     def _ways(self, numbers: dict[str, list[float]], device: torch.device) -> list[Way]:
-        per_s, bytes_per_s = SPEED.get(device.type, SPEED["cuda"])
-        counted = Counted(*numbers["none"])  # type: ignore[arg-type]
-        none, core = counted.kept, counted.core
-        self._flops.append(counted)
-        found = [Way(form="none", kept=none, inside=none, cost=0.0)]
-        if "ops" in numbers:
-            kept, _, all_of_it, *_ = numbers["ops"]
-            remade = max(none - kept, 0.0)
-            found.append(Way(form="ops", kept=kept, inside=max(kept, all_of_it), cost=3 * remade / bytes_per_s))
-        if "selective" in numbers:
-            kept = numbers["selective"][0]
-            seconds = counted.core_again / per_s + 2 * core / bytes_per_s
-            found.append(Way(form="selective", kept=kept, inside=kept + core, cost=seconds))
-        if "ops+selective" in numbers:
-            kept = numbers["ops+selective"][0]
-            seconds = sum(way.cost for way in found)
-            found.append(Way(form="ops+selective", kept=kept, inside=kept + core, cost=seconds))
-        copied = 0.0 if self.policy.keeps_whole else counted.entry
-        seconds = counted.again / per_s + 2 * none / bytes_per_s
-        full = Way(form="full", kept=counted.entry, inside=counted.whole + copied, cost=seconds)
-        # What keeps no less than something cheaper is no way to go.
-        return [way for way in found if way.kept <= none and way.cost <= full.cost] + [full]
+        found = {form: Counted(*row) for form, row in numbers.items()}
+        self._flops.append(found["none"])
+        return ways_of(found, device.type, copied=not self.policy.keeps_whole)
 
     @property
     def peak(self) -> float:

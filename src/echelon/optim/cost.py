@@ -52,6 +52,27 @@ def element_bytes(rule: Rule, master_bytes: int = 4) -> float:
     return _elements(rule, Entry(name="", names=("",), shape=(1 << 10, 1 << 10)), count, master_bytes) / count
 
 
+WITH_OPERATORS = {"lion": 40, "lamb": 84, "adafactor": 47, "sm3": 42, "muon": 37}
+"""elements of 4 bytes that an update reads and writes for each of a parameter where it is torch's operators, counted
+from each rule's lines: none has a kernel of its own but AdamW and SGD"""
+IN_8_BITS = 60
+"""the same of AdamW with moments in 8 bits, which are looked up, changed and sought again"""
+AVERAGED = 12
+"""bytes that a moving average of the weights adds"""
+
+
+def moved_bytes(rule: Rule, *, master_bytes: int = 4, gradient_bytes: int = 4) -> float:
+    """That the update of an element reads and writes on a GPU; its gradient is read once more, for the norm."""
+    average = AVERAGED if rule.ema else 0
+    if rule.name == "adamw" and rule.states == "int8":
+        return 4 * IN_8_BITS + gradient_bytes + average
+    if rule.name in WITH_OPERATORS:
+        momentum = 9 * bool(momentum_of(rule)) if rule.name in ("adafactor", "sm3") else 0
+        return 4 * (WITH_OPERATORS[rule.name] + momentum) + gradient_bytes + average
+    states = element_bytes(rule) - (master_bytes if rule.ema else 0)
+    return 2 * (master_bytes + states) + 2 * gradient_bytes + average
+
+
 def is_factored(rule: Rule, entry: Entry) -> bool:
     return rule.name in ("adafactor", "sm3") and stack_of(entry.shape, filters=entry.filters).factored
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from echelon.layout import check, grammar
 from echelon.layout.faults import Fault, FaultError
+from echelon.optim import cost
+from echelon.optim.rule import Rule
 from echelon.plan import cluster as clusters
 from echelon.plan import correct as corrections
+from echelon.plan.case import NOTHING
 from echelon.plan.constants import IMBALANCE
 from echelon.plan.explain import explained, infeasible, time_to
 from echelon.plan.layouts import OBJECTIVES, Wish
@@ -17,6 +20,8 @@ from echelon.plan.price import Plan, price
 from echelon.plan.search import nearest, search
 from echelon.plan.shape import RuleFacts
 from echelon.plan.sources import shape_of
+from echelon.plan.thrift import Thrift
+from echelon.plan.units import MOMENTS
 
 Made = TypeVar("Made")
 PRECISIONS = ("bf16", "fp16", "fp8", "fp4", "fp32")
@@ -33,6 +38,8 @@ class Answer:
     plans: tuple[Plan, ...]
     words: tuple[str, ...] = ()
     """why nothing fits"""
+    nearest: Plan | None = None
+    """where nothing fits, what needs the least"""
 
 
 def answer(
@@ -50,21 +57,26 @@ def answer(
     correct: str = "",
     tokens: float = 0.0,
     imbalance: float = 0.0,
+    rule: Rule | None = None,
+    thrift: Thrift = NOTHING,
 ) -> Answer:
     """Plans for a model on a cluster. With `layout`, that one alone; with `fixed`, those that have these keys.
 
     Without a batch, 16 sequences for each device; without a length, the model's longest, at most 4,096. With `correct`,
     the folder of a run, times are multiplied by what that run measured over what it was predicted to take. With
     `tokens`, it is said how long so many take. `imbalance` is of a mixture: rows of experts on the busiest of the ranks
-    that divide them, to the mean.
+    that divide them, to the mean. `rule` is the optimizer, `thrift` what is done beside the layout to need less memory.
     """
     if not 0 <= tokens < float("inf"):
         raise FaultError([Fault(key="tokens", value=str(tokens), rule="is not a number of tokens", legal="> 0")])
     wish = _wish(model, cluster, batch, seq_len, fixed, precision, objective, plan_only, correct, imbalance)
+    if rule is not None:
+        wish = replace(wish, rule=rule, moment_bytes=cost.element_bytes(rule) / MOMENTS)
+    wish = replace(wish, thrift=thrift)
     found = _answer(wish, model, layout, top)
     if layout and imbalance and found.plans[0].layout.ep == 1:
-        rule = "has no effect on ep=1: a rank that has all experts works on as many rows, whichever they are for"
-        raise FaultError([Fault(key="imbalance", value=f"{imbalance:g}", rule=rule, hint="leave it out, or give ep")])
+        why = "has no effect on ep=1: a rank that has all experts works on as many rows, whichever they are for"
+        raise FaultError([Fault(key="imbalance", value=f"{imbalance:g}", rule=why, hint="leave it out, or give ep")])
     if correct:
         found = replace(found, plans=tuple(corrections.explained(plan, correct) for plan in found.plans))
     if tokens:
@@ -88,7 +100,7 @@ def _answer(wish: Wish, model: str, layout: str, top: int) -> Answer:
         rule = f"cannot be divided over {wish.cluster.devices} devices with a batch of {wish.batch}"
         hint = "change the batch, or fix fewer keys"
         raise FaultError([Fault(key="model", value=model, rule=rule, hint=hint)])
-    return Answer(plans=(), words=tuple(infeasible(least)))
+    return Answer(plans=(), words=tuple(infeasible(least)), nearest=least)
 
 
 def priced(wish: Wish, text: str) -> Plan:
@@ -163,14 +175,14 @@ def _or_faults(make: Callable[[], Made], faults: list[Fault]) -> Made | None:
         return None
 
 
-def command_of(plan: Plan, model: str) -> str:
-    """What trains it; nothing where that cannot be trained yet."""
+def command_of(plan: Plan, model: str, settings: Sequence[str] = ()) -> str:
+    """What trains it, with these settings; nothing where that cannot be trained yet."""
     if not plan.runnable or model.endswith(".json"):
         return ""
     layout, cluster = plan.layout, plan.case.cluster
     here = min(cluster.per_node, layout.world)
     nodes = -(-layout.world // here)
-    settings = {
+    chosen = {
         "model": model,
         "layout": str(layout),
         "batch": layout.batch,
@@ -178,6 +190,6 @@ def command_of(plan: Plan, model: str) -> str:
         "dtype": {"fp32": "float32", "fp16": "float16"}.get(plan.case.precision, "bfloat16"),
         **({"precision.compute": "fp8"} if plan.case.precision == "fp8" else {}),
     }
-    given = " ".join(f"--set {key}={value}" for key, value in settings.items())
+    given = " ".join(f"--set {text}" for text in (*(f"{key}={value}" for key, value in chosen.items()), *settings))
     several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT " if nodes > 1 else ""
     return f"torchrun {several}--nproc-per-node {here} -m echelon train {given}"

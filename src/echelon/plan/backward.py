@@ -27,13 +27,19 @@ from echelon.plan.units import gradient_bytes
 WORKING = 0.45
 """times the activations of a layer that its backward needs while it runs, where our kernels do: the gradients of what
 the activation reads are the most of it"""
+PLAIN_WORKING = 0.32
+"""the same where torch's own operators run: measured on a processor (tests/plan/test_recomputing.py)"""
+SCORE_ROOM = 38
+"""bytes of a score that come and go where scores are written out: its gradient before and after dropout and softmax,
+in two types, and what these read. What lies behind attention in the layer has gone by then"""
 STREAMS = 2
 
 
 def room(case: Case, layer: Layer, *, held: bool) -> float:
     """Bytes at its fullest. `held`: gradients have memory throughout."""
-    if not layer.is_mixture:
-        return WORKING * tensors(case, layer)
+    written = _scores(case, layer)
+    if not layer.is_mixture or not case.has_kernels:
+        return max((WORKING if case.has_kernels else PLAIN_WORKING) * tensors(case, layer), written)
     layout, size = case.layout, case.element_bytes
     up, down = sorted((product for product in layer.products if product.experts), key=lambda one: one.split != COLUMNS)
     ranks = layout.ep * layout.etp
@@ -50,3 +56,16 @@ def room(case: Case, layer: Layer, *, held: bool) -> float:
         rows * (width - inner) + up_weight - home * width,
     )
     return max(moments) + STREAMS * case.tokens * case.shape.width * size / case.sliced
+
+
+def _scores(case: Case, layer: Layer) -> float:
+    """While attention goes backward, where scores are written out."""
+    attention = layer.attention
+    if not case.writes_scores or attention is None:
+        return 0.0
+    own = attention.heads * (attention.head_dim + 2 * attention.value_dim)
+    own += attention.kv_heads * (attention.head_dim + attention.value_dim)
+    before = case.element_bytes * case.tokens * (own / case.layout.tp + 3 * case.shape.width / case.sliced)
+    each = SCORE_ROOM if case.shape.dropout else 3 * case.element_bytes
+    found = each * attention.heads / case.layout.tp * case.tokens * case.seq_len
+    return found - max(0.0, tensors(case, layer) - before)

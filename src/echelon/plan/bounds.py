@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from echelon.layout import Layout
-from echelon.plan.activations import kept, repeats_of
 from echelon.plan.case import Case
 from echelon.plan.constants import Constants
 from echelon.plan.layouts import MOST_CHUNKS, Branch, Family, Wish, branches
+from echelon.plan.recomputing import SEGMENTS, doing, kept_of
 from echelon.plan.time import microbatch, repeated, waiting
 from echelon.plan.units import MOMENTS, gradient_bytes
+from echelon.plan.update import lets_go
 from echelon.plan.work import stacked, work_of
 
 
@@ -70,10 +71,12 @@ def _activations(wish: Wish, case: Case) -> float:
     The first of pp stages has pp microbatches in flight, each in 1 / pp of the layers, unless a step has too few
     microbatches to fill it; schedules there and back have as much on their last rank.
     """
-    again = repeats_of(case)
-    if wish.fixed.get("schedule", "") in ("naive", "terapipe") or again.forward not in (0, 1):
+    kind, schedule = case.layout.recompute.partition(":")[0], wish.fixed.get("schedule", "")
+    # How many layers a budget repeats, or a segment has, depends on the pipeline.
+    if kind == "budget" or kind in SEGMENTS[1:] or schedule in ("naive", "terapipe") or "offload" in wish.fixed:
         return 0.0
-    return 0.0 if "offload" in wish.fixed else sum(n * kept(case, layer, again) for layer, n in case.shape.layers)
+    done = doing(case)
+    return sum(n * kept_of(case, layer, done) for layer, n in case.shape.layers)
 
 
 def least_bytes(wish: Wish, layout: Layout, activations: float) -> float:
@@ -94,7 +97,7 @@ def least_bytes(wish: Wish, layout: Layout, activations: float) -> float:
     states = sum(count * (whole + divided / ranks) for count, ranks in parts)
     of_gradients = sum(count * gradient / (ranks if layout.zero >= 2 else 1) for count, ranks in parts)
     if layout.accumulate * layout.pp == 1:  # all activations are there before all gradients are
-        return states + max(activations, of_gradients)
+        return states + max(activations, 0.0 if lets_go(case) else of_gradients)
     return states + activations + of_gradients
 
 

@@ -8,17 +8,22 @@ from functools import cached_property
 from echelon.layout import Layout
 from echelon.layout.layout import ASYNCHRONOUS, SPLIT_BACKWARD
 from echelon.models.sizes import SIZES
+from echelon.optim.rule import Rule
 from echelon.parallel import grid_cost
 from echelon.plan.cluster import Cluster
 from echelon.plan.constants import IMBALANCE
 from echelon.plan.shape import ModelShape
+from echelon.plan.thrift import Thrift
 
 KERNELS = ("plain", "fused", "flash1", "flash2", "best")
 """how attention is computed: plain operators, a fused softmax over scores that are written out, two versions of flash
 attention, the best kernel of a vendor's library"""
+WRITTEN_OUT = ("plain", "fused")
+"""of these, those that write scores out"""
 PROGRAMS = ("echelon", "plain", "others")
 """what runs it: ours, with our kernels where there is a GPU and the model is one of ours; ours, on torch's operators
 alone; another framework, as published runs were"""
+NOTHING = Thrift()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +52,9 @@ class Case:
     """with `offload`, the share of the states that leave the device; none: as few as a GPU's memory asks for"""
     imbalance: float = IMBALANCE
     """rows of experts on the busiest of the ranks that divide them, to the mean"""
+    rule: Rule | None = None
+    """the optimizer; none: AdamW with such moments"""
+    thrift: Thrift = NOTHING
 
     @cached_property
     def on_gpu(self) -> bool:
@@ -61,6 +69,23 @@ class Case:
     def is_counted(self) -> bool:
         """There are kernels of ours for its layers in its precision: none for experts in 8 bits."""
         return self.shape.has_kernels and not (self.is_narrow and self.shape.experts)
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """It is a model of ours on torch's own operators: what it keeps is counted too (plain_layers.py)."""
+        return self.program != "others" and not self.has_kernels and not self.is_narrow and self.shape.has_kernels
+
+    @cached_property
+    def writes_scores(self) -> bool:
+        """Attention's scores are written out: our models do so to drop some of them, where they have whole rows; and
+        torch does on a processor, where values are not as wide as keys."""
+        if self.attention in WRITTEN_OUT:
+            return True
+        if self.program == "others" or not self.shape.has_kernels or self.layout.cp > 1:
+            return False
+        attention = self.shape.attention
+        uneven = attention is not None and attention.head_dim != attention.value_dim
+        return self.shape.dropout or (uneven and not self.on_gpu)
 
     @property
     def runnable(self) -> bool:

@@ -69,7 +69,7 @@ def _far(ranks: int, per_node: int) -> float:
 
 def _again(case: Case) -> float:
     """In rounds nothing is kept (rounds.py): in backward rows come once more."""
-    legs = 6 if case.layout.recompute == "full" else 4
+    legs = 6 if case.layout.recompute.partition(":")[0] in ("full", "every", "sqrt") else 4
     return 1 + 1 / legs if case.crowd > CEILING else 1.0
 
 

@@ -19,7 +19,8 @@ def head_bytes(case: Case, held: bool) -> float:
     """At the head's fullest. `held`: its gradient has room of its own throughout, and is counted there."""
     vocab, width, size = case.shape.vocab, case.shape.width, case.element_bytes
     if not (case.has_kernels and case.layout.tp == 1):
-        return case.tokens * vocab / case.layout.tp * LOGIT_BYTES
+        last_norm = NORMED * case.tokens * width * size / case.sliced if case.is_plain else 0.0
+        return case.tokens * vocab / case.layout.tp * LOGIT_BYTES + last_norm
     rows = chunk_rows(vocab, size)
     several = case.tokens > rows
     hidden = case.tokens * width * size

@@ -7,6 +7,7 @@ Which layers do what is in our_layers.py.
     none   the stream before each part, q, k and v, attention's output, what the activation reads;
            and what can be made of these: the outputs of norms and of the activation
     ops    the first of these alone
+    selective   all but what attention's core makes: q and k behind norms of heads and rotations, logarithms
     fp8    the first of these, and of what products read a transposed copy of one byte; under `ops` not that
 
 [Note: moved]
@@ -74,6 +75,14 @@ class KernelCounts:
     """bytes of those whose type is always the same: 32 bits of a gate, places of rows"""
     remade: Part = NOTHING
     """backward reads them, and they can be made again"""
+    entered: float = 0.0
+    """of both, what enters regions of tensor parallelism: under sequence parallelism it is gathered, and kept so"""
+    core: Part = NOTHING
+    """of those kept, what attention's core makes of what the projections gave: the rest of it is its logarithms"""
+    apart: Part = NOTHING
+    """attention's result where it does not lie as the product behind it reads it, which keeps a copy"""
+    core_again: Part = NOTHING
+    """that operators read and write to make these again, attention itself aside"""
     inputs: Part = NOTHING
     """that products read"""
     outputs: Part = NOTHING
@@ -90,9 +99,16 @@ class KernelCounts:
         names = (field.name for field in fields(self))
         return KernelCounts(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
-    def bytes_kept(self, *, element_bytes: int, narrow: bool, remakes: bool) -> Part:
-        """Until backward. `narrow`: products are in 8 bits; `remakes`: what can be made again is. See [Note: kept]."""
+    def bytes_gathered(self, tp: int, *, element_bytes: int, narrow: bool, remakes: bool) -> float:
+        """Kept of what enters regions, beyond a rank's slice of it. A gathered tensor is not made again."""
+        slices = 0.0 if remakes and self.remade.whole else 1 / tp
+        return (1 if narrow else element_bytes) * self.entered * (1 - slices)
+
+    def bytes_kept(self, *, element_bytes: int, narrow: bool, remakes: bool, selects: bool = False) -> Part:
+        """Until backward. `narrow`: products are in 8 bits; `remakes`: what can be made again is; `selects`: what
+        attention's core makes is. See [Note: kept]."""
         found = element_bytes * self.kept + self.kept_bytes
+        found += element_bytes * (-1 * self.core if selects else self.apart)
         if remakes:
             return found
         return found + (self.inputs if narrow else element_bytes * self.remade)

@@ -15,11 +15,13 @@ from typing import Any
 from echelon.layout import Layout
 from echelon.layout.layout import ASYNCHRONOUS
 from echelon.layout.rules import tp_side
-from echelon.plan.case import Case, trains_in
+from echelon.optim.rule import Rule
+from echelon.plan.case import NOTHING, Case, trains_in
 from echelon.plan.cluster import Cluster
 from echelon.plan.constants import IMBALANCE
 from echelon.plan.experts import inner_of
 from echelon.plan.shape import Attention, ModelShape
+from echelon.plan.thrift import Thrift
 
 OBJECTIVES = ("time", "cost", "energy", "devices")
 """seconds of a step; US dollars, joules of a step; the fewest devices, then seconds"""
@@ -63,6 +65,9 @@ class Wish:
     """of one element of what the optimizer updates: 2 without a master copy"""
     imbalance: float = IMBALANCE
     """rows of experts on the busiest of the ranks that divide them, to the mean"""
+    rule: Rule | None = None
+    """the optimizer; none: AdamW with such moments"""
+    thrift: Thrift = NOTHING
 
     def case(self, layout: Layout) -> Case:
         return Case(
@@ -77,6 +82,8 @@ class Wish:
             reduce_bytes=self.reduce_bytes,
             master_bytes=self.master_bytes,
             imbalance=self.imbalance,
+            rule=self.rule,
+            thrift=self.thrift,
         )
 
     def allows(self, layout: Layout) -> bool:
@@ -140,8 +147,11 @@ def _families(wish: Wish, world: int, tp: int, cp: int) -> Iterator[Family]:
     fixed = wish.fixed
     sizes = [int(fixed["microbatch"])] if "microbatch" in fixed else range(1, LARGEST_MICROBATCH + 1)
     # What `ops` makes again is counted for our own models; others are tried with it where that is asked for.
-    recomputes = ["none", *(["ops"] if wish.case(Layout()).is_counted else []), "full"]
-    recomputes += ["selective"] if wish.plan_only else []
+    case = wish.case(Layout())
+    # Compression cannot pack what `ops` holds to repeat operators from.
+    recomputes = ["none", *(["ops"] if case.is_counted and not case.thrift.packs else []), "full"]
+    # Kernels that write no scores out leave next to nothing to save.
+    recomputes += ["selective"] if case.writes_scores else []
     if "recompute" in fixed:
         recomputes = [str(fixed["recompute"])]
     kinds = product(_experts(wish, world), sizes, recomputes, tensor_kinds(wish, tp), context_kinds(wish, tp, cp))

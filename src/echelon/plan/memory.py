@@ -29,21 +29,22 @@ from dataclasses import dataclass, replace
 
 from echelon.layout.layout import ASYNCHRONOUS
 from echelon.memory.offload import has_states, left
-from echelon.memory.repeats import Repeats
 from echelon.parallel import shard
-from echelon.plan import backward
-from echelon.plan.activations import entry, kept, layers_in_flight, repeats_of, scores, tensors
+from echelon.plan import backward, update
+from echelon.plan.activations import entry, layers_in_flight, tensors
 from echelon.plan.case import Case
 from echelon.plan.cluster import HOST_DEVICES
 from echelon.plan.constants import FITTED, Constants
 from echelon.plan.context import room
 from echelon.plan.device import GIB
 from echelon.plan.head import head_bytes
+from echelon.plan.recomputing import Doing, doing, kept_of, made_again
 from echelon.plan.shape import Layer
 from echelon.plan.units import (
     MOMENTS,
     fullest_share,
     gradient_bytes,
+    largest_unit,
     own_parameters,
     policy_of,
     units_of,
@@ -130,13 +131,15 @@ def _still(case: Case, stage: int, c: Constants) -> dict[str, float]:
 
 def _moments(case: Case, stage: int, gradients: float, c: Constants) -> Iterator[dict[str, float]]:
     """What comes and goes, at each moment that may be the fullest: see [Note: the fullest moment]."""
-    layout, again = case.layout, repeats_of(case)
+    layout, done = case.layout, doing(case)
+    in_turn = update.lets_go(case)
+    gradients = min(gradients, update.living_gradients(case)) if in_turn else gradients
     lazy = case.program != "others" and case.on_gpu
     held = not lazy or layout.accumulate * layout.pp > 1
     has_head = stage == layout.pp - 1
-    activations = _activations(case, stage, again, c)
+    activations = _activations(case, stage, done, c)
     logits = head_bytes(case, held) if has_head else 0.0
-    working = max(_working(case, layer, c, again, held) for layer, _ in case.shape.layers)
+    working = max(_working(case, layer, c, done, held) for layer, _ in case.shape.layers)
     if not lazy:
         # The head has let go of its logits before a layer's backward begins: the larger of the two counts.
         beyond = max(0.0, int(working) - int(logits))
@@ -170,6 +173,8 @@ def states(case: Case, stage: int) -> dict[str, int]:
         )
         for name, size in held.items():
             found[name] = found.get(name, 0) + n * size
+    if case.rule is not None:
+        found["optimizer"] = update.state_bytes(case, case.rule, stage)
     return {name: int(size) for name, size in found.items()}
 
 
@@ -188,19 +193,20 @@ def _narrow_weights(case: Case) -> int:
     return int(2 * fullest_share(case) * sum(n * own_parameters(layer, case.layout) for layer, n in case.shape.layers))
 
 
-def _working(case: Case, layer: Layer, c: Constants, again: Repeats, held: bool) -> float:
+def _working(case: Case, layer: Layer, c: Constants, done: Doing, held: bool) -> float:
     """Bytes that come and go while a layer runs; of those that are repeated, their activations too."""
-    own = backward.room(case, layer, held=held) if case.has_kernels else c.working * tensors(case, layer)
+    counted = case.has_kernels or case.is_plain
+    own = backward.room(case, layer, held=held) if counted else c.working * tensors(case, layer)
     reaching = room(case) if layer.attention else 0.0
-    return own + again.together * (tensors(case, layer) + scores(case, layer)) + reaching
+    return own + made_again(case, layer, done) + reaching
 
 
-def _activations(case: Case, stage: int, again: Repeats, c: Constants) -> float:
+def _activations(case: Case, stage: int, done: Doing, c: Constants) -> float:
     """Of a rank at its fullest: those that the schedule keeps until backward."""
     shape = case.shape
-    each = sum(n * kept(case, layer, again) for layer, n in shape.layers) / shape.num_layers
-    # What our kernels keep is counted to the byte.
-    return layers_in_flight(case, stage) * each * (1 if case.has_kernels else 1 + c.slack)
+    each = sum(n * kept_of(case, layer, done) for layer, n in shape.layers) / shape.num_layers
+    # What our models keep is counted to the byte.
+    return layers_in_flight(case, stage) * each * (1 if case.has_kernels or case.is_plain else 1 + c.slack)
 
 
 def _first_gradients(case: Case) -> float:
@@ -211,7 +217,7 @@ def _first_gradients(case: Case) -> float:
 
 def _buffers(case: Case, stage: int) -> float:
     """Parameters gathered ahead under zero 3; gradients in a buffer of their own under 2 and 3."""
-    largest = max((unit.shards * unit.shard_numel for unit, _ in units_of(case, stage)), default=0)
+    largest = max((largest_unit(case, unit.shards * unit.shard_numel) for unit, _ in units_of(case, stage)), default=0)
     policy = policy_of(case)
     if policy.free_parameters:
         return largest * (2 * case.element_bytes + case.reduce_bytes)

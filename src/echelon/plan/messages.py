@@ -11,10 +11,12 @@ from dataclasses import replace
 from echelon.layout import Layout
 from echelon.layout.cost import Collective
 from echelon.parallel import grid_cost, shard, tensor
+from echelon.plan.activations import divides
 from echelon.plan.case import Case
 from echelon.plan.links import on_the_wire
+from echelon.plan.recomputing import SEGMENTS, again_of
 from echelon.plan.shape import COLUMNS, ROWS, Product
-from echelon.plan.units import data_ranks, policy_of, units_of
+from echelon.plan.units import data_ranks, largest_unit, policy_of, units_of
 
 
 def messages(case: Case) -> list[Collective]:
@@ -27,20 +29,22 @@ def messages(case: Case) -> list[Collective]:
         width=shape.width,
         batch=layout.microbatch,
         seq_len=max(1, case.seq_len // layout.cp),
-        dropout=False,
+        dropout=shape.dropout,
         element_bytes=size,
         loss_bytes=4,
         narrow=shape.attention.narrow if shape.attention else 0,
         mixtures=shape.mixtures,
         shared=any(layer.has_shared for layer, _ in shape.layers),
     )
-    return list(tensor.collectives(traffic, once)) if layout.tp_kind == "1d" else list(_grid_messages(case, traffic))
+    if layout.tp_kind != "1d":
+        return list(_grid_messages(case, traffic))
+    return list(tensor.collectives(traffic, once, again_of(case), partition=divides(case)))
 
 
 def _grid_messages(case: Case, traffic: tensor.Traffic) -> Iterator[Collective]:
     """Of one microbatch over a grid of tp; layers of 2.5d share out among microbatches what they sum once a step."""
     layout, shape = case.layout, case.shape
-    again = int(layout.recompute == "full")
+    again = int(layout.recompute.partition(":")[0] in SEGMENTS)
     norm: grid_cost.Part = grid_cost.Norm(sums=1, gathers=0)
     kinds = [([(part, 0) for part in (norm, *grid_cost.ends(layout, shape.vocab, shape.width))], 1)]
     for layer, n in shape.layers:
@@ -82,6 +86,10 @@ def wire(collectives: Iterable[Collective], ranks: int) -> float:
     return sum(on_the_wire(item.kind, item.bytes, ranks) * item.count for item in collectives)
 
 
+def cut_and_repeated(case: Case, numel: int) -> bool:
+    return largest_unit(case, numel) < numel and case.layout.recompute.partition(":")[0] in SEGMENTS
+
+
 def gradient_wire(case: Case) -> float:
     """Bytes that a step sends over dp for parameters and gradients, by shard.py's own cost function."""
     layout, total = case.layout, 0.0
@@ -96,6 +104,8 @@ def gradient_wire(case: Case) -> float:
             compute_bytes=case.element_bytes,
             reduce_bytes=case.reduce_bytes,
             stages={unit.name: 1},
+            # A layer that memory.buffer has cut is gathered module by module when it is repeated, and once more after.
+            repeated={unit.name} if cut_and_repeated(case, unit.shards * unit.shard_numel) else (),
         )
         total += n * sum(wire([item], replicas if item.axis == own.replica_axis else unit.shards) for item in issued)
     return total

@@ -68,7 +68,8 @@ class Parts:
 def _llama_stream(width: int, dropout: bool) -> KernelCounts:
     masks = _masks(width, dropout)
     return KernelCounts(
-        kept=Part(whole=2 * width) + masks,
+        kept=Part(whole=2 * width),
+        kept_bytes=_mask_bytes(width, dropout),
         # The first norm reads the stream and writes; the second adds to the stream too, as the layer's end does.
         forward=Part(whole=9 * width) + 2 * masks,
         # Norms read two gradients and the stream, and write.
@@ -81,6 +82,7 @@ def _turned(width: int, attention: Attention, _: Latent | None) -> KernelCounts:
     q, k, v, out = _elements(attention)
     return KernelCounts(
         kept=Part(split=q + k + v + out),
+        entered=width,
         remade=Part(whole=width),
         inputs=Part(whole=width, split=out),
         outputs=Part(whole=width, split=q + k + v),
@@ -96,7 +98,10 @@ def _normed(width: int, attention: Attention, _: Latent | None) -> KernelCounts:
     q, k, v, out = _elements(attention)
     return KernelCounts(
         kept=Part(split=2 * (q + k) + v + out),
+        entered=width,
         remade=Part(whole=width),
+        core=Part(split=q + k),
+        core_again=Part(split=(HEAD_NORMS + TURNED) * (q + k)),
         inputs=Part(whole=3 * width, split=out),
         outputs=Part(whole=width, split=q + k + v),
         forward=Part(split=(HEAD_NORMS + TURNED) * (q + k)),
@@ -114,7 +119,11 @@ def _latent(width: int, attention: Attention, latent: Latent | None) -> KernelCo
     narrow, made = attention.narrow, attention.heads * latent.nope_dim + v
     return KernelCounts(
         kept=Part(whole=narrow + normed, split=q + k + made + out),
+        entered=narrow,
         remade=Part(whole=width),
+        # Queries as the product made them take as much as those that are turned.
+        core=Part(split=k),
+        core_again=Part(split=TURNED * turned + 2 * (q + k)),
         inputs=Part(whole=2 * width + narrow, split=out),
         outputs=Part(whole=width + narrow, split=q + made),
         forward=Part(whole=2 * (normed + latent.kv_rank + narrow), split=TURNED * turned + 2 * (q + k)),
@@ -127,6 +136,7 @@ def _swiglu(width: int, ffn: int) -> KernelCounts:
     """Gate and up are read, one is written."""
     return KernelCounts(
         kept=Part(split=2 * ffn),
+        entered=width,
         remade=Part(whole=width, split=ffn),
         inputs=Part(whole=width, split=ffn),
         outputs=Part(whole=width, split=2 * ffn),
@@ -142,7 +152,8 @@ def _swiglu(width: int, ffn: int) -> KernelCounts:
 def _gpt_stream(width: int, dropout: bool) -> KernelCounts:
     masks = _masks(width, dropout)
     return KernelCounts(
-        kept=Part(whole=2 * width) + masks,
+        kept=Part(whole=2 * width),
+        kept_bytes=_mask_bytes(width, dropout),
         forward=Part(whole=10 * width) + 2 * masks,
         # Norms, additions where the stream forks and of the gradients from q, k and v, and sums for the biases.
         backward=Part(whole=20 * width) + 2 * masks,
@@ -153,6 +164,7 @@ def _apart(width: int, attention: Attention, _: Latent | None) -> KernelCounts:
     q, k, v, out = _elements(attention)
     return KernelCounts(
         kept=Part(split=q + k + v + out),
+        entered=width,
         remade=Part(whole=width),
         inputs=Part(whole=3 * width, split=out),
         outputs=Part(whole=width, split=q + k + v),
@@ -164,6 +176,7 @@ def _apart(width: int, attention: Attention, _: Latent | None) -> KernelCounts:
 def _gelu(width: int, ffn: int) -> KernelCounts:
     return KernelCounts(
         kept=Part(split=ffn),
+        entered=width,
         remade=Part(whole=width, split=ffn),
         inputs=Part(whole=width, split=ffn),
         outputs=Part(whole=width, split=ffn),
@@ -176,6 +189,11 @@ def _gelu(width: int, ffn: int) -> KernelCounts:
 def _masks(width: int, dropout: bool) -> Part:
     """Three of one byte, half an element."""
     return Part(whole=1.5 * width if dropout else 0)
+
+
+def _mask_bytes(width: int, dropout: bool) -> Part:
+    """Kept: of what each of both parts adds to the stream. Those of probabilities are with the scores."""
+    return Part(whole=2 * width if dropout else 0)
 
 
 def _elements(attention: Attention) -> tuple[int, int, int, int]:

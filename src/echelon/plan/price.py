@@ -10,12 +10,12 @@ from echelon.layout import Layout
 from echelon.pipeline.schedules import FAMILIES, make
 from echelon.pipeline.simulate import Durations, simulate
 from echelon.pipeline.timeline import Timeline
-from echelon.plan.activations import repeats_of
 from echelon.plan.calibrate import constants_of
 from echelon.plan.case import Case
 from echelon.plan.constants import FITTED, Constants
 from echelon.plan.experts import bytes_of_a_token
 from echelon.plan.memory import Memory, of_stage, worst
+from echelon.plan.recomputing import repeated_of
 from echelon.plan.time import Times, microbatch, repeated, times
 from echelon.plan.work import Work, work_of
 
@@ -79,9 +79,11 @@ class Plan:
     @property
     def hfu(self) -> float:
         """With what recomputation repeats."""
-        shape, seq_len = self.case.shape, self.case.seq_len
+        shape, seq_len, again = self.case.shape, self.case.seq_len, repeated_of(self.case)
         layers = shape.flops(seq_len) - 2.0 * shape.head_parameters
-        return self._utilisation(shape.train_flops(seq_len) + repeats_of(self.case).forward * layers)
+        attention = sum(n * layer.attention.flops(seq_len) for layer, n in shape.layers if layer.attention)
+        more = again.forward * layers + again.attention * attention
+        return self._utilisation(shape.train_flops(seq_len) + more)
 
     def _utilisation(self, flops: float) -> float:
         """`flops` are executed per token."""

@@ -12,7 +12,9 @@ branch has a bound (bounds.py): all of its work, spread evenly, with the least b
    others are priced by formula, and those that are fast enough are asked for their memory.
 3. The best are priced again by simulating their schedules, and sorted.
 
-With layouts that cannot be run yet, the best are then tried with other kinds of recomputation and offload.
+Where repeating each layer by itself (recompute=full) does not fit, several are repeated at once (every:N), which takes
+as long: so these need no families of their own. The best are then tried with a budget, which repeats no more layers
+than it must; and, with layouts that cannot be run yet, with offload (variants.py).
 
 The same question has the same answer: nothing depends on chance or on time.
 """
@@ -22,7 +24,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from typing import Any
 
 import numpy as np
 
@@ -37,10 +38,15 @@ from echelon.plan.memory import fits, worst
 from echelon.plan.price import Plan, price
 from echelon.plan.shape import RuleFacts
 from echelon.plan.time import times
+from echelon.plan.variants import longer, variants
 from echelon.plan.work import work_of, works_of
 
 FINALISTS = 48
 """that are simulated, at least: where layers do not divide, the formula is up to a tenth off"""
+BUDGETS = 12
+"""of the best, those that are tried with a budget"""
+GAIN = 0.01
+"""share by which a budget must be faster than the best other way to recompute in the same layout, to be told"""
 Rated = tuple[float, str, Case]
 """what the objective asks to be small, the layout's text, the case"""
 
@@ -57,8 +63,7 @@ def search(wish: Wish, *, top: int = 10, c: Constants = FITTED) -> list[Plan]:
         limit = best[-1][0] if len(best) == enough else math.inf
         found = _fitting(wish, bound.branch, bound.activations, c, limit)
         best = sorted([*best, *found], key=lambda one: one[:2])[:enough]
-    if wish.plan_only:
-        best = _refined(wish, best, c, enough)
+    best = _refined(wish, best, c, enough)
     plans = [price(case, c) for _, _, case in best]
     plans.sort(key=lambda plan: (rank_of(wish, plan), str(plan.layout)))
     return plans[:top]
@@ -82,29 +87,24 @@ def _of_parts(wish: Wish, top: int, c: Constants) -> list[Plan]:
 
 
 def _refined(wish: Wish, best: list[Rated], c: Constants, enough: int) -> list[Rated]:
-    """With other kinds of what the best are: more ways to recompute, states on the host.
+    """With other kinds of what the best are.
 
     These are tried on the best layouts only: together with all others they would be too many to list.
     """
     found = {text: (rated, text, case) for rated, text, case in best}
-    for _, _, case in best:
-        for keys in _variants(wish, case.layout):
-            other = replace(case, layout=replace(case.layout, **keys))
-            if not _is_legal(wish, other.layout):
+    alike: dict[Layout, float] = {}
+    for rated, _, case in reversed(best):
+        alike[replace(case.layout, recompute="none")] = rated
+    for number, (_, _, case) in enumerate(best):
+        before = alike[replace(case.layout, recompute="none")]
+        for other in variants(wish, case, c, budget=number < BUDGETS):
+            text = str(other.layout)
+            if text in found or not _is_legal(wish, other.layout) or not fits(other, c):
                 continue
-            if str(other.layout) not in found and fits(other, c):
-                seconds = np.array([times(work_of(other), c).total])
-                rated = rate(wish, [other.layout.world], seconds)
-                found[str(other.layout)] = (float(rated[0]), str(other.layout), other)
+            rated = float(rate(wish, [other.layout.world], np.array([times(work_of(other), c).total]))[0])
+            if rated < (1 - GAIN) * before or "budget" not in text:
+                found[text] = (rated, text, other)
     return sorted(found.values(), key=lambda one: one[:2])[:enough]
-
-
-def _variants(wish: Wish, layout: Layout) -> Iterator[dict[str, Any]]:
-    free = {key for key in ("recompute", "offload") if key not in wish.fixed}
-    if "recompute" in free:
-        yield from ({"recompute": kind} for kind in ("ops", "sqrt"))
-    if "offload" in free:
-        yield {"offload": "optimizer"}
 
 
 def _fitting(wish: Wish, branch: Branch, activations: float, c: Constants, limit: float) -> Iterator[Rated]:
@@ -123,8 +123,11 @@ def _fitting(wish: Wish, branch: Branch, activations: float, c: Constants, limit
         found = [(r, case) for r, case in zip(rated.tolist(), cases, strict=True) if r < limit]
         cases = [case for _, case in found]
     for r, case in found:
-        if fits(case, c) and _is_legal(wish, case.layout):
-            yield r, str(case.layout), case
+        if not _is_legal(wish, case.layout):
+            continue
+        fitting = case if fits(case, c) else longer(wish, case, c)
+        if fitting is not None:
+            yield r, str(fitting.layout), fitting
 
 
 def _is_legal(wish: Wish, layout: Layout) -> bool:

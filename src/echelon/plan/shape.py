@@ -34,6 +34,8 @@ class Product:
     """`columns`, `rows`, or `` where tensor parallelism leaves it whole"""
     experts: int = 0
     """matrices of this kind, of which a token uses `share` of one each; 0: not an expert's"""
+    parts: tuple[int, ...] = ()
+    """outputs of each parameter that it is made of: queries, keys and values; gate and up. Empty: it is one"""
     share: float = 1.0
     """tokens that pass one such matrix, per token of the layer: top_k for all experts of a layer together"""
 
@@ -94,6 +96,8 @@ class Layer:
     """forward, per token: products without weights that are not attention, as counted where a module is traced"""
     kernels: KernelCounts | None = None
     """what our kernels keep and move of it; none where it is not of a model of ours"""
+    plain: KernelCounts | None = None
+    """what our model keeps of it where torch's own operators run"""
 
     @cached_property
     def parameters(self) -> int:
@@ -150,6 +154,8 @@ class ModelShape:
     top_k: int = 0
     can_cut: bool = True
     """context parallelism can cut its sequences"""
+    dropout: bool = False
+    """on attention's probabilities too, which are then written out in our models"""
 
     def each(self) -> Iterator[Layer]:
         """Every layer."""

@@ -59,7 +59,7 @@ class Microbatch:
     passed_backward: Any
     """what they take in backward, to forward"""
     weight_moves: Any
-    """weights and their gradients on their way, beside products: of backward alone"""
+    """weights and their gradients on their way, beside products, and what is kept in another form: as of backward"""
     launches: Any
     """the host's time to start the kernels of forward, and of backward: it runs beside the device"""
     head: Any
@@ -139,7 +139,7 @@ def microbatch(work: Work, c: Constants = FITTED) -> Microbatch:
         attention=attention,
         passing=(2 * (norms + work.passed) + casts) / stream,
         passed_backward=work.passed_backward,
-        weight_moves=work.weight_bytes / stream,
+        weight_moves=(work.weight_bytes + work.packed) / stream,
         launches=c.launch * work.layers + c.launch_experts * work.mixtures,
         head=(work.head_flops + c.edge * work.head_edges) / rate16 + work.loss_bytes / work.memory,
         tp=np.where(work.tp > 1, tp, 0.0) * np.where(old, 1.0, c.tp_shown)
@@ -228,10 +228,18 @@ def times(work: Work, c: Constants = FITTED) -> Times:
             work.update_bytes > 0,
             work.update_bytes / (work.memory * c.streaming),
             c.update * work.updated / work.memory,
-        ),
+        )
+        + _update_sent(work, c),
         offload=_offload(work, busy),
         rest=c.step * np.where(work.dp * work.tp * work.pp > 1, 1.0, c.alone),
     )
+
+
+def _update_sent(work: Work, c: Constants) -> Any:
+    """Seconds of an update's products and messages, which nothing hides: products of bfloat16 on whole matrices."""
+    inside, outside = speeds(work, c)
+    link = np.where(work.update_near > 0, inside, np.minimum(inside, outside * work.dp_members))
+    return work.update_flops / (work.peak16 * c.ampere) + work.update_sent / link + work.latency * work.update_messages
 
 
 def _bubble(work: Work, m: Microbatch, mean: Any) -> Any:

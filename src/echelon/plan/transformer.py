@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from echelon.plan import our_layers
+from echelon.plan import our_layers, plain_layers
 from echelon.plan.kernels import KernelCounts
 from echelon.plan.shape import COLUMNS, ROUTER, ROWS, WHOLE, Attention, Latent, Layer, ModelShape, Product
 
@@ -70,6 +70,7 @@ def transformer(
             passed_split=2 * (q + kv) + 1.5 * inner,
             passed_experts=(2 * width + 1.5 * expert_inner) * top_k if mixed else 0.0,
             kernels=counts(mixed) if parts else None,
+            plain=counts(mixed) + plainly(parts, mixed) if parts else None,
         )
 
     def counts(mixed: bool) -> KernelCounts:
@@ -81,6 +82,14 @@ def transformer(
         own = gated if expert_gated is None else expert_gated
         size = expert_ffn or ffn
         return found + our_layers.mixture(width, size, experts=experts, top_k=top_k, gated=own, shared=shared)
+
+    def plainly(parts: our_layers.Parts, mixed: bool) -> KernelCounts:
+        found = plain_layers.more(parts, width, attention, latent)
+        if not mixed:
+            return found + plain_layers.more_inside(parts, ffn)
+        own = gated if expert_gated is None else expert_gated
+        found += plain_layers.more_of_experts(expert_ffn or ffn, top_k=top_k, gated=own)
+        return found + plain_layers.more_inside(parts, shared_ffn)
 
     # Between the first and the second product, saved: gate, up and their product; without a gate, before and after.
     expert_gated = gated if expert_gated is None else expert_gated
@@ -105,6 +114,7 @@ def transformer(
         other_parameters=(2 if biases else 1) * width,
         experts=experts,
         top_k=top_k,
+        dropout=dropout,
     )
 
 
@@ -113,8 +123,9 @@ def _attention(
 ) -> tuple[Attention, tuple[Product, ...]]:
     if latent is None:
         attention = Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=head_dim, causal=causal)
+        parts = tuple(count * head_dim for count in (heads, kv_heads, kv_heads))
         return attention, (
-            Product(name="qkv", inputs=width, outputs=(heads + 2 * kv_heads) * head_dim, split=COLUMNS),
+            Product(name="qkv", inputs=width, outputs=sum(parts), split=COLUMNS, parts=parts),
             Product(name="out", inputs=heads * head_dim, outputs=width, split=ROWS),
         )
     query = latent.nope_dim + latent.rope_dim
@@ -144,7 +155,13 @@ def _attention(
 def _feed_forward(width: int, ffn: int, gated: bool, *, experts: int = 0, share: float = 1.0) -> list[Product]:
     return [
         Product(
-            name="up", inputs=width, outputs=ffn * (2 if gated else 1), split=COLUMNS, experts=experts, share=share
+            name="up",
+            inputs=width,
+            outputs=ffn * (2 if gated else 1),
+            split=COLUMNS,
+            experts=experts,
+            share=share,
+            parts=(ffn, ffn) if gated else (),
         ),
         Product(name="down", inputs=ffn, outputs=width, split=ROWS, experts=experts, share=share),
     ]

@@ -10,7 +10,7 @@ from echelon.layout.placement import Entry, Unit
 from echelon.parallel import grid_cost, shard
 from echelon.plan.case import Case
 from echelon.plan.kernels import GRADIENT_COPIES, GRADIENT_SUMS, WEIGHT_CASTS
-from echelon.plan.shape import Layer
+from echelon.plan.shape import Layer, Product
 
 EXPERTS = "experts"
 """the unit of a mixture layer's experts"""
@@ -57,6 +57,20 @@ def own_parameters(layer: Layer, layout: Layout) -> int:
 
 def _unit(name: str, numel: int, shards: int) -> Unit:
     return Unit(name=name, entries=(Entry(name=name, names=(name,), shape=(numel,)),), shards=shards)
+
+
+def largest_unit(case: Case, numel: int) -> int:
+    """Elements that are gathered or reduced at once of a unit of so many: `memory.buffer` cuts it, down to a module."""
+    limit = case.thrift.buffer // case.element_bytes
+    if not limit or numel <= limit:
+        return numel
+    ranks = grid_cost.weight_ranks(case.layout)
+    modules = [side * p.inputs // ranks for layer, _ in case.shape.layers for p in layer.products for side in _sides(p)]
+    return min(numel, max(limit, *modules))
+
+
+def _sides(product: Product) -> tuple[int, ...]:
+    return product.parts or (product.outputs,)
 
 
 def data_ranks(case: Case, unit: str) -> int:

@@ -19,7 +19,7 @@ from echelon.memory import offload
 from echelon.memory.offload import HOST_SPEED, Moved, moved
 from echelon.parallel import grid_cost
 from echelon.parallel.expert import CEILING
-from echelon.plan.activations import kept, repeats_of
+from echelon.plan import update
 from echelon.plan.case import KERNELS, Case
 from echelon.plan.cluster import HOST_DEVICES
 from echelon.plan.context import attended, reach_of
@@ -28,8 +28,9 @@ from echelon.plan.links import latency_of
 from echelon.plan.memory import share_away
 from echelon.plan.messages import gradient_wire, messages, tensor_wire
 from echelon.plan.passing import passing_of
+from echelon.plan.recomputing import doing, kept_of, moved_to_keep, repeated_of
 from echelon.plan.shape import COLUMNS, ROUTER, ROWS, Product
-from echelon.plan.units import fullest_share, gradient_bytes, policy_of, units_of, update_bytes, weight_bytes
+from echelon.plan.units import fullest_share, gradient_bytes, policy_of, units_of, weight_bytes
 
 Number = Any
 """a number, or an array of them"""
@@ -98,6 +99,8 @@ class Work:
     fused_norms: Number
     weight_bytes: Number
     """moved for the weights, beside products: casts to 8 bits, and their gradients to where they are added up"""
+    packed: Number
+    """bytes moved to keep activations in another form or place, and to have them back (thrift.py)"""
     layers: Number
     mixtures: Number
     """layers with experts"""
@@ -166,6 +169,13 @@ class Work:
     """parameters whose states this rank updates, on the device"""
     update_bytes: Number
     """moved by their update; 0: as programs do"""
+    update_flops: Number
+    """of products of whole matrices"""
+    update_sent: Number
+    """bytes on the wire: numbers of rows and columns, or matrices to their owners and back"""
+    update_messages: Number
+    update_near: Number
+    """1 where these stay inside a node"""
     # off the device
     host: Number
     """bytes per second to the host"""
@@ -223,7 +233,7 @@ def _of_microbatch(case: Case) -> dict[str, Any]:
     head = 2.0 * tokens * shape.width * columns
     per_node = cluster.per_node
     sent, reach, routed = messages(case), reach_of(case), to_experts(case)
-    again, passing = repeats_of(case), passing_of(case)
+    again, passing = repeated_of(case), passing_of(case)
     return {
         **counts,
         "generation": GENERATIONS.index(device.generation),
@@ -237,12 +247,13 @@ def _of_microbatch(case: Case) -> dict[str, Any]:
         "head_flops": head,
         "head_edges": head * (1 / tokens + 1 / shape.width + 1 / columns),
         "loss_bytes": tokens * columns * (CHUNK_LOSS_BYTES if case.has_kernels and tp == 1 else LOSS_BYTES),
-        "kernel": KERNELS.index(case.attention),
+        "kernel": KERNELS.index("plain" if case.writes_scores and case.attention == "best" else case.attention),
         "wide_heads": head_dim >= WIDE_HEAD,
         "passed": passing.others,
         "norms": passing.norms,
         "passed_backward": passing.backward,
         "fused_norms": case.fused_norms,
+        "packed": moved_to_keep(case),
         "layers": shape.num_layers,
         "mixtures": shape.mixtures,
         "tp": tp,
@@ -275,17 +286,18 @@ def _of_step(case: Case, once_a_step: bool) -> dict[str, Any]:
     """The rest: how microbatches follow each other, and what is done once a step, if that is asked for."""
     layout, shape, cluster = case.layout, case.shape, case.cluster
     per_node, ranks, stages = cluster.per_node, layout.dp * layout.cp, layout.pp * layout.vpp
-    updated, away = 0.0, Moved()
+    updated, away, sending = 0.0, Moved(), update.Sending()
     if once_a_step:
         units = units_of(case, 0)
         updated = sum(unit.shard_numel * n for unit, n in units)
+        sending = update.sending(case) if case.rule is not None else sending
         if layout.offload != "none":
-            again = repeats_of(case)
+            done = doing(case)
             away = moved(
                 layout.offload,
                 updated=updated,
                 parameters=sum(unit.numel * n for unit, n in units),
-                activations=sum(n * kept(case, layer, again) for layer, n in shape.layers) / layout.pp,
+                activations=sum(n * kept_of(case, layer, done) for layer, n in shape.layers) / layout.pp,
                 accumulate=layout.accumulate,
                 compute_bytes=case.element_bytes,
                 gradient_bytes=gradient_bytes(case),
@@ -309,7 +321,11 @@ def _of_step(case: Case, once_a_step: bool) -> dict[str, Any]:
         "even": shape.num_layers % stages == 0,
         "schedule": SCHEDULES.index(layout.schedule) if layout.schedule in SCHEDULES else 0,
         "updated": updated - away.updated,
-        "update_bytes": update_bytes(case) * (updated - away.updated),
+        "update_bytes": update.moved_bytes(case) * (updated - away.updated),
+        "update_flops": sending.flops,
+        "update_sent": sending.bytes,
+        "update_messages": sending.messages,
+        "update_near": layout.tp * ranks <= per_node,
         "host": (cluster.curves.host if cluster.curves else 0.0) or cluster.device.host.bandwidth,
         "host_bytes": away.link,
         "host_updated": away.updated,

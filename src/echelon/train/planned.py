@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +17,15 @@ from echelon.plan.layouts import Wish
 from echelon.plan.price import Plan
 from echelon.plan.search import nearest, search
 from echelon.plan.sources import of_config
+from echelon.plan.thrift import Thrift
 from echelon.plan.units import MOMENTS
 from echelon.train.config import Config
+from echelon.train.sections import OptimizerConfig
 
 AUTO = "auto"
+MIB = 1 << 20
+PLANNED = ("optimizer.", "compress", "memory.")
+"""settings that `plan` asks too"""
 TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp32"}
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 4}
 """of an element, as planning counts: float64 is not priced"""
@@ -64,6 +70,29 @@ def program_of(config: Config) -> str:
     return "plain" if config.kernels == "plain" else "echelon"
 
 
+def thrift_of(config: Config) -> Thrift:
+    """What the run does to need less memory, as planning calls it."""
+    memory = config.memory
+    return Thrift(
+        compress=config.compress,
+        partition=memory.partition,
+        arena=memory.arena,
+        buffer=int(memory.buffer * MIB),
+    )
+
+
+def asked(settings: Sequence[str]) -> tuple[OptimizerConfig | None, Thrift]:
+    """The optimizer and what is done for less memory, as `train --set` has them; none where nothing is said of it."""
+    other = [text for text in settings if not text.partition("=")[0].startswith(PLANNED)]
+    if other:
+        rule = "changes nothing that `plan` asks by --set"
+        legal = "optimizer.*, compress, memory.*"
+        raise FaultError([Fault(key="set", value=text, rule=rule, legal=legal) for text in other])
+    config = Config.load(None, list(settings))
+    of_optimizer = any(text.startswith("optimizer.") for text in settings)
+    return config.optimizer if of_optimizer else None, thrift_of(config)
+
+
 def best_plan(config: Config, procs: int | None) -> Plan:
     """The best runnable plan on this machine, or on the ranks that a launcher started."""
     if own.is_own(config.model):
@@ -80,6 +109,8 @@ def best_plan(config: Config, procs: int | None) -> Plan:
         moment_bytes=cost.element_bytes(config.optimizer) / MOMENTS,
         reduce_bytes=reduce_bytes(config),
         master_bytes=master_bytes(config),
+        rule=config.optimizer,
+        thrift=thrift_of(config),
     )
     found = search(wish, top=1)
     if found:

@@ -17,7 +17,7 @@ from echelon.plan.price import price
 from echelon.plan.sources import of_config
 from echelon.plan.units import MOMENTS
 from echelon.train.config import Config
-from echelon.train.planned import TYPES, master_bytes, precision_of, program_of, reduce_bytes
+from echelon.train.planned import TYPES, master_bytes, precision_of, program_of, reduce_bytes, thrift_of
 
 STATES = ("parameters", "master", "gradients", "optimizer", "versions", "beyond the host")
 """categories of memory that do not come and go"""
@@ -68,6 +68,8 @@ def case_of(config: Config, layout: Layout, shape: ModelConfig, cluster: Cluster
         reduce_bytes=reduce_bytes(config),
         master_bytes=master_bytes(config),
         host=config.memory.host,
+        rule=config.optimizer,
+        thrift=thrift_of(config),
     )
 
 

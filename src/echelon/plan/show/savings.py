@@ -1,0 +1,54 @@
+"""What each technique would save, as a table: GiB by category, and the seconds of a step that it adds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from echelon.plan.device import GIB
+from echelon.plan.price import Plan
+from echelon.plan.savings import CATEGORIES, Saving
+from echelon.plan.show import words
+
+LITTLE = 0.05
+"""GiB that are not worth a number"""
+
+
+def shown(plan: Plan, found: Sequence[Saving]) -> RenderableType:
+    """For the plan as it is, and every technique beside it."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, border_style="dim")
+    table.add_column("technique", no_wrap=True)
+    for name in (*CATEGORIES, "all"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("then")
+    for one in found:
+        share = one.seconds / plan.seconds
+        table.add_row(
+            one.technique,
+            *(_gib(one.saved[name]) for name in CATEGORIES),
+            Text(_gib(one.total), style="bold green" if one.total > LITTLE * GIB else "dim"),
+            Text(_percent(share), style="red" if share > 0.005 else "green" if share < -0.005 else "dim"),
+            Text(_then(one), style="" if one.plan.fits else "dim"),
+        )
+    head = f"What each technique would save of {words.gib(plan.memory.total)} ({plan.layout}), in GiB"
+    return Group(Text(head, style="bold"), Text(), table, Text())
+
+
+def _gib(size: float) -> str:
+    return "·" if abs(size) < LITTLE * GIB else f"{size / GIB:.1f}"
+
+
+def _percent(share: float) -> str:
+    return "same" if abs(share) < 0.0005 else f"{share:+.1%}"
+
+
+def _then(one: Saving) -> str:
+    """Whether it fits, and what else there is to know."""
+    fits = "fits" if one.plan.fits else f"{words.gib(one.plan.memory.total - one.plan.case.cluster.memory)} too much"
+    said = [fits, *([one.changes] if one.changes else []), *([] if one.plan.runnable else ["plan only"])]
+    return "; ".join(said)

@@ -1,0 +1,63 @@
+"""A layout with another way to save memory: what the search tries beside the families of layouts (search.py)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from echelon.plan.activations import entry, layers_in_flight, scores, tensors
+from echelon.plan.case import Case
+from echelon.plan.constants import Constants
+from echelon.plan.device import GIB
+from echelon.plan.layouts import Wish
+from echelon.plan.memory import fits, of_stage, stages_to_ask
+from echelon.plan.recomputing import SEGMENTS
+
+SPARED = 0.99
+"""share of the room that is given to a budget: bytes are rounded up"""
+
+
+def variants(wish: Wish, case: Case, c: Constants, *, budget: bool) -> Iterator[Case]:
+    """The case in other ways, where nothing fixes what they change; whether they fit is not asked."""
+    layout = case.layout
+    # What `ops` makes again takes a hundredth of a step: a budget pays where whole layers are repeated.
+    if budget and "recompute" not in wish.fixed and layout.recompute.partition(":")[0] in SEGMENTS:
+        found = with_budget(case, c)
+        if found is not None:
+            yield found
+    if wish.plan_only and "offload" not in wish.fixed:
+        yield replace(case, layout=replace(layout, offload="optimizer"))
+
+
+def longer(wish: Wish, case: Case, c: Constants) -> Case | None:
+    """Layers that are repeated by themselves, in segments that fit, as short as can be; none where none do."""
+    if case.layout.recompute != "full" or "recompute" in wish.fixed:
+        return None
+    layers = math.ceil(case.shape.num_layers / (case.layout.pp * case.layout.vpp))
+    layer = max((layer for layer, _ in case.shape.layers), key=lambda one: tensors(case, one))
+    inside, kept = tensors(case, layer) + scores(case, layer), entry(case)
+    # n layers at once keep 1 / n of the inputs, and have n insides there: the least is at the root of their ratio.
+    best = min(layers, round(math.sqrt(layers_in_flight(case, 0) * kept / inside)))
+    if best < 2:
+        return None
+    least = replace(case, layout=replace(case.layout, recompute=f"every:{best}"))
+    if not fits(least, c):
+        return None
+    for length in range(2, best):
+        found = replace(case, layout=replace(case.layout, recompute=f"every:{length}"))
+        if fits(found, c):
+            return found
+    return least
+
+
+def with_budget(case: Case, c: Constants) -> Case | None:
+    """As much for activations as the memory has room for; the inside of a layer that is repeated is there already."""
+    room = min(
+        case.cluster.memory - memory.total + memory.parts.get("activations", 0)
+        for memory in (of_stage(case, stage, c) for stage in stages_to_ask(case))
+    )
+    size = math.floor(10 * SPARED * room / GIB) / 10
+    if size <= 0:
+        return None
+    return replace(case, layout=replace(case.layout, recompute=f"budget:{size:g}GiB"))

@@ -1,0 +1,123 @@
+"""What each technique would save: by category, with what it costs, and nothing that would do nothing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from echelon.cli import app
+from echelon.layout import Layout
+from echelon.optim.named import Named
+from echelon.plan import cluster
+from echelon.plan.case import Case
+from echelon.plan.device import GIB
+from echelon.plan.layouts import Wish
+from echelon.plan.price import Plan, price
+from echelon.plan.savings import CATEGORIES, Saving, savings
+from echelon.plan.search import search
+from echelon.plan.sources import shape_of
+from echelon.plan.thrift import Thrift
+
+
+def plan_of(layout: str, model: str = "llama-8b", devices: str = "1xh200", **options: object) -> Plan:
+    found = cluster.parse(devices)
+    return price(
+        Case(shape=shape_of(model), cluster=found, layout=Layout.parse(layout), seq_len=8192, **options)  # type: ignore[arg-type]
+    )
+
+
+def found_of(plan: Plan) -> dict[str, Saving]:
+    return {one.technique: one for one in savings(plan)}
+
+
+def test_recomputation_saves_activations_and_costs_time() -> None:
+    found = found_of(plan_of("dp=1"))
+    assert "recompute=none" not in found
+    for kind in ("ops", "full", "sqrt"):
+        one = found[f"recompute={kind}"]
+        assert one.saved["activations"] > GIB
+        assert one.saved["states"] == one.saved["buffers"] == 0
+        assert one.seconds > 0
+    assert found["recompute=ops"].seconds < 0.1 * found["recompute=full"].seconds
+    # No scores are written out, so there is next to nothing that repeating attention would save.
+    assert found["recompute=selective"].total < 0.1 * GIB
+
+
+def test_optimizers_save_states() -> None:
+    plan = plan_of("dp=1,recompute=full")
+    found, parameters = found_of(plan), plan.case.shape.parameters
+    assert found["optimizer.states=bfloat16"].saved["states"] == pytest.approx(4 * parameters)
+    assert found["optimizer.states=int8"].saved["states"] == pytest.approx((8 - 2.03) * parameters, rel=0.01)
+    assert found["optimizer.name=lion"].saved["states"] == pytest.approx(4 * parameters)
+    assert found["optimizer.name=adafactor"].saved["states"] == pytest.approx(8 * parameters, rel=0.01)
+    assert found["optimizer.in_backward=true"].saved["gradients"] > 0
+    assert all(one.changes for name, one in found.items() if name.startswith("optimizer"))
+
+
+def test_what_would_do_nothing_is_not_told() -> None:
+    """Lossless compression has nothing to pack in a Llama without dropout; inputs are divided already under sp."""
+    found = found_of(plan_of("tp=2,recompute=full", devices="2xh200"))
+    assert "compress=lossless" not in found
+    assert "memory.partition=true" not in found
+    assert "compress=lossless+int8" not in found_of(plan_of("dp=1,recompute=ops"))
+    whole = plan_of("tp=2,sp=0,recompute=full,microbatch=16", devices="2xh200")
+    one = found_of(whole)["memory.partition=true"]
+    assert 0.4 < one.saved["activations"] / (whole.memory.parts["activations"]) < 0.51
+    assert one.seconds > 0
+
+
+def test_rounding_halves_what_is_kept_and_is_never_searched() -> None:
+    plan = plan_of("dp=1")
+    one = found_of(plan)["compress=lossless+int8"]
+    assert one.saved["activations"] / plan.memory.parts["activations"] == pytest.approx(0.49, abs=0.01)
+    assert one.seconds > 0
+    wish = Wish(shape=plan.case.shape, cluster=plan.case.cluster, batch=4, seq_len=8192)
+    assert {found.case.thrift.compress for found in search(wish)} == {"none"}
+    asked = search(Wish(**{**vars(wish), "thrift": Thrift(compress="lossless+int8")}))
+    assert {found.case.thrift.compress for found in asked} == {"lossless+int8"}
+    assert all(found.layout.recompute != "ops" for found in asked)
+
+
+def test_a_buffer_bounds_what_is_gathered() -> None:
+    layout = "dp=8,zero=3,recompute=full"
+    whole = plan_of(layout, devices="8xh100")
+    cut = plan_of(layout, devices="8xh100", thrift=Thrift(buffer=64 << 20))
+    assert cut.memory.parts["buffers"] < 0.6 * whole.memory.parts["buffers"]
+    assert cut.times["dp"] >= whole.times.get("dp", 0)  # modules of a layer that is repeated are gathered once more
+
+
+def test_a_rule_is_priced_as_it_is() -> None:
+    plain, lion = plan_of("dp=1,recompute=full"), plan_of("dp=1,recompute=full", rule=Named(name="lion"))
+    assert lion.memory.parts["optimizer"] == pytest.approx(plain.memory.parts["optimizer"] / 2)
+
+
+def test_the_command_tells_them(capsys: pytest.CaptureFixture[str]) -> None:
+    ask = ["plan", "llama-8b", "--cluster", "1xh200", "--batch", "4", "--savings", "--set", "optimizer.name=lion"]
+    answer = CliRunner().invoke(app, [*ask, "--json"])
+    told = json.loads(answer.stdout)["savings"]
+    assert set(told[0]) == {
+        "technique",
+        "saved_bytes",
+        "saved",
+        "added_s",
+        "step_s",
+        "memory_bytes",
+        "fits",
+        "runnable",
+        "changes",
+    }
+    assert all(set(one["saved"]) == set(CATEGORIES) for one in told)
+    shown = CliRunner().invoke(app, ask).stdout
+    assert "What each technique would save of" in shown
+    assert "--set optimizer.name=lion" in shown
+    refused = CliRunner().invoke(app, [*ask, "--set", "steps=3"])
+    assert refused.exit_code != 0
+
+
+def test_where_nothing_fits_they_are_told_unasked() -> None:
+    answer = CliRunner().invoke(app, ["plan", "llama-70b", "--cluster", "8xa100-80", "--batch", "64", "--json"])
+    assert answer.exit_code != 0
+    told = json.loads(answer.stdout)["savings"]
+    assert any(one["technique"] == "optimizer.name=adafactor" and one["saved_bytes"] > GIB for one in told)
