@@ -16,6 +16,7 @@ import activations
 import compressed
 import gates
 import grids
+import techniques
 import traffic
 import update_rules
 
@@ -341,6 +342,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fewest bytes": fewest_bytes,
     "bench measured": bench_measured,
     "own steps": own_steps,
+    "savings": lambda: markdown(*techniques.saved()),
     "layout keys": layout_keys,
     "configuration keys": configuration_keys,
     "state bytes": state_bytes,
