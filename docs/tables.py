@@ -17,6 +17,7 @@ import compressed
 import gates
 import grids
 import state_types
+import techniques
 import traffic
 import update_rules
 
@@ -348,6 +349,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fewest bytes": fewest_bytes,
     "bench measured": bench_measured,
     "own steps": own_steps,
+    "savings": lambda: markdown(*techniques.saved()),
     "layout keys": layout_keys,
     "configuration keys": configuration_keys,
     "state bytes": state_bytes,

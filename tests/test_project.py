@@ -32,7 +32,7 @@ MAY_KNOW = {
     "parallel": {"layout", "kernels", "models", "moe", "memory", "precision", "rng", "compat"},
     "optim": {"layout", "kernels", "memory", "parallel", "rng", "compat"},
     "pipeline": {"layout", "kernels", "models", "parallel", "rng", "compat"},
-    "plan": {"layout", "models", "memory", "parallel", "pipeline", "compat"},
+    "plan": {"layout", "models", "memory", "optim", "parallel", "pipeline", "compat"},
     "launch": {"layout", "compat"},
     "train": {
         *("layout", "kernels", "models", "data", "memory", "parallel", "optim", "pipeline", "launch", "plan"),
@@ -60,6 +60,7 @@ WITHOUT_TORCH = (
     "echelon.plan",
     "echelon.plan.cluster",
     "echelon.plan.cluster_file",
+    "echelon.plan.savings",
     "echelon.plan.sources",
     "echelon.plan.calibrate",
     "echelon.plan.bench",

@@ -23,6 +23,7 @@ from echelon.plan.case import Case
 from echelon.plan.memory import of_stage
 from echelon.plan.recomputing import doing, kept_of, repeated_of
 from echelon.plan.sources import of_config
+from echelon.train.again import repeats_of
 from echelon.train.engine import Engine
 
 ROWS, LENGTH, LAYERS = 2, 64, 8
@@ -155,3 +156,12 @@ def test_ranks_of_tp_keep_what_a_plan_says(pool: Pool, name: str, tp: int) -> No
         planned = kept_by_plan(replace(case_of(shape, "none"), layout=Layout.parse(layout)))
         print(f"{name}, {layout}: {found:,} kept, {planned:,.0f} planned ({planned / found - 1:+.1%})")
         assert planned == pytest.approx(found, rel=0.05), layout
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt, dropout"])
+def test_a_run_and_a_plan_count_the_same_flops_again(name: str) -> None:
+    """So HFU is the same share above MFU in both."""
+    shape = SHAPES[name]
+    for kind in KINDS:
+        planned, counted = repeated_of(case_of(shape, kind)), repeats_of(engine_of(shape, kind))
+        assert (planned.forward, planned.attention) == (counted.forward, counted.attention), kind

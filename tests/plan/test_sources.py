@@ -135,7 +135,7 @@ def test_a_named_size_is_planned_as_its_published_config_is(name: str) -> None:
     """Layer by layer: products, parameters, widths of queries, keys and values, and what backward of others keeps."""
     found = shape_of(name)
     assert found.has_kernels  # of ours; a config is any program's
-    plain = tuple((replace(layer, kernels=None), count) for layer, count in found.layers)
+    plain = tuple((replace(layer, kernels=None, plain=None), count) for layer, count in found.layers)
     assert replace(found, layers=plain) == shape(PUBLISHED[name], name)
 
 

@@ -30,24 +30,24 @@ def shown(plan: Plan, found: Sequence[Saving]) -> RenderableType:
         share = one.seconds / plan.seconds
         table.add_row(
             one.technique,
-            *(_gib(one.saved[name]) for name in CATEGORIES),
-            Text(_gib(one.total), style="bold green" if one.total > LITTLE * GIB else "dim"),
-            Text(_percent(share), style="red" if share > 0.005 else "green" if share < -0.005 else "dim"),
-            Text(_then(one), style="" if one.plan.fits else "dim"),
+            *(gib(one.saved[name]) for name in CATEGORIES),
+            Text(gib(one.total), style="bold green" if one.total > LITTLE * GIB else "dim"),
+            Text(percent(share), style="red" if share > 0.005 else "green" if share < -0.005 else "dim"),
+            Text(then(one), style="" if one.plan.fits else "dim"),
         )
     head = f"What each technique would save of {words.gib(plan.memory.total)} ({plan.layout}), in GiB"
     return Group(Text(head, style="bold"), Text(), table, Text())
 
 
-def _gib(size: float) -> str:
+def gib(size: float) -> str:
     return "·" if abs(size) < LITTLE * GIB else f"{size / GIB:.1f}"
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
     return "same" if abs(share) < 0.0005 else f"{share:+.1%}"
 
 
-def _then(one: Saving) -> str:
+def then(one: Saving) -> str:
     """Whether it fits, and what else there is to know."""
     fits = "fits" if one.plan.fits else f"{words.gib(one.plan.memory.total - one.plan.case.cluster.memory)} too much"
     said = [fits, *([one.changes] if one.changes else []), *([] if one.plan.runnable else ["plan only"])]
