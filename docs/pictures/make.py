@@ -52,6 +52,7 @@ DRAWN: dict[str, Callable[[], str]] = {
     "recompute": steps.recompute,
     "recompute-layers": kept.kept_over_layers,
     "compression": compression.kept,
+    "compression-losses": lambda: compression.losses(HERE / "losses-compression.json"),
     "loss-contract": steps.loss_contract,
     "same-mask": steps.same_mask,
     "pipeline-cut": pipelines.cut_model,
