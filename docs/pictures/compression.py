@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import compressed
@@ -33,6 +36,34 @@ def kept() -> str:
     top = 282.0
     for run in runs:
         top = _bars(c, run, top)
+    return c.finish()
+
+
+SHOWN, MOST = 30, 7.0
+"""steps, and the loss at the top"""
+
+
+def losses(path: Path) -> str:
+    """Of the same steps with each kind, beside none: behind those that are shown all are near 0."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    c = Canvas(330, f"The same steps with each kind ({compressed.title(found)})")
+    left, top, wide, high = 60.0, 56.0, 700.0, 210.0
+    for level in range(0, int(MOST) + 1, 2):
+        y = top + high * (1 - level / MOST)
+        c.line(left, y, left + wide, y, "#d8dee6")
+        c.text(left - 8, y + 4, str(level), size=12, anchor="end", colour=FAINT)
+    for step in range(0, SHOWN + 1, 5):
+        c.text(left + wide * step / SHOWN, top + high + 20, str(step), size=12, anchor="middle", colour=FAINT)
+    x = left
+    for kind, curve in found["curves"].items():
+        colour = INK if kind == "none" else COLOURS[kind]
+        points = [(left + wide * i / SHOWN, top + high * (1 - loss / MOST)) for i, loss in enumerate(curve[:SHOWN])]
+        for (x1, y1), (x2, y2) in pairwise(points):
+            c.line(x1, y1, x2, y2, colour, dash=kind == "lossless")
+        same = ", equal at every step" if kind != "none" and curve == found["curves"]["none"] else ""
+        c.line(x, 306, x + 18, 306, colour)
+        c.text(x + 24, 310, kind + same, size=12)
+        x += 44 + 7 * len(kind + same)
     return c.finish()
 
 

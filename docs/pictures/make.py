@@ -55,6 +55,7 @@ DRAWN: dict[str, Callable[[], str]] = {
     "compression": compression.kept,
     "offload-places": offload.places,
     "offload-timeline": offload.timeline,
+    "compression-losses": lambda: compression.losses(HERE / "losses-compression.json"),
     "loss-contract": steps.loss_contract,
     "same-mask": steps.same_mask,
     "pipeline-cut": pipelines.cut_model,

@@ -20,6 +20,7 @@ from echelon.kernels import (
     loss_gpu,
     norm_gpu,
     places_gpu,
+    pool_gpu,
     rope_gpu,
     sparse_gpu,
     swiglu_gpu,
@@ -29,7 +30,7 @@ HOPPER = GPUTarget("cuda", 90, 32)
 ROWS = {"rows": "i32", "width": "i32", "columns": "i32", "row_stride": "i64", "length": "i32", "table_rows": "i32"}
 STRIDES = {f"{which}_{dim}": "i64" for which in "qkv" for dim in "bht"}
 TILE = {"plain_stride": "i32", "turned_stride": "i32", "most": "fp32"}
-PACKED = dict.fromkeys(("row", "chunks", "blocks", "inner", "down", "across"), "i32") | {"smallest": "fp32"}
+PACKED = dict.fromkeys(("row", "chunks", "blocks", "inner", "down", "across", "height"), "i32") | {"smallest": "fp32"}
 NUMBERS = {**PACKED, **ROWS, **STRIDES, **TILE, "eps": "fp32", "stride": "i64", "size": "i64"}
 WIDE = ("scale_ptr", "largest_ptr", "losses_ptr", "parts_ptr", "cos_ptr", "sin_ptr", "by_row_ptr", "by_column_ptr")
 """pointers to 32 bits; others are to 16"""
@@ -84,13 +85,14 @@ def main() -> None:
 def packed() -> None:
     """Of compression."""
     bits, chunk = {"bits_ptr": "*u8", "flags_ptr": "*u8", "counts_ptr": "*i32"}, {"CHUNK": 2048}
-    for kernel in (bits_gpu._bits_relu, bits_gpu._bits_masked, bits_gpu._bits_pack, bits_gpu._bits_unpack):
-        compiled(kernel, 4, chunk, **bits)
     tile = {**chunk, "SIZE": 256}
+    compiled(bits_gpu._bits_relu, 4, tile, **bits)
+    for kernel in (bits_gpu._bits_masked, bits_gpu._bits_pack, bits_gpu._bits_unpack):
+        compiled(kernel, 4, chunk, **bits)
     for kind, code in (("fp8", "*fp8e4nv"), ("int8", "*i8"), ("", "*bf16")):
         narrow = {"INT": kind == "int8", "SCALED": kind not in ("", "fp16")}
         read = {**tile, "SCALED": narrow["SCALED"]}
-        types = {"codes_ptr": code, "values_ptr": code, "scales_ptr": "*fp32", "ends_ptr": "*i64", "bits_ptr": "*u8"}
+        types = {"codes_ptr": code, "values_ptr": code, "scales_ptr": "*fp32", "ends_ptr": "*i32", "bits_ptr": "*u8"}
         compiled(sparse_gpu._sparse_compact, 4, {**tile, **narrow, "NARROW": bool(kind)}, **types)
         compiled(sparse_gpu._sparse_expand, 4, read, **types)
         if kind:
@@ -99,6 +101,10 @@ def packed() -> None:
     window = {f"{name}_{dim}": 2 for name in ("STRIDE", "PADDING", "DILATION") for dim in (0, 1)}
     for kernel in (places_gpu._places_encode, places_gpu._places_decode):
         compiled(kernel, 4, {**window, "KERNEL": 3, "BLOCK": 1024}, size="i32", codes_ptr="*u8", indices_ptr="*i64")
+    for each in (1, 8):
+        pooled = {"DOWN": 2, "ACROSS": 2, "GROUPS": 256, "EACH": each}
+        for kernel in (pool_gpu._pool_maximum, pool_gpu._pool_spread):
+            compiled(kernel, 4, pooled, size="i32", codes_ptr="*u8")
 
 
 if __name__ == "__main__":

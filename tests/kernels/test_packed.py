@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
 
-from echelon.kernels import bits, blockwise, places, sparse
+from echelon.kernels import bits, blockwise, places, pool, sparse
 from echelon.kernels.blockwise import KINDS
-from echelon.kernels.lying import Lying, chunks_of, in_rows, rows_of
+from echelon.kernels.lying import Lying, cut, in_rows, rows_of
 from echelon.kernels.places import Window
 from echelon.memory.compress import compressed
 
@@ -32,8 +34,9 @@ def test_relu_writes_bits_on_the_way(shape: tuple[int, int], dtype: torch.dtype)
     found, counts = bits_gpu.rectify(x, y)
     assert torch.equal(y, truth)
     assert torch.equal(found, bits.pack_plain(truth > 0))
-    assert counts.shape == (shape[0], chunks_of(shape[1]))
-    assert int(counts.sum()) == int((truth > 0).sum())
+    assert counts.shape == (shape[0] * cut(shape[1]).blocks,)
+    in_blocks = [int((part > 0).sum()) for row in truth for part in row.split(256)]
+    assert counts.flatten().tolist() == in_blocks
     gradient, out = torch.randn(shape).to(dtype), torch.full(shape, 7.0, dtype=dtype)
     bits_gpu.masked(gradient, found, out)
     assert torch.equal(out, torch.where(truth > 0, gradient, 0))
@@ -73,11 +76,15 @@ def test_what_is_not_zero(shape: tuple[int, int], kind: str) -> None:
     chosen = KINDS.get(kind)
     y = codable(rectified(shape)[1], kind)
     packed, counts = bits_gpu.rectify(y, torch.empty_like(y))
-    total, ends = sparse.count(packed, counts, shape[1])
-    found = sparse_gpu.compact(y, packed, total, ends, chosen)
-    plain = sparse.compact(y, packed, total, torch.empty(0), chosen)
+    count, plain_count = sparse.count(packed, counts, shape[1]), sparse.count(packed, torch.empty(0), shape[1])
+    assert count.wait() == plain_count.wait() == int((y > 0).sum())
+    found = sparse_gpu.compact(y, packed, count.wait(), count.ends, chosen)
+    plain = sparse.compact(y, packed, plain_count.wait(), plain_count.ends, chosen)
     assert found.values.dtype == plain.values.dtype
-    assert torch.equal(found.values.float(), plain.values.float())
+    # The same values, in another order inside each block.
+    ends = [0, *count.ends.tolist()]
+    for start, end in itertools.pairwise(ends):
+        assert torch.equal(*(of.values[start:end].float().sort().values for of in (found, plain)))
     assert torch.allclose(found.scales, plain.scales, rtol=1e-6)
     out, truth = torch.empty_like(y), torch.empty_like(y)
     sparse_gpu.expand(found, packed, chosen, out)
@@ -168,6 +175,35 @@ def test_places_of_maxima(
     places_gpu.decode(found, window, back)
     assert torch.equal(found, codes)
     assert torch.equal(back, indices)
+
+
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize(("channels", "kernel"), [(16, (2, 2)), (3, (2, 2)), (8, (3, 2))])
+def test_pooling_that_keeps_places(
+    monkeypatch: pytest.MonkeyPatch, channels: int, kernel: tuple[int, int], spread: bool
+) -> None:
+    monkeypatch.setattr(bits, "ours", lambda _x: True)
+    torch.manual_seed(0)
+    lying = torch.channels_last if spread else torch.contiguous_format
+    # Few values, so that some are equal in a window; 11 is no multiple of the windows, 12 is.
+    x = torch.randint(-2, 3, (2, channels, 12, 11)).float().contiguous(memory_format=lying)
+    x[0, 0, 0, :3] = float("nan")
+    x[1, 0, 4:6, 4:6] = -float("inf")
+    window = Window(width=11, kernel=kernel, stride=kernel, padding=(0, 0), dilation=(1, 1))
+    assert pool.takes(x, window)
+    found, gradients = [], []
+    for of in (lambda x: pool.maximum(x, window), lambda x: torch.nn.functional.max_pool2d(x, kernel)):
+        leaf = x.clone().requires_grad_()
+        out = of(leaf)
+        weights = torch.arange(out.numel()).view(out.shape).float()
+        (first,) = torch.autograd.grad((out.nan_to_num() ** 2 * weights).sum(), leaf, create_graph=True)
+        (second,) = torch.autograd.grad((first**2).sum(), leaf)
+        found.append(out.detach())
+        gradients += [first.detach(), second]
+    assert torch.equal(found[0].nan_to_num(9.0), found[1].nan_to_num(9.0))
+    assert found[0].stride() == found[1].stride()
+    assert torch.equal(gradients[0].nan_to_num(9.0), gradients[2].nan_to_num(9.0))
+    assert torch.equal(gradients[1].nan_to_num(9.0), gradients[3].nan_to_num(9.0))
 
 
 def test_how_tensors_lie() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -171,6 +171,64 @@ def test_bytes_are_what_the_cost_says(compress: str) -> None:
     expected = packing.kept_bytes(saved, compress, 4, share=share, ours=False) + 4 * 3 * each
     assert saving.bytes == pytest.approx(expected, abs=1)
     assert plain_bytes(net, x) == packing.plain_bytes(saved, 4) + 4 * 3 * each
+
+
+@pytest.mark.parametrize("compress", packing.KINDS[1:])
+def test_one_ReLU_at_a_time_is_whole_inside_forward_and_none_behind_it(compress: str) -> None:
+    net = nn.Sequential(*(layer for _ in range(3) for layer in (conv(8, 8), nn.ReLU())))
+    x, each = torch.randn(3, 8, 16, 16), 3 * 8 * 16 * 16
+    with torch.no_grad():
+        shares = [float((net[:number](x) > 0).float().mean()) for number in (2, 4)]
+    first, second = (
+        packing.kept_bytes(Saved(rectified=each), compress, 4, share=share, ours=False) for share in shares
+    )
+    whole = packing.kept_bytes(Saved(whole=each), compress, 4, ours=False)
+    assert whole == each * 4 + each / 8
+    with ec.compressed(compress, least=1) as saving:
+        out = net[:3](x)
+        assert saving.bytes == x.nbytes + whole
+        out = net[3:5](out)  # ReLU's call is the time to settle what waits; the next convolution's input waits then
+        assert saving.bytes == pytest.approx(x.nbytes + first + whole, abs=1)
+        out = net[5](out)
+        assert saving.bytes == pytest.approx(x.nbytes + first + second + each / 8, abs=1)
+        out = conv(8, 4)(out)
+    assert out.requires_grad
+    third = packing.packed("rectified", each * 4, compress, 4, share=0.9)[0]
+    last = 4 * each // 2 if compress == "lossless" else 0
+    assert saving.bytes < x.nbytes + first + second + third + last
+
+
+def test_backward_inside_forward_reads_what_still_waits() -> None:
+    net = NETS["conv-relu-conv"]()
+    x = pictures("", torch.float32).requires_grad_()
+    found = []
+    for compress in ("none", "lossless"):
+        with ec.compressed(compress, least=1):
+            found.append(torch.autograd.grad(net[:3](x).square().sum(), (x, *net[:3].parameters())))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_change_in_place_while_it_waits_is_noticed() -> None:
+    x = torch.randn(4, 256, requires_grad=True)
+    with ec.compressed("lossless"):
+        y = (x * 2).relu()
+        out = (y * y).sum()
+        y.add_(1)  # before anybody knows how many are not zero
+        other = (x * 3).relu().square().sum()
+    other.backward()
+    with pytest.raises(RuntimeError, match=r"changed in place .* use the operation"):
+        out.backward()
+
+
+@pytest.mark.parametrize("category", [field.name for field in fields(Saved)])
+def test_bytes_of_a_category_for_plans(category: str) -> None:
+    for compress in packing.KINDS:
+        for element_bytes in (2, 4):
+            kept, moved = packing.packed(category, 1e6, compress, element_bytes)
+            assert kept <= 1e6 * (1 + (category == "whole") / 8 / element_bytes)
+            assert (moved == 0.0) == (kept == 1e6)
+    assert packing.packed("values", 1e6, "lossless+fp8", 2) == (0.5e6 * (1 + 4 / 256), 2 * 0.5e6 * (2 + 1 + 4 / 256))
+    assert packing.packed("values", 1e6, "lossless+fp16", 2) == (1e6, 0.0)
 
 
 def test_what_a_vgg_moves_more_is_about_one_reading_of_what_it_keeps() -> None:

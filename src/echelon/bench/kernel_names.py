@@ -20,7 +20,8 @@ PATTERNS = {
     "rope": r"rope|rotary|rotate",
     "activation": r"swiglu|silu|gelu|glu",
     "embedding": r"embedding|index|gather|scatter|radix|segment|compute_grad_weight",
-    "casts and copies": r"cast|quant|amax|copy|memcpy|memset|fill|catarray|transpose|^_(bits|sparse|blockwise|places)_",
+    "casts and copies": r"cast|quant|amax|copy|memcpy|memset|fill|catarray|transpose"
+    r"|^_(bits|sparse|blockwise|places|pool)_",
 }
 CATEGORIES = (
     *("products", "attention", "norm", "rope", "activation", "loss", "embedding"),

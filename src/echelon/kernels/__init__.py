@@ -8,5 +8,6 @@ loss                    the language head, in chunks        cast      matrices i
 adamw, halves           the update, master values           note      what one kernel tells the next
 blocks, fused           attention, a block of keys at a time
 bits, sparse            what ReLU lets through              blockwise values in 8 bits, a scale for each block
-places                  where a maximum was                 lying     how a dense tensor lies in memory
+places, pool            where a maximum was                 lying     how a dense tensor lies in memory
+launch                  the same launch once more
 """

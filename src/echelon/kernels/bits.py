@@ -22,7 +22,7 @@ def ours(x: Tensor) -> bool:
 
 
 def relu(x: Tensor, *, in_place: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """(ReLU of x, its bits [rows, bytes of a row], how many are above zero in each chunk). x lies in rows.
+    """(ReLU of x, its bits [rows, bytes of a row], how many are above zero in each block). x lies in rows.
 
     The numbers are made by our kernel only, for what follows it (sparse.py); beside plain torch there are none.
     """
@@ -39,20 +39,23 @@ class _Relu(Function):
         if ours(x):
             from echelon.kernels import bits_gpu
 
-            y = x if in_place else torch.empty_like(x)
-            bits, counts = bits_gpu.rectify(rows_of(x), rows_of(y))
+            y, rows = x if in_place else torch.empty_like(x), rows_of(x)
+            bits, counts = bits_gpu.rectify(rows, rows if in_place else rows_of(y))
         else:
             y = x.relu_() if in_place else torch.relu(x)
             # What is not a number is let through, as torch does.
             bits, counts = pack_plain((rows_of(y) <= 0).logical_not_()), torch.empty(0, dtype=torch.int32)
         ctx.save_for_backward(bits)
         ctx.mark_non_differentiable(bits, counts)
+        ctx.set_materialize_grads(False)  # zeros for bits and numbers, which nobody reads
         return y, bits, counts
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        out: Tensor = _Masked.apply(gradients[0], ctx.saved_tensors[0], ctx.lying)
-        return out, None
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:
+        if gradients[0] is None:
+            return None, None
+        masked: Any = _Masked.apply if torch.is_grad_enabled() else _masked  # it may be a backward of a backward
+        return masked(gradients[0], ctx.saved_tensors[0], ctx.lying), None
 
 
 class _Masked(Function):
@@ -62,21 +65,25 @@ class _Masked(Function):
     def forward(ctx: Any, gradient: Tensor, bits: Tensor, lying: Lying) -> Tensor:
         ctx.save_for_backward(bits)
         ctx.lying = lying
-        gradient = lying.like(gradient)
-        out = torch.empty_like(gradient)
-        if ours(gradient):
-            from echelon.kernels import bits_gpu
-
-            bits_gpu.masked(rows_of(gradient), bits, rows_of(out))
-        else:
-            flat = rows_of(gradient)
-            rows_of(out).copy_(torch.where(unpack_plain(bits, flat.shape[1]), flat, 0))
-        return out
+        return _masked(gradient, bits, lying)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         out: Tensor = _Masked.apply(gradients[0], ctx.saved_tensors[0], ctx.lying)
         return out, None, None
+
+
+def _masked(gradient: Tensor, bits: Tensor, lying: Lying) -> Tensor:
+    gradient = lying.like(gradient)
+    out = torch.empty_like(gradient)
+    if ours(gradient):
+        from echelon.kernels import bits_gpu
+
+        bits_gpu.masked(rows_of(gradient), bits, rows_of(out))
+    else:
+        flat = rows_of(gradient)
+        rows_of(out).copy_(torch.where(unpack_plain(bits, flat.shape[1]), flat, 0))
+    return out
 
 
 def pack(flags: Tensor) -> Tensor:

@@ -9,17 +9,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from echelon.kernels.lying import chunk_of, chunks_of
+from echelon.kernels.launch import launch
+from echelon.kernels.lying import cut
 
 
 @triton.jit
 def _bits_place(row, chunks, CHUNK: tl.constexpr):
     """(elements, which of them there are, bytes, which of them there are) of the program"""
-    program = tl.program_id(0).to(tl.int64)
-    line, start = program // chunks, program % chunks * CHUNK
+    program = tl.program_id(0)
+    line, start = (program // chunks).to(tl.int64), program % chunks * CHUNK  # division of 64 bits is slow
     at = start + tl.arange(0, CHUNK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
     byte, width = start // 8 + tl.arange(0, CHUNK // 8), (row + 7) // 8
     return line * row + at, at < row, line * width + byte, byte < width
+
+
+@triton.jit
+def _bits_blocks(chunks, blocks, CHUNK: tl.constexpr, SIZE: tl.constexpr):
+    """(blocks, which of them there are) of the program"""
+    program = tl.program_id(0)
+    block = program % chunks * (CHUNK // SIZE) + tl.arange(0, CHUNK // SIZE)
+    return (program // chunks).to(tl.int64) * blocks + block, block < blocks
 
 
 @triton.jit
@@ -36,14 +45,16 @@ def _bits_read(bits_ptr, at, inside):
 
 
 @triton.jit
-def _bits_relu(x_ptr, y_ptr, bits_ptr, counts_ptr, row, chunks, CHUNK: tl.constexpr):
+def _bits_relu(x_ptr, y_ptr, bits_ptr, counts_ptr, row, chunks, blocks, CHUNK: tl.constexpr, SIZE: tl.constexpr):
     at, inside, byte, there = _bits_place(row, chunks, CHUNK)
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
     shut = x <= 0  # not so of what is not a number
     tl.store(y_ptr + at, tl.where(shut, 0.0, x), mask=inside)
     flags = tl.where(shut, 0, 1)
     _bits_written(bits_ptr, byte, there, flags)
-    tl.store(counts_ptr + tl.program_id(0), tl.sum(tl.sum(flags, axis=1), axis=0))
+    count = tl.sum(tl.reshape(tl.sum(flags, axis=1), (CHUNK // SIZE, SIZE // 8)), axis=1)
+    block, some = _bits_blocks(chunks, blocks, CHUNK, SIZE)
+    tl.store(counts_ptr + block, count, mask=some)
 
 
 @triton.jit
@@ -69,8 +80,8 @@ def _bits_unpack(bits_ptr, flags_ptr, row, chunks, CHUNK: tl.constexpr):
 
 def _launch(kernel: Any, of: Tensor, *tensors: Tensor) -> None:
     rows, row = of.shape
-    chunks = chunks_of(row)
-    kernel[(rows * chunks,)](*tensors, row, chunks, CHUNK=chunk_of(row), num_warps=4)
+    at = cut(row)
+    launch(kernel, rows * at.chunks, *tensors, row, at.chunks, CHUNK=at.chunk)
 
 
 def _empty(of: Tensor) -> Tensor:
@@ -78,9 +89,12 @@ def _empty(of: Tensor) -> Tensor:
 
 
 def rectify(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Writes ReLU of x [rows, n] into y, which may be x; (its bits, how many are set in each chunk)."""
-    bits, counts = _empty(x), x.new_empty(len(x), chunks_of(x.shape[1]), dtype=torch.int32)
-    _launch(_bits_relu, x, x, y, bits, counts)
+    """Writes ReLU of x [rows, n] into y, which may be x; (its bits, how many are set in each block)."""
+    rows, row = x.shape
+    at = cut(row)
+    bits, counts = _empty(x), x.new_empty(rows * at.blocks, dtype=torch.int32)
+    numbers = (row, at.chunks, at.blocks)
+    launch(_bits_relu, rows * at.chunks, x, y, bits, counts, *numbers, CHUNK=at.chunk, SIZE=at.block)
     return bits, counts
 
 

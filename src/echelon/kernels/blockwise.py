@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from echelon.kernels import bits
+from echelon.kernels.lying import BLOCK
 
-BLOCK = 256
-"""elements that share a scale; a row begins a block of its own, so that a sample is rounded alike in every batch"""
 SMALLEST = 1e-30
 """scales below this count as this, so that zeros stay zeros"""
 
@@ -37,11 +36,6 @@ KINDS = {
     "fp8": Kind("fp8", torch.float8_e4m3fn, 448.0),
     "int8": Kind("int8", torch.int8, 127.0),
 }
-
-
-def blocks_of(row: int) -> int:
-    """Scales of a row."""
-    return -(-row // BLOCK)
 
 
 def encode(x: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
@@ -75,7 +69,7 @@ def encode_plain(x: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
     scales = (blocks.abs().amax(-1) / kind.most).clamp_min(SMALLEST)
     values = blocks * (1.0 / scales).unsqueeze(-1)
     if kind.dtype == torch.int8:
-        values = torch.floor(values + 0.5)
+        values = torch.round(values)
     codes = values.clamp(-kind.most, kind.most).to(kind.dtype)
     return codes.view(rows, -1)[:, :n].contiguous(), scales
 

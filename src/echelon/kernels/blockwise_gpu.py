@@ -7,30 +7,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from echelon.kernels.blockwise import BLOCK, SMALLEST, Kind, blocks_of, no_scales
-from echelon.kernels.lying import chunk_of, chunks_of
+from echelon.kernels.blockwise import SMALLEST, Kind, no_scales
+from echelon.kernels.launch import launch
+from echelon.kernels.lying import cut
 
 
 @triton.jit
 def _blockwise_codes(x, most, smallest, INT: tl.constexpr, SCALED: tl.constexpr):
     """(values in the range of the kind's type, scales [blocks]) of float32 [blocks, n]"""
-    scale = tl.max(tl.abs(x), axis=1) / most
-    # A maximum passes over what is not a number; its block must not look as if all were well.
-    broken = tl.max((x != x).to(tl.int32), axis=1) > 0
-    scale = tl.where(broken, float("nan"), tl.maximum(scale, smallest))
+    scale = tl.full((x.shape[0],), 1.0, tl.float32)
     if SCALED:
+        # The bits of absolute values, as integers, are in the order of the values, and above all is what is not a
+        # number, which a maximum of numbers would pass over. No block that holds it, or infinity, must look well.
+        largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+        scale = tl.maximum(largest.to(tl.float32, bitcast=True) / most, smallest)
+        scale = tl.where(largest < 0x7F800000, scale, float("nan"))
         x = x * (1.0 / scale)[:, None]
+    else:
+        x = tl.clamp(x, -most, most, propagate_nan=tl.PropagateNan.ALL)
     if INT:
-        x = tl.floor(x + 0.5)
-    cut = tl.minimum(tl.maximum(x, -most), most)
-    return tl.where(x == x, cut, 0.0 if INT else x), scale  # no integer says "not a number"; the scale does
+        # To the nearest whole number, which is then in the lowest bits: this is 1.5 * 2 ** 23.
+        x = (x + 12582912.0).to(tl.int32, bitcast=True)
+    return x, scale
 
 
 @triton.jit
 def _blockwise_place(row, chunks, CHUNK: tl.constexpr, SIZE: tl.constexpr):
     """(row's number, elements, which of them there are, blocks, which of them there are), in the row"""
-    program = tl.program_id(0).to(tl.int64)
-    line, start = program // chunks, program % chunks * CHUNK
+    program = tl.program_id(0)
+    line, start = (program // chunks).to(tl.int64), program % chunks * CHUNK
     block = tl.arange(0, CHUNK // SIZE)
     at = start + block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     block = start // SIZE + block
@@ -64,20 +69,17 @@ def _blockwise_decode(
 
 def encode(x: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
     rows, row = x.shape
-    chunks, chunk = chunks_of(row), chunk_of(row)
+    at = cut(row)
     codes = x.new_empty(rows, row, dtype=kind.dtype)
-    scales = x.new_empty(rows, blocks_of(row), dtype=torch.float32) if kind.scaled else no_scales(x)
-    _blockwise_encode[(rows * chunks,)](
-        x, codes, scales, row, chunks, blocks_of(row), kind.most, SMALLEST,
-        INT=kind.dtype == torch.int8, SCALED=kind.scaled, CHUNK=chunk, SIZE=min(BLOCK, chunk), num_warps=4,
-    )  # fmt: skip
+    scales = x.new_empty(rows, at.blocks, dtype=torch.float32) if kind.scaled else no_scales(x)
+    numbers, form = (row, at.chunks, at.blocks), {"CHUNK": at.chunk, "SIZE": at.block}
+    kinds = {"INT": kind.dtype == torch.int8, "SCALED": kind.scaled}
+    launch(_blockwise_encode, rows * at.chunks, x, codes, scales, *numbers, kind.most, SMALLEST, **kinds, **form)
     return codes, scales
 
 
 def decode(codes: Tensor, scales: Tensor, kind: Kind, out: Tensor) -> None:
     rows, row = out.shape
-    chunks, chunk = chunks_of(row), chunk_of(row)
-    _blockwise_decode[(rows * chunks,)](
-        codes, scales, out, row, chunks, blocks_of(row),
-        SCALED=kind.scaled, CHUNK=chunk, SIZE=min(BLOCK, chunk), num_warps=4,
-    )  # fmt: skip
+    at = cut(row)
+    numbers, form = (row, at.chunks, at.blocks), {"CHUNK": at.chunk, "SIZE": at.block}
+    launch(_blockwise_decode, rows * at.chunks, codes, scales, out, *numbers, SCALED=kind.scaled, **form)

@@ -1,13 +1,17 @@
-"""How a dense tensor lies in memory: rows, one for each sample, and chunks of a row, one for each program."""
+"""How a dense tensor lies in memory: rows, one for each sample, blocks of a row, and chunks of it for programs."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+BLOCK = 256
+"""elements that share a scale, or a number of those that are not zero; a row begins a block of its own, so that a
+sample is rounded alike in every batch"""
 CHUNK = 2048
 """elements of a row that a program takes"""
 
@@ -24,6 +28,8 @@ def dense(x: Tensor) -> bool:
 
 def in_rows(x: Tensor) -> bool:
     """Dense, and samples (dim 0) lie one after another."""
+    if x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)):
+        return x.numel() > 0  # most are, and torch knows it
     return dense(x) and (x.dim() < 2 or x.shape[0] == 1 or x.stride(0) == x.numel() // x.shape[0])
 
 
@@ -33,14 +39,22 @@ def rows_of(x: Tensor) -> Tensor:
     return x.as_strided((rows, x.numel() // rows), (x.numel() // rows, 1))
 
 
-def chunk_of(row: int) -> int:
-    """Elements of a program, where a row has so many."""
-    return min(CHUNK, max(16, 1 << (row - 1).bit_length()))
+@dataclass(frozen=True)
+class Cut:
+    """How a row is cut for our kernels."""
+
+    chunk: int
+    """elements of a program"""
+    chunks: int
+    block: int
+    """elements that share a scale"""
+    blocks: int
 
 
-def chunks_of(row: int) -> int:
-    """Programs of a row."""
-    return -(-row // chunk_of(row))
+@lru_cache(maxsize=4096)  # asked for at every launch
+def cut(row: int) -> Cut:
+    chunk = min(CHUNK, max(16, 1 << (row - 1).bit_length()))
+    return Cut(chunk, -(-row // chunk), min(BLOCK, chunk), -(-row // BLOCK))
 
 
 @dataclass(frozen=True)

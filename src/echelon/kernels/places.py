@@ -20,12 +20,19 @@ class Window:
     stride: tuple[int, int]
     padding: tuple[int, int]
     dilation: tuple[int, int]
+    ceil: bool = False
+    """windows at the edge may reach over it"""
+
+    @property
+    def side_by_side(self) -> bool:
+        """No element is in two of them, and none reaches over the edge."""
+        return self.stride == self.kernel and self.padding == (0, 0) and self.dilation == (1, 1) and not self.ceil
 
 
 def encode(indices: Tensor, window: Window) -> Tensor:
     """int64 [..., down, across], places in an image, to uint8 of the same shape, places in a window."""
     out = torch.empty_like(indices, dtype=torch.uint8)
-    if bits.ours(indices) and out.stride() == indices.stride() and _regular(indices):
+    if bits.ours(indices) and out.stride() == indices.stride() and regular(indices):
         from echelon.kernels import places_gpu
 
         places_gpu.encode(indices, window, out)
@@ -40,7 +47,7 @@ def encode(indices: Tensor, window: Window) -> Tensor:
 def decode(codes: Tensor, window: Window) -> Tensor:
     """The inverse of `encode`."""
     out = torch.empty_like(codes, dtype=torch.int64)
-    if bits.ours(codes) and out.stride() == codes.stride() and _regular(codes):
+    if bits.ours(codes) and out.stride() == codes.stride() and regular(codes):
         from echelon.kernels import places_gpu
 
         places_gpu.decode(codes, window, out)
@@ -58,7 +65,7 @@ def _first(like: Tensor, window: Window) -> tuple[Tensor, Tensor]:
     return down, across
 
 
-def _regular(x: Tensor) -> bool:
+def regular(x: Tensor) -> bool:
     """Channels lie outermost or innermost, and 32 bits count the elements: division is slow with more."""
     if x.numel() >= 1 << 31:
         return False

@@ -22,15 +22,37 @@ class Values:
     scales: Tensor
     """[rows, blocks]; none in 16 bits or in their own type"""
     ends: Tensor
-    """where the values of each chunk end (int64), for our kernels only"""
+    """where the values of each block end, for our kernels only"""
 
 
-def count(bits: Tensor, counts: Tensor, row: int) -> tuple[int, Tensor]:
-    """(how many bits are set, where each chunk's values end). Waits for the device: what is allocated depends on it."""
+@dataclass(frozen=True)
+class Count:
+    """How many bits are set, on its way from the device: what is allocated depends on it."""
+
+    total: Tensor
+    """where the processor can read it, once it has come"""
+    ends: Tensor
+    come: torch.cuda.Event | None
+
+    def wait(self) -> int:
+        if self.come is not None:
+            self.come.synchronize()
+        return int(self.total)
+
+
+def count(bits: Tensor, counts: Tensor, row: int) -> Count:
+    """Counts, and waits for nothing."""
     if counts.numel():
-        ends = counts.flatten().cumsum(0)
-        return int(ends[-1]), ends
-    return int(packed.unpack_plain(bits, row).sum()), counts
+        wide = bits.numel() * 8 >= 1 << 31
+        ends = counts.cumsum(0, dtype=torch.int64 if wide else torch.int32)
+        total = ends[-1]
+    else:
+        ends, total = counts, packed.unpack_plain(bits, row).sum()
+    if not total.is_cuda:
+        return Count(total, ends, None)
+    here, come = total.to("cpu", non_blocking=True), torch.cuda.Event()
+    come.record()
+    return Count(here, ends, come)
 
 
 def compact(x: Tensor, bits: Tensor, total: int, ends: Tensor, kind: Kind | None) -> Values:

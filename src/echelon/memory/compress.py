@@ -29,6 +29,7 @@ it: a repeated forward must save what the first one did. What a recomputed layer
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,17 +42,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from echelon import compat
-from echelon.kernels import bits, sparse
+from echelon.kernels import bits, pool
 from echelon.kernels.blockwise import KINDS, Kind
-from echelon.kernels.lying import Lying, dense, in_rows, rows_of
+from echelon.kernels.lying import Lying, dense, in_rows
 from echelon.kernels.places import Window, encode
 from echelon.memory import packing
-from echelon.memory.stored import Flags, Kept, Narrow, Places, Shape, Sparse, Stored, View, total_bytes
+from echelon.memory.stored import Flags, Kept, Narrow, Places, Rectified, Shape, Stored, View, total_bytes
 
 LEAST = 64
 """elements of a sample (of dim 0) that are worth the trouble: of a sample, so that every batch is treated alike"""
-SPARSE_BELOW = 0.9
-"""of what all values would take, where only those that are not zero are kept"""
 
 Function = Callable[..., Any]
 RELUS: dict[Function, bool] = {
@@ -85,11 +84,12 @@ def compressed(compress: str = "lossless", *, least: int = LEAST) -> Iterator[Sa
     saving = Saving(packing.check(compress), least)
     with saved_tensors_hooks(*saving.hooks), saving:
         yield saving
+        saving.settle()
 
 
 @dataclass(frozen=True)
-class _Rectified:
-    """What is known of a tensor that our ReLU made, as long as it is not changed."""
+class _Known:
+    """Of a tensor that our ReLU made, as long as it is not changed."""
 
     bits: Tensor
     counts: Tensor
@@ -117,6 +117,8 @@ class Saving(TorchFunctionMode):
         self._pooling: _Pooling | None = None
         self._exact = False
         """inside a call that saves logarithms"""
+        self._waiting: deque[Rectified] = deque()
+        """for the number of their values that are not zero"""
         self._all: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
@@ -146,6 +148,8 @@ class Saving(TorchFunctionMode):
         window = _window(x, args, named) if func in MAXIMA else None
         if func in MAXIMA and window is None:
             return func(*args, **named)
+        if window is not None and pool.takes(x, window):
+            return pool.maximum(x, window)
         self._pooling = _Pooling(x, window)
         try:
             return func(*args, **named)
@@ -163,8 +167,14 @@ class Saving(TorchFunctionMode):
     def _relu(self, x: Tensor, in_place: bool) -> Tensor:
         found, which, counts = bits.relu(x, in_place=in_place)
         noted: Any = found
-        noted.rectified = _Rectified(which, counts, found._version)
+        noted.rectified = _Known(which, counts, found._version)
+        self.settle(packing.AHEAD - 1)  # now that the device has this to do
         return found
+
+    def settle(self, left: int = 0) -> None:
+        """What waits is made smaller, the oldest first, until so many are left."""
+        while len(self._waiting) > left:
+            self._waiting.popleft().settle()
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
@@ -174,14 +184,15 @@ class Saving(TorchFunctionMode):
         return stored
 
     def _stored(self, x: Tensor) -> Stored:
+        parameter = _of_a_parameter(x)
         usual = type(x) is Tensor and x.layout is torch.strided and x.device.type in ("cpu", "cuda")
-        if not self.lossless or self._exact or not usual or not self._large(x):
-            return _kept(x)
+        if parameter or not self.lossless or self._exact or not usual or not self._large(x):
+            return _kept(x, parameter)
         if (pooled := self._of_pooling(x)) is not None:
             return pooled
         if x.dtype == torch.bool:
             return self._once(x, Flags.of) if in_rows(x) else _kept(x)
-        if x.is_floating_point() and x.requires_grad and not _of_a_parameter(x):
+        if x.is_floating_point() and x.requires_grad:
             return self._values(x)
         return _kept(x)
 
@@ -209,14 +220,14 @@ class Saving(TorchFunctionMode):
         return self._once(x, lambda part: Narrow.of(part.contiguous(), kind))
 
     def _compact(self, x: Tensor) -> Stored:
-        known: _Rectified | None = getattr(x, "rectified", None)
+        known: _Known | None = getattr(x, "rectified", None)
         kind = self._kind(x)
-        if known is not None and known.version == x._version:
-            flat = rows_of(x)
-            total, ends = sparse.count(known.bits, known.counts, flat.shape[1])
-            if total < SPARSE_BELOW * x.numel():
-                found = sparse.compact(flat, known.bits, total, ends, kind)
-                return Sparse(Lying.of(x), known.bits, found, kind)
+        small = x.is_cuda and x.nbytes < packing.SMALL
+        if known is not None and known.version == x._version and not small:
+            self.settle(packing.AHEAD - 1)
+            found = Rectified.of(_kept(x), known.bits, known.counts, kind)
+            self._waiting.append(found)
+            return found
         return Narrow.of(x, kind) if kind is not None else _kept(x)
 
     def _kind(self, x: Tensor) -> Kind | None:
@@ -242,15 +253,15 @@ def _unpack(stored: Stored) -> Tensor:
     return stored.restore()
 
 
-def _kept(x: Tensor) -> Kept:
+def _kept(x: Tensor, parameter: bool = False) -> Kept:
     # A parameter's storage may change between forward and backward, so the parameter itself is kept. Something that
     # was computed is kept without its history: its maker, which may be what saves it, would keep itself alive.
-    return Kept(x if x.is_leaf else x.detach(), x._version, counts=not _of_a_parameter(x))
+    return Kept(x if x.is_leaf else x.detach(), x._version, counts=not parameter)
 
 
 def _of_a_parameter(x: Tensor) -> bool:
     """It is a parameter, in any shape or type."""
-    if isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter):
+    if type(x) is nn.Parameter or type(x._base) is nn.Parameter:
         return True
     node: Any = x.grad_fn
     while node is not None and node.name() in ALIKE:
@@ -280,4 +291,5 @@ def _window(x: Tensor, args: Any, named: Any) -> Window | None:
         stride=_pair(stride) if stride not in (None, [], ()) else kernel,
         padding=_pair(padding),
         dilation=_pair(dilation),
+        ceil=bool(_argument(args, named, 5, "ceil_mode", False)),
     )

@@ -15,11 +15,16 @@ NONE = "none"
 KINDS = (NONE, "lossless", "lossless+fp16", "lossless+fp8", "lossless+int8")
 VALUE_BYTES = {"fp16": 2, "fp8": 1, "int8": 1}
 SCALE_BYTES, BLOCK = 4, 256
-"""of a scale, and elements that share it"""
+"""of a scale, and elements of the block that shares it"""
 INDEX_BYTES = 8
 """of torch's index of a maximum"""
-END_BYTES, CHUNK = 8, 2048
-"""of the place where the values of a chunk end, and elements of a chunk: with our kernels alone"""
+AHEAD = 1
+"""ReLUs that forward goes ahead of the device's count of what is not zero"""
+SMALL = 16 << 20
+"""bytes of a ReLU's output on a GPU, under which its zeros are kept too: to ask for their number takes the processor
+longer than all layers of that size take the device"""
+END_BYTES = 4
+"""of the place where the values of a block end: with our kernels alone"""
 
 
 def narrow_of(compress: str) -> str:
@@ -52,8 +57,12 @@ class Saved:
     """ReLU's outputs that nobody but ReLU and poolings read: which are above zero"""
     rectified: float = 0
     """ReLU's outputs whose values somebody reads"""
+    whole: float = 0
+    """likewise, where it is not known yet how many are not zero: of `AHEAD` ReLUs inside forward, none behind it"""
     maxima: float = 0
     """outputs of max pooling: where each maximum was"""
+    overlapping: float = 0
+    """likewise, of windows that overlap or reach over the edge"""
     flags: float = 0
     """masks"""
     values: float = 0
@@ -62,8 +71,8 @@ class Saved:
 
 def plain_bytes(saved: Saved, element_bytes: int) -> float:
     """What torch keeps of it."""
-    values = saved.signs + saved.rectified + saved.values
-    return values * element_bytes + saved.maxima * INDEX_BYTES + saved.flags
+    values = saved.signs + saved.rectified + saved.whole + saved.values
+    return values * element_bytes + (saved.maxima + saved.overlapping) * INDEX_BYTES + saved.flags
 
 
 def _value_bytes(compress: str, element_bytes: int) -> tuple[float, float]:
@@ -79,22 +88,37 @@ def kept_bytes(saved: Saved, compress: str, element_bytes: int, *, share: float 
     if compress == NONE:
         return plain_bytes(saved, element_bytes)
     value, scale = _value_bytes(compress, element_bytes)
-    end = END_BYTES / CHUNK if ours else 0.0
-    bits = (saved.signs + saved.rectified + saved.flags) / 8
-    return bits + saved.rectified * (share * value + scale + end) + saved.maxima + saved.values * (value + scale)
+    end = END_BYTES / BLOCK if ours else 0.0
+    bits = (saved.signs + saved.rectified + saved.whole + saved.flags) / 8
+    sparse = saved.rectified * (share * value + scale + end) + saved.whole * element_bytes
+    return bits + sparse + saved.maxima + saved.overlapping + saved.values * (value + scale)
 
 
 def moved_bytes(saved: Saved, compress: str, element_bytes: int, *, share: float = 0.5) -> float:
     """What our kernels read and write in a step beyond what torch's own operators would; less than 0 is a gain.
 
-    ReLU's forward writes bits beside its output, and its backward reads them in place of it.
+    ReLU's forward writes bits beside its output, and its backward reads them in place of it. Max pooling writes and
+    reads places in place of indices; of windows that overlap, torch makes indices, and we read them.
     """
     if compress == NONE:
         return 0.0
     value, scale = _value_bytes(compress, element_bytes)
-    relu = (saved.signs + saved.rectified) * (2 / 8 - element_bytes)
-    sparse = 2 * saved.rectified * (element_bytes + share * value + scale + 1 / 8)
-    places = 2 * saved.maxima * (INDEX_BYTES + 1)
+    relu = (saved.signs + saved.rectified + saved.whole) * (2 / 8 - element_bytes)
+    sparse = 2 * saved.rectified * (element_bytes + share * value + scale + 1 / 8 + END_BYTES / BLOCK)
+    places = 2 * saved.maxima * (1 - INDEX_BYTES) + 2 * saved.overlapping * (INDEX_BYTES + 1)
     flags = 2 * saved.flags * (1 + 1 / 8)
     narrow = 2 * saved.values * (element_bytes + value + scale) if value < element_bytes else 0.0
     return relu + sparse + places + flags + narrow
+
+
+def packed(
+    category: str, plain: float, compress: str, element_bytes: int, *, share: float = 0.5
+) -> tuple[float, float]:
+    """(bytes kept, bytes moved more in a step) of what torch would keep in `plain` bytes.
+
+    The category is a field of `Saved`. A transformer without ReLU has `values`, and `flags` where it has dropout.
+    """
+    each = {"maxima": INDEX_BYTES, "overlapping": INDEX_BYTES, "flags": 1}.get(category, element_bytes)
+    saved = Saved(**{category: plain / each})
+    kept = kept_bytes(saved, compress, element_bytes, share=share)
+    return kept, moved_bytes(saved, compress, element_bytes, share=share)

@@ -13,7 +13,10 @@ from echelon.kernels import bits, blockwise, places, sparse
 from echelon.kernels.blockwise import Kind
 from echelon.kernels.lying import Lying, rows_of
 from echelon.kernels.places import Window
-from echelon.kernels.sparse import Values
+from echelon.kernels.sparse import Count, Values
+
+SPARSE_BELOW = 0.9
+"""of what all values would take, where only those that are not zero are kept"""
 
 
 class Stored(Protocol):
@@ -33,8 +36,12 @@ class Kept:
     counts: bool = True
     """it is no parameter, which is there anyway"""
 
+    @property
+    def changed(self) -> bool:
+        return self.tensor._version != self.version
+
     def restore(self) -> Tensor:
-        if self.tensor._version != self.version:
+        if self.changed:
             raise RuntimeError(
                 f"a tensor that backward needs was changed in place after forward read it ({tuple(self.tensor.shape)}, "
                 f"version {self.tensor._version} instead of {self.version}); use the operation that makes a new tensor"
@@ -131,6 +138,40 @@ class Sparse:
 
     def tensors(self) -> Iterator[Tensor]:
         yield from (self.bits, self.values.values, self.values.scales, self.values.ends)
+
+
+@dataclass(eq=False)
+class Rectified:
+    """ReLU's output: as it is until it is known how many of its values are not zero, then in fewer bytes if it can be.
+
+    Who waited for the number at once would let the device run dry. So it is asked for here, and whoever has given the
+    device more to do calls `settle`.
+    """
+
+    now: Stored
+    bits: Tensor
+    count: Count
+    kind: Kind | None
+
+    @classmethod
+    def of(cls, whole: Kept, bits: Tensor, counts: Tensor, kind: Kind | None) -> Rectified:
+        return cls(whole, bits, sparse.count(bits, counts, rows_of(whole.tensor).shape[1]), kind)
+
+    def settle(self) -> None:
+        if not isinstance(self.now, Kept) or self.now.changed:  # which is an error, and told where it is read
+            return
+        x, total = self.now.tensor, self.count.wait()
+        if total < SPARSE_BELOW * x.numel():
+            values = sparse.compact(rows_of(x), self.bits, total, self.count.ends, self.kind)
+            self.now = Sparse(Lying.of(x), self.bits, values, self.kind)
+        elif self.kind is not None:
+            self.now = Narrow.of(x, self.kind)
+
+    def restore(self) -> Tensor:
+        return self.now.restore()
+
+    def tensors(self) -> Iterator[Tensor]:
+        return self.now.tensors()
 
 
 @dataclass(frozen=True, eq=False)
