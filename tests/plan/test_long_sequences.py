@@ -146,7 +146,7 @@ def test_the_reasons_compare_the_kinds_with_numbers():
 
 def test_the_reasons_say_why_a_kind_cannot_be():
     asked = wish("llama-70b", "1024xh100", 32)
-    found = list(reasons(asked, price(asked.case(Layout.parse("dp=8,zero=1,tp=8,cp=16,accumulate=4")))))
+    found = list(reasons(asked, price(asked.case(Layout.parse("dp=8,zero=3,tp=8,cp=16,accumulate=4")))))
     assert found[0].startswith("cp=16 as ring sends 20.8 KiB a token and layer between nodes, and attention hides it")
     assert "ulysses cannot be: cp=16 does not divide the 8 heads per tp rank (llama-70b)." in found
     assert any(line.startswith("As gather it would be") and "slower" in line for line in found)
