@@ -193,7 +193,7 @@ def test_one_ReLU_at_a_time_is_whole_inside_forward_and_none_behind_it(compress:
         assert saving.bytes == pytest.approx(x.nbytes + first + second + each / 8, abs=1)
         out = conv(8, 4)(out)
     assert out.requires_grad
-    third = packing.packed("rectified", each * 4, compress, 4, share=0.9)[0]
+    third = packing.kept_bytes(Saved(rectified=each), compress, 4, share=0.9)
     last = 4 * each // 2 if compress == "lossless" else 0
     assert saving.bytes < x.nbytes + first + second + third + last
 
@@ -222,13 +222,19 @@ def test_a_change_in_place_while_it_waits_is_noticed() -> None:
 
 @pytest.mark.parametrize("category", [field.name for field in fields(Saved)])
 def test_bytes_of_a_category_for_plans(category: str) -> None:
+    saved = Saved(**{category: 1e6})
     for compress in packing.KINDS:
-        for element_bytes in (2, 4):
-            kept, moved = packing.packed(category, 1e6, compress, element_bytes)
-            assert kept <= 1e6 * (1 + (category == "whole") / 8 / element_bytes)
-            assert (moved == 0.0) == (kept == 1e6)
-    assert packing.packed("values", 1e6, "lossless+fp8", 2) == (0.5e6 * (1 + 4 / 256), 2 * 0.5e6 * (2 + 1 + 4 / 256))
-    assert packing.packed("values", 1e6, "lossless+fp16", 2) == (1e6, 0.0)
+        for size in (2, 4):
+            kept, plain = packing.kept_bytes(saved, compress, size), packing.plain_bytes(saved, size)
+            assert kept <= plain * (1 + (category == "whole") / 8 / size)
+            assert (packing.moved_bytes(saved, compress, size) == 0.0) == (kept == plain)
+
+
+def test_bytes_of_values_for_plans() -> None:
+    values = Saved(values=1e6)
+    assert packing.kept_bytes(values, "lossless+fp8", 2) == 1e6 * (1 + 4 / 256)
+    assert packing.moved_bytes(values, "lossless+fp8", 2) == 2e6 * (2 + 1 + 4 / 256)
+    assert (packing.kept_bytes(values, "lossless+fp16", 2), packing.moved_bytes(values, "lossless+fp16", 2)) == (2e6, 0.0)
 
 
 def test_what_a_vgg_moves_more_is_about_one_reading_of_what_it_keeps() -> None:

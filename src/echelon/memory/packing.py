@@ -109,16 +109,3 @@ def moved_bytes(saved: Saved, compress: str, element_bytes: int, *, share: float
     flags = 2 * saved.flags * (1 + 1 / 8)
     narrow = 2 * saved.values * (element_bytes + value + scale) if value < element_bytes else 0.0
     return relu + sparse + places + flags + narrow
-
-
-def packed(
-    category: str, plain: float, compress: str, element_bytes: int, *, share: float = 0.5
-) -> tuple[float, float]:
-    """(bytes kept, bytes moved more in a step) of what torch would keep in `plain` bytes.
-
-    The category is a field of `Saved`. A transformer without ReLU has `values`, and `flags` where it has dropout.
-    """
-    each = {"maxima": INDEX_BYTES, "overlapping": INDEX_BYTES, "flags": 1}.get(category, element_bytes)
-    saved = Saved(**{category: plain / each})
-    kept = kept_bytes(saved, compress, element_bytes, share=share)
-    return kept, moved_bytes(saved, compress, element_bytes, share=share)

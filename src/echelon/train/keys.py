@@ -275,7 +275,7 @@ def _convert_list(arguments: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
     if arguments[-1] is Ellipsis:
         return tuple(convert(arguments[0], item) for item in items)
     if len(items) != len(arguments):
-        raise Mismatch(f"has {len(items)} values, not {len(arguments)}")
+        raise Mismatch(f"has {len(items)} values, not {len(arguments)}; write them as [a, b]")
     return tuple(convert(hint, item) for hint, item in zip(arguments, items, strict=True))
 
 
