@@ -3,7 +3,7 @@
     python bench/memory.py --stack                      one technique on top of the other
     python bench/memory.py --alone --model llama-1b     each by itself
     python bench/memory.py --alone --only offload       those whose name has this word
-    python bench/memory.py --stack --alone --json       one JSON object on stdout
+    python bench/memory.py --stack --out stack.json     also writes what was measured, after every row
 
 Memory is what torch's allocator counts: at the fullest moment of a step, and between steps, by whose the bytes are.
 Gradients are those that live at the fullest moment, seen when one arrives. Exits with 1 where a prediction of memory is
@@ -17,8 +17,9 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -187,8 +188,7 @@ def measure(name: str, config: Config, settings: dict[str, str], steps: int) -> 
     )
 
 
-def rows_of(plan: Mapping[str, dict[str, str]], given: argparse.Namespace, console: Console) -> list[Row]:
-    rows = []
+def rows_of(plan: Mapping[str, dict[str, str]], given: argparse.Namespace, console: Console) -> Iterator[Row]:
     for name, settings in plan.items():
         try:
             config = config_of(given.model, given.batch, given.seq_len, settings)
@@ -199,8 +199,7 @@ def rows_of(plan: Mapping[str, dict[str, str]], given: argparse.Namespace, conso
         gc.collect()
         torch.cuda.empty_cache()
         console.print(told(row))
-        rows.append(row)
-    return rows
+        yield row
 
 
 def told(row: Row) -> str:
@@ -245,6 +244,13 @@ def table_of(title: str, rows: Sequence[Row]) -> Table:
     return table
 
 
+def write(given: argparse.Namespace, found: Mapping[str, list[Row]]) -> None:
+    if given.out is not None:
+        rows = {name: [{**asdict(row), "off": row.off} for row in each] for name, each in found.items()}
+        about = {"model": given.model, "batch": given.batch, "seq_len": given.seq_len}
+        given.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), **about, **rows}), encoding="utf-8")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stack", action="store_true")
@@ -254,22 +260,20 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path, help="a JSON file")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("memory is measured on a GPU, and there is none here")
-    console, found = Console(stderr=True), {}
+    console = Console()
+    found: dict[str, list[Row]] = {}
     for name, plan in (("stack", stacked()), ("alone", ALONE)):
         if getattr(given, name):
             chosen = {key: value for key, value in plan.items() if given.only in key}
-            found[name] = rows_of(chosen, given, console)
-    if given.json:
-        rows = {name: [{**asdict(row), "off": row.off} for row in each] for name, each in found.items()}
-        about = {"model": given.model, "batch": given.batch, "seq_len": given.seq_len}
-        print(json.dumps({"device": torch.cuda.get_device_name(), **about, **rows}))
-    else:
-        for name, each in found.items():
-            Console().print(table_of(f"{given.model}, {name}", each))
+            found[name] = []
+            for row in rows_of(chosen, given, console):
+                found[name].append(row)
+                write(given, found)
+            console.print(table_of(f"{given.model}, {name}", found[name]))
     every = [row for each in found.values() for row in each]
     return int(any(row.failed or abs(row.off) > CLOSE for row in every))
 
