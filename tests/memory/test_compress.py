@@ -234,7 +234,10 @@ def test_bytes_of_values_for_plans() -> None:
     values = Saved(values=1e6)
     assert packing.kept_bytes(values, "lossless+fp8", 2) == 1e6 * (1 + 4 / 256)
     assert packing.moved_bytes(values, "lossless+fp8", 2) == 2e6 * (2 + 1 + 4 / 256)
-    assert (packing.kept_bytes(values, "lossless+fp16", 2), packing.moved_bytes(values, "lossless+fp16", 2)) == (2e6, 0.0)
+    assert (packing.kept_bytes(values, "lossless+fp16", 2), packing.moved_bytes(values, "lossless+fp16", 2)) == (
+        2e6,
+        0.0,
+    )
 
 
 def test_what_a_vgg_moves_more_is_about_one_reading_of_what_it_keeps() -> None:
