@@ -117,7 +117,7 @@ def test_the_command_tells_them(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_where_nothing_fits_they_are_told_unasked() -> None:
-    answer = CliRunner().invoke(app, ["plan", "llama-70b", "--cluster", "8xa100-80", "--batch", "64", "--json"])
+    answer = CliRunner().invoke(app, ["plan", "gpt3-175b", "--cluster", "8xa100-40", "--batch", "64", "--json"])
     assert answer.exit_code != 0
     told = json.loads(answer.stdout)["savings"]
     assert any(one["technique"] == "optimizer.name=adafactor" and one["saved_bytes"] > GIB for one in told)

@@ -31,7 +31,7 @@ from echelon.plan.units import units_of
 from echelon.plan.work import work_of
 from echelon.train.config import Config
 from echelon.train.planned import planned
-from echelon.train.sections import PrecisionConfig
+from echelon.train.sections import OptimizerConfig, PrecisionConfig
 
 
 def wish(model="llama-8b", devices="8xh100", batch=64, seq_len=8192, **options):
@@ -111,6 +111,17 @@ def test_what_does_not_fit_is_told_with_its_largest_terms_and_a_remedy():
     least = nearest(wish("llama-405b", "8xh100", 8, 4096))
     words = infeasible(least)
     assert "Nothing fits" in words[0]
+    assert search(wish("llama-405b", "8xh100", 8, 4096)) == []
+
+
+def test_where_nothing_fits_states_leave_for_the_host():
+    asked = wish("llama-70b", "8xa100-80", 64, 4096)
+    best = search(asked, top=1)[0]
+    assert best.fits
+    assert best.layout.offload == "optimizer"
+    assert search(replace(asked, fixed={"offload": "none"}), top=1) == []
+    muon = replace(asked, rule=OptimizerConfig(name="muon"))
+    assert search(muon, top=1) == [], "a rule that the host cannot update"
     assert "optimizer" in words[1]
     assert "would do" in words[-1] or "would fit" in words[-1]
 

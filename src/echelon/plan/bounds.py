@@ -73,7 +73,9 @@ def _activations(wish: Wish, case: Case) -> float:
     """
     kind, schedule = case.layout.recompute.partition(":")[0], wish.fixed.get("schedule", "")
     # How many layers a budget repeats, or a segment has, depends on the pipeline.
-    if kind == "budget" or kind in SEGMENTS[1:] or schedule in ("naive", "terapipe") or "offload" in wish.fixed:
+    if kind == "budget" or kind in SEGMENTS[1:] or schedule in ("naive", "terapipe"):
+        return 0.0
+    if "activations" in str(wish.fixed.get("offload", "")):
         return 0.0
     done = doing(case)
     return sum(n * kept_of(case, layer, done) for layer, n in case.shape.layers)
@@ -83,7 +85,7 @@ def least_bytes(wish: Wish, layout: Layout, activations: float) -> float:
     """That no rank of the layout can do without: its share of parameters, gradients and states, and activations."""
     shape, case = wish.shape, wish.case(layout)
     if layout.offload != "none":
-        return 0.0
+        return 0.0 if "activations" in layout.offload else activations
     experts = sum(n * layer.expert_parameters for layer, n in shape.layers)
     layers = sum(n * layer.parameters for layer, n in shape.layers) - experts
     own = layers / (layout.tp * layout.pp)

@@ -114,9 +114,13 @@ def _offload(kind: str) -> Change:
     def change(case: Case, c: Constants) -> Case | None:
         if case.layout.offload != "none":
             return None
-        return replace(case, layout=replace(case.layout, offload=kind))
+        return replace(case, layout=replace(case.layout, offload=kind), host=1.0)  # all that can leave
 
     return change
+
+
+def _master(case: Case, c: Constants) -> Case | None:
+    return replace(case, master_bytes=2) if case.precision == "bf16" and case.master_bytes > 2 else None
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,7 @@ TECHNIQUES = (
     Technique("optimizer.name=lion", _optimizer(name="lion"), ANOTHER),
     Technique("optimizer.name=adafactor", _optimizer(name="adafactor"), ANOTHER),
     Technique("optimizer.name=muon", _optimizer(name="muon"), ANOTHER),
+    Technique("precision.master=none", _master, ROUNDED),
     Technique("optimizer.in_backward=true", _optimizer(in_backward=True), "no clipping"),
     Technique("compress=lossless", _compress("lossless")),
     *(

@@ -14,7 +14,7 @@ branch has a bound (bounds.py): all of its work, spread evenly, with the least b
 
 Where repeating each layer by itself (recompute=full) does not fit, several are repeated at once (every:N), which takes
 as long: so these need no families of their own. The best are then tried with a budget, which repeats no more layers
-than it must; and, with layouts that cannot be run yet, with offload (variants.py).
+than it must (variants.py). Where nothing fits, states may leave for the host, then parameters, then activations.
 
 The same question has the same answer: nothing depends on chance or on time.
 """
@@ -29,6 +29,7 @@ import numpy as np
 
 from echelon.layout import Layout
 from echelon.layout.rules import Facts, broken
+from echelon.optim import hosted
 from echelon.plan.bounds import bounds, least_bytes, rate
 from echelon.plan.calibrate import constants_of
 from echelon.plan.case import Case
@@ -51,8 +52,33 @@ Rated = tuple[float, str, Case]
 """what the objective asks to be small, the layout's text, the case"""
 
 
+AWAY = ("optimizer", "params", "params+activations")
+"""what may leave a GPU where nothing fits, the cheapest first"""
+
+
 def search(wish: Wish, *, top: int = 10, c: Constants = FITTED) -> list[Plan]:
     """The best plans that fit; none where nothing does. See [Note: nothing that could win is left out]."""
+    found = _search(wish, top, c)
+    if not found and (kind := _away(wish, c)):
+        return _search(replace(wish, fixed={**wish.fixed, "offload": kind}), top, c)
+    return found
+
+
+def _away(wish: Wish, c: Constants) -> str:
+    """What must leave the devices for something to fit; nothing where that does not help, or is fixed."""
+    least = None if "offload" in wish.fixed else nearest(wish, c)
+    if least is None or not least.case.on_gpu:
+        return ""
+    master = "none" if wish.master_bytes < 4 else "float32"
+    for kind in AWAY:
+        if wish.rule is None or not any(hosted.faults(wish.rule, kind, master=master)):
+            layout = replace(least.case.layout, offload=kind)
+            if _is_legal(wish, layout) and fits(replace(least.case, layout=layout), c):
+                return kind
+    return ""
+
+
+def _search(wish: Wish, top: int, c: Constants) -> list[Plan]:
     if len({part.device.name for part in wish.cluster.parts}) > 1:
         return _of_parts(wish, top, c)
     c, enough = constants_of(wish.case(Layout()), c), max(FINALISTS, 2 * top)

@@ -26,8 +26,6 @@ def variants(wish: Wish, case: Case, c: Constants, *, budget: bool) -> Iterator[
         found = with_budget(case, c)
         if found is not None:
             yield found
-    if wish.plan_only and "offload" not in wish.fixed:
-        yield replace(case, layout=replace(layout, offload="optimizer"))
 
 
 def longer(wish: Wish, case: Case, c: Constants) -> Case | None:

@@ -14,29 +14,34 @@ from echelon.plan.price import Plan
 from echelon.plan.savings import CATEGORIES, Saving
 from echelon.plan.show import words
 
+SHORT = {"gradients": "grads", "activations": "acts"}
+"""so that a line fits into 80 columns"""
+MARKS = "*†‡"
 LITTLE = 0.05
 """GiB that are not worth a number"""
 
 
 def shown(plan: Plan, found: Sequence[Saving]) -> RenderableType:
     """For the plan as it is, and every technique beside it."""
+    told = [name for name in CATEGORIES if any(abs(one.saved[name]) >= LITTLE * GIB for one in found)]
+    marks = dict(zip(dict.fromkeys(one.changes for one in found if one.changes), MARKS, strict=False))
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, border_style="dim")
     table.add_column("technique", no_wrap=True)
-    for name in (*CATEGORIES, "all"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("then")
+    for name in (*told, "all", "step"):
+        table.add_column(SHORT.get(name, name), justify="right", no_wrap=True)
+    table.add_column("then", no_wrap=True)
     for one in found:
         share = one.seconds / plan.seconds
         table.add_row(
-            one.technique,
-            *(gib(one.saved[name]) for name in CATEGORIES),
+            one.technique + marks.get(one.changes, ""),
+            *(gib(one.saved[name]) for name in told),
             Text(gib(one.total), style="bold green" if one.total > LITTLE * GIB else "dim"),
             Text(percent(share), style="red" if share > 0.005 else "green" if share < -0.005 else "dim"),
             Text(then(one), style="" if one.plan.fits else "dim"),
         )
     head = f"What each technique would save of {words.gib(plan.memory.total)} ({plan.layout}), in GiB"
-    return Group(Text(head, style="bold"), Text(), table, Text())
+    below = "; ".join(f"{mark} {said}" for said, mark in marks.items())
+    return Group(Text(head, style="bold"), Text(), table, Text(below, style="dim"))
 
 
 def gib(size: float) -> str:
@@ -44,11 +49,10 @@ def gib(size: float) -> str:
 
 
 def percent(share: float) -> str:
-    return "same" if abs(share) < 0.0005 else f"{share:+.1%}"
+    return "same" if abs(share) < 0.005 else f"{share:+.0%}"
 
 
 def then(one: Saving) -> str:
-    """Whether it fits, and what else there is to know."""
-    fits = "fits" if one.plan.fits else f"{words.gib(one.plan.memory.total - one.plan.case.cluster.memory)} too much"
-    said = [fits, *([one.changes] if one.changes else []), *([] if one.plan.runnable else ["plan only"])]
-    return "; ".join(said)
+    """Whether it fits."""
+    over = one.plan.memory.total - one.plan.case.cluster.memory
+    return ("fits" if one.plan.fits else f"{words.gib(over)} too much") + ("" if one.plan.runnable else ", plan only")
