@@ -51,8 +51,8 @@ def _read_blocks(kept, at, inside, EACH: tl.constexpr):
 @triton.jit
 def _write_blocks(kept, at, inside, size, x, tiny, BLOCKS: tl.constexpr, EACH: tl.constexpr):
     codes_ptr, largest_ptr, _, borders_ptr = kept
-    # As bits: a maximum of floats would pass over what is not a number, whose bits are the largest of all. Elements that
-    # are not there were read as 0, and are.
+    # As bits: a maximum of floats would pass over what is not a number, whose bits are the largest of all.
+    # Elements that are not there were read as 0, and still are.
     bits = tl.reshape(bits_of(tl.abs(x)), (BLOCKS, EACH))
     largest = tl.max(bits, axis=1).to(tl.float32, bitcast=True)
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
