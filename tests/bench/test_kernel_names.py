@@ -24,6 +24,8 @@ SAMPLES = {
     "void at::native::reduce_kernel<512, 1, ReduceOp<c10::BFloat16, NormTwoOps<float>>>": "gradient norm",
     "void at::native::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata, FusedAdamMathFunctor>": "optimizer",
     "_adamw": "optimizer",
+    "_lion": "optimizer",
+    "_halves_write": "optimizer",
     "_loss_and_gradient": "loss",
     "void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, float, LogSoftMaxForwardEpilogue>": "loss",
     "_norm_backward": "norm",

@@ -12,16 +12,22 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from echelon.kernels import (
+    adamw8_gpu,
+    adamw_gpu,
+    average_gpu,
     bits_gpu,
     blocks_gpu,
     blockwise_gpu,
     cast_gpu,
     grouped_gpu,
+    halves_gpu,
+    lion_gpu,
     loss_gpu,
     norm_gpu,
     places_gpu,
     pool_gpu,
     rope_gpu,
+    sgd_gpu,
     sparse_gpu,
     swiglu_gpu,
 )
@@ -36,14 +42,15 @@ WIDE = ("scale_ptr", "largest_ptr", "losses_ptr", "parts_ptr", "cos_ptr", "sin_p
 """pointers to 32 bits; others are to 16"""
 
 
-def compiled(kernel: Any, warps: int, constants: dict[str, Any], **types: Any) -> str:
+def compiled(kernel: Any, warps: int, constants: dict[str, Any], *, fused: bool = True, **types: Any) -> str:
     """The kernel's PTX."""
     signature = {}
     for name in kernel.arg_names:
         usual = "*fp32" if name in WIDE else NUMBERS.get(name, "*bf16")
         signature[name] = "constexpr" if name in constants else types.get(name, usual)
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    made = triton.compile(ASTSource(kernel, signature, places), target=HOPPER, options={"num_warps": warps})
+    options = {"num_warps": warps, "enable_fp_fusion": fused}
+    made = triton.compile(ASTSource(kernel, signature, places), target=HOPPER, options=options)
     assert made.asm["cubin"]
     print(kernel.__name__)
     return str(made.asm["ptx"])
@@ -80,6 +87,35 @@ def main() -> None:
             # The GPU's own instruction, which leaves what is not a number as it is.
             assert f"cvt.rn.satfinite.{name}.f32" in ptx
     packed()
+    updates()
+
+
+def updates() -> None:
+    """Of weights in each of their forms."""
+    told = dict.fromkeys(("lr", "decay", "beta1", "rest1", "beta2", "rest2", "momentum", "rest", "tiny"), "fp32")
+    told |= {"numbers_ptr": "*fp32", "scale_ptr": "*fp64", "live_ptr": "*i1", "step_ptr": "*i64", "decayed": "i32"}
+    kept = ("*u8", "*fp32", "*fp32", "*fp32")
+    told |= {"mean": kept, "square": kept, "values_ptr": "*fp32", "average_ptr": "*fp32"}
+    block, blocks = {"BLOCK": 1024}, {"BLOCKS": 4, "EACH": 256}
+    split = {"high_ptr": "*i16", "low_ptr": "*i16"}, {"place_ptr": None, "step_ptr": None}
+    rounded = {"high_ptr": "*i16", "place_ptr": "*i64"}, {"low_ptr": None}
+    whole = {"high_ptr": "*fp32"}, {"low_ptr": None, "place_ptr": None, "step_ptr": None}
+    for (high, left_out), gradient in zip((split, rounded, whole), ("*i16", "*fp16", "*fp32"), strict=True):
+        own = {**told, **high, "gradient_ptr": gradient}
+        for moments in ("*fp32", "*i16"):
+            short = {"place_ptr": "*i64"} if moments == "*i16" else {}
+            here = {name: None for name in left_out if name not in short and name != "step_ptr"}
+            types = {**own, **short, "mean_ptr": moments, "square_ptr": moments}
+            compiled(adamw_gpu._adamw, 4, {**block, **here}, fused=False, **types)
+        alone = {**own, "mean_ptr": "*fp32", "moment_ptr": "*fp32"}
+        compiled(adamw8_gpu._adamw8, 4, {**blocks, **left_out}, fused=False, **alone)
+        compiled(lion_gpu._lion, 4, {**block, **left_out}, fused=False, **alone)
+        compiled(sgd_gpu._sgd, 4, {**block, **left_out}, fused=False, **alone)
+        compiled(sgd_gpu._sgd, 4, {**block, **left_out, "moment_ptr": None}, fused=False, **alone)
+        no_place = {name: value for name, value in left_out.items() if name == "low_ptr"}
+        compiled(average_gpu._average, 4, {**block, **no_place}, fused=False, **alone)
+        compiled(halves_gpu._halves_write, 4, {**block, **left_out}, **own)
+    compiled(halves_gpu._halves_join, 4, block, **told, **split[0])
 
 
 def packed() -> None:

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 SCRIPT = Path(__file__).parent / "compile_for_hopper.py"
 KERNELS = {"norm": 3, "swiglu": 2, "loss": 2, "rope": 2, "cast": 3, "blocks": 2, "fill": 1}
 KERNELS |= {"bits": 4, "sparse": 2, "blockwise": 2, "places": 2, "pool": 2}
+KERNELS |= {"adamw": 2, "lion": 1, "sgd": 1, "average": 1, "halves": 2}
 """by the first word of their names, how many"""
 
 

@@ -125,29 +125,41 @@ def _update_chunk(
     decays: bool,
     place: Place,
 ) -> None:
-    beta1, rest1, beta2, rest2, eps, size, root, shrink, scale, live = numbers.unbind()
-    dtype = numbers.dtype
+    dtype, live = numbers.dtype, numbers[LIVE] != 0
     before = high.to(dtype) if low is None else joined(high, low)
-    g = gradient.to(dtype) * scale
-    m = moments[0].to(dtype) * beta1 + g * rest1
-    v = moments[1].to(dtype) * beta2 + g * g * rest2
-    w = before * shrink if decays else before
-    # torch rounds a root on a CPU to one of the two nearest floats; by way of float64 it is the nearest.
-    w = w - m * size / (v.double().sqrt().to(dtype) * root + eps)
-    # A product with 0 would not do: what is not written may be infinite.
-    w = torch.where(live != 0, w, before)
+    w, *found = moved(before, moments[0].to(dtype), moments[1].to(dtype), gradient, numbers, decays)
     short = {high.dtype, moments[0].dtype} - {dtype} if low is None else {moments[0].dtype} - {dtype}
     bits = random_bits(len(high), place, step) if short else None
-    if low is not None:
-        split_into(w, high, low)
-    elif high.dtype == dtype or bits is None:
-        high.copy_(w)
-    else:
-        high.copy_(torch.where(live != 0, rounded_by_chance(w, second(bits)), high))
-    for held, moment, shift in ((moments[0], m, 0), (moments[1], v, 16)):
+    # A product with 0 would not do: what is not written may be infinite.
+    write_weights(high, low, torch.where(live, w, before), bits)
+    for held, moment, shift in zip(moments, found, (0, 16), strict=True):
         if bits is not None and held.dtype != dtype:
             moment = rounded_by_chance(moment, (bits >> shift) & 0xFFFF)
-        held.copy_(torch.where(live != 0, moment, held))
+        held.copy_(torch.where(live, moment, held))
+
+
+def moved(
+    before: Tensor, mean: Tensor, square: Tensor, gradient: Tensor, numbers: Tensor, decays: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(weights, mean, square) after the step"""
+    beta1, rest1, beta2, rest2, eps, size, root, shrink, scale, _ = numbers.unbind()
+    dtype = numbers.dtype
+    g = gradient.to(dtype) * scale
+    m = mean * beta1 + g * rest1
+    v = square * beta2 + g * g * rest2
+    w = before * shrink if decays else before
+    # torch rounds a root on a CPU to one of the two nearest floats; by way of float64 it is the nearest.
+    return w - m * size / (v.double().sqrt().to(dtype) * root + eps), m, v
+
+
+def write_weights(high: Tensor, low: Tensor | None, w: Tensor, bits: Tensor | None) -> None:
+    """`bits` are for weights in bfloat16 alone; those that need no rounding stay what they are."""
+    if low is not None:
+        split_into(w, high, low)
+    elif high.dtype == w.dtype or bits is None:
+        high.copy_(w)
+    else:
+        high.copy_(rounded_by_chance(w, second(bits)))
 
 
 def random_bits(count: int, place: Place, step: Tensor) -> Tensor:

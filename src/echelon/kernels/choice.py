@@ -34,6 +34,11 @@ def allowed() -> bool:
     return _allowed and _installed()
 
 
+def updates(device: torch.device, dtype: torch.dtype = torch.float32) -> bool:
+    """Our kernels update weights there, in arithmetic of this type."""
+    return device.type == "cuda" and dtype == torch.float32 and allowed()
+
+
 @contextmanager
 def plain(only: bool = True) -> Iterator[None]:
     """Inside, the plain torch runs everywhere. For the whole process: backward runs in threads of its own."""

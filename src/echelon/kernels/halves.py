@@ -13,16 +13,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from echelon.kernels import choice
+
 QUIET_NAN = 0x7FC00000
 
 
 def joined(high: Tensor, low: Tensor) -> Tensor:
     """The float32 values of bfloat16 and int16 halves."""
+    if choice.updates(high.device):
+        from echelon.kernels import halves_gpu
+
+        return halves_gpu.joined(high, low)
     return ((high.view(torch.int16).to(torch.int32) << 16) + low).view(torch.float32)
 
 
 def split_into(values: Tensor, high: Tensor, low: Tensor) -> None:
     """The inverse: writes both halves of float32 values."""
+    if choice.updates(high.device):
+        from echelon.kernels import halves_gpu
+
+        halves_gpu.split_into(values, high, low)
+        return
     bits = torch.where(values.isnan(), QUIET_NAN, values.view(torch.int32))
     upper = (bits + 0x8000) >> 16
     high.view(torch.int16).copy_(upper)

@@ -11,7 +11,6 @@ from echelon.kernels import adamw, choice
 from echelon.layout.cost import Collective
 from echelon.optim.held import Run, exact
 from echelon.optim.rule import Rule, betas_of
-from echelon.parallel.master import SplitMaster, WholeMaster
 
 
 class OnePassAdamW:
@@ -37,7 +36,7 @@ class OnePassAdamW:
             self._moments = [(run.zeros(kind), run.zeros(kind)) for run in self._runs]
         update = update_on(self._device, self._dtype)
         for run, (mean, square) in zip(self._runs, self._moments, strict=True):
-            high, low = _weights(run)
+            high, low = run.weights
             given = numbers[run.lr, run.decay]
             update(high, low, mean, square, run.gradient, given, self._step, decayed=run.decayed, place=run.place)
 
@@ -50,17 +49,8 @@ class OnePassAdamW:
 
 def update_on(device: torch.device, dtype: torch.dtype) -> Callable[..., None]:
     """The kernel on a GPU with Triton's compiler, plain torch elsewhere."""
-    if device.type == "cuda" and dtype == torch.float32 and choice.allowed():
+    if choice.updates(device, dtype):
         from echelon.kernels.adamw_gpu import update
 
         return update
     return adamw.update
-
-
-def _weights(run: Run) -> tuple[Tensor, Tensor | None]:
-    """The weights, or their two halves."""
-    master = run.unit.master
-    if isinstance(master, SplitMaster):
-        return master.high[run.where], master.low[run.where]
-    assert isinstance(master, WholeMaster)
-    return master.tensor[run.where], None

@@ -3,6 +3,8 @@
 The rule is AdamW's (kernels/adamw.py). A step reads the moments, updates them, uses them as they are, and then keeps
 them in 8 bits: m with a sign, v without. A block is of one parameter and of one rank's part of it, so other layouts
 have other blocks, and differ by what 8 bits cannot hold. Parameters below 4096 elements keep float32.
+
+One kernel on a GPU (kernels/adamw8_gpu.py), plain torch elsewhere; they agree bit for bit.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from echelon.kernels import adamw, choice
+from echelon.kernels.adamw import LIVE, Place
+from echelon.kernels.halves import joined
 from echelon.layout.cost import Collective
 from echelon.optim.blockwise import Blocks
 from echelon.optim.cost import BLOCK
@@ -26,9 +31,10 @@ class AdamW8:
     """`beside` is the AdamW of what is too small."""
 
     def __init__(self, held: Sequence[Held], rule: Rule, device: torch.device, beside: Update):
-        self._held, self._betas, self._eps, self._beside = held, betas_of(rule), rule.eps, beside
-        self._device = device
+        self._held, self._beside, self._device = held, beside, device
+        self._dtype = held[0].exact if held else torch.float32
         self._step = torch.zeros((), dtype=torch.int64, device=device)
+        self._constants = torch.tensor([*betas_of(rule), rule.eps], dtype=torch.float64, device=device)
         self._moments: list[tuple[Blocks, Blocks]] = []
 
     @torch.no_grad()
@@ -42,37 +48,15 @@ class AdamW8:
                 for one in self._held
             ]
         self._step += live
-        corrections = [1 - beta ** self._step.clamp(min=1).double() for beta in self._betas]
+        numbers = {
+            (rate, decay): adamw.numbers_of(self._constants, lr * rate, decay, self._step, scale, live, self._dtype)
+            for rate, decay in dict.fromkeys((one.lr, one.decay) for one in self._held)
+        }
         for one, moments in zip(self._held, self._moments, strict=True):
-            for start in range(0, one.size, CHUNK):
-                part = slice(start, min(start + CHUNK, one.size))
-                self._update(one, moments, part, lr * one.lr, corrections, scale, live)
+            place = one.chance.place if one.chance else Place()
+            gradient = one.unit.grad[one.everything]
+            update(*one.weights, *moments, gradient, numbers[one.lr, one.decay], self._step, place)
         self._beside.step(lr, scale, live)
-
-    def _update(
-        self,
-        one: Held,
-        moments: tuple[Blocks, Blocks],
-        part: slice,
-        lr: float,
-        corrections: Sequence[Tensor],
-        scale: Tensor,
-        live: Tensor,
-    ) -> None:
-        first = one.piece.shard_offset
-        where = slice(first + part.start, first + part.stop)
-        before = one.read(part.start, part.stop)
-        dtype = before.dtype
-        g = one.unit.grad[where].to(dtype) * scale.to(dtype)
-        mean, square = (
-            blocks.read(part, dtype) * beta + new * (1 - beta)
-            for blocks, beta, new in zip(moments, self._betas, (g, g.square()), strict=True)
-        )
-        towards = (mean / corrections[0].to(dtype)) / ((square / corrections[1].to(dtype)).sqrt() + self._eps)
-        after = before * (1 - lr * one.decay) - towards * lr
-        one.write(part.start, torch.where(live, after, before))
-        for blocks, numbers in zip(moments, (mean, square), strict=True):
-            blocks.write(part, numbers, live)
 
     def states(self) -> list[Tensor]:
         found = [tensor for pair in self._moments for blocks in pair for tensor in (blocks.codes, blocks.largest)]
@@ -80,3 +64,47 @@ class AdamW8:
 
     def collectives(self) -> list[Collective]:
         return []
+
+
+def update(
+    high: Tensor,
+    low: Tensor | None,
+    mean: Blocks,
+    square: Blocks,
+    gradient: Tensor,
+    numbers: Tensor,
+    step: Tensor,
+    place: Place,
+) -> None:
+    """As kernels/adamw.py's, of elements that all decay as `numbers` say."""
+    if choice.updates(high.device, numbers.dtype):
+        from echelon.kernels import adamw8_gpu
+
+        moments = (mean.tensors, square.tensors)
+        adamw8_gpu.update(high, low, *moments, gradient, numbers, step, each=BLOCK, place=place)
+        return
+    for start in range(0, len(high), CHUNK):
+        part = slice(start, min(start + CHUNK, len(high)))
+        rest = None if low is None else low[part]
+        _update_chunk(high[part], rest, mean, square, part, gradient[part], numbers, step, place.after(start))
+
+
+def _update_chunk(
+    high: Tensor,
+    low: Tensor | None,
+    mean: Blocks,
+    square: Blocks,
+    part: slice,
+    gradient: Tensor,
+    numbers: Tensor,
+    step: Tensor,
+    place: Place,
+) -> None:
+    dtype, live = numbers.dtype, numbers[LIVE] != 0
+    before = high.to(dtype) if low is None else joined(high, low)
+    w, m, v = adamw.moved(before, mean.read(part, dtype), square.read(part, dtype), gradient, numbers)
+    rounded = low is None and high.dtype != dtype
+    bits = adamw.random_bits(len(high), place, step) if rounded else None
+    adamw.write_weights(high, low, torch.where(live, w, before), bits)
+    mean.write(part, m, live)
+    square.write(part, v, live)

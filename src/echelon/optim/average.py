@@ -66,6 +66,11 @@ class Average:
 
 @torch.no_grad()
 def _towards(run: Run, average: Tensor, decay: float, live: Tensor) -> None:
+    if run.has_kernels:
+        from echelon.kernels import average_gpu
+
+        average_gpu.towards(average, *run.weights, live, 1 - decay)
+        return
     for part, _ in run.chunks():
         mine = average[part]
         towards = (run.values(part) - mine) * (1 - decay)

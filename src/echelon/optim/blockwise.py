@@ -33,7 +33,8 @@ def values_of(signed: bool, device: torch.device) -> Tensor:
 
 
 @lru_cache
-def _borders(signed: bool, device: torch.device) -> Tensor:
+def borders_of(signed: bool, device: torch.device) -> Tensor:
+    """The 255 middles between them."""
     values = values_of(signed, device)
     return (values[1:] + values[:-1]) / 2
 
@@ -47,6 +48,11 @@ class Blocks:
         self.codes = torch.full((size,), zero, dtype=torch.uint8, device=device)
         self.largest = torch.zeros(-(-size // BLOCK), dtype=torch.float32, device=device)
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Codes, the largest of each block, and what codes stand for: values, and borders between them."""
+        return self.codes, self.largest, values_of(self.signed, self.device), borders_of(self.signed, self.device)
+
     def read(self, part: slice, dtype: torch.dtype) -> Tensor:
         """The numbers of some whole blocks."""
         values = values_of(self.signed, self.device)[self.codes[part].long()].to(dtype)
@@ -57,8 +63,9 @@ class Blocks:
         blocks = self._blocks(part)
         padded = F.pad(numbers.float(), (0, -len(numbers) % BLOCK)).view(-1, BLOCK)
         largest = padded.abs().amax(1)
-        shares = numbers.float() / self._spread(largest, len(numbers)).clamp(min=torch.finfo(torch.float32).tiny)
-        codes = torch.bucketize(shares, _borders(self.signed, self.device)).to(torch.uint8)
+        inverse = 1.0 / largest.clamp(min=torch.finfo(torch.float32).tiny)
+        shares = numbers.float() * self._spread(inverse, len(numbers))
+        codes = torch.bucketize(shares, borders_of(self.signed, self.device)).to(torch.uint8)
         self.codes[part] = torch.where(live, codes, self.codes[part])
         self.largest[blocks] = torch.where(live, largest, self.largest[blocks])
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from echelon.kernels import choice
 from echelon.kernels.adamw import Place
 from echelon.layout.placement import Entry, Piece
 from echelon.optim import groups
@@ -17,9 +18,12 @@ from echelon.optim.rule import Rule
 from echelon.parallel.apply import Parallel, stage_axis
 from echelon.parallel.axis import Axis
 from echelon.parallel.flat_unit import FlatUnit
+from echelon.parallel.master import SplitMaster, WholeMaster
 
 CHUNK = 1 << 20
 """elements at a time, which bounds what is made on the way"""
+CHUNK_CUDA = 1 << 23
+"""on a GPU, where a pass over fewer takes less time than to start it"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +59,15 @@ class Held:
     def exact(self) -> torch.dtype:
         return exact(self.unit)
 
+    @property
+    def everything(self) -> slice:
+        """In the shard of the unit."""
+        return slice(self.piece.shard_offset, self.piece.shard_offset + self.size)
+
+    @property
+    def weights(self) -> tuple[Tensor, Tensor | None]:
+        return _weights(self.unit, self.everything)
+
     def where(self, part: Rectangle) -> slice:
         """In the shard of the unit."""
         first = self.piece.shard_offset
@@ -88,6 +101,14 @@ class Held:
 def exact(unit: FlatUnit) -> torch.dtype:
     """The type of an update's arithmetic, and of moments: at least float32, whatever the weights are."""
     return torch.promote_types(unit.master.dtype, torch.float32)
+
+
+def _weights(unit: FlatUnit, where: slice) -> tuple[Tensor, Tensor | None]:
+    """The weights themselves, or their two halves."""
+    if isinstance(unit.master, SplitMaster):
+        return unit.master.high[where], unit.master.low[where]
+    assert isinstance(unit.master, WholeMaster)
+    return unit.master.tensor[where], None
 
 
 def of(state: Tensor, part: Rectangle) -> Tensor:
@@ -144,15 +165,30 @@ class Run:
     def gradient(self) -> Tensor:
         return self.unit.grad[self.where]
 
+    @property
+    def weights(self) -> tuple[Tensor, Tensor | None]:
+        return _weights(self.unit, self.where)
+
+    @property
+    def step(self) -> Tensor | None:
+        """Number of updates, where they are rounded by chance."""
+        return self.chance.step if self.chance else None
+
+    @property
+    def has_kernels(self) -> bool:
+        """Its elements are updated by our kernels."""
+        return choice.updates(self.unit.full.device, exact(self.unit))
+
     def zeros(self, dtype: torch.dtype | None = None) -> Tensor:
         """A state of its elements."""
         return torch.zeros(self.size, dtype=dtype or exact(self.unit), device=self.unit.full.device)
 
     def chunks(self) -> Iterator[tuple[slice, float]]:
         """Parts of the run with their weight decay."""
+        most = CHUNK_CUDA if self.unit.full.is_cuda else CHUNK
         for begin, end, decay in ((0, self.decayed, self.decay), (self.decayed, self.size, 0.0)):
-            for start in range(begin, end, CHUNK):
-                yield slice(start, min(start + CHUNK, end)), decay
+            for start in range(begin, end, most):
+                yield slice(start, min(start + most, end)), decay
 
     def values(self, part: slice) -> Tensor:
         found = self.unit.master.values(slice(self.start + part.start, self.start + part.stop))

@@ -29,10 +29,14 @@ class LAMB:
         self._norms = Shared(self._matrices, [2 * one.stack.matrices for one in self._matrices])
         self._step = torch.zeros((), dtype=torch.int64, device=device)
         self._moments: dict[Held, tuple[Tensor, Tensor]] = {}
+        self._corrections: list[Tensor] = []
+        """of this step"""
 
     @torch.no_grad()
     def step(self, lr: float, scale: Tensor, live: Tensor) -> None:
         self._step += live
+        like = self._held[0].exact if self._held else torch.float32
+        self._corrections = [(1 - beta ** self._step.clamp(min=1).double()).to(like) for beta in self._betas]
         if not self._moments:
             self._moments = {one: (one.zeros(), one.zeros()) for one in self._held}
         for one in self._held:
@@ -63,8 +67,7 @@ class LAMB:
 
     def _towards(self, one: Held, part: Rectangle) -> Tensor:
         mean, square = (of(state, part) for state in self._moments[one])
-        corrections = [(1 - beta ** self._step.clamp(min=1).double()).to(mean.dtype) for beta in self._betas]
-        found: Tensor = (mean / corrections[0]) / ((square / corrections[1]).sqrt() + self._eps)
+        found: Tensor = (mean / self._corrections[0]) / ((square / self._corrections[1]).sqrt() + self._eps)
         return found + one.values(part) * one.decay if one.decay else found
 
     def states(self) -> list[Tensor]:

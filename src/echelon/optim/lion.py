@@ -29,15 +29,35 @@ class Lion:
     def step(self, lr: float, scale: Tensor, live: Tensor) -> None:
         if not self._means:
             self._means = [run.zeros() for run in self._runs]
-        beta1, beta2 = self._betas
         for run, means in zip(self._runs, self._means, strict=True):
+            if run.has_kernels:
+                self._with_a_kernel(run, means, lr * run.lr, scale, live)
+                continue
             for part, decay in run.chunks():
-                before, mean = run.values(part), means[part]
-                g = run.gradient[part].to(before.dtype) * scale.to(before.dtype)
-                c = mean * beta1 + g * (1 - beta1)
-                after = before - (c.sign() + before * decay) * (lr * run.lr)
-                run.set(part, torch.where(live, after, before))
-                mean.copy_(torch.where(live, mean * beta2 + g * (1 - beta2), mean))
+                self._update(run, means[part], part, lr * run.lr, decay, scale, live)
+
+    def _with_a_kernel(self, run: Run, mean: Tensor, lr: float, scale: Tensor, live: Tensor) -> None:
+        from echelon.kernels import lion_gpu
+
+        lion_gpu.update(
+            *(*run.weights, mean, run.gradient, scale, live, run.step),
+            lr=lr,
+            decay=run.decay,
+            decayed=run.decayed,
+            betas=self._betas,
+            place=run.place,
+        )
+
+    def _update(
+        self, run: Run, mean: Tensor, part: slice, lr: float, decay: float, scale: Tensor, live: Tensor
+    ) -> None:
+        beta1, beta2 = self._betas
+        before = run.values(part)
+        g = run.gradient[part].to(before.dtype) * scale.to(before.dtype)
+        c = mean * beta1 + g * (1 - beta1)
+        after = before - (c.sign() + before * decay) * lr
+        run.set(part, torch.where(live, after, before))
+        mean.copy_(torch.where(live, mean * beta2 + g * (1 - beta2), mean))
 
     def states(self) -> list[Tensor]:
         return self._means

@@ -54,7 +54,7 @@ def orthogonal(u: Tensor) -> Tensor:
     x = x / (torch.linalg.vector_norm(x) + 1e-7)
     for _ in range(STEPS):
         square = x @ x.T
-        x = a * x + (b * square + c * (square @ square)) @ x
+        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from echelon import rng
+from echelon.kernels import choice
 from echelon.kernels.adamw import MASK, Place, random_bits, rounded_by_chance, second
 from echelon.layout.cost import Collective
 from echelon.layout.placement import Piece
@@ -27,6 +28,10 @@ class Chance:
 
     def rounded(self, values: Tensor, start: int) -> Tensor:
         """Flat values of the elements from `start` on. Those that need no rounding stay what they are."""
+        if choice.updates(values.device, values.dtype):
+            from echelon.kernels import halves_gpu
+
+            return halves_gpu.rounded(values, self.place.after(start), self.step)
         bits = random_bits(len(values), self.place.after(start), self.step)
         return rounded_by_chance(values, second(bits))
 

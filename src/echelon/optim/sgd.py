@@ -1,4 +1,4 @@
-"""SGD in plain torch, in chunks, without a word from the host: for masters that are not one tensor, and on a GPU."""
+"""SGD without a word from the host: for masters that are not one tensor, and on a GPU, where it is a kernel."""
 
 from __future__ import annotations
 
@@ -25,8 +25,23 @@ class PlainSGD:
             self._moments = [run.zeros() for run in self._runs]
         for index, run in enumerate(self._runs):
             moment = self._moments[index] if self._moments else None
+            if run.has_kernels:
+                self._with_a_kernel(run, moment, lr * run.lr, scale, live)
+                continue
             for part, decay in run.chunks():
                 self._update(run, moment, part, lr * run.lr, decay, scale, live)
+
+    def _with_a_kernel(self, run: Run, moment: Tensor | None, lr: float, scale: Tensor, live: Tensor) -> None:
+        from echelon.kernels import sgd_gpu
+
+        sgd_gpu.update(
+            *(*run.weights, moment, run.gradient, scale, live, run.step),
+            lr=lr,
+            decay=run.decay,
+            decayed=run.decayed,
+            momentum=self._momentum,
+            place=run.place,
+        )
 
     def _update(
         self, run: Run, moment: Tensor | None, part: slice, lr: float, decay: float, scale: Tensor, live: Tensor

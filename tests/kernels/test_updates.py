@@ -1,0 +1,211 @@
+"""Kernels of updates against the plain torch that they replace, bit for bit: weights in every form, any gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from laid_out import tiny
+from torch import Tensor
+
+from echelon import models
+from echelon.kernels import adamw, choice
+from echelon.kernels.adamw import Place
+from echelon.kernels.halves import joined, split_into
+from echelon.optim import adamw8
+from echelon.optim.average import Average
+from echelon.optim.blockwise import Blocks, borders_of
+from echelon.optim.choose import sharded
+from echelon.optim.held import runs_of
+from echelon.optim.rounding import Chance
+from echelon.optim.sgd import PlainSGD
+from echelon.parallel.apply import Options
+from echelon.train.engine import Engine
+from echelon.train.sections import OptimizerConfig
+from tests.optim.fed import feed
+
+triton = pytest.importorskip("triton")
+adamw8_gpu = pytest.importorskip("echelon.kernels.adamw8_gpu")
+tl, _nearest = triton.language, adamw8_gpu._nearest
+CPU = torch.device("cpu")
+BOX = Place(start=3, key=0xFEDCBA98, sizes=(4, 5), strides=(77, 11), base=2**32 - 20)
+FORMS = ("whole", "split", "rounded")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:overflow encountered:RuntimeWarning",  # numpy's: a GPU multiplies modulo 2**32
+    "ignore:invalid value encountered:RuntimeWarning",
+    "ignore:divide by zero encountered:RuntimeWarning",
+)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Kernels run in Triton's interpreter from here on, or plain torch does."""
+
+    def chosen(yes: bool) -> None:
+        monkeypatch.setattr(choice, "updates", lambda device, dtype=torch.float32: yes and dtype == torch.float32)
+
+    return chosen
+
+
+def weights(size: int, form: str) -> tuple[Tensor, Tensor | None]:
+    values = torch.randn(size)
+    if form != "split":
+        return (values.bfloat16() if form == "rounded" else values), None
+    high, low = torch.empty(size, dtype=torch.bfloat16), torch.empty(size, dtype=torch.int16)
+    split_into(values, high, low)
+    return high, low
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """NaN is NaN."""
+    return torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0)) and torch.equal(one.isnan(), other.isnan())
+
+
+@dataclass
+class State:
+    """AdamW's in 8 bits."""
+
+    high: Tensor
+    low: Tensor | None
+    mean: Blocks
+    square: Blocks
+    step: Tensor
+
+    @classmethod
+    def first(cls, size: int, form: str) -> State:
+        torch.manual_seed(size)
+        blocks = [Blocks(size, signed=signed, device=CPU) for signed in (True, False)]
+        return cls(*weights(size, form), *blocks, torch.zeros((), dtype=torch.int64))
+
+    def stepped(self, gradient: Tensor, live: bool = True) -> None:
+        self.step += live
+        rule = torch.tensor([0.9, 0.95, 1e-8], dtype=torch.float64)
+        scale = torch.tensor(0.3, dtype=torch.float64)
+        numbers = adamw.numbers_of(rule, 1e-2, 0.1, self.step, scale, torch.tensor(live), torch.float32)
+        adamw8.update(self.high, self.low, self.mean, self.square, gradient, numbers, self.step, BOX)
+
+    def tensors(self) -> list[Tensor]:
+        kept = [self.mean.codes, self.mean.largest, self.square.codes, self.square.largest]
+        return [tensor for tensor in (self.high, self.low, *kept) if tensor is not None]
+
+
+@pytest.mark.parametrize("size", [1, 255, 256, 1025, 5003])
+@pytest.mark.parametrize("form", FORMS)
+def test_adamw_in_8_bits(size: int, form: str, kernels: Callable[[bool], None]) -> None:
+    plain, kernel = State.first(size, form), State.first(size, form)
+    kinds = (torch.float32, torch.bfloat16, torch.float16, torch.bfloat16)
+    for number, kind in enumerate(kinds):
+        gradient = (torch.randn(size).exp() * torch.randn(size).sign() * 10.0**-number).to(kind)
+        gradient[256:600] = 0  # a block of zeros
+        before = [tensor.clone() for tensor in plain.tensors()]
+        for state, ours in ((plain, False), (kernel, True)):
+            kernels(ours)
+            state.stepped(gradient, live=number != 2)
+        kernels(False)
+        for one, other in zip(plain.tensors(), kernel.tensors(), strict=True):
+            assert torch.equal(one, other), number
+        if number == 2:
+            assert all(torch.equal(a, b) for a, b in zip(before, kernel.tensors(), strict=True))
+    assert not torch.equal(plain.high, before[0])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3e38])
+def test_a_block_with_what_is_no_number_is_the_only_one(bad: float, kernels: Callable[[bool], None]) -> None:
+    plain, kernel = State.first(1000, "split"), State.first(1000, "split")
+    for number in range(3):
+        gradient = torch.randn(1000)
+        if number:
+            gradient[700] = bad
+        for state, ours in ((plain, False), (kernel, True)):
+            kernels(ours)
+            state.stepped(gradient)
+    kernels(False)
+    for one, other in zip(plain.tensors(), kernel.tensors(), strict=True):
+        assert same(one, other)
+    assert joined(kernel.high[:512], kernel.low[:512]).isfinite().all()
+    assert not kernel.square.largest[2].isfinite()
+
+
+@triton.jit
+def _codes(shares_ptr, borders_ptr, codes_ptr, size):
+    at = tl.arange(0, 1024)
+    code = _nearest(tl.load(shares_ptr + at, mask=at < size, other=0.0), borders_ptr)
+    tl.store(codes_ptr + at, code.to(tl.uint8), mask=at < size)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_number_on_a_border_is_as_bucketize_has_it(signed: bool) -> None:
+    borders = borders_of(signed, CPU)
+    up, down = (borders.nextafter(torch.full_like(borders, to)) for to in (2.0, -2.0))
+    ends = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
+    shares = torch.cat([borders, up, down, ends, torch.linspace(-1, 1, 255)])
+    assert len(shares) == 1024
+    codes = torch.zeros(len(shares), dtype=torch.uint8)
+    _codes[(1,)](shares, borders, codes, len(shares))
+    assert torch.equal(codes, torch.bucketize(shares, borders).to(torch.uint8))
+
+
+RULES = {
+    "adamw": OptimizerConfig(),
+    "bfloat16": OptimizerConfig(states="bfloat16"),
+    "int8": OptimizerConfig(states="int8", lr=1e-2),
+    "lion": OptimizerConfig(name="lion", lr=1e-2, groups=("embed*:lr=0.5,weight_decay=0.3",)),
+    "sgd": OptimizerConfig(name="sgd", lr=1e-2),
+    "momentum": OptimizerConfig(name="sgd", lr=1e-2, momentum=0.9),
+    "lamb": OptimizerConfig(name="lamb", lr=1e-2),
+    "muon": OptimizerConfig(name="muon", lr=1e-2),
+}
+OPTIONS = {
+    "whole": Options(),
+    "split": Options(compute=torch.bfloat16),
+    "rounded": Options(compute=torch.bfloat16, master=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_with_kernels_is_itself_without(name: str, form: str, kernels: Callable[[bool], None]) -> None:
+    """Four steps of a model, of which the third has no target, with an average of its weights."""
+    found = []
+    for ours in (False, True):
+        kernels(False)
+        shape = tiny("llama", vocab=67, width=64, layers=1)
+        parallel = Engine(models.build(shape, "meta"), "", RULES[name], options=OPTIONS[form]).parallel
+        kernels(ours)
+        runs = runs_of(parallel, RULES[name])
+        # On a CPU, torch's own optimizer has float32; on a GPU it has not.
+        own = form == "whole" and RULES[name].name == "sgd"
+        optimizer = PlainSGD(runs, RULES[name]) if own else sharded(parallel, RULES[name])
+        average = Average(runs, 0.9)
+        for step in range(4):
+            average.step(feed(parallel, optimizer, RULES[name].lr, step))
+        masters = [tensor for unit in parallel.flat.units for tensor in unit.master.tensors()]
+        found.append([tensor.clone() for tensor in (*masters, *optimizer.states(), *average.states())])
+        average.swap()
+        found[-1] += [tensor.clone() for tensor in masters]
+    assert len(found[0]) == len(found[1])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("place", [Place(), BOX, Place(start=2**32 - 5, key=7)])
+def test_rounding_by_chance(place: Place, kernels: Callable[[bool], None]) -> None:
+    values = torch.cat([torch.randn(2000), torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan")])])
+    chance = Chance(place, torch.tensor(11))
+    kernels(False)
+    plain = chance.rounded(values, 77)
+    kernels(True)
+    assert same(plain, chance.rounded(values, 77))
+
+
+def test_halves(kernels: Callable[[bool], None]) -> None:
+    values = torch.cat([torch.randn(1030), torch.tensor([0.0, -0.0, 3.4e38, float("inf"), float("nan")])])
+    halves = []
+    for ours in (False, True):
+        kernels(ours)
+        high, low = torch.empty(len(values), dtype=torch.bfloat16), torch.empty(len(values), dtype=torch.int16)
+        split_into(values, high, low)
+        assert same(joined(high, low), values)
+        halves.append((high.view(torch.int16), low))
+    assert all(torch.equal(one, other) for one, other in zip(*halves, strict=True))
