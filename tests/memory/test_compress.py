@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,15 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 import echelon as ec
 from echelon import models
-from echelon.data.images import images
-from echelon.launch.pool import Pool
 from echelon.memory import packing
 from echelon.memory.packing import Saved
 from echelon.models import sizes, vision
 from echelon.parallel.apply import Options
 from echelon.train.config import Config
 from echelon.train.engine import Engine
-from tests.laid_out import SGD, largest_error, whole
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +32,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+LLAMA = replace(sizes.find("llama-tiny"), layers=2, dropout=0.1)
 LOSSY = {"lossless+fp16": 1e-3, "lossless+fp8": 6e-2, "lossless+int8": 2e-2}
 """bounds of the gradient's error, relative to its norm: docs/compression.md"""
 
@@ -220,36 +218,6 @@ def test_a_change_in_place_while_it_waits_is_noticed() -> None:
         out.backward()
 
 
-@pytest.mark.parametrize("category", [field.name for field in fields(Saved)])
-def test_bytes_of_a_category_for_plans(category: str) -> None:
-    saved = Saved(**{category: 1e6})
-    for compress in packing.KINDS:
-        for size in (2, 4):
-            kept, plain = packing.kept_bytes(saved, compress, size), packing.plain_bytes(saved, size)
-            assert kept <= plain * (1 + (category == "whole") / 8 / size)
-            assert (packing.moved_bytes(saved, compress, size) == 0.0) == (kept == plain)
-
-
-def test_bytes_of_values_for_plans() -> None:
-    values = Saved(values=1e6)
-    assert packing.kept_bytes(values, "lossless+fp8", 2) == 1e6 * (1 + 4 / 256)
-    assert packing.moved_bytes(values, "lossless+fp8", 2) == 2e6 * (2 + 1 + 4 / 256)
-    assert (packing.kept_bytes(values, "lossless+fp16", 2), packing.moved_bytes(values, "lossless+fp16", 2)) == (
-        2e6,
-        0.0,
-    )
-
-
-def test_what_a_vgg_moves_more_is_about_one_reading_of_what_it_keeps() -> None:
-    """ReLU's backward, which reads bits, pays for a part of it."""
-    saved = Saved(rectified=7.4e6, signs=6.1e6, maxima=1.5e6, values=1.5e6)
-    for bytes_each in (2, 4):
-        for compress in packing.KINDS[1:]:
-            moved = packing.moved_bytes(saved, compress, bytes_each)
-            assert moved < 1.3 * packing.plain_bytes(saved, bytes_each)
-            assert packing.kept_bytes(saved, compress, bytes_each) < packing.plain_bytes(saved, bytes_each) / 1.7
-
-
 def test_a_tensor_that_several_save_is_stored_once() -> None:
     x = torch.randn(4, 1000, requires_grad=True)
     wide = x * 2
@@ -351,49 +319,6 @@ def test_inside_a_checkpoint_nothing_is_kept_to_be_compressed() -> None:
 
 
 # -- in a run ---------------------------------------------------------------------------------------------------------
-
-LLAMA = replace(sizes.find("llama-tiny"), layers=2, dropout=0.1)
-
-
-def trained(name: str, layout: str, compress: str) -> dict[str, Tensor]:
-    """Parameters after two steps in float64."""
-    torch.manual_seed(0)
-    options = Options(compute=torch.float64, master=torch.float64, compress=compress)
-    model: nn.Module
-    if name == "vgg":
-        pixels, labels = images(torch.arange(4), side=32, classes=10)
-        model, batch = vision.vgg16(10, 32, 1 / 16), {"images": pixels, "labels": labels}
-    else:
-        model, tokens = models.build(LLAMA, "meta"), torch.randint(0, LLAMA.vocab, (4, 33))
-        batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-    engine = Engine(model, layout, SGD, options=options)
-    engine.model.train()
-    for _ in range(2):
-        engine.step(batch)
-    return whole(engine.parallel, "master")
-
-
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        ("vgg", "dp=2,zero=3"),
-        ("llama", "dp=2,zero=3,recompute=full"),
-        ("llama", "dp=1,pp=2,accumulate=2,schedule=zb-h1"),
-    ],
-)
-def test_layouts_with_compression_equal_one_device_with_it(pool: Pool, name: str, layout: str) -> None:
-    compress = "lossless+int8"
-    found = pool.run(trained, 2, name, layout, compress)[0]
-    alone = ",".join(part for part in layout.split(",") if part.startswith("recompute"))
-    truth = trained(name, alone, compress)
-    assert largest_error(found, truth) < 1e-10
-    if name == "llama":  # it is not that nothing was rounded
-        assert largest_error(truth, trained(name, alone, "none")) > 1e-6
-
-
-def test_ranks_with_lossless_compression_change_nothing(pool: Pool) -> None:
-    found = pool.run(trained, 2, "vgg", "dp=2,zero=3", "lossless")[0]
-    assert largest_error(found, trained("vgg", "", "none")) < 1e-10
 
 
 def test_a_transformer_keeps_less_and_learns_the_same() -> None:
