@@ -22,6 +22,7 @@ import kept  # noqa: E402
 import mixtures  # noqa: E402
 import offload  # noqa: E402
 import pipelines  # noqa: E402
+import precision  # noqa: E402
 import splits  # noqa: E402
 import steps  # noqa: E402
 import terminal  # noqa: E402
@@ -56,6 +57,7 @@ DRAWN: dict[str, Callable[[], str]] = {
     "offload-places": offload.places,
     "offload-timeline": offload.timeline,
     "compression-losses": lambda: compression.losses(HERE / "losses-compression.json"),
+    "precision": precision.types,
     "loss-contract": steps.loss_contract,
     "same-mask": steps.same_mask,
     "pipeline-cut": pipelines.cut_model,
