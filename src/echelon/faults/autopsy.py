@@ -14,7 +14,7 @@ from echelon.faults.watch import RUN
 from echelon.launch import place
 from echelon.launch.failure import Explained, Failure, first
 
-FRESH = 30.0
+FRESH = 60.0
 """seconds for which a paragraph that a rank left is of this failure: it was said just before torch ended the wait"""
 
 

@@ -14,7 +14,7 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -33,7 +33,15 @@ class InjectedError(RuntimeError):
 class Injector:
     """The faults that were asked for on one rank."""
 
-    def __init__(self, injections: Sequence[Injection], rank: int, recorder: Recorder = here):
+    def __init__(
+        self,
+        injections: Sequence[Injection],
+        rank: int,
+        recorder: Recorder = here,
+        on_strike: Callable[[str, int], None] = lambda fault, step: None,
+    ):
+        """`on_strike` is told each fault and its step, just before."""
+        self._on_strike = on_strike
         self._mine = [one for one in injections if one.options.get("rank") in (None, rank)]
         self.rank, self._recorder = rank, recorder
         self._mark = (time.time(), 0.0, 0.0, "")
@@ -60,6 +68,8 @@ class Injector:
             if one.kind in kinds and one.step == step and all(one.options[name] in ("", v) for name, v in match.items())
         ]
         self._mine = [one for one in self._mine if one not in due]
+        for one in due:
+            self._on_strike(str(one), step)
         return due
 
     def _phase(self, step: int, phase: str) -> None:
@@ -80,12 +90,15 @@ class Injector:
         for one in self._mine:
             if one.kind == "slow-rank" and step >= one.step and before in WORKS and busy > 0:
                 time.sleep((one.factor - 1) * busy)
+                # Where the next phase is loading, its time runs already, and this is none of it.
+                recorder.loaded -= (one.factor - 1) * busy if phase == "data" else 0.0
         self._mark = (time.time(), recorder.waited, recorder.loaded, phase)
 
     def _leaves_out(self, step: int, op: str, axis: str) -> bool:
         for one in self._mine:
             if one.kind == "skip-collective" and one.step == step and one.axis in ("", axis) and one.op in ("", op):
                 self._mine.remove(one)
+                self._on_strike(str(one), step)
                 return True
         return False
 
@@ -97,6 +110,7 @@ class Injector:
             if not fnmatch(path.name, one.name):
                 continue
             self._mine.remove(one)
+            self._on_strike(str(one), step)
             size = path.stat().st_size
             if one.kind == "full-disk":
                 os.truncate(path, size // 2)

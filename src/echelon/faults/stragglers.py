@@ -6,7 +6,7 @@ work. Ranks of one pipeline stage have the same work; where a stage is one rank 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -74,6 +74,31 @@ def starved(shares: Sequence[Share]) -> float:
     least = min((share.data for share in shares), default=0.0)
     step = median(share.step for share in shares) if shares else 0.0
     return least if least > max(4 * SHARE * step, LEAST) else 0.0
+
+
+class Notes:
+    """What of that is worth a word: a rank that is slow in two looks in a row, once, and when that is over.
+
+    A busy system slows down one rank or the other for a moment, and nobody can do anything about it.
+    """
+
+    def __init__(self) -> None:
+        self._before: int | None = None
+        self._told: int | None = None
+        self._starved = False
+
+    def notes(self, slow: Straggler | None, starved: float, position: Callable[[int], str]) -> list[str]:
+        rank, found = None if slow is None else slow.rank, []
+        if slow is not None and rank == self._before and rank != self._told:
+            found.append(slow.told(position(slow.rank)))
+            self._told = rank
+        elif self._told not in (None, rank, self._before):
+            found.append(f"rank {self._told} ({position(self._told or 0)}) is as fast as the others again")
+            self._told = None
+        if starved and not self._starved:
+            found.append(f"all ranks wait for data: {_ms(starved)} of each step")
+        self._before, self._starved = rank, bool(starved)
+        return found
 
 
 def _ms(seconds: float) -> str:

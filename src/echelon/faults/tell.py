@@ -61,6 +61,8 @@ def _head(verdict: Verdict, culprits: Sequence[State], states: dict[int, State])
         last = _last(first)
         return " ".join(filter(None, [f"{names} {how} {first.ending.splitlines()[0]}, {at}.", memory, last]))
     if verdict.case == "absent" and operation is not None:
+        if operation.op == "receive":
+            return f"{names} did not send what another rank waits for: {_told(operation)}."
         verb = "did not come" if len(culprits) == 1 else "did not come, neither of them," if len(culprits) == 2 else ""
         return f"{names} {verb or 'did not come, none of them,'} to {_told(operation)}."
     if verdict.case == "skipped" and operation is not None and instead is not None:
@@ -102,7 +104,9 @@ def _where(state: State, case: str, beat: float, now: float) -> str:
                 f"Its last heartbeat came {age:.1f} s ago: its process is stopped, or something in it keeps Python's "
                 "lock."
             )
-    if state.stack and case != "killed":
+    if state.how == "killed" and case != "killed":
+        parts.append(f"Of that its process died: {state.ending}.")
+    if state.stack and state.how != "killed":
         now_or_then = "Its Python stack" if case == "absent" else "It is now at"
         parts.append(f"{now_or_then}, innermost first: {' < '.join(state.stack[:FRAMES])}.")
     elif state.stack:

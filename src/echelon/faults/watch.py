@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 import traceback
@@ -13,10 +15,10 @@ from echelon import compat
 from echelon.faults.board import Board, Files, InStore
 from echelon.faults.diagnose import Verdict
 from echelon.faults.heart import DIAGNOSIS, Heart
-from echelon.faults.log import write
+from echelon.faults.log import INJECTED, write
 from echelon.faults.ring import here
 from echelon.faults.state import look
-from echelon.faults.tell import facts
+from echelon.faults.tell import STALE, facts
 from echelon.launch import place
 from echelon.launch.failure import lost_peer
 from echelon.launch.world import World, under_launcher
@@ -55,11 +57,19 @@ def watched(world: World, timeout: float) -> Iterator[Watch]:
 class Watch:
     def __init__(self, board: Board | None):
         self._board = board
+        self._run = ""
 
     def keeps(self, run: Path) -> None:
         """Rank 0 tells where the run's log is."""
+        self._run = str(run.absolute())
         if self._board is not None:
-            self._board.set(RUN, str(run.absolute()))
+            self._board.set(RUN, self._run)
+
+    def injected(self, fault: str, step: int) -> None:
+        """A fault on purpose strikes: whoever reads the log later must know that it was one."""
+        run = self._run or (self._board.get(RUN) if self._board is not None else "")
+        if run:
+            write(Path(run), {"fault": fault, "step": step}, INJECTED)
 
     def tell(self, verdict: Verdict, text: str) -> None:
         """To the run's log, and to people where no launcher of ours does it."""
@@ -93,3 +103,14 @@ def _failed(heart: Heart, board: Board, error: Exception) -> None:
     if isinstance(board, InStore):
         heart.stop()
         heart.diagnose(own)
+    elif lost:
+        _end_stopped(heart, board)
+
+
+def _end_stopped(heart: Heart, board: Board) -> None:
+    """A process that is stopped does not answer the launcher, which would wait for half a minute: it is ended here."""
+    for state in board.states(heart.world):
+        is_silent = bool(state.when) and time.time() - state.when > max(STALE * heart.beat, 2.0)
+        if state.rank != heart.rank and is_silent and not state.how:
+            with suppress(OSError):
+                os.kill(state.pid, signal.SIGKILL)

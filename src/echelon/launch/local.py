@@ -43,6 +43,8 @@ LINGER = 2.0
 """Seconds that a rank with a lost peer waits before it exits; see the note."""
 LAST_LINES = 20
 """Lines of output told of a rank that died without an exception."""
+FATAL = "Fatal Python error"
+"""Where the interpreter of an aborted rank begins to tell its stack."""
 
 
 Explain = Callable[[Path, Sequence[Failure], int], Explained | None]
@@ -150,7 +152,10 @@ def _failures(error: ChildFailedError, folder: Path, logs: Path) -> list[Failure
 
 
 def _last_lines(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:] if log.exists() else []
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    fatal = max((number for number, line in enumerate(lines) if line.startswith(FATAL)), default=None)
+    # Below it come all the rank's calls and modules: what was printed just before, and the innermost calls, are it.
+    lines = lines[-LAST_LINES:] if fatal is None else lines[max(fatal - 3, 0) :][:LAST_LINES]
     return "\n".join(["its last output:", *lines]) if lines else ""
 
 

@@ -16,6 +16,7 @@ from echelon.faults.goodput import Goodput, goodput
 from echelon.faults.inject import Injector
 from echelon.faults.injection import Injection
 from echelon.faults.ring import here
+from echelon.faults.stragglers import Notes
 from echelon.faults.watch import Watch, watched
 from echelon.launch.world import World, join
 from echelon.layout import check
@@ -31,7 +32,7 @@ from echelon.train.derived import derived
 from echelon.train.display import Display, Progress, duration, number, percent, short
 from echelon.train.engine import Engine
 from echelon.train.load import Balance, Load, keeps_counts
-from echelon.train.looks import EVERY, Look, Looks
+from echelon.train.looks import ENOUGH, EVERY, Look, Looks
 from echelon.train.not_finite import NotFinite
 from echelon.train.options import loss_scale_of, options_of
 from echelon.train.pipeline_faults import MEASURE
@@ -85,7 +86,7 @@ def train_here(config: Config, quiet: bool = False, inject: Sequence[Injection] 
     with (
         join(config.device, config.timeout) as world,
         watched(world, config.timeout) as watch,
-        Injector(inject, world.rank).armed(),
+        Injector(inject, world.rank, on_strike=watch.injected).armed(),
     ):
         return Loop(config, world, quiet=quiet, watch=watch).run()
 
@@ -121,8 +122,7 @@ class Loop:
         here.position = self._looks.position(world.rank)
         self._told: list[dict[str, Any]] = [{"kind": "start", "time": self._clock, "after": 0}]
         """what goodput counts, of this attempt"""
-        self._slow: int | None = None
-        """the rank that was told to be slow last"""
+        self._slow = Notes()
         self.peak = metrics.peak_flops(world.device)
         self.display = Display(config.steps, quiet=quiet or world.rank > 0)
         self._memory = 0
@@ -314,19 +314,15 @@ class Loop:
         return self.config.batch * self.config.seq_len if self.task.shape else result.count
 
     def _tell_look(self, step: int, look: Look, run: Run | None) -> None:
-        """Who is slow is told when it changes, and logged every time."""
+        """Who is slow is logged every time, and told when it lasts."""
         self._memory = look.memory
         if run is None or not look.steps or self.world.world_size == 1:
             return
         run.log("ranks", step=step, **look.record())
-        slow = look.straggler
-        if slow is not None and slow.rank != self._slow:
-            self.display.note(slow.told(self._looks.position(slow.rank)))
-        elif slow is None and self._slow is not None:
-            self.display.note(f"rank {self._slow} is as fast as the others again")
-        elif look.starved:
-            self.display.note(f"all ranks wait for data: {look.starved * 1e3:.0f} ms of each step")
-        self._slow = None if slow is None else slow.rank
+        if look.steps < ENOUGH:
+            return
+        for note in self._slow.notes(look.straggler, look.starved, self._looks.position):
+            self.display.note(note)
 
     def _spent(self) -> Goodput:
         now = self._clock + time.perf_counter() - self.started
