@@ -64,7 +64,8 @@ def _head(verdict: Verdict, culprits: Sequence[State], states: dict[int, State])
         if operation.op == "receive":
             return f"{names} did not send what another rank waits for: {_told(operation)}."
         verb = "did not come" if len(culprits) == 1 else "did not come, neither of them," if len(culprits) == 2 else ""
-        return f"{names} {verb or 'did not come, none of them,'} to {_told(operation)}."
+        broke = ", and the connection to it broke" if operation.flag == "f" else ""
+        return f"{names} {verb or 'did not come, none of them,'} to {_told(operation)}{broke}."
     if verdict.case == "skipped" and operation is not None and instead is not None:
         return (
             f"{names} left out {_told(operation)}, or one like it before: as number {operation.number} it went on to "

@@ -91,6 +91,9 @@ def _board(world: World) -> Board | None:
 
 def _failed(heart: Heart, board: Board, error: Exception) -> None:
     lost = lost_peer(error)
+    if isinstance(board, InStore):
+        # torchrun ends the ranks that are left a tenth of a second after one died: not before this one has spoken.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     reason = "".join(traceback.format_exception_only(error)).strip()
     own = look(here, heart.rank).after("raised", reason, lost_peer=lost)
     heart.publish(own)
@@ -103,6 +106,7 @@ def _failed(heart: Heart, board: Board, error: Exception) -> None:
     if isinstance(board, InStore):
         heart.stop()
         heart.diagnose(own)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     elif lost:
         _end_stopped(heart, board)
 

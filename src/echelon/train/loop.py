@@ -19,7 +19,7 @@ from echelon.faults.ring import here
 from echelon.faults.stragglers import Notes
 from echelon.faults.watch import Watch, watched
 from echelon.launch.world import World, join
-from echelon.layout import check
+from echelon.layout import Mesh, check
 from echelon.parallel.apply import WORLD, Options
 from echelon.pipeline import timeline
 from echelon.pipeline.measure import everywhere, measured_split, profile_of
@@ -32,7 +32,7 @@ from echelon.train.derived import derived
 from echelon.train.display import Display, Progress, duration, number, percent, short
 from echelon.train.engine import Engine
 from echelon.train.load import Balance, Load, keeps_counts
-from echelon.train.looks import ENOUGH, EVERY, Look, Looks
+from echelon.train.looks import ENOUGH, EVERY, Look, Looks, position
 from echelon.train.not_finite import NotFinite
 from echelon.train.options import loss_scale_of, options_of
 from echelon.train.pipeline_faults import MEASURE
@@ -102,6 +102,7 @@ class Loop:
         self.layout = check(
             config.layout, world=world.world_size, batch=config.batch, seq_len=config.seq_len, model=self.task.shape
         )
+        here.position = position(Mesh(self.layout), world.rank)
         options = options_of(config, world.device)
         options = replace(options, working=working_bytes(config, self.layout, self.task.shape, world))
         self.profile = self._profile(options) if config.pipeline.profile else None
@@ -119,7 +120,6 @@ class Loop:
         self.engine.model.train()
         axes = self.engine.parallel.axes
         self._looks = Looks(axes[WORLD], world.device, axes.mesh)
-        here.position = self._looks.position(world.rank)
         self._told: list[dict[str, Any]] = [{"kind": "start", "time": self._clock, "after": 0}]
         """what goodput counts, of this attempt"""
         self._slow = Notes()
