@@ -190,6 +190,14 @@ def test_a_rank_without_heartbeats_is_told_as_such():
     assert "Its last heartbeat came 30.0 s ago" in told(states)[1]
 
 
+def test_a_rank_whose_connection_broke_is_told_by_its_last_heartbeat():
+    # Under torchrun nobody knows how it ended: who lost it speaks before it is ended too.
+    failed = Rank(0, 2).did(flag="f").state(how="raised", ending="RuntimeError: closed by peer", lost_peer=True)
+    verdict, text = told([failed, Rank(1, 2).state()])
+    assert (verdict.case, verdict.culprits) == ("absent", (1,))
+    assert "and the connection to it broke. At its last heartbeat, 0.2 s ago, it was in data of step 3." in text
+
+
 def test_a_rank_that_never_said_anything():
     verdict, text = told([Rank(0, 2).did(flag="w").state(), State(rank=1)])
     assert verdict.culprits == (1,)
@@ -197,11 +205,11 @@ def test_a_rank_that_never_said_anything():
 
 
 def test_many_ranks_are_told_in_a_paragraph():
-    world = 1000
+    world = 2000
     states = [Rank(r, world).did(flag="w", peers=tuple(range(world))).state() for r in range(1, world)]
     verdict, text = told([Rank(0, world).state(), *states])
     assert verdict.culprits == (0,)
-    assert "and 991 more" in text
+    assert "and 1991 more" in text
     assert len(text) < 2500
 
 

@@ -83,30 +83,33 @@ def members(entry: Entry, states: dict[int, State]) -> tuple[int, ...]:
     return ()
 
 
-def _missing(rank: int, entry: Entry, states: dict[int, State]) -> list[int]:
-    """Who has not come to an operation."""
-    others = [peer for peer in members(entry, states) if peer != rank and peer in states]
-    return [peer for peer in others if (states[peer].number(entry.lane) or 0) < entry.number]
-
-
 def _roots(open_ones: dict[int, Entry], states: dict[int, State]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(who is waited for and waits for nobody, ranks that wait for each other in a circle)."""
-    edges = {rank: _missing(rank, entry, states) for rank, entry in open_ones.items()}
-    roots: dict[int, None] = {}
-    circle: tuple[int, ...] = ()
-    for rank in sorted(edges):
-        path, seen = [rank], {rank}
-        while path:
-            now = path.pop()
-            for peer in edges.get(now, []):
-                if peer not in open_ones:
-                    roots[peer] = None
-                elif peer not in seen:
-                    seen.add(peer)
-                    path.append(peer)
-                elif peer == rank and not circle:
-                    circle = tuple(sorted(seen))
-    return tuple(roots), circle
+    """(who is waited for and waits for nobody, ranks that wait for each other in a circle).
+
+    Thousands of ranks wait in one operation: who has not come to it is found once.
+    """
+    found: dict[tuple[str, int, tuple[int, ...]], list[int]] = {}
+    edges: dict[int, list[int]] = {}
+    for rank, entry in open_ones.items():
+        key = (entry.lane, entry.number, entry.peers)
+        if key not in found:
+            needed = [peer for peer in members(entry, states) if peer in states]
+            found[key] = [peer for peer in needed if (states[peer].number(entry.lane) or 0) < entry.number]
+        edges[rank] = [peer for peer in found[key] if peer != rank]
+    # Whoever a chain ends at is waited for directly by the last of the chain.
+    roots = dict.fromkeys(peer for rank in sorted(edges) for peer in edges[rank] if peer not in open_ones)
+    return tuple(roots), () if roots else _circle(edges)
+
+
+def _circle(edges: dict[int, list[int]]) -> tuple[int, ...]:
+    for start in sorted(edges):
+        path, now = [], start
+        while edges.get(now) and now not in path:
+            path.append(now)
+            now = edges[now][0]
+        if now in path:
+            return tuple(sorted(path[path.index(now) :]))
+    return ()
 
 
 def _awaited(state: State, open_ones: dict[int, Entry], states: dict[int, State]) -> Entry | None:
@@ -153,8 +156,9 @@ def _split(ranks: dict[int, dict[int, Entry]]) -> tuple[tuple[int, ...], Entry, 
         if len(set(keys.values())) == 1:
             continue
         usual, _ = Counter(keys.values()).most_common(1)[0]
-        for rank in sorted(keys, key=lambda rank: (keys[rank] == usual, rank)):
-            for other in keys:
+        some = {key: rank for rank, key in sorted(keys.items(), reverse=True)}  # one of each kind
+        for rank in sorted(some.values(), key=lambda rank: (keys[rank] == usual, rank)):
+            for other in some.values():
                 if keys[other] != keys[rank] and _ahead(ranks[rank], ranks[other], number):
                     culprits = tuple(r for r in keys if keys[r] == keys[rank])
                     return culprits, ranks[other][number], ranks[rank][number], True

@@ -47,7 +47,7 @@ from echelon.faults.entry import (
 )
 
 _ROOM = WIDTH - FORM.size
-_HIDDEN = {__file__}
+_HIDDEN = {__file__, contextlib.__file__}
 _SHORT: dict[str, str] = {}
 LEAST = 0.5
 """seconds before a wait is worth a thought"""

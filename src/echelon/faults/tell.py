@@ -24,7 +24,9 @@ def paragraph(verdict: Verdict, states: Sequence[State], *, beat: float = 1.0, n
     culprits = [by_rank[rank] for rank in verdict.culprits if rank in by_rank]
     parts = [_head(verdict, culprits, by_rank)]
     if verdict.case in ("absent", "skipped", "killed") and culprits:
-        parts += [_where(culprits[0], verdict.case, beat, now)]
+        broke = verdict.operation is not None and verdict.operation.flag == "f"
+        case = "lost" if verdict.case == "absent" and broke else verdict.case
+        parts += [_where(culprits[0], case, beat, now)]
     parts += [_waiting(verdict, by_rank, now)]
     return " ".join(part for part in parts if part)
 
@@ -107,12 +109,15 @@ def _where(state: State, case: str, beat: float, now: float) -> str:
             )
     if state.how == "killed" and case != "killed":
         parts.append(f"Of that its process died: {state.ending}.")
-    if state.stack and state.how != "killed":
+    if case == "lost":
+        parts.append(f"At its last heartbeat, {age:.1f} s ago, it was in {state.phase} of step {state.step}.")
+    if state.stack and state.how != "killed" and case != "lost":
         now_or_then = "Its Python stack" if case == "absent" else "It is now at"
         parts.append(f"{now_or_then}, innermost first: {' < '.join(state.stack[:FRAMES])}.")
     elif state.stack:
-        parts.append(f"At its last heartbeat, {age:.1f} s ago, it was at {' < '.join(state.stack[:FRAMES])}.")
-    if case == "absent":
+        when = "Then" if case == "lost" else f"At its last heartbeat, {age:.1f} s ago,"
+        parts.append(f"{when} it was at {' < '.join(state.stack[:FRAMES])}.")
+    if case in ("absent", "lost"):
         parts.append(_last(state))
     return " ".join(filter(None, parts))
 
