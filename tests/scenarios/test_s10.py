@@ -163,3 +163,48 @@ def test_the_slow_rank_is_named_though_steps_take_equally_long(failed, tokens, t
     assert (looks[0]["slow"]["rank"], looks[0]["slow"]["cause"]) == (1, "work")
     assert looks[0]["work"][1] > 2 * looks[0]["work"][0]
     assert looks[0]["waiting"][0] > looks[0]["waiting"][1]
+
+
+OWN = """
+import time
+import torch
+import torch.distributed as dist
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(3, 1)
+    def forward(self, x):
+        return self.net(x).square().sum(), torch.tensor(len(x))
+
+def build():
+    return Model()
+
+def fetch(step):
+    if dist.get_rank() == 1:
+        time.sleep(3600 if step == 12 else 0.03)
+
+def batch(rows, step):
+    fetch(step)
+    return {"x": torch.ones(rows, 3)}
+"""
+
+
+def test_a_users_own_loader_is_slow_and_then_hangs(tmp_path, monkeypatch):
+    # Nothing is injected. Its stall is told from work, and its line is in the paragraph.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+    line = 1 + OWN[: OWN.index("time.sleep")].count("\n")
+    config = Config(model="own.py:build", batch=4, steps=20, layout="dp=2", device="cpu", timeout=TIMEOUT, run="run")
+    with pytest.raises(RankError) as caught:
+        run(config, quiet=True)
+    has(
+        str(caught.value),
+        r"^rank 1 \(dp 1\) did not come to all_reduce",
+        rf"innermost first: \S*own.py:{line} in fetch",
+    )
+    has(str(caught.value), r"It has been in data of step 13", r"Waiting: rank 0 \(dp 0\)")
+    (look,) = Run.open("run").records("ranks")
+    assert (look["slow"]["rank"], look["slow"]["cause"]) == (1, "data")
+    assert look["data"][1] > 0.03 > look["data"][0]
