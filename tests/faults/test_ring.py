@@ -62,7 +62,7 @@ def test_it_has_a_fixed_size_and_keeps_the_newest() -> None:
 
 
 def test_threads_write_side_by_side() -> None:
-    recorder, lanes, each = Recorder(), [], 2000
+    recorder, lanes, each = Recorder(), [], 500
     for number in range(4):
         lanes.append(recorder.lane((number, 9)))
 
