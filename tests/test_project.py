@@ -29,19 +29,20 @@ MAY_KNOW = {
     "memory": {"layout", "kernels", "models", "rng", "compat"},
     "moe": {"layout", "kernels", "rng"},
     "precision": {"layout", "kernels", "compat"},
-    "parallel": {"layout", "kernels", "models", "moe", "memory", "precision", "rng", "compat"},
+    "parallel": {"faults", "layout", "kernels", "models", "moe", "memory", "precision", "rng", "compat"},
     "optim": {"layout", "kernels", "memory", "parallel", "rng", "compat"},
-    "pipeline": {"layout", "kernels", "models", "parallel", "rng", "compat"},
+    "pipeline": {"faults", "layout", "kernels", "models", "parallel", "rng", "compat"},
     "plan": {"layout", "models", "memory", "optim", "parallel", "pipeline", "compat"},
     "launch": {"layout", "compat"},
+    "faults": {"layout", "launch", "compat"},
     "train": {
         *("layout", "kernels", "models", "data", "memory", "parallel", "optim", "pipeline", "launch", "plan"),
-        *("moe", "precision", "rng", "compat"),
+        *("moe", "precision", "rng", "compat", "faults"),
     },
     "proof": {"layout", "models", "moe", "parallel", "pipeline", "optim", "launch", "train", "rng"},
     "bench": {"layout", "models", "memory", "parallel", "optim", "train", "plan", "kernels", "compat"},
     "report": {"pipeline", "train"},
-    "cli": {"layout", "models", "pipeline", "launch", "train", "proof", "plan", "bench", "report"},
+    "cli": {"faults", "layout", "models", "pipeline", "launch", "train", "proof", "plan", "bench", "report"},
 }
 """arrows between rooms: what each may import. `layout` knows nobody, `cli` sits on top"""
 WITHOUT_TORCH = (

@@ -43,6 +43,17 @@ def start_reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup |
     return work
 
 
+def own_store() -> Any:
+    """The default group's store, over a connection of its own: a thread may use it while another hangs. Tried on 2.13.
+
+    The function that gives the store is private.
+    """
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store: Any = _get_default_store()
+    return store.clone()
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Runs `callback` when the backward pass under way ends. Called from a gradient hook. Tried on 2.11 and 2.13."""
     from torch.autograd import Variable

@@ -106,7 +106,9 @@ def test_torchrun_just_works(here):
 def test_a_rank_that_raises_ends_the_job_with_its_traceback(here):
     done = command("--set", "model=own.py:fails_on_one_rank", "--set", "layout=dp=2", "--set", "batch=4")
     assert done.returncode == 1
-    assert done.stderr.startswith("echelon: rank 1 of 2 failed")
+    assert done.stderr.startswith(
+        "echelon: rank 1 (dp 1) raised KeyError: 'only rank 1', in start, before the first step."
+    )
     assert done.stderr.count("Traceback (most recent call last)") == 1
     assert done.stderr.rstrip().endswith("KeyError: 'only rank 1'")
     assert "own.py" in done.stderr

@@ -10,7 +10,7 @@ import pytest
 import ranks
 
 from echelon.launch.failure import RankError
-from echelon.launch.local import start
+from echelon.launch.local import LAST_LINES, _last_lines, start
 from echelon.launch.world import cores
 
 
@@ -63,3 +63,16 @@ def test_a_killed_rank_is_named_with_its_signal() -> None:
     with pytest.raises(RankError, match="SIGKILL") as caught:
         start(ranks.joined_and, ("die", 1), 3)
     assert caught.value.rank == 1
+
+
+def test_of_an_aborted_rank_what_it_said_before_its_stack_is_told(tmp_path: Path) -> None:
+    log = tmp_path / "rank1.log"
+    stack = [f'  File "f{number}.py", line 1 in g' for number in range(60)]
+    log.write_text(
+        "\n".join(["old", "what(): sizes differ", "Fatal Python error: Aborted", "", *stack, "Extension modules: x"])
+    )
+    told = _last_lines(log)
+    assert "what(): sizes differ" in told
+    assert "f0.py" in told
+    assert "Extension modules" not in told
+    assert len(told.splitlines()) <= 1 + LAST_LINES

@@ -17,6 +17,7 @@ echelon train --procs 2\n
 echelon train --set model=llama-tiny --set layout=dp=2,tp=2 --set steps=100\n
 echelon train config.toml --set optimizer.lr=1e-3 --json\n
 echelon train --plan auto\n
+echelon train --procs 2 --set timeout=20 --inject sleep:rank=1,step=7\n
 torchrun --nproc-per-node 2 -m echelon train config.toml
 """
 
@@ -35,6 +36,14 @@ def command(
         str,
         typer.Option(metavar="auto|FILE", help="Let the planner choose the layout, or take a plan's (plan --json)."),
     ] = "",
+    inject: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FAULT",
+            help="A fault on purpose, e.g. kill:rank=1,step=7, to see what happens; may be repeated. Also raise, "
+            "sleep, skip-collective, slow-rank, corrupt-file, full-disk.",
+        ),
+    ] = None,
     keys: Annotated[bool, typer.Option("--keys", help="List every configuration key and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
 ) -> None:
@@ -48,7 +57,7 @@ def command(
         asked = load(config, settings or [], procs)
         if plan:
             asked = _planned(asked, plan, procs, quiet=as_json)
-        summary = run(asked, procs=procs, quiet=as_json)
+        summary = run(asked, procs=procs, quiet=as_json, inject=inject or [])
     if as_json and summary.run:
         answer(summary.facts())
 

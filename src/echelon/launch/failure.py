@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from echelon.layout.faults import FaultError
@@ -44,6 +44,8 @@ class Failure:
     """Whether it reads like the consequence of another rank's failure."""
     refused: tuple[str, ...] = ()
     """What a ValueError says: every fault, or its one message. Empty for other errors."""
+    died: bool = False
+    """The process ended without an exception."""
     modules: tuple[str, ...] = ()
     """Names of the modules whose code the error came through, the one that raised it last."""
 
@@ -59,7 +61,7 @@ class Failure:
             when=time.monotonic_ns(),
             reason=reason,
             traceback=text.rstrip(),
-            lost_peer=_lost_peer(error),
+            lost_peer=lost_peer(error),
             refused=refusals(error),
             modules=modules_of(error),
         )
@@ -67,7 +69,17 @@ class Failure:
     @classmethod
     def of_exit(cls, exitcode: int | None, rank: int, output: str = "") -> Failure:
         """The failure of a rank whose process is gone. `output` is what it printed last."""
-        return cls(rank=rank, when=time.monotonic_ns(), reason=_ending(exitcode), traceback=output.rstrip())
+        return cls(rank=rank, when=time.monotonic_ns(), reason=_ending(exitcode), traceback=output.rstrip(), died=True)
+
+
+@dataclass(frozen=True)
+class Explained:
+    """What is known of a failed run."""
+
+    text: str
+    """one paragraph"""
+    rank: int | None
+    """the rank to blame, if one is"""
 
 
 class RankError(RuntimeError):
@@ -86,6 +98,14 @@ class RankError(RuntimeError):
         parts = [head, *filter(None, [remark, failure.traceback])]
         return cls("\n\n".join(parts), rank=failure.rank, reason=failure.reason, failure=failure)
 
+    @classmethod
+    def explained(cls, found: Explained, failures: Sequence[Failure]) -> RankError:
+        """The paragraph, and the culprit's own traceback. Those of ranks that lost a peer say nothing new."""
+        cause = first(failures)
+        shown = cause.traceback if found.rank == cause.rank and not cause.lost_peer else ""
+        text = "\n\n".join(filter(None, [found.text, shown]))
+        return cls(text, rank=cause.rank if found.rank is None else found.rank, reason=cause.reason, failure=cause)
+
     def __reduce__(self) -> tuple[object, ...]:
         return _error, (str(self), self.rank, self.reason, self.failure)
 
@@ -95,7 +115,8 @@ def first(failures: Iterable[Failure]) -> Failure:
     return min(failures, key=lambda failure: (failure.lost_peer, failure.when))
 
 
-def _lost_peer(error: BaseException | None) -> bool:
+def lost_peer(error: BaseException | None) -> bool:
+    """Whether an error reads like the consequence of another rank's failure."""
     # An error raised while another one was handled is a consequence of it.
     while error is not None:
         message = str(error).lower()

@@ -32,8 +32,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from echelon.launch import forkserver
-from echelon.launch.failure import Failure, RankError, first
+from echelon.launch import forkserver, place
+from echelon.launch.failure import Explained, Failure, RankError, first
 from echelon.launch.loopback import ADDRESS, use_loopback
 from echelon.launch.parcel import pack, unpack
 
@@ -43,9 +43,22 @@ LINGER = 2.0
 """Seconds that a rank with a lost peer waits before it exits; see the note."""
 LAST_LINES = 20
 """Lines of output told of a rank that died without an exception."""
+FATAL = "Fatal Python error"
+"""Where the interpreter of an aborted rank begins to tell its stack."""
 
 
-def start(function: Callable[..., T], args: Sequence[Any], procs: int, *, logs: Path | None = None) -> T:
+Explain = Callable[[Path, Sequence[Failure], int], Explained | None]
+"""What may be said of failures by who knows what the ranks left in the launcher's folder; the last is their number."""
+
+
+def start(
+    function: Callable[..., T],
+    args: Sequence[Any],
+    procs: int,
+    *,
+    logs: Path | None = None,
+    explain: Explain | None = None,
+) -> T:
     """Call `function(*args)` on `procs` new ranks of this machine and return what rank 0 returns.
 
     The ranks find torchrun's environment variables, so `world.join()` makes them a group. Rank 0 writes to the
@@ -78,8 +91,11 @@ def start(function: Callable[..., T], args: Sequence[Any], procs: int, *, logs: 
                 values = elastic_launch(config, _enter)(call, str(folder), str(logs))
         except ChildFailedError as error:
             name = f"{function.__module__}.{function.__qualname__}"
-            cause = first(_failures(error, folder, logs))
-            raise RankError.of(cause, world=procs, what=name) from None
+            failures = _failures(error, folder, logs)
+            found = explain(folder, failures, procs) if explain is not None else None
+            if found is not None:
+                raise RankError.explained(found, failures) from None
+            raise RankError.of(first(failures), world=procs, what=name) from None
         except SignalException as error:
             # The launcher turns signals into this exception, and has ended the ranks.
             if error.sigval == signal.SIGINT:
@@ -100,6 +116,7 @@ def _enter(call: bytes, folder: str, logs: str) -> bytes:
     if rank != 0:
         _redirect(Path(logs) / f"rank{rank}.log")
     use_loopback()
+    place.use(Path(folder))
     try:
         function, args = unpack(call)
         value = function(*args)
@@ -135,7 +152,10 @@ def _failures(error: ChildFailedError, folder: Path, logs: Path) -> list[Failure
 
 
 def _last_lines(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:] if log.exists() else []
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    fatal = max((number for number, line in enumerate(lines) if line.startswith(FATAL)), default=None)
+    # Below it come all the rank's calls and modules: what was printed just before, and the innermost calls, are it.
+    lines = lines[-LAST_LINES:] if fatal is None else lines[max(fatal - 3, 0) :][:LAST_LINES]
     return "\n".join(["its last output:", *lines]) if lines else ""
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -32,15 +32,20 @@ class World:
     """As torch spells it: `gloo`, or `cpu:gloo,cuda:nccl`. Empty for one process without a process group."""
 
     @contextmanager
-    def first_rank_first(self) -> Iterator[None]:
-        """The first rank of each machine runs the block, then the others: what it left on disk is there for them."""
+    def first_rank_first(self, around: Callable[[], AbstractContextManager[None]] = nullcontext) -> Iterator[None]:
+        """The first rank of each machine runs the block, then the others: what it left on disk is there for them.
+
+        `around` is entered around the barrier.
+        """
         import torch.distributed as dist
 
         if self.local_rank and self.backend:
-            dist.barrier()
+            with around():
+                dist.barrier()
         yield
         if not self.local_rank and self.backend:
-            dist.barrier()
+            with around():
+                dist.barrier()
 
 
 def under_launcher() -> bool:

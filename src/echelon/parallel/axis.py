@@ -13,7 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon import compat
+from echelon.faults import ring
+from echelon.faults.ring import Lane, Recorded, Waited, here
 from echelon.layout import Mesh
+
+ring.hide(__file__)
 
 
 class Done:
@@ -34,7 +38,7 @@ class Several:
             work.wait()
 
 
-Pending = Done | Several | dist.Work
+Pending = Done | Recorded
 
 
 class Axis:
@@ -48,14 +52,19 @@ class Axis:
         group: dist.ProcessGroup | None,
         left_out: frozenset[str],
         make_group: Callable[[], dist.ProcessGroup | None] | None = None,
+        lane: Lane | None = None,
+        label: str = "",
     ):
         self.name = name
+        self.label = label or name
+        """as people know the axis"""
         self.ranks = tuple(ranks)
         self.size = len(self.ranks)
         self.index = self.ranks.index(rank)
         self.group = group
         self.left_out = left_out
         self.make_group = make_group
+        self.lane = lane or Lane(name, ranks)
         self.skipped = False
         """a collective was really left out"""
 
@@ -64,8 +73,18 @@ class Axis:
 
     def idle(self, kind: str) -> bool:
         """True where there is nobody to talk to, or where a test left this collective out to see it missed."""
-        self.skipped |= self.size > 1 and kind in self.left_out
-        return self.size == 1 or kind in self.left_out
+        if self.size == 1:
+            return True
+        left_out = kind in self.left_out
+        if here.leaves_out is not None:
+            left_out |= here.leaves_out(here.step, kind, self.label)
+        self.skipped |= left_out
+        return left_out
+
+    def _noted(self, kind: str, tensor: Tensor, start: Callable[[], Waited]) -> Pending:
+        """Starts an operation, and writes down that it does (faults/ring.py)."""
+        slot = here.begin(kind, self.label, self.lane, tensor.shape, tensor.dtype)
+        return Recorded(here, slot, start(), tensor.is_cuda)
 
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Tensor:
         """Sums (or takes the maximum) in place."""
@@ -76,8 +95,9 @@ class Axis:
         if self.idle("all_reduce"):
             return Done()
         reduce = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
-        work: dist.Work = dist.all_reduce(tensor, op=reduce, group=self.group, async_op=True)
-        return work
+        return self._noted(
+            "all_reduce", tensor, lambda: dist.all_reduce(tensor, op=reduce, group=self.group, async_op=True)
+        )
 
     def start_all_gather(self, whole: Tensor, part: Tensor) -> Pending:
         """`whole` becomes every rank's `part`, in the order of the axis; `part` may be its own slice of `whole`."""
@@ -89,7 +109,7 @@ class Axis:
             if own.data_ptr() != mine.data_ptr():
                 own.copy_(mine)
             return Done()
-        return compat.start_all_gather(whole, part, self.group)
+        return self._noted("all_gather", whole, lambda: compat.start_all_gather(whole, part, self.group))
 
     def start_reduce_scatter(self, part: Tensor, whole: Tensor) -> Pending:
         """`part` becomes this rank's slice of the sum of all ranks' `whole`; it may be that slice of `whole` itself."""
@@ -98,7 +118,7 @@ class Axis:
             if own.data_ptr() != part.data_ptr():
                 part.copy_(own)
             return Done()
-        return compat.start_reduce_scatter(part, whole, self.group)
+        return self._noted("reduce_scatter", whole, lambda: compat.start_reduce_scatter(part, whole, self.group))
 
     def again(self) -> dist.ProcessGroup | None:
         """A second process group of the same ranks. All ranks of the mesh must ask for it."""
@@ -115,15 +135,17 @@ class Axis:
             if self.index != source:
                 tensor.zero_()  # left out on purpose: what the source would have sent is missing
             return Done()
-        work: dist.Work = dist.broadcast(tensor, src=self.ranks[source], group=self.group, async_op=True)
-        return work
+        first = self.ranks[source]
+        return self._noted(
+            "broadcast", tensor, lambda: dist.broadcast(tensor, src=first, group=self.group, async_op=True)
+        )
 
     def start_reduce(self, tensor: Tensor, target: int) -> Pending:
         """The rank at place `target` gets the sum; what the others then hold means nothing."""
         if self.idle("reduce"):
             return Done()
-        work: dist.Work = dist.reduce(tensor, dst=self.ranks[target], group=self.group, async_op=True)
-        return work
+        to = self.ranks[target]
+        return self._noted("reduce", tensor, lambda: dist.reduce(tensor, dst=to, group=self.group, async_op=True))
 
     def start_all_to_all(
         self, received: Tensor, sent: Tensor, received_rows: list[int] | None = None, sent_rows: list[int] | None = None
@@ -135,10 +157,11 @@ class Axis:
         if self.idle("all_to_all"):
             received.zero_() if received.shape != sent.shape else received.copy_(sent)
             return Done()
-        work: dist.Work = dist.all_to_all_single(
-            received, sent, received_rows, sent_rows, group=self.group, async_op=True
+        return self._noted(
+            "all_to_all",
+            sent,
+            lambda: dist.all_to_all_single(received, sent, received_rows, sent_rows, group=self.group, async_op=True),
         )
-        return work
 
     def start_shift(self, received: Tensor, sent: Tensor, by: int = 1) -> Pending:
         """`sent` goes `by` ranks on, around the end; `received` becomes what the rank so many before sends."""
@@ -150,7 +173,7 @@ class Axis:
             dist.P2POp(dist.isend, sent, to, group=self.group),
             dist.P2POp(dist.irecv, received, source, group=self.group),
         ]
-        return Several(dist.batch_isend_irecv(both))
+        return self._noted("shift", sent, lambda: Several(dist.batch_isend_irecv(both)))
 
 
 ALONE = "alone"
@@ -182,6 +205,7 @@ class Axes:
         self._broken_axis, _, self._broken_kind = leave_out.partition(":")
         self._axes: dict[str, Axis] = {}
         self._made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
+        self._lanes: dict[tuple[tuple[int, ...], ...], Lane] = {}
         for name in names:
             self.add(name)
         _live.add(self)
@@ -212,11 +236,22 @@ class Axes:
         if name in self._axes:
             return
         groups = enumerate_groups(self.mesh, name)
+        ranks = next(group for group in groups if self.rank in group)
         if groups not in self._made:
             self._made[groups] = self._join(groups)
-        ranks = next(group for group in groups if self.rank in group)
+            self._lanes[groups] = here.lane(ranks)
         left_out = frozenset({self._broken_kind} if name == self._broken_axis else ())
-        self._axes[name] = Axis(name, ranks, self.rank, self._made[groups], left_out, partial(self._new, groups))
+        self._axes[name] = Axis(
+            *(name, ranks, self.rank, self._made[groups], left_out, partial(self._new, groups)),
+            lane=self._lanes[groups],
+            label=self._label(name),
+        )
+
+    def _label(self, name: str) -> str:
+        """Where all of dp is replicas, or all of it shards, people know the axis as dp."""
+        if name in ("replica", "shard") and self.mesh.size(name) == self.mesh.size("dp"):
+            return "dp"
+        return name
 
     def _join(self, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
         if all(len(group) == 1 for group in groups):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from echelon.faults.ring import here
 from echelon.layout import Layout, Mesh
 from echelon.layout.cost import Collective
 from echelon.layout.layout import ASYNCHRONOUS
@@ -42,6 +43,7 @@ class Pipeline:
         self.parallel = apply(model, layout, options, held)
         links = [self.stages.links(stage) for stage in range(self.schedule.stages)]
         self.asynchronous = layout.schedule in ASYNCHRONOUS
+        self._gathers = here.lane(range(layout.world))
         self.runtime: Runtime
         if self.asynchronous:
             refuse_copies(self.parallel)
@@ -155,7 +157,8 @@ class Pipeline:
         at = self.parallel.axes.at
         shown = mine if at["dp"] == at["tp"] == at["cp"] == 0 else None
         every: list[list[tuple[str, float, float]] | None] = [None] * self.parallel.layout.world
-        dist.all_gather_object(every, shown)
+        with here.doing("all_gather", "world", self._gathers):
+            dist.all_gather_object(every, shown)
         spans = [found for found in every if found is not None]  # ranks of pp are in the order of the world's
         schedule = self.runtime.window_lists() if isinstance(self.runtime, StreamRuntime) else self.runtime.schedule
         return timelines(schedule, spans) if all(spans) else None

@@ -25,8 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echelon.faults import ring
+from echelon.faults.ring import Recorded, here
 from echelon.parallel.axis import Axis
 from echelon.pipeline.handed import HOLDERS
+
+ring.hide(__file__)
 
 HEADER = 64
 DTYPES = (
@@ -90,7 +94,7 @@ class Arriving:
     def __init__(self, pipes: Pipes, channel: int, sender: int, kind: Hashable):
         self._pipes, self._channel, self._sender, self._kind = pipes, channel, sender, kind
         self._header: Tensor | None = None
-        self._works: list[dist.Work] = []
+        self._works: list[Recorded] = []
         self.tensors: tuple[Tensor, ...] = ()
         self.form: Form | None = None
 
@@ -115,7 +119,7 @@ class Arriving:
             self._header, self._works = None, []
             self.wait()
 
-    def _ask(self, tensor: Tensor) -> dist.Work:
+    def _ask(self, tensor: Tensor) -> Recorded:
         return self._pipes.ask(tensor, self._sender, self._channel)
 
 
@@ -128,10 +132,11 @@ class Pipes:
         self._first_tag = _next_tag.get(axis.group, 0)
         _next_tag[axis.group] = self._first_tag + channels
         self._groups = [axis.group if device.type == "cpu" else axis.again() for _ in range(channels)]
+        self._lanes = [here.lane(axis.ranks, f" channel {channel}") for channel in range(channels)]
         self._forms: dict[tuple[int, Hashable], Form] = {}
         self._asked: dict[int, deque[Arriving]] = {}
-        self._sending: list[tuple[dist.Work, Tensor]] = []
-        self._before: deque[list[tuple[dist.Work, Tensor]]] = deque()
+        self._sending: list[tuple[Recorded, Tensor]] = []
+        self._before: deque[list[tuple[Recorded, Tensor]]] = deque()
 
     def form(self, channel: int, kind: Hashable) -> Form | None:
         return self._forms.get((channel, kind))
@@ -156,9 +161,14 @@ class Pipes:
     def _start(self, tensor: Tensor, to: int, channel: int) -> None:
         # The tensor is kept until it is sent: isend does not copy.
         tag = self._first_tag + channel
+        slot = self._begin("send", tensor, to, channel)
         work = dist.isend(tensor, self.axis.ranks[to], group=self._groups[channel], tag=tag)
         assert work is not None
-        self._sending.append((work, tensor))
+        self._sending.append((Recorded(here, slot, work, tensor.is_cuda), tensor))
+
+    def _begin(self, op: str, tensor: Tensor, other: int, channel: int) -> int:
+        peer, lane = str(self.axis.ranks[other]), self._lanes[channel]
+        return here.begin(op, self.axis.label, lane, tensor.shape, tensor.dtype, peer)
 
     def receive(self, channel: int, sender: int, kind: Hashable) -> Arriving:
         """Asks for the next message of a channel."""
@@ -179,11 +189,12 @@ class Pipes:
                 break
         return arriving
 
-    def ask(self, tensor: Tensor, sender: int, channel: int) -> dist.Work:
+    def ask(self, tensor: Tensor, sender: int, channel: int) -> Recorded:
         tag = self._first_tag + channel
+        slot = self._begin("receive", tensor, sender, channel)
         work = dist.irecv(tensor, self.axis.ranks[sender], group=self._groups[channel], tag=tag)
         assert work is not None
-        return work
+        return Recorded(here, slot, work, tensor.is_cuda)
 
     def flush(self) -> None:
         """Waits until everything that was sent is out."""

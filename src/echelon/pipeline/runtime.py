@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from echelon.faults.ring import here
 from echelon.models.chain import Chain, Link
 from echelon.models.head import loss_pair
 from echelon.parallel.apply import Parallel
@@ -187,6 +188,7 @@ class Runtime:
     # -- compute ------------------------------------------------------------------------------------------------------
 
     def _forward(self, stage: int, m: int) -> None:
+        here.enter("forward")
         work = self._works[m]
         inputs = self._take(stage, m, FORWARD) if stage else ()
         self._set(work, stage, m)
@@ -215,6 +217,7 @@ class Runtime:
         self.totals[1] += count
 
     def _backward(self, stage: int, m: int) -> None:
+        here.enter("backward")
         passed = self._passed[stage, m]
         self._set(self._works[m], stage, m)
         part = self.mine.index(stage)

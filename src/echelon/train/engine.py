@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from echelon.faults.ring import here
 from echelon.kernels import choice
 from echelon.layout import Layout, check
 from echelon.layout.cost import Collective
@@ -203,6 +204,7 @@ class Engine:
             totals = self.pipeline.train(works, self._seed)
         else:
             totals = self._one_after_another(microbatches, lr)
+        here.enter("update")
         if self.in_backward is None:
             rest, live = self._share(totals)
             self._sum_partial()
@@ -314,6 +316,7 @@ class Engine:
                 totals[1] += count
                 if last and self.in_backward is not None:
                     self.in_backward.begin(lr, *self._share(totals))
+                here.enter("backward")
                 if total.requires_grad:
                     total.backward(self._seed.to(total.dtype).expand_as(total))
             flat.end()

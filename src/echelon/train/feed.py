@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from echelon.faults.ring import here
 from echelon.parallel.apply import Parallel
 from echelon.pipeline.runtime import Work
 from echelon.train.later import sent
@@ -57,7 +58,12 @@ class Feed:
     def counted(self, microbatches: Iterable[Microbatch]) -> Iterator[Microbatch]:
         """One by one, as they may be made one by one; raises where there are more or fewer than a step has."""
         given = 0
-        for microbatch in microbatches:
+        coming = iter(microbatches)
+        while True:
+            with here.loading():
+                microbatch = next(coming, None)
+            if microbatch is None:
+                break
             given += 1
             if given > self._layout.accumulate:
                 break
@@ -77,6 +83,7 @@ class Feed:
 
     def prepared(self, microbatch: Microbatch) -> dict[str, Tensor]:
         """The microbatch on the device, floats in the compute type; dropout is told which samples these are."""
+        here.enter("forward")
         self._parallel.stream.samples = self.samples(microbatch)
         return self._on_device(microbatch)
 

@@ -12,8 +12,14 @@ from typing import Any
 
 import torch
 
+from echelon.faults.goodput import Goodput, goodput
+from echelon.faults.inject import Injector
+from echelon.faults.injection import Injection
+from echelon.faults.ring import here
+from echelon.faults.stragglers import Notes
+from echelon.faults.watch import Watch, watched
 from echelon.launch.world import World, join
-from echelon.layout import check
+from echelon.layout import Mesh, check
 from echelon.parallel.apply import WORLD, Options
 from echelon.pipeline import timeline
 from echelon.pipeline.measure import everywhere, measured_split, profile_of
@@ -25,8 +31,8 @@ from echelon.train.config import Config
 from echelon.train.derived import derived
 from echelon.train.display import Display, Progress, duration, number, percent, short
 from echelon.train.engine import Engine
-from echelon.train.later import later
 from echelon.train.load import Balance, Load, keeps_counts
+from echelon.train.looks import ENOUGH, EVERY, Look, Looks, position
 from echelon.train.not_finite import NotFinite
 from echelon.train.options import loss_scale_of, options_of
 from echelon.train.pipeline_faults import MEASURE
@@ -36,9 +42,6 @@ from echelon.train.run import Run
 from echelon.train.schedule import learning_rate
 from echelon.train.stopwatch import Stopwatch
 from echelon.train.task import task_of
-
-MEMORY_EVERY = 10
-"""steps between two looks at all ranks' memory: each look is a collective"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +56,10 @@ class Summary:
     mfu: float
     hfu: float
     goodput: float
-    """share of the time since start-up that went into training steps"""
+    """share of the time since start-up that went into training steps that were kept"""
     eval_loss: float | None
+    time: dict[str, float]
+    """what goodput is made of (faults/goodput.py)"""
     checkpoint: str | None = None
     """the last checkpoint; none are written yet"""
     experts: dict[str, Any] | None = None
@@ -70,28 +75,34 @@ class _Step:
     number: int
     result: StepResult
     lr: float
-    memory: Callable[[], float] | None
-    """asks what the fullest rank has used, where that was looked at"""
+    look: Callable[[], Look] | None
+    """asks what was seen of all ranks, where that was looked at"""
     loads: Callable[[], list[Load]]
     """asks how many tokens the experts of each layer got"""
 
 
-def train_here(config: Config, quiet: bool = False) -> Summary:
+def train_here(config: Config, quiet: bool = False, inject: Sequence[Injection] = ()) -> Summary:
     """Trains on the ranks this process was started among: all of them call this, rank 0's summary names the run."""
-    with join(config.device, config.timeout) as world:
-        return Loop(config, world, quiet=quiet).run()
+    with (
+        join(config.device, config.timeout) as world,
+        watched(world, config.timeout) as watch,
+        Injector(inject, world.rank, on_strike=watch.injected).armed(),
+    ):
+        return Loop(config, world, quiet=quiet, watch=watch).run()
 
 
 class Loop:
     """One rank's part of a run."""
 
-    def __init__(self, config: Config, world: World, *, quiet: bool):
-        self.config, self.world = config, world
-        self.started = time.perf_counter()
-        self.task = task_of(config, world.first_rank_first())
+    def __init__(self, config: Config, world: World, *, quiet: bool, watch: Watch):
+        self.config, self.world, self._watch = config, world, watch
+        self.started, self._clock = time.perf_counter(), time.time()
+        lane = here.lane(range(world.world_size))
+        self.task = task_of(config, world.first_rank_first(lambda: here.doing("barrier", "world", lane)))
         self.layout = check(
             config.layout, world=world.world_size, batch=config.batch, seq_len=config.seq_len, model=self.task.shape
         )
+        here.position = position(Mesh(self.layout), world.rank)
         options = options_of(config, world.device)
         options = replace(options, working=working_bytes(config, self.layout, self.task.shape, world))
         self.profile = self._profile(options) if config.pipeline.profile else None
@@ -107,6 +118,11 @@ class Loop:
             loss_scale=loss_scale_of(config),
         )
         self.engine.model.train()
+        axes = self.engine.parallel.axes
+        self._looks = Looks(axes[WORLD], world.device, axes.mesh)
+        self._told: list[dict[str, Any]] = [{"kind": "start", "time": self._clock, "after": 0}]
+        """what goodput counts, of this attempt"""
+        self._slow = Notes()
         self.peak = metrics.peak_flops(world.device)
         self.display = Display(config.steps, quiet=quiet or world.rank > 0)
         self._memory = 0
@@ -144,6 +160,9 @@ class Loop:
         if self.world.rank == 0:
             before = predicted(self.config, self.layout, self.task.shape, self.world, threads=threads)
             run = Run.create(self.config, {"layout": str(self.layout), "derived": rows, "predicted": before})
+        if run is not None:
+            self._watch.keeps(run.path)
+            run.log(**self._told[0])
         if run is not None and self.profile is not None:
             run.write("profile.json", self.profile.to_json())
         try:
@@ -174,16 +193,19 @@ class Loop:
         late = self.world.device.type == "cuda" or (pipeline is not None and pipeline.asynchronous)
         for step in range(config.steps):
             self._stopwatch.begin()
+            here.step = step + 1
             lr = learning_rate(step, config.steps, config)
             last = step + 1 == config.steps
             if pipeline is not None and last:
                 pipeline.record()
-            result = self.engine.run(self.task.microbatches(self.engine, step), lr=lr)
-            looks = step % MEMORY_EVERY == 0 or last
-            memory = self._look_at_memory() if looks else None
+            with here.loading():
+                microbatches = self.task.microbatches(self.engine, step)
+            result = self.engine.run(microbatches, lr=lr)
+            looks = step % EVERY == 0 or last
+            look = self._looks.ask(metrics.peak_memory(self.world.device)) if looks else None
             # Only the first rank tells.
             loads = self.engine.loads.ask() if self.world.rank == 0 else list
-            untold.append(_Step(step + 1, result, lr, memory, loads))
+            untold.append(_Step(step + 1, result, lr, look, loads))
             evaluates = config.eval.every and ((step + 1) % config.eval.every == 0 or last)
             kept = int(late and not last and not evaluates)
             self._tell([untold.popleft() for _ in range(len(untold) - kept)], run)
@@ -195,12 +217,13 @@ class Loop:
                 self.engine.drain()
                 self._seconds[-1] += time.perf_counter() - begun  # what steps have left to do is a part of them
             if evaluates:
-                eval_loss = self.engine.evaluate(self.task.evaluation(self.engine))
+                with here.during("evaluation"):
+                    eval_loss = self.engine.evaluate(self.task.evaluation(self.engine))
                 if eval_loss is not None:
                     self.display.evaluation(step + 1, eval_loss)
                     if run is not None:
                         run.log("evaluation", step=step + 1, loss=eval_loss)
-        busy = sum(self._seconds)
+        spent = self._spent()
         steady = self._seconds[1:] or self._seconds  # the first step allocates, and would spoil the mean
         rate = self._tokens(result) * len(steady) / sum(steady)
         mfu, hfu = self._utilisation(rate)
@@ -211,8 +234,9 @@ class Loop:
             tokens_per_s=rate,
             mfu=mfu,
             hfu=hfu,
-            goodput=busy / (time.perf_counter() - self.started),
+            goodput=spent.share,
             eval_loss=eval_loss,
+            time=spent.record(),
             experts={**self._experts.facts(), "dropped_in_run": self._dropped} if self._experts else None,
         )
 
@@ -228,8 +252,9 @@ class Loop:
 
     def _tell_one(self, step: _Step, seconds: float, run: Run | None) -> None:
         result = step.result
-        if step.memory is not None:
-            self._memory = int(step.memory())
+        waiting, data = self._looks.step(seconds)
+        if step.look is not None:
+            self._tell_look(step.number, step.look(), run)
         loads = step.loads()
         if loads:
             self._experts = Balance.of(loads)
@@ -241,6 +266,8 @@ class Loop:
             self.display.note(f"step {step.number} skipped: {_told(result, not_finite)}")
         elif result.skipped:
             self.display.note(f"step {step.number} had no valid target: nothing was updated")
+        counted = {"step": step.number, "skipped": result.skipped, "seconds": seconds, "waiting": waiting, "data": data}
+        self._told.append({"kind": "step", **counted})
         if run is not None:
             scaled = {} if self.engine.scaling.recipe.is_one else {"loss_scale": result.loss_scale}
             run.log(
@@ -249,8 +276,7 @@ class Loop:
                 lr=step.lr,
                 norm=result.norm,
                 count=result.count,
-                skipped=result.skipped,
-                seconds=seconds,
+                **{name: value for name, value in counted.items() if name != "step"},
                 **scaled,
             )
             if not_finite is not None:
@@ -287,21 +313,20 @@ class Loop:
         """What a step's rate counts: tokens of text, or valid targets of a user's module."""
         return self.config.batch * self.config.seq_len if self.task.shape else result.count
 
-    def _look_at_memory(self) -> Callable[[], float]:
-        """Asks all ranks for the most that one of them has used. The answer is read later, as a step's result is."""
-        mine = float(metrics.peak_memory(self.world.device))
-        used = torch.full((1,), mine, dtype=torch.float64, device=self.world.device)
-        pending = self.engine.parallel.axes[WORLD].start_all_reduce(used, op="max")
-        if used.is_cuda:
-            pending.wait()  # of the device, not of the host
-            told = later(used)
-            return lambda: told()[0]
+    def _tell_look(self, step: int, look: Look, run: Run | None) -> None:
+        """Who is slow is logged every time, and told when it lasts."""
+        self._memory = look.memory
+        if run is None or not look.steps or self.world.world_size == 1:
+            return
+        run.log("ranks", step=step, **look.record())
+        if look.steps < ENOUGH:
+            return
+        for note in self._slow.notes(look.straggler, look.starved, self._looks.position):
+            self.display.note(note)
 
-        def ask() -> float:
-            pending.wait()
-            return float(used)
-
-        return ask
+    def _spent(self) -> Goodput:
+        now = self._clock + time.perf_counter() - self.started
+        return goodput(self._told, now=now)
 
     def _progress(self, step: int, result: StepResult, rate: float) -> Progress:
         mfu, hfu = self._utilisation(rate)
@@ -333,7 +358,7 @@ class Loop:
             ("tokens/s", short(summary.tokens_per_s)),
             ("MFU, HFU", f"{percent(summary.mfu)}, {percent(summary.hfu)}"),
             *self._results_of_experts(),
-            ("time", f"{duration(time.perf_counter() - self.started)}, {percent(summary.goodput)} of it in steps"),
+            ("time", f"{duration(time.perf_counter() - self.started)}, {self._spent().told()}"),
         ]
 
     def _results_of_experts(self) -> list[tuple[str, str]]:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from echelon.faults import injection
+from echelon.faults.injection import Injection
 from echelon.layout import Fault, FaultError, Layout
 from echelon.models.own import refuse_while_loading, spec_of
 from echelon.train.config import Config
@@ -70,8 +72,12 @@ def _text(value: Any) -> str:
     return str(list(value)) if isinstance(value, tuple | list) else str(value)
 
 
-def run(config: Config, *, procs: int | None = None, quiet: bool = False) -> Summary:
-    """On the ranks a launcher started, if one did; else on `procs` new ones, or as many as the layout names."""
+def run(config: Config, *, procs: int | None = None, quiet: bool = False, inject: Sequence[str] = ()) -> Summary:
+    """On the ranks a launcher started, if one did; else on `procs` new ones, or as many as the layout names.
+
+    `inject` are faults on purpose, e.g. `kill:rank=2,step=7`.
+    """
+    from echelon.faults.autopsy import explain
     from echelon.launch.local import start
     from echelon.launch.world import under_launcher
     from echelon.train.loop import train_here
@@ -84,11 +90,16 @@ def run(config: Config, *, procs: int | None = None, quiet: bool = False) -> Sum
     faults = config.faults(world=None if under_launcher() else count)
     if config.device == "cuda" and not under_launcher():
         faults += _device_faults(count)
+    injections: tuple[Injection, ...] = ()
+    try:
+        injections = injection.read(inject, world=procs, steps=config.steps)
+    except FaultError as error:
+        faults += error.faults
     if faults:
         raise FaultError(faults)
     if count == 1:
-        return train_here(config, quiet)
-    return start(train_here, (config, quiet), count)
+        return train_here(config, quiet, injections)
+    return start(train_here, (config, quiet, injections), count, explain=explain)
 
 
 def _procs_faults(procs: int) -> list[Fault]:

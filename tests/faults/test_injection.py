@@ -1,0 +1,134 @@
+"""Faults on purpose: read strictly, and striking where they should."""
+
+from __future__ import annotations
+
+import errno
+import signal
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from echelon.cli import app
+from echelon.faults.inject import InjectedError, Injector, on_write
+from echelon.faults.injection import KINDS, read
+from echelon.faults.ring import Recorder, here
+from echelon.layout import FaultError
+
+
+def test_defaults_and_options():
+    kill, sleep, slow = read(
+        ["kill:rank=2,step=7", "sleep: rank=1 , seconds=2.5,phase=backward", "slow-rank:rank=0,factor=3"]
+    )
+    assert (kill.rank, kill.step, kill.phase, kill.number) == (2, 7, "forward", signal.SIGKILL)
+    assert (sleep.seconds, sleep.phase, sleep.step) == (2.5, "backward", 1)
+    assert slow.factor == 3.0
+    assert read([str(kill)]) == (kill,)
+
+
+def test_every_kind_can_be_asked_for_shortly():
+    assert [one.kind for one in read([f"{kind}:rank=0" for kind in KINDS])] == list(KINDS)
+
+
+def test_all_faults_at_once_with_a_hint():
+    texts = [
+        "kil:rank=1",
+        "kill:step=2",
+        "sleep:rank=9,second=3",
+        "raise:rank=0,step=0,phase=forwards",
+        "kill:rank=1,step=99",
+    ]
+    with pytest.raises(FaultError) as caught:
+        read(texts, world=4, steps=10)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 7
+    assert 'did you mean "kill"?' in lines[0]
+    assert "does not say rank" in lines[1]
+    assert 'did you mean "seconds"?' in lines[2]
+    assert "rank=9 of 4" in lines[3]
+    assert "step=0" in lines[4]
+    assert 'did you mean "forward"?' in lines[5]
+    assert "step=99 of 10" in lines[6]
+
+
+@pytest.mark.parametrize(
+    "text", ["kill:", "kill", "kill:rank", "kill:rank=x", "kill:rank=1,rank=2", "sleep:rank=1,seconds=inf", ""]
+)
+def test_nonsense_is_refused(text):
+    with pytest.raises(FaultError):
+        read([text])
+
+
+def test_the_command_refuses_before_any_process_starts():
+    asked = ["train", "--procs", "2", "--set", "steps=3", "--set", "bacth=2", "--inject", "kill:rank=5"]
+    result = CliRunner().invoke(app, [*asked[:5], "--inject", "kill:rank=5", "--inject", "slep:rank=0"])
+    assert result.exit_code == 2
+    assert "rank=5 of 2" in result.output
+    assert 'did you mean "sleep"?' in result.output
+
+
+def armed(texts, rank=0):
+    recorder = Recorder()
+    return recorder, Injector(read(texts), rank, recorder)
+
+
+def test_it_strikes_once_in_its_step_phase_and_rank():
+    recorder, injector = armed(["raise:rank=0,step=2,phase=backward"])
+    with injector.armed():
+        for step, phase in ((1, "backward"), (2, "forward")):
+            recorder.step = step
+            recorder.enter(phase)
+        with pytest.raises(InjectedError, match="rank 0 in backward of step 2"):
+            recorder.enter("backward")
+        recorder.enter("backward")
+    recorder, injector = armed(["raise:rank=1,step=1"])
+    with injector.armed():
+        recorder.step = 1
+        recorder.enter("forward")
+    assert recorder.on_phase is None
+
+
+def test_a_collective_is_left_out_once():
+    recorder, injector = armed(["skip-collective:rank=0,step=1,axis=dp,op=all_gather"])
+    with injector.armed():
+        asked = [("all_reduce", "dp"), ("all_gather", "tp"), ("all_gather", "dp"), ("all_gather", "dp")]
+        assert [recorder.leaves_out(1, op, axis) for op, axis in asked] == [False, False, True, False]
+    assert recorder.leaves_out is None
+
+
+def test_a_slow_rank_works_so_much_longer_and_does_not_load_longer():
+    recorder, injector = armed(["slow-rank:rank=0,factor=3"])
+    recorder.step = 1
+    with injector.armed():
+        recorder.enter("forward")
+        time.sleep(0.05)
+        begun = time.time()
+        with recorder.loading():
+            pass
+        assert 0.09 < time.time() - begun < 0.5
+        assert recorder.loaded < 0.03
+
+
+def write(path, data):
+    """As whoever writes checkpoints would."""
+    with on_write(path):
+        path.write_bytes(data)
+
+
+def test_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(here, "step", 4)
+    data = bytes(range(200))
+    asked = read(["corrupt-file:rank=0,step=4,name=*.bin,byte=7", "full-disk:step=2,name=b*"])
+    with Injector(asked, 0).armed():
+        write(tmp_path / "a.txt", data)
+        assert (tmp_path / "a.txt").read_bytes() == data
+        write(tmp_path / "a.bin", data)
+        found = (tmp_path / "a.bin").read_bytes()
+        assert [n for n in range(200) if found[n] != data[n]] == [7]
+        with pytest.raises(OSError, match="No space left on device") as caught:
+            write(tmp_path / "b.txt", data)
+        assert caught.value.errno == errno.ENOSPC
+        assert len((tmp_path / "b.txt").read_bytes()) == 100
+        write(tmp_path / "b.txt", data)  # each strikes once
+    write(tmp_path / "c.bin", data)
+    assert (tmp_path / "c.bin").read_bytes() == (tmp_path / "b.txt").read_bytes() == data

@@ -1,0 +1,178 @@
+"""The ring: what a rank did last, readable by others, from any thread, for little."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from echelon.faults.entry import BYTES, SLOTS, entries, phase_of, read_ranks, spelled
+from echelon.faults.ring import Recorded, Recorder
+
+
+class Work:
+    def __init__(self, seconds: float = 0.0, error: str = ""):
+        self.seconds, self.error = seconds, error
+
+    def wait(self) -> None:
+        time.sleep(self.seconds)
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+def test_an_operation_is_written_from_start_to_end() -> None:
+    recorder = Recorder()
+    recorder.step = 7
+    recorder.enter("backward")
+    lane = recorder.lane((0, 2))
+    slot = recorder.begin("all_reduce", "dp", lane, (4, 8), "torch.float32")
+    (entry,) = recorder.entries()
+    assert (entry.flag, entry.op, entry.axis, entry.number, entry.peers) == ("s", "all_reduce", "dp", 1, (0, 2))
+    assert (entry.shape, entry.dtype, entry.step, entry.phase) == ("[4, 8]", "float32", 7, "backward")
+    assert entry.site.startswith("faults/test_ring.py:")
+    assert entry.site.rpartition(":")[2].isdigit()
+    Recorded(recorder, slot, Work(0.02)).wait()
+    (entry,) = recorder.entries()
+    assert entry.flag == "e"
+    assert entry.started <= entry.waiting <= entry.ended
+    assert 0.02 <= recorder.waited < 0.5
+
+
+def test_a_wait_that_fails_stays_open() -> None:
+    recorder = Recorder()
+    slot = recorder.begin("all_gather", "tp", recorder.lane((0, 1)))
+    with pytest.raises(RuntimeError, match="peer"):
+        Recorded(recorder, slot, Work(error="lost peer")).wait()
+    assert recorder.entries()[0].flag == "f"
+    assert recorder.entries()[0].is_open
+
+
+def test_it_has_a_fixed_size_and_keeps_the_newest() -> None:
+    recorder = Recorder()
+    lane = recorder.lane((0, 1))
+    slots = [recorder.begin("all_reduce", "dp", lane, (n,), "torch.float32") for n in range(3 * SLOTS)]
+    assert [entry.number for entry in recorder.entries()] == list(range(2 * SLOTS + 1, 3 * SLOTS + 1))
+    recorder.ends(slots[0], time.time())  # its slot is another's by now
+    assert all(entry.flag == "s" for entry in recorder.entries())
+
+
+def test_threads_write_side_by_side() -> None:
+    recorder, lanes, each = Recorder(), [], 500
+    for number in range(4):
+        lanes.append(recorder.lane((number, 9)))
+
+    def work(number: int) -> None:
+        for _ in range(each):
+            Recorded(recorder, recorder.begin("all_reduce", f"axis{number}", lanes[number]), Work()).wait()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    read = 0
+    while any(thread.is_alive() for thread in threads):
+        for entry in recorder.entries():  # a reader never sees half of one
+            assert entry.axis == f"axis{entry.peers[0]}"
+            read += 1
+    for thread in threads:
+        thread.join()
+    assert read
+    assert [lane.last for lane in lanes] == [each] * 4
+    found = recorder.entries()
+    assert len(found) == SLOTS
+    assert all(entry.flag == "e" for entry in found)
+    for lane in lanes:
+        numbers = [entry.number for entry in found if entry.lane == lane.name]
+        assert len(set(numbers)) == len(numbers)
+
+
+def test_what_a_killed_process_wrote_is_there(tmp_path: Path) -> None:
+    code = f"""
+import os, signal
+from pathlib import Path
+from echelon.faults.ring import Recorder
+recorder = Recorder()
+recorder.keep_in(Path({str(tmp_path / "ring")!r}))
+recorder.step = 3
+recorder.enter("forward")
+slot = recorder.begin("all_reduce", "dp", recorder.lane((0, 1)), (5,), "torch.bfloat16")
+recorder.waits(slot)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, env=dict(os.environ))
+    assert done.returncode == -9
+    written = (tmp_path / "ring").read_bytes()
+    assert len(written) == BYTES
+    (entry,) = entries(written)
+    assert (entry.flag, entry.what, entry.shape) == ("w", "all_reduce number 1 on axis dp", "[5]")
+    step, since, phase = phase_of(written)
+    assert (step, phase) == (3, "forward")
+    assert time.time() - since < 60
+
+
+def test_the_longest_wait_counts_messages_from_when_somebody_waits() -> None:
+    recorder = Recorder()
+    assert recorder.longest_wait() == 0.0
+    lane = recorder.lane((0, 1))
+    message = recorder.begin("receive", "pp", lane, peers="1")
+    collective = recorder.begin("all_reduce", "dp", lane)
+    time.sleep(0.3)
+    recorder.waits(message)
+    recorder.waits(collective)
+    assert recorder.longest_wait() == 0.0  # not worth a thought yet
+    time.sleep(0.55)
+    assert recorder.longest_wait() > 0.8
+    recorder.ends(collective, time.time())
+    assert 0.5 < recorder.longest_wait() < 0.8
+
+
+def test_loading_and_evaluation_are_no_compute() -> None:
+    recorder = Recorder()
+    with recorder.loading():
+        time.sleep(0.02)
+        assert recorder.phase == "data"
+    assert recorder.phase == "start"
+    assert recorder.loaded >= 0.02
+    loaded = recorder.loaded
+    with recorder.during("evaluation"):
+        recorder.enter("forward")
+        assert recorder.phase == "evaluation"
+        with recorder.loading():
+            time.sleep(0.01)
+    assert recorder.loaded == loaded
+
+
+def test_an_operation_costs_few_calls() -> None:
+    """Diagnosis is always on: how many Python calls an operation takes is counted, which no busy machine can blur."""
+    recorder, calls = Recorder(), 0
+    lane = recorder.lane((0, 1))
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    Recorded(recorder, recorder.begin("all_reduce", "dp", lane, (4,), "torch.float32"), Work()).wait()
+    sys.setprofile(count)
+    try:
+        Recorded(recorder, recorder.begin("all_reduce", "dp", lane, (4,), "torch.float32"), Work()).wait()
+    finally:
+        sys.setprofile(None)
+    assert calls < 40
+
+
+@pytest.mark.parametrize("ranks", [(0,), (0, 1), (3, 1), tuple(range(0, 64, 2)), (0, 1, 5, 6, 9)])
+def test_groups_are_spelled_and_read(ranks: tuple[int, ...]) -> None:
+    assert read_ranks(spelled(ranks)) == ranks
+    assert len(spelled(tuple(range(0, 16384, 8)))) < 16
+
+
+def test_groups_of_the_same_ranks_have_names_of_their_own() -> None:
+    recorder = Recorder()
+    names = [recorder.lane((0, 1)).name, recorder.lane((0, 1)).name, recorder.lane((0, 1), " channel 1").name]
+    assert len(set(names)) == 3
+    recorder.reset()
+    assert recorder.lane((0, 1)).name == names[0]
