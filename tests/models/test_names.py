@@ -23,6 +23,7 @@ MODELS: dict[str, ModelConfig] = {
     "gpt2 untied": replace(GPT, tied=False),
     "llama": LLAMA,
     "llama tied": replace(LLAMA, tied=True),
+    "qwen2": replace(LLAMA, qkv_bias=True),
     "qwen3": replace(SMALL["qwen3-30b-a3b"], mixture=None),
     "mixtral": SMALL["mixtral-8x7b"],
     "qwen3_moe": SMALL["qwen3-30b-a3b"],

@@ -151,14 +151,25 @@ class Attention(nn.Module):
     rotates_in_place = True
     """nothing but the rotation is between the projections and the core: a kernel may do it where the product lies"""
 
-    def __init__(self, width: int, heads: int, kv_heads: int, *, head_dim: int = 0, bias: bool, dropout: float) -> None:
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        *,
+        head_dim: int = 0,
+        bias: bool,
+        out_bias: bool = False,
+        dropout: float,
+    ) -> None:
+        """`bias` is of queries, keys and values, `out_bias` of the output."""
         super().__init__()
         self.head_dim = head_dim or width // heads
         self.q = Linear(width, heads * self.head_dim, bias=bias)
         self.k = Linear(width, kv_heads * self.head_dim, bias=bias)
         self.v = Linear(width, kv_heads * self.head_dim, bias=bias)
         self.core = Core(dropout)
-        self.o = Linear(heads * self.head_dim, width, bias=bias)
+        self.o = Linear(heads * self.head_dim, width, bias=out_bias)
 
     def forward(self, x: Tensor, seen: Seen) -> Tensor:
         y = self._attend(x, seen).transpose(1, 2).flatten(2)

@@ -45,9 +45,15 @@ def attention(config: ModelConfig) -> nn.Module:
         return LatentAttention(width, heads, config.latent, epsilon=config.epsilon, dropout=dropout)
     if config.head_norms:
         return NormedAttention(
-            width, heads, kv_heads, head_dim=config.head_dim, epsilon=config.epsilon, dropout=dropout
+            width,
+            heads,
+            kv_heads,
+            head_dim=config.head_dim,
+            bias=config.qkv_bias,
+            epsilon=config.epsilon,
+            dropout=dropout,
         )
-    return Attention(width, heads, kv_heads, head_dim=config.head_dim, bias=False, dropout=dropout)
+    return Attention(width, heads, kv_heads, head_dim=config.head_dim, bias=config.qkv_bias, dropout=dropout)
 
 
 class Block(nn.Module):

@@ -59,6 +59,8 @@ class ModelConfig:
     """Size of a head where it is not the width divided by the heads; 0: it is."""
     head_norms: bool = False
     """Whether each head's queries and keys pass a norm (llama)."""
+    qkv_bias: bool = False
+    """Whether queries, keys and values have biases, as Qwen2's have (llama)."""
     theta: float = THETA
     """Rotary positions: the slowest pair turns once in 2 pi times nearly so many tokens (llama)."""
     epsilon: float = EPSILON
@@ -74,6 +76,7 @@ class ModelConfig:
         for field, given in (
             ("latent", self.latent),
             ("head_norms", self.head_norms),
+            ("qkv_bias", self.qkv_bias),
             ("own_head_dim", self.own_head_dim),
         ):
             if given and self.family != "llama":
@@ -178,7 +181,7 @@ class ModelConfig:
         if self.latent:
             return self.latent.parameters(self.width, self.heads)
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        biases = q + self.width + 2 * kv if self.family == "gpt" else 0
+        biases = q + self.width + 2 * kv if self.family == "gpt" else (q + 2 * kv) * self.qkv_bias
         norms = 2 * self.head_dim if self.head_norms else 0
         return 2 * self.width * q + 2 * self.width * kv + biases + norms
 
@@ -330,17 +333,8 @@ def find(name: str) -> ModelConfig:
     """The size with this name."""
     if name in SIZES:
         return SIZES[name]
-    raise FaultError(
-        (
-            Fault(
-                key="model",
-                value=name,
-                rule="is not the name of a model size",
-                legal=", ".join(SIZES),
-                hint=did_you_mean(name, SIZES),
-            ),
-        )
-    )
+    rule, hint = "is not the name of a model size", did_you_mean(name, SIZES)
+    raise FaultError([Fault(key="model", value=name, rule=rule, legal=", ".join(SIZES), hint=hint)])
 
 
 def changed(

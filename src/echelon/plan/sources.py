@@ -58,7 +58,7 @@ def of_config(config: ModelConfig) -> ModelShape:
         learned_positions=gpt,
         causal=config.causal,
         latent=Latent(**asdict(latent)) if latent else None,
-        more_parameters=norms,
+        more_parameters=norms + (config.heads + 2 * config.kv_heads) * config.head_dim * config.qkv_bias,
         parts=_parts(config),
     )
     if mixture is None:
