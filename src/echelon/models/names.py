@@ -106,8 +106,8 @@ def architecture(config: ModelConfig) -> str:
     if not kind:
         raise ValueError(
             f"transformers has no model that computes what {config.name} does (family={config.family}, "
-            f"gate={gate or 'none'}); names are known for gpt2, llama, qwen2, qwen3, mixtral, qwen3_moe, deepseek_v2 and "
-            "_v3"
+            f"gate={gate or 'none'}); names are known for gpt2, llama, qwen2, qwen3, mixtral, qwen3_moe, deepseek_v2 "
+            "and _v3"
         )
     return kind
 
