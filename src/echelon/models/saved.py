@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from echelon.layout.faults import Fault, FaultError
 from echelon.models.latent_config import LatentConfig
 from echelon.models.mixture_config import MixtureConfig
 from echelon.models.sizes import ModelConfig
@@ -41,7 +42,8 @@ def read(folder: Path) -> Saved:
         return Saved(config=_config(given["config"]), model_type=str(given.get("model_type", "")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"has no {error}" if isinstance(error, KeyError) else error
-        raise ValueError(f"not a model of ours ({file}: {what}); give a directory that `echelon import` made") from None
+        rule, legal = f"is not a model of ours ({FILE}: {what})", "a directory that `echelon import` made"
+        raise FaultError([Fault(key="model", value=str(folder), rule=rule, legal=legal)]) from None
 
 
 def _config(given: dict[str, Any]) -> ModelConfig:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 
 from echelon.layout.faults import Fault, FaultError, did_you_mean
 from echelon.models.gate_text import with_gate
@@ -330,9 +331,13 @@ SIZES: Mapping[str, ModelConfig] = {config.name: config for config in _TABLE}
 
 
 def find(name: str) -> ModelConfig:
-    """The size with this name."""
+    """The size with this name, or of the model in this directory."""
     if name in SIZES:
         return SIZES[name]
+    from echelon.models import saved  # it knows this file
+
+    if saved.is_saved(name):
+        return saved.read(Path(name)).config
     rule, hint = "is not the name of a model size", did_you_mean(name, SIZES)
     raise FaultError([Fault(key="model", value=name, rule=rule, legal=", ".join(SIZES), hint=hint)])
 
