@@ -21,6 +21,13 @@ _ROTARY = {
     "rms_norm_eps": 1e-5,
     "rope_parameters": {"rope_type": "default", "rope_theta": 5e4},
 }
+_STRETCHED = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 _LATENT = {
     **_ROTARY,
     "num_key_value_heads": 4,
@@ -56,6 +63,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama": ("llama", _ROTARY),
     "llama tied": ("llama", {**_ROTARY, "tie_word_embeddings": True, "head_dim": 12}),
+    "llama 3.1": (
+        "llama",
+        {
+            **_ROTARY,
+            "hidden_size": 64,
+            "rope_parameters": {
+                **_STRETCHED,
+                "rope_theta": 1e4,
+            },
+        },
+    ),
     "mistral": ("mistral", {**_ROTARY, "sliding_window": None}),
     "mistral short": ("mistral", {**_ROTARY, "sliding_window": 64}),
     "qwen2": ("qwen2", _ROTARY),

@@ -106,5 +106,6 @@ class Llama(LanguageModel):
 
     def seen(self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Seen:
         seen = super().seen(tokens, documents, positions)
-        turn = rotation(seen.place, self.config.rope_dim, self.config.theta, next(self.parameters()).dtype)
+        config, dtype = self.config, next(self.parameters()).dtype
+        turn = rotation(seen.place, config.rope_dim, config.theta, dtype, config.stretch)
         return replace(seen, turn=turn)

@@ -11,8 +11,8 @@
                 products, and all that comes after, stay as they are
     tied        a head that is the embedding has no name there
 
-Angles are made of `ModelConfig.theta` alone: where a published config also stretches them (`rope_scaling`), so that
-longer sequences fit, logits differ.
+Angles are made of `ModelConfig.theta`, and stretched as Llama 3.1's are. Where a published config stretches them in
+another way (`rope_scaling`), so that longer sequences fit, logits differ.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from echelon.layout.faults import Fault, FaultError
 from echelon.models.latent_config import LatentConfig
 from echelon.models.mixture_config import MixtureConfig
 from echelon.models.sizes import ModelConfig
+from echelon.models.stretch import Stretch
 
 FILE = "model.json"
 FORMAT = 1
@@ -53,6 +54,8 @@ def _config(given: dict[str, Any]) -> ModelConfig:
     values = dict(given)
     if values.get("latent") is not None:
         values["latent"] = LatentConfig(**values["latent"])
+    if values.get("stretch") is not None:
+        values["stretch"] = Stretch(**values["stretch"])
     if values.get("mixture") is not None:
         mixture = dict(values["mixture"])
         mixture["options"] = tuple((str(key), value) for key, value in mixture.get("options", ()))

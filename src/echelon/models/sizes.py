@@ -9,6 +9,7 @@ from echelon.layout.faults import Fault, FaultError, did_you_mean
 from echelon.models.gate_text import with_gate
 from echelon.models.latent_config import LatentConfig
 from echelon.models.mixture_config import MixtureConfig
+from echelon.models.stretch import Stretch
 
 IGNORE = -100
 """A target that does not count; torch's cross-entropy leaves it out by default."""
@@ -66,6 +67,8 @@ class ModelConfig:
     """Rotary positions: the slowest pair turns once in 2 pi times nearly so many tokens (llama)."""
     epsilon: float = EPSILON
     """What norms add to a mean square."""
+    stretch: Stretch | None = None
+    """Rotary positions for longer sequences than the first ones (llama)."""
 
     def __post_init__(self) -> None:
         wrong = []
@@ -74,12 +77,8 @@ class ModelConfig:
         for field in ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "max_seq_len"):
             if getattr(self, field) < 1:
                 wrong.append(f"{field} is less than 1 ({field}={getattr(self, field)}); use 1 or more")
-        for field, given in (
-            ("latent", self.latent),
-            ("head_norms", self.head_norms),
-            ("qkv_bias", self.qkv_bias),
-            ("own_head_dim", self.own_head_dim),
-        ):
+        for field in ("latent", "head_norms", "qkv_bias", "stretch", "own_head_dim"):
+            given = getattr(self, field)
             if given and self.family != "llama":
                 wrong.append(f"{field} is an option of the llama family (family={self.family}); leave it out")
             elif given and field != "latent" and self.latent:

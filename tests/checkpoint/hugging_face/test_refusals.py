@@ -155,7 +155,10 @@ def test_a_failure_on_the_way_leaves_nothing(theirs: Path, monkeypatch: pytest.M
 # -- configs ----------------------------------------------------------------------------------------------------------
 
 WRONG: tuple[tuple[str, dict[str, Any], str], ...] = (
-    ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_parameters.*stretches the angles"),
+    ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters.*stretches the angles"),
+    ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_parameters.*does not say.*low_freq"),
+    ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling.*contradicts rope_parameters"),
+    ("llama", {"rope_parameters": {"rope_theta": -1}}, "rope_theta=-1 is not a number that it can be"),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.*stretches the angles"),
     ("llama", {"attention_bias": True}, "attention_bias=true is not computed by our models; legal: false"),
     ("llama", {"hidden_act": "gelu"}, 'hidden_act="gelu" is not computed'),

@@ -15,9 +15,12 @@ from echelon.models.latent_config import LatentConfig
 from echelon.models.mixture_config import MixtureConfig
 from echelon.models.saved import Saved
 from echelon.models.sizes import ModelConfig
+from echelon.models.stretch import Stretch
 from echelon.plan.hugging_face import Values
 
 FILE = "config.json"
+LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+"""how Llama 3.1's stretched angles are described"""
 
 
 def read(folder: Path) -> Saved:
@@ -140,12 +143,12 @@ def _stem(values: Numbers, kind: Kind) -> dict[str, Any]:
         "vocab": values.whole("vocab_size"),
         "max_seq_len": values.whole("max_position_embeddings"),
         "tied": values.flag("tie_word_embeddings", False),
-        "theta": _theta(values, kind),
+        **_angles(values, kind),
         "epsilon": values.real("rms_norm_eps", kind.epsilon),
     }
 
 
-def _theta(values: Numbers, kind: Kind) -> float:
+def _angles(values: Numbers, kind: Kind) -> dict[str, Any]:
     """Older files have rope_theta and rope_scaling, newer ones rope_parameters."""
     given: dict[str, Any] = {"rope_theta": values.given.get("rope_theta", kind.theta)}
     for key in ("rope_scaling", "rope_parameters"):
@@ -155,12 +158,26 @@ def _theta(values: Numbers, kind: Kind) -> float:
             continue
         given |= found
         word = found.get("rope_type", found.get("type", "default"))
-        if word != "default":
-            hint = "models trained without it can be imported"
-            values.fault(key, f"stretches the angles of positions ({word}), which our models do not", "default", hint)
+        if word not in ("default", "llama3"):
+            rule = f"stretches the angles of positions as our models do not ({word})"
+            values.fault(key, rule, "default, llama3", "models trained without it can be imported")
         if found.get("partial_rotary_factor", 1.0) != 1.0:
             values.fault(key, "turns a part of each head, and ours turn all of it", "partial_rotary_factor=1.0")
-    return Numbers(given).real("rope_theta", kind.theta, least=1.0)
+    old, new = (values.given.get(key) or {} for key in ("rope_scaling", "rope_parameters"))
+    if isinstance(old, dict) and isinstance(new, dict) and any(old[key] != new[key] for key in old.keys() & new.keys()):
+        values.fault("rope_scaling", f"contradicts rope_parameters ({json.dumps(new)})", hint="leave out one of them")
+    inner = Numbers(given)
+    theta = inner.real("rope_theta", kind.theta, least=1.0)
+    values.faults += inner.faults
+    if given.get("rope_type", given.get("type")) != "llama3":
+        return {"theta": theta}
+    low, high, first = (given.get(key) for key in LLAMA3[1:])
+    try:
+        stretch = Stretch(factor=float(given["factor"]), low=float(low), high=float(high), first=int(first))  # type: ignore[arg-type]
+    except (KeyError, TypeError, ValueError):
+        stretch = None
+        values.fault("rope_parameters", "does not say how angles are stretched (llama3)", ", ".join(LLAMA3))
+    return {"theta": theta, "stretch": stretch}
 
 
 def _mixture(values: Numbers, family: str, layers: int, ffn: int) -> MixtureConfig:

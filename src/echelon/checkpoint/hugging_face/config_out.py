@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from echelon.checkpoint.hugging_face.config_in import LLAMA3
 from echelon.checkpoint.hugging_face.kinds import COMPUTES, KINDS, LATENT_EPSILON
 from echelon.layout.faults import Fault, FaultError
 from echelon.models.mixture_config import MixtureConfig
@@ -85,8 +86,7 @@ def _rotary(config: ModelConfig, kind: str) -> dict[str, Any]:
         "hidden_act": "silu",
         "max_position_embeddings": config.max_seq_len,
         "rms_norm_eps": config.epsilon,
-        "rope_theta": config.theta,  # read by transformers before 5
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.theta},
+        **_angles(config),
         "tie_word_embeddings": config.tied,
         "attention_dropout": 0.0,
         "bos_token_id": None,
@@ -108,6 +108,20 @@ def _rotary(config: ModelConfig, kind: str) -> dict[str, Any]:
     elif kind != "qwen2":
         found["head_dim"] = config.head_dim
     return {**found, **(_mixture(config, config.mixture, kind) if config.mixture is not None else {})}
+
+
+def _angles(config: ModelConfig) -> dict[str, Any]:
+    """As transformers 5 reads them, and as it did before."""
+    stretch = config.stretch
+    if stretch is None:
+        return {"rope_theta": config.theta, "rope_parameters": {"rope_type": "default", "rope_theta": config.theta}}
+    said = dict(zip(LLAMA3, (stretch.factor, stretch.low, stretch.high, stretch.first), strict=True))
+    how = {"rope_type": "llama3", **said}
+    return {
+        "rope_theta": config.theta,
+        "rope_scaling": how,
+        "rope_parameters": {**how, "rope_theta": config.theta},
+    }
 
 
 def _mixture(config: ModelConfig, mixture: MixtureConfig, kind: str) -> dict[str, Any]:
