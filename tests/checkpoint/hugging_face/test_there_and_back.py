@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hugging_face_models import MODELS, build, load, logits, save, tokens
 from safetensors.torch import load_file
 
-from echelon.checkpoint.hugging_face import carry, check, config_in, files, ours, shards
+from echelon.checkpoint.hugging_face import carry, check, config_in, config_out, files, ours, shards
 from echelon.checkpoint.hugging_face.carry import export_model, import_model
 from echelon.models import find, reduced
+from echelon.plan.sources import shape_of
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
@@ -36,6 +38,8 @@ def test_in_and_out(name: str, tmp_path: Path) -> None:
     done = import_model(source, tmp_path / "ours", largest=20_000)
     assert done.saved.model_type == MODELS[name][0]
     assert done.saved.config.parameters == sum(p.numel() for p in model.parameters())
+    for folder in (source, tmp_path / "ours"):  # planning counts alike
+        assert shape_of(str(folder)).parameters == done.saved.config.parameters
     tensors, wanted = ours.tensors_of(tmp_path / "ours"), logits(model)
     assert float(wanted.std()) > 0.1
     assert differ(check.logits(done.saved.config, tensors, tokens()), wanted) < 1e-5
@@ -124,6 +128,108 @@ def test_older_configs() -> None:
     given |= {"num_attention_heads": 4, "intermediate_size": 48, "max_position_embeddings": 64, "rope_scaling": None}
     config = config_in.config_of(given, "old").config
     assert (config.theta, config.kv_heads, config.epsilon) == (777.0, 4, 1e-6)
+
+
+LLAMA3 = {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
+PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
+    "gpt2": (
+        124_439_808,
+        {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "activation_function": "gelu_new",
+            "attn_pdrop": 0.1,
+            "embd_pdrop": 0.1,
+            "resid_pdrop": 0.1,
+            "layer_norm_epsilon": 1e-05,
+            "n_ctx": 1024,
+            "n_embd": 768,
+            "n_head": 12,
+            "n_layer": 12,
+            "n_positions": 1024,
+            "vocab_size": 50257,
+        },
+    ),
+    "Llama-3.2-1B": (
+        1_235_814_400,
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "head_dim": 64,
+            "hidden_act": "silu",
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "max_position_embeddings": 131072,
+            "mlp_bias": False,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 16,
+            "num_key_value_heads": 8,
+            "pretraining_tp": 1,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {**LLAMA3, "rope_type": "llama3"},
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": True,
+            "torch_dtype": "bfloat16",
+            "vocab_size": 128256,
+        },
+    ),
+    "Mistral-7B-v0.3": (
+        7_248_023_552,
+        {
+            "architectures": ["MistralForCausalLM"],
+            "model_type": "mistral",
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "max_position_embeddings": 32768,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 1000000.0,
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+            "vocab_size": 32768,
+        },
+    ),
+    "Qwen2.5-0.5B": (
+        494_032_768,
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "attention_dropout": 0.0,
+            "hidden_act": "silu",
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "max_position_embeddings": 32768,
+            "max_window_layers": 24,
+            "num_attention_heads": 14,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 1000000.0,
+            "sliding_window": 32768,
+            "tie_word_embeddings": True,
+            "use_mrope": False,
+            "use_sliding_window": False,
+            "vocab_size": 151936,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read_and_written(name: str) -> None:
+    """As they lie on the hub, by hand: the model has as many parameters as is published."""
+    parameters, given = PUBLISHED[name]
+    saved = config_in.config_of(given, name)
+    assert saved.config.parameters == parameters
+    written = config_out.config_json(saved, "bfloat16")
+    assert config_in.config_of(written, name) == saved
+    assert written["model_type"] == given["model_type"]
+    assert written["architectures"] == given["architectures"]
 
 
 def test_slices_are_read_alone(tmp_path: Path) -> None:
