@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from echelon.checkpoint.hugging_face import check, config_in
 from echelon.checkpoint.hugging_face.carry import export_model, import_model
+from echelon.checkpoint.hugging_face.kinds import KINDS
 from echelon.layout.faults import FaultError
 from echelon.models import names
 
@@ -184,6 +186,21 @@ def test_what_our_models_do_not_compute(name: str, change: dict[str, Any], words
     config_in.config_of(good, "fine")
     with pytest.raises(FaultError, match=words):
         config_in.config_of({**good, **change}, "wrong")
+
+
+ODD = (None, -1, 0, 1.5, "x", [], {}, True, [1], {"rope_type": 3}, 10**30)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_whatever_stands_in_a_config(name: str) -> None:
+    """It is read or refused, and never a surprise."""
+    kind, values = MODELS[name]
+    good = {"model_type": kind, "architectures": [KINDS[kind].architecture], "sliding_window": None, **values}
+    keys = {*good, *KINDS[kind].fixed, "rope_theta", "rope_scaling", "layer_types", "use_sliding_window", "dtype"}
+    for key in keys:
+        for value in ODD:
+            with suppress(ValueError):
+                config_in.config_of({**good, key: value}, "odd")
 
 
 def test_all_faults_of_a_config_come_together() -> None:

@@ -19,6 +19,8 @@ from echelon.models.stretch import Stretch
 from echelon.plan.hugging_face import Values
 
 FILE = "config.json"
+MOST_LAYERS = 10_000
+"""names are made for each"""
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 """how Llama 3.1's stretched angles are described"""
 
@@ -71,12 +73,13 @@ def _refuse(values: Numbers, kind: Kind) -> None:
             legal = ", ".join(json.dumps(value) for value in fine)
             values.fault(key, "is not computed by our models", legal)
     classes = values.given.get("architectures")
-    if classes and kind.architecture not in classes:
+    if classes and not (isinstance(classes, list) and kind.architecture in classes):
         values.fault("architectures", "is another model than one that predicts tokens", kind.architecture)
     window = values.given.get("sliding_window", kind.window)
     used = not kind.switch or values.flag(kind.switch, False)
     longest = values.given.get("max_position_embeddings")
-    if used and window is not None and not (isinstance(longest, int) and window >= longest):
+    numbers = isinstance(window, int) and isinstance(longest, int)
+    if used and window is not None and not (numbers and window >= longest):
         values.faults.append(
             Fault(
                 key="sliding_window",
@@ -95,7 +98,7 @@ def _gpt2(values: Numbers, kind: Kind, family: str) -> dict[str, Any]:
         values.fault("resid_pdrop", f"is not the rate of all dropout ({rates}), of which ours have one", "equal rates")
     return {
         "family": "gpt",
-        "layers": values.whole("n_layer"),
+        "layers": _layers(values, "n_layer"),
         "width": width,
         "heads": heads,
         "kv_heads": heads,
@@ -136,7 +139,7 @@ def _stem(values: Numbers, kind: Kind) -> dict[str, Any]:
     """What all with rotary positions have."""
     return {
         "family": "llama",
-        "layers": values.whole("num_hidden_layers"),
+        "layers": _layers(values, "num_hidden_layers"),
         "width": values.whole("hidden_size"),
         "heads": values.whole("num_attention_heads"),
         "ffn": values.whole("intermediate_size"),
@@ -189,6 +192,9 @@ def _mixture(values: Numbers, family: str, layers: int, ffn: int) -> MixtureConf
         return MixtureConfig(experts=experts, k=k, ffn=ffn, gate="mixtral", options=(("balance", coefficient),))
     options = (("normalise", values.flag("norm_topk_prob", False)), ("balance", coefficient))
     step, dense = values.whole("decoder_sparse_step", 1), values.given.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        values.fault("mlp_only_layers", "is not a list of layers")
+        dense = []
     wanted = [layer not in dense and (layer + 1) % step == 0 for layer in range(layers)]
     size = values.whole("moe_intermediate_size")
     found = MixtureConfig(experts=experts, k=k, ffn=size, gate="qwen", options=options)
@@ -219,12 +225,12 @@ def _deepseek(values: Numbers, kind: Kind, family: str) -> dict[str, Any]:
     ]
     if family == "deepseek_v3":
         options.append(("normalise", values.flag("norm_topk_prob", True)))
-    rank = values.given.get("q_lora_rank")
+    rank = values.whole("q_lora_rank", 0)
     dims = [values.whole(key) for key in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")]
     experts = values.whole("n_routed_experts")
     if values.faults:
         return {}
-    latent = LatentConfig(query_rank=rank or 0, kv_rank=dims[0], rope_dim=dims[1], nope_dim=dims[2], value_dim=dims[3])
+    latent = LatentConfig(query_rank=rank, kv_rank=dims[0], rope_dim=dims[1], nope_dim=dims[2], value_dim=dims[3])
     mixture = MixtureConfig(
         experts=experts,
         k=k,
@@ -238,6 +244,14 @@ def _deepseek(values: Numbers, kind: Kind, family: str) -> dict[str, Any]:
 
 
 _READ = {"gpt2": _gpt2, "deepseek_v2": _deepseek, "deepseek_v3": _deepseek}
+
+
+def _layers(values: Numbers, key: str) -> int:
+    found = values.whole(key)
+    if found <= MOST_LAYERS:
+        return found
+    values.fault(key, "is more than any model has", f"1 to {MOST_LAYERS}")
+    return 1
 
 
 def _divides(values: Numbers, key: str, number: int, other: str, whole: int) -> None:

@@ -67,7 +67,8 @@ class Tensors(Mapping[str, Lazy]):
 
 def tensors_of(folder: Path) -> Tensors:
     """Every tensor of a directory: of one file, or of the files that an index names. Raises with all that is wrong."""
-    where = _index(folder) if (folder / INDEX).is_file() else None
+    # Where both are, one file goes first, as in transformers.
+    where = _index(folder) if (folder / INDEX).is_file() and not (folder / ONE).is_file() else None
     if where is None and not (folder / ONE).is_file():
         raise ValueError(_nothing(folder))
     files = sorted(set(where.values())) if where is not None else [ONE]
