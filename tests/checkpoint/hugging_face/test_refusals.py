@@ -238,6 +238,12 @@ def test_a_wrong_key_of_the_config_is_found(tmp_path: Path, monkeypatch: pytest.
         export_model("llama-tiny", tmp_path / "out")
 
 
+def test_a_check_that_does_not_fit_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "available", lambda: 100 * 2**30)
+    with pytest.raises(ValueError, match=r"whole model in memory \(650.5 GiB in float32, 100.0 available; gpt3-175b\)"):
+        export_model("gpt3-175b", tmp_path / "out")
+
+
 def test_without_transformers_our_own_import_is_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check.importlib.util, "find_spec", lambda _name: None)
     done = export_model("gpt-tiny", tmp_path / "out")

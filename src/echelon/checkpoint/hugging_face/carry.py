@@ -12,7 +12,7 @@ import torch
 
 from echelon import models
 from echelon.checkpoint.hugging_face import config_in, files, ours, shards
-from echelon.checkpoint.hugging_face.check import Check, check
+from echelon.checkpoint.hugging_face.check import Check, check, room
 from echelon.checkpoint.hugging_face.config_out import config_json
 from echelon.checkpoint.hugging_face.convert import Announce, Given, Source, to_ours, to_theirs, type_of
 from echelon.checkpoint.hugging_face.shards import LARGEST, Spec, appearing
@@ -74,6 +74,8 @@ def import_model(
     """From a directory of Hugging Face's to one of ours."""
     wanted = _dtype(dtype)
     saved = config_in.read(source)
+    if with_check:
+        room(saved.config)
     found = to_ours(files.tensors_of(source), saved.config, wanted)
     specs = found.specs
     with appearing(target) as folder:
@@ -126,8 +128,11 @@ def _rounded(tensors: Mapping[str, Source], dtype: torch.dtype | None) -> Mappin
 
 def _ours(source: str, seed: int) -> tuple[Saved, Mapping[str, Source]]:
     if is_saved(source):
-        return ours.config_of(Path(source)), ours.tensors_of(Path(source))
+        saved = ours.config_of(Path(source))
+        room(saved.config)
+        return saved, ours.tensors_of(Path(source))
     if source in SIZES:
+        room(SIZES[source])
         model = models.build(SIZES[source], seed=seed)
         return Saved(config=SIZES[source]), {name: Given(tensor) for name, tensor in model.state_dict().items()}
     rule = f"is neither a directory with {FILE} nor the name of a model size"

@@ -25,6 +25,7 @@ from echelon.checkpoint.hugging_face.convert import Given, Source, to_ours, type
 from echelon.checkpoint.hugging_face.files import listed
 from echelon.models.language import LanguageModel
 from echelon.models.sizes import ModelConfig
+from echelon.parallel.away import GIB, available
 
 TOLERANCE = 1e-4
 """largest difference of two logits, to the largest logit"""
@@ -60,6 +61,16 @@ def check(
             f"{config.name}); nothing was kept: report it as a bug, with the config"
         )
     return Check(against, error)
+
+
+def room(config: ModelConfig) -> None:
+    """Raises ValueError where a whole model in float32 does not fit: better before hours of writing than after."""
+    needed, free = torch.float32.itemsize * config.parameters, available()
+    if free and needed > free:
+        raise ValueError(
+            f"the check of logits needs the whole model in memory ({needed / GIB:.1f} GiB in float32, "
+            f"{free / GIB:.1f} available; {config.name}); use a machine with more"
+        )
 
 
 def _tokens(config: ModelConfig) -> Tensor:
