@@ -35,20 +35,27 @@ MAY_KNOW = {
     "plan": {"layout", "models", "memory", "optim", "parallel", "pipeline", "compat"},
     "launch": {"layout", "compat"},
     "faults": {"layout", "launch", "compat"},
+    "checkpoint": {"layout", "models", "parallel", "plan"},
     "train": {
         *("layout", "kernels", "models", "data", "memory", "parallel", "optim", "pipeline", "launch", "plan"),
-        *("moe", "precision", "rng", "compat", "faults"),
+        *("moe", "precision", "rng", "compat", "faults", "checkpoint"),
     },
     "proof": {"layout", "models", "moe", "parallel", "pipeline", "optim", "launch", "train", "rng"},
     "bench": {"layout", "models", "memory", "parallel", "optim", "train", "plan", "kernels", "compat"},
     "report": {"pipeline", "train"},
-    "cli": {"faults", "layout", "models", "pipeline", "launch", "train", "proof", "plan", "bench", "report"},
+    "cli": {
+        *("faults", "layout", "models", "pipeline", "launch", "train", "proof", "plan", "bench", "report"),
+        "checkpoint",
+    },
 }
 """arrows between rooms: what each may import. `layout` knows nobody, `cli` sits on top"""
 WITHOUT_TORCH = (
     "echelon",
     "echelon.layout",
     "echelon.models",
+    "echelon.models.saved",
+    "echelon.checkpoint.hugging_face.config_in",
+    "echelon.checkpoint.hugging_face.config_out",
     "echelon.moe",
     "echelon.cli",
     "echelon.train.config",

@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from echelon.models import ModelConfig, build, find, reduced
+from echelon.models.attention import rotation
 from echelon.models.names import architecture, from_hugging_face, pairs, to_hugging_face
+from echelon.models.stretch import Stretch
 
 SMALL = {name: replace(reduced(find(name)), layers=2) for name in ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v2")}
 LLAMA, GPT, DEEPSEEK = (replace(find(name), layers=2) for name in ("llama-tiny", "gpt-tiny", "deepseek-tiny"))
@@ -23,6 +25,7 @@ MODELS: dict[str, ModelConfig] = {
     "gpt2 untied": replace(GPT, tied=False),
     "llama": LLAMA,
     "llama tied": replace(LLAMA, tied=True),
+    "qwen2": replace(LLAMA, qkv_bias=True),
     "qwen3": replace(SMALL["qwen3-30b-a3b"], mixture=None),
     "mixtral": SMALL["mixtral-8x7b"],
     "qwen3_moe": SMALL["qwen3-30b-a3b"],
@@ -164,3 +167,32 @@ def test_wrong_weights_and_models_without_names_are_refused() -> None:
     for name in ("switch-tiny", "gshard-tiny", "qwen-moe-tiny", "conv-tiny"):
         with pytest.raises(ValueError, match=f"no model that computes what {name} does"):
             architecture(find(name))
+
+
+def test_stretched_angles_are_those_of_transformers() -> None:
+    """Fast pairs as they were, slow ones slower, and those between in proportion: all three kinds are there."""
+    stretch = Stretch(factor=8.0, low=1.0, high=4.0, first=64)
+    config = replace(LLAMA, stretch=stretch, theta=1e4)
+    place = torch.arange(256).unsqueeze(0)
+    cosines, _ = rotation(place, 16, config.theta, torch.float64, stretch)
+    plain, _ = rotation(place, 16, config.theta, torch.float64)
+    slower, _ = rotation(place, 16, config.theta, torch.float64, replace(stretch, low=1e8, high=2e8))
+    same, slow = ((cosines == other).all(dim=1)[0] for other in (plain, slower))
+    assert same.any()
+    assert slow.any()
+    assert (~same & ~slow).any()
+    transformers = pytest.importorskip("transformers")
+    how = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    how |= {"original_max_position_embeddings": 64}
+    theirs = transformers.LlamaConfig(hidden_size=64, num_attention_heads=4, head_dim=16, rope_parameters=how)
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    wanted, _ = LlamaRotaryEmbedding(theirs)(torch.zeros(1), place)
+    assert float((cosines - wanted[..., :8]).abs().max()) < 1e-4
+
+
+def test_stretches_that_are_none_are_refused() -> None:
+    with pytest.raises(ValueError, match="0 < low < high"):
+        Stretch(factor=8.0, low=4.0, high=1.0, first=64)
+    with pytest.raises(ValueError, match="stretch is an option of the llama family"):
+        replace(GPT, stretch=Stretch(factor=8.0, low=1.0, high=4.0, first=64))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from echelon.cli import bench, draw, plan, score, train, verify
+from echelon.cli import bench, draw, export, import_, plan, score, train, verify
 
 app = typer.Typer(
     name="echelon",
@@ -20,6 +20,8 @@ app.command("plan", epilog=plan.EXAMPLES)(plan.command)
 app.command("score", epilog=score.EXAMPLES)(score.command)
 app.command("draw", epilog=draw.EXAMPLES)(draw.command)
 app.command("bench", epilog=bench.EXAMPLES)(bench.command)
+app.command("import", epilog=import_.EXAMPLES)(import_.command)
+app.command("export", epilog=export.EXAMPLES)(export.command)
 
 
 def main() -> None:

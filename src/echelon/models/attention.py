@@ -7,6 +7,7 @@ see each other are on different devices or come one slice after another.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,7 @@ from echelon.kernels.linear import project
 from echelon.kernels.note import Note
 from echelon.kernels.rope import Rotation, rotate, rotated_heads
 from echelon.models.linear import Linear, each, one_product
+from echelon.models.stretch import Stretch
 
 
 def positions(tokens: Tensor, documents: Tensor | None) -> Tensor:
@@ -33,10 +35,16 @@ def positions(tokens: Tensor, documents: Tensor | None) -> Tensor:
     return place - torch.where(first, place, 0).cummax(1).values
 
 
-def rotation(place: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
+def rotation(
+    place: Tensor, head_dim: int, theta: float, dtype: torch.dtype, stretch: Stretch | None = None
+) -> Rotation:
     """The angles of rotary position embedding, once per forward pass, in at least 32 bits."""
     # In fp64: at position 8192 an fp32 angle is already wrong by 5e-4, and the table is small.
     rate = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device=place.device) / head_dim)
+    if stretch is not None:
+        turns = stretch.first * rate / (2 * math.pi)
+        kept = ((turns - stretch.low) / (stretch.high - stretch.low)).clamp(0, 1)
+        rate = rate * (kept + (1 - kept) / stretch.factor)
     angle = place.unsqueeze(-1) * rate
     wide = torch.promote_types(dtype, torch.float32)
     return angle.cos().to(wide), angle.sin().to(wide)
@@ -151,14 +159,25 @@ class Attention(nn.Module):
     rotates_in_place = True
     """nothing but the rotation is between the projections and the core: a kernel may do it where the product lies"""
 
-    def __init__(self, width: int, heads: int, kv_heads: int, *, head_dim: int = 0, bias: bool, dropout: float) -> None:
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        *,
+        head_dim: int = 0,
+        bias: bool,
+        out_bias: bool = False,
+        dropout: float,
+    ) -> None:
+        """`bias` is of queries, keys and values, `out_bias` of the output."""
         super().__init__()
         self.head_dim = head_dim or width // heads
         self.q = Linear(width, heads * self.head_dim, bias=bias)
         self.k = Linear(width, kv_heads * self.head_dim, bias=bias)
         self.v = Linear(width, kv_heads * self.head_dim, bias=bias)
         self.core = Core(dropout)
-        self.o = Linear(heads * self.head_dim, width, bias=bias)
+        self.o = Linear(heads * self.head_dim, width, bias=out_bias)
 
     def forward(self, x: Tensor, seen: Seen) -> Tensor:
         y = self._attend(x, seen).transpose(1, 2).flatten(2)

@@ -45,10 +45,12 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.norm1 = LayerNorm(config.width)
-        self.attn = Attention(config.width, config.heads, config.kv_heads, bias=True, dropout=config.dropout)
+        self.norm1 = LayerNorm(config.width, config.epsilon)
+        self.attn = Attention(
+            config.width, config.heads, config.kv_heads, bias=True, out_bias=True, dropout=config.dropout
+        )
         self.drop1 = nn.Dropout(config.dropout)
-        self.norm2 = LayerNorm(config.width)
+        self.norm2 = LayerNorm(config.width, config.epsilon)
         self.mlp: nn.Module = MLP(config.width, config.ffn)
         self.drop2 = nn.Dropout(config.dropout)
 
@@ -79,7 +81,7 @@ class GPT(LanguageModel):
         self.positions = nn.Embedding(config.max_seq_len, config.width)
         self.drop = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(layers(config, Block, MixtureBlock))
-        self.norm = LayerNorm(config.width)
+        self.norm = LayerNorm(config.width, config.epsilon)
         self.finish()
 
     def start(self, tokens: Tensor, seen: Seen) -> Tensor:

@@ -1,6 +1,8 @@
 """What the language models have in common: the loss contract, text logits, tied embedding, first values."""
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -16,6 +18,12 @@ from echelon.rng import Init
 Carried = Tensor | tuple[Tensor, Tensor]
 """what one block hands to the next: [B, T, width], and after the first mixture of experts the sum of the balance losses
 of each sequence, [B]"""
+
+
+class Stored(Protocol):
+    """A tensor elsewhere, of which slices are read."""
+
+    def __getitem__(self, part: Any) -> Tensor: ...
 
 
 def streams(carried: Carried) -> tuple[Tensor, Tensor | None]:
@@ -41,6 +49,8 @@ class LanguageModel(nn.Module):
     norm: nn.Module
     first: tuple[str, ...] = ("embed", "drop")
     """the modules that `start` uses"""
+    stored: Mapping[str, Stored] | None = None
+    """where parameters on the meta device are read from; none: they are drawn by `initial`"""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

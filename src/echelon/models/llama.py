@@ -45,9 +45,15 @@ def attention(config: ModelConfig) -> nn.Module:
         return LatentAttention(width, heads, config.latent, epsilon=config.epsilon, dropout=dropout)
     if config.head_norms:
         return NormedAttention(
-            width, heads, kv_heads, head_dim=config.head_dim, epsilon=config.epsilon, dropout=dropout
+            width,
+            heads,
+            kv_heads,
+            head_dim=config.head_dim,
+            bias=config.qkv_bias,
+            epsilon=config.epsilon,
+            dropout=dropout,
         )
-    return Attention(width, heads, kv_heads, head_dim=config.head_dim, bias=False, dropout=dropout)
+    return Attention(width, heads, kv_heads, head_dim=config.head_dim, bias=config.qkv_bias, dropout=dropout)
 
 
 class Block(nn.Module):
@@ -100,5 +106,6 @@ class Llama(LanguageModel):
 
     def seen(self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Seen:
         seen = super().seen(tokens, documents, positions)
-        turn = rotation(seen.place, self.config.rope_dim, self.config.theta, next(self.parameters()).dtype)
+        config, dtype = self.config, next(self.parameters()).dtype
+        turn = rotation(seen.place, config.rope_dim, config.theta, dtype, config.stretch)
         return replace(seen, turn=turn)

@@ -11,13 +11,13 @@
                 products, and all that comes after, stay as they are
     tied        a head that is the embedding has no name there
 
-Angles are made of `ModelConfig.theta` alone: where a published config also stretches them (`rope_scaling`), so that
-longer sequences fit, logits differ.
+Angles are made of `ModelConfig.theta`, and stretched as Llama 3.1's are. Where a published config stretches them in
+another way (`rope_scaling`), so that longer sequences fit, logits differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -58,19 +58,32 @@ def to_hugging_face(state: Mapping[str, Tensor], config: ModelConfig, *, stacked
 
 def from_hugging_face(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """A state for a model of ours, from one of theirs in either form."""
-    kind = architecture(config)
-    if kind == "gpt2" and not any(name.startswith("transformer.") for name in state):
-        state = {f"transformer.{name}": tensor for name, tensor in state.items()}  # as GPT-2 itself was published
-    known = {name for name in state if name.endswith(NOT_WEIGHTS)}
-    if config.tied:
-        known |= {"lm_head.weight", "transformer.lm_head.weight"}
-    if kind == "deepseek_v3":
-        # The layer behind the last predicts a second token, which is not built here.
-        known |= {name for name in state if name.startswith(f"model.layers.{config.layers}.")}
-    stacked = any(name.endswith(".experts.gate_up_proj") for name in state)
-    wanted = [(pair.theirs, pair.ours, pair.back) for pair in pairs(config, stacked=stacked)]
-    found = _converted(state, wanted, known, config)
+    state = {prefix(state, config) + name: tensor for name, tensor in state.items()}
+    wanted = [(pair.theirs, pair.ours, pair.back) for pair in pairs(config, stacked=is_stacked(state))]
+    found = _converted(state, wanted, beside(state, config), config)
     return {**found, "head.weight": found["embed.weight"]} if config.tied else found
+
+
+def prefix(names: Iterable[str], config: ModelConfig) -> str:
+    """What their names lack: GPT-2 itself was published without the first part."""
+    bare = architecture(config) == "gpt2" and not any(name.startswith("transformer.") for name in names)
+    return "transformer." if bare else ""
+
+
+def beside(names: Iterable[str], config: ModelConfig) -> set[str]:
+    """Of their names those that a model of ours has no use for, and that may be there or not."""
+    found = {name for name in names if name.endswith(NOT_WEIGHTS)}
+    if config.tied:
+        found |= {"lm_head.weight", "transformer.lm_head.weight"}
+    if architecture(config) == "deepseek_v3":
+        # The layer behind the last predicts a second token, which is not built here.
+        found |= {name for name in names if name.startswith(f"model.layers.{config.layers}.")}
+    return found
+
+
+def is_stacked(names: Iterable[str]) -> bool:
+    """Experts as transformers 5 holds them in memory, and not one by one."""
+    return any(name.endswith(".experts.gate_up_proj") for name in names)
 
 
 def architecture(config: ModelConfig) -> str:
@@ -82,6 +95,8 @@ def architecture(config: ModelConfig) -> str:
         kind = "gpt2" if mixture is None else ""
     elif config.latent is not None:
         kind = {"": "deepseek_v3", "deepseek-v2": "deepseek_v2", "deepseek-v3": "deepseek_v3"}.get(gate, "")
+    elif config.family == "llama" and config.qkv_bias:
+        kind = "qwen2" if mixture is None and not (config.head_norms or config.own_head_dim) else ""
     elif config.family == "llama" and config.head_norms:
         kind = {"": "qwen3", "qwen": "qwen3_moe"}.get(gate, "")
     elif config.family == "llama":
@@ -91,7 +106,8 @@ def architecture(config: ModelConfig) -> str:
     if not kind:
         raise ValueError(
             f"transformers has no model that computes what {config.name} does (family={config.family}, "
-            f"gate={gate or 'none'}); names are known for gpt2, llama, qwen3, mixtral, qwen3_moe, deepseek_v2 and _v3"
+            f"gate={gate or 'none'}); names are known for gpt2, llama, qwen2, qwen3, mixtral, qwen3_moe, deepseek_v2 "
+            "and _v3"
         )
     return kind
 
@@ -120,6 +136,9 @@ def pairs(config: ModelConfig, *, stacked: bool = False) -> Iterator[Pair]:
             names = {name: f"{name}_proj" for name in ("q", "k", "v", "o")}
             names |= {"q_norm": "q_norm", "k_norm": "k_norm"} if config.head_norms else {}
             yield from _renamed(names, ours_attention, theirs_attention)
+            if config.qkv_bias:
+                for name in ("q", "k", "v"):
+                    yield Pair((f"{ours_attention}{name}.bias",), (f"{theirs_attention}{name}_proj.bias",))
         if config.mixture is not None and config.mixture.is_mixture(layer):
             yield from _mixture(config.mixture, kind, f"{ours}mlp.", theirs, stacked)
         else:

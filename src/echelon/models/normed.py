@@ -10,8 +10,18 @@ from echelon.models.norm import RMSNorm
 class NormedAttention(Attention):
     rotates_in_place = False
 
-    def __init__(self, width: int, heads: int, kv_heads: int, *, head_dim: int, epsilon: float, dropout: float) -> None:
-        super().__init__(width, heads, kv_heads, head_dim=head_dim, bias=False, dropout=dropout)
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        *,
+        head_dim: int,
+        bias: bool = False,
+        epsilon: float,
+        dropout: float,
+    ) -> None:
+        super().__init__(width, heads, kv_heads, head_dim=head_dim, bias=bias, dropout=dropout)
         self.q_norm, self.k_norm = RMSNorm(head_dim, epsilon), RMSNorm(head_dim, epsilon)
 
     def _prepare(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> Heads:

@@ -3,11 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 
 from echelon.layout.faults import Fault, FaultError, did_you_mean
 from echelon.models.gate_text import with_gate
 from echelon.models.latent_config import LatentConfig
 from echelon.models.mixture_config import MixtureConfig
+from echelon.models.stretch import Stretch
 
 IGNORE = -100
 """A target that does not count; torch's cross-entropy leaves it out by default."""
@@ -59,10 +61,14 @@ class ModelConfig:
     """Size of a head where it is not the width divided by the heads; 0: it is."""
     head_norms: bool = False
     """Whether each head's queries and keys pass a norm (llama)."""
+    qkv_bias: bool = False
+    """Whether queries, keys and values have biases, as Qwen2's have (llama)."""
     theta: float = THETA
     """Rotary positions: the slowest pair turns once in 2 pi times nearly so many tokens (llama)."""
     epsilon: float = EPSILON
     """What norms add to a mean square."""
+    stretch: Stretch | None = None
+    """Rotary positions for longer sequences than the first ones (llama)."""
 
     def __post_init__(self) -> None:
         wrong = []
@@ -71,11 +77,8 @@ class ModelConfig:
         for field in ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "max_seq_len"):
             if getattr(self, field) < 1:
                 wrong.append(f"{field} is less than 1 ({field}={getattr(self, field)}); use 1 or more")
-        for field, given in (
-            ("latent", self.latent),
-            ("head_norms", self.head_norms),
-            ("own_head_dim", self.own_head_dim),
-        ):
+        for field in ("latent", "head_norms", "qkv_bias", "stretch", "own_head_dim"):
+            given = getattr(self, field)
             if given and self.family != "llama":
                 wrong.append(f"{field} is an option of the llama family (family={self.family}); leave it out")
             elif given and field != "latent" and self.latent:
@@ -178,7 +181,7 @@ class ModelConfig:
         if self.latent:
             return self.latent.parameters(self.width, self.heads)
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        biases = q + self.width + 2 * kv if self.family == "gpt" else 0
+        biases = q + self.width + 2 * kv if self.family == "gpt" else (q + 2 * kv) * self.qkv_bias
         norms = 2 * self.head_dim if self.head_norms else 0
         return 2 * self.width * q + 2 * self.width * kv + biases + norms
 
@@ -327,20 +330,15 @@ SIZES: Mapping[str, ModelConfig] = {config.name: config for config in _TABLE}
 
 
 def find(name: str) -> ModelConfig:
-    """The size with this name."""
+    """The size with this name, or of the model in this directory."""
     if name in SIZES:
         return SIZES[name]
-    raise FaultError(
-        (
-            Fault(
-                key="model",
-                value=name,
-                rule="is not the name of a model size",
-                legal=", ".join(SIZES),
-                hint=did_you_mean(name, SIZES),
-            ),
-        )
-    )
+    from echelon.models import saved  # it knows this file
+
+    if saved.is_saved(name):
+        return saved.read(Path(name)).config
+    rule, hint = "is not the name of a model size", did_you_mean(name, SIZES)
+    raise FaultError([Fault(key="model", value=name, rule=rule, legal=", ".join(SIZES), hint=hint)])
 
 
 def changed(

@@ -1,12 +1,14 @@
 """What parameters and buffers hold before the first step, made on each rank for its own pieces alone.
 
-A parameter that the model came with is sliced. One on the meta device is drawn from counter-based numbers by the
-model's own recipe `initial(name)`, so that no rank ever holds a whole large model.
+A parameter that the model came with is sliced. One on the meta device is read from where the model says that it is
+stored (`stored`), or drawn from counter-based numbers by the model's own recipe `initial(name)`, so that no rank ever
+holds a whole large model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+import math
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
@@ -23,7 +25,12 @@ def first_values(model: nn.Module, *, device: torch.device, dtype: torch.dtype, 
     """A function from a piece to its first values."""
     given = {name: parameter.detach() for name, parameter in model.named_parameters() if not parameter.is_meta}
     recipe: Any = getattr(model, "initial", None)
-    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta and recipe is None]
+    stored: Mapping[str, Any] = getattr(model, "stored", None) or {}
+    missing = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.is_meta and recipe is None and name not in stored
+    ]
     if missing:
         raise ValueError(
             f"parameters on the meta device need a method `initial(name)` ({type(model).__name__}: {missing[0]}, ...)"
@@ -36,6 +43,8 @@ def first_values(model: nn.Module, *, device: torch.device, dtype: torch.dtype, 
             padded = part.new_zeros(entry.local_shape)
             padded[tuple(slice(0, size) for size in part.shape)] = part
             return padded.reshape(-1)[piece.start : piece.stop]
+        if entry.name in stored:
+            return _read(stored[entry.name], piece).to(device, dtype)
         out = torch.zeros(piece.stop - piece.start, dtype=dtype, device=device)
         init: rng.Init = recipe(entry.name)
         window = {dim: (low, entry.shape[dim]) for dim, (low, _) in enumerate(piece.box)}
@@ -47,6 +56,43 @@ def first_values(model: nn.Module, *, device: torch.device, dtype: torch.dtype, 
         return out
 
     return values
+
+
+def _read(stored: Any, piece: Piece) -> Tensor:
+    """A piece of what can be sliced: those elements alone, as whole rows and parts of the first and the last."""
+    local, box = piece.entry.local_shape, piece.box
+
+    def interval(start: int, stop: int, at: tuple[int, ...]) -> list[Tensor]:
+        """Elements start .. stop - 1 of the local tensor at these first indices."""
+        if start >= stop:
+            return []
+        dim = len(at)
+        row = math.prod(local[dim + 1 :])
+        first, last = -(-start // row), stop // row
+        if first > last:
+            return interval(start - last * row, stop - last * row, (*at, last))
+        head = interval(start - (first - 1) * row, row, (*at, first - 1)) if start < first * row else []
+        tail = interval(0, stop - last * row, (*at, last)) if last * row < stop else []
+        return [*head, *rows(at, first, last), *tail]
+
+    def rows(at: tuple[int, ...], first: int, last: int) -> list[Tensor]:
+        low, high = box[len(at)]
+        outside = any(index >= end - begin for index, (begin, end) in zip(at, box, strict=False))
+        ends = (low + first, max(low + first, min(low + last, high)))
+        shape = (last - first, *local[len(at) + 1 :])
+        if first == last:
+            return []
+        if outside or ends[0] == ends[1]:
+            return [torch.zeros(math.prod(shape))]  # padding
+        here = [slice(begin + index, begin + index + 1) for index, (begin, _) in zip(at, box, strict=False)]
+        part: Tensor = stored[(*here, slice(*ends), *(slice(*others) for others in box[len(at) + 1 :]))]
+        part = part.reshape(part.shape[len(at) :])
+        padded = part.new_zeros(shape)
+        padded[tuple(slice(0, size) for size in part.shape)] = part
+        return [padded.reshape(-1)]
+
+    found = interval(piece.start, piece.stop, ())
+    return torch.cat(found) if found else torch.zeros(0)
 
 
 def move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype, wide: Set[str] = frozenset()) -> None:

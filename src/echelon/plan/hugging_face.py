@@ -159,7 +159,9 @@ def _llama(values: Values, name: str) -> ModelShape:
         _divides(values, "num_attention_heads", heads, "hidden_size", width)
     _divides(values, "num_key_value_heads", kv_heads, "num_attention_heads", heads)
     ffn = values.whole("intermediate_size")
-    experts = values.whole(habits.experts) if habits.experts else 0
+    # transformers 5 writes Qwen's experts under Mixtral's key.
+    counted = habits.experts if habits.experts in values.given else "num_local_experts"
+    experts = values.whole(counted if counted in values.given else habits.experts) if habits.experts else 0
     found = transformer(
         name,
         layers=2 if experts else layers,

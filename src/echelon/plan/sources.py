@@ -8,7 +8,8 @@ from functools import partial
 
 from echelon.layout.faults import Fault, FaultError, did_you_mean
 from echelon.models import own
-from echelon.models.sizes import SIZES, ModelConfig
+from echelon.models.saved import is_saved
+from echelon.models.sizes import SIZES, ModelConfig, find
 from echelon.plan import hugging_face, our_layers
 from echelon.plan.shape import Latent, ModelShape
 from echelon.plan.transformer import transformer
@@ -24,6 +25,8 @@ def shape_of(text: str) -> ModelShape:
     text = text.strip()
     if text in SIZES:
         return of_config(SIZES[text])
+    if is_saved(text):
+        return of_config(find(text))
     if text.endswith(".json") or os.path.isfile(os.path.join(text, "config.json")):
         return hugging_face.read(text)
     if ":" in text:
@@ -58,7 +61,7 @@ def of_config(config: ModelConfig) -> ModelShape:
         learned_positions=gpt,
         causal=config.causal,
         latent=Latent(**asdict(latent)) if latent else None,
-        more_parameters=norms,
+        more_parameters=norms + (config.heads + 2 * config.kv_heads) * config.head_dim * config.qkv_bias,
         parts=_parts(config),
     )
     if mixture is None:

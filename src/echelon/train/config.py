@@ -38,7 +38,7 @@ from echelon.train.sections import (
 @dataclass(frozen=True, kw_only=True)
 class Config:
     model: str = "llama-tiny"
-    """A named size, or `file.py:factory` of your own, with a function `batch(rows, step)` beside it."""
+    """A named size, a directory of `echelon import`, or `file.py:factory` of yours with `batch(rows, step)` in it."""
     data: DataConfig = field(default_factory=DataConfig)
     seq_len: Annotated[int, AT_LEAST_1] = 128
     """Tokens per sequence."""

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from echelon import data, models
 from echelon.layout import Fault, FaultError
 from echelon.models import own
+from echelon.models.language import LanguageModel
+from echelon.models.saved import is_saved
 from echelon.models.sizes import ModelConfig
 from echelon.train import text
 from echelon.train.config import Config
@@ -85,10 +87,19 @@ class TextTask:
             raise FaultError([Fault(key="model", value=self.shape.name, rule=rule, legal=legal)])
 
     def build(self) -> nn.Module:
-        return models.build(self.shape, "meta")
+        model = models.build(self.shape, "meta")
+        if is_saved(self.config.model):
+            from echelon.checkpoint.hugging_face.ours import start_from
+
+            assert isinstance(model, LanguageModel)
+            start_from(model, Path(self.config.model))
+        return model
 
     def describe(self) -> list[Derived]:
-        return self.dataset.describe()
+        found = self.dataset.describe()
+        if is_saved(self.config.model):
+            found.append(("first weights", self.config.model, "the model is a directory; each rank reads its slices"))
+        return found
 
     def example(self, rows: int) -> dict[str, Tensor]:
         return _tensors(self.dataset.batch(np.arange(rows)))

@@ -1,0 +1,1 @@
+"""Weights on disk: logical tensors in safetensors, and JSON. Importing this loads no torch."""

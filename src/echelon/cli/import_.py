@@ -1,0 +1,39 @@
+"""`echelon import`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from echelon.cli import carrying
+from echelon.cli.trouble import answer, told
+
+EXAMPLES = """[bold]Examples[/bold]\n
+echelon import Llama-2-7b-hf llama-7b\n
+echelon import Mixtral-8x7B-v0.1 mixtral --dtype bfloat16 --check\n
+echelon train --set model=llama-7b
+"""
+
+
+def command(
+    source: Annotated[Path, typer.Argument(help="A directory with config.json and safetensors files.")],
+    out: Annotated[Path, typer.Argument(help="The directory to write, which must be new or empty.")],
+    dtype: Annotated[str, typer.Option(help="Of the weights: keep, float32, bfloat16, float16 or float64.")] = "keep",
+    shard_size: Annotated[str, typer.Option(help="Largest size of a file.")] = "5GB",
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare logits with those of transformers' own model.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+) -> None:
+    """Read a Hugging Face model, and write it as one of ours. No pickle is opened, no code of the model is run."""
+    with told(as_json):
+        largest = carrying.size(shard_size)
+        from echelon.checkpoint.hugging_face.carry import import_model
+
+        done = import_model(source, out, dtype=dtype, largest=largest, with_check=check, progress=carrying.progress)
+    if as_json:
+        answer(done.facts())
+    else:
+        carrying.show(done)

@@ -1,0 +1,29 @@
+"""Rotary positions of models that were trained on short sequences first, and on long ones after (Llama 3.1). No torch.
+
+turns of a pair in the first length      rate
+high or more                             as it was
+low or less                              divided by the factor
+between                                  in proportion
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """Slow pairs turn more slowly."""
+
+    factor: float
+    """How much more slowly."""
+    low: float
+    """Turns in the first length up to which a pair is slow."""
+    high: float
+    """Turns in the first length from which a pair stays as it was."""
+    first: int
+    """The first length, in tokens."""
+
+    def __post_init__(self) -> None:
+        if not (self.factor >= 1 and 0 < self.low < self.high and self.first >= 1):
+            raise ValueError(f"stretched positions need factor >= 1, 0 < low < high and first >= 1 ({self})")

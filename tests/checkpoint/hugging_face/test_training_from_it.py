@@ -1,0 +1,107 @@
+"""A run starts from an imported model: every rank reads its own slices, in any layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from laid_out import whole
+from typer.testing import CliRunner
+
+from echelon import models
+from echelon.checkpoint.hugging_face import files, ours
+from echelon.checkpoint.hugging_face.carry import export_model, import_model
+from echelon.cli import app
+from echelon.models.language import LanguageModel
+from echelon.models.sizes import find
+from echelon.parallel.apply import Options
+from echelon.plan.sources import shape_of
+from echelon.train.config import Config
+from echelon.train.engine import Engine
+from echelon.train.start import load
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """moe-tiny with the first values of another seed, in several files."""
+    folder = tmp_path_factory.mktemp("stored")
+    export_model("moe-tiny", folder / "theirs", seed=7)
+    import_model(folder / "theirs", folder / "ours", largest=100_000)
+    return folder / "ours"
+
+
+def first(folder: str, layout: str) -> tuple[dict[str, torch.Tensor], int, int]:
+    """All parameters as the ranks hold them, and how many elements this rank read and holds."""
+    read = []
+    plain = files.Lazy.__getitem__
+
+    def counted(self: files.Lazy, part: Any) -> torch.Tensor:
+        found = plain(self, part)
+        read.append(found.numel())
+        return found
+
+    files.Lazy.__getitem__ = counted  # type: ignore[method-assign]
+    try:
+        model = models.build(find(folder), "meta")
+        assert isinstance(model, LanguageModel)
+        ours.start_from(model, Path(folder))
+        engine = Engine(model, layout, options=Options(seed=1))
+        record = engine.parallel.placement
+        pieces = [record.piece(unit, entry) for unit in record.units for entry in unit.entries]
+        return whole(engine.parallel, "master"), sum(read), sum(b - a for piece in pieces for a, b in piece.runs())
+    finally:
+        files.Lazy.__getitem__ = plain  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("layout", ["dp=2,zero=3", "tp=2", "dp=2,zero=1,ep=2", "pp=2"])
+def test_ranks_read_their_slices(layout: str, stored: Path, pool: Any) -> None:
+    wanted = {name: tensor.double() for name, tensor in models.build(find("moe-tiny"), seed=7).state_dict().items()}
+    found = pool.run(first, 2, str(stored), layout)
+    merged = {name: tensor for part, *_ in found for name, tensor in part.items()}
+    assert merged.keys() == wanted.keys()
+    assert all(torch.equal(merged[name].double(), wanted[name]) for name in wanted)
+    assert all(read == held for _, read, held in found)
+
+
+def test_a_command_starts_from_it(stored: Path, tmp_path: Path) -> None:
+    import json
+
+    words = ["train", "--set", f"model={stored}", "--set", "steps=1", "--set", "device=cpu", "--set", "seq_len=32"]
+    done = CliRunner().invoke(app, [*words, "--set", f"run={tmp_path / 'run'}", "--json"])
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == 1
+
+
+def test_the_directory_is_a_model_everywhere(stored: Path) -> None:
+    # What a gate does where nobody says is said in a file.
+    wanted = replace(find("moe-tiny"), name="theirs", ffn=88, mixture=find(str(stored)).mixture)
+    assert find(str(stored)) == wanted
+    assert wanted.mixture is not None
+    assert wanted.mixture.options == (("balance", 0.02),)
+    assert shape_of(str(stored)).parameters == find("moe-tiny").parameters
+    assert isinstance(load(None, [f"model={stored}"], 1), Config)
+
+
+def test_what_changes_the_parameters_is_refused(stored: Path, tmp_path: Path) -> None:
+    model = models.build(replace(find(str(stored)), tied=True), "meta")
+    assert isinstance(model, LanguageModel)
+    with pytest.raises(ValueError, match=r"not those of its directory .*head.weight.*leave out"):
+        ours.start_from(model, stored)
+    (tmp_path / "model.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"is not a model of ours .*has no 'format'"):
+        find(str(tmp_path))
+
+
+def test_buffers_are_read_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hugging_face_models import build, save
+
+    import_model(save(build("deepseek_v3"), tmp_path / "theirs"), tmp_path / "ours")
+    model = models.build(find(str(tmp_path / "ours")), "meta")
+    assert isinstance(model, LanguageModel)
+    ours.start_from(model, tmp_path / "ours")
+    wanted = ours.tensors_of(tmp_path / "ours")["blocks.1.mlp.gate.bias"].read()
+    assert wanted.abs().max() > 0
+    assert torch.equal(model.get_buffer("blocks.1.mlp.gate.bias"), wanted)

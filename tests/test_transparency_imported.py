@@ -1,0 +1,41 @@
+"""Every layout equals one device: what models have that only imported ones use (biases, stretched angles)."""
+
+from __future__ import annotations
+
+import pytest
+
+from echelon.launch.pool import Pool
+from echelon.layout import Layout
+from echelon.models.sizes import ModelConfig
+from echelon.models.stretch import Stretch
+from echelon.proof.case import Case
+from echelon.proof.verify import TOLERANCE, Prover
+
+QWEN2 = ModelConfig(
+    name="qwen2-tiny",
+    family="llama",
+    layers=2,
+    width=32,
+    heads=4,
+    kv_heads=2,
+    ffn=48,
+    vocab=97,
+    max_seq_len=64,
+    qkv_bias=True,
+    stretch=Stretch(factor=8.0, low=1.0, high=4.0, first=32),
+)
+
+
+LAYOUTS = ("dp=2,zero=3", "tp=2", "tp=4", "tp=4,tp_kind=2d", "cp=2", "pp=2", "tp=2,recompute=full")
+
+
+@pytest.fixture(scope="module")
+def prover(pool: Pool) -> Prover:
+    return Prover(pool, Case(model=QWEN2, steps=3))  # biases are 0 before the first
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_biases_and_stretched_angles(layout: str, prover: Prover) -> None:
+    verdict = prover.judge(Layout.parse(layout))
+    assert verdict.passed, verdict
+    assert verdict.max_error <= TOLERANCE
