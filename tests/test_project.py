@@ -34,9 +34,10 @@ MAY_KNOW = {
     "pipeline": {"layout", "kernels", "models", "parallel", "rng", "compat"},
     "plan": {"layout", "models", "memory", "optim", "parallel", "pipeline", "compat"},
     "launch": {"layout", "compat"},
+    "checkpoint": {"layout", "memory", "optim", "parallel"},
     "train": {
         *("layout", "kernels", "models", "data", "memory", "parallel", "optim", "pipeline", "launch", "plan"),
-        *("moe", "precision", "rng", "compat"),
+        *("checkpoint", "moe", "precision", "rng", "compat"),
     },
     "proof": {"layout", "models", "moe", "parallel", "pipeline", "optim", "launch", "train", "rng"},
     "bench": {"layout", "models", "memory", "parallel", "optim", "train", "plan", "kernels", "compat"},

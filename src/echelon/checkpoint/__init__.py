@@ -1,0 +1,1 @@
+"""Checkpoints: logical tensors on disk, written by every rank, read by any layout."""
