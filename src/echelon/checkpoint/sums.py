@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from echelon.checkpoint.slices import Ranges, extent, rows_of
+from echelon.checkpoint.slices import Ranges, rows_of
 
 Sums = tuple[int, int]
 MASK = (1 << 64) - 1

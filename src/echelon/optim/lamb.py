@@ -10,13 +10,14 @@ lr r, as in the authors' own program. One message a step sums both norms of all 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from echelon.layout.cost import Collective
 from echelon.optim.held import Held, of
+from echelon.optim.kept import Kept, elements, number_of_held
 from echelon.optim.matrices import Rectangle
 from echelon.optim.rule import Rule, betas_of
 from echelon.optim.shared import Shared
@@ -33,8 +34,7 @@ class LAMB:
     @torch.no_grad()
     def step(self, lr: float, scale: Tensor, live: Tensor) -> None:
         self._step += live
-        if not self._moments:
-            self._moments = {one: (one.zeros(), one.zeros()) for one in self._held}
+        self._begin()
         for one in self._held:
             for part in one.parts:
                 self._take_in(one, part, scale, live)
@@ -66,6 +66,17 @@ class LAMB:
         corrections = [(1 - beta ** self._step.clamp(min=1).double()).to(mean.dtype) for beta in self._betas]
         found: Tensor = (mean / corrections[0]) / ((square / corrections[1]).sqrt() + self._eps)
         return found + one.values(part) * one.decay if one.decay else found
+
+    def _begin(self) -> None:
+        if not self._moments:
+            self._moments = {one: (one.zeros(), one.zeros()) for one in self._held}
+
+    def kept(self) -> Iterator[Kept]:
+        self._begin()
+        yield from number_of_held("step", self._held, self._step)
+        for one, moments in self._moments.items():
+            for kind, state in zip(("mean", "square"), moments, strict=True):
+                yield elements(kind, one.unit, one.piece, state)
 
     def states(self) -> list[Tensor]:
         return [self._step, *(moment for pair in self._moments.values() for moment in pair)]
