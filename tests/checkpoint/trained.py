@@ -26,10 +26,11 @@ def built(
     options: Options | None = None,
     scale: LossScale | None = None,
     model: nn.Module | None = None,
+    clip: float = 1.0,
 ) -> Engine:
     options = options or Options(compute=torch.float64, master=torch.float64)
     model = model or models.build(shape, "meta", dtype=options.compute)
-    engine = Engine(model, layout, rule, clip=1.0, options=options, loss_scale=scale)
+    engine = Engine(model, layout, rule, clip=clip, options=options, loss_scale=scale)
     engine.model.train()
     return engine
 
@@ -54,9 +55,10 @@ def run(
     save_at: int | None = None,
     options: Options | None = None,
     scale: LossScale | None = None,
+    clip: float = 1.0,
 ) -> dict[str, object]:
     """Trains from one step to another; the state at the end, put together from all ranks."""
-    engine = built(shape, layout, rule, options=options, scale=scale)
+    engine = built(shape, layout, rule, options=options, scale=scale, clip=clip)
     saving = Saving(engine, storage_of(folder))
     told: dict[str, object] = {}
     if resume:
