@@ -101,7 +101,7 @@ def test_loss_scale_and_split_masters(pool, tmp_path):
         "scale": LossScale.dynamic(start=16.0, every=1),
     }
     for layout in ("dp=2", "dp=2,zero=3"):
-        a, b = continued(pool, tmp_path / layout, SHAPE, RULES["adamw"], layout, layout, **given)
+        a, b = continued(pool, tmp_path / layout, None, RULES["adamw"], layout, layout, **given)
         assert_same(a, b)
 
 
@@ -109,8 +109,13 @@ def test_loss_scale_and_split_masters(pool, tmp_path):
 def test_weights_without_a_master_copy(pool, tmp_path, name):
     """The count of roundings goes on."""
     given = {"options": Options(compute=torch.bfloat16, master=torch.bfloat16)}
-    a, b = continued(pool, tmp_path, SHAPE, RULES[name], "dp=2,zero=1", "dp=2,zero=1", **given)
+    a, b = continued(pool, tmp_path, None, RULES[name], "dp=2,zero=1", "dp=2,zero=1", **given)
     assert_same(a, b)
+
+
+def test_running_statistics_and_frozen_parameters(pool, tmp_path):
+    a, b = continued(pool, tmp_path, None, RULES["adamw"], "dp=2,zero=1", "dp=3,zero=3")
+    assert_equal(a, b)
 
 
 def test_moments_in_8_bits(pool, tmp_path):
