@@ -7,7 +7,6 @@ from laid_out import batch_of, whole
 from torch import Tensor, nn
 
 from echelon import models
-from echelon.checkpoint.storage import storage_of
 from echelon.models.sizes import ModelConfig
 from echelon.parallel.apply import Options
 from echelon.precision.loss_scale import LossScale
@@ -74,7 +73,7 @@ def run(
 ) -> dict[str, object]:
     """Trains from one step to another; the state at the end, put together from all ranks."""
     engine = built(shape, layout, rule, options=options, scale=scale, clip=clip)
-    saving = Saving(engine, storage_of(folder))
+    saving = Saving(engine, folder)
     told: dict[str, object] = {}
     if resume:
         loaded = saving.load(steps[0])

@@ -21,6 +21,7 @@ from echelon.pipeline.profile import Profile
 from echelon.plan import correct
 from echelon.train import metrics
 from echelon.train.again import repeats_of
+from echelon.train.checkpoints import Checkpoints
 from echelon.train.config import Config
 from echelon.train.derived import derived
 from echelon.train.display import Display, Progress, duration, number, percent, short
@@ -32,6 +33,7 @@ from echelon.train.options import loss_scale_of, options_of
 from echelon.train.pipeline_faults import MEASURE
 from echelon.train.predicted import predicted, working_bytes
 from echelon.train.result import StepResult
+from echelon.train.resume import where
 from echelon.train.run import Run
 from echelon.train.schedule import learning_rate
 from echelon.train.stopwatch import Stopwatch
@@ -56,7 +58,7 @@ class Summary:
     """share of the time since start-up that went into training steps"""
     eval_loss: float | None
     checkpoint: str | None = None
-    """the last checkpoint; none are written yet"""
+    """the last checkpoint"""
     experts: dict[str, Any] | None = None
     """how evenly experts were used in the last step, and `dropped_in_run`; none where the model has no experts"""
 
@@ -76,17 +78,17 @@ class _Step:
     """asks how many tokens the experts of each layer got"""
 
 
-def train_here(config: Config, quiet: bool = False) -> Summary:
+def train_here(config: Config, quiet: bool = False, resume: str = "") -> Summary:
     """Trains on the ranks this process was started among: all of them call this, rank 0's summary names the run."""
     with join(config.device, config.timeout) as world:
-        return Loop(config, world, quiet=quiet).run()
+        return Loop(config, world, quiet=quiet, resume=resume).run()
 
 
 class Loop:
     """One rank's part of a run."""
 
-    def __init__(self, config: Config, world: World, *, quiet: bool):
-        self.config, self.world = config, world
+    def __init__(self, config: Config, world: World, *, quiet: bool, resume: str = ""):
+        self.config, self.world, self.resume = config, world, resume
         self.started = time.perf_counter()
         self.task = task_of(config, world.first_rank_first())
         self.layout = check(
@@ -143,12 +145,15 @@ class Loop:
         run, before = None, {}
         if self.world.rank == 0:
             before = predicted(self.config, self.layout, self.task.shape, self.world, threads=threads)
-            run = Run.create(self.config, {"layout": str(self.layout), "derived": rows, "predicted": before})
+            plan = {"layout": str(self.layout), "derived": rows, "predicted": before}
+            run = Run.open(where(self.resume)[0]) if self.resume else Run.create(self.config, plan)
         if run is not None and self.profile is not None:
             run.write("profile.json", self.profile.to_json())
+        checkpoints = self._checkpoints(run)
         try:
+            first = self._resumed(checkpoints, run) if self.resume else 0
             with self.display:
-                summary = self._steps(run)
+                summary = self._steps(run, checkpoints, first)
                 with self.engine.averaged():
                     sample = self.task.sample(self.engine)
                 self.engine.drain()
@@ -159,12 +164,35 @@ class Loop:
                 results = [*self._results(summary), ("step", correct.told(measured))]
                 self.display.summary(f"done: {run.path}", results, prompt=self.config.sample.prompt, sample=sample)
         finally:
+            checkpoints.close()
             self.engine.close()
             if run is not None:
                 run.close()
         return summary
 
-    def _steps(self, run: Run | None) -> Summary:
+    def _checkpoints(self, run: Run | None) -> Checkpoints:
+        def tell(kind: str, facts: dict[str, Any]) -> None:
+            if run is not None:
+                run.log(kind, **facts)
+
+        path = run.path if run is not None else None
+        return Checkpoints(self.config, self.engine, path, resumes=bool(self.resume), tell=tell)
+
+    def _resumed(self, checkpoints: Checkpoints, run: Run | None) -> int:
+        """How many steps are done."""
+        loaded = checkpoints.restore(where(self.resume)[1])
+        step = loaded.index.step if loaded is not None else 0
+        if step >= self.config.steps:
+            raise ValueError(f"the run is through (step {step} of {self.config.steps}); set steps to more")
+        if loaded is None:
+            self.display.note("there is no checkpoint yet: the run starts anew")
+        else:
+            self.display.note(f"goes on after step {step}: state {loaded.hash}, {loaded.nbytes:,} bytes read here")
+        if run is not None:
+            run.log("resume", step=step, layout=str(self.layout), hash=loaded.hash if loaded is not None else None)
+        return step
+
+    def _steps(self, run: Run | None, checkpoints: Checkpoints, first: int) -> Summary:
         config = self.config
         eval_loss: float | None = None
         pipeline = self.engine.pipeline
@@ -172,7 +200,7 @@ class Loop:
         # A GPU works on a step while the host queues the next; ranks of an asynchronous schedule end a step at
         # different times. Told one step later, nobody waits for it.
         late = self.world.device.type == "cuda" or (pipeline is not None and pipeline.asynchronous)
-        for step in range(config.steps):
+        for step in range(first, config.steps):
             self._stopwatch.begin()
             lr = learning_rate(step, config.steps, config)
             last = step + 1 == config.steps
@@ -194,6 +222,7 @@ class Loop:
                 begun = time.perf_counter()
                 self.engine.drain()
                 self._seconds[-1] += time.perf_counter() - begun  # what steps have left to do is a part of them
+            checkpoints.after(step + 1, last=last)
             if evaluates:
                 eval_loss = self.engine.evaluate(self.task.evaluation(self.engine))
                 if eval_loss is not None:
@@ -213,6 +242,7 @@ class Loop:
             hfu=hfu,
             goodput=busy / (time.perf_counter() - self.started),
             eval_loss=eval_loss,
+            checkpoint=checkpoints.end(),
             experts={**self._experts.facts(), "dropped_in_run": self._dropped} if self._experts else None,
         )
 

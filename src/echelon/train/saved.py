@@ -10,7 +10,7 @@ from torch import Tensor
 
 from echelon.checkpoint.reading import Loaded, load
 from echelon.checkpoint.state import Number, State
-from echelon.checkpoint.storage import Storage
+from echelon.checkpoint.storage import storage_of
 from echelon.checkpoint.together import Together
 from echelon.checkpoint.writing import Keep, Saver
 from echelon.pipeline.stream import StreamRuntime
@@ -49,15 +49,21 @@ def _seed_of(runtime: StreamRuntime) -> Number:
 class Saving:
     """An engine's checkpoints in one place."""
 
-    def __init__(self, engine: Engine, storage: Storage, *, keep: Keep | None = None):
-        self._engine, self._storage, self._keep = engine, storage, keep
+    def __init__(self, engine: Engine, address: str, *, keep: Keep | None = None):
+        """`address` is the first rank's: a folder, or what fsspec knows."""
+        self._engine, self._keep = engine, keep
         self._together = Together()
+        self._storage = storage_of(self._together.told(address))
         self._saver: Saver | None = None
 
     def save(self, facts: Mapping[str, Any]) -> None:
         """Of the state after the last step. What is under way on the host or in a pipeline is ended first."""
         self._engine.drain()
         self._ready().save(self._engine.num_steps, {**facts, "step": self._engine.num_steps})
+
+    def steps(self) -> list[int]:
+        """Of the checkpoints that are there, as the first rank sees it."""
+        return self._together.told(self._storage.steps() if self._together.is_first else [])
 
     def load(self, step: int) -> Loaded:
         """The engine goes on after that step."""
@@ -75,6 +81,11 @@ class Saving:
         """Until the last save is through."""
         if self._saver is not None:
             self._saver.wait()
+
+    @property
+    def nbytes(self) -> int:
+        """of this rank's part"""
+        return self._saver.nbytes if self._saver is not None else 0
 
     @property
     def last(self) -> str | None:

@@ -70,8 +70,18 @@ def _text(value: Any) -> str:
     return str(list(value)) if isinstance(value, tuple | list) else str(value)
 
 
-def run(config: Config, *, procs: int | None = None, quiet: bool = False) -> Summary:
-    """On the ranks a launcher started, if one did; else on `procs` new ones, or as many as the layout names."""
+def load_resumed(run: str | Path, settings: Sequence[str], procs: int | None) -> Config:
+    """The configuration of a run that goes on, from its directory or that of one of its checkpoints."""
+    from echelon.train.resume import config_of, where
+
+    return config_of(where(run)[0], settings, world=procs)
+
+
+def run(config: Config, *, procs: int | None = None, quiet: bool = False, resume: str = "") -> Summary:
+    """On the ranks a launcher started, if one did; else on `procs` new ones, or as many as the layout names.
+
+    `resume` is the directory of a run that goes on, or of one of its checkpoints.
+    """
     from echelon.launch.local import start
     from echelon.launch.world import under_launcher
     from echelon.train.loop import train_here
@@ -87,8 +97,8 @@ def run(config: Config, *, procs: int | None = None, quiet: bool = False) -> Sum
     if faults:
         raise FaultError(faults)
     if count == 1:
-        return train_here(config, quiet)
-    return start(train_here, (config, quiet), count)
+        return train_here(config, quiet, resume)
+    return start(train_here, (config, quiet, resume), count)
 
 
 def _procs_faults(procs: int) -> list[Fault]:
