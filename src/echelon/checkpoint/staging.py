@@ -6,6 +6,8 @@ copies are queued behind the step that made the values, so that not even the hos
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,29 @@ from echelon.checkpoint.index import Region, header_of
 from echelon.checkpoint.slices import Placed, extent, numel
 from echelon.checkpoint.state import TYPES, State
 from echelon.checkpoint.sums import Sums, sums_of
+
+
+@dataclass
+class _Waiting:
+    """Values that lie side by side, and will in the file: one copy for all of them."""
+
+    values: Tensor
+    at: int
+    count: int
+
+    def takes(self, values: Tensor, at: int, count: int) -> bool:
+        """These come right behind, in memory and in the file."""
+        mine, size = self.values, values.element_size()
+        if (
+            not self.count
+            or values.dtype != mine.dtype
+            or values.untyped_storage().data_ptr() != mine.untyped_storage().data_ptr()
+            or values.data_ptr() != mine.data_ptr() + self.count * size
+            or at != self.at + self.count * size
+        ):
+            return False
+        self.count += count
+        return True
 
 
 class Staging:
@@ -45,21 +70,35 @@ class Staging:
     @torch.no_grad()
     def take(self, state: State) -> None:
         """Copies the state as it is now."""
+        waiting = _Waiting(self.memory[:0], 0, 0)
         for number, item in enumerate(state.items()):
             copies = self._copies.get(number)
             if not copies:
                 continue
             values = item.read()
             if number in self._whole:
-                self._view(copies[0][1], self._whole[number], item.dtype).copy_(values, non_blocking=True)
+                at, count = copies[0][1], self._whole[number]
+                if not (item.stays and waiting.takes(values, at, count)):
+                    self._copy(waiting)
+                    waiting = _Waiting(values, at, count)
+                    if not item.stays:
+                        self._copy(waiting)
                 continue
             for placed, at in copies:
                 shape = extent(placed.box)
                 box = values.as_strided(shape, placed.strides, values.storage_offset() + placed.offset)
                 self._view(at, numel(placed.box), item.dtype).view(shape).copy_(box, non_blocking=True)
+        self._copy(waiting)
         if self._cuda:
             self._ready = torch.cuda.Event()
             self._ready.record()
+
+    def _copy(self, waiting: _Waiting) -> None:
+        if waiting.count:
+            values = waiting.values
+            flat = values.as_strided((waiting.count,), (1,), values.storage_offset())
+            self._view(waiting.at, waiting.count, values.dtype).copy_(flat, non_blocking=True)
+            waiting.count = 0
 
     def wait(self) -> None:
         """Until the copies are through."""

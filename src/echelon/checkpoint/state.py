@@ -55,9 +55,11 @@ class Item:
     writes: bool
     """this rank writes it"""
     read: Callable[[], Tensor]
-    """its elements, flat; valid until the next item is asked for"""
+    """its elements, flat"""
     write: Callable[[Tensor], None]
     """sets them; padding is 0"""
+    stays: bool = True
+    """what is read stays where it is when the next item is asked for; not so where states are on disk"""
 
     @property
     def size(self) -> int:
@@ -140,7 +142,8 @@ def _state(prefix: str, kept: Kept) -> Item:
     mine = piece.owner and piece.first
     shape, entry = piece.entry.shape, piece.entry
     if kept.form == "elements":
-        return Item(name, kept.dtype, shape, Part.of(piece), mine, kept.read, kept.write)
+        stays = getattr(kept.unit, "store", None) is None
+        return Item(name, kept.dtype, shape, Part.of(piece), mine, kept.read, kept.write, stays)
     # Of the ranks that hold parts of a matrix, the one with its first element writes what is of all of it.
     inside = piece.box if kept.form == "number" or entry.filters else piece.box[-2:]
     mine = mine and piece.start == 0 < piece.stop and all(low == 0 for low, _ in inside)

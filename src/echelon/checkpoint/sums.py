@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,14 +76,16 @@ def _words(words: Tensor, first: Tensor) -> Sums:
     """Rows of words, each with the place of its first word. Whole numbers wrap around, as they should."""
     many = max(1, CHUNK // max(words.shape[1], 1))
     a, b = 0, 0
-    columns = torch.zeros(words.shape[1], dtype=torch.int64)
-    for begin in range(0, len(words), many):
-        part = words[begin : begin + many]
+    columns = np.zeros(words.shape[1], dtype=np.int64)
+    # NumPy keeps to one thread: this runs beside training, which wants the others.
+    table, places = words.numpy(), first.numpy()
+    for begin in range(0, len(table), many):
+        part = table[begin : begin + many]
         sums = part.sum(1)
         columns += part.sum(0)
         a += int(sums.sum())
-        b += int((sums * first[begin : begin + many]).sum())
-    b += int((columns * torch.arange(len(columns))).sum())
+        b += int((sums * places[begin : begin + many]).sum())
+    b += int((columns * np.arange(len(columns))).sum())
     return a & MASK, b & MASK
 
 
