@@ -101,6 +101,20 @@ def test_s9_other_numbers_of_ranks_see_the_same_samples(pool, tmp_path, undistur
     assert sorted(losses(told["run"])) == list(range(1, STEPS + 1))
 
 
+def test_from_an_earlier_checkpoint(pool, tmp_path, undisturbed):
+    """Later ones are set aside: they are of a run that this one is not."""
+    asked = config(tmp_path, steps=6, **{"checkpoint.keep": 0})
+    pool.run(train, 2, asked)
+    run = tmp_path / "run"
+    again = config_of(run, ["optimizer.lr=1e-4", "steps=5"])
+    pool.run(train, 2, again, str(run / "checkpoints" / "step-00000002"))
+    assert list(states(run)) == [2, 4, 5]
+    assert sorted(path.name for path in (run / "checkpoints").glob("left-*")) == [
+        "left-step-00000004",
+        "left-step-00000006",
+    ]
+
+
 def test_a_run_that_is_through(pool, undisturbed):
     _, told = undisturbed
     with pytest.raises(RankError, match=r"the run is through \(step 9 of 9\); set steps to more"):

@@ -14,28 +14,48 @@ from echelon.checkpoint.sums import added, hash_of, sums_of
 from echelon.layout.placement import Cut, Entry, Placement, Unit
 
 
-def random_placements(source: random.Random) -> tuple[tuple[Entry, ...], int, list[Placement]]:
-    """A unit of some tensors, cut over tp (with padding, copies and two cuts) and into shards, on up to 8 ranks."""
-    tp, shards = source.choice([(1, 1), (1, 3), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (1, 8), (3, 2)])
+def random_placements(source: random.Random) -> list[Placement]:
+    """Tensors cut over tp (with padding and copies), ep and stages, and into shards, on up to 8 ranks."""
+    tp, shards, pp = source.choice(
+        [(1, 1, 1), (1, 3, 1), (2, 1, 2), (2, 2, 1), (2, 4, 1), (4, 1, 2), (4, 2, 1), (1, 8, 1), (3, 2, 1), (1, 2, 3)]
+    )
     entries = []
-    for number in range(4):
-        shape = SHAPES[number]
+    for number, shape in enumerate(SHAPES):
         cuts: tuple[Cut, ...] = ()
         if tp > 1 and source.random() < 0.8:
             copies = 2 if tp == 4 and source.random() < 0.3 else 1
             cuts = (Cut(axis="tp", dim=source.randrange(len(shape)), parts=tp // copies, copies=copies),)
-        entries.append(Entry(name=f"p{number}", names=(f"p{number}",), shape=shape, cuts=cuts, decay=len(shape) > 1))
-    unit = Unit(name="", entries=tuple(entries), shards=shards)
-    replicas = 8 // (tp * shards)
-    ranks = [
-        Placement(units=(unit,), at={"tp": t, "shard": s, "replica": r, "expert replica": r, "pp": 0})
-        for r in range(replicas)
-        for s in range(shards)
-        for t in range(tp)
-    ]
-    return tuple(entries), tp, ranks
+        # the last one is tied: every stage holds it
+        holders = tuple(range(pp)) if number == len(SHAPES) - 1 and pp > 1 else ()
+        named = {"name": f"p{number}", "names": (f"p{number}",)}
+        entries.append(Entry(**named, shape=shape, cuts=cuts, decay=len(shape) > 1, holders=holders))
+    replicas = 8 // (tp * shards * pp)
+    inside = replicas * shards * tp
+    ep = source.choice([size for size in (1, 2, 4) if inside % size == 0])
+    cut = (Cut(axis="ep", dim=0, parts=ep),) if ep > 1 else ()
+    expert = Entry(name="expert", names=("expert",), shape=EXPERT, cuts=cut, folded=True)
+    folded_shards = source.choice([1, inside // ep])
+    found = []
+    for rank in range(inside * pp):
+        stage, at = divmod(rank, inside)
+        rest, t = divmod(at, tp)
+        replica, shard = divmod(rest, shards)
+        edp = at // ep
+        one = (
+            {"expert shard": edp, "expert replica": 0}
+            if folded_shards > 1
+            else {"expert shard": 0, "expert replica": edp}
+        )
+        place = {"tp": t, "shard": shard, "replica": replica, "pp": stage, "ep": at % ep, "etp": 0, **one}
+        mine = tuple(e for number, e in enumerate(entries) if e.holders or number % pp == stage)
+        units = [Unit(name="", entries=mine, shards=shards)]
+        if stage == pp - 1:
+            units.append(Unit(name="expert", entries=(expert,), shards=folded_shards))
+        found.append(Placement(units=tuple(units), at=place))
+    return found
 
 
+EXPERT = (4, 3, 2)
 SHAPES = [(7, 5), (9,), (4, 3, 5), (11, 2)]
 
 
@@ -47,13 +67,13 @@ def writes(placement: Placement) -> dict[str, list[tuple[tuple[int, int], ...]]]
     }
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(150))
 def test_any_layout_reads_what_any_layout_wrote(seed: int) -> None:
     """Written by one placement and read by another, in NumPy alone: equal elements, and no byte more than is held."""
     source = random.Random(seed)
     truth = {f"p{n}": np.arange(np.prod(shape)).reshape(shape) for n, shape in enumerate(SHAPES)}
-    _, _, writers = random_placements(source)
-    _, _, readers = random_placements(source)
+    truth["expert"] = np.arange(np.prod(EXPERT)).reshape(EXPERT)
+    writers, readers = random_placements(source), random_placements(source)
     disk: dict[str, list[tuple[tuple[tuple[int, int], ...], np.ndarray]]] = {name: [] for name in truth}
     for placement in writers:
         for name, boxes in writes(placement).items():

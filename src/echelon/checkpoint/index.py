@@ -139,7 +139,7 @@ def digest_of(text: str) -> str:
     return f"{hashlib.sha256(text.encode()).hexdigest()}  {INDEX}\n"
 
 
-def read_index(text: bytes, digest: bytes, where: str) -> Index:
+def read_index(text: bytes | bytearray, digest: bytes | bytearray, where: str) -> Index:
     if digest.decode(errors="replace") != digest_of(text.decode(errors="replace")):
         raise CheckpointError(
             f"the checkpoint is damaged ({where}/{INDEX} is not what {DIGEST} says); use another checkpoint"

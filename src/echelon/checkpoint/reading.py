@@ -178,7 +178,7 @@ class _Reader:
         ranges = [(stored.at + start * size, rows.length * size) for start in rows.starts]
         found = self.storage.read(self.step, stored.file, ranges)
         self.nbytes += len(found)
-        return torch.frombuffer(bytearray(found), dtype=TORCH[kind])
+        return torch.frombuffer(found, dtype=TORCH[kind])
 
     # -- after --------------------------------------------------------------------------------------------------------
 

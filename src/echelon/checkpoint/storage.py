@@ -62,8 +62,12 @@ class Storage(Protocol):
         """Of a file in bytes; none where it is not there."""
         ...
 
-    def read(self, step: int, name: str, ranges: Sequence[tuple[int, int]]) -> bytes:
+    def read(self, step: int, name: str, ranges: Sequence[tuple[int, int]]) -> bytearray:
         """(first byte, number) one after another."""
+        ...
+
+    def set_aside(self, step: int) -> None:
+        """It is no checkpoint any more, but what it holds is left to the user."""
         ...
 
 
@@ -145,23 +149,31 @@ class Local:
         except OSError as error:
             raise told(error, str(self._at(step) / name), "read") from error
 
-    def read(self, step: int, name: str, ranges: Sequence[tuple[int, int]]) -> bytes:
-        path, found = self._at(step) / name, bytearray()
+    def read(self, step: int, name: str, ranges: Sequence[tuple[int, int]]) -> bytearray:
+        path, found, at = self._at(step) / name, bytearray(sum(count for _, count in ranges)), 0
+        view = memoryview(found)
         try:
             file = os.open(path, os.O_RDONLY)
             try:
                 for start, count in ranges:
                     while count:
-                        got = os.pread(file, min(count, CHUNK), start)
+                        got = os.preadv(file, [view[at : at + min(count, CHUNK)]], start)
                         if not got:
                             raise CheckpointError(f"the checkpoint is damaged ({path} ends too early)")
-                        found += got
-                        start, count = start + len(got), count - len(got)
+                        at, start, count = at + got, start + got, count - got
             finally:
                 os.close(file)
         except OSError as error:
             raise told(error, str(path), "read") from error
-        return bytes(found)
+        return found
+
+    def set_aside(self, step: int) -> None:
+        aside = self.folder / f"left-{name_of(step)}"
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            self._at(step).rename(aside)
+        except OSError as error:
+            raise told(error, str(self._at(step)), "set aside") from error
 
     def _at(self, step: int) -> Path:
         return self.folder / name_of(step)
@@ -193,7 +205,8 @@ class Remote:
 
     def begin(self, step: int) -> None:
         for path in self._folders():
-            if NAME.fullmatch(path.rpartition("/")[2]) and not self._files.exists(f"{path}/{INDEX}"):
+            names = (INDEX, f"{INDEX}.left")
+            if NAME.fullmatch(path.rpartition("/")[2]) and not any(self._files.exists(f"{path}/{n}") for n in names):
                 self._files.rm(path, recursive=True)
         self.abandon(step)
 
@@ -226,7 +239,10 @@ class Remote:
         path = self._at(step, name)
         return int(self._files.size(path)) if self._files.exists(path) else None
 
-    def read(self, step: int, name: str, ranges: Sequence[tuple[int, int]]) -> bytes:
+    def set_aside(self, step: int) -> None:
+        self._files.mv(self._at(step, INDEX), self._at(step, f"{INDEX}.left"))
+
+    def read(self, step: int, name: str, ranges: Sequence[tuple[int, int]]) -> bytearray:
         path = self._at(step, name)
         try:
             found: list[Any] = self._files.cat_ranges(
@@ -237,7 +253,7 @@ class Remote:
             )
         except OSError as error:
             raise told(error, path, "read") from error
-        whole = b"".join(found)
+        whole = bytearray().join(found)
         if len(whole) != sum(count for _, count in ranges):
             raise CheckpointError(f"the checkpoint is damaged ({path} ends too early)")
         return whole
@@ -252,7 +268,7 @@ class Remote:
         return [str(path).rstrip("/") for path in self._files.ls(self._root, detail=False)]
 
 
-def index_files(storage: Storage, step: int) -> tuple[bytes, bytes]:
+def index_files(storage: Storage, step: int) -> tuple[bytearray, bytearray]:
     """The index of a checkpoint and its digest, as they lie there."""
     found = []
     for name in (INDEX, DIGEST):

@@ -29,6 +29,9 @@ from echelon.checkpoint.storage import Storage, name_of
 from echelon.checkpoint.sums import Sums, added, hash_of
 from echelon.checkpoint.together import Together, agree
 
+MOMENT = 3.0
+"""seconds that a failing run gives to a save under way"""
+
 
 @dataclass(frozen=True)
 class Written:
@@ -100,11 +103,15 @@ class Saver:
         if error is not None:
             raise error
 
-    def close(self) -> None:
-        """After the last save, or after a failure, which is then what is raised."""
+    def close(self) -> bool:
+        """After the last save, or after a failure elsewhere: a save under way gets a moment. True if nothing is left.
+
+        Where another rank hangs, its part would never come, and what went wrong there is to be told now.
+        """
         thread, self._thread = self._thread, None
         if thread is not None:
-            thread.join()
+            thread.join(MOMENT)
+        return thread is None or not thread.is_alive()
 
     def _work(self, step: int, facts: dict[str, Any]) -> None:
         try:

@@ -42,7 +42,8 @@ class Checkpoints:
             there = ", ".join(map(str, steps)) or "none"
             raise ValueError(f"there is no checkpoint of that step (step {step}; there are: {there})")
         loaded = self._saving.load(steps[-1] if step is None else step)
-        self._told = None
+        if step is not None:
+            self._saving.set_aside(step)
         return loaded
 
     def after(self, step: int, *, last: bool) -> None:
@@ -53,9 +54,9 @@ class Checkpoints:
         self._saving.check()
         self._report()
         if step % every == 0 or last:
+            begun = time.perf_counter()
             self._saving.wait()
             self._report()
-            begun = time.perf_counter()
             self._saving.save(self._facts(step))
             self._blocked = time.perf_counter() - begun
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from echelon.checkpoint.index import CheckpointError
 from echelon.checkpoint.reading import Loaded, load
 from echelon.checkpoint.state import Number, State
 from echelon.checkpoint.storage import storage_of
-from echelon.checkpoint.together import Together
+from echelon.checkpoint.together import Together, agree
 from echelon.checkpoint.writing import Keep, Saver
 from echelon.pipeline.stream import StreamRuntime
 from echelon.train.engine import Engine
@@ -72,6 +73,18 @@ class Saving:
         self._engine.num_steps = step
         return found
 
+    def set_aside(self, after: int) -> list[int]:
+        """Checkpoints of later steps than the one a run goes on from are not of this run; gives their steps."""
+        later = [step for step in self.steps() if step > after]
+        error: Exception | None = None
+        try:
+            for step in later if self._together.is_first else ():
+                self._storage.set_aside(step)
+        except CheckpointError as found:
+            error = found
+        agree(self._together, error)
+        return later
+
     def check(self) -> None:
         """Raises what went wrong in the background."""
         if self._saver is not None:
@@ -98,9 +111,8 @@ class Saving:
         return self._saver.hash if self._saver is not None else ""
 
     def close(self) -> None:
-        if self._saver is not None:
-            self._saver.close()
-        self._together.close()
+        if self._saver is None or self._saver.close():
+            self._together.close()
 
     def _ready(self) -> Saver:
         if self._saver is None:
