@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from echelon.checkpoint.index import CheckpointError
 from echelon.checkpoint.reading import open_index
 from echelon.checkpoint.storage import WRITING, Local
 from echelon.launch.failure import RankError
 from echelon.layout import FaultError
 from echelon.train.config import Config
+from echelon.train.loop import train_here
 from echelon.train.resume import config_of, where
 from echelon.train.run import Run
 from tests.checkpoint.killed import train
@@ -113,6 +115,25 @@ def test_from_an_earlier_checkpoint(pool, tmp_path, undisturbed):
         "left-step-00000004",
         "left-step-00000006",
     ]
+
+
+def test_a_disk_that_fills_up_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
+    asked = config(tmp_path, "dp=1")
+    write = Local.write
+
+    def full(self, step, name, parts):
+        if step == 4:
+            raise CheckpointError("a checkpoint cannot be written (part-00000.safetensors: no space left on device)")
+        write(self, step, name, parts)
+
+    monkeypatch.setattr(Local, "write", full)
+    with pytest.raises(CheckpointError, match="no space left"):
+        train_here(asked, quiet=True)
+    assert list(states(tmp_path / "run")) == [2]
+    assert max(losses(tmp_path / "run")) < STEPS
+    monkeypatch.undo()
+    train_here(config_of(tmp_path / "run", []), quiet=True, resume=str(tmp_path / "run"))
+    assert sorted(losses(tmp_path / "run")) == list(range(1, STEPS + 1))
 
 
 def test_a_run_that_is_through(pool, undisturbed):
