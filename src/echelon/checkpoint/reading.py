@@ -112,6 +112,9 @@ class _Reader:
         error: Exception | None = None
         try:
             names = sorted(self.index.files)
+            first: dict[str, int] = {}
+            for stored in (stored for tensor in self.index.tensors.values() for stored in tensor.slices):
+                first[stored.file] = min(first.get(stored.file, stored.at), stored.at)
             for name in names[self.together.rank :: self.together.size]:
                 file, size = self.index.files[name], self.storage.size(self.step, name)
                 if size is None:
@@ -120,10 +123,7 @@ class _Reader:
                     raise CheckpointError(
                         f"the checkpoint is damaged ({self.where}/{name} has {size:,} bytes of {file.nbytes:,})"
                     )
-                first = min(
-                    (s.at for t in self.index.tensors.values() for s in t.slices if s.file == name), default=size
-                )
-                header = self.storage.read(self.step, name, [(0, first)])
+                header = self.storage.read(self.step, name, [(0, first.get(name, size))])
                 if hashlib.sha256(header).hexdigest() != file.header:
                     raise CheckpointError(f"the checkpoint is damaged ({self.where}/{name}: its header has changed)")
         except CheckpointError as found:
