@@ -35,7 +35,7 @@ MAY_KNOW = {
     "plan": {"layout", "models", "memory", "optim", "parallel", "pipeline", "compat"},
     "launch": {"layout", "compat"},
     "faults": {"layout", "launch", "compat"},
-    "checkpoint": {"layout", "models", "parallel", "plan"},
+    "checkpoint": {"faults", "layout", "memory", "models", "optim", "parallel", "plan"},
     "train": {
         *("layout", "kernels", "models", "data", "memory", "parallel", "optim", "pipeline", "launch", "plan"),
         *("moe", "precision", "rng", "compat", "faults", "checkpoint"),
@@ -59,6 +59,9 @@ WITHOUT_TORCH = (
     "echelon.moe",
     "echelon.cli",
     "echelon.train.config",
+    "echelon.train.resume",
+    "echelon.checkpoint.index",
+    "echelon.checkpoint.storage",
     "echelon.proof.ask",
     "echelon.pipeline",
     "echelon.pipeline.schedules",

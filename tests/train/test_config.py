@@ -75,10 +75,6 @@ def test_a_layout_key_outside_the_layout_is_recognised():
     assert faults_of("tensor_paralel=2")["tensor_paralel"].hint == 'did you mean layout="tp=2"?'
 
 
-def test_checkpoints_are_not_accepted_before_they_work():
-    assert "checkpoint.every" in faults_of("checkpoint.every=10")
-
-
 @pytest.mark.parametrize(
     ("setting", "rule", "legal"),
     [

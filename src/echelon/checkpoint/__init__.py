@@ -1,1 +1,4 @@
-"""Weights on disk: logical tensors in safetensors, and JSON. Importing this loads no torch."""
+"""Weights on disk: logical tensors in safetensors, and JSON; written by every rank, read by any layout.
+
+Importing this loads no torch.
+"""

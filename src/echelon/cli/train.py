@@ -18,6 +18,7 @@ echelon train --set model=llama-tiny --set layout=dp=2,tp=2 --set steps=100\n
 echelon train config.toml --set optimizer.lr=1e-3 --json\n
 echelon train --plan auto\n
 echelon train --procs 2 --set timeout=20 --inject sleep:rank=1,step=7\n
+echelon train --resume runs/llama-tiny-20250131-120000 --set layout=dp=2\n
 torchrun --nproc-per-node 2 -m echelon train config.toml
 """
 
@@ -44,6 +45,9 @@ def command(
             "sleep, skip-collective, slow-rank, corrupt-file, full-disk.",
         ),
     ] = None,
+    resume: Annotated[
+        str, typer.Option(metavar="RUN", help="Go on with a run from its newest checkpoint, or from the one given.")
+    ] = "",
     keys: Annotated[bool, typer.Option("--keys", help="List every configuration key and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
 ) -> None:
@@ -52,12 +56,14 @@ def command(
         _list_keys(as_json)
         return
     with told(as_json):
-        from echelon.train.start import load, run
+        from echelon.train.start import load, load_resumed, run
 
-        asked = load(config, settings or [], procs)
+        if resume and config is not None:
+            raise ValueError(f"a run that goes on has its own configuration ({config}); change keys with --set")
+        asked = load_resumed(resume, settings or [], procs) if resume else load(config, settings or [], procs)
         if plan:
             asked = _planned(asked, plan, procs, quiet=as_json)
-        summary = run(asked, procs=procs, quiet=as_json, inject=inject or [])
+        summary = run(asked, procs=procs, quiet=as_json, inject=inject or [], resume=resume)
     if as_json and summary.run:
         answer(summary.facts())
 

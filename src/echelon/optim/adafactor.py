@@ -21,13 +21,14 @@ columns, with the squares of X, and then the squares of U.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from echelon.layout.cost import Collective
 from echelon.optim.held import Held, of
+from echelon.optim.kept import Kept, elements, number_of_held, of_sides
 from echelon.optim.matrices import Rectangle
 from echelon.optim.rule import Rule, momentum_of
 from echelon.optim.shared import Shared, Sides
@@ -56,9 +57,7 @@ class Adafactor:
     @torch.no_grad()
     def step(self, lr: float, scale: Tensor, live: Tensor) -> None:
         self._step += live
-        if not self._squares and not self._moments:
-            self._squares = {one: one.zeros() for one in self._plain}
-            self._moments = {one: one.zeros() for one in self._held} if self._momentum else {}
+        self._begin()
         b = 1.0 - self._step.double() ** -DECAY
         sums = self._sums.combine(self._local_sums(scale))
         sizes = self._take_in(sums, b, scale, live)
@@ -125,6 +124,18 @@ class Adafactor:
             towards = moment * self._momentum + towards * (1 - self._momentum)
             moment.copy_(torch.where(live, towards, moment))
         one.set(part, torch.where(live, before - towards - before * (lr * one.decay), before))
+
+    def _begin(self) -> None:
+        if not self._squares and not self._moments:
+            self._squares = {one: one.zeros() for one in self._plain}
+            self._moments = {one: one.zeros() for one in self._held} if self._momentum else {}
+
+    def kept(self) -> Iterator[Kept]:
+        self._begin()
+        yield from number_of_held("step", self._held, self._step)
+        yield from of_sides(self._sides, self._factored, self._means)
+        for kind, states in (("square", self._squares), ("momentum", self._moments)):
+            yield from (elements(kind, one.unit, one.piece, state) for one, state in states.items())
 
     def states(self) -> list[Tensor]:
         return [self._step, self._means, *self._squares.values(), *self._moments.values()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from echelon.kernels import adamw, choice
 from echelon.layout.cost import Collective
 from echelon.optim.held import Run, exact
+from echelon.optim.kept import Kept, number_of_runs, of_runs
 from echelon.optim.rule import Rule, betas_of
 
 
@@ -31,14 +32,23 @@ class OnePassAdamW:
             kind: adamw.numbers_of(self._constants, lr * kind[0], kind[1], self._step, scale, live, self._dtype)
             for kind in kinds
         }
-        if not self._moments:
-            kind = torch.bfloat16 if self.rule.states == "bfloat16" else self._dtype
-            self._moments = [(run.zeros(kind), run.zeros(kind)) for run in self._runs]
+        self._begin()
         update = update_on(self._device, self._dtype)
         for run, (mean, square) in zip(self._runs, self._moments, strict=True):
             high, low = run.weights
             given = numbers[run.lr, run.decay]
             update(high, low, mean, square, run.gradient, given, self._step, decayed=run.decayed, place=run.place)
+
+    def _begin(self) -> None:
+        if not self._moments:
+            kind = torch.bfloat16 if self.rule.states == "bfloat16" else self._dtype
+            self._moments = [(run.zeros(kind), run.zeros(kind)) for run in self._runs]
+
+    def kept(self) -> Iterator[Kept]:
+        self._begin()
+        yield from number_of_runs("step", self._runs, self._step)
+        yield from of_runs("mean", self._runs, [mean for mean, _ in self._moments])
+        yield from of_runs("square", self._runs, [square for _, square in self._moments])
 
     def states(self) -> list[Tensor]:
         return [self._step, *(moment for pair in self._moments for moment in pair)]

@@ -9,7 +9,7 @@ One kernel on a GPU (kernels/adamw8_gpu.py), plain torch elsewhere; they agree b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from echelon.layout.cost import Collective
 from echelon.optim.blockwise import Blocks
 from echelon.optim.cost import BLOCK
 from echelon.optim.held import CHUNK, Held
+from echelon.optim.kept import Kept, number_of_held
 from echelon.optim.rule import Rule, betas_of
 from echelon.optim.update import Update
 
@@ -39,14 +40,7 @@ class AdamW8:
 
     @torch.no_grad()
     def step(self, lr: float, scale: Tensor, live: Tensor) -> None:
-        if not self._moments:
-            self._moments = [
-                (
-                    Blocks(one.size, signed=True, device=self._device),
-                    Blocks(one.size, signed=False, device=self._device),
-                )
-                for one in self._held
-            ]
+        self._begin()
         self._step += live
         numbers = {
             (rate, decay): adamw.numbers_of(self._constants, lr * rate, decay, self._step, scale, live, self._dtype)
@@ -57,6 +51,31 @@ class AdamW8:
             gradient = one.unit.grad[one.everything]
             update(*one.weights, *moments, gradient, numbers[one.lr, one.decay], self._step, place)
         self._beside.step(lr, scale, live)
+
+    def _begin(self) -> None:
+        if not self._moments:
+            self._moments = [
+                (
+                    Blocks(one.size, signed=True, device=self._device),
+                    Blocks(one.size, signed=False, device=self._device),
+                )
+                for one in self._held
+            ]
+
+    def kept(self) -> Iterator[Kept]:
+        """Codes, and for each element the largest of its block: other layouts have other blocks."""
+        self._begin()
+        yield from number_of_held("step", self._held, self._step)
+        for one, pair in zip(self._held, self._moments, strict=True):
+            for kind, blocks in zip(("mean", "square"), pair, strict=True):
+                codes = Kept(
+                    f"{kind}_codes", one.unit, one.piece, "elements", torch.uint8, blocks.read_codes, blocks.keep_codes
+                )
+                yield codes
+                yield Kept(
+                    f"{kind}_largest", one.unit, one.piece, "elements", torch.float32, blocks.spread, blocks.rescale
+                )
+        yield from self._beside.kept()
 
     def states(self) -> list[Tensor]:
         found = [tensor for pair in self._moments for blocks in pair for tensor in (blocks.codes, blocks.largest)]

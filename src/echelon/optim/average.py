@@ -8,7 +8,7 @@ could not hold it: there evaluation gets it rounded, and the weights lie aside u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from echelon.optim.held import Run, is_rounded
+from echelon.optim.kept import Kept, of_runs
 from echelon.parallel.flat_unit import FlatUnit
 
 YES = torch.ones((), dtype=torch.bool)
@@ -59,6 +60,9 @@ class Average:
         if weights is None:
             self._aside[index] = master.values(where).clone()
         master.set(where.start, self._values[index] if weights is None else weights)
+
+    def kept(self) -> Iterator[Kept]:
+        return of_runs("average", self._runs, self._values)
 
     def states(self) -> list[Tensor]:
         return self._values

@@ -69,6 +69,28 @@ class Blocks:
         self.codes[part] = torch.where(live, codes, self.codes[part])
         self.largest[blocks] = torch.where(live, largest, self.largest[blocks])
 
+    # -- for checkpoints: codes, and for each element the largest of its block ----------------------------------------
+
+    def read_codes(self) -> Tensor:
+        return self.codes
+
+    def spread(self) -> Tensor:
+        return self._spread(self.largest, len(self.codes))
+
+    def keep_codes(self, codes: Tensor) -> None:
+        self.codes.copy_(codes)
+
+    def rescale(self, largest: Tensor) -> None:
+        """Of codes that were put here: as they are where these are their blocks, else kept anew."""
+        largest = largest.to(self.device)
+        if not len(largest):
+            return
+        padded = F.pad(largest[None], (0, -len(largest) % BLOCK), mode="replicate")[0].view(-1, BLOCK)
+        self.largest.copy_(padded[:, 0])
+        if not bool((padded == padded[:, :1]).all()):
+            numbers = values_of(self.signed, self.device)[self.codes.long()] * largest
+            self.write(slice(0, len(numbers)), numbers, torch.ones((), dtype=torch.bool, device=self.device))
+
     @staticmethod
     def _blocks(part: slice) -> slice:
         assert part.start % BLOCK == 0

@@ -14,13 +14,13 @@ from echelon.optim import cost
 from echelon.optim.adafactor import Adafactor
 from echelon.optim.adamw import OnePassAdamW
 from echelon.optim.adamw8 import AdamW8
+from echelon.optim.counted import Counted
 from echelon.optim.groups import is_muons
 from echelon.optim.held import Held, Run, held_of, is_rounded, runs_of
 from echelon.optim.lamb import LAMB
 from echelon.optim.lion import Lion
 from echelon.optim.muon import Muon
 from echelon.optim.on_host import OnHost, Together
-from echelon.optim.rounding import Counted
 from echelon.optim.rule import Rule
 from echelon.optim.sgd import PlainSGD
 from echelon.optim.sm3 import SM3
@@ -51,7 +51,8 @@ def _on_one_device(parallel: Parallel, rule: Rule, units: Sequence[FlatUnit]) ->
     if not any(is_rounded(unit) for unit in units):
         return _update(parallel, rule, units, device, None)
     step = torch.zeros((), dtype=torch.int64, device=device)
-    return Counted(_update(parallel, rule, units, device, step), step)
+    held = [one for one in held_of(parallel, rule, units) if is_rounded(one.unit)]
+    return Counted(_update(parallel, rule, units, device, step), step, held)
 
 
 def _update(

@@ -156,6 +156,8 @@ class Run:
     """of its elements, for random numbers"""
     chance: Chance | None = None
     """where they have no master copy; they are then of one parameter"""
+    pieces: tuple[Piece, ...] = ()
+    """of the parameters, one after another"""
 
     @property
     def where(self) -> slice:
@@ -217,7 +219,7 @@ def runs_of(
             start = held.piece.shard_offset
             decayed = held.size if held.decay else 0
             place = held.chance.place if held.chance else Place(firsts[held.unit.unit.name] + start)
-            run = Run(held.unit, start, held.size, decayed, held.decay, held.lr, place, held.chance)
+            run = Run(held.unit, start, held.size, decayed, held.decay, held.lr, place, held.chance, (held.piece,))
             if runs and (joined := _joined(runs[-1], run)):
                 runs[-1] = joined
             else:
@@ -231,4 +233,6 @@ def _joined(a: Run, b: Run) -> Run | None:
         return None
     if b.decayed and (a.decayed < a.size or a.decay != b.decay):
         return None
-    return Run(a.unit, a.start, a.size + b.size, a.decayed + b.decayed, a.decay, a.lr, a.place)
+    return Run(
+        a.unit, a.start, a.size + b.size, a.decayed + b.decayed, a.decay, a.lr, a.place, None, (*a.pieces, *b.pieces)
+    )

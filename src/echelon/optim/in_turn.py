@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import Tensor
 
 from echelon.layout.cost import Collective
 from echelon.optim.choose import sharded
+from echelon.optim.kept import Kept
 from echelon.optim.rule import Rule
 from echelon.optim.update import Update
 from echelon.parallel.apply import Parallel
@@ -25,6 +28,9 @@ class InTurn:
 
     def states(self) -> list[Tensor]:
         return [state for part in self._parts.values() for state in part.states()]
+
+    def kept(self) -> Iterator[Kept]:
+        return (state for part in self._parts.values() for state in part.kept())
 
     def collectives(self) -> list[Collective]:
         return [found for part in self._parts.values() for found in part.collectives()]

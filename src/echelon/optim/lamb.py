@@ -10,13 +10,14 @@ lr r, as in the authors' own program. One message a step sums both norms of all 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from echelon.layout.cost import Collective
 from echelon.optim.held import Held, of
+from echelon.optim.kept import Kept, elements, number_of_held
 from echelon.optim.matrices import Rectangle
 from echelon.optim.rule import Rule, betas_of
 from echelon.optim.shared import Shared
@@ -37,8 +38,7 @@ class LAMB:
         self._step += live
         like = self._held[0].exact if self._held else torch.float32
         self._corrections = [(1 - beta ** self._step.clamp(min=1).double()).to(like) for beta in self._betas]
-        if not self._moments:
-            self._moments = {one: (one.zeros(), one.zeros()) for one in self._held}
+        self._begin()
         for one in self._held:
             for part in one.parts:
                 self._take_in(one, part, scale, live)
@@ -69,6 +69,17 @@ class LAMB:
         mean, square = (of(state, part) for state in self._moments[one])
         found: Tensor = (mean / self._corrections[0]) / ((square / self._corrections[1]).sqrt() + self._eps)
         return found + one.values(part) * one.decay if one.decay else found
+
+    def _begin(self) -> None:
+        if not self._moments:
+            self._moments = {one: (one.zeros(), one.zeros()) for one in self._held}
+
+    def kept(self) -> Iterator[Kept]:
+        self._begin()
+        yield from number_of_held("step", self._held, self._step)
+        for one, moments in self._moments.items():
+            for kind, state in zip(("mean", "square"), moments, strict=True):
+                yield elements(kind, one.unit, one.piece, state)
 
     def states(self) -> list[Tensor]:
         return [self._step, *(moment for pair in self._moments.values() for moment in pair)]

@@ -10,13 +10,14 @@ so much larger.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from echelon.layout.cost import Collective
 from echelon.optim.held import Run
+from echelon.optim.kept import Kept, of_runs
 from echelon.optim.rule import Rule, betas_of
 
 
@@ -27,8 +28,7 @@ class Lion:
 
     @torch.no_grad()
     def step(self, lr: float, scale: Tensor, live: Tensor) -> None:
-        if not self._means:
-            self._means = [run.zeros() for run in self._runs]
+        self._begin()
         for run, means in zip(self._runs, self._means, strict=True):
             if run.has_kernels:
                 self._with_a_kernel(run, means, lr * run.lr, scale, live)
@@ -58,6 +58,14 @@ class Lion:
         after = before - (c.sign() + before * decay) * lr
         run.set(part, torch.where(live, after, before))
         mean.copy_(torch.where(live, mean * beta2 + g * (1 - beta2), mean))
+
+    def _begin(self) -> None:
+        if not self._means:
+            self._means = [run.zeros() for run in self._runs]
+
+    def kept(self) -> Iterator[Kept]:
+        self._begin()
+        return of_runs("mean", self._runs, self._means)
 
     def states(self) -> list[Tensor]:
         return self._means

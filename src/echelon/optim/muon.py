@@ -24,7 +24,7 @@ The steps run in bfloat16 on a GPU that trains in bfloat16, and in the master's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +33,7 @@ from torch import Tensor
 from echelon.layout.cost import Collective
 from echelon.layout.placement import Piece, Placement
 from echelon.optim.held import Held, of
+from echelon.optim.kept import Kept, elements
 from echelon.optim.matrices import Rectangle, rectangles
 from echelon.optim.rule import Rule, momentum_of
 from echelon.optim.update import Update
@@ -83,8 +84,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, lr: float, scale: Tensor, live: Tensor) -> None:
-        if not self._moments:
-            self._moments = {one: one.zeros() for one in self._held}
+        self._begin()
         for exchange in self._exchanges:
             # One after another: what is on its way is as large as all matrices' parts on this rank.
             exchange.send([self._towards(task, part, scale, live) for task, part in exchange.mine])
@@ -101,6 +101,15 @@ class Muon:
         g, moment = task.held.gradient(part, scale), of(self._moments[task.held], part)
         moment.copy_(torch.where(live, moment * self._momentum + g, moment))
         return g + moment * self._momentum
+
+    def _begin(self) -> None:
+        if not self._moments:
+            self._moments = {one: one.zeros() for one in self._held}
+
+    def kept(self) -> Iterator[Kept]:
+        self._begin()
+        yield from (elements("momentum", one.unit, one.piece, state) for one, state in self._moments.items())
+        yield from self._beside.kept()
 
     def states(self) -> list[Tensor]:
         return [*self._moments.values(), *self._beside.states()]

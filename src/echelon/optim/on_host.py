@@ -17,7 +17,7 @@ Gradients that lie on the device are multiplied by the factor there, on their wa
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,7 @@ from echelon.layout.cost import Collective
 from echelon.memory.link import Moving, Room
 from echelon.memory.store import Store
 from echelon.memory.worker import NOTHING, Turn
+from echelon.optim.kept import Kept
 from echelon.optim.update import Update
 from echelon.parallel.flat_unit import FlatUnit
 from echelon.parallel.host_unit import HostUnit
@@ -102,6 +103,12 @@ class OnHost:
                 states = [state if state.dim() == 0 else next(copies) for state in states]
             found += states
         return found
+
+    def kept(self) -> Iterator[Kept]:
+        """On the host; those of a unit on disk are in memory until the next unit's are asked for."""
+        for host, update in zip(self._hosts, self._updates, strict=True):
+            with host.opened():
+                yield from update.kept()
 
     def collectives(self) -> list[Collective]:
         """Rules that would send something are refused (hosted.py)."""
@@ -223,6 +230,10 @@ class Together:
 
     def states(self) -> list[Tensor]:
         return [*self._here.states(), *self._there.states()]
+
+    def kept(self) -> Iterator[Kept]:
+        yield from self._here.kept()
+        yield from self._there.kept()
 
     def collectives(self) -> list[Collective]:
         return [*self._here.collectives(), *self._there.collectives()]

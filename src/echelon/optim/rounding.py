@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from echelon import rng
 from echelon.kernels import choice
 from echelon.kernels.adamw import MASK, Place, random_bits, rounded_by_chance, second
-from echelon.layout.cost import Collective
 from echelon.layout.placement import Piece
-from echelon.optim.update import Update
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,24 +31,6 @@ class Chance:
             return halves_gpu.rounded(values, self.place.after(start), self.step)
         bits = random_bits(len(values), self.place.after(start), self.step)
         return rounded_by_chance(values, second(bits))
-
-
-class Counted:
-    """An update that counts for those who round; its `step` is that of their `Chance`."""
-
-    def __init__(self, update: Update, step: Tensor):
-        self._update, self._step = update, step
-
-    @torch.no_grad()
-    def step(self, lr: float, scale: Tensor, live: Tensor) -> None:
-        self._step += live
-        self._update.step(lr, scale, live)
-
-    def states(self) -> list[Tensor]:
-        return [self._step, *self._update.states()]
-
-    def collectives(self) -> list[Collective]:
-        return self._update.collectives()
 
 
 def place_of(piece: Piece, seed: int) -> Place:

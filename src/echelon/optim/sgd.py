@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from echelon.layout.cost import Collective
 from echelon.optim.held import Run
+from echelon.optim.kept import Kept, of_runs
 from echelon.optim.rule import Rule, momentum_of
 
 
@@ -21,8 +22,7 @@ class PlainSGD:
 
     @torch.no_grad()
     def step(self, lr: float, scale: Tensor, live: Tensor) -> None:
-        if not self._moments and self._momentum:
-            self._moments = [run.zeros() for run in self._runs]
+        self._begin()
         for index, run in enumerate(self._runs):
             moment = self._moments[index] if self._moments else None
             if run.has_kernels:
@@ -52,6 +52,14 @@ class PlainSGD:
             towards += moment[part] * self._momentum
             moment[part] = torch.where(live, towards, moment[part])
         run.set(part, torch.where(live, before - towards * lr, before))
+
+    def _begin(self) -> None:
+        if not self._moments and self._momentum:
+            self._moments = [run.zeros() for run in self._runs]
+
+    def kept(self) -> Iterator[Kept]:
+        self._begin()
+        return of_runs("momentum", self._runs if self._momentum else (), self._moments)
 
     def states(self) -> list[Tensor]:
         return self._moments

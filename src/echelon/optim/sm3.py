@@ -14,13 +14,14 @@ Nothing ever falls, as in Adagrad, so a warm-up and a large lr (0.1) suit it. On
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from echelon.layout.cost import Collective
 from echelon.optim.held import Held, of
+from echelon.optim.kept import Kept, elements, of_sides
 from echelon.optim.matrices import Rectangle
 from echelon.optim.rule import Rule, momentum_of
 from echelon.optim.shared import Sides
@@ -30,7 +31,8 @@ class SM3:
     def __init__(self, held: Sequence[Held], rule: Rule):
         self._momentum = momentum_of(rule)
         self._held = held
-        self._sides = Sides([one for one in held if one.stack.factored])
+        self._factored = [one for one in held if one.stack.factored]
+        self._sides = Sides(self._factored)
         self._bounds = self._sides.shared.zeros()
         """r and c of all matrices"""
         self._squares: dict[Held, Tensor] = {}
@@ -38,9 +40,7 @@ class SM3:
 
     @torch.no_grad()
     def step(self, lr: float, scale: Tensor, live: Tensor) -> None:
-        if not self._squares and not self._moments:
-            self._squares = {one: one.zeros() for one in self._held if not one.stack.factored}
-            self._moments = {one: one.zeros() for one in self._held} if self._momentum else {}
+        self._begin()
         largest = self._sides.shared.zeros()
         for one in self._held:
             for part in one.parts:
@@ -75,6 +75,17 @@ class SM3:
             towards = moment * self._momentum + towards * (1 - self._momentum)
             moment.copy_(torch.where(live, towards, moment))
         one.set(part, torch.where(live, before - (towards + before * one.decay) * lr, before))
+
+    def _begin(self) -> None:
+        if not self._squares and not self._moments:
+            self._squares = {one: one.zeros() for one in self._held if not one.stack.factored}
+            self._moments = {one: one.zeros() for one in self._held} if self._momentum else {}
+
+    def kept(self) -> Iterator[Kept]:
+        self._begin()
+        yield from of_sides(self._sides, self._factored, self._bounds)
+        for kind, states in (("square", self._squares), ("momentum", self._moments)):
+            yield from (elements(kind, one.unit, one.piece, state) for one, state in states.items())
 
     def states(self) -> list[Tensor]:
         return [self._bounds, *self._squares.values(), *self._moments.values()]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from echelon.layout.cost import Collective
+
+if TYPE_CHECKING:
+    from echelon.optim.kept import Kept
 
 
 class Update(Protocol):
@@ -21,6 +25,10 @@ class Update(Protocol):
 
     def states(self) -> list[Tensor]:
         """Everything that is kept from step to step, counts of steps too."""
+        ...
+
+    def kept(self) -> Iterable[Kept]:
+        """The same by name and parameter, also before the first step."""
         ...
 
     def collectives(self) -> list[Collective]:

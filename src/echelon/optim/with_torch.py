@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,20 +12,29 @@ from echelon.layout.cost import Collective
 from echelon.optim.build import optimizer_of
 from echelon.optim.groups import Setting
 from echelon.optim.held import Run
-from echelon.optim.rule import Rule
+from echelon.optim.kept import Kept, number, of_run
+from echelon.optim.rule import Rule, momentum_of
 from echelon.parallel.flat_unit import FlatUnit
+
+NAMES = {"exp_avg": "mean", "exp_avg_sq": "square", "momentum_buffer": "momentum"}
+"""torch's names of states, and ours"""
 
 
 @dataclass
 class _Part:
     """A run of one unit that decays, or does not."""
 
-    unit: FlatUnit
+    run: Run
     where: slice
+    """in the shard of the unit"""
     setting: Setting
     values: Tensor
     seen: Tensor | None = None
     """the unit's gradients, of which `values.grad` is a part"""
+
+    @property
+    def unit(self) -> FlatUnit:
+        return self.run.unit
 
     def take_gradient(self) -> Tensor:
         if self.seen is not self.unit.grad:
@@ -49,9 +58,10 @@ class WithTorch:
                 where = slice(run.start + begin, run.start + end)
                 if begin < end:
                     values = run.unit.master.values(where)
-                    self._parts.append(_Part(run.unit, where, Setting(run.lr, decay), values))
+                    self._parts.append(_Part(run, where, Setting(run.lr, decay), values))
         self._parts.sort(key=lambda part: not part.setting.decay)
         given = [(part.values, part.setting) for part in self._parts]
+        self._momentum = momentum_of(rule)
         self._inner = optimizer_of(rule, given, fused=True) if self._parts else None
 
     @torch.no_grad()
@@ -68,6 +78,31 @@ class WithTorch:
         self._inner.step()
         for part in self._parts:
             part.let_go()
+
+    def _begin(self) -> None:
+        """States as torch makes them in its first step."""
+        if self._inner is None or self._inner.state:
+            return
+        for part in self._parts:
+            state = self._inner.state[part.values]
+            if isinstance(self._inner, torch.optim.AdamW):
+                state["step"] = torch.zeros((), dtype=torch.float32, device=part.values.device)
+                state["exp_avg"] = torch.zeros_like(part.values)
+                state["exp_avg_sq"] = torch.zeros_like(part.values)
+            elif self._momentum:
+                state["momentum_buffer"] = torch.zeros_like(part.values)
+
+    def kept(self) -> Iterator[Kept]:
+        self._begin()
+        for part in self._parts if self._inner is not None else ():
+            assert self._inner is not None
+            state = self._inner.state[part.values]
+            for name, kind in NAMES.items():
+                if (tensor := state.get(name)) is not None:
+                    found = list(of_run(kind, part.run, part.where.start, tensor))
+                    yield from found
+                    if name == "exp_avg":
+                        yield from (number("step", one.unit, one.piece, state["step"]) for one in found)
 
     def states(self) -> list[Tensor]:
         state = {} if self._inner is None else self._inner.state

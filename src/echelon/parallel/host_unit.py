@@ -15,7 +15,8 @@ step's update is under way: everybody else calls `wait` first, and every way in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -238,6 +239,20 @@ class HostUnit:
         """Of the memory of what is on disk."""
         for tensor in self.on_disk() if self.store is not None else ():
             tensor.untyped_storage().resize_(0)
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """What is on disk is in memory, to be read and changed."""
+        self.wait()
+        if self.store is None:
+            yield
+            return
+        self.bring()
+        try:
+            yield
+        finally:
+            self.put_away()
+            self.store.commit()
 
     @property
     def _file(self) -> str:

@@ -90,7 +90,7 @@ class Runtime:
         self._asked: dict[tuple[int, int, int], tuple[int, Arriving]] = {}
         self._forms: dict[tuple[int, int], Form] = {}
         self._last_backward: dict[int, int] = {}
-        self._seed: float | Tensor = 1.0
+        self.seed: float | Tensor = 1.0
         """what backward starts from; as a tensor it is not known to the host"""
         self._end: Callable[..., Tensor] | None = None
         """what runs instead of the last link"""
@@ -103,7 +103,7 @@ class Runtime:
         """Every action of the schedule but the updates: those of a step need the norm over all stages, so whoever holds
         the optimizer makes them together at the end. (sum of losses, number of targets) of this rank.
         """
-        self._works, self._seed, self._slices = dict(enumerate(works)), seed, self.schedule.slices
+        self._works, self.seed, self._slices = dict(enumerate(works)), seed, self.schedule.slices
         self.totals.zero_()
         self.units.begin_step()
         actions = self.schedule.lists[self.rank]
@@ -225,7 +225,7 @@ class Runtime:
         self.units.begin_backward(part)
         outputs = [tensor for tensor in passed.outputs if tensor.requires_grad]
         if stage == self.schedule.stages - 1:
-            gradients: Sequence[Tensor] = [_like(tensor, self._seed) for tensor in outputs]
+            gradients: Sequence[Tensor] = [_like(tensor, self.seed) for tensor in outputs]
         else:
             gradients = self._take(stage, m, BACKWARD)
         outputs, gradients = self._roots(m, outputs, gradients)

@@ -48,12 +48,12 @@ class StreamRuntime(Runtime):
         self.per_update = per_update
         self.is_last = self.mine == (schedule.stages - 1,)
         self._scale = 1.0
-        self._seed: float = 1.0
+        self.seed: float = 1.0
         self._begin()
 
     def start_from(self, scale: float, count: float) -> None:
         """The loss times this scale is what backward starts from; `count` targets are expected of the first update."""
-        self._scale, self._seed = scale, scale / count
+        self._scale, self.seed = scale, scale / count
 
     def _begin(self) -> None:
         """A stream of which nothing has been done yet."""
@@ -134,8 +134,8 @@ class StreamRuntime(Runtime):
     def _backward(self, stage: int, m: int) -> None:
         if m % self.per_update == 0:
             self.units.begin_step()
-            self._started_from[self._at] = self._seed
-        self._seed = self._started_from[self._at]
+            self._started_from[self._at] = self.seed
+        self.seed = self._started_from[self._at]
         super()._backward(stage, m)
 
     def _close(self, stage: int, m: int, index: int) -> None:
@@ -150,7 +150,7 @@ class StreamRuntime(Runtime):
         _, lr = self._under_way[version * self.per_update - 1]
         if count:
             self.update(1.0 / (seed * count), lr)
-            self._seed = self._scale / count
+            self.seed = self._scale / count
         self.versions.updated(version)
         for number in range((version - 1) * self.per_update, version * self.per_update):
             del self._under_way[number]

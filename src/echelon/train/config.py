@@ -23,6 +23,7 @@ from echelon.train.sections import (
     AT_LEAST_0,
     AT_LEAST_1,
     BELOW_ONE,
+    CheckpointConfig,
     DataConfig,
     EvalConfig,
     MemoryConfig,
@@ -64,6 +65,7 @@ class Config:
     clip: Annotated[float, AT_LEAST_0] = 1.0
     """Largest norm of the gradients; 0 turns clipping off."""
     eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     shard: ShardConfig = field(default_factory=ShardConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
@@ -93,14 +95,19 @@ class Config:
         )
 
     @classmethod
-    def load(cls, path: str | Path | None, settings: Sequence[str] = (), *, world: int | None = None) -> Self:
-        """From a TOML file, then "key=value" settings over it, then defaults. Raises FaultError with every fault."""
+    def load(
+        cls, path: str | Path | None, settings: Sequence[str] = (), *, world: int | None = None, by_run: bool = False
+    ) -> Self:
+        """From a TOML file, then "key=value" settings over it, then defaults. Raises FaultError with every fault.
+
+        A file that was written `by_run` may have keys that do nothing beside the settings: nobody asked for them.
+        """
         given, faults = _read_file(cls, path)
         typed, more = _read_settings(settings)
         config, wrong = _build(cls, given | typed)
         refused = {fault.key for fault in wrong}
         faults += [*more, *wrong, *config.faults(world=world, refused=refused)]
-        faults += idle_faults(config, given | typed, refused)
+        faults += idle_faults(config, typed if by_run else given | typed, refused)
         if faults:
             raise FaultError(faults)
         return config

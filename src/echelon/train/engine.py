@@ -125,7 +125,7 @@ class Engine:
         self._averaged = False
         self.loads = Loads(self.parallel, mixtures)
         self.num_steps = 0
-        self._last_count = torch.ones((), dtype=torch.float64, device=self.parallel.options.device)
+        self.last_count = torch.ones((), dtype=torch.float64, device=self.parallel.options.device)
         self.scaling = Scaling(loss_scale or LossScale(), self.parallel.options.device)
         if self.pipeline is not None and self.pipeline.asynchronous and self.scaling.recipe.is_dynamic:
             raise ValueError(
@@ -180,7 +180,7 @@ class Engine:
         return self.num_steps == 0 and (is_half or not self.scaling.recipe.is_one)
 
     def _guess_count(self, microbatch: Microbatch) -> None:
-        self._last_count.fill_(self._feed.likely_count(microbatch))
+        self.last_count.fill_(self._feed.likely_count(microbatch))
 
     @torch.no_grad()
     def rehearse(self, microbatch: Microbatch) -> None:
@@ -221,7 +221,7 @@ class Engine:
         if self.average is not None:
             self.average.step(live & finite)
         self.loads.end_step(live & finite)
-        self._last_count = torch.where(live, totals[1], self._last_count)
+        self.last_count = torch.where(live, totals[1], self.last_count)
         scale = self.scaling.value
         self.scaling.after(finite, live & finite)
         self.num_steps += 1
@@ -237,7 +237,7 @@ class Engine:
     @property
     def _seed(self) -> Tensor:
         """What backward starts from: see the first note."""
-        return self.scaling.value / self._last_count
+        return self.scaling.value / self.last_count
 
     def _share(self, totals: Tensor) -> tuple[Tensor, Tensor]:
         """Sums (loss, number of targets) over the ranks, in place: what is left to multiply gradients by, and whether
@@ -246,7 +246,7 @@ class Engine:
         return self._rest(totals)
 
     def _rest(self, totals: Tensor) -> tuple[Tensor, Tensor]:
-        return self._last_count / (totals[1].clamp(min=1.0) * self.scaling.value), totals[1] > 0
+        return self.last_count / (totals[1].clamp(min=1.0) * self.scaling.value), totals[1] > 0
 
     def _sum_partial(self) -> None:
         for axis, held in self._partial:
@@ -275,7 +275,7 @@ class Engine:
 
         scale = self.scaling.recipe.start
         if self._guesses:
-            pipeline.start_from(scale, float(self._last_count))
+            pipeline.start_from(scale, float(self.last_count))
         totals = pipeline.window(works, update, lr)
         last = squares + bad if self.parallel.tokens.index == 0 else bad
         together = torch.cat([totals, last[None]])

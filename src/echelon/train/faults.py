@@ -177,6 +177,8 @@ def idle(config: Config) -> dict[str, str]:
         idle["memory.host"] = f"offload={layout.offload}"
     if "disk" not in layout.offload.split("+"):
         idle["memory.disk"] = f"offload={layout.offload}"
+    if not config.checkpoint.every:
+        idle |= dict.fromkeys(("checkpoint.keep", "checkpoint.keep_every"), "checkpoint.every=0, which writes none")
     if config.dtype in ("float32", "float64"):
         idle["precision.keep_fp32"] = f"dtype={config.dtype}, where nothing is shorter"
     if config.loss_scaling != "dynamic":

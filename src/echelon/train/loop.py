@@ -6,7 +6,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from echelon.pipeline.profile import Profile
 from echelon.plan import correct
 from echelon.train import metrics
 from echelon.train.again import repeats_of
+from echelon.train.checkpoints import Checkpoints
 from echelon.train.config import Config
 from echelon.train.derived import derived
 from echelon.train.display import Display, Progress, duration, number, percent, short
@@ -38,36 +39,12 @@ from echelon.train.options import loss_scale_of, options_of
 from echelon.train.pipeline_faults import MEASURE
 from echelon.train.predicted import predicted, working_bytes
 from echelon.train.result import StepResult
+from echelon.train.resume import where
 from echelon.train.run import Run
 from echelon.train.schedule import learning_rate
 from echelon.train.stopwatch import Stopwatch
+from echelon.train.summary import Summary
 from echelon.train.task import task_of
-
-
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """What a run came to; the keys of `train --json`."""
-
-    run: str
-    """its directory"""
-    steps: int
-    loss: float
-    tokens_per_s: float
-    mfu: float
-    hfu: float
-    goodput: float
-    """share of the time since start-up that went into training steps that were kept"""
-    eval_loss: float | None
-    time: dict[str, float]
-    """what goodput is made of (faults/goodput.py)"""
-    checkpoint: str | None = None
-    """the last checkpoint; none are written yet"""
-    experts: dict[str, Any] | None = None
-    """how evenly experts were used in the last step, and `dropped_in_run`; none where the model has no experts"""
-
-    def facts(self) -> dict[str, Any]:
-        """For the log and `--json`: of experts only where there are some."""
-        return {name: value for name, value in asdict(self).items() if name != "experts" or value is not None}
 
 
 @dataclass(frozen=True)
@@ -81,21 +58,21 @@ class _Step:
     """asks how many tokens the experts of each layer got"""
 
 
-def train_here(config: Config, quiet: bool = False, inject: Sequence[Injection] = ()) -> Summary:
+def train_here(config: Config, quiet: bool = False, inject: Sequence[Injection] = (), resume: str = "") -> Summary:
     """Trains on the ranks this process was started among: all of them call this, rank 0's summary names the run."""
     with (
         join(config.device, config.timeout) as world,
         watched(world, config.timeout) as watch,
         Injector(inject, world.rank, on_strike=watch.injected).armed(),
     ):
-        return Loop(config, world, quiet=quiet, watch=watch).run()
+        return Loop(config, world, quiet=quiet, watch=watch, resume=resume).run()
 
 
 class Loop:
     """One rank's part of a run."""
 
-    def __init__(self, config: Config, world: World, *, quiet: bool, watch: Watch):
-        self.config, self.world, self._watch = config, world, watch
+    def __init__(self, config: Config, world: World, *, quiet: bool, watch: Watch, resume: str = ""):
+        self.config, self.world, self._watch, self.resume = config, world, watch, resume
         self.started, self._clock = time.perf_counter(), time.time()
         lane = here.lane(range(world.world_size))
         self.task = task_of(config, world.first_rank_first(lambda: here.doing("barrier", "world", lane)))
@@ -120,8 +97,8 @@ class Loop:
         self.engine.model.train()
         axes = self.engine.parallel.axes
         self._looks = Looks(axes[WORLD], world.device, axes.mesh)
-        self._told: list[dict[str, Any]] = [{"kind": "start", "time": self._clock, "after": 0}]
-        """what goodput counts, of this attempt"""
+        self._told: list[dict[str, Any]] = []
+        """what goodput counts: starts and steps, of earlier attempts too"""
         self._slow = Notes()
         self.peak = metrics.peak_flops(world.device)
         self.display = Display(config.steps, quiet=quiet or world.rank > 0)
@@ -159,15 +136,18 @@ class Loop:
         run, before = None, {}
         if self.world.rank == 0:
             before = predicted(self.config, self.layout, self.task.shape, self.world, threads=threads)
-            run = Run.create(self.config, {"layout": str(self.layout), "derived": rows, "predicted": before})
+            plan = {"layout": str(self.layout), "derived": rows, "predicted": before}
+            run = Run.open(where(self.resume)[0]) if self.resume else Run.create(self.config, plan)
         if run is not None:
             self._watch.keeps(run.path)
-            run.log(**self._told[0])
         if run is not None and self.profile is not None:
             run.write("profile.json", self.profile.to_json())
+        checkpoints = self._checkpoints(run)
         try:
+            first = self._resumed(checkpoints, run) if self.resume else 0
+            self._begin(run, first)
             with self.display:
-                summary = self._steps(run)
+                summary = self._steps(run, checkpoints, first)
                 with self.engine.averaged():
                     sample = self.task.sample(self.engine)
                 self.engine.drain()
@@ -178,12 +158,43 @@ class Loop:
                 results = [*self._results(summary), ("step", correct.told(measured))]
                 self.display.summary(f"done: {run.path}", results, prompt=self.config.sample.prompt, sample=sample)
         finally:
+            checkpoints.close()
             self.engine.close()
             if run is not None:
                 run.close()
         return summary
 
-    def _steps(self, run: Run | None) -> Summary:
+    def _checkpoints(self, run: Run | None) -> Checkpoints:
+        def tell(kind: str, facts: dict[str, Any]) -> None:
+            if run is not None:
+                run.log(kind, **facts)
+
+        path = run.path if run is not None else None
+        return Checkpoints(self.config, self.engine, path, resumes=bool(self.resume), tell=tell)
+
+    def _begin(self, run: Run | None, first: int) -> None:
+        """An attempt at the run begins after so many steps; what others did before it counts for goodput."""
+        start = {"kind": "start", "time": self._clock, "after": first}
+        if run is not None:
+            self._told = [record for record in run.records() if record["kind"] in ("start", "step")]
+            run.log(**start)
+        self._told.append(start)
+
+    def _resumed(self, checkpoints: Checkpoints, run: Run | None) -> int:
+        """How many steps are done."""
+        loaded = checkpoints.restore(where(self.resume)[1])
+        step = loaded.index.step if loaded is not None else 0
+        if step >= self.config.steps:
+            raise ValueError(f"the run is through (step {step} of {self.config.steps}); set steps to more")
+        if loaded is None:
+            self.display.note("there is no checkpoint yet: the run starts anew")
+        else:
+            self.display.note(f"goes on after step {step}: state {loaded.hash}, {loaded.nbytes:,} bytes read here")
+        if run is not None:
+            run.log("resume", step=step, layout=str(self.layout), hash=loaded.hash if loaded is not None else None)
+        return step
+
+    def _steps(self, run: Run | None, checkpoints: Checkpoints, first: int) -> Summary:
         config = self.config
         eval_loss: float | None = None
         pipeline = self.engine.pipeline
@@ -191,7 +202,7 @@ class Loop:
         # A GPU works on a step while the host queues the next; ranks of an asynchronous schedule end a step at
         # different times. Told one step later, nobody waits for it.
         late = self.world.device.type == "cuda" or (pipeline is not None and pipeline.asynchronous)
-        for step in range(config.steps):
+        for step in range(first, config.steps):
             self._stopwatch.begin()
             here.step = step + 1
             lr = learning_rate(step, config.steps, config)
@@ -216,6 +227,7 @@ class Loop:
                 begun = time.perf_counter()
                 self.engine.drain()
                 self._seconds[-1] += time.perf_counter() - begun  # what steps have left to do is a part of them
+            checkpoints.after(step + 1, last=last)
             if evaluates:
                 with here.during("evaluation"):
                     eval_loss = self.engine.evaluate(self.task.evaluation(self.engine))
@@ -237,6 +249,7 @@ class Loop:
             goodput=spent.share,
             eval_loss=eval_loss,
             time=spent.record(),
+            checkpoint=checkpoints.end(),
             experts={**self._experts.facts(), "dropped_in_run": self._dropped} if self._experts else None,
         )
 

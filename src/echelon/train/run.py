@@ -5,6 +5,7 @@ runs/gpt-tiny-20250131-120000/
   plan.json      the layout, every derived number, and what the planner predicted
   log.jsonl      one JSON object per line, in the order things happened (`echelon draw RUN` shows the loads of experts)
   measured.json  at the end: what a step took, beside what was predicted (`echelon plan --correct RUN`)
+  checkpoints/   with checkpoint.every: `echelon train --resume RUN` goes on from there
   profile.json   of a pipeline that was split by it: what each layer takes
   timeline.json  of a pipeline: the actions of the last step, planned and measured (`echelon draw RUN`)
 """

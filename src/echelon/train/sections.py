@@ -76,6 +76,18 @@ class EvalConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    every: Annotated[int, AT_LEAST_0] = 0
+    """Steps between checkpoints, with one after the last step; 0 writes none."""
+    keep: Annotated[int, AT_LEAST_0] = 2
+    """The newest checkpoints that stay; 0 keeps all."""
+    keep_every: Annotated[int, AT_LEAST_0] = 0
+    """Checkpoints of steps that this divides stay too; 0: none."""
+    path: str = ""
+    """Where they are written: a folder, or an address that fsspec knows. Empty: checkpoints in the run's directory."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SampleConfig:
     tokens: Annotated[int, AT_LEAST_0] = 160
     """Tokens of text to write after the last step; 0 turns it off."""

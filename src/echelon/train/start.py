@@ -15,7 +15,7 @@ from echelon.train.config import Config
 from echelon.train.run import Run
 
 if TYPE_CHECKING:
-    from echelon.train.loop import Summary
+    from echelon.train.summary import Summary
 
 MOST_PER_CORE = 64
 """ranks of one machine per core: more is a slip of the keyboard, and would take all its memory"""
@@ -72,10 +72,25 @@ def _text(value: Any) -> str:
     return str(list(value)) if isinstance(value, tuple | list) else str(value)
 
 
-def run(config: Config, *, procs: int | None = None, quiet: bool = False, inject: Sequence[str] = ()) -> Summary:
+def load_resumed(run: str | Path, settings: Sequence[str], procs: int | None) -> Config:
+    """The configuration of a run that goes on, from its directory or that of one of its checkpoints."""
+    from echelon.train.resume import config_of, where
+
+    return config_of(where(run)[0], settings, world=procs)
+
+
+def run(
+    config: Config,
+    *,
+    procs: int | None = None,
+    quiet: bool = False,
+    inject: Sequence[str] = (),
+    resume: str = "",
+) -> Summary:
     """On the ranks a launcher started, if one did; else on `procs` new ones, or as many as the layout names.
 
-    `inject` are faults on purpose, e.g. `kill:rank=2,step=7`.
+    `inject` are faults on purpose, e.g. `kill:rank=2,step=7`; `resume` is the directory of a run that goes on, or of
+    one of its checkpoints.
     """
     from echelon.faults.autopsy import explain
     from echelon.launch.local import start
@@ -98,8 +113,8 @@ def run(config: Config, *, procs: int | None = None, quiet: bool = False, inject
     if faults:
         raise FaultError(faults)
     if count == 1:
-        return train_here(config, quiet, injections)
-    return start(train_here, (config, quiet, injections), count, explain=explain)
+        return train_here(config, quiet, injections, resume)
+    return start(train_here, (config, quiet, injections, resume), count, explain=explain)
 
 
 def _procs_faults(procs: int) -> list[Fault]:

@@ -1,0 +1,89 @@
+"""A run's checkpoints, as the loop sees them: when one is due, what became of the last, where a resumed run goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from echelon.checkpoint.reading import Loaded
+from echelon.checkpoint.writing import Keep
+from echelon.train.config import Config
+from echelon.train.engine import Engine
+from echelon.train.resume import FOLDER
+from echelon.train.saved import Saving
+
+Tell = Callable[[str, dict[str, Any]], None]
+"""takes a kind of record, and what is in it"""
+
+
+class Checkpoints:
+    """Nothing at all where none are written and none is read."""
+
+    def __init__(self, config: Config, engine: Engine, run: Path | None, *, resumes: bool, tell: Tell):
+        """`run` is the directory, on the first rank."""
+        self._config, self._engine, self._tell = config, engine, tell
+        self._saving: Saving | None = None
+        self._told: str | None = None
+        self._blocked = 0.0
+        if config.checkpoint.every or resumes:
+            keep = Keep(last=config.checkpoint.keep, every=config.checkpoint.keep_every)
+            address = config.checkpoint.path or str((run or Path()) / FOLDER)
+            self._saving = Saving(engine, address, keep=keep)
+
+    def restore(self, step: int | None) -> Loaded | None:
+        """From the newest checkpoint, or that of a step; none where there is none yet: the run starts anew."""
+        assert self._saving is not None
+        steps = self._saving.steps()
+        if step is None and not steps:
+            return None
+        if step is not None and step not in steps:
+            there = ", ".join(map(str, steps)) or "none"
+            raise ValueError(f"there is no checkpoint of that step (step {step}; there are: {there})")
+        loaded = self._saving.load(steps[-1] if step is None else step)
+        if step is not None:
+            self._saving.set_aside(step)
+        return loaded
+
+    def after(self, step: int, *, last: bool) -> None:
+        """After a step: raises what went wrong in the background, and saves where it is time to."""
+        every = self._config.checkpoint.every
+        if self._saving is None or not every:
+            return
+        self._saving.check()
+        self._report()
+        if step % every == 0 or last:
+            begun = time.perf_counter()
+            self._saving.wait()
+            self._report()
+            self._saving.save(self._facts(step))
+            self._blocked = time.perf_counter() - begun
+
+    def end(self) -> str | None:
+        """Until the last save is through; gives its address."""
+        if self._saving is None:
+            return None
+        self._saving.wait()
+        self._report()
+        return self._saving.last
+
+    def close(self) -> None:
+        if self._saving is not None:
+            self._saving.close()
+
+    def _report(self) -> None:
+        assert self._saving is not None
+        if self._saving.last is not None and self._saving.last != self._told:
+            self._told = self._saving.last
+            facts = {"path": self._told, "hash": self._saving.hash}
+            self._tell("checkpoint", {**facts, "bytes": self._saving.nbytes, "blocked_s": self._blocked})
+
+    def _facts(self, step: int) -> dict[str, Any]:
+        config = self._config
+        return {
+            "seed": config.seed,
+            "samples": step * config.batch,
+            "layout": str(self._engine.layout),
+            "config": config.to_toml(),
+        }

@@ -1,0 +1,46 @@
+"""`train --resume RUN`: the configuration of a run that goes on. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from echelon.checkpoint.storage import NAME
+from echelon.layout import Fault, FaultError
+from echelon.train import keys
+from echelon.train.config import Config
+from echelon.train.run import Run
+
+FOLDER = "checkpoints"
+"""in a run's directory"""
+FIXED = ("model", "data.", "seq_len", "batch", "seed", "tied", "gate")
+"""keys that say which numbers the state is, and which samples come next"""
+
+
+def config_of(run: Path, settings: Sequence[str], *, world: int | None = None) -> Config:
+    """As the run has it, with settings over it: another layout, more steps."""
+    before = Run.open(run).config
+    config = Config.load(run / "config.toml", settings, world=world, by_run=True)
+    old, new = keys.values_of(before), keys.values_of(config)
+    faults = [
+        Fault(
+            key=name,
+            value=keys.show(new[name]),
+            rule="cannot change while a run goes on",
+            legal=f"{keys.show(old[name])}, or a new run",
+        )
+        for name in old
+        if name.startswith(FIXED) and old[name] != new[name]
+    ]
+    if faults:
+        raise FaultError(faults)
+    return config
+
+
+def where(resume: str | Path) -> tuple[Path, int | None]:
+    """A run's directory, and a step where one of its checkpoints is named."""
+    path = Path(resume)
+    match = NAME.fullmatch(path.name)
+    if match and path.parent.name == FOLDER:
+        return path.parent.parent, int(match[1])
+    return path, None

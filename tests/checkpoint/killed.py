@@ -1,0 +1,59 @@
+"""Runs for the ranks of the pool that end in the middle of something."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import Any
+
+import torch.distributed as dist
+
+from echelon.checkpoint.storage import Local
+from echelon.train.config import Config
+from echelon.train.engine import Engine
+from echelon.train.loop import train_here
+
+EVERY = -1
+"""in place of a rank"""
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(
+    config: Config, resume: str = "", moment: str = "", rank: int = 0, step: int = 0, after: float = 0.0
+) -> dict[str, Any]:
+    """With a moment, this rank is killed in that step: in its computation, half-way through its file, or in the move
+    that makes a checkpoint exist. With "time", it is killed so many seconds after its first step began."""
+    mine = rank in (dist.get_rank(), EVERY)
+    timer = threading.Timer(after, die)
+    run, write, commit = Engine.run, Local.write, Local.commit
+
+    def run_or_die(self, *args, **kwargs):
+        if mine and moment == "time" and not timer.is_alive():
+            timer.start()
+        if mine and moment == "step" and self.num_steps + 1 == step:
+            die()
+        return run(self, *args, **kwargs)
+
+    def write_or_die(self, at, name, parts):
+        if mine and moment == "write" and at == step:
+            parts = list(parts)
+            half = memoryview(parts[-1]).cast("B")
+            write(self, at, name, [*parts[:-1], half[: len(half) // 2]])
+            die()
+        write(self, at, name, parts)
+
+    def commit_or_die(self, at):
+        if mine and moment == "commit" and at == step:
+            die()
+        commit(self, at)
+
+    Engine.run, Local.write, Local.commit = run_or_die, write_or_die, commit_or_die
+    try:
+        return train_here(config, True, resume).facts()
+    finally:
+        timer.cancel()
+        Engine.run, Local.write, Local.commit = run, write, commit

@@ -1,0 +1,160 @@
+"""A run that is killed goes on where its last checkpoint is, and ends as if nothing had happened, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from echelon.checkpoint.index import CheckpointError
+from echelon.checkpoint.reading import open_index
+from echelon.checkpoint.storage import WRITING, Local
+from echelon.launch.failure import RankError
+from echelon.layout import FaultError
+from echelon.train.config import Config
+from echelon.train.loop import train_here
+from echelon.train.resume import config_of, where
+from echelon.train.run import Run
+from tests.checkpoint.killed import train
+
+STEPS = 9
+
+
+def config(folder: Path, layout: str = "dp=2,zero=1", **changes: object) -> Config:
+    text = folder / "text.txt"
+    if not text.exists():
+        text.write_text("".join(f"{n} and {n * n}; " for n in range(3000)))
+    settings = {
+        "data.path": json.dumps([str(text)]),
+        "seq_len": 16,
+        "batch": 4,
+        "steps": STEPS,
+        "layout": layout,
+        "eval.every": 0,
+        "sample.tokens": 0,
+        "checkpoint.every": 2,
+        "device": "cpu",
+        "schedule.warmup": 2,
+        "run": str(folder / "run"),
+        "dropout": 0.1,
+        **changes,
+    }
+    return Config.load(None, [f"{key}={value}" for key, value in settings.items()])
+
+
+def states(run: str | Path) -> dict[int, str]:
+    """The hash of every checkpoint."""
+    storage = Local(Path(run) / "checkpoints")
+    return {step: open_index(storage, step).hash for step in storage.steps()}
+
+
+def losses(run: str | Path) -> dict[int, float]:
+    """As they were told last."""
+    return {record["step"]: record["loss"] for record in Run.open(run).records("step")}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pool, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    told = pool.run(train, 2, config(folder, **{"checkpoint.keep": 0}))[0]
+    return folder, told
+
+
+def test_checkpoints_of_a_run(undisturbed):
+    _, told = undisturbed
+    found = states(told["run"])
+    assert list(found) == [2, 4, 6, 8, STEPS]
+    assert told["checkpoint"].endswith(f"step-{STEPS:08d}")
+    records = list(Run.open(told["run"]).records("checkpoint"))
+    assert [record["hash"] for record in records] == list(found.values())
+
+
+@pytest.mark.parametrize(
+    ("moment", "rank", "step", "left"),
+    [("step", 1, 1, []), ("step", 1, 6, [2, 4]), ("write", 1, 6, [2, 4]), ("commit", 0, 4, [2])],
+)
+def test_killed_at_some_moment(pool, tmp_path, undisturbed, moment, rank, step, left):
+    """In a step, with a save in flight, and in the very move that makes a checkpoint exist."""
+    asked = config(tmp_path)
+    with pytest.raises(RankError):
+        pool.run(train, 2, asked, "", moment, rank, step)
+    run = tmp_path / "run"
+    assert list(states(run)) == left
+    told = pool.run(train, 2, config_of(run, []), str(run))[0]
+    _, other = undisturbed
+    assert losses(run) == losses(other["run"])
+    assert states(run)[STEPS] == states(other["run"])[STEPS]
+    assert list(states(run)) == [8, STEPS]  # checkpoint.keep = 2
+    assert not list((run / "checkpoints").glob(f"{WRITING}*"))
+    assert Path(told["run"]) == run
+
+
+def test_s9_other_numbers_of_ranks_see_the_same_samples(pool, tmp_path, undisturbed):
+    """Losses are those of the run on two ranks: the samples are the same ones, in the same order."""
+    _, other = undisturbed
+    asked = config(tmp_path, "dp=4", steps=6)
+    told = pool.run(train, 4, asked)[0]
+    # steps=6 has another learning rate; the samples do not depend on it
+    again = config_of(Path(told["run"]), [f"steps={STEPS}", "layout=tp=2"])
+    pool.run(train, 2, again, f"{told['run']}/checkpoints/step-00000006")
+    assert losses(told["run"])[1] == pytest.approx(losses(other["run"])[1], rel=1e-5)
+    assert sorted(losses(told["run"])) == list(range(1, STEPS + 1))
+
+
+def test_from_an_earlier_checkpoint(pool, tmp_path, undisturbed):
+    """Later ones are set aside: they are of a run that this one is not."""
+    asked = config(tmp_path, steps=6, **{"checkpoint.keep": 0})
+    pool.run(train, 2, asked)
+    run = tmp_path / "run"
+    again = config_of(run, ["optimizer.lr=1e-4", "steps=5"])
+    pool.run(train, 2, again, str(run / "checkpoints" / "step-00000002"))
+    assert list(states(run)) == [2, 4, 5]
+    assert sorted(path.name for path in (run / "checkpoints").glob("left-*")) == [
+        "left-step-00000004",
+        "left-step-00000006",
+    ]
+
+
+def test_a_disk_that_fills_up_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
+    asked = config(tmp_path, "dp=1")
+    write = Local.write
+
+    def full(self, step, name, parts):
+        if step == 4:
+            raise CheckpointError("a checkpoint cannot be written (part-00000.safetensors: no space left on device)")
+        write(self, step, name, parts)
+
+    monkeypatch.setattr(Local, "write", full)
+    with pytest.raises(CheckpointError, match="no space left"):
+        train_here(asked, quiet=True)
+    assert list(states(tmp_path / "run")) == [2]
+    assert max(losses(tmp_path / "run")) < STEPS
+    monkeypatch.undo()
+    train_here(config_of(tmp_path / "run", []), quiet=True, resume=str(tmp_path / "run"))
+    assert sorted(losses(tmp_path / "run")) == list(range(1, STEPS + 1))
+
+
+def test_a_run_that_is_through(pool, undisturbed):
+    _, told = undisturbed
+    with pytest.raises(RankError, match=r"the run is through \(step 9 of 9\); set steps to more"):
+        pool.run(train, 2, config_of(Path(told["run"]), []), told["run"])
+
+
+def test_what_cannot_change(undisturbed):
+    _, told = undisturbed
+    with pytest.raises(FaultError) as caught:
+        config_of(Path(told["run"]), ["seed=3", "batch=8", "layout=tp=2"])
+    assert [fault.key for fault in caught.value.faults] == ["batch", "seed"]
+
+
+def test_a_checkpoint_names_its_run():
+    assert where("runs/a/checkpoints/step-00000012") == (Path("runs/a"), 12)
+    assert where("runs/a") == (Path("runs/a"), None)
+
+
+def test_keys_of_checkpoints_do_something_or_are_refused(tmp_path):
+    with pytest.raises(FaultError, match=r"checkpoint\.keep"):
+        config(tmp_path, **{"checkpoint.every": 0, "checkpoint.keep": 3})
+    assert replace(config(tmp_path)).checkpoint.keep == 2
