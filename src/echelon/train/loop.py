@@ -174,7 +174,7 @@ class Loop:
 
     def _begin(self, run: Run | None, first: int) -> None:
         """An attempt at the run begins after so many steps; what others did before it counts for goodput."""
-        start = {"kind": "start", "time": self._clock, "after": first}
+        start: dict[str, Any] = {"kind": "start", "time": self._clock, "after": first}
         if run is not None:
             self._told = [record for record in run.records() if record["kind"] in ("start", "step")]
             run.log(**start)
