@@ -169,7 +169,7 @@ def test_a_plan_says_what_an_even_load_and_other_degrees_would_do():
 
 
 def test_experts_are_not_called_plan_only():
-    found = answer("mixtral-8x7b", "8xh100")
+    found = answer("deepseek-v3", "8xh100")
     assert not found.plans
     assert not any("plan only" in word and "ep" in word.split() for word in found.words)
     assert not any("--plan-only" in word for word in found.words)
