@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 # pytest names a test file tests.room.test_idea. With the project's root on the path a rank finds it under that name,
 # so a test can send functions of its own file to the pool.
 sys.path.append(str(Path(__file__).parent.parent))
+# Kernels on a machine without a GPU: Triton's interpreter runs them, statement by statement, on the processor. It is
+# asked for when triton is imported, and transformers imports it.
+os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_configure() -> None:

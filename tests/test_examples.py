@@ -52,7 +52,8 @@ def test_own_module_learns_on_two_ranks(tmp_path):
     losses = json.loads(done.stdout.splitlines()[-1])
     assert losses[-1] < losses[0] / 2
     (folder,) = (tmp_path / "runs").iterdir()
-    assert len((folder / "log.jsonl").read_text().splitlines()) == 61
+    lines = (folder / "log.jsonl").read_text().splitlines()
+    assert sum('"kind": "step"' in line for line in lines) == len(losses)
 
 
 def test_own_module_is_verified():

@@ -53,7 +53,7 @@ def train(
 
     Engine.run, Local.write, Local.commit = run_or_die, write_or_die, commit_or_die
     try:
-        return train_here(config, True, resume).facts()
+        return train_here(config, True, resume=resume).facts()
     finally:
         timer.cancel()
         Engine.run, Local.write, Local.commit = run, write, commit
