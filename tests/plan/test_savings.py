@@ -54,6 +54,17 @@ def test_optimizers_save_states() -> None:
     assert found["optimizer.name=adafactor"].saved["states"] == pytest.approx(8 * parameters, rel=0.01)
     assert found["optimizer.in_backward=true"].saved["gradients"] > 0
     assert all(one.changes for name, one in found.items() if name.startswith("optimizer"))
+    assert found["precision.master=none"].saved["states"] == pytest.approx(2 * parameters)
+
+
+def test_offload_is_told_as_if_all_left_that_can() -> None:
+    """Where everything fits nothing would leave by itself, and nothing would be said of it."""
+    plan = plan_of("dp=1,recompute=full", model="llama-1b")
+    assert plan.fits
+    found, parameters = found_of(plan), plan.case.shape.parameters
+    assert found["offload=optimizer"].saved["states"] == pytest.approx(10 * parameters, rel=0.01)
+    assert found["offload=params"].saved["states"] > 11 * parameters
+    assert found["offload=optimizer"].seconds > 0
 
 
 def test_what_would_do_nothing_is_not_told() -> None:
