@@ -153,7 +153,9 @@ def test_as_few_leave_as_must() -> None:
 
 def test_what_a_plan_is_told_moves() -> None:
     numbers = {
-        **{"updated": 10.0, "activations": 7.0, "accumulate": 3},
+        "updated": 10.0,
+        "activations": 7.0,
+        "accumulate": 3,
         "compute_bytes": 2,
         "gradient_bytes": 4,
     }

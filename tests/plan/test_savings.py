@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 from typer.testing import CliRunner
@@ -19,6 +20,7 @@ from echelon.plan.savings import CATEGORIES, Saving, savings
 from echelon.plan.search import search
 from echelon.plan.sources import shape_of
 from echelon.plan.thrift import Thrift
+from echelon.train.sections import OptimizerConfig
 
 
 def plan_of(layout: str, model: str = "llama-8b", devices: str = "1xh200", **options: object) -> Plan:
@@ -132,3 +134,8 @@ def test_where_nothing_fits_they_are_told_unasked() -> None:
     assert answer.exit_code != 0
     told = json.loads(answer.stdout)["savings"]
     assert any(one["technique"] == "optimizer.name=adafactor" and one["saved_bytes"] > GIB for one in told)
+
+
+def test_a_rule_by_its_name_is_the_one_of_a_configuration() -> None:
+    """Planning may not know the configuration: both write down what is usual."""
+    assert asdict(Named()) == asdict(OptimizerConfig())
