@@ -14,17 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
+from demo import trained
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-
-from echelon.train.run import Run
 
 TRUTH = "float32"
 KINDS = {
@@ -57,26 +54,8 @@ class Row:
 
 def measure(kind: str, seed: int, steps: int, device: str) -> tuple[float, int, float]:
     """(evaluation loss, steps left out, last loss scale) of a run."""
-    with tempfile.TemporaryDirectory() as folder:
-        settings = {
-            "steps": steps,
-            "seed": seed,
-            "device": device,
-            "eval.every": steps,
-            "eval.batches": 16,
-            "sample.tokens": 0,
-            "run": f"{folder}/run",
-            **KINDS[kind],
-        }
-        command = [sys.executable, "-m", "echelon", "train", "--json"]
-        for key, value in settings.items():
-            command += ["--set", f"{key}={value}"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"a run failed ({kind}, seed={seed}):\n{done.stderr}")
-        records = list(Run.open(f"{folder}/run").records("step"))
-    skipped = sum(record["skipped"] for record in records)
-    return float(json.loads(done.stdout)["eval_loss"]), skipped, float(records[-1].get("loss_scale", 1.0))
+    loss, records = trained({"device": device, **KINDS[kind]}, steps=steps, seed=seed)
+    return loss, sum(record["skipped"] for record in records), float(records[-1].get("loss_scale", 1.0))
 
 
 def rows_of(kinds: list[str], given: argparse.Namespace, console: Console) -> list[Row]:

@@ -21,11 +21,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
 
+from demo import trained
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -56,25 +55,8 @@ class Row:
 
 def loss(schedule: str, seed: int, steps: int, lr: float) -> float:
     """The evaluation loss that a run ends at."""
-    with tempfile.TemporaryDirectory() as folder:
-        settings = {
-            "layout": f"{LAYOUT},schedule={schedule}",
-            "steps": steps,
-            "seed": seed,
-            "optimizer.lr": lr,
-            "tied": "false",
-            "eval.every": steps,
-            "eval.batches": 16,
-            "sample.tokens": 0,
-            "run": f"{folder}/run",
-        }
-        command = [sys.executable, "-m", "echelon", "train", "--json"]
-        for key, value in settings.items():
-            command += ["--set", f"{key}={value}"]
-        done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"a run failed (schedule={schedule}, seed={seed}):\n{done.stderr}")
-    return float(json.loads(done.stdout)["eval_loss"])
+    settings = {"layout": f"{LAYOUT},schedule={schedule}", "optimizer.lr": lr, "tied": "false"}
+    return trained(settings, steps=steps, seed=seed)[0]
 
 
 def measure(schedules: list[str], seeds: int, steps: int, lr: float, console: Console) -> list[Row]:

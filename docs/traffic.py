@@ -144,7 +144,7 @@ def reasons() -> list[str]:
 
 def offloaded() -> list[tuple[str, ...]]:
     """(layout, bytes over the link, bytes read from and written to disk) of one parameter, in 4 microbatches."""
-    sizes = {"updated": 1.0, "parameters": 1.0, "activations": 0.0}
+    sizes = {"updated": 1.0, "activations": 0.0}
     rows = []
     for kind in ("optimizer", "params", "optimizer+disk", "params+disk"):
         told = offload.moved(kind, accumulate=4, compute_bytes=2, gradient_bytes=4, **sizes)

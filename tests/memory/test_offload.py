@@ -152,7 +152,10 @@ def test_as_few_leave_as_must() -> None:
 
 
 def test_what_a_plan_is_told_moves() -> None:
-    numbers = {"updated": 10.0, "parameters": 20.0, "activations": 7.0, "accumulate": 3} | {
+    numbers = {
+        "updated": 10.0,
+        "activations": 7.0,
+        "accumulate": 3,
         "compute_bytes": 2,
         "gradient_bytes": 4,
     }
@@ -160,6 +163,8 @@ def test_what_a_plan_is_told_moves() -> None:
     assert (optimizer.link, optimizer.updated, optimizer.disk) == (60.0, 10.0, 0.0)
     assert offload.moved("optimizer", share=0.5, **numbers).link == 30.0
     assert offload.moved("params", **numbers).link == 3 * 10 * (4 + 2 * 2)
+    disk, short = (offload.moved("disk", state_bytes=size, **numbers).disk for size in (12, 6))
+    assert (disk, short) == (240, 120)
     assert offload.moved("activations", **numbers) == offload.Moved(link=42.0)
     assert offload.moved("params+disk", **numbers).disk == 2 * 12 * 10 + 7 * 2 * 10
 

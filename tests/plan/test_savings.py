@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 from typer.testing import CliRunner
@@ -19,6 +20,7 @@ from echelon.plan.savings import CATEGORIES, Saving, savings
 from echelon.plan.search import search
 from echelon.plan.sources import shape_of
 from echelon.plan.thrift import Thrift
+from echelon.train.sections import OptimizerConfig
 
 
 def plan_of(layout: str, model: str = "llama-8b", devices: str = "1xh200", **options: object) -> Plan:
@@ -54,6 +56,17 @@ def test_optimizers_save_states() -> None:
     assert found["optimizer.name=adafactor"].saved["states"] == pytest.approx(8 * parameters, rel=0.01)
     assert found["optimizer.in_backward=true"].saved["gradients"] > 0
     assert all(one.changes for name, one in found.items() if name.startswith("optimizer"))
+    assert found["precision.master=none"].saved["states"] == pytest.approx(2 * parameters)
+
+
+def test_offload_is_told_as_if_all_left_that_can() -> None:
+    """Where everything fits nothing would leave by itself, and nothing would be said of it."""
+    plan = plan_of("dp=1,recompute=full", model="llama-1b")
+    assert plan.fits
+    found, parameters = found_of(plan), plan.case.shape.parameters
+    assert found["offload=optimizer"].saved["states"] == pytest.approx(10 * parameters, rel=0.01)
+    assert found["offload=params"].saved["states"] > 11 * parameters
+    assert found["offload=optimizer"].seconds > 0
 
 
 def test_what_would_do_nothing_is_not_told() -> None:
@@ -121,3 +134,8 @@ def test_where_nothing_fits_they_are_told_unasked() -> None:
     assert answer.exit_code != 0
     told = json.loads(answer.stdout)["savings"]
     assert any(one["technique"] == "optimizer.name=adafactor" and one["saved_bytes"] > GIB for one in told)
+
+
+def test_a_rule_by_its_name_is_the_one_of_a_configuration() -> None:
+    """Planning may not know the configuration: both write down what is usual."""
+    assert asdict(Named()) == asdict(OptimizerConfig())

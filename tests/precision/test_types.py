@@ -110,6 +110,7 @@ PATTERNS = {
     "embedding, tied": (replace(SHAPE, tied=True), ("embed",)),
     "gate and up": (SHAPE, ("*.gate", "*.up")),
     "a whole layer": (SHAPE, ("blocks.0",)),
+    "all but a layer": (SHAPE, ("blocks.0", "embed", "head")),
     "gates of experts": (MIXED, ("*.gate",)),
     "experts": (MIXED, ("*.experts",)),
 }
@@ -122,7 +123,7 @@ def test_parts_are_kept_in_float32(pool, name):
     truth = pool.run(kept, 1, shape, "dp=1,accumulate=2", (), F32)[0]
     before = pool.run(kept, 1, shape, "dp=1,accumulate=2", (), F32, 1e-30)[0]
     moved = {key: float((truth[2][key] - before[2][key]).abs().max()) for key in before[2]}
-    some = LAYOUTS[-2:] if name == "a whole layer" else LAYOUTS[:1]  # on the host, the larger part is a wide one
+    some = LAYOUTS[-2:] if "a layer" in name else LAYOUTS[:1]  # on the host, the largest unit is a wide one
     for layout in ("dp=1,accumulate=2", *(LAYOUTS if name == "norms" else some)):
         for types, loss, found, logits in pool.run(kept, Layout.parse(layout).world, shape, layout, patterns):
             assert set(types.values()) == {F16, F32}

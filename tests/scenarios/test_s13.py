@@ -64,6 +64,29 @@ def steps_of(layout, name, on, shape=SHAPE, rule="adamw", compute=torch.float16)
     return told
 
 
+def around_a_bad_step(layout, shape, rule):
+    """On a rank: whether a bad step left the average and the biases of gates as they were, and a good one did not."""
+    options, scale = Options(compute=torch.float16), LossScale.dynamic(start=START)
+    engine = Engine(models.build(shape, "meta"), layout, rule, options=options, loss_scale=scale)
+    engine.model.train()
+    poison(engine, "blocks.0.attn.q.weight", (1,), {})
+    found = []
+    for step in range(3):
+        before = [tensor.clone() for tensor in (*engine.average.states(), *engine.model.buffers())]
+        engine.step(batch_of(shape, 4, seed=step))
+        after = [*engine.average.states(), *engine.model.buffers()]
+        found.append([torch.equal(a, b) for a, b in zip(before, after, strict=True)])
+    averages = len(engine.average.states())
+    return [(all(same[:averages]), all(same[averages:])) for same in found]
+
+
+@pytest.mark.parametrize("layout", ["dp=2,zero=1", "dp=2,ep=2"])
+def test_averages_and_biases_of_gates_stay_too(pool, layout):
+    shape = tiny("llama", mixture=MixtureConfig(experts=4, k=2, ffn=12, gate="loss-free"))
+    for told in pool.run(around_a_bad_step, 2, layout, shape, OptimizerConfig(lr=1e-2, ema=0.9)):
+        assert told == [(False, False), (True, True), (False, False)]
+
+
 WHERE = {
     "tp=2": ({"tp": 1}, "rank 1 (tp 1)"),
     "pp=2,accumulate=2": ({"pp": 1}, "rank 1 (pp 1)"),

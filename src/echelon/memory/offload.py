@@ -18,7 +18,7 @@ from echelon.layout.placement import Unit
 HOST_SPEED = 1.1e11
 """bytes that a host reads and writes in a second of its update: 16 cores beside an H200, AdamW in float32"""
 STATE_BYTES = 12
-"""of one parameter's master copy and moments"""
+"""of one parameter's master copy and moments, with AdamW in float32"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +37,14 @@ def moved(
     offload: str,
     *,
     updated: float,
-    parameters: float,
     activations: float,
     accumulate: int,
     compute_bytes: int,
     gradient_bytes: int,
+    state_bytes: float = STATE_BYTES,
     share: float = 1.0,
 ) -> Moved:
-    """`updated` and `parameters` are a rank's shard and what it computes with; `activations` bytes of a microbatch.
+    """`updated` are the parameters of a rank's shard, `activations` bytes of a microbatch, `state_bytes` a parameter's.
 
     `share` is that of the states which are away. Only a rank's own part of the parameters crosses its link.
     """
@@ -57,7 +57,7 @@ def moved(
     if "activations" in kinds:
         link += 2 * accumulate * activations
     if "disk" in kinds:
-        disk += 2 * STATE_BYTES * away
+        disk += 2 * state_bytes * away
         if "params" in kinds:
             disk += (2 * accumulate + 1) * compute_bytes * away
     return Moved(link=link, updated=away if has_states(offload) else 0.0, disk=disk)

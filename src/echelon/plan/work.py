@@ -30,7 +30,7 @@ from echelon.plan.messages import gradient_wire, messages, tensor_wire
 from echelon.plan.passing import passing_of
 from echelon.plan.recomputing import doing, kept_of, moved_to_keep, repeated_of
 from echelon.plan.shape import COLUMNS, ROUTER, ROWS, Product
-from echelon.plan.units import fullest_share, gradient_bytes, policy_of, units_of, weight_bytes
+from echelon.plan.units import MOMENTS, fullest_share, gradient_bytes, policy_of, units_of, weight_bytes
 
 Number = Any
 """a number, or an array of them"""
@@ -296,11 +296,11 @@ def _of_step(case: Case, once_a_step: bool) -> dict[str, Any]:
             away = moved(
                 layout.offload,
                 updated=updated,
-                parameters=sum(unit.numel * n for unit, n in units),
                 activations=sum(n * kept_of(case, layer, done) for layer, n in shape.layers) / layout.pp,
                 accumulate=layout.accumulate,
                 compute_bytes=case.element_bytes,
                 gradient_bytes=gradient_bytes(case),
+                state_bytes=4 + MOMENTS * case.moment_bytes,
                 share=share_away(case),
             )
     device_host = min(per_node, HOST_DEVICES)
