@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -41,6 +41,7 @@ def watched(world: World, timeout: float) -> Iterator[Watch]:
         here.keep_in(board.ring(world.rank))
     watch = Watch(board)
     heart = Heart(here, board, rank=world.rank, world=world.world_size, timeout=timeout, tell=watch.tell)
+    watch.publish = heart.publish
     heart.start()
     try:
         yield watch
@@ -58,6 +59,13 @@ class Watch:
     def __init__(self, board: Board | None):
         self._board = board
         self._run = ""
+        self.publish: Callable[[], None] = lambda: None
+        """leaves a heartbeat now"""
+
+    def stands(self, position: str) -> None:
+        """This rank's place in the mesh; all may ask for it from now on, also where no heartbeat ever follows."""
+        here.position = position
+        self.publish()
 
     def keeps(self, run: Path) -> None:
         """Rank 0 tells where the run's log is."""
