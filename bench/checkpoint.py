@@ -4,8 +4,11 @@
 
 One process, one state (float32 weights and AdamW's two moments), interleaved rounds, medians of ratios:
 
-    blocked    seconds in which the loop stands still: ours / torch.save, and ours / torch's async_save
-    bandwidth  from the call until the checkpoint exists, flushed to the disk, beside a plain write of as many bytes
+    blocked    seconds in which the loop stands still, in the call and before the next step's update: ours / torch.save,
+               and ours / torch's async_save
+    bandwidth  from the call until the checkpoint exists, flushed to the disk, beside a plain write of as many bytes,
+               with nothing else at work
+    a step     that runs beside a save, beside one that does not: cores and memory are shared
 """
 
 from __future__ import annotations
@@ -34,6 +37,16 @@ def timed(job: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
+class Settled:
+    """How long an update waits for the copy."""
+
+    def __init__(self, settle: Callable[[], None]):
+        self._settle, self.seconds = settle, 0.0
+
+    def __call__(self) -> None:
+        self.seconds += timed(self._settle)
+
+
 def plain(path: Path, view: memoryview) -> None:
     """A write of the same bytes, and nothing else."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -48,6 +61,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     arguments.add_argument("--model", default="gpt2-124m")
     arguments.add_argument("--rounds", type=int, default=5)
+    arguments.add_argument("--tokens", type=int, default=256, help="of a step")
     arguments.add_argument("--folder", default=None)
     given = arguments.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="bench-checkpoint-", dir=given.folder))
@@ -64,13 +78,21 @@ def main() -> None:
     flat = torch.randint(0, 255, (nbytes,), dtype=torch.uint8)
     view = memoryview(flat.numpy().data)
     saving = Saving(engine, str(folder / "ours"))
+    tokens = torch.randint(0, 1000, (1, given.tokens + 1))
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
     rounds = []
     for number in range(given.rounds + 1):
-        found: dict[str, float] = {}
-        engine.num_steps = number + 1
+        found: dict[str, float] = {"step": timed(lambda: engine.step(batch, lr=0.0).wait())}
         begun = time.perf_counter()
         saving.save({})
         found["ours"] = time.perf_counter() - begun
+        settled = Settled(engine.settle)
+        engine.settle = settled
+        found["step beside it"] = timed(lambda: engine.step(batch, lr=0.0).wait())
+        found["ours"] += settled.seconds
+        saving.wait()
+        begun = time.perf_counter()
+        saving.save({})
         saving.wait()
         found["ours, on disk"] = time.perf_counter() - begun
         found["plain write"] = timed(lambda: plain(folder / "plain", view))
@@ -97,6 +119,7 @@ def main() -> None:
     print(f"state: {nbytes / 1e9:.2f} GB, {len(state)} tensors, {len(rounds)} rounds")
     print(f"blocked: {ratio('ours', 'torch.save'):.3f} x torch.save (bar 0.10)")
     print(f"blocked: {ratio('ours', 'async_save'):.3f} x async_save (bar 1.0)")
+    print(f"a step beside a save: {ratio('step beside it', 'step'):.3f} x one without")
     print(f"bandwidth: {ratio('plain write', 'ours, on disk'):.3f} x a plain write (bar 0.8)")
     dist.destroy_process_group()
 

@@ -24,6 +24,8 @@ from echelon.checkpoint.slices import Ranges, common, extent, numel
 
 FORMAT = 1
 INDEX, DIGEST = "index.json", "index.sha256"
+PAGE = 4096
+"""bytes of a page of memory, and more than a disk's block; a file's tensors begin at one"""
 
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 """of an element, by safetensors' names of types"""
@@ -170,7 +172,7 @@ class Region:
 
 
 def header_of(regions: Iterable[Region]) -> bytes:
-    """A safetensors file's first bytes."""
+    """A safetensors file's first bytes, whole pages of them: blanks at its end say nothing."""
     table = {
         region.key: {
             "dtype": region.dtype,
@@ -180,7 +182,7 @@ def header_of(regions: Iterable[Region]) -> bytes:
         for region in regions
     }
     text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 64 + 56 if len(text) % 64 > 56 else 56 - len(text) % 64)
+    text += b" " * (-(len(text) + 8) % PAGE)
     return len(text).to_bytes(8, "little") + text
 
 

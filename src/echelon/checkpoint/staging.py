@@ -1,17 +1,31 @@
-"""A rank's part of a checkpoint in host memory, laid out as its file will be.
+"""A rank's part of a checkpoint in host memory: its file, as it will be on the disk.
 
-Training waits only for this copy. The memory is made once and used by every save; beside a GPU it is pinned, and the
-copies are queued behind the step that made the values, so that not even the host waits for them.
+[Note: what training waits for]
+
+Weights and states change in an update and nowhere else. So they are copied while the next step's forward and backward
+run, and only its update waits, should the copy still be under way:
+
+    training    step 100 | forward, backward of step 101 | update
+    beside it            |  copy  | write, check sums, ...          `settle` is called before the update
+
+On a GPU the copy is a stream of its own, and its update waits for an event; no host waits at all. What changes at other
+times (statistics of BatchNorm, the loss scale) is copied at once, and everything is where updates run in backward, on
+the host, or at different times in different stages.
+
+The memory is made once and used by every save; beside a GPU it is pinned. It starts at a page, and so do the tensors in
+it: a disk can read it without the system's cache (storage.py).
 """
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from echelon.checkpoint.index import Region, header_of
+from echelon.checkpoint.index import PAGE, Region, header_of
 from echelon.checkpoint.slices import Placed, extent, numel
 from echelon.checkpoint.state import TYPES, State
 from echelon.checkpoint.sums import Sums, sums_of
@@ -24,6 +38,7 @@ class _Waiting:
     values: Tensor
     at: int
     count: int
+    lasts: bool = False
 
     def takes(self, values: Tensor, at: int, count: int) -> bool:
         """These come right behind, in memory and in the file."""
@@ -42,12 +57,16 @@ class _Waiting:
 
 class Staging:
     def __init__(self, state: State, device: torch.device):
-        self._cuda = device.type == "cuda"
+        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
         boxes: list[tuple[int, str, torch.dtype, tuple[int, ...], Placed]] = []
         self._whole: dict[int, int] = {}
         """items without padding, which are one copy, by their number: how many elements"""
+        self._lasting: set[int] = set()
+        """items that are read as they lie, by their number; others are made when they are read"""
         for number, item in enumerate(state.items()):
             if item.writes and item.size:
+                if item.lasts and _place(item.read()) == _place(item.read()):
+                    self._lasting.add(number)
                 if not item.part.padded:
                     self._whole[number] = item.size
                 boxes += [(number, item.name, item.dtype, item.shape, placed) for placed in item.placed()]
@@ -63,47 +82,80 @@ class Staging:
             self._copies.setdefault(number, []).append((placed, at))
             at += numel(placed.box) * dtype.itemsize
         self.header = header_of(self.regions)
-        self.nbytes = at
-        self.memory = torch.zeros(at, dtype=torch.uint8, pin_memory=self._cuda)
+        self.nbytes = len(self.header) + at
+        room = torch.zeros(self.nbytes + PAGE, dtype=torch.uint8, pin_memory=self._beside is not None)
+        start = -room.data_ptr() % PAGE
+        self.memory = room[start : start + self.nbytes]
+        self.memory[: len(self.header)] = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
+        self._due: list[tuple[Tensor, Tensor]] = []
+        """(to, from) of copies that are made in the background"""
+        self._copied = threading.Event()
         self._ready: torch.cuda.Event | None = None
 
     @torch.no_grad()
-    def take(self, state: State) -> None:
-        """Copies the state as it is now."""
+    def take(self, state: State, *, behind: bool) -> None:
+        """The state as it is now. With `behind`, what lasts until the next update is copied by `copy`, before it."""
+        self._copied.clear()
+        if self._beside is not None:
+            self._beside.wait_stream(torch.cuda.current_stream(self._beside.device))
         waiting = _Waiting(self.memory[:0], 0, 0)
         for number, item in enumerate(state.items()):
             copies = self._copies.get(number)
             if not copies:
                 continue
-            values = item.read()
+            values, lasts = item.read(), behind and number in self._lasting
             if number in self._whole:
                 at, count = copies[0][1], self._whole[number]
-                if not (item.stays and waiting.takes(values, at, count)):
+                if not (item.lasts and lasts == waiting.lasts and waiting.takes(values, at, count)):
                     self._copy(waiting)
-                    waiting = _Waiting(values, at, count)
-                    if not item.stays:
+                    waiting = _Waiting(values, at, count, lasts)
+                    if not item.lasts:
                         self._copy(waiting)
                 continue
             for placed, at in copies:
                 shape = extent(placed.box)
                 box = values.as_strided(shape, placed.strides, values.storage_offset() + placed.offset)
-                self._view(at, numel(placed.box), item.dtype).view(shape).copy_(box, non_blocking=True)
+                self._put(self._view(at, numel(placed.box), item.dtype).view(shape), box, lasts)
         self._copy(waiting)
-        if self._cuda:
+        if self._beside is not None:
             self._ready = torch.cuda.Event()
-            self._ready.record()
+            with torch.cuda.stream(self._beside):
+                self._beside.wait_stream(torch.cuda.current_stream(self._beside.device))
+                self._ready.record()
 
     def _copy(self, waiting: _Waiting) -> None:
         if waiting.count:
             values = waiting.values
             flat = values.as_strided((waiting.count,), (1,), values.storage_offset())
-            self._view(waiting.at, waiting.count, values.dtype).copy_(flat, non_blocking=True)
+            self._put(self._view(waiting.at, waiting.count, values.dtype), flat, waiting.lasts)
             waiting.count = 0
 
-    def wait(self) -> None:
-        """Until the copies are through."""
+    def _put(self, to: Tensor, values: Tensor, lasts: bool) -> None:
+        if not lasts:
+            to.copy_(values, non_blocking=True)
+        elif self._beside is None:
+            self._due.append((to, values))
+        else:
+            with torch.cuda.stream(self._beside):
+                to.copy_(values, non_blocking=True)
+
+    def copy(self) -> None:
+        """In the background: until everything is here."""
+        try:
+            for to, values in self._due:
+                _copy_alone(to, values)
+        finally:
+            self._due = []
+            self._copied.set()
         if self._ready is not None:
             self._ready.synchronize()
+
+    def settle(self) -> None:
+        """Before the state changes. On a GPU the host does not wait."""
+        if self._ready is not None:
+            self._ready.wait()
+        else:
+            self._copied.wait()
 
     def sums(self) -> list[Sums]:
         """Of every region."""
@@ -114,7 +166,21 @@ class Staging:
         return found
 
     def view(self) -> memoryview:
+        """The file."""
         return memoryview(self.memory.numpy().data)
 
     def _view(self, at: int, count: int, dtype: torch.dtype) -> Tensor:
+        at += len(self.header)
         return self.memory[at : at + count * dtype.itemsize].view(dtype)
+
+
+def _place(values: Tensor) -> int:
+    return values.untyped_storage().data_ptr()
+
+
+def _copy_alone(to: Tensor, values: Tensor) -> None:
+    """On one core: the others are training's."""
+    if values.is_contiguous():
+        np.copyto(to.view(torch.uint8).numpy(), values.view(torch.uint8).numpy())
+    else:
+        to.copy_(values)

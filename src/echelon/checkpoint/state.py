@@ -58,8 +58,8 @@ class Item:
     """its elements, flat"""
     write: Callable[[Tensor], None]
     """sets them; padding is 0"""
-    stays: bool = True
-    """what is read stays where it is when the next item is asked for; not so where states are on disk"""
+    lasts: bool = True
+    """what is read is the same until the next update; not so where states are on disk, and of buffers"""
 
     @property
     def size(self) -> int:
@@ -107,7 +107,7 @@ class State:
         first = self._parallel.axes.rank == 0
         for name, found in self._numbers.items():
             part = Part.whole(())
-            yield Item(f"train.{name}", found.dtype, (), part, first, _flat(found.read), found.write)
+            yield Item(f"train.{name}", found.dtype, (), part, first, _flat(found.read), found.write, lasts=False)
 
     def _buffers(self) -> Iterator[Item]:
         model, at = self._parallel.model, self._parallel.axes.at
@@ -116,10 +116,9 @@ class State:
         for name, buffer in model.named_buffers():
             if name in lasting:
                 part = Part.whole(buffer.shape)
-                flat = partial(torch.reshape, buffer, (-1,))
-                yield Item(
-                    f"buffer.{name}", buffer.dtype, tuple(buffer.shape), part, first, flat, partial(_fill, buffer)
-                )
+                flat, shape = partial(torch.reshape, buffer, (-1,)), tuple(buffer.shape)
+                write = partial(_fill, buffer)
+                yield Item(f"buffer.{name}", buffer.dtype, shape, part, first, flat, write, lasts=False)
 
 
 def _parameter(unit: FlatUnit, piece: Piece) -> Item:
@@ -142,8 +141,8 @@ def _state(prefix: str, kept: Kept) -> Item:
     mine = piece.owner and piece.first
     shape, entry = piece.entry.shape, piece.entry
     if kept.form == "elements":
-        stays = getattr(kept.unit, "store", None) is None
-        return Item(name, kept.dtype, shape, Part.of(piece), mine, kept.read, kept.write, stays)
+        lasts = getattr(kept.unit, "store", None) is None
+        return Item(name, kept.dtype, shape, Part.of(piece), mine, kept.read, kept.write, lasts)
     # Of the ranks that hold parts of a matrix, the one with its first element writes what is of all of it.
     inside = piece.box if kept.form == "number" or entry.filters else piece.box[-2:]
     mine = mine and piece.start == 0 < piece.stop and all(low == 0 for low, _ in inside)

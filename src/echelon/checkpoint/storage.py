@@ -12,20 +12,17 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from echelon.checkpoint.index import DIGEST, INDEX, CheckpointError
+from echelon.checkpoint.through import CHUNK, Buffer, write_through
 from echelon.faults.inject import on_write
 
 NAME = re.compile(r"step-(\d{8,})")
 WRITING = ".writing-"
-CHUNK = 1 << 24
-"""bytes given to the system at a time"""
-
-Buffer = bytes | memoryview
 
 
 def name_of(step: int) -> str:
@@ -41,7 +38,7 @@ class Storage(Protocol):
         """One rank: an empty place for a step's files. What an earlier attempt left anywhere is removed."""
         ...
 
-    def write(self, step: int, name: str, parts: Iterable[Buffer]) -> None:
+    def write(self, step: int, name: str, file: Buffer) -> None:
         """A whole file, on the disk when this returns."""
         ...
 
@@ -96,20 +93,11 @@ class Local:
         except OSError as error:
             raise told(error, self.address, "written") from error
 
-    def write(self, step: int, name: str, parts: Iterable[Buffer]) -> None:
+    def write(self, step: int, name: str, file: Buffer) -> None:
         path = self._writing(step) / name
         try:
             with on_write(path):
-                file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-                try:
-                    for part in parts:
-                        view = memoryview(part).cast("B")
-                        done = 0
-                        while done < len(view):
-                            done += os.write(file, view[done : done + CHUNK])
-                    os.fsync(file)
-                finally:
-                    os.close(file)
+                write_through(path, file)
         except OSError as error:
             raise told(error, str(path), "written") from error
 
@@ -212,13 +200,12 @@ class Remote:
                 self._files.rm(path, recursive=True)
         self.abandon(step)
 
-    def write(self, step: int, name: str, parts: Iterable[Buffer]) -> None:
+    def write(self, step: int, name: str, file: Buffer) -> None:
         # The index is what makes it a checkpoint: it gets its name in `commit`.
         path = self._at(step, f"{name}.writing" if name == INDEX else name)
         try:
-            with self._files.open(path, "wb") as file:
-                for part in parts:
-                    file.write(part)
+            with self._files.open(path, "wb") as stream:
+                stream.write(file)
         except OSError as error:
             raise told(error, path, "written") from error
 

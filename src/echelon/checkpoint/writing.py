@@ -1,12 +1,14 @@
-"""Saving: a copy that training waits for, then everything else in the background, and one move that makes it exist.
+"""Saving: a copy, files and check sums in the background, and one move that makes the checkpoint exist.
 
 [Note: a save]
 
-    1  all ranks    copy their parts to host memory (staging.py)                     training waits
-    2  first rank   makes the folder `.writing-step-…`, tells the others             from here on, in the background
+    1  all ranks    copy their parts to host memory (staging.py)                     before the next update
+    2  first rank   makes the folder `.writing-step-…`, tells the others
     3  all ranks    write and flush their file, and take its check sums
     4  first rank   gathers what is in the files, writes the index, and renames the folder: the checkpoint exists
     5  first rank   removes checkpoints that are not to be kept, tells the others how it went
+
+All of it is done by a thread of its own, beside training.
 
 A save waits for the one before it. What goes wrong is raised when training next asks (`check`, `save`, `wait`); the
 folder is removed, and checkpoints before it are as they were.
@@ -82,12 +84,19 @@ class Saver:
         """of this rank's file"""
         return self._staging.nbytes
 
-    def save(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Returns when the state may change; the checkpoint exists some time later."""
+    def save(self, step: int, facts: Mapping[str, Any], *, behind: bool = False) -> None:
+        """Of the state as it is now; the checkpoint exists some time later.
+
+        The state may change when this returns; with `behind`, when `settle` does.
+        """
         self.wait()
-        self._staging.take(self._state)
+        self._staging.take(self._state, behind=behind)
         self._thread = threading.Thread(target=self._work, args=(step, dict(facts)), name="echelon-save", daemon=True)
         self._thread.start()
+
+    def settle(self) -> None:
+        """Until the state may change."""
+        self._staging.settle()
 
     def check(self) -> None:
         """Raises what went wrong in the background, if it is over."""
@@ -115,6 +124,7 @@ class Saver:
 
     def _work(self, step: int, facts: dict[str, Any]) -> None:
         try:
+            self._staging.copy()
             self.hash = self._write(step, facts)
             self.last = f"{self._storage.address}/{name_of(step)}"
         except BaseException as error:  # raised where training next asks
@@ -151,7 +161,6 @@ class Saver:
 
     def _write_part(self, step: int) -> Written:
         staging = self._staging
-        staging.wait()
         sums: list[Sums] = []
         wrong: list[BaseException] = []
 
@@ -165,20 +174,19 @@ class Saver:
         adding.start()
         name = f"part-{self._together.rank:05d}.safetensors"
         try:
-            self._storage.write(step, name, [staging.header, staging.view()])
+            self._storage.write(step, name, staging.view())
         finally:
             adding.join()
         if wrong:
             raise wrong[0]
         header = hashlib.sha256(staging.header).hexdigest()
-        first = len(staging.header)
-        return Written(name, first + staging.nbytes, header, first, staging.regions, sums)
+        return Written(name, staging.nbytes, header, len(staging.header), staging.regions, sums)
 
     def _commit(self, index: Index) -> None:
         index.check()
         text, step, storage = index.to_json(), index.step, self._storage
-        storage.write(step, DIGEST, [digest_of(text).encode()])
-        storage.write(step, INDEX, [text.encode()])
+        storage.write(step, DIGEST, digest_of(text).encode())
+        storage.write(step, INDEX, text.encode())
         storage.commit(step)
         for old in self._keep.removed([found for found in storage.steps() if found <= step]):
             storage.remove(old)

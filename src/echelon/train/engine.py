@@ -39,12 +39,11 @@ from echelon.faults.ring import here
 from echelon.kernels import choice
 from echelon.layout import Layout, check
 from echelon.layout.cost import Collective
-from echelon.layout.layout import ASYNCHRONOUS
 from echelon.memory.budget import Budgeted
 from echelon.memory.repeated import repeated
 from echelon.models.head import loss_pair
 from echelon.models.sizes import ModelConfig
-from echelon.optim import cost, groups, hosted
+from echelon.optim import cost, groups
 from echelon.optim.average import Average
 from echelon.optim.choose import sharded
 from echelon.optim.held import runs_of
@@ -58,7 +57,7 @@ from echelon.pipeline.pipeline import Pipeline
 from echelon.pipeline.runtime import Work
 from echelon.precision import sums
 from echelon.precision.loss_scale import LossScale, Scaling
-from echelon.train import in_backward, issued
+from echelon.train import issued
 from echelon.train.feed import Batch, Feed, Microbatch
 from echelon.train.in_backward import InBackward
 from echelon.train.later import later
@@ -66,6 +65,7 @@ from echelon.train.loads import Loads, mixtures_of
 from echelon.train.norm import GradientNorm, clip_factor
 from echelon.train.not_finite import Blame, NotFinite
 from echelon.train.partial import partial_gradients, sum_held
+from echelon.train.refused import refuse
 from echelon.train.result import StepResult
 from echelon.train.sections import OptimizerConfig
 
@@ -94,16 +94,9 @@ class Engine:
             raise ValueError("; ".join(layout.plan_only))
         self.rule: Rule = optimizer or OptimizerConfig()
         self.clip = clip
-        if self.rule.in_backward:
-            in_backward.refuse(layout, clip, loss_scale or LossScale())
-        options = options or Options()
-        hosted.check(self.rule, layout.offload, master="none" if options.master.itemsize < 4 else "float32")
+        options, loss_scale = options or Options(), loss_scale or LossScale()
+        refuse(self.rule, layout, clip=clip, master=options.master, loss_scale=loss_scale)
         options = replace(options, state_bytes=cost.element_bytes(self.rule, options.master.itemsize))
-        if self.rule.ema and layout.pp > 1 and layout.schedule in ASYNCHRONOUS:
-            raise ValueError(
-                f"older versions of the weights are under way when an evaluation would use their average "
-                f"(schedule={layout.schedule}, optimizer.ema={self.rule.ema:g}); use schedule=1f1b, or ema=0"
-            )
         self.names = tuple(name for name, _ in model.named_parameters())
         """of all parameters of the model, wherever they are"""
         groups.check(self.rule, self.names)
@@ -125,19 +118,23 @@ class Engine:
         self._averaged = False
         self.loads = Loads(self.parallel, mixtures)
         self.num_steps = 0
+        self.settle: Callable[[], None] = lambda: None
+        """called before weights and states change: whoever copies them has them when it returns"""
         self.last_count = torch.ones((), dtype=torch.float64, device=self.parallel.options.device)
-        self.scaling = Scaling(loss_scale or LossScale(), self.parallel.options.device)
-        if self.pipeline is not None and self.pipeline.asynchronous and self.scaling.recipe.is_dynamic:
-            raise ValueError(
-                f"stages of schedule={layout.schedule} update at different times and could not agree on a loss scale; "
-                "give a fixed one (precision.loss_scale=1024), or use schedule=1f1b"
-            )
+        self.scaling = Scaling(loss_scale, self.parallel.options.device)
 
     @property
     def loss_axis(self) -> str:
         """The axis over which sums of losses and numbers of targets are added up."""
         tokens = self.parallel.tokens.name
         return f"pp*{tokens}" if self.layout.pp > 1 else tokens
+
+    @property
+    def updates_last(self) -> bool:
+        """Weights and states change after backward, in one place, and nowhere else."""
+        asynchronous = self.pipeline is not None and self.pipeline.asynchronous
+        away = any(unit.host is not None for unit in self.parallel.flat.units)
+        return self.in_backward is None and not asynchronous and not away
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -215,6 +212,7 @@ class Engine:
         norm = norm * rest
         finite = torch.isfinite(norm) & torch.isfinite(totals[0])
         if self.in_backward is None:
+            self.settle()
             self.optimizer.step(lr, rest * clip_factor(norm, self.clip), live & finite)
             self.parallel.flat.updated()
             self.parallel.flat.free_gradients()
@@ -353,6 +351,7 @@ class Engine:
 
     def _swap(self, average: Average) -> None:
         self._averaged = not self._averaged
+        self.settle()
         average.swap()
         self.parallel.flat.updated()
 

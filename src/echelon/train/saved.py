@@ -59,8 +59,10 @@ class Saving:
 
     def save(self, facts: Mapping[str, Any]) -> None:
         """Of the state after the last step. What is under way on the host or in a pipeline is ended first."""
-        self._engine.drain()
-        self._ready().save(self._engine.num_steps, {**facts, "step": self._engine.num_steps})
+        engine, saver = self._engine, self._ready()
+        engine.drain()
+        engine.settle = saver.settle
+        saver.save(engine.num_steps, {**facts, "step": engine.num_steps}, behind=engine.updates_last)
 
     def steps(self) -> list[int]:
         """Of the checkpoints that are there, as the first rank sees it."""
@@ -68,6 +70,7 @@ class Saving:
 
     def load(self, step: int) -> Loaded:
         """The engine goes on after that step."""
+        self.wait()
         self._engine.drain()
         found = load(state_of(self._engine), self._storage, step, self._together)
         self._engine.num_steps = step

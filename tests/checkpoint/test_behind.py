@@ -1,0 +1,114 @@
+"""A copy that is made while training goes on, and a file that the disk takes without the system's cache."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+
+import pytest
+import torch
+
+from echelon.checkpoint import staging, through
+from echelon.checkpoint.index import PAGE
+from echelon.checkpoint.staging import Staging
+from echelon.checkpoint.through import write_through
+from echelon.train.saved import Saving, state_of
+from echelon.train.sections import OptimizerConfig
+from tests.checkpoint.trained import built, stepped
+
+
+def values_of(engine) -> dict[str, torch.Tensor]:
+    return {item.name: item.read().clone() for item in state_of(engine).items()}
+
+
+@pytest.mark.parametrize("rule", [OptimizerConfig(lr=1e-2), OptimizerConfig(lr=1e-2, ema=0.9)], ids=["adamw", "ema"])
+def test_the_next_update_waits_for_the_copy(tmp_path, monkeypatch, rule):
+    at_once = staging._copy_alone
+
+    def slowly(to, values):
+        time.sleep(0.02)
+        at_once(to, values)
+
+    monkeypatch.setattr(staging, "_copy_alone", slowly)
+    engine = built(None, "dp=1", rule)
+    saving = Saving(engine, str(tmp_path))
+    stepped(engine, None, 0)
+    before = values_of(engine)
+    saving.save({})
+    begun = time.perf_counter()
+    if rule.ema:
+        with engine.averaged():
+            time.sleep(0.1)
+    stepped(engine, None, 1)
+    assert time.perf_counter() - begun > 0.02
+    assert not torch.equal(values_of(engine)["model.weight"], before["model.weight"])
+    saving.wait()
+    saving.load(1)
+    after = values_of(engine)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    saving.close()
+
+
+def test_what_forward_changes_is_copied_at_once():
+    engine = built(None, "dp=1", OptimizerConfig(lr=1e-2))
+    stepped(engine, None, 0)
+    state = state_of(engine)
+    copied = Staging(state, torch.device("cpu"))
+    where = {region.name: len(copied.header) + region.at for region in copied.regions}
+
+    def mean() -> torch.Tensor:
+        at = where["buffer.norm.running_mean"]
+        return copied.memory[at : at + 5 * 8].view(torch.float64).clone()
+
+    copied.take(state, behind=True)
+    before = mean()
+    assert torch.equal(before, engine.model.norm.running_mean)
+    stepped(engine, None, 1)
+    copied.copy()
+    assert torch.equal(before, mean())
+    assert not torch.equal(before, engine.model.norm.running_mean)
+
+
+@pytest.mark.parametrize("size", [3 * PAGE, 2 * PAGE + 17, 5, 0])
+@pytest.mark.parametrize("trouble", ["none", "open", "write", "short"])
+def test_files_past_the_cache(tmp_path, monkeypatch, size, trouble):
+    monkeypatch.setattr(through, "LEAST", 1)
+    room = torch.randint(0, 256, (size + PAGE,), dtype=torch.uint8)
+    start, path = -room.data_ptr() % PAGE, tmp_path / "file"
+    view = memoryview(room[start : start + size].numpy().data)
+    real_open, real_write, direct = os.open, os.write, os.O_DIRECT
+    asked, troubled = [], []
+
+    def opened(path, flags, mode=0o777):
+        asked.append(bool(flags & direct))
+        if trouble == "open" and flags & direct:
+            raise OSError(errno.EINVAL, "no")
+        return real_open(path, flags, mode)
+
+    def written(file, part):
+        if troubled or len(part) < PAGE or trouble in ("none", "open"):
+            return real_write(file, part)
+        troubled.append(trouble)
+        if trouble == "write":
+            raise OSError(errno.EINVAL, "no")
+        path.write_bytes(part[:100])
+        os.lseek(file, 100, os.SEEK_SET)
+        return 100
+
+    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(os, "write", written)
+    write_through(path, view)
+    assert path.read_bytes() == bytes(view)
+    assert asked[0] == (size > 0)
+
+
+def test_a_full_disk_is_no_refusal(tmp_path, monkeypatch):
+    monkeypatch.setattr(through, "LEAST", 1)
+
+    def full(file, part):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_through(tmp_path / "file", b"x" * PAGE)
