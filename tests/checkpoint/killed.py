@@ -38,13 +38,11 @@ def train(
             die()
         return run(self, *args, **kwargs)
 
-    def write_or_die(self, at, name, parts):
+    def write_or_die(self, at, name, file):
         if mine and moment == "write" and at == step:
-            parts = list(parts)
-            half = memoryview(parts[-1]).cast("B")
-            write(self, at, name, [*parts[:-1], half[: len(half) // 2]])
+            write(self, at, name, memoryview(file).cast("B")[: len(file) // 2])
             die()
-        write(self, at, name, parts)
+        write(self, at, name, file)
 
     def commit_or_die(self, at):
         if mine and moment == "commit" and at == step:

@@ -1,4 +1,7 @@
-"""A state that one layout saved, on another: equal to the run that nobody interrupted, moments included."""
+"""S8: a state that one layout saved, on another: equal to the run that nobody interrupted, moments included.
+
+A renamed key is refused by name: tests/checkpoint/test_faults.py.
+"""
 
 from __future__ import annotations
 
