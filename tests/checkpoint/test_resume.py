@@ -81,7 +81,9 @@ def test_killed_at_some_moment(pool, tmp_path, undisturbed, moment, rank, step, 
     with pytest.raises(RankError):
         pool.run(train, 2, asked, "", moment, rank, step)
     run = tmp_path / "run"
-    assert list(states(run)) == left
+    found = list(states(run))
+    # In a step, the save before it is through or still in flight.
+    assert found == left or (moment == "step" and found == left[:-1])
     told = pool.run(train, 2, config_of(run, []), str(run))[0]
     _, other = undisturbed
     assert losses(run) == losses(other["run"])
