@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from echelon.plan.ask import Answer
+    from echelon.plan.failures import Goodput
     from echelon.plan.price import Plan
     from echelon.plan.savings import Saving
 
@@ -22,6 +23,7 @@ echelon plan llama-8b --cluster 8xh100\n
 echelon plan llama-70b --cluster 64xh100 --batch 512 --seq-len 8192 --html plan.html\n
 echelon plan llama-70b --cluster 64xh100 --layout tp=8,pp=4,schedule=zb-v,accumulate=32\n
 echelon plan mixtral-8x7b --cluster 64xh100 --fix ep=8 --imbalance 1.5\n
+echelon plan llama-405b --cluster 16384xh100 --batch 2048 --seq-len 8192 --goodput\n
 echelon plan config.json --cluster 12xa100-80:eth --objective cost --json
 """
 
@@ -61,6 +63,13 @@ def command(
     savings: Annotated[
         bool, typer.Option("--savings", help="Say what each technique would save of the memory, and cost.")
     ] = False,
+    goodput: Annotated[
+        bool, typer.Option("--goodput", help="Say what failures would cost a long run, and how often to save.")
+    ] = False,
+    device_hours: Annotated[
+        float,
+        typer.Option(help="Hours of one device between failures. Default: Llama 3's, 50,700.", show_default=False),
+    ] = 0.0,
     top: Annotated[int, typer.Option(min=1, help="Plans to show.")] = 5,
     correct: Annotated[
         str, typer.Option(metavar="RUN", help="Multiply times by what this run measured over what was predicted.")
@@ -96,17 +105,22 @@ def command(
         least = found.plans[0] if found.plans else found.nearest
         # Where nothing fits, what would make room is the question.
         told_savings = savings_of(least) if least is not None and (savings or not least.fits) else ()
+        told_goodput = _goodput(found, device_hours) if goodput or device_hours else None
         if html is not None and found.plans:
             _write(html, found, model, given)
     if as_json:
         told_json = {"plans": [plan.to_json() for plan in found.plans], "reasons": list(found.words)}
         if told_savings:
             told_json["savings"] = [one.to_json() for one in told_savings]
+        if told_goodput is not None:
+            told_json["goodput"] = told_goodput.to_json()
         trouble.answer(told_json)
     else:
         _show(found, model, html, given)
         if least is not None and told_savings:
             _show_savings(least, told_savings)
+        if told_goodput is not None:
+            _show_goodput(found.plans[0], told_goodput)
     if not found.plans or not found.plans[0].fits:
         raise typer.Exit(trouble.FAILED)
 
@@ -124,6 +138,22 @@ def _write(path: Path, found: Answer, model: str, given: Sequence[str]) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ValueError(f"the page cannot be written ({path}: {error.strerror}); give another --html") from error
+
+
+def _goodput(found: Answer, device_hours: float) -> Goodput | None:
+    from echelon.plan.failures import DEVICE_HOURS, goodput_of
+
+    if device_hours < 0:
+        raise ValueError(f"no time between failures is less than none (--device-hours {device_hours:g})")
+    return goodput_of(found.plans[0], device_hours=device_hours or DEVICE_HOURS) if found.plans else None
+
+
+def _show_goodput(plan: Plan, found: Goodput) -> None:
+    from rich.console import Console
+
+    from echelon.plan.show.goodput import shown
+
+    Console().print(shown(plan, found))
 
 
 def _show_savings(plan: Plan, found: Sequence[Saving]) -> None:
