@@ -16,6 +16,7 @@ import activations
 import compressed
 import gates
 import grids
+import left_of_time
 import state_types
 import techniques
 import traffic
@@ -349,6 +350,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fewest bytes": fewest_bytes,
     "bench measured": bench_measured,
     "own steps": own_steps,
+    "goodput": left_of_time.printed,
     "savings": lambda: markdown(*techniques.saved()),
     "layout keys": layout_keys,
     "configuration keys": configuration_keys,

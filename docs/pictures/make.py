@@ -23,6 +23,7 @@ import mixtures  # noqa: E402
 import offload  # noqa: E402
 import pipelines  # noqa: E402
 import precision  # noqa: E402
+import saves  # noqa: E402
 import splits  # noqa: E402
 import steps  # noqa: E402
 import terminal  # noqa: E402
@@ -58,6 +59,8 @@ DRAWN: dict[str, Callable[[], str]] = {
     "offload-timeline": offload.timeline,
     "compression-losses": lambda: compression.losses(HERE / "losses-compression.json"),
     "precision": precision.types,
+    "checkpoints": saves.beside,
+    "goodput": saves.how_often,
     "loss-contract": steps.loss_contract,
     "same-mask": steps.same_mask,
     "pipeline-cut": pipelines.cut_model,
