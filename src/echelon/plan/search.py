@@ -14,7 +14,7 @@ branch has a bound (bounds.py): all of its work, spread evenly, with the least b
 
 Where repeating each layer by itself (recompute=full) does not fit, several are repeated at once (every:N), which takes
 as long: so these need no families of their own. The best are then tried with a budget, which repeats no more layers
-than it must (variants.py). Where nothing fits, states may leave for the host, then parameters, then activations.
+than it must (variants.py). Where nothing fits, every kind of offload is searched with which something does.
 
 The same question has the same answer: nothing depends on chance or on time.
 """
@@ -22,14 +22,13 @@ The same question has the same answer: nothing depends on chance or on time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 
 import numpy as np
 
 from echelon.layout import Layout
 from echelon.layout.rules import Facts, broken
-from echelon.optim import hosted
 from echelon.plan.bounds import bounds, least_bytes, rate
 from echelon.plan.calibrate import constants_of
 from echelon.plan.case import Case
@@ -52,43 +51,42 @@ Rated = tuple[float, str, Case]
 """what the objective asks to be small, the layout's text, the case"""
 
 
-AWAY = ("optimizer", "params", "params+activations")
-"""what may leave a GPU where nothing fits, the cheapest first"""
+AWAY = ("activations", "optimizer", "params", "optimizer+activations", "params+activations")
+"""what may leave a GPU where nothing fits"""
 
 
 def search(wish: Wish, *, top: int = 10, c: Constants = FITTED) -> list[Plan]:
     """The best plans that fit; none where nothing does. See [Note: nothing that could win is left out]."""
-    found = _search(wish, top, c)
-    if not found and (kind := _away(wish, c)):
-        return _search(replace(wish, fixed={**wish.fixed, "offload": kind}), top, c)
-    return found
-
-
-def _away(wish: Wish, c: Constants) -> str:
-    """What must leave the devices for something to fit; nothing where that does not help, or is fixed."""
-    least = None if "offload" in wish.fixed else nearest(wish, c)
-    if least is None or not least.case.on_gpu:
-        return ""
-    master = "none" if wish.master_bytes < 4 else "float32"
-    for kind in AWAY:
-        if wish.rule is None or not any(hosted.faults(wish.rule, kind, master=master)):
-            layout = replace(least.case.layout, offload=kind)
-            if _is_legal(wish, layout) and fits(replace(least.case, layout=layout), c):
-                return kind
-    return ""
-
-
-def _search(wish: Wish, top: int, c: Constants) -> list[Plan]:
     if len({part.device.name for part in wish.cluster.parts}) > 1:
         return _of_parts(wish, top, c)
+    found = _search([wish], top, c)
+    away = [] if found else [replace(wish, fixed={**wish.fixed, "offload": kind}) for kind in _away(wish, c)]
+    return _search(away, top, c) if away else found
+
+
+def _away(wish: Wish, c: Constants) -> Iterator[str]:
+    """What may leave the devices for something to fit; nothing where that does not help, or is fixed."""
+    least = None if "offload" in wish.fixed else nearest(wish, c)
+    if least is None or not least.case.on_gpu:
+        return
+    for kind in AWAY:
+        case = replace(least.case, layout=replace(least.case.layout, offload=kind))
+        if case.agrees and _is_legal(wish, case.layout) and fits(case, c):
+            yield kind
+
+
+def _search(wishes: Sequence[Wish], top: int, c: Constants) -> list[Plan]:
+    """The best of all that are wished, which differ in what is fixed."""
+    wish = wishes[0]
     c, enough = constants_of(wish.case(Layout()), c), max(FINALISTS, 2 * top)
     best: list[Rated] = []
-    for bound in bounds(wish, c):
+    branches = [(bound, one) for one in wishes for bound in bounds(one, c)]
+    for bound, asked in sorted(branches, key=lambda pair: pair[0].rated):
         if len(best) == enough and bound.rated > best[-1][0]:
             break
         limit = best[-1][0] if len(best) == enough else math.inf
-        found = _fitting(wish, bound.branch, bound.activations, c, limit)
-        best = sorted([*best, *found], key=lambda one: one[:2])[:enough]
+        found = _fitting(asked, bound.branch, bound.activations, c, limit)
+        best = sorted([*best, *found], key=lambda rated: rated[:2])[:enough]
     best = _refined(wish, best, c, enough)
     plans = [price(case, c) for _, _, case in best]
     plans.sort(key=lambda plan: (rank_of(wish, plan), str(plan.layout)))
