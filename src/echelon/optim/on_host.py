@@ -28,7 +28,7 @@ from torch import Tensor
 
 from echelon.layout.cost import Collective
 from echelon.memory.link import Moving, Room
-from echelon.memory.store import Store
+from echelon.memory.store import DiskError, Store
 from echelon.memory.worker import NOTHING, Turn
 from echelon.optim.update import Update
 from echelon.parallel.flat_unit import FlatUnit
@@ -121,10 +121,14 @@ def _reserve(hosts: Sequence[HostUnit], state_bytes: Callable[[HostUnit], int]) 
     if disk is None:
         return
     needed = {host: host.unit.shard_numel * host.tensor.itemsize + state_bytes(host) for host in hosts}
-    disk.check(2 * sum(needed.values()) - 2 * sum(host.store.reserved for host in hosts if host.store is not None))
-    for host, nbytes in needed.items():
-        assert host.store is not None
-        host.store.reserve(nbytes)
+    try:
+        disk.check(2 * sum(needed.values()) - 2 * sum(host.store.reserved for host in hosts if host.store is not None))
+        for host, nbytes in needed.items():
+            assert host.store is not None
+            host.store.reserve(nbytes)
+    except DiskError:
+        disk.close()  # what was reserved is free for somebody else
+        raise
 
 
 def _run(due: list[_Due], lr: float, told: Callable[[], list[float]], mark: Moving) -> None:

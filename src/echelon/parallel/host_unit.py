@@ -259,6 +259,7 @@ class HostUnit:
         if self._stale:
             place = self.there if self.here is None else self.here
             assert place is not None
+            self.coming.wait()  # a copy from before may still be on its way
             place.copy_(self.tensor)
             self._stale = False
         if self.here is not None:
