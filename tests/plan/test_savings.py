@@ -70,6 +70,28 @@ def test_offload_is_told_as_if_all_left_that_can() -> None:
     assert found["offload=optimizer"].seconds > 0
 
 
+@pytest.mark.parametrize(
+    ("layout", "needed"),
+    [
+        ("dp=1,offload=optimizer", 4 + 8 + 2),
+        ("dp=1,accumulate=4,offload=optimizer", 4 + 8),
+        ("dp=1,accumulate=4,offload=params", 4 + 8 + 2 + 4),
+        ("dp=1,accumulate=4,offload=params+disk", 4),
+    ],
+)
+def test_the_host_holds_whole_masters(layout: str, needed: int) -> None:
+    """Bytes of a parameter: master, moments, a gradient that comes early, or parameters and the sum of gradients.
+
+    What a device saves was taken for what the host needs: a device has only the half of a master that its parameters
+    leave out, and plans fitted that `train` refused."""
+    plan = plan_of(f"{layout},recompute=full", model="llama-1b", host=1.0)
+    parameters = plan.case.shape.parameters
+    less = replace(plan.case.cluster, host_memory=int((needed - 1) * parameters))
+    beyond = price(replace(plan.case, cluster=less)).memory.parts["beyond the host"]
+    assert beyond == pytest.approx(parameters, rel=0.01)
+    assert "beyond the host" not in plan.memory.parts
+
+
 def test_what_would_do_nothing_is_not_told() -> None:
     """Lossless compression has nothing to pack in a Llama without dropout; inputs are divided already under sp."""
     found = found_of(plan_of("tp=2,recompute=full", devices="2xh200"))
