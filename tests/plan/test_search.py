@@ -24,10 +24,11 @@ from echelon.plan.explain import explained, infeasible
 from echelon.plan.layouts import Wish, layouts, members
 from echelon.plan.memory import of_stage, worst
 from echelon.plan.price import price, timeline
-from echelon.plan.search import AWAY, _is_legal, nearest, search
+from echelon.plan.search import _is_legal, nearest, search
 from echelon.plan.sources import shape_of
 from echelon.plan.time import times
 from echelon.plan.units import units_of
+from echelon.plan.variants import AWAY
 from echelon.plan.work import work_of
 from echelon.train.config import Config
 from echelon.train.planned import planned

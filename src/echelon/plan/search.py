@@ -14,7 +14,8 @@ branch has a bound (bounds.py): all of its work, spread evenly, with the least b
 
 Where repeating each layer by itself (recompute=full) does not fit, several are repeated at once (every:N), which takes
 as long: so these need no families of their own. The best are then tried with a budget, which repeats no more layers
-than it must (variants.py). Where nothing fits, every kind of offload is searched with which something does.
+than it must (variants.py). Where nothing fits, the first kind of offload is searched with which something does, and
+the best are tried with the others.
 
 The same question has the same answer: nothing depends on chance or on time.
 """
@@ -22,7 +23,7 @@ The same question has the same answer: nothing depends on chance or on time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -38,7 +39,7 @@ from echelon.plan.memory import fits, worst
 from echelon.plan.price import Plan, price
 from echelon.plan.shape import RuleFacts
 from echelon.plan.time import times
-from echelon.plan.variants import longer, variants
+from echelon.plan.variants import AWAY, longer, variants
 from echelon.plan.work import work_of, works_of
 
 FINALISTS = 48
@@ -51,17 +52,13 @@ Rated = tuple[float, str, Case]
 """what the objective asks to be small, the layout's text, the case"""
 
 
-AWAY = ("activations", "optimizer", "params", "optimizer+activations", "params+activations")
-"""what may leave a GPU where nothing fits"""
-
-
 def search(wish: Wish, *, top: int = 10, c: Constants = FITTED) -> list[Plan]:
     """The best plans that fit; none where nothing does. See [Note: nothing that could win is left out]."""
     if len({part.device.name for part in wish.cluster.parts}) > 1:
         return _of_parts(wish, top, c)
-    found = _search([wish], top, c)
-    away = [] if found else [replace(wish, fixed={**wish.fixed, "offload": kind}) for kind in _away(wish, c)]
-    return _search(away, top, c) if away else found
+    found = _search(wish, wish, top, c)
+    kind = "" if found else next(_away(wish, c), "")
+    return _search(wish, replace(wish, fixed={**wish.fixed, "offload": kind}), top, c) if kind else found
 
 
 def _away(wish: Wish, c: Constants) -> Iterator[str]:
@@ -75,18 +72,16 @@ def _away(wish: Wish, c: Constants) -> Iterator[str]:
             yield kind
 
 
-def _search(wishes: Sequence[Wish], top: int, c: Constants) -> list[Plan]:
-    """The best of all that are wished, which differ in what is fixed."""
-    wish = wishes[0]
+def _search(wish: Wish, asked: Wish, top: int, c: Constants) -> list[Plan]:
+    """What is asked fixes more than what is wished: the best are tried with other kinds of that too."""
     c, enough = constants_of(wish.case(Layout()), c), max(FINALISTS, 2 * top)
     best: list[Rated] = []
-    branches = [(bound, one) for one in wishes for bound in bounds(one, c)]
-    for bound, asked in sorted(branches, key=lambda pair: pair[0].rated):
+    for bound in bounds(asked, c):
         if len(best) == enough and bound.rated > best[-1][0]:
             break
         limit = best[-1][0] if len(best) == enough else math.inf
         found = _fitting(asked, bound.branch, bound.activations, c, limit)
-        best = sorted([*best, *found], key=lambda rated: rated[:2])[:enough]
+        best = sorted([*best, *found], key=lambda one: one[:2])[:enough]
     best = _refined(wish, best, c, enough)
     plans = [price(case, c) for _, _, case in best]
     plans.sort(key=lambda plan: (rank_of(wish, plan), str(plan.layout)))
