@@ -5,6 +5,7 @@ That it computes the same is test_transparency_offload.py's business.
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -234,3 +235,70 @@ def test_short_types_on_the_host_are_those_of_the_device(states: str) -> None:
     rule = OptimizerConfig(lr=1e-2, states=states)
     found = [whole(scaled(layout, rule).parallel, "master") for layout in ("dp=1", "dp=1,offload=optimizer")]
     assert largest_error(found[1], found[0]) < 2e-3
+
+
+class Many(Scaled):
+    """So many targets that what divides by their number is zero in float16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = self.layers[:2]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        return super().forward(x)[0], 10**8
+
+
+def short_sums(offload: str, steps: int) -> dict[str, Tensor]:
+    """Gradients add up on the device in float16, and the master values are float32."""
+    options = Options(compute=torch.float16, master=torch.float32, reduce=torch.float16)
+    rule = OptimizerConfig(name="sgd", lr=1e5, weight_decay=0.0)
+    engine = Engine(Many(), f"accumulate=2,offload={offload}", rule, clip=1.0, options=options)
+    for step in range(steps):
+        engine.step({"x": torch.linspace(-1, 1, 64, dtype=torch.float16).view(2, 4, 8) + step})
+    return whole(engine.parallel, "master")
+
+
+@pytest.mark.parametrize("kind", ["optimizer", "params"])
+def test_gradients_in_short_types_are_multiplied_in_the_masters(kind: str) -> None:
+    """They were multiplied on the device, in their own type: nothing was left of them, and nothing was learnt."""
+    found, truth, before = short_sums(kind, 1), short_sums("none", 1), short_sums("none", 0)
+    assert largest_error(truth, before) > 1e-3
+    assert largest_error(found, truth) < 1e-5  # `params` adds them up in float32
+
+
+def test_rooms_for_gradients_in_short_types_are_given_back() -> None:
+    """One of them was lost with every unit, and the second step waited for ever."""
+    done: list[dict[str, Tensor]] = []
+    thread = threading.Thread(target=lambda: done.append(short_sums("optimizer", 4)), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert done
+
+
+class Skipping(nn.Module):
+    """A layer that is not called in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scale() for _ in range(5))
+
+    def forward(self, x: Tensor, left_out: Tensor) -> tuple[Tensor, int]:
+        for place, layer in enumerate(self.layers):
+            x = x if place == int(left_out[0]) else x + torch.tanh(layer(x))
+        return x.square().sum(), len(x)
+
+
+def skipped(layout: str, folder: Path) -> dict[str, Tensor]:
+    options = Options(compute=torch.float64, master=torch.float64, reduce=torch.float64, disk=str(folder))
+    engine = Engine(Skipping().double(), layout, ADAMW, options=options)
+    for step, place in enumerate((2, 9, 4, 9, 1, 9)):
+        x = torch.linspace(-1, 1, 64, dtype=torch.float64).view(2, 4, 8) + step
+        engine.step({"x": x, "left_out": torch.full((2,), place)})
+    return whole(engine.parallel, "master")
+
+
+@pytest.mark.parametrize("kind", ["optimizer", "params", "params+disk"])
+def test_what_was_read_ahead_for_a_layer_that_was_not_called_is_not_used_later(tmp_path: Path, kind: str) -> None:
+    """With `disk`, the next step computed with the values from before the update."""
+    found, truth = skipped(f"offload={kind}", tmp_path), skipped("", tmp_path)
+    assert largest_error(found, truth) <= 1e-10

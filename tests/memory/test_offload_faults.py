@@ -64,6 +64,32 @@ def test_a_disk_that_is_too_small_is_found_before_the_first_step(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_disk_that_is_too_small_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that fails is ended at once: what it had reserved stayed, and there was less room for the next run."""
+    monkeypatch.setattr(store, "_free", lambda _: 1000)
+    with pytest.raises(ValueError, match="the disk is full") as held:
+        engine_away("offload=disk", disk=str(tmp_path))
+    assert held.tb is not None  # and with it everything that was made
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_limit_is_not_called_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_long(*_: object) -> None:
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr(os, "posix_fallocate", too_long)
+    with pytest.raises(ValueError, match=r"may not be so long .*file too large.*ulimit -f"):
+        engine_away("offload=disk", disk=str(tmp_path))
+
+
+def test_files_that_the_system_can_let_go_of_are_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group's use counts the files that it has read: where those had filled it, every offload was refused."""
+    for name, text in (("max", "1000000"), ("current", "990000"), ("stat", "anon 1000\ninactive_file 900000\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    monkeypatch.setattr(away, "GROUPS", tmp_path)
+    assert away.available() == 910000
+
+
 def test_a_host_that_is_too_small_is_found_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     assert away.available() > 0
     monkeypatch.setattr(away, "available", lambda: 1000)

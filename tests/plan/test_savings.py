@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from typer.testing import CliRunner
@@ -20,6 +20,7 @@ from echelon.plan.savings import CATEGORIES, Saving, savings
 from echelon.plan.search import search
 from echelon.plan.sources import shape_of
 from echelon.plan.thrift import Thrift
+from echelon.train.planned import effective
 from echelon.train.sections import OptimizerConfig
 
 
@@ -69,6 +70,28 @@ def test_offload_is_told_as_if_all_left_that_can() -> None:
     assert found["offload=optimizer"].seconds > 0
 
 
+@pytest.mark.parametrize(
+    ("layout", "needed"),
+    [
+        ("dp=1,offload=optimizer", 4 + 8 + 2),
+        ("dp=1,accumulate=4,offload=optimizer", 4 + 8),
+        ("dp=1,accumulate=4,offload=params", 4 + 8 + 2 + 4),
+        ("dp=1,accumulate=4,offload=params+disk", 4),
+    ],
+)
+def test_the_host_holds_whole_masters(layout: str, needed: int) -> None:
+    """Bytes of a parameter: master, moments, a gradient that comes early, or parameters and the sum of gradients.
+
+    What a device saves was taken for what the host needs: a device has only the half of a master that its parameters
+    leave out, and plans fitted that `train` refused."""
+    plan = plan_of(f"{layout},recompute=full", model="llama-1b", host=1.0)
+    parameters = plan.case.shape.parameters
+    less = replace(plan.case.cluster, host_memory=int((needed - 1) * parameters))
+    beyond = price(replace(plan.case, cluster=less)).memory.parts["beyond the host"]
+    assert beyond == pytest.approx(parameters, rel=0.01)
+    assert "beyond the host" not in plan.memory.parts
+
+
 def test_what_would_do_nothing_is_not_told() -> None:
     """Lossless compression has nothing to pack in a Llama without dropout; inputs are divided already under sp."""
     found = found_of(plan_of("tp=2,recompute=full", devices="2xh200"))
@@ -91,6 +114,37 @@ def test_rounding_halves_what_is_kept_and_is_never_searched() -> None:
     asked = search(Wish(**{**vars(wish), "thrift": Thrift(compress="lossless+int8")}))
     assert {found.case.thrift.compress for found in asked} == {"lossless+int8"}
     assert all(found.layout.recompute != "ops" for found in asked)
+
+
+def test_what_train_refuses_is_not_told() -> None:
+    """Rules of whole matrices have no states on the host, and what is packed does not leave as it is."""
+    plain = set(found_of(plan_of("dp=1,recompute=full")))
+    packed = set(found_of(plan_of("dp=1,recompute=full", thrift=Thrift(compress="lossless+int8"))))
+    assert {"offload=activations", "recompute=ops"} <= plain - packed
+    factored = set(found_of(plan_of("dp=1,recompute=full", rule=Named(name="adafactor"))))
+    assert {"offload=optimizer", "offload=params", "optimizer.states=int8"} <= plain - factored
+    assert "offload=activations" in factored
+    away = found_of(plan_of("dp=1,recompute=full,offload=optimizer"))
+    refused = {"optimizer.name=adafactor", "optimizer.name=muon", "optimizer.in_backward=true", "precision.master=none"}
+    assert refused <= plain - set(away)
+    assert "optimizer.name=lion" in away
+    assert all(one.plan.runnable for one in away.values())
+
+
+def test_an_average_of_the_weights_stays_with_another_rule() -> None:
+    """It was left out, and counted as saved."""
+    plan = plan_of("dp=1,recompute=full", rule=Named(ema=0.99))
+    found, parameters = found_of(plan), plan.case.shape.parameters
+    for name in ("optimizer.states=bfloat16", "optimizer.name=lion"):
+        assert found[name].saved["states"] == pytest.approx(4 * parameters)
+
+
+def test_what_leaves_is_not_chosen_for_what_cannot() -> None:
+    """A model that fits only with activations on the host, where they are packed."""
+    wish = Wish(shape=shape_of("llama-1b"), cluster=cluster.parse("1xv100"), batch=1, seq_len=98304)
+    (found, *_) = search(wish, top=1)
+    assert found.layout.offload == "params+activations"
+    assert search(replace(wish, thrift=Thrift(compress="lossless+fp8")), top=1) == []
 
 
 def test_a_buffer_bounds_what_is_gathered() -> None:
@@ -127,6 +181,47 @@ def test_the_command_tells_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--set optimizer.name=lion" in shown
     refused = CliRunner().invoke(app, [*ask, "--set", "steps=3"])
     assert refused.exit_code != 0
+
+
+def told_of(*settings: str, layout: str) -> dict[str, object]:
+    ask = ["plan", "llama-8b", "--cluster", "8xh100", "--batch", "8", "--layout", layout, "--json"]
+    answer = CliRunner().invoke(app, [*ask, *(word for text in settings for word in ("--set", text))])
+    return json.loads(answer.stdout)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("layout", "setting", "part"),
+    [
+        ("tp=8,sp=0,recompute=full", "memory.partition=true", "activations"),
+        ("dp=8,zero=3", "memory.buffer=16", "buffers"),
+        ("dp=8,zero=1,offload=optimizer", "memory.host=1.0", "optimizer"),
+    ],
+)
+def test_settings_of_memory_are_priced_in_the_layout(layout: str, setting: str, part: str) -> None:
+    """All of them were refused, as doing nothing in no layout at all."""
+    before, after = (told_of(*given, layout=layout)["plans"][0]["memory"] for given in ((), (setting,)))  # type: ignore[index]
+    assert after.get(part, 0) < before[part]
+
+
+def test_settings_that_do_nothing_in_the_layout_are_refused() -> None:
+    assert "has no effect" in str(told_of("memory.arena=true", layout="dp=8,zero=1")["errors"])
+    assert "changes nothing" in str(told_of("memory.disk=files", layout="dp=8,offload=disk")["errors"])
+    assert "cannot clip" in str(told_of("optimizer.in_backward=true", layout="dp=8")["errors"])
+    assert told_of("optimizer.in_backward=true", "clip=0", layout="dp=8")["plans"]
+
+
+def test_what_train_refuses_is_for_plans_only() -> None:
+    for setting, layout in (
+        ("optimizer.name=adafactor", "dp=8,offload=disk"),
+        ("compress=lossless", "dp=8,recompute=ops"),
+    ):
+        assert not told_of(setting, layout=layout)["plans"][0]["runnable"]  # type: ignore[index]
+
+
+def test_the_command_that_trains_a_plan_leaves_out_what_does_nothing_there() -> None:
+    given = ["memory.arena=true", "compress=lossless"]
+    assert effective(given, "dp=8,zero=1") == ["compress=lossless"]
+    assert effective(given, "dp=8,recompute=full") == given
 
 
 def test_where_nothing_fits_they_are_told_unasked() -> None:

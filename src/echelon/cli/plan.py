@@ -58,7 +58,7 @@ def command(
     ] = 0.0,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="As of train: optimizer.*, compress or memory.*."),
+        typer.Option("--set", metavar="KEY=VALUE", help="As of train: optimizer.*, clip, compress or memory.*."),
     ] = None,
     savings: Annotated[
         bool, typer.Option("--savings", help="Say what each technique would save of the memory, and cost.")
@@ -81,10 +81,10 @@ def command(
     with told(as_json):
         from echelon.plan import ask
         from echelon.plan.savings import savings as savings_of
-        from echelon.train.planned import asked
+        from echelon.train.planned import asked, effective
 
         given = settings or []
-        rule, thrift = asked(given)
+        said = asked(given, layout)
         found = ask.answer(
             model,
             cluster,
@@ -99,10 +99,12 @@ def command(
             correct=correct,
             tokens=tokens,
             imbalance=imbalance,
-            rule=rule,
-            thrift=thrift,
+            rule=said.rule,
+            thrift=said.thrift,
+            host=said.host,
         )
         least = found.plans[0] if found.plans else found.nearest
+        given = effective(given, str(least.layout)) if least is not None else given
         # Where nothing fits, what would make room is the question.
         told_savings = savings_of(least) if least is not None and (savings or not least.fits) else ()
         told_goodput = _goodput(found, device_hours) if goodput or device_hours else None

@@ -150,8 +150,13 @@ def _free(path: Path) -> int:
 
 
 def _explained(error: OSError, path: Path, nbytes: int) -> DiskError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if error.errno == errno.ENOSPC:
         return DiskError(_full(path, nbytes, _free(path.parent)))
+    if error.errno in (errno.EDQUOT, errno.EFBIG):
+        return DiskError(
+            f"a file of states may not be so long ({path}: {nbytes:,} bytes needed; {(error.strerror or '').lower()}); "
+            "raise the limit of this user or process (quota, ulimit -f), or name another folder (memory.disk)"
+        )
     return DiskError(f"a file of states cannot be used ({path}: {(error.strerror or str(error)).lower()})")
 
 

@@ -11,7 +11,8 @@
 then takes units in the order in which the next forward needs them. While one is updated the next one's gradient comes
 down and the last one's values go up. A unit's forward waits for that unit alone (parallel/host_unit.py).
 
-Gradients that lie on the device are multiplied by the factor there, on their way down.
+Gradients that lie on the device in the masters' type are multiplied by the factor there, on their way down. Shorter
+ones are made longer on the host first: what divides by a loss scale and a number of targets may be zero in their type.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from echelon.layout.cost import Collective
 from echelon.memory.link import Moving, Room
-from echelon.memory.store import Store
+from echelon.memory.store import DiskError, Store
 from echelon.memory.worker import NOTHING, Turn
 from echelon.optim.kept import Kept
 from echelon.optim.update import Update
@@ -46,8 +47,8 @@ class _Due:
     update: Update
     gradient: Tensor | None
     """on the device; none where it has come already"""
-    factor: Tensor
-    """what a gradient on the device is multiplied by, in its type"""
+    factor: Tensor | None
+    """what a gradient on the device is multiplied by on its way; none where the host multiplies it"""
     turn: Turn
     room: Room | None = None
     coming: Moving | None = None
@@ -82,7 +83,7 @@ class OnHost:
             host.job.wait()
             gradient = None if host.own is not None else unit.grad
             # Made here: what the worker would give the device comes after what this thread gives it.
-            factor = scale.to(host.arrives_in)
+            factor = scale.to(host.arrives_in) if host.arrives_in == host.tensor.dtype else None
             due.append(_Due(host, update, gradient, factor, Turn(f"the update of {host.name}")))
         shared = due[0].unit.host
         told, mark = shared.link.ask(torch.stack([scale, live.to(scale.dtype)])), shared.link.mark()
@@ -127,10 +128,14 @@ def _reserve(hosts: Sequence[HostUnit], state_bytes: Callable[[HostUnit], int]) 
     if disk is None:
         return
     needed = {host: host.unit.shard_numel * host.tensor.itemsize + state_bytes(host) for host in hosts}
-    disk.check(2 * sum(needed.values()) - 2 * sum(host.store.reserved for host in hosts if host.store is not None))
-    for host, nbytes in needed.items():
-        assert host.store is not None
-        host.store.reserve(nbytes)
+    try:
+        disk.check(2 * sum(needed.values()) - 2 * sum(host.store.reserved for host in hosts if host.store is not None))
+        for host, nbytes in needed.items():
+            assert host.store is not None
+            host.store.reserve(nbytes)
+    except DiskError:
+        disk.close()  # what was reserved is free for somebody else
+        raise
 
 
 def _run(due: list[_Due], lr: float, told: Callable[[], list[float]], mark: Moving) -> None:
@@ -175,13 +180,15 @@ def _update(one: _Due, lr: float, factor: Tensor, mark: Moving) -> None:
         assert one.coming is not None
         one.coming.done()
         found = one.room.of(one.gradient.numel(), one.gradient.dtype)
-        one.gradient, factor = None, ONE
+        one.gradient, factor = None, factor if one.factor is None else ONE
     else:
         assert unit.own is not None
         found = unit.own
-    if found.dtype != unit.tensor.dtype:  # it came early, and no longer than it was
-        one.room = unit.host.rooms.take()
+    if found.dtype != unit.tensor.dtype:  # it came no longer than it was
+        short, one.room = one.room, unit.host.rooms.take()
         found = one.room.of(found.numel(), unit.tensor.dtype).copy_(found)
+        if short is not None:
+            unit.host.rooms.give_back(short)
     unit.grad = found
     one.read.wait()
     one.update.step(lr, factor, YES)

@@ -27,10 +27,12 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 LIMITS = (
-    ("memory.max", "memory.current"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
-"""where the system keeps what a group of processes may take, and has: its second version, and its first"""
+"""where the system keeps what a group of processes may take, and has, and what it has of files that it can let go of
+(the file, and its line there): in its second version, and in its first"""
+GROUPS = Path("/sys/fs/cgroup")
 WORKING = 0.12
 """share of a GPU's memory for activations and whatever comes and goes, where nobody says how much that is"""
 
@@ -116,10 +118,11 @@ def available() -> int:
     with suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         found.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]))
-    for limit, used in LIMITS:
+    for limit, used, stat, line in LIMITS:
         with suppress(OSError, ValueError):  # "max" is no number
-            folder = Path("/sys/fs/cgroup")
-            found.append(int((folder / limit).read_text()) - int((folder / used).read_text()))
+            most, taken = (int((GROUPS / name).read_text()) for name in (limit, used))
+            cached = dict(text.split() for text in (GROUPS / stat).read_text().splitlines())
+            found.append(most - taken + int(cached.get(line, 0)))
     return min(found, default=0)
 
 

@@ -167,6 +167,7 @@ class FlatUnit:
         """The optimizer changed the shard: what others hold of it is old."""
         self._catch_up()
         if self.host is not None:
+            self.host.forget()
             self.host.rest()
         self.version += 1
         if self.master.in_place and self.policy.shards == 1:

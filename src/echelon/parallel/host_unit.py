@@ -175,6 +175,14 @@ class HostUnit:
             self._reading = room, self.host.disk.reader.give(f"reading {self.name}", job)
         return self._reading is not None and self._reading[1].is_over
 
+    def forget(self) -> None:
+        """What was read ahead and not used, for a layer that was not called, is old when the values change."""
+        if self._reading is not None:
+            room, reading = self._reading
+            self._reading = None
+            reading.wait()
+            self.host.read.give_back(room)
+
     def values(self, part: slice = EVERYTHING) -> Tensor:
         """The master values; a copy, where they are on disk."""
         self.wait()
@@ -266,6 +274,7 @@ class HostUnit:
         if self._stale:
             place = self.there if self.here is None else self.here
             assert place is not None
+            self.coming.wait()  # a copy from before may still be on its way
             place.copy_(self.tensor)
             self._stale = False
         if self.here is not None:

@@ -59,20 +59,22 @@ def answer(
     imbalance: float = 0.0,
     rule: Rule | None = None,
     thrift: Thrift = NOTHING,
+    host: float | None = None,
 ) -> Answer:
     """Plans for a model on a cluster. With `layout`, that one alone; with `fixed`, those that have these keys.
 
     Without a batch, 16 sequences for each device; without a length, the model's longest, at most 4,096. With `correct`,
     the folder of a run, times are multiplied by what that run measured over what it was predicted to take. With
     `tokens`, it is said how long so many take. `imbalance` is of a mixture: rows of experts on the busiest of the ranks
-    that divide them, to the mean. `rule` is the optimizer, `thrift` what is done beside the layout to need less memory.
+    that divide them, to the mean. `rule` is the optimizer, `thrift` what is done beside the layout to need less memory,
+    `host` the share of the states that leave the device where the layout lets them.
     """
     if not 0 <= tokens < float("inf"):
         raise FaultError([Fault(key="tokens", value=str(tokens), rule="is not a number of tokens", legal="> 0")])
     wish = _wish(model, cluster, batch, seq_len, fixed, precision, objective, plan_only, correct, imbalance)
     if rule is not None:
         wish = replace(wish, rule=rule, moment_bytes=cost.element_bytes(rule) / MOMENTS)
-    wish = replace(wish, thrift=thrift)
+    wish = replace(wish, thrift=thrift, host=host)
     found = _answer(wish, model, layout, top)
     if layout and imbalance and found.plans[0].layout.ep == 1:
         why = "has no effect on ep=1: a rank that has all experts works on as many rows, whichever they are for"

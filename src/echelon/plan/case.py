@@ -7,7 +7,10 @@ from functools import cached_property
 
 from echelon.layout import Layout
 from echelon.layout.layout import ASYNCHRONOUS, SPLIT_BACKWARD
+from echelon.memory import packing
 from echelon.models.sizes import SIZES
+from echelon.optim import hosted
+from echelon.optim.named import Named
 from echelon.optim.rule import Rule
 from echelon.parallel import grid_cost
 from echelon.plan.cluster import Cluster
@@ -92,7 +95,16 @@ class Case:
         """Today, by `train`: mixtures must be ones that we have a model of, 8 bits need layers of ours."""
         mixture = self.shape.experts and self.shape.name not in SIZES
         known = self.is_counted or self.precision != "fp8"
-        return known and not mixture and not self.layout.plan_only and trains_in(self.precision, self.layout)
+        trains = self.agrees and trains_in(self.precision, self.layout)
+        return known and not mixture and not self.layout.plan_only and trains
+
+    @property
+    def agrees(self) -> bool:
+        """The optimizer and what is done for less memory go with the layout: `train` refuses what does not."""
+        layout, master = self.layout, "float32" if self.master_bytes > 2 else "none"
+        if any(hosted.faults(self.rule or Named(), layout.offload, master=master)):
+            return False
+        return not packing.beside(self.thrift.compress, layout.recompute, layout.offload)
 
     @property
     def is_narrow(self) -> bool:

@@ -68,6 +68,8 @@ class Wish:
     rule: Rule | None = None
     """the optimizer; none: AdamW with such moments"""
     thrift: Thrift = NOTHING
+    host: float | None = None
+    """with `offload`, the share of the states that leave the device; none: as few as a GPU's memory asks for"""
 
     def case(self, layout: Layout) -> Case:
         return Case(
@@ -84,6 +86,7 @@ class Wish:
             imbalance=self.imbalance,
             rule=self.rule,
             thrift=self.thrift,
+            host=self.host,
         )
 
     def allows(self, layout: Layout) -> bool:

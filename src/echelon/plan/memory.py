@@ -28,6 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from echelon.layout.layout import ASYNCHRONOUS
+from echelon.memory import offload
 from echelon.memory.offload import has_states, left
 from echelon.parallel import shard
 from echelon.plan import backward, update
@@ -87,9 +88,11 @@ def of_stage(case: Case, stage: int, c: Constants = FITTED) -> Memory:
     if case.layout.offload != "none":
         share = _share(case, stage, moments)
         stay = _fullest(_left(case, stage, moments, share))
-        away = sum(parts.values()) - sum(stay.values())
+        away = share * _on_host(case, stage, still["optimizer"]) + max(
+            0, parts.get("activations", 0) - stay.get("activations", 0)
+        )
         host = case.cluster.host_memory / min(case.cluster.per_node, HOST_DEVICES)
-        parts = stay if "disk" in case.layout.offload else {**stay, "beyond the host": max(0, int(away - host))}
+        parts = {**stay, "beyond the host": max(0, int(away - host))}
     return Memory(stage=stage, parts={name: size for name, size in parts.items() if size})
 
 
@@ -111,6 +114,28 @@ def _share(case: Case, stage: int, moments: Sequence[Mapping[str, float]]) -> fl
     none, every = (sum(_fullest(_left(case, stage, moments, share)).values()) for share in (0.0, 1.0))
     needed = (none - case.cluster.memory) / max(1, none - every)
     return min(1.0, math.ceil(max(0.0, needed) * 1000) / 1000)
+
+
+def _on_host(case: Case, stage: int, optimizer: float) -> float:
+    """Bytes of states, and of gradients that come down: a master value is whole there, and half of one on a device."""
+    units, kinds = units_of(case, stage), case.layout.offload
+    if not has_states(kinds):
+        return 0.0
+    early = 0 if offload.pages(kinds) or policy_of(case).sums_gradients else case.element_bytes
+    size = sum(n * unit.shard_numel for unit, n in units)
+    return sum(
+        n
+        * offload.held(
+            [unit],
+            paged=offload.pages(kinds),
+            disk="disk" in kinds.split("+"),
+            compute_bytes=case.element_bytes,
+            master_bytes=case.master_bytes,
+            state_bytes=optimizer / size,
+            early_bytes={unit.name: early},
+        )["host"]
+        for unit, n in units
+    )
 
 
 def _left(case: Case, stage: int, moments: Sequence[Mapping[str, float]], share: float) -> list[dict[str, int]]:

@@ -64,15 +64,15 @@ class Saving:
 
 Change = Callable[[Case, Constants], Case | None]
 """the case with a technique; none where it has it already, or it would do nothing"""
+OF_ONE_RULE = ("betas", "eps", "momentum", "states")
+"""what another rule has values of its own for"""
 ROUNDED = "values are rounded"
 ANOTHER = "another rule"
 
 
 def _recompute(kind: str) -> Change:
     def change(case: Case, c: Constants) -> Case | None:
-        if kind == case.layout.recompute or (kind == "ops" and case.thrift.packs):
-            return None
-        return replace(case, layout=replace(case.layout, recompute=kind))
+        return None if kind == case.layout.recompute else replace(case, layout=replace(case.layout, recompute=kind))
 
     return change
 
@@ -88,7 +88,9 @@ def _optimizer(**keys: str | bool) -> Change:
             return None
         if keys.get("in_backward") and case.layout.accumulate * case.layout.pp > 1:
             return None  # gradients of several microbatches are all there
-        given = {key: getattr(now, key) for key in asdict(Named())} if "in_backward" in keys else {}
+        if "states" in keys and now.name != "adamw":
+            return None  # a setting of AdamW
+        given = {key: getattr(now, key) for key in asdict(Named()) if key not in OF_ONE_RULE or "name" not in keys}
         return replace(case, rule=Named(**{**given, **keys}))
 
     return change
@@ -96,7 +98,7 @@ def _optimizer(**keys: str | bool) -> Change:
 
 def _compress(kind: str) -> Change:
     def change(case: Case, c: Constants) -> Case | None:
-        if case.thrift.compress == kind or case.layout.recompute == "ops":
+        if case.thrift.compress == kind:
             return None
         found = replace(case, thrift=replace(case.thrift, compress=kind))
         return found if price(found, c).memory.total != price(case, c).memory.total else None
@@ -133,8 +135,8 @@ class Technique:
 TECHNIQUES = (
     *(Technique(f"recompute={kind}", _recompute(kind)) for kind in ("none", "ops", "selective", "full", "sqrt")),
     Technique("recompute=budget", _budget),
-    Technique("optimizer.states=bfloat16", _optimizer(name="adamw", states="bfloat16"), ROUNDED),
-    Technique("optimizer.states=int8", _optimizer(name="adamw", states="int8"), ROUNDED),
+    Technique("optimizer.states=bfloat16", _optimizer(states="bfloat16"), ROUNDED),
+    Technique("optimizer.states=int8", _optimizer(states="int8"), ROUNDED),
     Technique("optimizer.name=lion", _optimizer(name="lion"), ANOTHER),
     Technique("optimizer.name=adafactor", _optimizer(name="adafactor"), ANOTHER),
     Technique("optimizer.name=muon", _optimizer(name="muon"), ANOTHER),
@@ -161,7 +163,7 @@ def _found(plan: Plan, c: Constants) -> Iterator[Saving]:
     before = by_category(plan)
     for technique in TECHNIQUES:
         case = technique.change(plan.case, c)
-        if case is None or broken(case.layout, facts):
+        if case is None or broken(case.layout, facts) or not case.agrees:
             continue
         other = price(case, c)
         after = by_category(other)

@@ -14,7 +14,8 @@ branch has a bound (bounds.py): all of its work, spread evenly, with the least b
 
 Where repeating each layer by itself (recompute=full) does not fit, several are repeated at once (every:N), which takes
 as long: so these need no families of their own. The best are then tried with a budget, which repeats no more layers
-than it must (variants.py). Where nothing fits, states may leave for the host, then parameters, then activations.
+than it must (variants.py). Where nothing fits, the first kind of offload is searched with which something does, and
+the best are tried with the others.
 
 The same question has the same answer: nothing depends on chance or on time.
 """
@@ -29,7 +30,6 @@ import numpy as np
 
 from echelon.layout import Layout
 from echelon.layout.rules import Facts, broken
-from echelon.optim import hosted
 from echelon.plan.bounds import bounds, least_bytes, rate
 from echelon.plan.calibrate import constants_of
 from echelon.plan.case import Case
@@ -39,7 +39,7 @@ from echelon.plan.memory import fits, worst
 from echelon.plan.price import Plan, price
 from echelon.plan.shape import RuleFacts
 from echelon.plan.time import times
-from echelon.plan.variants import longer, variants
+from echelon.plan.variants import AWAY, longer, variants
 from echelon.plan.work import work_of, works_of
 
 FINALISTS = 48
@@ -52,42 +52,35 @@ Rated = tuple[float, str, Case]
 """what the objective asks to be small, the layout's text, the case"""
 
 
-AWAY = ("optimizer", "params", "params+activations")
-"""what may leave a GPU where nothing fits, the cheapest first"""
-
-
 def search(wish: Wish, *, top: int = 10, c: Constants = FITTED) -> list[Plan]:
     """The best plans that fit; none where nothing does. See [Note: nothing that could win is left out]."""
-    found = _search(wish, top, c)
-    if not found and (kind := _away(wish, c)):
-        return _search(replace(wish, fixed={**wish.fixed, "offload": kind}), top, c)
-    return found
-
-
-def _away(wish: Wish, c: Constants) -> str:
-    """What must leave the devices for something to fit; nothing where that does not help, or is fixed."""
-    least = None if "offload" in wish.fixed else nearest(wish, c)
-    if least is None or not least.case.on_gpu:
-        return ""
-    master = "none" if wish.master_bytes < 4 else "float32"
-    for kind in AWAY:
-        if wish.rule is None or not any(hosted.faults(wish.rule, kind, master=master)):
-            layout = replace(least.case.layout, offload=kind)
-            if _is_legal(wish, layout) and fits(replace(least.case, layout=layout), c):
-                return kind
-    return ""
-
-
-def _search(wish: Wish, top: int, c: Constants) -> list[Plan]:
     if len({part.device.name for part in wish.cluster.parts}) > 1:
         return _of_parts(wish, top, c)
+    found = _search(wish, wish, top, c)
+    kind = "" if found else next(_away(wish, c), "")
+    return _search(wish, replace(wish, fixed={**wish.fixed, "offload": kind}), top, c) if kind else found
+
+
+def _away(wish: Wish, c: Constants) -> Iterator[str]:
+    """What may leave the devices for something to fit; nothing where that does not help, or is fixed."""
+    least = None if "offload" in wish.fixed else nearest(wish, c)
+    if least is None or not least.case.on_gpu:
+        return
+    for kind in AWAY:
+        case = replace(least.case, layout=replace(least.case.layout, offload=kind))
+        if case.agrees and _is_legal(wish, case.layout) and fits(case, c):
+            yield kind
+
+
+def _search(wish: Wish, asked: Wish, top: int, c: Constants) -> list[Plan]:
+    """What is asked fixes more than what is wished: the best are tried with other kinds of that too."""
     c, enough = constants_of(wish.case(Layout()), c), max(FINALISTS, 2 * top)
     best: list[Rated] = []
-    for bound in bounds(wish, c):
+    for bound in bounds(asked, c):
         if len(best) == enough and bound.rated > best[-1][0]:
             break
         limit = best[-1][0] if len(best) == enough else math.inf
-        found = _fitting(wish, bound.branch, bound.activations, c, limit)
+        found = _fitting(asked, bound.branch, bound.activations, c, limit)
         best = sorted([*best, *found], key=lambda one: one[:2])[:enough]
     best = _refined(wish, best, c, enough)
     plans = [price(case, c) for _, _, case in best]

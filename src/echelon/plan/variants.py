@@ -14,6 +14,9 @@ from echelon.plan.layouts import Wish
 from echelon.plan.memory import fits, of_stage, stages_to_ask
 from echelon.plan.recomputing import SEGMENTS
 
+AWAY = ("optimizer", "activations", "params", "optimizer+activations", "params+activations")
+"""what may leave a GPU where nothing fits, in the order in which the search looks for a kind that makes room"""
+REPEATED = ("none", "ops", "full")
 SPARED = 0.99
 """share of the room that is given to a budget: bytes are rounded up"""
 
@@ -26,6 +29,11 @@ def variants(wish: Wish, case: Case, c: Constants, *, budget: bool) -> Iterator[
         found = with_budget(case, c)
         if found is not None:
             yield found
+    if layout.offload != "none" and "offload" not in wish.fixed:
+        kinds = (layout.recompute,) if "recompute" in wish.fixed else REPEATED
+        for away in AWAY:
+            for kind in kinds:
+                yield replace(case, layout=replace(layout, offload=away, recompute=kind))
 
 
 def longer(wish: Wish, case: Case, c: Constants) -> Case | None:

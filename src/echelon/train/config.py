@@ -113,6 +113,19 @@ class Config:
         return config
 
     @classmethod
+    def of_settings(cls, settings: Sequence[str], layout: str) -> Self:
+        """From settings for a plan: of another model, and in this layout. Without one, none does nothing for sure."""
+        typed, faults = _read_settings(settings)
+        config, wrong = _build(cls, typed)
+        refused = {fault.key for fault in wrong}
+        faults += [*wrong, *config.faults(refused=refused)]
+        if layout:
+            faults += idle_faults(replace(config, layout=layout), typed, refused)
+        if faults:
+            raise FaultError(faults)
+        return config
+
+    @classmethod
     def from_toml(cls, text: str) -> Self:
         """From TOML text alone, as `to_toml` wrote it. Does not ask whether its files still exist."""
         config, faults = _build(cls, keys.flatten(cls, tomllib.loads(text)))

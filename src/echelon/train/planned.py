@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from echelon.layout import Fault, FaultError
@@ -20,12 +20,13 @@ from echelon.plan.sources import of_config
 from echelon.plan.thrift import Thrift
 from echelon.plan.units import MOMENTS
 from echelon.train.config import Config
+from echelon.train.faults import idle
 from echelon.train.sections import OptimizerConfig
 
 AUTO = "auto"
 MIB = 1 << 20
-PLANNED = ("optimizer.", "compress", "memory.")
-"""settings that `plan` asks too"""
+PLANNED = ("optimizer.", "clip", "compress", "memory.partition", "memory.arena", "memory.buffer", "memory.host")
+"""settings that `plan` asks too; updates in backward ask for no clipping"""
 TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp32"}
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 4}
 """of an element, as planning counts: float64 is not priced"""
@@ -81,16 +82,33 @@ def thrift_of(config: Config) -> Thrift:
     )
 
 
-def asked(settings: Sequence[str]) -> tuple[OptimizerConfig | None, Thrift]:
-    """The optimizer and what is done for less memory, as `train --set` has them; none where nothing is said of it."""
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What `plan --set` says, as `train --set` has it."""
+
+    rule: OptimizerConfig | None
+    """none where nothing is said of it"""
+    thrift: Thrift
+    host: float | None
+
+
+def asked(settings: Sequence[str], layout: str = "") -> Asked:
+    """Where no `layout` is given many are tried, and a key may do something in some of them."""
     other = [text for text in settings if not text.partition("=")[0].startswith(PLANNED)]
     if other:
         rule = "changes nothing that `plan` asks by --set"
-        legal = "optimizer.*, compress, memory.*"
+        legal = "optimizer.*, clip, compress, memory.* but for memory.disk"
         raise FaultError([Fault(key="set", value=text, rule=rule, legal=legal) for text in other])
-    config = Config.load(None, list(settings))
+    config = Config.of_settings(settings, layout)
     of_optimizer = any(text.startswith("optimizer.") for text in settings)
-    return config.optimizer if of_optimizer else None, thrift_of(config)
+    rule_asked = config.optimizer if of_optimizer else None
+    return Asked(rule=rule_asked, thrift=thrift_of(config), host=config.memory.host)
+
+
+def effective(settings: Sequence[str], layout: str) -> list[str]:
+    """Those that do something in a layout: `train` refuses the others there."""
+    idle_here = idle(replace(Config(), layout=layout))
+    return [text for text in settings if text.partition("=")[0] not in idle_here]
 
 
 def best_plan(config: Config, procs: int | None) -> Plan:
