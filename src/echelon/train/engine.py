@@ -145,9 +145,9 @@ class Engine:
         """Trains on the global batch, any multiple of dp x accumulate rows, which every rank is given alike."""
         return self.run(self.microbatches(batch), lr=lr)
 
-    def microbatches(self, batch: Batch) -> Iterator[Microbatch]:
-        """This rank's part of the global batch."""
-        return self._feed.microbatches(batch, self.num_steps)
+    def microbatches(self, batch: Batch, step: int | None = None) -> Iterator[Microbatch]:
+        """This rank's part of the global batch, for the next step or another one."""
+        return self._feed.microbatches(batch, self.num_steps if step is None else step)
 
     def rows(self, batch: int) -> Iterator[range]:
         """This rank's rows of a global batch, microbatch by microbatch."""
