@@ -6,7 +6,7 @@ Who writes files of a run (checkpoints) does so inside `on_write`:
         write(path)
 
 Nothing happens there unless a fault was asked for. The same goes for `on_batch`, around what a step trains on, and for
-`on_output`, around what a module of the model gives.
+`on_output`, which says whether something that a model has made is to be wrong.
 """
 
 from __future__ import annotations
@@ -135,12 +135,12 @@ class Injector:
         done.add(sample)
         return True
 
-    def flips(self, step: int, module: str) -> bool:
-        """A module of the model is wrong, once."""
-        due = [one for one in self._mine if one.kind == "flip" and one.step == step and fnmatch(module, one.layer)]
+    def flips(self, step: int, name: str) -> bool:
+        """What this module or parameter has made is wrong, once."""
+        due = [one for one in self._mine if one.kind == "flip" and one.step == step and fnmatch(name, one.layer)]
         if due:
             self._mine.remove(due[0])
-            self._on_strike(f"{due[0]} (in the output of {module})", step)
+            self._on_strike(f"{due[0]} ({name})", step)
         return bool(due)
 
     @property
@@ -150,6 +150,16 @@ class Injector:
 
 
 _active: Injector | None = None
+
+
+def flips_wanted() -> list[str]:
+    """Patterns of modules and parameters that are to be wrong on this rank."""
+    return _active.layers if _active is not None else []
+
+
+def on_output(name: str) -> bool:
+    """Whether what a module has just made, or the gradient of a parameter, is to be wrong."""
+    return _active is not None and _active.flips(here.step, name)
 
 
 def on_batch(inputs: Mapping[str, Tensor], samples: Tensor) -> Mapping[str, Tensor]:

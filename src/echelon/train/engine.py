@@ -30,7 +30,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain, islice
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +57,7 @@ from echelon.pipeline.pipeline import Pipeline
 from echelon.pipeline.runtime import Work
 from echelon.precision import sums
 from echelon.precision.loss_scale import LossScale, Scaling
-from echelon.train import in_backward, issued
+from echelon.train import in_backward, issued, said
 from echelon.train.feed import Batch, Feed, Microbatch
 from echelon.train.in_backward import InBackward
 from echelon.train.later import later
@@ -125,6 +124,8 @@ class Engine:
         self._averaged = False
         self.loads = Loads(self.parallel, mixtures)
         self.num_steps = 0
+        self.replay: Callable[[list[Microbatch], Callable[[Sequence[Microbatch]], Tensor]], Tensor] | None = None
+        """computes steps in place of `_computed`, which it is given, perhaps several times (replay.py)"""
         self.last_count = torch.ones((), dtype=torch.float64, device=self.parallel.options.device)
         self.scaling = Scaling(loss_scale or LossScale(), self.parallel.options.device)
         if self.pipeline is not None and self.pipeline.asynchronous and self.scaling.recipe.is_dynamic:
@@ -197,13 +198,12 @@ class Engine:
             yield
 
     def _run(self, microbatches: Iterable[Microbatch], lr: float) -> StepResult:
-        if self.pipeline is not None:
-            works = self._feed.works(microbatches)
-            if self.pipeline.asynchronous:
-                return self._window(self.pipeline, works, lr)
-            totals = self.pipeline.train(works, self._seed)
+        if self.pipeline is not None and self.pipeline.asynchronous:
+            return self._window(self.pipeline, self._feed.works(microbatches), lr)
+        if self.replay is None:
+            totals = self._computed(microbatches, lr)
         else:
-            totals = self._one_after_another(microbatches, lr)
+            totals = self.replay(list(microbatches), lambda again: self._computed(again, lr))
         here.enter("update")
         if self.in_backward is None:
             rest, live = self._share(totals)
@@ -302,6 +302,12 @@ class Engine:
         """Ends what works beside it: threads, and files that hold its states. It can do nothing after this."""
         self.parallel.away.close()
 
+    def _computed(self, microbatches: Iterable[Microbatch], lr: float) -> Tensor:
+        """Forward and backward. (sum of losses, number of valid targets) of this rank; gradients are reduced."""
+        if self.pipeline is not None:
+            return self.pipeline.train(self._feed.works(microbatches), self._seed)
+        return self._one_after_another(microbatches, lr)
+
     def _one_after_another(self, microbatches: Iterable[Microbatch], lr: float) -> Tensor:
         """(sum of losses, number of valid targets) of this rank; of all where updates run in backward."""
         totals = torch.zeros(2, dtype=torch.float64, device=self.parallel.options.device)
@@ -370,17 +376,8 @@ class Engine:
     @torch.no_grad()
     def logits(self, tokens: Tensor, size: int) -> Tensor:
         """float64 [size]: what a language model says comes after the last token of the only row, on every rank."""
-        model: Any = self.model
         with self._kernels():
-            if self.pipeline is not None:
-                return self.pipeline.logits({"tokens": tokens}, size)
-            if self.parallel.context is not None:
-                found = self.parallel.context.last(
-                    model.logits(**self.parallel.context.cut({"tokens": tokens}, counted=False))
-                )
-            else:
-                found = model.logits(tokens)[:, -1]
-        return found[0, :size].double()
+            return said.logits(self, tokens, size)
 
     def outside_gathered(self) -> AbstractContextManager[None]:
         """Around calls of `logits`, which is not `forward`: only the layers gather by themselves."""

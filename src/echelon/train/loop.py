@@ -23,7 +23,7 @@ from echelon.pipeline import timeline
 from echelon.pipeline.measure import everywhere, measured_split, profile_of
 from echelon.pipeline.profile import Profile
 from echelon.plan import correct
-from echelon.train import metrics
+from echelon.train import flip, metrics
 from echelon.train.batches import Batches
 from echelon.train.checkpoints import Checkpoints
 from echelon.train.config import Config
@@ -34,6 +34,7 @@ from echelon.train.looks import EVERY, Looks, position
 from echelon.train.options import loss_scale_of, options_of
 from echelon.train.pipeline_faults import MEASURE
 from echelon.train.predicted import predicted, working_bytes
+from echelon.train.replay import Replay
 from echelon.train.resume import where
 from echelon.train.run import Run
 from echelon.train.schedule import learning_rate
@@ -126,6 +127,9 @@ class Loop:
             started=self.started,
             run=run,
         )
+        if self.config.replay.every:
+            Replay(self.engine, self.config.replay, telling.corrupted)
+        flip.arm(self.engine.parallel)
         checkpoints = self._checkpoints(run, telling)
         try:
             first = self._resumed(checkpoints, telling) if self.resume else 0

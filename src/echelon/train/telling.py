@@ -19,6 +19,7 @@ from echelon.train.load import Balance, Load, keeps_counts
 from echelon.train.looks import ENOUGH, Look, Looks
 from echelon.train.metrics import Peak
 from echelon.train.not_finite import NotFinite
+from echelon.train.replay import Corruption
 from echelon.train.result import StepResult
 from echelon.train.run import Run
 from echelon.train.spikes import Diverged, Spike, Spikes
@@ -100,6 +101,12 @@ class Telling:
         if self.run is not None:
             self.run.log(**back)
         self._spike, self.skips = None, 0
+
+    def corrupted(self, found: Corruption, becomes: str) -> None:
+        """A step that was computed twice was not the same."""
+        self.display.note(f"{found}; {becomes}")
+        if self.run is not None:
+            self.run.log("corruption", **found.record(), action=self.config.replay.action)
 
     def tell(self, steps: Sequence[Step]) -> Spike | None:
         """Waits for steps, shows and logs them; gives a spike from which the run is to go back.
