@@ -106,7 +106,7 @@ class Engine:
         self.names = tuple(name for name, _ in model.named_parameters())
         """of all parameters of the model, wherever they are"""
         groups.check(self.rule, self.names)
-        self._blame = Blame(model)
+        self.blame = Blame(model)
         mixtures = mixtures_of(model, layout)
         self.pipeline: Pipeline | None = None
         if layout.pp > 1:
@@ -232,7 +232,7 @@ class Engine:
         """What was not finite in a step, if anything was. All ranks must ask, in the same order."""
         if result.finite:
             return None
-        return self._blame.find(self.parallel, self.norm.parts, result.norms(), loss=not math.isfinite(result.loss))
+        return self.blame.find(self.parallel, self.norm.parts, result.norms(), loss=not math.isfinite(result.loss))
 
     @property
     def _seed(self) -> Tensor:
@@ -240,8 +240,7 @@ class Engine:
         return self.scaling.value / self.last_count
 
     def _share(self, totals: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums (loss, number of targets) over the ranks, in place: what is left to multiply gradients by, and whether
-        there was a target."""
+        """Sums (loss, targets) over the ranks, in place: what is left to multiply gradients by, and if there was any."""
         self.parallel.axes[self.loss_axis].all_reduce(totals)
         return self._rest(totals)
 
@@ -332,10 +331,8 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, microbatches: Iterable[Microbatch]) -> float | None:
-        """The mean loss over this and all other ranks' microbatches, without dropout; none where there is no target.
-
-        Of the average of the weights, where one is kept.
-        """
+        """The mean loss over all ranks' microbatches, without dropout, of the average of the weights where one is kept;
+        none where there is no target."""
         was_training = self.model.training
         self.model.eval()
         with self._kernels(), self.averaged():
@@ -344,6 +341,12 @@ class Engine:
         self.parallel.axes[self.loss_axis].all_reduce(totals)
         loss_sum, count = totals.tolist()
         return float(loss_sum / count) if count else None
+
+    @torch.no_grad()
+    def forward(self, microbatches: Iterable[Microbatch]) -> None:
+        """As a step begins: for whoever watches the model."""
+        with self._kernels():
+            self._totals(microbatches)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

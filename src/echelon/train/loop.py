@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -214,13 +215,14 @@ class Loop:
                 pipeline.record()
             with here.loading():
                 batch = self.batches.of(step + 1)
-                microbatches = self.task.microbatches(self.engine, step, batch - 1)
+                load = partial(self.task.microbatches, self.engine, step, batch - 1)
+                microbatches = load()
             result = self.engine.run(microbatches, lr=lr)
             looks = step % EVERY == 0 or last
             look = self._looks.ask(metrics.peak_memory(self.world.device)) if looks else None
             # Only the first rank tells.
             loads = self.engine.loads.ask() if self.world.rank == 0 else list
-            untold.append(Step(step + 1, result, lr, look, loads, batch))
+            untold.append(Step(step + 1, result, lr, look, loads, batch, load))
             evaluates = config.eval.every and ((step + 1) % config.eval.every == 0 or last)
             # What is saved is known to be good before it is.
             saves = telling.spikes.looks and checkpoints.due(step + 1, last=last)

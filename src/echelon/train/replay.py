@@ -92,7 +92,7 @@ class Replay:
         engine = self._engine
         if (engine.num_steps + 1) % self._asked.every:
             return compute(microbatches)
-        before = _Before(engine)
+        before = Before(engine)
         first, totals = self._passed(microbatches, compute)
         values = [first.values()]
         with unrecorded(engine):
@@ -165,7 +165,7 @@ def tolerance_of(asked: ReplayConfig, device: torch.device) -> float:
     return ON_GPU if device.type == "cuda" else 0.0
 
 
-class _Before:
+class Before:
     """What a pass changes besides gradients, as it was before the first."""
 
     def __init__(self, engine: Engine):

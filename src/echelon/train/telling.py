@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from echelon.faults.goodput import Goodput, goodput
@@ -15,6 +15,8 @@ from echelon.train.again import repeats_of
 from echelon.train.config import Config
 from echelon.train.display import Display, Progress, duration, number, percent, short
 from echelon.train.engine import Engine
+from echelon.train.feed import Microbatch
+from echelon.train.first_output import first_output
 from echelon.train.load import Balance, Load, keeps_counts
 from echelon.train.looks import ENOUGH, Look, Looks
 from echelon.train.metrics import Peak
@@ -42,6 +44,8 @@ class Step:
     """asks how many tokens the experts of each layer got"""
     batch: int
     """the number of the batch that it trained on, counted from 1"""
+    again: Callable[[], Iterable[Microbatch]]
+    """this rank's microbatches of it"""
 
 
 class Telling:
@@ -153,6 +157,8 @@ class Telling:
         progress = self._progress(step.number, result, self._tokens(result) / seconds)
         self.display.step(progress)
         not_finite = self.engine.not_finite(result)
+        if not_finite is not None and not_finite.loss and self.engine.in_backward is None:
+            not_finite = replace(not_finite, output=first_output(self.engine, step.again()))
         if not_finite is not None:
             self.display.note(f"step {step.number} skipped: {_told(result, not_finite)}")
         elif result.skipped:
