@@ -240,7 +240,7 @@ class Engine:
         return self.scaling.value / self.last_count
 
     def _share(self, totals: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums (loss, targets) over the ranks, in place: what is left to multiply gradients by, and if there was any."""
+        """Sums (loss, targets) over the ranks, in place: what is left to multiply gradients by, and if any was."""
         self.parallel.axes[self.loss_axis].all_reduce(totals)
         return self._rest(totals)
 
