@@ -28,7 +28,8 @@ def test_defaults_and_options():
 
 
 def test_every_kind_can_be_asked_for_shortly():
-    assert [one.kind for one in read([f"{kind}:rank=0" if "rank" in KINDS[kind] else kind for kind in KINDS])] == list(KINDS)
+    shortly = [f"{kind}:rank=0" if "rank" in KINDS[kind] else kind for kind in KINDS]
+    assert [one.kind for one in read(shortly)] == list(KINDS)
 
 
 def test_all_faults_at_once_with_a_hint():

@@ -83,7 +83,7 @@ class Replay:
     """The checks of a run, on one rank. `Engine.replay` asks it at every step."""
 
     def __init__(self, engine: Engine, asked: ReplayConfig, tell: Callable[[Corruption, str], None]):
-        """`tell` is given what was found, and what becomes of it, on every rank."""
+        """`tell` is given what was found, and what the run goes on with, on every rank."""
         self._engine, self._asked, self._tell = engine, asked, tell
         self.tolerance = tolerance_of(asked, engine.parallel.options.device)
         engine.replay = self
@@ -146,7 +146,7 @@ class Replay:
         began = tuple(one for one in saw if one.own) or tuple(saw)
         found = Corruption(step=self._engine.num_steps + 1, findings=began, ranks=len(saw))
         if self._asked.action == "stop":
-            self._tell(found, "the run ends before the update")
+            self._tell(found, "")
             raise ValueError(f"{found}. Nothing was updated from it; take that machine out, and resume the run")
         trusted = all(one.wrong for one in began)
         self._tell(found, "the update is made from the third pass" + ("" if trusted else ", which may be wrong too"))

@@ -106,9 +106,10 @@ class Telling:
             self.run.log(**back)
         self._spike, self.skips = None, 0
 
-    def corrupted(self, found: Corruption, becomes: str) -> None:
-        """A step that was computed twice was not the same."""
-        self.display.note(f"{found}; {becomes}")
+    def corrupted(self, found: Corruption, goes_on: str) -> None:
+        """A step that was computed twice was not the same; nothing is said of a run that ends, since its error does."""
+        if goes_on:
+            self.display.note(f"{found}; {goes_on}")
         if self.run is not None:
             self.run.log("corruption", **found.record(), action=self.config.replay.action)
 
