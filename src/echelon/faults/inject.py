@@ -179,7 +179,7 @@ def on_batch(inputs: Mapping[str, Tensor], samples: Tensor) -> Mapping[str, Tens
         elif name == "documents":
             found[name] = value
         else:
-            drawn = torch.randint(0, int(value.max()) + 1, value.shape, generator=noise).to(value)
+            drawn = torch.randint(0, max(int(value.max()), 0) + 1, value.shape, generator=noise).to(value)
             found[name] = torch.where(value < 0, value, drawn)  # below 0: no target
     return found
 
