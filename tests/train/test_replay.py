@@ -79,10 +79,12 @@ def test_the_culprit_is_named_and_the_run_is_as_if_nothing_had_happened(pool, tm
     assert began["at"] == f"{layout[:2]} 1"
 
 
-@pytest.mark.parametrize("layout", ["pp=2,accumulate=2", "tp=2"])
+@pytest.mark.parametrize("layout", ["pp=2,schedule=zb-v,accumulate=2", "tp=2", "dp=2,zero=2,accumulate=2", "cp=2"])
 def test_the_first_rank_is_named_too(pool, tmp_path, layout):
-    """Of a pipeline, whose second stage goes wrong from the first action on."""
-    struck = pool.run(train, 2, config(tmp_path, layout), ("flip:rank=0,step=2,layer=blocks.0",))[0]
+    """Of a pipeline, whose second stage goes wrong from the first action on. Also where a pass would do less than the
+    first: it finds parameters gathered, and sends no shapes."""
+    asked = config(tmp_path, layout, **{"replay.every": 1})
+    struck = pool.run(train, 2, asked, ("flip:rank=0,step=2,layer=blocks.0",))[0]
     (one,) = found(struck)
     assert [(began["rank"], began["layer"]) for began in one["began"]] == [(0, "blocks.0")]
     assert one["ranks"] == 2

@@ -61,9 +61,7 @@ def _watch(unit: FlatUnit) -> None:
 @torch.no_grad()
 def flip(tensor: Tensor) -> None:
     """One bit of the largest element, whatever the tensor's layout."""
-    at = int(tensor.detach().abs().flatten().argmax())
-    place = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach().flatten()
-    word = place[at : at + 1].clone().view(WORDS[tensor.element_size()])
-    wrong = (word ^ (1 << HIGHEST[tensor.dtype])).view(tensor.dtype)
-    index = torch.unravel_index(torch.tensor(at), tensor.shape)
-    tensor.detach()[index] = wrong[0]
+    values = tensor.data  # behind autograd's back, as memory does it
+    at = values.abs().flatten().argmax()
+    word = values.flatten()[at : at + 1].clone().view(WORDS[values.element_size()])
+    values[torch.unravel_index(at, values.shape)] = (word ^ (1 << HIGHEST[values.dtype])).view(values.dtype)[0]

@@ -110,6 +110,7 @@ class Replay:
         self, microbatches: Sequence[Microbatch], compute: Compute, values: list[Tensor] | None = None
     ) -> tuple[Witness, Tensor]:
         witness = Witness(bits=not self.tolerance)
+        self._engine.parallel.flat.updated()  # parameters are gathered in every pass, not in the first alone
         with witness.of(self._engine.parallel):
             totals = compute(microbatches).clone()
         witness.see("its own sum of losses", "loss", totals)

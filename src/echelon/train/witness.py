@@ -69,6 +69,8 @@ class Witness:
                     unit.on_reduce = None
 
     def see(self, what: str, layer: str, value: Tensor, *, own: bool = True) -> None:
+        if not value.is_floating_point():
+            return  # the first message of a shape is preceded by its sizes, in one pass only
         self.events.append(Event(what, layer, own))
         self._values.append(sum_of(value) if self._bits else norm_of(value))
 
@@ -103,17 +105,12 @@ class Witness:
 
 
 def sum_of(value: Tensor) -> Tensor:
-    """int64: of the bits of a tensor."""
-    if value.dtype == torch.bool or not value.numel():
-        return value.sum(dtype=torch.int64)
-    words = value.detach().contiguous().view(WORDS[value.element_size()] if not value.is_complex() else torch.int64)
-    return words.sum(dtype=torch.int64)
+    """int64: of the bits of a floating-point tensor."""
+    return value.detach().contiguous().view(WORDS[value.element_size()]).sum(dtype=torch.int64)
 
 
 def norm_of(value: Tensor) -> Tensor:
     """float64: of a tensor, in any of the orders in which it may be added up."""
-    if not value.is_floating_point():
-        return value.sum(dtype=torch.float64)
     found: Tensor = torch.linalg.vector_norm(value.detach().flatten(), dtype=torch.float64)
     return found
 
