@@ -125,10 +125,11 @@ from torch import nn
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.one, self.norm, self.drop, self.two = nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Dropout(0.3), nn.Linear(5, 1)
+        self.one, self.norm, self.two = nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 1)
 
     def forward(self, x, y):
-        found = self.two(self.drop(self.norm(self.one(x)))).squeeze(1)
+        hidden = self.norm(self.one(x))
+        found = self.two(hidden * (torch.rand_like(hidden) > 0.3)).squeeze(1)
         return (found - y).square().sum(), torch.tensor(float(len(y)))
 
 def factory():

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from echelon.checkpoint.reading import open_index
@@ -22,6 +26,7 @@ from echelon.train.resume import config_of
 from echelon.train.run import Run
 from echelon.train.sections import SpikeConfig
 from echelon.train.spikes import Spikes
+from echelon.train.task import TextTask
 from tests.checkpoint.killed import die
 
 STEPS, AT = 12, 8
@@ -78,6 +83,10 @@ def end_of(run: str | Path) -> tuple[str, list[int]]:
     return index.hash, index.facts["skipped_batches"]
 
 
+def facts_of(run: str | Path) -> Mapping[str, Any]:
+    return open_index(Local(Path(run) / "checkpoints"), STEPS).facts
+
+
 def losses(run: str | Path) -> dict[int, float]:
     """As they were told last."""
     return {record["step"]: record["loss"] for record in Run.open(run).records("step")}
@@ -106,6 +115,15 @@ def test_batches_may_be_added_until_they_have_been_trained_on():
     assert batches.skipped == (4, 9)
     with pytest.raises(ValueError, match=r"data.skip_batches: 8; after step 7 the next batch is 9\)"):
         Batches([8]).resumed([4], after=7)
+
+
+def test_masks_are_the_steps_and_tokens_the_batchs(tmp_path):
+    task = TextTask(config(tmp_path, "dp=1"))
+    engine: Any = SimpleNamespace(rows=lambda batch: iter([range(batch)]))
+    (own,), (other,) = list(task.microbatches(engine, 5)), list(task.microbatches(engine, 3, 5))
+    assert torch.equal(own.inputs["tokens"], other.inputs["tokens"])
+    assert own.samples.tolist() == [20, 21, 22, 23]
+    assert other.samples.tolist() == [12, 13, 14, 15]
 
 
 # -- what is a spike --------------------------------------------------------------------------------------------------
@@ -159,7 +177,7 @@ def test_a_resumed_history_is_the_same():
 def test_the_run_is_the_one_that_never_saw_the_batch(pool, tmp_path, layout, at, lost):
     """Where steps are told one later, the one behind the spike is lost too; not where a checkpoint is due, which is not
     written before the spike is known."""
-    changes = {"tied": "false"} if layout == LATE else {}
+    changes = {"spike.window": 7, **({"tied": "false"} if layout == LATE else {})}
     world = Layout.parse(layout).world
     struck = pool.run(train, world, config(tmp_path, layout, "struck", **changes), (f"spike:step={at}",))[0]
     never = pool.run(train, world, config(tmp_path, layout, "never", **{"data.skip_batches": [at], **changes}))[0]
@@ -168,6 +186,8 @@ def test_the_run_is_the_one_that_never_saw_the_batch(pool, tmp_path, layout, at,
     assert losses(struck["run"]) == losses(never["run"])
     assert end_of(struck["run"]) == end_of(never["run"])
     assert end_of(struck["run"])[1] == [at]
+    history = [facts_of(told["run"])["spikes"]["losses"] for told in (struck, never)]
+    assert history[0] == history[1] == [losses(never["run"])[step] for step in range(STEPS - 6, STEPS + 1)]
     assert (struck["time"]["lost_steps"], struck["time"]["restarts"]) == (lost, 0)
     assert next(r["batch"] for r in records(struck["run"], "step")[::-1] if r["step"] == at) == at + 1
 
