@@ -177,7 +177,7 @@ def test_a_resumed_history_is_the_same():
 def test_the_run_is_the_one_that_never_saw_the_batch(pool, tmp_path, layout, at, lost):
     """Where steps are told one later, the one behind the spike is lost too; not where a checkpoint is due, which is not
     written before the spike is known."""
-    changes = {"spike.window": 7, **({"tied": "false"} if layout == LATE else {})}
+    changes = {"spike.window": 7, "spike.factor": 1, **({"tied": "false"} if layout == LATE else {})}
     world = Layout.parse(layout).world
     struck = pool.run(train, world, config(tmp_path, layout, "struck", **changes), (f"spike:step={at}",))[0]
     never = pool.run(train, world, config(tmp_path, layout, "never", **{"data.skip_batches": [at], **changes}))[0]
