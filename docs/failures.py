@@ -1,18 +1,19 @@
-"""Writes the outputs of docs/failures.md: runs every `sh slow` command of the page and puts what it said below it.
+"""Writes outputs of failures into the docs: runs every `sh slow` command of a page and puts what it said below it.
 
-python docs/failures.py
+python docs/failures.py failures bad-numbers
 """
 
 from __future__ import annotations
 
 import re
 import shlex
+import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-PAGE = Path(__file__).with_name("failures.md")
+DOCS = Path(__file__).parent
 SOURCE = Path(__file__).parents[1]
 FENCE = re.compile(
     r"(?P<head>^```sh slow\n(?P<command>[^\n]+)\n```\n```text\n)(?P<output>.*?)(?P<end>^```$)", re.M | re.S
@@ -24,6 +25,7 @@ TOLD = re.compile(r"^(echelon: |note: |  time: )")
 def said(command: str) -> str:
     words = shlex.split(command)
     with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "numbers.txt").write_text("".join(f"{number}\n" for number in range(1, 30001)))
         done = subprocess.run(
             [sys.executable, "-m", *words, "--set", "device=cpu"],
             cwd=folder,
@@ -34,12 +36,15 @@ def said(command: str) -> str:
     shown = [line for line in done.stdout.splitlines() if TOLD.match(line)]
     text = "\n".join([*shown, done.stderr.strip()]).strip()
     print(f"{command}\n{text}\n", file=sys.stderr)
-    return text.replace(f"{SOURCE}/", "").replace(f"{Path(sys.prefix)}/", "") + "\n"
+    text = text.replace(f"{SOURCE}/", "").replace(f"{Path(sys.prefix)}/", "")
+    return text.replace(f" of {socket.gethostname()},", " of node-1,") + "\n"
 
 
 def main() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(FENCE.sub(lambda m: m["head"] + said(m["command"]) + m["end"], page), encoding="utf-8")
+    for name in sys.argv[1:] or ("failures", "bad-numbers"):
+        page = (DOCS / f"{name}.md").read_text(encoding="utf-8")
+        written = FENCE.sub(lambda m: m["head"] + said(m["command"]) + m["end"], page)
+        (DOCS / f"{name}.md").write_text(written, encoding="utf-8")
 
 
 if __name__ == "__main__":

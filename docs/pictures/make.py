@@ -24,6 +24,7 @@ import offload  # noqa: E402
 import pipelines  # noqa: E402
 import precision  # noqa: E402
 import saves  # noqa: E402
+import spikes  # noqa: E402
 import splits  # noqa: E402
 import steps  # noqa: E402
 import terminal  # noqa: E402
@@ -70,6 +71,7 @@ DRAWN: dict[str, Callable[[], str]] = {
     "pipeline-terapipe": lambda: pipelines.one("terapipe", microbatches=2, slices=4),
     "pipeline-pipedream": lambda: pipelines.one("pipedream"),
     "weight-versions": pipelines.versions,
+    "loss-spike": spikes.losses,
     "losses-fp8": lambda: curves.losses(HERE / "losses-fp8.json"),
 }
 # A profile that was measured on a GPU lies here as a file of numbers, and is drawn anew from it anywhere.

@@ -32,5 +32,12 @@ def test_steps_after_the_last_checkpoint_are_lost_with_a_restart():
     assert "2 steps lost (4.0 s), 1 restart" in found.told()
 
 
+def test_steps_that_a_run_went_back_from_are_lost():
+    back = {"kind": "rollback", "after": 2, "skipped_batches": [4]}
+    records = [{"kind": "start", "time": 0.0, "after": 0}, *(step(n) for n in (1, 2, 3, 4)), back, step(3), step(4)]
+    found = goodput(records, now=20.0)
+    assert (found.useful_s, found.lost_s, found.lost_steps, found.restarts) == (8.0, 4.0, 2, 0)
+
+
 def test_no_step_at_all():
     assert goodput([], now=5.0).share == 0.0

@@ -7,10 +7,11 @@ import signal
 import time
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from echelon.cli import app
-from echelon.faults.inject import InjectedError, Injector, on_write
+from echelon.faults.inject import InjectedError, Injector, flips_wanted, on_batch, on_output, on_write
 from echelon.faults.injection import KINDS, read
 from echelon.faults.ring import Recorder, here
 from echelon.layout import FaultError
@@ -27,7 +28,8 @@ def test_defaults_and_options():
 
 
 def test_every_kind_can_be_asked_for_shortly():
-    assert [one.kind for one in read([f"{kind}:rank=0" for kind in KINDS])] == list(KINDS)
+    shortly = [f"{kind}:rank=0" if "rank" in KINDS[kind] else kind for kind in KINDS]
+    assert [one.kind for one in read(shortly)] == list(KINDS)
 
 
 def test_all_faults_at_once_with_a_hint():
@@ -132,3 +134,33 @@ def test_files(tmp_path, monkeypatch):
         write(tmp_path / "b.txt", data)  # each strikes once
     write(tmp_path / "c.bin", data)
     assert (tmp_path / "c.bin").read_bytes() == (tmp_path / "b.txt").read_bytes() == data
+
+
+def test_a_spike_makes_noise_of_one_attempt_at_a_step(monkeypatch):
+    """All microbatches of the batch, the same on every rank that reads them; what is no target stays none."""
+    monkeypatch.setattr(here, "step", 3)
+    inputs = {"tokens": torch.arange(32).view(2, 16), "targets": torch.full((2, 16), -100), "x": torch.ones(2)}
+    first, second = torch.tensor([24, 25]), torch.tensor([26, 27])
+    found = []
+    for rank in (0, 1):
+        with Injector(read(["spike:step=3"]), rank).armed():
+            for samples in (first, second, first):
+                found.append(on_batch(inputs, samples))
+    one, two, again, other, *_ = found
+    assert not torch.equal(one["tokens"], inputs["tokens"])
+    assert not torch.equal(one["tokens"], two["tokens"])
+    assert torch.equal(one["tokens"], other["tokens"])
+    assert torch.equal(one["targets"], inputs["targets"])
+    assert again is inputs
+    assert on_batch(inputs, first) is inputs
+
+
+def test_a_bit_flips_once_on_its_rank(monkeypatch):
+    monkeypatch.setattr(here, "step", 2)
+    asked = read(["flip:rank=1,step=2,layer=blocks.*"])
+    with Injector(asked, 0).armed():
+        assert not on_output("blocks.1")
+    with Injector(asked, 1).armed():
+        assert flips_wanted() == ["blocks.*"]
+        assert [on_output(name) for name in ("embed", "blocks.1", "blocks.2")] == [False, True, False]
+    assert flips_wanted() == []

@@ -104,10 +104,12 @@ class Local:
     def commit(self, step: int) -> None:
         try:
             _sync(self._writing(step))
-            if self._at(step).exists():  # the same step again, after a resume from an earlier one
-                shutil.rmtree(self._at(step))
+            before = self.folder / f"{WRITING}before-{name_of(step)}"
+            if self._at(step).exists():  # the same step again, after the run went back
+                self._at(step).rename(before)
             self._writing(step).rename(self._at(step))
             _sync(self.folder)
+            shutil.rmtree(before, ignore_errors=True)
         except OSError as error:
             raise told(error, str(self._at(step)), "written") from error
 

@@ -42,7 +42,7 @@ def command(
         typer.Option(
             metavar="FAULT",
             help="A fault on purpose, e.g. kill:rank=1,step=7, to see what happens; may be repeated. Also raise, "
-            "sleep, skip-collective, slow-rank, corrupt-file, full-disk.",
+            "sleep, skip-collective, slow-rank, corrupt-file, full-disk, spike, flip.",
         ),
     ] = None,
     resume: Annotated[

@@ -1,7 +1,7 @@
 """Goodput: the share of a run's time that became training.
 
-Useful is the time of steps that were kept. A step is lost where it updated nothing, or where a restart did it again. A
-run's log has all that is needed, over all its attempts.
+Useful is the time of steps that were kept. A step is lost where it updated nothing, or where it was done again: after a
+restart, or after the run went back from a spike of its loss. A run's log has all that is needed, over all its attempts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Goodput:
 
 
 def goodput(records: Iterable[Mapping[str, Any]], *, now: float) -> Goodput:
-    """From the lines of a run's log: its `start`s and its `step`s. `now` is the end, in seconds since 1970."""
+    """From the lines of a run's log: its `start`s, `rollback`s and `step`s. `now` is the end, in seconds since 1970."""
     began, attempts = now, 0
     kept: dict[int, Mapping[str, Any]] = {}
     lost: list[Mapping[str, Any]] = []
@@ -55,7 +55,8 @@ def goodput(records: Iterable[Mapping[str, Any]], *, now: float) -> Goodput:
         if record["kind"] == "start":
             began = min(began, float(record["time"]))
             attempts += 1
-            # What the attempt before did after the step from which this one goes on is done again.
+        if record["kind"] in ("start", "rollback"):
+            # What was done after the step from which the run goes on is done again.
             lost += [kept.pop(step) for step in [*kept] if step > int(record["after"])]
         elif record["kind"] == "step":
             if record["skipped"]:

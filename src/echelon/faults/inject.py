@@ -5,7 +5,8 @@ Who writes files of a run (checkpoints) does so inside `on_write`:
     with on_write(path):
         write(path)
 
-Nothing happens there unless a fault was asked for.
+Nothing happens there unless a fault was asked for. The same goes for `on_batch`, around what a step trains on, and for
+`on_output`, which says whether something that a model has made is to be wrong.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from echelon.faults.injection import Injection
 from echelon.faults.ring import Recorder, here
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 WORKS = ("forward", "backward", "update")
 """phases that a slow rank is slow in"""
@@ -45,6 +50,8 @@ class Injector:
         self._mine = [one for one in injections if one.options.get("rank") in (None, rank)]
         self.rank, self._recorder = rank, recorder
         self._mark = (time.time(), 0.0, 0.0, "")
+        self._scrambled: tuple[int, set[int]] = (0, set())
+        """the step whose batch is wrong, and the first samples of the microbatches that were made so"""
 
     @contextmanager
     def armed(self) -> Iterator[None]:
@@ -117,8 +124,64 @@ class Injector:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
             _flip(path, size // 2 if one.byte is None else min(one.byte, size - 1))
 
+    def scrambles(self, step: int, sample: int) -> bool:
+        """All microbatches of a step's batch are wrong, in the first attempt at the step."""
+        if self._take(("spike",), step):
+            self._scrambled = (step, set())
+        at, done = self._scrambled
+        if at != step or sample in done:  # the second attempt has the samples of the first
+            self._scrambled = (0, set())
+            return False
+        done.add(sample)
+        return True
+
+    def flips(self, step: int, name: str) -> bool:
+        """What this module or parameter has made is wrong, once."""
+        due = [one for one in self._mine if one.kind == "flip" and one.step == step and fnmatch(name, one.layer)]
+        if due:
+            self._mine.remove(due[0])
+            self._on_strike(f"{due[0]} ({name})", step)
+        return bool(due)
+
+    @property
+    def layers(self) -> list[str]:
+        """Patterns of modules that will be wrong."""
+        return [one.layer for one in self._mine if one.kind == "flip"]
+
 
 _active: Injector | None = None
+
+
+def flips_wanted() -> list[str]:
+    """Patterns of modules and parameters that are to be wrong on this rank."""
+    return _active.layers if _active is not None else []
+
+
+def on_output(name: str) -> bool:
+    """Whether what a module has just made, or the gradient of a parameter, is to be wrong."""
+    return _active is not None and _active.flips(here.step, name)
+
+
+def on_batch(inputs: Mapping[str, Tensor], samples: Tensor) -> Mapping[str, Tensor]:
+    """Around every microbatch of training. A spike makes noise of it: any integers, floats a hundred times as large.
+
+    The noise is a function of the samples' numbers, so ranks that share a microbatch share the noise.
+    """
+    if _active is None or not _active.scrambles(here.step, int(samples[0])):
+        return inputs
+    import torch
+
+    noise = torch.Generator().manual_seed(int(samples[0]))
+    found = {}
+    for name, value in inputs.items():
+        if value.is_floating_point():
+            found[name] = value * 100
+        elif name == "documents":
+            found[name] = value
+        else:
+            drawn = torch.randint(0, max(int(value.max()), 0) + 1, value.shape, generator=noise).to(value)
+            found[name] = torch.where(value < 0, value, drawn)  # below 0: no target
+    return found
 
 
 @contextmanager

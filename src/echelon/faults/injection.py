@@ -85,6 +85,8 @@ KINDS: dict[str, dict[str, Option]] = {
         "byte": Option(_at_least(0), "0 or more", may_miss=True),
     },
     "full-disk": {"rank": ANY_RANK, "step": STEP, "name": NAME},
+    "spike": {"step": STEP},
+    "flip": {"rank": RANK, "step": STEP, "layer": Option(str, "a pattern of module names of the model", "*")},
 }
 """what may be asked for, and how"""
 

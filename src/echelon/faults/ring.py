@@ -111,6 +111,10 @@ class Recorder:
         """what an injected fault wants to know"""
         self.leaves_out: Callable[[int, str, str], bool] | None = None
         """whether an injected fault leaves an operation out: (step, op, axis)"""
+        self.on_sent: Callable[[str, str, Any], None] | None = None
+        """who looks at what this rank gives to others: (op, axis, tensor)"""
+        self.on_received: Callable[[str, str, Any], None] | None = None
+        """and at what it gets from them"""
         self.device_waits: deque[tuple[int, Any, Any]] = deque(maxlen=4096)
         """(slot, event before, event after) of waits that a GPU does, not the host"""
 
@@ -255,14 +259,28 @@ class Recorder:
 class Recorded:
     """The handle of an operation whose waiting is noted."""
 
-    def __init__(self, recorder: Recorder, slot: int, work: Waited, on_device: bool = False):
+    def __init__(
+        self,
+        recorder: Recorder,
+        slot: int,
+        work: Waited,
+        on_device: bool = False,
+        brings: tuple[str, str, Any] | None = None,
+    ):
+        """`brings` is (op, axis, tensor): what others have made of the tensor when it is through."""
         self._recorder, self._slot, self._work, self._on_device = recorder, slot, work, on_device
+        self._brings = brings
 
     def wait(self) -> None:
-        recorder, slot = self._recorder, self._slot
         if self._on_device:
             self._wait_on_device()
-            return
+        else:
+            self._wait_here()
+        if self._brings is not None and self._recorder.on_received is not None:
+            self._recorder.on_received(*self._brings)
+
+    def _wait_here(self) -> None:
+        recorder, slot = self._recorder, self._slot
         since = recorder.waits(slot)
         try:
             self._work.wait()

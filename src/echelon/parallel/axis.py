@@ -81,10 +81,13 @@ class Axis:
         self.skipped |= left_out
         return left_out
 
-    def _noted(self, kind: str, tensor: Tensor, start: Callable[[], Waited]) -> Pending:
+    def _noted(self, kind: str, tensor: Tensor, start: Callable[[], Waited], *, gives: Tensor, gets: Tensor) -> Pending:
         """Starts an operation, and writes down that it does (faults/ring.py)."""
         slot = here.begin(kind, self.label, self.lane, tensor.shape, tensor.dtype)
-        return Recorded(here, slot, start(), tensor.is_cuda)
+        if here.on_sent is not None:
+            here.on_sent(kind, self.label, gives)
+        brings = (kind, self.label, gets) if here.on_received is not None else None
+        return Recorded(here, slot, start(), tensor.is_cuda, brings)
 
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Tensor:
         """Sums (or takes the maximum) in place."""
@@ -96,7 +99,11 @@ class Axis:
             return Done()
         reduce = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
         return self._noted(
-            "all_reduce", tensor, lambda: dist.all_reduce(tensor, op=reduce, group=self.group, async_op=True)
+            "all_reduce",
+            tensor,
+            lambda: dist.all_reduce(tensor, op=reduce, group=self.group, async_op=True),
+            gives=tensor,
+            gets=tensor,
         )
 
     def start_all_gather(self, whole: Tensor, part: Tensor) -> Pending:
@@ -109,7 +116,8 @@ class Axis:
             if own.data_ptr() != mine.data_ptr():
                 own.copy_(mine)
             return Done()
-        return self._noted("all_gather", whole, lambda: compat.start_all_gather(whole, part, self.group))
+        start = partial(compat.start_all_gather, whole, part, self.group)
+        return self._noted("all_gather", whole, start, gives=part, gets=whole)
 
     def start_reduce_scatter(self, part: Tensor, whole: Tensor) -> Pending:
         """`part` becomes this rank's slice of the sum of all ranks' `whole`; it may be that slice of `whole` itself."""
@@ -118,7 +126,8 @@ class Axis:
             if own.data_ptr() != part.data_ptr():
                 part.copy_(own)
             return Done()
-        return self._noted("reduce_scatter", whole, lambda: compat.start_reduce_scatter(part, whole, self.group))
+        start = partial(compat.start_reduce_scatter, part, whole, self.group)
+        return self._noted("reduce_scatter", whole, start, gives=whole, gets=part)
 
     def again(self) -> dist.ProcessGroup | None:
         """A second process group of the same ranks. All ranks of the mesh must ask for it."""
@@ -137,7 +146,11 @@ class Axis:
             return Done()
         first = self.ranks[source]
         return self._noted(
-            "broadcast", tensor, lambda: dist.broadcast(tensor, src=first, group=self.group, async_op=True)
+            "broadcast",
+            tensor,
+            lambda: dist.broadcast(tensor, src=first, group=self.group, async_op=True),
+            gives=tensor if self.index == source else tensor.new_empty(0),
+            gets=tensor,
         )
 
     def start_reduce(self, tensor: Tensor, target: int) -> Pending:
@@ -145,7 +158,9 @@ class Axis:
         if self.idle("reduce"):
             return Done()
         to = self.ranks[target]
-        return self._noted("reduce", tensor, lambda: dist.reduce(tensor, dst=to, group=self.group, async_op=True))
+        gets = tensor if self.index == target else tensor.new_empty(0)
+        start = partial(dist.reduce, tensor, dst=to, group=self.group, async_op=True)
+        return self._noted("reduce", tensor, start, gives=tensor, gets=gets)
 
     def start_all_to_all(
         self, received: Tensor, sent: Tensor, received_rows: list[int] | None = None, sent_rows: list[int] | None = None
@@ -161,6 +176,8 @@ class Axis:
             "all_to_all",
             sent,
             lambda: dist.all_to_all_single(received, sent, received_rows, sent_rows, group=self.group, async_op=True),
+            gives=sent,
+            gets=received,
         )
 
     def start_shift(self, received: Tensor, sent: Tensor, by: int = 1) -> Pending:
@@ -173,7 +190,7 @@ class Axis:
             dist.P2POp(dist.isend, sent, to, group=self.group),
             dist.P2POp(dist.irecv, received, source, group=self.group),
         ]
-        return self._noted("shift", sent, lambda: Several(dist.batch_isend_irecv(both)))
+        return self._noted("shift", sent, lambda: Several(dist.batch_isend_irecv(both)), gives=sent, gets=received)
 
 
 ALONE = "alone"

@@ -21,7 +21,7 @@ freed when the optimizer has used them. On a CPU fresh memory costs a fault for 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +96,8 @@ class FlatUnit:
         self._grad: Tensor | None = None
         self.scale = 1.0
         """what arriving gradients are multiplied by"""
+        self.on_reduce: Callable[[FlatUnit], None] | None = None
+        """who looks at this rank's own gradients, just before they are added to those of others"""
         self._written: set[str] = set()
         self._places: dict[str, Tensor] = {}
         self._arrived = 0
@@ -262,6 +264,10 @@ class FlatUnit:
         self._written.update(entry.name for entry in entries)
         return self._gradient_buffer()[start:end].view(-1, *width)
 
+    def gradient_of(self, entry: Entry) -> Tensor:
+        """This rank's own, of a parameter, until they are reduced."""
+        return self._place(entry)
+
     def _place(self, entry: Entry) -> Tensor:
         place = self._places.get(entry.name)
         if place is None:
@@ -285,6 +291,8 @@ class FlatUnit:
             for entry in self.unit.entries:
                 if entry.trainable and entry.name not in self._written:
                     self._place(entry).zero_()
+        if self.on_reduce is not None:
+            self.on_reduce(self)
         if self.policy.paged:
             self._start_to_host(gradients)
             return

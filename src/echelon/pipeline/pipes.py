@@ -162,6 +162,8 @@ class Pipes:
         # The tensor is kept until it is sent: isend does not copy.
         tag = self._first_tag + channel
         slot = self._begin("send", tensor, to, channel)
+        if here.on_sent is not None:
+            here.on_sent("send", self.axis.label, tensor)
         work = dist.isend(tensor, self.axis.ranks[to], group=self._groups[channel], tag=tag)
         assert work is not None
         self._sending.append((Recorded(here, slot, work, tensor.is_cuda), tensor))
@@ -194,7 +196,8 @@ class Pipes:
         slot = self._begin("receive", tensor, sender, channel)
         work = dist.irecv(tensor, self.axis.ranks[sender], group=self._groups[channel], tag=tag)
         assert work is not None
-        return Recorded(here, slot, work, tensor.is_cuda)
+        brings = ("receive", self.axis.label, tensor) if here.on_received is not None else None
+        return Recorded(here, slot, work, tensor.is_cuda, brings)
 
     def flush(self) -> None:
         """Waits until everything that was sent is out."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,18 @@ Tell = Callable[[str, dict[str, Any]], None]
 class Checkpoints:
     """Nothing at all where none are written and none is read."""
 
-    def __init__(self, config: Config, engine: Engine, run: Path | None, *, resumes: bool, tell: Tell):
-        """`run` is the directory, on the first rank."""
-        self._config, self._engine, self._tell = config, engine, tell
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        run: Path | None,
+        *,
+        resumes: bool,
+        tell: Tell,
+        more: Callable[[int], Mapping[str, Any]] = lambda step: {},
+    ):
+        """`run` is the directory, on the first rank; `more` gives facts of a step that a checkpoint is to hold."""
+        self._config, self._engine, self._tell, self._more = config, engine, tell, more
         self._saving: Saving | None = None
         self._told: str | None = None
         self._blocked = 0.0
@@ -46,14 +55,35 @@ class Checkpoints:
             self._saving.set_aside(step)
         return loaded
 
+    def back(self, before: int) -> Loaded:
+        """To the newest checkpoint of a step before one; what is later is set aside."""
+        assert self._saving is not None
+        self._saving.wait()
+        steps = [step for step in self._saving.steps() if step < before]
+        if not steps:
+            raise ValueError(f"there is no checkpoint to go back to (of a step before {before})")
+        loaded = self._saving.load(steps[-1])
+        self._saving.set_aside(steps[-1])
+        return loaded
+
+    def now(self, step: int) -> None:
+        """Saves, and waits until the checkpoint exists."""
+        assert self._saving is not None
+        self._saving.save(self._facts(step))
+        self._saving.wait()
+
+    def due(self, step: int, *, last: bool) -> bool:
+        """One is written after this step."""
+        every = self._config.checkpoint.every
+        return bool(every) and (step % every == 0 or last)
+
     def after(self, step: int, *, last: bool) -> None:
         """After a step: raises what went wrong in the background, and saves where it is time to."""
-        every = self._config.checkpoint.every
-        if self._saving is None or not every:
+        if self._saving is None or not self._config.checkpoint.every:
             return
         self._saving.check()
         self._report()
-        if step % every == 0 or last:
+        if self.due(step, last=last):
             begun = time.perf_counter()
             self._saving.wait()
             self._report()
@@ -86,4 +116,5 @@ class Checkpoints:
             "samples": step * config.batch,
             "layout": str(self._engine.layout),
             "config": config.to_toml(),
+            **self._more(step),
         }

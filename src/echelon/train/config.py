@@ -30,9 +30,11 @@ from echelon.train.sections import (
     OptimizerConfig,
     PipelineConfig,
     PrecisionConfig,
+    ReplayConfig,
     SampleConfig,
     ScheduleConfig,
     ShardConfig,
+    SpikeConfig,
 )
 
 
@@ -66,6 +68,8 @@ class Config:
     """Largest norm of the gradients; 0 turns clipping off."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    spike: SpikeConfig = field(default_factory=SpikeConfig)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     shard: ShardConfig = field(default_factory=ShardConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)

@@ -24,6 +24,7 @@ from echelon.train.config import Config
 from echelon.train.display import Derived, size
 from echelon.train.engine import Engine
 from echelon.train.metrics import Peak
+from echelon.train.replay import tolerance_of
 
 
 def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterator[Derived]:
@@ -105,6 +106,8 @@ def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterato
     sent = sum(item.bytes * item.count for item in engine.collectives(traffic(engine, config.seq_len)))
     if sent:
         yield "collectives", f"{size(sent)} per rank and step", "sum of the tensors reduced, gathered and scattered"
+    if config.replay.every:
+        yield from _replay(engine, config)
     yield "time-out", f"{config.timeout:g} s", "a rank that waits longer ends the run"
     yield "threads", str(threads), "per rank"
     yield "peak", f"{peak.flops / 1e12:.3g} TFLOP/s per device", peak.why
@@ -131,6 +134,14 @@ def _optimizer(engine: Engine) -> Iterator[Derived]:
         yield "average", f"of the weights, decay {rule.ema:g}", "evaluation and the sample of text use it"
     if rule.in_backward:
         yield "update", "in backward", "each unit's as soon as its gradients are reduced, which are then let go"
+
+
+def _replay(engine: Engine, config: Config) -> Iterator[Derived]:
+    """The price of the checks, in forward and backward passes."""
+    every, tolerance = config.replay.every, tolerance_of(config.replay, engine.parallel.options.device)
+    how = f"norms, equal to {tolerance:g}: kernels of a GPU add up in any order" if tolerance else "equal bits"
+    price = f"+{100 / every:.3g} % forward and backward passes"
+    yield "replay", f"step {every}, {2 * every}, ... computed twice: {price}", f"what each rank made is compared: {how}"
 
 
 def _master(engine: Engine) -> str:

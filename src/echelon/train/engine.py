@@ -30,7 +30,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain, islice
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +56,7 @@ from echelon.pipeline.pipeline import Pipeline
 from echelon.pipeline.runtime import Work
 from echelon.precision import sums
 from echelon.precision.loss_scale import LossScale, Scaling
-from echelon.train import issued
+from echelon.train import issued, said
 from echelon.train.feed import Batch, Feed, Microbatch
 from echelon.train.in_backward import InBackward
 from echelon.train.later import later
@@ -100,7 +99,7 @@ class Engine:
         self.names = tuple(name for name, _ in model.named_parameters())
         """of all parameters of the model, wherever they are"""
         groups.check(self.rule, self.names)
-        self._blame = Blame(model)
+        self.blame = Blame(model)
         mixtures = mixtures_of(model, layout)
         self.pipeline: Pipeline | None = None
         if layout.pp > 1:
@@ -120,6 +119,8 @@ class Engine:
         self.num_steps = 0
         self.settle: Callable[[], None] = lambda: None
         """called before weights and states change: whoever copies them has them when it returns"""
+        self.replay: Callable[[list[Microbatch], Callable[[Sequence[Microbatch]], Tensor]], Tensor] | None = None
+        """computes steps in place of `_computed`, which it is given, perhaps several times (replay.py)"""
         self.last_count = torch.ones((), dtype=torch.float64, device=self.parallel.options.device)
         self.scaling = Scaling(loss_scale, self.parallel.options.device)
 
@@ -142,9 +143,9 @@ class Engine:
         """Trains on the global batch, any multiple of dp x accumulate rows, which every rank is given alike."""
         return self.run(self.microbatches(batch), lr=lr)
 
-    def microbatches(self, batch: Batch) -> Iterator[Microbatch]:
-        """This rank's part of the global batch."""
-        return self._feed.microbatches(batch, self.num_steps)
+    def microbatches(self, batch: Batch, step: int | None = None) -> Iterator[Microbatch]:
+        """This rank's part of the global batch, for the next step or another one."""
+        return self._feed.microbatches(batch, self.num_steps if step is None else step)
 
     def rows(self, batch: int) -> Iterator[range]:
         """This rank's rows of a global batch, microbatch by microbatch."""
@@ -194,13 +195,12 @@ class Engine:
             yield
 
     def _run(self, microbatches: Iterable[Microbatch], lr: float) -> StepResult:
-        if self.pipeline is not None:
-            works = self._feed.works(microbatches)
-            if self.pipeline.asynchronous:
-                return self._window(self.pipeline, works, lr)
-            totals = self.pipeline.train(works, self._seed)
+        if self.pipeline is not None and self.pipeline.asynchronous:
+            return self._window(self.pipeline, self._feed.works(microbatches), lr)
+        if self.replay is None:
+            totals = self._computed(microbatches, lr)
         else:
-            totals = self._one_after_another(microbatches, lr)
+            totals = self.replay(list(microbatches), lambda again: self._computed(again, lr))
         here.enter("update")
         if self.in_backward is None:
             rest, live = self._share(totals)
@@ -230,7 +230,7 @@ class Engine:
         """What was not finite in a step, if anything was. All ranks must ask, in the same order."""
         if result.finite:
             return None
-        return self._blame.find(self.parallel, self.norm.parts, result.norms(), loss=not math.isfinite(result.loss))
+        return self.blame.find(self.parallel, self.norm.parts, result.norms(), loss=not math.isfinite(result.loss))
 
     @property
     def _seed(self) -> Tensor:
@@ -238,8 +238,7 @@ class Engine:
         return self.scaling.value / self.last_count
 
     def _share(self, totals: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums (loss, number of targets) over the ranks, in place: what is left to multiply gradients by, and whether
-        there was a target."""
+        """Sums (loss, targets) over the ranks, in place: what is left to multiply gradients by, and if any was."""
         self.parallel.axes[self.loss_axis].all_reduce(totals)
         return self._rest(totals)
 
@@ -300,6 +299,12 @@ class Engine:
         """Ends what works beside it: threads, and files that hold its states. It can do nothing after this."""
         self.parallel.away.close()
 
+    def _computed(self, microbatches: Iterable[Microbatch], lr: float) -> Tensor:
+        """Forward and backward. (sum of losses, number of valid targets) of this rank; gradients are reduced."""
+        if self.pipeline is not None:
+            return self.pipeline.train(self._feed.works(microbatches), self._seed)
+        return self._one_after_another(microbatches, lr)
+
     def _one_after_another(self, microbatches: Iterable[Microbatch], lr: float) -> Tensor:
         """(sum of losses, number of valid targets) of this rank; of all where updates run in backward."""
         totals = torch.zeros(2, dtype=torch.float64, device=self.parallel.options.device)
@@ -324,10 +329,8 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, microbatches: Iterable[Microbatch]) -> float | None:
-        """The mean loss over this and all other ranks' microbatches, without dropout; none where there is no target.
-
-        Of the average of the weights, where one is kept.
-        """
+        """The mean loss over all ranks' microbatches, without dropout, of the average of the weights where one is kept;
+        none where there is no target."""
         was_training = self.model.training
         self.model.eval()
         with self._kernels(), self.averaged():
@@ -336,6 +339,12 @@ class Engine:
         self.parallel.axes[self.loss_axis].all_reduce(totals)
         loss_sum, count = totals.tolist()
         return float(loss_sum / count) if count else None
+
+    @torch.no_grad()
+    def forward(self, microbatches: Iterable[Microbatch]) -> None:
+        """As a step begins: for whoever watches the model."""
+        with self._kernels():
+            self._totals(microbatches)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -369,17 +378,8 @@ class Engine:
     @torch.no_grad()
     def logits(self, tokens: Tensor, size: int) -> Tensor:
         """float64 [size]: what a language model says comes after the last token of the only row, on every rank."""
-        model: Any = self.model
         with self._kernels():
-            if self.pipeline is not None:
-                return self.pipeline.logits({"tokens": tokens}, size)
-            if self.parallel.context is not None:
-                found = self.parallel.context.last(
-                    model.logits(**self.parallel.context.cut({"tokens": tokens}, counted=False))
-                )
-            else:
-                found = model.logits(tokens)[:, -1]
-        return found[0, :size].double()
+            return said.logits(self, tokens, size)
 
     def outside_gathered(self) -> AbstractContextManager[None]:
         """Around calls of `logits`, which is not `forward`: only the layers gather by themselves."""

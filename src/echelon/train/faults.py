@@ -17,7 +17,7 @@ from echelon.models import own, sizes
 from echelon.models.gate_text import with_gate
 from echelon.optim import groups, hosted
 from echelon.pipeline.schedules import file_fault, of_layout
-from echelon.train import keys, pipeline_faults
+from echelon.train import keys, number_faults, pipeline_faults
 
 if TYPE_CHECKING:
     from echelon.train.config import Config
@@ -30,6 +30,7 @@ def between(config: Config, *, world: int | None, refused: Set[str]) -> list[Fau
     """`refused` are keys that are known to be wrong: rules that need their values are not asked."""
     rules = [*_data_rules(config), *_model_rules(config), *_precision_rules(config), *_optimizer_rules(config)]
     rules += [*_run_rules(config), *_compress_rules(config)]
+    rules += number_faults.rules(config, Layout.resolve(grammar.read(config.layout).given))
     found = [fault for involved, fault in rules if refused.isdisjoint(involved)]
     return found + _layout_faults(config, world, refused)
 
@@ -155,9 +156,9 @@ OF_MIXTURES = ("gate", "expert_dropout")
 def idle(config: Config) -> dict[str, str]:
     """Keys that do nothing in this configuration, each with why."""
     table = keys.table_of(type(config))
-    idle: dict[str, str] = {}
+    idle: dict[str, str] = number_faults.idle(config)
     if own.is_own(config.model):
-        names = [name for name in table if name.startswith(OF_OUR_TASK)]
+        names = [name for name in table if name.startswith(OF_OUR_TASK) and name != "data.skip_batches"]
         idle |= dict.fromkeys(names, "a module of your own, whose file makes the batches")
     elif config.model in sizes.SIZES and sizes.find(config.model).mixture is None:
         idle |= dict.fromkeys(OF_MIXTURES, f"model={config.model}, which has no experts")

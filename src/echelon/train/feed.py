@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from echelon.faults.inject import on_batch
 from echelon.faults.ring import here
 from echelon.parallel.apply import Parallel
 from echelon.pipeline.runtime import Work
@@ -64,6 +65,7 @@ class Feed:
                 microbatch = next(coming, None)
             if microbatch is None:
                 break
+            microbatch = Microbatch(on_batch(microbatch.inputs, microbatch.samples), microbatch.samples)
             given += 1
             if given > self._layout.accumulate:
                 break

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from echelon.pipeline import timeline
 from echelon.pipeline.measure import everywhere, measured_split, profile_of
 from echelon.pipeline.profile import Profile
 from echelon.plan import correct
-from echelon.train import metrics
+from echelon.train import flip, metrics
+from echelon.train.batches import Batches
 from echelon.train.checkpoints import Checkpoints
 from echelon.train.config import Config
 from echelon.train.derived import derived
@@ -33,9 +35,11 @@ from echelon.train.looks import EVERY, Looks, position
 from echelon.train.options import loss_scale_of, options_of
 from echelon.train.pipeline_faults import MEASURE
 from echelon.train.predicted import predicted, working_bytes
+from echelon.train.replay import Replay
 from echelon.train.resume import where
 from echelon.train.run import Run
 from echelon.train.schedule import learning_rate
+from echelon.train.spikes import Spike
 from echelon.train.summary import Summary
 from echelon.train.task import task_of
 from echelon.train.telling import Step, Telling
@@ -80,6 +84,7 @@ class Loop:
         self.engine.model.train()
         axes = self.engine.parallel.axes
         self._looks = Looks(axes[WORLD], world.device, axes.mesh)
+        self.batches = Batches(config.data.skip_batches)
         self.peak = metrics.peak_flops(world.device)
         self.display = Display(config.steps, quiet=quiet or world.rank > 0)
 
@@ -123,9 +128,14 @@ class Loop:
             started=self.started,
             run=run,
         )
-        checkpoints = self._checkpoints(run)
+        if self.config.replay.every:
+            Replay(self.engine, self.config.replay, telling.corrupted)
+        flip.arm(self.engine.parallel)
+        checkpoints = self._checkpoints(run, telling)
         try:
-            first = self._resumed(checkpoints, run) if self.resume else 0
+            first = self._resumed(checkpoints, telling) if self.resume else 0
+            if telling.spikes.goes_back and not first:
+                checkpoints.now(0)  # a spike before the first checkpoint has somewhere to go back to
             telling.begins(first)
             with self.display:
                 summary = self._steps(telling, checkpoints, first)
@@ -145,16 +155,22 @@ class Loop:
                 run.close()
         return summary
 
-    def _checkpoints(self, run: Run | None) -> Checkpoints:
+    def _checkpoints(self, run: Run | None, telling: Telling) -> Checkpoints:
         def tell(kind: str, facts: dict[str, Any]) -> None:
             if run is not None:
                 run.log(kind, **facts)
 
-        path = run.path if run is not None else None
-        return Checkpoints(self.config, self.engine, path, resumes=bool(self.resume), tell=tell)
+        def more(step: int) -> dict[str, Any]:
+            """The data's cursor: it is the step where nothing is skipped."""
+            cursor = {"samples": (self.batches.of(step + 1) - 1) * self.config.batch}
+            return {**cursor, "skipped_batches": list(self.batches.skipped), "spikes": telling.spikes.facts()}
 
-    def _resumed(self, checkpoints: Checkpoints, run: Run | None) -> int:
+        path = run.path if run is not None else None
+        return Checkpoints(self.config, self.engine, path, resumes=bool(self.resume), tell=tell, more=more)
+
+    def _resumed(self, checkpoints: Checkpoints, telling: Telling) -> int:
         """How many steps are done."""
+        run = telling.run
         loaded = checkpoints.restore(where(self.resume)[1])
         step = loaded.index.step if loaded is not None else 0
         if step >= self.config.steps:
@@ -162,10 +178,24 @@ class Loop:
         if loaded is None:
             self.display.note("there is no checkpoint yet: the run starts anew")
         else:
+            self.batches.resumed(loaded.index.facts.get("skipped_batches", ()), step)
+            telling.spikes.restore(loaded.index.facts.get("spikes", {}))
             self.display.note(f"goes on after step {step}: state {loaded.hash}, {loaded.nbytes:,} bytes read here")
         if run is not None:
             run.log("resume", step=step, layout=str(self.layout), hash=loaded.hash if loaded is not None else None)
         return step
+
+    def _back(self, spike: Spike, telling: Telling, checkpoints: Checkpoints) -> int:
+        """From a spike to the checkpoint before it, without its batches; how many steps are done then."""
+        telling.spikes.count(spike)
+        many = max(spike.last - spike.first + 1, self.config.spike.skip)
+        skipped = [self.batches.of(step) for step in range(spike.first, spike.first + many)]
+        loaded = checkpoints.back(spike.first)
+        self.batches.skip(skipped)
+        telling.spikes.restore(loaded.index.facts.get("spikes", {}))
+        checkpoints.now(loaded.index.step)
+        telling.went_back(loaded.index.step, skipped)
+        return loaded.index.step
 
     def _steps(self, telling: Telling, checkpoints: Checkpoints, first: int) -> Summary:
         config, run = self.config, telling.run
@@ -175,7 +205,8 @@ class Loop:
         # A GPU works on a step while the host queues the next; ranks of an asynchronous schedule end a step at
         # different times. Told one step later, nobody waits for it.
         late = self.world.device.type == "cuda" or (pipeline is not None and pipeline.asynchronous)
-        for step in range(first, config.steps):
+        step = first
+        while step < config.steps:
             telling.stopwatch.begin()
             here.step = step + 1
             lr = learning_rate(step, config.steps, config)
@@ -183,16 +214,27 @@ class Loop:
             if pipeline is not None and last:
                 pipeline.record()
             with here.loading():
-                microbatches = self.task.microbatches(self.engine, step)
+                batch = self.batches.of(step + 1)
+                load = partial(self.task.microbatches, self.engine, step, batch - 1)
+                microbatches = load()
             result = self.engine.run(microbatches, lr=lr)
             looks = step % EVERY == 0 or last
             look = self._looks.ask(metrics.peak_memory(self.world.device)) if looks else None
             # Only the first rank tells.
             loads = self.engine.loads.ask() if self.world.rank == 0 else list
-            untold.append(Step(step + 1, result, lr, look, loads))
+            untold.append(Step(step + 1, result, lr, look, loads, batch, load))
             evaluates = config.eval.every and ((step + 1) % config.eval.every == 0 or last)
-            kept = int(late and not last and not evaluates)
-            telling.tell([untold.popleft() for _ in range(len(untold) - kept)])
+            # What is saved is known to be good before it is.
+            saves = telling.spikes.looks and checkpoints.due(step + 1, last=last)
+            kept = int(late and not last and not evaluates and not saves)
+            spike = telling.tell([untold.popleft() for _ in range(len(untold) - kept)])
+            if spike is not None:
+                telling.tell(untold)
+                untold.clear()
+                if pipeline is not None and last:
+                    pipeline.recorded()
+                step = self._back(spike, telling, checkpoints)
+                continue
             if pipeline is not None and last:
                 found = pipeline.recorded()
                 if found is not None and run is not None:
@@ -200,7 +242,8 @@ class Loop:
                 begun = time.perf_counter()
                 self.engine.drain()
                 telling.seconds[-1] += time.perf_counter() - begun  # what steps have left to do is a part of them
-            checkpoints.after(step + 1, last=last)
+            if last or not (telling.spikes.goes_back and telling.skips):
+                checkpoints.after(step + 1, last=last)
             if evaluates:
                 with here.during("evaluation"):
                     eval_loss = self.engine.evaluate(self.task.evaluation(self.engine))
@@ -208,4 +251,5 @@ class Loop:
                     self.display.evaluation(step + 1, eval_loss)
                     if run is not None:
                         run.log("evaluation", step=step + 1, loss=eval_loss)
+            step += 1
         return telling.summary(result, eval_loss=eval_loss, checkpoint=checkpoints.end())

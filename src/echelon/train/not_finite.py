@@ -1,11 +1,14 @@
-"""Whose gradient was not finite: the first parameter of the backward pass, and the ranks that hold it."""
+"""Whose gradient was not finite: the first parameter of the backward pass, and the ranks that hold it.
+
+Where the loss was not finite, the first output of the forward pass that was not (first_output.py) says more.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,6 +16,13 @@ from torch import nn
 from echelon.moe.experts import Experts
 from echelon.parallel.apply import WORLD, Parallel
 from echelon.train.norm import Part
+
+
+class Output(NamedTuple):
+    """The first output of the forward pass that was not finite."""
+
+    module: str
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +39,13 @@ class NotFinite:
     """what they hold is a sum over data-parallel ranks, of which any may have brought it"""
     loss: bool
     """the loss was not finite either"""
+    output: Output | None = None
+    """where that began"""
 
     @property
     def layer(self) -> str:
-        """The module that holds the parameter."""
-        return self.name.rpartition(".")[0] or self.name
+        """Where it began: the module whose output was not finite, or which holds the parameter."""
+        return self.output.module if self.output is not None else self.name.rpartition(".")[0] or self.name
 
     def record(self) -> dict[str, Any]:
         """For the log."""
@@ -44,9 +56,21 @@ class NotFinite:
             "at": dict(self.at),
             "summed": self.summed,
             "loss": self.loss,
+            "output": None if self.output is None else {"module": self.output.module, "ranks": list(self.output.ranks)},
         }
 
     def __str__(self) -> str:
+        return self._told + (self._began if self.output is not None else "")
+
+    @property
+    def _began(self) -> str:
+        assert self.output is not None
+        ranks = self.output.ranks
+        others = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
+        return f"; the first output that is not finite is that of {self.output.module}, on rank {ranks[0]}{others}"
+
+    @property
+    def _told(self) -> str:
         if not self.name:
             return "loss not finite"
         place = ", ".join(f"{axis} {index}" for axis, index in self.at)
@@ -68,6 +92,8 @@ class Blame:
             # A tied weight stands where it is used last: its gradient begins there.
             found[first.setdefault(id(parameter), name)] = place
         self.names = sorted(found, key=lambda name: found[name])
+        self.modules = list(_in_order(model))
+        """in the order in which they are through with a forward pass"""
         mixtures = [name for name, module in model.named_modules() if isinstance(module, Experts)]
         self.experts = {name for name in self.names if name.rpartition(".")[0] in mixtures}
 
@@ -87,3 +113,11 @@ class Blame:
         name, folded = self.names[max(found) - 1], layout.ep * layout.etp
         copies = layout.dp * layout.cp * layout.tp // folded if name in self.experts else layout.dp * layout.cp
         return NotFinite(name=name, ranks=ranks, at=places, summed=copies > 1, loss=loss)
+
+
+def _in_order(module: nn.Module, name: str = "") -> Iterator[str]:
+    """Names of modules: those that are in one before it."""
+    for child, inside in module.named_children():
+        yield from _in_order(inside, f"{name}.{child}" if name else child)
+    if name:
+        yield name

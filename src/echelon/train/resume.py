@@ -15,6 +15,8 @@ FOLDER = "checkpoints"
 """in a run's directory"""
 FIXED = ("model", "data.", "seq_len", "batch", "seed", "tied", "gate")
 """keys that say which numbers the state is, and which samples come next"""
+FREE = ("data.skip_batches",)
+"""may grow by batches that are yet to come (batches.py)"""
 
 
 def config_of(run: Path, settings: Sequence[str], *, world: int | None = None) -> Config:
@@ -30,7 +32,7 @@ def config_of(run: Path, settings: Sequence[str], *, world: int | None = None) -
             legal=f"{keys.show(old[name])}, or a new run",
         )
         for name in old
-        if name.startswith(FIXED) and old[name] != new[name]
+        if name.startswith(FIXED) and name not in FREE and old[name] != new[name]
     ]
     if faults:
         raise FaultError(faults)

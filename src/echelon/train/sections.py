@@ -27,6 +27,8 @@ class DataConfig:
     """Keep attention inside a document where several are packed into one sequence."""
     eval_fraction: Annotated[float, BELOW_ONE] = 0.02
     """Share of each source that is held back for evaluation."""
+    skip_batches: Annotated[tuple[int, ...], AT_LEAST_1] = ()
+    """Batches that no step trains on, counted from 1 as steps are: step s has the s-th batch that is not skipped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +87,34 @@ class CheckpointConfig:
     """Checkpoints of steps that this divides stay too; 0: none."""
     path: str = ""
     """Where they are written: a folder, or an address that fsspec knows. Empty: checkpoints in the run's directory."""
+
+
+LOOKS = Only("action", ("warn", "rollback"))
+GOES_BACK = Only("action", ("rollback",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpikeConfig:
+    action: Literal["none", "warn", "rollback"] = "none"
+    """On a loss far above its recent history: nothing, a note, or back to the checkpoint before, without its batch."""
+    factor: Annotated[float, ABOVE_ZERO, LOOKS] = 8.0
+    """A spike lies above the median by so many standard deviations, reckoned from the median deviation."""
+    window: Annotated[int, Range(low=4), LOOKS] = 32
+    """Losses that make up the recent history; until there are so many nothing is a spike."""
+    skip: Annotated[int, AT_LEAST_1, GOES_BACK] = 1
+    """Batches that are skipped, from the one of the spike on."""
+    rollbacks: Annotated[int, AT_LEAST_1, GOES_BACK] = 4
+    """Times that a run goes back; at the next spike it ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayConfig:
+    every: Annotated[int, AT_LEAST_0] = 0
+    """Steps between checks for silent data corruption, which compute a step twice and compare; 0 makes none."""
+    action: Literal["warn", "stop"] = "warn"
+    """Where the two differ: a note, and the run goes on with what a third pass confirms; or the run ends."""
+    tolerance: Annotated[float | None, AT_LEAST_0] = None
+    """Share by which norms may differ. Not set: none on a CPU, where equal bits are asked for; 1e-3 on a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,8 +45,11 @@ class Task(Protocol):
         """Some inputs of the model."""
         ...
 
-    def microbatches(self, engine: Engine, step: int) -> Iterator[Microbatch]:
-        """This rank's microbatches of a step."""
+    def microbatches(self, engine: Engine, step: int, batch: int | None = None) -> Iterator[Microbatch]:
+        """This rank's microbatches of a step, from the batch of that number where it is not the step's own.
+
+        Both count from 0. Randomness is the step's.
+        """
         ...
 
     def evaluation(self, engine: Engine) -> Iterator[Microbatch]:
@@ -104,11 +107,12 @@ class TextTask:
     def example(self, rows: int) -> dict[str, Tensor]:
         return _tensors(self.dataset.batch(np.arange(rows)))
 
-    def microbatches(self, engine: Engine, step: int) -> Iterator[Microbatch]:
-        first = step * self.config.batch
+    def microbatches(self, engine: Engine, step: int, batch: int | None = None) -> Iterator[Microbatch]:
+        first = (step if batch is None else batch) * self.config.batch
         for rows in engine.rows(self.config.batch):
             indices = np.arange(first + rows.start, first + rows.stop)
-            yield Microbatch(_tensors(self.dataset.batch(indices)), torch.from_numpy(indices))
+            samples = torch.from_numpy(indices + step * self.config.batch - first)
+            yield Microbatch(_tensors(self.dataset.batch(indices)), samples)
 
     def evaluation(self, engine: Engine) -> Iterator[Microbatch]:
         for number in range(self.config.eval.batches):
@@ -150,8 +154,8 @@ class OwnTask:
     def example(self, rows: int) -> dict[str, Tensor]:
         return {key: value[:rows] for key, value in self._batch(self.config.batch, 0).items()}
 
-    def microbatches(self, engine: Engine, step: int) -> Iterator[Microbatch]:
-        return engine.microbatches(self._batch(self.config.batch, step))
+    def microbatches(self, engine: Engine, step: int, batch: int | None = None) -> Iterator[Microbatch]:
+        return engine.microbatches(self._batch(self.config.batch, step if batch is None else batch), step)
 
     def evaluation(self, engine: Engine) -> Iterator[Microbatch]:
         return iter(())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from echelon.faults.goodput import Goodput, goodput
@@ -15,15 +15,22 @@ from echelon.train.again import repeats_of
 from echelon.train.config import Config
 from echelon.train.display import Display, Progress, duration, number, percent, short
 from echelon.train.engine import Engine
+from echelon.train.feed import Microbatch
+from echelon.train.first_output import first_output
 from echelon.train.load import Balance, Load, keeps_counts
 from echelon.train.looks import ENOUGH, Look, Looks
 from echelon.train.metrics import Peak
 from echelon.train.not_finite import NotFinite
+from echelon.train.replay import Corruption
 from echelon.train.result import StepResult
 from echelon.train.run import Run
+from echelon.train.spikes import Diverged, Spike, Spikes
 from echelon.train.stopwatch import Stopwatch
 from echelon.train.summary import Summary
 from echelon.train.task import Task
+
+COUNTED = ("start", "rollback", "step")
+"""lines of a log that goodput counts"""
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,10 @@ class Step:
     """asks what was seen of all ranks, where that was looked at"""
     loads: Callable[[], list[Load]]
     """asks how many tokens the experts of each layer got"""
+    batch: int
+    """the number of the batch that it trained on, counted from 1"""
+    again: Callable[[], Iterable[Microbatch]]
+    """this rank's microbatches of it"""
 
 
 class Telling:
@@ -67,8 +78,11 @@ class Telling:
         """of the step that was told last"""
         self._dropped = 0
         """assignments to experts that found no room, in all steps"""
-        self._skips = 0
+        self.skips = 0
         """steps in a row, up to the one that was told last, with gradients that are not finite"""
+        self.spikes = Spikes(config.spike)
+        self._spike: Spike | None = None
+        """from which the run is about to go back"""
         self.stopwatch = Stopwatch()
         self.seconds: list[float] = []
         """of every step"""
@@ -77,21 +91,62 @@ class Telling:
         """An attempt at the run begins after so many steps; what others did before it counts for goodput."""
         start: dict[str, Any] = {"kind": "start", "time": self._clock, "after": after}
         if self.run is not None:
-            self._attempts = [record for record in self.run.records() if record["kind"] in ("start", "step")]
+            self._attempts = [record for record in self.run.records() if record["kind"] in COUNTED]
             self.run.log(**start)
         self._attempts.append(start)
 
-    def tell(self, steps: Sequence[Step]) -> None:
-        """Waits for steps, shows and logs them; raises where too many in a row had gradients that are not finite."""
+    def went_back(self, after: int, batches: Sequence[int]) -> None:
+        """The run goes on after so many steps, without these batches."""
+        if self._spike is not None:
+            what = f"batch {batches[0]} is" if len(batches) == 1 else f"batches {batches[0]} to {batches[-1]} are"
+            self.display.note(f"{self._spike}; back to step {after}, {what} skipped")
+        back: dict[str, Any] = {"kind": "rollback", "after": after, "skipped_batches": list(batches)}
+        self._attempts.append(back)
+        if self.run is not None:
+            self.run.log(**back)
+        self._spike, self.skips = None, 0
+
+    def corrupted(self, found: Corruption, goes_on: str) -> None:
+        """A step that was computed twice was not the same; nothing is said of a run that ends, since its error does."""
+        if goes_on:
+            self.display.note(f"{found}; {goes_on}")
+        if self.run is not None:
+            self.run.log("corruption", **found.record(), action=self.config.replay.action)
+
+    def tell(self, steps: Sequence[Step]) -> Spike | None:
+        """Waits for steps, shows and logs them; gives a spike from which the run is to go back.
+
+        Raises where too many steps in a row had gradients that are not finite, and there is no going back.
+        """
         for step in steps:
             step.result.wait()
         if steps:
             seconds = self.stopwatch.end(len(steps))
         for step in steps:
             self.seconds.append(seconds)
-            self._tell_one(step, seconds)
+            not_finite = self._tell_one(step, seconds)
+            if self._spike is None:  # what came after one is told, and lost with it
+                self._look_for_spikes(step, not_finite)
+        return self._spike
 
-    def _tell_one(self, step: Step, seconds: float) -> None:
+    def _look_for_spikes(self, step: Step, not_finite: NotFinite | None) -> None:
+        found = self.spikes.see(step.number, step.result)
+        try:
+            self._count_skips(step, not_finite)
+        except Diverged as error:
+            if not self.spikes.goes_back:
+                raise
+            found = self.spikes.of(error, step.result)
+        if found is None:
+            return
+        if self.run is not None:
+            self.run.log("spike", batch=step.batch, **found.record())
+        if self.spikes.goes_back:
+            self._spike = found
+        else:
+            self.display.note(f"{found}; it was trained on batch {step.batch}")
+
+    def _tell_one(self, step: Step, seconds: float) -> NotFinite | None:
         result, run = step.result, self.run
         waiting, data = self._looks.step(seconds)
         if step.look is not None:
@@ -103,6 +158,8 @@ class Telling:
         progress = self._progress(step.number, result, self._tokens(result) / seconds)
         self.display.step(progress)
         not_finite = self.engine.not_finite(result)
+        if not_finite is not None and not_finite.loss and self.engine.in_backward is None:
+            not_finite = replace(not_finite, output=first_output(self.engine, step.again()))
         if not_finite is not None:
             self.display.note(f"step {step.number} skipped: {_told(result, not_finite)}")
         elif result.skipped:
@@ -119,35 +176,38 @@ class Telling:
                 count=result.count,
                 **{name: value for name, value in counted.items() if name != "step"},
                 **scaled,
+                **({"batch": step.batch} if step.batch != step.number else {}),
             )
             if not_finite is not None:
                 run.log("not finite", step=step.number, **not_finite.record(), next_loss_scale=result.next_loss_scale)
             if loads:
                 kept = keeps_counts(step.number)
                 run.log("experts", step=step.number, layers=[load.record(with_counts=kept) for load in loads])
-        self._count_skips(step, not_finite)
+        return not_finite
 
     def _count_skips(self, step: Step, not_finite: NotFinite | None) -> None:
         """All ranks are told the same, and stop together."""
         if not_finite is None:
-            self._skips = 0 if step.result.count else self._skips
+            self.skips = 0 if step.result.count else self.skips
             return
-        self._skips += 1
+        self.skips += 1
         fixed = self.config.loss_scaling == "fixed"
         lower = "precision.loss_scale or optimizer.lr" if fixed else "optimizer.lr"
         if self.engine.in_backward is not None:
-            raise ValueError(
+            raise Diverged(
                 f"updates in backward cannot be left out, and step {step.number} had gradients that are not finite: "
-                f"{_told(step.result, not_finite)}; lower {lower}, or use optimizer.in_backward=false"
+                f"{_told(step.result, not_finite)}; lower {lower}, or use optimizer.in_backward=false",
+                *(step.number, step.number),
             )
-        nothing = self._skips == step.number == self.config.steps
-        if self._skips < self.config.precision.skips and not nothing:
+        nothing = self.skips == step.number == self.config.steps
+        if self.skips < self.config.precision.skips and not nothing:
             return
         layer = f" (first in {not_finite.layer})" if not_finite.layer else ""
-        raise ValueError(
-            f"training diverged: {self._skips} step(s) in a row up to step {step.number} had gradients that are not "
+        raise Diverged(
+            f"training diverged: {self.skips} step(s) in a row up to step {step.number} had gradients that are not "
             f"finite{layer}, and updated nothing; the last one: {_told(step.result, not_finite)}. Lower {lower}, "
-            "set clip, or in 16 bits keep that layer in float32 (precision.keep_fp32)"
+            "set clip, or in 16 bits keep that layer in float32 (precision.keep_fp32)",
+            *(step.number - self.skips + 1, step.number),
         )
 
     def _tokens(self, result: StepResult) -> int:
