@@ -25,6 +25,7 @@ from echelon.train.sections import (
     BELOW_ONE,
     CheckpointConfig,
     DataConfig,
+    ElasticConfig,
     EvalConfig,
     MemoryConfig,
     OptimizerConfig,
@@ -66,6 +67,7 @@ class Config:
     """Largest norm of the gradients; 0 turns clipping off."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     shard: ShardConfig = field(default_factory=ShardConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
