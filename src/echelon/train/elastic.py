@@ -29,6 +29,7 @@ from echelon.train.run import Run, RunError, wanted_path
 
 UNNAMED = "none"
 """the id of torchrun's runs that were given none"""
+RESTART = "restart"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +55,9 @@ class Attempt:
 
     def tell(self, run: Run | None, display: Display) -> None:
         """What happened between the last attempt and this one."""
-        if self.number and run is not None:
+        if self.number and run is not None and place.folder() is None:
             of = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-            run.log("restart", number=self.number, of=of, **_last_word(run))
+            run.log(RESTART, number=self.number, of=of, **_last_word(run))
         if self.change is not None:
             display.note(str(self.change))
             if run is not None:

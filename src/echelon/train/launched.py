@@ -11,7 +11,7 @@ from echelon.faults.injection import Injection, later
 from echelon.faults.log import write
 from echelon.launch.failure import RankError
 from echelon.train.config import Config
-from echelon.train.elastic import last_layout, run_of
+from echelon.train.elastic import RESTART, last_layout, run_of
 from echelon.train.loop import train_here
 from echelon.train.replan import Change, change_of
 from echelon.train.run import Run
@@ -32,12 +32,16 @@ def launched(
     used, asked = procs, config
     while True:
         blamed: list[int] = []
+        run_id = uuid.uuid4().hex
 
-        def on_restart(error: RankError, number: int, blamed: list[int] = blamed) -> None:
+        def on_restart(error: RankError, number: int) -> None:
             blamed.append(error.rank)
             _say(f"{_short(error)} Restart {number} of {config.elastic.restarts}.")
+            if (path := run_of(config, resume, run_id, restarted=True)) is not None:
+                # Here, and not by the ranks that are restarted: those may fail before they come to it.
+                facts = {"number": number, "of": config.elastic.restarts, "ranks": [error.rank], "text": str(error)}
+                write(path, facts, RESTART)
 
-        run_id = uuid.uuid4().hex
         try:
             return start(
                 train_here,

@@ -56,6 +56,8 @@ def train_here(config: Config, quiet: bool = False, inject: Sequence[Injection] 
         Stopping(watch.board, rank=world.rank, world=world.world_size, listens=watch.listens) as stopping,
         Injector(attempt.strikes(inject, world.world_size), world.rank, on_strike=watch.injected).armed(),
     ):
+        if attempt.resume and world.rank == 0:
+            watch.keeps(where(attempt.resume)[0])  # what is said of a failure has a log from now on
         summary = Loop(config, world, quiet=quiet, watch=watch, attempt=attempt, stopping=stopping).run()
     if meeting is not None:
         meeting.is_over()
