@@ -114,13 +114,13 @@ class Injection:
         return int(signal.Signals[self.signal])
 
 
-def later(injections: Sequence[Injection], world: int) -> tuple[Injection, ...]:
-    """Those of a later attempt: a rank that is gone dies at its start wherever there are as many ranks as before."""
-    return tuple(
-        replace(one, options={**one.options, "step": 0})
-        for one in injections
-        if one.kind == "gone" and one.of in (None, world)
-    )
+def later(injections: Sequence[Injection], world: int, *, began: int) -> tuple[Injection, ...]:
+    """Those of a later attempt of a run that `began` with so many ranks.
+
+    A rank that is gone dies at its start wherever there are as many ranks as it belongs to.
+    """
+    gone = [one for one in injections if one.kind == "gone" and world == (one.of or began)]
+    return tuple(replace(one, options={**one.options, "step": 0}) for one in gone)
 
 
 def read(texts: Sequence[str], *, world: int | None = None, steps: int | None = None) -> tuple[Injection, ...]:

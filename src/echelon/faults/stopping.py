@@ -7,8 +7,8 @@ Any rank may be sent the signal, at any moment, and must not stop alone.
 1. It leaves the word that a stop is wanted where all can see it: in the launcher's folder, or in the group's store.
 2. The first rank looks for that word before each step. If it is there, it leaves the number of the step to stop after:
    the one it is about to begin, or the next one where steps are read one late. Then it begins the step.
-3. Every rank looks for that number after each step. A step cannot end on any rank before the first rank began it, since
-   its gradients and its loss are everybody's; so the number was there before any rank looked, or it was of a later step.
+3. Every rank looks for that number after each step. A step cannot end on any rank before the first rank began it:
+   its gradients and its loss are everybody's. So the number was there before any rank looked, or is of a later step.
 
 [Note: whose SIGTERM]
 

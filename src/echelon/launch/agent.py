@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.agent.server import WorkerSpec
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -91,7 +91,9 @@ def run(
         monitor_interval=TRIES,
         local_addr=ADDRESS,
     )
-    agent = compat.told_agent(told)(spec, logs_specs=DefaultLogsSpecs(log_dir=str(logs)), start_method=forkserver.METHOD)
+    agent = compat.told_agent(told)(
+        spec, logs_specs=DefaultLogsSpecs(log_dir=str(logs)), start_method=forkserver.METHOD
+    )
     try:
         result = agent.run()
         if result.is_failed():

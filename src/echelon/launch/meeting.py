@@ -90,7 +90,9 @@ def _tell(store: Any, size: int, decide: Callable[[], T], timeout: float) -> tup
                 store.set(f"told/{name}", parcel)
         if time.monotonic() > deadline:
             missing = size - 1 - store.add(f"ok/{token}", 0)
-            raise TimeoutError(f"{missing} of {size} ranks did not come to the start ({timeout:g} s); look at their logs")
+            raise TimeoutError(
+                f"{missing} of {size} ranks did not come to the start ({timeout:g} s); look at their logs"
+            )
         time.sleep(TRIES)
     return token, told
 

@@ -20,7 +20,7 @@ from typing import Any
 from echelon.faults.injection import Injection, later
 from echelon.launch import place
 from echelon.launch.meeting import AGENT, Meeting, meet, under_agent
-from echelon.layout import FaultError
+from echelon.layout import FaultError, Layout
 from echelon.train.config import Config
 from echelon.train.display import Display
 from echelon.train.replan import Change, change_of, suits
@@ -29,7 +29,7 @@ from echelon.train.run import Run, RunError, wanted_path
 
 UNNAMED = "none"
 """the id of torchrun's runs that were given none"""
-RESTART = "restart"
+RESTART, REPLAN = "restart", "replan"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,8 @@ class Attempt:
     ranks: int | None = None
     """the first so many train, where others idle"""
     change: Change | None = None
+    began: int | None = None
+    """ranks of the first attempt, where this is a later one"""
 
     def facts(self) -> dict[str, str]:
         """For a run's plan, and each of its starts."""
@@ -51,7 +53,7 @@ class Attempt:
 
     def strikes(self, inject: Sequence[Injection], world: int) -> tuple[Injection, ...]:
         """Faults on purpose are for the first attempt; only who is gone stays gone."""
-        return later(inject, world) if self.number else tuple(inject)
+        return later(inject, world, began=self.began or world) if self.number else tuple(inject)
 
     def tell(self, run: Run | None, display: Display) -> None:
         """What happened between the last attempt and this one."""
@@ -61,7 +63,7 @@ class Attempt:
         if self.change is not None:
             display.note(str(self.change))
             if run is not None:
-                run.log("replan", **self.change.record())
+                run.log(REPLAN, **self.change.record())
 
 
 def met(config: Config, resume: str) -> tuple[Attempt, Meeting[Attempt] | None]:
@@ -83,11 +85,14 @@ def attempt_of(config: Config, resume: str, world: int) -> Attempt:
     run = Run.open(where(goes_on)[0]) if goes_on else None
     if path is not None and not number:
         number = 1  # agents count for themselves, and not where machines come and go
-    found = Attempt(config=config, resume=goes_on, number=number)
+    began = Layout.parse(str(run.plan["layout"])).world if run is not None else None
+    found = Attempt(config=config, resume=goes_on, number=number, began=began)
     if suits(config, world) or not config.elastic.replan:
         return found
     before = last_layout(run) if run is not None else config.layout
-    change = change_of(config, before, world, why=f"{world} rank{'s are' if world > 1 else ' is'} there")
+    there = f"{world} rank{'s are' if world > 1 else ' is'}"
+    why = f"{there} left" if run is not None and world < Layout.parse(before).world else f"{there} there"
+    change = change_of(config, before, world, why=why)
     if change is None:
         return found  # refused, with what is wrong
     config = replace(config, layout=change.after)
