@@ -11,6 +11,7 @@ only a restart goes on, and a process that starts for the first time starts a ne
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -59,7 +60,7 @@ class Attempt:
         """What happened between the last attempt and this one."""
         if self.number and run is not None and place.folder() is None:
             of = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-            run.log(RESTART, number=self.number, of=of, **_last_word(run))
+            run.log(RESTART, number=self.number, of=of, time=time.time(), **_last_word(run))
         if self.change is not None:
             display.note(str(self.change))
             if run is not None:
