@@ -88,11 +88,15 @@ def attempt_of(config: Config, resume: str, world: int) -> Attempt:
         number = 1  # agents count for themselves, and not where machines come and go
     began = Layout.parse(str(run.plan["layout"])).world if run is not None else None
     found = Attempt(config=config, resume=goes_on, number=number, began=began)
-    if suits(config, world) or not config.elastic.replan:
+    if not config.elastic.replan:
         return found
     before = last_layout(run) if run is not None else config.layout
+    ranks = Layout.parse(before, world=None if before else world).world
     there = f"{world} rank{'s are' if world > 1 else ' is'}"
-    why = f"{there} left" if run is not None and world < Layout.parse(before).world else f"{there} there"
+    why = f"{there} left" if run is not None and world < ranks else f"{there} there"
+    if suits(config, world):  # in the layout that was asked for, perhaps again
+        again = Change(before=before, after=config.layout or f"dp={world}", left=world, seconds=None, why=why)
+        return replace(found, change=again) if run is not None and ranks != world else found
     change = change_of(config, before, world, why=why)
     if change is None:
         return found  # refused, with what is wrong
