@@ -34,7 +34,8 @@ def agent(folder: Path, port: int, *, is_host: bool) -> subprocess.Popen[bytes]:
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=one-job"]
     command += [f"--rdzv-conf=is_host={int(is_host)},{seen}", "--local-addr=127.0.0.1"]
     command += ["-m", "echelon", "train", "config.toml"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(map(os.path.abspath, filter(None, sys.path)))  # as it is here, wherever the ranks are
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     with open(folder / f"agent{int(is_host)}.log", "wb") as log:
         return subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log)
 

@@ -96,7 +96,8 @@ def attempt_of(config: Config, resume: str, world: int) -> Attempt:
     why = f"{there} left" if run is not None and world < ranks else f"{there} there"
     if suits(config, world):  # in the layout that was asked for, perhaps again
         again = Change(before=before, after=config.layout or f"dp={world}", left=world, seconds=None, why=why)
-        return replace(found, change=again) if run is not None and ranks != world else found
+        is_told = run is None or ranks == world or place.folder() is not None  # the launcher of this machine told it
+        return found if is_told else replace(found, change=again)
     change = change_of(config, before, world, why=why)
     if change is None:
         return found  # refused, with what is wrong
