@@ -15,6 +15,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+import attempts  # noqa: E402
 import compression  # noqa: E402
 import context  # noqa: E402
 import curves  # noqa: E402
@@ -59,6 +60,7 @@ DRAWN: dict[str, Callable[[], str]] = {
     "offload-places": offload.places,
     "offload-timeline": offload.timeline,
     "compression-losses": lambda: compression.losses(HERE / "losses-compression.json"),
+    "elastic": lambda: attempts.attempts(HERE / "elastic.json"),
     "precision": precision.types,
     "checkpoints": saves.beside,
     "goodput": saves.how_often,

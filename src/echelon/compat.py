@@ -54,6 +54,35 @@ def own_store() -> Any:
     return store.clone()
 
 
+def told_agent(told: Any) -> Any:
+    """torch's agent of one machine's ranks, which says what it does: `told.started()` when it has started them, and
+    `told.failed(failures)`, by rank, before it restarts them; that may raise. Tried on 2.13.
+
+    What it does is in private methods, and it tells of a failure only when no restart is left.
+    """
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    class Told(LocalElasticAgent):
+        _failures: Any = None
+
+        def _start_workers(self, worker_group: Any) -> dict[int, Any]:
+            found: dict[int, Any] = super()._start_workers(worker_group)
+            told.started()
+            return found
+
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            result = super()._monitor_workers(worker_group)
+            self._failures = result.failures
+            return result
+
+        def _restart_workers(self, worker_group: Any) -> None:
+            self._stop_workers(worker_group)
+            told.failed(self._failures)
+            super()._restart_workers(worker_group)
+
+    return Told
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Runs `callback` when the backward pass under way ends. Called from a gradient hook. Tried on 2.11 and 2.13."""
     from torch.autograd import Variable

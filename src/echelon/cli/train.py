@@ -19,6 +19,7 @@ echelon train config.toml --set optimizer.lr=1e-3 --json\n
 echelon train --plan auto\n
 echelon train --procs 2 --set timeout=20 --inject sleep:rank=1,step=7\n
 echelon train --resume runs/llama-tiny-20250131-120000 --set layout=dp=2\n
+echelon train --procs 4 --set checkpoint.every=50 --set elastic.restarts=3 --set elastic.replan=true\n
 torchrun --nproc-per-node 2 -m echelon train config.toml
 """
 
@@ -42,7 +43,7 @@ def command(
         typer.Option(
             metavar="FAULT",
             help="A fault on purpose, e.g. kill:rank=1,step=7, to see what happens; may be repeated. Also raise, "
-            "sleep, skip-collective, slow-rank, corrupt-file, full-disk, spike, flip.",
+            "sleep, gone, skip-collective, slow-rank, corrupt-file, full-disk, spike, flip.",
         ),
     ] = None,
     resume: Annotated[
@@ -66,6 +67,10 @@ def command(
         summary = run(asked, procs=procs, quiet=as_json, inject=inject or [], resume=resume)
     if as_json and summary.run:
         answer(summary.facts())
+    if summary.stopped is not None:
+        from echelon.faults.stopping import EXIT
+
+        raise typer.Exit(EXIT)
 
 
 def _planned(config: Config, plan: str, procs: int | None, *, quiet: bool) -> Config:

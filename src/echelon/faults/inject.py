@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -61,6 +62,8 @@ class Injector:
             yield
             return
         recorder = self._recorder
+        for _ in self._take(("gone",), 0):
+            os.kill(os.getpid(), signal.SIGKILL)
         recorder.on_phase, recorder.leaves_out, _active = self._phase, self._leaves_out, self
         try:
             yield
@@ -81,6 +84,8 @@ class Injector:
 
     def _phase(self, step: int, phase: str) -> None:
         self._slow(step, phase)
+        if phase == "forward" and self._take(("gone",), step):
+            os.kill(os.getpid(), signal.SIGKILL)
         for one in self._take(("kill", "raise", "sleep"), step, phase=phase):
             if one.kind == "kill":
                 os.kill(os.getpid(), one.number)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from echelon.layout import Fault, FaultError
@@ -60,6 +60,11 @@ KINDS: dict[str, dict[str, Option]] = {
         "phase": _phase("forward"),
         "signal": Option(_one_of(SIGNALS), ", ".join(SIGNALS), "SIGKILL"),
     },
+    "gone": {
+        "rank": RANK,
+        "step": STEP,
+        "of": Option(_at_least(1), "the number of ranks it belongs to", may_miss=True),
+    },
     "raise": {"rank": RANK, "step": STEP, "phase": _phase("forward")},
     "sleep": {
         "rank": RANK,
@@ -109,6 +114,15 @@ class Injection:
     def number(self) -> int:
         """Of its signal."""
         return int(signal.Signals[self.signal])
+
+
+def later(injections: Sequence[Injection], world: int, *, began: int) -> tuple[Injection, ...]:
+    """Those of a later attempt of a run that `began` with so many ranks.
+
+    A rank that is gone dies at its start wherever there are as many ranks as it belongs to.
+    """
+    gone = [one for one in injections if one.kind == "gone" and world == (one.of or began)]
+    return tuple(replace(one, options={**one.options, "step": 0}) for one in gone)
 
 
 def read(texts: Sequence[str], *, world: int | None = None, steps: int | None = None) -> tuple[Injection, ...]:

@@ -57,7 +57,9 @@ def watched(world: World, timeout: float) -> Iterator[Watch]:
 
 class Watch:
     def __init__(self, board: Board | None):
-        self._board = board
+        self._board = self.board = board
+        self.listens = board is not None or not under_launcher()
+        """signals that this process is sent are for the run: nobody else made its group"""
         self._run = ""
         self.publish: Callable[[], None] = lambda: None
         """leaves a heartbeat now"""
@@ -89,9 +91,9 @@ class Watch:
 
 
 def _board(world: World) -> Board | None:
-    if world.world_size == 1 or not under_launcher():
-        return None
     folder = place.folder()
+    if not under_launcher() or (world.world_size == 1 and folder is None):
+        return None
     if folder is not None:
         return Files(folder / place.FAULTS)
     return InStore(compat.own_store())

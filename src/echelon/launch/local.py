@@ -22,19 +22,18 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from echelon.launch import forkserver, place
+from echelon.launch import agent, forkserver, place
 from echelon.launch.failure import Explained, Failure, RankError, first
-from echelon.launch.loopback import ADDRESS, use_loopback
+from echelon.launch.loopback import use_loopback
 from echelon.launch.parcel import pack, unpack
 
 T = TypeVar("T")
@@ -49,6 +48,8 @@ FATAL = "Fatal Python error"
 
 Explain = Callable[[Path, Sequence[Failure], int], Explained | None]
 """What may be said of failures by who knows what the ranks left in the launcher's folder; the last is their number."""
+OnRestart = Callable[[RankError, int], None]
+"""Is told why ranks are restarted, and for which time."""
 
 
 def start(
@@ -58,54 +59,56 @@ def start(
     *,
     logs: Path | None = None,
     explain: Explain | None = None,
+    restarts: int = 0,
+    on_restart: OnRestart | None = None,
+    stoppable: bool = False,
+    run_id: str = "",
+    devices: Sequence[int] = (),
 ) -> T:
     """Call `function(*args)` on `procs` new ranks of this machine and return what rank 0 returns.
 
     The ranks find torchrun's environment variables, so `world.join()` makes them a group. Rank 0 writes to the
     console; the others write to `logs/rank1.log` and so on (default: a folder that is removed at the end). The
     function must be importable by name. Raises `RankError` with the first failure; Ctrl-C ends all ranks.
+
+    Up to `restarts` times all ranks are started anew where one failed. A `stoppable` function looks for the word that
+    place.py has of SIGTERM. `devices` are the numbers of the GPUs that ranks may use; none: all of them.
     """
     if procs < 1:
         raise ValueError(f"one rank or more is needed (procs={procs})")
     forkserver.await_imports()
     with tempfile.TemporaryDirectory(prefix="echelon-ranks-") as scratch:
         folder = Path(scratch)
-        if logs is None:
-            logs = folder
-        logs.mkdir(parents=True, exist_ok=True)
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=procs,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint=f"{ADDRESS}:0",
-            local_addr=ADDRESS,
-            max_restarts=0,
-            start_method=forkserver.METHOD,
-            logs_specs=DefaultLogsSpecs(log_dir=str(folder / "elastic")),
-        )
+        what = f"{function.__module__}.{function.__qualname__}"
+
+        def error_of(seen: Mapping[int, Any], attempt: int) -> RankError:
+            return _error(seen, place.of_attempt(folder, attempt), logs, procs, what, explain, attempt)
+
+        told = agent.Told(folder, error_of, on_restart, stoppable=stoppable)
         call = pack((function, tuple(args)))
         try:
             with _quiet(), _signals_kept():
-                values = elastic_launch(config, _enter)(call, str(folder), str(logs))
+                values = agent.run(
+                    _enter,
+                    (call, str(folder), str(logs or ""), _visible(devices)),
+                    procs,
+                    told=told,
+                    logs=folder / "elastic",
+                    restarts=restarts,
+                    run_id=run_id or uuid.uuid4().hex,
+                )
         except ChildFailedError as error:
-            name = f"{function.__module__}.{function.__qualname__}"
-            failures = _failures(error, folder, logs)
-            found = explain(folder, failures, procs) if explain is not None else None
-            if found is not None:
-                raise RankError.explained(found, failures) from None
-            raise RankError.of(first(failures), world=procs, what=name) from None
+            raise error_of(error.failures, told.attempt) from None
         except SignalException as error:
             # The launcher turns signals into this exception, and has ended the ranks.
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
-            raise SystemExit(128 + error.sigval) from None
+            raise SystemExit(128 + (signal.SIGTERM if told.stopping else error.sigval)) from None
         value: T = unpack(values[0])
         return value
 
 
-def _enter(call: bytes, folder: str, logs: str) -> bytes:
+def _enter(call: bytes, root: str, logs: str, visible: str) -> bytes:
     """What each rank runs."""
     # The launcher ends ranks by these signals. The default action is at once and without a traceback.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -113,17 +116,22 @@ def _enter(call: bytes, folder: str, logs: str) -> bytes:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     forkserver.end_with_parent()
     rank = int(os.environ["RANK"])
+    folder = place.of_attempt(Path(root), int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
+    folder.mkdir(exist_ok=True)
     if rank != 0:
-        _redirect(Path(logs) / f"rank{rank}.log")
+        Path(logs or folder).mkdir(parents=True, exist_ok=True)
+        _redirect(Path(logs or folder) / f"rank{rank}.log")
+    if visible:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
     use_loopback()
-    place.use(Path(folder))
+    place.use(folder)
     try:
         function, args = unpack(call)
         value = function(*args)
         return pack(value) if rank == 0 else b""
     except BaseException as error:
         failure = Failure.of(error, rank)
-        record = Path(folder) / f"failure{rank}.json"
+        record = folder / f"failure{rank}.json"
         # Renamed when complete: the launcher may end this rank at any moment.
         draft = record.with_suffix(".draft")
         draft.write_text(json.dumps(asdict(failure)))
@@ -131,6 +139,29 @@ def _enter(call: bytes, folder: str, logs: str) -> bytes:
         if failure.lost_peer:
             time.sleep(LINGER)
         sys.exit(1)
+
+
+def _visible(devices: Sequence[int]) -> str:
+    """The variable that says which GPUs there are, with these of them."""
+    shown = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return ",".join(shown[number] if number < len(shown) else str(number) for number in devices)
+
+
+def _error(
+    seen: Mapping[int, Any],
+    folder: Path,
+    logs: Path | None,
+    procs: int,
+    what: str,
+    explain: Explain | None,
+    attempt: int,
+) -> RankError:
+    failures = _failures(seen, folder, logs or folder)
+    again = f"This was after {attempt} restart{'s' if attempt > 1 else ''}." if attempt else ""
+    found = explain(folder, failures, procs) if explain is not None else None
+    if found is not None:
+        return RankError.explained(replace(found, text=" ".join(filter(None, [found.text, again]))), failures)
+    return RankError.of(first(failures), world=procs, what=what, remark=again)
 
 
 def _redirect(path: Path) -> None:
@@ -142,12 +173,12 @@ def _redirect(path: Path) -> None:
         os.dup2(file.fileno(), 2)
 
 
-def _failures(error: ChildFailedError, folder: Path, logs: Path) -> list[Failure]:
+def _failures(seen: Mapping[int, Any], folder: Path, logs: Path) -> list[Failure]:
     found = [Failure(**json.loads(path.read_text())) for path in folder.glob("failure*.json")]
     recorded = {failure.rank for failure in found}
-    for rank, seen in error.failures.items():
+    for rank, ended in seen.items():
         if rank not in recorded:
-            found.append(Failure.of_exit(seen.exitcode, rank, _last_lines(logs / f"rank{rank}.log")))
+            found.append(Failure.of_exit(ended.exitcode, rank, _last_lines(logs / f"rank{rank}.log")))
     return found
 
 

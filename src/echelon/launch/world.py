@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+
+    from echelon.launch.meeting import Meeting
 
 _LAUNCHER_SETS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -54,12 +56,15 @@ def under_launcher() -> bool:
 
 
 @contextmanager
-def join(device: str = "auto", timeout: float = 600.0) -> Iterator[World]:
+def join(
+    device: str = "auto", timeout: float = 600.0, *, meeting: Meeting[Any] | None = None, ranks: int | None = None
+) -> Iterator[World]:
     """Join the ranks that the launcher started, for the length of a `with` block.
 
     Without a launcher this is a world of one, and no process group is made. Inside a process group that exists
     already, it is that group, which is left as it is. `device` is `auto`, `cpu` or `cuda`; `timeout` is in seconds,
-    for one collective.
+    for one collective. Ranks that met before form the group by their meeting's store; `ranks` are the first so many
+    that do, where others idle.
     """
     import torch.distributed as dist
 
@@ -68,17 +73,18 @@ def join(device: str = "auto", timeout: float = 600.0) -> Iterator[World]:
     elif not under_launcher():
         yield World(device=_device(device, local_rank=0, local_world_size=1))
     else:
-        with _group(device, timeout) as world:
+        with _group(device, timeout, meeting, ranks) as world:
             yield world
 
 
 @contextmanager
-def _group(device: str, timeout: float) -> Iterator[World]:
+def _group(device: str, timeout: float, meeting: Meeting[Any] | None, ranks: int | None) -> Iterator[World]:
     import torch
     import torch.distributed as dist
 
     rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    world_size = ranks or world_size
     where = _device(device, local_rank=local_rank, local_world_size=local_world_size)
     # On CUDA too there is a group on the CPU, for checkpoints in the background and for small Python objects.
     backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
@@ -89,6 +95,7 @@ def _group(device: str, timeout: float) -> Iterator[World]:
         torch.set_num_threads(max(1, cores() // local_world_size))
     dist.init_process_group(
         backend=backend,
+        store=meeting.store if meeting is not None else None,
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout),

@@ -36,10 +36,10 @@ class Checkpoints:
         self._saving: Saving | None = None
         self._told: str | None = None
         self._blocked = 0.0
+        self._saved = 0
+        self._address = config.checkpoint.path or str((run or Path()) / FOLDER)
         if config.checkpoint.every or resumes:
-            keep = Keep(last=config.checkpoint.keep, every=config.checkpoint.keep_every)
-            address = config.checkpoint.path or str((run or Path()) / FOLDER)
-            self._saving = Saving(engine, address, keep=keep)
+            self._saving = self._open()
 
     def restore(self, step: int | None) -> Loaded | None:
         """From the newest checkpoint, or that of a step; none where there is none yet: the run starts anew."""
@@ -69,7 +69,7 @@ class Checkpoints:
     def now(self, step: int) -> None:
         """Saves, and waits until the checkpoint exists."""
         assert self._saving is not None
-        self._saving.save(self._facts(step))
+        self._save(self._saving, step)
         self._saving.wait()
 
     def due(self, step: int, *, last: bool) -> bool:
@@ -84,11 +84,14 @@ class Checkpoints:
         self._saving.check()
         self._report()
         if self.due(step, last=last):
-            begun = time.perf_counter()
-            self._saving.wait()
-            self._report()
-            self._saving.save(self._facts(step))
-            self._blocked = time.perf_counter() - begun
+            self._save(self._saving, step)
+
+    def at_stop(self, step: int) -> None:
+        """The run stops after this step, before its end: it is saved, also where no save was asked for."""
+        if self._saving is None:
+            self._saving = self._open()
+        if self._saved != step:
+            self._save(self._saving, step)
 
     def end(self) -> str | None:
         """Until the last save is through; gives its address."""
@@ -101,6 +104,17 @@ class Checkpoints:
     def close(self) -> None:
         if self._saving is not None:
             self._saving.close()
+
+    def _open(self) -> Saving:
+        keep = Keep(last=self._config.checkpoint.keep, every=self._config.checkpoint.keep_every)
+        return Saving(self._engine, self._address, keep=keep)
+
+    def _save(self, saving: Saving, step: int) -> None:
+        begun = time.perf_counter()
+        saving.wait()
+        self._report()
+        saving.save(self._facts(step))
+        self._blocked, self._saved = time.perf_counter() - begun, step
 
     def _report(self) -> None:
         assert self._saving is not None

@@ -25,6 +25,7 @@ from echelon.train.sections import (
     BELOW_ONE,
     CheckpointConfig,
     DataConfig,
+    ElasticConfig,
     EvalConfig,
     MemoryConfig,
     OptimizerConfig,
@@ -70,6 +71,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     spike: SpikeConfig = field(default_factory=SpikeConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     shard: ShardConfig = field(default_factory=ShardConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)

@@ -29,7 +29,7 @@ Rule = tuple[tuple[str, ...], Fault]
 def between(config: Config, *, world: int | None, refused: Set[str]) -> list[Fault]:
     """`refused` are keys that are known to be wrong: rules that need their values are not asked."""
     rules = [*_data_rules(config), *_model_rules(config), *_precision_rules(config), *_optimizer_rules(config)]
-    rules += [*_run_rules(config), *_compress_rules(config)]
+    rules += [*_run_rules(config), *_compress_rules(config), *_elastic_rules(config)]
     rules += number_faults.rules(config, Layout.resolve(grammar.read(config.layout).given))
     found = [fault for involved, fault in rules if refused.isdisjoint(involved)]
     return found + _layout_faults(config, world, refused)
@@ -148,6 +148,14 @@ def _run_rules(config: Config) -> Iterator[Rule]:
         rule = f"cannot be written ({there} is read-only)"
     if rule:
         yield ("run",), Fault(key="run", value=config.run, rule=rule, legal="a folder that can be made and written")
+
+
+def _elastic_rules(config: Config) -> Iterator[Rule]:
+    layout = Layout.resolve(grammar.read(config.layout).given)
+    if config.elastic.replan and layout.pp > 1 and layout.schedule in ASYNCHRONOUS:
+        rule = f"would change what is computed: updates of schedule={layout.schedule} depend on the number of stages"
+        fault = Fault(key="elastic.replan", value="true", rule=rule, legal="false, or another schedule")
+        yield ("elastic.replan", "layout"), fault
 
 
 OF_MIXTURES = ("gate", "expert_dropout")

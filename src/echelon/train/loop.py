@@ -16,6 +16,7 @@ import torch
 from echelon.faults.inject import Injector
 from echelon.faults.injection import Injection
 from echelon.faults.ring import here
+from echelon.faults.stopping import Stopping
 from echelon.faults.watch import Watch, watched
 from echelon.launch.world import World, join
 from echelon.layout import Mesh, check
@@ -30,6 +31,7 @@ from echelon.train.checkpoints import Checkpoints
 from echelon.train.config import Config
 from echelon.train.derived import derived
 from echelon.train.display import Display
+from echelon.train.elastic import Attempt, met
 from echelon.train.engine import Engine
 from echelon.train.looks import EVERY, Looks, position
 from echelon.train.options import loss_scale_of, options_of
@@ -47,19 +49,33 @@ from echelon.train.telling import Step, Telling
 
 def train_here(config: Config, quiet: bool = False, inject: Sequence[Injection] = (), resume: str = "") -> Summary:
     """Trains on the ranks this process was started among: all of them call this, rank 0's summary names the run."""
+    attempt, meeting = met(config, resume)
+    if meeting is not None and attempt.ranks is not None and meeting.rank >= attempt.ranks:
+        meeting.idle()
+        raise SystemExit(0)
+    config = attempt.config
     with (
-        join(config.device, config.timeout) as world,
+        join(config.device, config.timeout, meeting=meeting, ranks=attempt.ranks) as world,
         watched(world, config.timeout) as watch,
-        Injector(inject, world.rank, on_strike=watch.injected).armed(),
+        Stopping(watch.board, rank=world.rank, world=world.world_size, listens=watch.listens) as stopping,
+        Injector(attempt.strikes(inject, world.world_size), world.rank, on_strike=watch.injected).armed(),
     ):
-        return Loop(config, world, quiet=quiet, watch=watch, resume=resume).run()
+        if attempt.resume and world.rank == 0:
+            watch.keeps(where(attempt.resume)[0])  # what is said of a failure has a log from now on
+        summary = Loop(config, world, quiet=quiet, watch=watch, attempt=attempt, stopping=stopping).run()
+    if meeting is not None:
+        meeting.is_over()
+    return summary
 
 
 class Loop:
     """One rank's part of a run."""
 
-    def __init__(self, config: Config, world: World, *, quiet: bool, watch: Watch, resume: str = ""):
-        self.config, self.world, self._watch, self.resume = config, world, watch, resume
+    def __init__(
+        self, config: Config, world: World, *, quiet: bool, watch: Watch, attempt: Attempt, stopping: Stopping
+    ):
+        self.config, self.world, self._watch, self.resume = config, world, watch, attempt.resume
+        self._attempt, self._stopping = attempt, stopping
         self.started = time.perf_counter()
         lane = here.lane(range(world.world_size))
         self.task = task_of(config, world.first_rank_first(lambda: here.doing("barrier", "world", lane)))
@@ -111,10 +127,11 @@ class Loop:
         run, before = None, {}
         if self.world.rank == 0:
             before = predicted(self.config, self.layout, self.task.shape, self.world, threads=threads)
-            plan = {"layout": str(self.layout), "derived": rows, "predicted": before}
+            plan = {"layout": str(self.layout), "derived": rows, "predicted": before, **self._attempt.facts()}
             run = Run.open(where(self.resume)[0]) if self.resume else Run.create(self.config, plan)
         if run is not None:
             self._watch.keeps(run.path)
+        self._attempt.tell(run, self.display)
         if run is not None and self.profile is not None:
             run.write("profile.json", self.profile.to_json())
         telling = Telling(
@@ -136,9 +153,12 @@ class Loop:
             first = self._resumed(checkpoints, telling) if self.resume else 0
             if telling.spikes.goes_back and not first:
                 checkpoints.now(0)  # a spike before the first checkpoint has somewhere to go back to
-            telling.begins(first)
+            telling.begins(first, **self._attempt.facts())
             with self.display:
                 summary = self._steps(telling, checkpoints, first)
+                if summary.stopped is not None:
+                    self._stopped(run, summary)
+                    return summary
                 with self.engine.averaged():
                     sample = self.task.sample(self.engine)
                 self.engine.drain()
@@ -154,6 +174,12 @@ class Loop:
             if run is not None:
                 run.close()
         return summary
+
+    def _stopped(self, run: Run | None, summary: Summary) -> None:
+        if run is not None:
+            run.log("stopped", step=summary.stopped, signal="SIGTERM", checkpoint=summary.checkpoint, time=time.time())
+            again = f"go on with: echelon train --resume {run.path}"
+            self.display.note(f"stopped by SIGTERM after step {summary.stopped}; {again}")
 
     def _checkpoints(self, run: Run | None, telling: Telling) -> Checkpoints:
         def tell(kind: str, facts: dict[str, Any]) -> None:
@@ -205,8 +231,10 @@ class Loop:
         # A GPU works on a step while the host queues the next; ranks of an asynchronous schedule end a step at
         # different times. Told one step later, nobody waits for it.
         late = self.world.device.type == "cuda" or (pipeline is not None and pipeline.asynchronous)
+        self._stopping.late = late
         step = first
         while step < config.steps:
+            self._stopping.before(step + 1)
             telling.stopwatch.begin()
             here.step = step + 1
             lr = learning_rate(step, config.steps, config)
@@ -244,6 +272,11 @@ class Loop:
                 telling.seconds[-1] += time.perf_counter() - begun  # what steps have left to do is a part of them
             if last or not (telling.spikes.goes_back and telling.skips):
                 checkpoints.after(step + 1, last=last)
+            if self._stopping.is_due(step + 1) and not last:
+                spike = telling.tell(untold)
+                done = step + 1 if spike is None else self._back(spike, telling, checkpoints)
+                checkpoints.at_stop(done)
+                return telling.summary(result, eval_loss=eval_loss, checkpoint=checkpoints.end(), stopped=done)
             if evaluates:
                 with here.during("evaluation"):
                     eval_loss = self.engine.evaluate(self.task.evaluation(self.engine))

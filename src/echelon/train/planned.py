@@ -116,10 +116,22 @@ def best_plan(config: Config, procs: int | None) -> Plan:
     if own.is_own(config.model):
         rule = "plans named models; a module of your own is planned by `echelon plan file.py:factory`"
         raise FaultError([Fault(key="plan", value=AUTO, rule=rule, hint="set layout")])
+    world = int(os.environ.get("WORLD_SIZE", procs or 0)) or None
+    wish = wish_of(config, world)
+    found = search(wish, top=1)
+    if found:
+        return found[0]
+    least = nearest(wish)
+    words = infeasible(least) if least else [f"a batch of {config.batch} does not divide over the ranks"]
+    raise FaultError([Fault(key="plan", value=AUTO, rule="found no layout", hint=" ".join(words))])
+
+
+def wish_of(config: Config, ranks: int | None) -> Wish:
+    """A run as a question to the planner: the best layout on so many ranks, or one for each device of this machine."""
     shape = config.changed(sizes.find(config.model))
-    wish = Wish(
+    return Wish(
         shape=of_config(shape),
-        cluster=_ranks(procs),
+        cluster=_ranks(ranks),
         batch=config.batch,
         seq_len=config.seq_len,
         precision=precision_of(config),
@@ -130,20 +142,14 @@ def best_plan(config: Config, procs: int | None) -> Plan:
         rule=config.optimizer,
         thrift=thrift_of(config),
     )
-    found = search(wish, top=1)
-    if found:
-        return found[0]
-    least = nearest(wish)
-    words = infeasible(least) if least else [f"a batch of {config.batch} does not divide over the ranks"]
-    raise FaultError([Fault(key="plan", value=AUTO, rule="found no layout", hint=" ".join(words))])
 
 
-def _ranks(procs: int | None) -> Cluster:
+def _ranks(ranks: int | None) -> Cluster:
     """This machine with as many ranks as there are, or as a launcher started on how many machines."""
     cluster = here()
     device = cluster.device
-    world = int(os.environ.get("WORLD_SIZE", procs or cluster.devices))
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    world = ranks or cluster.devices
+    local = min(int(os.environ.get("LOCAL_WORLD_SIZE", world)), world)
     return replace(cluster, parts=(Part(device=device, nodes=max(1, world // local), per_node=local),))
 
 

@@ -41,7 +41,7 @@ class Run:
     @classmethod
     def create(cls, config: Config, plan: Mapping[str, Any]) -> Self:
         """A new directory. One that is in use is left alone: the new one gets the suffix -2, -3, …"""
-        wanted = Path(config.run or f"runs/{_file_name(config.model)}-{time.strftime('%Y%m%d-%H%M%S')}")
+        wanted = wanted_path(config)
         for number in itertools.count(1):
             path = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
             try:
@@ -166,6 +166,11 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return value
+
+
+def wanted_path(config: Config) -> Path:
+    """Where a new run would be made now, if nothing were there."""
+    return Path(config.run or f"runs/{_file_name(config.model)}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
 def _file_name(model: str) -> str:

@@ -118,6 +118,14 @@ class ReplayConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ElasticConfig:
+    restarts: Annotated[int, AT_LEAST_0] = 0
+    """Times that ranks of this machine are started again where one failed; they go on from the newest checkpoint."""
+    replan: bool = False
+    """Where other ranks are there than the layout is for, go on in the best layout for those. Otherwise: refused."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SampleConfig:
     tokens: Annotated[int, AT_LEAST_0] = 160
     """Tokens of text to write after the last step; 0 turns it off."""

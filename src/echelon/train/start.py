@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.faults import injection
 from echelon.faults.injection import Injection
+from echelon.faults.stopping import EXIT
 from echelon.layout import Fault, FaultError, Layout
 from echelon.models.own import refuse_while_loading, spec_of
 from echelon.train.config import Config
@@ -32,7 +33,10 @@ def train(
     """
     refuse_while_loading("train")
     config = read(model, settings, procs)
-    return Run.open(run(config, procs=procs, quiet=quiet).run)
+    summary = run(config, procs=procs, quiet=quiet)
+    if summary.stopped is not None:
+        raise SystemExit(EXIT)  # somebody wants this process to end, and it has saved
+    return Run.open(summary.run)
 
 
 def read(model: str | Path | Config | Callable[[], Any], settings: dict[str, Any], procs: int | None) -> Config:
@@ -92,9 +96,8 @@ def run(
     `inject` are faults on purpose, e.g. `kill:rank=2,step=7`; `resume` is the directory of a run that goes on, or of
     one of its checkpoints.
     """
-    from echelon.faults.autopsy import explain
-    from echelon.launch.local import start
     from echelon.launch.world import under_launcher
+    from echelon.train.launched import launched
     from echelon.train.loop import train_here
 
     if procs is None:
@@ -107,14 +110,19 @@ def run(
         faults += _device_faults(count)
     injections: tuple[Injection, ...] = ()
     try:
-        injections = injection.read(inject, world=procs, steps=config.steps)
+        injections = injection.read(inject, world=None if _is_restarted() else procs, steps=config.steps)
     except FaultError as error:
         faults += error.faults
     if faults:
         raise FaultError(faults)
-    if count == 1:
+    if count == 1 and (under_launcher() or not config.elastic.restarts):
         return train_here(config, quiet, injections, resume)
-    return start(train_here, (config, quiet, injections, resume), count, explain=explain)
+    return launched(config, quiet=quiet, inject=injections, resume=resume, procs=count)
+
+
+def _is_restarted() -> bool:
+    """torch's agent started this process anew: there may be fewer ranks than before."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def _procs_faults(procs: int) -> list[Fault]:

@@ -27,6 +27,10 @@ class Summary:
     experts: dict[str, Any] | None = None
     """how evenly experts were used in the last step, and `dropped_in_run`; none where the model has no experts"""
 
+    stopped: int | None = None
+    """the step after which it stopped because it was asked to (SIGTERM); none where it came to its end"""
+
     def facts(self) -> dict[str, Any]:
-        """For the log and `--json`: of experts only where there are some."""
-        return {name: value for name, value in asdict(self).items() if name != "experts" or value is not None}
+        """For the log and `--json`: of experts only where there are some, of a stop only where there was one."""
+        rare = ("experts", "stopped")
+        return {name: value for name, value in asdict(self).items() if name not in rare or value is not None}

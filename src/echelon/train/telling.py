@@ -87,9 +87,9 @@ class Telling:
         self.seconds: list[float] = []
         """of every step"""
 
-    def begins(self, after: int) -> None:
+    def begins(self, after: int, **facts: Any) -> None:
         """An attempt at the run begins after so many steps; what others did before it counts for goodput."""
-        start: dict[str, Any] = {"kind": "start", "time": self._clock, "after": after}
+        start: dict[str, Any] = {"kind": "start", "time": self._clock, "after": after, **facts}
         if self.run is not None:
             self._attempts = [record for record in self.run.records() if record["kind"] in COUNTED]
             self.run.log(**start)
@@ -229,7 +229,9 @@ class Telling:
         now = self._clock + time.perf_counter() - self._started
         return goodput(self._attempts, now=now)
 
-    def summary(self, last: StepResult, *, eval_loss: float | None, checkpoint: str | None) -> Summary:
+    def summary(
+        self, last: StepResult, *, eval_loss: float | None, checkpoint: str | None, stopped: int | None = None
+    ) -> Summary:
         """Of the run so far; `last` is the last step's."""
         spent = self.spent()
         steady = self.seconds[1:] or self.seconds  # the first step allocates, and would spoil the mean
@@ -246,6 +248,7 @@ class Telling:
             eval_loss=eval_loss,
             time=spent.record(),
             checkpoint=checkpoint,
+            stopped=stopped,
             experts={**self._experts.facts(), "dropped_in_run": self._dropped} if self._experts else None,
         )
 

@@ -1,0 +1,112 @@
+"""All ranks stop after the same step, whoever was told to; and who is told because a peer died ends at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from echelon.faults.board import Files
+from echelon.faults.state import State
+from echelon.faults.stopping import Stopping, is_alive
+from echelon.launch.place import STOP, want_stop
+
+
+@pytest.fixture
+def board(tmp_path):
+    return Files(tmp_path / "faults")
+
+
+def ranks(board, count=2, late=False):
+    found = [Stopping(board, rank=rank, world=count, listens=False) for rank in range(count)]
+    for one in found:
+        one.late = late
+    return found
+
+
+def test_the_step_that_the_first_rank_is_about_to_begin_is_the_last(board):
+    first, second = ranks(board)
+    first.before(4)
+    assert not first.is_due(4)
+    board.set(STOP, "SIGTERM")
+    assert not second.is_due(4)  # nothing was decided yet
+    second.before(5)  # it does not decide
+    assert not second.is_due(5)
+    first.before(5)
+    # The other may be a step behind, and looks at the same number.
+    assert [second.is_due(4), second.is_due(5), first.is_due(5)] == [False, True, True]
+
+
+def test_where_results_are_read_late_it_is_the_next(board):
+    first, second = ranks(board, late=True)
+    board.set(STOP, "SIGTERM")
+    first.before(5)
+    assert [rank.is_due(5) for rank in (first, second)] == [False, False]
+    assert [rank.is_due(6) for rank in (first, second)] == [True, True]
+
+
+def test_the_word_of_the_launcher_is_seen(board, tmp_path):
+    want_stop(tmp_path)
+    (one,) = ranks(board, 1)
+    one.before(1)
+    assert one.is_due(1)
+
+
+def test_one_process_stops_by_itself_and_gives_the_signal_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with Stopping(None, rank=0, world=1) as stopping:
+        stopping.before(1)
+        assert not stopping.is_due(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        deadline = time.monotonic() + 5
+        while not stopping.is_due(2) and time.monotonic() < deadline:
+            stopping.before(2)
+        assert stopping.is_due(2)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+ENDS = """
+import ctypes, os, signal, sys, time
+from pathlib import Path
+from echelon.faults.board import Files
+from echelon.faults.stopping import Stopping
+with Stopping(Files(Path(sys.argv[1])), rank=0, world=2):
+    for _ in range(int(sys.argv[2])):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.3)
+    print("still here", flush=True)
+    ctypes.CDLL(None).sleep(60)  # not Python: as a main thread that hangs in a collective
+"""
+
+
+def sent(folder, times):
+    with subprocess.Popen([sys.executable, "-c", ENDS, str(folder), str(times)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        if said:
+            begun = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            process.wait(10)
+            assert time.monotonic() - begun < 5
+        return said, process.wait(10)
+
+
+def test_a_second_one_ends_the_process_wherever_it_hangs(board):
+    assert sent(board.folder, 1) == (b"still here\n", 143)
+
+
+def test_a_rank_whose_peer_has_said_that_it_failed_ends_at_once(board):
+    board.put(State(rank=1, host=os.uname().nodename, pid=os.getpid(), how="raised"))
+    assert sent(board.folder, 1) == (b"", 143)
+
+
+def test_a_rank_whose_peer_is_gone_ends_at_once(board):
+    with subprocess.Popen(["true"]) as peer:
+        while is_alive(peer.pid):  # it ends, and stays as a zombie until somebody asks for its status
+            time.sleep(0.01)
+        board.put(State(rank=1, host=os.uname().nodename, pid=peer.pid))
+        assert sent(board.folder, 1) == (b"", 143)

@@ -1,0 +1,47 @@
+"""Ranks meet on a store that remembers earlier attempts."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+from torch.distributed import TCPStore
+
+from echelon.launch import meeting
+
+
+@pytest.fixture
+def store():
+    return TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=10), wait_for_workers=False)
+
+
+def met(store, size, word):
+    """What every rank is told."""
+    clients = [TCPStore("127.0.0.1", store.port, timeout=timedelta(seconds=10)) for _ in range(size)]
+    found: dict[int, tuple[str, str]] = {}
+
+    def ask(rank):
+        found[rank] = meeting._ask(clients[rank], rank)
+
+    threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(1, size)]
+    for thread in threads:
+        thread.start()
+    found[0] = meeting._tell(clients[0], size, lambda: word, timeout=10)
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_everybody_is_told_and_what_was_left_before_is_not_believed(store):
+    first = met(store, 3, "first")
+    assert {told for _, told in first.values()} == {"first"}
+    again = met(store, 2, "again")
+    assert {told for _, told in again.values()} == {"again"}
+    tokens = {token for token, _ in [*first.values(), *again.values()]}
+    assert len(tokens) == 2
+
+
+def test_a_rank_that_does_not_come_is_counted(store):
+    with pytest.raises(TimeoutError, match="2 of 3 ranks did not come to the start"):
+        meeting._tell(store, 3, lambda: "word", timeout=0.2)
