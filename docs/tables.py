@@ -17,6 +17,7 @@ import compressed
 import gates
 import grids
 import left_of_time
+import saved_memory
 import state_types
 import techniques
 import traffic
@@ -351,6 +352,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "bench measured": bench_measured,
     "own steps": own_steps,
     "goodput": left_of_time.printed,
+    "memory stack": lambda: markdown(*saved_memory.measured(saved_memory.STACKED)),
+    "memory alone": lambda: markdown(*saved_memory.measured(saved_memory.ALONE)),
     "savings": lambda: markdown(*techniques.saved()),
     "layout keys": layout_keys,
     "configuration keys": configuration_keys,

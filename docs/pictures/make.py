@@ -20,6 +20,7 @@ import compression  # noqa: E402
 import context  # noqa: E402
 import curves  # noqa: E402
 import kept  # noqa: E402
+import memory  # noqa: E402
 import mixtures  # noqa: E402
 import offload  # noqa: E402
 import pipelines  # noqa: E402
@@ -62,6 +63,7 @@ DRAWN: dict[str, Callable[[], str]] = {
     "compression-losses": lambda: compression.losses(HERE / "losses-compression.json"),
     "elastic": lambda: attempts.attempts(HERE / "elastic.json"),
     "precision": precision.types,
+    "memory-stack": memory.stacked,
     "checkpoints": saves.beside,
     "goodput": saves.how_often,
     "loss-contract": steps.loss_contract,
