@@ -11,6 +11,8 @@ from echelon.cli import carrying
 from echelon.cli.trouble import answer, told
 
 EXAMPLES = """[bold]Examples[/bold]\n
+echelon export runs/llama-tiny-20250131-120000 out\n
+echelon export runs/mine/checkpoints/step-00000100 out --average\n
 echelon export llama-7b out --dtype bfloat16\n
 echelon export mixtral out --shard-size 2GB --json\n
 echelon export gpt2-124m first --seed 1
@@ -19,11 +21,18 @@ echelon export gpt2-124m first --seed 1
 
 def command(
     source: Annotated[
-        str, typer.Argument(help="A directory that `echelon import` made, or a named size with its first values.")
+        str,
+        typer.Argument(
+            help="A run or one of its checkpoints, a directory that `echelon import` made, or a named size with its "
+            "first values."
+        ),
     ],
     out: Annotated[Path, typer.Argument(help="The directory to write, which must be new or empty.")],
     dtype: Annotated[str, typer.Option(help="Of the weights: keep, float32, bfloat16, float16 or float64.")] = "keep",
     shard_size: Annotated[str, typer.Option(help="Largest size of a file.")] = "5GB",
+    average: Annotated[
+        bool, typer.Option("--average", help="The moving average of a run's weights (optimizer.ema).")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of the first values of a named size.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
 ) -> None:
@@ -31,8 +40,12 @@ def command(
     with told(as_json):
         largest = carrying.size(shard_size)
         from echelon.checkpoint.hugging_face.carry import export_model
+        from echelon.train.exported import is_trained, trained
 
-        done = export_model(source, out, dtype=dtype, largest=largest, seed=seed, progress=carrying.progress)
+        if average and not is_trained(source):
+            raise ValueError(f"only a run has an average of its weights (--average, source {source})")
+        given = trained(source, average=average) if is_trained(source) else source
+        done = export_model(given, out, dtype=dtype, largest=largest, seed=seed, progress=carrying.progress)
     if as_json:
         answer(done.facts())
     else:

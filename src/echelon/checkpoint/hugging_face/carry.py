@@ -28,6 +28,8 @@ DTYPES = {
 }
 KEEP = "keep"
 
+Ours = tuple[Saved, Mapping[str, Source]]
+"""a model of ours: what it is, and its parameters and lasting buffers by name"""
 Progress = Callable[[int], AbstractContextManager[Announce]]
 """from the bytes of all to what is told those of each"""
 
@@ -86,7 +88,7 @@ def import_model(
 
 
 def export_model(
-    source: str,
+    source: str | Ours,
     target: Path,
     *,
     dtype: str = KEEP,
@@ -96,7 +98,8 @@ def export_model(
 ) -> Carried:
     """From a directory of ours, or a named size with its first values, to one of Hugging Face's that was checked."""
     wanted = _dtype(dtype)
-    saved, tensors = _ours(source, seed)
+    saved, tensors = _ours(source, seed) if isinstance(source, str) else source
+    room(saved.config)
     found = to_theirs(tensors, saved.config, wanted)
     specs = found.specs
     config = config_json(saved, _word(specs))
@@ -126,17 +129,15 @@ def _rounded(tensors: Mapping[str, Source], dtype: torch.dtype | None) -> Mappin
     return {name: _Rounded(x, tuple(x.shape), type_of(name, x.dtype, dtype)) for name, x in tensors.items()}
 
 
-def _ours(source: str, seed: int) -> tuple[Saved, Mapping[str, Source]]:
+def _ours(source: str, seed: int) -> Ours:
     if is_saved(source):
-        saved = ours.config_of(Path(source))
-        room(saved.config)
-        return saved, ours.tensors_of(Path(source))
+        return ours.config_of(Path(source)), ours.tensors_of(Path(source))
     if source in SIZES:
         room(SIZES[source])
         model = models.build(SIZES[source], seed=seed)
         return Saved(config=SIZES[source]), {name: Given(tensor) for name, tensor in model.state_dict().items()}
-    rule = f"is neither a directory with {FILE} nor the name of a model size"
-    legal = f"a directory that `echelon import` made, or {', '.join(SIZES)}"
+    rule = f"is neither a run, a checkpoint, a directory with {FILE} nor the name of a model size"
+    legal = f"the directory of a run, one that `echelon import` made, or {', '.join(SIZES)}"
     raise FaultError([Fault(key="source", value=source, rule=rule, legal=legal, hint=did_you_mean(source, SIZES))])
 
 
