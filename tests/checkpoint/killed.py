@@ -38,11 +38,11 @@ def train(
             die()
         return run(self, *args, **kwargs)
 
-    def write_or_die(self, at, name, file):
+    def write_or_die(self, at, name, file, *until):
         if mine and moment == "write" and at == step:
             write(self, at, name, memoryview(file).cast("B")[: len(file) // 2])
             die()
-        write(self, at, name, file)
+        write(self, at, name, file, *until)
 
     def commit_or_die(self, at):
         if mine and moment == "commit" and at == step:

@@ -24,13 +24,13 @@ def values_of(engine) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("rule", [OptimizerConfig(lr=1e-2), OptimizerConfig(lr=1e-2, ema=0.9)], ids=["adamw", "ema"])
 def test_the_next_update_waits_for_the_copy(tmp_path, monkeypatch, rule):
-    at_once = staging._copy_alone
+    at_once = staging._copied_alone
 
     def slowly(to, values):
         time.sleep(0.02)
-        at_once(to, values)
+        yield from at_once(to, values)
 
-    monkeypatch.setattr(staging, "_copy_alone", slowly)
+    monkeypatch.setattr(staging, "_copied_alone", slowly)
     engine = built(None, "dp=1", rule)
     saving = Saving(engine, str(tmp_path))
     stepped(engine, None, 0)
@@ -47,6 +47,26 @@ def test_the_next_update_waits_for_the_copy(tmp_path, monkeypatch, rule):
     saving.load(1)
     after = values_of(engine)
     assert all(torch.equal(after[name], value) for name, value in before.items())
+    saving.close()
+
+
+def test_what_goes_wrong_in_the_copy_is_raised(tmp_path, monkeypatch):
+    def broken(to, values):
+        raise MemoryError("no room")
+        yield
+
+    engine = built(None, "dp=1", OptimizerConfig(lr=1e-2))
+    saving = Saving(engine, str(tmp_path))
+    stepped(engine, None, 0)
+    saving.save({})
+    saving.wait()
+    monkeypatch.setattr(staging, "_copied_alone", broken)
+    stepped(engine, None, 1)
+    saving.save({})
+    stepped(engine, None, 2)
+    with pytest.raises(MemoryError, match="no room"):
+        saving.wait()
+    assert saving.steps() == [1]
     saving.close()
 
 

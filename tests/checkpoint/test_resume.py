@@ -123,10 +123,10 @@ def test_a_disk_that_fills_up_ends_the_run_at_the_next_step(tmp_path, monkeypatc
     asked = config(tmp_path, "dp=1")
     write = Local.write
 
-    def full(self, step, name, parts):
+    def full(self, step, name, file, *until):
         if step == 4:
             raise CheckpointError("a checkpoint cannot be written (part-00000.safetensors: no space left on device)")
-        write(self, step, name, parts)
+        write(self, step, name, file, *until)
 
     monkeypatch.setattr(Local, "write", full)
     with pytest.raises(CheckpointError, match="no space left"):

@@ -6,7 +6,8 @@ Weights and states change in an update and nowhere else. So they are copied whil
 run, and only its update waits, should the copy still be under way:
 
     training    step 100 | forward, backward of step 101 | update
-    beside it            |  copy  | write, check sums, ...          `settle` is called before the update
+    beside it            |  copy    |                               `settle` is called before the update
+                           | write, check sums, ...                 they follow it, byte by byte (`until`)
 
 On a GPU the copy is a stream of its own, and its update waits for an event; no host waits at all. What changes at other
 times (statistics of BatchNorm, the loss scale) is copied at once, and everything is where updates run in backward, on
@@ -19,6 +20,7 @@ it: a disk can read it without the system's cache (storage.py).
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +31,9 @@ from echelon.checkpoint.index import PAGE, Region, header_of
 from echelon.checkpoint.slices import Placed, extent, numel
 from echelon.checkpoint.state import TYPES, State
 from echelon.checkpoint.sums import Sums, sums_of
+
+CHUNK = 1 << 24
+"""bytes of a copy, after which those who follow are told"""
 
 
 @dataclass
@@ -90,12 +95,16 @@ class Staging:
         self._due: list[tuple[Tensor, Tensor]] = []
         """(to, from) of copies that are made in the background"""
         self._copied = threading.Event()
+        self._there, self._changed = 0, threading.Condition()
+        """bytes from the start of the file that are here"""
+        self._error: BaseException | None = None
         self._ready: torch.cuda.Event | None = None
 
     @torch.no_grad()
     def take(self, state: State, *, behind: bool) -> None:
         """The state as it is now. With `behind`, what lasts until the next update is copied by `copy`, before it."""
         self._copied.clear()
+        self._there, self._error = 0, None
         if self._beside is not None:
             self._beside.wait_stream(torch.cuda.current_stream(self._beside.device))
         waiting = _Waiting(self.memory[:0], 0, 0)
@@ -140,15 +149,32 @@ class Staging:
                 to.copy_(values, non_blocking=True)
 
     def copy(self) -> None:
-        """In the background: until everything is here."""
+        """In the background, from the start of the file to its end."""
         try:
+            self._due.sort(key=lambda pair: pair[0].data_ptr())
             for to, values in self._due:
-                _copy_alone(to, values)
-        finally:
-            self._due = []
-            self._copied.set()
+                at = to.data_ptr() - self.memory.data_ptr()
+                for done in _copied_alone(to, values):
+                    self._reach(at + done)
+        except BaseException as error:  # raised where somebody waits for it
+            self._error = error
+        self._due = []
+        self._copied.set()
         if self._ready is not None:
             self._ready.synchronize()
+        self._reach(self.nbytes)
+
+    def _reach(self, there: int) -> None:
+        with self._changed:
+            self._there = there
+            self._changed.notify_all()
+
+    def until(self, there: int) -> None:
+        """Waits for so many bytes from the start of the file."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._there >= there)
+        if self._error is not None:
+            raise self._error
 
     def settle(self) -> None:
         """Before the state changes. On a GPU the host does not wait."""
@@ -161,6 +187,7 @@ class Staging:
         """Of every region."""
         found = []
         for region, dtype in zip(self.regions, self._types, strict=True):
+            self.until(len(self.header) + region.at + region.nbytes)
             values = self._view(region.at, numel(region.box), dtype)
             found.append(sums_of(values, region.box, region.shape))
         return found
@@ -178,9 +205,13 @@ def _place(values: Tensor) -> int:
     return values.untyped_storage().data_ptr()
 
 
-def _copy_alone(to: Tensor, values: Tensor) -> None:
-    """On one core: the others are training's."""
-    if values.is_contiguous():
-        np.copyto(to.view(torch.uint8).numpy(), values.view(torch.uint8).numpy())
-    else:
+def _copied_alone(to: Tensor, values: Tensor) -> Iterator[int]:
+    """Gives how many bytes are copied, again and again. On one core: the others are training's."""
+    if not values.is_contiguous():
         to.copy_(values)
+        yield to.nbytes
+        return
+    there, here = (tensor.reshape(-1).view(torch.uint8).numpy() for tensor in (to, values))
+    for at in range(0, len(here), CHUNK):
+        np.copyto(there[at : at + CHUNK], here[at : at + CHUNK])
+        yield min(at + CHUNK, len(here))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from echelon.checkpoint.index import DIGEST, INDEX, CheckpointError
-from echelon.checkpoint.through import CHUNK, Buffer, write_through
+from echelon.checkpoint.through import CHUNK, Buffer, Until, there_already, write_through
 from echelon.faults.inject import on_write
 
 NAME = re.compile(r"step-(\d{8,})")
@@ -38,8 +38,8 @@ class Storage(Protocol):
         """One rank: an empty place for a step's files. What an earlier attempt left anywhere is removed."""
         ...
 
-    def write(self, step: int, name: str, file: Buffer) -> None:
-        """A whole file, on the disk when this returns."""
+    def write(self, step: int, name: str, file: Buffer, until: Until = there_already) -> None:
+        """A whole file, on the disk when this returns; `until` waits for its first so many bytes."""
         ...
 
     def commit(self, step: int) -> None:
@@ -93,11 +93,11 @@ class Local:
         except OSError as error:
             raise told(error, self.address, "written") from error
 
-    def write(self, step: int, name: str, file: Buffer) -> None:
+    def write(self, step: int, name: str, file: Buffer, until: Until = there_already) -> None:
         path = self._writing(step) / name
         try:
             with on_write(path):
-                write_through(path, file)
+                write_through(path, file, until)
         except OSError as error:
             raise told(error, str(path), "written") from error
 
@@ -202,10 +202,11 @@ class Remote:
                 self._files.rm(path, recursive=True)
         self.abandon(step)
 
-    def write(self, step: int, name: str, file: Buffer) -> None:
+    def write(self, step: int, name: str, file: Buffer, until: Until = there_already) -> None:
         # The index is what makes it a checkpoint: it gets its name in `commit`.
         path = self._at(step, f"{name}.writing" if name == INDEX else name)
         try:
+            until(len(file))
             with self._files.open(path, "wb") as stream:
                 stream.write(file)
         except OSError as error:

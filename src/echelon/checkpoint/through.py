@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -22,15 +23,22 @@ LEAST = 1 << 20
 REFUSED = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP)
 
 Buffer = bytes | memoryview
+Until = Callable[[int], None]
+"""waits until so many bytes of a buffer are what they will be"""
 
 
-def write_through(path: Path, file: Buffer) -> None:
+def there_already(size: int) -> None:
+    pass
+
+
+def write_through(path: Path, file: Buffer, until: Until = there_already) -> None:
     """All of it is on the disk when this returns."""
     view = memoryview(file).cast("B")
     opened = _Opened(path, direct=len(view) >= LEAST and np.frombuffer(view, np.uint8).ctypes.data % PAGE == 0)
     try:
         done = 0
         while done < len(view):
+            until(min(done + CHUNK, len(view)))
             done += opened.write(view, done)
         os.fsync(opened.file)
     finally:

@@ -8,7 +8,7 @@
     4  first rank   gathers what is in the files, writes the index, and renames the folder: the checkpoint exists
     5  first rank   removes checkpoints that are not to be kept, tells the others how it went
 
-All of it is done by a thread of its own, beside training.
+All of it is done by threads beside training.
 
 A save waits for the one before it. What goes wrong is raised when training next asks (`check`, `save`, `wait`); the
 folder is removed, and checkpoints before it are as they were.
@@ -91,6 +91,7 @@ class Saver:
         """
         self.wait()
         self._staging.take(self._state, behind=behind)
+        threading.Thread(target=self._staging.copy, name="echelon-copy", daemon=True).start()
         self._thread = threading.Thread(target=self._work, args=(step, dict(facts)), name="echelon-save", daemon=True)
         self._thread.start()
 
@@ -124,7 +125,6 @@ class Saver:
 
     def _work(self, step: int, facts: dict[str, Any]) -> None:
         try:
-            self._staging.copy()
             self.hash = self._write(step, facts)
             self.last = f"{self._storage.address}/{name_of(step)}"
         except BaseException as error:  # raised where training next asks
@@ -174,7 +174,7 @@ class Saver:
         adding.start()
         name = f"part-{self._together.rank:05d}.safetensors"
         try:
-            self._storage.write(step, name, staging.view())
+            self._storage.write(step, name, staging.view(), staging.until)
         finally:
             adding.join()
         if wrong:
