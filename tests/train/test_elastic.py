@@ -20,6 +20,7 @@ from echelon.faults.stopping import EXIT
 from echelon.launch.failure import RankError
 from echelon.layout import FaultError, Layout
 from echelon.train.config import Config
+from echelon.train.elastic import goes_on_with
 from echelon.train.loop import train_here
 from echelon.train.replan import change_of
 from echelon.train.resume import config_of
@@ -102,6 +103,19 @@ def records(path: Path, kind: str) -> list[dict]:
 
 
 # -- restarts ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_that_was_asked_for_is_not_forgotten_by_a_restart(tmp_path):
+    """A rank that failed before the first attempt had gone on from it made the next one take the newest."""
+    made = Run.create(config(tmp_path, "dp=2"), {"layout": "dp=2", "elastic": "first"})
+    made.log("start", time=0.0, after=0, elastic="first")
+    asked = str(made.path / "checkpoints" / "step-00000004")
+    assert goes_on_with(made.path, asked, "second") == asked
+    made.log("start", time=1.0, after=4, elastic="second")
+    assert goes_on_with(made.path, asked, "second") == str(made.path)
+    assert goes_on_with(made.path, str(made.path), "third") == str(made.path)
+    assert goes_on_with(None, "", "third") == ""
+    made.close()
 
 
 def test_a_killed_rank_is_restarted_and_the_run_ends_as_if_nothing_had_happened(tmp_path, undisturbed, capfd):

@@ -13,7 +13,7 @@ from echelon.faults.log import write
 from echelon.launch import forkserver
 from echelon.launch.failure import RankError
 from echelon.train.config import Config
-from echelon.train.elastic import REPLAN, RESTART, last_layout, run_of
+from echelon.train.elastic import REPLAN, RESTART, goes_on_with, last_layout, run_of
 from echelon.train.loop import train_here
 from echelon.train.replan import Change, change_of
 from echelon.train.run import Run
@@ -34,7 +34,7 @@ def launched(config: Config, *, quiet: bool, inject: Sequence[Injection], resume
                 raise
             left.pop(error.rank)
             inject = later(inject, change.ranks, began=procs)
-            resume = str(this.path or resume)
+            resume = goes_on_with(this.path, resume, this.run_id)
             this = _Launch(replace(config, layout=change.after), resume, change.ranks, devices=left[: change.ranks])
 
 
