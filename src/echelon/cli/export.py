@@ -11,7 +11,8 @@ from echelon.cli import carrying
 from echelon.cli.trouble import answer, told
 
 EXAMPLES = """[bold]Examples[/bold]\n
-echelon export llama-7b out --dtype bfloat16\n
+echelon export runs/llama-tiny-20250131-120000 out --dtype bfloat16\n
+echelon export runs/llama-tiny-20250131-120000/checkpoints/step-00000100 out\n
 echelon export mixtral out --shard-size 2GB --json\n
 echelon export gpt2-124m first --seed 1
 """
@@ -19,7 +20,11 @@ echelon export gpt2-124m first --seed 1
 
 def command(
     source: Annotated[
-        str, typer.Argument(help="A directory that `echelon import` made, or a named size with its first values.")
+        str,
+        typer.Argument(
+            help="A run, whose newest checkpoint is taken, or one of its checkpoints; a directory that `echelon "
+            "import` made; or a named size with its first values."
+        ),
     ],
     out: Annotated[Path, typer.Argument(help="The directory to write, which must be new or empty.")],
     dtype: Annotated[str, typer.Option(help="Of the weights: keep, float32, bfloat16, float16 or float64.")] = "keep",
@@ -31,8 +36,12 @@ def command(
     with told(as_json):
         largest = carrying.size(shard_size)
         from echelon.checkpoint.hugging_face.carry import export_model
+        from echelon.train.learnt import is_run, learnt
 
-        done = export_model(source, out, dtype=dtype, largest=largest, seed=seed, progress=carrying.progress)
+        given = learnt(source) if is_run(source) else None
+        done = export_model(
+            source, out, dtype=dtype, largest=largest, seed=seed, given=given, progress=carrying.progress
+        )
     if as_json:
         answer(done.facts())
     else:

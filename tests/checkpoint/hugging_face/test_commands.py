@@ -32,7 +32,10 @@ def test_out_and_in(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["export", "llama-tny", "out"], 'source=llama-tny is neither a directory .*did you mean "llama-tiny"'),
+        (
+            ["export", "llama-tny", "out"],
+            'source=llama-tny is neither a run, nor a directory .*did you mean "llama-tiny"',
+        ),
         (
             ["export", "llama-tiny", "out", "--dtype", "int8"],
             "dtype=int8 is not a type of weights; legal: keep, float64",

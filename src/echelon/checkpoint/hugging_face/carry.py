@@ -92,11 +92,16 @@ def export_model(
     dtype: str = KEEP,
     largest: int = LARGEST,
     seed: int = 0,
+    given: tuple[Saved, Mapping[str, Source]] | None = None,
     progress: Progress = _silent,
 ) -> Carried:
-    """From a directory of ours, or a named size with its first values, to one of Hugging Face's that was checked."""
+    """From a directory of ours, or a named size with its first values, to one of Hugging Face's that was checked.
+
+    `given` is a model by its tensors, in place of a source that is read here.
+    """
     wanted = _dtype(dtype)
-    saved, tensors = _ours(source, seed)
+    saved, tensors = given or _ours(source, seed)
+    room(saved.config)
     found = to_theirs(tensors, saved.config, wanted)
     specs = found.specs
     config = config_json(saved, _word(specs))
@@ -128,15 +133,13 @@ def _rounded(tensors: Mapping[str, Source], dtype: torch.dtype | None) -> Mappin
 
 def _ours(source: str, seed: int) -> tuple[Saved, Mapping[str, Source]]:
     if is_saved(source):
-        saved = ours.config_of(Path(source))
-        room(saved.config)
-        return saved, ours.tensors_of(Path(source))
+        return ours.config_of(Path(source)), ours.tensors_of(Path(source))
     if source in SIZES:
         room(SIZES[source])
         model = models.build(SIZES[source], seed=seed)
         return Saved(config=SIZES[source]), {name: Given(tensor) for name, tensor in model.state_dict().items()}
-    rule = f"is neither a directory with {FILE} nor the name of a model size"
-    legal = f"a directory that `echelon import` made, or {', '.join(SIZES)}"
+    rule = f"is neither a run, nor a directory with {FILE}, nor the name of a model size"
+    legal = f"a run's directory, one that `echelon import` made, or {', '.join(SIZES)}"
     raise FaultError([Fault(key="source", value=source, rule=rule, legal=legal, hint=did_you_mean(source, SIZES))])
 
 
