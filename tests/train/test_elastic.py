@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -259,3 +261,21 @@ def test_sigterm_of_one_process_exits_as_is_usual(tmp_path):
     assert done.exit_code == EXIT == 143
     said = " ".join(done.output.split())
     assert f"stopped by SIGTERM after step {stopped['step']}; go on with: echelon train --resume" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["terminated", "interrupted"])
+def test_a_signal_to_every_process_of_a_run(tmp_path, number):
+    """As a scheduler sends it, or a terminal: the process that ranks are forked from was ended with them."""
+    path = tmp_path / "run"
+    words = [word for text in settings(tmp_path, steps=5000, layout="dp=2") for word in ("--set", text)]
+    command = [sys.executable, "-m", "echelon", "train", *words]
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        deadline = time.monotonic() + 60
+        while not (path / "checkpoints" / "step-00000003").exists() and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.killpg(process.pid, number)
+        said = " ".join(process.communicate(timeout=60)[0].decode().split())
+    assert process.returncode == 128 + number, said
+    assert f"go on with: echelon train --resume {path}" in said
+    assert len(records(path, "stopped")) == (number == signal.SIGTERM)

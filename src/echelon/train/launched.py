@@ -28,6 +28,10 @@ def launched(config: Config, *, quiet: bool, inject: Sequence[Injection], resume
     while True:
         try:
             return this.run(quiet, inject)
+        except KeyboardInterrupt:
+            if config.checkpoint.every and (path := this.path) is not None:
+                _say(f"interrupted; go on with: echelon train --resume {path}")
+            raise
         except RankError as error:
             change = this.change(error, left, config)
             if change is None:
