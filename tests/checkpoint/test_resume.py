@@ -18,6 +18,7 @@ from echelon.train.config import Config
 from echelon.train.loop import train_here
 from echelon.train.resume import config_of, where
 from echelon.train.run import Run
+from echelon.train.start import default_procs
 from tests.checkpoint.killed import train
 
 STEPS = 9
@@ -192,3 +193,12 @@ def test_a_fault_in_the_phase_of_a_save(pool, tmp_path):
     with pytest.raises(RankError, match="injected into rank 0 in save of step 4"):
         pool.run(train_here, 1, config(tmp_path, "dp=1", steps=6), True, inject)
     assert list(states(tmp_path / "run")) == [2]
+
+
+def test_a_run_goes_on_with_as_many_ranks_as_it_had(pool, tmp_path):
+    """`--procs 2` was not kept where no layout was set: the command that a stopped run tells went on with one."""
+    pool.run(train, 2, config(tmp_path, "", steps=2))
+    run = tmp_path / "run"
+    assert default_procs(config_of(run, []), str(run)) == 2
+    assert default_procs(config_of(run, ["layout=tp=4"]), str(run / "checkpoints" / "step-00000002")) == 4
+    assert default_procs(config(tmp_path, "")) == 1
