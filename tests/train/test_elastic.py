@@ -170,10 +170,11 @@ def test_a_broken_rank_is_left_out_and_the_rest_goes_on_in_another_layout(tmp_pa
     assert records(path, "resume")[-1]["layout"] == change["to"]
 
 
-def test_without_replan_the_error_says_how_often_it_was_tried(tmp_path):
+def test_without_replan_the_error_says_how_often_it_was_tried(tmp_path, capfd):
     with pytest.raises(RankError, match=r"(?s)^rank 1 .*SIGKILL, in start.*This was after 1 restart\.$") as caught:
-        run(config(tmp_path, "dp=2", **{"elastic.restarts": 1}), quiet=True, inject=["gone:rank=1,step=2"])
+        run(config(tmp_path, "dp=2", **{"elastic.restarts": 1}), quiet=True, inject=["gone:rank=1,step=4"])
     assert caught.value.rank == 1
+    assert f"with: echelon train --resume {tmp_path / 'run'}" in capfd.readouterr().err
 
 
 def test_ranks_that_cannot_share_the_batch_idle():
@@ -277,5 +278,5 @@ def test_a_signal_to_every_process_of_a_run(tmp_path, number):
         os.killpg(process.pid, number)
         said = " ".join(process.communicate(timeout=60)[0].decode().split())
     assert process.returncode == 128 + number, said
-    assert f"go on with: echelon train --resume {path}" in said
+    assert f"with: echelon train --resume {path}" in said
     assert len(records(path, "stopped")) == (number == signal.SIGTERM)

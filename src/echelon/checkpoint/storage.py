@@ -13,6 +13,7 @@ new one is written to `step-00000100.again`, or from there back; either name cou
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -28,6 +29,9 @@ from echelon.faults.inject import on_write
 NAME = re.compile(r"step-(\d{8,})")
 WRITING, BEFORE = ".writing-", ".before-"
 AGAIN = ".again"
+_ROOM = "; make room there, keep fewer (checkpoint.keep), or set checkpoint.path. Those before it are as they were"
+_CLOSED = "; set checkpoint.path to a folder that can be written"
+REMEDIES = {errno.ENOSPC: _ROOM, errno.EDQUOT: _ROOM, errno.EACCES: _CLOSED, errno.EPERM: _CLOSED, errno.EROFS: _CLOSED}
 
 
 def name_of(step: int) -> str:
@@ -82,7 +86,8 @@ def storage_of(address: str) -> Storage:
 
 def told(error: Exception, path: str, doing: str) -> CheckpointError:
     reason = (getattr(error, "strerror", None) or str(error)).lower()
-    return CheckpointError(f"a checkpoint cannot be {doing} ({path}: {reason})")
+    remedy = REMEDIES.get(getattr(error, "errno", None) or 0, "") if doing == "written" else ""
+    return CheckpointError(f"a checkpoint cannot be {doing} ({path}: {reason}){remedy}")
 
 
 class Local:

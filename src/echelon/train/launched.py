@@ -29,12 +29,12 @@ def launched(config: Config, *, quiet: bool, inject: Sequence[Injection], resume
         try:
             return this.run(quiet, inject)
         except KeyboardInterrupt:
-            if config.checkpoint.every and (path := this.path) is not None:
-                _say(f"interrupted; go on with: echelon train --resume {path}")
+            this.say_how_to_go_on("interrupted")
             raise
         except RankError as error:
             change = this.change(error, left, config)
             if change is None:
+                this.say_how_to_go_on("the run has ended")
                 raise
             left.pop(error.rank)
             inject = later(inject, change.ranks, began=procs)
@@ -54,6 +54,12 @@ class _Launch:
     def path(self) -> Path | None:
         """Of the run, as soon as it has one."""
         return run_of(self.config, self.resume, self.run_id, restarted=True)
+
+    def say_how_to_go_on(self, why: str) -> None:
+        """Before the error, which comes last."""
+        path = self.path if self.config.checkpoint.every else None
+        if path is not None and next(Run.open(path).records("checkpoint"), None) is not None:
+            _say(f"{why}; go on from its newest checkpoint with: echelon train --resume {path}")
 
     def run(self, quiet: bool, inject: Sequence[Injection]) -> Summary:
         from echelon.faults.autopsy import explain
