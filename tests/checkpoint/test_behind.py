@@ -11,7 +11,9 @@ import torch
 
 from echelon.checkpoint import staging, through
 from echelon.checkpoint.index import PAGE
+from echelon.checkpoint.slices import Part
 from echelon.checkpoint.staging import Staging
+from echelon.checkpoint.state import Item
 from echelon.checkpoint.through import write_through
 from echelon.train.saved import Saving, state_of
 from echelon.train.sections import OptimizerConfig
@@ -132,3 +134,16 @@ def test_a_full_disk_is_no_refusal(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(OSError, match="No space left"):
         write_through(tmp_path / "file", b"x" * PAGE)
+
+
+def test_a_copy_that_is_made_for_the_reader_does_not_last():
+    """Two copies that were not held at once lay in the same place, and were taken for the state itself: on a GPU their
+    memory was read on another stream, before the kernel that fills it."""
+    state = torch.arange(4096.0)
+    of = {"state": lambda: state, "copy": lambda: state * 1}
+    items = {
+        name: Item(name, state.dtype, (4096,), Part.whole((4096,)), True, read, state.copy_)
+        for name, read in of.items()
+    }
+    assert staging.lies_there(items["state"])
+    assert not staging.lies_there(items["copy"])

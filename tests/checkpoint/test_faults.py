@@ -197,6 +197,96 @@ def test_addresses_of_fsspec():
     assert not files.exists("/checkpoints/step-00000008")
 
 
+ADDRESSES = ["", "memory://again"]
+
+
+def address_of(tmp_path: Path, address: str) -> str:
+    import fsspec
+
+    if address:
+        files = fsspec.filesystem("memory")
+        if files.exists("/again"):
+            files.rm("/again", recursive=True)
+    return address or str(tmp_path)
+
+
+@pytest.mark.parametrize("address", ADDRESSES, ids=["disk", "fsspec"])
+@pytest.mark.parametrize("moment", ["write", "commit"])
+def test_the_same_step_again_lasts_until_the_new_one_exists(tmp_path, monkeypatch, address, moment):
+    """A run that went back from a spike writes its checkpoint again: a failure meanwhile left it without one."""
+    where = address_of(tmp_path, address)
+    _, saving = trained(where, steps=1, keep=Keep(last=1))  # type: ignore[arg-type]
+    kind, before = type(saving._storage), saving.load(1).hash
+
+    def full(*_: object) -> None:
+        raise CheckpointError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, moment, full)
+        saving.save({"spikes": {}})
+        with pytest.raises(CheckpointError, match="no room"):
+            saving.wait()
+    assert saving.steps() == [1]
+    assert saving.load(1).hash == before
+    for number in range(3):
+        saving.save({"number": number})
+        saving.wait()
+        assert saving.steps() == [1]
+        assert saving.load(1).index.facts["number"] == number
+
+
+def test_a_kill_between_the_two_moves_of_the_same_step(tmp_path, monkeypatch):
+    engine, saving = trained(tmp_path, steps=1, keep=Keep(last=1))
+    before, real = saving.load(1).hash, Path.rename
+
+    def dies(path: Path, target: Path) -> Path:
+        if path.name.startswith(WRITING):
+            raise OSError(errno.EIO, "killed")
+        return real(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", dies)
+        saving.save({})
+        with pytest.raises(CheckpointError, match="killed"):
+            saving.wait()
+    assert not (tmp_path / "step-00000001").exists()
+    assert Local(tmp_path).steps() == [1]
+    assert saving.load(1).hash == before
+    stepped(engine, SHAPE, 1)
+    monkeypatch.setattr(Local, "commit", lambda *_: (_ for _ in ()).throw(CheckpointError("no room")))
+    saving.save({})
+    with pytest.raises(CheckpointError, match="no room"):
+        saving.wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+@pytest.mark.parametrize("address", ADDRESSES, ids=["disk", "fsspec"])
+def test_a_failure_behind_the_commit_takes_nothing_back(tmp_path, monkeypatch, address):
+    """Old ones are removed when the new one exists; where that failed, or a rank died then, the new one was removed."""
+    where = address_of(tmp_path, address)
+    engine, saving = trained(where, steps=1, keep=Keep(last=1))  # type: ignore[arg-type]
+    stepped(engine, SHAPE, 1)
+    kind = type(saving._storage)
+    real = kind.remove
+
+    def breaks(self: object, step: int) -> None:
+        real(self, step)
+        raise CheckpointError("the network is gone")
+
+    monkeypatch.setattr(kind, "remove", breaks)
+    saving.save({})
+    with pytest.raises(CheckpointError, match="network"):
+        saving.wait()
+    assert saving.steps() == [2]
+    saving.load(2)
+
+
+def test_a_folder_that_only_the_first_machine_has(tmp_path, monkeypatch):
+    monkeypatch.setattr(Local, "begin", lambda *_: None)
+    with pytest.raises(CheckpointError, match=r"is not there\); all ranks must see one folder: set checkpoint\.path"):
+        trained(tmp_path, steps=1)
+
+
 def test_files_are_plain_safetensors(saved):
     from safetensors.torch import load_file
 

@@ -11,12 +11,14 @@ import pytest
 from echelon.checkpoint.index import CheckpointError
 from echelon.checkpoint.reading import open_index
 from echelon.checkpoint.storage import WRITING, Local
+from echelon.faults.injection import read
 from echelon.launch.failure import RankError
 from echelon.layout import FaultError
 from echelon.train.config import Config
 from echelon.train.loop import train_here
 from echelon.train.resume import config_of, where
 from echelon.train.run import Run
+from echelon.train.start import default_procs
 from tests.checkpoint.killed import train
 
 STEPS = 9
@@ -160,3 +162,43 @@ def test_keys_of_checkpoints_do_something_or_are_refused(tmp_path):
     with pytest.raises(FaultError, match=r"checkpoint\.keep"):
         config(tmp_path, **{"checkpoint.every": 0, "checkpoint.keep": 3})
     assert replace(config(tmp_path)).checkpoint.keep == 2
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_start_anew(pool, tmp_path):
+    """Their disk was not mounted, and a run of weeks began at step 1."""
+    asked = config(tmp_path, "dp=1", steps=2)
+    pool.run(train, 1, asked)
+    run = tmp_path / "run"
+    (run / "checkpoints").rename(tmp_path / "elsewhere")
+    with pytest.raises(RankError, match=r"has written checkpoints .*step-00000002.*none is there now.*mount their"):
+        pool.run(train, 1, config_of(run, ["steps=4"]), str(run))
+    again = config_of(run, ["steps=4", f"checkpoint.path={tmp_path / 'elsewhere'}"])
+    pool.run(train, 1, again, str(run))
+    assert list(losses(run)) == [1, 2, 3, 4]
+    assert Local(tmp_path / "elsewhere").steps() == [2, 4]
+
+
+def test_a_new_run_keeps_out_of_the_checkpoints_of_another(pool, tmp_path):
+    """It removed them one by one, and went on from the newest of them when it was resumed."""
+    place = str(tmp_path / "kept")
+    pool.run(train, 1, config(tmp_path, "dp=1", steps=4, **{"checkpoint.path": place}))
+    with pytest.raises(RankError, match=r"checkpoint\.path=.*kept has checkpoints of another run \(steps 2, 4\)"):
+        pool.run(train, 1, config(tmp_path, "dp=1", steps=4, **{"checkpoint.path": place}))
+    assert Local(tmp_path / "kept").steps() == [2, 4]
+
+
+def test_a_fault_in_the_phase_of_a_save(pool, tmp_path):
+    """It was a legal phase that nothing ever entered."""
+    inject = read(["raise:rank=0,step=4,phase=save"])
+    with pytest.raises(RankError, match="injected into rank 0 in save of step 4"):
+        pool.run(train_here, 1, config(tmp_path, "dp=1", steps=6), True, inject)
+    assert list(states(tmp_path / "run")) == [2]
+
+
+def test_a_run_goes_on_with_as_many_ranks_as_it_had(pool, tmp_path):
+    """`--procs 2` was not kept where no layout was set: the command that a stopped run tells went on with one."""
+    pool.run(train, 2, config(tmp_path, "", steps=2))
+    run = tmp_path / "run"
+    assert default_procs(config_of(run, []), str(run)) == 2
+    assert default_procs(config_of(run, ["layout=tp=4"]), str(run / "checkpoints" / "step-00000002")) == 4
+    assert default_procs(config(tmp_path, "")) == 1

@@ -288,3 +288,17 @@ def test_every_key_is_explained():
     assert table["optimizer.lr"].default == 3e-3
     assert table["schedule.name"].type == "cosine, wsd, constant"
     assert table["seq_len"].meaning == "Tokens per sequence."
+
+
+@pytest.mark.parametrize(
+    ("path", "rule"),
+    [
+        ("nope://bucket/run", "cannot be opened by fsspec"),
+        ("memory://run", "gone with it"),
+        (__file__, "is a file"),
+        (f"file://{__file__}/below", "is a file"),
+    ],
+)
+def test_where_no_checkpoint_can_be_written(path, rule):
+    """It was found out by the ranks; what was kept in memory went with them."""
+    assert rule in faults_of(f"checkpoint.path={path}", "checkpoint.every=2")["checkpoint.path"].rule

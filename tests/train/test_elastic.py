@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -20,6 +22,7 @@ from echelon.faults.stopping import EXIT
 from echelon.launch.failure import RankError
 from echelon.layout import FaultError, Layout
 from echelon.train.config import Config
+from echelon.train.elastic import goes_on_with
 from echelon.train.loop import train_here
 from echelon.train.replan import change_of
 from echelon.train.resume import config_of
@@ -104,6 +107,19 @@ def records(path: Path, kind: str) -> list[dict]:
 # -- restarts ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_checkpoint_that_was_asked_for_is_not_forgotten_by_a_restart(tmp_path):
+    """A rank that failed before the first attempt had gone on from it made the next one take the newest."""
+    made = Run.create(config(tmp_path, "dp=2"), {"layout": "dp=2", "elastic": "first"})
+    made.log("start", time=0.0, after=0, elastic="first")
+    asked = str(made.path / "checkpoints" / "step-00000004")
+    assert goes_on_with(made.path, asked, "second") == asked
+    made.log("start", time=1.0, after=4, elastic="second")
+    assert goes_on_with(made.path, asked, "second") == str(made.path)
+    assert goes_on_with(made.path, str(made.path), "third") == str(made.path)
+    assert goes_on_with(None, "", "third") == ""
+    made.close()
+
+
 def test_a_killed_rank_is_restarted_and_the_run_ends_as_if_nothing_had_happened(tmp_path, undisturbed, capfd):
     asked = config(tmp_path, "dp=2", **{"elastic.restarts": 2})
     summary = run(asked, quiet=True, inject=["kill:rank=1,step=6"])
@@ -154,10 +170,11 @@ def test_a_broken_rank_is_left_out_and_the_rest_goes_on_in_another_layout(tmp_pa
     assert records(path, "resume")[-1]["layout"] == change["to"]
 
 
-def test_without_replan_the_error_says_how_often_it_was_tried(tmp_path):
+def test_without_replan_the_error_says_how_often_it_was_tried(tmp_path, capfd):
     with pytest.raises(RankError, match=r"(?s)^rank 1 .*SIGKILL, in start.*This was after 1 restart\.$") as caught:
-        run(config(tmp_path, "dp=2", **{"elastic.restarts": 1}), quiet=True, inject=["gone:rank=1,step=2"])
+        run(config(tmp_path, "dp=2", **{"elastic.restarts": 1}), quiet=True, inject=["gone:rank=1,step=4"])
     assert caught.value.rank == 1
+    assert f"with: echelon train --resume {tmp_path / 'run'}" in capfd.readouterr().err
 
 
 def test_ranks_that_cannot_share_the_batch_idle():
@@ -245,3 +262,21 @@ def test_sigterm_of_one_process_exits_as_is_usual(tmp_path):
     assert done.exit_code == EXIT == 143
     said = " ".join(done.output.split())
     assert f"stopped by SIGTERM after step {stopped['step']}; go on with: echelon train --resume" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["terminated", "interrupted"])
+def test_a_signal_to_every_process_of_a_run(tmp_path, number):
+    """As a scheduler sends it, or a terminal: the process that ranks are forked from was ended with them."""
+    path = tmp_path / "run"
+    words = [word for text in settings(tmp_path, steps=5000, layout="dp=2") for word in ("--set", text)]
+    command = [sys.executable, "-m", "echelon", "train", *words]
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        deadline = time.monotonic() + 60
+        while not (path / "checkpoints" / "step-00000003").exists() and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.killpg(process.pid, number)
+        said = " ".join(process.communicate(timeout=60)[0].decode().split())
+    assert process.returncode == 128 + number, said
+    assert f"with: echelon train --resume {path}" in said
+    assert len(records(path, "stopped")) == (number == signal.SIGTERM)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from echelon.checkpoint.index import PAGE, Region, header_of
 from echelon.checkpoint.slices import Placed, extent, numel
-from echelon.checkpoint.state import TYPES, State
+from echelon.checkpoint.state import TYPES, Item, State
 from echelon.checkpoint.sums import Sums, sums_of
 
 CHUNK = 1 << 24
@@ -70,7 +70,7 @@ class Staging:
         """items that are read as they lie, by their number; others are made when they are read"""
         for number, item in enumerate(state.items()):
             if item.writes and item.size:
-                if item.lasts and _place(item.read()) == _place(item.read()):
+                if item.lasts and lies_there(item):
                     self._lasting.add(number)
                 if not item.part.padded:
                     self._whole[number] = item.size
@@ -201,8 +201,11 @@ class Staging:
         return self.memory[at : at + count * dtype.itemsize].view(dtype)
 
 
-def _place(values: Tensor) -> int:
-    return values.untyped_storage().data_ptr()
+def lies_there(item: Item) -> bool:
+    """What is read is the state itself, and no copy that is made for the reader (a float32 master in two halves)."""
+    # Both at once: a copy that nobody holds any more leaves its place to the next one.
+    one, other = item.read(), item.read()
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _copied_alone(to: Tensor, values: Tensor) -> Iterator[int]:

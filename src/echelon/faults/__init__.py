@@ -9,5 +9,7 @@ diagnose.py    from every rank's state to who is to blame; tell.py: in one parag
 watch.py       all of that around a run, and autopsy.py from outside, when no rank is left
 stragglers.py  who is slow though all steps take equally long
 goodput.py     the share of time that became training
-inject.py      faults on purpose: what may be asked; injector.py: doing it
+injection.py   faults on purpose: what may be asked; inject.py: doing it
+stopping.py    SIGTERM: all ranks stop after the same step
+host.py        the host's memory; log.py: a line in a run's log from outside the loop
 """

@@ -50,6 +50,8 @@ class Told:
         self.attempt += 1
         if self._stoppable and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._terminated)  # in place of the agent's own
+        if self.stopping:  # it was asked for after a failure, when nobody was there to be told
+            self._leave_word()
 
     def failed(self, failures: Mapping[int, Any]) -> None:
         """Before a restart."""
@@ -63,6 +65,9 @@ class Told:
         if self.stopping:
             raise SignalException("a second SIGTERM", signal.SIGKILL)
         self.stopping = True
+        self._leave_word()
+
+    def _leave_word(self) -> None:
         place.want_stop(place.of_attempt(self._folder, self.attempt))
 
 

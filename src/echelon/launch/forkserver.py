@@ -11,11 +11,13 @@ import os
 import signal
 import threading
 from collections.abc import Iterable
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 from typing import Final
 
 METHOD: Final = "forkserver"
+MASKED = (signal.SIGINT, signal.SIGTERM)
+"""signals that the server does not answer; a rank asks for them again"""
 
 # The last one brings torch's compiler, nearly a second; an optimizer's first step would import it in every rank.
 _PRELOADED = ("torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.tensor.debug")
@@ -28,9 +30,11 @@ def context(preload: Iterable[str] = ()) -> ForkServerContext:
     """
     made = multiprocessing.get_context(METHOD)
     made.set_forkserver_preload([*_PRELOADED, "echelon.launch.rank", *preload])
-    # Ctrl-C reaches every process of the terminal, and the server would answer with a traceback out of its imports.
+    # Ctrl-C reaches every process of the terminal, and the server would answer with a traceback out of its imports. A
+    # scheduler may send SIGTERM to every process, and with the server the ranks would be lost that are to save.
     # The ranks inherit the mask.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    resource_tracker.ensure_running()  # the server starts one too, which would take the mask away again
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, MASKED)
     try:
         forkserver.ensure_running()
     finally:

@@ -113,7 +113,7 @@ def _enter(call: bytes, root: str, logs: str, visible: str) -> bytes:
     # The launcher ends ranks by these signals. The default action is at once and without a traceback.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, forkserver.MASKED)
     forkserver.end_with_parent()
     rank = int(os.environ["RANK"])
     folder = place.of_attempt(Path(root), int(os.environ["TORCHELASTIC_RESTART_COUNT"]))

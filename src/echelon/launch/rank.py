@@ -34,7 +34,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from echelon.compat import clear_sharding_cache
 from echelon.launch.failure import Failure
-from echelon.launch.forkserver import end_with_parent
+from echelon.launch.forkserver import MASKED, end_with_parent
 from echelon.launch.loopback import ADDRESS, use_loopback
 from echelon.launch.parcel import pack, unpack
 
@@ -71,6 +71,7 @@ def serve(pool: Connection, port: int, stacks: str) -> None:
     """Run cases until the pool hangs up. The file `stacks` gets this rank's stack, on SIGUSR1 or when it crashes."""
     # Ctrl-C reaches every process of the terminal; the pool is the one that answers it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, MASKED)
     end_with_parent()
     torch.set_num_threads(1)
     use_loopback()

@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from echelon.checkpoint.index import few
 from echelon.checkpoint.reading import Loaded
 from echelon.checkpoint.writing import Keep
+from echelon.faults.ring import here
 from echelon.train.config import Config
 from echelon.train.engine import Engine
 from echelon.train.resume import FOLDER
@@ -37,9 +39,11 @@ class Checkpoints:
         self._told: str | None = None
         self._blocked = 0.0
         self._saved = 0
-        self._address = config.checkpoint.path or str((run or Path()) / FOLDER)
-        if config.checkpoint.every or resumes:
+        self.address = config.checkpoint.path or str((run or Path()) / FOLDER)
+        if config.checkpoint.every or config.checkpoint.path or resumes:
             self._saving = self._open()
+        if config.checkpoint.path and not resumes:
+            self._refuse_others(config.checkpoint.path)
 
     def restore(self, step: int | None) -> Loaded | None:
         """From the newest checkpoint, or that of a step; none where there is none yet: the run starts anew."""
@@ -105,15 +109,25 @@ class Checkpoints:
         if self._saving is not None:
             self._saving.close()
 
+    def _refuse_others(self, path: str) -> None:
+        """A new run among the checkpoints of another would remove those, or go on from them when it is resumed."""
+        assert self._saving is not None
+        if steps := self._saving.steps():
+            raise ValueError(
+                f"checkpoint.path={path} has checkpoints of another run (steps {few([*map(str, steps)])}); go on with "
+                "that run (--resume RUN), or set a path of this run's own"
+            )
+
     def _open(self) -> Saving:
         keep = Keep(last=self._config.checkpoint.keep, every=self._config.checkpoint.keep_every)
-        return Saving(self._engine, self._address, keep=keep)
+        return Saving(self._engine, self.address, keep=keep)
 
     def _save(self, saving: Saving, step: int) -> None:
         begun = time.perf_counter()
-        saving.wait()
-        self._report()
-        saving.save(self._facts(step))
+        with here.during("save"):
+            saving.wait()
+            self._report()
+            saving.save(self._facts(step))
         self._blocked, self._saved = time.perf_counter() - begun, step
 
     def _report(self) -> None:

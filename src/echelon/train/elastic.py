@@ -82,7 +82,7 @@ def attempt_of(config: Config, resume: str, world: int) -> Attempt:
     """On the first rank."""
     number = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     path = run_of(config, resume, os.environ[AGENT], restarted=number > 0)
-    goes_on = str(path) if path is not None else resume
+    goes_on = goes_on_with(path, resume, os.environ[AGENT])
     run = Run.open(where(goes_on)[0]) if goes_on else None
     if path is not None and not number:
         number = 1  # agents count for themselves, and not where machines come and go
@@ -116,6 +116,13 @@ def run_of(config: Config, resume: str, run_id: str, *, restarted: bool) -> Path
     pattern = f"{wanted.name}*" if config.run else f"{wanted.name.rsplit('-', 2)[0]}-*"
     found = [path for path in wanted.parent.glob(pattern) if _is_of(path, run_id)]
     return max(found, key=lambda path: (path / "plan.json").stat().st_mtime_ns, default=None)
+
+
+def goes_on_with(path: Path | None, resume: str, run_id: str) -> str:
+    """A run, or the checkpoint that was asked for: nobody went on from that where no attempt has come so far."""
+    if path is None or (where(resume)[1] is not None and run_id != UNNAMED and not _is_of(path, run_id)):
+        return resume
+    return str(path)
 
 
 def _is_of(path: Path, run_id: str) -> bool:

@@ -12,15 +12,14 @@ from echelon.checkpoint.whole import tensors_of
 from echelon.models import own
 from echelon.models.saved import Saved, is_saved, read
 from echelon.train.config import Config
-from echelon.train.resume import FOLDER
+from echelon.train.resume import FOLDER, where
 from echelon.train.run import Run
 from echelon.train.task import shape_of
 
 
 def is_trained(source: str) -> bool:
     """Whether a text is the directory of a run, or of a checkpoint."""
-    path = Path(source)
-    return (path / "config.toml").is_file() or (path / INDEX).is_file()
+    return (Path(source) / INDEX).is_file() or (where(source)[0] / "config.toml").is_file()
 
 
 def trained(source: str, *, average: bool = False) -> Ours:
@@ -33,6 +32,7 @@ def trained(source: str, *, average: bool = False) -> Ours:
     storage = storage_of(address)
     step = find(storage, step)
     index = open_index(storage, step)
+    index.check()
     config = Config.from_toml(str(index.facts["config"]))
     if own.is_own(config.model):
         raise ValueError(f"a module of your own has no form that Hugging Face knows (model={config.model})")

@@ -137,17 +137,37 @@ def _compress_rules(config: Config) -> Iterator[Rule]:
 
 
 def _run_rules(config: Config) -> Iterator[Rule]:
-    if not config.run:
-        return
-    # What is missing of the path is made; what is there must be a folder that takes it.
-    there = next((path for path in (Path(config.run), *Path(config.run).parents) if path.exists()), Path())
-    rule = ""
-    if not there.is_dir():
-        rule = f"cannot be made ({there} is a file)"
-    elif not os.access(there, os.W_OK | os.X_OK):
-        rule = f"cannot be written ({there} is read-only)"
-    if rule:
+    if config.run and (rule := _no_folder(Path(config.run))):
         yield ("run",), Fault(key="run", value=config.run, rule=rule, legal="a folder that can be made and written")
+    path, key = config.checkpoint.path, "checkpoint.path"
+    if path and (rule := _no_address(path) if _is_remote(path) else _no_folder(Path(path.removeprefix("file://")))):
+        legal = "a folder that can be made and written, or an address that fsspec knows"
+        yield (key,), Fault(key=key, value=path, rule=rule, legal=legal)
+
+
+def _no_folder(wanted: Path) -> str:
+    """Why it cannot be one: what is missing of the path is made, what is there must be a folder that takes it."""
+    there = next((path for path in (wanted, *wanted.parents) if path.exists()), Path())
+    if not there.is_dir():
+        return f"cannot be made ({there} is a file)"
+    return "" if os.access(there, os.W_OK | os.X_OK) else f"cannot be written ({there} is read-only)"
+
+
+def _is_remote(path: str) -> bool:
+    return "://" in path and not path.startswith("file://")
+
+
+def _no_address(path: str) -> str:
+    import fsspec  # type: ignore[import-untyped]
+
+    protocol = path.partition("://")[0]
+    if protocol == "memory":
+        return "is the memory of one process, and gone with it"
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except (ImportError, ValueError) as error:
+        return f"cannot be opened by fsspec ({error})"
+    return ""
 
 
 def _elastic_rules(config: Config) -> Iterator[Rule]:

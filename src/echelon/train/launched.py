@@ -13,7 +13,7 @@ from echelon.faults.log import write
 from echelon.launch import forkserver
 from echelon.launch.failure import RankError
 from echelon.train.config import Config
-from echelon.train.elastic import REPLAN, RESTART, last_layout, run_of
+from echelon.train.elastic import REPLAN, RESTART, goes_on_with, last_layout, run_of
 from echelon.train.loop import train_here
 from echelon.train.replan import Change, change_of
 from echelon.train.run import Run
@@ -28,13 +28,17 @@ def launched(config: Config, *, quiet: bool, inject: Sequence[Injection], resume
     while True:
         try:
             return this.run(quiet, inject)
+        except KeyboardInterrupt:
+            this.say_how_to_go_on("interrupted")
+            raise
         except RankError as error:
             change = this.change(error, left, config)
             if change is None:
+                this.say_how_to_go_on("the run has ended")
                 raise
             left.pop(error.rank)
             inject = later(inject, change.ranks, began=procs)
-            resume = str(this.path or resume)
+            resume = goes_on_with(this.path, resume, this.run_id)
             this = _Launch(replace(config, layout=change.after), resume, change.ranks, devices=left[: change.ranks])
 
 
@@ -50,6 +54,12 @@ class _Launch:
     def path(self) -> Path | None:
         """Of the run, as soon as it has one."""
         return run_of(self.config, self.resume, self.run_id, restarted=True)
+
+    def say_how_to_go_on(self, why: str) -> None:
+        """Before the error, which comes last."""
+        path = self.path if self.config.checkpoint.every else None
+        if path is not None and next(Run.open(path).records("checkpoint"), None) is not None:
+            _say(f"{why}; go on from its newest checkpoint with: echelon train --resume {path}")
 
     def run(self, quiet: bool, inject: Sequence[Injection]) -> Summary:
         from echelon.faults.autopsy import explain

@@ -38,7 +38,7 @@ from echelon.train.options import loss_scale_of, options_of
 from echelon.train.pipeline_faults import MEASURE
 from echelon.train.predicted import predicted, working_bytes
 from echelon.train.replay import Replay
-from echelon.train.resume import where
+from echelon.train.resume import refuse_lost, where
 from echelon.train.run import Run
 from echelon.train.schedule import learning_rate
 from echelon.train.spikes import Spike
@@ -202,6 +202,8 @@ class Loop:
         if step >= self.config.steps:
             raise ValueError(f"the run is through (step {step} of {self.config.steps}); set steps to more")
         if loaded is None:
+            if run is not None:
+                refuse_lost(run, checkpoints.address)
             self.display.note("there is no checkpoint yet: the run starts anew")
         else:
             self.batches.resumed(loaded.index.facts.get("skipped_batches", ()), step)

@@ -46,3 +46,13 @@ def where(resume: str | Path) -> tuple[Path, int | None]:
     if match and path.parent.name == FOLDER:
         return path.parent.parent, int(match[1])
     return path, None
+
+
+def refuse_lost(run: Run, address: str) -> None:
+    """A run that has written checkpoints must not start anew because their disk is not there."""
+    written = [str(record["path"]) for record in run.records("checkpoint")]
+    if written:
+        raise ValueError(
+            f"the run has written checkpoints (the last: {written[-1]}), and none is there now ({address}); mount "
+            "their disk, or say where they are (--set checkpoint.path=...). To train from the start, start a new run"
+        )

@@ -66,7 +66,14 @@ class Saving:
 
     def steps(self) -> list[int]:
         """Of the checkpoints that are there, as the first rank sees it."""
-        return self._together.told(self._storage.steps() if self._together.is_first else [])
+        found: list[int] = []
+        error: Exception | None = None
+        try:
+            found = self._storage.steps() if self._together.is_first else []
+        except CheckpointError as wrong:
+            error = wrong
+        agree(self._together, error)
+        return self._together.told(found)
 
     def load(self, step: int) -> Loaded:
         """The engine goes on after that step."""

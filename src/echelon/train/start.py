@@ -101,7 +101,7 @@ def run(
     from echelon.train.loop import train_here
 
     if procs is None:
-        procs = int(os.environ["WORLD_SIZE"]) if under_launcher() else default_procs(config)
+        procs = int(os.environ["WORLD_SIZE"]) if under_launcher() else default_procs(config, resume)
     if wrong := _procs_faults(procs):
         raise FaultError(wrong)
     count = 1 if under_launcher() else procs
@@ -150,12 +150,18 @@ def _device_faults(count: int) -> list[Fault]:
     return [Fault(key="device", value="cuda", rule=rule, legal="cpu, auto, or as many ranks as devices")]
 
 
-def default_procs(config: Config) -> int:
-    """As many ranks as the layout names, or one per GPU, or one."""
+def default_procs(config: Config, resume: str = "") -> int:
+    """As many ranks as the layout names, or one per GPU, or as many as a run had that goes on, or one."""
     if config.layout:
         return Layout.parse(config.layout).world
-    if config.device == "cpu":
-        return 1
-    import torch
+    if config.device != "cpu":
+        import torch
 
-    return max(1, torch.cuda.device_count())
+        if count := torch.cuda.device_count():
+            return count
+    if not resume:
+        return 1
+    from echelon.train.elastic import last_layout
+    from echelon.train.resume import where
+
+    return Layout.parse(last_layout(Run.open(where(resume)[0]))).world

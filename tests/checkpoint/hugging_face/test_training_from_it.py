@@ -21,6 +21,7 @@ from echelon.parallel.apply import Options
 from echelon.plan.sources import shape_of
 from echelon.train.config import Config
 from echelon.train.engine import Engine
+from echelon.train.loop import train_here
 from echelon.train.start import load
 
 
@@ -105,3 +106,38 @@ def test_buffers_are_read_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     wanted = ours.tensors_of(tmp_path / "ours")["blocks.1.mlp.gate.bias"].read()
     assert wanted.abs().max() > 0
     assert torch.equal(model.get_buffer("blocks.1.mlp.gate.bias"), wanted)
+
+
+def test_what_a_run_has_learnt_is_exported_whatever_its_layout_was(pool: Any, tmp_path: Path) -> None:
+    """Only imported models and first values could be: a trained model stayed where it was."""
+    from safetensors.torch import load_file
+
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{n} and {n * n}; " for n in range(3000)))
+    asked = {"data.path": f'["{text}"]', "seq_len": 16, "batch": 4, "steps": 2, "eval.every": 0, "sample.tokens": 0}
+    asked |= {"checkpoint.every": 1, "device": "cpu", "model": "deepseek-tiny", "optimizer.lr": 1e-2}
+    found = []
+    for number, layout in enumerate(("dp=1", "dp=2,zero=3", "tp=2")):
+        run = tmp_path / f"run{number}"
+        config = Config.load(None, [f"{k}={v}" for k, v in {**asked, "layout": layout, "run": run}.items()])
+        pool.run(train_here, 1 if number == 0 else 2, config, True)
+        done = CliRunner().invoke(app, ["export", str(run), str(tmp_path / f"out{number}")])
+        assert done.exit_code == 0, done.stderr
+        assert "logits equal those of transformers" in done.stdout
+        found.append(load_file(tmp_path / f"out{number}" / "model.safetensors"))
+    for other in found[1:]:
+        assert other.keys() == found[0].keys()
+        assert all(torch.allclose(other[name], value, atol=1e-4) for name, value in found[0].items())
+    one = f"{tmp_path / 'run0'}/checkpoints/step-00000001"
+    assert CliRunner().invoke(app, ["export", one, str(tmp_path / "one")]).exit_code == 0
+    earlier = load_file(tmp_path / "one" / "model.safetensors")
+    assert any(not torch.equal(earlier[name], value) for name, value in found[0].items())
+    for part, said in ((b"x", "part-00000.safetensors"), (None, "no checkpoint of that step")):
+        path = Path(one) / "part-00000.safetensors"
+        if part:
+            path.write_bytes(path.read_bytes()[:-4] + b"abcd")
+        else:
+            one = one.replace("00000001", "00000007")
+        done = CliRunner().invoke(app, ["export", one, str(tmp_path / "two")])
+        assert (done.exit_code, said in done.stderr) == (2, True), done.stderr
+        assert not (tmp_path / "two").exists()
