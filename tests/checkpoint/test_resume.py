@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from small_runs import small
 
 from echelon.checkpoint.index import CheckpointError
 from echelon.checkpoint.reading import open_index
@@ -25,25 +25,8 @@ STEPS = 9
 
 
 def config(folder: Path, layout: str = "dp=2,zero=1", **changes: object) -> Config:
-    text = folder / "text.txt"
-    if not text.exists():
-        text.write_text("".join(f"{n} and {n * n}; " for n in range(3000)))
-    settings = {
-        "data.path": json.dumps([str(text)]),
-        "seq_len": 16,
-        "batch": 4,
-        "steps": STEPS,
-        "layout": layout,
-        "eval.every": 0,
-        "sample.tokens": 0,
-        "checkpoint.every": 2,
-        "device": "cpu",
-        "schedule.warmup": 2,
-        "run": str(folder / "run"),
-        "dropout": 0.1,
-        **changes,
-    }
-    return Config.load(None, [f"{key}={value}" for key, value in settings.items()])
+    usual = {"steps": STEPS, "checkpoint.every": 2, "schedule.warmup": 2, "dropout": 0.1}
+    return small(folder, layout, **{**usual, **changes})
 
 
 def states(run: str | Path) -> dict[int, str]:

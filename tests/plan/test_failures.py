@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from echelon.cli import app
-from echelon.plan import ask
+from echelon.plan import ask, failures
 from echelon.plan.failures import (
     DAY,
     DEVICE_HOURS,
@@ -94,3 +94,18 @@ def test_the_command():
     assert fewer["checkpoint_every"] < found["checkpoint_every"]
     refused = run(app, [*given, "--device-hours", "-1"])
     assert refused.exit_code != 0
+
+
+def test_what_a_recovery_is_made_of():
+    """By hand: 12 bytes of each parameter, 64 writers, 8 of them on a node's disk; 3 kinds of numbers in 3 boxes."""
+    plan = ask.answer("llama-1b", "64xh100", layout="dp=8,tp=8,zero=1").plans[0]
+    found, shape = recovery_of(plan), plan.case.shape
+    each = 12 * shape.parameters / 64
+    disk = max(each * 8 / 8e9, 12 * shape.parameters / failures.STORE)
+    boxes = 64 * (shape.num_layers + 2) * 3 * 3
+    assert found.save == pytest.approx(failures.SAVE_S + each / 50e9)
+    assert found.exists == pytest.approx(disk + failures.COMMIT_S + failures.WRITE_BOX_S * boxes)
+    assert found.detect == pytest.approx(max(30.0, 10 * plan.seconds))
+    started = failures.START_S + failures.GROUP_S * 64
+    assert found.restart == pytest.approx(started + failures.READ_BOX_S * boxes + disk + plan.seconds)
+    assert found.down == found.detect + failures.REPLACE_S + found.restart

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
+from small_runs import small
 
 from echelon.checkpoint.reading import open_index
 from echelon.checkpoint.storage import Local
@@ -22,26 +22,8 @@ STEPS = 4
 
 
 def config(folder: Path, layout: str, name: str = "run", **changes: object) -> Config:
-    text = folder / "text.txt"
-    if not text.exists():
-        text.write_text("".join(f"{n} and {n * n}; " for n in range(3000)))
-    settings = {
-        "data.path": json.dumps([str(text)]),
-        "seq_len": 16,
-        "batch": 4,
-        "steps": STEPS,
-        "layout": layout,
-        "eval.every": 0,
-        "sample.tokens": 0,
-        "checkpoint.every": STEPS,
-        "device": "cpu",
-        "schedule.warmup": 2,
-        "run": str(folder / name),
-        "dropout": 0.1,
-        "replay.every": 2,
-        **changes,
-    }
-    return Config.load(None, [f"{key}={value}" for key, value in settings.items()])
+    usual = {"steps": STEPS, "checkpoint.every": STEPS, "schedule.warmup": 2, "dropout": 0.1, "replay.every": 2}
+    return small(folder, layout, name=name, **{**usual, **changes})
 
 
 def train(config: Config, inject: tuple[str, ...] = ()) -> str:
@@ -121,6 +103,7 @@ def test_nothing_is_left_behind_by_the_second_pass(tmp_path, model):
 OWN = """
 import torch
 from torch import nn
+from small_runs import small
 
 class Model(nn.Module):
     def __init__(self):

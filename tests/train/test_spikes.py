@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from small_runs import small
 
 from echelon.checkpoint.reading import open_index
 from echelon.checkpoint.storage import Local
@@ -35,29 +36,9 @@ LATE = "pp=2,schedule=2bw,accumulate=2"
 
 
 def config(folder: Path, layout: str, name: str = "run", **changes: object) -> Config:
-    text = folder / "text.txt"
-    if not text.exists():
-        text.write_text("ab" * 4000)
-    settings = {
-        "data.path": json.dumps([str(text)]),
-        "seq_len": 16,
-        "batch": 4,
-        "steps": STEPS,
-        "layout": layout,
-        "eval.every": 0,
-        "sample.tokens": 0,
-        "checkpoint.every": 3,
-        "checkpoint.keep": 1,
-        "device": "cpu",
-        "schedule.warmup": 2,
-        "run": str(folder / name),
-        "dropout": 0.1,
-        "spike.action": "rollback",
-        "spike.window": 4,
-        "spike.factor": 4,
-        **changes,
-    }
-    return Config.load(None, [f"{key}={value}" for key, value in settings.items()])
+    usual = {"steps": STEPS, "checkpoint.every": 3, "checkpoint.keep": 1, "schedule.warmup": 2, "dropout": 0.1}
+    usual |= {"spike.action": "rollback", "spike.window": 4, "spike.factor": 4}
+    return small(folder, layout, name=name, text="ab" * 4000, **{**usual, **changes})
 
 
 def train(config: Config, inject: tuple[str, ...] = (), resume: str = "", kill: int = 0) -> dict[str, object]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from small_runs import small
 from typer.testing import CliRunner
 
 from echelon.cli import app
@@ -21,24 +22,8 @@ def export(*words: object) -> tuple[int, str]:
 
 
 def config(folder: Path, layout: str, **changes: object) -> Config:
-    text = folder / "text.txt"
-    text.write_text("".join(f"{n} and {n * n}; " for n in range(3000)))
-    settings = {
-        "model": "llama-tiny",
-        "data.path": json.dumps([str(text)]),
-        "seq_len": 16,
-        "batch": 4,
-        "steps": 3,
-        "layout": layout,
-        "eval.every": 0,
-        "sample.tokens": 0,
-        "checkpoint.every": 2,
-        "device": "cpu",
-        "optimizer.ema": 0.5,
-        "run": str(folder / "run"),
-        **changes,
-    }
-    return Config.load(None, [f"{key}={value}" for key, value in settings.items()])
+    usual = {"model": "llama-tiny", "steps": 3, "checkpoint.every": 2, "optimizer.ema": 0.5}
+    return small(folder, layout, **{**usual, **changes})
 
 
 def train(asked: Config) -> None:
