@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 sys.path.append(str(Path(__file__).parent.parent))
 # Kernels on a machine without a GPU: Triton's interpreter runs them, statement by statement, on the processor. It is
 # asked for when triton is imported, and transformers imports it.
-os.environ["TRITON_INTERPRET"] = "1"
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_configure() -> None:

@@ -185,11 +185,13 @@ class Stash:
                 moving.wait()
 
     def _pack(self, tensor: Tensor) -> Tensor | View:
+        # What stays is kept without its history: its maker, which may be what saves it, would keep itself alive.
+        here = tensor if tensor.is_leaf else tensor.detach()
         if type(tensor) is not Tensor or not tensor.is_floating_point() or tensor.device != self.link.device:
-            return tensor
+            return here
         storage = tensor.untyped_storage()
         if storage.nbytes() < self._small or storage in self._parameters:
-            return tensor
+            return here
         version, known = self._known.get(storage, (-1, None))
         kept = known() if known is not None and version == tensor._version else None
         if kept is None:

@@ -43,12 +43,12 @@ class _Seen:
     inside: bool = False
     """the core is at work"""
 
-    def pack(self, tensor: Tensor) -> Tensor:
+    def pack(self, tensor: Tensor) -> None:
+        """Backward never comes. A tensor that is given back here is held by the graph that it holds, for ever."""
         self.counted.again = self.counted.flops
         if self.inside:
             self.counted.core_again = self.counted.core_flops
         (self.core if self.inside else self.storages).add(tensor.untyped_storage())
-        return tensor
 
 
 class _Work(operator_mode()):  # type: ignore[misc]
@@ -198,7 +198,7 @@ class Budgeted(Recomputed):
         for core, inner in zip(cores, plain, strict=True):
             core.forward = partial(_inside, seen, inner)
         try:
-            with saved_tensors_hooks(seen.pack, _same), _Work(seen):
+            with saved_tensors_hooks(seen.pack, _never), _Work(seen):
                 out = module.forward(*args, **kwargs)
         finally:
             for core, inner in zip(cores, plain, strict=True):
@@ -313,8 +313,8 @@ def _inside(seen: _Seen, forward: Callable[..., Any], *args: Any, **kwargs: Any)
         seen.inside = False
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+def _never(_packed: None) -> Tensor:
+    raise RuntimeError("a rehearsal has no backward")
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:

@@ -1,0 +1,103 @@
+"""On a GPU, where a save is copied beside the steps that follow it: what is loaded is what was there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from laid_out import batch_of, tiny
+from torch import Tensor
+
+from echelon import models
+from echelon.parallel.apply import Options
+from echelon.precision.loss_scale import LossScale
+from echelon.train.engine import Engine
+from echelon.train.saved import Saving, state_of
+from echelon.train.sections import OptimizerConfig
+
+SHAPE = tiny(layers=6, width=1024, heads=8, kv_heads=4, ffn=2816, vocab=16001, max_seq_len=512)
+"""0.1B parameters: copies take longer than a step does"""
+HALF, SCALED = Options(compute=torch.bfloat16), Options(compute=torch.float16)
+ALONE = Options(compute=torch.bfloat16, master=torch.bfloat16)
+CASES: dict[str, tuple[str, OptimizerConfig, Options]] = {
+    "float32": ("dp=1", OptimizerConfig(), Options()),
+    "master in two halves": ("dp=1", OptimizerConfig(), HALF),
+    "no master": ("dp=1", OptimizerConfig(), ALONE),
+    "moments in 8 bits": ("dp=1", OptimizerConfig(states="int8"), HALF),
+    "moments in 8 bits, no master": ("dp=1", OptimizerConfig(states="int8"), ALONE),
+    "moments in bfloat16": ("dp=1", OptimizerConfig(states="bfloat16"), HALF),
+    "float16": ("dp=1", OptimizerConfig(), SCALED),
+    "average": ("dp=1", OptimizerConfig(ema=0.9), HALF),
+    "in backward": ("dp=1", OptimizerConfig(in_backward=True), HALF),
+    "lion": ("dp=1", OptimizerConfig(name="lion", lr=1e-4), HALF),
+    "sgd": ("dp=1", OptimizerConfig(name="sgd", lr=1e-2, momentum=0.9), HALF),
+    "lamb": ("dp=1", OptimizerConfig(name="lamb"), HALF),
+    "adafactor": ("dp=1", OptimizerConfig(name="adafactor", momentum=0.9), HALF),
+    "sm3": ("dp=1", OptimizerConfig(name="sm3", momentum=0.9), HALF),
+    "muon": ("dp=1", OptimizerConfig(name="muon"), HALF),
+    "states on the host": ("offload=optimizer", OptimizerConfig(), Options(compute=torch.bfloat16, host=1.0)),
+    "half of them": ("offload=optimizer", OptimizerConfig(), Options(compute=torch.bfloat16, host=0.5)),
+    "all on the host": ("offload=params", OptimizerConfig(), Options(compute=torch.bfloat16, host=1.0)),
+    "on disk": ("offload=params+disk", OptimizerConfig(), Options(compute=torch.bfloat16, host=1.0)),
+}
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
+
+def built(name: str) -> Engine:
+    layout, rule, options = CASES[name]
+    on_gpu = Options(**{**vars(options), "device": torch.device("cuda")})
+    scale = LossScale.dynamic(start=2.0**10, every=1) if options is SCALED else None
+    clip = 0.0 if rule.in_backward else 1.0
+    engine = Engine(models.build(SHAPE, "meta"), layout, rule, clip=clip, options=on_gpu, loss_scale=scale)
+    engine.model.train()
+    return engine
+
+
+def values_of(engine: Engine) -> dict[str, Tensor]:
+    """The whole state, with nothing under way."""
+    engine.drain()
+    torch.cuda.synchronize()
+    return {item.name: item.read().cpu().clone() for item in state_of(engine).items()}
+
+
+def trained(engine: Engine, steps: range) -> list[Tensor]:
+    """Losses. Nobody waits for a step."""
+    results = [engine.step(batch_of(SHAPE, 4, 512, seed=step), lr=1e-3) for step in steps]
+    return [torch.tensor(result.loss) for result in results]
+
+
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name, value in one.items() if not torch.equal(value, other[name])]
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_loaded_is_what_was_there(tmp_path: Path, name: str) -> None:
+    """Twice: the second save finds the memory of the first, and steps behind it change everything that it copies."""
+    engine = built(name)
+    saving = Saving(engine, str(tmp_path))
+    kept: dict[int, dict[str, Tensor]] = {}
+    for first in (0, 2):
+        trained(engine, range(first, first + 2))
+        kept[engine.num_steps] = values_of(engine)
+        saving.save({})
+    losses = trained(engine, range(4, 6))
+    saving.wait()
+    end = values_of(engine)
+    saving.close()
+    engine.close()
+    assert differing(kept[4], end)  # they have changed, so this test can fail
+    other = built(name)
+    again = Saving(other, str(tmp_path))
+    for step in (2, 4):
+        again.load(step)
+        assert not differing(kept[step], values_of(other))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.backends.cudnn, "deterministic", True)
+        resumed = trained(other, range(4, 6))
+    again.close()
+    other.close()
+    assert losses == pytest.approx(resumed, rel=1e-3)
+    assert losses[0] == resumed[0]  # forward alone repeats every bit
