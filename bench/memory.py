@@ -77,7 +77,7 @@ STACK: dict[str, dict[str, str]] = {
     "+ parameters and states there too": {
         "offload": "params+activations",
         "memory.host": "1",
-        "precision.master": "",  # on the host it takes nothing from the device
+        **dict.fromkeys(("precision.master", "optimizer.states"), ""),  # on the host they take nothing from the device
         **dict.fromkeys(IN_BACKWARD, ""),  # the host updates by itself
     },
 }

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +18,10 @@ from echelon.launch.failure import RankError
 from echelon.layout import FaultError, Layout
 from echelon.train.config import Config
 from echelon.train.loop import train_here
+from echelon.train.repeatable import prepare, repeatable
+from echelon.train.replay import Replay
 from echelon.train.run import Run
+from echelon.train.sections import ReplayConfig
 from echelon.train.witness import first_difference, sum_of
 
 STEPS = 4
@@ -150,6 +156,37 @@ def test_check_sums_and_norms():
     assert first_difference(norms, near, 1e-3) == 1
     assert first_difference(norms[[0, 2]], near[[0, 2]], 1e-3) == 1
     assert first_difference(norms[[0, 2]], norms[[0, 2]], 1e-3) == -1
+    # What is made of rounding, beside the rest.
+    assert first_difference(torch.tensor([3.0, 2e-10, 5.0]), torch.tensor([3.0, 3e-10, 5.0]), 1e-3) == -1
+    assert first_difference(torch.tensor([3.0, 2e-3, 5.0]), torch.tensor([3.0, 3e-3, 5.0]), 1e-3) == 1
+
+
+def test_kernels_that_repeat_every_bit_are_asked_for_and_left(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    prepare()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # somebody's own
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with repeatable():
+            assert torch.are_deterministic_algorithms_enabled()
+            assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        with (
+            pytest.raises(ValueError, match=r"put_ does not have .*; set replay\.tolerance=1e-2 to compare"),
+            repeatable(),
+        ):
+            torch.zeros(4).put_(torch.tensor([1]), torch.tensor([2.0]))
+        with pytest.raises(RuntimeError, match="something else"), repeatable():
+            raise RuntimeError("something else")
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_only_equal_bits_on_a_gpu_need_them():
+    for device, tolerance, kind in (("cuda", 0.0, repeatable), ("cuda", 1e-2, nullcontext), ("cpu", 0.0, nullcontext)):
+        parallel = SimpleNamespace(options=SimpleNamespace(device=torch.device(device)))
+        made = Replay(SimpleNamespace(parallel=parallel), ReplayConfig(every=1, tolerance=tolerance), lambda *_: None)
+        assert made._kernels is kind
 
 
 def test_what_cannot_be_computed_twice_is_refused(tmp_path):

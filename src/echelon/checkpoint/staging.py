@@ -127,10 +127,10 @@ class Staging:
                 self._put(self._view(at, numel(placed.box), item.dtype).view(shape), box, lasts)
         self._copy(waiting)
         if self._beside is not None:
+            # Asked inside `torch.cuda.stream`, the current stream would be the one beside, which waits for nobody.
+            self._beside.wait_stream(torch.cuda.current_stream(self._beside.device))
             self._ready = torch.cuda.Event()
-            with torch.cuda.stream(self._beside):
-                self._beside.wait_stream(torch.cuda.current_stream(self._beside.device))
-                self._ready.record()
+            self._ready.record(self._beside)
 
     def _copy(self, waiting: _Waiting) -> None:
         if waiting.count:

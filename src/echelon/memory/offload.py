@@ -63,12 +63,13 @@ def moved(
     return Moved(link=link, updated=away if has_states(offload) else 0.0, disk=disk)
 
 
-def update_bytes(moment_bytes: float, *, early: bool) -> float:
+def update_bytes(moment_bytes: float, *, own: bool) -> float:
     """What the host's update of a parameter reads and writes: master value and two moments, the gradient, and a cast.
 
-    A gradient that came early is made longer first, and multiplied by what clipping leaves of it.
+    A gradient that the host has of its `own`, before the update, is made longer, and multiplied by what clipping leaves
+    of it.
     """
-    return 2 * (4 + 2 * moment_bytes) + 4 + 6 + (18 if early else 0)
+    return 2 * (4 + 2 * moment_bytes) + 4 + 6 + (18 if own else 0)
 
 
 def crossing(

@@ -304,7 +304,7 @@ def _of_step(case: Case, once_a_step: bool) -> dict[str, Any]:
                 share=share_away(case),
             )
     device_host = min(per_node, HOST_DEVICES)
-    early = not policy_of(case).sums_gradients and not offload.pages(layout.offload)
+    own = not policy_of(case).sums_gradients or offload.pages(layout.offload)
     return {
         "weight_bytes": weight_bytes(case),
         "pp_bytes": case.tokens * shape.width * case.element_bytes / case.sliced if layout.pp > 1 else 0.0,
@@ -329,7 +329,7 @@ def _of_step(case: Case, once_a_step: bool) -> dict[str, Any]:
         "host": (cluster.curves.host if cluster.curves else 0.0) or cluster.device.host.bandwidth,
         "host_bytes": away.link,
         "host_updated": away.updated,
-        "host_updates": HOST_SPEED / offload.update_bytes(case.moment_bytes, early=early) / device_host,
+        "host_updates": HOST_SPEED / offload.update_bytes(case.moment_bytes, own=own) / device_host,
         "disk_seconds": away.disk / (cluster.disk_bandwidth / device_host),
     }
 

@@ -24,7 +24,6 @@ from echelon.train.config import Config
 from echelon.train.display import Derived, size
 from echelon.train.engine import Engine
 from echelon.train.metrics import Peak
-from echelon.train.replay import tolerance_of
 
 
 def derived(config: Config, engine: Engine, peak: Peak, threads: int) -> Iterator[Derived]:
@@ -138,8 +137,10 @@ def _optimizer(engine: Engine) -> Iterator[Derived]:
 
 def _replay(engine: Engine, config: Config) -> Iterator[Derived]:
     """The price of the checks, in forward and backward passes."""
-    every, tolerance = config.replay.every, tolerance_of(config.replay, engine.parallel.options.device)
-    how = f"norms, equal to {tolerance:g}: kernels of a GPU add up in any order" if tolerance else "equal bits"
+    every, tolerance = config.replay.every, config.replay.tolerance
+    on_gpu = engine.parallel.options.device.type == "cuda"
+    how = "equal bits" + (", of torch's deterministic kernels" if on_gpu else "")
+    how = f"norms, equal to {tolerance:g}: kernels may add up in any order" if tolerance else how
     price = f"+{100 / every:.3g} % forward and backward passes"
     yield "replay", f"step {every}, {2 * every}, ... computed twice: {price}", f"what each rank made is compared: {how}"
 

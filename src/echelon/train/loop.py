@@ -25,7 +25,7 @@ from echelon.pipeline import timeline
 from echelon.pipeline.measure import everywhere, measured_split, profile_of
 from echelon.pipeline.profile import Profile
 from echelon.plan import correct
-from echelon.train import flip, metrics
+from echelon.train import flip, metrics, repeatable
 from echelon.train.batches import Batches
 from echelon.train.checkpoints import Checkpoints
 from echelon.train.config import Config
@@ -54,6 +54,8 @@ def train_here(config: Config, quiet: bool = False, inject: Sequence[Injection] 
         meeting.idle()
         raise SystemExit(0)
     config = attempt.config
+    if config.replay.every:
+        repeatable.prepare()
     with (
         join(config.device, config.timeout, meeting=meeting, ranks=attempt.ranks) as world,
         watched(world, config.timeout) as watch,

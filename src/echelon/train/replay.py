@@ -8,14 +8,15 @@
 
 All ranks do the passes together, since layers talk to each other. What a pass changes besides gradients (statistics of
 BatchNorm, counts of experts, torch's random state) is put back before the next one, so a run with checks is bit-equal
-to one without. The price is a forward and a backward pass every `replay.every` steps.
+to one without; on a GPU, where the passes use kernels that repeat every bit (repeatable.py), to one that uses these.
+The price is a forward and a backward pass every `replay.every` steps.
 """
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,11 +29,10 @@ from echelon.parallel.apply import WORLD
 from echelon.train.engine import Engine
 from echelon.train.feed import Microbatch
 from echelon.train.looks import position
+from echelon.train.repeatable import repeatable
 from echelon.train.sections import ReplayConfig
 from echelon.train.witness import Event, Witness, first_difference
 
-ON_GPU = 1e-3
-"""tolerance where kernels may add up in any order"""
 WRONG = {1: "the first pass was wrong", 2: "the second pass was wrong", 0: "all three passes differ"}
 
 Compute = Callable[[Sequence[Microbatch]], Tensor]
@@ -85,7 +85,9 @@ class Replay:
     def __init__(self, engine: Engine, asked: ReplayConfig, tell: Callable[[Corruption, str], None]):
         """`tell` is given what was found, and what the run goes on with, on every rank."""
         self._engine, self._asked, self._tell = engine, asked, tell
-        self.tolerance = tolerance_of(asked, engine.parallel.options.device)
+        self.tolerance = asked.tolerance
+        exact = not self.tolerance and engine.parallel.options.device.type == "cuda"
+        self._kernels = repeatable if exact else nullcontext
         engine.replay = self
 
     def __call__(self, microbatches: Sequence[Microbatch], compute: Compute) -> Tensor:
@@ -111,7 +113,7 @@ class Replay:
     ) -> tuple[Witness, Tensor]:
         witness = Witness(bits=not self.tolerance)
         self._engine.parallel.flat.updated()  # parameters are gathered in every pass, not in the first alone
-        with witness.of(self._engine.parallel):
+        with self._kernels(), witness.of(self._engine.parallel):
             totals = compute(microbatches).clone()
         witness.see("its own sum of losses", "loss", totals)
         if values is not None:
@@ -158,12 +160,6 @@ class Replay:
         if first_difference(second, third, self.tolerance) < 0:
             return 1
         return 2 if first_difference(first, third, self.tolerance) < 0 else 0
-
-
-def tolerance_of(asked: ReplayConfig, device: torch.device) -> float:
-    if asked.tolerance is not None:
-        return asked.tolerance
-    return ON_GPU if device.type == "cuda" else 0.0
 
 
 class Before:

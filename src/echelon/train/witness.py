@@ -12,7 +12,8 @@ The first difference (*) of rank 1 is its own: it began. That of rank 0 is somet
 is needed, and it holds for tensor parallelism, for stages of a pipeline and for sums of gradients alike.
 
 A check sum is the sum of a tensor's bits as integers, which no order of adding changes. Where kernels add up in any
-order and bits are not repeated, a norm stands in its place.
+order and bits are not repeated, a norm stands in its place. A norm far below all others (the gradient of the bias of
+keys, which is 0) is made of rounding, and is held to what the others are.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from echelon.parallel.apply import Parallel
 from echelon.parallel.flat_unit import FlatUnit
 from echelon.train.outputs import outputs
 
+FAINT = 1e-4
+"""of the median of all norms: below it they are compared with this"""
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
@@ -121,7 +124,8 @@ def first_difference(one: Tensor, other: Tensor, tolerance: float) -> int:
     one_, other_ = one[:many], other[:many]
     if tolerance:
         finite = torch.isfinite(one_) & torch.isfinite(other_)
-        apart = (one_ - other_).abs() > tolerance * torch.maximum(one_.abs(), other_.abs())
+        usual = torch.where(finite, one_.abs(), 0.0).median() if many else 0.0
+        apart = (one_ - other_).abs() > tolerance * torch.maximum(one_.abs(), other_.abs()).clamp(min=FAINT * usual)
         differs = torch.where(finite, apart, torch.isfinite(one_) != torch.isfinite(other_))
     else:
         differs = one_ != other_
