@@ -13,7 +13,7 @@ from echelon.launch.pool import Pool
 from echelon.layout import Layout
 from echelon.optim import cost
 from echelon.optim.adamw8 import AdamW8
-from echelon.optim.blockwise import Blocks, values_of
+from echelon.optim.blockwise import Blocks, borders_of, codes_of, values_of
 from echelon.train.engine import Engine
 from echelon.train.sections import OptimizerConfig
 from tests.optim import references
@@ -42,6 +42,17 @@ def half_gap(shares: torch.Tensor, signed: bool) -> torch.Tensor:
     values = values_of(signed, CPU).double()
     above = torch.searchsorted(values, shares).clamp(1, 255)
     return (values[above] - values[above - 1]) / 2
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_processor_finds_the_codes_by_their_first_bits(signed: bool) -> None:
+    """Bit for bit as a search among all borders does: on them, beside them, and everywhere else."""
+    borders = borders_of(signed, CPU)
+    beside = [torch.nextafter(borders, torch.full_like(borders, towards)) for towards in (-2.0, 2.0)]
+    drawn = [torch.rand(10000, generator=torch.Generator().manual_seed(0)) * size for size in (1, 1e-2, 1e-5, 1e-39)]
+    shares = torch.cat([borders, *beside, *drawn, torch.tensor([0.0, 1.0])])
+    shares = torch.cat([shares, -shares])
+    assert torch.equal(codes_of(shares, signed), torch.bucketize(shares, borders).to(torch.uint8))
 
 
 @pytest.mark.parametrize("signed", [True, False])

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 Coordinates = Mapping[str, int]
 
@@ -78,7 +79,7 @@ class Entry:
             shape[cut.dim] = -(-shape[cut.dim] // cut.parts)
         return tuple(shape)
 
-    @property
+    @cached_property
     def local_numel(self) -> int:
         return math.prod(self.local_shape)
 
@@ -131,7 +132,7 @@ class Unit:
         """Of an element, where one of the others has `size`."""
         return max(size, WIDE) if self.wide else size
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the buffer in use, before it is padded to equal shards."""
         return sum(entry.local_numel for entry in self.entries)

@@ -39,6 +39,29 @@ def borders_of(signed: bool, device: torch.device) -> Tensor:
     return (values[1:] + values[:-1]) / 2
 
 
+@lru_cache
+def _starts_of(signed: bool) -> tuple[Tensor, Tensor]:
+    """For the processor: by the first 16 bits of a float32, how many borders lie below all numbers that begin so; and
+    the borders, with an end. No two borders lie among numbers that begin alike, so one comparison finds a code."""
+    borders = borders_of(signed, torch.device("cpu"))
+    bits = torch.arange(1 << 16, dtype=torch.int64) << 16
+    ends = torch.stack([bits, bits + 0xFFFF]).to(torch.int32).view(torch.float32)
+    ends = torch.where(ends.isnan(), ends[0].nan_to_num(nan=1.0), ends)
+    first, last = (torch.bucketize(end, borders) for end in (ends.amin(0), ends.amax(0)))
+    assert int((last - first).max()) == 1
+    return first.to(torch.int32), torch.cat([borders, torch.tensor([torch.inf])])
+
+
+def codes_of(shares: Tensor, signed: bool) -> Tensor:
+    """The nearest of the 256 values, of numbers from -1 to 1."""
+    if shares.device.type != "cpu":
+        return torch.bucketize(shares, borders_of(signed, shares.device)).to(torch.uint8)
+    # As above, in a fifth of the time.
+    starts, borders = _starts_of(signed)
+    first = starts.index_select(0, (shares.view(torch.int32) >> 16) & 0xFFFF)
+    return (first + (borders.index_select(0, first) < shares)).to(torch.uint8)
+
+
 class Blocks:
     """A flat state, kept in 8 bits: codes, and the largest of each block."""
 
@@ -55,7 +78,7 @@ class Blocks:
 
     def read(self, part: slice, dtype: torch.dtype) -> Tensor:
         """The numbers of some whole blocks."""
-        values = values_of(self.signed, self.device)[self.codes[part].long()].to(dtype)
+        values = values_of(self.signed, self.device).index_select(0, self.codes[part].int()).to(dtype)
         return values * self._spread(self.largest[self._blocks(part)].to(dtype), len(values))
 
     def write(self, part: slice, numbers: Tensor, live: Tensor) -> None:
@@ -65,7 +88,7 @@ class Blocks:
         largest = padded.abs().amax(1)
         inverse = 1.0 / largest.clamp(min=torch.finfo(torch.float32).tiny)
         shares = numbers.float() * self._spread(inverse, len(numbers))
-        codes = torch.bucketize(shares, borders_of(self.signed, self.device)).to(torch.uint8)
+        codes = codes_of(shares, self.signed)
         self.codes[part] = torch.where(live, codes, self.codes[part])
         self.largest[blocks] = torch.where(live, largest, self.largest[blocks])
 
