@@ -105,11 +105,18 @@ def crossing(
 
 
 def left(
-    offload: str, parts: Mapping[str, float], *, layers: float, share: float = 1.0, final: bool = False
+    offload: str,
+    parts: Mapping[str, float],
+    *,
+    layers: float,
+    ends: float = 0.0,
+    share: float = 1.0,
+    final: bool = False,
 ) -> dict[str, int]:
     """A rank's bytes by category, without what is elsewhere; `layers` are those whose activations it would hold.
 
-    `share` is that of the states which are away. Gradients that are `final` when they come leave at once with them.
+    `share` is that of the states which are away. `ends` is the share of the parameters that lie around the layers: once
+    they are there they stay until backward is through. Gradients that are `final` when they come leave at once.
     """
     # Of what comes and goes, two layers' worth is there: the one at work and the one on its way.
     some = min(1.0, 2 / max(layers, 1.0))
@@ -117,7 +124,7 @@ def left(
     if has_states(offload):
         stays |= {"optimizer": 1 - share, "master": 1 - share}
     if pages(offload):
-        stays["parameters"] = 1 - share * (1 - some)
+        stays["parameters"] = 1 - min(share, 1 - ends) * (1 - some)
     if pages(offload) or (has_states(offload) and final):
         stays["gradients"] = 1 - share * (1 - some)
     if "activations" in offload.split("+"):

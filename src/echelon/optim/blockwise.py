@@ -49,7 +49,7 @@ def _starts_of(signed: bool) -> tuple[Tensor, Tensor]:
     ends = torch.where(ends.isnan(), ends[0].nan_to_num(nan=1.0), ends)
     first, last = (torch.bucketize(end, borders) for end in (ends.amin(0), ends.amax(0)))
     assert int((last - first).max()) == 1
-    return first.to(torch.int32), torch.cat([borders, torch.tensor([torch.inf])])
+    return first, torch.cat([borders, torch.tensor([torch.inf])])
 
 
 def codes_of(shares: Tensor, signed: bool) -> Tensor:
@@ -58,8 +58,8 @@ def codes_of(shares: Tensor, signed: bool) -> Tensor:
         return torch.bucketize(shares, borders_of(signed, shares.device)).to(torch.uint8)
     # As above, in a fifth of the time.
     starts, borders = _starts_of(signed)
-    first = starts.index_select(0, (shares.view(torch.int32) >> 16) & 0xFFFF)
-    return (first + (borders.index_select(0, first) < shares)).to(torch.uint8)
+    first = starts.take(((shares.view(torch.int32) >> 16) & 0xFFFF).long())
+    return (first + (borders.take(first) < shares)).to(torch.uint8)
 
 
 class Blocks:
@@ -78,7 +78,7 @@ class Blocks:
 
     def read(self, part: slice, dtype: torch.dtype) -> Tensor:
         """The numbers of some whole blocks."""
-        values = values_of(self.signed, self.device).index_select(0, self.codes[part].int()).to(dtype)
+        values = values_of(self.signed, self.device).take(self.codes[part].long()).to(dtype)
         return values * self._spread(self.largest[self._blocks(part)].to(dtype), len(values))
 
     def write(self, part: slice, numbers: Tensor, live: Tensor) -> None:

@@ -24,6 +24,8 @@ CHUNK = 1 << 20
 """elements at a time, which bounds what is made on the way"""
 CHUNK_CUDA = 1 << 23
 """on a GPU, where a pass over fewer takes less time than to start it"""
+PART, PART_CUDA = 1 << 22, 1 << 25
+"""elements of a matrix at a time, by rules that look at matrices: they go over each part dozens of times"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +47,11 @@ class Held:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stack", held_stack(self.entry))
-        object.__setattr__(self, "parts", tuple(rectangles(self.piece)))
+        object.__setattr__(self, "parts", tuple(self.parts_of(self.piece)))
+
+    def parts_of(self, piece: Piece) -> Iterator[Rectangle]:
+        """Of this parameter as it lies here, or on another rank."""
+        return rectangles(piece, PART_CUDA if self.unit.full.is_cuda else PART)
 
     @property
     def entry(self) -> Entry:

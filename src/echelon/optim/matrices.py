@@ -81,7 +81,7 @@ class Rectangle:
         return slice(0, self.rows[1] - self.rows[0]), slice(0, self.columns[1] - self.columns[0])
 
 
-def rectangles(piece: Piece, most: int = 1 << 22) -> Iterator[Rectangle]:
+def rectangles(piece: Piece, most: int) -> Iterator[Rectangle]:
     """What a rank holds, in the order in which it lies, in parts of about `most` elements at the most."""
     entry = piece.entry
     local = stack_of(entry.local_shape, filters=entry.filters)

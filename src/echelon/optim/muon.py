@@ -34,7 +34,7 @@ from echelon.layout.cost import Collective
 from echelon.layout.placement import Piece, Placement
 from echelon.optim.held import Held, of
 from echelon.optim.kept import Kept, elements
-from echelon.optim.matrices import Rectangle, rectangles
+from echelon.optim.matrices import Rectangle
 from echelon.optim.rule import Rule, momentum_of
 from echelon.optim.update import Update
 from echelon.parallel import shard
@@ -145,7 +145,7 @@ class _Exchange:
                 (task, piece, part)
                 for task in owned
                 for piece in (there.piece(task.held.unit.unit, task.held.entry),)
-                for part in rectangles(piece)
+                for part in task.held.parts_of(piece)
                 if part.matrix == task.matrix
             ]
             for there in places

@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from echelon.layout.layout import ASYNCHRONOUS
 from echelon.memory import offload
@@ -139,8 +140,16 @@ def _on_host(case: Case, stage: int, optimizer: float) -> float:
 
 
 def _left(case: Case, stage: int, moments: Sequence[Mapping[str, float]], share: float) -> list[dict[str, int]]:
-    layers, final = layers_in_flight(case, stage), not policy_of(case).sums_gradients
-    return [left(case.layout.offload, moment, layers=layers, share=share, final=final) for moment in moments]
+    sizes = {unit.name: n * unit.shard_numel for unit, n in units_of(case, stage)}
+    found = partial(
+        left,
+        case.layout.offload,
+        layers=layers_in_flight(case, stage),
+        ends=sizes.get("ends", 0) / max(1, sum(sizes.values())),
+        share=share,
+        final=not policy_of(case).sums_gradients,
+    )
+    return [found(moment) for moment in moments]
 
 
 def _fullest(moments: Iterable[Mapping[str, float]]) -> dict[str, int]:
