@@ -170,6 +170,20 @@ def test_a_new_run_keeps_out_of_the_checkpoints_of_another(pool, tmp_path):
     assert Local(tmp_path / "kept").steps() == [2, 4]
 
 
+def test_a_run_that_is_running_is_not_resumed_beside_itself(pool, tmp_path):
+    """Both would have written the same log, and removed each other's checkpoints."""
+    pool.run(train, 1, config(tmp_path, "dp=1", steps=2))
+    run = tmp_path / "run"
+    again = config_of(run, ["steps=4"])
+    with Run.open(run).claim():
+        before = (run / "log.jsonl").read_bytes()
+        with pytest.raises(RankError, match=r"another process is training in the run's directory \(.*run\); wait"):
+            pool.run(train, 1, again, str(run))
+        assert (run / "log.jsonl").read_bytes() == before
+    pool.run(train, 1, again, str(run))
+    assert list(losses(run)) == [1, 2, 3, 4]
+
+
 def test_a_fault_in_the_phase_of_a_save(pool, tmp_path):
     """It was a legal phase that nothing ever entered."""
     inject = read(["raise:rank=0,step=4,phase=save"])

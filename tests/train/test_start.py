@@ -4,12 +4,14 @@ import subprocess
 import sys
 
 import pytest
+from small_runs import small
 
 import echelon as ec
 from echelon.layout import FaultError
 from echelon.models.own import load
-from echelon.train import start
+from echelon.train import launched, start
 from echelon.train.config import Config
+from echelon.train.run import Run, RunError
 
 
 def build():
@@ -71,3 +73,10 @@ def test_the_name_train_is_a_function_whatever_was_imported_first():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "FaultError: model=nope is not the name of a model size" in done.stderr
     assert "torch" not in done.stderr
+
+
+def test_a_run_that_is_running_is_refused_before_ranks_are_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(launched, "launched", lambda *_, **__: pytest.fail("ranks were started"))
+    asked = small(tmp_path, "dp=2")
+    with Run.create(asked, {}).claim() as held, pytest.raises(RunError, match="another process is training"):
+        start.run(asked, resume=str(held.path))

@@ -130,7 +130,7 @@ class Loop:
         if self.world.rank == 0:
             before = predicted(self.config, self.layout, self.task.shape, self.world, threads=threads)
             plan = {"layout": str(self.layout), "derived": rows, "predicted": before, **self._attempt.facts()}
-            run = Run.open(where(self.resume)[0]) if self.resume else Run.create(self.config, plan)
+            run = (Run.open(where(self.resume)[0]) if self.resume else Run.create(self.config, plan)).claim()
         if run is not None:
             self._watch.keeps(run.path)
         self._attempt.tell(run, self.display)

@@ -13,6 +13,7 @@ runs/gpt-tiny-20250131-120000/
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import json
 import math
@@ -37,6 +38,7 @@ class Run:
     path: Path
     """The directory."""
     _log: IO[str] | None = field(default=None, repr=False)
+    _claim: IO[bytes] | None = field(default=None, repr=False)
 
     @classmethod
     def create(cls, config: Config, plan: Mapping[str, Any]) -> Self:
@@ -74,6 +76,21 @@ class Run:
             )
         return cls(path=path)
 
+    def claim(self) -> Self:
+        """For this process alone, until it closes the run or ends in any way: two that train in one directory would
+        mix their logs, and remove each other's checkpoints."""
+        self._claim = open(self.path / "config.toml", "rb")  # noqa: SIM115 (close() does)
+        try:
+            fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.close()
+            raise RunError(
+                f"another process is training in the run's directory ({self.path}); wait until it is through, or end it"
+            ) from error
+        except OSError:
+            pass  # a file system without locks
+        return self
+
     @property
     def config(self) -> Config:
         return Config.from_toml((self.path / "config.toml").read_text(encoding="utf-8"))
@@ -110,6 +127,12 @@ class Run:
                     yield record
 
     def close(self) -> None:
+        claim, self._claim = self._claim, None
+        if claim is not None:
+            claim.close()
+        self._close_log()
+
+    def _close_log(self) -> None:
         log, self._log = self._log, None
         if log is not None:
             log.close()
@@ -131,7 +154,7 @@ class Run:
     def _abandon_log(self) -> None:
         # Closing flushes again what did not fit the first time; that second failure says nothing new.
         with contextlib.suppress(OSError):
-            self.close()
+            self._close_log()
 
 
 def _open_to_append(path: Path) -> IO[str]:
