@@ -88,7 +88,7 @@ def test_back_behind_a_spike(tmp_path: Path, at: int) -> None:
     assert state(struck) == state(never)
 
 
-LONG = {"replay.every": 2, "seq_len": 512, "batch": 2, "dropout": 0}
+LONG = {"replay.every": 2, "seq_len": 256, "batch": 2, "dropout": 0}
 """attention goes over several blocks, and its backward adds up in any order if it is let"""
 
 
