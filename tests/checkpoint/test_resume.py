@@ -136,6 +136,16 @@ def test_what_cannot_change(undisturbed):
     assert [fault.key for fault in caught.value.faults] == ["batch", "seed"]
 
 
+def test_states_that_are_not_there(undisturbed):
+    """It blamed optimizer.eps, which nobody had given."""
+    _, told = undisturbed
+    with pytest.raises(FaultError) as caught:
+        config_of(Path(told["run"]), ["optimizer.name=lion"])
+    (fault,) = caught.value.faults
+    assert str(fault) == 'optimizer.name="lion" cannot change while a run goes on; legal: "adamw", or a new run'
+    assert config_of(Path(told["run"]), ['optimizer.name="adamw"', "optimizer.states=float32"])
+
+
 def test_a_checkpoint_names_its_run():
     assert where("runs/a/checkpoints/step-00000012") == (Path("runs/a"), 12)
     assert where("runs/a") == (Path("runs/a"), None)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from echelon.checkpoint.storage import NAME
 from echelon.layout import Fault, FaultError
@@ -15,28 +16,38 @@ FOLDER = "checkpoints"
 """in a run's directory"""
 FIXED = ("model", "data.", "seq_len", "batch", "seed", "tied", "gate")
 """keys that say which numbers the state is, and which samples come next"""
+STATES = ("optimizer.name", "optimizer.states")
+"""keys that say which states there are"""
 FREE = ("data.skip_batches",)
 """may grow by batches that are yet to come (batches.py)"""
 
 
 def config_of(run: Path, settings: Sequence[str], *, world: int | None = None) -> Config:
     """As the run has it, with settings over it: another layout, more steps."""
-    before = Run.open(run).config
+    old = keys.values_of(Run.open(run).config)
+    # With other states, settings of the run's own would be refused first, which nobody has given.
+    given = {name: text for name, _, text in (setting.partition("=") for setting in settings)}
+    _refuse(old, {name: given[name].strip("\"'") for name in STATES if name in given})
     config = Config.load(run / "config.toml", settings, world=world, by_run=True)
-    old, new = keys.values_of(before), keys.values_of(config)
+    new = keys.values_of(config)
+    _refuse(old, {name: new[name] for name in old if name.startswith(FIXED) and name not in FREE})
+    return config
+
+
+def _refuse(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """What cannot be other than it was."""
     faults = [
         Fault(
             key=name,
-            value=keys.show(new[name]),
+            value=keys.show(value),
             rule="cannot change while a run goes on",
             legal=f"{keys.show(old[name])}, or a new run",
         )
-        for name in old
-        if name.startswith(FIXED) and name not in FREE and old[name] != new[name]
+        for name, value in new.items()
+        if value != old[name]
     ]
     if faults:
         raise FaultError(faults)
-    return config
 
 
 def where(resume: str | Path) -> tuple[Path, int | None]:
