@@ -50,7 +50,7 @@ def test_a_processor_finds_the_codes_by_their_first_bits(signed: bool) -> None:
     borders = borders_of(signed, CPU)
     beside = [torch.nextafter(borders, torch.full_like(borders, towards)) for towards in (-2.0, 2.0)]
     drawn = [torch.rand(10000, generator=torch.Generator().manual_seed(0)) * size for size in (1, 1e-2, 1e-5, 1e-39)]
-    shares = torch.cat([borders, *beside, *drawn, torch.tensor([0.0, 1.0])])
+    shares = torch.cat([borders, *beside, *drawn, torch.tensor([0.0, 1.0, torch.inf, torch.nan])])
     shares = torch.cat([shares, -shares])
     assert torch.equal(codes_of(shares, signed), torch.bucketize(shares, borders).to(torch.uint8))
 

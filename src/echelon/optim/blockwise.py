@@ -46,7 +46,7 @@ def _starts_of(signed: bool) -> tuple[Tensor, Tensor]:
     borders = borders_of(signed, torch.device("cpu"))
     bits = torch.arange(1 << 16, dtype=torch.int64) << 16
     ends = torch.stack([bits, bits + 0xFFFF]).to(torch.int32).view(torch.float32)
-    ends = torch.where(ends.isnan(), ends[0].nan_to_num(nan=1.0), ends)
+    ends = torch.where(ends.isnan(), ends[0].nan_to_num(nan=torch.inf), ends)
     first, last = (torch.bucketize(end, borders) for end in (ends.amin(0), ends.amax(0)))
     assert int((last - first).max()) == 1
     return first, torch.cat([borders, torch.tensor([torch.inf])])
