@@ -19,8 +19,10 @@ from echelon.kernels import (
     blocks_gpu,
     blockwise_gpu,
     cast_gpu,
+    factored_gpu,
     grouped_gpu,
     halves_gpu,
+    lamb_gpu,
     lion_gpu,
     loss_gpu,
     norm_gpu,
@@ -94,6 +96,9 @@ def updates() -> None:
     """Of weights in each of their forms."""
     told = dict.fromkeys(("lr", "decay", "beta1", "rest1", "beta2", "rest2", "momentum", "rest", "tiny"), "fp32")
     told |= {"numbers_ptr": "*fp32", "scale_ptr": "*fp64", "live_ptr": "*i1", "step_ptr": "*i64", "decayed": "i32"}
+    told |= dict.fromkeys(("row_ptr", "column_ptr", "new_row_ptr", "new_column_ptr", "squares_ptr"), "*fp32")
+    told |= dict.fromkeys(("sums_ptr", "rate_ptr", "factor_ptr"), "*fp32")
+    told |= dict.fromkeys(("real_rows", "real_columns"), "i32")
     kept = ("*u8", "*fp32", "*fp32", "*fp32")
     told |= {"mean": kept, "square": kept, "values_ptr": "*fp32", "average_ptr": "*fp32"}
     block, blocks = {"BLOCK": 1024}, {"BLOCKS": 4, "EACH": 256}
@@ -112,7 +117,15 @@ def updates() -> None:
         compiled(lion_gpu._lion, 4, {**block, **left_out}, fused=False, **alone)
         compiled(sgd_gpu._sgd, 4, {**block, **left_out}, fused=False, **alone)
         compiled(sgd_gpu._sgd, 4, {**block, **left_out, "moment_ptr": None}, fused=False, **alone)
+        tile = {"ROWS": factored_gpu.ROWS, "COLUMNS": factored_gpu.COLUMNS}
+        for moment in ({}, {"moment_ptr": None}):
+            compiled(factored_gpu._move, 4, {**tile, **left_out, **moment}, fused=False, **alone)
+            compiled(factored_gpu._bounded, 4, {**tile, **left_out, **moment}, fused=False, **alone)
+        compiled(factored_gpu._size, 4, tile, fused=False, **alone)
+        compiled(lamb_gpu._apply, 4, {**block, **left_out}, fused=False, **alone, square_ptr="*fp32")
         no_place = {name: value for name, value in left_out.items() if name == "low_ptr"}
+        compiled(factored_gpu._sums, 4, {**tile, **no_place}, fused=False, **alone)
+        compiled(lamb_gpu._take_in, 4, {**block, **no_place}, fused=False, **alone, square_ptr="*fp32")
         compiled(average_gpu._average, 4, {**block, **no_place}, fused=False, **alone)
         compiled(halves_gpu._halves_write, 4, {**block, **left_out}, **own)
     compiled(halves_gpu._halves_join, 4, block, **told, **split[0])

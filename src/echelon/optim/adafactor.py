@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from echelon.layout.cost import Collective
-from echelon.optim.held import Held, of
+from echelon.optim.held import Held, of, tiles_of
 from echelon.optim.kept import Kept, elements, number_of_held, of_sides
 from echelon.optim.matrices import Rectangle
 from echelon.optim.rule import Rule, momentum_of
@@ -65,7 +65,7 @@ class Adafactor:
         for one in self._held:
             mine = self._sizes.of(squares, one)
             for part in one.parts if one.piece.counts else ():
-                mine[part.matrix] += self._towards(one, part, scale)[part.real].square().sum()
+                mine[part.matrix] += self._size(one, part, scale)
         self._sizes.combine(squares)
         for one in self._held:
             elements = one.stack.rows * one.stack.columns
@@ -81,14 +81,35 @@ class Adafactor:
         for one in self._held:
             mine, stack = self._sums.of(sums, one), one.stack
             for part in one.parts if one.piece.counts else ():
-                mine[mine.numel() - stack.matrices + part.matrix] += one.values(part)[part.real].square().sum()
-                if stack.factored:
-                    squares = one.gradient(part, scale)[part.real].square()
-                    rows = mine[: stack.matrices * stack.rows].view(stack.matrices, stack.rows)
-                    columns = mine[stack.matrices * stack.rows : stack.sides].view(stack.matrices, stack.columns)
-                    rows[part.matrix, slice(*part.rows)] += squares.sum(1)
-                    columns[part.matrix, slice(*part.columns)] += squares.sum(0)
+                size = mine[mine.numel() - stack.matrices + part.matrix]
+                if not stack.factored:
+                    size += one.values(part)[part.real].square().sum()
+                    continue
+                rows = mine[: stack.matrices * stack.rows].view(stack.matrices, stack.rows)
+                columns = mine[stack.matrices * stack.rows : stack.sides].view(stack.matrices, stack.columns)
+                of_rows, of_columns, of_weights = self._sums_of(one, part, scale)
+                rows[part.matrix, slice(*part.rows)] += of_rows
+                columns[part.matrix, slice(*part.columns)] += of_columns
+                size += of_weights
         return sums
+
+    def _sums_of(self, one: Held, part: Rectangle, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if one.has_kernels:
+            from echelon.kernels import factored_gpu
+
+            high, low = one.halves(part)
+            return factored_gpu.sums(high, low, one.unit.grad[one.where(part)], scale, tiles_of(one, part))
+        squares = one.gradient(part, scale)[part.real].square()
+        return squares.sum(1), squares.sum(0), one.values(part)[part.real].square().sum()
+
+    def _size(self, one: Held, part: Rectangle, scale: Tensor) -> Tensor:
+        """The squares of U, before it is made smaller."""
+        if one.stack.factored and one.has_kernels:
+            from echelon.kernels import factored_gpu
+
+            gradient = one.unit.grad[one.where(part)]
+            return factored_gpu.size(gradient, scale, *self._roots(one, part), tiles_of(one, part))
+        return self._towards(one, part, scale)[part.real].square().sum()
 
     def _take_in(self, sums: Tensor, b: Tensor, scale: Tensor, live: Tensor) -> Tensor:
         """The new means; gives the squares of the weights."""
@@ -110,14 +131,32 @@ class Adafactor:
         g = one.gradient(part, scale)
         if not one.stack.factored:
             return g * of(self._squares[one], part).clamp(min=EPS1).rsqrt()
-        rows = self._sides.rows(self._means, one)[part.matrix]
-        columns = self._sides.columns(self._means, one)[part.matrix]
+        rows, columns = self._roots(one, part)
         real = g[part.real]
-        # Roots first: the product of two numbers around eps1 would be 0.
-        real *= (rows[slice(*part.rows)] / rows.mean()).rsqrt()[:, None] * columns[slice(*part.columns)].rsqrt()
+        real *= rows[:, None] * columns
         return g
 
+    def _roots(self, one: Held, part: Rectangle) -> tuple[Tensor, Tensor]:
+        """1 / sqrt(V), as a number of each row and one of each column."""
+        rows = self._sides.rows(self._means, one)[part.matrix]
+        columns = self._sides.columns(self._means, one)[part.matrix]
+        # Roots first: the product of two numbers around eps1 would be 0.
+        return (rows[slice(*part.rows)] / rows.mean()).rsqrt(), columns[slice(*part.columns)].rsqrt()
+
     def _apply(self, one: Held, part: Rectangle, factor: Tensor, lr: float, scale: Tensor, live: Tensor) -> None:
+        if one.stack.factored and one.has_kernels:
+            from echelon.kernels import factored_gpu
+
+            (high, low), (step, place) = one.halves(part), one.chance_of(part)
+            moment = self._moments[one][part.start : part.stop] if self._momentum else None
+            factored_gpu.move(
+                *(high, low, one.unit.grad[one.where(part)], moment, scale, live),
+                *(*self._roots(one, part), factor, step, tiles_of(one, part)),
+                decay=lr * one.decay,
+                momentum=self._momentum,
+                place=place,
+            )
+            return
         before, towards = one.values(part), self._towards(one, part, scale) * factor
         if self._momentum:
             moment = of(self._moments[one], part)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from echelon.parallel.apply import Parallel, stage_axis
 from echelon.parallel.axis import Axis
 from echelon.parallel.flat_unit import FlatUnit
 from echelon.parallel.master import SplitMaster, WholeMaster
+
+if TYPE_CHECKING:
+    from echelon.kernels.factored_gpu import Tiles
 
 CHUNK = 1 << 20
 """elements at a time, which bounds what is made on the way"""
@@ -74,6 +78,19 @@ class Held:
     def weights(self) -> tuple[Tensor, Tensor | None]:
         return _weights(self.unit, self.everything)
 
+    @property
+    def has_kernels(self) -> bool:
+        """Its elements are updated by our kernels."""
+        return choice.updates(self.unit.full.device, self.exact)
+
+    def halves(self, part: Rectangle) -> tuple[Tensor, Tensor | None]:
+        """The weights of a rectangle themselves, flat, or their two halves."""
+        return _weights(self.unit, self.where(part))
+
+    def chance_of(self, part: Rectangle) -> tuple[Tensor | None, Place | None]:
+        """(number of updates, place of its first element), where they are rounded by chance"""
+        return (self.chance.step, self.chance.place.after(part.start)) if self.chance else (None, None)
+
     def where(self, part: Rectangle) -> slice:
         """In the shard of the unit."""
         first = self.piece.shard_offset
@@ -120,6 +137,14 @@ def _weights(unit: FlatUnit, where: slice) -> tuple[Tensor, Tensor | None]:
 def of(state: Tensor, part: Rectangle) -> Tensor:
     """A rectangle of a state that belongs to a parameter's elements."""
     return state[part.start : part.stop].view(part.shape)
+
+
+def tiles_of(one: Held, part: Rectangle) -> Tiles:
+    """A rectangle as kernels take it."""
+    from echelon.kernels.factored_gpu import Tiles
+
+    real = part.rows[1] - part.rows[0], part.columns[1] - part.columns[0]
+    return Tiles(part.shape, real, one.unit.full.device)
 
 
 def is_rounded(unit: FlatUnit) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from echelon.layout.cost import Collective
-from echelon.optim.held import Held, of
+from echelon.optim.held import Held
 from echelon.optim.kept import Kept, elements, number_of_held
 from echelon.optim.matrices import Rectangle
 from echelon.optim.rule import Rule, betas_of
@@ -30,45 +30,64 @@ class LAMB:
         self._norms = Shared(self._matrices, [2 * one.stack.matrices for one in self._matrices])
         self._step = torch.zeros((), dtype=torch.int64, device=device)
         self._moments: dict[Held, tuple[Tensor, Tensor]] = {}
-        self._corrections: list[Tensor] = []
-        """of this step"""
+        self._numbers = torch.empty(0)
+        """of this step: both corrections, and eps"""
 
     @torch.no_grad()
     def step(self, lr: float, scale: Tensor, live: Tensor) -> None:
         self._step += live
         like = self._held[0].exact if self._held else torch.float32
-        self._corrections = [(1 - beta ** self._step.clamp(min=1).double()).to(like) for beta in self._betas]
+        corrections = [1 - beta ** self._step.clamp(min=1).double() for beta in self._betas]
+        self._numbers = torch.stack([*corrections, torch.full_like(corrections[0], self._eps)]).to(like)
         self._begin()
+        squares = self._norms.zeros()
         for one in self._held:
             for part in one.parts:
-                self._take_in(one, part, scale, live)
-        squares = self._norms.zeros()
-        for one in self._matrices:
-            mine = self._norms.of(squares, one).view(2, -1)
-            for part in one.parts if one.piece.counts else ():
-                for place, values in enumerate((one.values(part), self._towards(one, part))):
-                    mine[place, part.matrix] += values[part.real].square().sum()
+                found = self._take_in(one, part, scale, live)
+                if len(one.entry.shape) > 1 and one.piece.counts:
+                    self._norms.of(squares, one).view(2, -1)[:, part.matrix] += found
         self._norms.combine(squares)
         for one in self._held:
-            ratio = torch.ones(1, dtype=squares.dtype, device=squares.device)
+            rates = torch.full((1,), lr * one.lr, dtype=squares.dtype, device=squares.device)
             if len(one.entry.shape) > 1:
                 weights, towards = self._norms.of(squares, one).view(2, -1).sqrt()
-                ratio = torch.where((weights > 0) & (towards > 0), weights / towards, 1.0)
+                rates = torch.where((weights > 0) & (towards > 0), weights / towards, 1.0) * (lr * one.lr)
             for part in one.parts:
-                before = one.values(part)
-                after = before - self._towards(one, part) * (ratio[part.matrix] * (lr * one.lr))
-                one.set(part, torch.where(live, after, before))
+                self._apply(one, part, rates[part.matrix], live)
 
-    def _take_in(self, one: Held, part: Rectangle, scale: Tensor, live: Tensor) -> None:
-        g = one.gradient(part, scale)
-        for state, beta, new in zip(self._moments[one], self._betas, (g, g.square()), strict=True):
-            moment = of(state, part)
+    def _take_in(self, one: Held, part: Rectangle, scale: Tensor, live: Tensor) -> Tensor:
+        """The new moments; gives the sums of squares of the weights, and of where they move. Padding is 0."""
+        mean, square = (state[part.start : part.stop] for state in self._moments[one])
+        if one.has_kernels:
+            from echelon.kernels import lamb_gpu
+
+            high, low = one.halves(part)
+            gradient = one.unit.grad[one.where(part)]
+            return lamb_gpu.take_in(
+                *(high, low, mean, square, gradient, scale, live, self._numbers), decay=one.decay, betas=self._betas
+            )
+        g = one.gradient(part, scale).view(-1)
+        for moment, beta, new in zip((mean, square), self._betas, (g, g.square()), strict=True):
             moment.copy_(torch.where(live, moment * beta + new * (1 - beta), moment))
+        before = one.read(part.start, part.stop)
+        return torch.stack([before.square().sum(), self._towards(one, part, before).square().sum()])
 
-    def _towards(self, one: Held, part: Rectangle) -> Tensor:
-        mean, square = (of(state, part) for state in self._moments[one])
-        found: Tensor = (mean / self._corrections[0]) / ((square / self._corrections[1]).sqrt() + self._eps)
-        return found + one.values(part) * one.decay if one.decay else found
+    def _apply(self, one: Held, part: Rectangle, rate: Tensor, live: Tensor) -> None:
+        if one.has_kernels:
+            from echelon.kernels import lamb_gpu
+
+            (high, low), (step, place) = one.halves(part), one.chance_of(part)
+            mean, square = (state[part.start : part.stop] for state in self._moments[one])
+            lamb_gpu.apply(high, low, mean, square, live, self._numbers, rate, step, decay=one.decay, place=place)
+            return
+        before = one.read(part.start, part.stop)
+        after = before - self._towards(one, part, before) * rate
+        one.write(part.start, torch.where(live, after, before))
+
+    def _towards(self, one: Held, part: Rectangle, weights: Tensor) -> Tensor:
+        mean, square = (state[part.start : part.stop] for state in self._moments[one])
+        found: Tensor = (mean / self._numbers[0]) / ((square / self._numbers[1]).sqrt() + self._eps)
+        return found + weights * one.decay if one.decay else found
 
     def _begin(self) -> None:
         if not self._moments:

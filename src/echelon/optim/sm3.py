@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from echelon.layout.cost import Collective
-from echelon.optim.held import Held, of
+from echelon.optim.held import Held, of, tiles_of
 from echelon.optim.kept import Kept, elements, of_sides
 from echelon.optim.matrices import Rectangle
 from echelon.optim.rule import Rule, momentum_of
@@ -44,29 +44,60 @@ class SM3:
         largest = self._sides.shared.zeros()
         for one in self._held:
             for part in one.parts:
-                g = one.gradient(part, scale)
-                v = self._second_moment(one, part, g)
-                self._apply(one, part, torch.where(v > 0, g * v.rsqrt(), 0.0), lr * one.lr, live)
-                if not one.stack.factored:
-                    kept = of(self._squares[one], part)
-                    kept.copy_(torch.where(live, v, kept))
-                elif part.rows[0] < part.rows[1] and part.columns[0] < part.columns[1]:
+                if one.stack.factored and one.has_kernels:
+                    found = self._with_a_kernel(one, part, lr * one.lr, scale, live)
+                else:
+                    found = self._update(one, part, lr * one.lr, scale, live)
+                if one.stack.factored and found[0].numel() and found[1].numel():
                     rows = self._sides.rows(largest, one)[part.matrix, slice(*part.rows)]
                     columns = self._sides.columns(largest, one)[part.matrix, slice(*part.columns)]
-                    torch.maximum(rows, v[part.real].amax(1), out=rows)
-                    torch.maximum(columns, v[part.real].amax(0), out=columns)
+                    torch.maximum(rows, found[0], out=rows)
+                    torch.maximum(columns, found[1], out=columns)
         self._sides.shared.combine(largest, op="max")
         self._bounds.copy_(torch.where(live, largest, self._bounds))
+
+    def _with_a_kernel(
+        self, one: Held, part: Rectangle, lr: float, scale: Tensor, live: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The largest v of rows, and of columns."""
+        from echelon.kernels import factored_gpu
+
+        (high, low), (step, place) = one.halves(part), one.chance_of(part)
+        moment = self._moments[one][part.start : part.stop] if self._momentum else None
+        return factored_gpu.bounded(
+            *(high, low, one.unit.grad[one.where(part)], moment, scale, live),
+            *(*self._bounds_of(one, part), step, tiles_of(one, part)),
+            lr=lr,
+            decay=one.decay,
+            momentum=self._momentum,
+            place=place,
+        )
+
+    def _update(self, one: Held, part: Rectangle, lr: float, scale: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
+        """The same in plain torch; nothing of what keeps v itself."""
+        g = one.gradient(part, scale)
+        v = self._second_moment(one, part, g)
+        self._apply(one, part, torch.where(v > 0, g * v.rsqrt(), 0.0), lr, live)
+        if not one.stack.factored:
+            kept = of(self._squares[one], part)
+            kept.copy_(torch.where(live, v, kept))
+            return v[:0, 0], v[0, :0]
+        real = v[part.real]
+        return (real.amax(1), real.amax(0)) if real.numel() else (real[:0, 0], real[0, :0])
 
     def _second_moment(self, one: Held, part: Rectangle, g: Tensor) -> Tensor:
         """v, with padding 0."""
         if not one.stack.factored:
             return of(self._squares[one], part) + g.square()
         v = torch.zeros_like(g)
-        rows = self._sides.rows(self._bounds, one)[part.matrix, slice(*part.rows)]
-        columns = self._sides.columns(self._bounds, one)[part.matrix, slice(*part.columns)]
+        rows, columns = self._bounds_of(one, part)
         v[part.real] = torch.minimum(rows[:, None], columns) + g[part.real].square()
         return v
+
+    def _bounds_of(self, one: Held, part: Rectangle) -> tuple[Tensor, Tensor]:
+        rows = self._sides.rows(self._bounds, one)[part.matrix, slice(*part.rows)]
+        columns = self._sides.columns(self._bounds, one)[part.matrix, slice(*part.columns)]
+        return rows, columns
 
     def _apply(self, one: Held, part: Rectangle, towards: Tensor, lr: float, live: Tensor) -> None:
         before = one.values(part)

@@ -1,0 +1,201 @@
+"""Kernels of rules that keep numbers of rows and columns (optim/adafactor.py, optim/sm3.py): a program takes a tile.
+
+What a tile gives for its rows and columns is written side by side with what others give, and put together after: no
+two programs add to one place, so every run adds in the same order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from echelon.kernels.adamw import Place
+from echelon.kernels.weights_gpu import as_bits, drawn, place_for, read, read_weights, write_weights
+
+ROWS, COLUMNS = 32, 128
+WARPS = 4
+
+
+@triton.jit
+def _tile(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(its elements, which of them there are, its rows, its columns)"""
+    across = tl.cdiv(columns, COLUMNS)
+    row = (tl.program_id(0) // across) * ROWS + tl.arange(0, ROWS)
+    column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
+    at = row.to(tl.int64)[:, None] * columns + column[None, :]
+    return at, (row < rows)[:, None] & (column < columns)[None, :], row, column
+
+
+@triton.jit
+def _sides(row_ptr, column_ptr, row, column, real_rows, real_columns):
+    """(numbers of the tile's rows, of its columns); 0 of padding"""
+    of_rows = tl.load(row_ptr + row, mask=row < real_rows, other=0.0)
+    of_columns = tl.load(column_ptr + column, mask=column < real_columns, other=0.0)
+    return of_rows[:, None], of_columns[None, :]
+
+
+@triton.jit
+def _put(
+    row_ptr, column_ptr, of_rows, of_columns, row, column, rows, columns, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """What the tile gives: [columns / COLUMNS, rows] and [rows / ROWS, columns]"""
+    across = tl.cdiv(columns, COLUMNS)
+    tl.store(row_ptr + (tl.program_id(0) % across) * rows + row, of_rows, mask=row < rows)
+    tl.store(column_ptr + (tl.program_id(0) // across) * columns + column, of_columns, mask=column < columns)
+
+
+@triton.jit
+def _sums(
+    high_ptr, low_ptr, gradient_ptr, scale_ptr, row_ptr, column_ptr, squares_ptr, rows, columns, real_rows,
+    real_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    at, inside, row, column = _tile(rows, columns, ROWS, COLUMNS)
+    real = inside & (row < real_rows)[:, None] & (column < real_columns)[None, :]
+    g = read(gradient_ptr, at, real) * tl.load(scale_ptr).to(tl.float32)
+    _put(row_ptr, column_ptr, tl.sum(g * g, 1), tl.sum(g * g, 0), row, column, rows, columns, COLUMNS)
+    w = read_weights(high_ptr, low_ptr, at, real)
+    tl.store(squares_ptr + tl.program_id(0), tl.sum(tl.sum(w * w, 1)))
+
+
+@triton.jit
+def _size(
+    gradient_ptr, scale_ptr, row_ptr, column_ptr, squares_ptr, rows, columns, real_rows, real_columns,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    at, inside, row, column = _tile(rows, columns, ROWS, COLUMNS)
+    of_rows, of_columns = _sides(row_ptr, column_ptr, row, column, real_rows, real_columns)
+    towards = read(gradient_ptr, at, inside) * tl.load(scale_ptr).to(tl.float32) * (of_rows * of_columns)
+    tl.store(squares_ptr + tl.program_id(0), tl.sum(tl.sum(towards * towards, 1)))
+
+
+@triton.jit
+def _move(
+    high_ptr, low_ptr, gradient_ptr, moment_ptr, scale_ptr, live_ptr, row_ptr, column_ptr, factor_ptr, step_ptr,
+    place_ptr, rows, columns, real_rows, real_columns, decay, momentum, rest, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    if tl.load(live_ptr) == 0:
+        return
+    at, inside, row, column = _tile(rows, columns, ROWS, COLUMNS)
+    of_rows, of_columns = _sides(row_ptr, column_ptr, row, column, real_rows, real_columns)
+    towards = read(gradient_ptr, at, inside) * tl.load(scale_ptr).to(tl.float32) * (of_rows * of_columns)
+    towards = towards * tl.load(factor_ptr)
+    if moment_ptr is not None:
+        towards = tl.load(moment_ptr + at, mask=inside, other=0.0) * momentum + towards * rest
+        tl.store(moment_ptr + at, towards, mask=inside)
+    w = read_weights(high_ptr, low_ptr, at, inside)
+    write_weights(high_ptr, low_ptr, at, inside, w - towards - w * decay, drawn(at, step_ptr, place_ptr))
+
+
+@triton.jit
+def _bounded(
+    high_ptr, low_ptr, gradient_ptr, moment_ptr, scale_ptr, live_ptr, row_ptr, column_ptr, new_row_ptr, new_column_ptr,
+    step_ptr, place_ptr, rows, columns, real_rows, real_columns, lr, decay, momentum, rest,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    at, inside, row, column = _tile(rows, columns, ROWS, COLUMNS)
+    of_rows, of_columns = _sides(row_ptr, column_ptr, row, column, real_rows, real_columns)
+    g = read(gradient_ptr, at, inside) * tl.load(scale_ptr).to(tl.float32)
+    v = tl.where(inside, tl.minimum(of_rows, of_columns) + g * g, 0.0)
+    _put(new_row_ptr, new_column_ptr, tl.max(v, 1), tl.max(v, 0), row, column, rows, columns, COLUMNS)
+    if tl.load(live_ptr) == 0:
+        return
+    towards = tl.where(v > 0, g / tl.sqrt_rn(v), 0.0)
+    if moment_ptr is not None:
+        towards = tl.load(moment_ptr + at, mask=inside, other=0.0) * momentum + towards * rest
+        tl.store(moment_ptr + at, towards, mask=inside)
+    w = read_weights(high_ptr, low_ptr, at, inside)
+    write_weights(high_ptr, low_ptr, at, inside, w - (towards + w * decay) * lr, drawn(at, step_ptr, place_ptr))
+
+
+class Tiles:
+    """A rectangle of a matrix, as it lies; what is real of it comes first."""
+
+    def __init__(self, shape: tuple[int, int], real: tuple[int, int], device: torch.device):
+        self.sizes, self.real, self._device = shape, real, device
+        self.down, self.across = triton.cdiv(shape[0], ROWS), triton.cdiv(shape[1], COLUMNS)
+        self.grid = (self.down * self.across,)
+        self.constants = {"ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": WARPS, "enable_fp_fusion": False}
+
+    def room(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=self._device)
+
+    def sides(self) -> tuple[Tensor, Tensor]:
+        """Room for what tiles give for rows, and for columns."""
+        return self.room(self.across, self.sizes[0]), self.room(self.down, self.sizes[1])
+
+    def put_together(self, sides: tuple[Tensor, Tensor], how: str) -> tuple[Tensor, Tensor]:
+        """By `sum` or `amax`, of real rows and columns."""
+        of_rows, of_columns = (getattr(side, how)(0) for side in sides)
+        return of_rows[: self.real[0]], of_columns[: self.real[1]]
+
+
+def sums(
+    high: Tensor, low: Tensor | None, gradient: Tensor, scale: Tensor, tiles: Tiles
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums of squares of the gradient over rows and over columns, and of the weights."""
+    sides, squares = tiles.sides(), tiles.room(*tiles.grid)
+    _sums[tiles.grid](
+        as_bits(high), low, as_bits(gradient), scale, *sides, squares, *tiles.sizes, *tiles.real, **tiles.constants
+    )
+    return *tiles.put_together(sides, "sum"), squares.sum()
+
+
+def size(gradient: Tensor, scale: Tensor, rows: Tensor, columns: Tensor, tiles: Tiles) -> Tensor:
+    """The sum of squares of the gradient times numbers of rows and of columns."""
+    squares = tiles.room(*tiles.grid)
+    _size[tiles.grid](as_bits(gradient), scale, rows, columns, squares, *tiles.sizes, *tiles.real, **tiles.constants)
+    return squares.sum()
+
+
+def move(
+    high: Tensor,
+    low: Tensor | None,
+    gradient: Tensor,
+    moment: Tensor | None,
+    scale: Tensor,
+    live: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    factor: Tensor,
+    step: Tensor | None,
+    tiles: Tiles,
+    *,
+    decay: float,
+    momentum: float,
+    place: Place | None,
+) -> None:
+    """Adafactor's weights move by what `size` has measured, times `factor`, where `live` is true."""
+    _move[tiles.grid](
+        as_bits(high), low, as_bits(gradient), moment, scale, live, rows, columns, factor, step,
+        place_for(high, low=low, place=place), *tiles.sizes, *tiles.real, decay, momentum, 1 - momentum,
+        **tiles.constants,
+    )  # fmt: skip
+
+
+def bounded(
+    high: Tensor,
+    low: Tensor | None,
+    gradient: Tensor,
+    moment: Tensor | None,
+    scale: Tensor,
+    live: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    step: Tensor | None,
+    tiles: Tiles,
+    *,
+    lr: float,
+    decay: float,
+    momentum: float,
+    place: Place | None,
+) -> tuple[Tensor, Tensor]:
+    """SM3's weights move where `live` is true; gives the new bounds of rows and of columns."""
+    sides = tiles.sides()
+    _bounded[tiles.grid](
+        as_bits(high), low, as_bits(gradient), moment, scale, live, rows, columns, *sides, step,
+        place_for(high, low=low, place=place), *tiles.sizes, *tiles.real, lr, decay, momentum, 1 - momentum,
+        **tiles.constants,
+    )  # fmt: skip
+    return tiles.put_together(sides, "amax")
