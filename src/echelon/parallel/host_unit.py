@@ -203,6 +203,7 @@ class HostUnit:
             return
         self._stale = False
         if self.here is not None:
+            self.coming.wait()  # older values may still be on their way there
             self.here.copy_(self.tensor)
         elif self.parts is not None:
             self.parts.save([self.tensor.to(self.compute)])
@@ -274,7 +275,7 @@ class HostUnit:
         if self._stale:
             place = self.there if self.here is None else self.here
             assert place is not None
-            self.coming.wait()  # a copy from before may still be on its way
+            self.coming.done()  # a copy from before may still be on its way, and read what this thread writes
             place.copy_(self.tensor)
             self._stale = False
         if self.here is not None:
