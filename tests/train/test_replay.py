@@ -161,6 +161,17 @@ def test_check_sums_and_norms():
     assert first_difference(torch.tensor([3.0, 2e-3, 5.0]), torch.tensor([3.0, 3e-3, 5.0]), 1e-3) == 1
 
 
+def test_the_wrong_pass_of_what_is_made_of_rounding():
+    """By itself it agrees with nothing; beside the rest of its pass, it does."""
+    parallel = SimpleNamespace(options=SimpleNamespace(device=torch.device("cpu")))
+    made = Replay(SimpleNamespace(parallel=parallel), ReplayConfig(every=1, tolerance=1e-2), lambda *_: None)
+    good, again, bad = (torch.tensor([3.0, faint, 5.0], dtype=torch.float64) for faint in (2e-10, 3e-10, 1.0))
+    assert made._wrong(1, [bad, good, again]) == 1
+    assert made._wrong(1, [good, bad, again]) == 2
+    assert made._wrong(1, [good, bad, 2 * bad]) == 0
+    assert made._wrong(2, [good, bad, bad[:2]]) == 0
+
+
 def test_kernels_that_repeat_every_bit_are_asked_for_and_left(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     prepare()
