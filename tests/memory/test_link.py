@@ -20,6 +20,7 @@ from torch import Tensor
 
 from echelon.memory.link import DOWN, UP, Link, Moving
 from echelon.parallel import away
+from echelon.parallel.host_unit import Host
 from echelon.train.engine import Engine
 from echelon.train.saved import state_of
 
@@ -160,3 +161,15 @@ def test_the_host_writes_when_a_copy_is_through() -> None:
         noted.append(unit.host.coming)
     loaded(engine)
     assert all(copy.is_done for copy in noted)
+
+
+def test_the_worker_finds_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that it locked, and streams that it left, were those of the first GPU, on every rank."""
+    found = []
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: found.append((threading.current_thread().name, device))
+    )
+    link, unit = Link(torch.device("cpu")), engine_away("dp=1").parallel.flat.units[0].unit
+    link.on_gpu, link.device = True, torch.device("cuda", 1)
+    Host.of(link, [unit], master_bytes=4, compute_bytes=2, paged=False, disk=None).worker.stop()
+    assert found == [("echelon-host", torch.device("cuda", 1))]

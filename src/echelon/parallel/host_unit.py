@@ -60,9 +60,11 @@ class Host:
         masters, parts = (
             max(unit.shard_numel * unit.bytes_of(size) for unit in units) for size in (master_bytes, compute_bytes)
         )
+        worker = Worker("echelon-host")
+        worker.give("finding its device", link.enter)
         return cls(
             link=link,
-            worker=Worker("echelon-host"),
+            worker=worker,
             rooms=Rooms(link, ROOMS, masters),
             stages=Rooms(link, STAGES, parts),
             read=Rooms(link, ROOMS, parts),
