@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +16,8 @@ from echelon.checkpoint.storage import Local
 from echelon.faults import injection
 from echelon.launch.failure import RankError
 from echelon.layout import FaultError, Layout
+from echelon.train import repeatable as replay_kernels
+from echelon.train import replay
 from echelon.train.config import Config
 from echelon.train.loop import train_here
 from echelon.train.repeatable import prepare, repeatable
@@ -191,6 +193,20 @@ def test_kernels_that_repeat_every_bit_are_asked_for_and_left(monkeypatch):
         assert torch.is_deterministic_algorithms_warn_only_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_every_pass_uses_them_and_the_process_is_prepared(tmp_path, monkeypatch):
+    used, prepared = [], []
+
+    @contextmanager
+    def noted():
+        used.append(1)
+        yield
+
+    monkeypatch.setattr(replay, "nullcontext", noted)  # a run on a CPU has these
+    monkeypatch.setattr(replay_kernels, "prepare", lambda: prepared.append(1))
+    train(config(tmp_path, "dp=1"))
+    assert (len(used), len(prepared)) == (STEPS, 1)  # every second step twice
 
 
 def test_only_equal_bits_on_a_gpu_need_them():
