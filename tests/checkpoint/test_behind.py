@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import time
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -90,6 +92,50 @@ def test_what_forward_changes_is_copied_at_once():
     copied.copy()
     assert torch.equal(before, mean())
     assert not torch.equal(before, engine.model.norm.running_mean)
+
+
+class Stream:
+    """Of a GPU: what it was given."""
+
+    device = None
+
+    def __init__(self, name):
+        self.name, self.given = name, []
+
+    def wait_stream(self, other):
+        self.given.append(other.name)
+
+
+class Streams:
+    """Torch's, with one that is the current one."""
+
+    def __init__(self):
+        self.training, self.beside = Stream("training"), Stream("beside")
+        self.current = self.training
+
+    @contextmanager
+    def stream(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def event(self):
+        return SimpleNamespace(record=lambda stream=None: (stream or self.current).given.append("event"))
+
+
+@pytest.mark.parametrize("behind", [True, False])
+def test_on_a_gpu_a_save_is_there_when_training_s_own_copies_are(monkeypatch, behind):
+    """The stream beside waited for itself: what training's stream copied was written to the file before it came."""
+    engine = built(None, "dp=1", OptimizerConfig(lr=1e-2))
+    state, streams = state_of(engine), Streams()
+    copied = Staging(state, torch.device("cpu"))
+    copied._beside = streams.beside
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device=None: streams.current)
+    monkeypatch.setattr(torch.cuda, "stream", streams.stream)
+    monkeypatch.setattr(torch.cuda, "Event", streams.event)
+    copied.take(state, behind=behind)
+    assert streams.beside.given == ["training", "training", "event"]
+    assert not streams.training.given
 
 
 @pytest.mark.parametrize("size", [3 * PAGE, 2 * PAGE + 17, 5, 0])

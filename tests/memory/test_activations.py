@@ -8,6 +8,7 @@ from away import SHAPE, engine_away, link_of, stepped
 from laid_out import batch_of, engine_of, tiny
 from living import LivingBytes
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from echelon.memory.activations import Stash
 from echelon.memory.link import DOWN, UP, Link
@@ -65,3 +66,22 @@ def test_a_storage_goes_once_and_what_is_small_or_a_parameter_stays() -> None:
     with torch.no_grad():
         model(x)
     assert stash.link.moved[DOWN, "activations"] == 3 * x.nbytes
+
+
+def test_what_stays_is_let_go_of_where_backward_never_comes() -> None:
+    """A small output that is saved by its own maker held the graph that held it."""
+    stash = Stash(Link(torch.device("cpu")), last_stays=False)
+    saved: list[StorageWeakRef] = []
+
+    class Layer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            made = x.tanh()
+            saved.append(StorageWeakRef(made.untyped_storage()))
+            return made
+
+    model = nn.Sequential(Layer())
+    stash.apply(model, ["0"])
+    out = model(torch.randn(4, requires_grad=True) * 2)
+    assert out.requires_grad
+    del out
+    assert saved[0].expired()

@@ -20,6 +20,9 @@ from torch import Tensor
 
 from echelon.memory.link import DOWN, UP, Link, Moving
 from echelon.parallel import away
+from echelon.parallel.host_unit import Host
+from echelon.train.engine import Engine
+from echelon.train.saved import state_of
 
 
 class Late(Moving):
@@ -121,3 +124,52 @@ def test_activations_that_are_never_read_are_let_go_of(monkeypatch: pytest.Monke
     stepped(engine)
     plain = stepped(engine_away("dp=1"))
     assert largest_error(whole(engine.parallel, "master"), whole(plain.parallel, "master")) <= 1e-10
+
+
+def loaded(engine: Engine) -> float | None:
+    """All parameters are set, as by a checkpoint. The loss that follows from them."""
+    engine.drain()
+    for item in state_of(engine).items(changing=True):
+        if item.name.startswith("model."):
+            item.write(torch.linspace(-0.2, 0.3, item.size, dtype=item.dtype))
+    return engine.evaluate(engine.microbatches(batch_of(SHAPE, 4, seed=7)))
+
+
+@pytest.mark.parametrize("kind", ["optimizer", "optimizer+disk", "params", "params+disk"])
+def test_values_that_are_loaded_are_not_overtaken_by_older_ones(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """With states on disk, those that the last update had sent up came after them."""
+    expected = loaded(stepped(engine_away("dp=1")))
+    monkeypatch.setattr(away, "Link", LateLink)
+    assert loaded(stepped(engine_away(f"dp=1,offload={kind}"))) == pytest.approx(expected, rel=1e-12)
+
+
+class Noted(Moving):
+    is_done = False
+
+    def done(self) -> None:
+        self.is_done = True
+
+
+def test_the_host_writes_when_a_copy_is_through() -> None:
+    """It writes at once: that the device waits for the copy is not enough."""
+    engine = stepped(engine_away("dp=1,offload=params"))
+    engine.drain()
+    noted = []
+    for unit in engine.parallel.flat.units:
+        assert unit.host is not None
+        unit.host.coming = Noted()
+        noted.append(unit.host.coming)
+    loaded(engine)
+    assert all(copy.is_done for copy in noted)
+
+
+def test_the_worker_finds_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that it locked, and streams that it left, were those of the first GPU, on every rank."""
+    found = []
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: found.append((threading.current_thread().name, device))
+    )
+    link, unit = Link(torch.device("cpu")), engine_away("dp=1").parallel.flat.units[0].unit
+    link.on_gpu, link.device = True, torch.device("cuda", 1)
+    Host.of(link, [unit], master_bytes=4, compute_bytes=2, paged=False, disk=None).worker.stop()
+    assert found == [("echelon-host", torch.device("cuda", 1))]

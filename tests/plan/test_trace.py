@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 from echelon import models
@@ -16,6 +18,7 @@ from echelon.layout.faults import FaultError
 from echelon.models import SIZES
 from echelon.models.attention import Seen
 from echelon.models.chain import Chain, Link
+from echelon.plan import tally
 from echelon.plan.shape import COLUMNS, ROWS, ModelShape
 from echelon.plan.sources import of_config, shape_of
 from echelon.plan.trace import trace
@@ -133,6 +136,22 @@ def test_a_module_of_torch() -> None:
     assert layer.name == "TransformerEncoderLayer"
     assert layer.attention is not None
     assert (layer.attention.heads, layer.attention.causal) == (2, False)
+
+
+def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor of every trace stayed for good: what was saved held the graph that held it."""
+    saved: list[StorageWeakRef] = []
+    pack = tally.Counter._pack
+
+    def noted(self: tally.Counter, tensor: Tensor) -> None:
+        saved.append(StorageWeakRef(tensor.untyped_storage()))
+        return pack(self, tensor)
+
+    monkeypatch.setattr(tally.Counter, "_pack", noted)
+    trace(models.build(SIZES["gpt-tiny"], "meta"), TEXT)
+    gc.collect()  # modules and their hooks
+    assert len(saved) > 50
+    assert all(ref.expired() for ref in saved)
 
 
 def test_nothing_is_changed() -> None:

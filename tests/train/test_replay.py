@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +16,8 @@ from echelon.checkpoint.storage import Local
 from echelon.faults import injection
 from echelon.launch.failure import RankError
 from echelon.layout import FaultError, Layout
+from echelon.train import repeatable as replay_kernels
+from echelon.train import replay
 from echelon.train.config import Config
 from echelon.train.loop import train_here
 from echelon.train.repeatable import prepare, repeatable
@@ -161,6 +163,17 @@ def test_check_sums_and_norms():
     assert first_difference(torch.tensor([3.0, 2e-3, 5.0]), torch.tensor([3.0, 3e-3, 5.0]), 1e-3) == 1
 
 
+def test_the_wrong_pass_of_what_is_made_of_rounding():
+    """By itself it agrees with nothing; beside the rest of its pass, it does."""
+    parallel = SimpleNamespace(options=SimpleNamespace(device=torch.device("cpu")))
+    made = Replay(SimpleNamespace(parallel=parallel), ReplayConfig(every=1, tolerance=1e-2), lambda *_: None)
+    good, again, bad = (torch.tensor([3.0, faint, 5.0], dtype=torch.float64) for faint in (2e-10, 3e-10, 1.0))
+    assert made._wrong(1, [bad, good, again]) == 1
+    assert made._wrong(1, [good, bad, again]) == 2
+    assert made._wrong(1, [good, bad, 2 * bad]) == 0
+    assert made._wrong(2, [good, bad, bad[:2]]) == 0
+
+
 def test_kernels_that_repeat_every_bit_are_asked_for_and_left(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     prepare()
@@ -180,6 +193,20 @@ def test_kernels_that_repeat_every_bit_are_asked_for_and_left(monkeypatch):
         assert torch.is_deterministic_algorithms_warn_only_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_every_pass_uses_them_and_the_process_is_prepared(tmp_path, monkeypatch):
+    used, prepared = [], []
+
+    @contextmanager
+    def noted():
+        used.append(1)
+        yield
+
+    monkeypatch.setattr(replay, "nullcontext", noted)  # a run on a CPU has these
+    monkeypatch.setattr(replay_kernels, "prepare", lambda: prepared.append(1))
+    train(config(tmp_path, "dp=1"))
+    assert (len(used), len(prepared)) == (STEPS, 1)  # every second step twice
 
 
 def test_only_equal_bits_on_a_gpu_need_them():

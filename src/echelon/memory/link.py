@@ -68,6 +68,11 @@ class Link:
         if self.on_gpu:
             self._streams = {way: torch.cuda.Stream(device) for way in (DOWN, UP)}
 
+    def enter(self) -> None:
+        """A new thread works with this device. It would begin with the first, and take some of its memory."""
+        if self.on_gpu:
+            torch.cuda.set_device(self.device)
+
     def room(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory on the host that copies may use beside compute."""
         if not self.on_gpu:

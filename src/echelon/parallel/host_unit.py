@@ -60,9 +60,11 @@ class Host:
         masters, parts = (
             max(unit.shard_numel * unit.bytes_of(size) for unit in units) for size in (master_bytes, compute_bytes)
         )
+        worker = Worker("echelon-host")
+        worker.give("finding its device", link.enter)
         return cls(
             link=link,
-            worker=Worker("echelon-host"),
+            worker=worker,
             rooms=Rooms(link, ROOMS, masters),
             stages=Rooms(link, STAGES, parts),
             read=Rooms(link, ROOMS, parts),
@@ -203,6 +205,7 @@ class HostUnit:
             return
         self._stale = False
         if self.here is not None:
+            self.coming.wait()  # older values may still be on their way there
             self.here.copy_(self.tensor)
         elif self.parts is not None:
             self.parts.save([self.tensor.to(self.compute)])
@@ -274,7 +277,7 @@ class HostUnit:
         if self._stale:
             place = self.there if self.here is None else self.here
             assert place is not None
-            self.coming.wait()  # a copy from before may still be on its way
+            self.coming.done()  # a copy from before may still be on its way, and read what this thread writes
             place.copy_(self.tensor)
             self._stale = False
         if self.here is not None:

@@ -117,7 +117,7 @@ class Counter(operator_mode()):  # type: ignore[misc]
         self._born: dict[int, str] = {}
         self._divided: set[int] = set()
         self._saved: set[int] = set()
-        self._alive: list[Tensor] = []  # a storage that is freed could lend its key to another
+        self._alive: list[torch.UntypedStorage] = []  # one that is freed could lend its key to another
         self._quiet = False
 
     @property
@@ -134,7 +134,7 @@ class Counter(operator_mode()):  # type: ignore[misc]
     def counting(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _never))
             stack.enter_context(_StandIns(self))
             stack.enter_context(self)
             yield
@@ -215,10 +215,11 @@ class Counter(operator_mode()):  # type: ignore[misc]
 
     # -- what is saved ------------------------------------------------------------------------------------------------
 
-    def _pack(self, tensor: Tensor) -> Tensor:
+    def _pack(self, tensor: Tensor) -> None:
+        """Backward never comes. A tensor that is given back here is held by the graph that it holds, for ever."""
         key = _key(self._keep(tensor))
         if key in self._saved or key in self._weights:
-            return tensor
+            return
         self._saved.add(key)
         amount = self._elements(tensor, tensor.untyped_storage().nbytes() // tensor.element_size())
         if self._born.get(key) != self._section:
@@ -227,13 +228,12 @@ class Counter(operator_mode()):  # type: ignore[misc]
             self.tally.saved_split += amount
         else:
             self.tally.saved += amount
-        return tensor
 
     def _elements(self, tensor: Tensor, count: int) -> float:
         return count * tensor.element_size() / (self._width if tensor.dtype.is_floating_point else ELEMENT)
 
     def _keep(self, tensor: Tensor) -> Tensor:
-        self._alive.append(tensor)
+        self._alive.append(tensor.untyped_storage())
         return tensor
 
     # -- kernels that are not run -------------------------------------------------------------------------------------
@@ -319,6 +319,10 @@ class _StandIns(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._kernels.get(func, func)(*args, **(kwargs or {}))
+
+
+def _never(_packed: None) -> Tensor:
+    raise RuntimeError("a trace has no backward")
 
 
 def _key(tensor: Tensor) -> int:

@@ -31,7 +31,7 @@ from echelon.train.feed import Microbatch
 from echelon.train.looks import position
 from echelon.train.repeatable import repeatable
 from echelon.train.sections import ReplayConfig
-from echelon.train.witness import Event, Witness, first_difference
+from echelon.train.witness import Event, Witness, differences, first_difference
 
 WRONG = {1: "the first pass was wrong", 2: "the second pass was wrong", 0: "all three passes differ"}
 
@@ -156,10 +156,13 @@ class Replay:
 
     def _wrong(self, place: int, values: Sequence[Tensor]) -> int:
         """Which of the first two passes the third does not agree with, where it agrees with one."""
-        first, second, third = (value[place : place + 1] for value in values)
-        if first_difference(second, third, self.tolerance) < 0:
-            return 1
-        return 2 if first_difference(first, third, self.tolerance) < 0 else 0
+        # All of a pass is compared: by itself, what is made of rounding would agree with nothing.
+        first, second, third = values
+        for wrong, right in ((1, second), (2, first)):
+            differs = differences(right, third, self.tolerance)
+            if place < len(differs) and not differs[place]:
+                return wrong
+        return 0
 
 
 class Before:

@@ -118,18 +118,21 @@ def norm_of(value: Tensor) -> Tensor:
     return found
 
 
-def first_difference(one: Tensor, other: Tensor, tolerance: float) -> int:
-    """The place of the first event that differs; -1 where none does."""
+def differences(one: Tensor, other: Tensor, tolerance: float) -> Tensor:
+    """Which events differ, of those that both have."""
     many = min(len(one), len(other))
     one_, other_ = one[:many], other[:many]
     if tolerance:
         finite = torch.isfinite(one_) & torch.isfinite(other_)
         usual = torch.where(finite, one_.abs(), 0.0).median() if many else 0.0
         apart = (one_ - other_).abs() > tolerance * torch.maximum(one_.abs(), other_.abs()).clamp(min=FAINT * usual)
-        differs = torch.where(finite, apart, torch.isfinite(one_) != torch.isfinite(other_))
-    else:
-        differs = one_ != other_
-    found = differs.nonzero().flatten()
+        return torch.where(finite, apart, torch.isfinite(one_) != torch.isfinite(other_))
+    return one_ != other_
+
+
+def first_difference(one: Tensor, other: Tensor, tolerance: float) -> int:
+    """The place of the first event that differs; -1 where none does."""
+    found = differences(one, other, tolerance).nonzero().flatten()
     if len(found):
         return int(found[0])
-    return -1 if len(one) == len(other) else max(many - 1, 0)
+    return -1 if len(one) == len(other) else max(min(len(one), len(other)) - 1, 0)
