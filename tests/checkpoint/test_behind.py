@@ -119,7 +119,7 @@ class Streams:
         yield
         self.current = before
 
-    def event(self):
+    def event(self, blocking=False):
         return SimpleNamespace(record=lambda stream=None: (stream or self.current).given.append("event"))
 
 

@@ -119,13 +119,13 @@ def updates() -> None:
         compiled(sgd_gpu._sgd, 4, {**block, **left_out, "moment_ptr": None}, fused=False, **alone)
         tile = {"ROWS": factored_gpu.ROWS, "COLUMNS": factored_gpu.COLUMNS}
         for moment in ({}, {"moment_ptr": None}):
-            compiled(factored_gpu._move, 4, {**tile, **left_out, **moment}, fused=False, **alone)
-            compiled(factored_gpu._bounded, 4, {**tile, **left_out, **moment}, fused=False, **alone)
-        compiled(factored_gpu._size, 4, tile, fused=False, **alone)
-        compiled(lamb_gpu._apply, 4, {**block, **left_out}, fused=False, **alone, square_ptr="*fp32")
+            compiled(factored_gpu._factored_move, 4, {**tile, **left_out, **moment}, fused=False, **alone)
+            compiled(factored_gpu._factored_bounded, 4, {**tile, **left_out, **moment}, fused=False, **alone)
+        compiled(factored_gpu._factored_size, 4, tile, fused=False, **alone)
+        compiled(lamb_gpu._lamb_apply, 4, {**block, **left_out}, fused=False, **alone, square_ptr="*fp32")
         no_place = {name: value for name, value in left_out.items() if name == "low_ptr"}
-        compiled(factored_gpu._sums, 4, {**tile, **no_place}, fused=False, **alone)
-        compiled(lamb_gpu._take_in, 4, {**block, **no_place}, fused=False, **alone, square_ptr="*fp32")
+        compiled(factored_gpu._factored_sums, 4, {**tile, **no_place}, fused=False, **alone)
+        compiled(lamb_gpu._lamb_moments, 4, {**block, **no_place}, fused=False, **alone, square_ptr="*fp32")
         compiled(average_gpu._average, 4, {**block, **no_place}, fused=False, **alone)
         compiled(halves_gpu._halves_write, 4, {**block, **left_out}, **own)
     compiled(halves_gpu._halves_join, 4, block, **told, **split[0])

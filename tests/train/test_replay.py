@@ -206,7 +206,7 @@ def test_every_pass_uses_them_and_the_process_is_prepared(tmp_path, monkeypatch)
     monkeypatch.setattr(replay, "nullcontext", noted)  # a run on a CPU has these
     monkeypatch.setattr(replay_kernels, "prepare", lambda: prepared.append(1))
     train(config(tmp_path, "dp=1"))
-    assert (len(used), len(prepared)) == (STEPS, 1)  # every second step twice
+    assert (len(used), len(prepared)) == (STEPS + 1, 1)  # every second step twice, and the first to try them
 
 
 def test_only_equal_bits_on_a_gpu_need_them():

@@ -14,7 +14,7 @@ PATTERNS = {
     "attention": r"flash|fmha|sdpa|attention|cudnn",
     "products": r"nvjet|gemm|gemv|xmma|cutlass|cublas|splitk|matmul|scaled_mm",
     "gradient norm": r"lpnorm|norm(two)?ops|(grad|gradients?)_?norm|squares",
-    "optimizer": r"adam|sgd|optimizer|multi_tensor_apply|^_(lion|average|halves)",
+    "optimizer": r"adam|sgd|optimizer|multi_tensor_apply|^_(lion|average|halves|lamb|factored)",
     "loss": r"loss|cross_?entropy|softmax|logsumexp",
     "norm": r"norm|rsqrt|gammabeta",
     "rope": r"rope|rotary|rotate",

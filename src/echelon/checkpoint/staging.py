@@ -103,8 +103,7 @@ class Staging:
     @torch.no_grad()
     def take(self, state: State, *, behind: bool) -> None:
         """The state as it is now. With `behind`, what lasts until the next update is copied by `copy`, before it."""
-        self._copied.clear()
-        self._there, self._error = 0, None
+        self._there, self._error, self._due = 0, None, []
         if self._beside is not None:
             self._beside.wait_stream(torch.cuda.current_stream(self._beside.device))
         waiting = _Waiting(self.memory[:0], 0, 0)
@@ -129,8 +128,9 @@ class Staging:
         if self._beside is not None:
             # Asked inside `torch.cuda.stream`, the current stream would be the one beside, which waits for nobody.
             self._beside.wait_stream(torch.cuda.current_stream(self._beside.device))
-            self._ready = torch.cuda.Event()
+            self._ready = torch.cuda.Event(blocking=True)  # who waits for it on the host sleeps
             self._ready.record(self._beside)
+        self._copied.clear()
 
     def _copy(self, waiting: _Waiting) -> None:
         if waiting.count:

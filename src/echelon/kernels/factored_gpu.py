@@ -47,7 +47,7 @@ def _put(
 
 
 @triton.jit
-def _sums(
+def _factored_sums(
     high_ptr, low_ptr, gradient_ptr, scale_ptr, row_ptr, column_ptr, squares_ptr, rows, columns, real_rows,
     real_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -60,7 +60,7 @@ def _sums(
 
 
 @triton.jit
-def _size(
+def _factored_size(
     gradient_ptr, scale_ptr, row_ptr, column_ptr, squares_ptr, rows, columns, real_rows, real_columns,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -71,7 +71,7 @@ def _size(
 
 
 @triton.jit
-def _move(
+def _factored_move(
     high_ptr, low_ptr, gradient_ptr, moment_ptr, scale_ptr, live_ptr, row_ptr, column_ptr, factor_ptr, step_ptr,
     place_ptr, rows, columns, real_rows, real_columns, decay, momentum, rest, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -89,7 +89,7 @@ def _move(
 
 
 @triton.jit
-def _bounded(
+def _factored_bounded(
     high_ptr, low_ptr, gradient_ptr, moment_ptr, scale_ptr, live_ptr, row_ptr, column_ptr, new_row_ptr, new_column_ptr,
     step_ptr, place_ptr, rows, columns, real_rows, real_columns, lr, decay, momentum, rest,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -136,7 +136,7 @@ def sums(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sums of squares of the gradient over rows and over columns, and of the weights."""
     sides, squares = tiles.sides(), tiles.room(*tiles.grid)
-    _sums[tiles.grid](
+    _factored_sums[tiles.grid](
         as_bits(high), low, as_bits(gradient), scale, *sides, squares, *tiles.sizes, *tiles.real, **tiles.constants
     )
     return *tiles.put_together(sides, "sum"), squares.sum()
@@ -145,7 +145,9 @@ def sums(
 def size(gradient: Tensor, scale: Tensor, rows: Tensor, columns: Tensor, tiles: Tiles) -> Tensor:
     """The sum of squares of the gradient times numbers of rows and of columns."""
     squares = tiles.room(*tiles.grid)
-    _size[tiles.grid](as_bits(gradient), scale, rows, columns, squares, *tiles.sizes, *tiles.real, **tiles.constants)
+    _factored_size[tiles.grid](
+        as_bits(gradient), scale, rows, columns, squares, *tiles.sizes, *tiles.real, **tiles.constants
+    )
     return squares.sum()
 
 
@@ -167,7 +169,7 @@ def move(
     place: Place | None,
 ) -> None:
     """Adafactor's weights move by what `size` has measured, times `factor`, where `live` is true."""
-    _move[tiles.grid](
+    _factored_move[tiles.grid](
         as_bits(high), low, as_bits(gradient), moment, scale, live, rows, columns, factor, step,
         place_for(high, low=low, place=place), *tiles.sizes, *tiles.real, decay, momentum, 1 - momentum,
         **tiles.constants,
@@ -193,7 +195,7 @@ def bounded(
 ) -> tuple[Tensor, Tensor]:
     """SM3's weights move where `live` is true; gives the new bounds of rows and of columns."""
     sides = tiles.sides()
-    _bounded[tiles.grid](
+    _factored_bounded[tiles.grid](
         as_bits(high), low, as_bits(gradient), moment, scale, live, rows, columns, *sides, step,
         place_for(high, low=low, place=place), *tiles.sizes, *tiles.real, lr, decay, momentum, 1 - momentum,
         **tiles.constants,

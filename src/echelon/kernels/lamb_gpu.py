@@ -29,7 +29,7 @@ def _towards(w, m, v, numbers_ptr, decay):
 
 
 @triton.jit
-def _take_in(
+def _lamb_moments(
     high_ptr, low_ptr, mean_ptr, square_ptr, gradient_ptr, scale_ptr, live_ptr, numbers_ptr, sums_ptr, size, decay,
     beta1, rest1, beta2, rest2, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -49,7 +49,7 @@ def _take_in(
 
 
 @triton.jit
-def _apply(
+def _lamb_apply(
     high_ptr, low_ptr, mean_ptr, square_ptr, live_ptr, numbers_ptr, rate_ptr, step_ptr, place_ptr, size, decay,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -83,7 +83,7 @@ def take_in(
     beta1, beta2 = betas
     programs = triton.cdiv(len(high), BLOCK)
     sums = torch.empty(programs, 2, dtype=torch.float32, device=high.device)
-    _take_in[(programs,)](
+    _lamb_moments[(programs,)](
         as_bits(high), low, mean, square, as_bits(gradient), scale, live, numbers, sums, len(high), decay,
         beta1, 1 - beta1, beta2, 1 - beta2, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
@@ -104,7 +104,7 @@ def apply(
     place: Place | None,
 ) -> None:
     """Moves weights by `rate`, where `live` is true; in bfloat16 alone they are rounded by `step` and `place`."""
-    _apply[(triton.cdiv(len(high), BLOCK),)](
+    _lamb_apply[(triton.cdiv(len(high), BLOCK),)](
         as_bits(high), low, mean, square, live, numbers, rate, step, place_for(high, low=low, place=place),
         len(high), decay, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
