@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 
 from echelon.cli import app
 from echelon.layout import Layout
+from echelon.memory.offload import HOST_SPEED, NARROW_SECONDS
+from echelon.optim import cost
 from echelon.optim.named import Named
 from echelon.plan import cluster
 from echelon.plan.case import Case
@@ -90,6 +92,25 @@ def test_the_host_holds_whole_masters(layout: str, needed: int) -> None:
     beyond = price(replace(plan.case, cluster=less)).memory.parts["beyond the host"]
     assert beyond == pytest.approx(parameters, rel=0.01)
     assert "beyond the host" not in plan.memory.parts
+
+
+@pytest.mark.parametrize(
+    ("layout", "rule", "seconds"),
+    [
+        ("accumulate=64,offload=optimizer", {}, 34 / HOST_SPEED),
+        ("offload=optimizer", {}, 52 / HOST_SPEED),  # its gradient comes early, in two bytes
+        ("microbatch=4,accumulate=4,offload=params", {}, 52 / HOST_SPEED),  # and this one is added up there
+        ("accumulate=64,offload=optimizer", {"states": "int8"}, 22.0625 / HOST_SPEED + NARROW_SECONDS["int8"]),
+        ("accumulate=64,offload=optimizer", {"states": "bfloat16"}, 26 / HOST_SPEED + NARROW_SECONDS["bfloat16"]),
+    ],
+)
+def test_what_the_hosts_update_takes(layout: str, rule: dict[str, str], seconds: float) -> None:
+    """With many microbatches copies hide behind them, and what is left is the update, of bytes counted by hand."""
+    plan = plan_of(f"dp=1,{layout},recompute=full", model="llama-1b", host=1.0)
+    asked = OptimizerConfig(**rule)  # type: ignore[arg-type]
+    case = replace(plan.case, rule=asked, moment_bytes=cost.element_bytes(asked) / 2)
+    away = price(case).times["offload"]
+    assert away == pytest.approx(seconds * plan.case.shape.parameters, rel=0.01)
 
 
 def test_what_would_do_nothing_is_not_told() -> None:

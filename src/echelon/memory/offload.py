@@ -17,6 +17,8 @@ from echelon.layout.placement import Unit
 
 HOST_SPEED = 1.1e11
 """bytes that a host reads and writes in a second of its update: 16 cores beside an H200, AdamW in float32"""
+NARROW_SECONDS = {"bfloat16": 8e-9, "int8": 1.3e-8}
+"""that an element's update takes longer there with such moments: torch has no kernel for all of it"""
 STATE_BYTES = 12
 """of one parameter's master copy and moments, with AdamW in float32"""
 
@@ -63,13 +65,14 @@ def moved(
     return Moved(link=link, updated=away if has_states(offload) else 0.0, disk=disk)
 
 
-def update_bytes(moment_bytes: float, *, own: bool) -> float:
-    """What the host's update of a parameter reads and writes: master value and two moments, the gradient, and a cast.
+def update_seconds(moment_bytes: float, states: str = "float32", *, own: bool) -> float:
+    """Of one parameter on the host, which reads and writes the master value, two moments, the gradient, and a cast.
 
     A gradient that the host has of its `own`, before the update, is made longer, and multiplied by what clipping leaves
     of it.
     """
-    return 2 * (4 + 2 * moment_bytes) + 4 + 6 + (18 if own else 0)
+    moved = 2 * (4 + 2 * moment_bytes) + 4 + 6 + (18 if own else 0)
+    return moved / HOST_SPEED + NARROW_SECONDS.get(states, 0.0)
 
 
 def crossing(

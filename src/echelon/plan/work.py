@@ -16,7 +16,7 @@ import numpy as np
 from echelon.layout import Layout
 from echelon.layout.layout import ASYNCHRONOUS
 from echelon.memory import offload
-from echelon.memory.offload import HOST_SPEED, Moved, moved
+from echelon.memory.offload import Moved, moved
 from echelon.parallel import grid_cost
 from echelon.parallel.expert import CEILING
 from echelon.plan import update
@@ -305,6 +305,7 @@ def _of_step(case: Case, once_a_step: bool) -> dict[str, Any]:
             )
     device_host = min(per_node, HOST_DEVICES)
     own = not policy_of(case).sums_gradients or offload.pages(layout.offload)
+    states = case.rule.states if case.rule is not None else "float32"
     return {
         "weight_bytes": weight_bytes(case),
         "pp_bytes": case.tokens * shape.width * case.element_bytes / case.sliced if layout.pp > 1 else 0.0,
@@ -329,7 +330,7 @@ def _of_step(case: Case, once_a_step: bool) -> dict[str, Any]:
         "host": (cluster.curves.host if cluster.curves else 0.0) or cluster.device.host.bandwidth,
         "host_bytes": away.link,
         "host_updated": away.updated,
-        "host_updates": HOST_SPEED / offload.update_bytes(case.moment_bytes, own=own) / device_host,
+        "host_updates": 1 / offload.update_seconds(case.moment_bytes, states, own=own) / device_host,
         "disk_seconds": away.disk / (cluster.disk_bandwidth / device_host),
     }
 
