@@ -74,7 +74,7 @@ STACK: dict[str, dict[str, str]] = {
     "+ moments in 8 bits": {"optimizer.states": "int8"},
     "+ no master copy": {"precision.master": "none"},
     "+ inputs of layers on the host": {"offload": "activations"},
-    "+ parameters and states there too": {
+    "+ parameters and states too": {
         "offload": "params+activations",
         "memory.host": "1",
         **dict.fromkeys(("precision.master", "optimizer.states"), ""),  # on the host they take nothing from the device
