@@ -205,7 +205,8 @@ def test_numbers_are_functions_of_their_place(name: str) -> None:
     assert draws.stream is not None
     draws.rows = slice(1, 3)
     draws.window[1] = (torch.tensor([3, 15, 0]), 16)
-    assert torch.equal(made.scores(x[1:3][:, [3, 15, 0]]), whole[1:3][:, [3, 15, 0]])
+    # To rounding: not every processor multiplies a row alike among few others and among many.
+    torch.testing.assert_close(made.scores(x[1:3][:, [3, 15, 0]]), whole[1:3][:, [3, 15, 0]], rtol=1e-12, atol=1e-12)
     draws.rows, draws.window = slice(None), {}
     draws.stream.samples = torch.arange(4)
     assert not torch.equal(made.scores(x), whole)

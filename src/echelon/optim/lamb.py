@@ -37,8 +37,8 @@ class LAMB:
     def step(self, lr: float, scale: Tensor, live: Tensor) -> None:
         self._step += live
         like = self._held[0].exact if self._held else torch.float32
-        corrections = [1 - beta ** self._step.clamp(min=1).double() for beta in self._betas]
-        self._numbers = torch.stack([*corrections, torch.full_like(corrections[0], self._eps)]).to(like)
+        step, eps = self._step.clamp(min=1).double(), self._eps
+        self._numbers = torch.stack([*(1 - beta**step for beta in self._betas), torch.full_like(step, eps)]).to(like)
         self._begin()
         squares = self._norms.zeros()
         for one in self._held:
