@@ -37,8 +37,10 @@ class LAMB:
     def step(self, lr: float, scale: Tensor, live: Tensor) -> None:
         self._step += live
         like = self._held[0].exact if self._held else torch.float32
-        step, eps = self._step.clamp(min=1).double(), self._eps
-        self._numbers = torch.stack([*(1 - beta**step for beta in self._betas), torch.full_like(step, eps)]).to(like)
+        step = self._step.clamp(min=1).double()
+        corrections = [1 - beta**step for beta in self._betas]
+        eps = torch.full_like(step, self._eps)
+        self._numbers = torch.stack([*corrections, eps]).to(like)
         self._begin()
         squares = self._norms.zeros()
         for one in self._held:
