@@ -1,7 +1,7 @@
 """Checkpoints beside torch's own: how long training waits for a save, and how fast bytes reach the disk.
 
     python bench/checkpoint.py [--model gpt2-124m] [--rounds 5] [--folder /tmp]
-    python bench/checkpoint.py --device cuda --dtype bfloat16 --model gpt2-774m --batch 8 --tokens 1024
+    python bench/checkpoint.py --device cuda --dtype bfloat16 --batch 16 --tokens 1024
 
 One process, one state (float32 weights and AdamW's two moments), interleaved rounds, medians of ratios:
 

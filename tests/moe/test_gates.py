@@ -199,14 +199,19 @@ def test_routers_compute_in_32_bits(name: str) -> None:
 @pytest.mark.parametrize("name", DRAWING)
 def test_numbers_are_functions_of_their_place(name: str) -> None:
     made, x = any_gate(name, groups=4), tokens(4, 16, 4, 0)
-    whole = made.scores(x)
-    assert torch.equal(made.scores(x), whole)
     (draws,) = (module for module in made.modules() if isinstance(module, rng.Draws))
     assert draws.stream is not None
+    drawn: list[torch.Tensor] = []
+    draws.register_forward_hook(lambda _module, _given, numbers: drawn.append(numbers))
+    whole = made.scores(x)
+    assert torch.equal(made.scores(x), whole)
     draws.rows = slice(1, 3)
     draws.window[1] = (torch.tensor([3, 15, 0]), 16)
-    # To rounding: not every processor multiplies a row alike among few others and among many.
-    torch.testing.assert_close(made.scores(x[1:3][:, [3, 15, 0]]), whole[1:3][:, [3, 15, 0]], rtol=1e-12, atol=1e-12)
+    some = made.scores(x[1:3][:, [3, 15, 0]])
+    every, _, few = (drawn[at : at + len(drawn) // 3] for at in range(0, len(drawn), len(drawn) // 3))
+    assert all(torch.equal(few[at], numbers[1:3][:, [3, 15, 0]]) for at, numbers in enumerate(every))
+    # What they are added to: not every processor multiplies a row alike among few others and among many.
+    torch.testing.assert_close(some, whole[1:3][:, [3, 15, 0]], rtol=1e-12, atol=1e-12)
     draws.rows, draws.window = slice(None), {}
     draws.stream.samples = torch.arange(4)
     assert not torch.equal(made.scores(x), whole)

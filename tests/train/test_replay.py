@@ -111,7 +111,6 @@ def test_nothing_is_left_behind_by_the_second_pass(tmp_path, model):
 OWN = """
 import torch
 from torch import nn
-from small_runs import small
 
 class Model(nn.Module):
     def __init__(self):
