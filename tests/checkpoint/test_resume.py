@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -184,13 +186,18 @@ def test_a_run_that_is_running_is_not_resumed_beside_itself(pool, tmp_path):
     """Both would have written the same log, and removed each other's checkpoints."""
     pool.run(train, 1, config(tmp_path, "dp=1", steps=2))
     run = tmp_path / "run"
-    again = config_of(run, ["steps=4"])
-    with Run.open(run).claim():
+    with Run.open(run) as held:
+        assert held.claim()
         before = (run / "log.jsonl").read_bytes()
-        with pytest.raises(RankError, match=r"another process is training in the run's directory \(.*run\); wait"):
-            pool.run(train, 1, again, str(run))
+        with pytest.raises(
+            RankError, match=r"another process is training in the run's directory \(.*run; its log grew"
+        ):
+            pool.run(train, 1, config_of(run, ["steps=3"]), str(run))
         assert (run / "log.jsonl").read_bytes() == before
-    pool.run(train, 1, again, str(run))
+        # The claim of a machine that is gone: longer ago than any step takes.
+        os.utime(run / "log.jsonl", (0, time.time() - held.config.timeout - 1))
+        pool.run(train, 1, config_of(run, ["steps=3"]), str(run))
+    pool.run(train, 1, config_of(run, ["steps=4"]), str(run))
     assert list(losses(run)) == [1, 2, 3, 4]
 
 

@@ -21,8 +21,9 @@ from echelon.cli import app
 from echelon.faults.stopping import EXIT
 from echelon.launch.failure import RankError
 from echelon.layout import FaultError, Layout
+from echelon.train import loop
 from echelon.train.config import Config
-from echelon.train.elastic import goes_on_with
+from echelon.train.elastic import Attempt, goes_on_with
 from echelon.train.loop import train_here
 from echelon.train.replan import change_of
 from echelon.train.resume import config_of
@@ -280,3 +281,15 @@ def test_a_signal_to_every_process_of_a_run(tmp_path, number):
     assert process.returncode == 128 + number, said
     assert f"with: echelon train --resume {path}" in said
     assert len(records(path, "stopped")) == (number == signal.SIGTERM)
+
+
+def test_a_restart_does_not_wait_for_the_claim_of_a_machine_that_is_gone(tmp_path, monkeypatch):
+    """A disk that machines share may keep it long after them."""
+    asked = config(tmp_path, "dp=1", steps=2)
+    path = Path(train_here(asked, True).run)
+    again = Attempt(config=config_of(path, ["steps=3"]), resume=str(path), number=1)
+    monkeypatch.setattr(loop, "met", lambda *_: (again, None))
+    with Run.open(path) as held:
+        assert held.claim()
+        train_here(again.config, True, resume=str(path))
+    assert [record["step"] for record in records(path, "step")] == [1, 2, 3]

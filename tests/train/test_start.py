@@ -78,5 +78,7 @@ def test_the_name_train_is_a_function_whatever_was_imported_first():
 def test_a_run_that_is_running_is_refused_before_ranks_are_started(tmp_path, monkeypatch):
     monkeypatch.setattr(launched, "launched", lambda *_, **__: pytest.fail("ranks were started"))
     asked = small(tmp_path, "dp=2")
-    with Run.create(asked, {}).claim() as held, pytest.raises(RunError, match="another process is training"):
-        start.run(asked, resume=str(held.path))
+    with Run.create(asked, {}) as held:
+        assert held.claim()
+        with pytest.raises(RunError, match="another process is training"):
+            start.run(asked, resume=str(held.path))

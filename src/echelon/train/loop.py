@@ -38,7 +38,7 @@ from echelon.train.options import loss_scale_of, options_of
 from echelon.train.pipeline_faults import MEASURE
 from echelon.train.predicted import predicted, working_bytes
 from echelon.train.replay import Replay
-from echelon.train.resume import refuse_lost, where
+from echelon.train.resume import refuse_lost, refuse_running, where
 from echelon.train.run import Run
 from echelon.train.schedule import learning_rate
 from echelon.train.spikes import Spike
@@ -130,7 +130,11 @@ class Loop:
         if self.world.rank == 0:
             before = predicted(self.config, self.layout, self.task.shape, self.world, threads=threads)
             plan = {"layout": str(self.layout), "derived": rows, "predicted": before, **self._attempt.facts()}
-            run = (Run.open(where(self.resume)[0]) if self.resume else Run.create(self.config, plan)).claim()
+            run = Run.open(where(self.resume)[0]) if self.resume else Run.create(self.config, plan)
+            if self._attempt.number:
+                run.claim()  # who had it is gone, or is being ended
+            else:
+                refuse_running(run)
         if run is not None:
             self._watch.keeps(run.path)
         self._attempt.tell(run, self.display)

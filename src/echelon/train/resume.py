@@ -10,7 +10,7 @@ from echelon.checkpoint.storage import NAME
 from echelon.layout import Fault, FaultError
 from echelon.train import keys
 from echelon.train.config import Config
-from echelon.train.run import Run
+from echelon.train.run import Run, RunError
 
 FOLDER = "checkpoints"
 """in a run's directory"""
@@ -57,6 +57,20 @@ def where(resume: str | Path) -> tuple[Path, int | None]:
     if match and path.parent.name == FOLDER:
         return path.parent.parent, int(match[1])
     return path, None
+
+
+def refuse_running(run: Run) -> None:
+    """Two processes that train in one directory would mix their logs, and remove each other's checkpoints.
+
+    The claim of a machine that is gone may last on a disk that others share. Its log does not grow: no step takes
+    longer than the time-out.
+    """
+    if not run.claim() and run.age < run.config.timeout:
+        run.close()
+        raise RunError(
+            f"another process is training in the run's directory ({run.path}; its log grew {run.age:.0f} s ago); "
+            "wait until it is through, or end it"
+        )
 
 
 def refuse_lost(run: Run, address: str) -> None:

@@ -76,20 +76,21 @@ class Run:
             )
         return cls(path=path)
 
-    def claim(self) -> Self:
-        """For this process alone, until it closes the run or ends in any way: two that train in one directory would
-        mix their logs, and remove each other's checkpoints."""
+    def claim(self) -> bool:
+        """For this process alone, until it closes the run or ends in any way; False where another process has it."""
         self._claim = open(self.path / "config.toml", "rb")  # noqa: SIM115 (close() does)
         try:
             fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self.close()
-            raise RunError(
-                f"another process is training in the run's directory ({self.path}); wait until it is through, or end it"
-            ) from error
+        except BlockingIOError:
+            return False
         except OSError:
             pass  # a file system without locks
-        return self
+        return True
+
+    @property
+    def age(self) -> float:
+        """Seconds since something was logged."""
+        return time.time() - (self.path / "log.jsonl").stat().st_mtime
 
     @property
     def config(self) -> Config:

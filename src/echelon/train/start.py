@@ -99,7 +99,7 @@ def run(
     from echelon.launch.world import under_launcher
     from echelon.train.launched import launched
     from echelon.train.loop import train_here
-    from echelon.train.resume import where
+    from echelon.train.resume import refuse_running, where
 
     if procs is None:
         procs = int(os.environ["WORLD_SIZE"]) if under_launcher() else default_procs(config, resume)
@@ -117,7 +117,8 @@ def run(
     if faults:
         raise FaultError(faults)
     if resume and not under_launcher():
-        Run.open(where(resume)[0]).claim().close()  # before ranks are started
+        with Run.open(where(resume)[0]) as going_on:
+            refuse_running(going_on)  # before ranks are started
     if count == 1 and (under_launcher() or not config.elastic.restarts):
         return train_here(config, quiet, injections, resume)
     return launched(config, quiet=quiet, inject=injections, resume=resume, procs=count)
