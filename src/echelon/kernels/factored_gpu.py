@@ -6,6 +6,8 @@ two programs add to one place, so every run adds in the same order.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -109,95 +111,102 @@ def _factored_bounded(
     write_weights(high_ptr, low_ptr, at, inside, w - (towards + w * decay) * lr, drawn(at, step_ptr, place_ptr))
 
 
+@dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """A rectangle of a matrix, as it lies; what is real of it comes first."""
+    """A rectangle of a matrix, as it lies: weights, and the gradient that is multiplied by `scale`."""
 
-    def __init__(self, shape: tuple[int, int], real: tuple[int, int], device: torch.device):
-        self.sizes, self.real, self._device = shape, real, device
-        self.down, self.across = triton.cdiv(shape[0], ROWS), triton.cdiv(shape[1], COLUMNS)
-        self.grid = (self.down * self.across,)
-        self.constants = {"ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": WARPS, "enable_fp_fusion": False}
+    high: Tensor
+    """the weights, or with `low` their upper halves; in bfloat16 alone they are rounded by `step` and `place`"""
+    low: Tensor | None
+    gradient: Tensor
+    scale: Tensor
+    step: Tensor | None
+    place: Place | None
+    sizes: tuple[int, int]
+    real: tuple[int, int]
+    """rows and columns that are no padding; they come first"""
 
-    def room(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=self._device)
+    def sums(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Sums of squares of the gradient over rows and over columns, and of the weights."""
+        sides, squares = self._sides(), self._room(*self._grid)
+        _factored_sums[self._grid](
+            as_bits(self.high), self.low, as_bits(self.gradient), self.scale, *sides, squares, **self._numbers
+        )
+        return *self._put_together(sides, "sum"), squares.sum()
 
-    def sides(self) -> tuple[Tensor, Tensor]:
+    def size(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """The sum of squares of the gradient times numbers of rows and of columns."""
+        squares = self._room(*self._grid)
+        _factored_size[self._grid](as_bits(self.gradient), self.scale, rows, columns, squares, **self._numbers)
+        return squares.sum()
+
+    def move(
+        self,
+        rows: Tensor,
+        columns: Tensor,
+        factor: Tensor,
+        live: Tensor,
+        *,
+        decay: float,
+        moment: Tensor | None,
+        momentum: float,
+    ) -> None:
+        """Adafactor's weights move by what `size` has measured, times `factor`, where `live` is true."""
+        _factored_move[self._grid](
+            *self._written(moment, live), rows, columns, factor, *self._chance,
+            decay=decay, momentum=momentum, rest=1 - momentum, **self._numbers,
+        )  # fmt: skip
+
+    def bounded(
+        self,
+        rows: Tensor,
+        columns: Tensor,
+        live: Tensor,
+        *,
+        lr: float,
+        decay: float,
+        moment: Tensor | None,
+        momentum: float,
+    ) -> tuple[Tensor, Tensor]:
+        """SM3's weights move where `live` is true; gives the new bounds of rows and of columns."""
+        sides = self._sides()
+        _factored_bounded[self._grid](
+            *self._written(moment, live), rows, columns, *sides, *self._chance,
+            lr=lr, decay=decay, momentum=momentum, rest=1 - momentum, **self._numbers,
+        )  # fmt: skip
+        return self._put_together(sides, "amax")
+
+    def _written(self, moment: Tensor | None, live: Tensor) -> tuple[Tensor | None, ...]:
+        return as_bits(self.high), self.low, as_bits(self.gradient), moment, self.scale, live
+
+    @property
+    def _chance(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.step, place_for(self.high, low=self.low, place=self.place)
+
+    @property
+    def _numbers(self) -> dict[str, int | bool]:
+        sizes = dict(zip(("rows", "columns", "real_rows", "real_columns"), (*self.sizes, *self.real), strict=True))
+        return {**sizes, "ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": WARPS, "enable_fp_fusion": False}
+
+    @property
+    def _tiles(self) -> tuple[int, int]:
+        """(down, across)"""
+        return triton.cdiv(self.sizes[0], ROWS), triton.cdiv(self.sizes[1], COLUMNS)
+
+    @property
+    def _grid(self) -> tuple[int]:
+        down, across = self._tiles
+        return (down * across,)
+
+    def _room(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=self.high.device)
+
+    def _sides(self) -> tuple[Tensor, Tensor]:
         """Room for what tiles give for rows, and for columns."""
-        return self.room(self.across, self.sizes[0]), self.room(self.down, self.sizes[1])
+        down, across = self._tiles
+        return self._room(across, self.sizes[0]), self._room(down, self.sizes[1])
 
-    def put_together(self, sides: tuple[Tensor, Tensor], how: str) -> tuple[Tensor, Tensor]:
+    def _put_together(self, sides: tuple[Tensor, Tensor], how: str) -> tuple[Tensor, Tensor]:
         """By `sum` or `amax`, of real rows and columns."""
         of_rows, of_columns = (getattr(side, how)(0) for side in sides)
         return of_rows[: self.real[0]], of_columns[: self.real[1]]
-
-
-def sums(
-    high: Tensor, low: Tensor | None, gradient: Tensor, scale: Tensor, tiles: Tiles
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums of squares of the gradient over rows and over columns, and of the weights."""
-    sides, squares = tiles.sides(), tiles.room(*tiles.grid)
-    _factored_sums[tiles.grid](
-        as_bits(high), low, as_bits(gradient), scale, *sides, squares, *tiles.sizes, *tiles.real, **tiles.constants
-    )
-    return *tiles.put_together(sides, "sum"), squares.sum()
-
-
-def size(gradient: Tensor, scale: Tensor, rows: Tensor, columns: Tensor, tiles: Tiles) -> Tensor:
-    """The sum of squares of the gradient times numbers of rows and of columns."""
-    squares = tiles.room(*tiles.grid)
-    _factored_size[tiles.grid](
-        as_bits(gradient), scale, rows, columns, squares, *tiles.sizes, *tiles.real, **tiles.constants
-    )
-    return squares.sum()
-
-
-def move(
-    high: Tensor,
-    low: Tensor | None,
-    gradient: Tensor,
-    moment: Tensor | None,
-    scale: Tensor,
-    live: Tensor,
-    rows: Tensor,
-    columns: Tensor,
-    factor: Tensor,
-    step: Tensor | None,
-    tiles: Tiles,
-    *,
-    decay: float,
-    momentum: float,
-    place: Place | None,
-) -> None:
-    """Adafactor's weights move by what `size` has measured, times `factor`, where `live` is true."""
-    _factored_move[tiles.grid](
-        as_bits(high), low, as_bits(gradient), moment, scale, live, rows, columns, factor, step,
-        place_for(high, low=low, place=place), *tiles.sizes, *tiles.real, decay, momentum, 1 - momentum,
-        **tiles.constants,
-    )  # fmt: skip
-
-
-def bounded(
-    high: Tensor,
-    low: Tensor | None,
-    gradient: Tensor,
-    moment: Tensor | None,
-    scale: Tensor,
-    live: Tensor,
-    rows: Tensor,
-    columns: Tensor,
-    step: Tensor | None,
-    tiles: Tiles,
-    *,
-    lr: float,
-    decay: float,
-    momentum: float,
-    place: Place | None,
-) -> tuple[Tensor, Tensor]:
-    """SM3's weights move where `live` is true; gives the new bounds of rows and of columns."""
-    sides = tiles.sides()
-    _factored_bounded[tiles.grid](
-        as_bits(high), low, as_bits(gradient), moment, scale, live, rows, columns, *sides, step,
-        place_for(high, low=low, place=place), *tiles.sizes, *tiles.real, lr, decay, momentum, 1 - momentum,
-        **tiles.constants,
-    )  # fmt: skip
-    return tiles.put_together(sides, "amax")

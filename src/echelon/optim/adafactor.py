@@ -95,20 +95,14 @@ class Adafactor:
 
     def _sums_of(self, one: Held, part: Rectangle, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if one.has_kernels:
-            from echelon.kernels import factored_gpu
-
-            high, low = one.halves(part)
-            return factored_gpu.sums(high, low, one.unit.grad[one.where(part)], scale, tiles_of(one, part))
+            return tiles_of(one, part, scale).sums()
         squares = one.gradient(part, scale)[part.real].square()
         return squares.sum(1), squares.sum(0), one.values(part)[part.real].square().sum()
 
     def _size(self, one: Held, part: Rectangle, scale: Tensor) -> Tensor:
         """The squares of U, before it is made smaller."""
         if one.stack.factored and one.has_kernels:
-            from echelon.kernels import factored_gpu
-
-            gradient = one.unit.grad[one.where(part)]
-            return factored_gpu.size(gradient, scale, *self._roots(one, part), tiles_of(one, part))
+            return tiles_of(one, part, scale).size(*self._roots(one, part))
         return self._towards(one, part, scale)[part.real].square().sum()
 
     def _take_in(self, sums: Tensor, b: Tensor, scale: Tensor, live: Tensor) -> Tensor:
@@ -145,16 +139,12 @@ class Adafactor:
 
     def _apply(self, one: Held, part: Rectangle, factor: Tensor, lr: float, scale: Tensor, live: Tensor) -> None:
         if one.stack.factored and one.has_kernels:
-            from echelon.kernels import factored_gpu
-
-            (high, low), (step, place) = one.halves(part), one.chance_of(part)
             moment = self._moments[one][part.start : part.stop] if self._momentum else None
-            factored_gpu.move(
-                *(high, low, one.unit.grad[one.where(part)], moment, scale, live),
-                *(*self._roots(one, part), factor, step, tiles_of(one, part)),
+            tiles_of(one, part, scale).move(
+                *(*self._roots(one, part), factor, live),
                 decay=lr * one.decay,
+                moment=moment,
                 momentum=self._momentum,
-                place=place,
             )
             return
         before, towards = one.values(part), self._towards(one, part, scale) * factor

@@ -83,7 +83,7 @@ class Held:
         """Its elements are updated by our kernels."""
         return choice.updates(self.unit.full.device, self.exact)
 
-    def halves(self, part: Rectangle) -> tuple[Tensor, Tensor | None]:
+    def weights_of(self, part: Rectangle) -> tuple[Tensor, Tensor | None]:
         """The weights of a rectangle themselves, flat, or their two halves."""
         return _weights(self.unit, self.where(part))
 
@@ -139,12 +139,16 @@ def of(state: Tensor, part: Rectangle) -> Tensor:
     return state[part.start : part.stop].view(part.shape)
 
 
-def tiles_of(one: Held, part: Rectangle) -> Tiles:
+def tiles_of(one: Held, part: Rectangle, scale: Tensor) -> Tiles:
     """A rectangle as kernels take it."""
     from echelon.kernels.factored_gpu import Tiles
 
+    (high, low), (step, place) = one.weights_of(part), one.chance_of(part)
     real = part.rows[1] - part.rows[0], part.columns[1] - part.columns[0]
-    return Tiles(part.shape, real, one.unit.full.device)
+    gradient = one.unit.grad[one.where(part)]
+    return Tiles(
+        high=high, low=low, gradient=gradient, scale=scale, step=step, place=place, sizes=part.shape, real=real
+    )
 
 
 def is_rounded(unit: FlatUnit) -> bool:

@@ -63,7 +63,7 @@ class LAMB:
         if one.has_kernels:
             from echelon.kernels import lamb_gpu
 
-            high, low = one.halves(part)
+            high, low = one.weights_of(part)
             gradient = one.unit.grad[one.where(part)]
             return lamb_gpu.take_in(
                 *(high, low, mean, square, gradient, scale, live, self._numbers), decay=one.decay, betas=self._betas
@@ -78,7 +78,7 @@ class LAMB:
         if one.has_kernels:
             from echelon.kernels import lamb_gpu
 
-            (high, low), (step, place) = one.halves(part), one.chance_of(part)
+            (high, low), (step, place) = one.weights_of(part), one.chance_of(part)
             mean, square = (state[part.start : part.stop] for state in self._moments[one])
             lamb_gpu.apply(high, low, mean, square, live, self._numbers, rate, step, decay=one.decay, place=place)
             return

@@ -60,17 +60,13 @@ class SM3:
         self, one: Held, part: Rectangle, lr: float, scale: Tensor, live: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The largest v of rows, and of columns."""
-        from echelon.kernels import factored_gpu
-
-        (high, low), (step, place) = one.halves(part), one.chance_of(part)
         moment = self._moments[one][part.start : part.stop] if self._momentum else None
-        return factored_gpu.bounded(
-            *(high, low, one.unit.grad[one.where(part)], moment, scale, live),
-            *(*self._bounds_of(one, part), step, tiles_of(one, part)),
+        return tiles_of(one, part, scale).bounded(
+            *(*self._bounds_of(one, part), live),
             lr=lr,
             decay=one.decay,
+            moment=moment,
             momentum=self._momentum,
-            place=place,
         )
 
     def _update(self, one: Held, part: Rectangle, lr: float, scale: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
