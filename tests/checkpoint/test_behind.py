@@ -37,20 +37,23 @@ def test_the_next_update_waits_for_the_copy(tmp_path, monkeypatch, rule):
     monkeypatch.setattr(staging, "_copied_alone", slowly)
     engine = built(None, "dp=1", rule)
     saving = Saving(engine, str(tmp_path))
-    stepped(engine, None, 0)
-    before = values_of(engine)
-    saving.save({})
-    begun = time.perf_counter()
-    if rule.ema:
-        with engine.averaged():
-            time.sleep(0.1)
-    stepped(engine, None, 1)
-    assert time.perf_counter() - begun > 0.02
-    assert not torch.equal(values_of(engine)["model.weight"], before["model.weight"])
+    kept = {}
+    for step in (0, 2):  # the second save finds that the first was copied
+        stepped(engine, None, step)
+        kept[step + 1] = before = values_of(engine)
+        saving.save({})
+        begun = time.perf_counter()
+        if rule.ema:
+            with engine.averaged():
+                time.sleep(0.1)
+        stepped(engine, None, step + 1)
+        assert time.perf_counter() - begun > 0.02
+        assert not torch.equal(values_of(engine)["model.weight"], before["model.weight"])
     saving.wait()
-    saving.load(1)
-    after = values_of(engine)
-    assert all(torch.equal(after[name], value) for name, value in before.items())
+    for step, before in kept.items():
+        saving.load(step)
+        after = values_of(engine)
+        assert all(torch.equal(after[name], value) for name, value in before.items())
     saving.close()
 
 
