@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from devices import DEVICE
 from torch import Tensor
 
 from echelon.kernels import adamw
@@ -39,19 +40,19 @@ class State:
 def first(weights: Tensor, *, split: bool, moments: torch.dtype) -> State:
     high, low = weights.clone(), None
     if split:
-        high, low = weights.bfloat16(), torch.zeros(len(weights), dtype=torch.int16)
+        high, low = weights.bfloat16(), torch.zeros(len(weights), dtype=torch.int16, device=DEVICE)
         split_into(weights, high, low)
-    zeros = torch.zeros(len(weights), dtype=moments)
-    return State(high, low, zeros, zeros.clone(), torch.zeros((), dtype=torch.int64))
+    zeros = torch.zeros(len(weights), dtype=moments, device=DEVICE)
+    return State(high, low, zeros, zeros.clone(), torch.zeros((), dtype=torch.int64, device=DEVICE))
 
 
 def stepped(
     state: State, gradient: Tensor, update=adamw.update, *, decayed=0, scale=1.0, live=True, betas=BETAS, place=FIRST
 ) -> None:
     state.step += live
-    rule = torch.tensor([*betas, EPS], dtype=torch.float64)
-    factor = torch.tensor(scale, dtype=torch.float64)
-    numbers = adamw.numbers_of(rule, LR, DECAY, state.step, factor, torch.tensor(live), torch.float32)
+    rule = torch.tensor([*betas, EPS], dtype=torch.float64, device=DEVICE)
+    factor = torch.tensor(scale, dtype=torch.float64, device=DEVICE)
+    numbers = adamw.numbers_of(rule, LR, DECAY, state.step, factor, torch.tensor(live, device=DEVICE), torch.float32)
     update(
         *(state.high, state.low, state.mean, state.square, gradient, numbers, state.step), decayed=decayed, place=place
     )
@@ -66,14 +67,14 @@ def test_the_kernel_is_plain_torch_bit_for_bit(size: int, moments: torch.dtype, 
     from echelon.kernels import adamw_gpu
 
     torch.manual_seed(size)
-    plain = first(torch.randn(size), split=split == "split", moments=moments)
+    plain = first(torch.randn(size, device=DEVICE), split=split == "split", moments=moments)
     if split == "rounded":
         plain.high = plain.high.bfloat16()
     kernel = plain.clone()
     box = Place(start=3, key=0xFEDCBA98, sizes=(4, 5), strides=(77, 11), base=2**32 - 20)
     for number in range(4):
         kind = (torch.float32, torch.bfloat16, torch.float16, torch.bfloat16)[number]
-        gradient = (torch.randn(size) * 10.0 ** -(2 * number)).to(kind)
+        gradient = (torch.randn(size, device=DEVICE) * 10.0 ** -(2 * number)).to(kind)
         place = box if number % 2 else Place(start=2**32 - 5)
         choices = {"decayed": size * number // 3, "scale": 0.3, "live": number != 2, "place": place}
         stepped(plain, gradient, **choices)
@@ -86,13 +87,13 @@ def test_the_kernel_is_plain_torch_bit_for_bit(size: int, moments: torch.dtype, 
 @pytest.mark.parametrize("split", [False, True])
 def test_it_is_torchs_adamw(split: bool) -> None:
     torch.manual_seed(0)
-    weights = torch.randn(1000)
+    weights = torch.randn(1000, device=DEVICE)
     state = first(weights, split=split, moments=torch.float32)
     decayed, other = (weights[part].clone().requires_grad_() for part in (slice(0, 600), slice(600, None)))
     groups = [{"params": [decayed], "weight_decay": DECAY}, {"params": [other], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
     for _ in range(10):
-        gradient = torch.randn(1000)
+        gradient = torch.randn(1000, device=DEVICE)
         stepped(state, gradient, decayed=600, scale=0.5)
         decayed.grad, other.grad = gradient[:600] * 0.5, gradient[600:] * 0.5
         optimizer.step()
@@ -104,8 +105,8 @@ def test_it_is_torchs_adamw(split: bool) -> None:
 
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    whole = first(torch.randn(1000), split=True, moments=torch.bfloat16)
-    parts, gradient = whole.clone(), torch.randn(1000)
+    whole = first(torch.randn(1000, device=DEVICE), split=True, moments=torch.bfloat16)
+    parts, gradient = whole.clone(), torch.randn(1000, device=DEVICE)
     stepped(whole, gradient, decayed=333)
     monkeypatch.setattr(adamw, "CHUNK", 64)
     stepped(parts, gradient, decayed=333)
@@ -114,30 +115,30 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_step_that_is_not_live_writes_nothing() -> None:
     """Not even in the first step, whose corrections would divide by zero; nor with gradients that are not numbers."""
-    state = first(torch.randn(100), split=True, moments=torch.bfloat16)
-    for gradient in (torch.full((100,), float("nan")), torch.randn(100)):
+    state = first(torch.randn(100, device=DEVICE), split=True, moments=torch.bfloat16)
+    for gradient in (torch.full((100,), float("nan"), device=DEVICE), torch.randn(100, device=DEVICE)):
         before = state.clone()
         stepped(state, gradient, live=False)
         assert all(torch.equal(a, b) for a, b in zip(before.tensors(), state.tensors(), strict=True))
-        stepped(state, torch.randn(100))
+        stepped(state, torch.randn(100, device=DEVICE))
 
 
 def test_rounding_by_chance_has_the_right_mean() -> None:
-    x = torch.full((200_000,), 1.0 + 0.3 / 128)  # between two neighbours, nearer to the lower
-    bits = adamw.random_bits(len(x), Place(), torch.tensor(7))
+    x = torch.full((200_000,), 1.0 + 0.3 / 128, device=DEVICE)  # between two neighbours, nearer to the lower
+    bits = adamw.random_bits(len(x), Place(), torch.tensor(7, device=DEVICE))
     found = adamw.rounded_by_chance(-x, bits & 0xFFFF)
     assert found.unique().tolist() == [-1.0078125, -1.0]
     assert float((found != -1.0).double().mean()) == pytest.approx(0.3, abs=0.005)
     other = adamw.rounded_by_chance(-x, bits >> 16)
     both = ((found != -1.0) & (other != -1.0)).double().mean()
     assert float(both) == pytest.approx(0.09, abs=0.005), "the two halves of the bits know nothing of each other"
-    again = adamw.rounded_by_chance(-x, adamw.random_bits(len(x), Place(), torch.tensor(8)) & 0xFFFF)
+    again = adamw.rounded_by_chance(-x, adamw.random_bits(len(x), Place(), torch.tensor(8, device=DEVICE)) & 0xFFFF)
     assert float((again == found).double().mean()) == pytest.approx(0.58, abs=0.01), "nor do two steps"
 
 
 def test_infinite_and_undefined_moments_stay_so() -> None:
-    x = torch.tensor([float("inf"), float("-inf"), float("nan"), 0.0, -0.0])
-    found = adamw.rounded_by_chance(x, torch.full((5,), 0xFFFF))
+    x = torch.tensor([float("inf"), float("-inf"), float("nan"), 0.0, -0.0], device=DEVICE)
+    found = adamw.rounded_by_chance(x, torch.full((5,), 0xFFFF, device=DEVICE))
     assert found[:2].tolist() == [float("inf"), float("-inf")]
     assert found[2].isnan()
     assert found[3:].tolist() == [0.0, 0.0]
@@ -145,9 +146,9 @@ def test_infinite_and_undefined_moments_stay_so() -> None:
 
 def test_short_moments_fall_as_long_ones_do() -> None:
     """With beta2 = 0.999 and no gradient, v in bfloat16 falls to e^-1 in 1000 steps; to the nearest, it never would."""
-    state = first(torch.zeros(4096), split=False, moments=torch.bfloat16)
+    state = first(torch.zeros(4096, device=DEVICE), split=False, moments=torch.bfloat16)
     state.square.fill_(1.0)
     for _ in range(1000):
-        stepped(state, torch.zeros(4096), betas=(0.9, 0.999))
+        stepped(state, torch.zeros(4096, device=DEVICE), betas=(0.9, 0.999))
     assert float(state.square.float().mean()) == pytest.approx(0.3677, rel=0.01)
-    assert torch.tensor(0.999).bfloat16() == 1.0
+    assert torch.tensor(0.999, device=DEVICE).bfloat16() == 1.0

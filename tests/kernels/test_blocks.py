@@ -10,6 +10,7 @@ from math import inf, nan
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import DEVICE
 from torch import Tensor
 
 from echelon import compat
@@ -261,8 +262,8 @@ def test_gradients_of_any_rows_add_up(most: int, monkeypatch: pytest.MonkeyPatch
 def test_kernels_bring_together_what_plain_torch_does(
     dtype: torch.dtype, tolerance: float, heads: int, head_dim: int
 ) -> None:
-    q, k, v = (torch.randn(BATCH, LENGTH, heads, head_dim).to(dtype).transpose(1, 2) for _ in range(3))
-    mask = torch.rand(BATCH, 1, LENGTH, LENGTH) < 0.4
+    q, k, v = (torch.randn(BATCH, LENGTH, heads, head_dim, device=DEVICE).to(dtype).transpose(1, 2) for _ in range(3))
+    mask = torch.rand(BATCH, 1, LENGTH, LENGTH, device=DEVICE) < 0.4
     mask[:, :, 3] = False
     wide = [x.double() for x in (q, k, v)]
     merged, truth, total = blocks.Merged(q), blocks.Merged(wide[0]), blocks.Summed(q)
@@ -285,7 +286,10 @@ def test_kernels_bring_together_what_plain_torch_does(
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("heads_first", [True, False])
 def test_a_kernel_adds_in_place_in_32_bits(heads_first: bool) -> None:
-    total, part = torch.randn(BATCH, 6, LENGTH, 24), torch.randn(BATCH, 6, 5, 24).bfloat16()
+    total, part = (
+        torch.randn(BATCH, 6, LENGTH, 24, device=DEVICE),
+        torch.randn(BATCH, 6, 5, 24, device=DEVICE).bfloat16(),
+    )
     if not heads_first:
         total, part = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (total, part))
     want = total.clone()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import DEVICE
 
 from echelon.kernels import cast, note
 from echelon.kernels.note import Note
@@ -20,10 +21,10 @@ def test_the_kernel_writes_both_ways(dtype: torch.dtype, shape: tuple[int, int],
 
     # Values that 8 bits hold exactly: Triton's interpreter does not round to 8 bits as a GPU does.
     torch.manual_seed(0)
-    x = torch.randint(-8, 9, shape).float()
-    one = torch.tensor(2.0)
-    rows = one if by == "tensor" else 2.0 ** torch.randint(-2, 3, (shape[0], 1))
-    columns = one if by == "tensor" else 2.0 ** torch.randint(-2, 3, (shape[1], 1))
+    x = torch.randint(-8, 9, shape, device=DEVICE).float()
+    one = torch.tensor(2.0, device=DEVICE)
+    rows = one if by == "tensor" else 2.0 ** torch.randint(-2, 3, (shape[0], 1), device=DEVICE)
+    columns = one if by == "tensor" else 2.0 ** torch.randint(-2, 3, (shape[1], 1), device=DEVICE)
     plain, turned = narrow(x, dtype, rows, columns)
     assert plain is not None
     assert turned is not None
@@ -38,7 +39,7 @@ def test_the_kernel_writes_both_ways(dtype: torch.dtype, shape: tuple[int, int],
 def test_largest_of_rows(shape: tuple[int, int]) -> None:
     from echelon.kernels.cast_gpu import largest_of_rows
 
-    x = torch.randn(shape)
+    x = torch.randn(shape, device=DEVICE)
     assert torch.equal(largest_of_rows(x), x.abs().amax(1))
 
 
@@ -46,26 +47,26 @@ def test_largest_of_rows(shape: tuple[int, int]) -> None:
 def test_largest_of_columns(shape: tuple[int, int]) -> None:
     from echelon.kernels.cast_gpu import largest_of_columns
 
-    x = torch.randn(shape)
+    x = torch.randn(shape, device=DEVICE)
     assert torch.equal(largest_of_columns(x), x.abs().amax(0))
     assert torch.equal(largest_of_columns(x), cast.largest_of_columns(x))
 
 
 def test_what_was_noted_is_not_computed_again() -> None:
-    x = torch.randn(3, 4)
-    told = torch.ones(3)
+    x = torch.randn(3, 4, device=DEVICE)
+    told = torch.ones(3, device=DEVICE)
     assert cast.largest_of_rows(note.write(x, Note(largest=told))) is told
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_the_largest_value_reaches_the_end_of_the_range_and_zeros_stay(dtype: torch.dtype) -> None:
-    x = torch.randn(4, 32)
+    x = torch.randn(4, 32, device=DEVICE)
     inverse = cast.inverse_of(x.abs().max(), dtype)
     found = cast.narrow_plain(x, dtype, inverse).float()
     assert float(found.abs().max()) == torch.finfo(dtype).max
     error = (found * inverse - x).abs() / x.abs()
     assert float(error.median()) < (0.04 if dtype == torch.float8_e4m3fn else 0.08)
-    nothing = torch.zeros(4, 32)
+    nothing = torch.zeros(4, 32, device=DEVICE)
     found = cast.narrow_plain(nothing, dtype, cast.inverse_of(nothing.abs().max(), dtype)).float()
     assert not found.any()
 
@@ -73,7 +74,7 @@ def test_the_largest_value_reaches_the_end_of_the_range_and_zeros_stay(dtype: to
 def test_what_is_not_a_number_stays_so() -> None:
     from echelon.kernels.cast_gpu import narrow
 
-    x, one = torch.ones(2, 16), torch.tensor(1.0)
+    x, one = torch.ones(2, 16, device=DEVICE), torch.tensor(1.0, device=DEVICE)
     x[1, 3] = float("nan")
     # In 16 bits, as Triton's interpreter makes a number of what is none in 8; the range is cut alike.
     for found in narrow(x, torch.float16, one, one):
@@ -86,7 +87,7 @@ def test_what_is_not_a_number_stays_so() -> None:
 def test_largest_of_views() -> None:
     from echelon.kernels import cast_gpu
 
-    turned, spread = torch.randn(40, 16).t(), torch.randn(5, 1).expand(5, 16)
-    for x in (turned, spread, torch.randn(6, 64)[:, ::2]):
+    turned, spread = torch.randn(40, 16, device=DEVICE).t(), torch.randn(5, 1, device=DEVICE).expand(5, 16)
+    for x in (turned, spread, torch.randn(6, 64, device=DEVICE)[:, ::2]):
         assert torch.equal(cast_gpu.largest_of_rows(x), x.abs().amax(1))
         assert torch.equal(cast_gpu.largest_of_columns(x), x.abs().amax(0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import DEVICE
 
 pytest.importorskip("triton")
 
@@ -16,11 +17,11 @@ def test_rows_after_the_last_run_are_cleared(rows: int, width: int, dtype: torch
     torch.manual_seed(0)
     for last in sorted({0, 1, rows // 2, ROWS - 1, ROWS, ROWS + 1, rows - 1, rows} & set(range(rows + 1))):
         # What a product left there may be no number. Beyond the rows there is memory of others.
-        memory = torch.randn(rows + 3, width).to(dtype)
+        memory = torch.randn(rows + 3, width, device=DEVICE).to(dtype)
         memory[last:] = torch.nan
         expected = memory.clone()
         expected[last:rows] = 0
-        ends = torch.tensor([last // 3, last // 2, last], dtype=torch.int32)
+        ends = torch.tensor([last // 3, last // 2, last], dtype=torch.int32, device=DEVICE)
         found = clear_after(memory[:rows], ends)
         assert found.data_ptr() == memory.data_ptr()
         assert torch.equal(memory.nan_to_num(7.0), expected.nan_to_num(7.0)), last

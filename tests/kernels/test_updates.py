@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from devices import DEVICE
 from laid_out import tiny
 from torch import Tensor, nn
 
@@ -29,7 +30,7 @@ from tests.optim.fed import feed
 triton = pytest.importorskip("triton")
 adamw8_gpu = pytest.importorskip("echelon.kernels.adamw8_gpu")
 tl, _nearest = triton.language, adamw8_gpu._nearest
-CPU = torch.device("cpu")
+
 BOX = Place(start=3, key=0xFEDCBA98, sizes=(4, 5), strides=(77, 11), base=2**32 - 20)
 FORMS = ("whole", "split", "rounded")
 pytestmark = pytest.mark.filterwarnings(
@@ -50,10 +51,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 
 
 def weights(size: int, form: str) -> tuple[Tensor, Tensor | None]:
-    values = torch.randn(size)
+    values = torch.randn(size, device=DEVICE)
     if form != "split":
         return (values.bfloat16() if form == "rounded" else values), None
-    high, low = torch.empty(size, dtype=torch.bfloat16), torch.empty(size, dtype=torch.int16)
+    high, low = (torch.empty(size, dtype=dtype, device=DEVICE) for dtype in (torch.bfloat16, torch.int16))
     split_into(values, high, low)
     return high, low
 
@@ -76,14 +77,14 @@ class State:
     @classmethod
     def first(cls, size: int, form: str) -> State:
         torch.manual_seed(size)
-        blocks = [Blocks(size, signed=signed, device=CPU) for signed in (True, False)]
-        return cls(*weights(size, form), *blocks, torch.zeros((), dtype=torch.int64))
+        blocks = [Blocks(size, signed=signed, device=DEVICE) for signed in (True, False)]
+        return cls(*weights(size, form), *blocks, torch.zeros((), dtype=torch.int64, device=DEVICE))
 
     def stepped(self, gradient: Tensor, live: bool = True) -> None:
         self.step += live
-        rule = torch.tensor([0.9, 0.95, 1e-8], dtype=torch.float64)
-        scale = torch.tensor(0.3, dtype=torch.float64)
-        numbers = adamw.numbers_of(rule, 1e-2, 0.1, self.step, scale, torch.tensor(live), torch.float32)
+        rule = torch.tensor([0.9, 0.95, 1e-8], dtype=torch.float64, device=DEVICE)
+        scale = torch.tensor(0.3, dtype=torch.float64, device=DEVICE)
+        numbers = adamw.numbers_of(rule, 1e-2, 0.1, self.step, scale, torch.tensor(live, device=DEVICE), torch.float32)
         adamw8.update(self.high, self.low, self.mean, self.square, gradient, numbers, self.step, BOX)
 
     def tensors(self) -> list[Tensor]:
@@ -97,7 +98,9 @@ def test_adamw_in_8_bits(size: int, form: str, kernels: Callable[[bool], None]) 
     plain, kernel = State.first(size, form), State.first(size, form)
     kinds = (torch.float32, torch.bfloat16, torch.float16, torch.bfloat16)
     for number, kind in enumerate(kinds):
-        gradient = (torch.randn(size).exp() * torch.randn(size).sign() * 10.0**-number).to(kind)
+        gradient = (
+            torch.randn(size, device=DEVICE).exp() * torch.randn(size, device=DEVICE).sign() * 10.0**-number
+        ).to(kind)
         gradient[256:600] = 0  # a block of zeros
         before = [tensor.clone() for tensor in plain.tensors()]
         for state, ours in ((plain, False), (kernel, True)):
@@ -115,7 +118,7 @@ def test_adamw_in_8_bits(size: int, form: str, kernels: Callable[[bool], None]) 
 def test_a_block_with_what_is_no_number_is_the_only_one(bad: float, kernels: Callable[[bool], None]) -> None:
     plain, kernel = State.first(1000, "split"), State.first(1000, "split")
     for number in range(3):
-        gradient = torch.randn(1000)
+        gradient = torch.randn(1000, device=DEVICE)
         if number:
             gradient[700] = bad
         for state, ours in ((plain, False), (kernel, True)):
@@ -137,12 +140,12 @@ def _codes(shares_ptr, borders_ptr, codes_ptr, size):
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_a_number_on_a_border_is_as_bucketize_has_it(signed: bool) -> None:
-    borders = borders_of(signed, CPU)
+    borders = borders_of(signed, DEVICE)
     up, down = (borders.nextafter(torch.full_like(borders, to)) for to in (2.0, -2.0))
-    ends = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
-    shares = torch.cat([borders, up, down, ends, torch.linspace(-1, 1, 255)])
+    ends = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0], device=DEVICE)
+    shares = torch.cat([borders, up, down, ends, torch.linspace(-1, 1, 255, device=DEVICE)])
     assert len(shares) == 1024
-    codes = torch.zeros(len(shares), dtype=torch.uint8)
+    codes = torch.zeros(len(shares), dtype=torch.uint8, device=DEVICE)
     _codes[(1,)](shares, borders, codes, len(shares))
     assert torch.equal(codes, torch.bucketize(shares, borders).to(torch.uint8))
 
@@ -157,9 +160,9 @@ RULES = {
     "muon": OptimizerConfig(name="muon", lr=1e-2),
 }
 OPTIONS = {
-    "whole": Options(),
-    "split": Options(compute=torch.bfloat16),
-    "rounded": Options(compute=torch.bfloat16, master=torch.bfloat16),
+    "whole": Options(device=DEVICE),
+    "split": Options(device=DEVICE, compute=torch.bfloat16),
+    "rounded": Options(device=DEVICE, compute=torch.bfloat16, master=torch.bfloat16),
 }
 
 
@@ -202,7 +205,9 @@ class Matrices(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.large, self.small, self.vector = (nn.Parameter(torch.randn(shape)) for shape in ((40, 130), (3, 5), 70))
+        self.large, self.small, self.vector = (
+            nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in ((40, 130), (3, 5), 70)
+        )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -231,8 +236,13 @@ def test_sums_over_matrices(name: str, form: str, kernels: Callable[[bool], None
 
 @pytest.mark.parametrize("place", [Place(), BOX, Place(start=2**32 - 5, key=7)])
 def test_rounding_by_chance(place: Place, kernels: Callable[[bool], None]) -> None:
-    values = torch.cat([torch.randn(2000), torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan")])])
-    chance = Chance(place, torch.tensor(11))
+    values = torch.cat(
+        [
+            torch.randn(2000, device=DEVICE),
+            torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan")], device=DEVICE),
+        ]
+    )
+    chance = Chance(place, torch.tensor(11, device=DEVICE))
     kernels(False)
     plain = chance.rounded(values, 77)
     kernels(True)
@@ -240,11 +250,13 @@ def test_rounding_by_chance(place: Place, kernels: Callable[[bool], None]) -> No
 
 
 def test_halves(kernels: Callable[[bool], None]) -> None:
-    values = torch.cat([torch.randn(1030), torch.tensor([0.0, -0.0, 3.4e38, float("inf"), float("nan")])])
+    values = torch.cat(
+        [torch.randn(1030, device=DEVICE), torch.tensor([0.0, -0.0, 3.4e38, float("inf"), float("nan")], device=DEVICE)]
+    )
     halves = []
     for ours in (False, True):
         kernels(ours)
-        high, low = torch.empty(len(values), dtype=torch.bfloat16), torch.empty(len(values), dtype=torch.int16)
+        high, low = (torch.empty(len(values), dtype=dtype, device=DEVICE) for dtype in (torch.bfloat16, torch.int16))
         split_into(values, high, low)
         assert same(joined(high, low), values)
         halves.append((high.view(torch.int16), low))

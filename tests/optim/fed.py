@@ -57,8 +57,9 @@ def feed(parallel: Parallel, optimizer: Update, rate: float, step: int, *, even:
         if piece.entry.trainable:
             logical = gradient(piece.entry.name, piece.entry.shape, step, even)
             parallel.flat.view(unit.grad, piece).copy_(expected(logical, piece))
-    live = torch.tensor(step != SKIPPED)
-    optimizer.step(rate / (1 + step), torch.tensor(SCALE, dtype=torch.float64), live)
+    device = parallel.options.device
+    live = torch.tensor(step != SKIPPED, device=device)
+    optimizer.step(rate / (1 + step), torch.tensor(SCALE, dtype=torch.float64, device=device), live)
     return live
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from devices import DEVICE
 from torch import Tensor, nn
 
 from echelon.kernels import cast, choice, linear, note
@@ -26,7 +27,7 @@ class Home:
 def made(rows: int = 40, inputs: int = 64, outputs: int = 48) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     shapes = ((rows, inputs), (outputs, inputs), (rows, outputs))
-    x, weight, dy = (torch.randn(shape).bfloat16() for shape in shapes)
+    x, weight, dy = (torch.randn(shape, device=DEVICE).bfloat16() for shape in shapes)
     return x, weight, dy
 
 
@@ -111,9 +112,9 @@ def test_a_weight_that_changed_is_cast_anew() -> None:
 
 def test_what_8_bits_cannot_take_is_computed_as_before() -> None:
     arithmetic = fp8.PerTensor()
-    assert arithmetic.takes(torch.zeros(32, 48, dtype=torch.bfloat16))
-    assert not arithmetic.takes(torch.zeros(32, 40, dtype=torch.bfloat16))
-    assert not arithmetic.takes(torch.zeros(32, 48))
+    assert arithmetic.takes(torch.zeros(32, 48, dtype=torch.bfloat16, device=DEVICE))
+    assert not arithmetic.takes(torch.zeros(32, 40, dtype=torch.bfloat16, device=DEVICE))
+    assert not arithmetic.takes(torch.zeros(32, 48, device=DEVICE))
 
 
 def test_only_what_is_inside_the_layers_changes() -> None:
@@ -126,8 +127,8 @@ def test_only_what_is_inside_the_layers_changes() -> None:
 def test_linear_layers_of_a_module_that_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "fits", lambda x: True)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16))).bfloat16()
-    x = torch.randn(24, 32).bfloat16()
+    model = nn.Sequential(nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16))).to(DEVICE).bfloat16()
+    x = torch.randn(24, 32, device=DEVICE).bfloat16()
     wanted = nn.Sequential(*(layer for layer in model[0])).double()(x.double())
     model.bfloat16()
     fp8.apply(model, ["0"], "fp8", keeps_weights=False)
@@ -146,8 +147,8 @@ def test_a_layer_in_8_bits_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through `project`, as a model calls it: gradients of input, weight and bias."""
     monkeypatch.setattr(choice, "fits", lambda x: True)
     x, weight, dy = made()
-    layer = nn.Linear(64, 48)
-    layer.weight, layer.bias = nn.Parameter(weight), nn.Parameter(torch.randn(48).bfloat16())
+    layer = nn.Linear(64, 48).to(DEVICE)
+    layer.weight, layer.bias = nn.Parameter(weight), nn.Parameter(torch.randn(48, device=DEVICE).bfloat16())
     layer.arithmetic = fp8.PerTensor()  # type: ignore[assignment]
     given = x.clone().requires_grad_()
     y = linear.project(note.write(given.view(5, 8, 64), Note()), layer)
@@ -176,10 +177,10 @@ def test_older_versions_beside_the_newest_are_not_mixed_up() -> None:
 
 def test_a_copy_uses_its_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "fits", lambda x: True)
-    model = nn.Sequential(nn.Sequential(nn.Linear(32, 16))).bfloat16()
+    model = nn.Sequential(nn.Sequential(nn.Linear(32, 16))).to(DEVICE).bfloat16()
     fp8.apply(model, ["0"], "fp8", keeps_weights=False)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.zero_()
-    assert not twin(torch.ones(16, 32).bfloat16()).any()
+    assert not twin(torch.ones(16, 32, device=DEVICE).bfloat16()).any()
