@@ -105,6 +105,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: Pool) -> Path:
     monkeypatch.setattr("echelon.launch.local.start", start)
     monkeypatch.setattr("echelon.launch.pool.Pool", lambda **_: contextlib.nullcontext(warm))
     monkeypatch.setattr("echelon.proof.verify.Pool", lambda **_: contextlib.nullcontext(warm))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setenv("COLUMNS", "120")
     return tmp_path
 

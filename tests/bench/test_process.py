@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
@@ -14,7 +15,7 @@ TINY = Request(who="echelon", shape="tiny", size="llama-tiny", seq_len=32, batch
 @pytest.fixture
 def module(tmp_path, monkeypatch):
     """Makes a module that such a process can run."""
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
 
     def make(text: str) -> str:
         (tmp_path / "work.py").write_text(text)

@@ -43,6 +43,7 @@ def step(seconds: float, who: str) -> dict:
 
 def test_steps_on_this_processor(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     begun = time.perf_counter()
     # One thread: two that wait for each other on busy cores take many times as long.
     done = invoke("--only", "steps", "--json", "--against", "none", OMP_NUM_THREADS="1")

@@ -6,6 +6,7 @@ import torch
 from echelon.launch.parcel import pack, unpack
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # by torch 2.11
 @pytest.mark.parametrize(
     "tensor",
     [

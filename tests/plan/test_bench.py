@@ -25,7 +25,8 @@ SMALL = {
 
 @pytest.fixture
 def small(monkeypatch, pool):
-    """Two cores, whatever this worker keeps to, and measurements of milliseconds."""
+    """Two cores, whatever this worker keeps to and whatever GPU there is, and measurements of milliseconds."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for name, value in SMALL.items():
         monkeypatch.setattr(bench, name, value)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
@@ -79,12 +80,14 @@ def test_every_collective_is_timed_on_every_rank(pool, kind):
 
 
 def test_one_core_has_nobody_to_talk_to(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
     found = steps(here(), quick=True, on_ranks=lambda *_: pytest.fail("no ranks"))
     assert not {step.name for step in found} & set(COLLECTIVES)
 
 
 def test_no_measurement_takes_more_than_its_share_of_the_memory(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("echelon.plan.cluster._physical_memory", lambda: 32 << 20)
     names = [step.name for step in steps(here(), quick=True, on_ranks=lambda *_: [])]
     assert "matmul 64 x 64 x 64" in names

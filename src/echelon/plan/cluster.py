@@ -208,11 +208,11 @@ def _network(name: str, parts: Sequence[Part]) -> Link:
 # -- this machine -----------------------------------------------------------------------------------------------------
 
 
-def here() -> Cluster:
-    """The devices of this machine, one node; its cores, where it has no other."""
+def here(device: str = "auto") -> Cluster:
+    """The devices of this machine, one node; its cores, where it has no other or `device` is cpu."""
     import torch  # seconds; only where the machine is asked
 
-    if not torch.cuda.is_available():
+    if device == "cpu" or not torch.cuda.is_available():
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         memory = _physical_memory()
         cpu = replace(KINDS["cpu"], memory=memory // cores)

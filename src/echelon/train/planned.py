@@ -131,7 +131,7 @@ def wish_of(config: Config, ranks: int | None) -> Wish:
     shape = config.changed(sizes.find(config.model))
     return Wish(
         shape=of_config(shape),
-        cluster=_ranks(ranks),
+        cluster=_ranks(ranks, config.device),
         batch=config.batch,
         seq_len=config.seq_len,
         precision=precision_of(config),
@@ -144,13 +144,14 @@ def wish_of(config: Config, ranks: int | None) -> Wish:
     )
 
 
-def _ranks(ranks: int | None) -> Cluster:
+def _ranks(ranks: int | None, asked: str) -> Cluster:
     """This machine with as many ranks as there are, or as a launcher started on how many machines."""
-    cluster = here()
-    device = cluster.device
+    cluster = here(asked)
     world = ranks or cluster.devices
     local = min(int(os.environ.get("LOCAL_WORLD_SIZE", world)), world)
-    return replace(cluster, parts=(Part(device=device, nodes=max(1, world // local), per_node=local),))
+    if asked == "auto" and local > cluster.devices:  # as ranks join: a GPU for each, or the CPU for all
+        cluster = here("cpu")
+    return replace(cluster, parts=(Part(device=cluster.device, nodes=max(1, world // local), per_node=local),))
 
 
 def _from_file(path: Path) -> tuple[str, str]:

@@ -75,7 +75,7 @@ def case_of(config: Config, layout: Layout, shape: ModelConfig, cluster: Cluster
 
 def _machine(world: World, threads: int) -> Cluster:
     """This machine as `--cluster here` describes it, with the ranks that there are; one on several cores is faster."""
-    cluster = here()
+    cluster = here(world.device.type)
     device = cluster.device
     if world.device.type == "cpu":
         flops = {name: threads * peak for name, peak in device.flops.items()}
