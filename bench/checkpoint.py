@@ -29,8 +29,8 @@ from torch.distributed.checkpoint import async_save
 
 from echelon import models
 from echelon.parallel.apply import Options
-from echelon.train.engine import Engine
-from echelon.train.saved import Saving, state_of
+from echelon.training.engine import Engine
+from echelon.training.engine_state import Saving, state_of
 
 
 def timed(job: Callable[[], object]) -> float:

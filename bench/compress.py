@@ -28,13 +28,13 @@ from torch import Tensor, nn
 
 import echelon as ec
 from echelon import models
-from echelon.data.images import images
-from echelon.memory import packing
-from echelon.models import vision
+from echelon.data.synthetic_images import images
+from echelon.memory.compression import cost as compression_cost
+from echelon.models.vision import cnn
 
 SMALLER, SLOWER = 1.7, 1.10
 """bars: of bytes, at least, losslessly with values in fewer bits; of time, at most"""
-NETS: dict[str, Callable[..., nn.Module]] = {"vgg16": vision.vgg16, "alexnet": vision.alexnet}
+NETS: dict[str, Callable[..., nn.Module]] = {"vgg16": cnn.vgg16, "alexnet": cnn.alexnet}
 CHECKED = 4
 """rows of which gradients are compared"""
 
@@ -55,7 +55,7 @@ class Problem:
         torch.manual_seed(0)
         asked = self.asked
         if asked.model == "resnet50":
-            found: nn.Module = vision.resnet50(asked.classes, asked.share)
+            found: nn.Module = cnn.resnet50(asked.classes, asked.share)
         elif asked.model in NETS:
             found = NETS[asked.model](asked.classes, asked.side, asked.share, dropout=asked.dropout)
         else:
@@ -85,7 +85,7 @@ class Problem:
 
 
 def saving(kind: str) -> AbstractContextManager[Any]:
-    return ec.compressed(kind) if kind != packing.NONE else nullcontext()
+    return ec.compressed(kind) if kind != compression_cost.NONE else nullcontext()
 
 
 class Trainer:
@@ -137,9 +137,9 @@ def timed(problem: Problem, kind: str) -> dict[str, float]:
     trainer, batches = Trainer(problem), [problem.batch(step) for step in range(2)]
     pairs: list[Pair] = []
     for index in range(-WARM_UP, problem.asked.pairs):
-        order = (kind, packing.NONE) if index % 2 else (packing.NONE, kind)
+        order = (kind, compression_cost.NONE) if index % 2 else (compression_cost.NONE, kind)
         found = {one: trainer.seconds(one, batches[index % 2]) for one in order}
-        (ours, our_loss), (peer, peer_loss) = found[kind], found[packing.NONE]
+        (ours, our_loss), (peer, peer_loss) = found[kind], found[compression_cost.NONE]
         if index >= 0:
             pairs.append(Pair(ours=ours, peer=peer, our_loss=our_loss, peer_loss=peer_loss))
     told = asdict(summary(pairs))
@@ -184,7 +184,7 @@ def asked() -> Any:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--channels-last", action="store_true")
-    parser.add_argument("--kinds", nargs="+", choices=packing.KINDS[1:], default=packing.KINDS[1:])
+    parser.add_argument("--kinds", nargs="+", choices=compression_cost.KINDS[1:], default=compression_cost.KINDS[1:])
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--curve", type=int, default=0, help="steps to train with each kind")
     parser.add_argument("--out", default="", help="a file for the JSON; else it is printed")
@@ -196,10 +196,10 @@ def main() -> int:
     problem = Problem(wanted)
     net = problem.model()
     torch.backends.cudnn.deterministic = True  # for the comparison of gradients
-    truth, plain = gradient(problem, net, packing.NONE), kept(problem, net, packing.NONE)
+    truth, plain = gradient(problem, net, compression_cost.NONE), kept(problem, net, compression_cost.NONE)
     print(f"{wanted.model}, batch {wanted.batch}, {wanted.dtype}, {wanted.device}; the peer is plain torch")
-    print(f"{packing.NONE:14} {plain / 2**20:9.1f} MiB")
-    rows: list[dict[str, Any]] = [{"compress": packing.NONE, "bytes": plain, "peak_bytes": 0}]
+    print(f"{compression_cost.NONE:14} {plain / 2**20:9.1f} MiB")
+    rows: list[dict[str, Any]] = [{"compress": compression_cost.NONE, "bytes": plain, "peak_bytes": 0}]
     missed = False
     for kind in wanted.kinds:
         found = gradient(problem, net, kind)
@@ -207,11 +207,11 @@ def main() -> int:
         row["smaller"] = plain / row["bytes"]
         row["error"] = float((found - truth).double().norm() / truth.double().norm())
         rows.append(row)
-        missed |= row["smaller"] < SMALLER and packing.narrow_of(kind) != ""
+        missed |= row["smaller"] < SMALLER and compression_cost.narrow_of(kind) != ""
         missed |= kind == "lossless" and not row["equal"]
     del net, truth, found
     torch.backends.cudnn.deterministic = False
-    rows[0]["peak_bytes"] = peak(problem, packing.NONE)
+    rows[0]["peak_bytes"] = peak(problem, compression_cost.NONE)
     for row in rows[1:]:
         row["peak_bytes"] = peak(problem, row["compress"])
         row |= timed(problem, row["compress"]) if wanted.pairs else {}

@@ -36,14 +36,14 @@ import torch
 from torch import Tensor, nn
 
 from echelon import data, models
-from echelon.models.mixture_config import MixtureConfig
-from echelon.models.sizes import ModelConfig
+from echelon.config.run_config import Config
+from echelon.config.sections import OptimizerConfig, ScheduleConfig
+from echelon.models.model_config import ModelConfig
+from echelon.models.moe_config import MixtureConfig
 from echelon.parallel.apply import Options
-from echelon.train.config import Config
-from echelon.train.engine import Engine
-from echelon.train.feed import Microbatch
-from echelon.train.schedule import learning_rate
-from echelon.train.sections import OptimizerConfig, ScheduleConfig
+from echelon.training.batch_sharding import Microbatch
+from echelon.training.engine import Engine
+from echelon.training.lr_schedule import learning_rate
 
 DENSE, MIXTURE, UNBALANCED = "dense", "mixture", "unbalanced"
 BALANCE = 0.005
@@ -266,7 +266,7 @@ def as_json(results: Sequence[Result], chosen: dict[str, ModelConfig], asked: ar
 def token_file(corpus: str, folder: str) -> Path:
     if corpus:
         return data.prepare(corpus, folder, tokenizer=data.load_tokenizer("bytes"))
-    from echelon.train.task import CACHE
+    from echelon.training.task import CACHE
 
     return data.default_corpus(CACHE)
 

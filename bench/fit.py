@@ -1,4 +1,4 @@
-"""Fits the planner's constants (src/echelon/plan/constants.py) to a table of published runs, or to steps of our own.
+"""Fits the planner's constants (src/echelon/planning/calibrate/constants.py) to a table of published runs, or to steps of our own.
 
     python bench/fit.py TABLE.csv                  prints the constants, to be pasted, and the errors
     python bench/fit.py TABLE.csv --leave-out      the errors on each source by constants that never saw it
@@ -19,12 +19,12 @@ from dataclasses import asdict, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from echelon.bench import own_steps
-from echelon.plan import rows
-from echelon.plan.constants import FITTED, OWN, Constants
-from echelon.plan.score import Errors, errors
-from echelon.plan.time import times
-from echelon.plan.work import Work, stacked, work_of
+from echelon.bench import planner_comparison
+from echelon.planning.calibrate import published_runs
+from echelon.planning.calibrate.constants import FITTED, OWN, Constants
+from echelon.planning.calibrate.scoring import Errors, errors
+from echelon.planning.cost.step_time import times
+from echelon.planning.cost.work import Work, stacked, work_of
 
 Array = NDArray[np.float64]
 OTHERS = ("cpu", "alone", "slack", "working", "context", "loose_saved", "spread", "spread_experts")
@@ -99,7 +99,7 @@ def shown(title: str, found: dict[str, Errors]) -> None:
 
 def fit_own(path: str) -> None:
     """To steps of our own in the types that are told apart, each of which weighs the same."""
-    steps = [step for step in own_steps.steps(path) if step.precision == step.case.precision]
+    steps = [step for step in planner_comparison.steps(path) if step.precision == step.case.precision]
     works, seconds = stacked([work_of(step.case) for step in steps]), np.array([step.seconds for step in steps])
     before = replace(FITTED, **OWN)
     found = fit(works, seconds, np.ones(len(steps)), before, OWN_NAMES)
@@ -121,7 +121,9 @@ def main() -> int:
     if options.table.endswith(".json"):
         fit_own(options.table)
         return 0
-    asked = [question for question in rows.questions(rows.read(options.table))[0] if question.seconds]
+    asked = [
+        question for question in published_runs.questions(published_runs.read(options.table))[0] if question.seconds
+    ]
     works = [work_of(question.case) for question in asked]
     seconds = np.array([question.seconds for question in asked])
     sources = [question.source for question in asked]

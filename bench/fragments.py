@@ -27,12 +27,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from echelon import models
-    from echelon.models import sizes
+    from echelon.config.sections import OptimizerConfig
+    from echelon.models import model_config
     from echelon.parallel.apply import Options
-    from echelon.train.engine import Engine
-    from echelon.train.sections import OptimizerConfig
+    from echelon.training.engine import Engine
 
-    shape = sizes.changed(sizes.find(options.model), seq_len=options.seq_len)
+    shape = model_config.changed(model_config.find(options.model), seq_len=options.seq_len)
     shape = replace(shape, layers=options.layers or shape.layers)
     chosen = Options(
         device=torch.device("cuda"), compute=torch.bfloat16, master=torch.float32, arena=options.arena == "true"

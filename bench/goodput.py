@@ -2,7 +2,7 @@
 
     python bench/goodput.py [--quick]
 
-Measured are the constants of src/echelon/plan/failures.py: how long training waits for a save beside its bytes, how
+Measured are the constants of src/echelon/planning/explain/failure_cost.py: how long training waits for a save beside its bytes, how
 long a small checkpoint takes to exist, what an index of all ranks' boxes takes to write and to read, and how long new
 processes take to their first step. Then `echelon plan llama-405b --goodput`, as anybody can ask it.
 """
@@ -21,11 +21,11 @@ from pathlib import Path
 import torch
 
 from echelon import models
-from echelon.checkpoint.index import Region, digest_of, read_index
-from echelon.checkpoint.writing import Written, index_of
-from echelon.plan import failures
-from echelon.train.engine import Engine
-from echelon.train.saved import Saving
+from echelon.checkpoint.checkpoint_index import Region, digest_of, read_index
+from echelon.checkpoint.save import Written, index_of
+from echelon.planning.explain import failure_cost
+from echelon.training.engine import Engine
+from echelon.training.engine_state import Saving
 
 WRITERS, GROUPS = 16_384, 256
 """ranks, in groups that share a part of the model"""
@@ -102,12 +102,12 @@ def main() -> None:
         started = start(Path(folder))
     made, read, nbytes = index(writers)
     boxes = writers * BOXES
-    print(f"training waits for a small save   {call:.3f} s   (used: {failures.SAVE_S} s)")
-    print(f"until it exists                   {there:.3f} s   (used: {failures.COMMIT_S} s)")
-    print(f"two ranks start and do a step     {started:.1f} s    (used: {failures.START_S} s)")
+    print(f"training waits for a small save   {call:.3f} s   (used: {failure_cost.SAVE_S} s)")
+    print(f"until it exists                   {there:.3f} s   (used: {failure_cost.COMMIT_S} s)")
+    print(f"two ranks start and do a step     {started:.1f} s    (used: {failure_cost.START_S} s)")
     print(
         f"index of {boxes:,} boxes            {made:.1f} s written, {read:.1f} s read, {nbytes / 1e6:.0f} MB: "
-        f"{made / boxes:.1e} and {read / boxes:.1e} s a box (used: {failures.WRITE_BOX_S} and {failures.READ_BOX_S})"
+        f"{made / boxes:.1e} and {read / boxes:.1e} s a box (used: {failure_cost.WRITE_BOX_S} and {failure_cost.READ_BOX_S})"
     )
     command = ["plan", "llama-405b", "--cluster", "16384xh100", "--batch", "2048", "--seq-len", "8192", "--goodput"]
     fixed = ["--layout", "dp=32,tp=8,cp=2,pp=32,schedule=zb-v,accumulate=64", "--json"]

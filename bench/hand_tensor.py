@@ -22,7 +22,7 @@ from torch.autograd import Function
 
 from echelon import models
 from echelon.models.attention import Rotation, positions, rotate, rotation
-from echelon.models.sizes import EPSILON, THETA
+from echelon.models.model_config import EPSILON, THETA
 
 # Renamed in torch 2.13; the old names warn there.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

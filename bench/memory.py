@@ -27,14 +27,14 @@ from rich.console import Console
 from rich.table import Table
 
 from echelon import models
+from echelon.config.run_config import Config
 from echelon.layout import Layout
-from echelon.models import sizes
-from echelon.plan import cluster
-from echelon.plan.price import price
-from echelon.train.config import Config
-from echelon.train.engine import Engine
-from echelon.train.options import loss_scale_of, options_of
-from echelon.train.predicted import case_of
+from echelon.models import model_config
+from echelon.planning.cluster import cluster
+from echelon.planning.priced_plan import price
+from echelon.training.engine import Engine
+from echelon.training.engine_options import loss_scale_of, options_of
+from echelon.training.prediction import case_of
 
 GIB = 1 << 30
 CLOSE = 0.05
@@ -140,7 +140,7 @@ def config_of(model: str, batch: int, seq_len: int, settings: Mapping[str, str])
 
 def measure(name: str, config: Config, settings: dict[str, str], steps: int) -> Row:
     device = torch.device("cuda")
-    shape = config.changed(sizes.find(config.model))
+    shape = config.changed(model_config.find(config.model))
     layout = Layout.parse(config.layout)
     kind = "h200" if "H200" in torch.cuda.get_device_name() else "h100"
     plan = price(case_of(config, layout, shape, cluster.parse(f"1x{kind}")))

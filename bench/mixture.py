@@ -21,7 +21,7 @@ from torch import Tensor
 
 from echelon.moe import build_gate
 from echelon.moe.experts import Experts
-from echelon.moe.layer import Mixture
+from echelon.moe.moe_layer import Mixture
 
 WARM_UP = 3
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from echelon.config.sections import OptimizerConfig
 from echelon.models import ModelConfig
-from echelon.train.sections import OptimizerConfig
 
 CONFIG = ModelConfig(
     name="llama-10m",

@@ -25,26 +25,26 @@ from typing import Any
 import torch
 
 from echelon import models
+from echelon.config.sections import OptimizerConfig
 from echelon.layout import Layout
-from echelon.memory import offload
-from echelon.memory.link import DOWN, UP, Link
-from echelon.models import sizes
-from echelon.models.head import loss_pair
-from echelon.models.sizes import ModelConfig
+from echelon.memory.offload import cost as offload_cost
+from echelon.memory.offload.host_transfer import DOWN, UP, Link
+from echelon.models import model_config
+from echelon.models.lm_head import loss_pair
+from echelon.models.model_config import ModelConfig
 from echelon.optim import cost
-from echelon.optim.build import build
+from echelon.optim.torch_rules import build
 from echelon.parallel.apply import Options
-from echelon.parallel.away import available
-from echelon.plan.case import Case
-from echelon.plan.cluster import here
-from echelon.plan.memory import of_stage
-from echelon.plan.price import price
-from echelon.plan.sources import of_config
-from echelon.plan.units import MOMENTS
-from echelon.train import issued
-from echelon.train.engine import Engine, Microbatch
-from echelon.train.predicted import working_of
-from echelon.train.sections import OptimizerConfig
+from echelon.parallel.dp.offload_policy import available
+from echelon.planning.cluster.cluster import here
+from echelon.planning.cost.memory_model import of_stage
+from echelon.planning.cost.param_group_traffic import MOMENTS
+from echelon.planning.model.model_sources import of_config
+from echelon.planning.priced_plan import price
+from echelon.planning.scenario import Case
+from echelon.training import step_comm_volume
+from echelon.training.engine import Engine, Microbatch
+from echelon.training.prediction import working_of
 
 GIB = 1 << 30
 LLAMA_13B = ModelConfig(
@@ -158,7 +158,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _question(asked: argparse.Namespace) -> Question:
-    shape = sizes.find(asked.model) if asked.model else LLAMA_13B
+    shape = model_config.find(asked.model) if asked.model else LLAMA_13B
     given = {name: getattr(asked, name) for name in ("layers", "width", "heads", "kv_heads", "ffn", "vocab")}
     shape = replace(shape, max_seq_len=max(shape.max_seq_len, asked.seq), **{k: v for k, v in given.items() if v})
     options = Options(
@@ -208,7 +208,7 @@ def host_updates(question: Question, count: int) -> float:
     weights, short = torch.randn(count), torch.randn(count).bfloat16()
     weights.grad = torch.randn(count)
     optimizer = build(question.rule, {"weights": weights}, fused=True)
-    early = Layout.parse(question.layout).accumulate == 1 and not offload.pages(question.offload)
+    early = Layout.parse(question.layout).accumulate == 1 and not offload_cost.pages(question.offload)
     seconds = []
     for _ in range(4):
         begun = time.perf_counter()
@@ -279,7 +279,7 @@ def _describe(engine: Engine, found: dict[str, Any]) -> None:
     found["updated"] = sum(unit.shard_numel for unit in units if unit.name in away)
     found["share"] = found["updated"] / sum(unit.shard_numel for unit in units)
     found["microbatches"] = engine.layout.accumulate
-    held, moved = issued.held_away(engine), engine.crossing()
+    held, moved = step_comm_volume.held_away(engine), engine.crossing()
     found |= {"held_host": held["host"], "held_disk": held["disk"]}
     found |= {"bytes_down": moved["gradients"], "bytes_up": moved["parameters"]}
     words = f"{len(away)} of {len(units)} units away, {found['share']:.0%} of the states"

@@ -20,13 +20,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from echelon.kernels import choice
-from echelon.optim.average import Average
-from echelon.optim.choose import sharded
-from echelon.optim.held import runs_of
+from echelon.config.sections import OptimizerConfig
+from echelon.kernels import dispatch
+from echelon.optim.optimizer_factory import sharded
+from echelon.optim.param_shards import runs_of
+from echelon.optim.rules.ema import Average
 from echelon.parallel.apply import Options, Parallel
-from echelon.train.engine import Engine
-from echelon.train.sections import OptimizerConfig
+from echelon.training.engine import Engine
 
 RULES = {
     "adamw": OptimizerConfig(),
@@ -113,7 +113,7 @@ def measured(
     device = parallel.options.device
     for unit, values in zip(parallel.flat.units, first, strict=True):
         unit.master.set(0, values)
-    with choice.plain(plain):
+    with dispatch.plain(plain):
         update = sharded(parallel, rule)
         average = Average(runs_of(parallel, rule), rule.ema) if rule.ema else None
         one = torch.ones((), dtype=torch.float64, device=device)

@@ -24,12 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from echelon.config.sections import OptimizerConfig
 from echelon.layout import Layout
-from echelon.models.chain import Chain, Link
+from echelon.models.pipeline_model import Chain, Link
 from echelon.pipeline.schedules import FAMILIES, make
 from echelon.pipeline.simulate import Durations, Timeline, simulate
-from echelon.train.engine import Engine
-from echelon.train.sections import OptimizerConfig
+from echelon.training.engine import Engine
 
 RANKS = 4
 MICROBATCHES = 8

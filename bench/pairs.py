@@ -26,7 +26,7 @@ from torch.multiprocessing.spawn import start_processes
 from echelon import models
 from echelon.layout import Layout
 from echelon.parallel.apply import Options
-from echelon.train.engine import Engine
+from echelon.training.engine import Engine
 
 WARM_UP = 3
 """Pairs before the first that counts: buffers, caches of DTensor, DDP's buckets."""

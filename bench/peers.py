@@ -21,7 +21,7 @@ from model import CLIP, CONFIG, RULE, SEED, Batch
 from torch import nn
 
 from echelon import models
-from echelon.optim.rule import betas_of
+from echelon.optim.update_rule import betas_of
 
 Step = Callable[[Batch], float]
 

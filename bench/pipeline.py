@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch_pipeline import PEERS, sides
 
-from echelon.launch.pool import Pool
+from echelon.launch.rank_pool import Pool
 from echelon.layout import Layout
 
 RATIO_BAR = 1.05

@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from echelon.layout import Layout
-from echelon.plan import cluster
-from echelon.plan.layouts import Wish
-from echelon.plan.price import price
-from echelon.plan.search import search
-from echelon.plan.sources import shape_of
+from echelon.planning.cluster import cluster
+from echelon.planning.model.model_sources import shape_of
+from echelon.planning.priced_plan import price
+from echelon.planning.search.layout_families import Wish
+from echelon.planning.search.layout_search import search
 
 WISH = Wish(shape=shape_of("llama-70b"), cluster=cluster.parse("1024xh100"), batch=1024, seq_len=8192)
 LAYOUTS = (

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from echelon.kernels import blocks
+from echelon.kernels.attention import blockwise_attention
 
 HEADS, HEAD_DIM = 32, 128
 WARM_UP = 2
@@ -119,24 +119,24 @@ class Ring:
     def forward(self) -> list[tuple[Tensor, Tensor]]:
         found = []
         for rank, (q, _, _, _) in enumerate(self.local):
-            merged = blocks.Merged(q)
+            merged = blockwise_attention.Merged(q)
             for steps in self.rounds():
                 for owners, rows, keys, causal in self.calls(rank, steps):
                     k, v = self.keys_of(owners, keys)
-                    merged.add(rows, *blocks.attend(q[:, :, rows], k, v, causal=causal))
+                    merged.add(rows, *blockwise_attention.attend(q[:, :, rows], k, v, causal=causal))
             found.append(merged.result())
         return found
 
     def both(self) -> tuple[list[Tensor], ...]:
         found = self.forward()
-        queries = [blocks.Summed(q) for q, _, _, _ in self.local]
-        sums = [[blocks.Summed(x) for x in heads[1:3]] for heads in self.local]
+        queries = [blockwise_attention.Summed(q) for q, _, _, _ in self.local]
+        sums = [[blockwise_attention.Summed(x) for x in heads[1:3]] for heads in self.local]
         for steps in self.rounds():
             for rank, ((q, _, _, gradient), (out, lse)) in enumerate(zip(self.local, found, strict=True)):
                 for owners, rows, keys, causal in self.calls(rank, steps):
                     k, v = self.keys_of(owners, keys)
                     g, o, ls = (x[:, :, rows] for x in (gradient, out, lse))
-                    dq, dk, dv = blocks.attend_back(g, q[:, :, rows], k, v, o, ls, causal=causal)
+                    dq, dk, dv = blockwise_attention.attend_back(g, q[:, :, rows], k, v, o, ls, causal=causal)
                     queries[rank].add(rows, dq)
                     for index, owner in enumerate(owners):
                         for total, part in zip(sums[owner], (dk, dv), strict=True):

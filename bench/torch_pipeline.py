@@ -28,13 +28,13 @@ from torch.distributed.pipelining import (
 
 from echelon import models
 from echelon.layout import Layout
-from echelon.models.chain import Chain, Link
-from echelon.models.head import loss_sum
+from echelon.models.lm_head import loss_sum
+from echelon.models.pipeline_model import Chain, Link
 from echelon.parallel.apply import Options
-from echelon.pipeline.runtime import Work
+from echelon.pipeline.execution.runtime import Work
+from echelon.pipeline.execution.stage import Stages, cut
 from echelon.pipeline.schedules import of_layout
-from echelon.pipeline.stage import Stages, cut
-from echelon.train.engine import Engine
+from echelon.training.engine import Engine
 
 PEERS: dict[str, Any] = {
     "gpipe": ScheduleGPipe,

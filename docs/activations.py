@@ -7,9 +7,9 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from echelon.memory.repeats import repeats
-from echelon.models import sizes
-from echelon.train.metrics import recomputed_flops
+from echelon.memory.checkpointing.cost import repeats
+from echelon.models import model_config
+from echelon.training.logging.metrics import recomputed_flops
 
 Rows = list[Sequence[str]]
 
@@ -18,7 +18,7 @@ MEASURED = Path(__file__).parent / "pictures" / "kept.json"
 
 
 def recomputed(model: str, seq_len: int) -> tuple[Sequence[str], Rows]:
-    shape = sizes.find(model)
+    shape = model_config.find(model)
     flops = shape.flops_per_token(seq_len)
     attention, rows = flops - shape.flops_per_token(0), []
     for word in ("none", "ops", "selective", "full", "every:3", "sqrt"):

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from echelon.models import sizes
-from echelon.models.names import architecture, pairs
-from echelon.models.sizes import ModelConfig
+from echelon.models import model_config
+from echelon.models.hf.param_names import architecture, pairs
+from echelon.models.model_config import ModelConfig
 from echelon.moe import GATES, build_gate
 
 Table = tuple[Sequence[str], Iterable[Sequence[str]]]
@@ -121,7 +121,7 @@ def mixtures() -> Table:
 
 
 def _mixtures() -> Iterator[tuple[str, ...]]:
-    for name, shape in sizes.SIZES.items():
+    for name, shape in model_config.SIZES.items():
         mixture = shape.mixture
         if mixture is None:
             continue
@@ -162,7 +162,7 @@ def _their_names() -> Iterator[tuple[str, ...]]:
     found: dict[str, dict[str, str]] = {}
     known = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3")
     for name in known:
-        shape = sizes.find(name)
+        shape = model_config.find(name)
         assert shape.mixture is not None
         layer = shape.mixture.dense
         small = replace(shape, mixture=replace(shape.mixture, experts=1, k=1))

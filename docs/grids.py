@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from echelon import models
 from echelon.layout import Layout
-from echelon.layout.cost import Collective
-from echelon.parallel import grid_cost
+from echelon.layout.collective import Collective
+from echelon.parallel.tp_grid import cost as tp_grid_cost
 
 LAYOUTS = tuple(f"{text},microbatch=4" for text in ("tp=4,tp_kind=2d", "tp=8,tp_kind=2.5d,depth=2", "tp=8,tp_kind=3d"))
 
@@ -18,12 +18,12 @@ def costs(text: str, model: str, seq_len: int, element_bytes: int, loss_bytes: i
     width, ffn = shape.width, shape.ffn
     sizes = [*[(width, width, False)] * 3, (width, width, True), (width, ffn, False), (ffn, width, True)]  # q, k, v, o
     products = [
-        grid_cost.product(layout, inputs, outputs, leaves=leaves, follows=index in (1, 2))
+        tp_grid_cost.product(layout, inputs, outputs, leaves=leaves, follows=index in (1, 2))
         for index, (inputs, outputs, leaves) in enumerate(sizes)
     ]
-    norm = grid_cost.Norm(sums=2, gathers=2)
-    parts = [*[norm, *products, norm] * shape.layers, norm, *grid_cost.ends(layout, shape.vocab, width)]
-    found = grid_cost.collectives(
+    norm = tp_grid_cost.Norm(sums=2, gathers=2)
+    parts = [*[norm, *products, norm] * shape.layers, norm, *tp_grid_cost.ends(layout, shape.vocab, width)]
+    found = tp_grid_cost.collectives(
         [(part, 0) for part in parts],
         layout,
         batch=layout.microbatch,

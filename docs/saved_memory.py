@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from echelon.config.run_config import Config
 from echelon.layout import Layout
-from echelon.models import sizes
-from echelon.plan import cluster
-from echelon.plan.memory import worst
-from echelon.train.config import Config
-from echelon.train.predicted import case_of
+from echelon.models import model_config
+from echelon.planning.cluster import cluster
+from echelon.planning.cost.memory_model import worst
+from echelon.training.prediction import case_of
 
 GIB = 1 << 30
 FILE = Path(__file__).parents[1] / "bench" / "measured" / "h200-memory.json"
@@ -53,7 +53,7 @@ def rows(model: str) -> tuple[Row, ...]:
 
 def planned(settings: Sequence[str]) -> dict[str, float]:
     config = Config.load(None, list(settings))
-    shape = config.changed(sizes.find(config.model))
+    shape = config.changed(model_config.find(config.model))
     parts = worst(case_of(config, Layout.parse(config.layout), shape, cluster.parse("1xh200"))).parts
     return {name: sum(parts.get(part, 0) for part in of) / GIB for name, of in PARTS.items()}
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from echelon.layout import Layout
 from echelon.layout.placement import Unit
-from echelon.parallel import shard
+from echelon.parallel.dp import zero
 
 TYPES: dict[str, dict[str, int]] = {
     "`dtype=float32`": {"compute_bytes": 4, "master_bytes": 4},
@@ -24,8 +24,8 @@ TYPES: dict[str, dict[str, int]] = {
 
 
 def rows(units: Sequence[Unit]) -> Iterator[tuple[str, ...]]:
-    policy, count = shard.policy(Layout.parse("dp=1,accumulate=2")), sum(unit.numel for unit in units)
+    policy, count = zero.policy(Layout.parse("dp=1,accumulate=2")), sum(unit.numel for unit in units)
     for told, sizes in TYPES.items():
-        held = shard.state_bytes(units, policy, moments=2, **sizes)
+        held = zero.state_bytes(units, policy, moments=2, **sizes)
         each = [size / count for category, size in held.items() if category != "versions"]
         yield told, *(f"{size:g}" for size in (*each, sum(each)))

@@ -24,22 +24,24 @@ import traffic
 import update_rules
 
 from echelon import models
-from echelon.bench.least_bytes import least_bytes
-from echelon.bench.own_steps import steps as measured_steps
-from echelon.bench.request import Request
-from echelon.bench.shapes import ON_CUDA, SHAPES
+from echelon.bench.measurement import Request
+from echelon.bench.planner_comparison import steps as measured_steps
+from echelon.bench.profile.min_bytes import least_bytes
+from echelon.bench.reference_shapes import ON_CUDA, SHAPES
+from echelon.config import schema
+from echelon.config.run_config import Config
 from echelon.layout import KEYS, Layout
-from echelon.layout.cost import Collective
+from echelon.layout.collective import Collective
 from echelon.layout.placement import Unit, units_of
-from echelon.models.splits import split_of
-from echelon.parallel import batchnorm, shard, tensor
+from echelon.models.tp_splits import split_of
+from echelon.parallel.dp import sync_batchnorm
+from echelon.parallel.dp import zero as shard
+from echelon.parallel.tp import tensor_parallel
 from echelon.pipeline.actions import SENDS
 from echelon.pipeline.lower import lower
 from echelon.pipeline.schedules import FAMILIES, make, two_bw
 from echelon.pipeline.simulate import simulate
-from echelon.plan.price import price
-from echelon.train import keys
-from echelon.train.config import Config
+from echelon.planning.priced_plan import price
 
 DOCS = Path(__file__).parent
 MARK = re.compile(r"(<!-- table: (?P<name>[\w ,=-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
@@ -79,14 +81,14 @@ ZERO_LAYOUTS = ("dp=8", "dp=8,zero=1", "dp=8,zero=2", "dp=8,zero=3", "dp=8,shard
 def units(layout: Layout) -> tuple[Unit, ...]:
     """The flat units of the example model on a layout, from shapes alone."""
     from echelon.parallel.apply import read_entries
-    from echelon.parallel.axis import Axis
+    from echelon.parallel.comm.mesh_axis import Axis
 
     model = models.build(models.find(MODEL), "meta")
     entries = read_entries(model)
     names = shard.choose_units(model)
     if layout.tp > 1:
         axis = Axis("tp", range(layout.tp), 0, None, frozenset())
-        entries, _ = tensor.split(model, entries, split_of(model), axis, sequence_parallel=bool(layout.sp))
+        entries, _ = tensor_parallel.split(model, entries, split_of(model), axis, sequence_parallel=bool(layout.sp))
     return units_of(entries, names, layout.shards)
 
 
@@ -114,7 +116,7 @@ def costs(text: str) -> list[Collective]:
         shard.collectives(parts, plan, accumulate=layout.accumulate, compute_bytes=COMPUTE, reduce_bytes=MASTER)
     )
     shape = models.find(MODEL)
-    traffic = tensor.Traffic(
+    traffic = tensor_parallel.Traffic(
         layers=shape.layers,
         width=shape.width,
         batch=layout.microbatch,
@@ -123,7 +125,7 @@ def costs(text: str) -> list[Collective]:
         element_bytes=COMPUTE,
         loss_bytes=MASTER,
     )
-    return [*found, *tensor.collectives(traffic, layout), *tensor.partial_sums(parts, MASTER)]
+    return [*found, *tensor_parallel.collectives(traffic, layout), *tensor_parallel.partial_sums(parts, MASTER)]
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -143,7 +145,7 @@ def layout_keys() -> str:
 def configuration_keys() -> str:
     rows = []
     for key in Config.keys():  # noqa: SIM118
-        default = "" if key.default is None else f"`{keys.show(key.default)}`"
+        default = "" if key.default is None else f"`{schema.show(key.default)}`"
         only = f" Only with `{key.sibling}` = {' or '.join(key.only.values)}." if key.only else ""
         rows.append((f"`{key.name}`", key.legal, default, key.meaning + only))
     return markdown(("key", "values", "default", "meaning"), rows)
@@ -176,7 +178,7 @@ def collectives(*layouts: str) -> str:
 
 def batch_statistics() -> str:
     shape = models.find("conv-tiny")
-    items = list(batchnorm.collectives([o for _, o in shape.convolutions], accumulate=1, element_bytes=MASTER))
+    items = list(sync_batchnorm.collectives([o for _, o in shape.convolutions], accumulate=1, element_bytes=MASTER))
     times, total = sum(item.count for item in items), sum(item.count * item.bytes for item in items)
     row = (f"`{shape.name}`", "all-reduce", "dp", "batch statistics", str(times), _size(total))
     return markdown(("model", "collective", "axis", "of", "times", "bytes a step"), [row])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from echelon.plan.ask import answer
-from echelon.plan.savings import CATEGORIES, savings
-from echelon.plan.show.savings import gib, percent, then
+from echelon.planning.planner import answer
+from echelon.planning.search.memory_savings import CATEGORIES, savings
+from echelon.planning.show.savings_table import gib, percent, then
 
 Table = tuple[Sequence[str], Iterable[Sequence[str]]]
 """head and rows"""

@@ -8,19 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from echelon.layout import Layout
-from echelon.layout.cost import Collective
+from echelon.layout.collective import Collective
 from echelon.layout.rules import tp_side
-from echelon.memory import offload
-from echelon.parallel import context, grid_cost, sequence
-from echelon.plan import cluster as clusters
-from echelon.plan import kinds as explain_kinds
-from echelon.plan.case import Case
-from echelon.plan.context import room
-from echelon.plan.layouts import Wish
-from echelon.plan.links import on_the_wire
-from echelon.plan.search import search
-from echelon.plan.shape import COLUMNS, ROWS, Layer
-from echelon.plan.sources import shape_of
+from echelon.memory.offload import cost as offload_cost
+from echelon.parallel.cp import cost as cp_cost
+from echelon.parallel.tp import sequence_parallel
+from echelon.parallel.tp_grid import cost as tp_grid_cost
+from echelon.planning.cluster import cluster as clusters
+from echelon.planning.cluster.link_time import on_the_wire
+from echelon.planning.cost.cp_traffic import room
+from echelon.planning.explain import explain_kinds as explain_kinds
+from echelon.planning.model.model_shape import COLUMNS, ROWS, Layer
+from echelon.planning.model.model_sources import shape_of
+from echelon.planning.scenario import Case
+from echelon.planning.search.layout_families import Wish
+from echelon.planning.search.layout_search import search
 
 SIZE, LOSS = 2, 4
 """bytes of an activation, and of statistics of norms"""
@@ -33,12 +35,12 @@ def context_collectives(layout: Layout, seq_len: int) -> list[Collective]:
     (layer, _), *_ = shape_of(CONTEXT_MODEL).layers
     attention = layer.attention
     assert attention is not None
-    widths = context.Widths(
+    widths = cp_cost.Widths(
         queries=attention.heads * attention.head_dim,
         keys_and_values=attention.kv_heads * (attention.head_dim + attention.value_dim),
         kv_heads=attention.kv_heads,
     )
-    return list(context.collectives(layout, widths, layers=1, batch=1, seq_len=seq_len, element_bytes=SIZE))
+    return list(cp_cost.collectives(layout, widths, layers=1, batch=1, seq_len=seq_len, element_bytes=SIZE))
 
 
 def context_bytes(layout: Layout, seq_len: int, *, hidden: bool) -> float:
@@ -53,11 +55,11 @@ def tensor_bytes(layout: Layout, seq_len: int) -> float:
     width = shape_of(GRID_MODEL).width
     if layout.tp_kind == "1d":
         each = {width: 4}  # into two regions and out of them, in both passes
-        found: Iterable[Collective] = sequence.boundary_collectives(
+        found: Iterable[Collective] = sequence_parallel.boundary_collectives(
             layout, layout.microbatch, seq_len, SIZE, each, each
         )
         return _wire(found, {"tp": layout.tp})
-    found = grid_cost.collectives(
+    found = tp_grid_cost.collectives(
         [(part, 0) for part in _parts(layer, layout)],
         layout,
         batch=layout.microbatch,
@@ -65,17 +67,17 @@ def tensor_bytes(layout: Layout, seq_len: int) -> float:
         element_bytes=SIZE,
         loss_bytes=LOSS,
     )
-    grid = grid_cost.grid_of(layout)
+    grid = tp_grid_cost.grid_of(layout)
     return _wire(found, {"z": grid.z, "y": grid.y, "x": grid.x})
 
 
-def _parts(layer: Layer, layout: Layout) -> list[grid_cost.Part]:
-    norm = grid_cost.Norm(sums=1, gathers=0)
-    parts: list[grid_cost.Part] = [norm, norm]
+def _parts(layer: Layer, layout: Layout) -> list[tp_grid_cost.Part]:
+    norm = tp_grid_cost.Norm(sums=1, gathers=0)
+    parts: list[tp_grid_cost.Part] = [norm, norm]
     for product in layer.products:
         assert product.split in (COLUMNS, ROWS)
         leaves = product.split == ROWS
-        parts.append(grid_cost.product(layout, product.inputs, product.outputs, leaves=leaves, follows=False))
+        parts.append(tp_grid_cost.product(layout, product.inputs, product.outputs, leaves=leaves, follows=False))
     return parts
 
 
@@ -147,6 +149,6 @@ def offloaded() -> list[tuple[str, ...]]:
     sizes = {"updated": 1.0, "activations": 0.0}
     rows = []
     for kind in ("optimizer", "params", "optimizer+disk", "params+disk"):
-        told = offload.moved(kind, accumulate=4, compute_bytes=2, gradient_bytes=4, **sizes)
+        told = offload_cost.moved(kind, accumulate=4, compute_bytes=2, gradient_bytes=4, **sizes)
         rows.append((f"`offload={kind}`", f"{told.link:g}", f"{told.disk:g}"))
     return rows

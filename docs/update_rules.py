@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from echelon import models
+from echelon.config.sections import OptimizerConfig
 from echelon.optim import cost
-from echelon.optim.rule import Rule
-from echelon.train.sections import OptimizerConfig
+from echelon.optim.update_rule import Rule
 
 Table = tuple[Sequence[str], Iterable[Sequence[str]]]
 """head and rows"""

@@ -9,23 +9,23 @@ import sys
 import torch
 
 import echelon as ec
-from echelon.data.images import images
-from echelon.models import vision
+from echelon.data.synthetic_images import images
+from echelon.models.vision import cnn
 
 SIDE, CLASSES = 32, 10
 
 
 def vgg():
     """VGG-16 with an eighth of its channels. Without arguments `vision.vgg16()` is of its published size."""
-    return vision.vgg16(CLASSES, SIDE, share=1 / 8, dropout=0.1)
+    return cnn.vgg16(CLASSES, SIDE, share=1 / 8, dropout=0.1)
 
 
 def alexnet():
-    return vision.alexnet(CLASSES, 64, share=1 / 8, dropout=0.1)
+    return cnn.alexnet(CLASSES, 64, share=1 / 8, dropout=0.1)
 
 
 def resnet():
-    return vision.resnet50(CLASSES, share=1 / 8)
+    return cnn.resnet50(CLASSES, share=1 / 8)
 
 
 def batch(rows, step):

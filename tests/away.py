@@ -8,9 +8,9 @@ import torch
 from laid_out import batch_of, float64, tiny
 
 from echelon import models
-from echelon.memory.link import Link
-from echelon.train.engine import Engine
-from echelon.train.sections import OptimizerConfig
+from echelon.config.sections import OptimizerConfig
+from echelon.memory.offload.host_transfer import Link
+from echelon.training.engine import Engine
 
 ADAMW = OptimizerConfig(lr=1e-2)
 SHAPE = tiny(layers=4)

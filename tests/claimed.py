@@ -9,15 +9,15 @@ from typing import Any
 from counting import CountCollectives, Seen
 
 from echelon import models
-from echelon.launch.pool import Pool
+from echelon.config.sections import OptimizerConfig
+from echelon.launch.rank_pool import Pool
 from echelon.layout import Layout, Mesh
-from echelon.layout.cost import Collective, totals
-from echelon.models.sizes import ModelConfig
-from echelon.parallel.axis import enumerate_groups
-from echelon.parallel.tensor import Traffic
-from echelon.proof.case import Case
-from echelon.train.engine import Engine, Options
-from echelon.train.sections import OptimizerConfig
+from echelon.layout.collective import Collective, totals
+from echelon.models.model_config import ModelConfig
+from echelon.parallel.comm.mesh_axis import enumerate_groups
+from echelon.parallel.tp.tensor_parallel import Traffic
+from echelon.training.engine import Engine, Options
+from echelon.verification.verify_case import Case
 
 SEQ_LEN = 33
 

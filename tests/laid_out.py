@@ -7,10 +7,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon import models
-from echelon.models.sizes import ModelConfig
+from echelon.config.sections import OptimizerConfig
+from echelon.models.model_config import ModelConfig
 from echelon.parallel.apply import WORLD, Options, Parallel
-from echelon.train.engine import Engine
-from echelon.train.sections import OptimizerConfig
+from echelon.training.engine import Engine
 
 SGD = OptimizerConfig(name="sgd", lr=0.1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from echelon.train.config import Config
+from echelon.config.run_config import Config
 
 NUMBERS = "".join(f"{n} and {n * n}; " for n in range(3000))
 

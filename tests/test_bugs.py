@@ -13,16 +13,16 @@ from torch import nn
 
 import echelon as ec
 from echelon import models
-from echelon.launch.failure import RankError
+from echelon.launch.rank_failure import RankError
 from echelon.layout import Layout
-from echelon.memory.repeated import Segment, _Frame
-from echelon.models.mixture_config import MixtureConfig
-from echelon.optim.with_torch import WithTorch
+from echelon.memory.checkpointing.checkpoint_wrapper import Segment, _Frame
+from echelon.models.moe_config import MixtureConfig
+from echelon.optim.torch_optimizer import WithTorch
 from echelon.parallel.apply import Options
-from echelon.parallel.flat_unit import norm_of
-from echelon.pipeline import runtime
+from echelon.parallel.dp.param_group import norm_of
+from echelon.pipeline.execution import runtime
 from echelon.rng import Stream
-from echelon.train.loop import train_here
+from echelon.training.loop import train_here
 from tests.pipeline import odd_chains
 
 
@@ -97,9 +97,9 @@ def test_a_second_backward_pass_was_not_reduced(pool):
 
 
 def test_the_function_train_became_a_module():
-    """`import echelon.train.config` put the room `echelon.train` where the public function was: `ec.train(...)` raised
+    """`import echelon.config.run_config` put the room `echelon.training` where the public function was: `ec.train(...)` raised
     "'module' object is not callable", for instance after `ec.verify`."""
-    code = "from echelon.train.config import Config; import echelon as ec; ec.train(Config(), steps=1)"
+    code = "from echelon.config.run_config import Config; import echelon as ec; ec.train(Config(), steps=1)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "a Config has all its settings already" in done.stderr
 

@@ -24,7 +24,7 @@ import pytest
 from echelon.layout import Layout
 
 if TYPE_CHECKING:
-    from echelon.launch.pool import Pool
+    from echelon.launch.rank_pool import Pool
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -102,9 +102,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: Pool) -> Path:
         return warm.run(function, procs, replace(config, device="cpu"), *others)[0]  # the pool's ranks are on the CPU
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("echelon.launch.local.start", start)
-    monkeypatch.setattr("echelon.launch.pool.Pool", lambda **_: contextlib.nullcontext(warm))
-    monkeypatch.setattr("echelon.proof.verify.Pool", lambda **_: contextlib.nullcontext(warm))
+    monkeypatch.setattr("echelon.launch.local_launcher.start", start)
+    monkeypatch.setattr("echelon.launch.rank_pool.Pool", lambda **_: contextlib.nullcontext(warm))
+    monkeypatch.setattr("echelon.verification.verifier.Pool", lambda **_: contextlib.nullcontext(warm))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setenv("COLUMNS", "120")
     return tmp_path
@@ -192,7 +192,7 @@ def test_every_block_is_known() -> None:
 
 
 def test_toml_is_a_configuration() -> None:
-    from echelon.train.config import Config
+    from echelon.config.run_config import Config
 
     found = [block for block in ALL if block.info == ("toml",)]
     assert found

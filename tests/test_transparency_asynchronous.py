@@ -8,14 +8,14 @@ import pytest
 import torch
 from laid_out import batch_of, engine_of, error, tiny, whole
 
-from echelon.launch.pool import Pool
+from echelon.config.sections import OptimizerConfig
+from echelon.launch.rank_pool import Pool
 from echelon.layout import Layout
 from echelon.layout.layout import ASYNCHRONOUS
-from echelon.proof import emulation
-from echelon.proof.case import Case
-from echelon.proof.emulation import version_of
-from echelon.proof.verify import TOLERANCE, Prover
-from echelon.train.sections import OptimizerConfig
+from echelon.verification import emulation
+from echelon.verification.emulation import version_of
+from echelon.verification.verifier import TOLERANCE, Prover
+from echelon.verification.verify_case import Case
 
 SHAPE = tiny("gpt", tied=False, layers=5, dropout=0.1)
 CASE = Case(model=SHAPE, steps=4, seq_len=9, clip=0.5)

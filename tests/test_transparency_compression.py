@@ -10,13 +10,14 @@ from laid_out import SGD, largest_error, whole
 from torch import Tensor, nn
 
 from echelon import models
-from echelon.data.images import images
-from echelon.launch.pool import Pool
-from echelon.models import sizes, vision
+from echelon.data.synthetic_images import images
+from echelon.launch.rank_pool import Pool
+from echelon.models import model_config
+from echelon.models.vision import cnn
 from echelon.parallel.apply import Options
-from echelon.train.engine import Engine
+from echelon.training.engine import Engine
 
-LLAMA = replace(sizes.find("llama-tiny"), layers=2, dropout=0.1)
+LLAMA = replace(model_config.find("llama-tiny"), layers=2, dropout=0.1)
 
 
 def trained(name: str, layout: str, compress: str) -> dict[str, Tensor]:
@@ -26,7 +27,7 @@ def trained(name: str, layout: str, compress: str) -> dict[str, Tensor]:
     model: nn.Module
     if name == "vgg":
         pixels, labels = images(torch.arange(4), side=32, classes=10)
-        model, batch = vision.vgg16(10, 32, 1 / 16), {"images": pixels, "labels": labels}
+        model, batch = cnn.vgg16(10, 32, 1 / 16), {"images": pixels, "labels": labels}
     else:
         model, tokens = models.build(LLAMA, "meta"), torch.randint(0, LLAMA.vocab, (4, 33))
         batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}

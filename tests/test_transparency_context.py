@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from echelon.launch.pool import Pool
+from echelon.launch.rank_pool import Pool
 from echelon.layout import Layout
-from echelon.models import sizes
-from echelon.models.sizes import ModelConfig
-from echelon.proof.case import Case
-from echelon.proof.verify import Prover, Verdict
+from echelon.models import model_config
+from echelon.models.model_config import ModelConfig
+from echelon.verification.verifier import Prover, Verdict
+from echelon.verification.verify_case import Case
 
 SMALL = {"layers": 2, "width": 48, "heads": 6, "kv_heads": 2, "ffn": 48, "max_seq_len": 64}
-LLAMA = replace(sizes.find("llama-tiny"), **SMALL)
+LLAMA = replace(model_config.find("llama-tiny"), **SMALL)
 FOUR = replace(LLAMA, width=32, heads=4)
-GPT = replace(sizes.find("gpt-tiny"), **{**SMALL, "kv_heads": 6}, dropout=0.1)
+GPT = replace(model_config.find("gpt-tiny"), **{**SMALL, "kv_heads": 6}, dropout=0.1)
 PRIME = 37
 """tokens of a sequence that no number of ranks divides"""
 

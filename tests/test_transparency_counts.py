@@ -12,21 +12,21 @@ from claimed import SEQ_LEN, check
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon import models
-from echelon.launch.pool import Pool
+from echelon.config.sections import OptimizerConfig
+from echelon.launch.rank_pool import Pool
 from echelon.layout import Layout
-from echelon.models import sizes
-from echelon.models.latent_config import LatentConfig
-from echelon.models.sizes import ModelConfig
-from echelon.parallel import shard
-from echelon.pipeline.stream import StreamRuntime
-from echelon.proof.case import Case
-from echelon.train.engine import Engine, Options
-from echelon.train.sections import OptimizerConfig
+from echelon.models import model_config
+from echelon.models.mla_config import LatentConfig
+from echelon.models.model_config import ModelConfig
+from echelon.parallel.dp import zero as shard
+from echelon.pipeline.async_.async_runtime import StreamRuntime
+from echelon.training.engine import Engine, Options
+from echelon.verification.verify_case import Case
 
 SMALL = {"layers": 3, "width": 32, "ffn": 48, "max_seq_len": 64}
-GPT = replace(sizes.find("gpt-tiny"), **SMALL)
-LLAMA = replace(sizes.find("llama-tiny"), **SMALL)
-CONV = sizes.find("conv-tiny")
+GPT = replace(model_config.find("gpt-tiny"), **SMALL)
+LLAMA = replace(model_config.find("llama-tiny"), **SMALL)
+CONV = model_config.find("conv-tiny")
 
 # -- collectives ------------------------------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ def test_full_attention_issues_what_it_claims(pool: Pool, layout: str) -> None:
     check(pool, replace(LLAMA, causal=False), layout)
 
 
-LATENT = replace(sizes.find("deepseek-tiny"), **{**SMALL, "layers": 2}, mixture=None)
+LATENT = replace(model_config.find("deepseek-tiny"), **{**SMALL, "layers": 2}, mixture=None)
 DIRECT = replace(LATENT, latent=LatentConfig(kv_rank=10, rope_dim=4, nope_dim=6, value_dim=8))
 """queries are made of the hidden vector itself"""
 NARROW = (

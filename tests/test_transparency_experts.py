@@ -10,26 +10,26 @@ from claimed import check_together
 from torch import Tensor, nn
 
 from echelon import models
-from echelon.launch.pool import Pool
+from echelon.launch.rank_pool import Pool
 from echelon.layout import Layout
-from echelon.models import sizes
-from echelon.models.mixture_config import MixtureConfig
-from echelon.models.sizes import ModelConfig
-from echelon.moe.gate import Gate
-from echelon.proof.case import Case
-from echelon.proof.verify import Prover, verify
+from echelon.models import model_config
+from echelon.models.model_config import ModelConfig
+from echelon.models.moe_config import MixtureConfig
+from echelon.moe.gates.gate import Gate
+from echelon.verification.verifier import Prover, verify
+from echelon.verification.verify_case import Case
 
 SMALL = {"layers": 2, "width": 32, "ffn": 48, "max_seq_len": 64}
-MIXTRAL = replace(sizes.find("moe-tiny"), **SMALL, mixture=MixtureConfig(experts=8, k=2, ffn=24, gate="mixtral"))
+MIXTRAL = replace(model_config.find("moe-tiny"), **SMALL, mixture=MixtureConfig(experts=8, k=2, ffn=24, gate="mixtral"))
 SWITCH = replace(
-    sizes.find("switch-tiny"),
+    model_config.find("switch-tiny"),
     **SMALL,
     dropout=0.1,
     mixture=MixtureConfig(experts=4, k=1, ffn=24, gate="switch", activation="relu", every=2),
 )
 """drops what finds no room, and has a layer without experts: the first stage of two has none"""
 SHARED = replace(
-    sizes.find("qwen-moe-tiny"), **SMALL, mixture=MixtureConfig(experts=8, k=3, ffn=16, gate="qwen", shared=24)
+    model_config.find("qwen-moe-tiny"), **SMALL, mixture=MixtureConfig(experts=8, k=3, ffn=16, gate="qwen", shared=24)
 )
 
 LAYOUTS = (

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from echelon.launch.pool import Pool
+from echelon.launch.rank_pool import Pool
 from echelon.layout import Layout
-from echelon.models import sizes
-from echelon.models.sizes import ModelConfig
-from echelon.proof.case import Case
-from echelon.proof.verify import Prover, Verdict, verify
+from echelon.models import model_config
+from echelon.models.model_config import ModelConfig
+from echelon.verification.verifier import Prover, Verdict, verify
+from echelon.verification.verify_case import Case
 
 SQUARE, LAYERS, CUBE = "tp=4,tp_kind=2d", "tp=8,tp_kind=2.5d,depth=2", "tp=8,tp_kind=3d"
-GPT, LLAMA = sizes.find("gpt-tiny"), sizes.find("llama-tiny")
+GPT, LLAMA = model_config.find("gpt-tiny"), model_config.find("llama-tiny")
 ODD = {"layers": 2, "heads": 2, "kv_heads": 1, "ffn": 45, "max_seq_len": 64, "dropout": 0.1}
 ODD_GPT = replace(GPT, **ODD, width=30)
 """15 columns a side, which a cube divides once more; key-value heads fewer than the side; 45 and 257 of nothing"""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from echelon.launch.pool import Pool
+from echelon.launch.rank_pool import Pool
 from echelon.layout import Layout
-from echelon.models.sizes import ModelConfig
-from echelon.models.stretch import Stretch
-from echelon.proof.case import Case
-from echelon.proof.verify import TOLERANCE, Prover
+from echelon.models.model_config import ModelConfig
+from echelon.models.rope_scaling import Stretch
+from echelon.verification.verifier import TOLERANCE, Prover
+from echelon.verification.verify_case import Case
 
 QWEN2 = ModelConfig(
     name="qwen2-tiny",

@@ -8,21 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from echelon.launch.pool import Pool
+from echelon.launch.rank_pool import Pool
 from echelon.layout import Layout
-from echelon.models import sizes
-from echelon.models.sizes import ModelConfig
-from echelon.parallel import batchnorm
-from echelon.proof import verify
-from echelon.proof.case import Case
-from echelon.proof.compare import RankReport, run_and_compare
-from echelon.proof.verify import Prover, Verdict
-from echelon.train import engine, norm
+from echelon.models import model_config
+from echelon.models.model_config import ModelConfig
+from echelon.parallel.dp import sync_batchnorm
+from echelon.training import engine, grad_norm
+from echelon.verification import verifier
+from echelon.verification.compare import RankReport, run_and_compare
+from echelon.verification.verifier import Prover, Verdict
+from echelon.verification.verify_case import Case
 
 SMALL = {"layers": 1, "width": 32, "ffn": 48, "max_seq_len": 64}
-GPT = replace(sizes.find("gpt-tiny"), **SMALL)
-LLAMA = replace(sizes.find("llama-tiny"), **SMALL)
-CONV = sizes.find("conv-tiny")
+GPT = replace(model_config.find("gpt-tiny"), **SMALL)
+LLAMA = replace(model_config.find("llama-tiny"), **SMALL)
+CONV = model_config.find("conv-tiny")
 CLIP = 0.1
 """small enough to bind: a wrong norm then makes every update wrong, which must not hide the parameter at fault"""
 
@@ -164,22 +164,24 @@ def without_partial_sums(case: Case, layout: str, leave_out: str, truth: Path) -
 
 def without_batch_statistics(case: Case, layout: str, leave_out: str, truth: Path) -> RankReport:
     """On a rank: every BatchNorm takes the statistics of its own rows."""
-    whole = batchnorm.synchronise
-    batchnorm.synchronise = lambda model, axis: 0  # type: ignore[assignment]
+    whole = sync_batchnorm.synchronise
+    sync_batchnorm.synchronise = lambda model, axis: 0  # type: ignore[assignment]
     try:
         return run_and_compare(case, layout, leave_out, truth)
     finally:
-        batchnorm.synchronise = whole
+        sync_batchnorm.synchronise = whole
 
 
 def with_every_copy_counted(case: Case, layout: str, leave_out: str, truth: Path) -> RankReport:
     """On a rank: the norm counts what it holds, owned or not."""
-    whole = norm.parts_of
-    norm.parts_of = lambda parallel, **_: [norm.Part(unit, slice(None), "", True) for unit in parallel.flat.units]
+    whole = grad_norm.parts_of
+    grad_norm.parts_of = lambda parallel, **_: [
+        grad_norm.Part(unit, slice(None), "", True) for unit in parallel.flat.units
+    ]
     try:
         return run_and_compare(case, layout, leave_out, truth)
     finally:
-        norm.parts_of = whole
+        grad_norm.parts_of = whole
 
 
 Broken = Callable[[Case, str, str, Path], RankReport]
@@ -188,7 +190,7 @@ Broken = Callable[[Case, str, str, Path], RankReport]
 def judge_broken(
     pool: Pool, monkeypatch: pytest.MonkeyPatch, broken: Broken, layout: str, model: ModelConfig
 ) -> Verdict:
-    monkeypatch.setattr(verify, "run_and_compare", broken)
+    monkeypatch.setattr(verifier, "run_and_compare", broken)
     return judge(pool, layout, model=model)
 
 

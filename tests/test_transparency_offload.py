@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from claimed import check
 
-from echelon.launch.pool import Pool
+from echelon.config.sections import OptimizerConfig
+from echelon.launch.rank_pool import Pool
 from echelon.layout import Layout
-from echelon.models import sizes
-from echelon.proof.case import Case
-from echelon.proof.verify import TOLERANCE, Prover
-from echelon.train.sections import OptimizerConfig
+from echelon.models import model_config
+from echelon.verification.verifier import TOLERANCE, Prover
+from echelon.verification.verify_case import Case
 
 SMALL = {"layers": 2, "width": 32, "ffn": 48, "max_seq_len": 64}
 RULES = {"adamw": OptimizerConfig(lr=1e-2), "sgd": OptimizerConfig(name="sgd", lr=1e-1, momentum=0.9)}
@@ -21,12 +21,12 @@ RULES = {"adamw": OptimizerConfig(lr=1e-2), "sgd": OptimizerConfig(name="sgd", l
 @pytest.fixture(scope="module")
 def provers(pool: Pool) -> dict[str, Prover]:
     cases = {
-        "gpt": Case(model=replace(sizes.find("gpt-tiny"), dropout=0.1, **SMALL), optimizer=RULES["sgd"]),
-        "llama": Case(model=replace(sizes.find("llama-tiny"), **SMALL), optimizer=RULES["adamw"]),
+        "gpt": Case(model=replace(model_config.find("gpt-tiny"), dropout=0.1, **SMALL), optimizer=RULES["sgd"]),
+        "llama": Case(model=replace(model_config.find("llama-tiny"), **SMALL), optimizer=RULES["adamw"]),
     }
     deep = replace(cases["llama"].model, layers=4)
     cases["deep"] = replace(cases["llama"], model=replace(deep, dropout=0.1))
-    cases["moe"] = Case(model=replace(sizes.find("moe-tiny"), layers=2), optimizer=RULES["adamw"])
+    cases["moe"] = Case(model=replace(model_config.find("moe-tiny"), layers=2), optimizer=RULES["adamw"])
     return {name: Prover(pool, case) for name, case in cases.items()}
 
 
@@ -84,11 +84,11 @@ def test_a_layout_that_offloads_equals_one_device(provers: dict[str, Prover], mo
     ],
 )
 def test_what_is_away_is_gathered_and_reduced_as_claimed(pool: Pool, layout: str) -> None:
-    check(pool, replace(sizes.find("llama-tiny"), **SMALL), layout)
+    check(pool, replace(model_config.find("llama-tiny"), **SMALL), layout)
 
 
 def test_a_sum_that_is_left_out_is_missed(pool: Pool) -> None:
-    case = Case(model=replace(sizes.find("llama-tiny"), **SMALL), optimizer=RULES["adamw"])
+    case = Case(model=replace(model_config.find("llama-tiny"), **SMALL), optimizer=RULES["adamw"])
     for layout in ("dp=2,accumulate=2,offload=optimizer", "dp=2,accumulate=2,offload=params"):
         verdict = Prover(pool, case, "dp:all_reduce").judge(Layout.parse(layout))
         assert not verdict.passed

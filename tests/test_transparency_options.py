@@ -8,11 +8,11 @@ from itertools import combinations
 
 import pytest
 
-from echelon.launch.pool import Pool
+from echelon.launch.rank_pool import Pool
 from echelon.layout import Layout
-from echelon.models.sizes import ModelConfig
-from echelon.proof.product import ALL_LAYOUTS, Variant, variants
-from echelon.proof.verify import TOLERANCE, Prover, Verdict
+from echelon.models.model_config import ModelConfig
+from echelon.verification.layout_matrix import ALL_LAYOUTS, Variant, variants
+from echelon.verification.verifier import TOLERANCE, Prover, Verdict
 
 LAYOUTS = [layout for layout in ALL_LAYOUTS if "pp=" not in layout]
 """those of pipelines are in test_transparency_pipelines.py"""

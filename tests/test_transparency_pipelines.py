@@ -11,13 +11,13 @@ import torch
 from laid_out import batch_of, engine_of, error, one_device, tiny
 from torch import Tensor
 
-from echelon.launch.pool import Pool
+from echelon.launch.rank_pool import Pool
 from echelon.layout import Layout
 from echelon.layout.layout import ASYNCHRONOUS
-from echelon.models import sizes
-from echelon.models.sizes import ModelConfig
-from echelon.proof.case import Case
-from echelon.proof.verify import TOLERANCE, Prover
+from echelon.models import model_config
+from echelon.models.model_config import ModelConfig
+from echelon.verification.verifier import TOLERANCE, Prover
+from echelon.verification.verify_case import Case
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "terapipe")
 TWO_CHUNKS = ("interleaved", "zb-v", "dualpipe-v")
@@ -55,7 +55,7 @@ class Row:
     def model(self) -> ModelConfig:
         """Uneven on every number of stages."""
         return replace(
-            sizes.find(f"{self['family']}-tiny"),
+            model_config.find(f"{self['family']}-tiny"),
             layers=9 if self["schedule"] in TWO_CHUNKS else 7,
             width=16,
             heads=4,

@@ -11,19 +11,21 @@ from claimed import check, check_together
 from laid_out import SGD, batch_of, float64, largest_error, tiny, whole
 
 from echelon import models
-from echelon.launch.pool import Pool
+from echelon.launch.rank_pool import Pool
 from echelon.layout import Layout
-from echelon.models import sizes
-from echelon.models.mixture_config import MixtureConfig
-from echelon.models.sizes import ModelConfig
+from echelon.models import model_config
+from echelon.models.model_config import ModelConfig
+from echelon.models.moe_config import MixtureConfig
 from echelon.parallel.apply import Options
-from echelon.proof.case import Case
-from echelon.proof.verify import Prover
-from echelon.train.engine import Engine
+from echelon.training.engine import Engine
+from echelon.verification.verifier import Prover
+from echelon.verification.verify_case import Case
 
-LLAMA = replace(sizes.find("llama-tiny"), layers=4, width=32, heads=4, kv_heads=4, ffn=48, max_seq_len=64, dropout=0.1)
-GPT = replace(sizes.find("gpt-tiny"), layers=4, width=32, ffn=48, max_seq_len=64, dropout=0.1)
-MOE = replace(sizes.find("moe-tiny"), layers=4, width=32, max_seq_len=64, dropout=0.1)
+LLAMA = replace(
+    model_config.find("llama-tiny"), layers=4, width=32, heads=4, kv_heads=4, ffn=48, max_seq_len=64, dropout=0.1
+)
+GPT = replace(model_config.find("gpt-tiny"), layers=4, width=32, ffn=48, max_seq_len=64, dropout=0.1)
+MOE = replace(model_config.find("moe-tiny"), layers=4, width=32, max_seq_len=64, dropout=0.1)
 
 LAYOUTS = [
     (LLAMA, "tp=2,recompute=every:3"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from echelon.train.load import Load
+from echelon.training.logging.expert_load import Load
 
 
 def record(step: int, counts: list[list[int]], dropped: list[int]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from svg import BLUE, FAINT, GREEN, INK, LINE, ORANGE, PALE, VIOLET, Canvas
 
-from echelon.parallel.zigzag import Zigzag
+from echelon.parallel.cp.zigzag import Zigzag
 
 RANKS = {0: BLUE, 1: GREEN, 2: ORANGE}
 PARTS = {"its own": BLUE, "comes to it": GREEN, "comes around, step by step": VIOLET, "goes to another": ORANGE}

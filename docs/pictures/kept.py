@@ -57,7 +57,7 @@ def measure() -> None:
     from living import LivingBytes
 
     from echelon import models
-    from echelon.train.engine import Engine
+    from echelon.training.engine import Engine
 
     torch.set_num_threads(1)
     found: dict[str, dict[int, int]] = {}

@@ -32,8 +32,8 @@ import steps  # noqa: E402
 import terminal  # noqa: E402
 import traffic_lines  # noqa: E402
 
-from echelon.bench.breakdown import from_json  # noqa: E402
-from echelon.bench.picture import as_svg  # noqa: E402
+from echelon.bench.profile.breakdown import from_json  # noqa: E402
+from echelon.bench.profile.breakdown_svg import as_svg  # noqa: E402
 
 
 def _profile(path: Path) -> str:

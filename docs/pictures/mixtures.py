@@ -14,7 +14,7 @@ from svg import BLUE, FAINT, GREEN, INK, LINE, ORANGE, PALE, RED, VIOLET, Canvas
 
 from echelon.layout import Layout, Mesh
 from echelon.moe.routing import by_token
-from echelon.moe.sorted import Sorted
+from echelon.moe.token_permutation import Sorted
 
 EXPERTS = {0: BLUE, 1: GREEN, 2: ORANGE, 3: VIOLET}
 CHOICES = (((0, 2), (3, 1), (2, 0), (2, 3)), ((2, 1), (2, 0), (1, 3), (0, 2)))

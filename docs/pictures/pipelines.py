@@ -7,7 +7,7 @@ from dataclasses import replace
 from svg import BLUE, FAINT, INK, ORANGE, PALE, Canvas
 
 from echelon.pipeline.actions import COMPUTE, Kind
-from echelon.pipeline.draw import as_svg, colours
+from echelon.pipeline.draw import action_colours, as_svg
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.schedules import make, two_bw
 from echelon.pipeline.simulate import Durations, simulate
@@ -36,10 +36,10 @@ def compared() -> str:
         chunks = len(timeline.homes) // RANKS
         c.text(24, y + 26, name, mono=True)
         for rank in range(RANKS):
-            c.rect(left, y + rank * row, timeline.duration * scale, row - 1, colours.IDLE, "none")
+            c.rect(left, y + rank * row, timeline.duration * scale, row - 1, action_colours.IDLE, "none")
             for action, start, end in timeline.spans(rank):
                 if action.kind in COMPUTE:
-                    fill = colours.fill(action.kind, timeline.chunks[action.stage], chunks)
+                    fill = action_colours.fill(action.kind, timeline.chunks[action.stage], chunks)
                     place = (left + start * scale + 0.4, y + rank * row, (end - start) * scale - 0.8, row - 1)
                     c.rect(*place, fill, "none")
         held = max(timeline.in_flight) / chunks
@@ -49,8 +49,8 @@ def compared() -> str:
 
 
 def _legend(c: Canvas, x: float, y: float) -> None:
-    words = {look.name: look.colour for kind, look in colours.LOOKS.items() if kind in COMPUTE}
-    for word, colour in {**words, "idle": colours.IDLE}.items():
+    words = {look.name: look.colour for kind, look in action_colours.LOOKS.items() if kind in COMPUTE}
+    for word, colour in {**words, "idle": action_colours.IDLE}.items():
         c.rect(x, y - 10, 12, 12, colour, "none")
         c.text(x + 18, y, word, size=12, colour=FAINT)
         x += 38 + 6.4 * len(word)
@@ -96,7 +96,7 @@ def versions() -> str:
 def cut_model() -> str:
     """A real model's chain, cut for 1F1B and for ZB-V."""
     from echelon import models
-    from echelon.pipeline.stage import cut
+    from echelon.pipeline.execution.stage import cut
 
     model = models.build(replace(models.find("gpt-tiny"), layers=7), "meta")
     c = Canvas(256, "Seven layers on two ranks: 1f1b and zb-v")

@@ -9,8 +9,8 @@ from itertools import pairwise
 from left_of_time import LAYOUT
 from svg import BLUE, FAINT, GREEN, INK, ORANGE, RED, VIOLET, Canvas
 
-from echelon.plan import ask
-from echelon.plan.failures import DAY, HOUR, goodput_of, simulated
+from echelon.planning import planner
+from echelon.planning.explain.failure_cost import DAY, HOUR, goodput_of, simulated
 
 GRID = "#d8dee6"
 
@@ -39,7 +39,7 @@ def beside() -> str:
 
 def how_often() -> str:
     """Simulated, against the time between checkpoints; what the planner chooses is marked."""
-    plan = ask.answer("llama-405b", "16384xh100", batch=2048, seq_len=8192, layout=LAYOUT).plans[0]
+    plan = planner.answer("llama-405b", "16384xh100", batch=2048, seq_len=8192, layout=LAYOUT).plans[0]
     chosen = goodput_of(plan)
     left, top, wide, high = 84.0, 84.0, 640.0, 220.0
     times = [12 * 1.35**n for n in range(18)]

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING
 from echelon.layout import FaultError, Layout, Mesh
 
 if TYPE_CHECKING:
-    from echelon.memory.compress import compressed
+    from echelon.config.run_config import Config
+    from echelon.memory.compression.saved_tensor_compression import compressed
     from echelon.models.attention import Core, Seen
-    from echelon.models.chain import Chain, Link
-    from echelon.proof.verify import Report, verify
-    from echelon.train.config import Config
-    from echelon.train.engine import Engine
-    from echelon.train.run import Run
-    from echelon.train.start import train
-    from echelon.train.wrap import wrap
+    from echelon.models.pipeline_model import Chain, Link
+    from echelon.training.engine import Engine
+    from echelon.training.run_dir import Run
+    from echelon.training.start_training import train
+    from echelon.training.wrap import wrap
+    from echelon.verification.verifier import Report, verify
 
 __all__ = [
     "Chain",
@@ -48,17 +48,17 @@ __all__ = [
 ]
 
 _LATE = {
-    "Chain": "echelon.models.chain",
-    "Config": "echelon.train.config",
+    "Chain": "echelon.models.pipeline_model",
+    "Config": "echelon.config.run_config",
     "Core": "echelon.models.attention",
-    "Engine": "echelon.train.engine",
-    "Link": "echelon.models.chain",
-    "Report": "echelon.proof.verify",
-    "Run": "echelon.train.run",
+    "Engine": "echelon.training.engine",
+    "Link": "echelon.models.pipeline_model",
+    "Report": "echelon.verification.verifier",
+    "Run": "echelon.training.run_dir",
     "Seen": "echelon.models.attention",
-    "compressed": "echelon.memory.compress",
-    "verify": "echelon.proof.verify",
-    "wrap": "echelon.train.wrap",
+    "compressed": "echelon.memory.compression.saved_tensor_compression",
+    "verify": "echelon.verification.verifier",
+    "wrap": "echelon.training.wrap",
 }
 
 
@@ -67,7 +67,7 @@ def __getattr__(name: str) -> object:
     from importlib import import_module
 
     if name in ("plan", "train"):
-        return import_module(f"echelon.{name}")  # rooms that can be called: train's page says why
+        return import_module({"plan": "echelon.planning", "train": "echelon.training"}[name])
     if name not in _LATE:
         raise AttributeError(f"module 'echelon' has no attribute {name!r}")
     value = getattr(import_module(_LATE[name]), name)

@@ -145,7 +145,7 @@ def cudnn_attention_back(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), each in the order in memory of what it is the gradient of. Tried on 2.11.
 
-    `gradient`, `out` and `lse` must be laid out as in all other calls with such q, k and v (kernels/fused.py).
+    `gradient`, `out` and `lse` must be laid out as in all other calls with such q, k and v (kernels/attention/sdpa_lse.py).
     """
     import torch
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from echelon.bench import peers
-from echelon.bench.ask import Options, check, profiled, todo
-from echelon.bench.machine import Machine
-from echelon.layout.faults import FaultError
+from echelon.bench.bench_device import Machine
+from echelon.bench.bench_request import Options, check, profiled, todo
+from echelon.layout.validation_error import FaultError
 
 CPU = Machine(kind="cpu", name="cpu", memory=0)
 H200 = Machine(kind="cuda", name="NVIDIA H200", memory=140 << 30, fp8=True)

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import echelon
-from echelon.bench.kernel_names import CATEGORIES, IDLE, OTHER, PATTERNS, category
-from echelon.bench.least_bytes import least_bytes
-from echelon.bench.request import Request
+from echelon.bench.measurement import Request
+from echelon.bench.profile.kernel_classes import CATEGORIES, IDLE, OTHER, PATTERNS, category
+from echelon.bench.profile.min_bytes import least_bytes
 
 KERNELS = Path(echelon.__file__).parent / "kernels"
 SAMPLES = {

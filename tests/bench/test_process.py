@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from echelon.bench.peers.absent_imports import stand_in_for
-from echelon.bench.process import ask, in_words
-from echelon.bench.request import Request
+from echelon.bench.measurement import Request
+from echelon.bench.peers.import_stubs import stand_in_for
+from echelon.bench.subprocess_bench import ask, in_words
 
 TINY = Request(who="echelon", shape="tiny", size="llama-tiny", seq_len=32, batch=2, precision="fp32", warm=1, repeats=1)
 
@@ -25,7 +25,7 @@ def module(tmp_path, monkeypatch):
 
 
 def test_a_step_is_measured_in_a_process_of_its_own():
-    found = ask("echelon.bench.step", TINY)
+    found = ask("echelon.bench.measure_step", TINY)
     assert found.keys() == {"step_s", "first_step_s", "peak_bytes", "version", "torch"}
     assert 0 < found["step_s"] < found["first_step_s"]
     assert found["peak_bytes"] > 1 << 20
@@ -33,7 +33,7 @@ def test_a_step_is_measured_in_a_process_of_its_own():
 
 
 def test_a_failure_is_told_in_words(module):
-    text = "from echelon.bench.process import answer\ndef work(request, begun):\n    {}\nanswer(work)\n"
+    text = "from echelon.bench.subprocess_bench import answer\ndef work(request, begun):\n    {}\nanswer(work)\n"
     failures = {
         "raise ValueError('no such\\nlayout')": "ValueError: no such layout (work.py, line 3)",
         "import no_such_package": "no_such_package is not installed",
@@ -43,7 +43,9 @@ def test_a_failure_is_told_in_words(module):
 
 
 def test_what_libraries_print_is_not_in_the_answer(module):
-    text = "import os\nfrom echelon.bench.process import answer\ndef work(request, begun):\n    print('noise')\n"
+    text = (
+        "import os\nfrom echelon.bench.subprocess_bench import answer\ndef work(request, begun):\n    print('noise')\n"
+    )
     text += "    os.system('echo more noise')\n    return dict(batch=request.batch, late=begun > 0)\nanswer(work)\n"
     assert ask(module(text), TINY) == {"batch": 2, "late": True}
 

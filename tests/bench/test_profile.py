@@ -6,12 +6,12 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from echelon.bench.breakdown import Breakdown, Kernel, Part, from_json, made, to_json
-from echelon.bench.kernel_names import CATEGORIES
-from echelon.bench.picture import as_svg
-from echelon.bench.profile_table import heading, remarks, table
-from echelon.bench.request import Request
-from echelon.bench.trace import Span, shares
+from echelon.bench.measurement import Request
+from echelon.bench.profile.breakdown import Breakdown, Kernel, Part, from_json, made, to_json
+from echelon.bench.profile.breakdown_svg import as_svg
+from echelon.bench.profile.kernel_classes import CATEGORIES
+from echelon.bench.profile.kernel_trace import Span, shares
+from echelon.bench.tables.breakdown_table import heading, remarks, table
 
 TINY = Request(who="echelon", shape="tiny", size="llama-tiny", seq_len=64, batch=2, precision="fp32")
 
@@ -75,8 +75,8 @@ def test_a_table_names_what_it_does_not_know(one):
 
 
 def test_a_trace_becomes_parts():
-    from echelon.bench.floor import Floor
-    from echelon.bench.profile import breakdown
+    from echelon.bench.profile.roofline import Floor
+    from echelon.bench.profile.step_profile import breakdown
 
     names = ("nvjet_a", "_norm_forward", "nobody knows", "nvjet_a")
     found = shares([Span(name=name, start=float(n), end=n + 0.5) for n, name in enumerate(names, 1)])
@@ -90,7 +90,7 @@ def test_a_trace_becomes_parts():
 
 
 def test_the_floor_of_a_small_step():
-    from echelon.bench.floor import floor
+    from echelon.bench.profile.roofline import floor
 
     found = floor(TINY)
     assert {*found.seconds, "other", "idle"} == set(CATEGORIES)
@@ -102,7 +102,7 @@ def test_the_floor_of_a_small_step():
 def test_a_trace_is_taken():
     import torch
 
-    from echelon.bench.profile import traced
+    from echelon.bench.profile.step_profile import traced
 
     found = traced(lambda: lambda: 0.0, torch.device("cpu"))
     assert "traceEvents" in found

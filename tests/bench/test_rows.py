@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from echelon.bench.request import Request
-from echelon.bench.rows import compared, row_of
-from echelon.bench.steps_table import remarks, table
-from echelon.train.metrics import Peak
+from echelon.bench.bench_rows import compared, row_of
+from echelon.bench.measurement import Request
+from echelon.bench.tables.step_table import remarks, table
+from echelon.training.logging.metrics import Peak
 
 PEAK = Peak(flops=989.5e12, why="dense bf16 peak of H200")
 OURS = Request(who="echelon", shape="1b", size="llama-1b", seq_len=4096, batch=8, precision="bf16")

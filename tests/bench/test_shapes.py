@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from echelon.bench.least_bytes import least_bytes
-from echelon.bench.request import Request
-from echelon.bench.shapes import ON_CPU, ON_CUDA, SHAPES, model_of
+from echelon.bench.measurement import Request
+from echelon.bench.profile.min_bytes import least_bytes
+from echelon.bench.reference_shapes import ON_CPU, ON_CUDA, SHAPES, model_of
 
 REFERENCE = {  # width, layers, heads, kv heads, ffn, vocabulary; sequence, batch
     "1b": (2048, 16, 32, 8, 8192, 128256, 4096, 8),

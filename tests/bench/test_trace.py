@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from echelon.bench.trace import Span, shares, spans
+from echelon.bench.profile.kernel_trace import Span, shares, spans
 
 
 def test_only_what_runs_on_the_device_counts():

@@ -10,9 +10,9 @@ from typing import Any
 import torch.distributed as dist
 
 from echelon.checkpoint.storage import Local
-from echelon.train.config import Config
-from echelon.train.engine import Engine
-from echelon.train.loop import train_here
+from echelon.config.run_config import Config
+from echelon.training.engine import Engine
+from echelon.training.loop import train_here
 
 EVERY = -1
 """in place of a rank"""

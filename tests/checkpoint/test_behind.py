@@ -11,14 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from echelon.checkpoint import staging, through
-from echelon.checkpoint.index import PAGE
-from echelon.checkpoint.slices import Part
+from echelon.checkpoint import direct_io, staging
+from echelon.checkpoint.checkpoint_index import PAGE
+from echelon.checkpoint.direct_io import write_through
 from echelon.checkpoint.staging import Staging
-from echelon.checkpoint.state import Item
-from echelon.checkpoint.through import write_through
-from echelon.train.saved import Saving, state_of
-from echelon.train.sections import OptimizerConfig
+from echelon.checkpoint.tensor_slices import Part
+from echelon.checkpoint.training_state import Item
+from echelon.config.sections import OptimizerConfig
+from echelon.training.engine_state import Saving, state_of
 from tests.checkpoint.trained import built, stepped
 
 
@@ -144,7 +144,7 @@ def test_on_a_gpu_a_save_is_there_when_training_s_own_copies_are(monkeypatch, be
 @pytest.mark.parametrize("size", [3 * PAGE, 2 * PAGE + 17, 5, 0])
 @pytest.mark.parametrize("trouble", ["none", "open", "write", "short"])
 def test_files_past_the_cache(tmp_path, monkeypatch, size, trouble):
-    monkeypatch.setattr(through, "LEAST", 1)
+    monkeypatch.setattr(direct_io, "LEAST", 1)
     room = torch.randint(0, 256, (size + PAGE,), dtype=torch.uint8)
     start, path = -room.data_ptr() % PAGE, tmp_path / "file"
     view = memoryview(room[start : start + size].numpy().data)
@@ -175,7 +175,7 @@ def test_files_past_the_cache(tmp_path, monkeypatch, size, trouble):
 
 
 def test_a_full_disk_is_no_refusal(tmp_path, monkeypatch):
-    monkeypatch.setattr(through, "LEAST", 1)
+    monkeypatch.setattr(direct_io, "LEAST", 1)
 
     def full(file, part):
         raise OSError(errno.ENOSPC, "No space left on device")

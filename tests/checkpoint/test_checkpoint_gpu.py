@@ -11,12 +11,12 @@ from laid_out import batch_of, tiny
 from torch import Tensor
 
 from echelon import models
+from echelon.config.sections import OptimizerConfig
 from echelon.parallel.apply import Options
 from echelon.precision.loss_scale import LossScale
-from echelon.train.engine import Engine
-from echelon.train.repeatable import prepare, repeatable
-from echelon.train.saved import Saving, state_of
-from echelon.train.sections import OptimizerConfig
+from echelon.training.engine import Engine
+from echelon.training.engine_state import Saving, state_of
+from echelon.training.guard.deterministic import prepare, repeatable
 
 SHAPE = tiny(layers=6, width=1024, heads=8, kv_heads=4, ffn=2816, vocab=16001, max_seq_len=512)
 """0.1B parameters: copies take longer than a step does"""

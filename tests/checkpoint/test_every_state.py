@@ -6,11 +6,11 @@ import pytest
 import torch
 from laid_out import largest_error, tiny
 
+from echelon.config.sections import OptimizerConfig
 from echelon.layout import Layout
-from echelon.models.mixture_config import MixtureConfig
+from echelon.models.moe_config import MixtureConfig
 from echelon.parallel.apply import Options
 from echelon.precision.loss_scale import LossScale
-from echelon.train.sections import OptimizerConfig
 from tests.checkpoint.trained import run
 
 SHAPE = tiny()

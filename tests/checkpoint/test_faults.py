@@ -14,12 +14,12 @@ import pytest
 import torch
 from laid_out import tiny
 
-from echelon.checkpoint.index import CheckpointError, digest_of
+from echelon.checkpoint.checkpoint_index import CheckpointError, digest_of
+from echelon.checkpoint.save import Keep
 from echelon.checkpoint.storage import WRITING, Local
-from echelon.checkpoint.writing import Keep
-from echelon.launch.failure import RankError
-from echelon.train.saved import Saving
-from echelon.train.sections import OptimizerConfig
+from echelon.config.sections import OptimizerConfig
+from echelon.launch.rank_failure import RankError
+from echelon.training.engine_state import Saving
 from tests.checkpoint.trained import built, run, stepped
 
 SHAPE = tiny(layers=1, vocab=31)

@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 from small_runs import small
 
-from echelon.checkpoint.index import CheckpointError
-from echelon.checkpoint.reading import open_index
+from echelon.checkpoint.checkpoint_index import CheckpointError
+from echelon.checkpoint.load import open_index
 from echelon.checkpoint.storage import WRITING, Local
-from echelon.faults.injection import read
-from echelon.launch.failure import RankError
+from echelon.config.run_config import Config
+from echelon.faults.injection_spec import read
+from echelon.launch.rank_failure import RankError
 from echelon.layout import FaultError
-from echelon.train.config import Config
-from echelon.train.loop import train_here
-from echelon.train.resume import config_of, where
-from echelon.train.run import Run
-from echelon.train.start import default_procs
+from echelon.training.loop import train_here
+from echelon.training.resume import config_of, where
+from echelon.training.run_dir import Run
+from echelon.training.start_training import default_procs
 from tests.checkpoint.killed import train
 
 STEPS = 9

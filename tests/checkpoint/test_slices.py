@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.checkpoint.index import File, Index, Region, Stored, Tensor, header_of, overlapping
-from echelon.checkpoint.slices import Part, common, extent, numel, rows_of
-from echelon.checkpoint.sums import added, hash_of, sums_of
+from echelon.checkpoint.checkpoint_index import File, Index, Region, Stored, Tensor, header_of, overlapping
+from echelon.checkpoint.checksums import added, hash_of, sums_of
+from echelon.checkpoint.tensor_slices import Part, common, extent, numel, rows_of
 from echelon.layout.placement import Cut, Entry, Placement, Unit
 
 

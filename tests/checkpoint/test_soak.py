@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.launch.failure import RankError
+from echelon.launch.rank_failure import RankError
 from tests.checkpoint.killed import EVERY, train
 from tests.checkpoint.test_resume import config, losses, states
 

@@ -7,12 +7,12 @@ from laid_out import batch_of, whole
 from torch import Tensor, nn
 
 from echelon import models
-from echelon.models.sizes import ModelConfig
+from echelon.config.sections import OptimizerConfig
+from echelon.models.model_config import ModelConfig
 from echelon.parallel.apply import Options
 from echelon.precision.loss_scale import LossScale
-from echelon.train.engine import Engine
-from echelon.train.saved import Saving
-from echelon.train.sections import OptimizerConfig
+from echelon.training.engine import Engine
+from echelon.training.engine_state import Saving
 
 ROWS, WIDTH = 12, 5
 

@@ -7,10 +7,10 @@ from dataclasses import asdict
 import pytest
 from typer.testing import CliRunner
 
-from echelon.bench.breakdown import Breakdown, Part, from_json
-from echelon.bench.machine import Machine
+from echelon.bench.bench_device import Machine
+from echelon.bench.profile.breakdown import Breakdown, Part, from_json
 from echelon.cli import app
-from echelon.train.metrics import Peak
+from echelon.training.logging.metrics import Peak
 
 CONTRACT = {"shape", "seq", "batch", "precision", "step_s", "tokens_per_s", "mfu", "hfu", "peak_bytes", "peer", "ratio"}
 H200 = Machine(kind="cuda", name="NVIDIA H200", memory=140 << 30, fp8=True)
@@ -29,9 +29,11 @@ def answers(monkeypatch, tmp_path):
         return found.get((request.who, request.precision)) or found.get(module) or {"failed": "not in this test"}
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("echelon.bench.machine.here", lambda: H200)
-    monkeypatch.setattr("echelon.bench.process.ask", ask)
-    monkeypatch.setattr("echelon.train.metrics.peak_flops", lambda _: Peak(flops=989.5e12, why="dense bf16 peak"))
+    monkeypatch.setattr("echelon.bench.bench_device.here", lambda: H200)
+    monkeypatch.setattr("echelon.bench.subprocess_bench.ask", ask)
+    monkeypatch.setattr(
+        "echelon.training.logging.metrics.peak_flops", lambda _: Peak(flops=989.5e12, why="dense bf16 peak")
+    )
     monkeypatch.setattr("echelon.bench.peers._can_import", lambda name, _: name.startswith("torch"))
     return found
 
@@ -94,7 +96,7 @@ def test_nothing_of_ours_ran(answers):
 
 
 def test_all_faults_at_once(monkeypatch):
-    monkeypatch.setattr("echelon.bench.machine.here", lambda: pytest.fail("it went on"))
+    monkeypatch.setattr("echelon.bench.bench_device.here", lambda: pytest.fail("it went on"))
     done = invoke("--only", "step", "--shapes", "1b,2b", "--steps", 0, "--states", "fp32", "--json")
     assert done.exit_code == 2
     assert [line.split("=")[0] for line in done.stderr.splitlines()] == ["--shapes", "--only", "--states", "--steps"]
@@ -117,7 +119,7 @@ def test_a_profile_is_written_twice_and_shown(answers, tmp_path):
         parts=parts,
         kernels=(),
     )
-    answers["echelon.bench.profile"] = asdict(one)
+    answers["echelon.bench.profile.step_profile"] = asdict(one)
     done = invoke("--profile", tmp_path / "step.svg", "--shapes", "1b")
     assert done.exit_code == 0, done.output
     assert "a step takes 370.0 ms" in done.stdout
@@ -135,7 +137,7 @@ def test_a_profile_that_fails_is_said(answers, tmp_path):
 
 
 def test_a_profile_needs_a_gpu(tmp_path, monkeypatch):
-    monkeypatch.setattr("echelon.bench.machine.here", lambda: Machine(kind="cpu", name="cpu", memory=0))
+    monkeypatch.setattr("echelon.bench.bench_device.here", lambda: Machine(kind="cpu", name="cpu", memory=0))
     done = invoke("--profile", tmp_path / "step.svg")
     assert done.exit_code == 2
     assert "needs a GPU" in done.stderr

@@ -48,7 +48,7 @@ def test_no_command_shows_the_help():
 
 
 def test_keys_are_those_of_the_configuration():
-    from echelon.train.config import Config
+    from echelon.config.run_config import Config
 
     shown = json.loads(CliRunner().invoke(app, ["train", "--keys", "--json"]).stdout)
     assert list(shown) == [key.name for key in Config.keys()]  # noqa: SIM118

@@ -6,9 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from echelon.cli import app
-from echelon.models import sizes
-from echelon.proof.ask import DEFAULT_LAYOUTS, Request
-from echelon.train.sections import OptimizerConfig
+from echelon.config.sections import OptimizerConfig
+from echelon.models import model_config
+from echelon.verification.verify_request import DEFAULT_LAYOUTS, Request
 
 OWN = """
 import torch
@@ -126,7 +126,7 @@ def test_the_rule_of_a_configuration_is_proved_on_ones_own_module_too(own, tmp_p
 
 def test_a_large_model_is_shrunk():
     case, _ = Request(model="llama-70b", layouts="tp=4").read()
-    assert case.model.parameters < sizes.find("llama-tiny").parameters * 3
+    assert case.model.parameters < model_config.find("llama-tiny").parameters * 3
     assert case.model.family == "llama"
 
 

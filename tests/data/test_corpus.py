@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from echelon.data import ByteTokenizer, TextError, TokenFile, TokenFileError, default_corpus, prepare
-from echelon.data.corpus import library_files
+from echelon.data.default_corpus import library_files
 
 
 def test_the_default_corpus_is_real_text(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from echelon.data import NO_TARGET, TokenDataset
-from echelon.layout.faults import FaultError
+from echelon.layout.validation_error import FaultError
 
 
 def test_a_batch_is_a_window_of_the_stream_and_the_next_token(write) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from echelon.data import TokenFile, TokenFileError, TokenWriter, is_token_file
-from echelon.data.tokens import HEADER_BYTES
+from echelon.data.token_file import HEADER_BYTES
 
 
 @pytest.mark.parametrize(
@@ -81,10 +81,10 @@ def test_bytes_after_the_end(write) -> None:
 
 
 def test_a_file_of_another_version(write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echelon.data.tokens.VERSION", 2)
+    monkeypatch.setattr("echelon.data.token_file.VERSION", 2)
     with monkeypatch.context() as patch:
         file = write([3])
-        patch.setattr("echelon.data.tokens.VERSION", 1)
+        patch.setattr("echelon.data.token_file.VERSION", 1)
         with pytest.raises(TokenFileError, match=r"another version .*: 2, this release reads 1"):
             TokenFile(file.path)
 

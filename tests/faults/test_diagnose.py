@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from echelon.faults.diagnose import diagnose
-from echelon.faults.entry import Entry
-from echelon.faults.host import Memory
-from echelon.faults.state import State
-from echelon.faults.tell import facts, paragraph
+from echelon.faults.failure_report import facts, paragraph
+from echelon.faults.host_memory import Memory
+from echelon.faults.rank_state import State
+from echelon.faults.recorder_entry import Entry
 
 NOW = 1000.0
 GIB = 2**30

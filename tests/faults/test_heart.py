@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from echelon.faults.board import Board, Files, InStore
 from echelon.faults.diagnose import Verdict
-from echelon.faults.heart import CULPRIT, DIAGNOSIS, Heart, beat_of, early_of
-from echelon.faults.ring import Recorder
-from echelon.faults.state import look
+from echelon.faults.flight_recorder import Recorder
+from echelon.faults.heartbeat import CULPRIT, DIAGNOSIS, Heart, beat_of, early_of
+from echelon.faults.rank_state import look
+from echelon.faults.state_store import Board, Files, InStore
 
 TIMEOUT = 1.5
 

@@ -11,9 +11,9 @@ import torch
 from typer.testing import CliRunner
 
 from echelon.cli import app
-from echelon.faults.inject import InjectedError, Injector, flips_wanted, on_batch, on_output, on_write
-from echelon.faults.injection import KINDS, read
-from echelon.faults.ring import Recorder, here
+from echelon.faults.flight_recorder import Recorder, here
+from echelon.faults.injection_spec import KINDS, read
+from echelon.faults.injector import InjectedError, Injector, flips_wanted, on_batch, on_output, on_write
 from echelon.layout import FaultError
 
 

@@ -8,8 +8,8 @@ import pytest
 from counting import CountCollectives
 from laid_out import batch_of, engine_of, tiny
 
-from echelon.faults.ring import here
-from echelon.launch.pool import Pool
+from echelon.faults.flight_recorder import here
+from echelon.launch.rank_pool import Pool
 from echelon.layout import Layout
 
 Found = tuple[dict[str, int], dict[str, int], set[str], list[str]]

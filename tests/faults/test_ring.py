@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from echelon.faults.entry import BYTES, SLOTS, entries, phase_of, read_ranks, spelled
-from echelon.faults.ring import Recorded, Recorder
+from echelon.faults.flight_recorder import Recorded, Recorder
+from echelon.faults.recorder_entry import BYTES, SLOTS, entries, phase_of, read_ranks, spelled
 
 
 class Work:
@@ -94,7 +94,7 @@ def test_what_a_killed_process_wrote_is_there(tmp_path: Path) -> None:
     code = f"""
 import os, signal
 from pathlib import Path
-from echelon.faults.ring import Recorder
+from echelon.faults.flight_recorder import Recorder
 recorder = Recorder()
 recorder.keep_in(Path({str(tmp_path / "ring")!r}))
 recorder.step = 3

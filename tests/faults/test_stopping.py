@@ -10,10 +10,10 @@ import time
 
 import pytest
 
-from echelon.faults.board import Files
-from echelon.faults.state import State
-from echelon.faults.stopping import Stopping, is_alive
-from echelon.launch.place import STOP, want_stop
+from echelon.faults.graceful_stop import Stopping, is_alive
+from echelon.faults.rank_state import State
+from echelon.faults.state_store import Files
+from echelon.launch.scratch_dir import STOP, want_stop
 
 
 @pytest.fixture
@@ -72,8 +72,8 @@ def test_one_process_stops_by_itself_and_gives_the_signal_back():
 ENDS = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
-from echelon.faults.board import Files
-from echelon.faults.stopping import Stopping
+from echelon.faults.state_store import Files
+from echelon.faults.graceful_stop import Stopping
 with Stopping(Files(Path(sys.argv[1])), rank=0, world=2):
     for _ in range(int(sys.argv[2])):
         os.kill(os.getpid(), signal.SIGTERM)

@@ -11,27 +11,25 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from echelon.kernels import (
-    adamw8_gpu,
-    adamw_gpu,
-    average_gpu,
-    bits_gpu,
-    blocks_gpu,
-    blockwise_gpu,
-    cast_gpu,
-    factored_gpu,
-    grouped_gpu,
-    halves_gpu,
-    lamb_gpu,
-    lion_gpu,
-    loss_gpu,
-    norm_gpu,
-    places_gpu,
-    pool_gpu,
-    rope_gpu,
-    sgd_gpu,
-    sparse_gpu,
-    swiglu_gpu,
+from echelon.kernels.activations import (
+    bitmask_triton,
+    blockwise_cast_triton,
+    max_pool_triton,
+    pool_indices_triton,
+    sparse_values_triton,
+)
+from echelon.kernels.attention import blockwise_attention_triton, rope_triton
+from echelon.kernels.gemm import fp8_cast_triton, grouped_gemm_triton
+from echelon.kernels.layers import cross_entropy_triton, rmsnorm_triton, swiglu_triton
+from echelon.kernels.optim import (
+    adamw_int8_triton,
+    ema_triton,
+    factored_moments_triton,
+    fused_adamw_triton,
+    lamb_triton,
+    lion_triton,
+    sgd_triton,
+    split_fp32_triton,
 )
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -61,31 +59,42 @@ def compiled(kernel: Any, warps: int, constants: dict[str, Any], *, fused: bool 
 def main() -> None:
     block = {"BLOCK": 2048}
     for has in (True, False):
-        compiled(norm_gpu._norm_forward, 4, {"HAS_DELTA": has, **block})
-        compiled(norm_gpu._norm_backward, 8, {"EACH": 63, "HAS_STREAM": has, **block})
-        compiled(swiglu_gpu._swiglu_backward, 8, {"WIDTH": 8192, "OUTPUT": has, **block})
+        compiled(rmsnorm_triton._norm_forward, 4, {"HAS_DELTA": has, **block})
+        compiled(rmsnorm_triton._norm_backward, 8, {"EACH": 63, "HAS_STREAM": has, **block})
+        compiled(swiglu_triton._swiglu_backward, 8, {"WIDTH": 8192, "OUTPUT": has, **block})
         logits = {"WIDTH": 128_256, "IGNORED": -100, "BACKWARD": has, "BLOCK": 8192}
-        compiled(loss_gpu._loss_and_gradient, 16, logits, targets_ptr="*i64")
-    compiled(norm_gpu._norm_again, 4, block)
-    compiled(swiglu_gpu._swiglu_forward, 8, {"WIDTH": 8192, **block})
-    compiled(loss_gpu._loss_scaled, 4, block, x_ptr="*fp32")
+        compiled(cross_entropy_triton._loss_and_gradient, 16, logits, targets_ptr="*i64")
+    compiled(rmsnorm_triton._norm_again, 4, block)
+    compiled(swiglu_triton._swiglu_forward, 8, {"WIDTH": 8192, **block})
+    compiled(cross_entropy_triton._loss_scaled, 4, block, x_ptr="*fp32")
     heads = {"HEADS": 32, "HALF": 64, "HEAD_BLOCK": 32, "HALF_BLOCK": 64}
-    compiled(rope_gpu._rope_forward, 4, {**heads, "ALL": 48})
-    compiled(rope_gpu._rope_backward, 4, {**heads, "KV": 8, "KV_BLOCK": 8})
+    compiled(rope_triton._rope_forward, 4, {**heads, "ALL": 48})
+    compiled(rope_triton._rope_backward, 4, {**heads, "KV": 8, "KV_BLOCK": 8})
     tile = {"HEADS": 32, "WIDTH": 128, "TOKENS": 4, "HEAD_BLOCK": 8, "BLOCK": 128}
     rows, lse = ("i64",) * 3, ("*fp32", ("i64",) * 2)
     for to in ("*bf16", "*fp32"):
         parts = [(kind, rows) for kind in ("*bf16", "*bf16", "*fp32")]
-        compiled(blocks_gpu._blocks_sum, 4, tile, to=(to, rows), parts=tuple(parts))
-        compiled(blocks_gpu._blocks_merge, 4, tile, to=(to, rows, *lse), parts=tuple((*part, *lse) for part in parts))
-    compiled(grouped_gpu._fill_after, 4, {"ROWS": grouped_gpu.ROWS, "COLUMNS": grouped_gpu.COLUMNS}, end="*i32")
-    compiled(cast_gpu._cast_largest, 8, {"WIDTH": 4096, **block})
-    compiled(cast_gpu._cast_largest_of_columns, 4, {"EACH": 64, "WIDTH": 1024}, parts_ptr="*fp32")
+        compiled(blockwise_attention_triton._blocks_sum, 4, tile, to=(to, rows), parts=tuple(parts))
+        compiled(
+            blockwise_attention_triton._blocks_merge,
+            4,
+            tile,
+            to=(to, rows, *lse),
+            parts=tuple((*part, *lse) for part in parts),
+        )
+    compiled(
+        grouped_gemm_triton._fill_after,
+        4,
+        {"ROWS": grouped_gemm_triton.ROWS, "COLUMNS": grouped_gemm_triton.COLUMNS},
+        end="*i32",
+    )
+    compiled(fp8_cast_triton._cast_largest, 8, {"WIDTH": 4096, **block})
+    compiled(fp8_cast_triton._cast_largest_of_columns, 4, {"EACH": 64, "WIDTH": 1024}, parts_ptr="*fp32")
     for dtype, name in (("*fp8e4nv", "e4m3x2"), ("*fp8e5", "e5m2x2")):
         for one in (True, False):
             tile = {"PLAIN": True, "TURNED": True, "ONE_BY_ROW": one, "ONE_BY_COLUMN": one}
             tile |= {"TILE_ROWS": 64, "TILE_COLUMNS": 128}
-            ptx = compiled(cast_gpu._cast_tile, 8, tile, plain_ptr=dtype, turned_ptr=dtype)
+            ptx = compiled(fp8_cast_triton._cast_tile, 8, tile, plain_ptr=dtype, turned_ptr=dtype)
             # The GPU's own instruction, which leaves what is not a number as it is.
             assert f"cvt.rn.satfinite.{name}.f32" in ptx
     packed()
@@ -111,48 +120,48 @@ def updates() -> None:
             short = {"place_ptr": "*i64"} if moments == "*i16" else {}
             here = {name: None for name in left_out if name not in short and name != "step_ptr"}
             types = {**own, **short, "mean_ptr": moments, "square_ptr": moments}
-            compiled(adamw_gpu._adamw, 4, {**block, **here}, fused=False, **types)
+            compiled(fused_adamw_triton._adamw, 4, {**block, **here}, fused=False, **types)
         alone = {**own, "mean_ptr": "*fp32", "moment_ptr": "*fp32"}
-        compiled(adamw8_gpu._adamw8, 4, {**blocks, **left_out}, fused=False, **alone)
-        compiled(lion_gpu._lion, 4, {**block, **left_out}, fused=False, **alone)
-        compiled(sgd_gpu._sgd, 4, {**block, **left_out}, fused=False, **alone)
-        compiled(sgd_gpu._sgd, 4, {**block, **left_out, "moment_ptr": None}, fused=False, **alone)
-        tile = {"ROWS": factored_gpu.ROWS, "COLUMNS": factored_gpu.COLUMNS}
+        compiled(adamw_int8_triton._adamw8, 4, {**blocks, **left_out}, fused=False, **alone)
+        compiled(lion_triton._lion, 4, {**block, **left_out}, fused=False, **alone)
+        compiled(sgd_triton._sgd, 4, {**block, **left_out}, fused=False, **alone)
+        compiled(sgd_triton._sgd, 4, {**block, **left_out, "moment_ptr": None}, fused=False, **alone)
+        tile = {"ROWS": factored_moments_triton.ROWS, "COLUMNS": factored_moments_triton.COLUMNS}
         for moment in ({}, {"moment_ptr": None}):
-            compiled(factored_gpu._factored_move, 4, {**tile, **left_out, **moment}, fused=False, **alone)
-            compiled(factored_gpu._factored_bounded, 4, {**tile, **left_out, **moment}, fused=False, **alone)
-        compiled(factored_gpu._factored_size, 4, tile, fused=False, **alone)
-        compiled(lamb_gpu._lamb_apply, 4, {**block, **left_out}, fused=False, **alone, square_ptr="*fp32")
+            compiled(factored_moments_triton._factored_move, 4, {**tile, **left_out, **moment}, fused=False, **alone)
+            compiled(factored_moments_triton._factored_bounded, 4, {**tile, **left_out, **moment}, fused=False, **alone)
+        compiled(factored_moments_triton._factored_size, 4, tile, fused=False, **alone)
+        compiled(lamb_triton._lamb_apply, 4, {**block, **left_out}, fused=False, **alone, square_ptr="*fp32")
         no_place = {name: value for name, value in left_out.items() if name == "low_ptr"}
-        compiled(factored_gpu._factored_sums, 4, {**tile, **no_place}, fused=False, **alone)
-        compiled(lamb_gpu._lamb_moments, 4, {**block, **no_place}, fused=False, **alone, square_ptr="*fp32")
-        compiled(average_gpu._average, 4, {**block, **no_place}, fused=False, **alone)
-        compiled(halves_gpu._halves_write, 4, {**block, **left_out}, **own)
-    compiled(halves_gpu._halves_join, 4, block, **told, **split[0])
+        compiled(factored_moments_triton._factored_sums, 4, {**tile, **no_place}, fused=False, **alone)
+        compiled(lamb_triton._lamb_moments, 4, {**block, **no_place}, fused=False, **alone, square_ptr="*fp32")
+        compiled(ema_triton._average, 4, {**block, **no_place}, fused=False, **alone)
+        compiled(split_fp32_triton._halves_write, 4, {**block, **left_out}, **own)
+    compiled(split_fp32_triton._halves_join, 4, block, **told, **split[0])
 
 
 def packed() -> None:
     """Of compression."""
     bits, chunk = {"bits_ptr": "*u8", "flags_ptr": "*u8", "counts_ptr": "*i32"}, {"CHUNK": 2048}
     tile = {**chunk, "SIZE": 256}
-    compiled(bits_gpu._bits_relu, 4, tile, **bits)
-    for kernel in (bits_gpu._bits_masked, bits_gpu._bits_pack, bits_gpu._bits_unpack):
+    compiled(bitmask_triton._bits_relu, 4, tile, **bits)
+    for kernel in (bitmask_triton._bits_masked, bitmask_triton._bits_pack, bitmask_triton._bits_unpack):
         compiled(kernel, 4, chunk, **bits)
     for kind, code in (("fp8", "*fp8e4nv"), ("int8", "*i8"), ("", "*bf16")):
         narrow = {"INT": kind == "int8", "SCALED": kind not in ("", "fp16")}
         read = {**tile, "SCALED": narrow["SCALED"]}
         types = {"codes_ptr": code, "values_ptr": code, "scales_ptr": "*fp32", "ends_ptr": "*i32", "bits_ptr": "*u8"}
-        compiled(sparse_gpu._sparse_compact, 4, {**tile, **narrow, "NARROW": bool(kind)}, **types)
-        compiled(sparse_gpu._sparse_expand, 4, read, **types)
+        compiled(sparse_values_triton._sparse_compact, 4, {**tile, **narrow, "NARROW": bool(kind)}, **types)
+        compiled(sparse_values_triton._sparse_expand, 4, read, **types)
         if kind:
-            compiled(blockwise_gpu._blockwise_encode, 4, {**tile, **narrow}, **types)
-            compiled(blockwise_gpu._blockwise_decode, 4, read, **types)
+            compiled(blockwise_cast_triton._blockwise_encode, 4, {**tile, **narrow}, **types)
+            compiled(blockwise_cast_triton._blockwise_decode, 4, read, **types)
     window = {f"{name}_{dim}": 2 for name in ("STRIDE", "PADDING", "DILATION") for dim in (0, 1)}
-    for kernel in (places_gpu._places_encode, places_gpu._places_decode):
+    for kernel in (pool_indices_triton._places_encode, pool_indices_triton._places_decode):
         compiled(kernel, 4, {**window, "KERNEL": 3, "BLOCK": 1024}, size="i32", codes_ptr="*u8", indices_ptr="*i64")
     for each in (1, 8):
         pooled = {"DOWN": 2, "ACROSS": 2, "GROUPS": 256, "EACH": each}
-        for kernel in (pool_gpu._pool_maximum, pool_gpu._pool_spread):
+        for kernel in (max_pool_triton._pool_maximum, max_pool_triton._pool_spread):
             compiled(kernel, 4, pooled, size="i32", codes_ptr="*u8")
 
 

@@ -9,9 +9,9 @@ import torch
 from devices import DEVICE
 from torch import Tensor
 
-from echelon.kernels import adamw
-from echelon.kernels.adamw import Place
-from echelon.kernels.halves import joined, split_into
+from echelon.kernels.optim import fused_adamw
+from echelon.kernels.optim.fused_adamw import Place
+from echelon.kernels.optim.split_fp32 import joined, split_into
 
 BETAS, EPS, DECAY, LR = (0.9, 0.95), 1e-8, 0.1, 1e-2
 FIRST = Place()
@@ -47,12 +47,22 @@ def first(weights: Tensor, *, split: bool, moments: torch.dtype) -> State:
 
 
 def stepped(
-    state: State, gradient: Tensor, update=adamw.update, *, decayed=0, scale=1.0, live=True, betas=BETAS, place=FIRST
+    state: State,
+    gradient: Tensor,
+    update=fused_adamw.update,
+    *,
+    decayed=0,
+    scale=1.0,
+    live=True,
+    betas=BETAS,
+    place=FIRST,
 ) -> None:
     state.step += live
     rule = torch.tensor([*betas, EPS], dtype=torch.float64, device=DEVICE)
     factor = torch.tensor(scale, dtype=torch.float64, device=DEVICE)
-    numbers = adamw.numbers_of(rule, LR, DECAY, state.step, factor, torch.tensor(live, device=DEVICE), torch.float32)
+    numbers = fused_adamw.numbers_of(
+        rule, LR, DECAY, state.step, factor, torch.tensor(live, device=DEVICE), torch.float32
+    )
     update(
         *(state.high, state.low, state.mean, state.square, gradient, numbers, state.step), decayed=decayed, place=place
     )
@@ -64,7 +74,7 @@ def stepped(
 @pytest.mark.parametrize("split", ["whole", "split", "rounded"])
 def test_the_kernel_is_plain_torch_bit_for_bit(size: int, moments: torch.dtype, split: str) -> None:
     pytest.importorskip("triton")
-    from echelon.kernels import adamw_gpu
+    from echelon.kernels.optim import fused_adamw_triton
 
     torch.manual_seed(size)
     plain = first(torch.randn(size, device=DEVICE), split=split == "split", moments=moments)
@@ -78,7 +88,7 @@ def test_the_kernel_is_plain_torch_bit_for_bit(size: int, moments: torch.dtype, 
         place = box if number % 2 else Place(start=2**32 - 5)
         choices = {"decayed": size * number // 3, "scale": 0.3, "live": number != 2, "place": place}
         stepped(plain, gradient, **choices)
-        stepped(kernel, gradient, adamw_gpu.update, **choices)
+        stepped(kernel, gradient, fused_adamw_triton.update, **choices)
         for one, other in zip(plain.tensors(), kernel.tensors(), strict=True):
             assert torch.equal(one, other)
     assert int(kernel.step) == 3
@@ -108,7 +118,7 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = first(torch.randn(1000, device=DEVICE), split=True, moments=torch.bfloat16)
     parts, gradient = whole.clone(), torch.randn(1000, device=DEVICE)
     stepped(whole, gradient, decayed=333)
-    monkeypatch.setattr(adamw, "CHUNK", 64)
+    monkeypatch.setattr(fused_adamw, "CHUNK", 64)
     stepped(parts, gradient, decayed=333)
     assert all(torch.equal(a, b) for a, b in zip(whole.tensors(), parts.tensors(), strict=True))
 
@@ -125,20 +135,22 @@ def test_a_step_that_is_not_live_writes_nothing() -> None:
 
 def test_rounding_by_chance_has_the_right_mean() -> None:
     x = torch.full((200_000,), 1.0 + 0.3 / 128, device=DEVICE)  # between two neighbours, nearer to the lower
-    bits = adamw.random_bits(len(x), Place(), torch.tensor(7, device=DEVICE))
-    found = adamw.rounded_by_chance(-x, bits & 0xFFFF)
+    bits = fused_adamw.random_bits(len(x), Place(), torch.tensor(7, device=DEVICE))
+    found = fused_adamw.rounded_by_chance(-x, bits & 0xFFFF)
     assert found.unique().tolist() == [-1.0078125, -1.0]
     assert float((found != -1.0).double().mean()) == pytest.approx(0.3, abs=0.005)
-    other = adamw.rounded_by_chance(-x, bits >> 16)
+    other = fused_adamw.rounded_by_chance(-x, bits >> 16)
     both = ((found != -1.0) & (other != -1.0)).double().mean()
     assert float(both) == pytest.approx(0.09, abs=0.005), "the two halves of the bits know nothing of each other"
-    again = adamw.rounded_by_chance(-x, adamw.random_bits(len(x), Place(), torch.tensor(8, device=DEVICE)) & 0xFFFF)
+    again = fused_adamw.rounded_by_chance(
+        -x, fused_adamw.random_bits(len(x), Place(), torch.tensor(8, device=DEVICE)) & 0xFFFF
+    )
     assert float((again == found).double().mean()) == pytest.approx(0.58, abs=0.01), "nor do two steps"
 
 
 def test_infinite_and_undefined_moments_stay_so() -> None:
     x = torch.tensor([float("inf"), float("-inf"), float("nan"), 0.0, -0.0], device=DEVICE)
-    found = adamw.rounded_by_chance(x, torch.full((5,), 0xFFFF, device=DEVICE))
+    found = fused_adamw.rounded_by_chance(x, torch.full((5,), 0xFFFF, device=DEVICE))
     assert found[:2].tolist() == [float("inf"), float("-inf")]
     assert found[2].isnan()
     assert found[3:].tolist() == [0.0, 0.0]

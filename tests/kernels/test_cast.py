@@ -6,8 +6,9 @@ import pytest
 import torch
 from devices import DEVICE
 
-from echelon.kernels import cast, note
-from echelon.kernels.note import Note
+from echelon.kernels import tensor_metadata
+from echelon.kernels.gemm import fp8_cast
+from echelon.kernels.tensor_metadata import Note
 
 pytest.importorskip("triton")
 TYPES = [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -17,7 +18,7 @@ TYPES = [torch.float8_e4m3fn, torch.float8_e5m2]
 @pytest.mark.parametrize("shape", [(3, 16), (130, 70), (16, 200), (1, 1)])
 @pytest.mark.parametrize("by", ["tensor", "row"])
 def test_the_kernel_writes_both_ways(dtype: torch.dtype, shape: tuple[int, int], by: str) -> None:
-    from echelon.kernels.cast_gpu import narrow
+    from echelon.kernels.gemm.fp8_cast_triton import narrow
 
     # Values that 8 bits hold exactly: Triton's interpreter does not round to 8 bits as a GPU does.
     torch.manual_seed(0)
@@ -28,8 +29,8 @@ def test_the_kernel_writes_both_ways(dtype: torch.dtype, shape: tuple[int, int],
     plain, turned = narrow(x, dtype, rows, columns)
     assert plain is not None
     assert turned is not None
-    assert torch.equal(plain.float(), cast.narrow_plain(x, dtype, rows).float())
-    assert torch.equal(turned.float(), cast.narrow_plain(x.t(), dtype, columns).float())
+    assert torch.equal(plain.float(), fp8_cast.narrow_plain(x, dtype, rows).float())
+    assert torch.equal(turned.float(), fp8_cast.narrow_plain(x.t(), dtype, columns).float())
     only = narrow(x, dtype, None, columns)
     assert only[0] is None
     assert only[1] is not None
@@ -37,7 +38,7 @@ def test_the_kernel_writes_both_ways(dtype: torch.dtype, shape: tuple[int, int],
 
 @pytest.mark.parametrize("shape", [(1, 16), (5, 37), (3, 5000)])
 def test_largest_of_rows(shape: tuple[int, int]) -> None:
-    from echelon.kernels.cast_gpu import largest_of_rows
+    from echelon.kernels.gemm.fp8_cast_triton import largest_of_rows
 
     x = torch.randn(shape, device=DEVICE)
     assert torch.equal(largest_of_rows(x), x.abs().amax(1))
@@ -45,34 +46,34 @@ def test_largest_of_rows(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 16), (130, 37), (5, 1500)])
 def test_largest_of_columns(shape: tuple[int, int]) -> None:
-    from echelon.kernels.cast_gpu import largest_of_columns
+    from echelon.kernels.gemm.fp8_cast_triton import largest_of_columns
 
     x = torch.randn(shape, device=DEVICE)
     assert torch.equal(largest_of_columns(x), x.abs().amax(0))
-    assert torch.equal(largest_of_columns(x), cast.largest_of_columns(x))
+    assert torch.equal(largest_of_columns(x), fp8_cast.largest_of_columns(x))
 
 
 def test_what_was_noted_is_not_computed_again() -> None:
     x = torch.randn(3, 4, device=DEVICE)
     told = torch.ones(3, device=DEVICE)
-    assert cast.largest_of_rows(note.write(x, Note(largest=told))) is told
+    assert fp8_cast.largest_of_rows(tensor_metadata.write(x, Note(largest=told))) is told
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_the_largest_value_reaches_the_end_of_the_range_and_zeros_stay(dtype: torch.dtype) -> None:
     x = torch.randn(4, 32, device=DEVICE)
-    inverse = cast.inverse_of(x.abs().max(), dtype)
-    found = cast.narrow_plain(x, dtype, inverse).float()
+    inverse = fp8_cast.inverse_of(x.abs().max(), dtype)
+    found = fp8_cast.narrow_plain(x, dtype, inverse).float()
     assert float(found.abs().max()) == torch.finfo(dtype).max
     error = (found * inverse - x).abs() / x.abs()
     assert float(error.median()) < (0.04 if dtype == torch.float8_e4m3fn else 0.08)
     nothing = torch.zeros(4, 32, device=DEVICE)
-    found = cast.narrow_plain(nothing, dtype, cast.inverse_of(nothing.abs().max(), dtype)).float()
+    found = fp8_cast.narrow_plain(nothing, dtype, fp8_cast.inverse_of(nothing.abs().max(), dtype)).float()
     assert not found.any()
 
 
 def test_what_is_not_a_number_stays_so() -> None:
-    from echelon.kernels.cast_gpu import narrow
+    from echelon.kernels.gemm.fp8_cast_triton import narrow
 
     x, one = torch.ones(2, 16, device=DEVICE), torch.tensor(1.0, device=DEVICE)
     x[1, 3] = float("nan")
@@ -81,13 +82,13 @@ def test_what_is_not_a_number_stays_so() -> None:
         assert found is not None
         assert int(found.isnan().sum()) == 1
     for dtype in TYPES:
-        assert int(cast.narrow_plain(x, dtype, one).float().isnan().sum()) == 1
+        assert int(fp8_cast.narrow_plain(x, dtype, one).float().isnan().sum()) == 1
 
 
 def test_largest_of_views() -> None:
-    from echelon.kernels import cast_gpu
+    from echelon.kernels.gemm import fp8_cast_triton
 
     turned, spread = torch.randn(40, 16, device=DEVICE).t(), torch.randn(5, 1, device=DEVICE).expand(5, 16)
     for x in (turned, spread, torch.randn(6, 64, device=DEVICE)[:, ::2]):
-        assert torch.equal(cast_gpu.largest_of_rows(x), x.abs().amax(1))
-        assert torch.equal(cast_gpu.largest_of_columns(x), x.abs().amax(0))
+        assert torch.equal(fp8_cast_triton.largest_of_rows(x), x.abs().amax(1))
+        assert torch.equal(fp8_cast_triton.largest_of_columns(x), x.abs().amax(0))

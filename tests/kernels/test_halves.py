@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from echelon.kernels.halves import QUIET_NAN, joined, split_into
+from echelon.kernels.optim.split_fp32 import QUIET_NAN, joined, split_into
 
 
 def floats(*bits: int) -> Tensor:

@@ -8,8 +8,11 @@ import torch.nn.functional as F
 from devices import DEVICE, ON_GPU
 from torch import Tensor
 
-from echelon.kernels import choice, linear, loss, norm, note, rope, swiglu
-from echelon.models.linear import Linear, one_product
+from echelon.kernels import dispatch, tensor_metadata
+from echelon.kernels.attention import rope
+from echelon.kernels.gemm import fused_linear
+from echelon.kernels.layers import cross_entropy, rmsnorm, swiglu
+from echelon.models.linear_layer import Linear, one_product
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's, as a GPU's is silent
@@ -22,7 +25,7 @@ SHAPES = [(1, 16), (3, 37), (5, 64), (2, 3, 96)]
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our kernels wherever they take the tensor but for its device."""
-    monkeypatch.setattr(choice, "fits", lambda x: choice._allowed and x.dtype in choice.TYPES)
+    monkeypatch.setattr(dispatch, "fits", lambda x: dispatch._allowed and x.dtype in dispatch.TYPES)
 
 
 def close(found: Tensor, wanted: Tensor, bound: float = BOUND) -> None:
@@ -41,7 +44,7 @@ def of_both(call, *inputs: Tensor) -> list[list[Tensor]]:  # type: ignore[no-unt
     """[outputs and gradients] by the kernels and by plain torch, for the same random gradients of the outputs."""
     results = []
     for only_plain in (False, True):
-        with choice.plain(only_plain):
+        with dispatch.plain(only_plain):
             given = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
             out = call(*given)
             outputs = [x for x in (out if isinstance(out, tuple) else (out,)) if x.requires_grad]
@@ -61,7 +64,7 @@ def test_norm(shape: tuple[int, ...], with_delta: bool) -> None:
     inputs = (x, delta, weight) if with_delta else (x, weight)
 
     def call(x: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-        return norm.stream_norm(x, rest[0] if with_delta else None, rest[-1], EPS)
+        return rmsnorm.stream_norm(x, rest[0] if with_delta else None, rest[-1], EPS)
 
     for found, wanted in zip(*of_both(call, *inputs), strict=True):
         close(found, wanted)
@@ -72,7 +75,7 @@ def test_norm_in_16_bits() -> None:
     # The interpreter cuts off where a GPU rounds, so only to a unit in the last place.
     torch.manual_seed(0)
     x, delta, weight = (leaf(*shape, dtype=torch.bfloat16) for shape in ((7, 48), (7, 48), (48,)))
-    found, wanted = of_both(lambda *a: norm.stream_norm(*a, EPS), x, delta, weight)
+    found, wanted = of_both(lambda *a: rmsnorm.stream_norm(*a, EPS), x, delta, weight)
     for a, b, bound in zip(found, wanted, (1e-2, 2e-2, 2e-2, 2e-2, 2e-2), strict=True):
         close(a, b, bound)
 
@@ -80,8 +83,8 @@ def test_norm_in_16_bits() -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("remake", [False, True])
 def test_norm_notes_what_the_next_kernel_can_use(remake: bool) -> None:
-    _, normed = norm.stream_norm(leaf(5, 40), leaf(5, 40), leaf(40), EPS, remake=remake)
-    known = note.read(normed)
+    _, normed = rmsnorm.stream_norm(leaf(5, 40), leaf(5, 40), leaf(40), EPS, remake=remake)
+    known = tensor_metadata.read(normed)
     assert known.largest is not None
     close(known.largest, normed.detach().abs().amax(-1))
     assert (known.again is not None) == remake
@@ -92,8 +95,8 @@ def test_norm_notes_what_the_next_kernel_can_use(remake: bool) -> None:
 @pytest.mark.usefixtures("kernels")
 def test_a_stream_that_nobody_reads_has_no_part_in_the_gradient() -> None:
     x, weight = leaf(3, 32), leaf(32)
-    with choice.plain(False):
-        _, normed = norm.stream_norm(x, None, weight, EPS)
+    with dispatch.plain(False):
+        _, normed = rmsnorm.stream_norm(x, None, weight, EPS)
     (found,) = torch.autograd.grad(normed.sum(), (x,))
     (wanted,) = torch.autograd.grad(F.rms_norm(x, (32,), weight, EPS).sum(), (x,))
     close(found, wanted)
@@ -112,19 +115,19 @@ def test_swiglu_made_again_does_backward_on_the_way() -> None:
     torch.manual_seed(0)
     both, gradient = leaf(3, 74), torch.randn(3, 37, device=DEVICE)
     out = swiglu.swiglu(both, remake=True)
-    again = note.read(out).again
+    again = tensor_metadata.read(out).again
     assert again is not None
     close(again(None), out)
-    assert note.read(gradient).behind is None
+    assert tensor_metadata.read(gradient).behind is None
     close(again(gradient), out)
-    behind = note.read(gradient).behind
+    behind = tensor_metadata.read(gradient).behind
     assert behind is not None
     (wanted,) = torch.autograd.grad(F.silu(both[:, :37]) * both[:, 37:], both, gradient)
     close(behind, wanted)
     (found,) = torch.autograd.grad(out, both, gradient)
     assert found is behind
     gradient.add_(1.0)  # another gradient came on top: what was noted is not true any more
-    assert note.read(gradient).behind is None
+    assert tensor_metadata.read(gradient).behind is None
 
 
 @pytest.mark.usefixtures("kernels")
@@ -155,13 +158,15 @@ def test_rotated_heads(heads: int, kv_heads: int, head_dim: int, rows: int) -> N
 @pytest.mark.parametrize("rows", [256, 4, 7])
 @pytest.mark.parametrize("targets", ["all", "some", "none"])
 def test_head_loss(rows: int, targets: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss, "chunk_rows", lambda *_: rows)
+    monkeypatch.setattr(cross_entropy, "chunk_rows", lambda *_: rows)
     torch.manual_seed(0)
     x, weight = leaf(3, 5, 24), leaf(301, 24)
     wanted_tokens = torch.randint(0, 301, (3, 5), device=DEVICE)
     if targets != "all":
-        wanted_tokens[torch.rand(3, 5, device=DEVICE) < (0.5 if targets == "some" else 2)] = loss.IGNORED
-    for found, wanted in zip(*of_both(lambda x, w: loss.head_loss(x, w, wanted_tokens), x, weight), strict=True):
+        wanted_tokens[torch.rand(3, 5, device=DEVICE) < (0.5 if targets == "some" else 2)] = cross_entropy.IGNORED
+    for found, wanted in zip(
+        *of_both(lambda x, w: cross_entropy.head_loss(x, w, wanted_tokens), x, weight), strict=True
+    ):
         close(found, wanted)
 
 
@@ -171,14 +176,14 @@ def test_head_loss_of_large_logits_and_no_gradient() -> None:
     weight = torch.eye(36, device=DEVICE)
     tokens = torch.tensor([0, 3], device=DEVICE)
     with torch.no_grad():
-        close(loss.head_loss(logits, weight, tokens), loss.plain_loss(logits, tokens))
+        close(cross_entropy.head_loss(logits, weight, tokens), cross_entropy.plain_loss(logits, tokens))
 
 
 def test_chunks_are_powers_of_two_that_fit() -> None:
     for vocabulary in (257, 32_000, 128_256, 1_000_000_000):
-        rows = loss.chunk_rows(vocabulary, 2)
+        rows = cross_entropy.chunk_rows(vocabulary, 2)
         assert rows & (rows - 1) == 0
-        assert rows == 256 or rows * vocabulary * 2 <= loss.CHUNK_BYTES < rows * 2 * vocabulary * 2
+        assert rows == 256 or rows * vocabulary * 2 <= cross_entropy.CHUNK_BYTES < rows * 2 * vocabulary * 2
 
 
 @pytest.mark.usefixtures("kernels")
@@ -193,7 +198,7 @@ def test_weights_side_by_side_are_one_product() -> None:
     x = leaf(3, 4, 5)
     assert one_product(x, *parts)
     weights = [part.weight for part in parts]
-    out = linear.project(x, *parts)
+    out = fused_linear.project(x, *parts)
     wanted = torch.cat([F.linear(x, w) for w in weights], dim=-1)
     upstream = torch.randn_like(wanted)
     found_grads = torch.autograd.grad(out, [x, *weights], upstream)
@@ -201,7 +206,7 @@ def test_weights_side_by_side_are_one_product() -> None:
     for found, right in zip((out, *found_grads), (wanted, *wanted_grads), strict=True):
         close(found, right)
     assert not one_product(x, parts[1], parts[0])
-    assert linear.side_by_side([parts[0].weight, torch.randn(3, 5, device=DEVICE)]) is None
+    assert fused_linear.side_by_side([parts[0].weight, torch.randn(3, 5, device=DEVICE)]) is None
 
 
 # -- what a caller may do ---------------------------------------------------------------------------------------------
@@ -243,7 +248,7 @@ def test_neighbours_by_chance_are_two_products() -> None:
     memory = bytearray(2 * 6 * 16 * 4)
     first, second = (torch.frombuffer(memory, dtype=torch.float32, count=96, offset=at).view(6, 16) for at in (0, 384))
     assert second.data_ptr() == first.data_ptr() + 384
-    assert linear.side_by_side([first, second]) is None
+    assert fused_linear.side_by_side([first, second]) is None
 
 
 @pytest.mark.usefixtures("kernels")
@@ -252,13 +257,13 @@ def test_targets_and_weights_that_are_views() -> None:
     x, wide = leaf(6, 24), torch.randint(0, 301, (12, 2), device=DEVICE)
     for targets in (wide[::2, 0], wide[:6, 1]):
         for weight in (leaf(301, 24), leaf(24, 301).t()):
-            close(loss.head_loss(x, weight, targets), loss.plain_loss(F.linear(x, weight), targets))
+            close(cross_entropy.head_loss(x, weight, targets), cross_entropy.plain_loss(F.linear(x, weight), targets))
 
 
 @pytest.mark.usefixtures("kernels")
 def test_a_target_that_is_no_token_is_not_hidden() -> None:
     for target in (-1, 301):
-        assert loss.head_loss(leaf(2, 24), leaf(301, 24), torch.tensor([3, target], device=DEVICE)).isnan()
+        assert cross_entropy.head_loss(leaf(2, 24), leaf(301, 24), torch.tensor([3, target], device=DEVICE)).isnan()
 
 
 @pytest.mark.usefixtures("kernels")
@@ -266,21 +271,21 @@ def test_logits_of_minus_infinity_before_the_first_real_one() -> None:
     x = torch.ones(1, 16, device=DEVICE)
     weight = torch.full((20_000, 16), float("-inf"), device=DEVICE)
     weight[15_000:] = 0.0
-    found = loss.head_loss(x, weight, torch.tensor([15_003], device=DEVICE))
+    found = cross_entropy.head_loss(x, weight, torch.tensor([15_003], device=DEVICE))
     close(found, torch.tensor(5000.0, device=DEVICE).log())
 
 
 @pytest.mark.usefixtures("kernels")
 def test_without_gradients_no_gradient_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    real = loss.in_chunks
+    real = cross_entropy.in_chunks
     monkeypatch.setattr(
-        loss, "in_chunks", lambda *a, backward, **n: asked.append(backward) or real(*a, backward=backward, **n)
+        cross_entropy, "in_chunks", lambda *a, backward, **n: asked.append(backward) or real(*a, backward=backward, **n)
     )
     x, weight, targets = leaf(4, 24), leaf(301, 24), torch.tensor([1, 2, 3, 4], device=DEVICE)
     with torch.no_grad():
-        alone = loss.head_loss(x, weight, targets)
-    both = loss.head_loss(x, weight, targets)
+        alone = cross_entropy.head_loss(x, weight, targets)
+    both = cross_entropy.head_loss(x, weight, targets)
     assert asked == [False, True]
     assert torch.equal(alone, both.detach())
 
@@ -288,13 +293,13 @@ def test_without_gradients_no_gradient_is_computed(monkeypatch: pytest.MonkeyPat
 @pytest.mark.usefixtures("kernels")
 def test_backward_twice() -> None:
     x, layer = leaf(3, 16), Linear(16, 6, bias=False).to(DEVICE)
-    y = linear.project(x, layer)
+    y = fused_linear.project(x, layer)
     first = torch.autograd.grad(y.sum(), layer.weight, retain_graph=True)[0]
     assert torch.equal(first, torch.autograd.grad(y.sum(), layer.weight, retain_graph=True)[0])
     with pytest.raises(RuntimeError):  # second derivatives are refused, not left out
         torch.autograd.grad(torch.autograd.grad(y.square().sum(), x, create_graph=True)[0].sum(), x)
-    _, normed = norm.stream_norm(x, None, leaf(16), EPS, remake=True)
-    y = linear.project(normed, layer)
+    _, normed = rmsnorm.stream_norm(x, None, leaf(16), EPS, remake=True)
+    y = fused_linear.project(normed, layer)
     torch.autograd.grad(y.sum(), layer.weight, retain_graph=True)
     with pytest.raises(RuntimeError, match="recompute=none"):
         torch.autograd.grad(y.sum(), layer.weight)
@@ -302,10 +307,10 @@ def test_backward_twice() -> None:
 
 def test_autocast_is_left_to_torch() -> None:
     x, layer = leaf(3, 16), Linear(16, 6, bias=False).to(DEVICE)
-    _, normed = norm.stream_norm(x, None, leaf(16), EPS, remake=True)
+    _, normed = rmsnorm.stream_norm(x, None, leaf(16), EPS, remake=True)
     with torch.autocast(DEVICE.type, dtype=torch.float16):
-        assert choice.autocast(x)
-        y = linear.project(normed, layer)
+        assert dispatch.autocast(x)
+        y = fused_linear.project(normed, layer)
     assert y.dtype == torch.float16
     y.float().sum().backward()
 
@@ -314,5 +319,5 @@ def test_autocast_is_left_to_torch() -> None:
 def test_a_delta_of_another_shape_or_type_is_added_by_torch() -> None:
     x, weight = leaf(3, 32), leaf(32)
     for delta in (leaf(1, 32), leaf(3, 32).double()):
-        s, _ = norm.stream_norm(x, delta.detach(), weight if delta.dtype == x.dtype else weight.double(), EPS)
+        s, _ = rmsnorm.stream_norm(x, delta.detach(), weight if delta.dtype == x.dtype else weight.double(), EPS)
         assert torch.equal(s.detach(), (x + delta).detach())

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from echelon.kernels import launch as room
-from echelon.kernels.launch import launch
+from echelon.kernels import launch_cache as room
+from echelon.kernels.launch_cache import launch
 
 
 class Compiled:

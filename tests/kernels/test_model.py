@@ -10,16 +10,17 @@ from devices import DEVICE, ON_GPU
 from torch import Tensor
 
 from echelon import models
-from echelon.kernels import choice, linear
-from echelon.models import sizes
-from echelon.models.sizes import ModelConfig
+from echelon.config.sections import OptimizerConfig
+from echelon.kernels import dispatch
+from echelon.kernels.gemm import fused_linear
+from echelon.models import model_config
+from echelon.models.model_config import ModelConfig
 from echelon.parallel.apply import Options
-from echelon.train.engine import Engine
-from echelon.train.sections import OptimizerConfig
+from echelon.training.engine import Engine
 
 pytest.importorskip("triton")
-MODEL = replace(sizes.find("llama-tiny"), layers=2, vocab=67)
-TIED = replace(sizes.find("gpt-tiny"), layers=2, vocab=67, tied=True, dropout=0.0)
+MODEL = replace(model_config.find("llama-tiny"), layers=2, vocab=67)
+TIED = replace(model_config.find("gpt-tiny"), layers=2, vocab=67, tied=True, dropout=0.0)
 PRODUCTS = {"llama": 4, "gpt": 6}
 """of a layer: with biases q, k and v stay apart, otherwise they are one product, and gate and up another"""
 BOUND = 2e-4 if ON_GPU else 2e-5
@@ -51,14 +52,14 @@ def test_training_through_kernels(model: ModelConfig, layout: str, monkeypatch: 
     batches[1]["targets"][0, 2:] = -100
     numbers, weights = trained(model, layout, batches, "plain")
     used: list[int] = []
-    real = linear._Project.forward
+    real = fused_linear._Project.forward
 
     def counted(ctx: object, x: Tensor, *rest: object) -> Tensor:
         used.append(1)
         return real(ctx, x, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(linear._Project, "forward", staticmethod(counted))
-    monkeypatch.setattr(choice, "fits", lambda x: choice._allowed and x.dtype in choice.TYPES)
+    monkeypatch.setattr(fused_linear._Project, "forward", staticmethod(counted))
+    monkeypatch.setattr(dispatch, "fits", lambda x: dispatch._allowed and x.dtype in dispatch.TYPES)
     by_kernels, their_weights = trained(model, layout, batches)
     repeats = 2 if "full" in layout else 1
     assert len(used) == 2 * PRODUCTS[model.family] * model.layers * repeats * (2 if "accumulate" in layout else 1)
@@ -68,8 +69,8 @@ def test_training_through_kernels(model: ModelConfig, layout: str, monkeypatch: 
 
 
 def test_plain_means_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "fits", lambda x: choice._allowed and x.dtype in choice.TYPES)
-    monkeypatch.setattr(linear._Project, "forward", staticmethod(lambda *_: pytest.fail("a kernel ran")))
+    monkeypatch.setattr(dispatch, "fits", lambda x: dispatch._allowed and x.dtype in dispatch.TYPES)
+    monkeypatch.setattr(fused_linear._Project, "forward", staticmethod(lambda *_: pytest.fail("a kernel ran")))
     engine = Engine(models.build(MODEL, "meta"), "", options=Options(device=DEVICE, kernels="plain"))
     tokens = torch.randint(0, MODEL.vocab, (2, 9), device=DEVICE)
     assert engine.step({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}).loss > 0

@@ -9,11 +9,11 @@ import torch
 from devices import DEVICE, ON_GPU
 from torch import Tensor
 
-from echelon.kernels import bits, blockwise, places, pool, sparse
-from echelon.kernels.blockwise import KINDS
-from echelon.kernels.lying import Lying, cut, in_rows, rows_of
-from echelon.kernels.places import Window
-from echelon.memory.compress import compressed
+from echelon.kernels.activations import bitmask, blockwise_cast, max_pool, pool_indices, sparse_values
+from echelon.kernels.activations.blockwise_cast import KINDS
+from echelon.kernels.activations.pool_indices import Window
+from echelon.kernels.tensor_spec import Lying, cut, in_rows, rows_of
+from echelon.memory.compression.saved_tensor_compression import compressed
 
 pytest.importorskip("triton")
 SHAPES = [(1, 5), (3, 16), (2, 2100), (4, 300), (2, 4096)]
@@ -28,60 +28,60 @@ def rectified(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> tup
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_relu_writes_bits_on_the_way(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    from echelon.kernels import bits_gpu
+    from echelon.kernels.activations import bitmask_triton
 
     x, truth = rectified(shape, dtype)
     y = torch.empty_like(x)
-    found, counts = bits_gpu.rectify(x, y)
+    found, counts = bitmask_triton.rectify(x, y)
     assert torch.equal(y, truth)
-    assert torch.equal(found, bits.pack_plain(truth > 0))
+    assert torch.equal(found, bitmask.pack_plain(truth > 0))
     assert counts.shape == (shape[0] * cut(shape[1]).blocks,)
     in_blocks = [int((part > 0).sum()) for row in truth for part in row.split(256)]
     assert counts.flatten().tolist() == in_blocks
     gradient, out = torch.randn(shape, device=DEVICE).to(dtype), torch.full(shape, 7.0, dtype=dtype, device=DEVICE)
-    bits_gpu.masked(gradient, found, out)
+    bitmask_triton.masked(gradient, found, out)
     assert torch.equal(out, torch.where(truth > 0, gradient, 0))
-    bits_gpu.rectify(x, x)
+    bitmask_triton.rectify(x, x)
     assert torch.equal(x, truth)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_flags(shape: tuple[int, int]) -> None:
-    from echelon.kernels import bits_gpu
+    from echelon.kernels.activations import bitmask_triton
 
     flags = torch.randn(shape, device=DEVICE) > 0.3
-    packed, out = bits_gpu.pack(flags), torch.empty(shape, dtype=torch.bool, device=DEVICE)
-    assert torch.equal(packed, bits.pack_plain(flags))
-    assert torch.equal(bits.unpack_plain(packed, shape[1]), flags)
-    bits_gpu.unpack(packed, out)
+    packed, out = bitmask_triton.pack(flags), torch.empty(shape, dtype=torch.bool, device=DEVICE)
+    assert torch.equal(packed, bitmask.pack_plain(flags))
+    assert torch.equal(bitmask.unpack_plain(packed, shape[1]), flags)
+    bitmask_triton.unpack(packed, out)
     assert torch.equal(out, flags)
 
 
 def test_what_is_not_a_number_is_let_through() -> None:
-    from echelon.kernels import bits_gpu
+    from echelon.kernels.activations import bitmask_triton
 
     x = torch.tensor([[1.0, -1.0, float("nan"), 0.0, -0.0, float("inf"), -float("inf"), 2.0]], device=DEVICE)
     y = torch.empty_like(x)
-    found, _ = bits_gpu.rectify(x, y)
-    assert bits.unpack_plain(found, 8).tolist() == [[True, False, True, False, False, True, False, True]]
+    found, _ = bitmask_triton.rectify(x, y)
+    assert bitmask.unpack_plain(found, 8).tolist() == [[True, False, True, False, False, True, False, True]]
     assert torch.equal(y.nan_to_num(9.0), torch.relu(x).nan_to_num(9.0))
-    again = bits.relu(x)
+    again = bitmask.relu(x)
     assert torch.equal(again[1], found)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", ["", "fp16", "fp8", "int8"])
 def test_what_is_not_zero(shape: tuple[int, int], kind: str) -> None:
-    from echelon.kernels import bits_gpu, sparse_gpu
+    from echelon.kernels.activations import bitmask_triton, sparse_values_triton
 
     chosen = KINDS.get(kind)
     y = codable(rectified(shape)[1], kind)
-    packed, counts = bits_gpu.rectify(y, torch.empty_like(y))
+    packed, counts = bitmask_triton.rectify(y, torch.empty_like(y))
     none = torch.empty(0, device=DEVICE)
-    count, plain_count = sparse.count(packed, counts, shape[1]), sparse.count(packed, none, shape[1])
+    count, plain_count = sparse_values.count(packed, counts, shape[1]), sparse_values.count(packed, none, shape[1])
     assert count.wait() == plain_count.wait() == int((y > 0).sum())
-    found = sparse_gpu.compact(y, packed, count.wait(), count.ends, chosen)
-    plain = sparse.compact(y, packed, plain_count.wait(), plain_count.ends, chosen)
+    found = sparse_values_triton.compact(y, packed, count.wait(), count.ends, chosen)
+    plain = sparse_values.compact(y, packed, plain_count.wait(), plain_count.ends, chosen)
     assert found.values.dtype == plain.values.dtype
     # The same values, in another order inside each block.
     ends = [0, *count.ends.tolist()]
@@ -89,8 +89,8 @@ def test_what_is_not_zero(shape: tuple[int, int], kind: str) -> None:
         assert same_codes(*(of.values[start:end].float().sort().values for of in (found, plain)))
     assert torch.allclose(found.scales, plain.scales, rtol=1e-6)
     out, truth = torch.empty_like(y), torch.empty_like(y)
-    sparse_gpu.expand(found, packed, chosen, out)
-    sparse.expand(plain, packed, chosen, truth)
+    sparse_values_triton.expand(found, packed, chosen, out)
+    sparse_values.expand(plain, packed, chosen, truth)
     step = float(plain.scales.max()) if ON_GPU and kind == "int8" else 1e-8
     assert torch.allclose(out, truth, rtol=1e-6, atol=step)
     if not kind:
@@ -101,17 +101,17 @@ def test_what_is_not_zero(shape: tuple[int, int], kind: str) -> None:
 @pytest.mark.parametrize("kind", ["fp16", "fp8", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_in_fewer_bits(shape: tuple[int, int], kind: str, dtype: torch.dtype) -> None:
-    from echelon.kernels import blockwise_gpu
+    from echelon.kernels.activations import blockwise_cast_triton
 
     chosen = KINDS[kind]
     x = codable(rectified(shape, dtype)[0], kind)
-    codes, scales = blockwise_gpu.encode(x, chosen)
-    plain_codes, plain_scales = blockwise.encode_plain(x, chosen)
+    codes, scales = blockwise_cast_triton.encode(x, chosen)
+    plain_codes, plain_scales = blockwise_cast.encode_plain(x, chosen)
     assert same_codes(codes, plain_codes)
     assert torch.allclose(scales, plain_scales, rtol=1e-6)
     out = torch.empty_like(x)
-    blockwise_gpu.decode(codes, scales, chosen, out)
-    assert torch.allclose(out, blockwise.decode_plain(codes, scales, chosen).to(dtype), rtol=1e-2)
+    blockwise_cast_triton.decode(codes, scales, chosen, out)
+    assert torch.allclose(out, blockwise_cast.decode_plain(codes, scales, chosen).to(dtype), rtol=1e-2)
 
 
 def same_codes(found: Tensor, wanted: Tensor) -> bool:
@@ -136,7 +136,7 @@ def test_rounding_stays_within_its_bounds(kind: str, bound: float) -> None:
     """Of the value itself; in fp8 or a step of its block's smallest; in int8 of its block's largest."""
     x = torch.randn(8, 1000, device=DEVICE) * torch.logspace(-3, 3, 8, device=DEVICE).unsqueeze(-1)
     chosen = KINDS[kind]
-    error = (blockwise.decode_plain(*blockwise.encode_plain(x, chosen), chosen).float() - x).abs()
+    error = (blockwise_cast.decode_plain(*blockwise_cast.encode_plain(x, chosen), chosen).float() - x).abs()
     padded = torch.nn.functional.pad(x, (0, 24)).view(8, -1, 256).abs().amax(-1, keepdim=True)
     largest = padded.expand(-1, -1, 256).flatten(1)[:, :1000]
     allowed = {"fp16": x.abs() * bound, "fp8": x.abs() * bound + largest / 448 * 2**-10, "int8": largest * bound}[kind]
@@ -145,21 +145,21 @@ def test_rounding_stays_within_its_bounds(kind: str, bound: float) -> None:
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_zeros_stay_and_what_is_not_a_number_is_not_hidden(kind: str) -> None:
-    from echelon.kernels import blockwise_gpu
+    from echelon.kernels.activations import blockwise_cast_triton
 
     chosen = KINDS[kind]
     x = torch.zeros(2, 300, device=DEVICE)
-    assert not blockwise.decode_plain(*blockwise.encode_plain(x, chosen), chosen).any()
+    assert not blockwise_cast.decode_plain(*blockwise_cast.encode_plain(x, chosen), chosen).any()
     x[1, 3] = float("nan")
-    encoders = [blockwise.encode_plain]
+    encoders = [blockwise_cast.encode_plain]
     if ON_GPU or kind != "fp8":  # of which Triton's interpreter makes a number
-        encoders.append(blockwise_gpu.encode)
+        encoders.append(blockwise_cast_triton.encode)
     for encode in encoders:
-        out = blockwise.decode_plain(*encode(x, chosen), chosen)
+        out = blockwise_cast.decode_plain(*encode(x, chosen), chosen)
         assert bool(out[1, 3].isnan())
         assert not out[0].isnan().any()
     huge = torch.full((1, 16), 1e30, device=DEVICE)
-    assert bool(blockwise.decode_plain(*blockwise.encode_plain(huge, chosen), chosen).isfinite().all())
+    assert bool(blockwise_cast.decode_plain(*blockwise_cast.encode_plain(huge, chosen), chosen).isfinite().all())
 
 
 @pytest.mark.parametrize("spread", [False, True])
@@ -173,19 +173,19 @@ def test_places_of_maxima(
     dilation: tuple[int, int],
     spread: bool,
 ) -> None:
-    from echelon.kernels import places_gpu
+    from echelon.kernels.activations import pool_indices_triton
 
     x = torch.randn(2, 3, 9, 11, device=DEVICE).contiguous(
         memory_format=torch.channels_last if spread else torch.contiguous_format
     )
     _, indices = torch.nn.functional.max_pool2d(x, kernel, stride, padding, dilation, return_indices=True)
     window = Window(width=11, kernel=kernel, stride=stride, padding=padding, dilation=dilation)
-    codes = places.encode(indices, window)
+    codes = pool_indices.encode(indices, window)
     assert int(codes.max()) < kernel[0] * kernel[1]
-    assert torch.equal(places.decode(codes, window), indices)
+    assert torch.equal(pool_indices.decode(codes, window), indices)
     found, back = torch.empty_like(codes), torch.empty_like(indices)
-    places_gpu.encode(indices, window, found)
-    places_gpu.decode(found, window, back)
+    pool_indices_triton.encode(indices, window, found)
+    pool_indices_triton.decode(found, window, back)
     assert torch.equal(found, codes)
     assert torch.equal(back, indices)
 
@@ -195,7 +195,7 @@ def test_places_of_maxima(
 def test_pooling_that_keeps_places(
     monkeypatch: pytest.MonkeyPatch, channels: int, kernel: tuple[int, int], spread: bool
 ) -> None:
-    monkeypatch.setattr(bits, "ours", lambda _x: True)
+    monkeypatch.setattr(bitmask, "ours", lambda _x: True)
     torch.manual_seed(0)
     lying = torch.channels_last if spread else torch.contiguous_format
     # Few values, so that some are equal in a window; 11 is no multiple of the windows, 12 is.
@@ -203,9 +203,9 @@ def test_pooling_that_keeps_places(
     x[0, 0, 0, :3] = float("nan")
     x[1, 0, 4:6, 4:6] = -float("inf")
     window = Window(width=11, kernel=kernel, stride=kernel, padding=(0, 0), dilation=(1, 1))
-    assert pool.takes(x, window)
+    assert max_pool.takes(x, window)
     found, gradients = [], []
-    for of in (lambda x: pool.maximum(x, window), lambda x: torch.nn.functional.max_pool2d(x, kernel)):
+    for of in (lambda x: max_pool.maximum(x, window), lambda x: torch.nn.functional.max_pool2d(x, kernel)):
         leaf = x.clone().requires_grad_()
         out = of(leaf)
         weights = torch.arange(out.numel(), device=DEVICE).view(out.shape).float()
@@ -242,7 +242,7 @@ def test_a_network_on_our_kernels(monkeypatch: pytest.MonkeyPatch, compress: str
     x = torch.randn(2, 3, 8, 8, device=DEVICE)
     found = []
     for ours in (True, False):
-        monkeypatch.setattr(bits, "ours", lambda _x, ours=ours: ours)
+        monkeypatch.setattr(bitmask, "ours", lambda _x, ours=ours: ours)
         with torch.backends.cudnn.flags(deterministic=True, allow_tf32=False):
             with compressed(compress if ours or compress != "lossless" else "none", least=1):
                 total = net(x).square().sum()

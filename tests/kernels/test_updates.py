@@ -12,23 +12,24 @@ from laid_out import tiny
 from torch import Tensor, nn
 
 from echelon import models
-from echelon.kernels import adamw, choice
-from echelon.kernels.adamw import Place
-from echelon.kernels.halves import joined, split_into
-from echelon.optim import adamw8
-from echelon.optim.average import Average
-from echelon.optim.blockwise import Blocks, borders_of
-from echelon.optim.choose import sharded
-from echelon.optim.held import runs_of
-from echelon.optim.rounding import Chance
-from echelon.optim.sgd import PlainSGD
+from echelon.config.sections import OptimizerConfig
+from echelon.kernels import dispatch
+from echelon.kernels.optim import fused_adamw
+from echelon.kernels.optim.fused_adamw import Place
+from echelon.kernels.optim.split_fp32 import joined, split_into
+from echelon.optim.blockwise_quantization import Blocks, borders_of
+from echelon.optim.optimizer_factory import sharded
+from echelon.optim.param_shards import runs_of
+from echelon.optim.rules import adamw_int8
+from echelon.optim.rules.ema import Average
+from echelon.optim.rules.sgd import PlainSGD
+from echelon.optim.stochastic_rounding import Chance
 from echelon.parallel.apply import Options
-from echelon.train.engine import Engine
-from echelon.train.sections import OptimizerConfig
+from echelon.training.engine import Engine
 from tests.optim.fed import feed
 
 triton = pytest.importorskip("triton")
-adamw8_gpu = pytest.importorskip("echelon.kernels.adamw8_gpu")
+adamw8_gpu = pytest.importorskip("echelon.kernels.optim.adamw_int8_triton")
 tl, _nearest = triton.language, adamw8_gpu._nearest
 
 BOX = Place(start=3, key=0xFEDCBA98, sizes=(4, 5), strides=(77, 11), base=2**32 - 20)
@@ -45,7 +46,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Kernels run in Triton's interpreter from here on, or plain torch does."""
 
     def chosen(yes: bool) -> None:
-        monkeypatch.setattr(choice, "updates", lambda device, dtype=torch.float32: yes and dtype == torch.float32)
+        monkeypatch.setattr(dispatch, "updates", lambda device, dtype=torch.float32: yes and dtype == torch.float32)
 
     return chosen
 
@@ -84,8 +85,10 @@ class State:
         self.step += live
         rule = torch.tensor([0.9, 0.95, 1e-8], dtype=torch.float64, device=DEVICE)
         scale = torch.tensor(0.3, dtype=torch.float64, device=DEVICE)
-        numbers = adamw.numbers_of(rule, 1e-2, 0.1, self.step, scale, torch.tensor(live, device=DEVICE), torch.float32)
-        adamw8.update(self.high, self.low, self.mean, self.square, gradient, numbers, self.step, BOX)
+        numbers = fused_adamw.numbers_of(
+            rule, 1e-2, 0.1, self.step, scale, torch.tensor(live, device=DEVICE), torch.float32
+        )
+        adamw_int8.update(self.high, self.low, self.mean, self.square, gradient, numbers, self.step, BOX)
 
     def tensors(self) -> list[Tensor]:
         kept = [self.mean.codes, self.mean.largest, self.square.codes, self.square.largest]

@@ -6,9 +6,9 @@ import signal
 
 import pytest
 
-from echelon.launch import place
-from echelon.launch.agent import Told
-from echelon.launch.failure import Failure, RankError
+from echelon.launch import scratch_dir
+from echelon.launch.elastic_agent import Told
+from echelon.launch.rank_failure import Failure, RankError
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def told(tmp_path):
 
 
 def is_told(folder, attempt: int) -> bool:
-    return (place.of_attempt(folder, attempt) / place.FAULTS / f"{place.STOP}.txt").exists()
+    return (scratch_dir.of_attempt(folder, attempt) / scratch_dir.FAULTS / f"{scratch_dir.STOP}.txt").exists()
 
 
 def test_ranks_that_are_under_way_are_told_to_stop(told, tmp_path):

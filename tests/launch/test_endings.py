@@ -12,8 +12,8 @@ from pathlib import Path
 # A pool that nobody closes, and ranks that would sleep on.
 SCRIPT = """
 import os, signal, sys, time
-from echelon.launch.local import start
-from echelon.launch.pool import Pool
+from echelon.launch.local_launcher import start
+from echelon.launch.rank_pool import Pool
 
 def pid():
     return os.getpid()

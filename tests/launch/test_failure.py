@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pickle
 
-from echelon.launch.failure import Failure, RankError, first
+from echelon.launch.rank_failure import Failure, RankError, first
 
 
 def caught(error: Exception, rank: int = 0) -> Failure:

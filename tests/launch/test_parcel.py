@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from echelon.launch.parcel import pack, unpack
+from echelon.launch.serialize import pack, unpack
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # by torch 2.11

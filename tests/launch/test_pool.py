@@ -9,8 +9,8 @@ import ranks
 import torch
 import torch.distributed as dist
 
-from echelon.launch.failure import RankError
-from echelon.launch.pool import Pool
+from echelon.launch.rank_failure import RankError
+from echelon.launch.rank_pool import Pool
 
 
 def own_rank() -> int:

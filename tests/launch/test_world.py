@@ -9,7 +9,7 @@ import ranks
 import torch
 import torch.distributed as dist
 
-from echelon.launch.pool import Pool
+from echelon.launch.rank_pool import Pool
 from echelon.launch.world import World, cores, join, under_launcher
 
 

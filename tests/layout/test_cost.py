@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from echelon.layout.cost import Collective, totals
+from echelon.layout.collective import Collective, totals
 
 
 def test_totals_add_up_what_is_alike() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from echelon.layout import FaultError, check
-from echelon.models.sizes import find
+from echelon.models.model_config import find
 
 
 @pytest.mark.parametrize(

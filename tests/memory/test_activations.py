@@ -10,8 +10,8 @@ from living import LivingBytes
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from echelon.memory.activations import Stash
-from echelon.memory.link import DOWN, UP, Link
+from echelon.memory.offload.activation_offload import Stash
+from echelon.memory.offload.host_transfer import DOWN, UP, Link
 
 
 @pytest.mark.parametrize(("recompute", "accumulate"), [("full", 1), ("full", 2), ("none", 1)])

@@ -15,12 +15,13 @@ from torch.utils.checkpoint import checkpoint
 
 import echelon as ec
 from echelon import models
-from echelon.memory import packing
-from echelon.memory.packing import Saved
-from echelon.models import sizes, vision
+from echelon.config.run_config import Config
+from echelon.memory.compression import cost as compression_cost
+from echelon.memory.compression.cost import Saved
+from echelon.models import model_config
+from echelon.models.vision import cnn
 from echelon.parallel.apply import Options
-from echelon.train.config import Config
-from echelon.train.engine import Engine
+from echelon.training.engine import Engine
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +33,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-LLAMA = replace(sizes.find("llama-tiny"), layers=2, dropout=0.1)
+LLAMA = replace(model_config.find("llama-tiny"), layers=2, dropout=0.1)
 LOSSY = {"lossless+fp16": 1e-3, "lossless+fp8": 6e-2, "lossless+int8": 2e-2}
 """bounds of the gradient's error, relative to its norm: docs/compression.md"""
 
@@ -76,8 +77,8 @@ NETS: dict[str, Callable[[], nn.Module]] = {
         conv(3, 8), nn.ReLU(True), nn.Dropout(0.3), nn.Flatten(), nn.Linear(2048, 64), nn.ReLU(), nn.Dropout()
     ),
     "calls": Calls,
-    "vgg": lambda: nn.Sequential(vision.vgg16(10, 32, 1 / 16).features, nn.Flatten(), nn.Linear(32, 10)),
-    "resnet": lambda: nn.Sequential(vision.resnet50(10, 1 / 16).features, nn.Flatten(), nn.Linear(128, 10)),
+    "vgg": lambda: nn.Sequential(cnn.vgg16(10, 32, 1 / 16).features, nn.Flatten(), nn.Linear(32, 10)),
+    "resnet": lambda: nn.Sequential(cnn.resnet50(10, 1 / 16).features, nn.Flatten(), nn.Linear(128, 10)),
 }
 
 
@@ -155,7 +156,7 @@ def plain_bytes(net: nn.Module, x: Tensor) -> int:
     return sum(found.values())
 
 
-@pytest.mark.parametrize("compress", packing.KINDS)
+@pytest.mark.parametrize("compress", compression_cost.KINDS)
 def test_bytes_are_what_the_cost_says(compress: str) -> None:
     net = nn.Sequential(conv(3, 8), nn.ReLU(True), conv(8, 16), nn.ReLU(True), nn.MaxPool2d(2), conv(16, 4))
     x, each = torch.randn(2, 3, 16, 16), 2 * 16 * 16
@@ -166,21 +167,21 @@ def test_bytes_are_what_the_cost_says(compress: str) -> None:
         share = float((net[:2](x) > 0).float().mean())
     # The image has no gradient, and stays as it is.
     saved = Saved(rectified=8 * each, signs=16 * each, maxima=4 * each, values=4 * each)
-    expected = packing.kept_bytes(saved, compress, 4, share=share, ours=False) + 4 * 3 * each
+    expected = compression_cost.kept_bytes(saved, compress, 4, share=share, ours=False) + 4 * 3 * each
     assert saving.bytes == pytest.approx(expected, abs=1)
-    assert plain_bytes(net, x) == packing.plain_bytes(saved, 4) + 4 * 3 * each
+    assert plain_bytes(net, x) == compression_cost.plain_bytes(saved, 4) + 4 * 3 * each
 
 
-@pytest.mark.parametrize("compress", packing.KINDS[1:])
+@pytest.mark.parametrize("compress", compression_cost.KINDS[1:])
 def test_one_ReLU_at_a_time_is_whole_inside_forward_and_none_behind_it(compress: str) -> None:
     net = nn.Sequential(*(layer for _ in range(3) for layer in (conv(8, 8), nn.ReLU())))
     x, each = torch.randn(3, 8, 16, 16), 3 * 8 * 16 * 16
     with torch.no_grad():
         shares = [float((net[:number](x) > 0).float().mean()) for number in (2, 4)]
     first, second = (
-        packing.kept_bytes(Saved(rectified=each), compress, 4, share=share, ours=False) for share in shares
+        compression_cost.kept_bytes(Saved(rectified=each), compress, 4, share=share, ours=False) for share in shares
     )
-    whole = packing.kept_bytes(Saved(whole=each), compress, 4, ours=False)
+    whole = compression_cost.kept_bytes(Saved(whole=each), compress, 4, ours=False)
     assert whole == each * 4 + each / 8
     with ec.compressed(compress, least=1) as saving:
         out = net[:3](x)
@@ -191,7 +192,7 @@ def test_one_ReLU_at_a_time_is_whole_inside_forward_and_none_behind_it(compress:
         assert saving.bytes == pytest.approx(x.nbytes + first + second + each / 8, abs=1)
         out = conv(8, 4)(out)
     assert out.requires_grad
-    third = packing.kept_bytes(Saved(rectified=each), compress, 4, share=0.9)
+    third = compression_cost.kept_bytes(Saved(rectified=each), compress, 4, share=0.9)
     last = 4 * each // 2 if compress == "lossless" else 0
     assert saving.bytes < x.nbytes + first + second + third + last
 
@@ -355,7 +356,7 @@ def test_faults_are_told_before_a_run() -> None:
 
 def test_a_loop_of_ones_own() -> None:
     found = []
-    for compress in packing.KINDS[:2]:
+    for compress in compression_cost.KINDS[:2]:
         torch.manual_seed(0)
         model = ec.wrap(nn.Sequential(conv(3, 8), nn.ReLU(), nn.MaxPool2d(2), conv(8, 4)), "", compress=compress)
         model(torch.randn(2, 3, 16, 16)).square().sum().backward()

@@ -18,11 +18,11 @@ from away import SHAPE, engine_away, stepped
 from laid_out import batch_of, largest_error, whole
 from torch import Tensor
 
-from echelon.memory.link import DOWN, UP, Link, Moving
-from echelon.parallel import away
-from echelon.parallel.host_unit import Host
-from echelon.train.engine import Engine
-from echelon.train.saved import state_of
+from echelon.memory.offload.host_transfer import DOWN, UP, Link, Moving
+from echelon.parallel.dp import offload_policy
+from echelon.parallel.dp.offloaded_param_group import Host
+from echelon.training.engine import Engine
+from echelon.training.engine_state import state_of
 
 
 class Late(Moving):
@@ -103,7 +103,7 @@ def test_nobody_reads_what_has_not_come_and_nobody_lets_go_of_what_has_not_gone(
     monkeypatch: pytest.MonkeyPatch, layout: str, share: float
 ) -> None:
     plain = stepped(engine_away(layout.rpartition(",")[0]))
-    monkeypatch.setattr(away, "Link", LateLink)
+    monkeypatch.setattr(offload_policy, "Link", LateLink)
     before = LateLink.made
     late = stepped(engine_away(layout, host=share))
     assert largest_error(whole(late.parallel, "master"), whole(plain.parallel, "master")) <= 1e-10
@@ -114,7 +114,7 @@ def test_nobody_reads_what_has_not_come_and_nobody_lets_go_of_what_has_not_gone(
 
 
 def test_activations_that_are_never_read_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(away, "Link", LateLink)
+    monkeypatch.setattr(offload_policy, "Link", LateLink)
     engine = engine_away("dp=1,offload=activations")
     for seed in range(3):
         total, _ = engine.model(**batch_of(SHAPE, 4, seed=seed))
@@ -139,7 +139,7 @@ def loaded(engine: Engine) -> float | None:
 def test_values_that_are_loaded_are_not_overtaken_by_older_ones(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """With states on disk, those that the last update had sent up came after them."""
     expected = loaded(stepped(engine_away("dp=1")))
-    monkeypatch.setattr(away, "Link", LateLink)
+    monkeypatch.setattr(offload_policy, "Link", LateLink)
     assert loaded(stepped(engine_away(f"dp=1,offload={kind}"))) == pytest.approx(expected, rel=1e-12)
 
 

@@ -14,14 +14,14 @@ from away import ADAMW, SHAPE, engine_away, link_of, stepped
 from laid_out import batch_of, error, largest_error, whole
 from torch import Tensor, nn
 
-from echelon.launch.pool import Pool
+from echelon.config.sections import OptimizerConfig
+from echelon.launch.rank_pool import Pool
 from echelon.layout.placement import Entry, Unit
-from echelon.memory import offload
-from echelon.memory.link import DOWN, UP
+from echelon.memory.offload import cost as offload_cost
+from echelon.memory.offload.host_transfer import DOWN, UP
 from echelon.parallel.apply import Options
-from echelon.train import issued
-from echelon.train.engine import Engine
-from echelon.train.sections import OptimizerConfig
+from echelon.training import step_comm_volume
+from echelon.training.engine import Engine
 
 
 class Scaled(nn.Module):
@@ -120,7 +120,7 @@ def test_states_are_held_where_the_cost_says(tmp_path: Path) -> None:
     for layout, place in (("offload=optimizer", "host"), ("offload=params", "host"), ("offload=disk", "disk")):
         engine = stepped(engine_away(f"dp=1,accumulate=2,{layout}", disk=str(tmp_path)), 1)
         engine.drain()
-        said = issued.held_away(engine)
+        said = step_comm_volume.held_away(engine)
         hosts = [unit.host for unit in engine.parallel.flat.units if unit.host is not None]
         states = [state for state in engine.optimizer.states() if state.dim()]
         held = sum(state.nbytes for state in states) + sum(host.tensor.numel() * 8 for host in hosts)
@@ -138,18 +138,18 @@ def unit(name: str, numel: int, *, kept: bool = False) -> Unit:
 
 def test_the_last_layers_leave_first_and_what_is_needed_at_once_leaves_last() -> None:
     units = [unit("", 1, kept=True), unit("a", 10), unit("b", 10), unit("c", 10), unit("head", 9, kept=True)]
-    assert offload.chosen(units, 0.0) == frozenset()
-    assert offload.chosen(units, 0.25) == {"c"}
-    assert offload.chosen(units, 0.5) == {"b", "c"}
-    assert offload.chosen(units, 0.8) == {"a", "b", "c", "head"}
-    assert offload.chosen(units, 1.0) == {"", "a", "b", "c", "head"}
+    assert offload_cost.chosen(units, 0.0) == frozenset()
+    assert offload_cost.chosen(units, 0.25) == {"c"}
+    assert offload_cost.chosen(units, 0.5) == {"b", "c"}
+    assert offload_cost.chosen(units, 0.8) == {"a", "b", "c", "head"}
+    assert offload_cost.chosen(units, 1.0) == {"", "a", "b", "c", "head"}
 
 
 def test_as_few_leave_as_must() -> None:
     units = [unit(str(index), 10) for index in range(10)]
-    assert offload.least_share(units, room=1600, stay=16, leave=4) == 0.0
-    assert offload.least_share(units, room=1000, stay=16, leave=4) == pytest.approx(0.5)
-    assert offload.least_share(units, room=100, stay=16, leave=4) == 1.0
+    assert offload_cost.least_share(units, room=1600, stay=16, leave=4) == 0.0
+    assert offload_cost.least_share(units, room=1000, stay=16, leave=4) == pytest.approx(0.5)
+    assert offload_cost.least_share(units, room=100, stay=16, leave=4) == 1.0
 
 
 def test_what_a_plan_is_told_moves() -> None:
@@ -160,14 +160,14 @@ def test_what_a_plan_is_told_moves() -> None:
         "compute_bytes": 2,
         "gradient_bytes": 4,
     }
-    optimizer = offload.moved("optimizer", **numbers)
+    optimizer = offload_cost.moved("optimizer", **numbers)
     assert (optimizer.link, optimizer.updated, optimizer.disk) == (60.0, 10.0, 0.0)
-    assert offload.moved("optimizer", share=0.5, **numbers).link == 30.0
-    assert offload.moved("params", **numbers).link == 3 * 10 * (4 + 2 * 2)
-    disk, short = (offload.moved("disk", state_bytes=size, **numbers).disk for size in (12, 6))
+    assert offload_cost.moved("optimizer", share=0.5, **numbers).link == 30.0
+    assert offload_cost.moved("params", **numbers).link == 3 * 10 * (4 + 2 * 2)
+    disk, short = (offload_cost.moved("disk", state_bytes=size, **numbers).disk for size in (12, 6))
     assert (disk, short) == (240, 120)
-    assert offload.moved("activations", **numbers) == offload.Moved(link=42.0)
-    assert offload.moved("params+disk", **numbers).disk == 2 * 12 * 10 + 7 * 2 * 10
+    assert offload_cost.moved("activations", **numbers) == offload_cost.Moved(link=42.0)
+    assert offload_cost.moved("params+disk", **numbers).disk == 2 * 12 * 10 + 7 * 2 * 10
 
 
 # -- shares, and readers ----------------------------------------------------------------------------------------------

@@ -18,12 +18,12 @@ from laid_out import largest_error, whole
 from torch import Tensor
 
 from echelon import models
-from echelon.memory import store
-from echelon.memory.link import Link, Rooms
-from echelon.memory.worker import Worker
-from echelon.optim.on_host import OnHost
-from echelon.parallel import away
-from echelon.train.engine import Engine
+from echelon.memory.offload import disk_store
+from echelon.memory.offload.host_transfer import Link, Rooms
+from echelon.memory.offload.host_worker import Worker
+from echelon.optim.host_optimizer import OnHost
+from echelon.parallel.dp import offload_policy
+from echelon.training.engine import Engine
 
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
@@ -49,7 +49,7 @@ def test_an_error_on_the_host_is_raised_where_the_unit_is_needed(monkeypatch: py
 def test_a_disk_that_is_too_small_is_found_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "_free", lambda _: 1000)
+    monkeypatch.setattr(disk_store, "_free", lambda _: 1000)
     with pytest.raises(ValueError, match=r"the disk is full .*bytes needed, 1,000 free.*memory\.disk"):
         engine_away("offload=disk", disk=str(tmp_path))
     monkeypatch.undo()
@@ -66,7 +66,7 @@ def test_a_disk_that_is_too_small_is_found_before_the_first_step(
 
 def test_a_disk_that_is_too_small_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that fails is ended at once: what it had reserved stayed, and there was less room for the next run."""
-    monkeypatch.setattr(store, "_free", lambda _: 1000)
+    monkeypatch.setattr(disk_store, "_free", lambda _: 1000)
     with pytest.raises(ValueError, match="the disk is full") as held:
         engine_away("offload=disk", disk=str(tmp_path))
     assert held.tb is not None  # and with it everything that was made
@@ -86,13 +86,13 @@ def test_files_that_the_system_can_let_go_of_are_available(tmp_path: Path, monke
     """A group's use counts the files that it has read: where those had filled it, every offload was refused."""
     for name, text in (("max", "1000000"), ("current", "990000"), ("stat", "anon 1000\ninactive_file 900000\n")):
         (tmp_path / f"memory.{name}").write_text(text)
-    monkeypatch.setattr(away, "GROUPS", tmp_path)
-    assert away.available() == 910000
+    monkeypatch.setattr(offload_policy, "GROUPS", tmp_path)
+    assert offload_policy.available() == 910000
 
 
 def test_a_host_that_is_too_small_is_found_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert away.available() > 0
-    monkeypatch.setattr(away, "available", lambda: 1000)
+    assert offload_policy.available() > 0
+    monkeypatch.setattr(offload_policy, "available", lambda: 1000)
     with pytest.raises(ValueError, match=r"the host cannot hold .*GiB a rank, 0\.0 available.*\+disk"):
         engine_away("offload=optimizer")
     engine_away("offload=activations")
@@ -162,7 +162,7 @@ def test_what_cannot_be_is_refused(layout: str, word: str) -> None:
 
 
 def test_an_own_loop_has_its_own_update() -> None:
-    from echelon.train.wrap import wrap
+    from echelon.training.wrap import wrap
 
     with pytest.raises(ValueError, match="yours is in your own loop"):
         wrap(models.build(SHAPE, "cpu"), "offload=optimizer")

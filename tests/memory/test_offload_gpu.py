@@ -10,9 +10,9 @@ from laid_out import batch_of, largest_error, tiny, whole
 from torch import Tensor
 
 from echelon import models
+from echelon.config.sections import OptimizerConfig
 from echelon.parallel.apply import Options
-from echelon.train.engine import Engine
-from echelon.train.sections import OptimizerConfig
+from echelon.training.engine import Engine
 
 SHAPE = tiny(layers=6, width=1024, heads=8, kv_heads=4, ffn=2816, vocab=8001, max_seq_len=512)
 KINDS = ("optimizer", "params", "activations", "disk", "params+disk", "optimizer+activations", "params+activations")

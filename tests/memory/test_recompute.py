@@ -17,15 +17,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from echelon import models
 from echelon.layout import Layout
-from echelon.memory import budget
-from echelon.memory.budget import Budgeted
-from echelon.memory.kept import Arena
-from echelon.memory.repeats import GIB, Again, idle_reason, repeats
-from echelon.models import sizes
-from echelon.models.mixture_config import MixtureConfig
-from echelon.models.sizes import ModelConfig
+from echelon.memory.checkpointing import memory_budget
+from echelon.memory.checkpointing.cost import GIB, Again, idle_reason, repeats
+from echelon.memory.checkpointing.memory_budget import Budgeted
+from echelon.memory.checkpointing.saved_inputs import Arena
+from echelon.models import model_config
+from echelon.models.model_config import ModelConfig
+from echelon.models.moe_config import MixtureConfig
 from echelon.parallel.apply import Options
-from echelon.train.engine import Engine
+from echelon.training.engine import Engine
 
 KINDS = ("full", "every:2", "every:3", "sqrt", "selective", "ops")
 MIXTURE = MixtureConfig(experts=4, k=2, ffn=16, gate="mixtral", dropout=0.2, dense=1)
@@ -107,14 +107,14 @@ def kept_by(engine: Engine, batch: dict[str, Tensor]) -> int:
 
 @pytest.mark.parametrize(("name", "share"), [("llama-tiny", 0.8), ("gpt-tiny", 0.85)])
 def test_ops_keeps_less_than_none_and_more_than_full(name: str, share: float) -> None:
-    size = replace(sizes.find(name), dropout=0.0)
+    size = replace(model_config.find(name), dropout=0.0)
     batch = batch_of(size, 4, 64)
     whole, some, least = (kept(models.build(size, "meta"), kind, batch) for kind in ("none", "ops", "full"))
     assert least < some < share * whole
 
 
 def test_every_nth_input_is_kept_and_nothing_else() -> None:
-    size = replace(sizes.find("gpt-tiny"), layers=7, dropout=0.1)
+    size = replace(model_config.find("gpt-tiny"), layers=7, dropout=0.1)
     batch = batch_of(size, 4, 64)
     found = {kind: kept(models.build(size, "meta"), kind, batch) for kind in ("full", "every:2", "every:3", "sqrt")}
     entry = 4 * 64 * size.width * 4
@@ -124,7 +124,7 @@ def test_every_nth_input_is_kept_and_nothing_else() -> None:
 
 
 def test_selective_drops_what_is_quadratic() -> None:
-    size = replace(sizes.find("gpt-tiny"), layers=2, dropout=0.1)
+    size = replace(model_config.find("gpt-tiny"), layers=2, dropout=0.1)
     none, less = (
         [kept(models.build(size, "meta"), kind, batch_of(size, 1, length)) for length in (64, 128)]
         for kind in ("none", "selective")
@@ -189,7 +189,7 @@ def flops_of(engine: Engine, batch: dict[str, Tensor]) -> int:
 
 
 def test_repeated_flops_are_those_of_the_costs() -> None:
-    size = replace(sizes.find("gpt-tiny"), layers=6, dropout=0.1)
+    size = replace(model_config.find("gpt-tiny"), layers=6, dropout=0.1)
     batch = batch_of(size, 2, 64)
     found = {kind: flops(models.build(size, "meta"), kind, batch) for kind in ("none", *KINDS)}
     tokens, width = 2 * 64, size.width
@@ -233,13 +233,13 @@ def test_a_budget_is_met_and_used(family: str, dropout: float) -> None:
 def test_a_rehearsal_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every layer in each of its ways stayed in memory for good: 49 GiB of a GPU beside a budget of 8."""
     saved: list[StorageWeakRef] = []
-    pack = budget._Seen.pack
+    pack = memory_budget._Seen.pack
 
     def noted(self: Any, tensor: Tensor) -> Any:
         saved.append(StorageWeakRef(tensor.untyped_storage()))
         return pack(self, tensor)  # type: ignore[func-returns-value]
 
-    monkeypatch.setattr(budget._Seen, "pack", noted)
+    monkeypatch.setattr(memory_budget._Seen, "pack", noted)
     engine = engine_of(SHAPES["gpt"], "budget:1GiB")
     engine.step(batch_of(SHAPES["gpt"], 4))
     lasting = {parameter.untyped_storage()._cdata for parameter in engine.model.parameters()}

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import echelon as ec
-from echelon.train.engine import Engine
+from echelon.training.engine import Engine
 
 
 class Own(nn.Module):

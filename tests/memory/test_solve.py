@@ -7,7 +7,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.memory.solve import Way, cost, peak, solve
+from echelon.memory.checkpointing.knapsack import Way, cost, peak, solve
 
 SIZES = st.integers(1, 1000)
 

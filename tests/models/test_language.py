@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from echelon import rng
 from echelon.models import ModelConfig, build, find, initialise
 from echelon.models.attention import Seen
-from echelon.models.head import loss_sum
+from echelon.models.lm_head import loss_sum
 
 FAMILIES = ["gpt-tiny", "llama-tiny"]
 

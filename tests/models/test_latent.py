@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.launch.pool import Pool
+from echelon.launch.rank_pool import Pool
 from echelon.layout import Layout
 from echelon.models import ModelConfig, build, find, reduced
 from echelon.models.attention import Seen, rotation
-from echelon.models.latent import LatentAttention
-from echelon.models.latent_config import LatentConfig
-from echelon.models.splits import split_of
-from echelon.proof.case import Case
-from echelon.proof.verify import Prover, Verdict
+from echelon.models.mla import LatentAttention
+from echelon.models.mla_config import LatentConfig
+from echelon.models.tp_splits import split_of
+from echelon.verification.verifier import Prover, Verdict
+from echelon.verification.verify_case import Case
 
 LATENT = LatentConfig(query_rank=20, kv_rank=14, rope_dim=6, nope_dim=10, value_dim=8)
 DIRECT = replace(LATENT, query_rank=0)
@@ -174,8 +174,8 @@ def test_parts_of_gradients_are_missed_where_they_are_not_summed(pool: Pool, mod
 def _parts(model: ModelConfig) -> list[str]:
     """Parameters whose gradients tensor parallelism sums."""
     from echelon.parallel.apply import read_entries
-    from echelon.parallel.axis import Axis
-    from echelon.parallel.tensor import split
+    from echelon.parallel.comm.mesh_axis import Axis
+    from echelon.parallel.tp.tensor_parallel import split
 
     built = build(model, "meta")
     axis = Axis("tp", (0, 1), 0, None, frozenset())

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from echelon.config.run_config import Config
 from echelon.layout import FaultError
-from echelon.models import SIZES, ModelConfig, build, find, reduced, sizes
-from echelon.models.gate_text import with_gate
-from echelon.models.head import loss_sum
-from echelon.models.mixture import gate_faults
-from echelon.models.mixture_config import MixtureConfig
+from echelon.models import SIZES, ModelConfig, build, find, model_config, reduced
+from echelon.models.gate_override import with_gate
+from echelon.models.lm_head import loss_sum
+from echelon.models.moe_block import gate_faults
+from echelon.models.moe_config import MixtureConfig
 from echelon.moe import GATES
-from echelon.moe.layer import Mixture
-from echelon.train.config import Config
+from echelon.moe.moe_layer import Mixture
 
 NAMES = [name for name, config in SIZES.items() if config.mixture is not None]
 TINY = [name for name in NAMES if name.endswith("-tiny")]
@@ -155,7 +155,7 @@ def test_reduced_mixtures_are_small_and_run(name: str) -> None:
 @pytest.mark.parametrize("name", GATES)
 @pytest.mark.parametrize("size", ["moe-tiny", "qwen-moe-tiny", "mixtral-8x7b"])
 def test_any_gate_in_place_of_a_mixtures_own(name: str, size: str) -> None:
-    mixture = sizes.find(size).mixture
+    mixture = model_config.find(size).mixture
     assert mixture is not None
     found = with_gate(mixture, f"{name},cap=4" if name == "expert-choice-capped" else name)
     assert found.gate == name
@@ -165,7 +165,7 @@ def test_any_gate_in_place_of_a_mixtures_own(name: str, size: str) -> None:
 @pytest.mark.parametrize("name", GATES)
 def test_every_gates_parameters_are_counted(name: str) -> None:
     """Those of two levels were not."""
-    changed = sizes.changed(replace(find("moe-tiny"), layers=2), gate=name)
+    changed = model_config.changed(replace(find("moe-tiny"), layers=2), gate=name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         built = build(changed, "meta")
@@ -174,13 +174,15 @@ def test_every_gates_parameters_are_counted(name: str) -> None:
 
 
 def test_a_gate_with_options() -> None:
-    changed = sizes.changed(sizes.find("moe-tiny"), gate="switch, capacity_factor=1.5,jitter=0", expert_dropout=0.4)
+    changed = model_config.changed(
+        model_config.find("moe-tiny"), gate="switch, capacity_factor=1.5,jitter=0", expert_dropout=0.4
+    )
     assert changed.mixture == MixtureConfig(
         experts=8, k=1, ffn=88, gate="switch", options=(("capacity_factor", 1.5), ("jitter", 0)), dropout=0.4
     )
     gate = build(changed, "meta").blocks[0].mlp.gate
     assert (gate.capacity_factor, gate.jitter) == (1.5, 0)
-    assert sizes.changed(sizes.find("moe-tiny"), gate="qwen,k=3,normalise=true").mixture.options == (
+    assert model_config.changed(model_config.find("moe-tiny"), gate="qwen,k=3,normalise=true").mixture.options == (
         ("normalise", True),
     )
 

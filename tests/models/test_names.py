@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from echelon.models import ModelConfig, build, find, reduced
 from echelon.models.attention import rotation
-from echelon.models.names import architecture, from_hugging_face, pairs, to_hugging_face
-from echelon.models.stretch import Stretch
+from echelon.models.hf.param_names import architecture, from_hugging_face, pairs, to_hugging_face
+from echelon.models.rope_scaling import Stretch
 
 SMALL = {name: replace(reduced(find(name)), layers=2) for name in ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v2")}
 LLAMA, GPT, DEEPSEEK = (replace(find(name), layers=2) for name in ("llama-tiny", "gpt-tiny", "deepseek-tiny"))

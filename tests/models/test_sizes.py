@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from echelon.layout.faults import FaultError
+from echelon.layout.validation_error import FaultError
 from echelon.models import SIZES, ModelConfig, build, find, reduced
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from echelon import rng
 from echelon.moe import build_gate
-from echelon.moe.gate import Gate
+from echelon.moe.gates.gate import Gate
 from echelon.moe.routing import Routing
 
 Array = NDArray[np.float64]

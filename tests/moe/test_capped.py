@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.moe.assignment import prices, shift
-from echelon.moe.capped import CappedExpertChoice
+from echelon.moe.gates.balanced_assignment import prices, shift
+from echelon.moe.gates.capped_expert_choice import CappedExpertChoice
 from tests.moe.reference import Array, Dense, accounted, best, dense, gate, same, softmax, tokens
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.moe.deepseek_v2 import DeepSeekV2
-from echelon.moe.deepseek_v3 import DeepSeekV3
+from echelon.moe.gates.deepseek_v2 import DeepSeekV2
+from echelon.moe.gates.deepseek_v3 import DeepSeekV3
 from tests.moe.reference import Array, Dense, accounted, best, gate, same, softmax, tokens
 
 SHAPES = [(8, 3, 4, 2), (8, 2, 4, 1), (6, 2, 3, 3), (6, 6, 2, 2), (6, 4, 3, 2), (1, 1, 1, 1)]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.moe.expert_choice import ExpertChoice
+from echelon.moe.gates.expert_choice import ExpertChoice
 from tests.moe.reference import Array, Dense, accounted, best, gate, same, softmax, tokens
 
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon import rng
 from echelon.moe import GATES, build_gate
-from echelon.moe.gate import Gate
+from echelon.moe.gates.gate import Gate
 from tests.moe.reference import accounted, dense, gate, tokens
 
 K = {"switch": 1, "hierarchical": 4}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.moe.gshard import GShard
+from echelon.moe.gates.gshard import GShard
 from tests.moe.reference import Array, Dense, accounted, best, dense, gate, same, softmax, tokens
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.moe.facts import squarest
-from echelon.moe.hierarchical import Hierarchical
+from echelon.moe.gate_properties import squarest
+from echelon.moe.gates.hierarchical import Hierarchical
 from tests.moe.reference import Array, Dense, accounted, below, best, cv_squared, gate, same, softmax, softplus, tokens
 
 ROUTERS = ("weight", "noise_weight", "group_weight", "group_noise_weight")

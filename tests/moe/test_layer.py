@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from echelon import rng
-from echelon.kernels.grouped import grouped
+from echelon.kernels.gemm.grouped_gemm import grouped
 from echelon.moe import build_gate
-from echelon.moe.dropout import ExpertDropout
+from echelon.moe.expert_dropout import ExpertDropout
 from echelon.moe.experts import Experts
-from echelon.moe.layer import Mixture
-from echelon.moe.sorted import Sorted
+from echelon.moe.moe_layer import Mixture
+from echelon.moe.token_permutation import Sorted
 
 WIDTH, FFN, EXPERTS = 16, 24, 8
 GATES = {"mixtral": 2, "switch": 1, "gshard": 2, "expert-choice": 2.0, "deepseek-v3": 3, "qwen": EXPERTS}

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.moe.loss_free import LossFree
-from echelon.parallel.first_values import move_buffers
+from echelon.moe.gates.loss_free import LossFree
+from echelon.parallel.init_weights import move_buffers
 from tests.moe.reference import Array, Dense, accounted, best, gate, same, softmax, tokens
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.moe.noisy import NoisyTopK
+from echelon.moe.gates.noisy_top_k import NoisyTopK
 from tests.moe.reference import Array, Dense, accounted, below, best, cv_squared, gate, same, softmax, softplus, tokens
 
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from echelon.moe.capacity import capacity, places
-from echelon.moe.choice import spread, top
+from echelon.moe.gates.expert_capacity import capacity, places
+from echelon.moe.gates.stable_top_k import spread, top
 from echelon.moe.routing import count
 from tests.moe.reference import accounted, dense, gate, tokens
 

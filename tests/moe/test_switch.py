@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.moe.switch import Switch
+from echelon.moe.gates.switch import Switch
 from tests.moe.reference import Array, Dense, accounted, best, gate, same, softmax, tokens
 
 

@@ -12,16 +12,16 @@ from laid_out import whole
 from torch import Tensor
 
 from echelon import models
-from echelon.models.sizes import ModelConfig
+from echelon.config.sections import OptimizerConfig
+from echelon.models.model_config import ModelConfig
 from echelon.optim import cost
-from echelon.optim.average import Average
-from echelon.optim.choose import sharded
-from echelon.optim.held import runs_of
-from echelon.optim.update import Update
+from echelon.optim.optimizer_factory import sharded
+from echelon.optim.optimizer_protocol import Update
+from echelon.optim.param_shards import runs_of
+from echelon.optim.rules.ema import Average
 from echelon.parallel.apply import Options, Parallel
-from echelon.proof.compare import expected
-from echelon.train.engine import Engine
-from echelon.train.sections import OptimizerConfig
+from echelon.training.engine import Engine
+from echelon.verification.compare import expected
 
 STEPS, SKIPPED, SCALE = 4, 2, 0.5
 """the third step has no target: nothing may change"""

@@ -9,13 +9,13 @@ import torch
 from laid_out import error, float64, tiny
 
 from echelon import models
-from echelon.launch.pool import Pool
+from echelon.config.sections import OptimizerConfig
+from echelon.launch.rank_pool import Pool
 from echelon.layout import Layout
 from echelon.optim import cost
-from echelon.optim.adamw8 import AdamW8
-from echelon.optim.blockwise import Blocks, borders_of, codes_of, values_of
-from echelon.train.engine import Engine
-from echelon.train.sections import OptimizerConfig
+from echelon.optim.blockwise_quantization import Blocks, borders_of, codes_of, values_of
+from echelon.optim.rules.adamw_int8 import AdamW8
+from echelon.training.engine import Engine
 from tests.optim import references
 from tests.optim.fed import SCALE, fed, feed, gradient
 

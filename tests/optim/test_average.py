@@ -7,12 +7,12 @@ import torch
 from laid_out import batch_of, float64, one_device, tiny, whole
 
 from echelon import models
-from echelon.launch.pool import Pool
+from echelon.config.sections import OptimizerConfig
+from echelon.launch.rank_pool import Pool
 from echelon.layout import Layout
-from echelon.optim.build import build
+from echelon.optim.torch_rules import build
 from echelon.parallel.apply import Options
-from echelon.train.engine import Engine
-from echelon.train.sections import OptimizerConfig
+from echelon.training.engine import Engine
 
 RULE = OptimizerConfig(lr=1e-2, ema=0.8)
 MODEL = tiny("llama", vocab=67, tied=True)

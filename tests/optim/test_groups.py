@@ -6,26 +6,26 @@ import pytest
 from laid_out import tiny
 
 from echelon import models
+from echelon.config.run_config import Config
+from echelon.config.sections import OptimizerConfig
 from echelon.layout import FaultError
-from echelon.optim import groups
-from echelon.optim.groups import Group, Setting
-from echelon.train.config import Config
-from echelon.train.engine import Engine
-from echelon.train.sections import OptimizerConfig
+from echelon.optim import optimizer_groups
+from echelon.optim.optimizer_groups import Group, Setting
+from echelon.training.engine import Engine
 
 RULE = OptimizerConfig(weight_decay=0.1)
 
 
 def test_a_group_is_a_pattern_with_settings() -> None:
-    assert groups.parse("embed*:lr=0.5") == Group(pattern="embed*", lr=0.5)
-    assert groups.parse("a:b*:lr=2, weight_decay=0") == Group(pattern="a:b*", lr=2.0, weight_decay=0.0)
+    assert optimizer_groups.parse("embed*:lr=0.5") == Group(pattern="embed*", lr=0.5)
+    assert optimizer_groups.parse("a:b*:lr=2, weight_decay=0") == Group(pattern="a:b*", lr=2.0, weight_decay=0.0)
 
 
 def test_the_last_that_matches_is_right_about_what_it_says() -> None:
-    given = [groups.parse(text) for text in ("*:lr=0.5", "*norm*:weight_decay=0.2", "blocks.0.*:lr=0.1")]
-    assert groups.setting_of(given, RULE, "head.weight", decays=True) == Setting(0.5, 0.1)
-    assert groups.setting_of(given, RULE, "norm.weight", decays=False) == Setting(0.5, 0.2)
-    assert groups.setting_of(given, RULE, "blocks.0.norm.weight", decays=False) == Setting(0.1, 0.2)
+    given = [optimizer_groups.parse(text) for text in ("*:lr=0.5", "*norm*:weight_decay=0.2", "blocks.0.*:lr=0.1")]
+    assert optimizer_groups.setting_of(given, RULE, "head.weight", decays=True) == Setting(0.5, 0.1)
+    assert optimizer_groups.setting_of(given, RULE, "norm.weight", decays=False) == Setting(0.5, 0.2)
+    assert optimizer_groups.setting_of(given, RULE, "blocks.0.norm.weight", decays=False) == Setting(0.1, 0.2)
 
 
 @pytest.mark.parametrize(

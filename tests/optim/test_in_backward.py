@@ -11,10 +11,10 @@ from laid_out import batch_of, float64, largest_error, tiny, whole
 from torch import Tensor
 
 from echelon import models
-from echelon.launch.pool import Pool
+from echelon.config.sections import OptimizerConfig
+from echelon.launch.rank_pool import Pool
 from echelon.layout import Layout
-from echelon.train.engine import Engine
-from echelon.train.sections import OptimizerConfig
+from echelon.training.engine import Engine
 
 MODEL = tiny("llama", vocab=67, layers=3, max_seq_len=64)
 RULES = (

@@ -7,10 +7,10 @@ import pytest
 from laid_out import tiny
 
 from echelon import models
-from echelon.launch.pool import Pool
+from echelon.config.sections import OptimizerConfig
+from echelon.launch.rank_pool import Pool
 from echelon.layout import Layout
-from echelon.train.engine import Engine
-from echelon.train.sections import OptimizerConfig
+from echelon.training.engine import Engine
 
 MODEL = tiny("llama", vocab=67, max_seq_len=64)
 MOE = models.reduced(models.find("moe-tiny"), layers=1, width=16, vocab=67)

@@ -8,12 +8,12 @@ from away import SHAPE, engine_away, stepped
 from laid_out import batch_of, largest_error, whole
 
 from echelon import models
-from echelon.launch.pool import Pool
+from echelon.config.run_config import Config
+from echelon.config.sections import OptimizerConfig
+from echelon.launch.rank_pool import Pool
 from echelon.layout import FaultError
-from echelon.optim import hosted
-from echelon.train.config import Config
-from echelon.train.engine import Engine
-from echelon.train.sections import OptimizerConfig
+from echelon.optim import offload_support
+from echelon.training.engine import Engine
 
 GROUPS = ("embed*:lr=0.5", "*norm*:weight_decay=0.1", "blocks.1.*:lr=0.1,weight_decay=0.01")
 RULES = {
@@ -109,7 +109,7 @@ REFUSED = (
 def test_what_the_host_cannot_update_is_refused(rule: OptimizerConfig, kind: str, key: str) -> None:
     with pytest.raises(ValueError, match=rf"{key}=.*offload={kind.replace('+', '.')}.*; legal: "):
         Engine(models.build(SHAPE, "meta"), f"offload={kind}", rule)
-    assert list(hosted.faults(rule, "activations")) == []
+    assert list(offload_support.faults(rule, "activations")) == []
 
 
 def test_a_configuration_says_so_at_once() -> None:

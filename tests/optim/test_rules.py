@@ -10,12 +10,12 @@ import torch
 from laid_out import batch_of, error, tiny
 
 from echelon import models
-from echelon.launch.pool import Pool
+from echelon.config.sections import OptimizerConfig
+from echelon.launch.rank_pool import Pool
 from echelon.layout import Layout
-from echelon.models.sizes import ModelConfig
-from echelon.optim.groups import is_muons
-from echelon.train.engine import Engine
-from echelon.train.sections import OptimizerConfig
+from echelon.models.model_config import ModelConfig
+from echelon.optim.optimizer_groups import is_muons
+from echelon.training.engine import Engine
 from tests.optim import references
 from tests.optim.fed import SCALE, SKIPPED, STEPS, Fed, fed, gradient
 from tests.optim.references import Reference, State

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from echelon import models
+from echelon.config.sections import OptimizerConfig
 from echelon.optim import cost
-from echelon.optim.build import build
-from echelon.train.engine import Engine
-from echelon.train.sections import OptimizerConfig
+from echelon.optim.torch_rules import build
+from echelon.training.engine import Engine
 
 SHAPE = models.find("llama-tiny")
 

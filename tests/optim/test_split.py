@@ -7,20 +7,20 @@ import torch
 from laid_out import whole
 from torch import Tensor, nn
 
-from echelon.launch.pool import Pool
+from echelon.config.run_config import Config
+from echelon.config.sections import OptimizerConfig
+from echelon.launch.rank_pool import Pool
 from echelon.layout import Layout
-from echelon.optim.adamw import OnePassAdamW
-from echelon.optim.choose import sharded
-from echelon.optim.rule import betas_of, momentum_of
-from echelon.optim.sgd import PlainSGD
-from echelon.optim.with_torch import WithTorch
+from echelon.optim.optimizer_factory import sharded
+from echelon.optim.rules.adamw import OnePassAdamW
+from echelon.optim.rules.sgd import PlainSGD
+from echelon.optim.torch_optimizer import WithTorch
+from echelon.optim.update_rule import betas_of, momentum_of
 from echelon.parallel.apply import Options
-from echelon.parallel.master import SplitMaster
-from echelon.train.config import Config
-from echelon.train.derived import derived
-from echelon.train.engine import Engine
-from echelon.train.metrics import Peak
-from echelon.train.sections import OptimizerConfig
+from echelon.parallel.dp.master_weights import SplitMaster
+from echelon.training.engine import Engine
+from echelon.training.logging.metrics import Peak
+from echelon.training.resolved_settings import derived
 
 STEPS, ROWS, WIDTH = 4, 8, 5
 RULES = {

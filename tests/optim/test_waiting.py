@@ -10,12 +10,12 @@ from laid_out import tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon import models
-from echelon.optim.average import Average
-from echelon.optim.choose import sharded
-from echelon.optim.held import runs_of
+from echelon.config.sections import OptimizerConfig
+from echelon.optim.optimizer_factory import sharded
+from echelon.optim.param_shards import runs_of
+from echelon.optim.rules.ema import Average
 from echelon.parallel.apply import Options
-from echelon.train.engine import Engine
-from echelon.train.sections import OptimizerConfig
+from echelon.training.engine import Engine
 from tests.optim.fed import feed
 
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero")

@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.launch.pool import Pool
+from echelon.launch.rank_pool import Pool
 from echelon.layout import Layout, Mesh
-from echelon.parallel import shard
 from echelon.parallel.apply import axes_of
-from echelon.parallel.axis import Axes, enumerate_groups, sum_together
+from echelon.parallel.comm.mesh_axis import Axes, enumerate_groups, sum_together
+from echelon.parallel.dp import zero
 
-NAMES = [*axes_of(shard.policy(Layout(dp=2)), "dp"), "tp/2"]
+NAMES = [*axes_of(zero.policy(Layout(dp=2)), "dp"), "tp/2"]
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from echelon.launch.pool import Pool
+from echelon.launch.rank_pool import Pool
 from echelon.layout import Layout, Mesh
-from echelon.parallel import batchnorm
-from echelon.parallel.axis import Axes
+from echelon.parallel.comm.mesh_axis import Axes
+from echelon.parallel.dp import sync_batchnorm
 
 ROWS, CHANNELS = 12, 3
 KINDS: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
@@ -74,7 +74,7 @@ def synchronised(kind: str, setting: str, offset: float) -> Outcome:
     """On a rank: its rows."""
     world, rank = dist.get_world_size(), dist.get_rank()
     model = build(kind, setting)
-    assert batchnorm.synchronise(model, Axes(Mesh(Layout.parse(f"dp={world}")), rank, ["dp"])["dp"]) == 1
+    assert sync_batchnorm.synchronise(model, Axes(Mesh(Layout.parse(f"dp={world}")), rank, ["dp"])["dp"]) == 1
     size = ROWS // world
     return run(model, kind, slice(rank * size, (rank + 1) * size), offset)
 
@@ -107,7 +107,7 @@ def test_every_batchnorm_is_replaced_and_keeps_its_names() -> None:
     names = [name for name, _ in model.named_parameters()], [name for name, _ in model.named_buffers()]
     parameters = list(model.parameters())
     axis = Axes(Mesh(Layout.parse("dp=1")), 0, ["dp"])["dp"]
-    assert batchnorm.synchronise(model, axis) == 2
-    assert batchnorm.synchronise(model, axis) == 0
+    assert sync_batchnorm.synchronise(model, axis) == 2
+    assert sync_batchnorm.synchronise(model, axis) == 0
     assert ([name for name, _ in model.named_parameters()], [name for name, _ in model.named_buffers()]) == names
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))

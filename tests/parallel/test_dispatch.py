@@ -8,14 +8,14 @@ import torch.distributed as dist
 from living import LivingBytes
 from torch import Tensor, nn
 
-from echelon.launch.pool import Pool
+from echelon.launch.rank_pool import Pool
 from echelon.layout import Layout, Mesh
 from echelon.moe import build_gate
 from echelon.moe.experts import Experts
-from echelon.moe.layer import Mixture
-from echelon.parallel.axis import Axes, Axis, Pending
-from echelon.parallel.dispatch import Dispatch
-from echelon.parallel.expert import CEILING
+from echelon.moe.moe_layer import Mixture
+from echelon.parallel.comm.mesh_axis import Axes, Axis, Pending
+from echelon.parallel.ep.expert_parallel import CEILING
+from echelon.parallel.ep.token_dispatch import Dispatch
 
 WIDTH, FFN, EXPERTS, TOKENS = 64, 96, 8, 500
 LAYOUT = "dp=4,ep=4"

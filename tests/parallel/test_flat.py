@@ -12,15 +12,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from echelon import models
-from echelon.launch.pool import Pool
+from echelon.config.sections import OptimizerConfig
+from echelon.launch.rank_pool import Pool
 from echelon.layout import Layout
 from echelon.layout.placement import Piece
-from echelon.models import sizes
-from echelon.optim.held import runs_of
-from echelon.optim.rule import betas_of
-from echelon.proof.case import Case
-from echelon.train.engine import Engine, Options
-from echelon.train.sections import OptimizerConfig
+from echelon.models import model_config
+from echelon.optim.param_shards import runs_of
+from echelon.optim.update_rule import betas_of
+from echelon.training.engine import Engine, Options
+from echelon.verification.verify_case import Case
 
 RULE = OptimizerConfig(lr=1e-2)
 WIDTH, ROWS, STEPS = 8, 12, 3
@@ -259,7 +259,7 @@ def test_any_modules_may_form_units(pool: Pool, layout: str, units: str) -> None
 
 def train_language(layout: str, units: tuple[str, ...]) -> list[float]:
     """On a rank: the losses of a transformer with dropout whose units lie inside the layers that are recomputed."""
-    shape = replace(sizes.find("gpt-tiny"), layers=2, width=32, ffn=48, max_seq_len=64, dropout=0.1)
+    shape = replace(model_config.find("gpt-tiny"), layers=2, width=32, ffn=48, max_seq_len=64, dropout=0.1)
     options = Options(compute=torch.float64, master=torch.float64, units=units)
     parsed = Layout.parse(layout)
     engine = Engine(models.build(shape, "meta", dtype=torch.float64), parsed, RULE, options=options)

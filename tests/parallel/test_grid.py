@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from echelon import models
-from echelon.launch.pool import Pool
+from echelon.launch.rank_pool import Pool
 from echelon.layout import Layout, Mesh
 from echelon.layout.placement import Cut, Entry, Placement, units_of
 from echelon.models.attention import Seen
-from echelon.models.splits import split_of
-from echelon.parallel import grid
+from echelon.models.tp_splits import split_of
 from echelon.parallel.apply import apply, read_entries
-from echelon.parallel.axis import Axes
+from echelon.parallel.comm.mesh_axis import Axes
+from echelon.parallel.tp_grid import grid_parallel
 from echelon.rng import Stream, attach
 
 GRIDS = {
@@ -43,7 +43,7 @@ class Untouched(Axes):
 def split(model: nn.Module, table: dict[str, str], text: str, rank: int = 0) -> dict[str, Entry]:
     layout = Layout.parse(text)
     attach(model, Stream(0))
-    found = grid.split(model, read_entries(model), table, layout, Untouched(Mesh(layout), rank, []))
+    found = grid_parallel.split(model, read_entries(model), table, layout, Untouched(Mesh(layout), rank, []))
     return {entry.name: entry for entry in found}
 
 
@@ -184,9 +184,9 @@ def test_a_tensor_beside_a_regions_input_is_refused() -> None:
 
 def test_products_in_8_bits_are_refused() -> None:
     with pytest.raises(ValueError, match=r"a rank of a grid sees a block .*tp_kind=3d"):
-        grid.refuse_narrow(Layout.parse(GRIDS["3d"]), "fp8")
-    grid.refuse_narrow(Layout.parse("tp=2"), "fp8")
-    grid.refuse_narrow(Layout.parse(GRIDS["3d"]), "same")
+        grid_parallel.refuse_narrow(Layout.parse(GRIDS["3d"]), "fp8")
+    grid_parallel.refuse_narrow(Layout.parse("tp=2"), "fp8")
+    grid_parallel.refuse_narrow(Layout.parse(GRIDS["3d"]), "same")
 
 
 def test_what_sequences_see_is_found_once_for_all_layers() -> None:

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from echelon.launch.pool import Pool
+from echelon.launch.rank_pool import Pool
 from echelon.layout import Layout, Mesh
-from echelon.parallel.axis import Axes
-from echelon.parallel.grid_norm import Columns, GridLayerNorm, GridRMSNorm, GridStreamNorm
+from echelon.parallel.comm.mesh_axis import Axes
+from echelon.parallel.tp_grid.grid_norm import Columns, GridLayerNorm, GridRMSNorm, GridStreamNorm
 
 TOKENS, EPSILON = (2, 3), 1e-5
 

@@ -13,16 +13,16 @@ from counting import CountCollectives
 from torch import Tensor
 from torch.nn import functional as F
 
-from echelon.launch.pool import Pool
+from echelon.launch.rank_pool import Pool
 from echelon.layout import Layout, Mesh
 from echelon.layout.placement import Cut, Entry
-from echelon.parallel.axis import Axes, Axis
-from echelon.parallel.cube import Cube
-from echelon.parallel.grid import AXES
-from echelon.parallel.grid_linear import multiply
-from echelon.parallel.grid_side import Side
-from echelon.parallel.grid_vocabulary import GridEmbedding
-from echelon.parallel.summa import Summa
+from echelon.parallel.comm.mesh_axis import Axes, Axis
+from echelon.parallel.tp_grid.grid_activations import Side
+from echelon.parallel.tp_grid.grid_linear import multiply
+from echelon.parallel.tp_grid.grid_parallel import AXES
+from echelon.parallel.tp_grid.grid_vocab import GridEmbedding
+from echelon.parallel.tp_grid.matmul_3d import Cube
+from echelon.parallel.tp_grid.summa import Summa
 
 GRIDS = {"2d": ("tp=4,tp_kind=2d", 2, 1), "2.5d": ("tp=8,tp_kind=2.5d,depth=2", 2, 2), "3d": ("tp=8,tp_kind=3d", 2, 2)}
 """layout, side and layers"""

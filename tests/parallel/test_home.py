@@ -15,11 +15,11 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 import echelon as ec
-from echelon.launch.pool import Pool
+from echelon.config.sections import OptimizerConfig
+from echelon.launch.rank_pool import Pool
 from echelon.layout import Layout
 from echelon.parallel.apply import Options
-from echelon.train.engine import Engine
-from echelon.train.sections import OptimizerConfig
+from echelon.training.engine import Engine
 
 WIDTH, ROWS, STEPS = 6, 12, 3
 RULE = OptimizerConfig(lr=1e-2)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from echelon.moe.routing import by_token
-from echelon.moe.sorted import Sorted
-from echelon.parallel.axis import Axis
-from echelon.parallel.hops import Hops
+from echelon.moe.token_permutation import Sorted
+from echelon.parallel.comm.mesh_axis import Axis
+from echelon.parallel.ep.hierarchical_all_to_all import Hops
 
 NODES, INNER, EXPERTS, K = 3, 2, 12, 4
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.launch.pool import Pool
+from echelon.launch.rank_pool import Pool
 from echelon.layout import Layout, Mesh
-from echelon.parallel import regions
-from echelon.parallel.axis import Axes, Axis
+from echelon.parallel.comm.mesh_axis import Axes, Axis
+from echelon.parallel.tp import tp_collectives
 
 BATCH, WIDTH, STEP = 2, 2, 1e-3
 
@@ -59,18 +59,18 @@ def own_gradient(loss: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, T
 
 def gather_gradients(length: int) -> tuple[Tensor, Tensor]:
     axis, rank = tp_axis(), dist.get_rank()
-    boundary = regions.Sliced(axis)
+    boundary = tp_collectives.Sliced(axis)
     boundary.length = length
     weight = numbers(BATCH, length, WIDTH, seed=100 + rank)
-    x = numbers(BATCH, regions.slice_length(length, axis), WIDTH, seed=rank)
+    x = numbers(BATCH, tp_collectives.slice_length(length, axis), WIDTH, seed=rank)
     # Squared, so that a gradient depends on where it is taken.
     return own_gradient(lambda value: (boundary.enter(value).square() * weight).sum(), x)
 
 
 def scatter_gradients(length: int) -> tuple[Tensor, Tensor]:
     axis, rank = tp_axis(), dist.get_rank()
-    boundary = regions.Sliced(axis)
-    weight = numbers(BATCH, regions.slice_length(length, axis), WIDTH, seed=100 + rank)
+    boundary = tp_collectives.Sliced(axis)
+    weight = numbers(BATCH, tp_collectives.slice_length(length, axis), WIDTH, seed=100 + rank)
     return own_gradient(
         lambda value: (boundary.leave(value).square() * weight).sum(), numbers(BATCH, length, WIDTH, seed=rank)
     )
@@ -91,10 +91,10 @@ def test_gradients_are_those_of_finite_differences(
 def inner_products(length: int) -> tuple[float, float]:
     """On a rank: <gather x, y> and <x, scatter y>, summed over ranks; x is sliced, y whole."""
     axis, rank = tp_axis(), dist.get_rank()
-    x = numbers(BATCH, regions.slice_length(length, axis), WIDTH, seed=rank)
+    x = numbers(BATCH, tp_collectives.slice_length(length, axis), WIDTH, seed=rank)
     y = numbers(BATCH, length, WIDTH, seed=50 + rank)
-    whole = regions.all_gather_sequence(x, axis, length)
-    part = regions.reduce_scatter_sequence(y, axis)
+    whole = tp_collectives.all_gather_sequence(x, axis, length)
+    part = tp_collectives.reduce_scatter_sequence(y, axis)
     return summed((whole * y).sum()), summed((x * part).sum())
 
 
@@ -108,8 +108,8 @@ def through_and_back(length: int) -> tuple[Tensor, Tensor, Tensor]:
     """On a rank: a sequence that every rank holds; its slice, padded; the slices gathered."""
     axis = tp_axis()
     x = numbers(BATCH, length, WIDTH, seed=1)
-    part = regions.own_slice(x, axis)
-    return x, part, regions.all_gather_sequence(part, axis, length)
+    part = tp_collectives.own_slice(x, axis)
+    return x, part, tp_collectives.all_gather_sequence(part, axis, length)
 
 
 @pytest.mark.parametrize(("world", "length"), ODD)
@@ -124,7 +124,7 @@ def test_slices_gathered_are_the_sequence(pool: Pool, world: int, length: int) -
 def scattered(length: int) -> tuple[Tensor, Tensor]:
     axis, rank = tp_axis(), dist.get_rank()
     x = numbers(BATCH, length, WIDTH, seed=rank)
-    return x, regions.Sliced(axis).leave(x.clone())
+    return x, tp_collectives.Sliced(axis).leave(x.clone())
 
 
 def test_leaving_a_region_sums_over_ranks_and_pads_with_zeros(pool: Pool) -> None:
@@ -137,7 +137,7 @@ def test_leaving_a_region_sums_over_ranks_and_pads_with_zeros(pool: Pool) -> Non
 def whole_region() -> tuple[Tensor, Tensor, Tensor]:
     """On a rank: enter, multiply by this rank's factor, leave. (output, gradient of x, gradient of the factor)."""
     axis, rank = tp_axis(), dist.get_rank()
-    boundary = regions.Whole(axis)
+    boundary = tp_collectives.Whole(axis)
     x = numbers(BATCH, 3, WIDTH, seed=1).requires_grad_()
     factor = torch.tensor(rank + 2.0, dtype=torch.float64, requires_grad=True)
     out = boundary.leave(boundary.enter(x) * factor)

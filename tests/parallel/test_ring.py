@@ -13,17 +13,17 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from echelon import models
-from echelon.launch.pool import Pool
+from echelon.launch.rank_pool import Pool
 from echelon.layout import Layout, Mesh
-from echelon.models import sizes
+from echelon.models import model_config
 from echelon.models.attention import Core, Seen
-from echelon.models.sizes import ModelConfig
-from echelon.parallel.axis import Axes
-from echelon.parallel.reach import Marks
-from echelon.parallel.ring import Ring
-from echelon.parallel.zigzag import Zigzag
-from echelon.proof.case import Case
-from echelon.train.engine import Engine
+from echelon.models.model_config import ModelConfig
+from echelon.parallel.comm.mesh_axis import Axes
+from echelon.parallel.cp.block_attention import Marks
+from echelon.parallel.cp.ring_attention import Ring
+from echelon.parallel.cp.zigzag import Zigzag
+from echelon.training.engine import Engine
+from echelon.verification.verify_case import Case
 
 HEADS, KV_HEADS, HEAD_DIM, LENGTH = 4, 2, 8, 48
 
@@ -126,7 +126,7 @@ def kept_bytes(model: ModelConfig, text: str, length: int) -> int:
 
 @pytest.mark.parametrize("kind", ["ring", "gather", "ulysses"])
 def test_what_is_kept_falls_with_the_ranks(pool: Pool, kind: str) -> None:
-    model = replace(sizes.find("llama-tiny"), layers=2, kv_heads=4)
+    model = replace(model_config.find("llama-tiny"), layers=2, kv_heads=4)
     length = 512
     one = pool.run(kept_bytes, 1, model, "dp=1", length)[0]
     two, four = (max(pool.run(kept_bytes, cp, model, f"cp={cp},cp_kind={kind}", length)) for cp in (2, 4))
@@ -210,7 +210,7 @@ def own_batch(rows: int, seed: int) -> dict[str, Tensor]:
 
 
 def test_a_model_of_one_s_own_takes_part(pool: Pool) -> None:
-    from echelon.proof.verify import verify
+    from echelon.verification.verifier import verify
 
     layouts = "cp=2; cp=3,cp_kind=gather; cp=4,cp_kind=ulysses; dp=2,cp=2,zero=3"
     report = verify(own_model, layouts, batch=own_batch, pool=pool, steps=2)
@@ -219,7 +219,7 @@ def test_a_model_of_one_s_own_takes_part(pool: Pool) -> None:
 
 def test_a_model_s_attention_may_be_full_without_a_word_in_its_configuration(pool: Pool) -> None:
     """Padding is hidden from tokens that see all, whatever number a document has; positions are as on one device."""
-    from echelon.proof.verify import verify
+    from echelon.verification.verifier import verify
 
     layouts = "cp=2; cp=3,cp_kind=gather; cp=4,cp_kind=ulysses; cp=4,cp_kind=ring-ulysses,ulysses=2"
     report = verify(full_model, layouts, batch=full_batch, pool=pool, steps=2)
@@ -317,7 +317,7 @@ def test_inputs_that_cannot_be_cut_are_named(pool: Pool) -> None:
 
 
 def what_comes_next(text: str, size: int) -> Tensor:
-    engine = Engine(models.build(replace(sizes.find("llama-tiny"), layers=2), "meta"), text)
+    engine = Engine(models.build(replace(model_config.find("llama-tiny"), layers=2), "meta"), text)
     engine.model.eval()
     tokens = torch.arange(size)[None] % 7
     with engine.outside_gathered():

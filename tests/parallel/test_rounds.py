@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from echelon.parallel.axis import Axis
-from echelon.parallel.rounds import Rounds, most, num_rounds
+from echelon.parallel.comm.mesh_axis import Axis
+from echelon.parallel.ep.chunked_dispatch import Rounds, most, num_rounds
 
 
 @st.composite

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from echelon import models
 from echelon.layout.placement import Cut, Entry
-from echelon.models import sizes
-from echelon.models.splits import split_of
-from echelon.parallel import tensor
+from echelon.models import model_config
+from echelon.models.tp_splits import split_of
 from echelon.parallel.apply import read_entries
-from echelon.parallel.axis import Axis
+from echelon.parallel.comm.mesh_axis import Axis
+from echelon.parallel.tp import tensor_parallel
 
 
 class MLP(nn.Module):
@@ -41,17 +41,17 @@ def axis(size: int, index: int = 0) -> Axis:
 
 
 def split(model: nn.Module, table: dict[str, str], size: int, *, sp: bool = False, index: int = 0) -> dict[str, Entry]:
-    found, _ = tensor.split(model, read_entries(model), table, axis(size, index), sequence_parallel=sp)
+    found, _ = tensor_parallel.split(model, read_entries(model), table, axis(size, index), sequence_parallel=sp)
     return {entry.name: entry for entry in found}
 
 
 def test_patterns_name_modules() -> None:
-    assert tensor.match(Model(), TABLE) == TABLE
-    assert tensor.match(Model(), {"mlp.*": "column"}) == {"mlp.up": "column", "mlp.down": "column"}
+    assert tensor_parallel.match(Model(), TABLE) == TABLE
+    assert tensor_parallel.match(Model(), {"mlp.*": "column"}) == {"mlp.up": "column", "mlp.down": "column"}
 
 
 def test_a_later_pattern_has_the_last_word() -> None:
-    assert tensor.match(Model(), {"mlp.*": "column", "mlp.down": "row"})["mlp.down"] == "row"
+    assert tensor_parallel.match(Model(), {"mlp.*": "column", "mlp.down": "row"})["mlp.down"] == "row"
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_under_sequence_parallelism_what_lies_between_regions_is_summed() -> Non
     assert summed == {"norm.weight", "norm.bias", "mlp.down.bias"}
 
 
-LLAMA = replace(sizes.find("llama-tiny"), layers=1)
+LLAMA = replace(model_config.find("llama-tiny"), layers=1)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_tied_weight_is_cut_once(tied: bool) -> None:
 @pytest.mark.parametrize("family", ["gpt-tiny", "llama-tiny"])
 def test_every_matrix_of_our_models_is_divided(family: str) -> None:
     """What the table forgets would be held and computed whole on every rank."""
-    model = models.build(replace(sizes.find(family), layers=1), "meta")
+    model = models.build(replace(model_config.find(family), layers=1), "meta")
     whole = [e.name for e in split(model, split_of(model), 2).values() if len(e.shape) == 2 and not e.cuts]
     assert whole == (["positions.weight"] if family == "gpt-tiny" else [])
 

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from echelon.launch.pool import Pool
+from echelon.launch.rank_pool import Pool
 from echelon.layout import Layout, Mesh
-from echelon.parallel.axis import Axes
-from echelon.parallel.regions import Boundary, Sliced, Whole, own_slice
-from echelon.parallel.vocabulary import IGNORED, VocabularyEmbedding, VocabularyHead
+from echelon.parallel.comm.mesh_axis import Axes
+from echelon.parallel.tp.tp_collectives import Boundary, Sliced, Whole, own_slice
+from echelon.parallel.tp.vocab_parallel import IGNORED, VocabularyEmbedding, VocabularyHead
 
 BATCH, LENGTH, WIDTH = 2, 5, 4
 SPLITS = [(2, 257), (2, 256), (3, 257), (4, 257), (4, 5), (3, 3), (4, 3), (1, 7)]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.parallel.zigzag import Block, Zigzag
+from echelon.parallel.cp.zigzag import Block, Zigzag
 
 ORDERS = st.builds(Zigzag, st.integers(1, 8), st.integers(1, 6), st.integers(1, 200))
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shapes import schedules
 
 from echelon.pipeline.actions import SENDS, Kind
-from echelon.pipeline.draw import as_html, as_svg, as_text, colours, words
+from echelon.pipeline.draw import action_colours, as_html, as_svg, as_text, timeline_labels
 from echelon.pipeline.lower import lower
 from echelon.pipeline.schedules import make
 from echelon.pipeline.simulate import Durations, simulate
@@ -40,7 +40,7 @@ def both():
 
 
 def linear(colour):
-    shares = [part / 255 for part in colours.parts(colour)]
+    shares = [part / 255 for part in action_colours.parts(colour)]
     return [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
 
 
@@ -67,22 +67,22 @@ def seen(colour, eyes):
 
 @pytest.mark.parametrize("eyes", EYES)
 def test_kinds_are_told_apart(eyes):
-    shown = [*(look.colour for look in colours.LOOKS.values()), colours.IDLE]
+    shown = [*(look.colour for look in action_colours.LOOKS.values()), action_colours.IDLE]
     for one, other in itertools.combinations(shown, 2):
         assert math.dist(seen(one, eyes), seen(other, eyes)) > 18, (one, other)
-    for kind in set(colours.LOOKS) - {Kind.UPDATE}:
-        first, second = colours.fill(kind, 0, 2), colours.fill(kind, 1, 2)
+    for kind in set(action_colours.LOOKS) - {Kind.UPDATE}:
+        first, second = action_colours.fill(kind, 0, 2), action_colours.fill(kind, 1, 2)
         assert math.dist(seen(first, eyes), seen(second, eyes)) > 15
-        assert math.dist(seen(second, eyes), seen(colours.IDLE, eyes)) > 10
+        assert math.dist(seen(second, eyes), seen(action_colours.IDLE, eyes)) > 10
 
 
 def test_numbers_can_be_read_on_every_cell():
     def light(colour):
         return sum(share * part for share, part in zip((0.2126, 0.7152, 0.0722), linear(colour), strict=True)) + 0.05
 
-    for kind, chunk in itertools.product(colours.LOOKS, range(4)):
-        back = colours.fill(kind, chunk, 4)
-        low, high = sorted((light(back), light(colours.ink(back))))
+    for kind, chunk in itertools.product(action_colours.LOOKS, range(4)):
+        back = action_colours.fill(kind, chunk, 4)
+        low, high = sorted((light(back), light(action_colours.ink(back))))
         assert high / low > 4, (kind, chunk)
 
 
@@ -114,7 +114,7 @@ def test_colours_and_numbers():
     row = found.plain.splitlines()[1].removeprefix("rank 0 ")
     assert row.split()[:6] == ["0", "1", "0", "1", "2", "0"]
     backgrounds = {str(span.style).rpartition("on ")[2] for span in found.spans}
-    assert {colours.fill(Kind.FORWARD, chunk, 2) for chunk in (0, 1)} <= backgrounds
+    assert {action_colours.fill(Kind.FORWARD, chunk, 2) for chunk in (0, 1)} <= backgrounds
 
 
 @settings(max_examples=40, deadline=None)
@@ -212,9 +212,9 @@ def test_an_svg_shows_every_action_once(both):
     root = ElementTree.fromstring(as_svg(*both))
     cells = [box["class"] for box in boxes(root, "rect") if box.get("rx") and re.match("[FBIWU]", box.get("class", ""))]
     legend = 4 + 2
-    count = sum(action.kind in colours.LOOKS for timeline in both for rank in timeline.lists for action in rank)
+    count = sum(action.kind in action_colours.LOOKS for timeline in both for rank in timeline.lists for action in rank)
     assert len(cells) == count + legend
-    messages = [box for box in boxes(root, "rect") if box.get("fill") == colours.LINK]
+    messages = [box for box in boxes(root, "rect") if box.get("fill") == action_colours.LINK]
     sends = sum(
         span.action.kind in SENDS and span.end > span.start for rank in range(4) for span in both[1].spans(rank)
     )
@@ -251,7 +251,7 @@ def test_a_page_has_all_it_needs(both):
     data = data_of(page)
     assert [panel["caption"] for panel in data["panels"]] == ["planned", "measured"]
     for panel, timeline in zip(data["panels"], both, strict=True):
-        assert panel["figures"] == words.figures(timeline, seconds=True)
+        assert panel["figures"] == timeline_labels.figures(timeline, seconds=True)
         assert panel["inFlight"] == list(timeline.in_flight)
         for rank, row in enumerate(panel["ranks"]):
             assert row["actions"].split() == [str(action) for action in timeline.lists[rank]]
@@ -261,25 +261,30 @@ def test_a_page_has_all_it_needs(both):
 
 def test_the_page_is_in_the_package():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
-    assert "pipeline/draw/page.html" in project["tool"]["setuptools"]["package-data"]["echelon"]
+    assert "pipeline/draw/timeline.html" in project["tool"]["setuptools"]["package-data"]["echelon"]
 
 
 # Words
 
 
 def test_ticks_are_round():
-    assert words.ticks(33, 10) == [0, 5, 10, 15, 20, 25, 30]
-    assert words.ticks(0.3786, 8) == pytest.approx([0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35])
-    assert words.ticks(0, 5) == [0]
+    assert timeline_labels.ticks(33, 10) == [0, 5, 10, 15, 20, 25, 30]
+    assert timeline_labels.ticks(0.3786, 8) == pytest.approx([0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35])
+    assert timeline_labels.ticks(0, 5) == [0]
 
 
 @given(st.floats(1e-9, 1e9), st.integers(5, 40))
 def test_ticks_are_few_and_inside(duration, most):
-    found = words.ticks(duration, most)
+    found = timeline_labels.ticks(duration, most)
     assert 2 <= len(found) <= most + 1
     assert found[-1] <= duration * (1 + 1e-6)
 
 
 def test_clock():
-    assert [words.clock(value, True) for value in (0, 2.5e-5, 0.0123, 1.5)] == ["0 s", "25 µs", "12.3 ms", "1.5 s"]
-    assert words.clock(33.0, False) == "33"
+    assert [timeline_labels.clock(value, True) for value in (0, 2.5e-5, 0.0123, 1.5)] == [
+        "0 s",
+        "25 µs",
+        "12.3 ms",
+        "1.5 s",
+    ]
+    assert timeline_labels.clock(33.0, False) == "33"

@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given, settings
 from shapes import schedules
 
+from echelon.config.run_config import Config
 from echelon.layout import FaultError, Layout
 from echelon.pipeline.lower import lower
 from echelon.pipeline.schedules import file_fault, make
-from echelon.pipeline.schedules.from_file import parse
-from echelon.proof.ask import Request
-from echelon.train.config import Config
+from echelon.pipeline.schedules.schedule_file import parse
+from echelon.verification.verify_request import Request
 
 BY_HAND = """
 # 1F1B, 2 ranks, 2 microbatches

@@ -10,13 +10,13 @@ from torch import nn
 
 import echelon as ec
 from echelon import models
-from echelon.launch.failure import RankError
-from echelon.launch.pool import Pool
+from echelon.config.run_config import Config
+from echelon.launch.rank_failure import RankError
+from echelon.launch.rank_pool import Pool
 from echelon.layout import Layout
-from echelon.pipeline.measure import everywhere, measured_split, profile_of, speeds
-from echelon.pipeline.profile import LinkProfile, Profile
-from echelon.train.config import Config
-from echelon.train.loop import train_here
+from echelon.pipeline.execution.layer_timing import everywhere, measured_split, profile_of, speeds
+from echelon.pipeline.layer_profile import LinkProfile, Profile
+from echelon.training.loop import train_here
 
 CPU = torch.device("cpu")
 

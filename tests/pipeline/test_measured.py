@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from bench import padded
-from echelon.launch.pool import Pool
+from echelon.launch.rank_pool import Pool
 from echelon.pipeline.actions import Kind
 
 UNIT = 0.1

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.pipeline.profile import LinkProfile, Profile
+from echelon.pipeline.layer_profile import LinkProfile, Profile
 
 SECONDS = st.floats(0, 1e6)
 BYTES = st.integers(0, 2**62)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.pipeline.profile import LinkProfile, Profile
-from echelon.pipeline.replication import Level, Replicated, by_profile, replicate
+from echelon.pipeline.layer_profile import LinkProfile, Profile
 from echelon.pipeline.schedule import loop, vee
+from echelon.pipeline.stage_replication import Level, Replicated, by_profile, replicate
 
 
 def profile_of(seconds, sent, weights, names=None) -> Profile:

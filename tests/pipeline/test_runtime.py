@@ -10,9 +10,9 @@ import pytest
 from torch import nn
 
 import echelon as ec
-from echelon.launch.failure import RankError
+from echelon.launch.rank_failure import RankError
 from echelon.layout import Layout
-from echelon.models.chain import chain_of
+from echelon.models.pipeline_model import chain_of
 from tests.pipeline import chains, odd_chains
 
 SPEC = f"{Path(chains.__file__)}:build"

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.pipeline.runtime import Work
-from echelon.pipeline.schedules.slicer import choose_slices
-from echelon.pipeline.slices import length_of
+from echelon.pipeline.execution.runtime import Work
+from echelon.pipeline.schedules.slice_lengths import choose_slices
+from echelon.pipeline.slices.token_slices import length_of
 
 
 def cost(slices, stages, time):

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from shapes import schedules
 
 from echelon.pipeline.actions import Action, Kind
+from echelon.pipeline.execution.timeline_recording import timelines
 from echelon.pipeline.lower import lower
-from echelon.pipeline.recording import timelines
-from echelon.pipeline.schedules import from_file, make
+from echelon.pipeline.schedules import make, schedule_file
 from echelon.pipeline.simulate import Durations, simulate
 from echelon.pipeline.timeline import FILE, Timeline, read, write
 
@@ -41,9 +41,9 @@ def test_in_flight_is_what_the_lists_say(schedule):
 
 
 def test_what_a_list_by_hand_holds():
-    found = simulate(from_file.parse("rank 0, stages 0: 0F0@0 0F1@0 0B0@0 0K0 0U1 0B1@0 0D0 0U2"))
+    found = simulate(schedule_file.parse("rank 0, stages 0: 0F0@0 0F1@0 0B0@0 0K0 0U1 0B1@0 0D0 0U2"))
     assert (found.in_flight, found.versions) == ((2,), (2,))
-    assert simulate(from_file.parse("rank 0, stages 0: 0F0 0I0 0F1 0W0 0I1 0W1 0U1")).in_flight == (2,)
+    assert simulate(schedule_file.parse("rank 0, stages 0: 0F0 0I0 0F1 0W0 0I1 0W1 0U1")).in_flight == (2,)
 
 
 def test_memory_over_time():

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from shapes import schedules, streams, windows
 
 from echelon.pipeline.actions import Action, Kind
+from echelon.pipeline.dependencies import Needs, result
 from echelon.pipeline.lower import lower
-from echelon.pipeline.order import Needs, result
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.schedules import make
 from echelon.pipeline.simulate import simulate

@@ -10,12 +10,13 @@ import torch
 from devices import DEVICE
 from torch import Tensor, nn
 
-from echelon.kernels import cast, choice, linear, note
-from echelon.kernels.note import Note
-from echelon.precision import fp8
+from echelon.kernels import dispatch, tensor_metadata
+from echelon.kernels.gemm import fp8_cast, fused_linear
+from echelon.kernels.tensor_metadata import Note
+from echelon.precision import fp8_linear
 
-KINDS = [fp8.PerTensor, fp8.PerRow]
-BOUND = {fp8.PerTensor: (0.05, 0.08, 0.08), fp8.PerRow: (0.05, 0.05, 0.05)}
+KINDS = [fp8_linear.PerTensor, fp8_linear.PerRow]
+BOUND = {fp8_linear.PerTensor: (0.05, 0.08, 0.08), fp8_linear.PerRow: (0.05, 0.05, 0.05)}
 """relative errors of y, dx and dW for normal numbers: three digits of mantissa, two where the type has more range"""
 
 
@@ -38,7 +39,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [40, 33, 1])
 @pytest.mark.parametrize("remade", [False, True])
-def test_three_products(kind: type[fp8.PerTensor], rows: int, remade: bool) -> None:
+def test_three_products(kind: type[fp8_linear.PerTensor], rows: int, remade: bool) -> None:
     x, weight, dy = made(rows)
     arithmetic = kind()
     y, kept = arithmetic.forward(x, weight, None, None, remade=remade)
@@ -58,7 +59,7 @@ def test_three_products(kind: type[fp8.PerTensor], rows: int, remade: bool) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_backward_keeps_8_bits(kind: type[fp8.PerTensor]) -> None:
+def test_backward_keeps_8_bits(kind: type[fp8_linear.PerTensor]) -> None:
     x, weight, _ = made(rows=64)
     _, kept = kind().forward(x, weight, None, None, remade=False)
     assert kept[0].dtype == torch.float8_e4m3fn
@@ -81,15 +82,15 @@ def test_one_large_value_harms_its_own_row_alone_where_rows_have_scales() -> Non
 def test_how_often_weights_are_cast(keeps: bool, wanted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Three microbatches, an update before the last: forward casts rows, backward casts columns."""
     casts: list[Tensor] = []
-    real = cast.narrow
+    real = fp8_cast.narrow
 
     def counting(x: Tensor, *args: object, **named: object) -> object:
         casts.append(x)
         return real(x, *args, **named)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(fp8, "narrow", counting)
+    monkeypatch.setattr(fp8_linear, "narrow", counting)
     x, weight, dy = made()
-    home, arithmetic = Home(), fp8.PerTensor(keeps_weights=keeps)
+    home, arithmetic = Home(), fp8_linear.PerTensor(keeps_weights=keeps)
     counts = []
     for version in (0, 0, 1):
         home.version = version
@@ -102,7 +103,7 @@ def test_how_often_weights_are_cast(keeps: bool, wanted: list[int], monkeypatch:
 
 def test_a_weight_that_changed_is_cast_anew() -> None:
     x, weight, _ = made()
-    home, arithmetic = Home(), fp8.PerTensor(keeps_weights=True)
+    home, arithmetic = Home(), fp8_linear.PerTensor(keeps_weights=True)
     before, _ = arithmetic.forward(x, weight, None, home, remade=False)
     weight.mul_(4)
     home.version += 1
@@ -111,7 +112,7 @@ def test_a_weight_that_changed_is_cast_anew() -> None:
 
 
 def test_what_8_bits_cannot_take_is_computed_as_before() -> None:
-    arithmetic = fp8.PerTensor()
+    arithmetic = fp8_linear.PerTensor()
     assert arithmetic.takes(torch.zeros(32, 48, dtype=torch.bfloat16, device=DEVICE))
     assert not arithmetic.takes(torch.zeros(32, 40, dtype=torch.bfloat16, device=DEVICE))
     assert not arithmetic.takes(torch.zeros(32, 48, device=DEVICE))
@@ -119,19 +120,19 @@ def test_what_8_bits_cannot_take_is_computed_as_before() -> None:
 
 def test_only_what_is_inside_the_layers_changes() -> None:
     model = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(16, 16)]), "head": nn.Linear(16, 16)})
-    fp8.apply(model, ["blocks.0"], "fp8-row", keeps_weights=False)
-    assert isinstance(model.get_submodule("blocks.0").arithmetic, fp8.PerRow)
+    fp8_linear.apply(model, ["blocks.0"], "fp8-row", keeps_weights=False)
+    assert isinstance(model.get_submodule("blocks.0").arithmetic, fp8_linear.PerRow)
     assert not hasattr(model.get_submodule("head"), "arithmetic")
 
 
 def test_linear_layers_of_a_module_that_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "fits", lambda x: True)
+    monkeypatch.setattr(dispatch, "fits", lambda x: True)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16))).to(DEVICE).bfloat16()
     x = torch.randn(24, 32, device=DEVICE).bfloat16()
     wanted = nn.Sequential(*(layer for layer in model[0])).double()(x.double())
     model.bfloat16()
-    fp8.apply(model, ["0"], "fp8", keeps_weights=False)
+    fp8_linear.apply(model, ["0"], "fp8", keeps_weights=False)
     found = model(x)
     assert 0.005 < error(found.detach(), wanted.detach()) < 0.08, "computed in 8 bits, and right"
     found.sum().backward()
@@ -140,18 +141,18 @@ def test_linear_layers_of_a_module_that_is_not_ours(monkeypatch: pytest.MonkeyPa
 
 def test_a_model_without_linear_layers_is_refused() -> None:
     with pytest.raises(ValueError, match="no layer of Sequential has a linear layer"):
-        fp8.apply(nn.Sequential(nn.Conv2d(3, 3, 3)), ["0"], "fp8", keeps_weights=False)
+        fp8_linear.apply(nn.Sequential(nn.Conv2d(3, 3, 3)), ["0"], "fp8", keeps_weights=False)
 
 
 def test_a_layer_in_8_bits_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through `project`, as a model calls it: gradients of input, weight and bias."""
-    monkeypatch.setattr(choice, "fits", lambda x: True)
+    monkeypatch.setattr(dispatch, "fits", lambda x: True)
     x, weight, dy = made()
     layer = nn.Linear(64, 48).to(DEVICE)
     layer.weight, layer.bias = nn.Parameter(weight), nn.Parameter(torch.randn(48, device=DEVICE).bfloat16())
-    layer.arithmetic = fp8.PerTensor()  # type: ignore[assignment]
+    layer.arithmetic = fp8_linear.PerTensor()  # type: ignore[assignment]
     given = x.clone().requires_grad_()
-    y = linear.project(note.write(given.view(5, 8, 64), Note()), layer)
+    y = fused_linear.project(tensor_metadata.write(given.view(5, 8, 64), Note()), layer)
     assert error(y.detach().view(40, 48), x.double() @ weight.double().t() + layer.bias.detach().double()) < 0.05
     y.backward(dy.view_as(y))
     assert given.grad is not None
@@ -166,7 +167,7 @@ def test_older_versions_beside_the_newest_are_not_mixed_up() -> None:
     """As an asynchronous pipeline runs them: the home knows the newest version only."""
     x, old, dy = made()
     new = (old * -2).contiguous()
-    home, arithmetic = Home(version=1), fp8.PerTensor(keeps_weights=True)
+    home, arithmetic = Home(version=1), fp8_linear.PerTensor(keeps_weights=True)
     for weight in (old, new):
         arithmetic.forward(x, weight, None, home, remade=False)
     for weight in (old, new, old):
@@ -176,9 +177,9 @@ def test_older_versions_beside_the_newest_are_not_mixed_up() -> None:
 
 
 def test_a_copy_uses_its_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "fits", lambda x: True)
+    monkeypatch.setattr(dispatch, "fits", lambda x: True)
     model = nn.Sequential(nn.Sequential(nn.Linear(32, 16))).to(DEVICE).bfloat16()
-    fp8.apply(model, ["0"], "fp8", keeps_weights=False)
+    fp8_linear.apply(model, ["0"], "fp8", keeps_weights=False)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in twin.parameters():

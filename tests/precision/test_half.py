@@ -8,11 +8,11 @@ import torch
 from laid_out import tiny
 
 from echelon import models
-from echelon.kernels.loss import in_chunks
+from echelon.config.sections import OptimizerConfig
+from echelon.kernels.layers.cross_entropy import in_chunks
 from echelon.parallel.apply import Options
 from echelon.precision.loss_scale import LossScale
-from echelon.train.engine import Engine
-from echelon.train.sections import OptimizerConfig
+from echelon.training.engine import Engine
 
 STEPS, SEEDS = 30, 3
 SHAPE = tiny("llama", vocab=31)

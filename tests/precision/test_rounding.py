@@ -10,13 +10,13 @@ from laid_out import tiny, whole
 from torch import nn
 
 from echelon import models, rng
+from echelon.config.sections import OptimizerConfig
 from echelon.layout import Layout
 from echelon.layout.placement import Cut, Entry, Placement, Unit
-from echelon.models.mixture_config import MixtureConfig
-from echelon.optim.rounding import place_of
+from echelon.models.moe_config import MixtureConfig
+from echelon.optim.stochastic_rounding import place_of
 from echelon.parallel.apply import Options
-from echelon.train.engine import Engine
-from echelon.train.sections import OptimizerConfig
+from echelon.training.engine import Engine
 
 ALONE = Options(compute=torch.bfloat16, master=torch.bfloat16)
 SHAPE = tiny("llama", kv_heads=1)

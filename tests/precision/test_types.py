@@ -10,22 +10,22 @@ from claimed import check
 from laid_out import batch_of, tiny, whole
 
 from echelon import models
+from echelon.config.run_config import Config
+from echelon.config.sections import OptimizerConfig, PrecisionConfig
 from echelon.layout import FaultError, Layout
-from echelon.models import sizes
-from echelon.models.mixture_config import MixtureConfig
+from echelon.models import model_config
+from echelon.models.moe_config import MixtureConfig
 from echelon.optim import cost
-from echelon.parallel import shard
 from echelon.parallel.apply import Options
-from echelon.precision import sums
-from echelon.train.config import Config
-from echelon.train.derived import derived
-from echelon.train.engine import Engine
-from echelon.train.metrics import Peak
-from echelon.train.options import loss_scale_of, options_of
-from echelon.train.sections import OptimizerConfig, PrecisionConfig
+from echelon.parallel.dp import zero as shard
+from echelon.precision import accumulation_dtype
+from echelon.training.engine import Engine
+from echelon.training.engine_options import loss_scale_of, options_of
+from echelon.training.logging.metrics import Peak
+from echelon.training.resolved_settings import derived
 
 SHAPE = tiny("llama")
-SMALL = replace(sizes.find("llama-tiny"), layers=2, width=32, ffn=48, max_seq_len=64)
+SMALL = replace(model_config.find("llama-tiny"), layers=2, width=32, ffn=48, max_seq_len=64)
 MIXED = tiny("llama", mixture=MixtureConfig(experts=4, k=2, ffn=12, gate="mixtral"))
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -243,7 +243,7 @@ def test_the_types_in_force_are_told(pool):
 
 def test_sums_inside_products_are_in_float32():
     matmul = torch.backends.cuda.matmul
-    before = [getattr(matmul, name) for name in sums.SETTINGS]
-    with sums.in_float32():
-        assert [getattr(matmul, name) for name in sums.SETTINGS] == [False, False]
-    assert [getattr(matmul, name) for name in sums.SETTINGS] == before
+    before = [getattr(matmul, name) for name in accumulation_dtype.SETTINGS]
+    with accumulation_dtype.in_float32():
+        assert [getattr(matmul, name) for name in accumulation_dtype.SETTINGS] == [False, False]
+    assert [getattr(matmul, name) for name in accumulation_dtype.SETTINGS] == before

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from told import record, records
 
-from echelon.report.loads import History
-from echelon.train.run import RunError
+from echelon.report.expert_load_history import History
+from echelon.training.run_dir import RunError
 
 
 def test_columns_are_steps_until_there_is_no_room() -> None:

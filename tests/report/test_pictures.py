@@ -19,10 +19,10 @@ from told import record, records
 
 from echelon.pipeline.schedules import make
 from echelon.pipeline.simulate import simulate
-from echelon.report import loads_html, loads_svg, scale
-from echelon.report.loads import History
-from echelon.report.loads_text import as_text
-from echelon.report.picture import Picture
+from echelon.report import expert_load_html, expert_load_svg, load_colours
+from echelon.report.expert_load_history import History
+from echelon.report.expert_load_text import as_text
+from echelon.report.run_picture import Picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 SIZES = [(1, 4, 1), (2, 8, 30), (9, 5, 300), (60, 256, 20)]
@@ -39,7 +39,7 @@ def history(request: pytest.FixtureRequest) -> History:
 
 
 def test_steps_of_the_scale() -> None:
-    assert [scale.step_of(load) for load in (0, 0.1, 0.25, 0.6, 1, 1.3, 3, 7, 8, 200)] == [
+    assert [load_colours.step_of(load) for load in (0, 0.1, 0.25, 0.6, 1, 1.3, 3, 7, 8, 200)] == [
         None,
         0,
         1,
@@ -51,7 +51,12 @@ def test_steps_of_the_scale() -> None:
         7,
         7,
     ]
-    assert len(scale.NAMES) == len(scale.ON_LIGHT) == len(scale.ON_DARK) == len(scale.EDGES) + 1
+    assert (
+        len(load_colours.NAMES)
+        == len(load_colours.ON_LIGHT)
+        == len(load_colours.ON_DARK)
+        == len(load_colours.EDGES) + 1
+    )
 
 
 EYES = {
@@ -74,7 +79,7 @@ def lightness(colour: str, eyes: str) -> float:
 
 @pytest.mark.parametrize("eyes", EYES)
 def test_every_eye_sees_more_as_darker_on_light_and_as_lighter_on_dark(eyes: str) -> None:
-    for colours, sign in ((scale.ON_LIGHT, -1), (scale.ON_DARK, 1)):
+    for colours, sign in ((load_colours.ON_LIGHT, -1), (load_colours.ON_DARK, 1)):
         seen = [lightness(colour, eyes) for colour in colours]
         assert min(sign * (b - a) for a, b in itertools.pairwise(seen)) > 2.5, seen
 
@@ -107,7 +112,7 @@ def test_text_shows_numbers_and_who_never_got_a_token() -> None:
 
 
 def test_svg_is_whole(history: History) -> None:
-    text = loads_svg.as_svg(history)
+    text = expert_load_svg.as_svg(history)
     root = ElementTree.fromstring(text)
     width, height = float(root.attrib["width"]), float(root.attrib["height"])
     assert not re.search(r"<(script|image|link)|@import|url\(", text)
@@ -118,16 +123,20 @@ def test_svg_is_whole(history: History) -> None:
         assert start > -20, one.text
         assert start + room < width + 20, one.text
         assert 0 < y < height
-    shown = min(len(history.layers), loads_svg.ALL) if len(history.layers) <= loads_svg.ALL else loads_svg.DETAILS
+    shown = (
+        min(len(history.layers), expert_load_svg.ALL)
+        if len(history.layers) <= expert_load_svg.ALL
+        else expert_load_svg.DETAILS
+    )
     assert text.count(">entropy<") == shown
     assert len(text) < 600_000
 
 
 def test_cells_of_svg_are_the_loads() -> None:
     told = [record(1, [[7, 0, 31, 2]], [0]), record(2, [[10, 10, 10, 10]], [0])]
-    root = ElementTree.fromstring(loads_svg.as_svg(History.of(told)))
+    root = ElementTree.fromstring(expert_load_svg.as_svg(History.of(told)))
     paths = {path.attrib["class"]: path.attrib["d"] for path in root.iter(f"{SVG}path")}
-    half = loads_svg.MAP / 2
+    half = expert_load_svg.MAP / 2
     for name, cells in {"s2": 1, "s5": 1, "s0": 1, "s3": 4, "empty": 1}.items():
         assert paths[name].count("M") == paths[name].count(f"h{half:.1f}") == cells, name
 
@@ -141,7 +150,7 @@ def data_of(page: str) -> dict[str, Any]:
 
 
 def test_the_page_has_every_load(history: History) -> None:
-    page = loads_html.as_html(history)
+    page = expert_load_html.as_html(history)
     assert not re.search(r"<(link|img|iframe)|src=|@import|url\(|MODE|LIGHT|DARK;", page)
     data = data_of(page)
     assert len(data["layers"]) == len(history.layers)
@@ -155,7 +164,7 @@ def test_the_page_has_every_load(history: History) -> None:
 
 def test_the_page_is_in_the_package() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
-    assert "report/loads.html" in project["tool"]["setuptools"]["package-data"]["echelon"]
+    assert "report/expert_load.html" in project["tool"]["setuptools"]["package-data"]["echelon"]
 
 
 @pytest.fixture(scope="module")

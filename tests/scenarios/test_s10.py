@@ -11,11 +11,11 @@ import time
 import pytest
 
 from echelon import data
-from echelon.launch.failure import RankError
-from echelon.train.config import Config
-from echelon.train.run import Run
-from echelon.train.sections import DataConfig, EvalConfig, SampleConfig
-from echelon.train.start import run
+from echelon.config.run_config import Config
+from echelon.config.sections import DataConfig, EvalConfig, SampleConfig
+from echelon.launch.rank_failure import RankError
+from echelon.training.run_dir import Run
+from echelon.training.start_training import run
 
 TIMEOUT = 4.0
 LATEST = 10.0
@@ -70,10 +70,10 @@ def test_a_rank_sleeps_in_its_loader(failed):
     has(
         text,
         r"^rank 1 \(dp 1\) did not come to all_reduce number \d+ on axis dp \(float32 \[\d+\], asked for at "
-        r"echelon/parallel/flat_unit.py:\d+ in backward of step 3\)",
+        r"echelon/parallel/dp/param_group.py:\d+ in backward of step 3\)",
         r"It has been in data of step 3 for \d",
-        r"Its Python stack, innermost first: echelon/train/loop.py:\d+ in _steps",
-        r"Waiting: rank 0 \(dp 0\) for [34]\.\d s in all_reduce number \d+ on axis dp at echelon/parallel/flat_unit.py",
+        r"Its Python stack, innermost first: echelon/training/loop.py:\d+ in _steps",
+        r"Waiting: rank 0 \(dp 0\) for [34]\.\d s in all_reduce number \d+ on axis dp at echelon/parallel/dp/param_group.py",
     )
     assert (record["case"], record["ranks"], record["waiting"]) == ("absent", [1], [0])
     assert (record["collective"], record["axis"], record["step"]) == ("all_reduce", "dp", 3)
@@ -86,7 +86,7 @@ def test_a_stage_of_a_pipeline_sleeps_in_its_backward(failed):
     has(
         text,
         r"^rank 1 \(pp 1\) did not send what another rank waits for: receive number \d+ on axis pp",
-        r"echelon/pipeline/runtime.py:\d+",
+        r"echelon/pipeline/execution/runtime.py:\d+",
         r"It has been in backward of step 2",
         r"Waiting: rank 0 \(pp 0\)",
     )
@@ -99,7 +99,7 @@ def test_a_rank_skips_a_collective_and_the_next_has_another_size(failed):
     has(
         text,
         r"^rank 1 \(dp 1\) left out all_reduce number \d+ on axis dp \(float32 \[\d+\], asked for at "
-        r"echelon/parallel/flat_unit.py:\d+ in backward of step 3\)",
+        r"echelon/parallel/dp/param_group.py:\d+ in backward of step 3\)",
         r"Waiting: rank 0 \(dp 0\)",
     )
     assert (record["case"], record["ranks"], record["step"]) == ("skipped", [1], 3)
@@ -107,7 +107,11 @@ def test_a_rank_skips_a_collective_and_the_next_has_another_size(failed):
 
 def test_a_rank_skips_a_collective_and_all_hang(failed):
     text, record, _ = failed("tp=2", "skip-collective:rank=0,step=2,op=reduce_scatter")
-    has(text, r"^rank 0 \(tp 0\) left out reduce_scatter number \d+ on axis tp", r"echelon/parallel/regions.py:\d+")
+    has(
+        text,
+        r"^rank 0 \(tp 0\) left out reduce_scatter number \d+ on axis tp",
+        r"echelon/parallel/tp/tp_collectives.py:\d+",
+    )
     has(text, r"it went on to all_gather", r"Waiting: rank 1 \(tp 1\)")
     assert (record["case"], record["axis"]) == ("skipped", "tp")
 
@@ -118,7 +122,7 @@ def test_a_rank_raises_and_its_traceback_is_last_and_once(failed):
         text,
         r"^rank 2 \(dp 1, tp 0\) raised .*InjectedError: .*, in backward of step 2\.",
         r"Its last operation was \w+ number \d+ on axis \w+ \(echelon/\S+:\d+, step \d\)",
-        r"rank 3 \(dp 1, tp 1\) for \d\.\d s in reduce_scatter number \d+ on axis tp at echelon/parallel/regions.py",
+        r"rank 3 \(dp 1, tp 1\) for \d\.\d s in reduce_scatter number \d+ on axis tp at echelon/parallel/tp/tp_collectives.py",
         r"InjectedError: injected into rank 2 in backward of step 2 \(raise:rank=2,step=2,phase=backward\)$",
     )
     assert text.count("Traceback (most recent call last)") == 1
@@ -133,7 +137,7 @@ def test_the_first_rank_is_killed(failed):
         text,
         r"^rank 0 \(pp 0\) ended without an exception: the process was ended by SIGKILL, in forward of step 3\.",
         r"Memory at its last heartbeat: \d+ MiB|Memory at its last heartbeat: \d+\.\d+ GiB in the rank",
-        r"Waiting: rank 1 \(pp 1\) for \d+\.\d s in receive number \d+ on axis pp at echelon/pipeline/runtime.py:\d+",
+        r"Waiting: rank 1 \(pp 1\) for \d+\.\d s in receive number \d+ on axis pp at echelon/pipeline/execution/runtime.py:\d+",
     )
     assert (record["case"], record["ranks"], record["waiting"]) == ("killed", [0], [1])
     assert error.rank == 0

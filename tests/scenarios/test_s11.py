@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from echelon.bench import own_steps
+from echelon.bench import planner_comparison
 from echelon.cli import app
 from echelon.layout import Layout
-from echelon.plan import cluster
-from echelon.plan.case import Case
-from echelon.plan.price import by_rank, price
-from echelon.plan.sources import shape_of
+from echelon.planning.cluster import cluster
+from echelon.planning.model.model_sources import shape_of
+from echelon.planning.priced_plan import by_rank, price
+from echelon.planning.scenario import Case
 
 MEASURED = Path(__file__).parents[2] / "bench" / "measured"
-STEPS = [*own_steps.steps(MEASURED / "h200.json"), *own_steps.steps(MEASURED / "h200-mixtures.json")]
+STEPS = [*planner_comparison.steps(MEASURED / "h200.json"), *planner_comparison.steps(MEASURED / "h200-mixtures.json")]
 """dense models, and some layers of mixtures"""
 PLAIN = {
     ("llama-1b", 4, "none"): (0.298, 78066360320),

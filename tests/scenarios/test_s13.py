@@ -10,15 +10,15 @@ import torch
 from laid_out import batch_of, tiny
 
 from echelon import models
+from echelon.config.run_config import Config
+from echelon.config.sections import OptimizerConfig, PrecisionConfig
 from echelon.layout import Layout
-from echelon.models.mixture_config import MixtureConfig
+from echelon.models.moe_config import MixtureConfig
 from echelon.parallel.apply import Options
 from echelon.precision.loss_scale import LossScale
-from echelon.train import start
-from echelon.train.config import Config
-from echelon.train.engine import Engine
-from echelon.train.run import Run
-from echelon.train.sections import OptimizerConfig, PrecisionConfig
+from echelon.training import start_training
+from echelon.training.engine import Engine
+from echelon.training.run_dir import Run
 
 SHAPE = tiny("llama")
 EXPERTS = tiny("llama", mixture=MixtureConfig(experts=4, k=2, ffn=12, gate="mixtral"))
@@ -214,7 +214,7 @@ def run(tmp_path, bad, in_backward=False, **precision):
         optimizer=OptimizerConfig(in_backward=in_backward),
         clip=0.0 if in_backward else 1.0,
     )
-    return start.run(config)
+    return start_training.run(config)
 
 
 def test_the_log_and_the_console_say_which_tensor_it_was(tmp_path, capsys):

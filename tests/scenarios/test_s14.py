@@ -13,15 +13,15 @@ from typer.testing import CliRunner
 
 from echelon import models
 from echelon.cli import app
+from echelon.config.run_config import Config
+from echelon.config.sections import OptimizerConfig
 from echelon.layout import Layout
-from echelon.models.mixture_config import MixtureConfig
-from echelon.moe.gate import Gate
-from echelon.proof.verify import verify
-from echelon.report.loads import History
-from echelon.train.config import Config
-from echelon.train.loop import train_here
-from echelon.train.run import Run
-from echelon.train.sections import OptimizerConfig
+from echelon.models.moe_config import MixtureConfig
+from echelon.moe.gates.gate import Gate
+from echelon.report.expert_load_history import History
+from echelon.training.loop import train_here
+from echelon.training.run_dir import Run
+from echelon.verification.verifier import verify
 
 EXPERTS, CHOICES, BATCH, LENGTH, STEPS = 8, 2, 4, 16, 3
 FAVOURITE, NEVER = 5, 2

@@ -8,13 +8,13 @@ from laid_out import SGD, batch_of, engine_of, float64, largest_error, one_devic
 from torch import nn
 
 from echelon import models
+from echelon.config.run_config import Config
 from echelon.layout import Layout
 from echelon.parallel.apply import Options
 from echelon.precision.loss_scale import LossScale
-from echelon.train.config import Config
-from echelon.train.derived import derived
-from echelon.train.engine import Engine
-from echelon.train.metrics import Peak
+from echelon.training.engine import Engine
+from echelon.training.logging.metrics import Peak
+from echelon.training.resolved_settings import derived
 
 SHAPE = tiny("llama")
 # dp x accumulate, and with dp=2 also fewer and larger microbatches.

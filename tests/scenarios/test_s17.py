@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 
 from echelon import data
+from echelon.config.run_config import Config
+from echelon.config.sections import DataConfig, EvalConfig, SampleConfig
 from echelon.layout import Layout
-from echelon.train.config import Config
-from echelon.train.loop import train_here
-from echelon.train.run import Run
-from echelon.train.sections import DataConfig, EvalConfig, SampleConfig
+from echelon.training.loop import train_here
+from echelon.training.run_dir import Run
 
 LAYOUTS = ("pp=2,accumulate=2", "pp=4,accumulate=1", "pp=2,schedule=dualpipe-v,accumulate=4", "tp=2,pp=2,accumulate=2")
 

@@ -10,9 +10,9 @@ from laid_out import batch_of, engine_of, float64, tiny, whole
 from torch import nn
 
 from echelon.layout import Layout
-from echelon.models.mixture_config import MixtureConfig
-from echelon.train.engine import Engine
-from echelon.train.norm import clip_factor
+from echelon.models.moe_config import MixtureConfig
+from echelon.training.engine import Engine
+from echelon.training.grad_norm import clip_factor
 
 SHAPES = {
     "dense": tiny("llama"),

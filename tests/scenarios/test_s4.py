@@ -8,11 +8,11 @@ import pytest
 import torch
 from laid_out import batch_of, engine_of, largest_error, one_device, tiny, whole
 
+from echelon.config.run_config import Config
+from echelon.config.sections import OptimizerConfig
 from echelon.layout import Layout
-from echelon.train import start
-from echelon.train.config import Config
-from echelon.train.run import Run
-from echelon.train.sections import OptimizerConfig
+from echelon.training import start_training
+from echelon.training.run_dir import Run
 
 SHAPE = tiny("gpt", tied=True)
 LAYOUTS = (
@@ -100,7 +100,9 @@ def batch(rows, step):
 
 def test_the_log_and_the_console_say_that_nothing_was_done(tmp_path, capsys):
     (tmp_path / "own.py").write_text(OWN)
-    summary = start.run(Config(model=f"{tmp_path / 'own.py'}:build", steps=3, batch=4, run=str(tmp_path / "run")))
+    summary = start_training.run(
+        Config(model=f"{tmp_path / 'own.py'}:build", steps=3, batch=4, run=str(tmp_path / "run"))
+    )
     steps = list(Run.open(summary.run).records("step"))
     assert [step["skipped"] for step in steps] == [False, True, False]
     assert [step["count"] for step in steps] == [4, 0, 4]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from laid_out import batch_of, engine_of, tiny
 
+from echelon.config.sections import OptimizerConfig
 from echelon.layout import Layout
-from echelon.train.sections import OptimizerConfig
 
 SHAPE = tiny("gpt", tied=True, layers=4)
 LAYOUTS = (

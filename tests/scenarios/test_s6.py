@@ -8,7 +8,7 @@ import pytest
 from laid_out import engine_of, tiny
 
 from echelon.layout import FaultError, Layout, check
-from echelon.train.derived import _pipeline
+from echelon.training.resolved_settings import _pipeline
 
 HEAD = tiny().vocab * tiny().width
 """the cost of the costliest link: what a balanced split can be off by"""

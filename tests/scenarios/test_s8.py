@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 from laid_out import largest_error, tiny
 
+from echelon.config.sections import OptimizerConfig
 from echelon.layout import Layout
-from echelon.train.sections import OptimizerConfig
 from tests.checkpoint.trained import run
 
 ADAMW = OptimizerConfig(lr=1e-2)

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from echelon.config.run_config import Config
 from echelon.data import TokenDataset
-from echelon.data.order import epoch_and_sample
+from echelon.data.sample_order import epoch_and_sample
 from echelon.launch.world import join
-from echelon.train.checkpoints import Checkpoints
-from echelon.train.config import Config
-from echelon.train.engine import Engine
-from echelon.train.loop import train_here
-from echelon.train.resume import config_of
-from echelon.train.run import Run
-from echelon.train.task import task_of
+from echelon.training.engine import Engine
+from echelon.training.loop import train_here
+from echelon.training.resume import config_of
+from echelon.training.run_checkpoints import Checkpoints
+from echelon.training.run_dir import Run
+from echelon.training.task import task_of
 
 SAMPLES, LENGTH, BATCH = 1_000_000, 8, 12
 STOP, MORE = 7, 3

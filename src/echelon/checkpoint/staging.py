@@ -27,10 +27,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from echelon.checkpoint.index import PAGE, Region, header_of
-from echelon.checkpoint.slices import Placed, extent, numel
-from echelon.checkpoint.state import TYPES, Item, State
-from echelon.checkpoint.sums import Sums, sums_of
+from echelon.checkpoint.checkpoint_index import PAGE, Region, header_of
+from echelon.checkpoint.checksums import Sums, sums_of
+from echelon.checkpoint.tensor_slices import Placed, extent, numel
+from echelon.checkpoint.training_state import TYPES, Item, State
 
 CHUNK = 1 << 24
 """bytes of a copy, after which those who follow are told"""

@@ -22,9 +22,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from echelon.checkpoint.index import DIGEST, INDEX, CheckpointError
-from echelon.checkpoint.through import CHUNK, Buffer, Until, there_already, write_through
-from echelon.faults.inject import on_write
+from echelon.checkpoint.checkpoint_index import DIGEST, INDEX, CheckpointError
+from echelon.checkpoint.direct_io import CHUNK, Buffer, Until, there_already, write_through
+from echelon.faults.injector import on_write
 
 NAME = re.compile(r"step-(\d{8,})")
 WRITING, BEFORE = ".writing-", ".before-"

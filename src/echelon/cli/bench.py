@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from echelon.cli.trouble import FAILED, answer, told
+from echelon.cli.cli_errors import FAILED, answer, told
 
 if TYPE_CHECKING:
-    from echelon.bench.ask import Options, Todo
-    from echelon.bench.breakdown import Breakdown
-    from echelon.bench.machine import Machine
-    from echelon.bench.rows import Row as StepRow
-    from echelon.plan.bench import Row as DeviceRow
-    from echelon.plan.cluster import Cluster
-    from echelon.train.metrics import Peak
+    from echelon.bench.bench_device import Machine
+    from echelon.bench.bench_request import Options, Todo
+    from echelon.bench.bench_rows import Row as StepRow
+    from echelon.bench.profile.breakdown import Breakdown
+    from echelon.planning.cluster.cluster import Cluster
+    from echelon.planning.cluster.device_bench import Row as DeviceRow
+    from echelon.training.logging.metrics import Peak
 
 EXAMPLES = """[bold]Examples[/bold]\n
 echelon bench\n
@@ -81,9 +81,9 @@ def command(
 ) -> None:
     """Measure what this machine's devices reach, and training steps beside other frameworks'."""
     with told(as_json):
-        from echelon.bench import ask
+        from echelon.bench import bench_request
 
-        options = ask.Options(
+        options = bench_request.Options(
             only=only,
             out=out,
             profile=profile,
@@ -97,10 +97,10 @@ def command(
             batch=batch,
             seq_len=seq_len,
         )
-        ask.check(options)
-        from echelon.bench import machine
+        bench_request.check(options)
+        from echelon.bench import bench_device
 
-        here = machine.here()
+        here = bench_device.here()
         if profile is not None:
             ran = _profile(options, here, profile, as_json)
         else:
@@ -135,9 +135,13 @@ def _progress(total: int) -> Iterator[Announce]:
 
 def _measure(options: Options, here: Machine, quick: bool, as_json: bool) -> bool:
     """Measures, shows, and says whether anything of ours ran."""
-    from echelon.bench import ask
+    from echelon.bench import bench_request
 
-    todo = ask.todo(options, here, quick=quick) if options.with_steps else ask.Todo(requests=(), left_out={})
+    todo = (
+        bench_request.todo(options, here, quick=quick)
+        if options.with_steps
+        else bench_request.Todo(requests=(), left_out={})
+    )
     # Steps come first: what the devices' curves leave in this process would take memory from them.
     rows, peak = _steps(todo, here)
     devices, cluster = _devices(quick) if options.with_devices else ([], None)
@@ -159,9 +163,9 @@ def _measure(options: Options, here: Machine, quick: bool, as_json: bool) -> boo
 
 
 def _steps(todo: Todo, here: Machine) -> tuple[list[StepRow], Peak | None]:
-    from echelon.bench.process import ask
-    from echelon.bench.rows import compared, row_of
-    from echelon.train.metrics import peak_flops
+    from echelon.bench.bench_rows import compared, row_of
+    from echelon.bench.subprocess_bench import ask
+    from echelon.training.logging.metrics import peak_flops
 
     if not todo.requests:
         return [], None
@@ -169,7 +173,7 @@ def _steps(todo: Todo, here: Machine) -> tuple[list[StepRow], Peak | None]:
         found = []
         for request in todo.requests:
             announce(str(request))
-            found.append(ask("echelon.bench.step", request))
+            found.append(ask("echelon.bench.measure_step", request))
     import torch
 
     peak = peak_flops(torch.device(here.kind))
@@ -178,9 +182,9 @@ def _steps(todo: Todo, here: Machine) -> tuple[list[StepRow], Peak | None]:
 
 
 def _devices(quick: bool) -> tuple[list[DeviceRow], Cluster]:
-    from echelon.launch.pool import Pool
-    from echelon.plan.bench import curves_of, described, steps
-    from echelon.plan.cluster import here
+    from echelon.launch.rank_pool import Pool
+    from echelon.planning.cluster.cluster import here
+    from echelon.planning.cluster.device_bench import curves_of, described, steps
 
     plain = here()
     rows: list[DeviceRow] = []
@@ -195,7 +199,7 @@ def _devices(quick: bool) -> tuple[list[DeviceRow], Cluster]:
 
 
 def _write(out: Path, cluster: Cluster) -> None:
-    from echelon.plan.cluster_file import to_toml
+    from echelon.planning.cluster.cluster_file import to_toml
 
     try:
         out.write_text(to_toml(replace(cluster, name=out.stem)), encoding="utf-8")
@@ -213,20 +217,20 @@ def _show(
 ) -> None:
     from rich.console import Console
 
-    from echelon.bench import devices_table, steps_table
+    from echelon.bench.tables import device_table, step_table
 
     console = Console()
     if peak is not None:
-        console.print(steps_table.table(rows, width=console.width))
+        console.print(step_table.table(rows, width=console.width))
         console.print()
-        for line in steps_table.remarks(rows, todo.left_out, peak):
+        for line in step_table.remarks(rows, todo.left_out, peak):
             console.print(line, style="dim", soft_wrap=True, markup=False, highlight=False)
     if cluster is not None:
         if rows:
             console.print()
-        console.print(devices_table.heading(cluster))
-        console.print(devices_table.table(devices, cluster))
-        for line in devices_table.learned(cluster):
+        console.print(device_table.heading(cluster))
+        console.print(device_table.table(devices, cluster))
+        for line in device_table.learned(cluster):
             console.print(line, soft_wrap=True)
         use = f"wrote {out}: echelon plan MODEL --cluster {out}" if out else "to plan with it, give --out mine.toml"
         console.print(f"\n{use}", soft_wrap=True)
@@ -237,15 +241,16 @@ def _show(
 
 def _profile(options: Options, here: Machine, path: Path, as_json: bool) -> bool:
     """Looks into our steps, writes both files and shows them; says whether there was one."""
-    from echelon.bench import ask, breakdown, process
+    from echelon.bench import bench_request, subprocess_bench
+    from echelon.bench.profile import breakdown
 
-    requests = ask.profiled(options, here)
+    requests = bench_request.profiled(options, here)
     found: list[Breakdown] = []
     failed: dict[str, str] = {}
     with _progress(len(requests)) as announce:
         for request in requests:
             announce(str(request))
-            said = process.ask("echelon.bench.profile", request)
+            said = subprocess_bench.ask("echelon.bench.profile.step_profile", request)
             if "failed" in said:
                 failed[str(request)] = said["failed"]
             else:
@@ -260,11 +265,11 @@ def _profile(options: Options, here: Machine, path: Path, as_json: bool) -> bool
 
 
 def _write_profile(path: Path, found: Sequence[Breakdown]) -> None:
-    from echelon.bench import breakdown, picture
+    from echelon.bench.profile import breakdown, breakdown_svg
 
     texts: dict[str, str] = {
         ".json": json.dumps(breakdown.to_json(found), indent=1) + "\n",
-        ".svg": picture.as_svg(found),
+        ".svg": breakdown_svg.as_svg(found),
     }
     try:
         for ending, text in texts.items():
@@ -276,13 +281,13 @@ def _write_profile(path: Path, found: Sequence[Breakdown]) -> None:
 def _show_profile(found: Sequence[Breakdown], failed: dict[str, Any], path: Path) -> None:
     from rich.console import Console
 
-    from echelon.bench import profile_table
+    from echelon.bench.tables import breakdown_table
 
     console = Console()
     for one in found:
-        console.print(profile_table.heading(one), highlight=False)
-        console.print(profile_table.table(one))
-        for line in profile_table.remarks(one):
+        console.print(breakdown_table.heading(one), highlight=False)
+        console.print(breakdown_table.table(one))
+        for line in breakdown_table.remarks(one):
             console.print(line, style="dim", soft_wrap=True, markup=False, highlight=False)
         console.print()
     for name, why in failed.items():

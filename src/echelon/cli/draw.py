@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from echelon.cli.trouble import answer, told
-from echelon.layout.faults import Fault, FaultError, did_you_mean
+from echelon.cli.cli_errors import answer, told
+from echelon.layout.validation_error import Fault, FaultError, did_you_mean
 
 if TYPE_CHECKING:
     from echelon.pipeline.schedule import Schedule
     from echelon.pipeline.timeline import Timeline
-    from echelon.report.picture import Picture
+    from echelon.report.run_picture import Picture
 
 EXAMPLES = """[bold]Examples[/bold]\n
 echelon draw\n
@@ -97,7 +97,7 @@ def _refuse(given: dict[str, Any], rule: str) -> None:
 
 def _picture(what: str, given: dict[str, Any]) -> Picture:
     from echelon.pipeline.schedules import FAMILIES, FILE
-    from echelon.report.picture import Picture
+    from echelon.report.run_picture import Picture
 
     if what in FAMILIES or what.startswith(FILE):
         return Picture(_planned(what, given))
@@ -154,9 +154,9 @@ def _made(name: str, given: dict[str, Any]) -> Schedule:
 
 def _from_file(path: str, given: dict[str, Any]) -> Schedule:
     """The file fixes all sizes; one that is given beside it must agree."""
-    from echelon.pipeline.schedules import from_file
+    from echelon.pipeline.schedules import schedule_file
 
-    schedule = from_file.build(path)
+    schedule = schedule_file.build(path)
     has = {"stages": schedule.ranks, "microbatches": schedule.microbatches, "slices": schedule.slices}
     has["chunks"] = schedule.stages // schedule.ranks
     _refuse({key: given[key] for key in SIZES if given.get(key, has[key]) != has[key]}, "is not what the file has")

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from echelon.cli import carrying
-from echelon.cli.trouble import answer, told
+from echelon.cli import conversion_progress
+from echelon.cli.cli_errors import answer, told
 
 EXAMPLES = """[bold]Examples[/bold]\n
 echelon export runs/llama-tiny-20250131-120000 out\n
@@ -38,15 +38,15 @@ def command(
 ) -> None:
     """Write a model of ours as a Hugging Face model. Refused unless transformers computes the same logits with it."""
     with told(as_json):
-        largest = carrying.size(shard_size)
-        from echelon.checkpoint.hugging_face.carry import export_model
-        from echelon.train.exported import is_trained, trained
+        largest = conversion_progress.size(shard_size)
+        from echelon.checkpoint.hf.convert_model import export_model
+        from echelon.training.export_model import is_trained, trained
 
         if average and not is_trained(source):
             raise ValueError(f"only a run has an average of its weights (--average, source {source})")
         given = trained(source, average=average) if is_trained(source) else source
-        done = export_model(given, out, dtype=dtype, largest=largest, seed=seed, progress=carrying.progress)
+        done = export_model(given, out, dtype=dtype, largest=largest, seed=seed, progress=conversion_progress.progress)
     if as_json:
         answer(done.facts())
     else:
-        carrying.show(done)
+        conversion_progress.show(done)

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from echelon.cli import carrying
-from echelon.cli.trouble import answer, told
+from echelon.cli import conversion_progress
+from echelon.cli.cli_errors import answer, told
 
 EXAMPLES = """[bold]Examples[/bold]\n
 echelon import Llama-2-7b-hf llama-7b\n
@@ -29,11 +29,13 @@ def command(
 ) -> None:
     """Read a Hugging Face model, and write it as one of ours. No pickle is opened, no code of the model is run."""
     with told(as_json):
-        largest = carrying.size(shard_size)
-        from echelon.checkpoint.hugging_face.carry import import_model
+        largest = conversion_progress.size(shard_size)
+        from echelon.checkpoint.hf.convert_model import import_model
 
-        done = import_model(source, out, dtype=dtype, largest=largest, with_check=check, progress=carrying.progress)
+        done = import_model(
+            source, out, dtype=dtype, largest=largest, with_check=check, progress=conversion_progress.progress
+        )
     if as_json:
         answer(done.facts())
     else:
-        carrying.show(done)
+        conversion_progress.show(done)

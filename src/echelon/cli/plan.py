@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from echelon.cli import trouble
-from echelon.cli.trouble import told
+from echelon.cli import cli_errors
+from echelon.cli.cli_errors import told
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from echelon.plan.ask import Answer
-    from echelon.plan.failures import Goodput
-    from echelon.plan.price import Plan
-    from echelon.plan.savings import Saving
+    from echelon.planning.explain.failure_cost import Goodput
+    from echelon.planning.planner import Answer
+    from echelon.planning.priced_plan import Plan
+    from echelon.planning.search.memory_savings import Saving
 
 EXAMPLES = """[bold]Examples[/bold]\n
 echelon plan llama-8b --cluster 8xh100\n
@@ -79,13 +79,13 @@ def command(
 ) -> None:
     """Rank layouts of a model on a cluster, with predicted time and memory, or price one. Needs no device."""
     with told(as_json):
-        from echelon.plan import ask
-        from echelon.plan.savings import savings as savings_of
-        from echelon.train.planned import asked, effective
+        from echelon.planning import planner
+        from echelon.planning.search.memory_savings import savings as savings_of
+        from echelon.training.auto_layout import asked, effective
 
         given = settings or []
         said = asked(given, layout)
-        found = ask.answer(
+        found = planner.answer(
             model,
             cluster,
             batch=batch,
@@ -116,7 +116,7 @@ def command(
             told_json["savings"] = [one.to_json() for one in told_savings]
         if told_goodput is not None:
             told_json["goodput"] = told_goodput.to_json()
-        trouble.answer(told_json)
+        cli_errors.answer(told_json)
     else:
         _show(found, model, html, given)
         if least is not None and told_savings:
@@ -124,12 +124,12 @@ def command(
         if told_goodput is not None:
             _show_goodput(found.plans[0], told_goodput)
     if not found.plans or not found.plans[0].fits:
-        raise typer.Exit(trouble.FAILED)
+        raise typer.Exit(cli_errors.FAILED)
 
 
 def _write(path: Path, found: Answer, model: str, given: Sequence[str]) -> None:
-    from echelon.plan.ask import command_of
-    from echelon.plan.show.page import page
+    from echelon.planning.planner import command_of
+    from echelon.planning.show.plan_html import page
 
     text = page(
         found.plans,
@@ -143,7 +143,7 @@ def _write(path: Path, found: Answer, model: str, given: Sequence[str]) -> None:
 
 
 def _goodput(found: Answer, device_hours: float) -> Goodput | None:
-    from echelon.plan.failures import DEVICE_HOURS, goodput_of
+    from echelon.planning.explain.failure_cost import DEVICE_HOURS, goodput_of
 
     if device_hours < 0:
         raise ValueError(f"no time between failures is less than none (--device-hours {device_hours:g})")
@@ -153,7 +153,7 @@ def _goodput(found: Answer, device_hours: float) -> Goodput | None:
 def _show_goodput(plan: Plan, found: Goodput) -> None:
     from rich.console import Console
 
-    from echelon.plan.show.goodput import shown
+    from echelon.planning.show.goodput_text import shown
 
     Console().print(shown(plan, found))
 
@@ -161,7 +161,7 @@ def _show_goodput(plan: Plan, found: Goodput) -> None:
 def _show_savings(plan: Plan, found: Sequence[Saving]) -> None:
     from rich.console import Console
 
-    from echelon.plan.show.savings import shown
+    from echelon.planning.show.savings_table import shown
 
     Console().print(shown(plan, found))
 
@@ -169,8 +169,8 @@ def _show_savings(plan: Plan, found: Sequence[Saving]) -> None:
 def _show(found: Answer, model: str, html: Path | None, given: Sequence[str]) -> None:
     from rich.console import Console
 
-    from echelon.plan.ask import command_of
-    from echelon.plan.show.terminal import shown
+    from echelon.planning.planner import command_of
+    from echelon.planning.show.plan_text import shown
 
     console = Console()
     command = command_of(found.plans[0], model, given) if found.plans else ""

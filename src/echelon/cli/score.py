@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from echelon.cli.trouble import answer, told
+from echelon.cli.cli_errors import answer, told
 
 if TYPE_CHECKING:
-    from echelon.plan.score import Score
+    from echelon.planning.calibrate.scoring import Score
 
 EXAMPLES = """[bold]Examples[/bold]\n
 echelon score measurements.csv\n
@@ -24,10 +24,10 @@ def command(
 ) -> None:
     """Predict every run of a table, and say how far that is from what was measured."""
     with told(as_json):
-        from echelon.plan import rows
-        from echelon.plan.score import score
+        from echelon.planning.calibrate import published_runs
+        from echelon.planning.calibrate.scoring import score
 
-        questions, skipped = rows.questions(rows.read(table))
+        questions, skipped = published_runs.questions(published_runs.read(table))
         if not questions:
             raise ValueError(f"no run of the table can be asked ({table}); docs/planning.md names its columns")
         found = score(questions, skipped)

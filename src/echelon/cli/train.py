@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from echelon.cli.trouble import answer, told
+from echelon.cli.cli_errors import answer, told
 
 if TYPE_CHECKING:
-    from echelon.train.config import Config
+    from echelon.config.run_config import Config
 
 EXAMPLES = """[bold]Examples[/bold]\n
 echelon train --procs 2\n
@@ -57,7 +57,7 @@ def command(
         _list_keys(as_json)
         return
     with told(as_json):
-        from echelon.train.start import load, load_resumed, run
+        from echelon.training.start_training import load, load_resumed, run
 
         if resume and config is not None:
             raise ValueError(f"a run that goes on has its own configuration ({config}); change keys with --set")
@@ -68,7 +68,7 @@ def command(
     if as_json and summary.run:
         answer(summary.facts())
     if summary.stopped is not None:
-        from echelon.faults.stopping import EXIT
+        from echelon.faults.graceful_stop import EXIT
 
         raise typer.Exit(EXIT)
 
@@ -76,7 +76,7 @@ def command(
 def _planned(config: Config, plan: str, procs: int | None, *, quiet: bool) -> Config:
     """The configuration in the layout that the planner chose."""
     from echelon.launch.world import under_launcher
-    from echelon.train.planned import planned
+    from echelon.training.auto_layout import planned
 
     chosen, words = planned(config, plan, procs)
     if not quiet and not under_launcher():
@@ -85,7 +85,7 @@ def _planned(config: Config, plan: str, procs: int | None, *, quiet: bool) -> Co
 
 
 def _list_keys(as_json: bool) -> None:
-    from echelon.train.config import Config
+    from echelon.config.run_config import Config
 
     rows = Config.keys()
     if as_json:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from echelon.cli.trouble import answer, told
-from echelon.layout.faults import Fault, FaultError
+from echelon.cli.cli_errors import answer, told
+from echelon.layout.validation_error import Fault, FaultError
 
 if TYPE_CHECKING:
     from echelon.layout import Layout
-    from echelon.proof.case import Case
-    from echelon.proof.verify import Report, Verdict
+    from echelon.verification.verifier import Report, Verdict
+    from echelon.verification.verify_case import Case
 
 EXAMPLES = """[bold]Examples[/bold]\n
 echelon verify\n
@@ -46,7 +46,7 @@ def command(
 ) -> None:
     """Check layouts against one device, in float64, on a shrunken model."""
     with told(as_json):
-        from echelon.proof.ask import Request
+        from echelon.verification.verify_request import Request
 
         if every and (config or model or layouts):
             rule = "is the full product of our own models and layouts"
@@ -63,11 +63,11 @@ def command(
 
 def _prove(case: Case, layouts: list[Layout], leave_out: str, every: bool, shown: _Table) -> Report:
     if every:
-        from echelon.proof.product import verify_all
+        from echelon.verification.layout_matrix import verify_all
 
         return verify_all(leave_out, shown.row)
-    from echelon.launch.pool import Pool
-    from echelon.proof.verify import PRELOAD, Prover
+    from echelon.launch.rank_pool import Pool
+    from echelon.verification.verifier import PRELOAD, Prover
 
     with Pool(preload=PRELOAD) as pool:
         return Prover(pool, case, leave_out).report(layouts, shown.row)

@@ -1,13 +1,13 @@
 """Tokens on disk, and their order as a pure function. NumPy only: nothing here imports torch, but images.py."""
 
-from echelon.data.cache import prepare
-from echelon.data.corpus import default_corpus
-from echelon.data.dataset import NO_TARGET, Place, TokenDataset
-from echelon.data.mixture import Mixture
-from echelon.data.order import batch_indices, epoch_and_sample, rank_indices
+from echelon.data.blended_dataset import Mixture
+from echelon.data.default_corpus import default_corpus
+from echelon.data.sample_order import batch_indices, epoch_and_sample, rank_indices
+from echelon.data.token_cache import prepare
+from echelon.data.token_dataset import NO_TARGET, Place, TokenDataset
+from echelon.data.token_file import TokenFile, TokenFileError, TokenWriter, is_token_file
 from echelon.data.tokenize import TextError, text_files, tokenize
 from echelon.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, TokenizerError, load_tokenizer
-from echelon.data.tokens import TokenFile, TokenFileError, TokenWriter, is_token_file
 
 __all__ = [
     "NO_TARGET",

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from echelon.data.token_file import AnyIntArray, TokenFile, TokenWriter
 from echelon.data.tokenizer import ByteTokenizer, Tokenizer
-from echelon.data.tokens import AnyIntArray, TokenFile, TokenWriter
 
 TEXT_SUFFIXES = (
     ".txt",

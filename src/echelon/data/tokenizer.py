@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
-from echelon.data.tokens import AnyIntArray
+from echelon.data.token_file import AnyIntArray
 
 _PIECE_BYTES = 1 << 22
 # Tried in this order when a tokenizer's own configuration does not name the token that ends a document.

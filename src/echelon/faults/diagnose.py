@@ -18,8 +18,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from echelon.faults.entry import Entry
-from echelon.faults.state import State
+from echelon.faults.rank_state import State
+from echelon.faults.recorder_entry import Entry
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ def context(preload: Iterable[str] = ()) -> ForkServerContext:
     A process has one fork server: what is imported in it is settled by the first call.
     """
     made = multiprocessing.get_context(METHOD)
-    made.set_forkserver_preload([*_PRELOADED, "echelon.launch.rank", *preload])
+    made.set_forkserver_preload([*_PRELOADED, "echelon.launch.pool_worker", *preload])
     # Ctrl-C reaches every process of the terminal, and the server would answer with a traceback out of its imports. A
     # scheduler may send SIGTERM to every process, and with the server the ranks would be lost that are to save.
     # The ranks inherit the mask.

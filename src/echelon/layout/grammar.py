@@ -12,7 +12,7 @@ from decimal import Decimal
 from textwrap import wrap
 from typing import Protocol
 
-from echelon.layout.faults import Fault, closest, did_you_mean
+from echelon.layout.validation_error import Fault, closest, did_you_mean
 
 Value = int | str
 

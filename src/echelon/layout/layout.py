@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from echelon.layout import grammar
-from echelon.layout.faults import Fault, FaultError
+from echelon.layout.validation_error import Fault, FaultError
 
 DERIVED = -1
 """Stands for "what follows from the other keys" when a layout is made; no finished layout holds it."""
@@ -119,7 +119,7 @@ class Layout:
         The rules between the keys themselves, and between them and a model, are `echelon.layout.check`'s.
         """
         # The rules read layouts, so they import this file; this is the one arrow back.
-        from echelon.layout.reading import parse
+        from echelon.layout.parse import parse
         from echelon.layout.rules import SIZE_RULES, Facts
 
         return parse(text, Facts(world=world, batch=batch), SIZE_RULES)
@@ -127,7 +127,7 @@ class Layout:
     @classmethod
     def parse_many(cls, text: str, *, world: int | None = None, batch: int | None = None) -> list[Layout]:
         """Reads layouts between semicolons. Raises FaultError with the faults of all of them."""
-        from echelon.layout.reading import parse_many
+        from echelon.layout.parse import parse_many
         from echelon.layout.rules import SIZE_RULES, Facts
 
         return parse_many(text, Facts(world=world, batch=batch), SIZE_RULES)

@@ -27,9 +27,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 
-from echelon.layout.faults import did_you_mean
 from echelon.layout.layout import Layout
 from echelon.layout.rules import tp_side
+from echelon.layout.validation_error import did_you_mean
 
 Group = tuple[int, ...]
 

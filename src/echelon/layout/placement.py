@@ -60,7 +60,7 @@ class Entry:
     holders: tuple[int, ...] = ()
     """the pp ranks that hold it, where several do (a tied weight); the first of them counts it"""
     sum_over: tuple[str, ...] = ()
-    """axes over which each rank's gradient is only a part, to be summed once a step (see parallel/sequence.py)"""
+    """axes over which each rank's gradient is only a part, to be summed once a step (see parallel/tp/sequence_parallel.py)"""
     decay: bool = True
     """weight decay applies (matrices); vectors are left alone"""
     trainable: bool = True

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from echelon.layout.faults import Fault
 from echelon.layout.grammar import ROWS, Value
 from echelon.layout.layout import ASYNCHRONOUS, WITH_CHUNKS, Layout
 from echelon.layout.remedy import Broken, Remedies
+from echelon.layout.validation_error import Fault
 
 
 class ModelFacts(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from echelon.models.sizes import SIZES, ModelConfig, find, reduced
+from echelon.models.model_config import SIZES, ModelConfig, find, reduced
 
 if TYPE_CHECKING:
     import torch
@@ -19,10 +19,10 @@ def build(
     """The model of a config, with the first values of `seed`; on the meta device it has shapes only."""
     import torch
 
-    from echelon.models.convnet import ConvNet
     from echelon.models.gpt import GPT
-    from echelon.models.language import LanguageModel
+    from echelon.models.language_model import LanguageModel
     from echelon.models.llama import Llama
+    from echelon.models.vision.convnet import ConvNet
 
     # Built on meta first: torch's own first values would cost time and move the global generator.
     with torch.device("meta"):
@@ -41,6 +41,6 @@ def build(
 
 def initialise(model: nn.Module, seed: int) -> None:
     """Fills a whole one-device model that has a method `initial(name)`, by its parameters' names."""
-    from echelon.models import initial
+    from echelon.models import weight_init
 
-    initial.initialise(model, seed)
+    weight_init.initialise(model, seed)

@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from echelon.kernels import note
-from echelon.kernels.linear import project
-from echelon.kernels.note import Note
-from echelon.kernels.rope import Rotation, rotate, rotated_heads
-from echelon.models.linear import Linear, each, one_product
-from echelon.models.stretch import Stretch
+from echelon.kernels import tensor_metadata
+from echelon.kernels.attention.rope import Rotation, rotate, rotated_heads
+from echelon.kernels.gemm.fused_linear import project
+from echelon.kernels.tensor_metadata import Note
+from echelon.models.linear_layer import Linear, each, one_product
+from echelon.models.rope_scaling import Stretch
 
 
 def positions(tokens: Tensor, documents: Tensor | None) -> Tensor:
@@ -183,7 +183,7 @@ class Attention(nn.Module):
         y = self._attend(x, seen).transpose(1, 2).flatten(2)
         if self.remake:
             kept = y.detach()
-            note.write(y, Note(again=lambda _gradient: kept))
+            tensor_metadata.write(y, Note(again=lambda _gradient: kept))
         out: Tensor = self.o(y)
         return out
 

@@ -3,24 +3,24 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from echelon.kernels import note
-from echelon.kernels.note import Note
+from echelon.kernels import tensor_metadata
+from echelon.kernels.tensor_metadata import Note
 from echelon.models.attention import Attention, Seen
-from echelon.models.language import LanguageModel
-from echelon.models.linear import Linear
-from echelon.models.mixture import build_mixture, layers
-from echelon.models.mixture_config import MixtureConfig
-from echelon.models.sizes import ModelConfig
+from echelon.models.language_model import LanguageModel
+from echelon.models.linear_layer import Linear
+from echelon.models.model_config import ModelConfig
+from echelon.models.moe_block import build_mixture, layers
+from echelon.models.moe_config import MixtureConfig
 
 
 class LayerNorm(nn.LayerNorm):
     remake = False
-    """backward makes the output again instead of keeping it (memory/recompute.py)"""
+    """backward makes the output again instead of keeping it (memory/checkpointing/checkpoint_policy.py)"""
 
     def forward(self, input: Tensor) -> Tensor:
         out = super().forward(input)
         kept, make = input.detach(), super().forward
-        return note.write(out, Note(again=lambda _gradient: make(kept))) if self.remake else out
+        return tensor_metadata.write(out, Note(again=lambda _gradient: make(kept))) if self.remake else out
 
 
 class MLP(nn.Module):
@@ -37,7 +37,7 @@ class MLP(nn.Module):
         h = F.gelu(up, approximate="tanh")
         if self.remake:
             kept = up.detach()
-            note.write(h, Note(again=lambda _gradient: F.gelu(kept, approximate="tanh")))
+            tensor_metadata.write(h, Note(again=lambda _gradient: F.gelu(kept, approximate="tanh")))
         out: Tensor = self.down(h)
         return out
 

@@ -4,17 +4,17 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from echelon.kernels.linear import project
-from echelon.kernels.swiglu import gated, swiglu
+from echelon.kernels.gemm.fused_linear import project
+from echelon.kernels.layers.swiglu import gated, swiglu
 from echelon.models.attention import Attention, Seen, rotation
-from echelon.models.language import LanguageModel
-from echelon.models.latent import LatentAttention
-from echelon.models.linear import Linear, each, one_product
-from echelon.models.mixture import build_mixture, layers
-from echelon.models.mixture_config import MixtureConfig
-from echelon.models.norm import RMSNorm, StreamNorm
-from echelon.models.normed import NormedAttention
-from echelon.models.sizes import ModelConfig
+from echelon.models.language_model import LanguageModel
+from echelon.models.linear_layer import Linear, each, one_product
+from echelon.models.mla import LatentAttention
+from echelon.models.model_config import ModelConfig
+from echelon.models.moe_block import build_mixture, layers
+from echelon.models.moe_config import MixtureConfig
+from echelon.models.norm_layers import RMSNorm, StreamNorm
+from echelon.models.qk_norm import NormedAttention
 
 
 class MLP(nn.Module):

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from echelon.layout.faults import Fault, FaultError, did_you_mean
+from echelon.layout.validation_error import Fault, FaultError, did_you_mean
 
 if TYPE_CHECKING:
-    from echelon.moe.gate import Gate
+    from echelon.moe.gates.gate import Gate
 
 __all__ = ["GATES", "build_gate"]
 
@@ -24,7 +24,7 @@ class _Gates(Mapping[str, "type[Gate]"]):
 
     def __getitem__(self, name: str) -> type[Gate]:
         module, kind = self._places[name]
-        found: type[Gate] = getattr(import_module(f"echelon.moe.{module}"), kind)
+        found: type[Gate] = getattr(import_module(f"echelon.moe.gates.{module}"), kind)
         return found
 
     def __iter__(self) -> Iterator[str]:
@@ -36,12 +36,12 @@ class _Gates(Mapping[str, "type[Gate]"]):
 
 GATES: Mapping[str, type[Gate]] = _Gates(
     {
-        "noisy-top-k": ("noisy", "NoisyTopK"),
+        "noisy-top-k": ("noisy_top_k", "NoisyTopK"),
         "hierarchical": ("hierarchical", "Hierarchical"),
         "gshard": ("gshard", "GShard"),
         "switch": ("switch", "Switch"),
         "expert-choice": ("expert_choice", "ExpertChoice"),
-        "expert-choice-capped": ("capped", "CappedExpertChoice"),
+        "expert-choice-capped": ("capped_expert_choice", "CappedExpertChoice"),
         "mixtral": ("top_k", "Mixtral"),
         "qwen": ("top_k", "Qwen"),
         "loss-free": ("loss_free", "LossFree"),

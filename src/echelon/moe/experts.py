@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from echelon.kernels.grouped import grouped
-from echelon.kernels.swiglu import swiglu
-from echelon.moe.dropout import ExpertDropout
+from echelon.kernels.gemm.grouped_gemm import grouped
+from echelon.kernels.layers.swiglu import swiglu
+from echelon.moe.expert_dropout import ExpertDropout
 
 ACTIVATIONS = ("swiglu", "gelu", "relu")
 

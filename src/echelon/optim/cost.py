@@ -19,9 +19,9 @@ import math
 from collections.abc import Container, Sequence
 
 from echelon.layout.placement import Entry, Placement
-from echelon.optim.groups import is_muons
-from echelon.optim.matrices import held_stack, stack_of
-from echelon.optim.rule import Rule, momentum_of
+from echelon.optim.matrix_shards import held_stack, stack_of
+from echelon.optim.optimizer_groups import is_muons
+from echelon.optim.update_rule import Rule, momentum_of
 
 BLOCK = 256
 """elements that share a scale in 8 bits"""

@@ -13,23 +13,29 @@ from torch import nn
 from echelon import rng
 from echelon.layout import Layout, Mesh
 from echelon.layout.placement import Entry, Placement, Unit, units_of
-from echelon.memory import compress, packing
-from echelon.memory.budget import Budgeted
-from echelon.memory.kept import Arena, Keep, whole
-from echelon.memory.offload import pages
-from echelon.memory.recompute import Part, Policy, Recomputed
-from echelon.memory.repeats import idle_reason, segment_length
-from echelon.models.chain import inside
-from echelon.models.splits import split_of
-from echelon.parallel import batchnorm, expert, grid, shard, stages, tensor
-from echelon.parallel.away import Away, away_of
-from echelon.parallel.axis import ALONE, Axes, Axis, enumerate_groups, world_rank
-from echelon.parallel.first_values import first_values, move_buffers
-from echelon.parallel.flat import Flat, Moved
-from echelon.parallel.partition import Partition
-from echelon.parallel.regions import Boundary
-from echelon.parallel.spread import Context, spread
-from echelon.precision import fp8, keep
+from echelon.memory.checkpointing.checkpoint_policy import Part, Policy, Recomputed
+from echelon.memory.checkpointing.cost import idle_reason, segment_length
+from echelon.memory.checkpointing.memory_budget import Budgeted
+from echelon.memory.checkpointing.saved_inputs import Arena, Keep, whole
+from echelon.memory.compression import cost as compression_cost
+from echelon.memory.compression import saved_tensor_compression
+from echelon.memory.offload.cost import pages
+from echelon.models.pipeline_model import inside
+from echelon.models.tp_splits import split_of
+from echelon.parallel import stage_modules
+from echelon.parallel.comm.mesh_axis import ALONE, Axes, Axis, enumerate_groups, world_rank
+from echelon.parallel.cp.context_parallel import Context, spread
+from echelon.parallel.dp import sync_batchnorm, zero
+from echelon.parallel.dp.offload_policy import Away, away_of
+from echelon.parallel.dp.sharded_model import Flat, Moved
+from echelon.parallel.ep import expert_parallel
+from echelon.parallel.init_weights import first_values, move_buffers
+from echelon.parallel.partitioned_activations import Partition
+from echelon.parallel.tp import tensor_parallel
+from echelon.parallel.tp.tp_collectives import Boundary
+from echelon.parallel.tp_grid import grid_parallel
+from echelon.precision import fp8_linear
+from echelon.precision import keep_fp32 as keep
 
 EXPERTS = "edp"
 WORLD = "pp*replica*shard*cp*tp"
@@ -37,13 +43,13 @@ AGREEING = "replica*shard*cp*tp"
 """ranks of one stage, which must choose alike"""
 
 
-def axes_of(policy: shard.Policy, tokens: str) -> tuple[str, ...]:
+def axes_of(policy: zero.Policy, tokens: str) -> tuple[str, ...]:
     """The axes that every run has, in the order in which all ranks make their process groups."""
     states = (policy.replica_axis, policy.axis, "dp", "tp", f"{policy.axis}*tp", f"pp*{policy.axis}*tp")
     return (*states, "pp", tokens, f"pp*{tokens}", WORLD)
 
 
-CHOICES = {"kernels": ("auto", "plain"), "products": ("same", *fp8.KINDS), "compress": packing.KINDS}
+CHOICES = {"kernels": ("auto", "plain"), "products": ("same", *fp8_linear.KINDS), "compress": compression_cost.KINDS}
 """of options that are words"""
 
 
@@ -64,8 +70,8 @@ class Options:
     """how linear layers of the layers multiply: in the compute type, or in 8 bits (`fp8`, `fp8-row`)"""
     kernels: str = "auto"
     """our own where there is a GPU, or `plain` torch everywhere"""
-    compress: str = packing.NONE
-    """how what forward leaves for backward is kept (`lossless`, `lossless+fp8`): memory/packing.py"""
+    compress: str = compression_cost.NONE
+    """how what forward leaves for backward is kept (`lossless`, `lossless+fp8`): memory/compression/cost.py"""
     seed: int = 0
     reshard_after_forward: bool = True
     prefetch: int = 1
@@ -92,7 +98,7 @@ class Options:
     disk: str = ""
     """with `offload=disk`, a folder for its files; empty takes the one for temporary files"""
     own_loop: bool = False
-    """the loop and the optimizer are the user's own (train/wrap.py)"""
+    """the loop and the optimizer are the user's own (training/wrap.py)"""
     leave_out: str = ""
     """a collective left out on purpose (`dp:all_reduce`), to see that `verify` misses it"""
 
@@ -127,7 +133,7 @@ class Parallel:
     placement: Placement
     flat: Flat
     stream: rng.Stream
-    policy: shard.Policy
+    policy: zero.Policy
     options: Options
     tokens: Axis
     """the axis of ranks that have different tokens: losses and counts are summed over it"""
@@ -145,7 +151,7 @@ class Parallel:
     def saving(self) -> AbstractContextManager[object]:
         """Around every forward pass: what it leaves for backward is kept as the options say."""
         kind = self.options.compress
-        return compress.compressed(kind) if kind != packing.NONE else nullcontext()
+        return saved_tensor_compression.compressed(kind) if kind != compression_cost.NONE else nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +178,7 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
         entries = keep.widened(model, entries, options.keep_fp32)
 
     rng.attach(model, stream)
-    policy = shard.policy(
+    policy = zero.policy(
         layout,
         reshard_after_forward=options.reshard_after_forward,
         prefetch=options.prefetch,
@@ -182,34 +188,36 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
     axes = Axes(mesh, world_rank(), axes_of(policy, tokens), leave_out=options.leave_out)
     boundary: Boundary | None = None
     if layout.tp > 1 and layout.tp_kind == "1d":
-        entries, boundary = tensor.split(model, entries, split_of(model), axes["tp"], sequence_parallel=bool(layout.sp))
+        entries, boundary = tensor_parallel.split(
+            model, entries, split_of(model), axes["tp"], sequence_parallel=bool(layout.sp)
+        )
     elif layout.tp > 1:
-        entries = grid.split(model, entries, split_of(model), layout, axes)
+        entries = grid_parallel.split(model, entries, split_of(model), layout, axes)
     if layout.tp > 1:
         for name in sorted({axis for entry in entries for axis in entry.sum_over}):
             axes.add(name)
     context = spread(model, layout, axes, options.device) if layout.cp > 1 else None
-    entries = expert.split(model, entries, layout, axes, boundary, context)
+    entries = expert_parallel.split(model, entries, layout, axes, boundary, context)
     folded = any(entry.folded for entry in entries)
     if layout.dp > 1:
-        batchnorm.synchronise(model, axes["dp"])
+        sync_batchnorm.synchronise(model, axes["dp"])
     if held is not None:
         for name in sorted({axis for pp in range(layout.pp) for axis in _tied(entries, held, pp)}):
             axes.add(name)
-        entries = stages.held_entries(entries, held.ranks, axes.at["pp"])
-        stages.prune(model, held.ranks[axes.at["pp"]])
-    compress.check(options.compress, layout.recompute, layout.offload)
+        entries = stage_modules.held_entries(entries, held.ranks, axes.at["pp"])
+        stage_modules.prune(model, held.ranks[axes.at["pp"]])
+    saved_tensor_compression.check(options.compress, layout.recompute, layout.offload)
     recomputed = _recompute(model, layout, options, stream, axes, held)
     if options.products != "same":
-        grid.refuse_narrow(layout, options.products)
-        fp8.check(options.device, options.compute, options.kernels)
+        grid_parallel.refuse_narrow(layout, options.products)
+        fp8_linear.check(options.device, options.compute, options.kernels)
         # Whole weights would be kept that zero=3 and offload=params let go of.
         kept = layout.accumulate > 1 and layout.zero < 3 and not pages(layout.offload)
-        fp8.apply(model, shard.layers(model), options.products, keeps_weights=kept)
+        fp8_linear.apply(model, zero.layers(model), options.products, keeps_weights=kept)
     wide = keep.holders(entries)
     keep.compute_in_float32(model, wide, options.compute)
-    units = shard.choose_units(model, options.units, limit=options.buffer // options.compute.itemsize)
-    experts = shard.experts_policy(layout, policy)
+    units = zero.choose_units(model, options.units, limit=options.buffer // options.compute.itemsize)
+    experts = zero.experts_policy(layout, policy)
     moves = {
         folded: (found, axes.axis(found.axis), axes.axis(found.replica_axis))
         for folded, found in ((False, policy), (True, experts))
@@ -219,7 +227,7 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
     placement = Placement(
         units=units_of(entries, units, policy.shards, experts.shards), at=coordinates(axes, axes.rank, policy, experts)
     )
-    away = away_of(layout, options, placement.units, policy, model, shard.layers(model))
+    away = away_of(layout, options, placement.units, policy, model, zero.layers(model))
 
     def moved(unit: Unit) -> Moved:
         how, *over = moves[unit.folded]
@@ -260,13 +268,13 @@ def apply(model: nn.Module, layout: Layout, options: Options, held: Held | None 
     )
 
 
-def stage_axis(policy: shard.Policy) -> str:
+def stage_axis(policy: zero.Policy) -> str:
     """The ranks of a stage that hold different elements of a parameter, shards of parts of it."""
     inside = "tp" if policy.axis not in (EXPERTS, ALONE) else "etp"
     return inside if policy.axis == ALONE else f"{policy.axis}*{inside}"
 
 
-def coordinates(axes: Axes, rank: int, policy: shard.Policy, experts: shard.Policy) -> dict[str, int]:
+def coordinates(axes: Axes, rank: int, policy: zero.Policy, experts: zero.Policy) -> dict[str, int]:
     """Where a rank stands on every axis, and among the shards and replicas of the placement record."""
     places = {
         "shard": policy.axis,
@@ -287,7 +295,7 @@ def _recompute(
     model: nn.Module, layout: Layout, options: Options, stream: rng.Stream, axes: Axes, held: Held | None
 ) -> Recomputed:
     """Layers repeat what they do not keep."""
-    names = shard.layers(model)
+    names = zero.layers(model)
     stages = held.stages if held is not None else (names,)
     flights = held.in_flight if held is not None else ((1,),)
     parts, left = [], list(names)
@@ -321,12 +329,14 @@ def _keep(layout: Layout, options: Options, axes: Axes, parts: Sequence[Part]) -
 def tokens_of(layout: Layout) -> tuple[str, ...]:
     """The axes over which a step's tokens are divided."""
     context = ("cp",) if layout.cp > 1 else ()
-    return ("dp", *context, *(grid.token_axes(layout) if layout.tp_kind != "1d" else ()))
+    return ("dp", *context, *(grid_parallel.token_axes(layout) if layout.tp_kind != "1d" else ()))
 
 
 def _tied(entries: list[Entry], held: Held, at_pp: int) -> set[str]:
     return {
-        stages.tied_axis(entry.holders) for entry in stages.held_entries(entries, held.ranks, at_pp) if entry.holders
+        stage_modules.tied_axis(entry.holders)
+        for entry in stage_modules.held_entries(entries, held.ranks, at_pp)
+        if entry.holders
     }
 
 

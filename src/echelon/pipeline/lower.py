@@ -23,7 +23,7 @@ from dataclasses import replace
 
 from echelon.pipeline.actions import COMPUTE, Action
 from echelon.pipeline.channels import RECEIVE, Channel, Message, into, out_of
-from echelon.pipeline.order import is_lowered
+from echelon.pipeline.dependencies import is_lowered
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.simulate import simulate
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from echelon.pipeline.actions import COMPUTE, NEWEST, SENDS, VERSIONS, Action, Kind
 from echelon.pipeline.channels import Channel, Message, into, out_of, through
-from echelon.pipeline.order import BACKWARD, FORWARD, INPUT, WEIGHT, Needs, Result, is_lowered, result, stuck
+from echelon.pipeline.dependencies import BACKWARD, FORWARD, INPUT, WEIGHT, Needs, Result, is_lowered, result, stuck
 from echelon.pipeline.schedule import Schedule
 
 MANY = 20

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from echelon.bench.peers.absent_imports import stand_in_for
-from echelon.bench.request import Request
-from echelon.bench.timing import Step, random_tokens
+from echelon.bench.measurement import Request
+from echelon.bench.peers.import_stubs import stand_in_for
+from echelon.bench.step_timing import Step, random_tokens
 
 UNUSED = (
     *("datasets", "datasets.distributed", "datasets.iterable_dataset", "tokenizers", "einops", "PIL"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from echelon.bench.measurement import Request
 from echelon.bench.peers import torchtitan
-from echelon.bench.request import Request
-from echelon.bench.timing import Step
+from echelon.bench.step_timing import Step
 
 
 def prepare(request: Request) -> Step:

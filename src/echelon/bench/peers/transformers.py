@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.bench.request import Request
-from echelon.bench.timing import Step, random_tokens
+from echelon.bench.measurement import Request
+from echelon.bench.step_timing import Step, random_tokens
 
 
 def prepare(request: Request) -> Step:

@@ -1,7 +1,7 @@
 """Pictures of a timeline: coloured text, SVG, a page with zoom and hover. Given two, planned stands over measured."""
 
-from echelon.pipeline.draw.html import as_html
-from echelon.pipeline.draw.svg import as_svg
-from echelon.pipeline.draw.terminal import as_text
+from echelon.pipeline.draw.timeline_html import as_html
+from echelon.pipeline.draw.timeline_svg import as_svg
+from echelon.pipeline.draw.timeline_text import as_text
 
 __all__ = ["as_html", "as_svg", "as_text"]

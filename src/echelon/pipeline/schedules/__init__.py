@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from echelon.layout import Layout
-from echelon.layout.faults import did_you_mean
+from echelon.layout.validation_error import did_you_mean
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.schedules import (
     dualpipe_v,
-    from_file,
     gpipe,
     interleaved,
     naive,
     one_f_one_b,
     pipedream,
     pipedream_vsync,
+    schedule_file,
     terapipe,
     two_bw,
     zb_h1,
@@ -114,7 +114,7 @@ def make(
     if family is None:
         asked = 0 if slices == 1 else slices
         path = name.removeprefix(FILE)
-        return from_file.build(path, ranks=ranks, chunks=chunks, microbatches=microbatches, slices=asked)
+        return schedule_file.build(path, ranks=ranks, chunks=chunks, microbatches=microbatches, slices=asked)
     chunks = chunks or family.chunks or 2
     if family.asynchronous:
         return family.build(ranks, chunks, microbatches, first=first, drain=drain)
@@ -130,7 +130,7 @@ def of_layout(layout: Layout) -> Schedule:
     chunks = 0 if is_file and layout.vpp == 1 else layout.vpp
     schedule = make(layout.schedule, layout.pp, layout.accumulate, chunks=chunks)
     if is_file:
-        from_file.check_runs(schedule)
+        schedule_file.check_runs(schedule)
     return schedule
 
 

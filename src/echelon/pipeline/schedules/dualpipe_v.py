@@ -33,7 +33,7 @@ from fractions import Fraction
 from echelon.pipeline.actions import Action
 from echelon.pipeline.schedule import Schedule, vee
 from echelon.pipeline.schedules.phases import Phases
-from echelon.pipeline.schedules.step import left_out, step
+from echelon.pipeline.schedules.sync_step import left_out, step
 
 
 def build(ranks: int, chunks: int, microbatches: int) -> Schedule:

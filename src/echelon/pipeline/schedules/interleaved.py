@@ -23,7 +23,7 @@ from fractions import Fraction
 
 from echelon.pipeline.actions import Action, Kind
 from echelon.pipeline.schedule import Schedule, loop
-from echelon.pipeline.schedules.step import left_out, step
+from echelon.pipeline.schedules.sync_step import left_out, step
 
 
 def build(ranks: int, chunks: int, microbatches: int) -> Schedule:

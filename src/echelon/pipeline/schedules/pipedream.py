@@ -22,7 +22,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from echelon.pipeline.schedule import Schedule
-from echelon.pipeline.schedules.stream import Rule, stream
+from echelon.pipeline.schedules.async_stream import Rule, stream
 
 
 def build(ranks: int, chunks: int, microbatches: int, *, first: int = 0, drain: bool = True) -> Schedule:

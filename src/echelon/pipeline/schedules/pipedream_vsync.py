@@ -14,8 +14,8 @@ Stage 1 of 3, four microbatches (K keeps a version, D drops it, U makes the next
 from __future__ import annotations
 
 from echelon.pipeline.schedule import Schedule
+from echelon.pipeline.schedules.async_stream import Rule, stream
 from echelon.pipeline.schedules.pipedream import bubble, in_flight
-from echelon.pipeline.schedules.stream import Rule, stream
 
 __all__ = ["bubble", "build", "in_flight"]
 

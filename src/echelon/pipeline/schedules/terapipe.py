@@ -19,7 +19,7 @@ from fractions import Fraction
 
 from echelon.pipeline.actions import Action, Kind
 from echelon.pipeline.schedule import Schedule, loop
-from echelon.pipeline.schedules.step import step
+from echelon.pipeline.schedules.sync_step import step
 
 
 def build(ranks: int, chunks: int, microbatches: int, slices: int = 1) -> Schedule:

@@ -1,0 +1,56 @@
+"""One measurement as data: the line of text that goes to its process. No torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from echelon.bench.reference_shapes import model_of
+from echelon.models.model_config import ModelConfig
+
+US = "echelon"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Who trains what, and how."""
+
+    who: str
+    """us, or the name of a peer"""
+    shape: str
+    """the name of the reference shape"""
+    size: str
+    seq_len: int
+    batch: int
+    precision: str
+    """of the products: fp32, bf16, fp8, fp8-row"""
+    recompute: str = "none"
+    states: str = "float32"
+    """the type in which our optimizer keeps its two means"""
+    device: str = "cpu"
+    """cuda or cpu"""
+    warm: int = 4
+    """steps before the first that counts"""
+    repeats: int = 8
+    """steps that count"""
+    packages: str = ""
+    """a folder to import peers from"""
+
+    def __str__(self) -> str:
+        return f"{self.shape}, {self.precision}, {self.who}"
+
+    @property
+    def model(self) -> ModelConfig:
+        return model_of(self.size, self.seq_len)
+
+    @property
+    def tokens(self) -> int:
+        """of a step"""
+        return self.seq_len * self.batch
+
+    def to_line(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_line(cls, line: str) -> Request:
+        return cls(**json.loads(line))

@@ -1,0 +1,70 @@
+"""Steps of our own that `echelon bench` measured, as questions to the planner: how long would it have said?
+
+{"device": "NVIDIA H200", "date": ..., "rows": [...]}       rows as `echelon bench --json` has them
+
+In place of a `shape` a row may name a `model`, and of how many of its layers it was.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from echelon.bench.measurement import US
+from echelon.bench.reference_shapes import SHAPES, model_of
+from echelon.layout import Layout
+from echelon.models.model_config import ModelConfig
+from echelon.planning.cluster import cluster
+from echelon.planning.model.model_sources import of_config
+from echelon.planning.scenario import Case
+
+STATE_BYTES = {"float32": 4, "bfloat16": 2}
+SAME_PRICE = {"fp8-row": "fp8"}
+"""kinds of products that planning does not tell apart"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What was measured of a case on one device."""
+
+    case: Case
+    precision: str
+    """of the products, as it was measured"""
+    states: str
+    seconds: float
+    peak_bytes: int
+    """of torch's allocator: without the device's context"""
+
+
+def steps(path: Path | str) -> list[Step]:
+    """Of every row of ours that did not fail."""
+    found = json.loads(Path(path).read_text(encoding="utf-8"))
+    return list(_steps(found["rows"], found["device"].rpartition(" ")[2].lower()))
+
+
+def _model(row: Mapping[str, Any]) -> ModelConfig:
+    if "shape" in row:
+        return model_of(SHAPES[row["shape"]].size, row["seq"])
+    found = model_of(row["model"], row["seq"])
+    return replace(found, name=f"{found.name}, {row['layers']} layers", layers=row["layers"])
+
+
+def _steps(rows: list[Mapping[str, Any]], kind: str) -> Iterator[Step]:
+    for row in rows:
+        if row["who"] != US or row["failed"]:
+            continue
+        precision, states = row["precision"], row["states"]
+        case = Case(
+            shape=of_config(_model(row)),
+            cluster=cluster.parse(f"1x{kind}"),
+            layout=Layout(microbatch=row["batch"], recompute=row["recompute"]),
+            seq_len=row["seq"],
+            precision=SAME_PRICE.get(precision, precision),
+            moment_bytes=STATE_BYTES[states],
+        )
+        yield Step(
+            case=case, precision=precision, states=states, seconds=row["step_s"], peak_bytes=int(row["peak_bytes"])
+        )

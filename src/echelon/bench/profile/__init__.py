@@ -1,0 +1,1 @@
+"""profile: see the modules."""

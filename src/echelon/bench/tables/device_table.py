@@ -1,0 +1,61 @@
+"""What devices reach, as a table for the terminal, and what plans learn from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from echelon.planning.calibrate.calibration import calibrated
+from echelon.planning.calibrate.constants import FITTED
+from echelon.planning.cluster.cluster import Cluster
+from echelon.planning.cluster.device_bench import Row, shown
+from echelon.planning.cluster.link_time import measured_link
+
+
+def heading(cluster: Cluster) -> str:
+    device = cluster.device
+    stated = f"{device.peak('bf16') / 1e12:.3g} TFLOP/s, {device.bandwidth / 1e9:.4g} GB/s of memory"
+    return f"[bold]{cluster.devices} x {device.name}[/bold]: {stated} each\n"
+
+
+def table(rows: Sequence[Row], cluster: Cluster) -> Table:
+    device = cluster.device
+    most = {"matmul": device.peak("bf16"), "attention": device.peak("bf16"), "memory": device.bandwidth}
+    most |= {"host": device.host.bandwidth}
+    found = Table("", "size", "time", "rate", "of the most", box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for column in found.columns[1:]:
+        column.justify = "right"
+    last = ""
+    for row in rows:
+        name = row.what.replace("_", "-") if row.what != last else ""
+        last = row.what
+        share = row.rate / most.get(row.what, cluster.inside.bandwidth)
+        size = shown(row.size) + (f" {row.note}" if row.note else "")
+        found.add_row(f"[cyan]{name}[/cyan]", size, _time(row.seconds), _rate(row), f"{share:.0%}")
+    return found
+
+
+def learned(cluster: Cluster) -> list[str]:
+    """What plans will use in the place of what was fitted to published runs."""
+    found = calibrated(cluster)
+    names = {
+        cluster.device.generation: "share of the peak that large products reach",
+        "edge": "elements that partly filled tiles add to each side of a product",
+        "best_attention": "share of the peak that attention reaches",
+        "streaming": "share of the memory's bandwidth that operators reach",
+    }
+    changed = {name: (getattr(FITTED, name), getattr(found, name)) for name in names}
+    lines = [f"  {names[name]}: {new:.3g} (was {old:.3g})" for name, (old, new) in changed.items() if old != new]
+    if cluster.curves and (link := measured_link(cluster.curves, cluster.per_node)):
+        lines.append(f"  between devices: {link.bandwidth / 1e9:.3g} GB/s after {_time(link.latency)}")
+    return ["", "Plans for this machine use", *lines]
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+
+
+def _rate(row: Row) -> str:
+    giga, unit = row.rate / 1e9, row.unit
+    return f"{giga / 1e3:.3g} T{unit}" if giga >= 1e3 else f"{giga:.3g} G{unit}"

@@ -1,0 +1,65 @@
+"""The rows of steps as a table for the terminal, and what there is to say below it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.table import Table
+
+from echelon.bench.bench_rows import Row
+from echelon.training.logging.metrics import Peak
+
+TEXT = ("shape", "tokens", "type", "who")
+NUMBERS = ("step", "tokens/s", "MFU", "HFU", "GiB", "first", "ratio")
+AGAIN = " *"
+"""marks who computes layers again"""
+WIDE = 96
+"""columns of a terminal that has room for wider gaps"""
+
+
+def table(rows: Sequence[Row], *, width: int) -> Table:
+    found = Table(box=None, header_style="bold", padding=(0, 2 if width >= WIDE else 1, 0, 0), pad_edge=False)
+    for name in (*TEXT, *NUMBERS):
+        found.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=True)
+    last = ""
+    for row in rows:
+        if last and row.shape != last:
+            found.add_section()
+        last = row.shape
+        found.add_row(*_cells(row), style="bold" if row.is_ours else "")
+    return found
+
+
+def _cells(row: Row) -> list[str]:
+    who = row.who + (AGAIN if row.recompute != "none" else "")
+    first = [row.shape, f"{row.seq}x{row.batch}", row.precision, who]
+    if row.step_s is None or row.tokens_per_s is None:
+        return [*first, "[red]failed[/red]", *[""] * (len(NUMBERS) - 1)]
+    return [
+        *first,
+        f"{row.step_s * 1e3:.1f} ms",
+        f"{row.tokens_per_s:,.0f}",
+        f"{row.mfu:.1%}",
+        f"{row.hfu:.1%}",
+        f"{(row.peak_bytes or 0) / 2**30:.1f}",
+        f"{row.first_step_s:.1f} s",
+        f"{row.ratio:.2f}" if row.ratio is not None else "",
+    ]
+
+
+def remarks(rows: Sequence[Row], left_out: Mapping[str, str], peak: Peak) -> list[str]:
+    """Below the table: what its words mean, what failed, what was left out, which versions."""
+    too = ", in 8 bits too" if any(row.precision.startswith("fp8") for row in rows) else ""
+    found = [f"MFU, HFU: shares of {peak.flops / 1e12:.4g} TFLOP/s ({peak.why}){too}"]
+    found.append("first: from the start of the process to the end of its first step")
+    if best := sorted({row.peer for row in rows if row.peer}):
+        found.append(f"ratio: our tokens per second over the fastest peer's ({', '.join(best)})")
+    again = {(f"recompute={row.recompute}", row.who) for row in rows if row.recompute != "none"}
+    if again:
+        found.append(f"{AGAIN.strip()}: {', '.join(f'{who} with {word}' for word, who in sorted(again))}")
+    for word in sorted({row.states for row in rows} - {"float32"}):
+        found.append(f"echelon's optimizer states are in {word}")
+    found += [f"failed: {row.shape}, {row.precision}, {row.who}: {row.failed}" for row in rows if row.failed]
+    found += [f"left out: {name}, {why}" for name, why in left_out.items()]
+    versions = sorted({version for row in rows for version in row.versions})
+    return [*found, ", ".join(versions)] if versions else found

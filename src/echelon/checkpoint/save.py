@@ -1,0 +1,227 @@
+"""Saving: a copy, files and check sums in the background, and one move that makes the checkpoint exist.
+
+[Note: a save]
+
+    1  all ranks    copy their parts to host memory (staging.py)                     before the next update
+    2  first rank   makes the folder `.writing-step-…`, tells the others
+    3  all ranks    write and flush their file, and take its check sums
+    4  first rank   gathers what is in the files, writes the index, and renames the folder: the checkpoint exists
+    5  first rank   removes checkpoints that are not to be kept, tells the others how it went
+
+All of it is done by threads beside training.
+
+A save waits for the one before it. What goes wrong is raised when training next asks (`check`, `save`, `wait`); the
+folder is removed, and checkpoints before it are as they were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from echelon.checkpoint.checkpoint_index import (
+    DIGEST,
+    INDEX,
+    CheckpointError,
+    File,
+    Index,
+    Region,
+    Stored,
+    Tensor,
+    digest_of,
+)
+from echelon.checkpoint.checksums import Sums, added, hash_of
+from echelon.checkpoint.coordination import Together, agree
+from echelon.checkpoint.staging import Staging
+from echelon.checkpoint.storage import Storage, name_of
+from echelon.checkpoint.training_state import State
+
+MOMENT = 3.0
+"""seconds that a failing run gives to a save under way"""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a rank has written."""
+
+    file: str
+    nbytes: int
+    header: str
+    first: int
+    """byte of the file where tensors begin"""
+    regions: Sequence[Region]
+    sums: Sequence[Sums]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keep:
+    """Which checkpoints stay."""
+
+    last: int = 2
+    """the newest so many; 0 keeps all"""
+    every: int = 0
+    """and those of steps that this divides; 0: none"""
+
+    def removed(self, steps: Sequence[int]) -> list[int]:
+        """Of some checkpoints' steps in order, those that go."""
+        old = steps[: -self.last] if self.last else []
+        return [step for step in old if not (self.every and step % self.every == 0)]
+
+
+class Saver:
+    """One rank's part in all saves of a run. Every rank makes one and calls its methods alike."""
+
+    def __init__(
+        self, state: State, storage: Storage, together: Together, *, device: torch.device, keep: Keep | None = None
+    ):
+        self._state, self._storage, self._together = state, storage, together
+        self._keep = keep or Keep()
+        self._staging = Staging(state, device)
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self.last: str | None = None
+        """address of the newest checkpoint that exists"""
+        self.hash = ""
+        """of its state"""
+
+    @property
+    def nbytes(self) -> int:
+        """of this rank's file"""
+        return self._staging.nbytes
+
+    def save(self, step: int, facts: Mapping[str, Any], *, behind: bool = False) -> None:
+        """Of the state as it is now; the checkpoint exists some time later.
+
+        The state may change when this returns; with `behind`, when `settle` does.
+        """
+        self.wait()
+        self._staging.take(self._state, behind=behind)
+        threading.Thread(target=self._staging.copy, name="echelon-copy", daemon=True).start()
+        self._thread = threading.Thread(target=self._work, args=(step, dict(facts)), name="echelon-save", daemon=True)
+        self._thread.start()
+
+    def settle(self) -> None:
+        """Until the state may change."""
+        self._staging.settle()
+
+    def check(self) -> None:
+        """Raises what went wrong in the background, if it is over."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
+
+    def wait(self) -> None:
+        """Until nothing is under way; raises what went wrong."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> bool:
+        """After the last save, or after a failure elsewhere: a save under way gets a moment. True if nothing is left.
+
+        Where another rank hangs, its part would never come, and what went wrong there is to be told now.
+        """
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(MOMENT)
+        return thread is None or not thread.is_alive()
+
+    def _work(self, step: int, facts: dict[str, Any]) -> None:
+        try:
+            self.hash = self._write(step, facts)
+            self.last = f"{self._storage.address}/{name_of(step)}"
+        except BaseException as error:  # raised where training next asks
+            self._error = error
+
+    def _write(self, step: int, facts: dict[str, Any]) -> str:
+        together, error = self._together, None
+        if together.is_first:
+            error = _tried(lambda: self._storage.begin(step))
+        agree(together, error)
+        written: Written | None = None
+
+        def write() -> None:
+            nonlocal written
+            written = self._write_part(step)
+
+        error = _tried(write)
+        try:
+            agree(together, error)
+            every = together.gathered(written)
+            index: Index | None = None
+            if together.is_first:
+                try:
+                    index = index_of(step, facts, [one for one in every if one is not None])
+                    self._commit(index)
+                except Exception as found:
+                    error = found
+            agree(together, error)
+            return together.told("" if index is None else index.hash)
+        except BaseException:
+            if together.is_first:
+                self._storage.abandon(step)
+            raise
+
+    def _write_part(self, step: int) -> Written:
+        staging = self._staging
+        sums: list[Sums] = []
+        wrong: list[BaseException] = []
+
+        def add() -> None:
+            try:
+                sums.extend(staging.sums())
+            except BaseException as error:
+                wrong.append(error)
+
+        adding = threading.Thread(target=add, name="echelon-sums", daemon=True)
+        adding.start()
+        name = f"part-{self._together.rank:05d}.safetensors"
+        try:
+            self._storage.write(step, name, staging.view(), staging.until)
+        finally:
+            adding.join()
+        if wrong:
+            raise wrong[0]
+        header = hashlib.sha256(staging.header).hexdigest()
+        return Written(name, staging.nbytes, header, len(staging.header), staging.regions, sums)
+
+    def _commit(self, index: Index) -> None:
+        index.check()
+        text, step, storage = index.to_json(), index.step, self._storage
+        storage.write(step, DIGEST, digest_of(text).encode())
+        storage.write(step, INDEX, text.encode())
+        storage.commit(step)
+        for old in self._keep.removed([found for found in storage.steps() if found <= step]):
+            storage.remove(old)
+
+
+def _tried(job: Callable[[], None]) -> Exception | None:
+    try:
+        job()
+    except Exception as error:
+        return error
+    return None
+
+
+def index_of(step: int, facts: Mapping[str, Any], written: Sequence[Written]) -> Index:
+    """What all ranks wrote, put together."""
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    slices: dict[str, list[Stored]] = {}
+    for one in written:
+        for region, sums in zip(one.regions, one.sums, strict=True):
+            kind = region.dtype, region.shape
+            if kinds.setdefault(region.name, kind) != kind:
+                raise CheckpointError(f"ranks do not agree on a tensor ({region.name}: {kinds[region.name]}, {kind})")
+            stored = Stored(one.file, one.first + region.at, region.box, sums)
+            slices.setdefault(region.name, []).append(stored)
+    tensors = {name: Tensor(*kinds[name], tuple(found)) for name, found in slices.items()}
+    files = {one.file: File(one.nbytes, one.header) for one in written}
+    found = {name: added([stored.sums for stored in tensor.slices]) for name, tensor in tensors.items()}
+    return Index(step, facts, files, tensors, hash_of(found))

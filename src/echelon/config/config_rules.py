@@ -1,0 +1,292 @@
+"""What is wrong between the keys of a configuration, and between it, the model, the layout and the files it names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Set
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from echelon.config import guard_rules, pipeline_rules, schema
+from echelon.layout import Fault, FaultError, Layout, check, did_you_mean, grammar
+from echelon.layout.layout import ASYNCHRONOUS, SPLIT_BACKWARD
+from echelon.memory.checkpointing.cost import idle_reason
+from echelon.memory.compression import cost as compression_cost
+from echelon.memory.offload.cost import has_states, pages
+from echelon.models import model_config, user_model
+from echelon.models.gate_override import with_gate
+from echelon.optim import offload_support, optimizer_groups
+from echelon.pipeline.schedules import file_fault, of_layout
+
+if TYPE_CHECKING:
+    from echelon.config.run_config import Config
+
+Rule = tuple[tuple[str, ...], Fault]
+"""The keys a rule reads, and the fault it found."""
+
+
+def between(config: Config, *, world: int | None, refused: Set[str]) -> list[Fault]:
+    """`refused` are keys that are known to be wrong: rules that need their values are not asked."""
+    rules = [*_data_rules(config), *_model_rules(config), *_precision_rules(config), *_optimizer_rules(config)]
+    rules += [*_run_rules(config), *_compress_rules(config), *_elastic_rules(config)]
+    rules += guard_rules.rules(config, Layout.resolve(grammar.read(config.layout).given))
+    found = [fault for involved, fault in rules if refused.isdisjoint(involved)]
+    return found + _layout_faults(config, world, refused)
+
+
+def _data_rules(config: Config) -> Iterator[Rule]:
+    data = config.data
+    if data.weights and len(data.weights) != len(data.path):
+        yield (
+            ("data.weights", "data.path"),
+            Fault(
+                key="data.weights",
+                value=schema.show(data.weights),
+                rule=f"does not match the paths ({len(data.weights)} weights, {len(data.path)} paths)",
+                legal="one weight per path, or none",
+            ),
+        )
+    if config.eval.every and not data.eval_fraction:
+        yield (
+            ("eval.every", "data.eval_fraction"),
+            Fault(
+                key="eval.every",
+                value=str(config.eval.every),
+                rule="has nothing to evaluate on (data.eval_fraction=0)",
+                legal="0, or data.eval_fraction > 0",
+            ),
+        )
+    for path in data.path:
+        file = Path(path)
+        if not file.exists():
+            yield ("data.path",), Fault(key="data.path", value=path, rule="does not exist", legal="files and folders")
+        elif file.is_file() and not file.stat().st_size:
+            yield ("data.path",), Fault(key="data.path", value=path, rule="is empty", legal="files with text or tokens")
+    if data.tokenizer != "bytes" and not Path(data.tokenizer).is_file():
+        suggestion = did_you_mean(data.tokenizer, ["bytes"])
+        legal = "bytes, or a tokenizers JSON file"
+        fault = Fault(key="data.tokenizer", value=data.tokenizer, rule="does not exist", legal=legal, hint=suggestion)
+        yield ("data.tokenizer",), fault
+
+
+def _precision_rules(config: Config) -> Iterator[Rule]:
+    compute, key = config.precision.compute, "precision.compute"
+    layout = Layout.resolve(grammar.read(config.layout).given)
+    schedule = layout.schedule
+    if config.precision.master == "none" and config.dtype != "bfloat16":
+        rule, legal = f"needs 16-bit weights that are rounded by chance (dtype={config.dtype})", "float32"
+        fault = Fault(key="precision.master", value="none", rule=rule, legal=f"{legal}, or dtype=bfloat16")
+        yield ("precision.master", "dtype"), fault
+    if config.loss_scaling == "dynamic" and layout.pp > 1 and schedule in ASYNCHRONOUS:
+        yield (
+            ("precision.loss_scale", "dtype", "layout"),
+            Fault(
+                key="precision.loss_scale",
+                value=str(config.precision.loss_scale),
+                rule=f"has stages that cannot agree on a scale, since they update by themselves (schedule={schedule})",
+                legal="a number, none, or layout=...,schedule=1f1b",
+            ),
+        )
+    if compute == "same":
+        return
+    reasons = {
+        "dtype": "needs dtype=bfloat16" if config.dtype != "bfloat16" else "",
+        "device": "needs a GPU" if config.device == "cpu" else "",
+        "kernels": "needs our kernels" if config.kernels == "plain" else "",
+        "layout": f"cannot put off weights' gradients (schedule={schedule})" if schedule in SPLIT_BACKWARD else "",
+    }
+    for other, rule in reasons.items():
+        if rule:
+            remedy = {"dtype": "bfloat16", "device": "cuda", "kernels": "auto", "layout": "...,schedule=1f1b"}[other]
+            yield (key, other), Fault(key=key, value=compute, rule=rule, legal=f"same, or {other}={remedy}")
+
+
+def _optimizer_rules(config: Config) -> Iterator[Rule]:
+    rule = config.optimizer
+    layout = Layout.resolve(grammar.read(config.layout).given)
+    for text in rule.groups:
+        try:
+            optimizer_groups.parse(text)
+        except ValueError as error:
+            fault = Fault(key="optimizer.groups", value=text, rule=str(error), legal=optimizer_groups.FORM)
+            yield ("optimizer.groups",), fault
+    key = "optimizer.in_backward"
+    if rule.in_backward and config.clip:
+        reason = "clipping needs the norm of all gradients, and updates in backward let them go before it is known"
+        yield (key, "clip"), Fault(key=key, value="true", rule=f"cannot clip: {reason}", legal="false, or clip=0")
+    if rule.in_backward and config.loss_scaling == "dynamic":
+        reason = "cannot leave out a step whose gradients overflow, since they are used before that is known"
+        legal = "false, or a fixed precision.loss_scale"
+        yield (key, "precision.loss_scale", "dtype"), Fault(key=key, value="true", rule=reason, legal=legal)
+    if rule.in_backward and layout.pp > 1:
+        reason = "gradients of several microbatches add up, and all of them live until the last"
+        yield (key, "layout"), Fault(key=key, value="true", rule=f"gains nothing under pp: {reason}", legal="false")
+    if rule.ema and layout.pp > 1 and layout.schedule in ASYNCHRONOUS:
+        reason = f"cannot be used while older weights are under way (schedule={layout.schedule})"
+        legal = f"0, or another schedule than {', '.join(ASYNCHRONOUS)}"
+        yield ("optimizer.ema", "layout"), Fault(key="optimizer.ema", value=str(rule.ema), rule=reason, legal=legal)
+    for fault in offload_support.faults(rule, layout.offload, master=config.precision.master):
+        yield (fault.key, "layout"), fault
+
+
+def _compress_rules(config: Config) -> Iterator[Rule]:
+    layout = Layout.resolve(grammar.read(config.layout).given)
+    if rule := compression_cost.beside(config.compress, layout.recompute, layout.offload):
+        yield ("compress", "layout"), Fault(key="compress", value=config.compress, rule=rule)
+
+
+def _run_rules(config: Config) -> Iterator[Rule]:
+    if config.run and (rule := _no_folder(Path(config.run))):
+        yield ("run",), Fault(key="run", value=config.run, rule=rule, legal="a folder that can be made and written")
+    path, key = config.checkpoint.path, "checkpoint.path"
+    if path and (rule := _no_address(path) if _is_remote(path) else _no_folder(Path(path.removeprefix("file://")))):
+        legal = "a folder that can be made and written, or an address that fsspec knows"
+        yield (key,), Fault(key=key, value=path, rule=rule, legal=legal)
+
+
+def _no_folder(wanted: Path) -> str:
+    """Why it cannot be one: what is missing of the path is made, what is there must be a folder that takes it."""
+    there = next((path for path in (wanted, *wanted.parents) if path.exists()), Path())
+    if not there.is_dir():
+        return f"cannot be made ({there} is a file)"
+    return "" if os.access(there, os.W_OK | os.X_OK) else f"cannot be written ({there} is read-only)"
+
+
+def _is_remote(path: str) -> bool:
+    return "://" in path and not path.startswith("file://")
+
+
+def _no_address(path: str) -> str:
+    import fsspec  # type: ignore[import-untyped]
+
+    protocol = path.partition("://")[0]
+    if protocol == "memory":
+        return "is the memory of one process, and gone with it"
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except (ImportError, ValueError) as error:
+        return f"cannot be opened by fsspec ({error})"
+    return ""
+
+
+def _elastic_rules(config: Config) -> Iterator[Rule]:
+    layout = Layout.resolve(grammar.read(config.layout).given)
+    if config.elastic.replan and layout.pp > 1 and layout.schedule in ASYNCHRONOUS:
+        rule = f"would change what is computed: updates of schedule={layout.schedule} depend on the number of stages"
+        fault = Fault(key="elastic.replan", value="true", rule=rule, legal="false, or another schedule")
+        yield ("elastic.replan", "layout"), fault
+
+
+OF_MIXTURES = ("gate", "expert_dropout")
+
+
+def idle(config: Config) -> dict[str, str]:
+    """Keys that do nothing in this configuration, each with why."""
+    table = schema.table_of(type(config))
+    idle: dict[str, str] = guard_rules.idle(config)
+    if user_model.is_own(config.model):
+        names = [name for name in table if name.startswith(OF_OUR_TASK) and name != "data.skip_batches"]
+        idle |= dict.fromkeys(names, "a module of your own, whose file makes the batches")
+    elif config.model in model_config.SIZES and model_config.find(config.model).mixture is None:
+        idle |= dict.fromkeys(OF_MIXTURES, f"model={config.model}, which has no experts")
+    layout = Layout.resolve(grammar.read(config.layout).given)
+    if layout.zero != 3 and not pages(layout.offload):
+        idle |= dict.fromkeys(("shard.reshard_after_forward", "shard.prefetch"), f"zero={layout.zero}")
+    idle |= {f"memory.{word}": why for word, why in idle_reason(layout).items()}
+    if not layout.zero and not pages(layout.offload):
+        idle["memory.buffer"] = "zero=0, where nothing is gathered"
+    elif config.shard.units:
+        idle["memory.buffer"] = "shard.units, which says what is gathered at once"
+    if layout.pp == 1:
+        idle |= dict.fromkeys(("pipeline.layers", "pipeline.profile", "pipeline.slices"), "pp=1")
+    elif layout.schedule != "terapipe":
+        idle["pipeline.slices"] = f"schedule={layout.schedule}"
+    if not has_states(layout.offload):
+        idle["memory.host"] = f"offload={layout.offload}"
+    if "disk" not in layout.offload.split("+"):
+        idle["memory.disk"] = f"offload={layout.offload}"
+    if not config.checkpoint.every:
+        idle |= dict.fromkeys(("checkpoint.keep", "checkpoint.keep_every"), "checkpoint.every=0, which writes none")
+    if config.dtype in ("float32", "float64"):
+        idle["precision.keep_fp32"] = f"dtype={config.dtype}, where nothing is shorter"
+    if config.loss_scaling != "dynamic":
+        why = f"precision.loss_scale={config.precision.loss_scale}, which is not dynamic with dtype={config.dtype}"
+        idle |= dict.fromkeys(("precision.scale_start", "precision.scale_every"), why)
+    if layout.pp > 1 and layout.zero == 3:
+        idle["shard.reshard_after_forward"] = f"pp={layout.pp}, where layers are freed after every use"
+    return idle
+
+
+OF_OUR_TASK = ("data.", "sample.", "eval.", "seq_len", "dropout", "tied", *OF_MIXTURES)
+"""keys that only our own models and data read"""
+
+
+def idle_faults(config: Config, given: Mapping[str, Any], refused: Set[str]) -> list[Fault]:
+    if not refused.isdisjoint(("model", "layout")):
+        return []
+    return [
+        Fault(key=name, value=schema.as_given(given[name]), rule=f"has no effect with {why}", hint="leave it out")
+        for name, why in idle(config).items()
+        if name in given
+    ]
+
+
+def _model_rules(config: Config) -> Iterator[Rule]:
+    if user_model.is_own(config.model):
+        found = list(user_model.faults(config.model))
+        beside = config.model.rpartition(":")[0] + ":batch"
+        found = found or list(user_model.faults(beside, legal="a function batch(rows, step) in the file of the model"))
+        yield from ((("model",), fault) for fault in found)
+        return
+    try:
+        model = model_config.find(config.model)
+    except FaultError as error:
+        yield from ((("model",), fault) for fault in error.faults)
+        return
+    if model.family == "conv":
+        legal = ", ".join(name for name, size in model_config.SIZES.items() if size.family != "conv")
+        yield ("model",), Fault(key="model", value=model.name, rule="learns from images, not from text", legal=legal)
+        return
+    if model.mixture is not None and config.gate:
+        try:
+            mixture = with_gate(model.mixture, config.gate)
+        except FaultError as error:
+            yield from ((("gate",), fault) for fault in error.faults)
+            return
+        from echelon.models.moe_block import gate_faults  # torch: only where another gate is asked for
+
+        yield from ((("gate",), fault) for fault in gate_faults(mixture))
+    if config.seq_len > model_config.changed(model, seq_len=config.seq_len).max_seq_len:
+        yield (
+            ("model", "seq_len"),
+            Fault(
+                key="seq_len",
+                value=str(config.seq_len),
+                rule=f"is longer than the model allows ({model.name}: {model.max_seq_len})",
+                legal=f"1 to {model.max_seq_len}",
+            ),
+        )
+
+
+def _layout_faults(config: Config, world: int | None, refused: Set[str]) -> list[Fault]:
+    if "layout" in refused:
+        return []
+    model = None
+    if "model" not in refused and not user_model.is_own(config.model):
+        with suppress(FaultError):
+            model = config.changed(model_config.find(config.model))
+    batch = None if "batch" in refused else config.batch
+    seq_len = None if "seq_len" in refused else config.seq_len
+    # Asked of the keys as they are written, so that a layout with other faults says it too.
+    planned = Layout.resolve(grammar.read(config.layout).given).plan_only
+    found = [Fault(key="layout", value=config.layout, rule=f"cannot be run: {reason}") for reason in planned]
+    try:
+        layout = check(config.layout, world=world, batch=batch, seq_len=seq_len, model=model)
+    except FaultError as error:
+        return [*error.faults, *found]
+    if wrong := file_fault(layout, model.layers if model else 0):
+        found.append(Fault(key="schedule", value=layout.schedule, rule=f"cannot be run: {wrong}"))
+    elif config.pipeline.layers and layout.pp > 1 and model:
+        found += pipeline_rules.of_stages(config.pipeline.layers, of_layout(layout).stages, model)
+    return [*found, *pipeline_rules.of_profile(config.pipeline), *pipeline_rules.of_slices(config)]

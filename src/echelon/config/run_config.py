@@ -1,0 +1,208 @@
+"""The configuration of a run: frozen dataclasses, from TOML, `--set key=value` and defaults.
+
+Everything wrong with it is reported at once, before any process starts and without torch. The defaults are the
+demonstration: a small model on text that is already on this machine, in about a minute.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from echelon.config import schema
+from echelon.config.config_rules import between, idle, idle_faults
+from echelon.config.schema import Key, Range, Setting
+from echelon.config.sections import (
+    ABOVE_ZERO,
+    AT_LEAST_0,
+    AT_LEAST_1,
+    BELOW_ONE,
+    CheckpointConfig,
+    DataConfig,
+    ElasticConfig,
+    EvalConfig,
+    MemoryConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    ReplayConfig,
+    SampleConfig,
+    ScheduleConfig,
+    ShardConfig,
+    SpikeConfig,
+)
+from echelon.layout import Fault, FaultError, grammar
+from echelon.layout.validation_error import closest
+from echelon.models import model_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    model: str = "llama-tiny"
+    """A named size, a directory of `echelon import`, or `file.py:factory` of yours with `batch(rows, step)` in it."""
+    data: DataConfig = field(default_factory=DataConfig)
+    seq_len: Annotated[int, AT_LEAST_1] = 128
+    """Tokens per sequence."""
+    batch: Annotated[int, AT_LEAST_1] = 24
+    """Sequences per step, over all ranks."""
+    steps: Annotated[int, AT_LEAST_1] = 400
+    """Steps to train."""
+    seed: Annotated[int, Range(low=0, high=2**63 - 1)] = 0
+    """Of initial weights, dropout and the order of the data."""
+    layout: str = ""
+    """How the work is split, e.g. "dp=2,tp=2". Empty: data parallel over all ranks."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; auto takes the GPUs if there are any."""
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
+    """Of computation. Master weights and reductions are float32, or float64 with float64, or as `precision` says."""
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    kernels: Literal["auto", "plain"] = "auto"
+    """Our kernels where there is a GPU, or torch's own operators everywhere, to compare with."""
+    compress: Literal["none", "lossless", "lossless+fp16", "lossless+fp8", "lossless+int8"] = "none"
+    """How what forward leaves for backward is kept: as it is, in fewer bytes, or with values in fewer bits too."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    clip: Annotated[float, AT_LEAST_0] = 1.0
+    """Largest norm of the gradients; 0 turns clipping off."""
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    spike: SpikeConfig = field(default_factory=SpikeConfig)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    shard: ShardConfig = field(default_factory=ShardConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    dropout: Annotated[float | None, BELOW_ONE] = None
+    """In place of the model's own dropout."""
+    tied: bool | None = None
+    """In place of the model's own choice to share the embedding with the output layer."""
+    gate: str = ""
+    """In place of a mixture's own gate: a name, with k and its options behind it, e.g. "switch,capacity_factor=1.5"."""
+    expert_dropout: Annotated[float | None, BELOW_ONE] = None
+    """Probability that dropout zeroes a hidden unit inside a mixture's experts, in place of the model's own."""
+    run: str = ""
+    """The run's directory. Empty: runs/MODEL-TIME."""
+    timeout: Annotated[float, ABOVE_ZERO] = 600.0
+    """Seconds that a rank waits for the others."""
+
+    def changed(self, model: model_config.ModelConfig, seq_len: int = 0) -> model_config.ModelConfig:
+        """A named size with what is set here in place of its own."""
+        return model_config.changed(
+            model,
+            dropout=self.dropout,
+            tied=self.tied,
+            gate=self.gate,
+            expert_dropout=self.expert_dropout,
+            seq_len=seq_len,
+        )
+
+    @classmethod
+    def load(
+        cls, path: str | Path | None, settings: Sequence[str] = (), *, world: int | None = None, by_run: bool = False
+    ) -> Self:
+        """From a TOML file, then "key=value" settings over it, then defaults. Raises FaultError with every fault.
+
+        A file that was written `by_run` may have keys that do nothing beside the settings: nobody asked for them.
+        """
+        given, faults = _read_file(cls, path)
+        typed, more = _read_settings(settings)
+        config, wrong = _build(cls, given | typed)
+        refused = {fault.key for fault in wrong}
+        faults += [*more, *wrong, *config.faults(world=world, refused=refused)]
+        faults += idle_faults(config, typed if by_run else given | typed, refused)
+        if faults:
+            raise FaultError(faults)
+        return config
+
+    @classmethod
+    def of_settings(cls, settings: Sequence[str], layout: str) -> Self:
+        """From settings for a plan: of another model, and in this layout. Without one, none does nothing for sure."""
+        typed, faults = _read_settings(settings)
+        config, wrong = _build(cls, typed)
+        refused = {fault.key for fault in wrong}
+        faults += [*wrong, *config.faults(refused=refused)]
+        if layout:
+            faults += idle_faults(replace(config, layout=layout), typed, refused)
+        if faults:
+            raise FaultError(faults)
+        return config
+
+    @classmethod
+    def from_toml(cls, text: str) -> Self:
+        """From TOML text alone, as `to_toml` wrote it. Does not ask whether its files still exist."""
+        config, faults = _build(cls, schema.flatten(cls, tomllib.loads(text)))
+        if faults:
+            raise FaultError(faults)
+        return config
+
+    def to_toml(self) -> str:
+        """Every key that has an effect, as TOML that loads to the same configuration."""
+        left_out = idle(self)
+        return schema.to_toml({name: value for name, value in schema.values_of(self).items() if name not in left_out})
+
+    @classmethod
+    def keys(cls) -> tuple[Key, ...]:
+        """The table of every key with its type, default and meaning."""
+        return tuple(schema.table_of(cls, meanings=True).values())
+
+    def faults(self, *, world: int | None = None, refused: Set[str] = frozenset()) -> list[Fault]:
+        """What is wrong between keys, and between the configuration, the model, the layout and the files it names.
+
+        `refused` are keys that are known to be wrong: rules that need their values are not asked.
+        """
+        return between(self, world=world, refused=refused)
+
+    @property
+    def loss_scaling(self) -> str:
+        """How the loss is scaled: dynamic, fixed or none."""
+        asked = self.precision.loss_scale
+        if isinstance(asked, float):
+            return "fixed"
+        return asked if asked != "auto" else "dynamic" if self.dtype == "float16" else "none"
+
+
+AnyConfig = TypeVar("AnyConfig", bound=Config)
+
+
+def _read_file(cls: type, path: str | Path | None) -> tuple[dict[str, Any], list[Fault]]:
+    if path is None:
+        return {}, []
+    try:
+        return schema.flatten(cls, tomllib.loads(Path(path).read_text(encoding="utf-8"))), []
+    except OSError as error:
+        rule = f"cannot be read ({(error.strerror or str(error)).lower()})"
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        rule = f"is not valid TOML ({str(error)[:1].lower()}{str(error)[1:]})"
+    return {}, [Fault(key="config", value=str(path), rule=rule, legal="a TOML file")]
+
+
+def _read_settings(settings: Sequence[str]) -> tuple[dict[str, Any], list[Fault]]:
+    given: dict[str, Any] = {}
+    faults: list[Fault] = []
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if equals and name.strip():
+            given[name.strip()] = Setting(text.strip())
+        else:
+            faults.append(Fault(key="set", value=setting, rule="is not a setting", legal="key=value"))
+    return given, faults
+
+
+def _build(cls: type[AnyConfig], given: Mapping[str, Any]) -> tuple[AnyConfig, list[Fault]]:
+    """The configuration, with defaults where a value was refused so that the other rules can still be checked."""
+    values, faults = schema.read(cls, given)
+    known = schema.table_of(cls)
+    faults = [fault if fault.key in known else _with_layout_hint(fault) for fault in faults]
+    refused = {fault.key for fault in faults}
+    return schema.build(cls, {name: value for name, value in values.items() if name not in refused}), faults
+
+
+def _with_layout_hint(fault: Fault) -> Fault:
+    """`tp=2` given as a configuration key belongs into the layout."""
+    if fault.hint or not (meant := closest(fault.key, grammar.ROWS)):
+        return fault
+    return replace(fault, hint=f'did you mean layout="{meant}={fault.value}"?')

@@ -1,0 +1,345 @@
+"""A tree of frozen dataclasses as a table of dotted keys: read, check, write.
+
+The dataclass is the only description. Its annotations say what is legal, the text under a field says what it means:
+
+    lr: Annotated[float, Range(low=0, low_open=True)] = 3e-3
+    \"\"\"Peak learning rate.\"\"\"
+
+becomes the key ``optimizer.lr``, its type check, its range check and its line in the documentation.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import json
+import math
+import textwrap
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+from echelon.layout.validation_error import Fault, did_you_mean
+
+Tree = TypeVar("Tree")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """Bounds of a number, or of every number of a list."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    low_open: bool = False
+    high_open: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        above = value > self.low if self.low_open else value >= self.low
+        below = value < self.high if self.high_open else value <= self.high
+        return above and below
+
+    def __str__(self) -> str:
+        low = f"{'>' if self.low_open else '>='} {self.low}" if self.low > -math.inf else ""
+        high = f"{'<' if self.high_open else '<='} {self.high}" if self.high < math.inf else ""
+        return " and ".join(part for part in (low, high) if part)
+
+
+@dataclass(frozen=True)
+class Only:
+    """The field does something only where a sibling field has one of these values."""
+
+    field: str
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One leaf of the tree."""
+
+    name: str
+    """Dotted name."""
+    hint: Any
+    """Its annotation, without `Annotated` and without `None`."""
+    default: Any
+    """Its default."""
+    range: Range | None = None
+    """Legal numbers."""
+    only: Only | None = None
+    """Where it has an effect; None means everywhere."""
+    meaning: str = ""
+    """The text under the field."""
+
+    @property
+    def type(self) -> str:
+        """What a user may write, in words."""
+        return _describe(self.hint)
+
+    @property
+    def legal(self) -> str:
+        """The type with its bounds."""
+        return f"{self.type}, {self.range}" if self.range and str(self.range) else self.type
+
+    @property
+    def sibling(self) -> str:
+        """Dotted name of the key that decides whether this one has an effect."""
+        assert self.only is not None
+        return ".".join((*self.name.split(".")[:-1], self.only.field))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value typed on the command line. What the text means depends on the type of the key it is given to."""
+
+    text: str
+
+    @property
+    def value(self) -> Any:
+        try:
+            table = tomllib.loads(f"value = {self.text}")
+        except tomllib.TOMLDecodeError:
+            return self.text
+        # A line break in the text could have opened a second key: then it was plain text.
+        return table["value"] if table.keys() == {"value"} else self.text
+
+    def as_text_or_value(self, *, text: bool) -> Any:
+        """The value; where a text is expected what was typed, unless it is a text or a list to begin with.
+
+        `run=7` is a folder called 7, `steps=7` is a number.
+        """
+        return self.text if text and not isinstance(self.value, str | list) else self.value
+
+
+class Mismatch(Exception):
+    """A value that does not fit its annotation."""
+
+    def __init__(self, rule: str, remedy: str = "") -> None:
+        super().__init__(rule)
+        self.rule, self.remedy = rule, remedy
+
+
+def table_of(cls: type, *, meanings: bool = False, prefix: str = "") -> dict[str, Key]:
+    """Every leaf key below the dataclass `cls`, in the order they are written."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    explained = _explanations(cls) if meanings else {}
+    table: dict[str, Key] = {}
+    for field in fields(cls):
+        name, hint = prefix + field.name, hints[field.name]
+        marks: list[Any] = []
+        if is_dataclass(hint):
+            table |= table_of(typing.cast(type, hint), meanings=meanings, prefix=name + ".")
+            continue
+        if typing.get_origin(hint) is Annotated:
+            hint, *marks = typing.get_args(hint)
+        if _is_union(hint) and types.NoneType in typing.get_args(hint):
+            (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
+        table[name] = Key(
+            name=name,
+            hint=hint,
+            default=field.default if field.default is not MISSING else None,
+            range=next((mark for mark in marks if isinstance(mark, Range)), None),
+            only=next((mark for mark in marks if isinstance(mark, Only)), None),
+            meaning=explained.get(field.name, ""),
+        )
+    return table
+
+
+def read(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
+    """Values of the legal keys in `given` (dotted names), converted to their types, and a fault for every other one."""
+    table = table_of(cls)
+    values: dict[str, Any] = {}
+    faults: list[Fault] = []
+    for name, value in given.items():
+        if name not in table:
+            faults.append(_unknown(name, value, table))
+            continue
+        key = table[name]
+        try:
+            converted = convert(key.hint, value)
+        except Mismatch as mismatch:
+            legal, remedy = key.legal, mismatch.remedy
+            faults.append(Fault(key=name, value=as_given(value), rule=mismatch.rule, legal=legal, hint=remedy))
+            continue
+        numbers = converted if isinstance(converted, tuple) else (converted,)
+        if key.range and not all(number in key.range for number in numbers if not isinstance(number, str)):
+            faults.append(Fault(key=name, value=as_given(value), rule="is out of range", legal=key.legal))
+            continue
+        values[name] = converted
+    for name in values:
+        key = table[name]
+        if key.only and (chosen := values.get(key.sibling, table[key.sibling].default)) not in key.only.values:
+            faults.append(
+                Fault(
+                    key=name,
+                    value=as_given(values[name]),
+                    rule=f"has no effect with {key.sibling}={chosen}",
+                    hint=f"leave it out, or set {key.sibling} to {' or '.join(key.only.values)}",
+                )
+            )
+    return values, faults
+
+
+def flatten(cls: type, tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested TOML tables as dotted names. What is not a table of the dataclass stays whole, to be refused by `read`."""
+    hints = typing.get_type_hints(cls)
+    flat: dict[str, Any] = {}
+    for name, value in tables.items():
+        if is_dataclass(hints.get(name)) and isinstance(value, Mapping):
+            flat |= flatten(hints[name], value, prefix + name + ".")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def build(cls: type[Tree], values: Mapping[str, Any], prefix: str = "") -> Tree:
+    """The dataclass with these dotted values; what is missing takes its default."""
+    arguments: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        if is_dataclass(hint):
+            arguments[name] = build(typing.cast(type, hint), values, prefix + name + ".")
+        elif prefix + name in values:
+            arguments[name] = values[prefix + name]
+    return cls(**arguments)
+
+
+def values_of(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted values of a dataclass: those that are set and have an effect."""
+    flat: dict[str, Any] = {}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if is_dataclass(value):
+            flat |= values_of(value, prefix + field.name + ".")
+        elif value is not None:
+            flat[prefix + field.name] = value
+    if prefix:
+        return flat
+    table = table_of(type(config))
+    return {name: value for name, value in flat.items() if _has_effect(table[name], flat)}
+
+
+def to_toml(values: Mapping[str, Any]) -> str:
+    """Dotted values as TOML text, tables after the plain keys."""
+    plain = [f"{name} = {show(value)}" for name, value in values.items() if "." not in name]
+    tables: dict[str, list[str]] = {}
+    for name, value in values.items():
+        table, _, leaf = name.rpartition(".")
+        if table:
+            tables.setdefault(table, []).append(f"{leaf} = {show(value)}")
+    blocks = ["\n".join(plain), *(f"[{table}]\n" + "\n".join(lines) for table, lines in tables.items())]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def as_given(value: Any) -> str:
+    """A value as a fault shows it: texts without quotes."""
+    return value.text if isinstance(value, Setting) else value if isinstance(value, str) else show(value)
+
+
+def show(value: Any) -> str:
+    """A value as TOML writes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, except that TOML also wants the delete character escaped.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, Sequence):
+        return "[" + ", ".join(show(item) for item in value) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name} = {show(item)}" for name, item in value.items()) + "}"
+    return repr(value) if isinstance(value, int | float) else str(value)
+
+
+def convert(hint: Any, value: Any) -> Any:
+    """`value` as the type `hint`, or Mismatch."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if _is_union(hint):  # a word or a number
+        given = value.value if isinstance(value, Setting) else value
+        words, number = arguments
+        return convert(words if isinstance(given, str) else number, given)
+    if isinstance(value, Setting):
+        value = value.as_text_or_value(text=str in (hint, *arguments) or origin is Literal)
+    if origin is Literal:
+        if value in arguments and isinstance(value, str):
+            return value
+        raise Mismatch("is not one of the choices", did_you_mean(str(value), arguments))
+    if origin is tuple:
+        return _convert_list(arguments, value)
+    return _convert_scalar(hint, value)
+
+
+def _convert_list(arguments: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
+    # A single value is a list of one, so that `path = "book.txt"` needs no brackets.
+    items = value if isinstance(value, list | tuple) else [value]
+    if arguments[-1] is Ellipsis:
+        return tuple(convert(arguments[0], item) for item in items)
+    if len(items) != len(arguments):
+        raise Mismatch(f"has {len(items)} values, not {len(arguments)}; write them as [a, b]")
+    return tuple(convert(hint, item) for hint, item in zip(arguments, items, strict=True))
+
+
+def _convert_scalar(hint: Any, value: Any) -> Any:
+    if hint is str:
+        if not isinstance(value, str):
+            raise Mismatch(f"is not a text but {_describe(type(value))}", f"put it in quotes: {json.dumps(str(value))}")
+        if any("\ud800" <= letter <= "\udfff" for letter in value):
+            raise Mismatch("is not valid Unicode text")
+        return value
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        if not math.isfinite(value):
+            raise Mismatch("is not a finite number")
+        return float(value)
+    if hint is int and isinstance(value, float) and value.is_integer():
+        raise Mismatch("is not an integer", f"write {int(value)}")
+    if type(value) is not hint:
+        raise Mismatch(f"is not {_describe(hint)}")
+    return value
+
+
+def _unknown(name: str, value: Any, table: Mapping[str, Key]) -> Fault:
+    below = [key for key in table if key.startswith(name + ".")]
+    if below:
+        return Fault(key=name, value=as_given(value), rule="is a table, not a value", legal=", ".join(below))
+    above, _, leaf = name.rpartition(".")
+    beside = [key for key in table if above and key.startswith(above + ".")]
+    if not beside:
+        beside = list(dict.fromkeys(key if "." not in key else key.partition(".")[0] + ".*" for key in table))
+    # `lr` is nearer to `optimizer.lr` than any measure of spelling would say.
+    same_leaf = [key for key in table if key.rpartition(".")[2] == leaf]
+    suggestion = f'did you mean "{same_leaf[0]}"?' if len(same_leaf) == 1 else did_you_mean(name, table)
+    return Fault(key=name, value=as_given(value), rule="is not a known key", legal=", ".join(beside), hint=suggestion)
+
+
+def _has_effect(key: Key, values: Mapping[str, Any]) -> bool:
+    return key.only is None or values[key.sibling] in key.only.values
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (types.UnionType, typing.Union)
+
+
+def _describe(hint: Any) -> str:
+    names = {int: "an integer", float: "a number", str: "a text", bool: "true or false", dict: "a table"}
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return ", ".join(arguments)
+    if _is_union(hint):
+        return " or ".join(_describe(part) for part in arguments)
+    if origin is tuple:
+        item = _describe(arguments[0]).split(" ", 1)[1] + "s"
+        return f"a list of {item}" if arguments[-1] is Ellipsis else f"a list of {len(arguments)} {item}"
+    return names.get(hint, f"a {hint.__name__}")
+
+
+def _explanations(cls: type) -> dict[str, str]:
+    """The text written under each field, from the source of the class."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(body, ast.ClassDef)
+    found: dict[str, str] = {}
+    for line, below in itertools.pairwise(body.body):
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+            match below:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    found[line.target.id] = inspect.cleandoc(text)
+    return found

@@ -1,0 +1,43 @@
+"""The default corpus: real text that every machine with Python has, its standard library's sources. No download."""
+
+import os
+import sysconfig
+from pathlib import Path
+
+from echelon.data.token_cache import cached
+from echelon.data.tokenize import Progress, TextError, search
+from echelon.data.tokenizer import ByteTokenizer, Tokenizer
+
+DEFAULT_BYTES = 8_000_000
+# Not the library's own text (installed packages), or tables and tests that teach a model little.
+_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"})
+
+
+def default_corpus(
+    folder: str | os.PathLike[str],
+    *,
+    max_bytes: int = DEFAULT_BYTES,
+    tokenizer: Tokenizer | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """The token file of the default corpus, made if `folder` lacks it: whole files, at most `max_bytes` of text."""
+    return cached(
+        library_files(max_bytes), folder, name="stdlib", tokenizer=tokenizer or ByteTokenizer(), progress=progress
+    )
+
+
+def library_files(max_bytes: int = DEFAULT_BYTES) -> list[Path]:
+    """The library's sources in sorted order, each that still fits."""
+    library = Path(sysconfig.get_path("stdlib"))
+    files, left = [], max_bytes
+    for file in search(library, suffixes=(".py",), leave_out=_LEFT_OUT):
+        size = file.stat().st_size
+        if 0 < size <= left:
+            files.append(file)
+            left -= size
+    if not files:
+        raise TextError(
+            f"no default corpus (no source of at most {max_bytes} bytes in {library}); "
+            "set data.path to a text file or folder"
+        )
+    return files

@@ -1,0 +1,224 @@
+"""Token files -> batches. Nothing here has a position: a batch is a function of the indices that are asked for.
+
+    tokens of a file    a a a a|e b b b b b b|e c c c c c c c c|e          documents, each with its end (e)
+    samples, T = 5      [0        ][1        ][2        ][3        ][4 - - -]
+    sample s            tokens  s*T ... s*T + T - 1,  targets one further
+
+The last sample is filled with `eos` and has no target there, so in one epoch every token but the first of a file is a
+target exactly once.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from echelon.data.blended_dataset import Mixture
+from echelon.data.sample_order import checked_indices, epoch_and_sample
+from echelon.data.token_file import AnyIntArray, IntArray, TokenFile, TokenFileError
+from echelon.layout.validation_error import Fault, FaultError
+from echelon.models.model_config import IGNORE
+
+NO_TARGET = IGNORE
+"""The target where there is nothing to predict."""
+
+
+class Place(NamedTuple):
+    """Where the samples of a batch lie, one entry for each."""
+
+    file: IntArray
+    epoch: IntArray
+    sample: IntArray
+
+
+class TokenDataset:
+    """Samples of `seq_len` tokens from one or more token files, in an order fixed by the seed.
+
+    With weights, file f serves `weights[f]` of every sum(weights) samples, and each file has epochs of its own.
+    Without, the files are one long source: an epoch visits each sample of each file once. The last `eval_fraction` of
+    each file's samples is never trained on. With `mask_documents` a batch also says which document each token is of,
+    and no target crosses from one document into the next.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[str | os.PathLike[str]],
+        weights: Sequence[float],
+        seq_len: int,
+        seed: int,
+        *,
+        mask_documents: bool = False,
+        eval_fraction: float = 0.0,
+    ) -> None:
+        self.files, faults = _open(files)
+        self.seq_len, self.seed, self.mask_documents, self.eval_fraction = seq_len, seed, mask_documents, eval_fraction
+        self.mixture: Mixture | None = None
+        if seq_len < 1:
+            faults.append(Fault(key="seq_len", value=str(seq_len), rule="is no length of a sample", legal=">= 1"))
+        if not 0 <= eval_fraction < 1:
+            faults.append(
+                Fault(
+                    key="data.eval_fraction",
+                    value=str(eval_fraction),
+                    rule="is no share of the samples",
+                    legal="0 <= x < 1",
+                )
+            )
+        if len(weights) not in (0, len(files)):
+            rule = f"does not have one weight for each of the {len(files)} sources"
+            faults.append(Fault(key="data.weights", value=str(list(weights)), rule=rule))
+        elif len(weights):
+            try:
+                self.mixture = Mixture.from_weights(weights)
+            except ValueError as error:
+                faults.append(Fault(key="data.weights", value=str(list(weights)), rule=f"cannot be used: {error}"))
+        if faults:
+            raise FaultError(faults)
+        # A file of n tokens has n - 1 targets. Fewer samples would lose some, more would add a sample without any.
+        total = np.array([-(-(file.header.num_tokens - 1) // seq_len) for file in self.files], np.int64)
+        wanted = np.maximum(np.rint(total * eval_fraction).astype(np.int64), 1 if eval_fraction else 0)
+        self._num_eval: IntArray = np.minimum(wanted, total - 1)
+        self._num_train: IntArray = total - self._num_eval
+        if eval_fraction and not self.num_eval:
+            rule = f"leaves nothing to evaluate on: no file has two samples (seq_len {seq_len})"
+            hint = "use 0, or a smaller seq_len"
+            raise FaultError([Fault(key="data.eval_fraction", value=str(eval_fraction), rule=rule, hint=hint)])
+
+    @property
+    def num_train(self) -> int:
+        """Samples to train on, over all files."""
+        return int(self._num_train.sum())
+
+    @property
+    def num_eval(self) -> int:
+        """Samples held out for evaluation, over all files."""
+        return int(self._num_eval.sum())
+
+    @property
+    def vocab_size(self) -> int:
+        return self.files[0].header.vocab_size
+
+    @property
+    def eos(self) -> int:
+        return self.files[0].header.eos
+
+    @property
+    def fingerprint(self) -> str:
+        """Two runs with one fingerprint read the same samples in the same order."""
+        counts = self.mixture.counts if self.mixture else ()
+        facts = [
+            [file.header.sha256 for file in self.files],
+            counts,
+            self._num_train.tolist(),
+            self.seq_len,
+            self.seed,
+            self.mask_documents,
+        ]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+    def locate(self, indices: AnyIntArray) -> Place:
+        """Which sample each global index stands for."""
+        indices = checked_indices(indices)
+        if self.mixture is None:
+            epoch, sample = epoch_and_sample(indices, num_samples=self.num_train, seed=self.seed)
+            ends = np.cumsum(self._num_train)
+            file = np.searchsorted(ends, sample, side="right").astype(np.int64)
+            return Place(file, epoch, sample - (ends - self._num_train)[file])
+        file, rank = self.mixture.source_and_rank(indices)
+        epoch, sample = np.empty_like(file), np.empty_like(file)
+        for source in np.unique(file).tolist():
+            rows = file == source
+            epoch[rows], sample[rows] = epoch_and_sample(
+                rank[rows], num_samples=int(self._num_train[source]), seed=self.seed, stream=source
+            )
+        return Place(file, epoch, sample)
+
+    def batch(self, indices: AnyIntArray) -> dict[str, IntArray]:
+        """`tokens`, `targets` and, where documents are masked, `documents`, each [B, T], for these global indices."""
+        place = self.locate(indices)
+        return self._read(place.file, place.sample)
+
+    def eval_batch(self, indices: AnyIntArray) -> dict[str, IntArray]:
+        """The same for the held-out samples, in file order. An index past `num_eval` gives a row without a target.
+
+        So batches of one shape cover the held-out samples exactly, whatever their number.
+        """
+        indices = checked_indices(indices)
+        ends = np.cumsum(self._num_eval)
+        file = np.searchsorted(ends, indices, side="right").astype(np.int64)
+        inside = file < len(self.files)
+        safe = np.where(inside, file, 0)
+        sample = self._num_train[safe] + indices - (ends - self._num_eval)[safe]
+        return self._read(np.where(inside, file, -1), sample)
+
+    def describe(self) -> list[tuple[str, str, str]]:
+        """What was derived, as (name, value, why), for the start of a run."""
+        header = self.files[0].header
+        num_tokens = sum(file.header.num_tokens for file in self.files)
+        num_documents = sum(file.header.num_documents for file in self.files)
+        rows = [
+            (
+                "data",
+                f"{num_tokens:,} tokens in {num_documents:,} documents",
+                f"{len(self.files)} token file(s), tokenizer {header.tokenizer}",
+            ),
+            (
+                "samples",
+                f"{self.num_train:,} to train, {self.num_eval:,} to evaluate",
+                f"seq_len {self.seq_len}, eval_fraction {self.eval_fraction}",
+            ),
+            ("data fingerprint", self.fingerprint, "the same data in the same order has the same one"),
+        ]
+        if self.mixture is not None:
+            shares = ", ".join(f"{count}/{self.mixture.period}" for count in self.mixture.counts)
+            rows.insert(2, ("shares", shares, "data.weights as samples of each file in a period"))
+        return rows
+
+    def _read(self, files: IntArray, samples: IntArray) -> dict[str, IntArray]:
+        length = self.seq_len
+        window = np.full((len(files), length + 1), self.eos, np.int64)
+        known = np.zeros((len(files), length + 1), bool)
+        starts = np.zeros((len(files), length + 1), np.int64)
+        for row, (number, sample) in enumerate(zip(files.tolist(), samples.tolist(), strict=True)):
+            if number < 0:
+                continue
+            file, begin = self.files[number], sample * length
+            piece = file.tokens[begin : begin + length + 1]
+            window[row, : len(piece)] = piece
+            known[row, : len(piece)] = True
+            if self.mask_documents:
+                # int64 on both sides: a mixed search would copy every offset of the file to another type first.
+                first, last = np.searchsorted(file.offsets, np.array([begin, begin + length], np.int64), side="right")
+                starts[row, file.offsets[first:last] - begin] = 1
+                # What follows the end of the file is a document of its own, so that nothing attends across.
+                starts[row, len(piece) :][:1] = 1
+        targets = np.where(known[:, 1:], window[:, 1:], NO_TARGET)
+        batch = {"tokens": np.ascontiguousarray(window[:, :-1]), "targets": targets}
+        if self.mask_documents:
+            targets[starts[:, 1:] == 1] = NO_TARGET
+            batch["documents"] = np.cumsum(starts[:, :-1], axis=1)
+        return batch
+
+
+def _open(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[TokenFile], list[Fault]]:
+    """Every file that opens, and every reason why one does not or does not go with the others."""
+    files: list[TokenFile] = []
+    faults: list[Fault] = []
+    if not paths:
+        faults.append(Fault(key="data.path", value="", rule="is empty"))
+    for path in paths:
+        try:
+            file = TokenFile(path)
+        except TokenFileError as error:
+            faults.append(Fault(key="data.path", value=os.fspath(path), rule=f"cannot be used: {error}"))
+            continue
+        ours, theirs = file.header, files[0].header if files else file.header
+        if (ours.tokenizer, ours.vocab_size, ours.eos) != (theirs.tokenizer, theirs.vocab_size, theirs.eos):
+            rule = f"has another tokenizer than the first token file ({ours.tokenizer}, {theirs.tokenizer})"
+            hint = "tokenise all sources with one tokenizer"
+            faults.append(Fault(key="data.path", value=os.fspath(path), rule=rule, hint=hint))
+        files.append(file)
+    return files, faults

@@ -1,0 +1,1 @@
+"""activations: see the modules."""

@@ -1,0 +1,85 @@
+"""blockwise.py's kernels: a program takes a chunk of a row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from echelon.kernels.activations.blockwise_cast import SMALLEST, Kind, no_scales
+from echelon.kernels.launch_cache import launch
+from echelon.kernels.tensor_spec import cut
+
+
+@triton.jit
+def _blockwise_codes(x, most, smallest, INT: tl.constexpr, SCALED: tl.constexpr):
+    """(values in the range of the kind's type, scales [blocks]) of float32 [blocks, n]"""
+    scale = tl.full((x.shape[0],), 1.0, tl.float32)
+    if SCALED:
+        # The bits of absolute values, as integers, are in the order of the values, and above all is what is not a
+        # number, which a maximum of numbers would pass over. No block that holds it, or infinity, must look well.
+        largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+        scale = tl.maximum(largest.to(tl.float32, bitcast=True) / most, smallest)
+        scale = tl.where(largest < 0x7F800000, scale, float("nan"))
+        x = x * (1.0 / scale)[:, None]
+    else:
+        x = tl.clamp(x, -most, most, propagate_nan=tl.PropagateNan.ALL)
+    if INT:
+        # To the nearest whole number, which is then in the lowest bits: this is 1.5 * 2 ** 23.
+        x = (x + 12582912.0).to(tl.int32, bitcast=True)
+    return x, scale
+
+
+@triton.jit
+def _blockwise_place(row, chunks, CHUNK: tl.constexpr, SIZE: tl.constexpr):
+    """(row's number, elements, which of them there are, blocks, which of them there are), in the row"""
+    program = tl.program_id(0)
+    line, start = (program // chunks).to(tl.int64), program % chunks * CHUNK
+    block = tl.arange(0, CHUNK // SIZE)
+    at = start + block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    block = start // SIZE + block
+    return line, at, at < row, block, block * SIZE < row
+
+
+@triton.jit
+def _blockwise_encode(
+    x_ptr, codes_ptr, scales_ptr, row, chunks, blocks, most, smallest,
+    INT: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    line, at, inside, block, there = _blockwise_place(row, chunks, CHUNK, SIZE)
+    x = tl.load(x_ptr + line * row + at, mask=inside, other=0.0).to(tl.float32)
+    codes, scale = _blockwise_codes(x, most, smallest, INT, SCALED)
+    tl.store(codes_ptr + line * row + at, codes.to(codes_ptr.dtype.element_ty), mask=inside)
+    if SCALED:
+        tl.store(scales_ptr + line * blocks + block, scale, mask=there)
+
+
+@triton.jit
+def _blockwise_decode(
+    codes_ptr, scales_ptr, out_ptr, row, chunks, blocks,
+    SCALED: tl.constexpr, CHUNK: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    line, at, inside, block, there = _blockwise_place(row, chunks, CHUNK, SIZE)
+    x = tl.load(codes_ptr + line * row + at, mask=inside, other=0.0).to(tl.float32)
+    if SCALED:
+        x = x * tl.load(scales_ptr + line * blocks + block, mask=there, other=0.0)[:, None]
+    tl.store(out_ptr + line * row + at, x.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def encode(x: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+    rows, row = x.shape
+    at = cut(row)
+    codes = x.new_empty(rows, row, dtype=kind.dtype)
+    scales = x.new_empty(rows, at.blocks, dtype=torch.float32) if kind.scaled else no_scales(x)
+    numbers, form = (row, at.chunks, at.blocks), {"CHUNK": at.chunk, "SIZE": at.block}
+    kinds = {"INT": kind.dtype == torch.int8, "SCALED": kind.scaled}
+    launch(_blockwise_encode, rows * at.chunks, x, codes, scales, *numbers, kind.most, SMALLEST, **kinds, **form)
+    return codes, scales
+
+
+def decode(codes: Tensor, scales: Tensor, kind: Kind, out: Tensor) -> None:
+    rows, row = out.shape
+    at = cut(row)
+    numbers, form = (row, at.chunks, at.blocks), {"CHUNK": at.chunk, "SIZE": at.block}
+    launch(_blockwise_decode, rows * at.chunks, codes, scales, out, *numbers, SCALED=kind.scaled, **form)

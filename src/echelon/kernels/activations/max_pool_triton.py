@@ -1,0 +1,75 @@
+"""pool.py's kernels: a program takes outputs as they lie, in groups of eight channels where channels lie innermost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from echelon.kernels.activations.pool_indices import Window
+from echelon.kernels.launch_cache import launch
+
+GROUPS = 256
+
+
+@triton.jit
+def _pool_place(size, inner, down, across, height, width, DOWN: tl.constexpr, ACROSS: tl.constexpr,
+                GROUPS: tl.constexpr, EACH: tl.constexpr):  # fmt: skip
+    """(outputs, which of them there are, the first input of each one's window): [groups, EACH]"""
+    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    each = inner // EACH
+    window = group // each  # one division for all of a group
+    line = window // across
+    image = line // down
+    first = (image * height + (line - image * down) * DOWN) * width + (window - line * across) * ACROSS
+    first = first * inner + (group - window * each) * EACH
+    lane = tl.arange(0, EACH)[None, :]
+    at = group[:, None] * EACH + lane
+    return at, at < size, first[:, None] + lane
+
+
+@triton.jit
+def _pool_maximum(x_ptr, out_ptr, codes_ptr, size, inner, down, across, height, width,
+                  DOWN: tl.constexpr, ACROSS: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr):  # fmt: skip
+    at, inside, first = _pool_place(size, inner, down, across, height, width, DOWN, ACROSS, GROUPS, EACH)
+    best = tl.load(x_ptr + first, mask=inside, other=0.0)
+    code = tl.zeros((GROUPS, EACH), tl.int32)
+    for place in tl.static_range(1, DOWN * ACROSS):
+        step = (place // ACROSS * width + place % ACROSS) * inner
+        x = tl.load(x_ptr + first + step, mask=inside, other=0.0)
+        # The first of equal ones, and the last of those that are no number, as torch does.
+        better = (x > best) | (x != x)
+        best, code = tl.where(better, x, best), tl.where(better, place, code)
+    tl.store(out_ptr + at, best, mask=inside)
+    tl.store(codes_ptr + at, code.to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def _pool_spread(gradient_ptr, codes_ptr, out_ptr, size, inner, down, across, height, width,
+                 DOWN: tl.constexpr, ACROSS: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr):  # fmt: skip
+    at, inside, first = _pool_place(size, inner, down, across, height, width, DOWN, ACROSS, GROUPS, EACH)
+    gradient = tl.load(gradient_ptr + at, mask=inside, other=0.0)
+    code = tl.load(codes_ptr + at, mask=inside, other=0).to(tl.int32)
+    for place in tl.static_range(DOWN * ACROSS):
+        step = (place // ACROSS * width + place % ACROSS) * inner
+        tl.store(out_ptr + first + step, tl.where(code == place, gradient, 0.0), mask=inside)
+
+
+def _launch(kernel: Any, whole: Tensor, pooled: Tensor, window: Window, *tensors: Tensor) -> None:
+    inner = 1 if whole.is_contiguous() else whole.shape[1]
+    each = 8 if inner % 8 == 0 else 1
+    numbers = (pooled.numel(), inner, *pooled.shape[2:], *whole.shape[2:])
+    down, across = window.kernel
+    programs = triton.cdiv(pooled.numel(), GROUPS * each)
+    launch(kernel, programs, *tensors, *numbers, DOWN=down, ACROSS=across, GROUPS=GROUPS, EACH=each)
+
+
+def maximum(x: Tensor, window: Window, out: Tensor, codes: Tensor) -> None:
+    _launch(_pool_maximum, x, out, window, x, out, codes)
+
+
+def spread(gradient: Tensor, codes: Tensor, window: Window, out: Tensor) -> None:
+    """Writes all that lies in a window."""
+    _launch(_pool_spread, out, gradient, window, gradient, codes, out)

@@ -1,0 +1,72 @@
+"""Where a maximum was inside its window, in one byte, in place of torch's 8-byte index inside the whole image."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from echelon.kernels.activations import bitmask
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """Of a pooling: pairs are (down, across)."""
+
+    width: int
+    """of the image that is pooled"""
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    ceil: bool = False
+    """windows at the edge may reach over it"""
+
+    @property
+    def side_by_side(self) -> bool:
+        """No element is in two of them, and none reaches over the edge."""
+        return self.stride == self.kernel and self.padding == (0, 0) and self.dilation == (1, 1) and not self.ceil
+
+
+def encode(indices: Tensor, window: Window) -> Tensor:
+    """int64 [..., down, across], places in an image, to uint8 of the same shape, places in a window."""
+    out = torch.empty_like(indices, dtype=torch.uint8)
+    if bitmask.ours(indices) and out.stride() == indices.stride() and regular(indices):
+        from echelon.kernels.activations import pool_indices_triton
+
+        pool_indices_triton.encode(indices, window, out)
+    else:
+        down, across = _first(indices, window)
+        row = (indices // window.width - down) // window.dilation[0]
+        column = (indices % window.width - across) // window.dilation[1]
+        out.copy_(row * window.kernel[1] + column)
+    return out
+
+
+def decode(codes: Tensor, window: Window) -> Tensor:
+    """The inverse of `encode`."""
+    out = torch.empty_like(codes, dtype=torch.int64)
+    if bitmask.ours(codes) and out.stride() == codes.stride() and regular(codes):
+        from echelon.kernels.activations import pool_indices_triton
+
+        pool_indices_triton.decode(codes, window, out)
+    else:
+        down, across = _first(codes, window)
+        row = down + codes // window.kernel[1] * window.dilation[0]
+        out.copy_(row * window.width + across + codes % window.kernel[1] * window.dilation[1])
+    return out
+
+
+def _first(like: Tensor, window: Window) -> tuple[Tensor, Tensor]:
+    """The row and the column of the image at which each window begins, outside of it where there is padding."""
+    down = torch.arange(like.shape[-2], device=like.device).unsqueeze(-1) * window.stride[0] - window.padding[0]
+    across = torch.arange(like.shape[-1], device=like.device) * window.stride[1] - window.padding[1]
+    return down, across
+
+
+def regular(x: Tensor) -> bool:
+    """Channels lie outermost or innermost, and 32 bits count the elements: division is slow with more."""
+    if x.numel() >= 1 << 31:
+        return False
+    return x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))

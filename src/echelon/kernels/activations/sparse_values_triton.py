@@ -1,0 +1,105 @@
+"""sparse.py's kernels: a program takes a chunk of a row, and knows where the values of each of its blocks begin.
+
+[Note: the order of values]
+
+A block is 32 bytes of bits, one for each thread of a warp: a thread reads and writes its eight elements at once. A
+block's values lie by their places in the byte: first those at the first place of each byte, then those at the second,
+and so on. So threads side by side write values side by side, into few lines of memory. Were values in the order of
+elements, each of a thread's eight stores would touch as many lines as there are threads.
+
+    byte 0: 1.1.....     place 0: bytes 0, 2
+         1: .11.....           1: byte 1
+         2: 1.......           2: bytes 0, 1         values: 0.0  2.0  1.1  0.2  1.2  (byte.place)
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from echelon.kernels.activations.bitmask_triton import _bits_blocks, _bits_place
+from echelon.kernels.activations.blockwise_cast import SMALLEST, Kind, no_scales
+from echelon.kernels.activations.blockwise_cast_triton import _blockwise_codes
+from echelon.kernels.activations.sparse_values import Values
+from echelon.kernels.launch_cache import launch
+from echelon.kernels.tensor_spec import cut
+
+
+@triton.jit
+def _sparse_place(bits_ptr, ends_ptr, byte_at, there, block, some, CHUNK: tl.constexpr, SIZE: tl.constexpr):
+    """(where each element's value is, which elements have one): [bytes, 8]
+
+    All eight places are counted at once, each in a part of a number of 64 bits.
+    """
+    byte = tl.load(bits_ptr + byte_at, mask=there, other=0)
+    # Bit i alone in part i, then brought to the part's lowest place.
+    parts = (byte.to(tl.uint64) * 0x0101010101010101) & 0x8040201008040201
+    parts = ((parts + 0x7F7F7F7F7F7F7F7F) >> 7) & 0x0101010101010101
+    parts = tl.reshape(parts, (CHUNK // SIZE, SIZE // 8))
+    upto = tl.cumsum(parts, axis=1)
+    last = tl.full((CHUNK // SIZE, SIZE // 8), SIZE // 8 - 1, tl.int32)
+    begin = (tl.gather(upto, last, axis=1) * 0x0101010101010101) << 8
+    before = tl.reshape(upto - parts + begin, (CHUNK // 8,))
+    start = tl.load(ends_ptr + block - 1, mask=some & (block > 0), other=0)
+    start = tl.reshape(tl.broadcast_to(start[:, None], (CHUNK // SIZE, SIZE // 8)), (CHUNK // 8,))
+    place = tl.arange(0, 8)[None, :]
+    at = (before[:, None] >> (place * 8).to(tl.uint64)).to(tl.int32) & 0xFF
+    return start[:, None] + at, ((byte[:, None].to(tl.int32) >> place) & 1) != 0
+
+
+@triton.jit
+def _sparse_compact(
+    x_ptr, bits_ptr, ends_ptr, values_ptr, scales_ptr, row, chunks, blocks, most, smallest,
+    NARROW: tl.constexpr, INT: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    at, inside, byte, there = _bits_place(row, chunks, CHUNK)
+    x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    block, some = _bits_blocks(chunks, blocks, CHUNK, SIZE)
+    place, has = _sparse_place(bits_ptr, ends_ptr, byte, there, block, some, CHUNK, SIZE)
+    if NARROW:
+        wide = tl.reshape(x.to(tl.float32), (CHUNK // SIZE, SIZE))
+        codes, scale = _blockwise_codes(wide, most, smallest, INT, SCALED)
+        codes = tl.reshape(codes.to(values_ptr.dtype.element_ty), (CHUNK // 8, 8))
+        tl.store(values_ptr + place, codes, mask=has)
+        if SCALED:
+            tl.store(scales_ptr + block, scale, mask=some)
+    else:
+        tl.store(values_ptr + place, x, mask=has)
+
+
+@triton.jit
+def _sparse_expand(
+    values_ptr, bits_ptr, ends_ptr, scales_ptr, out_ptr, row, chunks, blocks,
+    SCALED: tl.constexpr, CHUNK: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    at, inside, byte, there = _bits_place(row, chunks, CHUNK)
+    block, some = _bits_blocks(chunks, blocks, CHUNK, SIZE)
+    place, has = _sparse_place(bits_ptr, ends_ptr, byte, there, block, some, CHUNK, SIZE)
+    x = tl.load(values_ptr + place, mask=has, other=0.0)
+    if SCALED:
+        scale = tl.load(scales_ptr + block, mask=some, other=0.0)
+        x = tl.reshape(tl.reshape(x.to(tl.float32), (CHUNK // SIZE, SIZE)) * scale[:, None], (CHUNK // 8, 8))
+    tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def compact(x: Tensor, bits: Tensor, total: int, ends: Tensor, kind: Kind | None) -> Values:
+    rows, row = x.shape
+    at = cut(row)
+    scaled = kind is not None and kind.scaled
+    values = x.new_empty(total, dtype=x.dtype if kind is None else kind.dtype)
+    scales = x.new_empty(rows, at.blocks, dtype=torch.float32) if scaled else no_scales(x)
+    numbers = (row, at.chunks, at.blocks, kind.most if kind else 0.0, SMALLEST)
+    narrow = {"NARROW": kind is not None, "INT": values.dtype == torch.int8, "SCALED": scaled}
+    tensors = (x, bits, ends, values, scales)
+    launch(_sparse_compact, rows * at.chunks, *tensors, *numbers, **narrow, CHUNK=at.chunk, SIZE=at.block)
+    return Values(values, scales, ends)
+
+
+def expand(found: Values, bits: Tensor, kind: Kind | None, out: Tensor) -> None:
+    rows, row = out.shape
+    at = cut(row)
+    tensors, numbers = (found.values, bits, found.ends, found.scales, out), (row, at.chunks, at.blocks)
+    scaled = kind is not None and kind.scaled
+    launch(_sparse_expand, rows * at.chunks, *tensors, *numbers, SCALED=scaled, CHUNK=at.chunk, SIZE=at.block)

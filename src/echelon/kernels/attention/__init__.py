@@ -1,0 +1,1 @@
+"""attention: see the modules."""

@@ -1,0 +1,1 @@
+"""optim: see the modules."""

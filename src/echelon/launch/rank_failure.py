@@ -1,0 +1,154 @@
+"""What went wrong in a rank, and which of several failures was the first.
+
+One fault makes many: when a rank dies, its peers fail a moment later because their connections break. The user needs
+the first failure, with its own traceback, once.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from echelon.layout.validation_error import FaultError
+
+# What gloo, NCCL and the store say when the other side went away or did not answer.
+_LOST_PEER = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection was likely closed",
+    "broken pipe",
+    "application timeout caused pair closure",
+    "timed out waiting",
+    "wait timeout",
+    "socket timeout",
+    "remote process exited",
+    "failed to recv, got 0 bytes",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """One rank's failure."""
+
+    rank: int
+    when: int
+    """`time.monotonic_ns()`; one clock for all processes of a machine."""
+    reason: str
+    """One line: `ValueError: message`, or how the process ended."""
+    traceback: str = ""
+    """The rank's own traceback; empty if the process ended without an exception."""
+    lost_peer: bool = False
+    """Whether it reads like the consequence of another rank's failure."""
+    refused: tuple[str, ...] = ()
+    """What a ValueError says: every fault, or its one message. Empty for other errors."""
+    died: bool = False
+    """The process ended without an exception."""
+    modules: tuple[str, ...] = ()
+    """Names of the modules whose code the error came through, the one that raised it last."""
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> Failure:
+        """The failure of the rank that caught `error`, now. The frame of whoever caught it is left out."""
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            error = error.with_traceback(error.__traceback__.tb_next)
+        text = "".join(traceback.format_exception(error))
+        reason = "".join(traceback.format_exception_only(error)).strip()
+        return cls(
+            rank=rank,
+            when=time.monotonic_ns(),
+            reason=reason,
+            traceback=text.rstrip(),
+            lost_peer=lost_peer(error),
+            refused=refusals(error),
+            modules=modules_of(error),
+        )
+
+    @classmethod
+    def of_exit(cls, exitcode: int | None, rank: int, output: str = "") -> Failure:
+        """The failure of a rank whose process is gone. `output` is what it printed last."""
+        return cls(rank=rank, when=time.monotonic_ns(), reason=_ending(exitcode), traceback=output.rstrip(), died=True)
+
+
+@dataclass(frozen=True)
+class Explained:
+    """What is known of a failed run."""
+
+    text: str
+    """one paragraph"""
+    rank: int | None
+    """the rank to blame, if one is"""
+
+
+class RankError(RuntimeError):
+    """A rank failed, died or did not finish. The message ends with that rank's traceback."""
+
+    def __init__(self, message: str, *, rank: int, reason: str, failure: Failure | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.reason = reason
+        self.failure = failure
+
+    @classmethod
+    def of(cls, failure: Failure, *, world: int, what: str, remark: str = "") -> RankError:
+        """The error for one failure of `what`, a function's name, on `world` ranks."""
+        head = f"rank {failure.rank} of {world} failed in {what} ({failure.reason.splitlines()[0]})"
+        parts = [head, *filter(None, [remark, failure.traceback])]
+        return cls("\n\n".join(parts), rank=failure.rank, reason=failure.reason, failure=failure)
+
+    @classmethod
+    def explained(cls, found: Explained, failures: Sequence[Failure]) -> RankError:
+        """The paragraph, and the culprit's own traceback. Those of ranks that lost a peer say nothing new."""
+        cause = first(failures)
+        shown = cause.traceback if found.rank == cause.rank and not cause.lost_peer else ""
+        text = "\n\n".join(filter(None, [found.text, shown]))
+        return cls(text, rank=cause.rank if found.rank is None else found.rank, reason=cause.reason, failure=cause)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _error, (str(self), self.rank, self.reason, self.failure)
+
+
+def first(failures: Iterable[Failure]) -> Failure:
+    """The failure that caused the others: the earliest one that does not read like a consequence, else the earliest."""
+    return min(failures, key=lambda failure: (failure.lost_peer, failure.when))
+
+
+def lost_peer(error: BaseException | None) -> bool:
+    """Whether an error reads like the consequence of another rank's failure."""
+    # An error raised while another one was handled is a consequence of it.
+    while error is not None:
+        message = str(error).lower()
+        if any(words in message for words in _LOST_PEER):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def refusals(error: BaseException) -> tuple[str, ...]:
+    """What an error says that a user may have caused; nothing for any other."""
+    if isinstance(error, FaultError):
+        return tuple(str(fault) for fault in error.faults)
+    return (str(error),) if isinstance(error, ValueError) else ()
+
+
+def modules_of(error: BaseException) -> tuple[str, ...]:
+    frames = traceback.walk_tb(error.__traceback__)
+    return tuple(str(frame.f_globals.get("__name__", "")) for frame, _ in frames)
+
+
+def _error(message: str, rank: int, reason: str, failure: Failure | None) -> RankError:
+    return RankError(message, rank=rank, reason=reason, failure=failure)
+
+
+def _ending(exitcode: int | None) -> str:
+    if exitcode is None:
+        return "the process ended, nobody knows how"
+    if exitcode >= 0:
+        return f"the process ended with exit code {exitcode} and without an exception"
+    try:
+        name = signal.Signals(-exitcode).name
+    except ValueError:
+        name = f"signal {-exitcode}"
+    return f"the process was ended by {name}"

@@ -1,0 +1,1 @@
+"""checkpointing: see the modules."""

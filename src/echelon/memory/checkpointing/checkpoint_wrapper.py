@@ -1,0 +1,321 @@
+"""Modules that keep their input, and are run again when backward asks for what they made on the way.
+
+[Note: a segment]
+
+    layers 0, 1, 2 of a segment        forward                   backward
+    input --> 0 --> 1 --> 2 --> out    keeps the input of 0      the first question (layer 2's) runs 0, 1, 2 again and
+                                       and nothing else          holds all that they made; each answer is let go of
+
+What autograd saves inside a layer is dropped and numbered; a repetition makes the same in the same order. The last
+layer that is repeated is left as soon as everything is found: a collective at its end is not repeated. Layers are
+called as ever, one by one, by a model that knows nothing of this: that layer 1 reads what layer 0 made is seen by the
+tensor, which is then not kept. What else a layer is given (masks, angles) is held as it is. A segment of one layer is
+plain checkpointing.
+
+Inputs are saved by an autograd function, so that saved-tensor hooks around the model see them. Modules are wrapped
+inside: hooks on them (gathering parameters, entering regions) run once. Where backward has two halves that both ask,
+there are two repetitions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
+
+from echelon.memory.checkpointing.rng_snapshot import Drawn
+from echelon.memory.checkpointing.saved_inputs import Keep, whole
+from echelon.rng import Stream
+
+Form = tuple[torch.Size, torch.dtype]
+
+
+def _nothing(_module: nn.Module) -> None:
+    """Nobody asked to be told."""
+
+
+class Segment:
+    """Modules that are repeated together, in the order in which they are called."""
+
+    def __init__(self, stream: Stream, keep: Keep = whole):
+        self.stream, self.keep = stream, keep
+        self.layers: list[Layer] = []
+        self.ready: Callable[[nn.Module], None] = _nothing
+        """called before a module is repeated: its parameters must be there"""
+        self._last: _Frame | None = None
+        """the call before, where the next layer's belongs to the same pass"""
+
+    def add(self, name: str, module: nn.Module) -> None:
+        self.layers.append(Layer(self, len(self.layers), name, module))
+
+    def before(self, layer: Layer, given: Any) -> _Frame | None:
+        """The call of the layer before, in the same pass; none where a pass begins."""
+        last = self._last
+        if last is None or last.layer.index != layer.index - 1:
+            return None  # also where layers were left out: the segment then begins here
+        if not any(last.made_number(tensor) is not None for tensor in tensors_in(given)):
+            raise ValueError(
+                f"{layer.name} reads nothing that {last.layer.name} made: something is computed between them, which "
+                "nobody could repeat; put it into a layer, or use recompute=full"
+            )
+        return last
+
+    def after(self, frame: _Frame) -> None:
+        self._last = frame if frame.layer.index < len(self.layers) - 1 else None
+
+
+class Layer:
+    """One module of a segment; it takes the place of the module's forward."""
+
+    def __init__(self, segment: Segment, index: int, name: str, module: nn.Module):
+        self.segment, self.index, self.name, self.module = segment, index, name, module
+        self.forward: Callable[..., Any] = module.forward
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        given = (args, kwargs)
+        frame = _Frame(self, self.segment.before(self, given), given)
+        with saved_tensors_hooks(frame.pack, frame.unpack):
+            out = self.forward(*args, **kwargs)
+        frame.mark(out)
+        self.segment.after(frame)
+        return out
+
+    def restore(self) -> None:
+        """The module is as it was."""
+        self.module.forward = self.forward
+
+
+class _Frame:
+    """One call of a layer: how to call it again, and what came of it.
+
+    It holds the call before it and not the other way round: a cycle would keep inputs until the collector comes by.
+    """
+
+    def __init__(self, layer: Layer, before: _Frame | None, given: Any):
+        self.layer, self.before = layer, before
+        self.token = object()
+        self.forms: list[Form] = []
+        """of what autograd saved"""
+        self.found: dict[int, Tensor] = {}
+        """of it, what a repetition has made and nobody has asked for yet"""
+        kept: list[Tensor] = []
+        self._back: list[tuple[Callable[[Tensor], Tensor], bool]] = []
+        self._given = mapped(given, lambda tensor: self._take(tensor, kept))
+        anchor = torch.empty(0, requires_grad=True)
+        # Held is the tensor, not its grad_fn: before torch 2.12 that lets go of what it saved when the tensor goes.
+        self._saved: Any = _Save.apply(anchor, *kept) if kept else None
+        self._samples = layer.segment.stream.samples
+        self._drawn = Drawn()
+        self._casts = _casts()
+        self._counted = 0
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def _take(self, tensor: Tensor, kept: list[Tensor]) -> Any:
+        """What stands for a tensor among the arguments."""
+        number = self.before.made_number(tensor) if self.before is not None else None
+        if number is not None:
+            return _Made(number, tensor.requires_grad)
+        keep = self.layer.segment.keep if tensor.requires_grad and tensor.is_floating_point() else whole
+        stored, back = keep(tensor.detach())
+        kept.append(stored)
+        self._back.append((back, tensor.requires_grad))
+        return _Input(len(self._back) - 1)
+
+    def mark(self, out: Any) -> None:
+        """So that the next layer knows what it reads."""
+        for number, tensor in enumerate(tensors_in(out)):
+            marked: Any = tensor
+            marked.made = (self.token, number, tensor._version)
+
+    def made_number(self, tensor: Tensor) -> int | None:
+        """Which of this layer's outputs a tensor is."""
+        token, number, version = getattr(tensor, "made", (None, 0, 0))
+        if token is not self.token:
+            return None
+        if tensor._version != version:
+            raise ValueError(
+                f"what {self.layer.name} made was changed in place before the next layer, which nobody could repeat; "
+                "use recompute=full, or an operator that makes a new tensor"
+            )
+        return int(number)
+
+    def pack(self, tensor: Tensor) -> int:
+        self.forms.append((tensor.shape, tensor.dtype))
+        return len(self.forms) - 1
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def unpack(self, number: int) -> Tensor:
+        if number not in self.found:
+            self._repeat()
+        return self.found.pop(number)
+
+    def _repeat(self) -> None:
+        """This call and those before it in its pass."""
+        calls: list[_Frame] = [self]
+        while calls[-1].before is not None:
+            calls.append(calls[-1].before)
+        made: list[Tensor] = []
+        for call in reversed(calls):
+            made = call.again(made, stops=call is self)
+
+    def again(self, made: Sequence[Tensor], *, stops: bool) -> list[Tensor]:
+        """Runs the layer again, on what the one before it `made`; until everything is found if it `stops`."""
+        layer, self._counted, self.found = self.layer, 0, {}
+        stored = self._saved.grad_fn.saved_tensors if self._saved is not None else ()
+
+        def put_back(value: Any) -> Any:
+            if isinstance(value, _Made):
+                return made[value.number].detach().requires_grad_(value.differentiable)
+            back, differentiable = self._back[value.number]
+            return back(stored[value.number]).detach().requires_grad_(differentiable)
+
+        args, kwargs = mapped(self._given, put_back, (_Input, _Made))
+        layer.segment.ready(layer.module)
+
+        def note(tensor: Tensor) -> None:
+            self._note(tensor)
+            if stops and self._counted == len(self.forms):
+                raise _Enough
+
+        with ExitStack() as inside:
+            inside.enter_context(repeated(layer.module, layer.segment.stream, self._samples, self._drawn))
+            for cast in self._casts:
+                inside.enter_context(torch.autocast(**cast))
+            inside.enter_context(torch.enable_grad())
+            try:
+                with saved_tensors_hooks(note, _never):
+                    out = layer.forward(*args, **kwargs)
+            except _Enough:
+                return []
+        if self._counted != len(self.forms):
+            self._differs(f"{len(self.forms)} tensors at first, then {self._counted}")
+        return list(tensors_in(out))
+
+    def _note(self, tensor: Tensor) -> None:
+        number, self._counted = self._counted, self._counted + 1
+        if number >= len(self.forms):
+            self._differs(f"{len(self.forms)} tensors at first, then more")
+        if self.forms[number] != (tensor.shape, tensor.dtype):
+            self._differs(f"{self.forms[number]} at first, then {(tensor.shape, tensor.dtype)}")
+        self.found[number] = tensor.detach()
+
+    def _differs(self, how: str) -> None:
+        raise ValueError(
+            f"{self.layer.name} did something else when it was repeated ({how}); a layer must depend on nothing but "
+            "what it is given (no generator of its own, no counter), or use recompute=none"
+        )
+
+
+class _Input:
+    def __init__(self, number: int):
+        self.number = number
+
+
+class _Made:
+    def __init__(self, number: int, differentiable: bool):
+        self.number, self.differentiable = number, differentiable
+
+
+class _Enough(Exception):
+    """Everything that was asked for is there."""
+
+
+def _never(_nothing: Any) -> Tensor:
+    raise AssertionError("nobody goes backward through a repetition")
+
+
+class _Save(Function):
+    """Nothing but a place where autograd, and hooks on it, keep tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return anchor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise AssertionError("no gradient comes here")
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Of a tensor, or of a tuple, a list or a dictionary of such."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def mapped(value: Any, change: Callable[[Any], Any], kinds: type | tuple[type, ...] = Tensor) -> Any:
+    """The same with each tensor, or each of some other kinds, changed."""
+    if isinstance(value, kinds):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(mapped(item, change, kinds) for item in value))
+    if type(value) in (tuple, list):
+        return type(value)(mapped(item, change, kinds) for item in value)
+    if type(value) is dict:
+        return {key: mapped(item, change, kinds) for key, item in value.items()}
+    return value
+
+
+def _casts() -> list[dict[str, Any]]:
+    """How autocast is set, to be set so again: backward may run outside of it."""
+    found = []
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            found.append(
+                {
+                    "device_type": device,
+                    "dtype": torch.get_autocast_dtype(device),
+                    "cache_enabled": torch.is_autocast_cache_enabled(),
+                }
+            )
+    return found
+
+
+@contextmanager
+def repeated(module: nn.Module, stream: Stream, samples: Tensor | None, drawn: Drawn | None = None) -> Iterator[None]:
+    """Around a forward that was done before: the same masks, and what was counted then is not counted again.
+
+    `drawn` are torch's generators as they were then; after it they are as they were before.
+    """
+    now, stream.samples = stream.samples, samples
+    before = Drawn()
+    if drawn is not None:
+        drawn.restore()
+    parts: list[Any] = [part for part in module.modules() if _counts(part)]
+    counting = [(part, part.momentum, part.num_batches_tracked.clone()) for part in parts]
+    for part in parts:
+        part.momentum = 0.0
+    tallied: list[Any] = [part for part in module.modules() if hasattr(part, "tally")]
+    for part in tallied:
+        part.counts = False
+    try:
+        yield
+    finally:
+        before.restore()
+        stream.samples = now
+        for part in tallied:
+            part.counts = True
+        for part, momentum, count in counting:
+            part.momentum = momentum
+            part.num_batches_tracked.copy_(count)
+
+
+def _counts(module: Any) -> bool:
+    """Keeps running statistics, as every BatchNorm does."""
+    return isinstance(getattr(module, "num_batches_tracked", None), Tensor)

@@ -1,0 +1,38 @@
+"""The end of a language model: logits, and the loss contract (sum of losses, number of valid targets)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from echelon.kernels.layers.cross_entropy import head_loss, plain_loss
+from echelon.models.model_config import IGNORE
+
+
+def loss_sum(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of the cross entropies (fp32, or fp64 for fp64 logits) and the number of valid targets (int64)."""
+    return plain_loss(logits, targets), (targets != IGNORE).sum()
+
+
+def loss_pair(output: object) -> tuple[Tensor, Tensor]:
+    """What a model's forward gave, held to the loss contract."""
+    if isinstance(output, tuple) and len(output) == 2 and isinstance(output[0], Tensor) and output[0].dim() == 0:
+        return output[0], torch.as_tensor(output[1])
+    given = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+    raise ValueError(
+        f"the model's forward must return (sum of losses, number of valid targets), and gave {given}; "
+        "return for instance F.cross_entropy(x, y, reduction='sum'), len(y)"
+    )
+
+
+class LanguageHead(nn.Module):
+    """The matrix from hidden vectors to logits. A model with a tied embedding replaces `weight` by the embedding's."""
+
+    def __init__(self, width: int, vocab: int) -> None:
+        super().__init__()
+        self.weight: Tensor = nn.Parameter(torch.empty(vocab, width))
+
+    def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return head_loss(x, self.weight, targets), (targets != IGNORE).sum()
+
+    def logits(self, x: Tensor) -> Tensor:
+        return F.linear(x.to(self.weight.dtype), self.weight)  # the head may be kept in float32

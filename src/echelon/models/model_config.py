@@ -1,0 +1,395 @@
+"""The named model sizes and what can be said of them without building them. No torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+from echelon.layout.validation_error import Fault, FaultError, did_you_mean
+from echelon.models.gate_override import with_gate
+from echelon.models.mla_config import LatentConfig
+from echelon.models.moe_config import MixtureConfig
+from echelon.models.rope_scaling import Stretch
+
+IGNORE = -100
+"""A target that does not count; torch's cross-entropy leaves it out by default."""
+
+FAMILIES = ("gpt", "llama", "conv")
+
+KERNEL = 9
+"""Weights of one 3 x 3 filter of the convolutional network."""
+
+IMAGE_CHANNELS = 3
+
+THETA = 500_000.0
+EPSILON = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The shape of a one-device model."""
+
+    name: str
+    """The name of the size, as in `model = "gpt2-124m"`."""
+    family: str
+    """gpt (learned positions, LayerNorm, GELU, biases), llama (RoPE, RMSNorm, SwiGLU) or conv (BatchNorm)."""
+    layers: int
+    """Blocks; for conv, convolutions, each of which halves the image."""
+    width: int
+    """Size of the hidden vectors; for conv, channels of the first convolution, doubled by each next one."""
+    heads: int = 1
+    """Query heads."""
+    kv_heads: int = 1
+    """Key and value heads; fewer than the query heads in grouped-query attention."""
+    ffn: int = 1
+    """Hidden size of the feed-forward part."""
+    vocab: int
+    """Different tokens; for conv, classes."""
+    max_seq_len: int
+    """Longest sequence; for conv, side of the square image."""
+    tied: bool = False
+    """Whether the head uses the embedding's matrix."""
+    dropout: float = 0.0
+    """Probability that dropout zeroes an element in training."""
+    causal: bool = True
+    """Whether a token sees only those before it; otherwise it sees all of its document."""
+    mixture: MixtureConfig | None = None
+    """Experts in place of the feed-forward part of some layers."""
+    latent: LatentConfig | None = None
+    """DeepSeek's attention (llama)."""
+    own_head_dim: int = 0
+    """Size of a head where it is not the width divided by the heads; 0: it is."""
+    head_norms: bool = False
+    """Whether each head's queries and keys pass a norm (llama)."""
+    qkv_bias: bool = False
+    """Whether queries, keys and values have biases, as Qwen2's have (llama)."""
+    theta: float = THETA
+    """Rotary positions: the slowest pair turns once in 2 pi times nearly so many tokens (llama)."""
+    epsilon: float = EPSILON
+    """What norms add to a mean square."""
+    stretch: Stretch | None = None
+    """Rotary positions for longer sequences than the first ones (llama)."""
+
+    def __post_init__(self) -> None:
+        wrong = []
+        if self.family not in FAMILIES:
+            wrong.append(f"family is not one of {', '.join(FAMILIES)} (family={self.family}); use one of them")
+        for field in ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "max_seq_len"):
+            if getattr(self, field) < 1:
+                wrong.append(f"{field} is less than 1 ({field}={getattr(self, field)}); use 1 or more")
+        for field in ("latent", "head_norms", "qkv_bias", "stretch", "own_head_dim"):
+            given = getattr(self, field)
+            if given and self.family != "llama":
+                wrong.append(f"{field} is an option of the llama family (family={self.family}); leave it out")
+            elif given and field != "latent" and self.latent:
+                wrong.append(f"latent attention has heads of its own ({field}={given}); leave it out")
+        if self.latent and self.heads != self.kv_heads:
+            wrong.append(
+                f"latent attention has keys and values for every head (heads={self.heads}, kv_heads={self.kv_heads}); "
+                "make them equal"
+            )
+        if not 0 <= self.dropout < 1:
+            wrong.append(f"dropout is not in [0, 1) (dropout={self.dropout}); use 0 to switch it off")
+        if not wrong and self.width % self.heads and not (self.latent or self.own_head_dim):
+            wrong.append(f"heads do not divide the width (width={self.width}, heads={self.heads}); change one of them")
+        elif not wrong and self.family == "llama" and self.head_dim % 2:
+            wrong.append(f"rotary positions need an even width per head (head_dim={self.head_dim}); change the heads")
+        if not wrong and self.heads % self.kv_heads:
+            wrong.append(f"kv_heads do not divide the heads (heads={self.heads}, kv_heads={self.kv_heads}); change one")
+        if not wrong and self.family == "conv" and self.max_seq_len % 2**self.layers:
+            wrong.append(
+                f"{self.layers} convolutions cannot halve the image (max_seq_len={self.max_seq_len}); use fewer"
+            )
+        if wrong:
+            raise ValueError(f"model {self.name!r}: " + "; also ".join(wrong))
+
+    @property
+    def head_dim(self) -> int:
+        """Of queries and keys."""
+        return self.latent.head_dim if self.latent else self.own_head_dim or self.width // self.heads
+
+    @property
+    def value_dim(self) -> int:
+        """Of a head's values."""
+        return self.latent.value_dim if self.latent else self.head_dim
+
+    @property
+    def rope_dim(self) -> int:
+        """Of a head, what rotary positions turn."""
+        return self.latent.rope_dim if self.latent else self.head_dim
+
+    @property
+    def parameters(self) -> int:
+        """Unique parameters, exactly."""
+        if self.family == "conv":
+            return sum(KERNEL * i * o + 2 * o for i, o in self.convolutions) + self._conv_head + self.vocab
+        outside = self.vocab * self.width + (0 if self.tied else self.vocab * self.width)
+        experts = 0
+        if self.mixture is not None:
+            shared = self._mlp(self.mixture.shared) if self.mixture.shared else 0
+            experts = self.mixtures * (self.mixture.parameters(self.width) + shared - self._mlp(self.ffn))
+        if self.family == "gpt":
+            outside += self.max_seq_len * self.width + 2 * self.width
+            return outside + self.layers * (self._attention + self._mlp(self.ffn) + 4 * self.width) + experts
+        return outside + self.layers * (self._attention + self._mlp(self.ffn) + 2 * self.width) + self.width + experts
+
+    @property
+    def mixtures(self) -> int:
+        """Layers with experts."""
+        return sum(self.mixture.is_mixture(layer) for layer in range(self.layers)) if self.mixture else 0
+
+    @property
+    def matmul_parameters(self) -> int:
+        """What MFU counts: the parameters without the input embedding and positions; a tied head counts, once.
+
+        Of experts those that a token passes through.
+        """
+        if self.family == "conv":
+            return self.parameters
+        embedding = 0 if self.tied else self.vocab * self.width
+        positions = self.max_seq_len * self.width if self.family == "gpt" else 0
+        return self.parameters - embedding - positions - self.idle_parameters
+
+    @property
+    def idle_parameters(self) -> int:
+        """Of experts that a token does not pass through."""
+        if self.mixture is None:
+            return 0
+        return round(self.mixtures * (self.mixture.parameters(self.width) - self.mixture.active(self.width)))
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """FLOPs of a training step per token: 6 per matmul parameter, plus attention. For conv, per image."""
+        if self.family == "conv":
+            sides = (self.max_seq_len >> layer for layer in range(self.layers))
+            products = (KERNEL * i * o * s * s for (i, o), s in zip(self.convolutions, sides, strict=True))
+            return 6 * (self._conv_head + sum(products))
+        scores_and_values = self.layers * self.heads * (self.head_dim + self.value_dim) * seq_len
+        return 6 * self.matmul_parameters + (3 if self.causal else 6) * scores_and_values
+
+    @property
+    def convolutions(self) -> tuple[tuple[int, int], ...]:
+        """Channels (in, out) of each convolution of the conv family."""
+        sizes = (IMAGE_CHANNELS, *(self.width << layer for layer in range(self.layers)))
+        return tuple(pairwise(sizes))
+
+    @property
+    def _conv_head(self) -> int:
+        return (self.width << (self.layers - 1)) * self.vocab
+
+    @property
+    def _attention(self) -> int:
+        if self.latent:
+            return self.latent.parameters(self.width, self.heads)
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        biases = q + self.width + 2 * kv if self.family == "gpt" else (q + 2 * kv) * self.qkv_bias
+        norms = 2 * self.head_dim if self.head_norms else 0
+        return 2 * self.width * q + 2 * self.width * kv + biases + norms
+
+    def _mlp(self, ffn: int) -> int:
+        if self.family == "gpt":
+            return 2 * self.width * ffn + ffn + self.width
+        return 3 * self.width * ffn
+
+
+def _gpt(name: str, layers: int, width: int, heads: int, *, vocab: int = 50257, seq: int = 1024) -> ModelConfig:
+    return ModelConfig(
+        name=name,
+        family="gpt",
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        ffn=4 * width,
+        vocab=vocab,
+        max_seq_len=seq,
+        tied=True,
+    )
+
+
+def _llama(
+    name: str, layers: int, width: int, heads: int, kv_heads: int, ffn: int, *, vocab: int = 128256, seq: int = 8192
+) -> ModelConfig:
+    return ModelConfig(
+        name=name,
+        family="llama",
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=ffn,
+        vocab=vocab,
+        max_seq_len=seq,
+    )
+
+
+_DEEPSEEK = LatentConfig(query_rank=1536, kv_rank=512, rope_dim=64, nope_dim=128, value_dim=128)
+
+_TABLE = (
+    _gpt("gpt-tiny", 4, 64, 4, vocab=257, seq=256),
+    _gpt("gpt2-124m", 12, 768, 12),
+    _gpt("gpt2-350m", 24, 1024, 16),
+    _gpt("gpt2-774m", 36, 1280, 20),
+    _gpt("gpt2-1.5b", 48, 1600, 25),
+    _gpt("gpt3-175b", 96, 12288, 96, seq=2048),
+    _llama("llama-tiny", 4, 64, 4, 2, 176, vocab=257, seq=256),
+    _llama("llama-1b", 16, 2048, 32, 8, 8192),
+    _llama("llama-3b", 28, 3072, 24, 8, 8192),
+    _llama("llama-8b", 32, 4096, 32, 8, 14336),
+    _llama("llama-70b", 80, 8192, 64, 8, 28672),
+    _llama("llama-405b", 126, 16384, 128, 8, 53248),
+    replace(
+        _llama("moe-tiny", 4, 64, 4, 2, 176, vocab=257, seq=256),
+        mixture=MixtureConfig(experts=8, k=2, ffn=88, gate="mixtral"),
+    ),
+    replace(
+        _gpt("switch-tiny", 4, 64, 4, vocab=257, seq=256),
+        mixture=MixtureConfig(experts=8, k=1, ffn=256, gate="switch", activation="relu", every=2),
+    ),
+    replace(
+        _gpt("gshard-tiny", 4, 64, 4, vocab=257, seq=256),
+        # With the paper's order of places, later tokens could displace earlier ones.
+        mixture=MixtureConfig(
+            experts=8, k=2, ffn=256, gate="gshard", options=(("order", "tokens"),), activation="relu", every=2
+        ),
+    ),
+    replace(
+        _llama("qwen-moe-tiny", 4, 64, 4, 2, 176, vocab=257, seq=256),
+        mixture=MixtureConfig(experts=16, k=4, ffn=32, gate="qwen", shared=64),
+    ),
+    replace(
+        _llama("deepseek-tiny", 4, 64, 4, 4, 176, vocab=257, seq=256),
+        latent=LatentConfig(query_rank=32, kv_rank=24, rope_dim=8, nope_dim=16, value_dim=12),
+        mixture=MixtureConfig(
+            experts=16,
+            k=4,
+            ffn=32,
+            gate="deepseek-v3",
+            options=(("num_groups", 4), ("group_limit", 2), ("scale", 2.5)),
+            shared=32,
+            dense=1,
+        ),
+        theta=1e4,
+        epsilon=1e-6,
+    ),
+    # The published switch-base-8 has T5's encoder and decoder; this is a decoder alone, of GPT's blocks of its size.
+    replace(
+        _gpt("switch-base-8", 12, 768, 12, vocab=32128, seq=512),
+        mixture=MixtureConfig(experts=8, k=1, ffn=3072, gate="switch", activation="relu", every=2),
+    ),
+    replace(
+        _llama("mixtral-8x7b", 32, 4096, 32, 8, 14336, vocab=32000, seq=32768),
+        mixture=MixtureConfig(experts=8, k=2, ffn=14336, gate="mixtral", options=(("balance", 0.02 / 32),)),
+        theta=1e6,
+    ),
+    replace(
+        _llama("qwen3-30b-a3b", 48, 2048, 32, 4, 6144, vocab=151936, seq=40960),
+        mixture=MixtureConfig(
+            experts=128, k=8, ffn=768, gate="qwen", options=(("normalise", True), ("balance", 0.001 / 48))
+        ),
+        own_head_dim=128,
+        head_norms=True,
+        theta=1e6,
+        epsilon=1e-6,
+    ),
+    # DeepSeek's long contexts were made by changing the angles (YaRN) after training with these.
+    replace(
+        _llama("deepseek-v2", 60, 5120, 128, 128, 12288, vocab=102400, seq=163840),
+        latent=_DEEPSEEK,
+        mixture=MixtureConfig(
+            experts=160,
+            k=6,
+            ffn=1536,
+            gate="deepseek-v2",
+            options=(("num_groups", 8), ("group_limit", 3), ("scale", 16.0)),
+            shared=2 * 1536,
+            dense=1,
+        ),
+        theta=1e4,
+        epsilon=1e-6,
+    ),
+    # Without the layer that predicts a second token (MTP), as its published total of 671 billion is.
+    replace(
+        _llama("deepseek-v3", 61, 7168, 128, 128, 18432, vocab=129280, seq=163840),
+        latent=_DEEPSEEK,
+        mixture=MixtureConfig(
+            experts=256,
+            k=8,
+            ffn=2048,
+            gate="deepseek-v3",
+            options=(("num_groups", 8), ("group_limit", 4), ("scale", 2.5)),
+            shared=2048,
+            dense=3,
+        ),
+        theta=1e4,
+        epsilon=1e-6,
+    ),
+    ModelConfig(name="conv-tiny", family="conv", layers=3, width=8, vocab=10, max_seq_len=16),
+)
+
+SIZES: Mapping[str, ModelConfig] = {config.name: config for config in _TABLE}
+
+
+def find(name: str) -> ModelConfig:
+    """The size with this name, or of the model in this directory."""
+    if name in SIZES:
+        return SIZES[name]
+    from echelon.models import model_dir  # it knows this file
+
+    if model_dir.is_saved(name):
+        return model_dir.read(Path(name)).config
+    rule, hint = "is not the name of a model size", did_you_mean(name, SIZES)
+    raise FaultError([Fault(key="model", value=name, rule=rule, legal=", ".join(SIZES), hint=hint)])
+
+
+def changed(
+    config: ModelConfig,
+    *,
+    dropout: float | None = None,
+    tied: bool | None = None,
+    gate: str = "",
+    expert_dropout: float | None = None,
+    seq_len: int = 0,
+) -> ModelConfig:
+    """The size with what a configuration sets in place of its own; none keeps it.
+
+    Rotary positions have no table, so that their models take sequences of any length.
+    """
+    rotary, mixture = config.family == "llama", config.mixture
+    if mixture is not None:
+        mixture = with_gate(mixture, gate) if gate else mixture
+        mixture = mixture if expert_dropout is None else replace(mixture, dropout=expert_dropout)
+    return replace(
+        config,
+        mixture=mixture,
+        max_seq_len=max(config.max_seq_len, seq_len) if rotary else config.max_seq_len,
+        dropout=config.dropout if dropout is None else dropout,
+        tied=config.tied if tied is None else tied,
+    )
+
+
+def reduced(
+    config: ModelConfig, *, layers: int = 4, width: int = 64, heads: int = 4, vocab: int = 257, max_seq_len: int = 256
+) -> ModelConfig:
+    """A small model of the same kind: family, tied, dropout, and as near as can be the ratios of kv heads and ffn.
+
+    Heads, latent vectors and experts become small ones.
+    """
+    if config.family == "conv":
+        return config
+    ratio, smaller = config.heads / config.kv_heads, width / config.width
+    divisors = [kv for kv in range(1, heads + 1) if heads % kv == 0]
+    per_head = config.own_head_dim * config.heads / config.width
+    return replace(
+        config,
+        name=f"{config.name}-reduced",
+        layers=min(layers, config.layers),
+        width=width,
+        heads=heads,
+        kv_heads=min(divisors, key=lambda kv: abs(heads / kv - ratio)),
+        ffn=-(-config.ffn * width // (config.width * 16)) * 16,
+        vocab=min(vocab, config.vocab),
+        max_seq_len=min(max_seq_len, config.max_seq_len),
+        own_head_dim=2 * round(per_head * width / heads / 2),
+        latent=config.latent and config.latent.reduced(width // heads),
+        mixture=config.mixture and config.mixture.reduced(smaller),
+    )

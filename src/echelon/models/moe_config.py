@@ -1,0 +1,84 @@
+"""What is said of a model's mixtures of experts. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from echelon.moe import gate_properties
+
+Options = tuple[tuple[str, float | int | str | bool], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureConfig:
+    """Layers whose feed-forward part is one of many, chosen for each token."""
+
+    experts: int
+    """Experts of a layer that a gate chooses from."""
+    k: float
+    """Experts of a token; where experts choose, the average."""
+    ffn: int
+    """Hidden size of one expert."""
+    gate: str
+    """The gate's name (echelon.moe.GATES)."""
+    options: Options = ()
+    """The gate's options, by name."""
+    shared: int = 0
+    """Hidden size of an expert that every token passes through; 0: there is none."""
+    activation: str = "swiglu"
+    """swiglu, gelu or relu."""
+    dropout: float = 0.0
+    """Probability that dropout zeroes a hidden unit of an expert in training."""
+    dense: int = 0
+    """Layers at the start that have no experts."""
+    every: int = 1
+    """A mixture in every so many-th layer, the last of each group."""
+
+    def __post_init__(self) -> None:
+        wrong = [
+            f"{name} is less than {least} ({name}={getattr(self, name)})"
+            for name, least in (("experts", 1), ("ffn", 1), ("shared", 0), ("dense", 0), ("every", 1))
+            if getattr(self, name) < least
+        ]
+        if not 0 <= self.dropout < 1:
+            wrong.append(f"dropout is not in [0, 1) (dropout={self.dropout})")
+        if wrong:
+            raise ValueError("mixture: " + "; also ".join(wrong))
+
+    @property
+    def balances_by_load(self) -> bool:
+        """Its gate must be told the loads of every step."""
+        return self.gate in gate_properties.BY_LOAD
+
+    def is_mixture(self, layer: int) -> bool:
+        """Layer number `layer` has experts."""
+        return layer >= self.dense and (layer + 1 - self.dense) % self.every == 0
+
+    def parameters(self, width: int) -> int:
+        """Of one layer's gate and experts in all, without the shared one, which is of the model's family."""
+        return self.experts * self._expert(width) + self._routers(width)
+
+    def active(self, width: int) -> float:
+        """Of these, what one token passes through."""
+        return self.k * self._expert(width) + self._routers(width)
+
+    def reduced(self, smaller: float) -> MixtureConfig:
+        """With few experts, of a hidden size that is so much smaller or less, and no more than one layer without."""
+        experts, options, k = min(self.experts, 16), dict(self.options), min(self.k, 4)
+        if "num_groups" in options:
+            options = gate_properties.grouped(self.gate, experts, options)
+        return replace(
+            self,
+            experts=experts,
+            k=k,
+            ffn=max(min(round(self.ffn * smaller), 256 // experts), 8),
+            options=tuple(options.items()),
+            shared=max(min(round(self.shared * smaller), 64), 8) if self.shared else 0,
+            dense=min(self.dense, 1),
+        )
+
+    def _expert(self, width: int) -> int:
+        return (3 if self.activation == "swiglu" else 2) * width * self.ffn
+
+    def _routers(self, width: int) -> int:
+        return gate_properties.router_rows(self.gate, self.experts, dict(self.options)) * width

@@ -1,0 +1,68 @@
+"""A small convolutional network with batch normalisation, for images [B, 3, side, side] and labels [B]."""
+
+import math
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from echelon.models.lm_head import loss_sum
+from echelon.models.model_config import KERNEL, ModelConfig
+from echelon.models.pipeline_model import Chain, Link
+from echelon.rng import ONES, ZEROS, Init, Normal
+
+
+class Block(nn.Module):
+    """A convolution, normalised; then the image is halved."""
+
+    def __init__(self, channels_in: int, channels_out: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(channels_out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.avg_pool2d(F.relu(self.norm(self.conv(x))), 2)
+
+
+class ConvNet(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.blocks = nn.ModuleList(Block(i, o) for i, o in config.convolutions)
+        self.drop = nn.Dropout(config.dropout)
+        self.head = nn.Linear(config.convolutions[-1][1], config.vocab)
+
+    def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return loss_sum(self.logits(images), labels)
+
+    def logits(self, images: Tensor) -> Tensor:
+        x = images
+        for block in self.blocks:
+            x = block(x)
+        return self._classes(x)
+
+    def _classes(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.drop(x.mean((2, 3))))
+        return out
+
+    def chain(self) -> Chain:
+        blocks = (Link(f"blocks.{i}", (f"blocks.{i}",), partial(self._block, i)) for i in range(len(self.blocks)))
+        return Chain(links=(*blocks, Link("head", ("drop", "head"), self._end)))
+
+    def _block(self, index: int, x: Tensor | None, _shared: None, images: Tensor, labels: Tensor) -> Tensor:
+        out: Tensor = self.blocks[index](images if x is None else x)
+        return out
+
+    def _end(self, x: Tensor, _shared: None, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return loss_sum(self._classes(x), labels)
+
+    def initial(self, name: str) -> Init:
+        """How the parameter of this name starts."""
+        if name.endswith("bias"):
+            return ZEROS
+        if ".norm." in name:
+            return ONES
+        if name == "head.weight":
+            return Normal(0.02)
+        block = int(name.split(".")[1])
+        return Normal(math.sqrt(2 / (KERNEL * self.config.convolutions[block][0])))

@@ -1,0 +1,100 @@
+"""Two-level gating. Shazeer et al. 2017, appendix B: a gate over groups of experts, and a gate of its own in each.
+
+    y = sum over i, j of G_primary(x)_i · G_i(x)_j · E_ij(x)
+
+    Importance(X)_ij = sum over x of G_primary(x)_i · G_i(x)_j
+    Load(X)_ij       = Load_primary(X)_i · Load_i(X_i)_j / |X_i|         X_i: tokens with G_primary(x)_i > 0
+
+with the losses of noisy top-k gating (noisy.py), where G, P and Load of one level are defined too. Load_i(X_i)_j alone
+would have no gradient towards the primary gate.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from echelon.moe.gate_properties import squarest
+from echelon.moe.gates.gate import TokenGate
+from echelon.moe.gates.load_balance_loss import cv_squared
+from echelon.moe.gates.noisy_top_k import Level, chances, with_noise
+from echelon.moe.gates.stable_top_k import spread, top
+from echelon.moe.routing import Routing, by_token
+from echelon.rng import ZEROS, Draws
+
+
+class Hierarchical(TokenGate):
+    """`k` experts of a token lie in `k_groups` groups, as many in each. The paper has two of two: k=4, k_groups=2."""
+
+    noise_weight: nn.Parameter
+    group_weight: nn.Parameter
+    group_noise_weight: nn.Parameter
+
+    def __init__(
+        self,
+        width: int,
+        num_experts: int,
+        k: int,
+        *,
+        num_groups: int | None = None,
+        k_groups: int = 2,
+        w_importance: float = 0.1,
+        w_load: float = 0.1,
+    ) -> None:
+        a = squarest(num_experts) if num_groups is None else num_groups
+        super().__init__(width, num_experts, k, init=ZEROS, wrong=_wrong(num_experts, k, a, k_groups))
+        self.num_groups, self.k_groups = a, k_groups
+        self.add_router("noise_weight", num_experts, ZEROS)
+        self.add_router("group_weight", a, ZEROS)
+        self.add_router("group_noise_weight", a, ZEROS)
+        self.w_importance, self.w_load = w_importance, w_load
+        self.noise = Draws()
+
+    def scores(self, x: Tensor) -> Tensor:
+        """Of groups and experts together: logits, logits with noise, how far the noise spans."""
+        routers = (self.group_weight, self.weight, self.group_noise_weight, self.noise_weight)
+        clean, raw = self.logits(x, *routers).chunk(2, dim=-1)
+        return with_noise(clean, raw, self.noise if self.training else None)
+
+    @property
+    def num_scores(self) -> int:
+        return 3 * (self.num_groups + self.num_experts)
+
+    def choose(self, scores: Tensor) -> Routing:
+        a, b, inside = self.num_groups, self.num_experts // self.num_groups, self.k // self.k_groups
+        kinds = scores.unflatten(-1, (3, a + self.num_experts))
+        primary = Level(*kinds[..., :a].unbind(-2))
+        secondary = Level(*kinds[..., a:].unflatten(-1, (a, b)).unbind(-3))
+
+        values, groups = top(primary.noisy, self.k_groups)
+        g_primary = values.softmax(-1)  # [G, T, k_groups]
+        values, members = top(secondary.noisy, inside)
+        g_groups = values.softmax(-1)  # [G, T, a, k in a group]: of every group, chosen or not
+
+        at = groups.unsqueeze(-1).expand(*groups.shape, inside)
+        weights = (g_primary.unsqueeze(-1) * g_groups.gather(2, at)).flatten(2)
+        experts = (groups.unsqueeze(-1) * b + members.gather(2, at)).flatten(2)
+
+        importance = spread(experts, weights, self.num_experts).sum(1)
+        loss = self.w_importance * cv_squared(importance)
+        loss = loss + self.w_load * cv_squared(self._load(primary, secondary, groups, inside))
+        return by_token(experts, weights, loss, self.num_experts)
+
+    def _load(self, primary: Level, secondary: Level, groups: Tensor, inside: int) -> Tensor:
+        """[G, E]"""
+        sees = spread(groups, primary.clean.new_ones(groups.shape), self.num_groups)  # [G, T, a]: the token is in X_i
+        of_groups = chances(primary, self.k_groups).sum(1)
+        of_members = (chances(secondary, inside) * sees.unsqueeze(-1)).sum(1)
+        return (of_groups.unsqueeze(-1) * of_members / sees.sum(1).clamp(min=1).unsqueeze(-1)).flatten(1)
+
+
+def _wrong(num_experts: int, k: int, num_groups: int, k_groups: int) -> list[str]:
+    if num_groups < 1 or num_experts % num_groups:
+        return [f"num_groups does not divide the experts ({num_experts} experts, num_groups={num_groups}); change one"]
+    if not 1 <= k_groups <= num_groups:
+        return [f"k_groups is not in 1 .. {num_groups} (k_groups={k_groups}, num_groups={num_groups}); change one"]
+    if k % k_groups or k // k_groups > num_experts // num_groups:
+        return [
+            f"k is not a multiple of k_groups with at most {num_experts // num_groups} experts in a group "
+            f"(k={k}, k_groups={k_groups}); change one"
+        ]
+    return []

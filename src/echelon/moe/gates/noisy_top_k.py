@@ -1,0 +1,85 @@
+"""Noisy top-k gating. Shazeer et al. 2017, "Outrageously Large Neural Networks", section 2.1 and appendix A.
+
+    H(x)_i  = (x·Wg)_i + StandardNormal() · softplus((x·Wnoise)_i)                       (noise in training alone)
+    G(x)    = softmax(KeepTopK(H(x), k))
+    P(x, i) = Φ(((x·Wg)_i - kth_excluding(H(x), k, i)) / softplus((x·Wnoise)_i))
+
+    Importance(X) = sum over x of G(x)         L_importance = w_importance · CV(Importance)²
+    Load(X)_i     = sum over x of P(x, i)      L_load       = w_load · CV(Load)²
+
+P(x, i) is the chance that expert i is chosen if its own noise is drawn again: a count of choices with a gradient.
+kth_excluding is the k-th largest of H without H_i. Both matrices start at zero, so that the noise alone decides.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from echelon.moe.gates.gate import TokenGate
+from echelon.moe.gates.load_balance_loss import cv_squared
+from echelon.moe.gates.stable_top_k import spread, top
+from echelon.moe.routing import Routing, by_token
+from echelon.rng import ZEROS, Draws
+
+LEAST_NOISE = 1e-6
+"""softplus underflows to 0, by which P would be divided"""
+
+
+class Level(NamedTuple):
+    """What one choice among noisy logits is made of."""
+
+    clean: Tensor
+    noisy: Tensor
+    spans: Tensor
+    """how far the noise spans: its standard deviation"""
+
+
+class NoisyTopK(TokenGate):
+    noise_weight: nn.Parameter
+
+    def __init__(self, width: int, num_experts: int, k: int, *, w_importance: float = 0.1, w_load: float = 0.1) -> None:
+        super().__init__(width, num_experts, k, init=ZEROS)
+        self.add_router("noise_weight", num_experts, ZEROS)
+        self.w_importance, self.w_load = w_importance, w_load
+        self.noise = Draws()
+
+    def scores(self, x: Tensor) -> Tensor:
+        """x·Wg, H(x) and the softplus."""
+        clean, raw = self.logits(x, self.weight, self.noise_weight).chunk(2, dim=-1)
+        return with_noise(clean, raw, self.noise if self.training else None)
+
+    @property
+    def num_scores(self) -> int:
+        return 3 * self.num_experts
+
+    def choose(self, scores: Tensor) -> Routing:
+        level = Level(*scores.chunk(3, dim=-1))
+        values, experts = top(level.noisy, self.k)
+        weights = values.softmax(-1)
+        importance = spread(experts, weights, self.num_experts).sum(1)
+        load = chances(level, self.k).sum(1)
+        loss = self.w_importance * cv_squared(importance) + self.w_load * cv_squared(load)
+        return by_token(experts, weights, loss, self.num_experts)
+
+
+def with_noise(clean: Tensor, raw: Tensor, noise: Draws | None) -> Tensor:
+    """[.., 3 E]: a level, side by side."""
+    spans = F.softplus(raw).clamp(min=LEAST_NOISE)
+    return torch.cat((clean, clean if noise is None else clean + noise.normal(clean) * spans, spans), dim=-1)
+
+
+def chances(level: Level, k: int) -> Tensor:
+    """P(x, i) for each token and expert."""
+    size = level.noisy.shape[-1]
+    if k == size:
+        return torch.ones_like(level.noisy)
+    values, experts = top(level.noisy, k + 1)
+    chosen = spread(experts[..., :k], torch.ones_like(values[..., :k]), size) > 0
+    # Without one of the best k, the next best moves up to be the k-th.
+    others = torch.where(chosen, values[..., k:], values[..., k - 1 : k])
+    out: Tensor = torch.special.ndtr((level.clean - others) / level.spans)
+    return out

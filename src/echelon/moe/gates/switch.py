@@ -1,0 +1,63 @@
+"""Top-1 gating. Fedus, Zoph and Shazeer 2021, "Switch Transformers", sections 2.1 to 2.4. For a group of T tokens:
+
+    p     = softmax(Wr·x)      in fp32          y = p_i(x) · E_i(x)  for i = argmax p(x)
+    f_i   = 1/T · tokens with argmax i          P_i = 1/T · sum over tokens of p_i
+    loss  = alpha · N · sum over i of f_i · P_i
+    expert capacity = T / N · capacity factor; tokens are kept in their order while there is room
+
+In training the router's input is multiplied by numbers from 1 - jitter to 1 + jitter (appendix C). Its weights start
+from a normal truncated at two standard deviations of sqrt(s / fan-in) with s = 0.1, a tenth of the usual. In
+fine-tuning experts have a dropout of their own (section 2.4: 0.4 where other layers have 0.1): see dropout.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from echelon.moe.gates.expert_capacity import capacity, places
+from echelon.moe.gates.gate import TokenGate
+from echelon.moe.gates.stable_top_k import top
+from echelon.moe.routing import Routing, by_token, count
+from echelon.rng import Draws, Truncated
+
+INIT_SCALE = 0.1
+"""s: variance of first values times fan-in (section 2.4, table 3)"""
+
+
+class Switch(TokenGate):
+    def __init__(
+        self,
+        width: int,
+        num_experts: int,
+        k: int = 1,
+        *,
+        capacity_factor: float | None = 1.25,
+        balance: float = 0.01,
+        jitter: float = 0.01,
+        local_groups: int = 1,
+    ) -> None:
+        wrong = [] if k == 1 else [f"a token has one expert (k={k}); use k=1, or another gate"]
+        init = Truncated(math.sqrt(INIT_SCALE / max(width, 1)))
+        super().__init__(width, num_experts, k, local_groups=local_groups, init=init, wrong=wrong)
+        self.capacity_factor, self.balance, self.jitter = capacity_factor, balance, jitter
+        self.noise = Draws()
+
+    def scores(self, x: Tensor) -> Tensor:
+        if self.training and self.jitter:
+            x = x.to(torch.promote_types(x.dtype, torch.float32))
+            x = x * (1 + self.jitter * (2 * self.noise.uniform(x.detach()) - 1))
+        return self.logits(x, self.weight)
+
+    def choose(self, scores: Tensor) -> Routing:
+        tokens, num_experts = scores.shape[1], self.num_experts
+        p = scores.softmax(-1)
+        weights, experts = top(p, 1)
+        f = count(experts.flatten(1), num_experts).to(p.dtype) / tokens
+        loss = self.balance * num_experts * (f * p.mean(1)).sum(-1)
+        if self.capacity_factor is None:
+            return by_token(experts, weights, loss, num_experts)
+        kept = places(experts.flatten(1), num_experts) < capacity(self.capacity_factor, tokens, num_experts)
+        return by_token(experts, weights, loss, num_experts, kept.unsqueeze(-1))

@@ -1,0 +1,75 @@
+"""Plain top-k gating of softmax scores, with Switch's loss over all k choices.
+
+    s   = softmax(W·x)                             weights s_i of the k largest, divided by their sum or not
+    f_i = 1/T · choices of expert i                P_i = 1/T · sum over tokens of s_i
+    loss = balance · E · sum over i of f_i · P_i   at least k · balance, where all experts are used alike
+
+Mixtral (Jiang et al. 2024) takes the softmax of the k largest logits, which is the softmax of all divided by the sum of
+the k largest. The papers do not say how they balance; the loss is that of the published models' code, whose coefficient
+(router_aux_loss_coef: Mixtral 0.02, Qwen 0.001) is of all layers together. `balance` is of one: what is published,
+divided by the layers, is as strong.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from echelon.moe.gates.affinity import affinity, normalised, wrong_affinity
+from echelon.moe.gates.expert_capacity import capacity, places
+from echelon.moe.gates.gate import TokenGate
+from echelon.moe.gates.stable_top_k import top
+from echelon.moe.routing import Routing, by_token, count
+
+
+class Mixtral(TokenGate):
+    """Weights with sum 1. Without a capacity nothing is dropped; with one, places go to all choices of a token before
+    those of the next."""
+
+    def __init__(
+        self,
+        width: int,
+        num_experts: int,
+        k: int,
+        *,
+        balance: float = 0.02,
+        normalise: bool = True,
+        score: str = "softmax",
+        capacity_factor: float | None = None,
+    ) -> None:
+        super().__init__(width, num_experts, k, wrong=wrong_affinity(score))
+        self.balance, self.normalise, self.score = balance, normalise, score
+        self.capacity_factor = capacity_factor
+
+    def choose(self, scores: Tensor) -> Routing:
+        tokens, num_experts = scores.shape[1], self.num_experts
+        s = affinity(scores, self.score)
+        weights, experts = top(s, self.k)
+        f = count(experts.flatten(1), num_experts).to(s.dtype) / tokens
+        shares = s if self.score == "softmax" else normalised(s)
+        loss = self.balance * num_experts * (f * shares.mean(1)).sum(-1)
+        if self.normalise:
+            weights = normalised(weights)
+        if self.capacity_factor is None:
+            return by_token(experts, weights, loss, num_experts)
+        place = places(experts.flatten(1), num_experts).view_as(experts)
+        kept = place < capacity(self.capacity_factor, self.k * tokens, num_experts)
+        return by_token(experts, weights, loss, num_experts, kept)
+
+
+class Qwen(Mixtral):
+    """Qwen's mixtures (Qwen1.5-MoE, Qwen2-MoE): the weights keep the sum that they have. Qwen3 normalises them."""
+
+    def __init__(
+        self,
+        width: int,
+        num_experts: int,
+        k: int,
+        *,
+        balance: float = 0.001,
+        normalise: bool = False,
+        score: str = "softmax",
+        capacity_factor: float | None = None,
+    ) -> None:
+        super().__init__(
+            width, num_experts, k, balance=balance, normalise=normalise, score=score, capacity_factor=capacity_factor
+        )

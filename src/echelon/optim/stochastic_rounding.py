@@ -1,0 +1,57 @@
+"""Weights without a master copy: what an update makes of them is rounded up or down by chance (kernels/optim/fused_adamw.py).
+
+The random bits are of the parameter, the element's place in it and the number of updates, so every layout rounds alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from echelon import rng
+from echelon.kernels import dispatch
+from echelon.kernels.optim.fused_adamw import MASK, Place, random_bits, rounded_by_chance, second
+from echelon.layout.placement import Piece
+
+
+@dataclass(frozen=True, eq=False)
+class Chance:
+    """How elements of one parameter are rounded."""
+
+    place: Place
+    step: Tensor
+    """number of updates, this one among them"""
+
+    def rounded(self, values: Tensor, start: int) -> Tensor:
+        """Flat values of the elements from `start` on. Those that need no rounding stay what they are."""
+        if dispatch.updates(values.device, values.dtype):
+            from echelon.kernels.optim import split_fp32_triton
+
+            return split_fp32_triton.rounded(values, self.place.after(start), self.step)
+        bits = random_bits(len(values), self.place.after(start), self.step)
+        return rounded_by_chance(values, second(bits))
+
+
+def place_of(piece: Piece, seed: int) -> Place:
+    """Where a piece lies in its whole parameter, for random numbers."""
+    entry = piece.entry
+    dims = [(1, 1, 0)] * 3 + [
+        (local, whole, low) for local, whole, (low, _) in zip(entry.local_shape, entry.shape, piece.box, strict=True)
+    ]
+    index = len(dims) - 1
+    while index > 0 and len(dims) > 3:  # a dim that is whole is a part of the one before it
+        (local, whole, low), (inner, size, _) = dims[index - 1], dims[index]
+        if inner == size:
+            dims[index - 1 : index + 1] = [(local * inner, whole * size, low * size)]
+        index -= 1
+    assert len(dims) == 3, "at most two dims of a parameter are cut"
+    (_, _, outer), (middle, rows, low), (inner, columns, first) = dims
+    key = rng.key(seed, f"rounding {entry.name}") & MASK
+    return Place(
+        start=piece.start,
+        key=key,
+        sizes=(middle, inner),
+        strides=(rows * columns, columns),
+        base=(outer * rows + low) * columns + first,
+    )

@@ -1,0 +1,330 @@
+"""The ranks that share a mesh axis, and the collectives between them: every message of a run goes through here."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon import compat
+from echelon.faults import flight_recorder
+from echelon.faults.flight_recorder import Lane, Recorded, Waited, here
+from echelon.layout import Mesh
+
+flight_recorder.hide(__file__)
+
+
+class Done:
+    """The handle of a collective that had nothing to do."""
+
+    def wait(self) -> None:
+        return None
+
+
+class Several:
+    """The handle of messages that are waited for together."""
+
+    def __init__(self, works: Sequence[dist.Work]):
+        self.works = works
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+Pending = Done | Recorded
+
+
+class Axis:
+    """One rank's view of one mesh axis. On an axis of one rank every collective is free."""
+
+    def __init__(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        rank: int,
+        group: dist.ProcessGroup | None,
+        left_out: frozenset[str],
+        make_group: Callable[[], dist.ProcessGroup | None] | None = None,
+        lane: Lane | None = None,
+        label: str = "",
+    ):
+        self.name = name
+        self.label = label or name
+        """as people know the axis"""
+        self.ranks = tuple(ranks)
+        self.size = len(self.ranks)
+        self.index = self.ranks.index(rank)
+        self.group = group
+        self.left_out = left_out
+        self.make_group = make_group
+        self.lane = lane or Lane(name, ranks)
+        self.skipped = False
+        """a collective was really left out"""
+
+    def __repr__(self) -> str:
+        return f"Axis({self.name}, {self.index} of {self.size})"
+
+    def idle(self, kind: str) -> bool:
+        """True where there is nobody to talk to, or where a test left this collective out to see it missed."""
+        if self.size == 1:
+            return True
+        left_out = kind in self.left_out
+        if here.leaves_out is not None:
+            left_out |= here.leaves_out(here.step, kind, self.label)
+        self.skipped |= left_out
+        return left_out
+
+    def _noted(self, kind: str, tensor: Tensor, start: Callable[[], Waited], *, gives: Tensor, gets: Tensor) -> Pending:
+        """Starts an operation, and writes down that it does (faults/flight_recorder.py)."""
+        slot = here.begin(kind, self.label, self.lane, tensor.shape, tensor.dtype)
+        if here.on_sent is not None:
+            here.on_sent(kind, self.label, gives)
+        brings = (kind, self.label, gets) if here.on_received is not None else None
+        return Recorded(here, slot, start(), tensor.is_cuda, brings)
+
+    def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Tensor:
+        """Sums (or takes the maximum) in place."""
+        self.start_all_reduce(tensor, op=op).wait()
+        return tensor
+
+    def start_all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Pending:
+        if self.idle("all_reduce"):
+            return Done()
+        reduce = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
+        return self._noted(
+            "all_reduce",
+            tensor,
+            lambda: dist.all_reduce(tensor, op=reduce, group=self.group, async_op=True),
+            gives=tensor,
+            gets=tensor,
+        )
+
+    def start_all_gather(self, whole: Tensor, part: Tensor) -> Pending:
+        """`whole` becomes every rank's `part`, in the order of the axis; `part` may be its own slice of `whole`."""
+        if self.idle("all_gather"):
+            mine = part.clone() if self.size > 1 else part
+            own = whole.narrow(0, self.index * part.shape[0], part.shape[0])
+            if self.size > 1:
+                whole.zero_()  # left out on purpose: what others would have sent is missing, the same way every time
+            if own.data_ptr() != mine.data_ptr():
+                own.copy_(mine)
+            return Done()
+        start = partial(compat.start_all_gather, whole, part, self.group)
+        return self._noted("all_gather", whole, start, gives=part, gets=whole)
+
+    def start_reduce_scatter(self, part: Tensor, whole: Tensor) -> Pending:
+        """`part` becomes this rank's slice of the sum of all ranks' `whole`; it may be that slice of `whole` itself."""
+        if self.idle("reduce_scatter"):
+            own = whole.narrow(0, self.index * part.shape[0], part.shape[0])
+            if own.data_ptr() != part.data_ptr():
+                part.copy_(own)
+            return Done()
+        start = partial(compat.start_reduce_scatter, part, whole, self.group)
+        return self._noted("reduce_scatter", whole, start, gives=whole, gets=part)
+
+    def again(self) -> dist.ProcessGroup | None:
+        """A second process group of the same ranks. All ranks of the mesh must ask for it."""
+        return None if self.make_group is None else self.make_group()
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Everyone gets the first rank's values."""
+        self.start_broadcast(tensor, 0).wait()
+        return tensor
+
+    def start_broadcast(self, tensor: Tensor, source: int) -> Pending:
+        """Everyone gets the values of the rank at place `source`."""
+        if self.idle("broadcast"):
+            if self.index != source:
+                tensor.zero_()  # left out on purpose: what the source would have sent is missing
+            return Done()
+        first = self.ranks[source]
+        return self._noted(
+            "broadcast",
+            tensor,
+            lambda: dist.broadcast(tensor, src=first, group=self.group, async_op=True),
+            gives=tensor if self.index == source else tensor.new_empty(0),
+            gets=tensor,
+        )
+
+    def start_reduce(self, tensor: Tensor, target: int) -> Pending:
+        """The rank at place `target` gets the sum; what the others then hold means nothing."""
+        if self.idle("reduce"):
+            return Done()
+        to = self.ranks[target]
+        gets = tensor if self.index == target else tensor.new_empty(0)
+        start = partial(dist.reduce, tensor, dst=to, group=self.group, async_op=True)
+        return self._noted("reduce", tensor, start, gives=tensor, gets=gets)
+
+    def start_all_to_all(
+        self, received: Tensor, sent: Tensor, received_rows: list[int] | None = None, sent_rows: list[int] | None = None
+    ) -> Pending:
+        """Slice i of `sent` goes to rank i, whose slice comes to the same place of `received`.
+
+        Slices are of equal size, or of so many rows.
+        """
+        if self.idle("all_to_all"):
+            received.zero_() if received.shape != sent.shape else received.copy_(sent)
+            return Done()
+        return self._noted(
+            "all_to_all",
+            sent,
+            lambda: dist.all_to_all_single(received, sent, received_rows, sent_rows, group=self.group, async_op=True),
+            gives=sent,
+            gets=received,
+        )
+
+    def start_shift(self, received: Tensor, sent: Tensor, by: int = 1) -> Pending:
+        """`sent` goes `by` ranks on, around the end; `received` becomes what the rank so many before sends."""
+        if self.idle("send"):
+            received.zero_() if received.shape != sent.shape else received.copy_(sent)
+            return Done()
+        to, source = (self.ranks[(self.index + step) % self.size] for step in (by, -by))
+        both = [
+            dist.P2POp(dist.isend, sent, to, group=self.group),
+            dist.P2POp(dist.irecv, received, source, group=self.group),
+        ]
+        return self._noted("shift", sent, lambda: Several(dist.batch_isend_irecv(both)), gives=sent, gets=received)
+
+
+ALONE = "alone"
+"""the axis of one rank"""
+
+_live: weakref.WeakSet[Axes] = weakref.WeakSet()
+
+
+@atexit.register
+def _release_all() -> None:
+    """A process group that is destroyed while the interpreter ends aborts the process: its threads are still there."""
+    for axes in list(_live):
+        axes.release()
+    gc.collect()
+
+
+class Axes:
+    """Every axis of a mesh from one rank, with its process groups made once, in the same order everywhere.
+
+    Names are those of the mesh (`tp`, `shard`, `replica`, `dp`, ...), products of them joined by `*` (`shard*tp`),
+    `tp/2` for the runs of two neighbours inside tp, `tp%2` for those at the same place in such runs, and `pp[0+3]` for
+    the ranks at places 0 and 3 of pp that hold copies of a tied weight.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, names: Sequence[str], *, leave_out: str = ""):
+        self.mesh = mesh
+        self.rank = rank
+        self.at = mesh.coordinates(rank)
+        self._broken_axis, _, self._broken_kind = leave_out.partition(":")
+        self._axes: dict[str, Axis] = {}
+        self._made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
+        self._lanes: dict[tuple[tuple[int, ...], ...], Lane] = {}
+        for name in names:
+            self.add(name)
+        _live.add(self)
+
+    def release(self) -> None:
+        """Lets go of the process groups."""
+        self._made.clear()
+        for axis in self._axes.values():
+            axis.group = axis.make_group = None
+
+    def __getitem__(self, name: str) -> Axis:
+        return self._axes[name]
+
+    def axis(self, name: str) -> Axis:
+        """An axis that may be this rank alone."""
+        if name == ALONE:
+            return Axis(ALONE, (self.rank,), self.rank, None, frozenset())
+        self.add(name)
+        return self[name]
+
+    @property
+    def skipped(self) -> bool:
+        """A collective was really left out, on some axis."""
+        return any(axis.skipped for axis in self._axes.values())
+
+    def add(self, name: str) -> None:
+        """Makes an axis. All ranks must add the same names in the same order."""
+        if name in self._axes:
+            return
+        groups = enumerate_groups(self.mesh, name)
+        ranks = next(group for group in groups if self.rank in group)
+        if groups not in self._made:
+            self._made[groups] = self._join(groups)
+            self._lanes[groups] = here.lane(ranks)
+        left_out = frozenset({self._broken_kind} if name == self._broken_axis else ())
+        self._axes[name] = Axis(
+            *(name, ranks, self.rank, self._made[groups], left_out, partial(self._new, groups)),
+            lane=self._lanes[groups],
+            label=self._label(name),
+        )
+
+    def _label(self, name: str) -> str:
+        """Where all of dp is replicas, or all of it shards, people know the axis as dp."""
+        if name in ("replica", "shard") and self.mesh.size(name) == self.mesh.size("dp"):
+            return "dp"
+        return name
+
+    def _join(self, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
+        if all(len(group) == 1 for group in groups):
+            return None
+        if len(groups) == 1:
+            return dist.group.WORLD
+        return self._new(groups)
+
+    def _new(self, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
+        mine: dist.ProcessGroup | None = None
+        for ranks in (several for several in groups if len(several) > 1):  # by every rank, member or not
+            group = dist.new_group(list(ranks))
+            if self.rank in ranks:
+                assert isinstance(group, dist.ProcessGroup)
+                mine = group
+        return mine
+
+
+def enumerate_groups(mesh: Mesh, name: str) -> tuple[tuple[int, ...], ...]:
+    """All groups of an axis, a product of axes (`shard*tp`), runs of neighbours (`tp/2`), and so on."""
+    if "[" in name:
+        axis, _, listed = name.rstrip("]").partition("[")
+        places = [int(place) for place in listed.split("+")]
+        return tuple(
+            group
+            for whole in mesh.groups(axis)
+            for group in (
+                tuple(whole[place] for place in places),
+                *((rank,) for place, rank in enumerate(whole) if place not in places),
+            )
+        )
+    if "/" in name:
+        axis, _, size = name.partition("/")
+        run = int(size)
+        return tuple(g[i : i + run] for g in enumerate_groups(mesh, axis) for i in range(0, len(g), run))
+    if "%" in name:
+        axis, _, size = name.partition("%")
+        run = int(size)
+        return tuple(g[i::run] for g in enumerate_groups(mesh, axis) for i in range(run))
+    parts = tuple(name.split("*"))
+    return tuple(tuple(group) for group in mesh.groups(parts if len(parts) > 1 else parts[0]))
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def world_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+@torch.no_grad()
+def sum_together(axis: Axis, tensors: Sequence[Tensor]) -> None:
+    """Sums many small flat tensors over an axis with one collective, in place."""
+    if axis.size == 1 or not tensors:
+        return
+    together = axis.all_reduce(torch.cat(list(tensors)))
+    for tensor, summed in zip(tensors, together.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(summed)

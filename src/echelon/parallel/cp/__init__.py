@@ -1,0 +1,1 @@
+"""cp: see the modules."""

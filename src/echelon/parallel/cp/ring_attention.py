@@ -1,0 +1,120 @@
+"""Ring attention: keys and values go around, and every rank attends to those at hand while the next are on their way.
+
+[Note: once around]
+
+    step        0         1         2        ranks 0, 1, 2 of a ring; at each step a rank sends the keys and values
+    rank 0    kv 0      kv 2      kv 1       that it has to the next rank, and meanwhile attends to them (zigzag.py
+    rank 1    kv 1      kv 0      kv 2       says which of its queries see which)
+    rank 2    kv 2      kv 1      kv 0
+
+Forward merges what the steps give by their partial softmaxes (kernels/attention/blockwise_attention.py). That is the flash form of the ring
+self-attention of 2021, which sent the same bytes but kept a row of scores as long as the sequence for each token. Here
+a rank's own queries, keys, values and result are all that is kept for backward.
+
+Backward sends keys and values around again. What a rank finds of their gradients goes straight home, as many steps back
+as they have come, while the next block is at work; there the parts add up in 32 bits or more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from echelon.kernels.attention.blockwise_attention import Summed
+from echelon.parallel.comm.mesh_axis import Axis, Pending
+from echelon.parallel.cp.block_attention import Gradients, Marks, Queries, own
+from echelon.parallel.cp.zigzag import Block, Zigzag
+
+
+class Ring:
+    """One rank's place in a ring, for sequences of one length."""
+
+    def __init__(self, axis: Axis, order: Zigzag, *, causal: bool, device: torch.device):
+        self.axis, self.order, self.causal = axis, order, causal
+        self.places = [torch.tensor(order.group_places(member), device=device) for member in range(axis.size)]
+        self.mine = self.places[axis.index]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, marks: Marks) -> Tensor:
+        q = own(q, k)
+        out: Tensor = _Around.apply(q, torch.stack((k, v)), self, marks)
+        return out
+
+    def arrivals(self, kv: Tensor) -> Iterator[tuple[Block, Tensor, Tensor]]:
+        """(block, keys and values, where they are) of every step; the next ones travel while a block is at work."""
+        size, mine = self.axis.size, self.axis.index
+        for step in range(size):
+            theirs = (mine - step) % size
+            if step < size - 1:
+                arriving = torch.empty_like(kv)
+                pending = self.axis.start_shift(arriving, kv)
+            yield self.order.block(mine, theirs, causal=self.causal), kv, self.places[theirs]
+            if step < size - 1:
+                pending.wait()
+                kv = arriving
+
+
+class _Around(Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, kv: Tensor, ring: Ring, marks: Marks) -> Tensor:
+        ctx.ring, ctx.marks = ring, marks
+        queries = Queries(q, marks)
+        for block, (k, v), places in ring.arrivals(kv):
+            queries.see(block, k, v, places)
+        out, lse = queries.merged.result()
+        ctx.save_for_backward(q, kv, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        q, kv, out, lse = ctx.saved_tensors
+        ring: Ring = ctx.ring
+        found, home = Gradients(gradients[0], q, out, lse, ctx.marks), Home(ring, kv)
+        for step, (block, (k, v), places) in enumerate(ring.arrivals(kv)):
+            parts = found.see(block, k, v, places)
+            if step:
+                home.send(step, parts)
+            else:
+                home.add(block.keys, parts)
+        return found.dq.result(), home.result(), None, None
+
+
+class Home:
+    """The gradients of a rank's own keys and values, to which every rank has a part."""
+
+    def __init__(self, ring: Ring, kv: Tensor):
+        self.ring, self.kv = ring, kv
+        self.totals = [Summed(x) for x in kv]
+        self._coming: tuple[slice, Tensor, Tensor, Pending] | None = None
+
+    def add(self, keys: slice, parts: Iterable[Tensor]) -> None:
+        for total, part in zip(self.totals, parts, strict=True):
+            total.add(keys, part)
+
+    def send(self, step: int, parts: tuple[Tensor, Tensor]) -> None:
+        """Parts of the gradients of what came `step` steps go back there; those of as many steps on are on their way.
+
+        What was sent a step ago had a block's time to arrive.
+        """
+        self._take()
+        axis, order = self.ring.axis, self.ring.order
+        sent = torch.stack(parts)
+        keys = order.block((axis.index + step) % axis.size, axis.index, causal=self.ring.causal).keys
+        received = torch.empty_like(self.kv[:, :, :, keys])
+        self._coming = keys, received, sent, axis.start_shift(received, sent, by=-step)
+
+    def _take(self) -> None:
+        if self._coming is not None:
+            keys, received, _, pending = self._coming
+            pending.wait()
+            self.add(keys, received)
+            self._coming = None
+
+    def result(self) -> Tensor:
+        self._take()
+        return torch.stack([total.result() for total in self.totals])

@@ -1,0 +1,1 @@
+"""dp: see the modules."""

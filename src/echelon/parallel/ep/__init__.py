@@ -1,0 +1,1 @@
+"""ep: see the modules."""

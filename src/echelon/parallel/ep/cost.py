@@ -1,0 +1,108 @@
+"""What experts on other ranks cost: every message of a layer, from the sizes of what is routed. No torch.
+
+How many rows go where is the gate's to say. What is said here of messages of rows is of an even load, whatever a rank's
+own: over all ranks together it is exact, since what one receives more another receives less.
+
+    counts        gathered, of each expert (and of each node) and of tokens, so that all know all
+    rows          out and back, and their gradients the same way
+    scores        of whole sequences, gathered over tp and cp; their gradients are summed over cp
+    by two hops   far: a row for each node of a token, with its experts' numbers and weights; near: one for each expert
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from echelon.layout import Layout
+from echelon.layout.collective import Collective
+from echelon.parallel.cp.cost import slice_length
+from echelon.parallel.ep.expert_parallel import TOGETHER
+
+NUMBER = 8
+"""bytes of a count, of an expert's number, and of a key of dropout"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routed:
+    """What a rank's layers with experts see of a microbatch."""
+
+    layers: int
+    sequences: int
+    seq_len: int
+    """of whole sequences"""
+    width: int
+    element_bytes: int
+    experts: int
+    k: float
+    """experts of a token that take it: fewer where some are dropped"""
+    score_bytes: int
+    """of one score or weight: 4, or 8 under float64"""
+    scores: int = 0
+    """of a token; 0: as many as experts"""
+    dropout: bool = False
+    """inside the experts"""
+    followed: bool = False
+    """by dropout, or by a layer that is repeated together with it: recomputation then repeats its last message too"""
+    nodes: float = 0.0
+    """that a token goes to, where it goes by way of them; 0: as many as k experts lie on that are picked without aim"""
+
+    def tokens(self, layout: Layout) -> float:
+        """On a rank, padding aside."""
+        return self.sequences * self.seq_len / (layout.cp * layout.tp)
+
+
+def nodes_of(k: float, nodes: int) -> float:
+    """How many of some nodes k experts lie on that are picked without aim."""
+    return float(nodes * (1 - (1 - 1 / nodes) ** k))
+
+
+def collectives(layout: Layout, routed: Routed, *, repeated: bool | None = None) -> Iterator[Collective]:
+    """Of a step on one rank, rounds aside. `repeated` says whether the layers are, where the layout does not."""
+    if repeated is None:
+        repeated = layout.recompute.partition(":")[0] in ("full", "every", "sqrt")
+    passes = 2 if repeated else 1  # forward ones
+    for item, times in (*_scores(layout, routed, passes), *_rows(layout, routed, passes)):
+        count = item.count * times * routed.layers * layout.accumulate
+        yield Collective(kind=item.kind, axis=item.axis, bytes=item.bytes, count=count, part=item.part)
+
+
+Several = Iterator[tuple[Collective, int]]
+"""messages of one layer and microbatch, and how often each is sent"""
+
+
+def _scores(layout: Layout, routed: Routed, passes: int) -> Several:
+    each = (routed.scores or routed.experts) * routed.score_bytes * routed.sequences
+    here = -(-slice_length(layout, routed.seq_len) // layout.tp)
+    for axis, ranks in (("tp", layout.tp), ("cp", layout.cp * layout.tp)):
+        if getattr(layout, axis) > 1:
+            yield Collective(kind="all_gather", axis=axis, bytes=ranks * here * each, part="scores"), passes
+    if layout.cp > 1:
+        yield Collective(kind="all_reduce", axis="cp", bytes=routed.seq_len * each, part="scores"), 1
+
+
+def _rows(layout: Layout, routed: Routed, passes: int) -> Several:
+    ranks, tokens = layout.ep * layout.etp, routed.tokens(layout)
+    if ranks == 1:
+        return
+    nodes = ranks // layout.ep_inner if layout.ep_inner > 1 else 0
+    counts = ranks * (routed.experts + nodes + 1) * NUMBER
+    yield Collective(kind="all_gather", axis=TOGETHER, bytes=counts, part="counts"), passes
+    row = routed.width * routed.element_bytes
+    near = f"{TOGETHER}/{layout.ep_inner}" if nodes else TOGETHER
+    if nodes:
+        far = f"{TOGETHER}%{layout.ep_inner}"
+        crossing = tokens * (routed.nodes or nodes_of(routed.k, nodes))
+        each = max(1, round(routed.k))
+        returns = passes if routed.followed else 1
+        yield _to(far, crossing * row, "tokens"), passes + returns + 2
+        yield _to(far, crossing * each * routed.score_bytes, "weights"), passes + 1
+        yield _to(far, crossing * each * NUMBER, "numbers"), passes * (1 + routed.dropout)
+    sent = tokens * routed.k * layout.etp
+    yield _to(near, sent * row, "tokens"), 2 * (passes + 1)
+    if routed.dropout:
+        yield _to(near, sent * NUMBER, "keys"), passes
+
+
+def _to(axis: str, size: float, part: str) -> Collective:
+    return Collective(kind="all_to_all", axis=axis, bytes=round(size), part=part)

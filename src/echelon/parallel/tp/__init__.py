@@ -1,0 +1,1 @@
+"""tp: see the modules."""

@@ -1,0 +1,151 @@
+"""Where a tensor-parallel region begins and ends: each function's backward is the other side's forward.
+
+    function   forward                                 backward
+    copy       identity                                all-reduce
+    reduce     all-reduce                              identity
+    gather     all-gather the sequence, trim padding   pad, reduce-scatter
+    scatter    pad, reduce-scatter the sequence        all-gather, trim padding
+
+`copy` and `reduce` bound a plain region (every rank holds the whole sequence outside it); `gather` and `scatter`
+bound a region under sequence parallelism (outside it, a rank holds its slice of the sequence, padded at the end so
+that all slices are equal).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional as F
+
+from echelon.kernels import tensor_metadata
+from echelon.kernels.tensor_metadata import Note
+from echelon.parallel.comm.mesh_axis import Axis
+
+SEQUENCE = 1
+"""the tensor dimension of positions: activations are [batch, sequence, ...]"""
+
+
+class _Copy(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.axis.all_reduce(gradients[0].contiguous()), None
+
+
+class _Reduce(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        # The product that made x does not need it in backward, so it may be summed where it lies, and autograd need not
+        # know (`.data`): it has no way to follow a change of what a function of ours returned.
+        axis.all_reduce(x.data)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, length: int) -> Tensor:
+        ctx.axis = axis
+        return all_gather_sequence(x, axis, length)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return reduce_scatter_sequence(gradients[0], ctx.axis), None, None
+
+
+class _Scatter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis, ctx.length = axis, x.shape[SEQUENCE]
+        return reduce_scatter_sequence(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return all_gather_sequence(gradients[0], ctx.axis, ctx.length), None
+
+
+class Whole:
+    """Outside the region every rank holds the whole sequence (sp=0)."""
+
+    def __init__(self, axis: Axis):
+        self.axis = axis
+        self.length = 0
+        """not needed here: nothing is padded"""
+
+    def enter(self, x: Tensor) -> Tensor:
+        out: Tensor = _Copy.apply(x, self.axis)
+        # It is the same tensor, so who can make it again still can; its gradient is a part of a sum, and says nothing.
+        known = tensor_metadata.read(x)
+        again = known.again
+        if again is None:
+            return out
+        return tensor_metadata.write(out, Note(largest=known.largest, again=lambda _part: again(None)))
+
+    def leave(self, x: Tensor) -> Tensor:
+        out: Tensor = _Reduce.apply(x, self.axis)
+        return out
+
+
+class Sliced:
+    """Outside the region a rank holds a slice of the sequence (sp=1)."""
+
+    def __init__(self, axis: Axis):
+        self.axis = axis
+        self.length = 0
+        """the true length of the sequence at hand, noted where it was last seen whole"""
+
+    def enter(self, x: Tensor) -> Tensor:
+        out: Tensor = _Gather.apply(x, self.axis, self.length)
+        return out
+
+    def leave(self, x: Tensor) -> Tensor:
+        self.length = x.shape[SEQUENCE]
+        out: Tensor = _Scatter.apply(x, self.axis)
+        return out
+
+
+Boundary = Whole | Sliced
+
+
+def slice_length(length: int, axis: Axis) -> int:
+    """How many positions each rank holds of a sequence, padding included."""
+    return -(-length // axis.size)
+
+
+def all_gather_sequence(x: Tensor, axis: Axis, length: int) -> Tensor:
+    """[batch, slice, ...] on each rank to [batch, length, ...] on all."""
+    batch, part = x.shape[0], x.shape[SEQUENCE]
+    whole = x.new_empty(axis.size * batch, *x.shape[1:])
+    axis.start_all_gather(whole, x.contiguous()).wait()
+    whole = whole.view(axis.size, batch, *x.shape[1:]).transpose(0, 1)
+    return whole.reshape(batch, axis.size * part, *x.shape[2:])[:, :length].contiguous()
+
+
+def reduce_scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
+    """The sum over ranks of [batch, length, ...], of which each keeps [batch, slice, ...]."""
+    batch, length, rest = x.shape[0], x.shape[SEQUENCE], x.shape[2:]
+    part = slice_length(length, axis)
+    if part * axis.size != length:
+        x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, part * axis.size - length))
+    x = x.reshape(batch, axis.size, part, *rest).transpose(0, 1).reshape(axis.size * batch, part, *rest)
+    out = x.new_empty(batch, part, *rest)
+    axis.start_reduce_scatter(out, x.contiguous()).wait()
+    return out
+
+
+def own_slice(x: Tensor, axis: Axis) -> Tensor:
+    """This rank's slice of a sequence that every rank holds; padding repeats the last position."""
+    length = x.shape[SEQUENCE]
+    part = slice_length(length, axis)
+    index = torch.arange(axis.index * part, (axis.index + 1) * part, device=x.device).clamp_(max=length - 1)
+    return x.index_select(SEQUENCE, index)

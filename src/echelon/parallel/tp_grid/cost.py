@@ -1,0 +1,253 @@
+"""What a grid of tp costs: the collectives of every product, norm, look-up and loss, to the byte.
+
+What is divided is described by its sizes on one rank, padding included. With n tokens on a rank (those of its own
+sequences), q the grid's side and sizes in elements:
+
+    product, 2d      forward     q broadcasts of x's block over x and of W's over y
+                     backward    q broadcasts of W's over y, q reductions of x's over x;
+                                 q broadcasts of x's over x, q reductions of W's over y
+    product, 3d      forward     X gathered over one axis, W over z, Y scattered over the other
+                     backward    dY and W gathered, dX scattered; X gathered, dW scattered
+
+2.5d is 2d with fewer tokens on a rank; its copied weights are summed over z once a step, with all gradients of which a
+rank has only a part (tensor.partial_sums).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from echelon.layout import Layout
+from echelon.layout.collective import Collective
+from echelon.layout.rules import tp_side
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """A linear layer."""
+
+    inputs: int
+    """on one rank, as all sizes here"""
+    outputs: int
+    source: str
+    """the axis over which the input's columns are divided"""
+    target: str
+    """the axis over which the output's are"""
+    follows: bool = False
+    """another layer reads the same input, and has it brought for both"""
+
+
+@dataclass(frozen=True)
+class Norm:
+    sums: int
+    """numbers for each token that are summed: forward where none are gathered, and backward"""
+    gathers: int
+    """numbers for each token that are gathered forward"""
+
+
+@dataclass(frozen=True)
+class Table:
+    """An embedding."""
+
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class Head:
+    """A language head with its loss."""
+
+    rows: int
+    columns: int
+
+
+Part = Product | Norm | Table | Head
+
+Message = tuple[str, str, int, int]
+"""kind, axis, elements, how many of them"""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A grid, and how many ranks it has along each axis."""
+
+    z: int
+    y: int
+    x: int
+
+    @property
+    def rows(self) -> int:
+        """Ways in which a microbatch's sequences are divided."""
+        return self.z * self.y
+
+    def rows_here(self, batch: int) -> int:
+        """Sequences of a microbatch on one rank, padding included."""
+        return -(-batch // self.rows)
+
+
+def grid_of(layout: Layout) -> Grid:
+    side = tp_side(layout)
+    assert side is not None
+    return Grid(layout.tp // side**2, side, side)
+
+
+def block(layout: Layout, batch: int, width: int) -> tuple[int, int]:
+    """(sequences, columns) of a microbatch between regions on one rank; all where tp is no grid."""
+    if layout.tp_kind == "1d":
+        return batch, width
+    grid = grid_of(layout)
+    return grid.rows_here(batch), -(-width // grid.x)
+
+
+def padded_rows(layout: Layout, rows: int) -> int:
+    """Rows of a table on all ranks together: a cube divides a rank's part once more."""
+    side = grid_of(layout).x
+    here = -(-rows // side)
+    return (-(-here // side) * side if layout.tp_kind == "3d" else here) * side
+
+
+def weight_ranks(layout: Layout) -> int:
+    """Ranks of tp that hold different parts of a weight: all but those of 2.5d's layers, which hold copies."""
+    return layout.tp // layout.depth
+
+
+def product(layout: Layout, inputs: int, outputs: int, *, leaves: bool, follows: bool) -> Product:
+    """A linear layer of so many inputs and outputs, at a region's beginning or where it leaves it."""
+    side, region = grid_of(layout).x, _KINDS[layout.tp_kind].region
+    source, target = (region, "x") if leaves else ("x", region)
+    here = -(-inputs // side), -(-outputs // side)
+    return Product(inputs=here[0], outputs=here[1], source=source, target=target, follows=follows)
+
+
+def ends(layout: Layout, vocabulary: int, width: int) -> tuple[Table, Head]:
+    """The embedding and the language head of so many rows and columns."""
+    side = grid_of(layout).x
+    sizes = -(-vocabulary // side), -(-width // side)
+    return Table(*sizes), Head(*sizes)
+
+
+def collectives(
+    parts: Iterable[tuple[Part, int]],
+    layout: Layout,
+    *,
+    batch: int,
+    seq_len: int,
+    element_bytes: int,
+    loss_bytes: int,
+) -> Iterator[Collective]:
+    """What a step issues for some parts of a model, each with how often its forward pass is repeated in backward.
+
+    `batch` is the sequences of a microbatch, and `loss_bytes` an element of what is never in a short type: statistics
+    of norms, and the loss.
+    """
+    grid = grid_of(layout)
+    kind = _KINDS[layout.tp_kind](grid)
+    tokens = grid.rows_here(batch) * seq_len
+    for part, again in parts:
+        size = loss_bytes if isinstance(part, Norm) else element_bytes
+        word = type(part).__name__.lower()
+        for repeats, messages in ((1 + again, kind.forward(part, tokens)), (1, kind.backward(part, tokens))):
+            for name, axis, elements, count in messages:
+                # Of several steps, all but one run beside the product of another's blocks.
+                for steps, hidden in ((1, False), (count - 1, True)):
+                    times = steps * repeats * layout.accumulate
+                    yield Collective(kind=name, axis=axis, bytes=elements * size, count=times, hidden=hidden, part=word)
+        if isinstance(part, Head):
+            numbers = 2 * grid.x * tokens * loss_bytes
+            yield Collective(kind="all_gather", axis=kind.region, bytes=numbers, count=layout.accumulate, part="loss")
+
+
+class _Summa:
+    region = "x"
+    """the axis over which columns inside a region are divided, and the vocabulary"""
+
+    def __init__(self, grid: Grid):
+        self.grid, self.side = grid, grid.x
+
+    def forward(self, part: Part, n: int) -> Iterator[Message]:
+        q = self.side
+        if isinstance(part, Product):
+            if not part.follows:
+                yield "broadcast", "x", n * part.inputs, q
+            yield "broadcast", "y", part.inputs * part.outputs, q
+        elif isinstance(part, Table):
+            yield "broadcast", "y", part.rows * part.columns, q
+        elif isinstance(part, Head):
+            yield "broadcast", "y", part.rows * part.columns, q
+            yield "reduce", "x", n * part.rows, q
+        else:
+            yield from _norm_forward(part, n, self.grid)
+
+    def backward(self, part: Part, n: int) -> Iterator[Message]:
+        q = self.side
+        if isinstance(part, Product):
+            for axis, elements in (("x", n * part.inputs), ("y", part.inputs * part.outputs))[part.follows :]:
+                yield "broadcast", axis, elements, q
+                yield "reduce", axis, elements, q
+        elif isinstance(part, Table):
+            yield "reduce", "y", part.rows * part.columns, q
+        elif isinstance(part, Head):
+            yield "broadcast", "x", n * part.rows, q
+            yield "broadcast", "y", part.rows * part.columns, q
+            yield "reduce", "y", part.rows * part.columns, q
+        else:
+            yield "all_reduce", "x", part.sums * n, 1
+
+
+class _Cube:
+    region = "y"
+
+    def __init__(self, grid: Grid):
+        self.grid, self.side = grid, grid.z
+
+    def forward(self, part: Part, n: int) -> Iterator[Message]:
+        p = self.side
+        if isinstance(part, Product):
+            if not part.follows:
+                yield "all_gather", part.target, p * n * part.inputs, 1
+            yield "all_gather", "z", self._padded(part.outputs) * part.inputs, 1
+            yield "reduce_scatter", part.source, p * n * part.outputs, 1
+        elif isinstance(part, Table):
+            yield "all_gather", "z", self._padded(part.rows) * part.columns, 1
+            yield "reduce_scatter", "y", p * n * part.columns, 1
+        elif isinstance(part, Head):
+            yield from self.forward(_as_product(part), n)
+        else:
+            yield from _norm_forward(part, n, self.grid)
+
+    def backward(self, part: Part, n: int) -> Iterator[Message]:
+        p = self.side
+        if isinstance(part, Product):
+            weight = self._padded(part.outputs) * part.inputs
+            yield "all_gather", part.source, p * n * part.outputs, 1
+            yield "all_gather", "z", weight, 1
+            yield "reduce_scatter", "z", weight, 1
+            if not part.follows:
+                yield "all_gather", part.target, p * n * part.inputs, 1
+                yield "reduce_scatter", part.target, p * n * part.inputs, 1
+        elif isinstance(part, Table):
+            yield "all_gather", "y", p * n * part.columns, 1
+            yield "reduce_scatter", "z", self._padded(part.rows) * part.columns, 1
+        elif isinstance(part, Head):
+            yield from self.backward(_as_product(part), n)
+        else:
+            yield "all_reduce", "x", part.sums * n, 1
+
+    def _padded(self, rows: int) -> int:
+        """Rows of a block that is divided once more, over z."""
+        return -(-rows // self.side) * self.side
+
+
+_KINDS: dict[str, type[_Summa | _Cube]] = {"2d": _Summa, "2.5d": _Summa, "3d": _Cube}
+
+
+def _as_product(head: Head) -> Product:
+    return Product(inputs=head.columns, outputs=head.rows, source="x", target="y")
+
+
+def _norm_forward(part: Norm, n: int, grid: Grid) -> Iterator[Message]:
+    if part.gathers:
+        yield "all_gather", "x", grid.x * part.gathers * n, 1
+    else:
+        yield "all_reduce", "x", part.sums * n, 1

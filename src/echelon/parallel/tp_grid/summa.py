@@ -1,0 +1,177 @@
+"""SUMMA: products of matrices in q x q blocks, which go along the rows and columns of a grid of q x q ranks.
+
+[Note: three products, closed under differentiation]
+
+    A B     C[i,j] = sum over k of A[i,k] B[k,j]      q steps: A's k-th column of blocks goes along x, B's k-th row
+                                                      along y, and each rank adds a product of two blocks
+    A B^T   C[i,k] = sum over j of A[i,j] B[k,j]^T    q steps: B's k-th row goes along y, and the products of a row
+                                                      of the grid meet at x = k
+    A^T B   C[k,j] = sum over i of A[i,k]^T B[i,j]    q steps: A's k-th column goes along x, and the products of a
+                                                      column of the grid meet at y = k
+
+    C = A B      dA = dC B^T      dB = A^T dC
+    C = A B^T    dA = dC B        dB = dC^T A
+
+So forward and backward are made of nothing else, and each keeps only a rank's own blocks. After Xu and others, "An
+efficient 2D method for training super-large deep learning models" (Optimus). With several layers of such a grid (2.5d;
+Wang and others, "Tesseract") each layer has other sequences and a copy of the weights, whose gradients are summed over
+the layers (z) once a step.
+
+A linear's weight is stored transposed, [out, in]: B[k,j] is block (out j, in k), dim 0 over x and dim 1 over y. The
+embedding, [vocabulary, width], lies the other way round, dim 0 over y: a look-up is A B with A the tokens as rows of
+zeros and a one, the tied head A B^T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from echelon.layout.placement import Cut
+from echelon.parallel.comm.mesh_axis import Axes, Axis, Pending
+from echelon.parallel.tp_grid.grid_activations import Side
+from echelon.parallel.tp_grid.grid_linear import Tensors
+from echelon.parallel.tp_grid.grid_vocab import places
+
+
+class Summa:
+    """A grid of q x q ranks, or several layers of it."""
+
+    def __init__(self, axes: Axes):
+        self.x, self.y = axes["x"], axes["y"]
+        self.stream = self.region = Side(axes["z*y"], axes["x"])
+        self.copied = ("z",) if axes["z"].size > 1 else ()
+        """axes over which weights are copied"""
+
+    def weight_cuts(self, outputs: Cut, source: Side) -> tuple[Cut, ...]:
+        """How a linear's weight is divided; `outputs` says how its outputs are."""
+        return outputs, Cut(axis="y", dim=1, parts=self.y.size)
+
+    def table_cuts(self) -> tuple[Cut, ...]:
+        return Cut(axis="y", dim=0, parts=self.y.size), Cut(axis="x", dim=1, parts=self.x.size)
+
+    def product(self, source: Side, target: Side) -> Straight:
+        return Straight(self.x, self.y)
+
+    def head(self) -> Turned:
+        return Turned(self.x, self.y)
+
+    def look_up(self, rows: int) -> LookUp:
+        return LookUp(self.stream, self.y)
+
+
+class Straight:
+    """x W^T with W [out over x, in over y]: A B."""
+
+    def __init__(self, x: Axis, y: Axis):
+        self.x, self.y = x, y
+
+    def forward(self, x: Tensor, weights: Tensors, outputs: Sequence[int]) -> list[Tensor]:
+        found = [x.new_zeros(len(x), len(weight)) for weight in weights]
+        for (left,), blocks in zip(Arriving(self.x, [x]), Arriving(self.y, weights), strict=True):
+            for out, block in zip(found, blocks, strict=True):
+                out.addmm_(left, block.t())
+        return found
+
+    def backward(
+        self, dys: Tensors, x: Tensor, weights: Tensors, outputs: Sequence[int]
+    ) -> tuple[Tensor, list[Tensor]]:
+        (dx,) = met(self.x, ([_sum_of_products(dys, blocks)] for blocks in Arriving(self.y, weights)))
+        return dx, met(self.y, ([dy.t() @ block for dy in dys] for (block,) in Arriving(self.x, [x])))
+
+
+class Turned:
+    """x E^T with E [rows over y, columns over x] and x's columns over x: A B^T."""
+
+    def __init__(self, x: Axis, y: Axis):
+        self.x, self.y = x, y
+
+    def forward(self, x: Tensor, weights: Tensors, outputs: Sequence[int]) -> list[Tensor]:
+        return met(self.x, ([x @ block.t() for block in blocks] for blocks in Arriving(self.y, weights)))
+
+    def backward(
+        self, dys: Tensors, x: Tensor, weights: Tensors, outputs: Sequence[int]
+    ) -> tuple[Tensor, list[Tensor]]:
+        dx = torch.zeros_like(x)
+
+        def of_weights() -> Iterator[list[Tensor]]:
+            for lefts, blocks in zip(Arriving(self.x, dys), Arriving(self.y, weights), strict=True):
+                dx.add_(_sum_of_products(lefts, blocks))
+                yield [left.t() @ x for left in lefts]
+
+        return dx, met(self.y, of_weights())
+
+
+def _sum_of_products(lefts: Tensors, rights: Tensors) -> Tensor:
+    out = lefts[0] @ rights[0]
+    for left, right in zip(lefts[1:], rights[1:], strict=True):
+        out.addmm_(left, right)
+    return out
+
+
+class LookUp:
+    """Rows of a table [rows over y, columns over x]: blocks of rows go along y, and each rank finds its own tokens."""
+
+    def __init__(self, stream: Side, y: Axis):
+        self.stream, self.y = stream, y
+
+    def ids(self, ids: Tensor) -> Tensor:
+        """The tokens that this rank looks up, of all of a microbatch."""
+        return self.stream.cut(ids, padding=0)
+
+    def forward(self, ids: Tensor, table: Tensor, size: int) -> Tensor:
+        out = table.new_zeros(*ids.shape, table.shape[1])
+        for k, (block,) in enumerate(Arriving(self.y, [table])):
+            local, elsewhere = places(ids, k * len(table), len(table), size)
+            out += F.embedding(local, block).masked_fill_(elsewhere[..., None], 0.0)
+        return out
+
+    def backward(self, dy: Tensor, ids: Tensor, table: Tensor, size: int) -> Tensor:
+        def of_blocks() -> Iterator[list[Tensor]]:
+            for k in range(self.y.size):
+                local, elsewhere = places(ids, k * len(table), len(table), size)
+                found = dy.masked_fill(elsewhere[..., None], 0.0).flatten(0, -2)
+                yield [torch.zeros_like(table).index_add_(0, local.flatten(), found)]
+
+        return met(self.y, of_blocks())[0]
+
+
+class Arriving:
+    """Every rank's blocks, one rank after another: the next ones are on their way while some are used."""
+
+    def __init__(self, axis: Axis, own: Sequence[Tensor]):
+        self.axis, self.own = axis, [block.detach().contiguous() for block in own]
+        self._next = self._start(0)
+
+    def _start(self, place: int) -> list[tuple[Tensor, Pending]]:
+        blocks = self.own if place == self.axis.index else [torch.empty_like(block) for block in self.own]
+        return [(block, self.axis.start_broadcast(block, place)) for block in blocks]
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        for place in range(self.axis.size):
+            coming = self._next
+            if place + 1 < self.axis.size:
+                self._next = self._start(place + 1)
+            for _, pending in coming:
+                pending.wait()
+            yield [block for block, _ in coming]
+
+
+def met(axis: Axis, parts: Iterable[list[Tensor]]) -> list[Tensor]:
+    """The sums over an axis of its ranks' k-th parts, k this rank's place: some are on their way while others are made.
+
+    Parts may be several tensors each, and so is what becomes of them.
+    """
+    mine: list[Tensor] = []
+    going: list[Pending] = []
+    for place, several in enumerate(parts):
+        for pending in going:
+            pending.wait()
+        going = [axis.start_reduce(part, place) for part in several]
+        mine = several if place == axis.index else mine
+    for pending in going:
+        pending.wait()
+    return mine

@@ -1,0 +1,1 @@
+"""async_: see the modules."""

@@ -1,0 +1,40 @@
+"""A rank's time cut into columns, where a picture has too few dots for every action.
+
+A column shows what the rank did for most of it. Where columns are longer than actions (the picture is squeezed), that
+would hide the shorter kinds everywhere: then a column shows one of the things that the rank did in it, so that over a
+few columns each has its share. Such a picture says where forward, backward and bubbles are, and no single action.
+"""
+
+from __future__ import annotations
+
+import math
+
+from echelon.pipeline.actions import Kind
+from echelon.pipeline.draw.action_colours import LOOKS
+from echelon.pipeline.timeline import Span, Timeline
+
+
+def shown(timeline: Timeline, rank: int, scale: float, columns: int, squeezed: bool) -> list[Span | None]:
+    """For every column the span that it shows; None where the rank is idle."""
+    shares: list[dict[Kind | None, float]] = [{None: 1.0} for _ in range(columns)]
+    largest: list[dict[Kind, tuple[float, Span]]] = [{} for _ in range(columns)]
+    for span in timeline.spans(rank):
+        kind = span.action.kind
+        if kind not in LOOKS or span.end <= span.start:
+            continue
+        start, end = span.start * scale, span.end * scale
+        for column in range(int(start), min(columns, math.ceil(end))):
+            share = min(end, column + 1) - max(start, column)
+            shares[column][kind] = shares[column].get(kind, 0.0) + share
+            shares[column][None] -= share
+            if share > largest[column].get(kind, (0.0, span))[0]:
+                largest[column][kind] = share, span
+    found: list[Span | None] = []
+    owed: dict[Kind | None, float] = {}
+    for share_of, largest_of in zip(shares, largest, strict=True):
+        # What a squeezed column does not show, it owes to the next.
+        owed = {kind: share + owed.get(kind, 0.0) for kind, share in share_of.items() if share > 1e-6}
+        choice = max(owed, key=lambda kind: owed[kind])
+        owed = {**owed, choice: owed[choice] - 1} if squeezed else {}
+        found.append(None if choice is None else largest_of[choice][1])
+    return found

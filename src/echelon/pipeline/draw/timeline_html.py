@@ -1,0 +1,77 @@
+"""A timeline as a page: one file that needs no network, with zoom, pan and hover. `timeline.html` is the page.
+
+The page draws on a canvas what is in sight, so that a million actions can be looked at. It gets columns, not objects:
+for every rank the texts of its actions, and their starts and ends.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from echelon.pipeline.draw import action_colours, timeline_labels
+from echelon.pipeline.timeline import Timeline
+
+TEMPLATE = "timeline.html"
+
+
+def as_html(planned: Timeline, measured: Timeline | None = None) -> str:
+    """The page as the text of an HTML file."""
+    timelines = [planned] if measured is None else [planned, measured]
+    data = {
+        "name": planned.name,
+        "heading": timeline_labels.heading(planned),
+        "note": planned.note,
+        "duration": max(timeline.duration for timeline in timelines),
+        "cell": timeline_labels.shortest(timelines),
+        "seconds": timeline_labels.in_seconds(timelines),
+        "looks": _looks(timelines),
+        "idle": action_colours.IDLE,
+        "link": action_colours.LINK if timeline_labels.shows_links(timelines) else "",
+        "panels": [_panel(timeline, timelines) for timeline in timelines],
+    }
+    # Inside a script, only "</" could end it.
+    text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
+    page = files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")
+    before, data_mark, after = page.partition('"DATA"')
+    assert data_mark
+    return before.replace("TITLE", escape(f"{planned.name}: {timeline_labels.heading(planned)}")) + text + after
+
+
+def _looks(timelines: list[Timeline]) -> list[dict[str, Any]]:
+    chunks = max(1 + max(timeline.chunks) for timeline in timelines)
+    fills = {
+        kind: [action_colours.fill(kind, chunk, chunks) for chunk in range(chunks)]
+        for kind in timeline_labels.kinds(timelines)
+    }
+    return [
+        {
+            "kind": kind,
+            "name": action_colours.LOOKS[kind].name,
+            "fills": fills[kind],
+            "inks": list(map(action_colours.ink, fills[kind])),
+        }
+        for kind in fills
+    ]
+
+
+def _panel(timeline: Timeline, timelines: list[Timeline]) -> dict[str, Any]:
+    # A millionth of the picture is finer than any zoom; the digits behind it are most of the file.
+    digits = 7 - math.floor(math.log10(timeline.duration)) if timeline.duration else 0
+    return {
+        "caption": timeline_labels.caption(timeline) if len(timelines) > 1 else "",
+        "figures": timeline_labels.figures(timeline, timeline_labels.in_seconds(timelines)),
+        "chunks": timeline.chunks,
+        "inFlight": timeline.in_flight,
+        "ranks": [
+            {
+                "actions": " ".join(map(str, timeline.lists[rank])),
+                "starts": [round(start, digits) for start in timeline.starts[rank]],
+                "ends": [round(end, digits) for end in timeline.ends[rank]],
+            }
+            for rank in range(timeline.ranks)
+        ],
+    }

@@ -1,0 +1,1 @@
+"""execution: see the modules."""

@@ -1,0 +1,1 @@
+"""slices: see the modules."""

@@ -1,0 +1,196 @@
+"""PipeDream's optimizer: from a profile and the speed of the links between ranks, the layers of each stage and how many
+ranks share it.
+
+[Note: PipeDream's dynamic programme]
+
+Ranks are joined in levels: level 1 joins m_1 ranks (a node), level 2 joins m_2 of those (a cluster), and so on; between
+two components of level k the bandwidth is B_k. With T_l the seconds of layer l for a microbatch (forward and backward),
+a_l the bytes that it hands on and w_l the bytes of its weights:
+
+    one rank runs layers i to j:
+        A_0(i..j) = sum of T_l
+    one stage of level k on m components, which take turns with the microbatches and share gradients:
+        T_k(i..j, m) = max(A_{k-1}(i..j, m_{k-1}), 2 (m - 1) sum of w_l / B_k) / m
+    the best pipeline of m components is one stage, or it ends with layers s+1 to j on m' components:
+        A_k(i..j, m) = min(T_k(i..j, m), min over s, m' of max(A_k(i..s, m - m'), 2 a_s / B_k, T_k(s+1..j, m')))
+
+A stage of level k is itself a pipeline of level k - 1, so the stages of the answer are those of level 1, each on as
+many ranks as its levels have replicas together. All ranks are used. Transfers and compute overlap, so the slowest of
+all stages and transfers sets the pace. Each replica of the first stage lets in ceil(ranks / its replicas) microbatches
+before it waits for one to come back: enough to keep all ranks busy (PipeDream's NOAM).
+
+It takes sum over levels of layers^3 x m_k^2 steps; the outermost level needs only the pipelines that begin with the
+first layer, so layers^2 x m^2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from echelon.pipeline.layer_profile import Profile
+from echelon.pipeline.partition import Split, check_stages, divide, glued, grouped, links_in
+from echelon.pipeline.schedule import loop
+
+Table = NDArray[np.float64]
+"""a number for every first and last layer"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """Components that are joined by links of one speed: the ranks of a node, the nodes of a cluster."""
+
+    components: int
+    """how many"""
+    bandwidth: float
+    """bytes per second between two of them"""
+
+    def __post_init__(self) -> None:
+        if self.components < 1:
+            raise ValueError(f"a level joins nothing ({self.components} components); give 1 or more")
+        _check_bandwidth(self.bandwidth)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replicated:
+    """The stages that PipeDream's optimizer chose, and what it expects of them."""
+
+    split: Split
+    seconds: float
+    """between two microbatches: the slowest stage or transfer, a stage's time divided by its replicas"""
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        return tuple(len(ranks) for ranks in self.split.ranks)
+
+    @property
+    def in_flight(self) -> int:
+        """The microbatches that each replica of the first stage lets in to keep all ranks busy: PipeDream's NOAM."""
+        return -(-sum(self.replicas) // self.replicas[0])
+
+    def __str__(self) -> str:
+        each = " per replica of stage 0" if self.replicas[0] > 1 else ""
+        return f"{self.split}{self.in_flight} microbatches in flight{each}, one done every {self.seconds:.3g} s\n"
+
+
+def by_profile(
+    profile: Profile, stages: int, bandwidth: float | Sequence[float], *, homes: Sequence[int] | None = None
+) -> Split:
+    """The split into stages of one rank each by [Note: PipeDream's dynamic programme], and among equals by
+    [Note: the best split].
+
+    `bandwidth` is that of all links between ranks, or one number for each pair of consecutive stages. Stages live on
+    ranks 0, 1, 2, ... or on their `homes`; between two stages at home on one rank nothing is sent.
+    """
+    homes = loop(stages) if homes is None else homes
+    speeds = [bandwidth] * (stages - 1) if isinstance(bandwidth, int | float) else list(bandwidth)
+    layers = grouped(len(profile.links), glued(profile.names))
+    check_stages(stages, len(layers))
+    if len(homes) != stages or len(speeds) != stages - 1:
+        raise ValueError(
+            f"homes and bandwidths do not fit the stages ({stages} stages, {len(homes)} homes, {len(speeds)} "
+            f"bandwidths); give {stages} homes and {stages - 1} bandwidths"
+        )
+    for speed in speeds:
+        _check_bandwidth(speed)
+    facts = _Layers(profile, layers)
+    transfers = [
+        [0.0 if here == there else 2 * size / speed for size in facts.sent]
+        for here, there, speed in zip(homes, homes[1:], speeds, strict=False)
+    ]
+    counts = links_in(layers, divide(facts.seconds, transfers))
+    return Split.cut(profile.names, counts, profile.seconds, [(home,) for home in homes])
+
+
+def replicate(profile: Profile, levels: Sequence[Level]) -> Replicated:
+    """The layers of each stage and its replicas by [Note: PipeDream's dynamic programme].
+
+    Levels go from the inside out. Among equals a part of the pipeline is one stage if it can; else its last stage has
+    as few replicas as it can, and then as few layers.
+    """
+    if not levels:
+        raise ValueError("a pipeline needs ranks (no levels); give one level or more")
+    layers = grouped(len(profile.links), glued(profile.names))
+    facts = _Layers(profile, layers)
+    best, solved = _sums(facts.seconds, empty=math.inf), []
+    for number, level in enumerate(levels, start=1):
+        found = _Solved(level, best, facts, only_first=number == len(levels))
+        best = found.best
+        solved.append(found)
+    stages = _stages(solved, 0, len(layers) - 1)
+    counts = links_in(layers, [len(stage) for stage, _ in stages])
+    split = Split.cut(profile.names, counts, profile.seconds, [ranks for _, ranks in stages])
+    return Replicated(split=split, seconds=float(best[0, -1]))
+
+
+class _Layers:
+    """What the optimizer knows of the layers, each of them one link or several."""
+
+    def __init__(self, profile: Profile, layers: Sequence[range]) -> None:
+        self.seconds = [math.fsum(profile.seconds[i] for i in layer) for layer in layers]
+        self.weights = [sum(profile.links[i].parameter_bytes for i in layer) for layer in layers]
+        self.sent = [profile.links[layer[-1]].activation_bytes for layer in layers]
+
+
+class _Solved:
+    """A level's best pipelines, for every first and last layer: how fast they are, and where they are cut."""
+
+    def __init__(self, level: Level, inside: Table, layers: _Layers, *, only_first: bool) -> None:
+        """`inside` is A_{k-1}: how fast one component is. With `only_first`, only for the first layer of all."""
+        self.components, last = level.components, len(inside) - 1
+        shared = 2 * _sums(layers.weights, empty=0) / level.bandwidth
+        sent = 2 * np.array(layers.sent, dtype=np.float64) / level.bandwidth
+        stage = [np.maximum(inside, (m - 1) * shared) / m for m in range(1, level.components + 1)]  # T_k, from m = 1
+        best = [table.copy() for table in stage]  # A_k
+        self.begins = np.tile(np.arange(last + 1)[:, None], (level.components + 1, 1, last + 1))
+        """by the number of components, the first and the last layer: where the last stage begins"""
+        self.replicas = np.tile(np.arange(level.components + 1)[:, None, None], (1, last + 1, last + 1))
+        """and on how many components it is"""
+        for m in range(2, level.components + 1):
+            for replicas in range(1, m):
+                for i in range(min(last, 1) if only_first else last):
+                    # Rows: the last layer before the cut, from last - 1 down to i. Columns: the last layer of all.
+                    before = np.maximum(best[m - replicas - 1][i, i:last], sent[i:last])[::-1]
+                    paces = np.maximum(before[:, None], stage[replicas - 1][i + 1 :, i + 1 :][::-1])
+                    row = paces.argmin(axis=0)
+                    pace = paces[row, np.arange(last - i)]
+                    better = i + 1 + np.flatnonzero(pace < best[m - 1][i, i + 1 :])
+                    best[m - 1][i, better] = pace[better - i - 1]
+                    self.begins[m, i, better] = last - row[better - i - 1]
+                    self.replicas[m, i, better] = replicas
+        self.best = best[-1]
+        """A_k with all components"""
+
+
+def _stages(solved: Sequence[_Solved], first: int, last: int) -> list[tuple[range, tuple[int, ...]]]:
+    """The layers and the ranks of every stage of the best pipeline of these layers, on all ranks of these levels."""
+    if not solved:
+        return [(range(first, last + 1), (0,))]
+    *inside, level = solved
+    size = math.prod(found.components for found in inside)
+    stages: list[tuple[range, tuple[int, ...]]] = []
+    left = level.components
+    while left:
+        begin, replicas = int(level.begins[left, first, last]), int(level.replicas[left, first, last])
+        places = range(left - replicas, left)
+        parts = _stages(inside, begin, last)
+        stages[:0] = [(part, tuple(size * place + rank for place in places for rank in ranks)) for part, ranks in parts]
+        last, left = begin - 1, left - replicas
+    return stages
+
+
+def _sums(values: Sequence[float], *, empty: float) -> Table:
+    """The sum of every run of layers, and `empty` where it would end before it begins."""
+    sums = np.concatenate([[0.0], np.cumsum(np.array(values, dtype=np.float64))])
+    table: Table = sums[None, 1:] - sums[:-1, None]
+    table[np.tril_indices(len(values), -1)] = empty
+    return table
+
+
+def _check_bandwidth(bandwidth: float) -> None:
+    if not bandwidth > 0:
+        raise ValueError(f"a bandwidth is not above 0 ({bandwidth}); give bytes per second")

@@ -1,0 +1,31 @@
+"""From a model and a cluster to a ranked, explained, runnable plan, without a device. No torch, but to trace modules.
+
+what is asked     shape.py (ModelShape), sources.py, hugging_face.py, trace.py (where shapes come from), device.py,
+                  cluster.py, cluster_file.py (Cluster), case.py (Case: this model there, in this layout)
+what it takes     work.py (counted), constants.py (fitted), time.py (seconds by cause), memory.py (bytes by category)
+which is best     price.py (Plan), layouts.py (all of them), search.py, explain.py (why), ask.py (from words to plans)
+how well          rows.py (published runs as questions), score.py
+how it looks      show/
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from echelon.planning.priced_plan import Plan
+
+
+class _Room(ModuleType):
+    """Makes `ec.plan(...)` work, as `echelon.training` does: this module is at `echelon.planning`, where users expect it."""
+
+    def __call__(self, model: str, cluster: str = "here", **options: Any) -> list[Plan]:
+        """Plans, best first; none where nothing fits. Options are those of `echelon plan`."""
+        from echelon.planning.planner import answer
+
+        return list(answer(model, cluster, **options).plans)
+
+
+sys.modules[__name__].__class__ = _Room

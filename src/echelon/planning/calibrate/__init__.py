@@ -1,0 +1,1 @@
+"""calibrate: see the modules."""

@@ -1,0 +1,90 @@
+"""The constants that price a case: of programs or of our own, and what was measured on a machine in their place.
+
+[Note: what replaces what]
+
+    curves.matmul       the share of the peak that products reach, and their edge; least squares of
+                            1 / rate = (1 + edge (1/m + 1/k + 1/n)) / (peak x share)
+    curves.attention    best_attention; a row's FLOPs are causal, backward counted as 2.5 forwards
+    curves.memory       streaming
+    collectives         inside, the share of the link's bandwidth; their latency is read by work.py (links.py)
+
+What was not measured stays as it is. A calibration of calibrated constants changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+
+from echelon.planning.calibrate.constants import FITTED, OWN, Constants
+from echelon.planning.cluster.cluster import Cluster
+from echelon.planning.cluster.link_time import measured_link
+from echelon.planning.cost.step_time import NARROW_HEADS
+from echelon.planning.cost.work import GENERATIONS, HOPPER, WIDE_HEAD
+from echelon.planning.scenario import Case
+
+PROCESSOR = {"edge": 8.0, "context": 0.4, "step": 0.0}
+"""of a processor, whose host is itself: numbers of a vector register; GiB of a process that has torch; no device to
+wait for between steps"""
+
+
+def constants_of(case: Case, c: Constants = FITTED) -> Constants:
+    """Of our own program, where its kernels run, or of others; on this machine, where it was measured."""
+    return calibrated(case.cluster, _own(c) if case.has_kernels else c)
+
+
+@lru_cache(maxsize=32)
+def _own(c: Constants) -> Constants:
+    return replace(c, **OWN)
+
+
+def calibrated(cluster: Cluster, c: Constants = FITTED) -> Constants:
+    """The constants of this cluster's devices; see [Note: what replaces what]."""
+    if cluster.curves is None and cluster.device.generation != "cpu":
+        return c
+    return _calibrated(cluster, c)
+
+
+@lru_cache(maxsize=32)
+def _calibrated(cluster: Cluster, c: Constants) -> Constants:
+    device, curves = cluster.device, cluster.curves
+    found = dict(PROCESSOR) if device.generation == "cpu" else {}
+    if curves is None:
+        return replace(c, **found)
+    if curves.matmul:
+        rate, edge = product_rate(curves.matmul, found.get("edge", c.edge))
+        found |= {device.generation: rate / device.peak("bf16"), "edge": edge}
+    if curves.attention:
+        found["best_attention"] = attention_rate(curves.attention) / device.peak("bf16")
+    if curves.memory:
+        found["streaming"] = curves.memory / device.bandwidth
+    if link := measured_link(curves, cluster.per_node):
+        old = c.links_old if GENERATIONS.index(device.generation) < HOPPER else 1.0
+        found["inside"] = link.bandwidth / (cluster.inside.bandwidth * old)
+    return replace(c, **found)
+
+
+def product_rate(rows: Sequence[tuple[int, int, int, float]], usual_edge: float) -> tuple[float, float]:
+    """(FLOPs per second of endlessly large products, elements that each dimension is longer) of the least squares.
+
+    Of what the formula is off, as a share of what was measured. Products that differ too little say nothing about
+    their edges: those are then as usual.
+    """
+    m, k, n, rate = np.array(rows, dtype=np.float64).T
+    edges = 1 / m + 1 / k + 1 / n
+    if np.ptp(edges) > 1e-3 * edges.max():
+        (pace, slope), *_ = np.linalg.lstsq(np.stack([rate, rate * edges], axis=1), np.ones(len(rate)))
+        if pace > 0 and slope >= 0:
+            return float(1 / pace), float(slope / pace)
+        usual_edge = 0.0 if slope < 0 else usual_edge
+    longer = rate * (1 + usual_edge * edges)
+    return float((longer @ longer) / longer.sum()), usual_edge
+
+
+def attention_rate(rows: Sequence[tuple[int, int, float]]) -> float:
+    """FLOPs per second over all rows, had each as many to do, with heads of 128 elements or more."""
+    paces = [(1.0 if head_dim >= WIDE_HEAD else NARROW_HEADS) / rate for _, head_dim, rate in rows]
+    return len(paces) / sum(paces)

@@ -1,0 +1,297 @@
+"""A row of a table of published runs, as a question to the planner: this shape, these devices, this layout, how long?
+
+[Note: what a row does not say]
+
+Where a column is blank, these rules on the row's own columns fill it in. They hold for every source.
+
+    layers              from the parameters, 12 x width^2 in each
+    heads               width / 128, and as many key-value heads; in a mixture of 64 experts or more: DeepSeek's latent
+                        attention, if key-value heads are not stated
+    feed-forward        4 x width without a gate, 8/3 x width with one
+    vocabulary          51,200
+    precision           fp16 before Ampere, bf16 since
+    sequence parallel   with tp on Hopper and later, not before
+    attention           fused softmax on Volta and in fp16 on Ampere; flash attention 2 on Ampere and where precision is
+                        stated as PyTorch's amp; the vendor's kernel on Hopper and later
+    recomputation       full where scores are written out and the model is larger than 4 devices can hold, else none
+    ZeRO                1 where dp > 1 on Ampere and later, 0 on Volta
+    microbatch          1
+    gradients           32 bits on Hopper and later and in fp16 on Ampere; 16 bits on Volta, in bf16 on Ampere, and
+                        where they are scattered every microbatch
+    chunks              on Hopper and later as many as divide a rank's layers, at most 5; before, 1
+    schedule            interleaved where vpp > 1, 1F1B otherwise
+    devices per node    8
+    imbalance           1: benchmarks of mixtures have their tokens spread evenly
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from echelon.layout import Layout
+from echelon.planning.cluster.cluster import DISK, HOST_MEMORY, Cluster, Part
+from echelon.planning.cluster.device_kinds import GIB, KINDS, Device
+from echelon.planning.model.model_shape import Latent, ModelShape
+from echelon.planning.model.transformer_shape import transformer
+from echelon.planning.scenario import Case
+
+TYPES = {
+    "fp16": "fp16",
+    "bf16": "bf16",
+    "amp_bf16": "bf16",
+    "fp8": "fp8",
+    "amp_fp8": "fp8",
+    "nvfp4": "fp4",
+    "fp4": "fp4",
+}
+DEEPSEEK = Latent(query_rank=1536, kv_rank=512, rope_dim=64, nope_dim=128, value_dim=128)
+SCHEDULES = {
+    "1f1b": "1f1b",
+    "interleaved-1f1b": "interleaved",
+    "zb-1p": "zb-h1",
+    "zb-2p": "zb-v",
+    "zb-v": "zb-v",
+    "gpipe": "gpipe",
+}
+
+
+NEEDED = ("source_id", "hidden", "seq_len", "gpu", "gpus", "tp", "pp", "global_batch")
+"""columns without which no row can be asked"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """One run: what planning is given, and what was measured of it."""
+
+    source: str
+    case: Case
+    seconds: float
+    """of a step, as measured; 0: not stated, or out of memory"""
+    peak_bytes: float
+    """as measured; 0: not stated"""
+    out_of_memory: bool
+    group: str
+    """runs with the same differ only in layout and kernel"""
+
+
+class Unusable(ValueError):
+    """A row that no planner could be asked about, with the reason."""
+
+
+def read(path: Path | str) -> list[Mapping[str, str]]:
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"the table cannot be read ({path}: {error}); give a CSV file") from error
+    missing = [name for name in NEEDED if rows and name not in rows[0]]
+    if missing or not rows:
+        raise ValueError(f"the table lacks {', '.join(missing) or 'rows'} ({path}); docs/planning.md names its columns")
+    return list(rows)
+
+
+def question(row: Mapping[str, str]) -> Question:
+    """What a row asks. Raises `Unusable` with the reason where it cannot be asked."""
+    get = _Cells(row)
+    note = row.get("note", "").lower()
+    if "lora" in note or "sft" in note:
+        raise Unusable("fine-tuning")
+    if "proxy" in row.get("model_name", "").lower() or "truncated" in note:
+        raise Unusable("a truncated model")
+    missing = [key for key in ("hidden", "seq_len", "gpus", "global_batch", "tp", "pp") if not get.number(key)]
+    missing += ["layers"] if not (get.number("layers") or get.number("params_b")) else []
+    if missing:
+        raise Unusable(f"no {missing[0]}")
+    device = _device(row["gpu"])
+    precision = TYPES.get(row.get("precision", "").lower().split("-")[0].removeprefix("mx"), "")
+    precision = precision or ("fp16" if device.generation == "volta" else "bf16")
+    modern = device.generation not in ("volta", "ampere")
+    tp, pp, cp = get.whole("tp", 1), get.whole("pp", 1), get.whole("cp", 1)
+    dp = get.whole("dp", max(1, get.whole("gpus", 1) // (tp * pp * cp)))
+    vpp = get.whole("vpp", _chunks(get.whole("layers", 1), pp) if modern else 1)
+    schedule = SCHEDULES.get(row.get("schedule", "").lower(), "interleaved" if vpp > 1 else "1f1b")
+    attention = _attention(row, device, precision)
+    shape = _shape(get, row)
+    oom = row["source_id"].endswith("_oom") or note.startswith("oom")
+    recompute = row.get("recompute", "") or (
+        "full" if attention in ("plain", "fused") and shape.parameters * 18 > 4 * device.memory else "none"
+    )
+    zero = get.whole("zero_stage", 1 if dp > 1 and device.generation != "volta" else 0, zero=True)
+    microbatch, batch, seq_len = get.whole("micro_batch", 1), get.whole("global_batch", 1), get.whole("seq_len", 1)
+    layout = Layout(
+        dp=dp,
+        zero=zero,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        sp=int(bool(get.whole("sequence_parallel", int(tp > 1 and modern), zero=True)) and tp > 1),
+        ep=get.whole("ep", 1) if shape.experts else 1,
+        schedule=schedule,
+        vpp=2 if schedule in ("zb-v", "dualpipe-v") else vpp if schedule == "interleaved" else 1,
+        microbatch=microbatch,
+        accumulate=max(1, round(batch / (dp * microbatch))),
+        recompute=recompute if recompute in ("none", "full", "selective") else "full",
+    )
+    case = Case(
+        shape=shape,
+        cluster=_cluster(row, device, get),
+        layout=layout,
+        seq_len=seq_len,
+        precision=precision,
+        attention=attention,
+        fused_norms="RMS" in row.get("kernel", "") or not row.get("kernel"),
+        program="others",
+        imbalance=1.0,
+        reduce_bytes=4 if zero < 2 and (modern or (precision == "fp16" and device.generation == "ampere")) else 2,
+    )
+    found = Question(
+        source=row["source_id"].removesuffix("_oom"),
+        case=case,
+        seconds=0.0 if oom else _seconds(get, shape, note),
+        peak_bytes=get.number("peak_mem_gib") * GIB,
+        out_of_memory=oom,
+        group="/".join(
+            row.get(key, "") for key in ("model_name", "gpu", "gpus", "seq_len", "global_batch", "precision")
+        ),
+    )
+    if not oom and not found.seconds:
+        raise Unusable("no time")
+    return found
+
+
+def questions(rows: Iterable[Mapping[str, str]]) -> tuple[list[Question], dict[str, int]]:
+    """Those that can be asked, and why others cannot."""
+    found: list[Question] = []
+    skipped: dict[str, int] = {}
+    for row in rows:
+        try:
+            found.append(question(row))
+        except Unusable as reason:
+            skipped[str(reason)] = skipped.get(str(reason), 0) + 1
+    return found, skipped
+
+
+class _Cells:
+    """A row's numbers."""
+
+    def __init__(self, row: Mapping[str, str]):
+        self.row = row
+
+    def number(self, key: str) -> float:
+        """0 where it is blank."""
+        try:
+            return float(self.row.get(key) or 0)
+        except ValueError:
+            raise Unusable(f"{key} is not a number") from None
+
+    def whole(self, key: str, default: int, *, zero: bool = False) -> int:
+        """`zero`: 0 is a value too."""
+        if not self.row.get(key):
+            return default
+        return int(self.number(key)) if zero else int(self.number(key)) or default
+
+
+def _device(gpu: str) -> Device:
+    name = gpu.lower()
+    for kind in ("gb300", "gb200", "b300", "b200", "h200", "h800", "h100", "v100"):
+        if kind in name:
+            return KINDS[kind]
+    if "a100" in name or "a800" in name:
+        return KINDS["a100-40" if "40" in name else "a100-80"]
+    raise Unusable(f"a device that is not known ({gpu})")
+
+
+def _cluster(row: Mapping[str, str], device: Device, get: _Cells) -> Cluster:
+    stated = re.search(r"nvlink domain (\d+)", row.get("note", "").lower())
+    per_node = int(stated[1]) if stated else device.domain if device.domain > 8 else get.whole("gpus_per_node", 8)
+    devices = get.whole("gpus", 1)
+    per_node = min(per_node, devices)
+    node = _node_bandwidth(row.get("inter_node_bw", ""))
+    outside = replace(device.outside, bandwidth=node / min(per_node, 8)) if node else device.outside
+    return Cluster(
+        name=f"{devices}x{device.name}",
+        parts=(Part(device=device, nodes=max(1, round(devices / per_node)), per_node=per_node),),
+        inside=device.inside,
+        outside=outside,
+        host_memory=HOST_MEMORY,
+        disk_bandwidth=DISK,
+    )
+
+
+def _chunks(layers: int, pp: int) -> int:
+    """The largest number of chunks up to 5 that leaves all of them the same number of layers; 1 where none does."""
+    each, rest = divmod(layers, pp)
+    return max(v for v in range(1, 6) if not each % v) if pp > 1 and not rest else 1
+
+
+def _node_bandwidth(text: str) -> float:
+    """Bytes per second, from what a source writes."""
+    lower = text.lower()
+    if found := re.search(r"(\d+)x(\d+)\s*gb/s", lower):
+        return float(found[1]) * float(found[2]) * 1e9
+    if found := re.search(r"(\d+)\s*gb/s", lower):  # written Gb/s: bits
+        return float(found[1]) * 1e9 / 8
+    if "omni-path" in lower:
+        return 4 * 12.5e9
+    return 0.0
+
+
+def _attention(row: Mapping[str, str], device: Device, precision: str) -> str:
+    stated, kernel = row.get("flash_attention", ""), row.get("kernel", "")
+    if kernel == "torch":
+        return "plain"
+    if "v1" in kernel:
+        return "flash1"
+    old = device.generation == "volta" or (device.generation == "ampere" and precision == "fp16")
+    if stated == "0" or (not stated and old):
+        return "fused"
+    # Frameworks of FSDP came with flash attention 2; Megatron and NeMo with the vendor's kernels from Hopper on.
+    return "flash2" if device.generation == "ampere" or row.get("precision", "").startswith("amp") else "best"
+
+
+def _shape(get: _Cells, row: Mapping[str, str]) -> ModelShape:
+    width, gated = get.whole("hidden", 1), row.get("gated_mlp") == "1"
+    inside = get.number("params_b") * 1e9 - get.whole("vocab", 51200) * width
+    layers = get.whole("layers", max(1, round(inside / (12 * width**2))))
+    experts = get.whole("experts", 0)
+    heads = get.whole("heads", max(1, width // 128))
+    latent = DEEPSEEK if experts >= 64 and not row.get("kv_heads") else None
+    ffn = get.whole("ffn_hidden", int(width * 8 / 3) if gated else 4 * width)
+    return transformer(
+        row.get("model_name", ""),
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=get.whole("kv_heads", heads),
+        head_dim=128 if experts >= 64 and latent is None else 0,
+        ffn=ffn,
+        gated=gated,
+        vocab=get.whole("vocab", 51200),
+        biases=not gated,
+        dropout=False,
+        experts=experts,
+        top_k=get.whole("top_k", 2),
+        expert_ffn=get.whole("expert_ffn", ffn),
+        shared_ffn=get.whole("expert_ffn", ffn) if latent else 0,
+        dense_layers=3 if latent and layers > 3 else 0,
+        latent=latent,
+    )
+
+
+def _seconds(get: _Cells, shape: ModelShape, note: str) -> float:
+    """Of a step: stated, or from tokens per second, or from FLOPs, which sources count with full attention."""
+    if get.number("step_time_s"):
+        return get.number("step_time_s")
+    tokens = get.number("global_batch") * get.number("seq_len")
+    if get.number("tokens_per_s_per_gpu"):
+        return tokens / (get.number("tokens_per_s_per_gpu") * get.number("gpus"))
+    if get.number("tflops_per_gpu"):
+        seq_len = int(get.number("seq_len"))
+        attention = sum(n * layer.attention.flops(seq_len) for layer, n in shape.layers if layer.attention)
+        counted = 3 * (shape.flops(seq_len) + attention) * (4 / 3 if "recompute" in note or "factor 4" in note else 1)
+        return tokens * counted / (get.number("tflops_per_gpu") * 1e12 * get.number("gpus"))
+    return 0.0

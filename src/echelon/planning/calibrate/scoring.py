@@ -1,0 +1,143 @@
+"""How well the planner does on runs that others measured: errors of time, of fitting, of choosing.
+
+time        |predicted / measured - 1| of a step
+coverage    share of runs inside the 80 % interval
+fit         balanced accuracy: the mean of the shares of runs that fitted and of those that did not, foretold rightly
+regret      in each group of runs that differ only in layout and kernel: how much slower than the best measured one
+            was the one that we rank first
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from echelon.planning.calibrate.constants import FITTED, Constants
+from echelon.planning.calibrate.published_runs import Question
+from echelon.planning.cost.memory_model import worst
+from echelon.planning.priced_plan import Plan, price
+
+Array = NDArray[np.float64]
+SEVERAL = 3
+"""rows from which a source, or a group of runs, counts"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Errors:
+    """Of step times: |predicted / measured - 1|."""
+
+    rows: int
+    median: float
+    p90: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceScore:
+    rows: int
+    time_median: float | None
+    time_p90: float | None
+    fit_accuracy: float | None
+    """none where no run, or every run, was out of memory"""
+    regret: float | None
+    """none where no group has several runs"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    sources: dict[str, SourceScore]
+    time_median: float
+    """mean over the sources with several rows"""
+    time_p90: float
+    fit_accuracy: float | None
+    regret: float | None
+    coverage: float
+    half_width: float
+    """median half of the interval, as a share of the prediction"""
+    skipped: dict[str, int]
+    """rows that could not be asked, by reason"""
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def errors(sources: Sequence[str], predicted: Array, measured: Array) -> dict[str, Errors]:
+    """By source."""
+    wrong = np.abs(predicted / measured - 1)
+    found = {}
+    for source in sorted(set(sources)):
+        own = wrong[[i for i, other in enumerate(sources) if other == source]]
+        found[source] = Errors(rows=len(own), median=float(np.median(own)), p90=float(np.quantile(own, 0.9)))
+    return found
+
+
+def score(
+    questions: Sequence[Question],
+    skipped: dict[str, int],
+    c: Constants = FITTED,
+    *,
+    track: Callable[[Iterable[Question]], Iterable[Question]] = iter,
+) -> Score:
+    """Prices every question."""
+    plans = [(question, price(question.case, c) if question.seconds else None) for question in track(questions)]
+    timed = [(question, plan) for question, plan in plans if plan is not None]
+    sources = [question.source for question, _ in timed]
+    wrong = errors(
+        sources,
+        np.array([plan.seconds for _, plan in timed]),
+        np.array([question.seconds for question, _ in timed]),
+    )
+    fits = {source: fit_accuracy([q for q in questions if q.source == source], c) for source in all_sources(questions)}
+    regrets = {source: regret([pair for pair in timed if pair[0].source == source]) for source in wrong}
+    several = [one for one in wrong.values() if one.rows >= SEVERAL]
+    known = [value for value in fits.values() if value is not None]
+    groups = [value for value in regrets.values() if value is not None]
+    return Score(
+        sources={
+            source: SourceScore(
+                rows=wrong[source].rows if source in wrong else 0,
+                time_median=wrong[source].median if source in wrong else None,
+                time_p90=wrong[source].p90 if source in wrong else None,
+                fit_accuracy=fits[source],
+                regret=regrets.get(source),
+            )
+            for source in all_sources(questions)
+        },
+        time_median=statistics.mean(one.median for one in several) if several else float("nan"),
+        time_p90=statistics.mean(one.p90 for one in several) if several else float("nan"),
+        fit_accuracy=statistics.mean(known) if known else None,
+        regret=statistics.mean(groups) if groups else None,
+        coverage=statistics.mean(float(plan.low <= q.seconds <= plan.high) for q, plan in timed) if timed else 0.0,
+        half_width=statistics.median((plan.high - plan.low) / 2 / plan.seconds for _, plan in timed) if timed else 0.0,
+        skipped=skipped,
+    )
+
+
+def all_sources(questions: Sequence[Question]) -> list[str]:
+    return sorted({question.source for question in questions})
+
+
+def fit_accuracy(questions: Sequence[Question], c: Constants = FITTED) -> float | None:
+    """Balanced over those that fitted and those that did not; none where one of the two is missing."""
+    right: dict[bool, list[bool]] = {True: [], False: []}
+    for question in questions:
+        fits = worst(question.case, c).total <= question.case.cluster.memory
+        right[question.out_of_memory].append(fits != question.out_of_memory)
+    if not all(right.values()):
+        return None
+    return statistics.mean(statistics.mean(map(float, side)) for side in right.values())
+
+
+def regret(timed: Sequence[tuple[Question, Plan]]) -> float | None:
+    """Mean over the groups of several runs; none where there are none."""
+    groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for question, plan in timed:
+        groups[question.group].append((plan.seconds, question.seconds))
+    losses = [
+        min(runs)[1] / min(measured for _, measured in runs) - 1 for runs in groups.values() if len(runs) >= SEVERAL
+    ]
+    return statistics.mean(losses) if losses else None

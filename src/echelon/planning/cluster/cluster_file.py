@@ -1,0 +1,355 @@
+"""A cluster as a TOML file. Bandwidths are in gigabytes (not bits) per second and direction, of each device.
+
+    name = "basement"                     # default: the file's name
+
+    [[part]]                              # one per kind and size of node
+    kind = "h100"                         # a known kind, or `name` with the numbers of DEVICE below
+    nodes = 2
+    per_node = 8
+
+    [inside]                              # between devices of a node; default: as the slowest kind has it
+    bandwidth_gbps = 450
+    latency_us = 3
+    [outside]                             # between nodes, the same two keys
+    [host]
+    memory_gib = 1024                     # of a node
+    disk_gbps = 8                         # of a node
+
+    [curves]                              # measured; each may be left out
+    matmul = [[4096, 4096, 4096, 650.0]]  # m, k, n, TFLOP/s
+    attention = [[4096, 128, 480.0]]      # length, head_dim, TFLOP/s
+    memory_tbps = 2.9                     # terabytes per second
+    host_gbps = 22
+    all_reduce = [[1048576, 4.1e-5]]      # bytes, seconds; also all_gather, reduce_scatter, all_to_all, send
+
+[Note: exact numbers] Numbers are read and written as decimals and scaled by shifting the point, so that what `to_toml`
+writes is read back as the same floats.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from echelon.layout.validation_error import Fault, FaultError, did_you_mean
+from echelon.planning.cluster.cluster import MOST, Cluster, Curves, Part, joined
+from echelon.planning.cluster.device_kinds import GIB, KINDS, Device, Link
+
+GENERATIONS = ("volta", "ampere", "hopper", "blackwell", "cpu")
+DTYPES = ("bf16", "fp16", "fp8", "fp4", "fp32")
+
+
+@dataclass(frozen=True)
+class Number:
+    """What a key may hold."""
+
+    shift: int = 0
+    """decimal places from the file's unit to bytes, seconds, FLOPs"""
+    whole: bool = False
+    binary: bool = False
+    """in GiB"""
+    zero: bool = False
+    """whether 0 is a value"""
+    most: float = 1e30
+
+    @property
+    def legal(self) -> str:
+        bound = f"{'>= 0' if self.zero else '> 0'}{f' and <= {self.most:g}' if self.most < 1e30 else ''}"
+        return f"a {'whole number' if self.whole else 'number'} {bound}"
+
+    def read(self, value: Any) -> float | int | None:
+        """In base units, or nothing where it is nonsense."""
+        if isinstance(value, bool) or not isinstance(value, int | Decimal) or not Decimal(value).is_finite():
+            return None
+        number = Decimal(value)
+        if number < 0 or (number == 0 and not self.zero) or number > self.most or (self.whole and number % 1):
+            return None
+        if self.whole:
+            return int(number)
+        found = round(number * GIB) if self.binary else float(number.scaleb(self.shift))
+        return found if found or self.zero else None
+
+    def write(self, value: float | int) -> str:
+        if self.binary:
+            return str(Decimal(value) / GIB)
+        return str(value) if self.whole else str(Decimal(repr(value)).scaleb(-self.shift))
+
+
+COUNT = Number(whole=True, most=MOST)
+GBPS, SECONDS = Number(shift=9), Number(zero=True, most=1e9)
+LINK = {"bandwidth_gbps": GBPS, "latency_us": Number(shift=-6, zero=True, most=1e12)}
+HOST = {"memory_gib": Number(binary=True, most=1e9), "disk_gbps": GBPS}
+DEVICE = {
+    **{f"{dtype}_tflops": Number(shift=12) for dtype in DTYPES},
+    "memory_gib": Number(binary=True, most=1e9),
+    "memory_tbps": Number(shift=12),
+    **{f"{level}_{key}": number for level in ("inside", "outside", "host") for key, number in LINK.items()},
+    "domain": COUNT,
+    "watts": Number(zero=True),
+    "price": Number(zero=True),
+}
+"""numbers of a kind of device: price in US dollars an hour; domain: devices joined by `inside`, as they are sold"""
+OPTIONAL = {"bf16_tflops", "fp16_tflops", "fp8_tflops", "fp4_tflops", "domain", "watts", "price"}
+SIZE, TERA, BYTES = Number(whole=True), Number(shift=12), Number(whole=True, most=1e15)
+COLUMNS = {
+    "matmul": (SIZE, SIZE, SIZE, TERA),
+    "attention": (SIZE, SIZE, TERA),
+    **dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"), (BYTES, SECONDS)),
+}
+RATES = {"memory_tbps": TERA, "host_gbps": GBPS}
+TOP = ("name", "part", "inside", "outside", "host", "curves")
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+class Reader:
+    """Takes values out of a table and keeps what is wrong with them."""
+
+    def __init__(self) -> None:
+        self.faults: list[Fault] = []
+
+    def fault(self, key: str, value: Any, rule: str, legal: str = "", hint: str = "") -> None:
+        self.faults.append(Fault(key=key, value=_shown(value), rule=rule, legal=legal, hint=hint))
+
+    def table(self, given: Any, where: str, known: Mapping[str, Any] | tuple[str, ...]) -> dict[str, Any]:
+        """The keys of a table that are known; the others are faults."""
+        if not isinstance(given, dict):
+            self.fault(where, given, "is not a table", f"[{where}] with {', '.join(known)}")
+            return {}
+        prefix = f"{where}." if where else ""
+        for key in given.keys() - set(known):
+            hint = did_you_mean(key, known)
+            self.fault(prefix + key, given[key], "is not a key of a cluster file", ", ".join(known), hint)
+        return {key: value for key, value in given.items() if key in known}
+
+    def numbers(self, given: dict[str, Any], where: str, known: Mapping[str, Number]) -> dict[str, Any]:
+        found = {}
+        for key, number in known.items():
+            if key in given and (value := self.number(given[key], f"{where}.{key}", number)) is not None:
+                found[key] = value
+        return found
+
+    def number(self, value: Any, key: str, number: Number) -> float | int | None:
+        found = number.read(value)
+        if found is None:
+            self.fault(key, value, "is not a number that it can be", number.legal)
+        return found
+
+    def text(self, value: Any, key: str, legal: str) -> str:
+        if isinstance(value, str) and value.strip():
+            return value
+        self.fault(key, value, "is not a text", legal)
+        return ""
+
+    def missing(self, where: str, keys: list[str]) -> None:
+        if keys:
+            self.fault(where, "", f"lacks {', '.join(keys)}", hint="add them")
+
+
+def _shown(value: Any) -> str:
+    return str(value) if isinstance(value, str | int | Decimal) else json.dumps(value, default=str)[:80]
+
+
+def read(path: str) -> Cluster:
+    """The cluster of a file."""
+    legal = "a TOML file that can be read; the docstring of echelon.planning.cluster.cluster_file shows one"
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        given = tomllib.loads(text, parse_float=Decimal)
+    except (OSError, ValueError) as error:
+        fault = Fault(key="cluster", value=path, rule=f"cannot be read ({error})", legal=legal)
+        raise FaultError([fault]) from error
+    return from_table(given, Path(path).stem)
+
+
+def from_toml(text: str) -> Cluster:
+    """The cluster of a file's text."""
+    return from_table(tomllib.loads(text, parse_float=Decimal), "cluster")
+
+
+def from_table(given: dict[str, Any], name: str) -> Cluster:
+    reader = Reader()
+    found = reader.table(given, "", TOP)
+    name = reader.text(found.get("name", name), "name", "any text")
+    listed = found.get("part", [])
+    if not isinstance(listed, list) or not listed:
+        reader.fault("part", listed, "lists no devices", "one table [[part]] per kind and size of node")
+        listed = []
+    parts = [_part(reader, part, f"part[{index}]") for index, part in enumerate(listed)]
+    tables = {key: reader.table(found.get(key, {}), key, LINK) for key in ("inside", "outside")}
+    links = {key: reader.numbers(table, key, LINK) for key, table in tables.items()}
+    host = reader.numbers(reader.table(found.get("host", {}), "host", HOST), "host", HOST)
+    curves = _curves(reader, found["curves"]) if "curves" in found else None
+    if reader.faults:
+        raise FaultError(reader.faults)
+    usual = joined(name, [part for part in parts if part])
+    return replace(
+        usual,
+        inside=_link(usual.inside, links["inside"]),
+        outside=_link(usual.outside, links["outside"]),
+        host_memory=host.get("memory_gib", usual.host_memory),
+        disk_bandwidth=host.get("disk_gbps", usual.disk_bandwidth),
+        curves=curves,
+    )
+
+
+def _link(usual: Link, given: Mapping[str, Any], prefix: str = "") -> Link:
+    return Link(
+        bandwidth=given.get(f"{prefix}bandwidth_gbps", usual.bandwidth),
+        latency=given.get(f"{prefix}latency_us", usual.latency),
+    )
+
+
+def _part(reader: Reader, given: Any, where: str) -> Part | None:
+    known = ("kind", "name", "generation", "nodes", "per_node", *DEVICE)
+    table = reader.table(given, where, known)
+    nodes = reader.number(table.get("nodes", 1), f"{where}.nodes", COUNT)
+    per_node = reader.number(table["per_node"], f"{where}.per_node", COUNT) if "per_node" in table else 0
+    numbers = reader.numbers(table, where, DEVICE)
+    device = _known(reader, table, where, numbers) if "kind" in table else _custom(reader, table, where, numbers)
+    if device is None or nodes is None or per_node is None:
+        return None
+    if "kind" not in table and "domain" not in table:
+        device = replace(device, domain=int(per_node))
+    return Part(device=device, nodes=int(nodes), per_node=int(per_node) or device.domain)
+
+
+def _known(reader: Reader, table: dict[str, Any], where: str, numbers: dict[str, Any]) -> Device | None:
+    for key in {"name", "generation"} & table.keys():
+        reader.fault(f"{where}.{key}", table[key], "does not go with kind", hint="leave one of them out")
+    kind = reader.text(table["kind"], f"{where}.kind", ", ".join(KINDS))
+    if kind and kind not in KINDS:
+        hint = did_you_mean(kind, KINDS) or "give a device of your own a `name` in place of `kind`"
+        reader.fault(f"{where}.kind", kind, "is not a kind of device", ", ".join(KINDS), hint)
+    return _device(KINDS[kind], numbers) if kind in KINDS else None
+
+
+def _custom(reader: Reader, table: dict[str, Any], where: str, numbers: dict[str, Any]) -> Device | None:
+    before = len(reader.faults)
+    if "name" not in table:
+        reader.fault(where, "", "lacks its kind", ", ".join(KINDS), "or a `name` and the numbers of your own device")
+        return None
+    name = reader.text(table["name"], f"{where}.name", "any text")
+    generation = table.get("generation", "")
+    if generation not in GENERATIONS:
+        reader.fault(f"{where}.generation", generation, "is not one that planning knows", ", ".join(GENERATIONS))
+    lacking = [key for key in DEVICE if key not in table and key not in OPTIONAL]
+    lacking += ["bf16_tflops or fp16_tflops"] if not {"bf16_tflops", "fp16_tflops"} & table.keys() else []
+    reader.missing(where, [*lacking, *(["per_node"] if "per_node" not in table else [])])
+    if len(reader.faults) > before or any(key not in numbers for key in table.keys() & DEVICE.keys()):
+        return None
+    nothing = Link(bandwidth=0.0, latency=0.0)
+    # Links of no speed are never seen: a device of one's own has all of their numbers.
+    blank = Device(
+        name=name,
+        generation=generation,
+        flops={},
+        memory=0,
+        bandwidth=0.0,
+        inside=nothing,
+        domain=1,
+        outside=nothing,
+        host=nothing,
+        watts=0.0,
+        price=0.0,
+    )
+    return _device(blank, numbers)
+
+
+def _device(usual: Device, numbers: Mapping[str, Any]) -> Device:
+    """The usual one with the numbers that are given."""
+    given = {dtype: numbers[f"{dtype}_tflops"] for dtype in DTYPES if f"{dtype}_tflops" in numbers}
+    return replace(
+        usual,
+        flops={**usual.flops, **given},
+        memory=numbers.get("memory_gib", usual.memory),
+        bandwidth=numbers.get("memory_tbps", usual.bandwidth),
+        inside=_link(usual.inside, numbers, "inside_"),
+        outside=_link(usual.outside, numbers, "outside_"),
+        host=_link(usual.host, numbers, "host_"),
+        domain=numbers.get("domain", usual.domain),
+        watts=numbers.get("watts", usual.watts),
+        price=numbers.get("price", usual.price),
+    )
+
+
+def _curves(reader: Reader, given: Any) -> Curves:
+    table = reader.table(given, "curves", (*COLUMNS, *RATES))
+    rates = reader.numbers(table, "curves", RATES)
+    rows = {key: tuple(_rows(reader, table[key], key)) for key in COLUMNS if key in table}
+    return Curves(memory=rates.get("memory_tbps", 0.0), host=rates.get("host_gbps", 0.0), **rows)
+
+
+def _rows(reader: Reader, given: Any, key: str) -> Iterator[tuple[Any, ...]]:
+    columns = COLUMNS[key]
+    for index, row in enumerate(given if isinstance(given, list) else [given]):
+        where = f"curves.{key}[{index}]"
+        if not isinstance(row, list) or len(row) != len(columns):
+            reader.fault(where, row, "is not a row of the curve", f"a list of {len(columns)} numbers")
+            continue
+        yield tuple(reader.number(value, where, number) for value, number in zip(row, columns, strict=True))
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def to_toml(cluster: Cluster) -> str:
+    """A file that is read as the same cluster."""
+    lines = [f"name = {_quoted(cluster.name)}"]
+    for part in cluster.parts:
+        lines += ["", "[[part]]", *_device_lines(part.device), f"nodes = {part.nodes}", f"per_node = {part.per_node}"]
+    for key, link in (("inside", cluster.inside), ("outside", cluster.outside)):
+        lines += ["", f"[{key}]", *_link_lines(link)]
+    host = {"memory_gib": cluster.host_memory, "disk_gbps": cluster.disk_bandwidth}
+    lines += ["", "[host]", *(f"{key} = {HOST[key].write(value)}" for key, value in host.items())]
+    if cluster.curves:
+        lines += ["", "[curves]", *_curve_lines(cluster.curves)]
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _link_lines(link: Link, prefix: str = "") -> list[str]:
+    values = {"bandwidth_gbps": link.bandwidth, "latency_us": link.latency}
+    return [f"{prefix}{key} = {LINK[key].write(value)}" for key, value in values.items()]
+
+
+def _device_lines(device: Device) -> list[str]:
+    if device == KINDS.get(device.name):
+        return [f"kind = {_quoted(device.name)}"]
+    numbers: dict[str, float | int] = {
+        f"{dtype}_tflops": device.flops[dtype] for dtype in DTYPES if dtype in device.flops
+    }
+    numbers |= {"memory_gib": device.memory, "memory_tbps": device.bandwidth, "domain": device.domain}
+    numbers |= {"watts": device.watts, "price": device.price}
+    return [
+        f"name = {_quoted(device.name)}",
+        f"generation = {_quoted(device.generation)}",
+        *(f"{key} = {DEVICE[key].write(value)}" for key, value in numbers.items()),
+        *_link_lines(device.inside, "inside_"),
+        *_link_lines(device.outside, "outside_"),
+        *_link_lines(device.host, "host_"),
+    ]
+
+
+def _curve_lines(curves: Curves) -> Iterator[str]:
+    for field in fields(curves):
+        value = getattr(curves, field.name)
+        if field.name in COLUMNS and value:
+            rows = (
+                ", ".join(number.write(cell) for number, cell in zip(COLUMNS[field.name], row, strict=True))
+                for row in value
+            )
+            yield f"{field.name} = [{', '.join(f'[{row}]' for row in rows)}]"
+    if curves.memory:
+        yield f"memory_tbps = {TERA.write(curves.memory)}"
+    if curves.host:
+        yield f"host_gbps = {GBPS.write(curves.host)}"

@@ -1,0 +1,318 @@
+"""What this machine's devices reach, measured: `echelon bench` asks here, calibrate.py uses what comes of it.
+
+A processor is measured with one thread, in 32 bits: planning calls a core a device. Every measurement is warmed up, and
+the best of several counts; what disturbs a machine only ever makes it slower.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from echelon.planning.cluster.cluster import Cluster, Curves
+from echelon.planning.cluster.link_time import COLLECTIVES, measured_link, on_the_wire
+from echelon.planning.cost.step_time import FLASH_BACKWARD
+
+if TYPE_CHECKING:
+    import torch
+
+OnRanks = Callable[..., list[list[float]]]
+"""calls a function with arguments on so many ranks of one process group, and returns what each came to: a pool's"""
+MOST_RANKS = 8
+"""cores that exchange messages"""
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+# fmt: off
+PRODUCTS = {
+    "cpu": ((64, 64, 64), (128, 64, 192), (128, 128, 128), (256, 128, 512), (256, 256, 256), (512, 128, 128),
+            (512, 256, 768), (512, 512, 512), (1024, 256, 256), (1024, 512, 1024), (2048, 512, 512),
+            (1024, 1024, 1024)),
+    "cuda": ((8192, 512, 1024), (4096, 1024, 1024), (8192, 1024, 1024), (2048, 2048, 2048), (8192, 1024, 4096),
+             (8192, 2048, 2048), (4096, 4096, 4096), (8192, 4096, 6144), (8192, 4096, 14336), (8192, 14336, 4096),
+             (16384, 8192, 8192), (16384, 8192, 28672)),
+}
+ATTENTION = {
+    "cpu": ((128, 64), (256, 64), (512, 64), (512, 128), (1024, 128)),
+    "cuda": ((1024, 64), (2048, 64), (4096, 64), (1024, 128), (2048, 128), (4096, 128), (8192, 128), (16384, 128)),
+}
+# fmt: on
+"""(m, k, n) of a product, (length, head_dim) of attention; smaller ones say what kernels cost at their edges"""
+ATTENTION_TOKENS = {"cpu": 512, "cuda": 16384}
+ATTENTION_WIDTH = {"cpu": 256, "cuda": 2048}
+STREAMED = {"cpu": 256 * MIB, "cuda": GIB}
+"""bytes that an operator reads, and writes: no cache holds them"""
+PINNED = 256 * MIB
+MESSAGES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+ROOM = 8
+"""a measurement takes at most one part in so many of the device's memory"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One measurement."""
+
+    what: str
+    """a field of `Curves`"""
+    size: tuple[int, ...]
+    """what the curve's row begins with; bytes of a copy"""
+    seconds: float
+    rate: float
+    """FLOPs, or bytes, per second; bytes of a collective are those on the wire"""
+    note: str = ""
+
+    @property
+    def unit(self) -> str:
+        return "FLOP/s" if self.what in ("matmul", "attention") else "B/s"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A part of the whole, for a bar to move by."""
+
+    name: str
+    run: Callable[[], list[Row]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Probe:
+    """What one device is asked to do again and again."""
+
+    what: str
+    size: tuple[int, ...]
+    work: float
+    """FLOPs or bytes"""
+    prepare: Callable[[], Callable[[], object]]
+    """makes the tensors, and returns what to do with them"""
+    note: str = ""
+
+
+def steps(cluster: Cluster, *, quick: bool, on_ranks: OnRanks) -> list[Step]:
+    """All there is to measure on this machine, in order."""
+    import torch
+
+    device = torch.device("cuda" if cluster.device.generation != "cpu" else "cpu")
+    dtype = {"cpu": torch.float32, "volta": torch.float16}.get(cluster.device.generation, torch.bfloat16)
+    found = [
+        Step(name=f"{probe.what} {shown(probe.size)}", run=partial(_measured, probe, device, quick))
+        for probe in _probes(device, dtype, cluster.memory // ROOM)
+    ]
+    ranks = min(cluster.per_node, MOST_RANKS) if device.type == "cpu" else cluster.per_node
+    if ranks > 1:
+        sizes = [size for size in MESSAGES if size <= (4 if quick else 64) * MIB]
+        found += [
+            Step(name=kind, run=partial(_between, kind, ranks, sizes, quick, device.type, on_ranks))
+            for kind in COLLECTIVES
+        ]
+    return found
+
+
+def curves_of(rows: Sequence[Row]) -> Curves:
+    """The rows as a cluster keeps them."""
+    by: dict[str, list[Row]] = {}
+    for row in rows:
+        by.setdefault(row.what, []).append(row)
+    rates: dict[str, Any] = {
+        name: tuple((*row.size, row.rate) for row in by.get(name, ())) for name in ("matmul", "attention")
+    }
+    seconds: dict[str, Any] = {
+        name: tuple((row.size[0], row.seconds) for row in by.get(name, ())) for name in COLLECTIVES
+    }
+    return Curves(
+        memory=max((row.rate for row in by.get("memory", ())), default=0.0),
+        host=min((row.rate for row in by.get("host", ())), default=0.0),  # of both ways, the slower
+        **rates,
+        **seconds,
+    )
+
+
+def described(cluster: Cluster, curves: Curves) -> Cluster:
+    """The cluster with its curves. A processor's peaks are nowhere stated: they are what was measured."""
+    if cluster.device.generation == "cpu" and curves.matmul and curves.memory:
+        peak = max(row[-1] for row in curves.matmul)
+        flops, bandwidth = {"fp32": peak, "bf16": peak}, curves.memory
+        parts = tuple(
+            replace(part, device=replace(part.device, flops=flops, bandwidth=bandwidth)) for part in cluster.parts
+        )
+        cluster = replace(cluster, parts=parts, inside=measured_link(curves, cluster.per_node) or cluster.inside)
+    return replace(cluster, curves=curves)
+
+
+def shown(size: Sequence[int]) -> str:
+    """`4096 x 4096 x 4096`, or `64 KiB`."""
+    if len(size) > 1:
+        return " x ".join(f"{count}" for count in size)
+    unit, name = next((unit, name) for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")) if size[0] >= unit)
+    return f"{size[0] // unit} {name}"
+
+
+# -- one device -------------------------------------------------------------------------------------------------------
+
+
+def _probes(device: torch.device, dtype: torch.dtype, room: int) -> Iterator[_Probe]:
+    import torch
+
+    def made(*size: int) -> torch.Tensor:
+        return torch.randn(size, device=device, dtype=dtype)
+
+    def product(m: int, k: int, n: int) -> Callable[[], object]:
+        inputs, weights, gradient = made(m, k), made(n, k), made(m, n)
+        outputs, of_inputs, of_weights = (torch.empty_like(tensor) for tensor in (gradient, inputs, weights))
+
+        def both_ways() -> None:
+            torch.mm(inputs, weights.t(), out=outputs)
+            torch.mm(gradient, weights, out=of_inputs)
+            torch.mm(gradient.t(), inputs, out=of_weights)
+
+        return both_ways
+
+    def attention(length: int, head_dim: int, rows: int, heads: int) -> Callable[[], object]:
+        q, k, v = (made(rows, heads, length, head_dim).requires_grad_() for _ in range(3))
+        gradient = made(rows, heads, length, head_dim)
+
+        def both_ways() -> object:
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return torch.autograd.grad(out, (q, k, v), gradient)
+
+        return both_ways
+
+    def stream(size: int) -> Callable[[], object]:
+        read = torch.ones(size // dtype.itemsize, device=device, dtype=dtype)
+        written = torch.empty_like(read)
+        return lambda: torch.add(read, 1.0, out=written)
+
+    def copy(size: int, to_host: bool) -> Callable[[], object]:
+        host, there = torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.empty(size, dtype=torch.uint8)
+        there = there.to(device)
+        return lambda: host.copy_(there, non_blocking=True) if to_host else there.copy_(host, non_blocking=True)
+
+    kind = device.type
+    for m, k, n in PRODUCTS[kind]:
+        if 2 * (m * k + k * n + m * n) * dtype.itemsize <= room:
+            yield _Probe(what="matmul", size=(m, k, n), work=6.0 * m * k * n, prepare=partial(product, m, k, n))
+    for length, head_dim in ATTENTION[kind]:
+        rows, heads = max(1, ATTENTION_TOKENS[kind] // length), ATTENTION_WIDTH[kind] // head_dim
+        if 10 * rows * heads * length * head_dim * dtype.itemsize <= room:
+            causal = 2.0 * rows * heads * length * length * head_dim
+            prepare = partial(attention, length, head_dim, rows, heads)
+            yield _Probe(what="attention", size=(length, head_dim), work=(1 + FLASH_BACKWARD) * causal, prepare=prepare)
+    size = min(STREAMED[kind], room // 2)
+    yield _Probe(what="memory", size=(size,), work=2.0 * size, prepare=partial(stream, size), note="read and written")
+    if kind == "cuda":
+        for to_host, note in ((False, "to the device"), (True, "to the host")):
+            yield _Probe(what="host", size=(PINNED,), work=PINNED, prepare=partial(copy, PINNED, to_host), note=note)
+
+
+def _measured(probe: _Probe, device: torch.device, quick: bool) -> list[Row]:
+    with _one_thread():
+        seconds = _on_cuda(probe.prepare(), quick) if device.type == "cuda" else _on_cpu(probe.prepare(), quick)
+    return [Row(what=probe.what, size=probe.size, seconds=seconds, rate=probe.work / seconds, note=probe.note)]
+
+
+def _on_cpu(once: Callable[[], object], quick: bool) -> float:
+    """Seconds of this thread, the best of at least three: while others have the core, its clock stands still."""
+    once()
+    found: list[float] = []
+    end = time.perf_counter() + (0.05 if quick else 0.4)
+    while len(found) < 3 or time.perf_counter() < end:
+        begun = time.thread_time()
+        once()
+        found.append(time.thread_time() - begun)
+    return min(found)
+
+
+def _on_cuda(once: Callable[[], object], quick: bool) -> float:
+    """Seconds of the best of several rounds: in a round the device never waits for the host."""
+    import torch
+
+    def round_of(count: int) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(count):
+            once()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3 / count
+
+    for _ in range(3):
+        once()
+    count = max(3, int((0.01 if quick else 0.05) / round_of(3)))
+    return min(round_of(count) for _ in range(3 if quick else 6))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# -- several ----------------------------------------------------------------------------------------------------------
+
+
+def _between(kind: str, ranks: int, sizes: list[int], quick: bool, device: str, on_ranks: OnRanks) -> list[Row]:
+    """A collective over its sizes; it takes as long as its slowest rank."""
+    found = on_ranks(exchanged, ranks, kind, sizes, 5 if quick else 10, device)
+    rows = zip(sizes, (max(seconds) for seconds in zip(*found, strict=True)), strict=True)
+    return [
+        Row(what=kind, size=(size,), seconds=seconds, rate=on_the_wire(kind, size, ranks) / seconds)
+        for size, seconds in rows
+    ]
+
+
+def exchanged(kind: str, sizes: list[int], repeats: int, device: str) -> list[float]:
+    """On every rank of a process group of the CPU: seconds of a collective, the best of several, by size."""
+    import torch
+    import torch.distributed as dist
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    group = None
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        group = dist.new_group(backend="nccl")
+    found = []
+    for size in sizes:
+        whole = torch.zeros(size // 4 // ranks * ranks, device=device)
+        once = _collective(kind, whole, rank, ranks, group)
+        best = float("inf")
+        for repeat in range(repeats + 1):
+            dist.barrier()
+            begun = time.perf_counter()
+            once()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            if repeat:  # the first one connects
+                best = min(best, time.perf_counter() - begun)
+        found.append(best)
+    return found
+
+
+def _collective(kind: str, whole: torch.Tensor, rank: int, ranks: int, group: Any) -> Callable[[], object]:
+    import torch
+    import torch.distributed as dist
+
+    from echelon import compat
+
+    part, other = whole.chunk(ranks)[rank].clone(), torch.empty_like(whole)
+
+    def send() -> None:
+        if rank == 0:
+            dist.send(whole, 1, group=group)
+        elif rank == 1:
+            dist.recv(whole, 0, group=group)
+
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_gather": lambda: compat.start_all_gather(whole, part, group).wait(),
+        "reduce_scatter": lambda: compat.start_reduce_scatter(part, whole, group).wait(),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+        "send": send,
+    }
+    return calls[kind]

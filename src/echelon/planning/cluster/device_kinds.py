@@ -1,0 +1,134 @@
+"""The kinds of devices that planning knows, as their makers state them, and the links between them.
+
+Peaks are dense (without sparsity). What a program reaches of them is in constants.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from echelon.layout.validation_error import Fault, FaultError, did_you_mean
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What joins devices of one level."""
+
+    bandwidth: float
+    """bytes per second and direction that each device can send at once"""
+    latency: float
+    """seconds before a collective moves its first byte, with what the host does to start it"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One kind of device."""
+
+    name: str
+    generation: str
+    """what its efficiency depends on: volta, ampere, hopper, blackwell or cpu"""
+    flops: dict[str, float] = field(hash=False)
+    """peak per second, by type: bf16, fp16, fp8, fp4, fp32"""
+    memory: int
+    """bytes"""
+    bandwidth: float
+    """of its memory, bytes per second"""
+    inside: Link
+    """between devices of a node (or of one NVLink domain)"""
+    domain: int
+    """devices that are joined by `inside`, as they are usually sold"""
+    outside: Link
+    """between nodes, InfiniBand as it usually comes with it"""
+    host: Link
+    """to the memory of its host, PCIe or better"""
+    watts: float
+    """at full load, for plans by energy"""
+    price: float
+    """US dollars an hour, a round figure for plans by cost; a cluster file can say better"""
+
+    def peak(self, dtype: str) -> float:
+        """Of the type, or of the next one that the device multiplies faster than not at all."""
+        order = ("fp4", "fp8", "bf16", "fp16", "fp32")
+        return next(self.flops[name] for name in order[order.index(dtype) :] if name in self.flops)
+
+
+def _nvidia(
+    name: str,
+    generation: str,
+    tera: Mapping[str, float],
+    gib: float,
+    memory: float,
+    inside: float,
+    outside: float,
+    *,
+    domain: int = 8,
+    host: float = 25,
+    watts: float,
+    price: float,
+) -> Device:
+    return Device(
+        name=name,
+        generation=generation,
+        flops={key: value * 1e12 for key, value in tera.items()},
+        memory=int(gib * GIB),
+        bandwidth=memory * 1e12,
+        inside=Link(bandwidth=inside * 1e9, latency=3e-5),
+        outside=Link(bandwidth=outside * 1e9, latency=4e-5),
+        domain=domain,
+        host=Link(bandwidth=host * 1e9, latency=1e-5),
+        watts=watts,
+        price=price,
+    )
+
+
+_AMPERE = {"bf16": 312, "fp16": 312, "fp32": 156}
+_HOPPER = {"bf16": 989.5, "fp16": 989.5, "fp8": 1979, "fp32": 494}
+_B200 = {"bf16": 2250, "fp16": 2250, "fp8": 4500, "fp4": 9000, "fp32": 1100}
+_B300 = {"bf16": 2250, "fp16": 2250, "fp8": 4500, "fp4": 13500, "fp32": 1100}
+_GB200 = {"bf16": 2450, "fp16": 2450, "fp8": 4900, "fp4": 9800, "fp32": 1200}
+_GB300 = {"bf16": 2450, "fp16": 2450, "fp8": 4900, "fp4": 14700, "fp32": 1200}
+
+# fmt: off
+KINDS: dict[str, Device] = {device.name: device for device in (
+    _nvidia("v100", "volta", {"fp16": 125, "fp32": 15.7}, 16, 0.90, 150, 12.5 / 8, host=12, watts=300, price=1.0),
+    _nvidia("a100-40", "ampere", _AMPERE, 40, 1.555, 300, 25, watts=400, price=1.2),
+    _nvidia("a100-80", "ampere", _AMPERE, 80, 2.039, 300, 25, watts=400, price=1.5),
+    _nvidia("h100", "hopper", _HOPPER, 80, 3.35, 450, 50, host=50, watts=700, price=2.5),
+    _nvidia("h800", "hopper", _HOPPER, 80, 3.35, 200, 50, host=50, watts=700, price=2.5),
+    _nvidia("h200", "hopper", _HOPPER, 140, 4.8, 450, 50, host=50, watts=700, price=3.0),
+    _nvidia("b200", "blackwell", _B200, 180, 7.7, 900, 50, host=50, watts=1000, price=4.5),
+    _nvidia("b300", "blackwell", _B300, 270, 7.7, 900, 100, host=50, watts=1200, price=5.5),
+    _nvidia("gb200", "blackwell", _GB200, 185, 8.0, 900, 50, domain=72, host=200, watts=1200, price=5.0),
+    _nvidia("gb300", "blackwell", _GB300, 275, 8.0, 900, 100, domain=72, host=200, watts=1400, price=6.0),
+)}
+# fmt: on
+KINDS["cpu"] = Device(
+    name="cpu",
+    generation="cpu",
+    flops={"fp32": 5e10, "bf16": 5e10},
+    memory=4 * GIB,
+    bandwidth=1e10,
+    inside=Link(bandwidth=1e9, latency=1e-4),
+    domain=8,
+    outside=Link(bandwidth=1e8, latency=2e-4),
+    host=Link(bandwidth=1e10, latency=1e-6),
+    watts=10,
+    price=0.05,
+)
+
+
+def find(name: str) -> Device:
+    """The kind of a name."""
+    if name in KINDS:
+        return KINDS[name]
+    fault = Fault(
+        key="cluster",
+        value=name,
+        rule="is not a kind of device",
+        legal=", ".join(KINDS),
+        hint=did_you_mean(name, KINDS),
+    )
+    raise FaultError([fault])

@@ -1,0 +1,71 @@
+"""What comes and goes while the backward of one of our layers runs, beside what the forward pass kept.
+
+[Note: inside a mixture's backward]
+
+Rows are as wide as the model (w) or as what is inside their experts (f; what `up` gives is 2f with a gate). Each moment
+has its own tensors, and has let go of what those before it read:
+
+    moment               is there                                        is no longer there    gradients of experts
+    results are weighed  gradients, weighed and times the results: 3w    -                     none
+    down's gradients     of its output w, of its input f, its weight's   results w             none
+    these are put away   of its input f, its weight's                    w, activation f       there
+    the activation       of its output f, of its input 2f                w, f                  there
+    up's gradients       of its output 2f, of its input w, its weight's  w, f, up's output 2f  there
+
+A weight's gradient is made whole and then put in its place (flat_unit.py), for which there may be no memory before:
+then it is not there at the first two. Beside all of these is the gradient of the stream, before and after.
+"""
+
+from __future__ import annotations
+
+from echelon.parallel.ep.expert_parallel import CEILING
+from echelon.planning.cost.activation_memory import tensors
+from echelon.planning.cost.param_group_traffic import gradient_bytes
+from echelon.planning.model.model_shape import COLUMNS, Layer
+from echelon.planning.scenario import Case
+
+WORKING = 0.45
+"""times the activations of a layer that its backward needs while it runs, where our kernels do: the gradients of what
+the activation reads are the most of it"""
+PLAIN_WORKING = 0.32
+"""the same where torch's own operators run: measured on a processor (tests/planning/test_recomputing.py)"""
+SCORE_ROOM = 38
+"""bytes of a score that come and go where scores are written out: its gradient before and after dropout and softmax,
+in two types, and what these read. What lies behind attention in the layer has gone by then"""
+STREAMS = 2
+
+
+def room(case: Case, layer: Layer, *, held: bool) -> float:
+    """Bytes at its fullest. `held`: gradients have memory throughout."""
+    written = _scores(case, layer)
+    if not layer.is_mixture or not case.has_kernels:
+        return max((WORKING if case.has_kernels else PLAIN_WORKING) * tensors(case, layer), written)
+    layout, size = case.layout, case.element_bytes
+    up, down = sorted((product for product in layer.products if product.experts), key=lambda one: one.split != COLUMNS)
+    ranks = layout.ep * layout.etp
+    home = case.tokens * size * up.share / layout.tp
+    rows = min(case.crowd, CEILING) * home * layout.etp
+    width, inner, both = up.inputs, down.inputs / layout.etp, up.outputs / layout.etp
+    missing = 0.0 if held else layer.expert_parameters / ranks * gradient_bytes(case)
+    down_weight, up_weight = (product.parameters * size / ranks for product in (down, up))
+    moments = (
+        (2 * home + max(home, rows)) * width - missing,
+        rows * (width + inner) + down_weight - home * width - missing,
+        down_weight - home * width,
+        rows * both - home * width,
+        rows * (width - inner) + up_weight - home * width,
+    )
+    return max(moments) + STREAMS * case.tokens * case.shape.width * size / case.sliced
+
+
+def _scores(case: Case, layer: Layer) -> float:
+    """While attention goes backward, where scores are written out."""
+    attention = layer.attention
+    if not case.writes_scores or attention is None:
+        return 0.0
+    own = attention.heads * (attention.head_dim + 2 * attention.value_dim)
+    own += attention.kv_heads * (attention.head_dim + attention.value_dim)
+    before = case.element_bytes * case.tokens * (own / case.layout.tp + 3 * case.shape.width / case.sliced)
+    each = SCORE_ROOM if case.shape.dropout else 3 * case.element_bytes
+    found = each * attention.heads / case.layout.tp * case.tokens * case.seq_len
+    return found - max(0.0, tensors(case, layer) - before)

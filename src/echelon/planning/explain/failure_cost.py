@@ -1,0 +1,199 @@
+"""What failures cost a long run: how often to save, and the share of its time that becomes training.
+
+[Note: how often to save]
+
+A save that training waits `d` seconds for, every `t` seconds, costs d / t of the time. A failure costs the work since
+the newest checkpoint, t / 2 in the mean; with a failure every M seconds that is t / 2M. Their sum is least at
+
+    t = sqrt(2 d M)                                      Young (1974)
+
+which Daly (2006) makes exact for saves that are not short beside M. Our saves are written in the background: a
+checkpoint exists some time after training has gone on, which is lost too if the failure comes in between, and the next
+one waits for it.
+
+[Note: what was measured, and how it grows]
+
+Measured on two cores (bench/goodput.py): what a save and a start cost beside the bytes they move, and what an index
+costs for each box of a tensor. Bytes come from the plan, bandwidths from the cluster. Three things could not be
+measured on one machine and are taken from reports or assumed; they are marked below.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import asdict, dataclass
+
+from echelon.optim import cost
+from echelon.planning.priced_plan import Plan
+
+HOUR, DAY = 3600.0, 86400.0
+DEVICE_HOURS = 16_384 * 54 * 24 / 419
+"""of one failure: Llama 3's 419 unexpected interruptions in 54 days on 16,384 H100"""
+ELEMENT_BYTES = 12
+"""of an element on disk: master and two moments in float32"""
+SAVE_S = 0.06
+"""that training waits for a save beside copying bytes: measured"""
+COMMIT_S = 0.3
+"""from the last byte of a file to the checkpoint: measured"""
+WRITE_BOX_S, READ_BOX_S = 1.6e-5, 1.6e-5
+"""of the index for each box of a tensor, when it is written and when it is read: measured"""
+BOXES = 3
+"""that a stretch of a flat unit is cut into: the rest of a row, whole rows, the start of a row"""
+START_S = 11.0
+"""from a rank's death to the first step of new processes, without reading their state: measured"""
+STORE = 2e12
+"""bytes per second of a file system that all share: what Llama 3 reports of its own"""
+GROUP_S = 30.0 / 10_000
+"""for each device, to make groups of all of them: MegaScale reports less than 30 s for more than 10,000"""
+REPLACE_S = 120.0
+"""until a spare machine stands in for one that is gone: assumed"""
+PATIENCE = 10
+"""steps that a collective may take before it is given up"""
+LEAST_TIMEOUT = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """Seconds."""
+
+    save: float
+    """that training waits for a save"""
+    exists: float
+    """until its checkpoint exists, after that"""
+    detect: float
+    """until a failure is known: the time-out; a dead process is known at once"""
+    replace: float
+    restart: float
+    """until the first step, from then on"""
+
+    @property
+    def down(self) -> float:
+        return self.detect + self.replace + self.restart
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spent:
+    """Shares of a run's time."""
+
+    useful: float
+    saving: float
+    lost: float
+    """work that is done again"""
+    down: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goodput:
+    """What failures are predicted to cost a plan."""
+
+    between: float
+    """seconds from one failure to the next, in the mean"""
+    every: int
+    """steps between checkpoints"""
+    interval: float
+    """seconds between checkpoints"""
+    timeout: float
+    recovery: Recovery
+    spent: Spent
+    """the mean of the simulated runs"""
+    low: float
+    high: float
+    """useful share of the worst and the best of them"""
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "goodput": self.spent.useful,
+            "goodput_low": self.low,
+            "goodput_high": self.high,
+            "failure_s": self.between,
+            "checkpoint_every": self.every,
+            "checkpoint_s": self.interval,
+            "timeout_s": self.timeout,
+            "recovery_s": asdict(self.recovery),
+            "spent": asdict(self.spent),
+        }
+
+
+def goodput_of(plan: Plan, *, device_hours: float = DEVICE_HOURS, days: float = 54.0, runs: int = 20) -> Goodput:
+    """Of a plan on its whole cluster, by simulated runs; the same every time."""
+    between = device_hours * HOUR / plan.case.cluster.devices
+    recovery = recovery_of(plan)
+    seconds = interval(between, recovery)
+    every = max(1, round(seconds / plan.seconds))
+    seconds = every * plan.seconds
+    found = [simulated(between, recovery, seconds, days * DAY, seed) for seed in range(runs)]
+    spent = Spent(**{name: sum(getattr(one, name) for one in found) / runs for name in vars(found[0])})
+    shares = [one.useful for one in found]
+    return Goodput(
+        between=between,
+        every=every,
+        interval=seconds,
+        timeout=recovery.detect,
+        recovery=recovery,
+        spent=spent,
+        low=min(shares),
+        high=max(shares),
+    )
+
+
+def recovery_of(plan: Plan) -> Recovery:
+    """See the second note."""
+    layout, cluster, shape = plan.layout, plan.case.cluster, plan.case.shape
+    writers = layout.tp * layout.pp * layout.shards * (layout.cp if layout.zero else 1)
+    rule = plan.case.rule
+    total = shape.parameters * (4 + cost.element_bytes(rule) if rule is not None else ELEMENT_BYTES)
+    each, at_once = total / writers, min(writers, cluster.per_node)
+    disk = max(each * at_once / cluster.disk_bandwidth, total / STORE)
+    stretches = (shape.num_layers / layout.pp + 2) * ELEMENT_BYTES / 4
+    boxes = writers * stretches * BOXES
+    link = (cluster.curves.host if cluster.curves else 0.0) or cluster.device.host.bandwidth
+    return Recovery(
+        save=SAVE_S + each / link,
+        exists=disk + COMMIT_S + WRITE_BOX_S * boxes,
+        detect=max(LEAST_TIMEOUT, PATIENCE * plan.seconds),
+        replace=REPLACE_S,
+        restart=START_S + GROUP_S * cluster.devices + READ_BOX_S * boxes + disk + plan.seconds,
+    )
+
+
+def interval(between: float, recovery: Recovery) -> float:
+    """Seconds from one save to the next, by Daly's formula; no save begins before the last one is through."""
+    save = recovery.save
+    if save >= 2 * between:
+        return between
+    ratio = save / (2 * between)
+    best = math.sqrt(2 * save * between) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save
+    return max(best, recovery.exists)
+
+
+def expected(between: float, recovery: Recovery, seconds: float) -> float:
+    """The useful share to first order: see the first note."""
+    return 1 - recovery.save / seconds - (seconds / 2 + recovery.exists + recovery.down) / between
+
+
+def simulated(between: float, recovery: Recovery, seconds: float, length: float, seed: int = 0) -> Spent:
+    """A run of some length, failure by failure; failures come at any time, also while one is being mended."""
+    chance = random.Random(seed)
+    now = useful = saving = lost = down = 0.0
+    cycle = seconds + recovery.save
+    while now < length:
+        lasts = min(chance.expovariate(1 / between), length - now)
+        is_over = now + lasts >= length
+        begun = int(lasts // cycle)
+        there = begun if is_over else max(int((lasts - recovery.exists) // cycle), 0)
+        # The run's end loses nothing: its last step is saved.
+        kept = lasts - begun * recovery.save if is_over else there * seconds
+        useful += kept
+        saving += begun * recovery.save
+        lost += lasts - kept - begun * recovery.save
+        now += lasts
+        if is_over:
+            break
+        left = recovery.down
+        while left > 0 and now < length:
+            next_one = chance.expovariate(1 / between)
+            spent = min(left, next_one, length - now)
+            now, down = now + spent, down + spent
+            left = recovery.down if next_one < left else 0.0
+    return Spent(useful=useful / now, saving=saving / now, lost=lost / now, down=down / now)

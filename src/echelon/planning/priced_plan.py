@@ -1,0 +1,241 @@
+"""`Plan`: a layout with what it is predicted to take, in seconds by cause and in bytes by category."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
+
+from echelon.layout import Layout
+from echelon.pipeline.schedules import FAMILIES, make
+from echelon.pipeline.simulate import Durations, simulate
+from echelon.pipeline.timeline import Timeline
+from echelon.planning.calibrate.calibration import constants_of
+from echelon.planning.calibrate.constants import FITTED, Constants
+from echelon.planning.cost.expert_traffic import bytes_of_a_token
+from echelon.planning.cost.memory_model import Memory, of_stage, worst
+from echelon.planning.cost.recompute_cost import repeated_of
+from echelon.planning.cost.step_time import Times, microbatch, repeated, times
+from echelon.planning.cost.work import Work, work_of
+from echelon.planning.scenario import Case
+
+ACTIONS = 4_000
+"""that a price may simulate; longer steps are simulated in part, and go on as they have begun"""
+ROUNDING = 1e-12
+"""seconds that are none"""
+SETTLED = 16
+"""microbatches after which every schedule repeats itself, or twice as many as there are ranks"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a layout is predicted to do."""
+
+    case: Case
+    times: dict[str, float]
+    """seconds of a step by cause"""
+    memory: Memory
+    """of the fullest rank"""
+    bubble: float
+    """share of the pipeline's time in which ranks wait"""
+    spread: float
+    """four of five runs lie within this factor, up and down"""
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def layout(self) -> Layout:
+        return self.case.layout
+
+    @cached_property
+    def seconds(self) -> float:
+        return sum(self.times.values())
+
+    @property
+    def low(self) -> float:
+        return self.seconds / self.spread
+
+    @property
+    def high(self) -> float:
+        return self.seconds * self.spread
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total <= self.case.cluster.memory
+
+    @property
+    def runnable(self) -> bool:
+        """Today, by `train`."""
+        return self.case.runnable
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.case.batch_tokens / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Against the peak in 16 bits, of the devices in use."""
+        return self._utilisation(self.case.shape.train_flops(self.case.seq_len))
+
+    @property
+    def hfu(self) -> float:
+        """With what recomputation repeats."""
+        shape, seq_len, again = self.case.shape, self.case.seq_len, repeated_of(self.case)
+        layers = shape.flops(seq_len) - 2.0 * shape.head_parameters
+        attention = sum(n * layer.attention.flops(seq_len) for layer, n in shape.layers if layer.attention)
+        more = again.forward * layers + again.attention * attention
+        return self._utilisation(shape.train_flops(seq_len) + more)
+
+    def _utilisation(self, flops: float) -> float:
+        """`flops` are executed per token."""
+        return flops * self.tokens_per_s / (self.case.cluster.device.peak("bf16") * self.layout.world)
+
+    def to_json(self) -> dict[str, object]:
+        """The keys of `echelon plan --json`."""
+        return {
+            "layout": str(self.layout),
+            "precision": self.case.precision,
+            "parameters": self.case.shape.parameters,
+            "active_parameters": self.case.shape.active_parameters,
+            "imbalance": self.case.imbalance if self.case.shape.experts else None,
+            "all_to_all_bytes": bytes_of_a_token(self.case),
+            "runnable": self.runnable,
+            "fits": self.fits,
+            "step_s": self.seconds,
+            "step_s_low": self.low,
+            "step_s_high": self.high,
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu,
+            "hfu": self.hfu,
+            "bubble": self.bubble,
+            "memory_bytes": self.memory.total,
+            "memory": self.memory.parts,
+            "time": self.times,
+            "reasons": list(self.reasons),
+        }
+
+
+def price(case: Case, c: Constants = FITTED) -> Plan:
+    """The plan of one case, its pipeline simulated."""
+    work, c = work_of(case), constants_of(case, c)
+    seconds = times(work, c)
+    found = {field.name: case.correction * float(getattr(seconds, field.name)) for field in fields(Times)}
+    bubble = 0.0
+    if case.layout.pp > 1:
+        duration, bubble = _pipeline(case, work, c)
+        # The schedule itself says what waiting for other stages, and for the fullest of them, comes to.
+        waits = ("imbalance", "bubble", "pp")
+        head = 3 * float(microbatch(work, c).head) * case.layout.accumulate / case.layout.pp
+        found["head"] = case.correction * head
+        computed = sum(found[name] for name in COMPUTED)
+        found |= dict.fromkeys(waits, 0.0)
+        found["bubble"] = duration - computed
+    spread = math.exp(c.spread_experts if case.shape.experts else c.spread)
+    return Plan(
+        case=case,
+        times={name: seconds for name, seconds in found.items() if abs(seconds) > ROUNDING},
+        memory=worst(case, c),
+        bubble=bubble,
+        spread=spread,
+    )
+
+
+COMPUTED = ("products", "attention", "passing", "launches", "head", "recompute", "tp", "ep", "cp")
+"""causes that stages spend their actions on"""
+
+
+def durations(case: Case, work: Work, c: Constants = FITTED) -> Durations:
+    """Seconds of every action of every stage."""
+    m = microbatch(work, c)
+    shares = [case.correction * share for share in layer_shares(case)]
+    again = float(repeated(work, m))
+    # Of the tensor-parallel messages of a layer two are forward, two backward, and two are repeated.
+    ahead = 2 / (4 + 2 * work.repeated)
+    sent = float(m.tp + m.ep + m.cp)
+    forward = float(m.forward) + ahead * sent
+    weights = float(m.weights)
+    inputs = float(m.backward) - weights + again + (1 - ahead) * sent
+    last, head = len(shares) - 1, case.correction * float(m.head)
+    return Durations(
+        forward=tuple(share * forward + head * (stage == last) for stage, share in enumerate(shares)),
+        input_grad=tuple(share * inputs + head * (stage == last) for stage, share in enumerate(shares)),
+        weight_grad=tuple(share * weights + head * (stage == last) for stage, share in enumerate(shares)),
+        send_forward=case.correction * float(m.pp),
+        send_backward=case.correction * float(m.pp),
+    )
+
+
+def layer_shares(case: Case) -> list[float]:
+    """Of every stage, its share of the layers: equal where they divide, else the last stages have fewer."""
+    stages, layers = case.layout.pp * case.layout.vpp, case.shape.num_layers
+    each, rest = divmod(layers, stages)
+    return [(each + (stage < rest)) / layers for stage in range(stages)]
+
+
+def timeline(case: Case, c: Constants = FITTED, *, microbatches: int = 0) -> Timeline:
+    """A step, action by action; or one of fewer microbatches."""
+    layout = case.layout
+    schedule = make(layout.schedule, layout.pp, microbatches or layout.accumulate, chunks=layout.vpp)
+    return simulate(schedule, durations(case, work_of(case), constants_of(case, c)))
+
+
+def _pipeline(case: Case, work: Work, c: Constants) -> tuple[float, float]:
+    """(seconds of a step's passes, share of them in which ranks wait)."""
+    layout = case.layout
+    seconds = durations(case, work, c)
+    family = FAMILIES.get(layout.schedule)
+    chunks = layout.vpp if family is not None and family.chunks is None else 0
+
+    def run(count: int) -> tuple[float, float]:
+        if family is not None:
+            return _simulated(layout.schedule, layout.pp, count, chunks, seconds)
+        found = simulate(make(layout.schedule, layout.pp, count, chunks=chunks), seconds)  # a file, which may change
+        return found.duration, found.bubble
+
+    first = -(-max(SETTLED, 2 * layout.pp) // layout.pp) * layout.pp
+    second = first + layout.pp
+    if 3 * layout.pp * layout.vpp * layout.accumulate <= ACTIONS or second >= layout.accumulate:
+        return run(layout.accumulate)
+    short, longer = run(first)[0], run(second)[0]
+    duration = longer + (layout.accumulate - second) * (longer - short) / (second - first)
+    busy = layout.accumulate * _busy(seconds) / layout.pp
+    return duration, max(0.0, 1 - busy / duration)
+
+
+@lru_cache(maxsize=512)
+def _simulated(schedule: str, ranks: int, microbatches: int, chunks: int, seconds: Durations) -> tuple[float, float]:
+    """(seconds, bubble). Many layouts of a search have stages that take as long: zero changes nothing here."""
+    found = simulate(_made(schedule, ranks, microbatches, chunks=chunks), seconds)
+    return found.duration, found.bubble
+
+
+_made = lru_cache(maxsize=32)(make)
+
+
+def _busy(seconds: Durations) -> float:
+    """Of all stages, on one microbatch."""
+    parts = (seconds.forward, seconds.input_grad, seconds.weight_grad)
+    return sum(sum(part) if isinstance(part, tuple) else part for part in parts)
+
+
+def by_rank(case: Case, c: Constants = FITTED) -> list[Memory]:
+    """Of one rank of every stage: all ranks of a stage hold the same."""
+    c = constants_of(case, c)
+    return [of_stage(case, stage, c) for stage in range(case.layout.pp)]
+
+
+def memory_over_time(case: Case, rank: int, c: Constants = FITTED) -> list[tuple[float, float]]:
+    """(seconds, bytes) of a rank through the passes of a step."""
+    c = constants_of(case, c)
+    found = of_stage(case, rank, c)
+    still = found.total - found.parts.get("activations", 0)
+    if case.layout.pp == 1:
+        return [(0.0, still), (case.correction * times(work_of(case), c).total, found.total)]
+    line = timeline(case, c)
+    in_flight = max(1, line.in_flight[rank])
+    each = found.parts.get("activations", 0) / in_flight
+    return [(second, still + size) for second, size in line.memory(rank, each)]
+
+
+def changed(case: Case, **keys: int | str) -> Case:
+    """The case in a layout with other keys."""
+    return replace(case, layout=case.layout.replace(**keys))

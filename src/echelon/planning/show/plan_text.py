@@ -1,0 +1,241 @@
+"""Plans in a terminal: a ranked table, then the best plan's time and memory as bars, its reasons, and how to run it.
+
+Where the output is no terminal, rich leaves the colours out; where it cannot show blocks, bars are plain ASCII. Nothing
+is said by colour alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from echelon.planning.cluster.device_kinds import GIB
+from echelon.planning.priced_plan import Plan, by_rank
+from echelon.planning.show import plan_labels
+
+EIGHTHS = " ▏▎▍▌▋▊▉█"
+BAR = 8
+"""columns of the little bar of memory"""
+NARROW = {"step": 11, "memory": BAR + 6, "MFU": 6, "tokens/s": 8, "bubble": 6}
+"""columns of a table whose rows have two lines, the most important first"""
+WIDE = {**NARROW, "step": 24, "memory": BAR + 17}
+"""the same on one line"""
+MOST_STAGES = 8
+"""whose memory is shown side by side"""
+NARROW_LAYOUT, WIDE_LAYOUT = 21, 48
+"""columns that a layout has at least; and that it needs before a plan may stand on one line"""
+ASCII_HEAD = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
+
+
+def shown(plans: Sequence[Plan], *, width: int, command: str = "", explanation: Sequence[str] = ()) -> RenderableType:
+    """The plans, best first, for a console of this width. `command` runs the first of them."""
+    return _Shown(plans=tuple(plans), width=width, command=command, explanation=tuple(explanation))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shown:
+    plans: tuple[Plan, ...]
+    width: int
+    command: str
+    explanation: tuple[str, ...]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        pen = _Pen(width=min(self.width, options.max_width), is_ascii=options.ascii_only)
+        if not self.plans:
+            yield Text("no plan")
+            yield from pen.bullets(self.explanation)
+            return
+        best = self.plans[0]
+        yield Text(pen.plain(plan_labels.question(best)), style="bold")
+        yield from pen.table(self.plans)
+        yield Rule(style="dim", characters="-" if pen.is_ascii else "─")
+        yield from pen.best(best)
+        yield from pen.bullets(plan_labels.told(best, self.explanation))
+        yield from pen.run(best, self.command)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pen:
+    """Draws for one console."""
+
+    width: int
+    is_ascii: bool
+
+    def plain(self, text: str) -> str:
+        return text.replace("–", "-").replace("•", "*").encode("ascii", "replace").decode() if self.is_ascii else text
+
+    def table(self, plans: Sequence[Plan]) -> Iterator[RenderableType]:
+        """One row for each; what has no room is left out, from the right."""
+        first = len(str(len(plans)))
+        columns = dict(WIDE)
+        on_one_line = self._room(first, columns) >= WIDE_LAYOUT
+        if not on_one_line:
+            columns = dict(NARROW)
+        while len(columns) > 1 and self._room(first, columns) < NARROW_LAYOUT:
+            columns.popitem()
+        room = max(8, min(self._room(first, columns), max(len(str(plan.layout)) for plan in plans)))
+        table = Table(
+            box=ASCII_HEAD if self.is_ascii else box.SIMPLE_HEAD,
+            padding=(0, 0, 0, 1),
+            pad_edge=False,
+            show_edge=False,
+            border_style="dim",
+        )
+        table.add_column("", justify="right", no_wrap=True)
+        table.add_column("layout", no_wrap=True, width=room)
+        for name in columns:
+            table.add_column(name, justify="left" if name == "memory" else "right", no_wrap=True)
+        for number, plan in enumerate(plans):
+            cells = self._cells(plan, on_one_line)
+            table.add_row(
+                Text(str(number + 1), style="bold green" if number == 0 else "dim"),
+                self._layout(plan, room, is_best=number == 0),
+                *(cells[name] for name in columns),
+            )
+        yield Text()
+        yield table
+        yield Text()
+
+    def _room(self, first: int, columns: dict[str, int]) -> int:
+        """That the layout has, of what two columns between columns leave."""
+        return self.width - first - 2 - sum(columns.values()) - 2 * len(columns)
+
+    def _layout(self, plan: Plan, room: int, *, is_best: bool) -> Text:
+        text = Text("\n").join(Text(line, style="bold" if is_best else "") for line in folded(str(plan.layout), room))
+        column = len(text.plain.rpartition("\n")[2])
+        for mark, style in plan_labels.marks(plan):
+            is_beside = column + 2 + len(mark) <= room
+            text.append("  " if is_beside else "\n").append(mark, style=style)
+            column = (column + 2 if is_beside else 0) + len(mark)
+        return text
+
+    def _cells(self, plan: Plan, on_one_line: bool) -> dict[str, Text]:
+        between = "  " if on_one_line else "\n"
+        share = plan_labels.fill(plan)
+        style = "red" if not plan.fits else "yellow" if share > plan_labels.NEARLY_FULL else "green"
+        return {
+            "step": Text.assemble(
+                (plan_labels.seconds(plan.seconds), "bold"), between, (self.plain(plan_labels.interval(plan)), "dim")
+            ),
+            "tokens/s": Text(plan_labels.short(plan.tokens_per_s)),
+            "MFU": Text(plan_labels.percent(plan.mfu)),
+            "memory": Text.assemble(
+                plan_labels.gib(plan.memory.total), between, (self._gauge(share), style), f" {100 * share:.0f} %"
+            ),
+            "bubble": Text(plan_labels.percent(plan.bubble)),
+        }
+
+    def _gauge(self, share: float) -> str:
+        full = min(BAR, max(0, round(BAR * share)))
+        solid, empty = "#." if self.is_ascii else "█░"
+        return solid * full + empty * (BAR - full)
+
+    def best(self, plan: Plan) -> Iterator[RenderableType]:
+        """Time and memory of one plan, as bars."""
+        yield Text.assemble("best: ", (str(plan.layout), "bold"))
+        figures = ", ".join(f"{name} {value}" for name, value in plan_labels.figures(plan))
+        yield Text(self.plain(figures), style="dim")
+        yield Text("\ntime of a step by cause", style="bold cyan")
+        causes = plan_labels.largest_first(plan_labels.bars(plan.times, plan_labels.CAUSES))
+        yield self._bars(causes, plan_labels.alike([bar.value for bar in causes]))
+        of = f"{plan_labels.gib(plan.memory.total)} of {plan_labels.gib(plan.case.cluster.memory)}"
+        yield Text(f"\nmemory of {plan_labels.fullest(plan)}: {of}", style="bold cyan" if plan.fits else "bold red")
+        categories = plan_labels.largest_first(plan_labels.bars(plan.memory.parts, plan_labels.CATEGORIES))
+        yield self._bars(categories, [plan_labels.gib(bar.value) for bar in categories])
+        if 1 < plan.layout.pp <= MOST_STAGES:
+            yield Text("\nGiB on a rank of each stage", style="bold cyan")
+            yield self._stages(plan)
+
+    def _stages(self, plan: Plan) -> Table:
+        """Memory by category and stage, the fullest marked."""
+        ranks = by_rank(plan.case)
+        fullest = max(range(len(ranks)), key=lambda stage: ranks[stage].total)
+        table = Table.grid(padding=(0, 2), pad_edge=False)
+        table.add_column()
+        for _ in ranks:
+            table.add_column(justify="right", no_wrap=True)
+        marks = [f"{stage}{'*' if stage == fullest else ''}" for stage in range(len(ranks))]
+        table.add_row("  stage (* the fullest)", *marks, style="dim")
+        for key, word in plan_labels.CATEGORIES.items():
+            sizes = [rank.parts.get(key, 0) / GIB for rank in ranks]
+            if any(sizes):
+                table.add_row(f"  {word.name}", *(f"{size:.1f}" for size in sizes))
+        table.add_row("  together", *(f"{rank.total / GIB:.1f}" for rank in ranks), style="bold")
+        return table
+
+    def _bars(self, bars: Sequence[plan_labels.Bar], values: Sequence[str]) -> Table:
+        longest = max((len(bar.word.name) for bar in bars), default=0)
+        room = self.width - longest - max(map(len, values), default=0) - 7 - 8
+        most = max((bar.value for bar in bars), default=1.0)
+        table = Table.grid(padding=(0, 2), pad_edge=False)
+        table.add_column(no_wrap=False)
+        for justify in ("right", "right", "left"):
+            table.add_column(no_wrap=True, justify=justify)  # type: ignore[arg-type]
+        for bar, value in zip(bars, values, strict=True):
+            long = self._bar(bar.value / most, min(60, room)) if room >= 4 else ""
+            share = f"{100 * bar.share:.1f} %"
+            table.add_row(f"  {bar.word.name}", Text(value, style="bold"), share, Text(long, style=bar.word.colour))
+        return table
+
+    def _bar(self, share: float, columns: int) -> str:
+        if self.is_ascii:
+            return "#" * max(1, round(share * columns))
+        full, rest = divmod(max(1, round(8 * share * columns)), 8)
+        return "█" * full + EIGHTHS[rest].strip()
+
+    def bullets(self, lines: Sequence[str]) -> Iterator[RenderableType]:
+        if not lines:
+            return
+        table = Table.grid(padding=(0, 1), pad_edge=False)
+        table.add_column(no_wrap=True)
+        table.add_column(max_width=max(20, min(self.width, 110) - 4))
+        for line in lines:
+            table.add_row(Text(self.plain("  •"), style="cyan"), Text(self.plain(line)))
+        yield Text("\nwhy", style="bold cyan")
+        yield table
+
+    def run(self, plan: Plan, command: str) -> Iterator[RenderableType]:
+        """How to run it, on lines that a shell joins; or why it cannot be."""
+        if not plan.runnable:
+            yield Text("\nthis plan cannot be run yet", style="bold yellow")
+            yield from (Text(f"  {line}") for line in plan.layout.plan_only)
+        elif command:
+            yield Text("\nrun it", style="bold cyan")
+            yield Text("\n".join(continued(command, self.width)), style="green", overflow="fold")
+
+
+def folded(layout: str, width: int) -> list[str]:
+    """A layout on lines of at most this width, broken behind commas; a longer key is cut."""
+    lines = [""]
+    for piece in re.findall(r"[^,]+,?", layout):
+        if lines[-1] and len(lines[-1]) + len(piece) > width:
+            lines.append("")
+        for start in range(0, len(piece), width):
+            if start:
+                lines.append("")
+            lines[-1] += piece[start : start + width]
+    return lines
+
+
+def continued(command: str, width: int) -> list[str]:
+    """A command on lines that a shell joins to the same words: broken before options, else inside a word."""
+    if len(command) + 2 <= width:
+        return [f"  {command}"]
+    lines: list[str] = []
+    for piece in re.split(r" (?=--)", command):
+        line = f"  {piece}" if not lines else f"    {piece}"
+        # A shell joins what is left and right of a backslash at the end of a line, but not between quotes.
+        while len(line) + 2 > width and not {"'", "\\"} & {*piece}:
+            cut = line.rfind(",", 8, width - 1) + 1 or width - 1
+            lines.append(f"{line[:cut]}\\")
+            line = line[cut:]
+        lines.append(f"{line} \\")
+    lines[-1] = lines[-1].removesuffix(" \\")
+    return lines

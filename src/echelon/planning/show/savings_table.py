@@ -1,0 +1,60 @@
+"""What each technique would save, as a table: GiB by category, and the seconds of a step that it adds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from echelon.planning.cluster.device_kinds import GIB
+from echelon.planning.priced_plan import Plan
+from echelon.planning.search.memory_savings import CATEGORIES, Saving
+from echelon.planning.show import plan_labels
+
+SHORT = {"gradients": "grads", "activations": "acts"}
+"""so that a line fits into 80 columns"""
+MARKS = "*†‡"
+LITTLE = 0.05
+"""GiB that are not worth a number"""
+
+
+def shown(plan: Plan, found: Sequence[Saving]) -> RenderableType:
+    """For the plan as it is, and every technique beside it."""
+    told = [name for name in CATEGORIES if any(abs(one.saved[name]) >= LITTLE * GIB for one in found)]
+    marks = dict(zip(dict.fromkeys(one.changes for one in found if one.changes), MARKS, strict=False))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, border_style="dim")
+    table.add_column("technique", no_wrap=True)
+    for name in (*told, "all", "step"):
+        table.add_column(SHORT.get(name, name), justify="right", no_wrap=True)
+    table.add_column("then", no_wrap=True)
+    for one in found:
+        share = one.seconds / plan.seconds
+        table.add_row(
+            one.technique + marks.get(one.changes, ""),
+            *(gib(one.saved[name]) for name in told),
+            Text(gib(one.total), style="bold green" if one.total > LITTLE * GIB else "dim"),
+            Text(percent(share), style="red" if share > 0.005 else "green" if share < -0.005 else "dim"),
+            Text(then(one), style="" if one.plan.fits else "dim"),
+        )
+    head = f"What each technique would save of {plan_labels.gib(plan.memory.total)} ({plan.layout}), in GiB"
+    below = "; ".join(f"{mark} {said}" for said, mark in marks.items())
+    return Group(Text(head, style="bold"), Text(), table, Text(below, style="dim"))
+
+
+def gib(size: float) -> str:
+    return "·" if abs(size) < LITTLE * GIB else f"{size / GIB:.1f}"
+
+
+def percent(share: float) -> str:
+    return "same" if abs(share) < 0.005 else f"{share:+.0%}"
+
+
+def then(one: Saving) -> str:
+    """Whether it fits."""
+    over = one.plan.memory.total - one.plan.case.cluster.memory
+    return ("fits" if one.plan.fits else f"{plan_labels.gib(over)} too much") + (
+        "" if one.plan.runnable else ", plan only"
+    )

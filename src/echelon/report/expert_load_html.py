@@ -1,0 +1,79 @@
+"""Loads of experts as a part of a page: every layer at a click, every cell at a hover. `expert_load.html` is that part.
+
+The page gets a byte for every expert and column, so that 60 layers of 256 experts fit into 2 MB.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from echelon.report import load_colours
+from echelon.report.expert_load_history import History, Layer
+from echelon.training.logging.expert_load import short_name
+
+TEMPLATE = "expert_load.html"
+ALL, DETAILS = 8, 4
+"""so many layers are all shown at first, of more only the worst"""
+
+
+def as_html(history: History) -> str:
+    """A page of its own."""
+    title = escape(f"{history.name}: loads of experts")
+    page = "body{margin:0;padding:20px 24px 28px;background:#fff}"
+    page += "@media (prefers-color-scheme:dark){body{background:#11151c}}"
+    return (
+        f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{title}</title>\n'
+        f"<style>{page}</style>\n{section(history)}</html>\n"
+    )
+
+
+def section(history: History, *, light: bool = False) -> str:
+    """For any page; `light`: in the dark too, beside what has one look only."""
+    worst = history.layers if len(history.layers) <= ALL else history.worst(DETAILS)
+    shown = {layer.name for layer in worst}
+    data = {
+        "name": f"{history.name}: loads of experts" if history.name else "loads of experts",
+        "heading": history.heading(),
+        "edges": load_colours.EDGES,
+        "names": load_colours.NAMES,
+        "nothing": load_colours.NOTHING,
+        "spans": history.spans,
+        "figures": list(history.layers[0].columns[0].figures),
+        "layers": [_layer(layer, layer.name in shown) for layer in history.layers],
+    }
+    # Inside a script, only "</" could end it.
+    text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
+    page = files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")
+    before, mark, after = page.partition('"DATA"')
+    assert mark
+    before = before.replace("MODE", "light" if light else "", 1)
+    for word, colours in (("LIGHT", load_colours.ON_LIGHT), ("DARK", load_colours.ON_DARK)):
+        before = before.replace(word, "; ".join(f"--s{step}: {colour}" for step, colour in enumerate(colours)), 1)
+    return before + text + after
+
+
+def _layer(layer: Layer, shown: bool) -> dict[str, Any]:
+    loads = bytes(_byte(load) for column in layer.columns for load in column.loads or [0.0] * layer.experts)
+    figures = [column.figures for column in layer.columns]
+    return {
+        "name": short_name(layer.name),
+        "experts": layer.experts,
+        "shown": shown,
+        "last": layer.last["most"],
+        "worst": layer.worst,
+        "worstStep": layer.worst_step,
+        "never": layer.never(),
+        "lines": [[round(figure[name], 4) for figure in figures] for name in figures[0]],
+        "loads": base64.b64encode(loads).decode(),
+    }
+
+
+def _byte(load: float) -> int:
+    """0 for no token, else 1 + 16 for each doubling above 1/128 of the mean."""
+    return min(255, max(1, 1 + round(16 * (math.log2(load) + 7)))) if load > 0 else 0

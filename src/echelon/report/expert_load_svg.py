@@ -1,0 +1,201 @@
+"""Loads of experts as SVG: layers over steps, then maps of experts over steps with lines below them.
+
+One file, no fonts or scripts from elsewhere; the colours follow the reader's light or dark mode. Cells of one colour
+are one path, and neighbours in a row one shape of it, so that the file stays small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import groupby
+
+from echelon.pipeline.draw.timeline_labels import ticks
+from echelon.report.expert_load_history import History, Layer
+from echelon.report.load_colours import NAMES, NOTHING, ON_DARK, ON_LIGHT, label, load_of, rows_of, step_of
+from echelon.training.logging.expert_load import short_name
+
+MARGIN, LEFT, MAP, RIGHT = 24.0, 116.0, 744.0, 116.0
+WIDTH = LEFT + MAP + RIGHT
+ALL, DETAILS, EXPERTS = 8, 4, 256
+"""so many layers all have maps of their own, of more only the worst; at most so many rows of experts"""
+HIGH, LOW = 14.0, 1.0
+"""rows of few and of many"""
+THIN = 4.0
+"""a row below this has no room for the line of those without a token: it stays empty"""
+MAP_HEIGHT = 224.0
+STRIP = 30.0
+"""of a line below a map"""
+FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
+LIGHT = {"paper": "#ffffff", "ink": "#1c2230", "pale": "#5a6376", "line": "#d5dae3", "empty": "#b3440f"}
+DARK = {"paper": "#11151c", "ink": "#e8ebf1", "pale": "#9aa4b5", "line": "#333b49", "empty": "#f08a52"}
+
+Row = tuple[str, list[int | None]]
+"""its name, and the steps of the scale of its cells"""
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """Where steps are."""
+
+    first: int
+    last: int
+    spans: Sequence[tuple[int, int]]
+
+    def x(self, step: float) -> float:
+        return LEFT + MAP * (step - self.first) / (self.last - self.first + 1)
+
+    def cells(self, steps: Sequence[int | None]) -> Iterator[tuple[int | None, float, float]]:
+        """Runs of neighbours in one colour: which, from where, how wide."""
+        for step, group in groupby(range(len(steps)), key=lambda at: steps[at]):
+            places = list(group)
+            start = self.x(self.spans[places[0]][0])
+            yield step, start, self.x(self.spans[places[-1]][1] + 1) - start
+
+
+def as_svg(history: History, *, light: bool = False) -> str:
+    """The picture as the text of an SVG file; `light`: in the dark too, beside what has one look only."""
+    frame = _Frame(*history.steps, history.spans)
+    shown = history.layers if len(history.layers) <= ALL else history.worst(DETAILS)
+    title = f"loads of experts: {history.heading()}"
+    parts = [_text(MARGIN, 42, f"{history.name}: loads of experts" if history.name else "loads of experts", 22, 650)]
+    thin = any(MAP_HEIGHT / layer.experts < THIN for layer in shown)
+    parts += [_text(MARGIN, 66, history.heading(), 14, look="pale"), *_legend(96, thin)]
+    y = 118.0
+    if len(history.layers) > 1:
+        rows = [
+            (short_name(layer.name), [step_of(column.figures["max/mean"]) for column in layer.columns])
+            for layer in history.layers
+        ]
+        notes = [f"{layer.last['most']:.2f}, worst {layer.worst:.2f}" for layer in history.layers]
+        parts.append(_text(LEFT + MAP + 8, y + 26, "last step, worst", 11, look="pale"))
+        more, y = _map("busiest expert of each layer, to the mean", rows, frame, y, notes)
+        parts += more
+    if len(shown) < len(history.layers):
+        words = f"Below: the {len(shown)} least even of {len(history.layers)} layers, by the second half of the steps."
+        y += 28
+        parts.append(_text(MARGIN, y, words, 13, look="pale"))
+    for layer in shown:
+        more, y = _layer(layer, frame, y)
+        parts += more
+    height = y + 20
+    dark = "" if light else f"@media (prefers-color-scheme: dark){{{_style(DARK, ON_DARK)}}}"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH:.0f}" height="{height:.0f}" '
+        f'viewBox="0 0 {WIDTH:.0f} {height:.0f}" font-family="{FONT}" role="img">\n<title>{escape(title)}</title>\n'
+        f"<style>{_style(LIGHT, ON_LIGHT)}{dark}text{{font-variant-numeric:tabular-nums}}"
+        ".thin{fill:none;stroke-width:1.6;stroke-linejoin:round}</style>\n"
+        '<rect width="100%" height="100%" class="paper"/>\n' + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+def _style(colours: dict[str, str], scale: Sequence[str]) -> str:
+    found = "".join(f".{name}{{fill:{colour}}}" for name, colour in colours.items())
+    found += "".join(f".s{step}{{fill:{colour}}}" for step, colour in enumerate(scale))
+    return found + f".thin{{stroke:{colours['ink']}}}"
+
+
+def _legend(y: float, thin: bool) -> Iterator[str]:
+    yield _text(MARGIN, y, "load to the mean", 13, look="pale")
+    x = MARGIN + 124
+    for step, name in enumerate(NAMES):
+        yield f'<rect class="s{step}" x="{x:g}" y="{y - 11:g}" width="22" height="14"/>'
+        yield _text(x + 27, y, name, 12, look="pale")
+        x += 27 + 7 * len(name) + 14
+    if thin:
+        yield _text(x, y, f"empty: {NOTHING}", 12, look="pale")
+    else:
+        yield f'<rect class="empty" x="{x:g}" y="{y - 5:g}" width="22" height="2"/>'
+        yield _text(x + 27, y, NOTHING, 12, look="pale")
+
+
+def _layer(layer: Layer, frame: _Frame, y: float) -> tuple[list[str], float]:
+    """A layer from `y` on, and where it ends."""
+    kinds = rows_of(layer.experts, EXPERTS)
+    loads = [column.loads for column in layer.columns]
+    rows: list[Row] = [(label(row), [step_of(load_of(column, row)) for column in loads]) for row in kinds]
+    title = f"{short_name(layer.name)}: experts"
+    if len(kinds) < layer.experts:
+        title += ", in each row the busiest"
+    if never := layer.never():
+        few = " ".join(map(str, never[:8])) + (f" and {len(never) - 8} more" if len(never) > 8 else "")
+        title += f" · no token in the run: {few}"
+    parts, y = _map(title, rows, frame, y, axis=False)
+    for name in layer.columns[0].figures:
+        y += 10
+        parts += _strip(name, [column.figures[name] for column in layer.columns], frame, y)
+        y += STRIP
+    return parts + list(_axis(frame, y + 4)), y + 24
+
+
+def _map(
+    title: str, rows: Sequence[Row], frame: _Frame, y: float, notes: Sequence[str] = (), *, axis: bool = True
+) -> tuple[list[str], float]:
+    parts = [_text(MARGIN, y + 26, title, 15, 600)]
+    y += 38
+    high = max(LOW, min(HIGH, MAP_HEIGHT / len(rows))) if not notes else max(8.0, min(HIGH, 480 / len(rows)))
+    gap = 1.0 if high >= 12 else 0.0
+    shapes: dict[str, list[str]] = {}
+    every = -(-12 // int(high)) if high < 12 else 1
+    for at, (name, steps) in enumerate(rows):
+        top = y + at * high
+        for step, x, width in frame.cells(steps):
+            if step is None and high < THIN:
+                continue
+            if step is None:
+                thick = 2.0
+                where = f"M{x:.1f} {top + (high - gap - thick) / 2:g}h{width:.1f}v{thick:g}h-{width:.1f}z"
+                shapes.setdefault("empty", []).append(where)
+            else:
+                tall = high - gap
+                shapes.setdefault(f"s{step}", []).append(f"M{x:.1f} {top:g}h{width:.1f}v{tall:g}h-{width:.1f}z")
+        if at % every == 0:
+            size = min(12.0, max(10.0, high))
+            parts.append(_text(LEFT - 10, top + high / 2 + 4, name, size, look="pale", anchor="end"))
+            if notes:
+                parts.append(_text(LEFT + MAP + 8, top + high / 2 + 4, notes[at], size, look="pale"))
+    edges = ' shape-rendering="crispEdges"'
+    parts += [f'<path class="{name}"{edges} d="{"".join(found)}"/>' for name, found in sorted(shapes.items())]
+    y += len(rows) * high
+    if axis:
+        parts += _axis(frame, y + 4)
+        y += 24
+    return parts, y
+
+
+def _strip(name: str, values: Sequence[float], frame: _Frame, y: float) -> Iterator[str]:
+    """A line over the steps, from 0 (entropy: and to 1) to the most that it reached."""
+    top = 1.0 if name == "entropy" else max(values) or 1.0
+    number: Callable[[float], str] = (
+        (lambda value: f"{value:.1f}") if name in ("dead", "dropped %") else "{:.2f}".format
+    )
+    yield f'<rect class="line" x="{LEFT:g}" y="{y + STRIP:g}" width="{MAP:g}" height="1"/>'
+    places = [
+        (frame.x((start + end + 1) / 2), y + STRIP * (1 - value / top))
+        for (start, end), value in zip(frame.spans, values, strict=True)
+    ]
+    if len(places) == 1:
+        places = [(LEFT, places[0][1]), (LEFT + MAP, places[0][1])]
+    yield f'<path class="thin" d="M{"L".join(f"{x:.1f} {high:.1f}" for x, high in places)}"/>'
+    yield _text(LEFT - 10, y + STRIP / 2 + 6, name, 12, look="pale", anchor="end")
+    yield _text(LEFT + MAP + 8, y + STRIP / 2 - 2, f"{number(values[-1])} at the end", 11, look="pale")
+    yield _text(LEFT + MAP + 8, y + STRIP / 2 + 12, f"{number(min(values))} to {number(max(values))}", 11, look="pale")
+
+
+def _axis(frame: _Frame, y: float) -> Iterator[str]:
+    round_ = ticks(frame.last - frame.first + 1, 10)
+    each = max(1, round(round_[1])) if len(round_) > 1 else frame.last + 1
+    later = range(frame.first // each * each + each, frame.last + 1, each)
+    for step in (frame.first, *(step for step in later if frame.x(step) - LEFT > 45)):
+        x = frame.x(step + 0.5)
+        yield f'<rect class="line" x="{x:.1f}" y="{y - 3:g}" width="1" height="4"/>'
+        yield _text(x, y + 12, f"{'step ' * (step == frame.first)}{step:,}", 11, look="pale", anchor="middle")
+
+
+def _text(
+    x: float, y: float, text: str, size: float, weight: int = 400, *, look: str = "ink", anchor: str = "start"
+) -> str:
+    more = f' font-weight="{weight}"' if weight != 400 else ""
+    more += f' text-anchor="{anchor}"' if anchor != "start" else ""
+    return f'<text class="{look}" x="{x:g}" y="{y:g}" font-size="{size:g}"{more}>{escape(text)}</text>'

@@ -1,0 +1,1 @@
+"""elastic: see the modules."""

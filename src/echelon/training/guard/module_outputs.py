@@ -1,0 +1,56 @@
+"""What the modules of a model give, as it is made: for whoever looks for a number that is not what it should be.
+
+Our linear layers are left out. Those that read the same input are computed together where nobody watches them, and a
+step that is looked at must be computed as every other is. What comes out of them is in the output of what they are in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon.models.linear_layer import Linear
+from echelon.parallel.dp.sharded_model import tensors_in
+
+See = Callable[[str, Tensor], None]
+"""takes a module's name, and a floating-point tensor that it gave"""
+
+
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Those that can be watched, by their names."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if name and not isinstance(module, Linear) and not hasattr(module, "together")
+    }
+
+
+@contextmanager
+def outputs(model: nn.Module, see: See, enter: Callable[[str], None] = lambda name: None) -> Iterator[None]:
+    """Every output is shown, when it is made; `enter` is told of modules that begin."""
+
+    def before(name: str) -> Callable[..., None]:
+        return lambda _module, _args: enter(name)
+
+    def after(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            for tensor in tensors_in(output):
+                if tensor.is_floating_point():
+                    with torch.no_grad():
+                        see(name, tensor.detach())
+
+        return hook
+
+    handles = []
+    try:
+        for name, module in modules_of(model).items():
+            handles.append(module.register_forward_pre_hook(before(name)))
+            handles.append(module.register_forward_hook(after(name)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

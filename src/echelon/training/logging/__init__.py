@@ -1,0 +1,1 @@
+"""logging: see the modules."""

@@ -1,0 +1,280 @@
+"""What a person sees of a run: every derived number once, live progress, evaluations, and a summary with a text.
+
+Rank 0 owns one. On a terminal the progress is redrawn in place; elsewhere (a file, a log collector) it is one plain
+line every few seconds. A quiet display prints nothing, so that `--json` leaves standard output to its one object.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from echelon.training.logging.expert_load import Balance
+
+LEVELS = "▁▂▃▄▅▆▇█"
+ASCII_LEVELS = "_.-:=+*#"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where a run stands after a step."""
+
+    step: int
+    """Steps done."""
+    loss: float
+    """Mean loss per valid target of this step."""
+    tokens_per_s: float
+    """Over all ranks."""
+    mfu: float
+    """Share of the peak that the mathematics needs."""
+    hfu: float
+    """Share of the peak that was executed."""
+    memory: int
+    """Peak bytes of the fullest rank."""
+    experts: Balance | None = None
+    """How evenly experts were used; none where the model has no experts."""
+
+    def record(self) -> dict[str, float]:
+        """As the log has it; of experts it has more, in a line of its own."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "experts"}
+
+
+Derived = tuple[str, str, str]
+"""A number that was chosen for the user: name, value, why."""
+
+
+class Display:
+    """The progress display of one run of `total` steps; a context manager around the loop."""
+
+    def __init__(
+        self,
+        total: int,
+        *,
+        quiet: bool = False,
+        console: Console | None = None,
+        seconds: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total = total
+        self._console = Console(quiet=True) if quiet else console or Console()
+        self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal and not quiet
+        self._seconds, self._clock = seconds, clock
+        self._live: Live | None = None
+        self._now: Progress | None = None
+        self._losses = History()
+        # The pace of the last steps, not of the whole run: the first step compiles and allocates.
+        self._times: deque[tuple[float, int]] = deque(maxlen=50)
+        self._printed = -math.inf
+
+    def __enter__(self) -> Self:
+        if self._is_live:
+            self._live = Live(get_renderable=self._picture, console=self._console, refresh_per_second=4)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def header(self, title: str, derived: Sequence[Derived]) -> None:
+        """Every derived number, once, before the first step."""
+        if not self._is_live:
+            self._line(title)
+            for name, value, why in derived:
+                self._line(f"  {name}: {value}" + (f" ({why})" if why else ""))
+            return
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="cyan", no_wrap=True)
+        table.add_column(style="bold")
+        table.add_column(style="dim", ratio=1)
+        for cells in derived:
+            table.add_row(*(Text(cell) for cell in cells))
+        self._console.print(Panel(table, title=Text(title, style="bold"), title_align="left", border_style="cyan"))
+
+    def step(self, progress: Progress) -> None:
+        """A step is done."""
+        is_first, self._now = self._now is None, progress
+        self._losses.add(progress.loss)
+        now = self._clock()
+        self._times.append((now, progress.step))
+        is_edge = is_first or progress.step >= self._total
+        if not self._is_live and (is_edge or now - self._printed >= self._seconds):
+            self._printed = now
+            experts = [f"{name} {value}" for name, value, _ in progress.experts.figures()] if progress.experts else []
+            figures = [f"{name} {value}" for name, value in self._figures()]
+            self._line("  ".join([f"step {progress.step}/{self._total}", *figures, *experts]))
+
+    def evaluation(self, step: int, loss: float) -> None:
+        """The loss on held-back text."""
+        line = f"evaluation at step {step}: loss {number(loss)}, perplexity {number(perplexity(loss))}"
+        self._line(line, style="green")
+
+    def note(self, text: str) -> None:
+        """Something that happened and that the user should know."""
+        self._line(f"note: {text}", style="yellow")
+
+    def summary(self, title: str, rows: Sequence[tuple[str, str]], *, prompt: str = "", sample: str = "") -> None:
+        """The end: results, and the text that the model wrote after `prompt`."""
+        if not self._is_live:
+            self._line(title)
+            for name, value in rows:
+                self._line(f"  {name}: {value}")
+            if sample:
+                self._line("  sample:")
+                for line in self._printable(prompt + sample).splitlines():
+                    self._line(f"    | {line}")
+            return
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="cyan", no_wrap=True)
+        table.add_column(style="bold")
+        for name, value in rows:
+            table.add_row(Text(name), Text(value))
+        parts: list[RenderableType] = [table]
+        if sample:
+            written = Text.assemble((self._printable(prompt), "bold"), self._printable(sample))
+            parts += [Rule("what the model writes now", style="dim green"), written]
+        self._console.print(
+            Panel(Group(*parts), title=Text(title, style="bold"), title_align="left", border_style="green")
+        )
+
+    def _figures(self) -> list[tuple[str, str]]:
+        assert self._now is not None
+        return [
+            ("loss", number(self._now.loss)),
+            ("tokens/s", short(self._now.tokens_per_s)),
+            ("MFU", percent(self._now.mfu)),
+            ("HFU", percent(self._now.hfu)),
+            ("memory", size(self._now.memory)),
+            ("left", duration(self._seconds_left())),
+        ]
+
+    def _picture(self) -> RenderableType:
+        if self._now is None:
+            return Text("waiting for the first step", style="dim")
+        bar = Table.grid(padding=(0, 1), expand=True)
+        for _ in range(2):
+            bar.add_column(no_wrap=True)
+        bar.add_column(ratio=1)
+        bar.add_column(no_wrap=True, justify="right")
+        bar.add_row(
+            Text("step", style="cyan"),
+            Text(f"{self._now.step}/{self._total}", style="bold"),
+            ProgressBar(total=self._total, completed=self._now.step, complete_style="cyan", finished_style="green"),
+            Text(f"{self._now.step / self._total:4.0%}", style="bold"),
+        )
+        loss, *others = (Text.assemble((name, "cyan"), (f" {value}", "bold")) for name, value in self._figures())
+        levels = ASCII_LEVELS if self._console.options.ascii_only else LEVELS
+        loss.append(" " + sparkline(self._losses.means, 24, levels), style="magenta")
+        figures = Text("   ").join([loss, *others])
+        lines = [figures] if figures.cell_len <= self._console.width else [loss, Text("   ").join(others)]
+        return Group(bar, *lines, *self._experts())
+
+    def _experts(self) -> list[Text]:
+        """How evenly experts are used, on as many lines as it needs; what deserves a look is yellow."""
+        if self._now is None or self._now.experts is None:
+            return []
+        lines = [Text.assemble(("experts", "cyan"))]
+        for name, value, stands_out in self._now.experts.figures():
+            cell = Text.assemble((name, "cyan"), (f" {value}", "bold yellow" if stands_out else "bold"))
+            if lines[-1].cell_len + 3 + cell.cell_len > self._console.width:
+                lines.append(Text("       "))
+            lines[-1] += Text("   ") + cell
+        return lines
+
+    def _seconds_left(self) -> float:
+        (start, first), (end, last) = self._times[0], self._times[-1]
+        return (end - start) / (last - first) * (self._total - last) if last > first else math.nan
+
+    def _line(self, text: str, style: str = "") -> None:
+        self._console.print(Text(text, style=style), soft_wrap=not self._is_live)
+
+    def _printable(self, text: str) -> str:
+        """Text of a model that has not learned much: without control characters and what the console cannot encode."""
+        shown = "".join(letter if letter.isprintable() or letter == "\n" else "·" for letter in text.expandtabs(4))
+        return shown.encode(self._console.encoding, "replace").decode(self._console.encoding)
+
+
+class History:
+    """The losses of a whole run in bounded room: means of equal shares, whose length doubles as the run grows."""
+
+    def __init__(self, room: int = 240) -> None:
+        self.means: list[float] = []
+        self._room, self._length = room, 1
+        self._share: list[float] = []
+
+    def add(self, value: float) -> None:
+        self._share.append(value)
+        if len(self._share) < self._length:
+            return
+        self.means.append(sum(self._share) / len(self._share))
+        self._share.clear()
+        if len(self.means) == self._room:
+            pairs = zip(self.means[::2], self.means[1::2], strict=True)
+            self.means = [(first + second) / 2 for first, second in pairs]
+            self._length *= 2
+
+
+def sparkline(values: Sequence[float], width: int, levels: str = LEVELS) -> str:
+    """The values as a row of at most `width` bars, each the mean of its share; "!" where a value is not finite."""
+    columns = min(width, len(values))
+    shares = [values[i * len(values) // columns : (i + 1) * len(values) // columns] for i in range(columns)]
+    means = [sum(share) / len(share) for share in shares]
+    finite = [mean for mean in means if math.isfinite(mean)]
+    low, span = min(finite, default=0.0), max(finite, default=0.0) - min(finite, default=0.0)
+    top = len(levels) - 1
+    return "".join(
+        levels[round((mean - low) / span * top) if span else 0] if math.isfinite(mean) else "!" for mean in means
+    )
+
+
+def perplexity(loss: float) -> float:
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def number(value: float) -> str:
+    return f"{value:.4g}" if abs(value) >= 1000 or not math.isfinite(value) else f"{value:.3f}"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %" if math.isfinite(share) else "-"
+
+
+def short(count: float) -> str:
+    """12.3k for 12,345."""
+    if not math.isfinite(count):
+        return "-"
+    for unit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if count >= unit:
+            return f"{count / unit:.1f}{letter}"
+    return f"{count:.0f}"
+
+
+def size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def duration(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,207 @@
+"""A run's directory: what was asked, what was decided, what happened.
+
+runs/gpt-tiny-20250131-120000/
+  config.toml    every key that has an effect: `echelon train config.toml` repeats the run
+  plan.json      the layout, every derived number, and what the planner predicted
+  log.jsonl      one JSON object per line, in the order things happened (`echelon draw RUN` shows the loads of experts)
+  measured.json  at the end: what a step took, beside what was predicted (`echelon plan --correct RUN`)
+  checkpoints/   with checkpoint.every: `echelon train --resume RUN` goes on from there
+  profile.json   of a pipeline that was split by it: what each layer takes
+  timeline.json  of a pipeline: the actions of the last step, planned and measured (`echelon draw RUN`)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from echelon.config.run_config import Config
+
+
+class RunError(ValueError):
+    """A run's directory cannot be made, written or read."""
+
+
+@dataclass(kw_only=True)
+class Run:
+    """An open run. Only the process that created it (rank 0) writes."""
+
+    path: Path
+    """The directory."""
+    _log: IO[str] | None = field(default=None, repr=False)
+    _claim: IO[bytes] | None = field(default=None, repr=False)
+
+    @classmethod
+    def create(cls, config: Config, plan: Mapping[str, Any]) -> Self:
+        """A new directory. One that is in use is left alone: the new one gets the suffix -2, -3, …"""
+        wanted = wanted_path(config)
+        for number in itertools.count(1):
+            path = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+                if any(path.iterdir()):
+                    continue
+                # Creating the file, and failing if it is there, claims the directory when two runs start at once.
+                with open(path / "config.toml", "x", encoding="utf-8") as file:
+                    file.write(config.to_toml())
+            except FileExistsError as error:
+                if path.is_dir():
+                    continue
+                raise RunError(f"the run's directory is a file ({path}); set run to another folder") from error
+            except OSError as error:
+                raise _unwritable(path, error) from error
+            run = cls(path=path)
+            run.write("plan.json", json.dumps(_finite(plan), indent=2, ensure_ascii=False) + "\n")
+            run.write("log.jsonl", "")
+            return run
+        raise AssertionError("unreachable: the numbers do not end")
+
+    @classmethod
+    def open(cls, path: str | Path) -> Self:
+        """An existing run, to read it or to log more."""
+        path = Path(path)
+        missing = [name for name in ("config.toml", "plan.json", "log.jsonl") if not (path / name).is_file()]
+        if missing:
+            raise RunError(
+                f"not a run's directory ({path} has no {', '.join(missing)}); give the folder that train printed"
+            )
+        return cls(path=path)
+
+    def claim(self) -> bool:
+        """For this process alone, until it closes the run or ends in any way; False where another process has it."""
+        self._claim = open(self.path / "config.toml", "rb")  # noqa: SIM115 (close() does)
+        try:
+            fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass  # a file system without locks
+        return True
+
+    @property
+    def age(self) -> float:
+        """Seconds since something was logged."""
+        return time.time() - (self.path / "log.jsonl").stat().st_mtime
+
+    @property
+    def config(self) -> Config:
+        return Config.from_toml((self.path / "config.toml").read_text(encoding="utf-8"))
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        return dict(json.loads((self.path / "plan.json").read_text(encoding="utf-8")))
+
+    def log(self, kind: str, **values: Any) -> None:
+        """Append one line. Numbers that JSON lacks become the texts "nan", "inf" and "-inf", which `float` reads."""
+        line = json.dumps(_finite({"kind": kind, **values}), ensure_ascii=False, separators=(", ", ": "))
+        try:
+            if self._log is None:
+                self._log = _open_to_append(self.path / "log.jsonl")
+            self._log.write(line + "\n")
+            self._log.flush()
+        except OSError as error:
+            self._abandon_log()
+            raise _unwritable(self.path / "log.jsonl", error) from error
+
+    def records(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
+        """The log's lines, of one kind or all. A torn last line (a crash, or a run that is writing now) is left out."""
+        with open(self.path / "log.jsonl", encoding="utf-8", errors="replace") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith("\n"):
+                    return
+                try:
+                    record = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise RunError(
+                        f"damaged log ({self.path / 'log.jsonl'}, line {number}: {error.msg.lower()})"
+                    ) from error
+                if kind is None or record.get("kind") == kind:
+                    yield record
+
+    def close(self) -> None:
+        claim, self._claim = self._claim, None
+        if claim is not None:
+            claim.close()
+        self._close_log()
+
+    def _close_log(self) -> None:
+        log, self._log = self._log, None
+        if log is not None:
+            log.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def write(self, name: str, text: str) -> None:
+        try:
+            (self.path / name).write_text(text, encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            raise _unwritable(self.path / name, error) from error
+
+    def _abandon_log(self) -> None:
+        # Closing flushes again what did not fit the first time; that second failure says nothing new.
+        with contextlib.suppress(OSError):
+            self._close_log()
+
+
+def _open_to_append(path: Path) -> IO[str]:
+    """Opens the log at its end, after removing the half line that a crash may have left there."""
+    with open(path, "r+b") as file:
+        whole = _end_of_last_line(file)
+        file.truncate(whole)
+    # Half of a surrogate pair cannot be written as UTF-8, but its escape is JSON.
+    return open(path, "a", encoding="utf-8", errors="backslashreplace")
+
+
+def _end_of_last_line(file: IO[bytes], chunk: int = 1 << 16) -> int:
+    position = file.seek(0, 2)
+    while position:
+        start = max(0, position - chunk)
+        file.seek(start)
+        newline = file.read(position - start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        position = start
+    return 0
+
+
+def _finite(value: Any) -> Any:
+    """`value` with the floats that JSON lacks written as texts."""
+    if isinstance(value, int | str):
+        return value  # most of a long list
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(name): _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def wanted_path(config: Config) -> Path:
+    """Where a new run would be made now, if nothing were there."""
+    return Path(config.run or f"runs/{_file_name(config.model)}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def _file_name(model: str) -> str:
+    """A model's name as part of a folder's name."""
+    return "".join(letter if letter.isalnum() or letter in "-._" else "-" for letter in Path(model).name)
+
+
+def _unwritable(path: Path, error: OSError) -> RunError:
+    reason = (error.strerror or str(error)).lower()
+    return RunError(f"cannot write the run ({path}: {reason}); make room there or set run to another folder")

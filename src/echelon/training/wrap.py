@@ -1,0 +1,337 @@
+"""`wrap`: a drop-in for DDP and FSDP around a user's own loop.
+
+    model = ec.wrap(model, "dp=4,zero=3")
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss = loss_fn(model(x), y); loss.backward(); optimizer.step(); optimizer.zero_grad()
+
+Gradients are averaged over dp, as DDP does. That is the gradient of the whole batch's mean only where every rank has
+as many targets; `model.mean(total, count)` gives the exact mean over all ranks, and its exact gradient, where they
+differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from echelon import compat
+from echelon.layout import FaultError, Layout, check, rules
+from echelon.layout.placement import Piece
+from echelon.memory.checkpointing.checkpoint_wrapper import repeated
+from echelon.memory.checkpointing.memory_budget import Budgeted
+from echelon.parallel.apply import WORLD, Options, apply
+from echelon.parallel.comm.mesh_axis import Axis, sum_together, world_size
+from echelon.parallel.dp.sharded_model import tensors_in
+from echelon.training.grad_norm import GradientNorm, clip_factor
+from echelon.training.grad_sync import partial_gradients
+
+
+class Wrapped(nn.Module):
+    """A model on a layout, whose forward and backward do their own communication.
+
+    `parameters()` are what the optimizer of this rank updates: the model's own parameters where they are whole
+    (zero=0), flat slices of them where they are sharded.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, options: Options):
+        super().__init__()
+        self.layout = layout
+        self._parallel = apply(model, layout, options)
+        self.module = self._parallel.model
+        self._shards = dict(self._exposed())
+        self._norm = GradientNorm(self._parallel)
+        self._partial = partial_gradients(self._parallel)
+        self._last, self._fresh, self._queued = True, True, False
+        self._begun: bool | None = None
+        """whether the microbatch under way ends a step, as it was when its forward began; none between two"""
+        self._samples = 0
+        self.module.register_state_dict_pre_hook(self._before_state_dict)
+        self.module.register_load_state_dict_pre_hook(self._before_load)
+        # Before the units' own hooks: what they gather must not be what was there before the optimizer's step.
+        self.module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+        self._parallel.flat.on_gradient = self._during_backward
+        for unit in self._parallel.flat.units:
+            unit.scale = 1.0 / layout.dp
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        found = self._parallel.recomputed
+        if isinstance(found, Budgeted) and found.undecided and self.training and torch.is_grad_enabled():
+            self._rehearse(found, args, kwargs)
+        with self._parallel.saving():
+            return self.module(*args, **kwargs)
+
+    @torch.no_grad()
+    def _rehearse(self, found: Budgeted, args: Any, kwargs: Any) -> None:
+        """Decides what each layer keeps, by a forward pass that changes nothing."""
+        samples, stream = self._samples, self._parallel.stream
+        with repeated(self.module, stream, stream.samples), found.rehearsal(self._parallel.options.device):
+            self.module(*args, **kwargs)
+        self._samples = samples
+
+    def mean(self, total: Tensor, count: Tensor) -> Tensor:
+        """The mean over all ranks' targets, from this rank's sum of losses and number of targets."""
+        out: Tensor = _GlobalMean.apply(total, count, self._parallel.axes["dp"])
+        return out
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For all but the last microbatch of a step: gradients add up on this rank."""
+        self._last = False
+        try:
+            yield
+        finally:
+            self._last = True
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        lead = prefix + "." if prefix else ""
+        for name, parameter in self._shards.items():
+            yield lead + name, parameter
+
+    def clip_grad_norm_(self, limit: float) -> Tensor:
+        """Scales all gradients so that their norm over all ranks is at most `limit`; returns the norm before."""
+        norm = self._norm()
+        factor = clip_factor(norm, limit)
+        for parameter in self._shards.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor.to(parameter.grad.dtype))
+        return norm
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The one-device model's `state_dict`, whole, on every rank. All ranks must call it."""
+        found: dict[str, Tensor] = {}
+        flat = self._parallel.flat
+        for unit, piece in flat.pieces():
+            entry, values = piece.entry, unit.master.values()
+            local = values.new_zeros(entry.local_numel)
+            if piece.owner and piece.first:
+                local[piece.start : piece.stop] = flat.view(values, piece)
+            whole = values.new_zeros(entry.shape)
+            box = tuple(slice(low, high) for low, high in piece.box)
+            real = tuple(slice(0, high - low) for low, high in piece.box)
+            whole[box] = local.view(entry.local_shape)[real]
+            self._parallel.axes[WORLD].all_reduce(whole)
+            found.update(dict.fromkeys(entry.names, whole))
+        return found | {name: buffer.clone() for name, buffer in self._buffers_kept()}
+
+    @torch.no_grad()
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """The inverse of `full_state_dict`, or a one-device model's `state_dict`: every rank gives all of it, whole."""
+        self._check_full(state)
+        flat = self._parallel.flat
+        for unit in flat.units:
+            unit.free()  # what a forward pass without a backward pass left gathered is old
+
+        def values(piece: Piece) -> Tensor:
+            part = state[piece.entry.name][tuple(slice(low, high) for low, high in piece.box)]
+            padded = part.new_zeros(piece.entry.local_shape)
+            padded[tuple(slice(0, size) for size in part.shape)] = part
+            return padded.reshape(-1)[piece.start : piece.stop]
+
+        flat.fill(values)
+        for name, buffer in self._buffers_kept():
+            buffer.copy_(state[name])
+
+    def _check_full(self, state: Mapping[str, Tensor]) -> None:
+        entries = self._parallel.placement.entries.values()
+        shapes = {name: tuple(buffer.shape) for name, buffer in self._buffers_kept()}
+        shapes |= {name: entry.shape for entry in entries for name in entry.names}
+        wrong = [f"{name} is missing" for name in shapes if name not in state]
+        wrong += [f"{name} is not in the model" for name in state if name not in shapes]
+        both = [name for name in shapes if name in state and tuple(state[name].shape) != shapes[name]]
+        wrong += [f"{name} has shape {tuple(state[name].shape)}, not {shapes[name]}" for name in both]
+        if not wrong:
+            tied = [(entry.name, other) for entry in entries for other in entry.names[1:]]
+            wrong = [f"{a} and {b} differ but are one" for a, b in tied if not torch.equal(state[a], state[b])]
+        if wrong:
+            raise ValueError(
+                f"the state is not this model's ({'; '.join(wrong)}); give what full_state_dict() gave, "
+                "or the state_dict() of the model before wrap"
+            )
+
+    def _buffers_kept(self) -> Iterator[tuple[str, Tensor]]:
+        """The buffers that a `state_dict` holds: not those that a module makes anew each time."""
+        for home, module in self.module.named_modules(remove_duplicate=False):
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                if name not in module._non_persistent_buffers_set:
+                    yield f"{home}.{name}" if home else name, buffer
+
+    @property
+    def _holds_slices(self) -> bool:
+        entries = self._parallel.placement.entries.values()
+        return self._parallel.policy.shards > 1 or any(entry.local_shape != entry.shape for entry in entries)
+
+    def _before_state_dict(self, _module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
+        """As of any module where parameters are whole. Slices are refused: a file of them would look like the model."""
+        if self._holds_slices:
+            raise ValueError(
+                f"this rank holds slices of the parameters ({self.layout}); "
+                "call model.full_state_dict() on every rank, which gives them whole"
+            )
+        for unit in self._parallel.flat.units:
+            # Where the optimizer has a copy of its own, the module's is made from it when it is next used: now.
+            unit.updated()
+            unit.gather()
+
+    def _before_load(self, _module: nn.Module, _state: Any, _prefix: str, metadata: Any, *_rest: Any) -> None:
+        """Only parameters that are whole, and the optimizer's own, may be copied into."""
+        units = self._parallel.flat.units
+        replaced = bool(metadata.get("assign_to_params_buffers"))
+        if replaced or self._holds_slices or not all(unit.master.in_place for unit in units):
+            why = "assign=True" if replaced else f"{self.layout}, {units[0].full.dtype}"
+            raise ValueError(
+                f"the model's parameters are not whole and its optimizer's own here ({why}); "
+                "call model.load_full_state_dict(state) on every rank, with the whole tensors"
+            )
+
+    def _exposed(self) -> Iterator[tuple[str, nn.Parameter]]:
+        flat = self._parallel.flat
+        for unit, piece in flat.pieces():
+            if unit.master.in_place and self._parallel.policy.shards == 1:
+                yield piece.entry.name, unit.parameters[piece.entry.name]
+            elif piece.start < piece.stop:
+                values = flat.view(unit.master.values(), piece)
+                yield piece.entry.name, nn.Parameter(values, requires_grad=piece.entry.trainable)
+
+    def _before_forward(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        flat = self._parallel.flat
+        if self._fresh:
+            # Whoever changed the parameters since (an optimizer, a person) does not say so.
+            flat.updated()
+        if self.training:
+            self._number_samples(args, kwargs)
+        if torch.is_grad_enabled():
+            if self._fresh and any(p.grad is not None for p in self._shards.values()):
+                raise ValueError(
+                    "the last step's gradients are still there; call optimizer.zero_grad() before the next step, "
+                    "and put all but the last microbatch of a step inside model.no_sync()"
+                )
+            if self._fresh:
+                flat.free_gradients()
+            flat.begin(first=self._fresh, last=self._last)
+            self._begun = self._last
+
+    def _number_samples(self, args: Any, kwargs: Any) -> None:
+        """For dropout: rows count on from call to call and from rank to rank, so that no two have the same mask."""
+        rows = next((len(tensor) for tensor in tensors_in([args, kwargs]) if tensor.dim()), 0)
+        axis, options = self._parallel.axes["dp"], self._parallel.options
+        start = self._samples + axis.index * rows
+        self._parallel.stream.samples = torch.arange(start, start + rows, device=options.device)
+        self._samples += axis.size * rows
+
+    def _during_backward(self) -> None:
+        if self._begun is None:
+            raise ValueError(
+                "a second backward pass came after the last one of this step, and its gradients would not be reduced; "
+                "add the losses up and call backward once, or put all but the last pass inside model.no_sync()"
+            )
+        if not self._queued:
+            self._queued = True
+            compat.after_backward(self._after_backward)
+
+    def _after_backward(self) -> None:
+        assert self._begun is not None
+        last, self._begun, self._queued = self._begun, None, False
+        flat = self._parallel.flat
+        flat.end()
+        self._fresh = last
+        if not last:
+            return
+        for axis, held in self._partial:
+            sum_together(axis, [flat.view(unit.grad, piece) for unit, piece in held])
+        for unit, piece in flat.pieces():
+            if piece.entry.trainable and piece.entry.name in self._shards:
+                parameter = self._shards[piece.entry.name]
+                parameter.grad = flat.view(unit.grad, piece).view(parameter.shape)
+
+
+class _GlobalMean(Function):
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, count: Tensor, axis: Axis) -> Tensor:
+        sums = axis.all_reduce(torch.stack([total.detach().double(), count.detach().double()]))
+        ctx.factor = float(axis.size / sums[1].clamp(min=1.0))
+        return (sums[0] / sums[1].clamp(min=1.0)).to(total.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        # Times dp, because the average over dp divides by it.
+        return gradients[0] * ctx.factor, None, None
+
+
+def wrap(model: nn.Module, layout: Layout | str = "", **options: Any) -> Wrapped:
+    """Lays a model out over the ranks of the default process group, in place. The model's own device and type are kept.
+
+    Every rank starts from the first rank's values, as with DDP. Options: `reshard_after_forward`, `prefetch`,
+    `units`, `seed`.
+    """
+    if isinstance(layout, str):
+        layout = check(layout, world=world_size())
+    elif faults := rules.faults(layout, world=world_size()):
+        raise FaultError(faults)
+    if layout.plan_only:
+        raise ValueError("; ".join(layout.plan_only))
+    if layout.pp > 1:
+        raise ValueError(
+            f"a pipeline owns the loop (pp={layout.pp}); use ec.Engine(model, layout, optimizer).step(batch)"
+        )
+    if layout.cp > 1 or layout.tp_kind != "1d":
+        what = f"cp={layout.cp}" if layout.cp > 1 else f"tp_kind={layout.tp_kind}"
+        raise ValueError(
+            f"the engine cuts every batch for this layout ({what}), which a loop of your own would have to do; "
+            "use ec.Engine(model, layout, optimizer).step(batch)"
+        )
+    if layout.ep * layout.etp > 1:
+        raise ValueError(
+            f"gates may balance by what the whole batch did, which the engine tells them (ep={layout.ep}); "
+            "use ec.Engine(model, layout, optimizer).step(batch)"
+        )
+    if layout.offload != "none":
+        raise ValueError(
+            f"the update on the host is the engine's (offload={layout.offload}), and yours is in your own loop; "
+            "use ec.Engine(model, layout, optimizer).step(batch)"
+        )
+    by_load = [name for name, part in model.named_modules() if getattr(part, "balances_by_load", False)]
+    if by_load:
+        raise ValueError(
+            f"a gate that balances by the loads of a step must be told them ({by_load[0]}), which the engine does; "
+            "use ec.Engine(model, layout, optimizer).step(batch), or a gate with a balance loss"
+        )
+    if layout.accumulate > 1 or layout.microbatch > 1:
+        raise ValueError(
+            "in a loop of your own the batch is yours; leave microbatch and accumulate out of the layout, "
+            "and use model.no_sync()"
+        )
+    first = next(model.parameters(), None)
+    if first is None:
+        raise ValueError(f"the model has no parameters ({type(model).__name__}), so there is nothing to lay out")
+    master = torch.promote_types(first.dtype, torch.float32)
+    if options.get("kernels", "auto") != "auto":
+        raise ValueError(
+            "backward is called by your own loop, which wrap cannot make plain (kernels=plain); put "
+            "`with echelon.kernels.dispatch.plain():` around forward and backward, or use echelon.Engine"
+        )
+    chosen = Options(device=first.device, compute=first.dtype, master=master, own_loop=True, **options)
+    if not first.is_meta:
+        _agree(model)
+    else:
+        chosen = replace(chosen, device=torch.device("cpu"))
+    return Wrapped(model, layout, chosen)
+
+
+@torch.no_grad()
+def _agree(model: nn.Module) -> None:
+    """Everyone takes rank 0's parameters and buffers."""
+    if world_size() == 1:
+        return
+    everyone = Axis(
+        "world", range(world_size()), torch.distributed.get_rank(), torch.distributed.group.WORLD, frozenset()
+    )
+    for tensor in [*model.parameters(), *model.buffers()]:
+        everyone.broadcast(tensor.data)

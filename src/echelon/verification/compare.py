@@ -1,0 +1,113 @@
+"""One rank's half of a comparison: run the layout, hold every piece against the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from echelon.layout import Layout
+from echelon.layout.layout import ASYNCHRONOUS
+from echelon.layout.placement import Piece
+from echelon.parallel.apply import Options
+from echelon.training.engine import Engine
+from echelon.training.grad_norm import clip_factor
+from echelon.training.step_result import StepResult
+from echelon.verification.verify_case import Case
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest difference of one quantity on one rank."""
+
+    step: int
+    kind: str
+    """loss, norm, gradient, parameter or buffer"""
+    name: str
+    error: float
+    """max|a-b| over the rank's elements, divided by max(1, max|b|) over the whole tensor"""
+
+
+@dataclass(frozen=True)
+class RankReport:
+    differences: tuple[Difference, ...]
+    owned: dict[str, int]
+    """elements of each parameter that this rank counts as its own"""
+    sizes: dict[str, int]
+    """elements of each whole parameter of which this rank holds something"""
+    names: tuple[str, ...]
+    """all parameters, in the order of the model"""
+    skipped: bool
+    """the collective that was to be left out was met, and left out"""
+
+
+def run_and_compare(case: Case, layout_text: str, leave_out: str, truth: Path) -> RankReport:
+    layout = Layout.parse(layout_text)
+    options = Options(compute=torch.float64, master=torch.float64, seed=case.seed, leave_out=leave_out)
+    engine = Engine(case.build("meta"), layout, case.optimizer, clip=case.clip, options=options)
+    engine.model.train()
+    found: list[Difference] = []
+    asynchronous = layout.schedule in ASYNCHRONOUS
+    with safe_open(truth, framework="pt") as record:
+        for step in range(case.steps if asynchronous else 0):
+            found += _scalars(step, engine.step(case.batch(step, layout.batch)), record, ("loss",))
+        if asynchronous:
+            engine.drain()
+            found += _pieces(case.steps - 1, engine, record, "parameter")
+        for step in range(0 if asynchronous else case.steps):
+            result = engine.step(case.batch(step, layout.batch))
+            clipped = float(clip_factor(torch.tensor(result.norm, dtype=torch.float64), case.clip))
+            found += _scalars(step, result, record, ("loss", "norm"))
+            # By its own norm: whether that is right is asked apart.
+            found += _pieces(step, engine, record, "gradient", scale=1.0 / clipped)
+            found += _pieces(step, engine, record, "parameter")
+            for name, buffer in engine.model.named_buffers():
+                whole = record.get_tensor(f"{step}/buffer/{name}")
+                found.append(Difference(step, "buffer", name, error(buffer.double(), whole, whole)))
+    owned = {
+        piece.entry.name: sum(stop - start for start, stop in piece.runs()) if piece.owner and piece.first else 0
+        for _, piece in engine.parallel.flat.pieces()
+    }
+    entries = engine.parallel.placement.entries
+    sizes = {name: torch.Size(entry.shape).numel() for name, entry in entries.items()}
+    return RankReport(tuple(found), owned, sizes, engine.names, engine.parallel.axes.skipped)
+
+
+def _pieces(step: int, engine: Engine, record: safe_open, kind: str, scale: float = 1.0) -> list[Difference]:
+    found = []
+    for unit, piece in engine.parallel.flat.pieces():
+        if kind == "parameter" or piece.entry.trainable:
+            values = unit.master.values() if kind == "parameter" else unit.grad
+            held = engine.parallel.flat.view(values, piece) * scale
+            whole = record.get_tensor(f"{step}/{kind}/{piece.entry.name}")
+            found.append(Difference(step, kind, piece.entry.name, error(held, expected(whole, piece), whole)))
+    return found
+
+
+def _scalars(step: int, result: StepResult, record: safe_open, kinds: Sequence[str]) -> list[Difference]:
+    found = []
+    for kind in kinds:
+        value = getattr(result, kind)
+        truth = record.get_tensor(f"{step}/{kind}")
+        found.append(Difference(step, kind, "", error(torch.tensor(value, dtype=torch.float64), truth, truth)))
+    return found
+
+
+def expected(whole: Tensor, piece: Piece) -> Tensor:
+    """What the piece should hold of a logical tensor; padding should hold zero."""
+    part = whole[tuple(slice(low, high) for low, high in piece.box)]
+    padded = whole.new_zeros(piece.entry.local_shape)
+    padded[tuple(slice(0, size) for size in part.shape)] = part
+    return padded.reshape(-1)[piece.start : piece.stop]
+
+
+def error(value: Tensor, truth: Tensor, whole: Tensor) -> float:
+    """max|a-b| / max(1, max|b|); NaN counts as infinite."""
+    if value.numel() == 0:
+        return 0.0
+    largest = float((value - truth).abs().max()) / max(1.0, float(whole.abs().max()))
+    return largest if largest == largest else float("inf")

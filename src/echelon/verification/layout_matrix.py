@@ -1,0 +1,95 @@
+"""The full product of `verify --all`: every built layout with every option that the layouts should not mind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain, product
+
+from echelon.config.sections import OptimizerConfig
+from echelon.launch.rank_pool import Pool
+from echelon.models import model_config
+from echelon.verification.verifier import PRELOAD, Prover, Report, Verdict
+from echelon.verification.verify_case import ADAMW, Case
+from echelon.verification.verify_request import parse
+
+ALL_LAYOUTS = (
+    *(f"dp={dp}" for dp in (2, 3, 4, 8)),
+    *(f"dp={dp},zero={zero}" for zero in (1, 2, 3) for dp in (2, 3, 4)),
+    "dp=4,shard=2",
+    *(f"tp={tp},sp={sp}" for tp in (2, 4) for sp in (0, 1)),
+    *(f"dp=2,tp={tp},zero={zero}" for tp in (2, 4) for zero in (0, 1, 2, 3)),
+    *("tp=4,tp_kind=2d", "dp=2,tp=4,tp_kind=2d", "tp=8,tp_kind=2.5d,depth=2", "tp=8,tp_kind=3d"),
+    *(
+        f"pp=2,schedule={schedule}"
+        for schedule in ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
+    ),
+    *(f"dp=2,pp=2,zero={zero}" for zero in (0, 1, 2, 3)),
+    "cp=2",
+    "dp=2,cp=2,cp_kind=gather,zero=3",
+    "cp=4,cp_kind=ring-ulysses,ulysses=2",
+    "pp=4",
+    "tp=2,pp=2",
+    "dp=2,tp=2,pp=2",
+)
+"""every layout that is built, at the sizes that fit eight ranks"""
+
+EXPERT_LAYOUTS = (
+    *(f"dp=4,ep={ep},zero={zero}" for ep in (2, 4) for zero in (0, 1, 2, 3)),
+    "dp=4,ep=2,etp=2",
+    "dp=4,shard=2,ep=2",
+    *("tp=2", "tp=2,ep=2", "dp=2,tp=2,ep=4", "dp=4,tp=2,ep=4,etp=2,zero=3"),
+    *(f"dp=4,ep=4,ep_inner=2,zero={zero}" for zero in (0, 3)),
+    "dp=2,tp=2,cp=2,ep=8,ep_inner=4",
+    *(f"dp=2,cp=2,cp_kind={kind},ep=4" for kind in ("ring", "ulysses", "gather")),
+    *(f"dp=2,pp=2,ep=2,schedule={schedule}" for schedule in ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")),
+    "dp=2,tp=2,pp=2,ep=4,zero=3",
+)
+"""those of models with experts"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One case of the full product, with the layouts' own options applied."""
+
+    label: str
+    case: Case
+    accumulate: int
+    recompute: str
+
+
+def variants() -> Iterator[Variant]:
+    """Accumulation 1 and 4, tied or not, dropout 0 and 0.1, recompute none and full, GPT and Llama, AdamW and SGD."""
+    rules = {"adamw": ADAMW, "sgd": OptimizerConfig(name="sgd", lr=1e-1, momentum=0.9)}
+    for family, tied, dropout, (name, rule) in product(("gpt", "llama"), (True, False), (0.0, 0.1), rules.items()):
+        shape = replace(model_config.find(f"{family}-tiny"), tied=tied, dropout=dropout)
+        for accumulate, recompute in product((1, 4), ("none", "full", "ops")):
+            label = f"{family} {'tied' if tied else 'untied'} dropout={dropout:g} {name}"
+            yield Variant(
+                label=label, case=Case(model=shape, optimizer=rule), accumulate=accumulate, recompute=recompute
+            )
+
+
+def expert_variants() -> Iterator[Variant]:
+    """The same for mixtures: dropless, with a capacity, and with a shared expert and latent attention."""
+    for name, dropout in product(("moe-tiny", "switch-tiny", "deepseek-tiny"), (0.0, 0.1)):
+        shape = model_config.changed(model_config.find(name), dropout=dropout, expert_dropout=dropout)
+        for accumulate, recompute in product((1, 4), ("none", "full", "ops")):
+            yield Variant(
+                label=f"{name} dropout={dropout:g}",
+                case=Case(model=shape),
+                accumulate=accumulate,
+                recompute=recompute,
+            )
+
+
+def verify_all(leave_out: str, progress: Callable[[Verdict, str], None]) -> Report:
+    found: list[Verdict] = []
+    with Pool(preload=PRELOAD) as pool:
+        every = chain(product(variants(), [ALL_LAYOUTS]), product(expert_variants(), [EXPERT_LAYOUTS]))
+        for variant, layouts in every:
+            prover = Prover(pool, variant.case, leave_out)
+            for layout in parse(layouts, variant.case):
+                found.append(prover.judge(layout.replace(accumulate=variant.accumulate, recompute=variant.recompute)))
+                progress(found[-1], variant.label)
+    return Report(verdicts=tuple(found))

@@ -1,0 +1,68 @@
+"""The truth: a plain loop on one device, written without any of the code it judges.
+
+It shares with a layout only the model, the batches, the counter-based dropout and torch's optimizer. Accumulation is
+done as a person would write it: gradients of the sums add up in `.grad`, and are divided by the number of valid
+targets once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from echelon import rng
+from echelon.models.lm_head import loss_pair
+from echelon.optim.torch_rules import build
+from echelon.verification.verify_case import Case
+
+
+def write_truth(case: Case, rows: int, accumulate: int, path: Path) -> None:
+    """Runs the case on one device and writes every number of every step to a safetensors file."""
+    torch.manual_seed(case.seed)
+    model = case.build("cpu")
+    stream = rng.Stream(case.seed)
+    rng.attach(model, stream)
+    model.train()
+    optimizer = build(case.optimizer, {name: p for name, p in model.named_parameters() if p.requires_grad})
+    record: dict[str, Tensor] = {}
+    size = rows // accumulate
+    for step in range(case.steps):
+        batch = case.batch(step, rows)
+        optimizer.zero_grad()
+        loss, count = 0.0, 0
+        for start in range(0, rows, size):
+            stream.samples = torch.arange(start, start + size) + step * rows
+            total, valid = loss_pair(model(**{key: value[start : start + size] for key, value in batch.items()}))
+            if total.requires_grad:
+                total.backward()
+            loss, count = loss + total.item(), count + int(valid)
+        for p in model.parameters():
+            if p.requires_grad and p.grad is None:  # unused in this step: a gradient of zero, in every layout alike
+                p.grad = torch.zeros_like(p)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        for gradient in gradients:
+            gradient.div_(max(count, 1))
+        norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in gradients])) if gradients else torch.zeros(())
+        # Before clipping: one wrong gradient makes the norm wrong, and clipping by it would make all of them wrong.
+        before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        if case.clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+        if count:
+            optimizer.step()
+        for module in model.modules():
+            mixture: Any = module
+            if getattr(module, "tally", None) is not None:  # of a mixture, whose gate may balance by a bias
+                mixture.end_step(mixture.tally[:-1] * bool(count))
+        record[f"{step}/loss"] = torch.tensor(loss / max(count, 1), dtype=torch.float64)
+        record[f"{step}/norm"] = norm.detach().double()
+        for name, parameter in model.named_parameters():
+            record[f"{step}/parameter/{name}"] = parameter.detach().clone()
+            if parameter.requires_grad:
+                record[f"{step}/gradient/{name}"] = before[name]
+        for name, buffer in model.named_buffers():
+            record[f"{step}/buffer/{name}"] = buffer.double().clone()
+    save_file(record, path)

@@ -1,0 +1,224 @@
+"""`verify`: a verdict per layout, and where one fails, the first parameter and the axis."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from echelon.launch.rank_failure import RankError
+from echelon.launch.rank_pool import Pool
+from echelon.layout import Layout
+from echelon.layout.layout import ASYNCHRONOUS
+from echelon.models.model_config import ModelConfig
+from echelon.verification.compare import Difference, RankReport, run_and_compare
+from echelon.verification.emulation import write_emulation
+from echelon.verification.truth import write_truth
+from echelon.verification.verify_case import Case
+from echelon.verification.verify_request import check_leave_out, default_layouts, make_case, parse
+
+TOLERANCE = 1e-10
+PRELOAD = ("echelon.verification.compare", "echelon.verification.truth")
+"""what every rank needs, imported once before ranks are forked"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What came of one layout."""
+
+    layout: str
+    passed: bool
+    max_error: float
+    first_difference: Difference | None
+    """the earliest above the tolerance: by step, gradients before updates, in the order of the model's parameters"""
+    axis: str
+    """the mesh axis whose reduction is wrong, or the product of axes of which none alone is; empty where it passed"""
+    seconds: float
+    trouble: str = ""
+    """why it could not be compared, where it could not"""
+
+    def to_json(self) -> dict[str, Any]:
+        first = self.first_difference
+        shown = first and {"parameter": first.name or first.kind, "axis": self.axis, "error": first.error}
+        return {
+            "layout": self.layout,
+            "passed": self.passed,
+            "max_error": self.max_error,
+            "first_difference": shown,
+            "seconds": self.seconds,
+        } | ({"trouble": self.trouble} if self.trouble else {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """One verdict per layout."""
+
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(verdict.passed for verdict in self.verdicts)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"passed": self.passed, "layouts": [verdict.to_json() for verdict in self.verdicts]}
+
+
+def verify(
+    model: str | ModelConfig | Callable[[], Any] = "llama-tiny",
+    layouts: str | Sequence[str | Layout] | None = None,
+    *,
+    batch: str | Callable[[int, int], Any] = "",
+    leave_out: str = "",
+    pool: Pool | None = None,
+    progress: Callable[[Verdict], None] = lambda _: None,
+    **case_options: Any,
+) -> Report:
+    """Runs each layout against one device, in float64, on a shrunken model.
+
+    `model` is a named size, or a function (or `file.py:function`) that makes the user's own module, with `batch` a
+    function of (rows, seed) that makes its batches. `leave_out` drops a collective on purpose, such as
+    "tp:all_reduce", to see the failure. Without `layouts`, some that suit the model.
+    """
+    check_leave_out(leave_out)
+    case = make_case(model, batch, **case_options)
+    wanted = parse(default_layouts(case) if layouts is None else layouts, case)
+    if pool is not None:
+        return Prover(pool, case, leave_out).report(wanted, progress)
+    with Pool(preload=PRELOAD) as own:
+        return Prover(own, case, leave_out).report(wanted, progress)
+
+
+class Prover:
+    """Runs cases on a pool, with the truth of each (rows, microbatches) computed once."""
+
+    def __init__(self, pool: Pool, case: Case, leave_out: str = ""):
+        self.pool, self.case, self.leave_out = pool, case, leave_out
+        self._folder = Path(tempfile.mkdtemp(prefix="echelon-verify-"))
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self._truths: dict[tuple[int | str, ...], Path] = {}
+        self._skipped = False
+
+    def report(self, layouts: Iterable[Layout], progress: Callable[[Verdict], None] = lambda _: None) -> Report:
+        verdicts = []
+        for layout in layouts:
+            verdicts.append(self.judge(layout))
+            progress(verdicts[-1])
+        if not verdicts:
+            raise ValueError('no layout was given, so nothing would be proved; name one, such as "dp=2"')
+        if self.leave_out and not self._skipped:
+            raise ValueError(
+                f"nothing was left out: none of the layouts issues {self.leave_out}; name one that they do"
+            )
+        return Report(verdicts=tuple(verdicts))
+
+    def judge(self, layout: Layout) -> Verdict:
+        started, asked, layout = time.perf_counter(), str(layout), suited(layout)
+        try:
+            differences = self._differences(layout)
+        except RankError as error:
+            seconds = time.perf_counter() - started
+            return Verdict(
+                layout=asked,
+                passed=False,
+                max_error=float("inf"),
+                first_difference=None,
+                axis="",
+                seconds=seconds,
+                trouble=str(error),
+            )
+        wrong = [d for d in differences if d.error > TOLERANCE]
+        return Verdict(
+            layout=asked,
+            passed=not wrong,
+            max_error=max(d.error for d in differences),
+            first_difference=wrong[0] if wrong else None,
+            axis=self._guilty_axis(layout) if wrong else "",
+            seconds=time.perf_counter() - started,
+        )
+
+    def _differences(self, layout: Layout) -> list[Difference]:
+        case, truth = self._case(layout), self._truth(layout)
+        reports: list[RankReport] = self.pool.run(
+            run_and_compare, layout.world, case, str(layout), self.leave_out, truth, timeout=120.0
+        )
+        self._skipped |= any(report.skipped for report in reports)
+        found: dict[tuple[int, str, str], Difference] = {}
+        for report in reports:
+            for difference in report.differences:
+                key = (difference.step, difference.kind, difference.name)
+                if key not in found or difference.error > found[key].error:
+                    found[key] = difference
+        sizes = {name: size for report in reports for name, size in report.sizes.items()}
+        for name in reports[0].names:
+            owned = sum(report.owned.get(name, 0) for report in reports)
+            if owned != sizes.get(name):
+                wrong = f"{name} has {sizes.get(name, 0)} elements and {owned} are owned: the placement record is wrong"
+                raise RankError(wrong, rank=0, reason=wrong)
+        # Causes first: an update is wrong where a gradient is, and a parameter says more than a sum over all of them.
+        kinds = ("gradient", "parameter", "buffer", "norm", "loss")
+        order = {name: index for index, name in enumerate(reports[0].names)}
+        return sorted(found.values(), key=lambda d: (d.step, kinds.index(d.kind), order.get(d.name, 0)))
+
+    def _case(self, layout: Layout) -> Case:
+        """About as many updates for every schedule: rounding grows with each of them."""
+        updates = layout.accumulate if layout.schedule in ASYNCHRONOUS and layout.schedule != "2bw" else 1
+        return replace(self.case, steps=max(-(-self.case.steps // updates), min(self.case.steps, 3)))
+
+    def _truth(self, layout: Layout) -> Path:
+        """What one device computes: by the rule of the schedule, where that is another than everyone's."""
+        rule = (layout.schedule, layout.pp) if layout.schedule in ASYNCHRONOUS else ()
+        key = (layout.batch, layout.accumulate, *rule)
+        if key not in self._truths:
+            path = self._folder / f"{'-'.join(map(str, key))}.safetensors"
+            if rule:
+                self.pool.run(write_emulation, 1, self._case(layout), str(layout), layout.batch, path, timeout=120.0)
+            else:
+                self.pool.run(write_truth, 1, self.case, layout.batch, layout.accumulate, path, timeout=120.0)
+            self._truths[key] = path
+        return self._truths[key]
+
+    def _guilty_axis(self, layout: Layout) -> str:
+        """The axis that fails alone: splitting over one at a time finds the wrong reduction, whatever the bug is."""
+        shards, replicas = layout.shards, layout.dp // layout.shards
+        none: dict[str, dict[str, int | str]] = {
+            "dp": {"dp": 1, "zero": 0, "shard": 1},
+            "tp": {"tp": 1, "sp": 0, "tp_kind": "1d", "depth": 1},
+            "cp": {"cp": 1, "cp_kind": "ring", "ulysses": 1},
+            "pp": {"pp": 1, "schedule": "1f1b", "vpp": 1},
+            "ep": {"ep": 1, "etp": 1, "ep_inner": 1},
+        }
+
+        def only(axis: str, **keys: int) -> Layout:
+            others = {key: value for name, left in none.items() if name != axis for key, value in left.items()}
+            return layout.replace(**{**others, **keys})
+
+        alone = {
+            **{axis: only(axis) for axis in ("pp", "tp")},
+            "cp": only("cp", zero=layout.zero),
+            "ep": only("ep", dp=layout.ep * layout.etp),
+            "shard": only("dp", dp=shards, shard=shards, zero=layout.zero),
+            "replica": only("dp", dp=replicas, shard=replicas, zero=0),
+        }
+        names = {axis: part for axis, part in alone.items() if part.world > 1}
+        if len(names) == 1:
+            guilty = list(names)
+        else:
+            guilty = [axis for axis, part in names.items() if self._fails(part)] or list(names)
+        hybrid = 1 < layout.shards < layout.dp
+        return " x ".join(axis if hybrid or axis in ("tp", "cp", "pp", "ep") else "dp" for axis in guilty)
+
+    def _fails(self, layout: Layout) -> bool:
+        try:
+            return any(difference.error > TOLERANCE for difference in self._differences(suited(layout)))
+        except RankError:
+            return True
+
+
+def suited(layout: Layout) -> Layout:
+    """The layout with at least two sequences a rank and microbatch, so that a wrong mean over rows shows."""
+    return replace(layout, microbatch=2) if layout.microbatch == 1 else layout

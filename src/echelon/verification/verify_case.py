@@ -1,0 +1,74 @@
+"""What is run twice: once by one device, once by a layout. A case is data, so that it travels to every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from echelon.config.sections import OptimizerConfig
+from echelon.models.model_config import IGNORE, ModelConfig
+from echelon.models.user_model import load
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+ADAMW = OptimizerConfig(lr=1e-2, eps=1e-6)
+"""where nobody asks for another rule. AdamW turns a difference d of a gradient that is nearly 0 into one of lr·d/eps of
+the parameter: with the usual eps, rounding alone can come near the tolerance"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model, a rule and a few steps, all in float64."""
+
+    model: ModelConfig | str
+    """a named shape, or `file.py:factory` of the user's own"""
+    batches: str = ""
+    """`file.py:function` that makes the user's batches: (rows, seed) to a dict of tensors"""
+    optimizer: OptimizerConfig = ADAMW
+    clip: float = 1.0
+    steps: int = 5
+    seq_len: int = 33
+    """odd on purpose: it divides by no tp"""
+    packed: bool = False
+    """several documents are in a sequence"""
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"nothing is compared without a step (steps={self.steps}); use 1 or more")
+
+    def build(self, device: str) -> nn.Module:
+        """The one-device model; on "meta" (a model of ours) with shapes only, or as the user's factory makes it."""
+        import torch
+
+        from echelon import models
+
+        if isinstance(self.model, ModelConfig):
+            return models.build(self.model, device, dtype=torch.float64, seed=self.seed)
+        torch.manual_seed(self.seed)
+        model: nn.Module = load(self.model)()
+        return model.double()
+
+    def batch(self, step: int, rows: int) -> dict[str, Tensor]:
+        """The global batch of a step, the same wherever it is made."""
+        import torch
+
+        if not isinstance(self.model, ModelConfig):
+            made: dict[str, Any] = load(self.batches)(rows, self.seed + step)
+            return {key: value.double() if value.is_floating_point() else value for key, value in made.items()}
+        source = torch.Generator().manual_seed(self.seed + step)
+        if self.model.family == "conv":
+            images = torch.randn(rows, 3, 16, 16, generator=source, dtype=torch.float64)
+            return {"images": images, "labels": torch.randint(0, 10, (rows,), generator=source)}
+        tokens = torch.randint(0, self.model.vocab, (rows, self.seq_len + 1), generator=source)
+        targets = tokens[:, 1:].clone()
+        # Ranks and microbatches with different numbers of valid targets tell a mean of means from the mean.
+        targets[torch.rand(targets.shape, generator=source) < 0.3] = IGNORE
+        targets[::3, : self.seq_len // 2] = IGNORE
+        batch = {"tokens": tokens[:, :-1], "targets": targets}
+        if self.packed:
+            ends = torch.rand(targets.shape, generator=source) < 3 / self.seq_len
+            batch["documents"] = ends.cumsum(dim=1)
+        return batch

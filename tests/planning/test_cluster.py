@@ -1,0 +1,290 @@
+"""Clusters: names, files, this machine; every fault at once; what is written is read back the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echelon.layout.validation_error import Fault, FaultError
+from echelon.planning.cluster.cluster import Cluster, Curves, Part, kind_of, parse
+from echelon.planning.cluster.cluster_file import DTYPES, GENERATIONS, from_toml, to_toml
+from echelon.planning.cluster.device_kinds import GIB, KINDS, Device, Link
+
+
+def faults(text: str) -> tuple[Fault, ...]:
+    with pytest.raises(FaultError) as caught:
+        parse(text)
+    return caught.value.faults
+
+
+def sizes(cluster: Cluster) -> list[tuple[str, int, int]]:
+    return [(part.device.name, part.nodes, part.per_node) for part in cluster.parts]
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("8xh100", [("h100", 1, 8)]),
+        ("7xh100", [("h100", 1, 7)]),
+        ("12xh100", [("h100", 1, 8), ("h100", 1, 4)]),
+        ("64xa100-80:eth", [("a100-80", 8, 8)]),
+        ("100xgb200", [("gb200", 1, 72), ("gb200", 1, 28)]),
+        ("8xH100 + 8xa100-80", [("h100", 1, 8), ("a100-80", 1, 8)]),
+    ],
+)
+def test_names(text: str, expected: list[tuple[str, int, int]]) -> None:
+    cluster = parse(text)
+    assert sizes(cluster) == expected
+    assert cluster.name == text
+    assert cluster.devices == sum(nodes * per for _, nodes, per in expected)
+    assert cluster.per_node == max(expected, key=lambda part: part[1] * part[2])[2]
+
+
+def test_networks() -> None:
+    assert parse("64xa100-80").outside == parse("64xa100-80:ib").outside == KINDS["a100-80"].outside
+    # 100 Gb/s of a host are shared by its eight devices, or by its four.
+    assert parse("64xa100-80:eth").outside.bandwidth == pytest.approx(12.5e9 / 8)
+    assert parse("4xa100-80:eth").outside.bandwidth == pytest.approx(12.5e9 / 4)
+    assert parse("144xgb200:eth").outside.bandwidth == pytest.approx(12.5e9 / 8)
+    assert parse("16xh100:roce").outside.bandwidth == pytest.approx(50e9 / 8)
+
+
+def test_mixed_kinds_wait_for_the_slowest() -> None:
+    cluster = parse("8xh100+16xa100-40:eth")
+    assert cluster.device.name == "a100-40"
+    assert cluster.memory == 40 * GIB
+    assert cluster.inside == KINDS["a100-40"].inside
+    assert cluster.outside.bandwidth == pytest.approx(12.5e9 / 8)
+    assert (cluster.devices, cluster.nodes) == (24, 3)
+    assert cluster.price == pytest.approx(8 * 2.5 + 16 * 1.2)
+    assert cluster.watts == 8 * 700 + 16 * 400
+
+
+def test_faults_of_names() -> None:
+    (kind,) = faults("8xh10")
+    assert (kind.key, kind.value) == ("cluster", "8xh10")
+    assert "(h10)" in kind.rule
+    assert all(name in kind.legal for name in KINDS)
+    assert "h100" in kind.hint
+    assert "1xh100" in faults("h100")[0].hint
+    assert "8xa100-80" in faults("8a100-80")[0].hint
+    assert "number of devices" in faults("0xh100")[0].rule
+    assert "number of devices" in faults("-8xh100")[0].rule
+    assert "cannot be read" in faults("")[0].rule
+    assert "cannot be read" in faults("9" * 5000 + "xh100")[0].rule
+    assert 'did you mean "eth"?' in faults("8xh100:ethh")[0].hint
+    assert len(faults("0xh100+8xh10+8xa100-80:x")) == 3
+
+
+def test_here_is_this_machine() -> None:
+    cluster = parse("here")
+    assert cluster.name == "here"
+    assert cluster.nodes == len(cluster.parts)
+    assert cluster.host_memory > 0
+    if cluster.device.generation == "cpu":
+        assert cluster.memory * cluster.devices <= cluster.host_memory
+
+
+def test_devices_by_the_names_of_their_drivers() -> None:
+    assert kind_of("NVIDIA A100-SXM4-40GB", 40 * GIB) == "a100-40"
+    assert kind_of("NVIDIA A100 80GB PCIe", 79 * GIB) == "a100-80"
+    assert kind_of("NVIDIA H100 80GB HBM3", 79 * GIB) == "h100"
+    assert kind_of("NVIDIA H200", 139 * GIB) == "h200"
+    assert kind_of("NVIDIA GB200", 185 * GIB) == "gb200"
+    assert kind_of("Tesla V100-SXM2-16GB", 16 * GIB) == "v100"
+    assert kind_of("NVIDIA GeForce RTX 4090", 24 * GIB) == ""
+
+
+def test_names_and_files_load_no_torch(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(to_toml(parse("12xh100")))
+    code = f"from echelon.planning.cluster.cluster import parse; parse('8xh100'); parse({str(path)!r})"
+    subprocess.run([sys.executable, "-c", f"import sys; {code}; assert 'torch' not in sys.modules"], check=True)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+CUSTOM = """
+[[part]]
+name = "mine"
+generation = "ampere"
+per_node = 4
+bf16_tflops = 100
+fp32_tflops = 50
+memory_gib = 24
+memory_tbps = 1
+inside_bandwidth_gbps = 32
+inside_latency_us = 5
+outside_bandwidth_gbps = 1.25
+outside_latency_us = 30
+host_bandwidth_gbps = 25
+host_latency_us = 10
+"""
+
+
+def test_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "basement.toml"
+    path.write_text("""
+[[part]]
+kind = "h100"
+memory_gib = 79.5
+nodes = 2
+[outside]
+bandwidth_gbps = 40
+[host]
+memory_gib = 512
+disk_gbps = 6
+[curves]
+matmul = [[4096, 4096, 4096, 650.0], [64, 4096, 4096, 90]]
+attention = [[4096, 128, 480]]
+memory_tbps = 2.9
+all_reduce = [[1048576, 4.1e-5]]
+""")
+    cluster = parse(str(path))
+    assert cluster.name == "basement"
+    assert sizes(cluster) == [("h100", 2, 8)]
+    assert cluster.memory == 79.5 * GIB
+    assert cluster.device.flops == KINDS["h100"].flops
+    assert cluster.inside == KINDS["h100"].inside
+    assert cluster.outside == Link(bandwidth=40e9, latency=KINDS["h100"].outside.latency)
+    assert (cluster.host_memory, cluster.disk_bandwidth) == (512 * GIB, 6e9)
+    assert cluster.curves == Curves(
+        matmul=((4096, 4096, 4096, 650e12), (64, 4096, 4096, 90e12)),
+        attention=((4096, 128, 480e12),),
+        memory=2.9e12,
+        all_reduce=((1048576, 4.1e-5),),
+    )
+
+
+def test_a_device_of_ones_own() -> None:
+    cluster = from_toml(CUSTOM)
+    assert sizes(cluster) == [("mine", 1, 4)]
+    assert cluster.device.peak("bf16") == 100e12
+    assert cluster.device.domain == 4
+    assert cluster.inside == Link(bandwidth=32e9, latency=5e-6)
+    with pytest.raises(FaultError, match="lacks inside_bandwidth_gbps, bf16_tflops or fp16"):
+        from_toml("\n".join(line for line in CUSTOM.splitlines() if "inside_b" not in line).replace("bf16", "fp8"))
+
+
+def test_all_faults_of_a_file_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text("""
+nam = "x"
+[[part]]
+kind = "h10"
+nodes = 0
+per_node = 2.5
+[[part]]
+per_node = true
+memory_gib = nan
+[inside]
+bandwidth_gbps = -5
+latency = 3
+[outside]
+latency_us = "fast"
+[host]
+memory_gib = 0
+[curves]
+matmul = [[1, 2, 3], [1, 2, 3, -4]]
+all_reduce = 7
+""")
+    found = {fault.key: fault for fault in faults(str(path))}
+    assert found.keys() == {
+        "nam",
+        "part[0].kind",
+        "part[0].nodes",
+        "part[0].per_node",
+        "part[1]",
+        "part[1].per_node",
+        "part[1].memory_gib",
+        "inside.bandwidth_gbps",
+        "inside.latency",
+        "outside.latency_us",
+        "host.memory_gib",
+        "curves.matmul[0]",
+        "curves.matmul[1]",
+        "curves.all_reduce[0]",
+    }
+    assert 'did you mean "name"?' in found["nam"].hint
+    assert 'did you mean "h100"?' in found["part[0].kind"].hint
+    assert (found["inside.bandwidth_gbps"].value, found["inside.bandwidth_gbps"].legal) == ("-5", "a number > 0")
+    assert "latency_us" in found["inside.latency"].hint
+    assert all(fault.rule for fault in found.values())
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (nothing,) = faults(str(tmp_path / "no.toml"))
+    assert "cannot be read" in nothing.rule
+    path = tmp_path / "broken.toml"
+    path.write_text("[[part")
+    assert "cannot be read" in faults(str(path))[0].rule
+    path.write_bytes(b"\xff\xfe")
+    assert "cannot be read" in faults(str(path))[0].rule
+    path.write_text("")
+    assert "lists no devices" in faults(str(path))[0].rule
+    path.write_text("part = 3\ninside = 4\ncurves = 5\nhost = []\nname = 6")
+    assert {fault.key for fault in faults(str(path))} == {"part", "inside", "curves", "host", "name"}
+
+
+# -- round trip -------------------------------------------------------------------------------------------------------
+
+positive = st.floats(1e-3, 1e18, allow_subnormal=False)
+counts = st.integers(1, 10_000)
+links = st.builds(Link, bandwidth=positive, latency=st.floats(0, 10))
+custom = st.builds(
+    Device,
+    name=st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip),
+    generation=st.sampled_from(GENERATIONS),
+    flops=st.sets(st.sampled_from(DTYPES)).flatmap(
+        lambda some: st.fixed_dictionaries(dict.fromkeys(some | {"bf16", "fp32"}, positive))
+    ),
+    memory=st.integers(1, 10**15),
+    bandwidth=positive,
+    inside=links,
+    domain=counts,
+    outside=links,
+    host=links,
+    watts=st.floats(0, 1e5),
+    price=st.floats(0, 1e3),
+)
+parts = st.builds(Part, device=st.sampled_from(list(KINDS.values())) | custom, nodes=counts, per_node=counts)
+collectives = st.lists(st.tuples(counts, st.floats(0, 100))).map(tuple)
+curves = st.builds(
+    Curves,
+    matmul=st.lists(st.tuples(counts, counts, counts, positive)).map(tuple),
+    attention=st.lists(st.tuples(counts, counts, positive)).map(tuple),
+    memory=positive,
+    host=st.just(0.0) | positive,
+    all_reduce=collectives,
+    send=collectives,
+)
+clusters = st.builds(
+    Cluster,
+    name=st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip),
+    parts=st.lists(parts, min_size=1, max_size=3).map(tuple),
+    inside=links,
+    outside=links,
+    host_memory=st.integers(1, 10**15),
+    disk_bandwidth=positive,
+    curves=st.none() | curves,
+)
+
+
+@given(clusters)
+def test_what_is_written_is_read_back(cluster: Cluster) -> None:
+    assert from_toml(to_toml(cluster)) == cluster
+
+
+def test_this_machine_can_be_written() -> None:
+    cluster = parse("here")
+    assert from_toml(to_toml(cluster)) == cluster
+    assert from_toml(to_toml(replace(parse("8xv100+8xh800:eth"), curves=Curves()))).curves == Curves()

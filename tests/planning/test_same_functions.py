@@ -1,0 +1,64 @@
+"""What the planner counts is what a run counts: the same functions, of a shape and of a real model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from echelon import models
+from echelon.launch.rank_pool import Pool
+from echelon.layout import Layout
+from echelon.models import model_config
+from echelon.parallel.apply import Options
+from echelon.parallel.dp import zero
+from echelon.parallel.tp.tensor_parallel import Traffic
+from echelon.planning.cluster import cluster
+from echelon.planning.cost.memory_model import states
+from echelon.planning.cost.work import work_of
+from echelon.planning.model.model_sources import shape_of
+from echelon.planning.scenario import Case
+from echelon.training.engine import Engine
+
+MODEL, SEQ_LEN = "llama-tiny", 64
+
+
+def counted(text: str) -> tuple[dict[str, int], float, float]:
+    """On a rank of a real run: bytes of states, and bytes on the wire over dp and over tp in a step."""
+    layout, model = Layout.parse(text), model_config.find(MODEL)
+    options = Options(compute=torch.bfloat16, master=torch.float32)
+    engine = Engine(models.build(model, "meta"), layout, options=options)
+    units, policy = engine.parallel.placement.units, engine.parallel.policy
+    held = zero.state_bytes(units, policy, compute_bytes=2, master_bytes=4, moments=2)
+    traffic = Traffic(
+        layers=model.layers,
+        width=model.width,
+        batch=layout.microbatch,
+        seq_len=SEQ_LEN,
+        dropout=False,
+        element_bytes=2,
+        loss_bytes=4,
+    )
+    wire = {"dp": 0.0, "tp": 0.0}
+    for item in engine.collectives(traffic):
+        ranks = layout.tp if item.axis == "tp" else layout.dp
+        share = {"all_reduce": 2.0}.get(item.kind, 1.0) * (ranks - 1) / ranks
+        axis = "tp" if item.axis == "tp" else "dp" if item.part in ("gradients", "parameters") else ""
+        if axis:
+            wire[axis] += share * item.bytes * item.count
+    return held, wire["dp"], wire["tp"]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["dp=2,zero=0", "dp=2,zero=1,accumulate=2", "dp=2,zero=2,accumulate=3", "tp=2,sp=0", "tp=2", "tp=2,accumulate=2"],
+)
+def test_states_and_messages_of_a_plan_are_those_of_a_run(pool: Pool, layout: str) -> None:
+    held, over_dp, over_tp = pool.run(counted, 2, layout)[0]
+    case = Case(shape=shape_of(MODEL), cluster=cluster.parse("2xh100"), layout=Layout.parse(layout), seq_len=SEQ_LEN)
+    planned = states(case, 0)
+    for name, size in held.items():
+        # Padding to equal shards, and the rows that a vocabulary of 257 is padded to, are a run's own.
+        assert planned.get(name, 0) == pytest.approx(size, rel=0.02), name
+    work = work_of(case)
+    assert work.dp_bytes == pytest.approx(over_dp, rel=0.02)
+    assert work.tp_bytes * case.layout.accumulate == pytest.approx(over_tp, rel=0.02)

@@ -1,0 +1,393 @@
+"""Search: what it must find, what it must respect, that it always answers the same."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_only import without_offload
+from typer.testing import CliRunner
+
+import echelon as ec
+from echelon.cli import app
+from echelon.config.run_config import Config
+from echelon.config.sections import OptimizerConfig, PrecisionConfig
+from echelon.layout import Layout, check
+from echelon.models import model_config
+from echelon.planning.calibrate.calibration import constants_of
+from echelon.planning.cluster import cluster
+from echelon.planning.cost.memory_model import of_stage, worst
+from echelon.planning.cost.param_group_traffic import units_of
+from echelon.planning.cost.step_time import times
+from echelon.planning.cost.work import work_of
+from echelon.planning.explain.reasons import explained, infeasible
+from echelon.planning.model.model_sources import shape_of
+from echelon.planning.planner import PRECISIONS, command_of
+from echelon.planning.priced_plan import price, timeline
+from echelon.planning.scenario import Case
+from echelon.planning.search.bounds import bounds, least_bytes
+from echelon.planning.search.layout_families import Wish, layouts, members
+from echelon.planning.search.layout_search import _is_legal, nearest, search
+from echelon.planning.search.memory_variants import AWAY
+from echelon.training.auto_layout import planned
+
+
+def wish(model="llama-8b", devices="8xh100", batch=64, seq_len=8192, **options):
+    return Wish(shape=shape_of(model), cluster=cluster.parse(devices), batch=batch, seq_len=seq_len, **options)
+
+
+def test_every_plan_fits_fills_the_batch_and_can_be_run():
+    asked = wish()
+    for plan in search(asked):
+        assert plan.fits
+        assert plan.runnable
+        assert plan.layout.batch == 64
+        assert plan.layout.world <= 8
+        ec.Layout.parse(str(plan.layout))
+
+
+def test_the_same_question_has_the_same_answer():
+    first, second = (search(wish()) for _ in range(2))
+    assert [plan.to_json() for plan in first] == [plan.to_json() for plan in second]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp32"])
+def test_nothing_that_was_listed_is_faster_and_fits(precision):
+    """The search leaves nothing out: price every layout of a small question."""
+    asked = wish("llama-1b", "2xh100", 8, 4096, precision=precision)
+    best = search(asked)[0]
+    every = [price(asked.case(layout)) for layout in layouts(asked)]
+    assert best.seconds == min(plan.seconds for plan in every if plan.fits)
+
+
+def test_what_is_fixed_stays():
+    for plan in search(wish(fixed={"tp": 4, "schedule": "zb-h1", "pp": 2})):
+        assert (plan.layout.tp, plan.layout.pp, plan.layout.schedule) == (4, 2, "zb-h1")
+
+
+def test_layouts_that_cannot_be_run_are_left_out_unless_asked_for(monkeypatch):
+    without_offload(monkeypatch)
+    asked = wish(plan_only=True, fixed={"offload": "optimizer"})
+    assert all(not plan.runnable for plan in search(asked))
+    assert all(plan.runnable for plan in search(wish()))
+
+
+def test_experts_are_divided_without_being_asked_to():
+    found = search(wish("mixtral-8x7b", "64xh100", 256, 4096))
+    assert any(plan.layout.ep > 1 for plan in found)
+    assert all(plan.runnable for plan in found)
+
+
+@pytest.mark.parametrize(("devices", "batch"), [("12xh100", 96), ("7xh100", 56), ("7xh100", 64), ("24xa100-80", 120)])
+def test_counts_that_are_no_powers_of_two(devices, batch):
+    plans = search(wish("llama-8b", devices, batch, 4096))
+    assert plans
+    assert plans[0].layout.world <= cluster.parse(devices).devices
+
+
+def test_one_device_needs_no_parallelism():
+    asked = wish("gpt2-124m", "1xh100", 8, 1024)
+    best = explained(asked, search(asked))
+    assert best.layout.world == 1
+    assert "no parallelism is needed" in best.reasons[0]
+
+
+def test_reasons_name_what_binds_and_what_the_neighbours_would_do():
+    asked = wish("llama-70b", "64xh100", 256, 8192, fixed={"schedule": "1f1b"})
+    reasons = explained(asked, search(asked)).reasons
+    assert any("of a step" in reason for reason in reasons)
+    assert any("would be" in reason or "would need" in reason for reason in reasons)
+
+
+def test_the_objectives_differ():
+    slow, few = (search(wish("llama-1b", "8xh100", 64, 2048, objective=name))[0] for name in ("time", "devices"))
+    assert few.layout.world < slow.layout.world
+    assert few.seconds > slow.seconds
+
+
+def test_what_does_not_fit_is_told_with_its_largest_terms_and_a_remedy():
+    least = nearest(wish("llama-405b", "8xh100", 8, 4096))
+    words = infeasible(least)
+    assert "Nothing fits" in words[0]
+    assert "optimizer" in words[1]
+    assert "would do" in words[-1] or "would fit" in words[-1]
+    assert search(wish("llama-405b", "8xh100", 8, 4096)) == []
+
+
+def test_where_nothing_fits_states_leave_for_the_host():
+    asked = wish("llama-70b", "8xa100-80", 64, 4096)
+    best = search(asked, top=1)[0]
+    assert best.fits
+    assert best.layout.offload in ("optimizer", "optimizer+activations")
+    assert search(replace(asked, fixed={"offload": "none"}), top=1) == []
+    muon = replace(asked, rule=OptimizerConfig(name="muon"))
+    assert search(muon, top=1) == [], "a rule that the host cannot update"
+
+
+def test_of_what_may_leave_the_fastest_is_chosen():
+    """The first kind that made room was taken: here the states, and layers were repeated that need not be."""
+    asked = wish("llama-1b", "1xa100-40", 1, 131072)
+    best = search(asked, top=1)[0]
+    kinds = [found for kind in AWAY for found in search(replace(asked, fixed={"offload": kind}), top=1)]
+    assert len(kinds) == len(AWAY)
+    assert best.seconds == min(found.seconds for found in kinds)
+    assert best.seconds < 0.9 * next(found for found in kinds if found.layout.offload == "optimizer").seconds
+
+
+# -- prices -----------------------------------------------------------------------------------------------------------
+
+
+def case(layout, model="llama-8b", devices="64xh100", seq_len=4096):
+    return Case(shape=shape_of(model), cluster=cluster.parse(devices), layout=Layout.parse(layout), seq_len=seq_len)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tp=st.sampled_from([1, 2, 4, 8]),
+    pp=st.sampled_from([1, 2, 4, 8]),
+    zero=st.integers(0, 3),
+    accumulate=st.integers(1, 40),
+    recompute=st.sampled_from(["none", "full"]),
+)
+def test_prices_are_positive_and_causes_sum_to_the_step(tp, pp, zero, accumulate, recompute):
+    plan = price(
+        case(f"dp={64 // (tp * pp)},tp={tp},pp={pp},zero={zero},accumulate={accumulate},recompute={recompute}")
+    )
+    assert plan.seconds == pytest.approx(sum(plan.times.values()))
+    assert 0 < plan.low < plan.seconds < plan.high
+    assert 0 <= plan.bubble < 1
+    assert 0 < plan.mfu < 1
+    assert plan.memory.total == sum(plan.memory.parts.values())
+
+
+def test_the_formula_is_near_the_simulation():
+    """What ranks thousands of layouts agrees with what prices the finalists."""
+    for text in (
+        "pp=8,accumulate=32,dp=8",
+        "pp=4,schedule=interleaved,vpp=4,accumulate=16,dp=16",
+        "tp=8,dp=8",
+        *(f"dp=8,pp=8,accumulate={n},schedule={kind}" for n in (4, 32) for kind in ("1f1b", "zb-h1", "zb-v")),
+        *(f"dp=2,pp=8,cp=4,accumulate={n},schedule={kind}" for n in (4, 32) for kind in ("zb-v", "dualpipe-v")),
+    ):
+        found = case(text, seq_len=65536 if "cp" in text else 4096)
+        formula = times(work_of(found), constants_of(found)).total
+        assert price(found).seconds == pytest.approx(float(formula), rel=0.1), text
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "dualpipe-v", "interleaved"])
+@pytest.mark.parametrize("pp", [2, 4, 8])
+def test_a_long_step_goes_on_as_it_has_begun(pp, schedule):
+    """Only part of a long step is simulated: it must be what simulating all of it gives."""
+    found = case(f"pp={pp},accumulate=1024,dp=8,schedule={schedule}")
+    whole = timeline(found).duration
+    others = {"dp", "update", "rest"}
+    assert sum(s for name, s in price(found).times.items() if name not in others) == pytest.approx(whole, rel=1e-3)
+
+
+def test_more_microbatches_shrink_the_bubble_and_recomputation_the_memory():
+    few, many = (price(case(f"pp=8,dp=8,accumulate={count}")) for count in (8, 64))
+    assert many.bubble < few.bubble
+    kept, again = (worst(case(f"dp=64,zero=3,microbatch=4,recompute={text}")) for text in ("none", "full"))
+    assert again.total < kept.total
+
+
+def test_the_first_stages_hold_more_activations():
+    found = case("pp=8,dp=8,accumulate=16")
+    first, last = (of_stage(found, stage).parts["activations"] for stage in (0, 7))
+    assert first == pytest.approx(8 * last, rel=1e-6)
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_answers_in_json_and_writes_a_page(tmp_path):
+    page = tmp_path / "plan.html"
+    arguments = ["plan", "llama-1b", "--cluster", "8xh100", "--batch", "64", "--json", "--html", str(page)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    plans = json.loads(result.stdout)["plans"]
+    keys = (
+        "layout precision runnable fits step_s step_s_low step_s_high tokens_per_s mfu hfu bubble memory_bytes memory "
+        "time reasons parameters active_parameters imbalance all_to_all_bytes"
+    )
+    assert set(plans[0]) == {*keys.split()}
+    assert plans == sorted(plans, key=lambda plan: plan["step_s"])
+    assert plans[0]["layout"] in page.read_text(encoding="utf-8")
+
+
+def test_one_layout_can_be_priced_and_one_that_does_not_fit_says_so():
+    arguments = ["plan", "llama-70b", "--cluster", "64xh100", "--batch", "64", "--json", "--layout"]
+    assert CliRunner().invoke(app, [*arguments, "tp=8,pp=8,accumulate=64"]).exit_code == 0
+    result = CliRunner().invoke(app, [*arguments, "dp=64,zero=0"])
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["plans"][0]["fits"] is False
+
+
+def test_all_faults_are_told_at_once():
+    result = CliRunner().invoke(app, ["plan", "lama-8b", "--cluster", "0xh10", "--batch", "-3", "--fix", "tpp=2"])
+    assert result.exit_code == 2
+    for word in ("lama-8b", "0xh10", "batch=-3", "tpp"):
+        assert word in result.stderr
+
+
+def test_train_takes_the_planners_layout(tmp_path):
+    config = Config.load(None, ["batch=8"])
+    chosen, words = planned(config, "auto", 2)
+    assert Layout.parse(chosen.layout).world == 2
+    assert "predicted" in words
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps({"plans": [{"layout": "dp=2,zero=1"}]}))
+    assert planned(config, str(file), 2)[0] == replace(config, layout="dp=2,zero=1")
+    with pytest.raises(ec.FaultError, match="cannot be read"):
+        planned(config, str(tmp_path / "none.json"), 2)
+    with pytest.raises(ec.FaultError, match="leaves nothing to choose"):
+        planned(Config.load(None, ["layout=dp=2"]), "auto", 2)
+
+
+# -- 8 bits -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_in_8_bits_is_run_in_8_bits(tmp_path):
+    arguments = ["plan", "llama-8b", "--cluster", "8xh100", "--batch", "64", "--precision", "fp8", "--json"]
+    result = CliRunner().invoke(app, arguments)
+    file = tmp_path / "plan.json"
+    file.write_text(result.stdout)
+    asked = Config.load(None, ["model=llama-8b", "batch=64", "seq_len=4096"])
+    chosen, words = planned(asked, str(file), 8)
+    assert (chosen.dtype, chosen.precision.compute) == ("bfloat16", "fp8")
+    assert chosen.layout == json.loads(result.stdout)["plans"][0]["layout"]
+    assert "8 bits" in words
+    assert not [fault for fault in chosen.faults(world=8) if fault.key == "precision.compute"]
+    by_row = replace(asked, dtype="bfloat16", precision=PrecisionConfig(compute="fp8-row"))
+    assert planned(by_row, str(file), 8)[0].precision.compute == "fp8-row"
+
+
+def test_the_command_of_a_plan_says_8_bits():
+    best = search(wish(precision="fp8"), top=1)[0]
+    assert best.runnable
+    assert "--set dtype=bfloat16 --set precision.compute=fp8" in command_of(best, "llama-8b")
+    assert "precision.compute" not in command_of(search(wish(), top=1)[0], "llama-8b")
+
+
+def test_8_bits_leave_out_schedules_that_put_weights_gradients_off():
+    """As config/run_config.py refuses them: such a plan can be priced, and not be run."""
+    asked = wish("llama-70b", "64xh100", 256, 4096, precision="fp8")
+    found = [plan.layout for plan in search(asked, top=20)]
+    assert found
+    assert not {layout.schedule for layout in found} & {"zb-h1", "zb-v", "dualpipe-v"}
+    priced = price(asked.case(Layout.parse("dp=8,pp=8,schedule=zb-h1,accumulate=32")))
+    assert not priced.runnable
+    assert search(replace(asked, plan_only=True, fixed={"schedule": "zb-h1", "pp": 8}), top=1)
+
+
+def test_types_that_cannot_be_trained_in_are_plan_only():
+    layout = Layout.parse("dp=8")
+    runnable = {kind for kind in PRECISIONS if price(wish(precision=kind, devices="8xb200").case(layout)).runnable}
+    assert runnable == {"bf16", "fp16", "fp8", "fp32"}
+
+
+@pytest.mark.parametrize("fixed", ["schedule=gpipe", "schedule=zb-h1", "shard=4", "vpp=4", "tp=4", "zero=3"])
+def test_every_plan_passes_the_rules_of_training(fixed):
+    """A schedule without a pipeline, a shard that does not divide: what `train` would refuse is no plan."""
+    arguments = ["plan", "llama-8b", "--cluster", "16xh100", "--batch", "64", "--fix", fixed, "--json"]
+    plans = json.loads(CliRunner().invoke(app, arguments).stdout)["plans"]
+    assert plans
+    for plan in plans:
+        check(plan["layout"], world=Layout.parse(plan["layout"]).world, batch=64, model=model_config.find("llama-8b"))
+
+
+def test_one_device_more_is_not_slower_and_slow_devices_can_stay_idle():
+    def seconds(devices):
+        return search(wish("llama-8b", devices, 512, 4096))[0].seconds
+
+    assert seconds("65xh100") <= seconds("64xh100")
+    assert seconds("64xh100+8xv100") <= seconds("64xh100")
+
+
+def test_messages_between_nodes_are_priced_by_the_links_between_nodes():
+    near = wish("llama-8b", "32xh100", 64, 4096)
+    slow = cluster.parse("32xh100")
+    slow = replace(slow, outside=replace(slow.outside, bandwidth=1e6))
+    layout = Layout.parse("dp=4,tp=2,pp=4,accumulate=16")
+    assert price(replace(near, cluster=slow).case(layout)).seconds > 2 * price(near.case(layout)).seconds
+
+
+def test_types_that_a_device_does_not_multiply_are_refused():
+    result = CliRunner().invoke(app, ["plan", "llama-8b", "--cluster", "8xa100-80", "--precision", "fp8"])
+    assert result.exit_code == 2
+    assert "legal: bf16, fp16, fp32" in result.stderr
+
+
+def test_hfu_repeats_the_layers_and_not_the_output_layer():
+    plan = price(case("dp=64,recompute=full", "llama-1b"))
+    shape = shape_of("llama-1b")
+    layers = shape.flops(4096) - 2 * shape.head_parameters
+    assert plan.hfu / plan.mfu == pytest.approx(1 + layers / shape.train_flops(4096))
+
+
+def test_cost_prefers_fewer_devices_where_they_scale_badly():
+    fast, cheap = (search(wish("llama-1b", "16xh100", 32, 2048, objective=name))[0] for name in ("time", "cost"))
+    assert cheap.seconds * cheap.layout.world <= fast.seconds * fast.layout.world
+
+
+def test_what_is_off_the_device_must_fit_its_host():
+    asked = wish("llama-405b", "8xh200", 8, 4096, plan_only=True, fixed={"offload": "params"})
+    assert search(asked) == []
+    assert "beyond the host" in nearest(asked).memory.parts
+
+
+@pytest.mark.parametrize("objective", ["cost", "energy", "devices"])
+def test_other_objectives_of_a_large_cluster_are_answered(objective):
+    assert search(wish("llama-8b", "1000xh100", 1000, 4096, objective=objective), top=1)
+
+
+@pytest.mark.parametrize("model", ["gpt2-124m", "llama-1b", "llama-8b", "mixtral-8x7b", "deepseek-v3"])
+def test_units_hold_every_parameter_once(model):
+    """On one device, norms and positions outside the layers too."""
+    found = case("dp=1", model, "1xh100")
+    assert sum(unit.numel * n for unit, n in units_of(found, 0)) == shape_of(model).parameters
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp32"])
+@pytest.mark.parametrize(
+    ("devices", "batch", "seq_len", "model"),
+    [
+        ("8xh100", 16, 4096, "llama-1b"),
+        ("4xcpu", 16, 4096, "llama-1b"),
+        ("8xh100", 4, 32768, "llama-1b"),
+        ("16xh100", 16, 4096, "qwen3-30b-a3b"),
+    ],
+)
+def test_no_layout_takes_less_than_the_bounds_say(devices, batch, seq_len, model, precision):
+    asked = wish(model, devices, batch, seq_len, precision=precision)
+    c = constants_of(asked.case(Layout()))
+    every = bounds(asked, c)
+    assert every == sorted(every)
+    for bound in every[::7]:
+        for layout in members(asked, bound.branch, asdict(bound.branch.family)):
+            found = asked.case(layout)
+            assert least_bytes(asked, layout, bound.activations) <= worst(found, c).total, layout
+            assert bound.rated <= (1 + 1e-9) * times(work_of(found), c).total, layout
+
+
+@pytest.mark.parametrize(
+    ("devices", "batch", "seq_len", "precision"),
+    [
+        ("8xh100", 64, 4096, "bf16"),
+        ("12xa100-80", 96, 4096, "bf16"),
+        ("8xh100", 64, 4096, "fp8"),
+        ("16xh100", 4, 32768, "bf16"),
+    ],
+)
+def test_the_branches_that_stay_closed_hold_none_of_the_best(devices, batch, seq_len, precision):
+    """The ten best by formula of all layouts that fit are found, unless simulation puts them behind all that are."""
+    asked = wish("llama-8b", devices, batch, seq_len, precision=precision)
+    fitting = [c for c in map(asked.case, layouts(asked)) if worst(c).total <= asked.cluster.memory]
+    legal = [c for c in fitting if _is_legal(asked, c.layout)]
+    ranked = sorted(legal, key=lambda c: (float(times(work_of(c), constants_of(c)).total), str(c.layout)))
+    found = {str(plan.layout): plan.seconds for plan in search(asked, top=20)}
+    slowest = max(found.values())
+    assert all(str(c.layout) in found or price(c).seconds >= slowest for c in ranked[:10])

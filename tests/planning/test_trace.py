@@ -1,0 +1,328 @@
+"""Tracing: what is counted on the meta device is what the closed form says and what a real run does."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.flop_counter import FlopCounterMode
+
+from echelon import models
+from echelon.layout.validation_error import FaultError
+from echelon.models import SIZES
+from echelon.models.attention import Seen
+from echelon.models.pipeline_model import Chain, Link
+from echelon.planning.model import op_counter
+from echelon.planning.model.model_shape import COLUMNS, ROWS, ModelShape
+from echelon.planning.model.model_sources import of_config, shape_of
+from echelon.planning.model.trace_module import trace
+
+SEQ = 32
+TOKENS = torch.zeros(2, SEQ, dtype=torch.long)
+TEXT = {"tokens": TOKENS, "targets": TOKENS}
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def flops(model: nn.Module, inputs: dict[str, Tensor]) -> int:
+    """Of a forward pass, as torch counts them."""
+    with FlopCounterMode(display=False) as counter:
+        model(**inputs)
+    return counter.get_total_flops()
+
+
+# -- our own models ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "gpt2-124m", "llama-8b"])
+def test_our_models_are_what_the_closed_form_says(name: str) -> None:
+    found, closed = trace(models.build(SIZES[name], "meta"), TEXT), shape_of(name)
+    assert found.parameters == closed.parameters
+    assert found.flops(SEQ) == pytest.approx(closed.flops(SEQ))
+    assert found.flops(1024) == pytest.approx(closed.flops(1024))
+    assert (found.width, found.vocab, found.tied) == (closed.width, closed.vocab, closed.tied)
+    assert found.position_parameters == closed.position_parameters
+    ((layer, count),) = found.layers
+    ((expected, _),) = closed.layers
+    assert count == closed.num_layers
+    assert layer.attention == expected.attention
+    assert layer.other_parameters == expected.other_parameters
+    # The first output of each region's products is divided, and everything up to its last product.
+    assert {product.split for product in layer.products} == {COLUMNS, ROWS}
+    assert layer.saved == pytest.approx(expected.saved, rel=0.03)
+    assert layer.saved_split == pytest.approx(expected.saved_split, rel=0.2)
+    assert layer.passed == pytest.approx(expected.passed, rel=0.03)
+
+
+def saved_on_cpu(name: str) -> float:
+    """Elements per token that a real block keeps for backward."""
+    model = models.build(SIZES[name])
+    weights = {parameter.data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    x = torch.randn(2, SEQ, SIZES[name].width, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.blocks[0](x, Seen(torch.arange(SEQ)[None]))
+    return sum(kept.values()) / 4 / TOKENS.numel()
+
+
+def test_saved_elements_are_those_of_a_real_run() -> None:
+    ((layer, _),) = trace(models.build(SIZES["gpt-tiny"], "meta"), TEXT).layers
+    assert layer.saved + layer.saved_split == saved_on_cpu("gpt-tiny")
+
+
+def test_attention_that_is_written_out() -> None:
+    config = replace(SIZES["llama-tiny"], dropout=0.1)
+    found = trace(models.build(config, "meta"), TEXT)
+    attention = found.layers[0][0].attention
+    assert attention is not None
+    assert (attention.heads, attention.head_dim, attention.causal) == (4, 16, False)
+    # It does the whole square, and keeps it.
+    assert found.flops(SEQ) - of_config(config).flops(SEQ) == 4 * attention.flops(SEQ) / 2
+    plain = trace(models.build(SIZES["llama-tiny"], "meta"), TEXT)
+    assert found.layers[0][0].saved_split > plain.layers[0][0].saved_split + 2 * 4 * SEQ
+
+
+def test_the_convolutional_network() -> None:
+    config = SIZES["conv-tiny"]
+    inputs = {"images": torch.zeros(2, 3, 16, 16), "labels": torch.zeros(2, dtype=torch.long)}
+    found = trace(models.build(config, "meta"), inputs)
+    assert found.parameters == config.parameters
+    assert found.train_flops(1) == config.flops_per_token(1)
+    assert found.num_layers == 4
+
+
+# -- other people's modules -------------------------------------------------------------------------------------------
+
+
+class Encoder(nn.Module):
+    """With a list inside its layers that is longer than that of its layers, and a norm and biases at its ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.types = nn.Embedding(2, 16)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 24, batch_first=True), 3)
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 50)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.norm(self.encoder(self.embed(tokens) + self.types(torch.zeros_like(tokens))))
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
+
+
+def test_a_module_of_torch() -> None:
+    model = Encoder()
+    found = trace(model, TEXT)
+    assert found.parameters == parameters(model)
+    assert found.flops(SEQ) * TOKENS.numel() == flops(model, TEXT)
+    assert (found.vocab, found.width, found.tied, found.num_layers) == (50, 16, False, 3)
+    assert found.other_parameters == 2 * 16 + 50 + 2 * 16
+    ((layer, _),) = found.layers
+    assert layer.name == "TransformerEncoderLayer"
+    assert layer.attention is not None
+    assert (layer.attention.heads, layer.attention.causal) == (2, False)
+
+
+def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor of every trace stayed for good: what was saved held the graph that held it."""
+    saved: list[StorageWeakRef] = []
+    pack = op_counter.Counter._pack
+
+    def noted(self: op_counter.Counter, tensor: Tensor) -> None:
+        saved.append(StorageWeakRef(tensor.untyped_storage()))
+        return pack(self, tensor)
+
+    monkeypatch.setattr(op_counter.Counter, "_pack", noted)
+    trace(models.build(SIZES["gpt-tiny"], "meta"), TEXT)
+    gc.collect()  # modules and their hooks
+    assert len(saved) > 50
+    assert all(ref.expired() for ref in saved)
+
+
+def test_nothing_is_changed() -> None:
+    model = Encoder().eval()
+    before = dict(model.named_parameters())
+    trace(model, TEXT)
+    assert not model.training
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    assert TOKENS.device.type == "cpu"
+    assert not model.encoder.layers[0]._forward_hooks
+
+
+class Mixer(nn.Module):
+    """Products before and after the layers, one matrix in all layers, experts, and a product without weights."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        shared = nn.Linear(8, 8, bias=False)
+        self.start = nn.Linear(5, 8)
+        self.layers = nn.ModuleList(Mixed(shared) for _ in range(layers))
+        self.end = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        x = self.start(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.end(x).sum(), x.shape[0]
+
+
+class Mixed(nn.Module):
+    def __init__(self, shared: nn.Linear) -> None:
+        super().__init__()
+        self.shared = shared
+        self.experts = nn.Parameter(torch.zeros(4, 8, 8))
+        self.gates = nn.ModuleList(nn.Linear(8, 1, bias=False) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.shared(x).flatten(0, 1)
+        gate = sum(gate(tokens) for gate in self.gates)
+        y = torch.bmm(tokens.expand(4, *tokens.shape), self.experts).mean(0) * gate
+        return x + y.view_as(x) + torch.bmm(x @ x.transpose(1, 2), x).tanh()
+
+
+def test_shared_matrices_experts_and_the_ends() -> None:
+    model, inputs = Mixer(), {"x": torch.randn(2, 6, 5)}
+    found = trace(model, inputs)
+    assert found.parameters == parameters(model)
+    assert found.flops(6) * 12 == flops(model, inputs)
+    assert (found.vocab, found.width, found.experts, found.top_k) == (0, 8, 4, 4)
+    names = [layer.name for layer in found.each()]
+    assert names == ["before", "Mixed", "Mixed", "Mixed", "after"]
+    layers = list(found.each())
+    assert [layer.parameters for layer in layers] == [40, 64 + 256 + 40, 256 + 40, 256 + 40, 24]
+    assert found.other_parameters == 8 + 3
+    assert layers[1].attention is not None
+    assert layers[1].attention.heads == 1
+
+
+def test_a_stack_of_one_class_and_one_without() -> None:
+    stack = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    found = trace(stack, {"input": torch.zeros(7, 4)})
+    assert [layer.parameters for layer in found.each()] == [20, 20, 20]
+    assert found.flops(1) == 3 * 2 * 16
+    odd = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
+    found = trace(odd, {"input": torch.zeros(7, 4)})
+    assert (found.num_layers, found.parameters, found.width) == (1, parameters(odd), 4)
+    assert found.layers[0][0].saved == pytest.approx(4 + 6)  # what both products read; the ReLU keeps its output
+
+
+class Chained(nn.Module):
+    """Its first link embeds and multiplies, its last one is a block and the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.first = nn.Embedding(30, 8), nn.Linear(8, 8)
+        self.last, self.head = nn.Linear(8, 8), nn.Linear(8, 30, bias=False)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, int]:
+        return self.finish(self.start(None, None, tokens), None, tokens)
+
+    def start(self, _carried: None, _shared: None, tokens: Tensor) -> Tensor:
+        return self.first(self.embed(tokens))
+
+    def finish(self, x: Tensor, _shared: None, tokens: Tensor) -> tuple[Tensor, int]:
+        return self.head(self.last(x)).sum(), tokens.numel()
+
+    def chain(self) -> Chain:
+        start = Link("start", ("embed", "first"), self.start)
+        return Chain(links=(start, Link("end", ("last", "head"), self.finish)))
+
+
+def test_the_ends_of_a_chain_are_no_part_of_its_layers() -> None:
+    found = trace(Chained(), {"tokens": TOKENS})
+    assert [layer.parameters for layer in found.each()] == [72, 72]
+    assert (found.vocab, found.width, found.parameters) == (30, 8, parameters(Chained()))
+    assert found.other_parameters == 0
+
+
+class WeightNormed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(4, 6, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).sum()
+
+
+def test_a_weight_that_is_computed() -> None:
+    found = trace(WeightNormed(), {"x": torch.zeros(3, 4)})
+    assert (found.parameters, found.flops(1)) == (24 + 6, 2 * 24)
+    assert found.layers[0][0].other_parameters == 6
+
+
+# -- files and faults -------------------------------------------------------------------------------------------------
+
+
+def test_the_example() -> None:
+    found = shape_of("examples/own_module.py:build")
+    assert found.parameters == 8 * 64 + 64 + 64 + 1
+    assert found.flops(1) == 2 * (8 * 64 + 64)
+
+
+OWN = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        rates = [rate.item() for rate in torch.linspace(0, 1, 2)]
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in rates)
+        self.table = torch.ones(4)
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x * self.table)
+        return x.sum(), len(x)
+class Choosy(Net):
+    def forward(self, x):
+        return x[x > 0].sum(), len(x)
+def broken():
+    raise KeyError("no such thing")
+def batch(rows, step):
+    return {"x": torch.zeros(rows, 4)}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "own_net.py"
+    path.write_text(OWN)
+    return str(path)
+
+
+def test_a_file_whose_module_reads_values_while_it_is_built(file: str) -> None:
+    found: ModelShape = shape_of(f"{file}:Net")
+    assert (found.num_layers, found.parameters) == (2, 40)
+    assert found.name == f"{file}:Net"
+
+
+def test_what_cannot_be_traced_is_refused(file: str) -> None:
+    with pytest.raises(FaultError, match=r"cannot be run on the meta device .*decides shapes by values"):
+        shape_of(f"{file}:Choosy")
+    with pytest.raises(FaultError, match=r"cannot be built \(KeyError: 'no such thing'\)"):
+        shape_of(f"{file}:broken")
+    with pytest.raises(FaultError, match=r"TypeError: .*unexpected keyword argument 'y'"):
+        trace(nn.Linear(2, 2), {"y": TOKENS})
+    with pytest.raises(FaultError, match="Linear is traced without inputs"):
+        trace(nn.Linear(2, 2))
+    with pytest.raises(FaultError, match=r"names nothing in the file"):
+        shape_of(f"{file}:Nett")
+
+
+def test_a_batch_that_is_no_dictionary_is_refused():
+    with pytest.raises(FaultError, match="not keyword arguments"):
+        trace(nn.Linear(4, 4), torch.zeros(2, 4))

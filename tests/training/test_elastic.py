@@ -1,0 +1,295 @@
+"""Runs that are disturbed go on by themselves, and end as the one that nobody disturbed. Real processes on gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from echelon.checkpoint.load import open_index
+from echelon.checkpoint.storage import Local
+from echelon.cli import app
+from echelon.config.run_config import Config
+from echelon.faults.graceful_stop import EXIT
+from echelon.launch.rank_failure import RankError
+from echelon.layout import FaultError, Layout
+from echelon.training import loop
+from echelon.training.elastic.attempts import Attempt, goes_on_with
+from echelon.training.elastic.replan import change_of
+from echelon.training.loop import train_here
+from echelon.training.resume import config_of
+from echelon.training.run_dir import Run
+from echelon.training.start_training import run
+
+STEPS = 9
+
+
+def settings(folder: Path, **changes: object) -> list[str]:
+    text = folder / "text.txt"
+    text.write_text("".join(f"{n} and {n * n}; " for n in range(3000)))
+    asked = {
+        "data.path": json.dumps([str(text)]),
+        "seq_len": 16,
+        "batch": 6,
+        "steps": STEPS,
+        "dtype": "float64",
+        "eval.every": 0,
+        "sample.tokens": 0,
+        "checkpoint.every": 1,
+        "device": "cpu",
+        "schedule.warmup": 2,
+        "timeout": 60,
+        "run": str(folder / "run"),
+        **changes,
+    }
+    return [f"{key}={value}" for key, value in asked.items()]
+
+
+def config(folder: Path, layout: str, **changes: object) -> Config:
+    return Config.load(None, settings(folder, layout=layout, **changes))
+
+
+TYPES = {"F64": "<f8", "F32": "<f4", "I64": "<i8"}
+
+
+def weights(path: str | Path) -> dict[str, np.ndarray]:
+    """The state after a run's last step, put together from what its ranks wrote."""
+    folder, found = Path(path) / "checkpoints", {}
+    for name, tensor in open_index(Local(folder), STEPS).tensors.items():
+        found[name] = np.empty(tensor.shape)
+        for stored in tensor.slices:
+            extent = [b - a for a, b in stored.box]
+            file = folder / f"step-{STEPS:08d}" / stored.file
+            values = np.fromfile(file, TYPES[tensor.dtype], int(np.prod(extent)), offset=stored.at)
+            found[name][tuple(slice(a, b) for a, b in stored.box)] = values.reshape(extent)
+    return found
+
+
+def are_equal(one: Path, other: Path) -> bool:
+    """As design has it: 1e-10 in float64."""
+    a, b = weights(one), weights(other)
+    assert a.keys() == b.keys()
+    return all(np.abs(a[n] - b[n]).max() <= 1e-10 * max(1.0, np.abs(b[n]).max()) for n in b if b[n].size)
+
+
+def state(path: str | Path) -> str:
+    """A hash of all of it."""
+    return open_index(Local(Path(path) / "checkpoints"), STEPS).hash
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pool, tmp_path_factory):
+    """By layout: the directory of a run that nobody disturbed."""
+    done: dict[str, Path] = {}
+
+    def of(layout: str) -> Path:
+        if layout not in done:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            pool.run(train_here, Layout.parse(layout).world, config(folder, layout), True)
+            done[layout] = folder / "run"
+        return done[layout]
+
+    return of
+
+
+def records(path: Path, kind: str) -> list[dict]:
+    return list(Run.open(path).records(kind))
+
+
+# -- restarts ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_that_was_asked_for_is_not_forgotten_by_a_restart(tmp_path):
+    """A rank that failed before the first attempt had gone on from it made the next one take the newest."""
+    made = Run.create(config(tmp_path, "dp=2"), {"layout": "dp=2", "elastic": "first"})
+    made.log("start", time=0.0, after=0, elastic="first")
+    asked = str(made.path / "checkpoints" / "step-00000004")
+    assert goes_on_with(made.path, asked, "second") == asked
+    made.log("start", time=1.0, after=4, elastic="second")
+    assert goes_on_with(made.path, asked, "second") == str(made.path)
+    assert goes_on_with(made.path, str(made.path), "third") == str(made.path)
+    assert goes_on_with(None, "", "third") == ""
+    made.close()
+
+
+def test_a_killed_rank_is_restarted_and_the_run_ends_as_if_nothing_had_happened(tmp_path, undisturbed, capfd):
+    asked = config(tmp_path, "dp=2", **{"elastic.restarts": 2})
+    summary = run(asked, quiet=True, inject=["kill:rank=1,step=6"])
+    path = tmp_path / "run"
+    assert Path(summary.run) == path
+    assert state(path) == state(undisturbed("dp=2"))
+    (again,) = records(path, "restart")
+    assert (again["number"], again["of"], again["ranks"]) == (1, 2, [1])
+    assert again["text"].startswith("rank 1 (dp 1) ended without an exception: the process was ended by SIGKILL, in")
+    assert again["text"] == records(path, "diagnosis")[0]["text"]
+    assert len(records(path, "injected")) == 1
+    (goes_on,) = records(path, "resume")
+    assert goes_on["step"] >= 4
+    assert summary.time["restarts"] == 1
+    told = capfd.readouterr().err
+    assert told.count("rank 1 (dp 1) ended") == 1
+    assert "in forward of step 6. Restart 1 of 2." in told
+
+
+def test_what_a_user_must_mend_is_not_tried_again(tmp_path, capfd, monkeypatch):
+    own = "import torch\ndef build():\n    raise ValueError('mine')\ndef batch(rows, step):\n    return {}\n"
+    (tmp_path / "own.py").write_text(own)
+    monkeypatch.chdir(tmp_path)
+    asked = Config(model="own.py:build", batch=4, steps=3, layout="dp=2", device="cpu", run="run")
+    asked = Config.from_toml(asked.to_toml().replace("restarts = 0", "restarts = 3"))
+    with pytest.raises(RankError, match="mine"):
+        run(asked, quiet=True)
+    assert "Restart" not in capfd.readouterr().err
+
+
+# -- other ranks than before ------------------------------------------------------------------------------------------
+
+
+def test_a_broken_rank_is_left_out_and_the_rest_goes_on_in_another_layout(tmp_path, undisturbed, capfd):
+    changes = {"elastic.restarts": 1, "elastic.replan": "true"}
+    summary = run(config(tmp_path, "dp=3", **changes), quiet=True, inject=["gone:rank=1,step=6"])
+    path = tmp_path / "run"
+    assert are_equal(path, undisturbed("dp=3"))
+    assert [record["ranks"] for record in records(path, "restart")] == [[1]]
+    (change,) = records(path, "replan")
+    assert change["from"].startswith("dp=3")
+    assert Layout.parse(change["to"]).world == change["ranks"] == 2
+    assert change["why"] == "rank 1 failed 2 times in a row"
+    assert change["predicted_step_s"] > 0
+    assert summary.time["restarts"] == 1  # the second attempt did not come to its start
+    told = capfd.readouterr().err
+    assert "The run goes on without that rank: layout dp=3" in told
+    assert records(path, "resume")[-1]["layout"] == change["to"]
+
+
+def test_without_replan_the_error_says_how_often_it_was_tried(tmp_path, capfd):
+    with pytest.raises(RankError, match=r"(?s)^rank 1 .*SIGKILL, in start.*This was after 1 restart\.$") as caught:
+        run(config(tmp_path, "dp=2", **{"elastic.restarts": 1}), quiet=True, inject=["gone:rank=1,step=4"])
+    assert caught.value.rank == 1
+    assert f"with: echelon train --resume {tmp_path / 'run'}" in capfd.readouterr().err
+
+
+def test_ranks_that_cannot_share_the_batch_idle():
+    asked = Config(batch=8, seq_len=32, layout="dp=8", device="cpu")
+    change = change_of(asked, "dp=8", 7, why="rank 2 failed", numbers=[0, 1, 3, 4, 5, 6, 7])
+    assert change is not None
+    assert change.ranks == 6
+    assert change.idle == (7,)
+    assert "rank 7 idles" in str(change)
+    assert change == change_of(asked, "dp=8", 7, why="rank 2 failed", numbers=[0, 1, 3, 4, 5, 6, 7])
+    assert Layout.parse(change.after, batch=8).batch == 8
+
+
+def test_a_module_that_the_planner_does_not_know_keeps_its_split(tmp_path, monkeypatch):
+    own = "import torch\ndef build(): ...\ndef batch(rows, step): ...\n"
+    (tmp_path / "own.py").write_text(own)
+    monkeypatch.chdir(tmp_path)
+    asked = Config(model="own.py:build", batch=12, layout="dp=4,zero=1", device="cpu")
+    change = change_of(asked, "dp=4,zero=1", 3, why="")
+    assert change is not None
+    assert (change.after, change.seconds) == ("dp=3,zero=1", None)
+    change = change_of(Config(model="own.py:build", batch=8, layout="dp=4", device="cpu"), "dp=4", 3, why="")
+    assert change is not None
+    assert (change.after, change.idle) == ("dp=2", (2,))
+
+
+def test_stages_that_update_by_themselves_cannot_be_planned_anew(tmp_path):
+    with pytest.raises(FaultError, match=r"elastic\.replan=true would change what is computed"):
+        config(tmp_path, "pp=2,schedule=pipedream,accumulate=6", **{"elastic.replan": "true"})
+
+
+# -- SIGTERM ----------------------------------------------------------------------------------------------------------
+
+
+def terminated(path: Path, step: int) -> threading.Thread:
+    """Sends SIGTERM to this process when a run has come to a step."""
+
+    def wait() -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            log = path / "log.jsonl"
+            if log.exists() and f'"step": {step},' in log.read_text():
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+def test_sigterm_of_the_launcher_saves_and_stops_and_the_run_goes_on(tmp_path, undisturbed):
+    before = signal.getsignal(signal.SIGTERM)
+    path = tmp_path / "run"
+    asked = config(tmp_path, "dp=2", **{"checkpoint.every": 0})
+    thread = terminated(path, 3)
+    # It would be through before the signal came: one rank is slow.
+    summary = run(asked, quiet=True, inject=["slow-rank:rank=1,factor=5"])
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is before
+    (stopped,) = records(path, "stopped")
+    assert 3 <= summary.stopped == stopped["step"] < STEPS
+    assert Local(path / "checkpoints").steps() == [summary.stopped]
+    assert not records(path, "end")
+    resumed = run(config_of(path, [f"steps={STEPS}", "checkpoint.every=1"]), quiet=True, resume=str(path))
+    assert resumed.stopped is None
+    assert state(path) == state(undisturbed("dp=2"))
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "pp=2,accumulate=2"])
+def test_sigterm_of_one_rank_stops_all_after_the_same_step(tmp_path, layout):
+    asked = config(tmp_path, layout, batch=4)
+    summary = run(asked, quiet=True, inject=["kill:rank=1,step=4,signal=SIGTERM"])
+    assert summary.stopped in (4, 5)
+    assert Local(tmp_path / "run" / "checkpoints").steps()[-1] == summary.stopped
+
+
+def test_sigterm_of_one_process_exits_as_is_usual(tmp_path):
+    path = tmp_path / "run"
+    words = [word for text in settings(tmp_path, steps=5000) for word in ("--set", text)]
+    thread = terminated(path, 5)
+    done = CliRunner().invoke(app, ["train", "--procs", "1", *words])
+    thread.join()
+    (stopped,) = records(path, "stopped")
+    assert done.exit_code == EXIT == 143
+    said = " ".join(done.output.split())
+    assert f"stopped by SIGTERM after step {stopped['step']}; go on with: echelon train --resume" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["terminated", "interrupted"])
+def test_a_signal_to_every_process_of_a_run(tmp_path, number):
+    """As a scheduler sends it, or a terminal: the process that ranks are forked from was ended with them."""
+    path = tmp_path / "run"
+    words = [word for text in settings(tmp_path, steps=5000, layout="dp=2") for word in ("--set", text)]
+    command = [sys.executable, "-m", "echelon", "train", *words]
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        deadline = time.monotonic() + 60
+        while not (path / "checkpoints" / "step-00000003").exists() and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.killpg(process.pid, number)
+        said = " ".join(process.communicate(timeout=60)[0].decode().split())
+    assert process.returncode == 128 + number, said
+    assert f"with: echelon train --resume {path}" in said
+    assert len(records(path, "stopped")) == (number == signal.SIGTERM)
+
+
+def test_a_restart_does_not_wait_for_the_claim_of_a_machine_that_is_gone(tmp_path, monkeypatch):
+    """A disk that machines share may keep it long after them."""
+    asked = config(tmp_path, "dp=1", steps=2)
+    path = Path(train_here(asked, True).run)
+    again = Attempt(config=config_of(path, ["steps=3"]), resume=str(path), number=1)
+    monkeypatch.setattr(loop, "met", lambda *_: (again, None))
+    with Run.open(path) as held:
+        assert held.claim()
+        train_here(again.config, True, resume=str(path))
+    assert [record["step"] for record in records(path, "step")] == [1, 2, 3]

@@ -1,0 +1,63 @@
+import pytest
+import torch
+
+from echelon.memory.checkpointing.cost import Repeats
+from echelon.training.logging import metrics
+
+CPU = torch.device("cpu")
+
+
+def test_mfu_is_the_share_of_the_peak_that_the_mathematics_needs():
+    # 1B on one H200: 6 FLOPs for each of 1e9 parameters, 60,000 tokens/s.
+    assert metrics.mfu(6e9, 60_000, 989.5e12) == pytest.approx(0.3638, abs=1e-4)
+
+
+def test_hfu_equals_mfu_without_recomputation_and_adds_a_forward_of_the_blocks_with_it():
+    flops, blocks, speed, peak = 9e9, 6e9, 1e4, 1e15
+    none = metrics.recomputed_flops(Repeats(), blocks)
+    full = metrics.recomputed_flops(Repeats(forward=1.0), blocks)
+    assert metrics.hfu(flops, speed, peak, recomputed=none) == metrics.mfu(flops, speed, peak)
+    assert metrics.hfu(flops, speed, peak, recomputed=full) == pytest.approx(metrics.mfu(flops + 2e9, speed, peak))
+
+
+def test_attention_alone_may_be_repeated():
+    assert metrics.recomputed_flops(Repeats(attention=1.0), 6e9, 3e9) == 1e9
+    assert metrics.recomputed_flops(Repeats(forward=0.5, attention=0.25), 6e9, 3e9) == 1.25e9
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989.5e12),
+        ("NVIDIA H100 80GB HBM3", 989.5e12),
+        ("NVIDIA H100 PCIe", 756.5e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA A10", 125e12),
+        ("Tesla V100-SXM2-16GB", 125e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA B200", 2250e12),
+    ],
+)
+def test_known_devices(name, peak):
+    found = metrics.known_peak(name)
+    assert found is not None
+    assert found.flops == peak
+
+
+def test_an_unknown_device_has_no_known_peak():
+    assert metrics.known_peak("Some Future Card 9000") is None
+
+
+def test_the_peak_of_a_cpu_is_measured_and_says_so():
+    peak = metrics.peak_flops(CPU)
+    assert 1e8 < peak.flops < 1e15
+    assert "measured here: float32" in peak.why
+
+
+def test_peak_memory_of_a_process_grows_with_what_it_holds():
+    before = metrics.peak_memory(CPU)
+    held = torch.ones(before // 4 + 10_000_000, dtype=torch.float32)
+    assert held.nbytes > before
+    assert metrics.peak_memory(CPU) >= held.nbytes

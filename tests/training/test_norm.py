@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from laid_out import engine_of, tiny
+
+from echelon.training.grad_norm import clip_factor, parts_of
+
+
+@pytest.mark.parametrize(
+    ("norm", "limit", "factor"), [(4.0, 1.0, 0.25), (0.5, 1.0, 1.0), (4.0, 0.0, 1.0), (0.0, 1.0, 1.0)]
+)
+def test_the_factor_never_enlarges(norm, limit, factor):
+    assert float(clip_factor(torch.tensor(norm), limit)) == pytest.approx(factor, rel=1e-5)
+
+
+def owned():
+    engine = engine_of(tiny("llama", kv_heads=1), "dp=2,tp=4,zero=3")
+    parts = parts_of(engine.parallel)
+    return sum(len(part.unit.grad[part.where]) for part in parts if part.counted)
+
+
+def test_all_ranks_together_own_every_parameter_once(pool):
+    assert sum(pool.run(owned, 8)) == tiny("llama", kv_heads=1).parameters
+
+
+def not_finite(value):
+    engine = engine_of(tiny(), "tp=2")
+    unit, piece = next(pair for pair in engine.parallel.flat.pieces() if pair[1].entry.name == "embed.weight")
+    if engine.parallel.axes["tp"].index == 1:
+        engine.parallel.flat.view(unit.grad, piece)[0] = value
+    return float(engine.norm()), float(engine.norm(math.inf))
+
+
+def test_one_bad_element_on_one_rank_is_seen_by_all(pool):
+    for two, largest in pool.run(not_finite, 2, math.inf):
+        assert math.isinf(two)
+        assert math.isinf(largest)
+    for two, _ in pool.run(not_finite, 2, math.nan):
+        assert math.isnan(two)
+
+
+def copy_not_finite():
+    """Without sequence parallelism every rank has the same gradients of norms, and the first rank counts them."""
+    engine = engine_of(tiny(), "tp=2,sp=0")
+    unit, piece = next(pair for pair in engine.parallel.flat.pieces() if pair[1].entry.name == "norm.weight")
+    if engine.parallel.axes["tp"].index == 1:
+        engine.parallel.flat.view(unit.grad, piece)[0] = math.inf
+    return float(engine.norm()), piece.owner
+
+
+def test_a_bad_element_of_a_copy_that_nobody_counts_is_seen_by_all(pool):
+    assert [(math.isfinite(norm), owner) for norm, owner in pool.run(copy_not_finite, 2)] == [
+        (False, True),
+        (False, False),
+    ]

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+from laid_out import engine_of, tiny
+
+from echelon import data
+from echelon.config.run_config import Config
+from echelon.config.sections import DataConfig, EvalConfig
+from echelon.layout import FaultError, Layout
+from echelon.training import task
+
+TEXT = "".join(f"line {number} of a text that is long enough\n" for number in range(90))
+
+
+@pytest.fixture
+def tokens(tmp_path, monkeypatch):
+    monkeypatch.setattr(task, "CACHE", tmp_path / "cache")
+    (tmp_path / "text.txt").write_text(TEXT)
+    return str(tmp_path / "text.txt")
+
+
+def made(config):
+    return task.task_of(config, contextlib.nullcontext())
+
+
+def indices(engine, batches):
+    return [int(sample) for batch in batches for sample in batch.samples]
+
+
+def on_a_rank(path, layout, step):
+    shown = made(Config(data=DataConfig(path=(path,)), seq_len=16, batch=12, layout=layout))
+    engine = engine_of(tiny(), layout)
+    batches = list(shown.microbatches(engine, step))
+    return indices(engine, batches), [batch.inputs["tokens"] for batch in batches]
+
+
+def test_ranks_divide_the_samples_of_a_step_between_them(tokens, pool):
+    path = str(data.prepare(tokens, task.CACHE, tokenizer=data.load_tokenizer("bytes")))
+    ((one, _),) = pool.run(on_a_rank, 1, path, "dp=1,microbatch=12", 3)
+    assert one == list(range(36, 48)), "samples are numbered over the whole run"
+    for layout in ("dp=2,microbatch=3,accumulate=2", "dp=3,microbatch=4", "tp=2,microbatch=12"):
+        ranks = pool.run(on_a_rank, Layout.parse(layout).world, path, layout, 3)
+        found = {sample for samples, _ in ranks for sample in samples}
+        assert sorted(found) == one, layout
+    # The same sample has the same tokens wherever it is read.
+    dataset = data.TokenDataset([path], (), 16, 0, eval_fraction=0.02)
+    for samples, inputs in ranks:
+        assert np.array_equal(dataset.batch(np.array(samples))["tokens"], torch.cat(inputs).numpy())
+
+
+def test_evaluation_covers_what_was_held_back_and_no_more(tokens):
+    config = Config(
+        data=DataConfig(path=(tokens,), eval_fraction=0.1), seq_len=16, batch=4, eval=EvalConfig(every=1, batches=50)
+    )
+    shown, engine = made(config), engine_of(tiny(), "dp=1,microbatch=4")
+    seen = list(shown.evaluation(engine))
+    rows = sum(len(batch.samples) for batch in seen)
+    assert shown.dataset.num_eval <= rows < shown.dataset.num_eval + 4
+    assert len(list(made(Config(data=config.data, seq_len=16, batch=4)).evaluation(engine))) == 4
+
+
+def test_masked_documents_travel_with_the_batch(tokens):
+    config = Config(data=DataConfig(path=(tokens,), mask_documents=True), seq_len=16, batch=2)
+    (batch,) = made(config).microbatches(engine_of(tiny(), "dp=1,microbatch=2"), 0)
+    assert batch.inputs.keys() == {"tokens", "targets", "documents"}
+
+
+def test_a_model_with_too_small_a_vocabulary_is_refused(tokens, monkeypatch):
+    from echelon.models import model_config
+
+    monkeypatch.setattr(model_config, "SIZES", {"small": tiny(vocab=99)})
+    monkeypatch.setattr("echelon.models.find", lambda _: tiny(vocab=99))
+    with pytest.raises(FaultError, match=r"fewer tokens than the data \(99 and 257\)"):
+        made(Config(data=DataConfig(path=(tokens,)), seq_len=16))
+
+
+def test_the_configuration_changes_the_shape():
+    shape = task.shape_of(Config(model="gpt-tiny", dropout=0.25, tied=False))
+    assert (shape.dropout, shape.tied) == (0.25, False)
+    assert task.shape_of(Config(model="gpt-tiny")).tied
+
+
+OWN = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(2, 1)
+    def forward(self, x):
+        return self.net(x).sum(), torch.tensor(len(x))
+
+def build():
+    return Model()
+
+def batch(rows, step):
+    return {"x": torch.full((rows, 2), float(step))}
+"""
+
+
+def test_a_module_of_ones_own(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    shown = made(Config(model=f"{tmp_path / 'own.py'}:build", seed=3, batch=4))
+    first, second = shown.build(), shown.build()
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert shown.shape is None
+    assert (shown.sample(None), list(shown.evaluation(None))) == ("", [])
+    from echelon.training.engine import Engine
+
+    batches = list(shown.microbatches(Engine(first, "dp=1,accumulate=2"), 5))
+    assert [batch.inputs["x"].tolist() for batch in batches] == [[[5.0, 5.0]] * 2] * 2
+
+
+def test_half_a_module_is_not_taken_for_the_module(tmp_path):
+    from echelon.models.user_model import load
+
+    path = tmp_path / "broken.py"
+    path.write_text("import not_a_module_of_anybody\ndef build(): return 1\n")
+    for _ in range(2):
+        with pytest.raises(ModuleNotFoundError):
+            load(f"{path}:build")
+    path.write_text("def build(): return 2\n")
+    assert load(f"{path}:build")() == 2

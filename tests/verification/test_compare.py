@@ -1,0 +1,42 @@
+"""How one rank holds its pieces against the truth."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from echelon.layout.placement import Cut, Entry, Placement, Unit
+from echelon.verification.compare import error, expected
+
+
+@pytest.mark.parametrize(
+    ("value", "truth", "whole", "found"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], [1.0, 2.0], 0.0),
+        ([1.5], [1.0], [1.0], 0.5),
+        ([0.1], [0.0], [0.01], 0.1),  # below one the error is absolute
+        ([101.0], [100.0], [100.0], 0.01),
+        ([2.0], [1.0], [-200.0], 0.005),  # the scale is the whole tensor's, not that of the piece at hand
+        ([math.nan], [0.0], [1.0], math.inf),
+        ([math.inf], [0.0], [1.0], math.inf),
+        ([], [], [1.0], 0.0),
+    ],
+)
+def test_the_metric(value: list[float], truth: list[float], whole: list[float], found: float) -> None:
+    tensors = [torch.tensor(numbers, dtype=torch.float64) for numbers in (value, truth, whole)]
+    assert error(*tensors) == pytest.approx(found)
+
+
+def test_a_piece_is_expected_to_hold_its_part_and_zeros_where_it_is_padded() -> None:
+    entry = Entry(name="w", names=("w",), shape=(5, 2), cuts=(Cut(axis="tp", dim=0, parts=2),))
+    unit = Unit(name="", entries=(entry,), shards=2)
+    whole = torch.arange(10.0).view(5, 2)
+
+    def held(tp: int, shard: int) -> list[float]:
+        at = {"tp": tp, "shard": shard, "replica": 0, "cp": 0}
+        return expected(whole, Placement(units=(unit,), at=at).piece(unit, entry)).tolist()
+
+    assert [held(0, 0), held(0, 1)] == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert [held(1, 0), held(1, 1)] == [[6.0, 7.0, 8.0], [9.0, 0.0, 0.0]]
