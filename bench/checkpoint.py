@@ -28,9 +28,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import async_save
 
 from echelon import models
-from echelon.parallel.apply import Options
+from echelon.parallel.apply import ParallelOptions
 from echelon.training.engine import Engine
-from echelon.training.engine_state import Saving, state_of
+from echelon.training.engine_state import EngineCheckpointer, training_state
 
 
 def timed(job: Callable[[], object]) -> float:
@@ -72,21 +72,21 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="bench-checkpoint-", dir=given.folder))
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     device = torch.device(given.device)
-    options = Options(device=device, compute=getattr(torch, given.dtype))
-    engine = Engine(models.build(models.find(given.model), "meta"), "dp=1", options=options)
+    options = ParallelOptions(device=device, compute_dtype=getattr(torch, given.dtype))
+    engine = Engine(models.build(models.find_model(given.model), "meta"), "dp=1", options=options)
     with torch.no_grad():
-        for state in engine.optimizer.kept():
+        for state in engine.optimizer.named_states():
             if state.form == "elements":
                 state.write(torch.randn(state.piece.stop - state.piece.start, device=device))
     state = {
         item.name: item.read().view(item.shape).clone()
-        for item in state_of(engine).items()
-        if item.part.stop == item.size
+        for item in training_state(engine).items()
+        if item.local_slice.stop == item.size
     }
     nbytes = sum(tensor.nbytes for tensor in state.values())
     flat = torch.randint(0, 255, (nbytes,), dtype=torch.uint8)
     view = memoryview(flat.numpy().data)
-    saving = Saving(engine, str(folder / "ours"))
+    saving = EngineCheckpointer(engine, str(folder / "ours"))
     tokens = torch.randint(0, 1000, (given.batch, given.tokens + 1), device=device)
     batch = {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
@@ -102,8 +102,8 @@ def main() -> None:
         begun = time.perf_counter()
         saving.save({})
         found["ours"] = time.perf_counter() - begun
-        settled = Settled(engine.settle)
-        engine.settle = settled
+        settled = Settled(engine.before_update)
+        engine.before_update = settled
         found["step beside it"] = timed(step)
         found["ours"] += settled.seconds
         if device.type == "cuda":  # the host waits for nothing, and the stream may

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import echelon as ec
 from echelon import models
-from echelon.data.synthetic_images import images
+from echelon.data.synthetic_images import synthetic_images
 from echelon.memory.compression import cost as compression_cost
 from echelon.models.vision import cnn
 
@@ -59,7 +59,7 @@ class Problem:
         elif asked.model in NETS:
             found = NETS[asked.model](asked.classes, asked.side, asked.share, dropout=asked.dropout)
         else:
-            found = models.build(models.find(asked.model), "cpu")
+            found = models.build(models.find_model(asked.model), "cpu")
         found = found.to(self.device)
         return found.to(memory_format=torch.channels_last) if asked.channels_last else found
 
@@ -67,10 +67,10 @@ class Problem:
         rows = rows or self.asked.batch
         samples = torch.arange(step * rows, (step + 1) * rows, device=self.device)
         if self.asked.model in models.SIZES:
-            size = models.find(self.asked.model)
+            size = models.find_model(self.asked.model)
             tokens = torch.stack([(samples + 7 * i * i) % size.vocab for i in range(129)], 1)
             return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-        pixels, labels = images(samples, side=self.asked.side, classes=self.asked.classes)
+        pixels, labels = synthetic_images(samples, side=self.asked.side, classes=self.asked.classes)
         if self.asked.channels_last:
             pixels = pixels.contiguous(memory_format=torch.channels_last)
         return {"images": pixels, "labels": labels}
@@ -184,7 +184,9 @@ def asked() -> Any:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--channels-last", action="store_true")
-    parser.add_argument("--kinds", nargs="+", choices=compression_cost.KINDS[1:], default=compression_cost.KINDS[1:])
+    parser.add_argument(
+        "--kinds", nargs="+", choices=compression_cost.COMPRESSIONS[1:], default=compression_cost.COMPRESSIONS[1:]
+    )
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--curve", type=int, default=0, help="steps to train with each kind")
     parser.add_argument("--out", default="", help="a file for the JSON; else it is printed")
@@ -207,7 +209,7 @@ def main() -> int:
         row["smaller"] = plain / row["bytes"]
         row["error"] = float((found - truth).double().norm() / truth.double().norm())
         rows.append(row)
-        missed |= row["smaller"] < SMALLER and compression_cost.narrow_of(kind) != ""
+        missed |= row["smaller"] < SMALLER and compression_cost.value_format(kind) != ""
         missed |= kind == "lossless" and not row["equal"]
     del net, truth, found
     torch.backends.cudnn.deterministic = False

@@ -39,8 +39,8 @@ from echelon import data, models
 from echelon.config.run_config import Config
 from echelon.config.sections import OptimizerConfig, ScheduleConfig
 from echelon.models.model_config import ModelConfig
-from echelon.models.moe_config import MixtureConfig
-from echelon.parallel.apply import Options
+from echelon.models.moe_config import MoEConfig
+from echelon.parallel.apply import ParallelOptions
 from echelon.training.batch_sharding import Microbatch
 from echelon.training.engine import Engine
 from echelon.training.lr_schedule import learning_rate
@@ -60,7 +60,7 @@ HELD_OUT = 0.02
 def shapes(width: int, layers: int, seq_len: int, balance: float = BALANCE) -> dict[str, ModelConfig]:
     ffn = -(-width * 8 // (3 * 64)) * 64
     dense = replace(
-        models.find("llama-tiny"),
+        models.find_model("llama-tiny"),
         name=DENSE,
         layers=layers,
         width=width,
@@ -71,9 +71,7 @@ def shapes(width: int, layers: int, seq_len: int, balance: float = BALANCE) -> d
     )
 
     def mixed(name: str, gate: str, experts: int, k: int, size: int, shared: int = 0, **options: float) -> ModelConfig:
-        mixture = MixtureConfig(
-            experts=experts, k=k, ffn=size, gate=gate, shared=shared, options=tuple(options.items())
-        )
+        mixture = MoEConfig(experts=experts, k=k, ffn=size, gate=gate, shared=shared, options=tuple(options.items()))
         return replace(dense, name=name, mixture=mixture)
 
     found = (
@@ -125,7 +123,7 @@ class Losses:
 
 def train(shape: ModelConfig, dataset: data.TokenDataset, asked: argparse.Namespace) -> Result:
     seed = dataset.seed
-    options = Options(device=torch.device(asked.device), compute=getattr(torch, asked.dtype), seed=seed)
+    options = ParallelOptions(device=torch.device(asked.device), compute_dtype=getattr(torch, asked.dtype), seed=seed)
     config = Config(optimizer=OptimizerConfig(lr=asked.lr), schedule=ScheduleConfig(warmup=asked.warmup))
     engine = Engine(models.build(shape, "meta"), "", config.optimizer, clip=config.clip, options=options)
     engine.model.train()
@@ -134,9 +132,9 @@ def train(shape: ModelConfig, dataset: data.TokenDataset, asked: argparse.Namesp
     for step in range(asked.steps):
         indices = np.arange(step * asked.batch, (step + 1) * asked.batch)
         batch = Microbatch(tensors(dataset.batch(indices)), torch.from_numpy(indices))
-        result = engine.run([batch], lr=learning_rate(step, asked.steps, config))
-        if engine.loads.last is not None:
-            loads.append(engine.loads.last)
+        result = engine.step_microbatches([batch], lr=learning_rate(step, asked.steps, config))
+        if engine.expert_loads.last_table is not None:
+            loads.append(engine.expert_loads.last_table)
         if step % 100 == 0:
             result.wait()  # the host would be far ahead of a GPU
     sums = losses.take()
@@ -189,7 +187,7 @@ def binned(numbers: Sequence[float]) -> list[float]:
 
 def counts(shape: ModelConfig) -> dict[str, int]:
     """Exact numbers of parameters: of all, of those that a token passes through, and of these the routers'."""
-    router = shape.mixture.experts * shape.width * shape.mixtures if shape.mixture else 0
+    router = shape.mixture.experts * shape.width * shape.num_moe_layers if shape.mixture else 0
     return {"total": shape.parameters, "active": shape.parameters - shape.idle_parameters, "router": router}
 
 
@@ -265,10 +263,10 @@ def as_json(results: Sequence[Result], chosen: dict[str, ModelConfig], asked: ar
 
 def token_file(corpus: str, folder: str) -> Path:
     if corpus:
-        return data.prepare(corpus, folder, tokenizer=data.load_tokenizer("bytes"))
-    from echelon.training.task import CACHE
+        return data.prepare_token_file(corpus, folder, tokenizer=data.load_tokenizer("bytes"))
+    from echelon.training.task import TOKEN_CACHE_DIR
 
-    return data.default_corpus(CACHE)
+    return data.default_corpus(TOKEN_CACHE_DIR)
 
 
 def arguments() -> argparse.Namespace:

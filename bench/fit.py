@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from echelon.bench import planner_comparison
 from echelon.planning.calibrate import published_runs
-from echelon.planning.calibrate.constants import FITTED, OWN, Constants
-from echelon.planning.calibrate.scoring import Errors, errors
-from echelon.planning.cost.step_time import times
-from echelon.planning.cost.work import Work, stacked, work_of
+from echelon.planning.calibrate.constants import FITTED_CONSTANTS, NATIVE_OVERRIDES, Constants
+from echelon.planning.calibrate.scoring import TimeErrors, time_errors
+from echelon.planning.cost.step_time import step_times
+from echelon.planning.cost.work import StepWork, count_work, stack_work
 
 Array = NDArray[np.float64]
 OTHERS = ("cpu", "alone", "slack", "working", "context", "loose_saved", "spread", "spread_experts")
@@ -40,12 +40,12 @@ HELD = {
     **dict.fromkeys(("tp_shown", "update", "step", "edge", "expert_edge", "dp_hidden"), 0.2),
     **dict.fromkeys(("pp_shown", "ep_shown", "streaming"), 0.1),
 }
-START = FITTED
-OWN_NAMES = tuple(name for name, value in OWN.items() if value and name != "blocks")
+START = FITTED_CONSTANTS
+OWN_NAMES = tuple(name for name, value in NATIVE_OVERRIDES.items() if value and name != "blocks")
 """constants of our own program that steps on one device tell"""
 
 
-def fit(works: Work, seconds: Array, weights: Array, start: Constants, names: tuple[str, ...] = NAMES) -> Constants:
+def fit(works: StepWork, seconds: Array, weights: Array, start: Constants, names: tuple[str, ...] = NAMES) -> Constants:
     """The constants with the least residuals, each at least 0."""
     begin = np.array([getattr(start, name) for name in names])
     held = np.array([HELD.get(name, HOLD) for name in names])
@@ -54,7 +54,7 @@ def fit(works: Work, seconds: Array, weights: Array, start: Constants, names: tu
         return replace(start, **dict(zip(names, (begin * np.exp(x)).tolist(), strict=True)))
 
     def residuals(x: Array) -> Array:
-        wrong = np.log(times(works, constants(x)).total / seconds)
+        wrong = np.log(step_times(works, constants(x)).total / seconds)
         soft = np.sign(wrong) * np.sqrt(2 * SOFT * (np.sqrt(SOFT**2 + wrong**2) - SOFT))
         return np.concatenate([4 * weights * soft, held * x])
 
@@ -86,7 +86,7 @@ def weights_of(sources: list[str]) -> Array:
     return np.array([1 / np.sqrt(sources.count(source)) for source in sources])
 
 
-def shown(title: str, found: dict[str, Errors]) -> None:
+def shown(title: str, found: dict[str, TimeErrors]) -> None:
     print(title)
     for source, one in found.items():
         print(f"  {source:18s} {one.rows:4d} rows  median {one.median:6.1%}  p90 {one.p90:6.1%}")
@@ -99,17 +99,20 @@ def shown(title: str, found: dict[str, Errors]) -> None:
 
 def fit_own(path: str) -> None:
     """To steps of our own in the types that are told apart, each of which weighs the same."""
-    steps = [step for step in planner_comparison.steps(path) if step.precision == step.case.precision]
-    works, seconds = stacked([work_of(step.case) for step in steps]), np.array([step.seconds for step in steps])
-    before = replace(FITTED, **OWN)
+    steps = [step for step in planner_comparison.read_steps(path) if step.precision == step.scenario.precision]
+    works, seconds = (
+        stack_work([count_work(step.scenario) for step in steps]),
+        np.array([step.seconds for step in steps]),
+    )
+    before = replace(FITTED_CONSTANTS, **NATIVE_OVERRIDES)
     found = fit(works, seconds, np.ones(len(steps)), before, OWN_NAMES)
     for name in OWN_NAMES:
         print(f'    "{name}": {getattr(found, name):.3g},')
     print("seconds over those measured, with the constants in force and with these")
-    columns = times(works, before).total / seconds, times(works, found).total / seconds
+    columns = step_times(works, before).total / seconds, step_times(works, found).total / seconds
     for step, old, new in zip(steps, *columns, strict=True):
         print(
-            f"  {old:.3f} {new:.3f}  {step.case.shape.name}, {step.case.seq_len}, {step.precision}, {step.case.layout}"
+            f"  {old:.3f} {new:.3f}  {step.scenario.shape.name}, {step.scenario.seq_len}, {step.precision}, {step.scenario.layout}"
         )
 
 
@@ -122,29 +125,31 @@ def main() -> int:
         fit_own(options.table)
         return 0
     asked = [
-        question for question in published_runs.questions(published_runs.read(options.table))[0] if question.seconds
+        question
+        for question in published_runs.parse_runs(published_runs.read_runs(options.table))[0]
+        if question.seconds
     ]
-    works = [work_of(question.case) for question in asked]
+    works = [count_work(question.scenario) for question in asked]
     seconds = np.array([question.seconds for question in asked])
     sources = [question.source for question in asked]
     if options.leave_out:
-        found: dict[str, Errors] = {}
+        found: dict[str, TimeErrors] = {}
         for source in sorted(set(sources)):
             kept = [i for i, other in enumerate(sources) if other != source]
             tried = [i for i, other in enumerate(sources) if other == source]
             names = [sources[i] for i in kept]
-            constants = fit(stacked([works[i] for i in kept]), seconds[kept], weights_of(names), START)
-            predicted = times(stacked([works[i] for i in tried]), constants).total
-            found |= errors([source] * len(tried), predicted, seconds[tried])
+            constants = fit(stack_work([works[i] for i in kept]), seconds[kept], weights_of(names), START)
+            predicted = step_times(stack_work([works[i] for i in tried]), constants).total
+            found |= time_errors([source] * len(tried), predicted, seconds[tried])
         shown("errors on each source by constants that never saw it", found)
         return 0
-    constants = fit(stacked(works), seconds, weights_of(sources), START)
+    constants = fit(stack_work(works), seconds, weights_of(sources), START)
     for name, value in asdict(constants).items():
         print(f"    {name}: float = {value:.4g}")
-    before = times(stacked(works), FITTED).total
-    after = times(stacked(works), constants).total
-    shown("with the constants in force", errors(sources, before, seconds))
-    shown("with these", errors(sources, after, seconds))
+    before = step_times(stack_work(works), FITTED_CONSTANTS).total
+    after = step_times(stack_work(works), constants).total
+    shown("with the constants in force", time_errors(sources, before, seconds))
+    shown("with these", time_errors(sources, after, seconds))
     return 0
 
 

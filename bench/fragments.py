@@ -29,13 +29,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from echelon import models
     from echelon.config.sections import OptimizerConfig
     from echelon.models import model_config
-    from echelon.parallel.apply import Options
+    from echelon.parallel.apply import ParallelOptions
     from echelon.training.engine import Engine
 
-    shape = model_config.changed(model_config.find(options.model), seq_len=options.seq_len)
+    shape = model_config.override_config(model_config.find_model(options.model), seq_len=options.seq_len)
     shape = replace(shape, layers=options.layers or shape.layers)
-    chosen = Options(
-        device=torch.device("cuda"), compute=torch.bfloat16, master=torch.float32, arena=options.arena == "true"
+    chosen = ParallelOptions(
+        device=torch.device("cuda"),
+        compute_dtype=torch.bfloat16,
+        master_dtype=torch.float32,
+        arena=options.arena == "true",
     )
     layout = f"dp=1,microbatch={options.batch},recompute={options.recompute}"
     engine = Engine(models.build(shape, "meta"), layout, OptimizerConfig(lr=1e-4), options=chosen)

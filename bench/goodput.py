@@ -21,11 +21,11 @@ from pathlib import Path
 import torch
 
 from echelon import models
-from echelon.checkpoint.checkpoint_index import Region, digest_of, read_index
-from echelon.checkpoint.save import Written, index_of
+from echelon.checkpoint.checkpoint_index import FileRegion, digest_line, parse_index
+from echelon.checkpoint.save import WrittenFile, build_index
 from echelon.planning.explain import failure_cost
 from echelon.training.engine import Engine
-from echelon.training.engine_state import Saving
+from echelon.training.engine_state import EngineCheckpointer
 
 WRITERS, GROUPS = 16_384, 256
 """ranks, in groups that share a part of the model"""
@@ -35,9 +35,9 @@ BOXES = 36
 
 def save_and_commit(folder: Path) -> tuple[float, float]:
     """Seconds of the call, and until the checkpoint exists, of a state that is small."""
-    engine = Engine(models.build(models.find("gpt-tiny"), "meta"), "dp=1")
+    engine = Engine(models.build(models.find_model("gpt-tiny"), "meta"), "dp=1")
     tokens = torch.randint(0, 200, (4, 33))
-    saving, calls, there = Saving(engine, str(folder)), [], []
+    saving, calls, there = EngineCheckpointer(engine, str(folder)), [], []
     for _ in range(8):
         engine.step({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}).wait()
         begun = time.perf_counter()
@@ -57,20 +57,20 @@ def index(writers: int) -> tuple[float, float, int]:
         group, shard = divmod(rank, shards)
         row = 4 * shard + (4 * shards if group >= GROUPS // 2 else 0)
         regions = [
-            Region(
+            FileRegion(
                 f"model.{group % (GROUPS // 2)}.{n}", "F32", (8 * shards, 1024), ((row, row + 4), (0, 1024)), n << 14
             )
             for n in range(BOXES)
         ]
         sums = [(rank, rank)] * BOXES
-        written.append(Written(f"part-{rank:05d}.safetensors", 4096 + (BOXES << 14), "0" * 64, 4096, regions, sums))
+        written.append(WrittenFile(f"part-{rank:05d}.safetensors", 4096 + (BOXES << 14), "0" * 64, 4096, regions, sums))
     begun = time.perf_counter()
-    found = index_of(100, {}, written)
-    found.check()
+    found = build_index(100, {}, written)
+    found.check_complete()
     text = found.to_json()
     made = time.perf_counter() - begun
     begun = time.perf_counter()
-    read_index(text.encode(), digest_of(text).encode(), "here")
+    parse_index(text.encode(), digest_line(text).encode(), "here")
     return made, time.perf_counter() - begun, len(text)
 
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from echelon import models
-from echelon.models.attention import Rotation, positions, rotate, rotation
-from echelon.models.model_config import EPSILON, THETA
+from echelon.models.attention import Rotation, apply_rotary, document_positions, rope_angles
+from echelon.models.model_config import NORM_EPSILON, ROPE_THETA
 
 # Renamed in torch 2.13; the old names warn there.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -133,7 +133,7 @@ class Block(nn.Module):
         q, k, v = (
             F.linear(h, w).view(*h.shape[:2], -1, CONFIG.head_dim).transpose(1, 2) for w in (self.q, self.k, self.v)
         )
-        q, k = rotate(q, turn), rotate(k, turn)
+        q, k = apply_rotary(q, turn), apply_rotary(k, turn)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return y.transpose(1, 2).flatten(2)
 
@@ -151,7 +151,7 @@ class HandLlama(nn.Module):
         local = tokens - dist.get_rank() * len(self.embed)
         here = (local >= 0) & (local < len(self.embed))
         x = self.leave(F.embedding(torch.where(here, local, 0), self.embed) * here[..., None])
-        turn = rotation(positions(tokens, None), CONFIG.head_dim, THETA, x.dtype)
+        turn = rope_angles(document_positions(tokens, None), CONFIG.head_dim, ROPE_THETA, x.dtype)
         for block in self.blocks:
             x = block(x, turn)
         logits = F.linear(self.enter(rms(x, self.norm)), self.head)
@@ -160,7 +160,7 @@ class HandLlama(nn.Module):
 
 
 def rms(x: Tensor, weight: Tensor) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, EPSILON)
+    return F.rms_norm(x, weight.shape, weight, NORM_EPSILON)
 
 
 def own(weight: Tensor, dim: int | None = None) -> nn.Parameter:

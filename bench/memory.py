@@ -33,8 +33,8 @@ from echelon.models import model_config
 from echelon.planning.cluster import cluster
 from echelon.planning.priced_plan import price
 from echelon.training.engine import Engine
-from echelon.training.engine_options import loss_scale_of, options_of
-from echelon.training.prediction import case_of
+from echelon.training.engine_options import loss_scale_settings, parallel_options
+from echelon.training.prediction import scenario_of
 
 GIB = 1 << 30
 CLOSE = 0.05
@@ -107,16 +107,16 @@ class Watched:
     """The gradients that live at the fullest moment of a step, as far as can be seen when one is whole."""
 
     def __init__(self, engine: Engine):
-        self._units, self._peak, self.bytes = engine.parallel.flat.units, 0, 0
+        self._units, self._peak, self.bytes = engine.parallel.sharded_model.param_groups, 0, 0
         for unit in self._units:
-            unit.note = self._seen(unit.note)  # type: ignore[method-assign]
+            unit.mark_param_ready = self._seen(unit.mark_param_ready)  # type: ignore[method-assign]
 
     def _seen(self, note: Callable[[], bool]) -> Callable[[], bool]:
         def seen() -> bool:
             peak = torch.cuda.max_memory_allocated()
             if peak > self._peak:  # since the gradient before this one
                 self._peak = peak
-                self.bytes = _bytes([unit.gradients for unit in self._units if unit.gradients is not None])
+                self.bytes = _bytes([unit.grad_buffer for unit in self._units if unit.grad_buffer is not None])
             return note()
 
         return seen
@@ -140,10 +140,10 @@ def config_of(model: str, batch: int, seq_len: int, settings: Mapping[str, str])
 
 def measure(name: str, config: Config, settings: dict[str, str], steps: int) -> Row:
     device = torch.device("cuda")
-    shape = config.changed(model_config.find(config.model))
+    shape = config.override_model(model_config.find_model(config.model))
     layout = Layout.parse(config.layout)
     kind = "h200" if "H200" in torch.cuda.get_device_name() else "h100"
-    plan = price(case_of(config, layout, shape, cluster.parse(f"1x{kind}")))
+    plan = price(scenario_of(config, layout, shape, cluster.parse_cluster(f"1x{kind}")))
     parts = {key: size for key, size in plan.memory.parts.items() if key != "reserve"}
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -152,8 +152,8 @@ def measure(name: str, config: Config, settings: dict[str, str], steps: int) -> 
         layout,
         config.optimizer,
         clip=config.clip,
-        options=options_of(config, device),
-        loss_scale=loss_scale_of(config),
+        options=parallel_options(config, device),
+        loss_scale=loss_scale_settings(config),
     )
     engine.model.train()
     ids = torch.randint(0, shape.vocab, (config.batch, config.seq_len + 1), device=device)
@@ -168,9 +168,9 @@ def measure(name: str, config: Config, settings: dict[str, str], steps: int) -> 
         engine.step(batch).wait()
         torch.cuda.synchronize()
         taken.append(time.perf_counter() - begun)
-    units = engine.parallel.flat.units
-    full = [unit.full for unit in units]
-    average = engine.average.states() if engine.average else []
+    units = engine.parallel.sharded_model.param_groups
+    full = [unit.unsharded_param for unit in units]
+    average = engine.ema.states() if engine.ema else []
     held = {
         "parameters": _bytes(full),
         "master": _bytes([*full, *(tensor for unit in units for tensor in unit.master.tensors())]) - _bytes(full),

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from echelon.moe import build_gate
 from echelon.moe.experts import Experts
-from echelon.moe.moe_layer import Mixture
+from echelon.moe.moe_layer import MoELayer
 
 WARM_UP = 3
 
@@ -50,7 +50,7 @@ SHAPES = (
 )
 
 
-def loop(layer: Mixture, x: Tensor) -> Tensor:
+def loop(layer: MoELayer, x: Tensor) -> Tensor:
     """A plain loop over experts."""
     routing = layer.gate(x)
     tokens = x.flatten(0, 1)
@@ -90,7 +90,7 @@ def seconds(call: Callable[[], object]) -> float:
 def measure(shape: Shape, rounds: int) -> dict[str, float]:
     torch.manual_seed(0)
     gate = build_gate("mixtral", shape.width, shape.experts, shape.k)
-    layer = Mixture(gate, Experts(shape.experts, shape.width, shape.ffn))
+    layer = MoELayer(gate, Experts(shape.experts, shape.width, shape.ffn))
     for parameter in layer.experts.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     layer = layer.to("cuda", torch.bfloat16)

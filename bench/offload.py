@@ -28,23 +28,23 @@ from echelon import models
 from echelon.config.sections import OptimizerConfig
 from echelon.layout import Layout
 from echelon.memory.offload import cost as offload_cost
-from echelon.memory.offload.host_transfer import DOWN, UP, Link
+from echelon.memory.offload.host_transfer import DOWN, UP, HostLink
 from echelon.models import model_config
-from echelon.models.lm_head import loss_pair
+from echelon.models.lm_head import check_loss_output
 from echelon.models.model_config import ModelConfig
 from echelon.optim import cost
-from echelon.optim.torch_rules import build
-from echelon.parallel.apply import Options
-from echelon.parallel.dp.offload_policy import available
-from echelon.planning.cluster.cluster import here
-from echelon.planning.cost.memory_model import of_stage
-from echelon.planning.cost.param_group_traffic import MOMENTS
-from echelon.planning.model.model_sources import of_config
+from echelon.optim.torch_rules import build_torch_optimizer
+from echelon.parallel.apply import ParallelOptions
+from echelon.parallel.dp.offload_policy import available_host_bytes
+from echelon.planning.cluster.cluster import local_cluster
+from echelon.planning.cost.memory_model import stage_memory
+from echelon.planning.cost.param_group_traffic import NUM_MOMENTS
+from echelon.planning.model.model_sources import config_shape
 from echelon.planning.priced_plan import price
-from echelon.planning.scenario import Case
+from echelon.planning.scenario import Scenario
 from echelon.training import step_comm_volume
 from echelon.training.engine import Engine, Microbatch
-from echelon.training.prediction import working_of
+from echelon.training.prediction import scenario_transient_bytes
 
 GIB = 1 << 30
 LLAMA_13B = ModelConfig(
@@ -68,7 +68,7 @@ class Question:
     seq: int
     layout: str
     offload: str
-    options: Options
+    options: ParallelOptions
     rule: OptimizerConfig
     steps: int
 
@@ -78,16 +78,16 @@ class Question:
         engine.model.train()
         return engine
 
-    def case(self, host: float | None) -> Case:
+    def case(self, host: float | None) -> Scenario:
         """As the planner sees it."""
-        return Case(
-            shape=of_config(self.shape),
-            cluster=here(),
+        return Scenario(
+            shape=config_shape(self.shape),
+            cluster=local_cluster(),
             layout=Layout.parse(f"{self.layout},offload={self.offload}"),
             seq_len=self.seq,
-            precision={torch.bfloat16: "bf16", torch.float32: "fp32"}[self.options.compute],
-            moment_bytes=cost.element_bytes(self.rule) / MOMENTS,
-            host=host,
+            precision={torch.bfloat16: "bf16", torch.float32: "fp32"}[self.options.compute_dtype],
+            moment_bytes=cost.state_bytes_per_element(self.rule) / NUM_MOMENTS,
+            host_share=host,
         )
 
     def batch(self) -> dict[str, torch.Tensor]:
@@ -106,7 +106,7 @@ def main() -> None:
     found |= link_speed(device, asked.probe)
     tell("link", f"down {found['down'] / 1e9:.1f} GB/s, up {found['up'] / 1e9:.1f}, at once {found['both'] / 1e9:.1f}")
     found["updates"] = host_updates(question, asked.probe // 16)
-    words = f"{torch.get_num_threads()} threads, {available() / GIB:.1f} GiB available"
+    words = f"{torch.get_num_threads()} threads, {available_host_bytes() / GIB:.1f} GiB available"
     tell("host", f"updates {found['updates'] / 1e9:.2f} billion parameters a second; {words}")
     found["floor_s"] = floor(question)
     tell("floor", f"{found['floor_s']:.3f} s of compute a step, from small models on the device")
@@ -114,7 +114,10 @@ def main() -> None:
 
     begun = time.perf_counter()
     if not asked.working:  # what the planner says comes and goes
-        question = replace(question, options=replace(question.options, working=working_of(question.case(asked.host))))
+        question = replace(
+            question,
+            options=replace(question.options, working_bytes=scenario_transient_bytes(question.case(asked.host))),
+        )
     engine = question.engine(question.shape, asked.offload)
     _describe(engine, found)
     tell("start", f"{time.perf_counter() - begun:.1f} s")
@@ -158,16 +161,16 @@ def _arguments() -> argparse.Namespace:
 
 
 def _question(asked: argparse.Namespace) -> Question:
-    shape = model_config.find(asked.model) if asked.model else LLAMA_13B
+    shape = model_config.find_model(asked.model) if asked.model else LLAMA_13B
     given = {name: getattr(asked, name) for name in ("layers", "width", "heads", "kv_heads", "ffn", "vocab")}
     shape = replace(shape, max_seq_len=max(shape.max_seq_len, asked.seq), **{k: v for k, v in given.items() if v})
-    options = Options(
+    options = ParallelOptions(
         device=torch.device(asked.device),
-        compute=getattr(torch, asked.dtype),
-        master=torch.float32,
-        host=asked.host,
-        working=int(asked.working * GIB),
-        disk=asked.disk,
+        compute_dtype=getattr(torch, asked.dtype),
+        master_dtype=torch.float32,
+        host_share=asked.host,
+        working_bytes=int(asked.working * GIB),
+        disk_dir=asked.disk,
     )
     layout = f"dp=1,microbatch={asked.microbatch},accumulate={asked.accumulate},recompute={asked.recompute}"
     rule = OptimizerConfig(lr=1e-4, weight_decay=0.1, states=asked.states)
@@ -183,8 +186,8 @@ def tell(name: str, words: str) -> None:
 
 def link_speed(device: torch.device, nbytes: int, times: int = 8) -> dict[str, float]:
     """Bytes a second between locked memory and the device: each way alone, and both at once, added up."""
-    link = Link(device)
-    rooms = [link.room(nbytes, torch.uint8) for _ in range(2)]
+    link = HostLink(device)
+    rooms = [link.empty_pinned(nbytes, torch.uint8) for _ in range(2)]
     there = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
     ways = {"down": (True, False), "up": (False, True), "both": (True, True)}
     found = {}
@@ -193,10 +196,10 @@ def link_speed(device: torch.device, nbytes: int, times: int = 8) -> dict[str, f
             if repeat == 1:
                 _wait(device)
                 begun = time.perf_counter()
-            moving = [link.down(there[0], rooms[0], "probe")] if down else []
-            moving += [link.up(rooms[1], there[1], "probe")] if up else []
+            moving = [link.copy_to_host(there[0], rooms[0], "probe")] if down else []
+            moving += [link.copy_to_device(rooms[1], there[1], "probe")] if up else []
             for one in moving:
-                one.done()
+                one.synchronize()
         found[name] = times * nbytes * (down + up) / (time.perf_counter() - begun)
     return found
 
@@ -207,12 +210,12 @@ def host_updates(question: Question, count: int) -> float:
     """
     weights, short = torch.randn(count), torch.randn(count).bfloat16()
     weights.grad = torch.randn(count)
-    optimizer = build(question.rule, {"weights": weights}, fused=True)
-    early = Layout.parse(question.layout).accumulate == 1 and not offload_cost.pages(question.offload)
+    optimizer = build_torch_optimizer(question.rule, {"weights": weights}, fused=True)
+    early = Layout.parse(question.layout).accumulate == 1 and not offload_cost.offloads_params(question.offload)
     seconds = []
     for _ in range(4):
         begun = time.perf_counter()
-        if early and question.options.compute != torch.float32:
+        if early and question.options.compute_dtype != torch.float32:
             weights.grad.copy_(short)
             weights.grad.mul_(0.5)
         optimizer.step()
@@ -249,18 +252,18 @@ def _compute(question: Question, shape: ModelConfig) -> float:
 
 def _pass(engine: Engine, microbatch: Microbatch, *, first: bool) -> None:
     """Forward and backward, and no update."""
-    engine.parallel.flat.begin(first=first, last=False)
-    total, _ = loss_pair(engine.model(**engine.prepared(microbatch)))
+    engine.parallel.sharded_model.begin_microbatch(first=first, last=False)
+    total, _ = check_loss_output(engine.model(**engine.prepare(microbatch)))
     total.backward()
-    engine.parallel.flat.end()
+    engine.parallel.sharded_model.end_microbatch()
 
 
 def planned(question: Question, share: float) -> dict[str, float]:
     """By the planner, with the share of the states that is away: the allocator sees no reserve."""
     case = question.case(share)
-    parts = of_stage(case, 0).parts
+    parts = stage_memory(case, 0).parts
     total = sum(size for name, size in parts.items() if name != "reserve")
-    return {"planner_s": price(case).seconds, "planner_bytes": total, "working": question.options.working}
+    return {"planner_s": price(case).seconds, "planner_bytes": total, "working": question.options.working_bytes}
 
 
 def predicted(found: dict[str, Any]) -> float:
@@ -275,11 +278,11 @@ def predicted(found: dict[str, Any]) -> float:
 
 
 def _describe(engine: Engine, found: dict[str, Any]) -> None:
-    units, away = engine.parallel.placement.units, engine.parallel.away.names
+    units, away = engine.parallel.placement.param_groups, engine.parallel.offload.group_names
     found["updated"] = sum(unit.shard_numel for unit in units if unit.name in away)
     found["share"] = found["updated"] / sum(unit.shard_numel for unit in units)
     found["microbatches"] = engine.layout.accumulate
-    held, moved = step_comm_volume.held_away(engine), engine.crossing()
+    held, moved = step_comm_volume.offloaded_bytes(engine), engine.host_transfer_bytes()
     found |= {"held_host": held["host"], "held_disk": held["disk"]}
     found |= {"bytes_down": moved["gradients"], "bytes_up": moved["parameters"]}
     words = f"{len(away)} of {len(units)} units away, {found['share']:.0%} of the states"
@@ -291,9 +294,15 @@ def measured(engine: Engine, question: Question) -> dict[str, Any]:
     engine.step(batch)
     engine.drain()
     _wait(device)
-    away = engine.parallel.away
-    link = away.host.link if away.host is not None else away.stash.link if away.stash is not None else Link(device)
-    before, begun, seconds = link.moved.copy(), time.perf_counter(), []
+    away = engine.parallel.offload
+    link = (
+        away.host.link
+        if away.host is not None
+        else away.activation_offload.link
+        if away.activation_offload is not None
+        else HostLink(device)
+    )
+    before, begun, seconds = link.bytes_moved.copy(), time.perf_counter(), []
     for _ in range(question.steps):
         result = engine.step(batch)
         loss = result.loss  # waits for the device, as a loop that tells each step does
@@ -301,7 +310,7 @@ def measured(engine: Engine, question: Question) -> dict[str, Any]:
         seconds.append(now - begun)
         begun = now
     engine.drain()
-    moved = link.moved - before
+    moved = link.bytes_moved - before
     down, up = (sum(moved[key] for key in moved if key[0] == way) / question.steps for way in (DOWN, UP))
     tell("steps", ", ".join(f"{one:.3f}" for one in seconds) + f" s; loss {loss:.3f}")
     # What the host has left to do after a step is in the next one: the first measured step has none before it.

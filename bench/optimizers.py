@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from echelon.config.sections import OptimizerConfig
 from echelon.kernels import dispatch
-from echelon.optim.optimizer_factory import sharded
-from echelon.optim.param_shards import runs_of
-from echelon.optim.rules.ema import Average
-from echelon.parallel.apply import Options, Parallel
+from echelon.optim.optimizer_factory import build_optimizer
+from echelon.optim.param_shards import build_flat_segments
+from echelon.optim.rules.ema import WeightEMA
+from echelon.parallel.apply import ParallelModel, ParallelOptions
 from echelon.training.engine import Engine
 
 RULES = {
@@ -70,7 +70,9 @@ def main() -> int:
     elements, beside = None, 0.0
     wrong = False
     for master, dtype in MASTERS.items():
-        options = Options(device=device, compute=torch.bfloat16, master=dtype, reduce=torch.bfloat16)
+        options = ParallelOptions(
+            device=device, compute_dtype=torch.bfloat16, master_dtype=dtype, reduce_dtype=torch.bfloat16
+        )
         torch.manual_seed(0)
         with device:
             model = Layers(asked.layers, asked.width)
@@ -81,9 +83,9 @@ def main() -> int:
             print(f"{'rule':<18}{'master':<8}{'ms':>9}{'to torch':>10}{'plain ms':>10}{'difference':>12}", flush=True)
         parallel = Engine(model, "", options=options).parallel
         del model
-        first = [unit.master.values().clone() for unit in parallel.flat.units]
+        first = [unit.master.values().clone() for unit in parallel.sharded_model.param_groups]
         draw = torch.Generator(device).manual_seed(0)
-        for unit in parallel.flat.units:
+        for unit in parallel.sharded_model.param_groups:
             unit.grad.normal_(generator=draw)
         for name in asked.only or RULES:
             seconds, found = measured(parallel, first, RULES[name], asked.repeats, plain=False)
@@ -107,15 +109,15 @@ def torchs(elements: int, device: torch.device, repeats: int) -> float:
 
 
 def measured(
-    parallel: Parallel, first: list[Tensor], rule: OptimizerConfig, repeats: int, *, plain: bool
+    parallel: ParallelModel, first: list[Tensor], rule: OptimizerConfig, repeats: int, *, plain: bool
 ) -> tuple[float, list[Tensor]]:
     """(seconds of an update, the weights after two); with `ema`, seconds and values of the average."""
     device = parallel.options.device
-    for unit, values in zip(parallel.flat.units, first, strict=True):
-        unit.master.set(0, values)
-    with dispatch.plain(plain):
-        update = sharded(parallel, rule)
-        average = Average(runs_of(parallel, rule), rule.ema) if rule.ema else None
+    for unit, values in zip(parallel.sharded_model.param_groups, first, strict=True):
+        unit.master.set_values(0, values)
+    with dispatch.plain_torch(plain):
+        update = build_optimizer(parallel, rule)
+        average = WeightEMA(build_flat_segments(parallel, rule), rule.ema) if rule.ema else None
         one = torch.ones((), dtype=torch.float64, device=device)
         live = torch.ones((), dtype=torch.bool, device=device)
 
@@ -129,7 +131,7 @@ def measured(
         taken = []
         for _ in range(2):
             taken = [fastest(part, device) for part in (step, follow)]
-        held = average.states() if average else [unit.master.values() for unit in parallel.flat.units]
+        held = average.states() if average else [unit.master.values() for unit in parallel.sharded_model.param_groups]
         found = [values.float().clone() for values in held]
         timed = follow if average else step
         seconds = min([taken[average is not None], *(fastest(timed, device) for _ in range(repeats))])

@@ -26,8 +26,8 @@ from torch.autograd import Function
 
 from echelon.config.sections import OptimizerConfig
 from echelon.layout import Layout
-from echelon.models.pipeline_model import Chain, Link
-from echelon.pipeline.schedules import FAMILIES, make
+from echelon.models.pipeline_model import PipelineLayer, PipelineModel
+from echelon.pipeline.schedules import FAMILIES, make_schedule
 from echelon.pipeline.simulate import Durations, Timeline, simulate
 from echelon.training.engine import Engine
 
@@ -98,9 +98,11 @@ class Sleepers(nn.Module):
         pair: tuple[Tensor, int] = carried
         return pair
 
-    def chain(self) -> Chain:
-        return Chain(
-            links=tuple(Link(f"layers.{i}", (f"layers.{i}",), partial(self._run, i)) for i in range(len(self.layers)))
+    def chain(self) -> PipelineModel:
+        return PipelineModel(
+            layers=tuple(
+                PipelineLayer(f"layers.{i}", (f"layers.{i}",), partial(self._run, i)) for i in range(len(self.layers))
+            )
         )
 
     def _run(self, index: int, carried: Tensor | None, _shared: None, x: Tensor) -> Any:
@@ -119,7 +121,7 @@ def simulated(schedule: str, unit: float) -> float:
     pauses = pauses_of(schedule, unit)
     durations = Durations(forward=pauses.forward, input_grad=pauses.input_grad, weight_grad=pauses.weight_grad)
     windows = WINDOWS if FAMILIES[schedule].asynchronous else 1
-    return simulate(make(schedule, RANKS, windows * MICROBATCHES), durations).duration
+    return simulate(make_schedule(schedule, RANKS, windows * MICROBATCHES), durations).duration
 
 
 class Run:
@@ -156,8 +158,8 @@ def recorded(schedule: str, unit: float) -> Timeline:
     """A step, action by action."""
     run = Run(schedule, unit)
     assert run.engine.pipeline is not None
-    run.engine.pipeline.record()
+    run.engine.pipeline.start_recording()
     run.engine.step(run.batch)
-    found = run.engine.pipeline.recorded()
+    found = run.engine.pipeline.finish_recording()
     assert found is not None
     return found[1]

@@ -25,7 +25,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from echelon import models
 from echelon.layout import Layout
-from echelon.parallel.apply import Options
+from echelon.parallel.apply import ParallelOptions
 from echelon.training.engine import Engine
 
 WARM_UP = 3
@@ -143,7 +143,7 @@ def whole_steps(peer: Callable[[], Step], layout: Layout) -> tuple[Step, Step]:
 
 
 def our_step(layout: Layout) -> Step:
-    engine = Engine(models.build(CONFIG, "meta"), layout, RULE, clip=CLIP, options=Options(seed=SEED))
+    engine = Engine(models.build(CONFIG, "meta"), layout, RULE, clip=CLIP, options=ParallelOptions(seed=SEED))
     return lambda batch: engine.step(batch).loss
 
 

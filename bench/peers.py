@@ -21,7 +21,7 @@ from model import CLIP, CONFIG, RULE, SEED, Batch
 from torch import nn
 
 from echelon import models
-from echelon.optim.update_rule import betas_of
+from echelon.optim.update_rule import resolve_betas
 
 Step = Callable[[Batch], float]
 
@@ -32,7 +32,7 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
         {"params": [p for p in every if p.dim() >= 2], "weight_decay": RULE.weight_decay},
         {"params": [p for p in every if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=RULE.lr, betas=betas_of(RULE), eps=RULE.eps, fused=True)
+    return torch.optim.AdamW(groups, lr=RULE.lr, betas=resolve_betas(RULE), eps=RULE.eps, fused=True)
 
 
 def plain() -> Step:

@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch_pipeline import PEERS, sides
 
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 
 RATIO_BAR = 1.05
@@ -89,7 +89,7 @@ def against_torch(names: list[str], microbatches: int, pairs: int, console: Cons
 
 def against_simulation(names: list[str], steps: int, console: Console) -> list[Padded]:
     rows = []
-    with Progress(*COLUMNS, console=console) as progress, Pool() as pool:
+    with Progress(*COLUMNS, console=console) as progress, RankPool() as pool:
         for name in progress.track(names, description="padded"):
             # What disturbs a step makes it longer, never shorter: the shortest is the truest.
             found = min(pool.run(padded.measured, padded.RANKS, name, UNIT, steps, timeout=600.0)[0])

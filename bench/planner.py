@@ -15,12 +15,14 @@ from rich.table import Table
 
 from echelon.layout import Layout
 from echelon.planning.cluster import cluster
-from echelon.planning.model.model_sources import shape_of
+from echelon.planning.model.model_sources import resolve_shape
 from echelon.planning.priced_plan import price
-from echelon.planning.search.layout_families import Wish
-from echelon.planning.search.layout_search import search
+from echelon.planning.search.layout_families import PlanRequest
+from echelon.planning.search.layout_search import search_plans
 
-WISH = Wish(shape=shape_of("llama-70b"), cluster=cluster.parse("1024xh100"), batch=1024, seq_len=8192)
+WISH = PlanRequest(
+    shape=resolve_shape("llama-70b"), cluster=cluster.parse_cluster("1024xh100"), batch=1024, seq_len=8192
+)
 LAYOUTS = (
     Layout(dp=16, tp=8, pp=8, schedule="interleaved", vpp=5, accumulate=64),
     Layout(dp=32, tp=4, pp=8, schedule="zb-v", accumulate=32),
@@ -44,9 +46,9 @@ def help_text() -> None:
 
 
 def main() -> int:
-    slowest = max(seconds(lambda layout=layout: price(WISH.case(layout)), times=5) for layout in LAYOUTS)  # type: ignore[misc]
+    slowest = max(seconds(lambda layout=layout: price(WISH.scenario(layout)), times=5) for layout in LAYOUTS)  # type: ignore[misc]
     rows = [
-        ("70B on 1,024 H100: full search", seconds(lambda: search(WISH), times=1), 10.0),
+        ("70B on 1,024 H100: full search", seconds(lambda: search_plans(WISH), times=1), 10.0),
         (f"one layout priced, the slowest of {len(LAYOUTS)}", slowest, 0.05),
         ("the command starts", seconds(help_text, times=3), 1.0),
     ]

@@ -119,7 +119,7 @@ class Ring:
     def forward(self) -> list[tuple[Tensor, Tensor]]:
         found = []
         for rank, (q, _, _, _) in enumerate(self.local):
-            merged = blockwise_attention.Merged(q)
+            merged = blockwise_attention.AttentionMerger(q)
             for steps in self.rounds():
                 for owners, rows, keys, causal in self.calls(rank, steps):
                     k, v = self.keys_of(owners, keys)
@@ -129,14 +129,14 @@ class Ring:
 
     def both(self) -> tuple[list[Tensor], ...]:
         found = self.forward()
-        queries = [blockwise_attention.Summed(q) for q, _, _, _ in self.local]
-        sums = [[blockwise_attention.Summed(x) for x in heads[1:3]] for heads in self.local]
+        queries = [blockwise_attention.GradientAccumulator(q) for q, _, _, _ in self.local]
+        sums = [[blockwise_attention.GradientAccumulator(x) for x in heads[1:3]] for heads in self.local]
         for steps in self.rounds():
             for rank, ((q, _, _, gradient), (out, lse)) in enumerate(zip(self.local, found, strict=True)):
                 for owners, rows, keys, causal in self.calls(rank, steps):
                     k, v = self.keys_of(owners, keys)
                     g, o, ls = (x[:, :, rows] for x in (gradient, out, lse))
-                    dq, dk, dv = blockwise_attention.attend_back(g, q[:, :, rows], k, v, o, ls, causal=causal)
+                    dq, dk, dv = blockwise_attention.attend_backward(g, q[:, :, rows], k, v, o, ls, causal=causal)
                     queries[rank].add(rows, dq)
                     for index, owner in enumerate(owners):
                         for total, part in zip(sums[owner], (dk, dv), strict=True):

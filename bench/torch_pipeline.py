@@ -29,11 +29,11 @@ from torch.distributed.pipelining import (
 from echelon import models
 from echelon.layout import Layout
 from echelon.models.lm_head import loss_sum
-from echelon.models.pipeline_model import Chain, Link
-from echelon.parallel.apply import Options
-from echelon.pipeline.execution.runtime import Work
-from echelon.pipeline.execution.stage import Stages, cut
-from echelon.pipeline.schedules import of_layout
+from echelon.models.pipeline_model import PipelineLayer, PipelineModel
+from echelon.parallel.apply import ParallelOptions
+from echelon.pipeline.execution.runtime import MicrobatchInputs
+from echelon.pipeline.execution.stage import PipelineStages, cut_into_stages
+from echelon.pipeline.schedules import schedule_for_layout
 from echelon.training.engine import Engine
 
 PEERS: dict[str, Any] = {
@@ -80,18 +80,20 @@ class Ours:
     """`Runtime.train`, as the engine calls it."""
 
     def __init__(self, layout: Layout):
-        self.engine = Engine(models.build(CONFIG, "meta"), layout, RULE, options=Options(seed=SEED))
+        self.engine = Engine(models.build(CONFIG, "meta"), layout, RULE, options=ParallelOptions(seed=SEED))
 
     def __call__(self, batch: Batch) -> float:
         engine, count = self.engine, batch["targets"].numel()
         assert engine.pipeline is not None
-        works = [Work(m.inputs, m.samples) for m in engine.microbatches(batch)]
+        works = [MicrobatchInputs(m.inputs, m.samples) for m in engine.microbatches(batch)]
         totals = engine.pipeline.train(works, 1.0 / count)
         return everywhere(totals[0] / count)
 
     def gradients(self) -> dict[str, Tensor]:
-        flat = self.engine.parallel.flat
-        return {piece.entry.name: flat.view(unit.grad, piece).view(piece.entry.shape) for unit, piece in flat.pieces()}
+        flat = self.engine.parallel.sharded_model
+        return {
+            piece.param.name: flat.piece_view(unit.grad, piece).view(piece.param.shape) for unit, piece in flat.pieces()
+        }
 
 
 class Peer:
@@ -100,8 +102,8 @@ class Peer:
     def __init__(self, layout: Layout):
         self.model = models.build(CONFIG, seed=SEED)
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        homes = of_layout(layout).homes
-        stages = cut(self.model, homes)
+        homes = schedule_for_layout(layout).rank_of_stage
+        stages = cut_into_stages(self.model, homes)
         mine = [stage for stage, home in enumerate(homes) if home == rank]
         parts = [
             PipelineStage(part(self.model, stages, stage), stage, len(homes), torch.device("cpu")) for stage in mine
@@ -136,20 +138,22 @@ class Peer:
         return {name: gradient for name, gradient in found.items() if gradient is not None}
 
 
-def holds(stages: Stages, stage: int, parameter: str) -> bool:
-    return any(parameter.startswith(f"{name}.") for link in stages.links(stage) for name in link.modules)
+def holds(stages: PipelineStages, stage: int, parameter: str) -> bool:
+    return any(parameter.startswith(f"{name}.") for link in stages.layers(stage) for name in link.modules)
 
 
-def part(model: nn.Module, stages: Stages, stage: int) -> nn.Module:
-    names = [name for link in stages.links(stage) for name in link.modules]
-    last = stage == len(stages.split.links) - 1
-    return Part(stages.chain, stages.links(stage), [model.get_submodule(name) for name in names], last=last)
+def part(model: nn.Module, stages: PipelineStages, stage: int) -> nn.Module:
+    names = [name for link in stages.layers(stage) for name in link.modules]
+    last = stage == len(stages.split.layers) - 1
+    return Part(stages.pipeline_model, stages.layers(stage), [model.get_submodule(name) for name in names], last=last)
 
 
 class Part(nn.Module):
     """A stage as torch wants it: a module from what the stage before gave (the tokens) to what the next one takes."""
 
-    def __init__(self, chain: Chain, links: Sequence[Link], modules: Sequence[nn.Module], *, last: bool):
+    def __init__(
+        self, chain: PipelineModel, links: Sequence[PipelineLayer], modules: Sequence[nn.Module], *, last: bool
+    ):
         super().__init__()
         self.held = nn.ModuleList(modules)
         self.chain, self.links, self.last = chain, links, last

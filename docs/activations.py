@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from echelon.memory.checkpointing.cost import repeats
+from echelon.memory.checkpointing.cost import recompute_work
 from echelon.models import model_config
 from echelon.training.logging.metrics import recomputed_flops
 
@@ -18,11 +18,11 @@ MEASURED = Path(__file__).parent / "pictures" / "kept.json"
 
 
 def recomputed(model: str, seq_len: int) -> tuple[Sequence[str], Rows]:
-    shape = model_config.find(model)
+    shape = model_config.find_model(model)
     flops = shape.flops_per_token(seq_len)
     attention, rows = flops - shape.flops_per_token(0), []
     for word in ("none", "ops", "selective", "full", "every:3", "sqrt"):
-        found = repeats(word, layers=shape.layers, whole=1.0, entry=0.0)
+        found = recompute_work(word, layers=shape.layers, layer_bytes=1.0, input_bytes=0.0)
         again = recomputed_flops(found, flops - 6 * shape.vocab * shape.width, attention)
         cells = (f"{flops / 1e9:.3f}", f"{again / 1e9:.3f}", f"{1 + again / flops:.2f}")
         rows.append((f"`recompute={word}`", *cells))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.models import model_config
-from echelon.models.hf.param_names import architecture, pairs
+from echelon.models.hf.param_names import hf_model_type, param_mappings
 from echelon.models.model_config import ModelConfig
 from echelon.moe import GATES, build_gate
 
@@ -129,7 +129,7 @@ def _mixtures() -> Iterator[tuple[str, ...]]:
         active = shape.parameters - shape.idle_parameters
         yield (
             f"`{name}`",
-            f"{shape.mixtures} of {shape.layers}",
+            f"{shape.num_moe_layers} of {shape.layers}",
             f"{mixture.k:g} of {mixture.experts}",
             f"{mixture.ffn:,}{shared}",
             f"`{mixture.gate}`",
@@ -141,7 +141,7 @@ def _mixtures() -> Iterator[tuple[str, ...]]:
 
 def _their_type(shape: ModelConfig) -> str:
     try:
-        return f"`{architecture(shape)}`"
+        return f"`{hf_model_type(shape)}`"
     except ValueError:
         return "-"
 
@@ -162,14 +162,14 @@ def _their_names() -> Iterator[tuple[str, ...]]:
     found: dict[str, dict[str, str]] = {}
     known = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3")
     for name in known:
-        shape = model_config.find(name)
+        shape = model_config.find_model(name)
         assert shape.mixture is not None
         layer = shape.mixture.dense
         small = replace(shape, mixture=replace(shape.mixture, experts=1, k=1))
-        for pair in pairs(small):
-            for ours in pair.ours:
+        for pair in param_mappings(small):
+            for ours in pair.native:
                 if ours.startswith(f"blocks.{layer}.mlp."):
-                    cut = (re.sub(r"experts\.0\.", "experts.I.", theirs) for theirs in pair.theirs)
+                    cut = (re.sub(r"experts\.0\.", "experts.I.", theirs) for theirs in pair.hf)
                     texts = [f"`{theirs.removeprefix(f'model.layers.{layer}.')}`" for theirs in cut]
                     key = ours.removeprefix(f"blocks.{layer}.mlp.")
                     found.setdefault(f"`{key}`", {})[name] = ", ".join(texts)

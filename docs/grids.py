@@ -14,15 +14,19 @@ LAYOUTS = tuple(f"{text},microbatch=4" for text in ("tp=4,tp_kind=2d", "tp=8,tp_
 
 def costs(text: str, model: str, seq_len: int, element_bytes: int, loss_bytes: int) -> list[Collective]:
     """All parts together, but for the sums of gradients once a step."""
-    layout, shape = Layout.parse(text), models.find(model)
+    layout, shape = Layout.parse(text), models.find_model(model)
     width, ffn = shape.width, shape.ffn
     sizes = [*[(width, width, False)] * 3, (width, width, True), (width, ffn, False), (ffn, width, True)]  # q, k, v, o
     products = [
-        tp_grid_cost.product(layout, inputs, outputs, leaves=leaves, follows=index in (1, 2))
+        tp_grid_cost.linear_sizes(layout, inputs, outputs, leaves_region=leaves, shares_input=index in (1, 2))
         for index, (inputs, outputs, leaves) in enumerate(sizes)
     ]
-    norm = tp_grid_cost.Norm(sums=2, gathers=2)
-    parts = [*[norm, *products, norm] * shape.layers, norm, *tp_grid_cost.ends(layout, shape.vocab, width)]
+    norm = tp_grid_cost.NormSizes(reduced=2, gathered=2)
+    parts = [
+        *[norm, *products, norm] * shape.layers,
+        norm,
+        *tp_grid_cost.embedding_and_head_sizes(layout, shape.vocab, width),
+    ]
     found = tp_grid_cost.collectives(
         [(part, 0) for part in parts],
         layout,
@@ -31,4 +35,4 @@ def costs(text: str, model: str, seq_len: int, element_bytes: int, loss_bytes: i
         element_bytes=element_bytes,
         loss_bytes=loss_bytes,
     )
-    return sorted((replace(item, part="blocks") for item in found), key=lambda item: (item.kind, item.axis))
+    return sorted((replace(item, purpose="blocks") for item in found), key=lambda item: (item.op, item.axis))

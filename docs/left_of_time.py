@@ -7,16 +7,16 @@ import io
 from rich.console import Console
 
 from echelon.planning import planner
-from echelon.planning.explain.failure_cost import goodput_of
-from echelon.planning.show.goodput_text import shown
+from echelon.planning.explain.failure_cost import predict_goodput
+from echelon.planning.show.goodput_text import goodput_report
 
 LAYOUT = "dp=32,tp=8,cp=2,pp=32,schedule=zb-v,accumulate=64"
 
 
 def printed() -> str:
-    plan = planner.answer("llama-405b", "16384xh100", batch=2048, seq_len=8192, layout=LAYOUT).plans[0]
+    plan = planner.find_plans("llama-405b", "16384xh100", batch=2048, seq_len=8192, layout=LAYOUT).plans[0]
     console = Console(file=io.StringIO(), width=120, color_system=None)
-    console.print(shown(plan, goodput_of(plan)))
+    console.print(goodput_report(plan, predict_goodput(plan)))
     assert isinstance(console.file, io.StringIO)
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
     return "\n".join(["```text", *lines, "```", ""])

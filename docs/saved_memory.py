@@ -12,8 +12,8 @@ from echelon.config.run_config import Config
 from echelon.layout import Layout
 from echelon.models import model_config
 from echelon.planning.cluster import cluster
-from echelon.planning.cost.memory_model import worst
-from echelon.training.prediction import case_of
+from echelon.planning.cost.memory_model import peak_memory
+from echelon.training.prediction import scenario_of
 
 GIB = 1 << 30
 FILE = Path(__file__).parents[1] / "bench" / "measured" / "h200-memory.json"
@@ -53,8 +53,8 @@ def rows(model: str) -> tuple[Row, ...]:
 
 def planned(settings: Sequence[str]) -> dict[str, float]:
     config = Config.load(None, list(settings))
-    shape = config.changed(model_config.find(config.model))
-    parts = worst(case_of(config, Layout.parse(config.layout), shape, cluster.parse("1xh200"))).parts
+    shape = config.override_model(model_config.find_model(config.model))
+    parts = peak_memory(scenario_of(config, Layout.parse(config.layout), shape, cluster.parse_cluster("1xh200"))).parts
     return {name: sum(parts.get(part, 0) for part in of) / GIB for name, of in PARTS.items()}
 
 

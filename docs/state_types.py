@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from echelon.layout import Layout
-from echelon.layout.placement import Unit
+from echelon.layout.placement import ParamGroupSpec
 from echelon.parallel.dp import zero
 
 TYPES: dict[str, dict[str, int]] = {
@@ -23,8 +23,8 @@ TYPES: dict[str, dict[str, int]] = {
 }
 
 
-def rows(units: Sequence[Unit]) -> Iterator[tuple[str, ...]]:
-    policy, count = zero.policy(Layout.parse("dp=1,accumulate=2")), sum(unit.numel for unit in units)
+def rows(units: Sequence[ParamGroupSpec]) -> Iterator[tuple[str, ...]]:
+    policy, count = zero.sharding_policy(Layout.parse("dp=1,accumulate=2")), sum(unit.numel for unit in units)
     for told, sizes in TYPES.items():
         held = zero.state_bytes(units, policy, moments=2, **sizes)
         each = [size / count for category, size in held.items() if category != "versions"]

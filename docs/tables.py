@@ -24,22 +24,22 @@ import traffic
 import update_rules
 
 from echelon import models
-from echelon.bench.measurement import Request
-from echelon.bench.planner_comparison import steps as measured_steps
-from echelon.bench.profile.min_bytes import least_bytes
-from echelon.bench.reference_shapes import ON_CUDA, SHAPES
+from echelon.bench.measurement import Measurement
+from echelon.bench.planner_comparison import read_steps as measured_steps
+from echelon.bench.profile.min_bytes import min_bytes
+from echelon.bench.reference_shapes import CUDA_SHAPES, REFERENCE_SHAPES
 from echelon.config import schema
 from echelon.config.run_config import Config
 from echelon.layout import KEYS, Layout
 from echelon.layout.collective import Collective
-from echelon.layout.placement import Unit, units_of
-from echelon.models.tp_splits import split_of
+from echelon.layout.placement import ParamGroupSpec, group_params
+from echelon.models.tp_splits import get_tp_split
 from echelon.parallel.dp import sync_batchnorm
 from echelon.parallel.dp import zero as shard
 from echelon.parallel.tp import tensor_parallel
 from echelon.pipeline.actions import SENDS
 from echelon.pipeline.lower import lower
-from echelon.pipeline.schedules import FAMILIES, make, two_bw
+from echelon.pipeline.schedules import FAMILIES, make_schedule, two_bw
 from echelon.pipeline.simulate import simulate
 from echelon.planning.priced_plan import price
 
@@ -78,18 +78,20 @@ ZERO_LAYOUTS = ("dp=8", "dp=8,zero=1", "dp=8,zero=2", "dp=8,zero=3", "dp=8,shard
 
 
 @cache
-def units(layout: Layout) -> tuple[Unit, ...]:
+def units(layout: Layout) -> tuple[ParamGroupSpec, ...]:
     """The flat units of the example model on a layout, from shapes alone."""
-    from echelon.parallel.apply import read_entries
-    from echelon.parallel.comm.mesh_axis import Axis
+    from echelon.parallel.apply import logical_params
+    from echelon.parallel.comm.mesh_axis import MeshAxis
 
-    model = models.build(models.find(MODEL), "meta")
-    entries = read_entries(model)
-    names = shard.choose_units(model)
+    model = models.build(models.find_model(MODEL), "meta")
+    entries = logical_params(model)
+    names = shard.choose_param_groups(model)
     if layout.tp > 1:
-        axis = Axis("tp", range(layout.tp), 0, None, frozenset())
-        entries, _ = tensor_parallel.split(model, entries, split_of(model), axis, sequence_parallel=bool(layout.sp))
-    return units_of(entries, names, layout.shards)
+        axis = MeshAxis("tp", range(layout.tp), 0, None, frozenset())
+        entries, _ = tensor_parallel.apply_tensor_parallel(
+            model, entries, get_tp_split(model), axis, sequence_parallel=bool(layout.sp)
+        )
+    return group_params(entries, names, layout.num_shards)
 
 
 def states() -> list[tuple[str, dict[str, int]]]:
@@ -97,7 +99,7 @@ def states() -> list[tuple[str, dict[str, int]]]:
     found = []
     for text in ZERO_LAYOUTS:
         layout = Layout.parse(text)
-        plan = shard.policy(layout)
+        plan = shard.sharding_policy(layout)
         held = shard.state_bytes(units(layout), plan, compute_bytes=COMPUTE, master_bytes=MASTER, moments=MOMENTS)
         found.append((text, held))
     return found
@@ -111,12 +113,12 @@ def types() -> str:
 def costs(text: str) -> list[Collective]:
     """What one step of the example model issues on a layout: what `Engine.collectives` adds up."""
     layout = Layout.parse(text)
-    plan, parts = shard.policy(layout), units(layout)
+    plan, parts = shard.sharding_policy(layout), units(layout)
     found = list(
         shard.collectives(parts, plan, accumulate=layout.accumulate, compute_bytes=COMPUTE, reduce_bytes=MASTER)
     )
-    shape = models.find(MODEL)
-    traffic = tensor_parallel.Traffic(
+    shape = models.find_model(MODEL)
+    traffic = tensor_parallel.TransformerSizes(
         layers=shape.layers,
         width=shape.width,
         batch=layout.microbatch,
@@ -125,7 +127,11 @@ def costs(text: str) -> list[Collective]:
         element_bytes=COMPUTE,
         loss_bytes=MASTER,
     )
-    return [*found, *tensor_parallel.collectives(traffic, layout), *tensor_parallel.partial_sums(parts, MASTER)]
+    return [
+        *found,
+        *tensor_parallel.collectives(traffic, layout),
+        *tensor_parallel.partial_grad_collectives(parts, MASTER),
+    ]
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -136,17 +142,17 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def layout_keys() -> str:
     rows = []
     for key in KEYS:
-        shapes = {form.before: form.shape for form in getattr(key.kind, "forms", ())}
+        shapes = {form.before: form.shape for form in getattr(key.syntax, "forms", ())}
         runs = "all" if key.built is None else ", ".join(f"`{shapes.get(value, value)}`" for value in key.built)
-        rows.append((f"`{key.name}`", key.kind.legal, key.default, runs, key.meaning))
+        rows.append((f"`{key.name}`", key.syntax.legal, key.default, runs, key.meaning))
     return markdown(("key", "values", "default", "runs today", "meaning"), rows)
 
 
 def configuration_keys() -> str:
     rows = []
     for key in Config.keys():  # noqa: SIM118
-        default = "" if key.default is None else f"`{schema.show(key.default)}`"
-        only = f" Only with `{key.sibling}` = {' or '.join(key.only.values)}." if key.only else ""
+        default = "" if key.default is None else f"`{schema.format_toml(key.default)}`"
+        only = f" Only with `{key.condition_key}` = {' or '.join(key.only_with.values)}." if key.only_with else ""
         rows.append((f"`{key.name}`", key.legal, default, key.meaning + only))
     return markdown(("key", "values", "default", "meaning"), rows)
 
@@ -166,18 +172,18 @@ def collectives(*layouts: str) -> str:
         groups: dict[tuple[str, str, str], list[Collective]] = {}
         for item in grids.costs(text, MODEL, SEQ_LEN, COMPUTE, MASTER) if "tp_kind" in text else costs(text):
             if item.count:
-                groups.setdefault((item.kind, item.axis, item.part), []).append(item)
+                groups.setdefault((item.op, item.axis, item.purpose), []).append(item)
         for (kind, axis, part), items in groups.items():
             times = sum(item.count for item in items)
             total = sum(item.count * item.bytes for item in items)
-            hidden = sum(item.count * item.bytes for item in items if item.hidden)
+            hidden = sum(item.count * item.bytes for item in items if item.overlapped)
             share = "-" if not hidden else f"{hidden / total:.0%}"
             rows.append((f"`{text}`", kind.replace("_", "-"), axis, part, str(times), _size(total), share))
     return markdown(("layout", "collective", "axis", "of", "times", "bytes a step", "may hide"), rows)
 
 
 def batch_statistics() -> str:
-    shape = models.find("conv-tiny")
+    shape = models.find_model("conv-tiny")
     items = list(sync_batchnorm.collectives([o for _, o in shape.convolutions], accumulate=1, element_bytes=MASTER))
     times, total = sum(item.count for item in items), sum(item.count * item.bytes for item in items)
     row = (f"`{shape.name}`", "all-reduce", "dp", "batch statistics", str(times), _size(total))
@@ -218,23 +224,27 @@ def versions() -> str:
     rows = []
     for name, (rule, when) in VERSIONS.items():
         long = 6 * RANKS
-        of = two_bw.build(RANKS, 1, long, batch=RANKS) if name == "2bw" else make(name, RANKS, long)
-        for stage, actions in enumerate(of.lists):
+        of = (
+            two_bw.build(RANKS, 1, long, microbatches_per_update=RANKS)
+            if name == "2bw"
+            else make_schedule(name, RANKS, long)
+        )
+        for stage, actions in enumerate(of.rank_actions):
             numbers = {"d": RANKS, "s": stage, "k": RANKS}
             used = {action.index: action.version for action in actions if action.kind == "F"}
             assert all(version == max(0, eval(rule, {**numbers, "m": m})) for m, version in used.items()), name
-        held = " ".join(map(str, simulate(of).versions))
+        held = " ".join(map(str, simulate(of).weight_versions))
         rows.append((f"`{name}`", rule, held, when))
     head = ("schedule", "version for microbatch m", f"versions held by {RANKS} stages", "update")
     return markdown(head, rows)
 
 
 def messages() -> str:
-    rows, shape = [], models.find(MODEL)
+    rows, shape = [], models.find_model(MODEL)
     for text in PIPELINES:
         layout = Layout.parse(text)
-        schedule = lower(make(layout.schedule, layout.pp, layout.accumulate, chunks=layout.vpp))
-        sends = [sum(action.kind in SENDS for action in actions) for actions in schedule.lists]
+        schedule = lower(make_schedule(layout.schedule, layout.pp, layout.accumulate, chunks=layout.vpp))
+        sends = [sum(action.kind in SENDS for action in actions) for actions in schedule.rank_actions]
         positions = -(-SEQ_LEN // layout.tp) if layout.sp else SEQ_LEN
         size = layout.microbatch * positions * shape.width * COMPUTE
         cells = (" ".join(map(str, sends)), _size(size), _size(max(sends) * size))
@@ -251,8 +261,8 @@ def _size(count: int) -> str:
 
 def bench_shapes() -> str:
     rows = []
-    for name in ON_CUDA:
-        shape, model = SHAPES[name], SHAPES[name].model
+    for name in CUDA_SHAPES:
+        shape, model = REFERENCE_SHAPES[name], REFERENCE_SHAPES[name].model
         sizes = (model.width, model.layers, model.heads, model.kv_heads, model.ffn, f"{model.vocab:,}")
         flops = f"{model.flops_per_token(shape.seq_len) / 1e9:.2f}"
         rows.append((f"`{name}`", *map(str, sizes), f"{shape.seq_len:,} x {shape.batch}", flops))
@@ -303,12 +313,12 @@ def own_steps() -> str:
     rows = []
     measured = DOCS.parent / "bench" / "measured"
     for step in (*measured_steps(measured / "h200.json"), *measured_steps(measured / "h200-mixtures.json")):
-        plan = price(step.case)
+        plan = price(step.scenario)
         held = plan.memory.total - plan.memory.parts["reserve"]
         rows.append(
             (
-                plan.case.shape.name,
-                f"{plan.case.seq_len:,} x {plan.layout.batch}",
+                plan.scenario.shape.name,
+                f"{plan.scenario.seq_len:,} x {plan.layout.batch}",
                 step.precision,
                 plan.layout.recompute,
                 step.states,
@@ -324,11 +334,11 @@ def own_steps() -> str:
 
 def fewest_bytes() -> str:
     """By part of a step, in GB, largest first."""
-    found = {name: least_bytes(_request(name)) for name in ON_CUDA}
+    found = {name: min_bytes(_request(name)) for name in CUDA_SHAPES}
     parts = sorted(found["1b"], key=lambda part: -sum(one[part] for one in found.values()))
-    rows = [(part, *(f"{found[name][part] / 1e9:.1f}" for name in ON_CUDA)) for part in parts if found["1b"][part]]
-    rows.append(("together", *(f"{sum(found[name].values()) / 1e9:.1f}" for name in ON_CUDA)))
-    return markdown(("GB of a step, in bf16", *(f"`{name}`" for name in ON_CUDA)), rows)
+    rows = [(part, *(f"{found[name][part] / 1e9:.1f}" for name in CUDA_SHAPES)) for part in parts if found["1b"][part]]
+    rows.append(("together", *(f"{sum(found[name].values()) / 1e9:.1f}" for name in CUDA_SHAPES)))
+    return markdown(("GB of a step, in bf16", *(f"`{name}`" for name in CUDA_SHAPES)), rows)
 
 
 def context_kinds() -> str:
@@ -340,9 +350,9 @@ def context_reasons() -> str:
     return "".join(f"- {line}\n" for line in traffic.reasons())
 
 
-def _request(name: str) -> Request:
-    shape = SHAPES[name]
-    return Request(
+def _request(name: str) -> Measurement:
+    shape = REFERENCE_SHAPES[name]
+    return Measurement(
         who="echelon", shape=name, size=shape.size, seq_len=shape.seq_len, batch=shape.batch, precision="bf16"
     )
 
@@ -361,7 +371,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "configuration keys": configuration_keys,
     "state bytes": state_bytes,
     "batch statistics": batch_statistics,
-    "recomputed": lambda: markdown(*activations.recomputed(MODEL, SEQ_LEN)),
+    "recomputed": lambda: markdown(*activations.checkpointing(MODEL, SEQ_LEN)),
     "kept over layers": lambda: markdown(*activations.kept_over_layers()),
     "offloaded": lambda: markdown(("layout", "bytes over the link", "bytes of disk"), traffic.offloaded()),
     "schedules": schedules,

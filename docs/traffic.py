@@ -9,20 +9,20 @@ from collections.abc import Iterable
 
 from echelon.layout import Layout
 from echelon.layout.collective import Collective
-from echelon.layout.rules import tp_side
+from echelon.layout.rules import head_parallel_size
 from echelon.memory.offload import cost as offload_cost
 from echelon.parallel.cp import cost as cp_cost
 from echelon.parallel.tp import sequence_parallel
 from echelon.parallel.tp_grid import cost as tp_grid_cost
 from echelon.planning.cluster import cluster as clusters
-from echelon.planning.cluster.link_time import on_the_wire
-from echelon.planning.cost.cp_traffic import room
+from echelon.planning.cluster.link_time import wire_bytes
+from echelon.planning.cost.cp_traffic import cp_working_bytes
 from echelon.planning.explain import explain_kinds as explain_kinds
-from echelon.planning.model.model_shape import COLUMNS, ROWS, Layer
-from echelon.planning.model.model_sources import shape_of
-from echelon.planning.scenario import Case
-from echelon.planning.search.layout_families import Wish
-from echelon.planning.search.layout_search import search
+from echelon.planning.model.model_shape import COLUMN_PARALLEL, ROW_PARALLEL, LayerShape
+from echelon.planning.model.model_sources import resolve_shape
+from echelon.planning.scenario import Scenario
+from echelon.planning.search.layout_families import PlanRequest
+from echelon.planning.search.layout_search import search_plans
 
 SIZE, LOSS = 2, 4
 """bytes of an activation, and of statistics of norms"""
@@ -32,10 +32,10 @@ GRID_MODEL, SEQUENCES, GRID_LENGTH, DEPTH = "llama-70b", 64, 4096, 4
 
 def context_collectives(layout: Layout, seq_len: int) -> list[Collective]:
     """Of one sequence."""
-    (layer, _), *_ = shape_of(CONTEXT_MODEL).layers
+    (layer, _), *_ = resolve_shape(CONTEXT_MODEL).layers
     attention = layer.attention
     assert attention is not None
-    widths = cp_cost.Widths(
+    widths = cp_cost.AttentionWidths(
         queries=attention.heads * attention.head_dim,
         keys_and_values=attention.kv_heads * (attention.head_dim + attention.value_dim),
         kv_heads=attention.kv_heads,
@@ -46,16 +46,16 @@ def context_collectives(layout: Layout, seq_len: int) -> list[Collective]:
 def context_bytes(layout: Layout, seq_len: int, *, hidden: bool) -> float:
     """With what runs beside attention, or without."""
     sizes = {"ulysses": layout.ulysses, "ring": layout.cp // layout.ulysses, "cp": layout.cp}
-    return _wire((item for item in context_collectives(layout, seq_len) if hidden or not item.hidden), sizes)
+    return _wire((item for item in context_collectives(layout, seq_len) if hidden or not item.overlapped), sizes)
 
 
 def tensor_bytes(layout: Layout, seq_len: int) -> float:
     """Of a microbatch of so long sequences."""
-    (layer, _), *_ = shape_of(GRID_MODEL).layers
-    width = shape_of(GRID_MODEL).width
+    (layer, _), *_ = resolve_shape(GRID_MODEL).layers
+    width = resolve_shape(GRID_MODEL).width
     if layout.tp_kind == "1d":
         each = {width: 4}  # into two regions and out of them, in both passes
-        found: Iterable[Collective] = sequence_parallel.boundary_collectives(
+        found: Iterable[Collective] = sequence_parallel.sequence_parallel_collectives(
             layout, layout.microbatch, seq_len, SIZE, each, each
         )
         return _wire(found, {"tp": layout.tp})
@@ -67,22 +67,24 @@ def tensor_bytes(layout: Layout, seq_len: int) -> float:
         element_bytes=SIZE,
         loss_bytes=LOSS,
     )
-    grid = tp_grid_cost.grid_of(layout)
+    grid = tp_grid_cost.grid_shape(layout)
     return _wire(found, {"z": grid.z, "y": grid.y, "x": grid.x})
 
 
-def _parts(layer: Layer, layout: Layout) -> list[tp_grid_cost.Part]:
-    norm = tp_grid_cost.Norm(sums=1, gathers=0)
-    parts: list[tp_grid_cost.Part] = [norm, norm]
-    for product in layer.products:
-        assert product.split in (COLUMNS, ROWS)
-        leaves = product.split == ROWS
-        parts.append(tp_grid_cost.product(layout, product.inputs, product.outputs, leaves=leaves, follows=False))
+def _parts(layer: LayerShape, layout: Layout) -> list[tp_grid_cost.ModuleSizes]:
+    norm = tp_grid_cost.NormSizes(reduced=1, gathered=0)
+    parts: list[tp_grid_cost.ModuleSizes] = [norm, norm]
+    for product in layer.matmuls:
+        assert product.split in (COLUMN_PARALLEL, ROW_PARALLEL)
+        leaves = product.split == ROW_PARALLEL
+        parts.append(
+            tp_grid_cost.linear_sizes(layout, product.inputs, product.outputs, leaves_region=leaves, shares_input=False)
+        )
     return parts
 
 
 def _wire(collectives: Iterable[Collective], ranks: dict[str, int]) -> float:
-    return sum(item.count * on_the_wire(item.kind, item.bytes, ranks[item.axis]) for item in collectives)
+    return sum(item.count * wire_bytes(item.op, item.bytes, ranks[item.axis]) for item in collectives)
 
 
 # -- lines ------------------------------------------------------------------------------------------------------------
@@ -91,7 +93,7 @@ def _wire(collectives: Iterable[Collective], ranks: dict[str, int]) -> float:
 def context_layout(kind: str, ranks: int) -> Layout | None:
     """Of so many ranks, at most eight of which exchange heads where there is a ring. None where heads do not divide."""
     inner = {"ulysses": ranks, "ring-ulysses": min(8, ranks // 2)}.get(kind, 1)
-    (layer, _), *_ = shape_of(CONTEXT_MODEL).layers
+    (layer, _), *_ = resolve_shape(CONTEXT_MODEL).layers
     assert layer.attention is not None
     can = layer.attention.heads % inner == 0 and (kind != "ring-ulysses" or inner > 1)
     return Layout(cp=ranks, cp_kind=kind, ulysses=inner) if can else None
@@ -100,8 +102,8 @@ def context_layout(kind: str, ranks: int) -> Layout | None:
 def tensor_layout(kind: str, ranks: int) -> Layout | None:
     """A grid of so many ranks, in DEPTH layers if it has any. None where there is none, or heads do not divide."""
     layout = Layout(tp=ranks, tp_kind=kind, depth=DEPTH if kind == "2.5d" else 1, microbatch=SEQUENCES)
-    side = tp_side(layout)
-    (layer, _), *_ = shape_of(GRID_MODEL).layers
+    side = head_parallel_size(layout)
+    (layer, _), *_ = resolve_shape(GRID_MODEL).layers
     assert layer.attention is not None
     return layout if side is not None and layer.attention.heads % side == 0 else None
 
@@ -118,17 +120,19 @@ def kinds() -> list[tuple[str, ...]]:
         layout = Layout.parse(text)
         counts: dict[str, int] = {}
         for item in context_collectives(layout, LENGTH):
-            name = f"{_WORDS[item.kind]} of {item.part}"
+            name = f"{_WORDS[item.op]} of {item.purpose}"
             counts[name] = counts.get(name, 0) + item.count
         total, waited = (context_bytes(layout, LENGTH, hidden=hidden) for hidden in (True, False))
-        case = Case(shape=shape_of(CONTEXT_MODEL), cluster=clusters.parse("8xh100"), layout=layout, seq_len=LENGTH)
+        case = Scenario(
+            shape=resolve_shape(CONTEXT_MODEL), cluster=clusters.parse_cluster("8xh100"), layout=layout, seq_len=LENGTH
+        )
         rows.append(
             (
                 f"`{text}`",
                 ", ".join(f"{count} {name}" for name, count in counts.items()),
                 f"{1 - waited / total:.0%}" if waited < total else "-",
                 f"{total / (LENGTH / layout.cp) / 2**10:.0f} KiB",
-                f"{room(case) / 2**30:.1f} GiB",
+                f"{cp_working_bytes(case) / 2**30:.1f} GiB",
             )
         )
     return rows
@@ -139,9 +143,11 @@ _WORDS = {"send": "sends", "all_gather": "all-gathers", "reduce_scatter": "reduc
 
 def reasons() -> list[str]:
     """What the planner says of the kinds for a long sequence."""
-    wish = Wish(shape=shape_of(CONTEXT_MODEL), cluster=clusters.parse("64xh100"), batch=64, seq_len=LENGTH)
-    plan = search(wish, top=1)[0]
-    return [f"`{plan.layout}`: {plan.seconds:.1f} s a step.", *explain_kinds.reasons(wish, plan)]
+    wish = PlanRequest(
+        shape=resolve_shape(CONTEXT_MODEL), cluster=clusters.parse_cluster("64xh100"), batch=64, seq_len=LENGTH
+    )
+    plan = search_plans(wish, top=1)[0]
+    return [f"`{plan.layout}`: {plan.seconds:.1f} s a step.", *explain_kinds.kind_reasons(wish, plan)]
 
 
 def offloaded() -> list[tuple[str, ...]]:
@@ -149,6 +155,6 @@ def offloaded() -> list[tuple[str, ...]]:
     sizes = {"updated": 1.0, "activations": 0.0}
     rows = []
     for kind in ("optimizer", "params", "optimizer+disk", "params+disk"):
-        told = offload_cost.moved(kind, accumulate=4, compute_bytes=2, gradient_bytes=4, **sizes)
-        rows.append((f"`offload={kind}`", f"{told.link:g}", f"{told.disk:g}"))
+        told = offload_cost.offload_traffic(kind, accumulate=4, compute_bytes=2, gradient_bytes=4, **sizes)
+        rows.append((f"`offload={kind}`", f"{told.link_bytes:g}", f"{told.disk_bytes:g}"))
     return rows

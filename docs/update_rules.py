@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from echelon import models
 from echelon.config.sections import OptimizerConfig
 from echelon.optim import cost
-from echelon.optim.update_rule import Rule
+from echelon.optim.update_rule import UpdateRule
 
 Table = tuple[Sequence[str], Iterable[Sequence[str]]]
 """head and rows"""
 
 MODEL = "gpt2-124m"
-TOLD: dict[str, tuple[Rule, str, str, str]] = {
+TOLD: dict[str, tuple[UpdateRule, str, str, str]] = {
     "`adamw`": (OptimizerConfig(), "Loshchilov and Hutter 2019", "none", "the default"),
     "`adamw`, `states=bfloat16`": (
         OptimizerConfig(states="bfloat16"),
@@ -63,12 +63,12 @@ TOLD: dict[str, tuple[Rule, str, str, str]] = {
 
 
 def optimizers() -> Table:
-    shapes = {name: tuple(p.shape) for name, p in models.build(models.find(MODEL), "meta").named_parameters()}
-    total = sum(p.numel() for p in models.build(models.find(MODEL), "meta").parameters())
+    shapes = {name: tuple(p.shape) for name, p in models.build(models.find_model(MODEL), "meta").named_parameters()}
+    total = sum(p.numel() for p in models.build(models.find_model(MODEL), "meta").parameters())
     rows = []
     for name, (rule, source, messages, when) in TOLD.items():
         size = sum(cost.state_bytes(rule, shape, name=parameter) for parameter, shape in shapes.items()) / total
-        rows.append((name, source, f"{cost.element_bytes(rule):.3g}", f"{size:.2f}", messages, when))
+        rows.append((name, source, f"{cost.state_bytes_per_element(rule):.3g}", f"{size:.2f}", messages, when))
     head = (
         "`optimizer.name`",
         "rule",

@@ -20,14 +20,14 @@ class Reader(nn.Module):
         super().__init__()
         self.heads = heads
         self.words, self.places = nn.Embedding(words, width), nn.Embedding(longest, width)
-        self.qkv, self.core, self.out = nn.Linear(width, 3 * width), ec.Core(), nn.Linear(width, 2)
+        self.qkv, self.core, self.out = nn.Linear(width, 3 * width), ec.CoreAttention(), nn.Linear(width, 2)
 
     def forward(self, tokens, targets, positions=None):
         if positions is None:  # one device: all of them, one after another
             positions = torch.arange(tokens.shape[1])[None]
         x = self.words(tokens) + self.places(positions)
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
-        x = x + self.core(q, k, v, ec.Seen(positions)).transpose(1, 2).flatten(2)
+        x = x + self.core(q, k, v, ec.AttentionContext(positions)).transpose(1, 2).flatten(2)
         loss = F.cross_entropy(self.out(x).flatten(0, 1), targets.flatten(), reduction="sum")
         return loss, (targets != -100).sum()
 

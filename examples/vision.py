@@ -9,7 +9,7 @@ import sys
 import torch
 
 import echelon as ec
-from echelon.data.synthetic_images import images
+from echelon.data.synthetic_images import synthetic_images
 from echelon.models.vision import cnn
 
 SIDE, CLASSES = 32, 10
@@ -17,19 +17,19 @@ SIDE, CLASSES = 32, 10
 
 def vgg():
     """VGG-16 with an eighth of its channels. Without arguments `vision.vgg16()` is of its published size."""
-    return cnn.vgg16(CLASSES, SIDE, share=1 / 8, dropout=0.1)
+    return cnn.vgg16(CLASSES, SIDE, width_multiplier=1 / 8, dropout=0.1)
 
 
 def alexnet():
-    return cnn.alexnet(CLASSES, 64, share=1 / 8, dropout=0.1)
+    return cnn.alexnet(CLASSES, 64, width_multiplier=1 / 8, dropout=0.1)
 
 
 def resnet():
-    return cnn.resnet50(CLASSES, share=1 / 8)
+    return cnn.resnet50(CLASSES, width_multiplier=1 / 8)
 
 
 def batch(rows, step):
-    pixels, labels = images(torch.arange(step * rows, (step + 1) * rows), side=SIDE, classes=CLASSES)
+    pixels, labels = synthetic_images(torch.arange(step * rows, (step + 1) * rows), side=SIDE, classes=CLASSES)
     return {"images": pixels, "labels": labels}
 
 

@@ -9,7 +9,7 @@ from laid_out import batch_of, float64, tiny
 
 from echelon import models
 from echelon.config.sections import OptimizerConfig
-from echelon.memory.offload.host_transfer import Link
+from echelon.memory.offload.host_transfer import HostLink
 from echelon.training.engine import Engine
 
 ADAMW = OptimizerConfig(lr=1e-2)
@@ -23,9 +23,15 @@ def engine_away(layout: str, rule: OptimizerConfig = ADAMW, **options: Any) -> E
     return engine
 
 
-def link_of(engine: Engine) -> Link:
-    away = engine.parallel.away
-    link = away.host.link if away.host is not None else away.stash.link if away.stash is not None else None
+def link_of(engine: Engine) -> HostLink:
+    away = engine.parallel.offload
+    link = (
+        away.host.link
+        if away.host is not None
+        else away.activation_offload.link
+        if away.activation_offload is not None
+        else None
+    )
     assert link is not None
     return link
 

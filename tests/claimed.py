@@ -10,14 +10,14 @@ from counting import CountCollectives, Seen
 
 from echelon import models
 from echelon.config.sections import OptimizerConfig
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout, Mesh
-from echelon.layout.collective import Collective, totals
+from echelon.layout.collective import Collective, count_collectives
 from echelon.models.model_config import ModelConfig
 from echelon.parallel.comm.mesh_axis import enumerate_groups
-from echelon.parallel.tp.tensor_parallel import Traffic
-from echelon.training.engine import Engine, Options
-from echelon.verification.verify_case import Case
+from echelon.parallel.tp.tensor_parallel import TransformerSizes
+from echelon.training.engine import Engine, ParallelOptions
+from echelon.verification.verify_case import VerifyCase
 
 SEQ_LEN = 33
 
@@ -34,34 +34,36 @@ ADAMW = OptimizerConfig(lr=1e-2)
 def count(model: ModelConfig, text: str, rule: OptimizerConfig = ADAMW, **choices: Any) -> Counted:
     """On a rank: the collectives of the second step, really issued and as the strategies' cost functions claim them."""
     layout, clip = Layout.parse(text), 0.0 if rule.in_backward else 1.0
-    engine = Engine(models.build(model, "meta"), layout, rule, clip=clip, options=Options(**choices))
+    engine = Engine(models.build(model, "meta"), layout, rule, clip=clip, options=ParallelOptions(**choices))
     engine.model.train()
-    case = Case(model=model, seq_len=SEQ_LEN)
+    case = VerifyCase(model=model, seq_len=SEQ_LEN)
     engine.step(case.batch(0, layout.batch))
     with CountCollectives() as counter:
         engine.step(case.batch(1, layout.batch))
     claimed: Counter[Any] = Counter()
-    for (kind, axis, size), times in totals(_claims(engine, model, layout)).items():
+    for (kind, axis, size), times in count_collectives(_claims(engine, model, layout)).items():
         group = next(g for g in enumerate_groups(Mesh(layout), axis) if engine.parallel.axes.rank in g)
         claimed[kind, group, size] += times
     return Counted(counter.seen, claimed)
 
 
 def _claims(engine: Engine, model: ModelConfig, layout: Layout) -> list[Collective]:
-    size = engine.parallel.options.compute.itemsize
+    size = engine.parallel.options.compute_dtype.itemsize
     if model.family == "conv":
         return engine.collectives()
-    return engine.collectives(Traffic.of(model, batch=layout.microbatch, seq_len=SEQ_LEN, element_bytes=size))
+    return engine.collectives(
+        TransformerSizes.from_config(model, batch=layout.microbatch, seq_len=SEQ_LEN, element_bytes=size)
+    )
 
 
-def check(pool: Pool, model: ModelConfig, layout: str, **choices: Any) -> list[Counted]:
+def check(pool: RankPool, model: ModelConfig, layout: str, **choices: Any) -> list[Counted]:
     found = pool.run(count, Layout.parse(layout).world, model, layout, **choices)
     for rank, each in enumerate(found):
         assert each.issued == each.claimed, f"rank {rank}: {_unequal(each)}"
     return found
 
 
-def check_together(pool: Pool, model: ModelConfig, layout: str, **choices: Any) -> None:
+def check_together(pool: RankPool, model: ModelConfig, layout: str, **choices: Any) -> None:
     """The same where chance decides which rank receives how much: rows of experts are compared as sums over ranks."""
     found = pool.run(count, Layout.parse(layout).world, model, layout, **choices)
     totals: dict[str, Counter[tuple[int, str]]] = {"issued": Counter(), "claimed": Counter()}

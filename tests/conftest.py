@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from echelon.launch.rank_pool import Pool
+    from echelon.launch.rank_pool import RankPool
 
 # pytest names a test file tests.room.test_idea. With the project's root on the path a rank finds it under that name,
 # so a test can send functions of its own file to the pool.
@@ -34,10 +34,10 @@ def pytest_configure() -> None:
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
+def pool() -> Iterator[RankPool]:
     # Most tests need neither ranks nor torch, and its import takes seconds.
-    from echelon.launch.rank_pool import Pool
+    from echelon.launch.rank_pool import RankPool
     from echelon.verification.verifier import PRELOAD
 
-    with Pool(preload=["pytest", *PRELOAD]) as pool:
+    with RankPool(preload=["pytest", *PRELOAD]) as pool:
         yield pool

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from echelon import models
 from echelon.config.sections import OptimizerConfig
 from echelon.models.model_config import ModelConfig
-from echelon.parallel.apply import WORLD, Options, Parallel
+from echelon.parallel.apply import WORLD_AXIS, ParallelModel, ParallelOptions
 from echelon.training.engine import Engine
 
 SGD = OptimizerConfig(name="sgd", lr=0.1)
@@ -21,8 +21,8 @@ def tiny(family: str = "llama", **changes: object) -> ModelConfig:
     return ModelConfig(name="tiny", family=family, **(shape | changes))
 
 
-def float64(**changes: object) -> Options:
-    return Options(compute=torch.float64, master=torch.float64, **changes)
+def float64(**changes: object) -> ParallelOptions:
+    return ParallelOptions(compute_dtype=torch.float64, master_dtype=torch.float64, **changes)
 
 
 def engine_of(shape: ModelConfig, layout: str, *, optimizer: OptimizerConfig = SGD, clip: float = 0.0) -> Engine:
@@ -40,22 +40,22 @@ def batch_of(shape: ModelConfig, rows: int, length: int = 9, seed: int = 0) -> d
     return {"tokens": ids[:, :-1], "targets": ids[:, 1:].clone()}
 
 
-def whole(parallel: Parallel, kind: str = "grad") -> dict[str, Tensor]:
+def whole(parallel: ParallelModel, kind: str = "grad") -> dict[str, Tensor]:
     """Every logical tensor of a kind (`grad`, `master`), from the pieces that ranks own; equal on all ranks."""
     mine = {}
-    for unit, piece in parallel.flat.pieces():
-        entry = piece.entry
+    for unit, piece in parallel.sharded_model.pieces():
+        entry = piece.param
         local = torch.zeros(entry.local_numel, dtype=torch.float64)
-        if piece.owner and piece.first:
+        if piece.is_owner and piece.is_first_replica:
             values = unit.master.values() if kind == "master" else unit.grad
-            local[piece.start : piece.stop] = parallel.flat.view(values, piece)
+            local[piece.start : piece.stop] = parallel.sharded_model.piece_view(values, piece)
         out = torch.zeros(entry.shape, dtype=torch.float64)
         real = tuple(slice(0, high - low) for low, high in piece.box)
         out[tuple(slice(low, high) for low, high in piece.box)] = local.view(entry.local_shape)[real]
         mine[entry.name] = out
-    if parallel.axes[WORLD].size == 1:
+    if parallel.axes[WORLD_AXIS].size == 1:
         return mine
-    every: list[dict[str, Tensor]] = [{} for _ in parallel.axes[WORLD].ranks]
+    every: list[dict[str, Tensor]] = [{} for _ in parallel.axes[WORLD_AXIS].ranks]
     dist.all_gather_object(every, mine)
     names = dict.fromkeys(name for found in every for name in found)  # stages hold different ones
     return {name: torch.stack([found[name] for found in every if name in found]).sum(0) for name in names}

@@ -10,4 +10,8 @@ from echelon.layout import grammar
 
 
 def without_offload(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(grammar.ROWS, "offload", replace(grammar.ROWS["offload"], built=("none",), missing="offloading is"))
+    patch.setitem(
+        grammar.KEYS_BY_NAME,
+        "offload",
+        replace(grammar.KEYS_BY_NAME["offload"], built=("none",), missing="offloading is"),
+    )

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from echelon.launch.world import World, join
+from echelon.launch.world import World, join_process_group
 
 
 def echo(*args: Any, **kwargs: Any) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
@@ -92,14 +92,14 @@ def mismatch() -> None:
 
 def joined(value: float) -> tuple[World, float, int, str]:
     """The launcher's ranks make their own group. Prints, so that a test sees whose output shows."""
-    with join("cpu", timeout=30.0) as world:
+    with join_process_group("cpu", timeout=30.0) as world:
         print(f"rank {world.rank} prints", flush=True)
         return world, total(value), torch.get_num_threads(), dist.get_backend()
 
 
 def joined_and(program: str, *args: Any) -> None:
     """Another program of this file, inside a group that the ranks made themselves."""
-    with join("cpu", timeout=30.0):
+    with join_process_group("cpu", timeout=30.0):
         globals()[program](*args)
 
 

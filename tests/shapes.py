@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from echelon.pipeline.schedule import Schedule
-from echelon.pipeline.schedules import FAMILIES, Family, make
+from echelon.pipeline.schedules import FAMILIES, ScheduleFamily, make_schedule
 
 ASYNCHRONOUS = tuple(name for name, family in FAMILIES.items() if family.asynchronous)
 
@@ -16,7 +16,7 @@ ASYNCHRONOUS = tuple(name for name, family in FAMILIES.items() if family.asynchr
 @st.composite
 def shapes(
     draw: DrawFn, names: tuple[str, ...] = tuple(FAMILIES), least_ranks: int = 1
-) -> tuple[Family, dict[str, Any]]:
+) -> tuple[ScheduleFamily, dict[str, Any]]:
     """A family, and sizes that it allows."""
     family = FAMILIES[draw(st.sampled_from(names))]
     chunks = draw(st.integers(2, 4)) if family.chunks is None else family.chunks
@@ -27,7 +27,7 @@ def shapes(
 
 
 def schedules(**options: Any) -> SearchStrategy[Schedule]:
-    return shapes(**options).map(lambda shape: make(shape[0].name, **shape[1]))
+    return shapes(**options).map(lambda shape: make_schedule(shape[0].name, **shape[1]))
 
 
 @st.composite
@@ -43,6 +43,6 @@ def windows(name: str, ranks: int, sizes: list[int], *, drain: bool = True) -> l
     """The windows of a stream; the last one drains, or none does."""
     last = len(sizes) - 1
     return [
-        make(name, ranks, size, first=sum(sizes[:place]), drain=drain and place == last)
+        make_schedule(name, ranks, size, first_microbatch=sum(sizes[:place]), drain=drain and place == last)
         for place, size in enumerate(sizes)
     ]

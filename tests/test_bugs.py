@@ -15,14 +15,14 @@ import echelon as ec
 from echelon import models
 from echelon.launch.rank_failure import RankError
 from echelon.layout import Layout
-from echelon.memory.checkpointing.checkpoint_wrapper import Segment, _Frame
-from echelon.models.moe_config import MixtureConfig
-from echelon.optim.torch_optimizer import WithTorch
-from echelon.parallel.apply import Options
-from echelon.parallel.dp.param_group import norm_of
+from echelon.memory.checkpointing.checkpoint_wrapper import CheckpointSegment, _LayerCall
+from echelon.models.moe_config import MoEConfig
+from echelon.optim.torch_optimizer import TorchOptimizer
+from echelon.parallel.apply import ParallelOptions
+from echelon.parallel.dp.param_group import flat_norm
 from echelon.pipeline.execution import runtime
-from echelon.rng import Stream
-from echelon.training.loop import train_here
+from echelon.rng import RandomStream
+from echelon.training.loop import train_on_rank
 from tests.pipeline import odd_chains
 
 
@@ -115,7 +115,7 @@ def test_a_gloo_group_was_taken_for_one_on_cuda(pool, tmp_path):
     config = ec.Config(model=f"{tmp_path}/own.py:build", batch=2, steps=1, run=str(tmp_path / "run"))
     if torch.cuda.is_available():
         pytest.skip("a machine with CUDA")
-    assert pool.run(train_here, 2, config, True)[0].steps == 1
+    assert pool.run(train_on_rank, 2, config, True)[0].steps == 1
 
 
 class Region(nn.Module):
@@ -233,7 +233,11 @@ def test_an_engine_was_never_collected():
 
     engine = engine_of(tiny(), "dp=1")
     engine.step(batch_of(tiny(), 2))
-    gone = [weakref.ref(engine), weakref.ref(engine.parallel.flat), weakref.ref(engine.parallel.flat.units[0])]
+    gone = [
+        weakref.ref(engine),
+        weakref.ref(engine.parallel.sharded_model),
+        weakref.ref(engine.parallel.sharded_model.param_groups[0]),
+    ]
     del engine
     gc.collect()
     assert [ref() for ref in gone] == [None, None, None]
@@ -273,9 +277,9 @@ def recorded_while_the_clock_goes_back():
     real, back = runtime.time, count(1e9, -1)
     runtime.time = SimpleNamespace(time=lambda: next(back))
     try:
-        engine.pipeline.record()
+        engine.pipeline.start_recording()
         engine.step(odd_chains.batch(4, 0))
-        _planned, measured = engine.pipeline.recorded()
+        _planned, measured = engine.pipeline.finish_recording()
     finally:
         runtime.time = real
     return [end - start for rank in range(2) for _, start, end in measured.spans(rank)]
@@ -287,13 +291,13 @@ def test_a_clock_that_was_set_back_ended_a_run(pool):
 
 
 def routers_when_they_are_read(layout):
-    shape = tiny("llama", mixture=MixtureConfig(experts=4, k=2, ffn=12, gate="mixtral"))
+    shape = tiny("llama", mixture=MoEConfig(experts=4, k=2, ffn=12, gate="mixtral"))
     model = models.build(shape, "meta", dtype=torch.float64)
     engine = ec.Engine(model, layout, SGD, options=float64(buffer=2048, prefetch=0))
     found = []
-    for unit in engine.parallel.flat.units:
-        if unit.unit.name.endswith(".gate"):
-            gate = engine.model.get_submodule(unit.unit.name)
+    for unit in engine.parallel.sharded_model.param_groups:
+        if unit.spec.name.endswith(".gate"):
+            gate = engine.model.get_submodule(unit.spec.name)
 
             def scores(x, unit=unit, inner=gate.scores):
                 found.append(unit.whole)
@@ -318,25 +322,27 @@ def test_the_norm_of_a_long_gradient_on_a_cpu_was_too_small():
     gradients that had left for the host were clipped by it."""
     for dtype in (torch.float32, torch.bfloat16):
         values = torch.full((10_000_001,), 1e-4, dtype=dtype)
-        assert float(norm_of(values)) == pytest.approx(float(values.double().norm()), rel=1e-5)
-        assert float(norm_of(values, float("inf"))) == float(values[0])
+        assert float(flat_norm(values)) == pytest.approx(float(values.double().norm()), rel=1e-5)
+        assert float(flat_norm(values, float("inf"))) == float(values[0])
 
 
 def test_what_a_repeated_layer_keeps_went_with_its_grad_fn():
     """Before torch 2.12 a function of ours lets go of what it saved when no tensor that it made is left: a frame held
     the function alone, and backward found nothing to repeat the layer from."""
     layer = nn.Sequential(nn.Linear(2, 2))
-    segment = Segment(Stream(0))
+    segment = CheckpointSegment(RandomStream(0))
     segment.add("layer", layer)
     layer(torch.ones(1, 2, requires_grad=True)).sum().backward()
-    frame = _Frame(segment.layers[0], None, ((torch.ones(2, requires_grad=True),), {}))
+    frame = _LayerCall(segment.layers[0], None, ((torch.ones(2, requires_grad=True),), {}))
     assert isinstance(frame._saved, torch.Tensor)
     assert torch.equal(frame._saved.grad_fn.saved_tensors[0], torch.ones(2))
 
 
 def updates_on_the_host(compute):
-    engine = ec.Engine(models.build(tiny("llama"), "meta"), "offload=optimizer", options=Options(compute=compute))
-    found = {type(update) for update in engine.optimizer._there._updates}
+    engine = ec.Engine(
+        models.build(tiny("llama"), "meta"), "offload=optimizer", options=ParallelOptions(compute_dtype=compute)
+    )
+    found = {type(update) for update in engine.optimizer._there._optimizers}
     engine.close()
     return found
 
@@ -345,4 +351,4 @@ def updates_on_the_host(compute):
 def test_gradients_that_were_short_kept_the_host_from_torchs_fused_update(pool, compute):
     """They are cast before the update, but what was asked was the type in which they come: plain torch, on the host,
     took 14 seconds for what the fused kernel does in half of one."""
-    assert pool.run(updates_on_the_host, 1, compute) == [{WithTorch}]
+    assert pool.run(updates_on_the_host, 1, compute) == [{TorchOptimizer}]

@@ -24,7 +24,7 @@ import pytest
 from echelon.layout import Layout
 
 if TYPE_CHECKING:
-    from echelon.launch.rank_pool import Pool
+    from echelon.launch.rank_pool import RankPool
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -84,7 +84,7 @@ def in_folder(folder: str, function: Callable[..., Any], args: Sequence[Any]) ->
 class InFolder:
     """The tests' pool, for commands that were typed in another folder."""
 
-    pool: Pool
+    pool: RankPool
     folder: Path
 
     def run(self, function: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0) -> list[Any]:
@@ -92,7 +92,7 @@ class InFolder:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: Pool) -> Path:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: RankPool) -> Path:
     """An empty folder in which `echelon` runs in this process, on the warm ranks of the tests' pool."""
 
     warm = InFolder(pool, tmp_path)
@@ -102,8 +102,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: Pool) -> Path:
         return warm.run(function, procs, replace(config, device="cpu"), *others)[0]  # the pool's ranks are on the CPU
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("echelon.launch.local_launcher.start", start)
-    monkeypatch.setattr("echelon.launch.rank_pool.Pool", lambda **_: contextlib.nullcontext(warm))
+    monkeypatch.setattr("echelon.launch.local_launcher.launch_ranks", start)
+    monkeypatch.setattr("echelon.launch.rank_pool.RankPool", lambda **_: contextlib.nullcontext(warm))
     monkeypatch.setattr("echelon.verification.verifier.Pool", lambda **_: contextlib.nullcontext(warm))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setenv("COLUMNS", "120")

@@ -45,16 +45,16 @@ def test_normal_is_normal() -> None:
 
 
 def test_truncated_is_a_normal_within_two() -> None:
-    x = rng.truncated(rng.key(3, "w"), torch.arange(N), torch.float64)
+    x = rng.truncated_normal(rng.key(3, "w"), torch.arange(N), torch.float64)
     outside = math.erfc(math.sqrt(2))
     assert float(x.abs().max()) <= 2
     assert abs(float(x.mean())) < 4 / math.sqrt(N)
     cdf = (torch.special.ndtr(x.sort().values) - outside / 2) / (1 - outside)
     assert kolmogorov(x.sort().values, cdf) < 1.95
     whole = torch.empty(6, 5)
-    rng.Truncated(0.5).fill(whole, 7, "w")
-    assert torch.equal(whole.flatten(), rng.Truncated(0.5).values(7, "w", torch.arange(30), torch.float32))
-    assert torch.equal(whole.flatten(), 0.5 * rng.truncated(rng.key(7, "w"), torch.arange(30)))
+    rng.truncated_normal_init(0.5).fill(whole, 7, "w")
+    assert torch.equal(whole.flatten(), rng.truncated_normal_init(0.5).values(7, "w", torch.arange(30), torch.float32))
+    assert torch.equal(whole.flatten(), 0.5 * rng.truncated_normal(rng.key(7, "w"), torch.arange(30)))
 
 
 def test_every_bit_is_fair_and_independent_of_its_neighbour() -> None:
@@ -134,8 +134,8 @@ def test_a_tensor_of_keys_gives_a_row_each(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_fp64_starts_from_the_fp32_weights() -> None:
     index = torch.arange(1000)
-    wide = rng.Normal(0.02).values(0, "w", index, torch.float64)
-    assert torch.equal(wide, rng.Normal(0.02).values(0, "w", index, torch.float32).double())
+    wide = rng.normal_init(0.02).values(0, "w", index, torch.float64)
+    assert torch.equal(wide, rng.normal_init(0.02).values(0, "w", index, torch.float32).double())
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_fp64_starts_from_the_fp32_weights() -> None:
 def test_a_window_is_a_slice_of_the_whole(
     window: dict[int, tuple[int, int]], part: tuple[slice, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, init = torch.empty(6, 5, 4), rng.Normal(0.5)
+    whole, init = torch.empty(6, 5, 4), rng.normal_init(0.5)
     init.fill(whole, 7, "w")
     assert torch.equal(whole.flatten(), init.values(7, "w", torch.arange(120), torch.float32))
     expected = torch.arange(120).view(6, 5, 4)[part]
@@ -174,16 +174,16 @@ def test_fill_of_constants_scalars_and_nothing() -> None:
     assert x.tolist() == [0, 0, 0]
     assert rng.ONES.values(0, "w", torch.arange(2), torch.float64).tolist() == [1, 1]
     scalar = torch.empty(())
-    rng.Normal(1.0).fill(scalar, 0, "w")
+    rng.normal_init(1.0).fill(scalar, 0, "w")
     assert float(scalar) == float(rng.normal(rng.key(0, "w"), torch.tensor(0)))
-    rng.Normal(1.0).fill(torch.empty(0, 4), 0, "w")
+    rng.normal_init(1.0).fill(torch.empty(0, 4), 0, "w")
 
 
 # --- dropout ----------------------------------------------------------------------------------------------------------
 
 
 def dropout(p: float, samples: list[int], site: str = "drop", seed: int = 0) -> rng.Dropout:
-    stream = rng.Stream(seed)
+    stream = rng.RandomStream(seed)
     stream.samples = torch.tensor(samples)
     return rng.Dropout(p, site, stream)
 
@@ -202,7 +202,7 @@ def test_dropout_edges() -> None:
     assert dropout(0.5, [0, 1]).eval()(x) is x
     assert not dropout(1.0, [0, 1])(x).any()
     with pytest.raises(ValueError, match=r"needs the global sample index .*samples none"):
-        rng.Dropout(0.5, "drop", rng.Stream(0))(x)
+        rng.Dropout(0.5, "drop", rng.RandomStream(0))(x)
     with pytest.raises(ValueError, match=r"samples \(3,\)"):
         dropout(0.5, [0, 1, 2])(x)
 
@@ -290,15 +290,15 @@ def test_attach_replaces_every_dropout() -> None:
         {"a": nn.Sequential(nn.Linear(2, 2), shared), "b": nn.Sequential(shared), "c": nn.Dropout(0.2)}
     )
     model["c"].eval()
-    stream = rng.Stream(0)
-    assert rng.attach(model, stream) == 3
+    stream = rng.RandomStream(0)
+    assert rng.attach_stream(model, stream) == 3
     found = {name: m for name, m in model.named_modules() if isinstance(m, rng.Dropout)}
     assert {name: (m.site, m.p, m.stream is stream, m.training) for name, m in found.items()} == {
         "a.1": ("a.1", 0.1, True, True),
         "b.0": ("b.0", 0.1, True, True),
         "c": ("c", 0.2, True, False),
     }
-    assert rng.attach(model, stream) == 0
+    assert rng.attach_stream(model, stream) == 0
 
 
 @pytest.mark.parametrize(
@@ -308,21 +308,21 @@ def test_attach_replaces_every_dropout() -> None:
 def test_attach_refuses_masks_it_cannot_name(module: nn.Module) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1), module)
     with pytest.raises(ValueError, match=rf"would change with the layout \(2 \({type(module).__name__}\)\)"):
-        rng.attach(model, rng.Stream(0))
+        rng.attach_stream(model, rng.RandomStream(0))
     assert type(model[1]) is nn.Dropout
 
 
 def test_attach_accepts_them_at_zero() -> None:
-    assert rng.attach(nn.Sequential(nn.MultiheadAttention(4, 2), nn.Dropout2d(0.0)), rng.Stream(0)) == 0
+    assert rng.attach_stream(nn.Sequential(nn.MultiheadAttention(4, 2), nn.Dropout2d(0.0)), rng.RandomStream(0)) == 0
 
 
 # --- draws ------------------------------------------------------------------------------------------------------------
 
 
-def draws(samples: list[int], site: str = "gate.noise", seed: int = 0) -> rng.Draws:
-    stream = rng.Stream(seed)
+def draws(samples: list[int], site: str = "gate.noise", seed: int = 0) -> rng.RandomDraws:
+    stream = rng.RandomStream(seed)
     stream.samples = torch.tensor(samples)
-    return rng.Draws(site, stream)
+    return rng.RandomDraws(site, stream)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -370,18 +370,21 @@ def test_hooks_of_draws_see_what_they_are_for() -> None:
 
 
 def test_attach_gives_draws_their_site() -> None:
-    model = nn.ModuleDict({"a": nn.Sequential(nn.Dropout(0.1), rng.Draws()), "b": rng.Draws()})
+    model = nn.ModuleDict({"a": nn.Sequential(nn.Dropout(0.1), rng.RandomDraws()), "b": rng.RandomDraws()})
     like = torch.empty(2, 3)
     torch.manual_seed(5)
     before = model["b"].normal(like)
     torch.manual_seed(5)
     assert torch.equal(before, torch.randn(2, 3))
-    stream = rng.Stream(0)
-    assert rng.attach(model, stream) == 3
-    assert {name: m.site for name, m in model.named_modules() if isinstance(m, rng.Draws)} == {"a.1": "a.1", "b": "b"}
+    stream = rng.RandomStream(0)
+    assert rng.attach_stream(model, stream) == 3
+    assert {name: m.site for name, m in model.named_modules() if isinstance(m, rng.RandomDraws)} == {
+        "a.1": "a.1",
+        "b": "b",
+    }
     stream.samples = torch.tensor([3, 4])
     assert torch.equal(model["b"].normal(like), draws([3, 4], site="b").normal(like))
-    assert rng.attach(model, rng.Stream(1)) == 0
+    assert rng.attach_stream(model, rng.RandomStream(1)) == 0
     assert model["b"].stream is stream
 
 

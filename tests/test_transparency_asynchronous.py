@@ -9,16 +9,16 @@ import torch
 from laid_out import batch_of, engine_of, error, tiny, whole
 
 from echelon.config.sections import OptimizerConfig
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
-from echelon.layout.layout import ASYNCHRONOUS
+from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.verification import emulation
 from echelon.verification.emulation import version_of
-from echelon.verification.verifier import TOLERANCE, Prover
-from echelon.verification.verify_case import Case
+from echelon.verification.verifier import TOLERANCE, Verifier
+from echelon.verification.verify_case import VerifyCase
 
 SHAPE = tiny("gpt", tied=False, layers=5, dropout=0.1)
-CASE = Case(model=SHAPE, steps=4, seq_len=9, clip=0.5)
+CASE = VerifyCase(model=SHAPE, steps=4, seq_len=9, clip=0.5)
 LAYOUTS = (
     "pp=2,accumulate=1",
     "pp=2,accumulate=3",
@@ -34,14 +34,14 @@ LAYOUTS = (
 
 
 @pytest.fixture(scope="module")
-def prover(pool: Pool) -> Prover:
-    return Prover(pool, CASE)
+def prover(pool: RankPool) -> Verifier:
+    return Verifier(pool, CASE)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("schedule", ASYNCHRONOUS)
-def test_a_schedule_follows_its_rule(prover: Prover, schedule: str, layout: str) -> None:
-    verdict = prover.judge(Layout.parse(f"{layout},schedule={schedule}"))
+@pytest.mark.parametrize("schedule", ASYNC_SCHEDULES)
+def test_a_schedule_follows_its_rule(prover: Verifier, schedule: str, layout: str) -> None:
+    verdict = prover.verify_layout(Layout.parse(f"{layout},schedule={schedule}"))
     assert verdict.passed, verdict
     assert 0 < verdict.max_error <= TOLERANCE
 
@@ -52,18 +52,18 @@ def test_the_rules_are_those_that_were_published() -> None:
     assert [version_of("pipedream", stage, d, t, 1) for stage in range(d)] == [t - d + 1, t - 2, t - 1, t]
     assert [version_of("pipedream-vsync", stage, d, t, 1) for stage in range(d)] == [t - d + 1] * d
     assert [version_of("2bw", 0, d, batch * 5 + 2, 5) for batch in range(4)] == [0, 0, 1, 2]
-    assert all(version_of(schedule, 0, d, 0, 1) == 0 for schedule in ASYNCHRONOUS)
+    assert all(version_of(schedule, 0, d, 0, 1) == 0 for schedule in ASYNC_SCHEDULES)
 
 
-@pytest.mark.parametrize("schedule", ASYNCHRONOUS)
-def test_another_rule_is_told_apart(pool: Pool, monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
+@pytest.mark.parametrize("schedule", ASYNC_SCHEDULES)
+def test_another_rule_is_told_apart(pool: RankPool, monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
     """The test above can fail: no other schedule's rule gives the same weights."""
-    other = ASYNCHRONOUS[ASYNCHRONOUS.index(schedule) - 1]
-    prover = Prover(pool, CASE)
+    other = ASYNC_SCHEDULES[ASYNC_SCHEDULES.index(schedule) - 1]
+    prover = Verifier(pool, CASE)
     layout = Layout.parse(f"pp=3,accumulate=2,schedule={schedule},microbatch=2")
     wrong = layout.replace(schedule=other)
-    prover._truths[layout.batch, layout.accumulate, schedule, layout.pp] = prover._truth(wrong)
-    assert not prover.judge(layout).passed
+    prover._truth_files[layout.batch, layout.accumulate, schedule, layout.pp] = prover._truth_file(wrong)
+    assert not prover.verify_layout(layout).passed
 
 
 # -- the stream -------------------------------------------------------------------------------------------------------
@@ -85,10 +85,10 @@ def steps_with(layout, evaluate, drain):
     engine.drain()
     engine.drain()  # nothing is left: it does nothing
     runtime = engine.pipeline.runtime
-    return losses, whole(engine.parallel, "master"), len(runtime.versions.kept) + len(runtime._forms)
+    return losses, whole(engine.parallel, "master"), len(runtime.versions.kept) + len(runtime._specs)
 
 
-@pytest.mark.parametrize("schedule", ASYNCHRONOUS)
+@pytest.mark.parametrize("schedule", ASYNC_SCHEDULES)
 def test_evaluation_does_not_touch_what_is_under_way(pool, schedule):
     layout = f"pp=3,accumulate=2,schedule={schedule}"
     plain, evaluated = (pool.run(steps_with, 3, layout, evaluate, False)[1] for evaluate in (False, True))
@@ -124,7 +124,7 @@ def without_targets(layout):
     return found
 
 
-@pytest.mark.parametrize("schedule", ASYNCHRONOUS)
+@pytest.mark.parametrize("schedule", ASYNC_SCHEDULES)
 def test_a_batch_without_a_target_changes_nothing(pool, schedule):
     one, other = pool.run(without_targets, 2, f"pp=2,accumulate=2,schedule={schedule}")[0]
     assert all(torch.equal(one[name], other[name]) for name in one)

@@ -10,23 +10,23 @@ from laid_out import SGD, largest_error, whole
 from torch import Tensor, nn
 
 from echelon import models
-from echelon.data.synthetic_images import images
-from echelon.launch.rank_pool import Pool
+from echelon.data.synthetic_images import synthetic_images
+from echelon.launch.rank_pool import RankPool
 from echelon.models import model_config
 from echelon.models.vision import cnn
-from echelon.parallel.apply import Options
+from echelon.parallel.apply import ParallelOptions
 from echelon.training.engine import Engine
 
-LLAMA = replace(model_config.find("llama-tiny"), layers=2, dropout=0.1)
+LLAMA = replace(model_config.find_model("llama-tiny"), layers=2, dropout=0.1)
 
 
 def trained(name: str, layout: str, compress: str) -> dict[str, Tensor]:
     """Parameters after two steps in float64."""
     torch.manual_seed(0)
-    options = Options(compute=torch.float64, master=torch.float64, compress=compress)
+    options = ParallelOptions(compute_dtype=torch.float64, master_dtype=torch.float64, compress=compress)
     model: nn.Module
     if name == "vgg":
-        pixels, labels = images(torch.arange(4), side=32, classes=10)
+        pixels, labels = synthetic_images(torch.arange(4), side=32, classes=10)
         model, batch = cnn.vgg16(10, 32, 1 / 16), {"images": pixels, "labels": labels}
     else:
         model, tokens = models.build(LLAMA, "meta"), torch.randint(0, LLAMA.vocab, (4, 33))
@@ -46,7 +46,7 @@ def trained(name: str, layout: str, compress: str) -> dict[str, Tensor]:
         ("llama", "dp=1,pp=2,accumulate=2,schedule=zb-h1"),
     ],
 )
-def test_layouts_with_compression_equal_one_device_with_it(pool: Pool, name: str, layout: str) -> None:
+def test_layouts_with_compression_equal_one_device_with_it(pool: RankPool, name: str, layout: str) -> None:
     compress = "lossless+int8"
     found = pool.run(trained, 2, name, layout, compress)[0]
     alone = ",".join(part for part in layout.split(",") if part.startswith("recompute"))
@@ -56,6 +56,6 @@ def test_layouts_with_compression_equal_one_device_with_it(pool: Pool, name: str
         assert largest_error(truth, trained(name, alone, "none")) > 1e-6
 
 
-def test_ranks_with_lossless_compression_change_nothing(pool: Pool) -> None:
+def test_ranks_with_lossless_compression_change_nothing(pool: RankPool) -> None:
     found = pool.run(trained, 2, "vgg", "dp=2,zero=3", "lossless")[0]
     assert largest_error(found, trained("vgg", "", "none")) < 1e-10

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 from echelon.models import model_config
 from echelon.models.model_config import ModelConfig
-from echelon.verification.verifier import Prover, Verdict
-from echelon.verification.verify_case import Case
+from echelon.verification.verifier import LayoutVerdict, Verifier
+from echelon.verification.verify_case import VerifyCase
 
 SMALL = {"layers": 2, "width": 48, "heads": 6, "kv_heads": 2, "ffn": 48, "max_seq_len": 64}
-LLAMA = replace(model_config.find("llama-tiny"), **SMALL)
+LLAMA = replace(model_config.find_model("llama-tiny"), **SMALL)
 FOUR = replace(LLAMA, width=32, heads=4)
-GPT = replace(model_config.find("gpt-tiny"), **{**SMALL, "kv_heads": 6}, dropout=0.1)
+GPT = replace(model_config.find_model("gpt-tiny"), **{**SMALL, "kv_heads": 6}, dropout=0.1)
 PRIME = 37
 """tokens of a sequence that no number of ranks divides"""
 
@@ -29,9 +29,9 @@ KINDS = (
 FOR_FOUR_HEADS = ("cp=4,cp_kind=ulysses", "cp=4,cp_kind=ring-ulysses,ulysses=2")
 
 
-def judge(pool: Pool, model: ModelConfig, layout: str, **case: object) -> Verdict:
-    prover = Prover(pool, Case(model=model, steps=2, seq_len=PRIME, **case))  # type: ignore[arg-type]
-    verdict = prover.judge(Layout.parse(layout))
+def judge(pool: RankPool, model: ModelConfig, layout: str, **case: object) -> LayoutVerdict:
+    prover = Verifier(pool, VerifyCase(model=model, steps=2, seq_len=PRIME, **case))  # type: ignore[arg-type]
+    verdict = prover.verify_layout(Layout.parse(layout))
     assert verdict.passed, f"{verdict.first_difference} {verdict.trouble}"
     return verdict
 
@@ -39,7 +39,7 @@ def judge(pool: Pool, model: ModelConfig, layout: str, **case: object) -> Verdic
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("layout", [*KINDS, *FOR_FOUR_HEADS])
-def test_a_kind_equals_one_device(pool: Pool, layout: str, causal: bool, packed: bool) -> None:
+def test_a_kind_equals_one_device(pool: RankPool, layout: str, causal: bool, packed: bool) -> None:
     """Two key-value heads are fewer than the ranks that exchange heads. Dropout where documents are packed."""
     model = FOUR if layout in FOR_FOUR_HEADS else GPT if "cp=3" in layout and packed else LLAMA
     model = replace(model, causal=causal, dropout=0.1 if packed else 0.0)
@@ -67,22 +67,22 @@ COMBINED = (
 
 
 @pytest.mark.parametrize("layout", COMBINED)
-def test_a_combination_equals_one_device(pool: Pool, layout: str) -> None:
+def test_a_combination_equals_one_device(pool: RankPool, layout: str) -> None:
     model = replace(FOUR, layers=4 if "pp=" in layout else 2, dropout=0.1)
     judge(pool, model, layout, packed=True)
 
 
-def test_a_tied_embedding_and_positions_of_a_table(pool: Pool) -> None:
+def test_a_tied_embedding_and_positions_of_a_table(pool: RankPool) -> None:
     for layout in ("cp=3", "tp=2,cp=2", "pp=2,cp=2,accumulate=2"):
         judge(pool, replace(GPT, layers=3), layout, packed=True)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5])
-def test_ranks_without_a_token_of_their_own_take_part(pool: Pool, length: int) -> None:
+def test_ranks_without_a_token_of_their_own_take_part(pool: RankPool, length: int) -> None:
     """Shorter than the ranks have chunks: some hold padding alone, and nobody hangs."""
-    prover = Prover(pool, Case(model=FOUR, steps=2, seq_len=length))
+    prover = Verifier(pool, VerifyCase(model=FOUR, steps=2, seq_len=length))
     for layout in ("cp=4", "cp=4,cp_kind=gather", "cp=4,cp_kind=ulysses"):
-        verdict = prover.judge(Layout.parse(layout))
+        verdict = prover.verify_layout(Layout.parse(layout))
         assert verdict.passed, f"{layout}: {verdict.first_difference} {verdict.trouble}"
 
 
@@ -105,9 +105,9 @@ LEFT_OUT = [
 
 
 @pytest.mark.parametrize(("layout", "leave_out", "axis"), LEFT_OUT)
-def test_a_message_that_is_left_out_is_missed(pool: Pool, layout: str, leave_out: str, axis: str) -> None:
-    prover = Prover(pool, Case(model=FOUR, steps=2, seq_len=PRIME), leave_out)
-    verdict = prover.judge(Layout.parse(layout))
+def test_a_message_that_is_left_out_is_missed(pool: RankPool, layout: str, leave_out: str, axis: str) -> None:
+    prover = Verifier(pool, VerifyCase(model=FOUR, steps=2, seq_len=PRIME), leave_out)
+    verdict = prover.verify_layout(Layout.parse(layout))
     assert not verdict.passed
     assert not verdict.trouble
     assert verdict.axis == axis

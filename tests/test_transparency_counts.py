@@ -13,20 +13,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon import models
 from echelon.config.sections import OptimizerConfig
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 from echelon.models import model_config
-from echelon.models.mla_config import LatentConfig
+from echelon.models.mla_config import MLAConfig
 from echelon.models.model_config import ModelConfig
 from echelon.parallel.dp import zero as shard
-from echelon.pipeline.async_.async_runtime import StreamRuntime
-from echelon.training.engine import Engine, Options
-from echelon.verification.verify_case import Case
+from echelon.pipeline.async_.async_runtime import AsyncRuntime
+from echelon.training.engine import Engine, ParallelOptions
+from echelon.verification.verify_case import VerifyCase
 
 SMALL = {"layers": 3, "width": 32, "ffn": 48, "max_seq_len": 64}
-GPT = replace(model_config.find("gpt-tiny"), **SMALL)
-LLAMA = replace(model_config.find("llama-tiny"), **SMALL)
-CONV = model_config.find("conv-tiny")
+GPT = replace(model_config.find_model("gpt-tiny"), **SMALL)
+LLAMA = replace(model_config.find_model("llama-tiny"), **SMALL)
+CONV = model_config.find_model("conv-tiny")
 
 # -- collectives ------------------------------------------------------------------------------------------------------
 
@@ -39,7 +39,7 @@ RECOMPUTED = ("dp=2,zero=3,recompute=full,accumulate=2",)
 
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=lambda model: model.name)
 @pytest.mark.parametrize("layout", [*DP, *ZERO, *HSDP, *RECOMPUTED])
-def test_data_parallel_layouts_issue_what_they_claim(pool: Pool, model: ModelConfig, layout: str) -> None:
+def test_data_parallel_layouts_issue_what_they_claim(pool: RankPool, model: ModelConfig, layout: str) -> None:
     check(pool, model, layout)
 
 
@@ -64,14 +64,14 @@ TENSOR = tuple(
     ids=lambda value: value.name if isinstance(value, ModelConfig) else str(value),
 )
 def test_tensor_parallel_layouts_issue_what_they_claim(
-    pool: Pool, model: ModelConfig, layout: str, dropout: float
+    pool: RankPool, model: ModelConfig, layout: str, dropout: float
 ) -> None:
     check(pool, replace(model, dropout=dropout), layout)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_both_together_issue_what_they_claim(pool: Pool, zero: int, recompute: str) -> None:
+def test_both_together_issue_what_they_claim(pool: RankPool, zero: int, recompute: str) -> None:
     check(pool, replace(LLAMA, dropout=0.1), f"dp=2,tp=2,zero={zero},recompute={recompute},accumulate=2")
 
 
@@ -96,7 +96,7 @@ TWO_CHUNKS = (
 
 
 @pytest.mark.parametrize("layout", [*PIPELINES, *TWO_CHUNKS])
-def test_pipelines_issue_what_they_claim(pool: Pool, layout: str) -> None:
+def test_pipelines_issue_what_they_claim(pool: RankPool, layout: str) -> None:
     model = GPT if "recompute" in layout or "zb-v" in layout else replace(LLAMA, tied=True)
     check(pool, replace(model, layers=4), layout)
 
@@ -118,17 +118,17 @@ CONTEXT = (
 
 
 @pytest.mark.parametrize("layout", CONTEXT)
-def test_context_parallel_layouts_issue_what_they_claim(pool: Pool, layout: str) -> None:
+def test_context_parallel_layouts_issue_what_they_claim(pool: RankPool, layout: str) -> None:
     check(pool, LLAMA if "cp=2" in layout else replace(GPT, dropout=0.1), layout)
 
 
 @pytest.mark.parametrize("layout", ["cp=3", "cp=3,cp_kind=gather", "cp=4,cp_kind=ring-ulysses,ulysses=2"])
-def test_full_attention_issues_what_it_claims(pool: Pool, layout: str) -> None:
+def test_full_attention_issues_what_it_claims(pool: RankPool, layout: str) -> None:
     check(pool, replace(LLAMA, causal=False), layout)
 
 
-LATENT = replace(model_config.find("deepseek-tiny"), **{**SMALL, "layers": 2}, mixture=None)
-DIRECT = replace(LATENT, latent=LatentConfig(kv_rank=10, rope_dim=4, nope_dim=6, value_dim=8))
+LATENT = replace(model_config.find_model("deepseek-tiny"), **{**SMALL, "layers": 2}, mixture=None)
+DIRECT = replace(LATENT, latent=MLAConfig(kv_rank=10, rope_dim=4, nope_dim=6, value_dim=8))
 """queries are made of the hidden vector itself"""
 NARROW = (
     (LATENT, "tp=2,microbatch=2,accumulate=2"),
@@ -144,12 +144,12 @@ NARROW = (
 
 
 @pytest.mark.parametrize(("model", "layout"), NARROW, ids=lambda value: value if isinstance(value, str) else "")
-def test_latent_attention_issues_what_it_claims(pool: Pool, model: ModelConfig, layout: str) -> None:
+def test_latent_attention_issues_what_it_claims(pool: RankPool, model: ModelConfig, layout: str) -> None:
     """Narrow vectors enter its region; keys are wider than values, which are padded to them where both travel."""
     check(pool, model, layout)
 
 
-def test_heads_wider_than_their_share_of_the_model_issue_what_they_claim(pool: Pool) -> None:
+def test_heads_wider_than_their_share_of_the_model_issue_what_they_claim(pool: RankPool) -> None:
     check(pool, replace(LLAMA, own_head_dim=12), "tp=2,cp=2,cp_kind=ulysses")
 
 
@@ -165,7 +165,7 @@ GRIDS = (
 
 
 @pytest.mark.parametrize("layout", GRIDS)
-def test_grids_issue_what_they_claim(pool: Pool, layout: str) -> None:
+def test_grids_issue_what_they_claim(pool: RankPool, layout: str) -> None:
     """Sizes that a side does not divide, and for every second layout key-value heads fewer than it."""
     model = replace(LLAMA, width=28, heads=2, kv_heads=1, tied=True) if GRIDS.index(layout) % 2 else GPT
     check(pool, replace(model, layers=2, ffn=45, dropout=0.1), layout)
@@ -182,29 +182,29 @@ ASYNCHRONOUS = (
 
 
 @pytest.mark.parametrize("layout", ASYNCHRONOUS)
-def test_asynchronous_pipelines_issue_what_they_claim(pool: Pool, layout: str) -> None:
+def test_asynchronous_pipelines_issue_what_they_claim(pool: RankPool, layout: str) -> None:
     """A step in the middle of the stream: the pipeline is full before it and after it."""
     check(pool, replace(LLAMA, tied=False, layers=4), layout)
 
 
-def test_copied_kv_heads_are_summed_once_a_step(pool: Pool) -> None:
+def test_copied_kv_heads_are_summed_once_a_step(pool: RankPool) -> None:
     found = check(pool, LLAMA, "dp=2,tp=4,zero=2,accumulate=2")
     pairs = [sum(n for (kind, group, _), n in each.issued.items() if len(group) == 2) for each in found]
     assert all(pairs)
 
 
 @pytest.mark.parametrize("layout", ["dp=2,accumulate=2", "dp=3,zero=1", "dp=2,zero=3,accumulate=2"])
-def test_batch_statistics_issue_what_they_claim(pool: Pool, layout: str) -> None:
+def test_batch_statistics_issue_what_they_claim(pool: RankPool, layout: str) -> None:
     check(pool, CONV, layout + ",microbatch=2")
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_without_resharding_parameters_are_gathered_once_a_microbatch(pool: Pool, prefetch: int) -> None:
+def test_without_resharding_parameters_are_gathered_once_a_microbatch(pool: RankPool, prefetch: int) -> None:
     check(pool, LLAMA, "dp=2,zero=3,accumulate=2", reshard_after_forward=False, prefetch=prefetch)
 
 
 @pytest.mark.parametrize("layout", ["dp=2,zero=3,tp=2", "dp=2"])
-def test_bytes_follow_the_type_of_elements(pool: Pool, layout: str) -> None:
+def test_bytes_follow_the_type_of_elements(pool: RankPool, layout: str) -> None:
     single = check(pool, LLAMA, layout)[0].issued
     double = check(pool, LLAMA, layout, compute=torch.float64, master=torch.float64)[0].issued
     scalars = (8, 16)  # loss, count and norm are float64 always
@@ -230,17 +230,19 @@ def hold(model: ModelConfig, text: str, rule: OptimizerConfig, run: bool, comput
     """On a rank: the bytes that lie there between steps."""
     layout = Layout.parse(text)
     before = {pointer for pointer, _ in _storages()}
-    engine = Engine(models.build(model, "meta"), layout, rule, options=Options(compute=compute))
+    engine = Engine(models.build(model, "meta"), layout, rule, options=ParallelOptions(compute_dtype=compute))
     if run:
-        engine.step(Case(model=model, seq_len=SEQ_LEN).batch(0, layout.batch))
+        engine.step(VerifyCase(model=model, seq_len=SEQ_LEN).batch(0, layout.batch))
     else:  # a type that not every CPU multiplies: only the optimizer's states are made
         engine.optimizer.step(rule.lr, torch.tensor(1.0, dtype=torch.float64), torch.tensor(True))
-        engine.parallel.flat.updated()
-    policy, units = engine.parallel.policy, engine.parallel.flat.units
-    full = {(u.full.untyped_storage().data_ptr(), u.full.untyped_storage().nbytes()) for u in units}
+        engine.parallel.sharded_model.after_update()
+    policy, units = engine.parallel.policy, engine.parallel.sharded_model.param_groups
+    full = {
+        (u.unsharded_param.untyped_storage().data_ptr(), u.unsharded_param.untyped_storage().nbytes()) for u in units
+    }
     held = [tensor for u in units for tensor in u.master.tensors()]
     masters = {(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in held}
-    tensors = [t for u in units for t in (u.grad, u.gradients) if t is not None]
+    tensors = [t for u in units for t in (u.grad, u.grad_buffer) if t is not None]
     gradients = {(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in tensors}
     measured = {
         "parameters": sum(size for _, size in full),
@@ -250,7 +252,7 @@ def hold(model: ModelConfig, text: str, rule: OptimizerConfig, run: bool, comput
         "versions": 0,
     }
     claimed = shard.state_bytes(
-        [unit.unit for unit in units],
+        [unit.spec for unit in units],
         policy,
         compute_bytes=compute.itemsize,
         master_bytes=torch.float32.itemsize,
@@ -280,17 +282,17 @@ MEMORY = (
     ("layout", "compute"),
     [*((layout, torch.bfloat16) for layout in MEMORY), ("dp=3,zero=1", torch.float32), ("dp=3,zero=3", torch.float32)],
 )
-def test_states_take_the_bytes_that_the_memory_function_says(pool: Pool, layout: str, compute: torch.dtype) -> None:
+def test_states_take_the_bytes_that_the_memory_function_says(pool: RankPool, layout: str, compute: torch.dtype) -> None:
     _check_memory(pool, layout, ADAMW, compute)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_moments_are_those_of_the_rule(pool: Pool, rule: str) -> None:
+def test_moments_are_those_of_the_rule(pool: RankPool, rule: str) -> None:
     held = _check_memory(pool, "dp=2,zero=1", RULES[rule], torch.float32)
     assert bool(held[0].measured["optimizer"]) == (rule != "sgd")
 
 
-def _check_memory(pool: Pool, layout: str, rule: OptimizerConfig, compute: torch.dtype) -> list[Held]:
+def _check_memory(pool: RankPool, layout: str, rule: OptimizerConfig, compute: torch.dtype) -> list[Held]:
     world = Layout.parse(layout).world
     held = pool.run(hold, world, LLAMA, layout, rule, compute == torch.float32, compute)
     for each in held:
@@ -306,32 +308,32 @@ def hold_versions(model: ModelConfig, text: str) -> tuple[int, int]:
     layout = Layout.parse(text)
     engine = Engine(models.build(model, "meta"), layout, ADAMW)
     for step in range(3):
-        engine.step(Case(model=model, seq_len=SEQ_LEN).batch(step, layout.batch))
+        engine.step(VerifyCase(model=model, seq_len=SEQ_LEN).batch(step, layout.batch))
     assert engine.pipeline is not None
     runtime = engine.pipeline.runtime
-    assert isinstance(runtime, StreamRuntime)
-    kept = [next(iter(unit.values())) for version in runtime.versions.kept.values() for unit in version]
-    now = {unit.full.untyped_storage().data_ptr() for unit in engine.parallel.flat.units}
+    assert isinstance(runtime, AsyncRuntime)
+    kept = [next(iter(unit.values())) for version in runtime.weight_versions.stashed.values() for unit in version]
+    now = {unit.unsharded_param.untyped_storage().data_ptr() for unit in engine.parallel.sharded_model.param_groups}
     old = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
     claimed = shard.state_bytes(
-        [unit.unit for unit in engine.parallel.flat.units],
+        [unit.spec for unit in engine.parallel.sharded_model.param_groups],
         engine.parallel.policy,
         compute_bytes=4,
         master_bytes=4,
         moments=2,
-        versions=engine.pipeline.versions,
+        num_versions=engine.pipeline.peak_weight_versions,
     )
     return sum(size for pointer, size in old.items() if pointer not in now), claimed["versions"]
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-vsync", "2bw"])
-def test_kept_versions_take_the_bytes_that_the_memory_function_says(pool: Pool, schedule: str) -> None:
+def test_kept_versions_take_the_bytes_that_the_memory_function_says(pool: RankPool, schedule: str) -> None:
     found = pool.run(hold_versions, 3, replace(LLAMA, tied=False), f"pp=3,accumulate=4,schedule={schedule}")
     assert all(measured == claimed for measured, claimed in found), found
     assert found[0][1] > 0
 
 
-def test_states_take_what_the_formulas_of_zero_say(pool: Pool) -> None:
+def test_states_take_what_the_formulas_of_zero_say(pool: RankPool) -> None:
     """bf16 weights, fp32 gradients (g = 4), fp32 master and Adam states, P parameters on N ranks.
 
     Others keep a whole fp32 master beside the weights, and count 2 bytes more: here 2 of its 4 are the weights.
@@ -357,11 +359,11 @@ class WatchUnits(TorchDispatchMode):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
-        self.units = engine.parallel.flat.units
+        self.units = engine.parallel.sharded_model.param_groups
         self.most: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        whole = {unit.unit.name for unit in self.units if unit.full.untyped_storage().nbytes()}
+        whole = {unit.spec.name for unit in self.units if unit.unsharded_param.untyped_storage().nbytes()}
         if len(whole) > len(self.most):
             self.most = whole
         return func(*args, **(kwargs or {}))
@@ -370,18 +372,25 @@ class WatchUnits(TorchDispatchMode):
 def watch(model: ModelConfig, text: str, **choices: Any) -> tuple[set[str], list[int]]:
     """On a rank: the largest set of units that were whole at once, and the bytes left whole after each step."""
     layout = Layout.parse(text)
-    engine = Engine(models.build(model, "meta"), layout, options=Options(**choices))
-    case, after = Case(model=model, seq_len=SEQ_LEN), []
+    engine = Engine(models.build(model, "meta"), layout, options=ParallelOptions(**choices))
+    case, after = VerifyCase(model=model, seq_len=SEQ_LEN), []
     with WatchUnits(engine) as watched:
         for step in range(2):
             engine.step(case.batch(step, layout.batch))
-            after.append(sum(unit.full.untyped_storage().nbytes() for unit in engine.parallel.flat.units))
+            after.append(
+                sum(
+                    unit.unsharded_param.untyped_storage().nbytes()
+                    for unit in engine.parallel.sharded_model.param_groups
+                )
+            )
     return watched.most, after
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_zero_3_holds_what_is_kept_one_block_and_what_is_prefetched(pool: Pool, prefetch: int, recompute: str) -> None:
+def test_zero_3_holds_what_is_kept_one_block_and_what_is_prefetched(
+    pool: RankPool, prefetch: int, recompute: str
+) -> None:
     deep = replace(LLAMA, layers=6)
     layout = f"dp=2,zero=3,accumulate=2,recompute={recompute}"
     for most, after in pool.run(watch, 2, deep, layout, prefetch=prefetch):
@@ -391,7 +400,7 @@ def test_zero_3_holds_what_is_kept_one_block_and_what_is_prefetched(pool: Pool, 
         assert len(most - kept) == 1 + prefetch, most
 
 
-def test_without_resharding_all_units_stay_whole_until_backward(pool: Pool) -> None:
+def test_without_resharding_all_units_stay_whole_until_backward(pool: RankPool) -> None:
     for most, after in pool.run(watch, 2, LLAMA, "dp=2,zero=3", reshard_after_forward=False):
         assert after == [0, 0]
         assert most == {"", "embed", "blocks.0", "blocks.1", "blocks.2", "head"}

@@ -10,26 +10,28 @@ from claimed import check_together
 from torch import Tensor, nn
 
 from echelon import models
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 from echelon.models import model_config
 from echelon.models.model_config import ModelConfig
-from echelon.models.moe_config import MixtureConfig
+from echelon.models.moe_config import MoEConfig
 from echelon.moe.gates.gate import Gate
-from echelon.verification.verifier import Prover, verify
-from echelon.verification.verify_case import Case
+from echelon.verification.verifier import Verifier, verify
+from echelon.verification.verify_case import VerifyCase
 
 SMALL = {"layers": 2, "width": 32, "ffn": 48, "max_seq_len": 64}
-MIXTRAL = replace(model_config.find("moe-tiny"), **SMALL, mixture=MixtureConfig(experts=8, k=2, ffn=24, gate="mixtral"))
+MIXTRAL = replace(
+    model_config.find_model("moe-tiny"), **SMALL, mixture=MoEConfig(experts=8, k=2, ffn=24, gate="mixtral")
+)
 SWITCH = replace(
-    model_config.find("switch-tiny"),
+    model_config.find_model("switch-tiny"),
     **SMALL,
     dropout=0.1,
-    mixture=MixtureConfig(experts=4, k=1, ffn=24, gate="switch", activation="relu", every=2),
+    mixture=MoEConfig(experts=4, k=1, ffn=24, gate="switch", activation="relu", every=2),
 )
 """drops what finds no room, and has a layer without experts: the first stage of two has none"""
 SHARED = replace(
-    model_config.find("qwen-moe-tiny"), **SMALL, mixture=MixtureConfig(experts=8, k=3, ffn=16, gate="qwen", shared=24)
+    model_config.find_model("qwen-moe-tiny"), **SMALL, mixture=MoEConfig(experts=8, k=3, ffn=16, gate="qwen", shared=24)
 )
 
 LAYOUTS = (
@@ -54,16 +56,16 @@ LAYOUTS = (
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", [MIXTRAL, SWITCH, SHARED], ids=lambda model: model.name)
-def test_experts_equal_one_device(pool: Pool, model: ModelConfig, layout: str) -> None:
+def test_experts_equal_one_device(pool: RankPool, model: ModelConfig, layout: str) -> None:
     model = replace(model, layers=4) if "zb-v" in layout else model
-    verdict = Prover(pool, Case(model=model, steps=2, seq_len=33)).judge(Layout.parse(layout))
+    verdict = Verifier(pool, VerifyCase(model=model, steps=2, seq_len=33)).verify_layout(Layout.parse(layout))
     assert verdict.passed, f"{verdict.first_difference} {verdict.trouble}"
 
 
 DROPPING = replace(
     MIXTRAL,
     dropout=0.1,
-    mixture=MixtureConfig(
+    mixture=MoEConfig(
         experts=8,
         k=3,
         ffn=16,
@@ -87,28 +89,28 @@ OVER_NODES = (
 
 
 @pytest.mark.parametrize("layout", OVER_NODES)
-def test_dropout_and_two_hops_equal_one_device(pool: Pool, layout: str) -> None:
+def test_dropout_and_two_hops_equal_one_device(pool: RankPool, layout: str) -> None:
     model = replace(DROPPING, layers=4) if "zb-v" in layout else DROPPING
-    verdict = Prover(pool, Case(model=model, steps=2, seq_len=33)).judge(Layout.parse(layout))
+    verdict = Verifier(pool, VerifyCase(model=model, steps=2, seq_len=33)).verify_layout(Layout.parse(layout))
     assert verdict.passed, f"{verdict.first_difference} {verdict.trouble}"
 
 
-def test_parts_of_experts_that_are_padded_drop_what_the_whole_would(pool: Pool) -> None:
+def test_parts_of_experts_that_are_padded_drop_what_the_whole_would(pool: RankPool) -> None:
     """They did not: the second part of seven units began at the wrong one."""
-    model = replace(MIXTRAL, mixture=MixtureConfig(experts=4, k=2, ffn=7, gate="mixtral", dropout=0.4))
-    verdict = Prover(pool, Case(model=model, steps=2, seq_len=17)).judge(Layout.parse("dp=2,etp=2"))
+    model = replace(MIXTRAL, mixture=MoEConfig(experts=4, k=2, ffn=7, gate="mixtral", dropout=0.4))
+    verdict = Verifier(pool, VerifyCase(model=model, steps=2, seq_len=17)).verify_layout(Layout.parse("dp=2,etp=2"))
     assert verdict.passed, f"{verdict.first_difference} {verdict.trouble}"
 
 
-def test_a_node_to_which_nothing_comes(pool: Pool) -> None:
+def test_a_node_to_which_nothing_comes(pool: RankPool) -> None:
     """It crashed: no row at all had no number of columns."""
-    verdict = Prover(pool, Case(model=SWITCH, steps=2, seq_len=3)).judge(
+    verdict = Verifier(pool, VerifyCase(model=SWITCH, steps=2, seq_len=3)).verify_layout(
         Layout.parse("tp=2,cp=2,cp_kind=gather,ep=4,ep_inner=2")
     )
     assert verdict.passed, f"{verdict.first_difference} {verdict.trouble}"
 
 
-def test_one_copy_of_the_experts_works_in_rounds_and_the_other_does_not(pool: Pool) -> None:
+def test_one_copy_of_the_experts_works_in_rounds_and_the_other_does_not(pool: RankPool) -> None:
     """It hung: rounds went by the experts' weights without calling them, so that only one copy gathered its shards."""
     report = verify("moe-tiny", "dp=2,tp=4,ep=4,zero=3,accumulate=2", pool=pool, steps=3)
     assert report.passed, [verdict.trouble or verdict.first_difference for verdict in report.verdicts]
@@ -116,14 +118,14 @@ def test_one_copy_of_the_experts_works_in_rounds_and_the_other_does_not(pool: Po
 
 @pytest.mark.parametrize("gate", ["noisy-top-k", "gshard", "expert-choice", "deepseek-v2", "hierarchical"])
 @pytest.mark.filterwarnings("ignore:gate")
-def test_every_kind_of_gate_decides_as_on_one_device(pool: Pool, gate: str) -> None:
+def test_every_kind_of_gate_decides_as_on_one_device(pool: RankPool, gate: str) -> None:
     """Noise, a second expert by chance, experts that choose tokens: whole sequences decide, on every rank alike."""
     options = (("num_groups", 2), ("group_limit", 1)) if gate == "deepseek-v2" else ()
     k = 4 if gate == "hierarchical" else 2
-    mixture = MixtureConfig(experts=8, k=k, ffn=16, gate=gate, options=options)
-    prover = Prover(pool, Case(model=replace(MIXTRAL, causal=False, mixture=mixture), steps=2, seq_len=33))
+    mixture = MoEConfig(experts=8, k=k, ffn=16, gate=gate, options=options)
+    prover = Verifier(pool, VerifyCase(model=replace(MIXTRAL, causal=False, mixture=mixture), steps=2, seq_len=33))
     for layout in ("dp=2,ep=2", "cp=2,ep=2", "tp=2,ep=2", "dp=2,cp=2,ep=4,ep_inner=2"):
-        verdict = prover.judge(Layout.parse(layout))
+        verdict = prover.verify_layout(Layout.parse(layout))
         assert verdict.passed, f"{layout}: {verdict.first_difference} {verdict.trouble}"
 
 
@@ -132,7 +134,7 @@ def test_every_kind_of_gate_decides_as_on_one_device(pool: Pool, gate: str) -> N
 
 def crowded() -> nn.Module:
     """Every token goes to the second expert; six others never see one."""
-    mixture = MixtureConfig(experts=8, k=1, ffn=16, gate="loss-free", dropout=0.2)
+    mixture = MoEConfig(experts=8, k=1, ffn=16, gate="loss-free", dropout=0.2)
     model = models.build(replace(MIXTRAL, mixture=mixture), dtype=torch.float64, seed=3)
     for module in model.modules():
         if isinstance(module, Gate):
@@ -141,10 +143,10 @@ def crowded() -> nn.Module:
 
 
 def batch(rows: int, seed: int) -> dict[str, Tensor]:
-    return Case(model=MIXTRAL, seq_len=33, seed=seed).batch(0, rows)
+    return VerifyCase(model=MIXTRAL, seq_len=33, seed=seed).batch(0, rows)
 
 
-def test_an_expert_that_gets_everything_and_experts_that_get_nothing(pool: Pool) -> None:
+def test_an_expert_that_gets_everything_and_experts_that_get_nothing(pool: RankPool) -> None:
     """On four ranks one gets more than it has room for, and works it off in rounds."""
     layouts = "dp=2,ep=2; dp=8,ep=4,zero=3; dp=2,tp=2,ep=4,recompute=full; dp=4,ep=4,ep_inner=2; dp=4,ep=2,etp=2"
     report = verify(crowded, layouts, batch=batch, pool=pool, steps=2)
@@ -162,14 +164,16 @@ LEFT_OUT = [
 
 
 @pytest.mark.parametrize(("layout", "leave_out"), LEFT_OUT)
-def test_a_message_that_is_left_out_is_missed(pool: Pool, layout: str, leave_out: str) -> None:
-    verdict = Prover(pool, Case(model=MIXTRAL, steps=2, seq_len=33), leave_out).judge(Layout.parse(layout))
+def test_a_message_that_is_left_out_is_missed(pool: RankPool, layout: str, leave_out: str) -> None:
+    verdict = Verifier(pool, VerifyCase(model=MIXTRAL, steps=2, seq_len=33), leave_out).verify_layout(
+        Layout.parse(layout)
+    )
     assert not verdict.passed
 
 
 # -- what is sent -----------------------------------------------------------------------------------------------------
 
-ONE = replace(MIXTRAL, mixture=MixtureConfig(experts=8, k=1, ffn=16, gate="loss-free", dropout=0.2))
+ONE = replace(MIXTRAL, mixture=MoEConfig(experts=8, k=1, ffn=16, gate="loss-free", dropout=0.2))
 """a token goes to one node, whatever the gate decides"""
 COUNTED = [
     (MIXTRAL, "dp=2,ep=2"),
@@ -186,11 +190,11 @@ COUNTED = [
 
 
 @pytest.mark.parametrize(("model", "layout"), COUNTED)
-def test_experts_issue_what_they_claim(pool: Pool, model: ModelConfig, layout: str) -> None:
+def test_experts_issue_what_they_claim(pool: RankPool, model: ModelConfig, layout: str) -> None:
     check_together(pool, model, layout)
 
 
 @pytest.mark.parametrize("gate", ["noisy-top-k", "hierarchical"])
-def test_gates_issue_what_they_claim(pool: Pool, gate: str) -> None:
-    mixture = MixtureConfig(experts=8, k=4 if gate == "hierarchical" else 2, ffn=16, gate=gate)
+def test_gates_issue_what_they_claim(pool: RankPool, gate: str) -> None:
+    mixture = MoEConfig(experts=8, k=4 if gate == "hierarchical" else 2, ffn=16, gate=gate)
     check_together(pool, replace(MIXTRAL, mixture=mixture), "cp=2,tp=2,ep=2,recompute=full")

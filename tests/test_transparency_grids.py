@@ -9,24 +9,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 from echelon.models import model_config
 from echelon.models.model_config import ModelConfig
-from echelon.verification.verifier import Prover, Verdict, verify
-from echelon.verification.verify_case import Case
+from echelon.verification.verifier import LayoutVerdict, Verifier, verify
+from echelon.verification.verify_case import VerifyCase
 
 SQUARE, LAYERS, CUBE = "tp=4,tp_kind=2d", "tp=8,tp_kind=2.5d,depth=2", "tp=8,tp_kind=3d"
-GPT, LLAMA = model_config.find("gpt-tiny"), model_config.find("llama-tiny")
+GPT, LLAMA = model_config.find_model("gpt-tiny"), model_config.find_model("llama-tiny")
 ODD = {"layers": 2, "heads": 2, "kv_heads": 1, "ffn": 45, "max_seq_len": 64, "dropout": 0.1}
 ODD_GPT = replace(GPT, **ODD, width=30)
 """15 columns a side, which a cube divides once more; key-value heads fewer than the side; 45 and 257 of nothing"""
 ODD_LLAMA = replace(LLAMA, **ODD, width=28, tied=True)
 
 
-def judge(pool: Pool, model: ModelConfig, layout: str, leave_out: str = "", **case: object) -> Verdict:
-    prover = Prover(pool, Case(model=model, **{"steps": 3, **case}), leave_out)  # type: ignore[arg-type]
-    return prover.judge(Layout.parse(layout))
+def judge(pool: RankPool, model: ModelConfig, layout: str, leave_out: str = "", **case: object) -> LayoutVerdict:
+    prover = Verifier(pool, VerifyCase(model=model, **{"steps": 3, **case}), leave_out)  # type: ignore[arg-type]
+    return prover.verify_layout(Layout.parse(layout))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def judge(pool: Pool, model: ModelConfig, layout: str, leave_out: str = "", **ca
     ],
     ids=lambda value: value.name if isinstance(value, ModelConfig) else str(value),
 )
-def test_sizes_that_do_not_divide_are_padded(pool: Pool, layout: str, model: ModelConfig) -> None:
+def test_sizes_that_do_not_divide_are_padded(pool: RankPool, layout: str, model: ModelConfig) -> None:
     """Sequences, widths, feed-forward parts, vocabulary; packed documents, so that sequences see different things."""
     verdict = judge(pool, model, layout, packed=True)
     assert verdict.passed, f"{verdict.first_difference} {verdict.trouble}"
@@ -110,7 +110,7 @@ def own_batch(rows: int, seed: int) -> dict[str, Tensor]:
     return {"words": words, "targets": (words * 3 + 1) % 11}
 
 
-def test_a_model_of_ones_own(pool: Pool) -> None:
+def test_a_model_of_ones_own(pool: RankPool) -> None:
     report = verify(own, f"{SQUARE}; {LAYERS}; {CUBE}", batch=own_batch, pool=pool, steps=3)
     assert report.passed, report
 
@@ -138,7 +138,9 @@ LEFT_OUT = [
     LEFT_OUT,
     ids=lambda value: value.name if isinstance(value, ModelConfig) else str(value),
 )
-def test_a_collective_that_is_left_out_is_missed(pool: Pool, layout: str, leave_out: str, model: ModelConfig) -> None:
+def test_a_collective_that_is_left_out_is_missed(
+    pool: RankPool, layout: str, leave_out: str, model: ModelConfig
+) -> None:
     verdict = judge(pool, replace(model, **SMALL), f"{layout},microbatch=4", leave_out, steps=1, seq_len=5)
     assert not verdict.passed
     assert not verdict.trouble

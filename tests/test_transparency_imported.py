@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 from echelon.models.model_config import ModelConfig
-from echelon.models.rope_scaling import Stretch
-from echelon.verification.verifier import TOLERANCE, Prover
-from echelon.verification.verify_case import Case
+from echelon.models.rope_scaling import RopeScaling
+from echelon.verification.verifier import TOLERANCE, Verifier
+from echelon.verification.verify_case import VerifyCase
 
 QWEN2 = ModelConfig(
     name="qwen2-tiny",
@@ -22,7 +22,7 @@ QWEN2 = ModelConfig(
     vocab=97,
     max_seq_len=64,
     qkv_bias=True,
-    stretch=Stretch(factor=8.0, low=1.0, high=4.0, first=32),
+    stretch=RopeScaling(factor=8.0, low=1.0, high=4.0, first=32),
 )
 
 
@@ -30,12 +30,12 @@ LAYOUTS = ("dp=2,zero=3", "tp=2", "tp=4", "tp=4,tp_kind=2d", "cp=2", "pp=2", "tp
 
 
 @pytest.fixture(scope="module")
-def prover(pool: Pool) -> Prover:
-    return Prover(pool, Case(model=QWEN2, steps=3))  # biases are 0 before the first
+def prover(pool: RankPool) -> Verifier:
+    return Verifier(pool, VerifyCase(model=QWEN2, steps=3))  # biases are 0 before the first
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_biases_and_stretched_angles(layout: str, prover: Prover) -> None:
-    verdict = prover.judge(Layout.parse(layout))
+def test_biases_and_stretched_angles(layout: str, prover: Verifier) -> None:
+    verdict = prover.verify_layout(Layout.parse(layout))
     assert verdict.passed, verdict
     assert verdict.max_error <= TOLERANCE

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 from echelon.models import model_config
 from echelon.models.model_config import ModelConfig
@@ -16,23 +16,23 @@ from echelon.parallel.dp import sync_batchnorm
 from echelon.training import engine, grad_norm
 from echelon.verification import verifier
 from echelon.verification.compare import RankReport, run_and_compare
-from echelon.verification.verifier import Prover, Verdict
-from echelon.verification.verify_case import Case
+from echelon.verification.verifier import LayoutVerdict, Verifier
+from echelon.verification.verify_case import VerifyCase
 
 SMALL = {"layers": 1, "width": 32, "ffn": 48, "max_seq_len": 64}
-GPT = replace(model_config.find("gpt-tiny"), **SMALL)
-LLAMA = replace(model_config.find("llama-tiny"), **SMALL)
-CONV = model_config.find("conv-tiny")
+GPT = replace(model_config.find_model("gpt-tiny"), **SMALL)
+LLAMA = replace(model_config.find_model("llama-tiny"), **SMALL)
+CONV = model_config.find_model("conv-tiny")
 CLIP = 0.1
 """small enough to bind: a wrong norm then makes every update wrong, which must not hide the parameter at fault"""
 
 
-def judge(pool: Pool, layout: str, leave_out: str = "", model: ModelConfig = LLAMA) -> Verdict:
-    prover = Prover(pool, Case(model=model, steps=2, clip=CLIP), leave_out)
-    return prover.judge(Layout.parse(layout))
+def judge(pool: RankPool, layout: str, leave_out: str = "", model: ModelConfig = LLAMA) -> LayoutVerdict:
+    prover = Verifier(pool, VerifyCase(model=model, steps=2, clip=CLIP), leave_out)
+    return prover.verify_layout(Layout.parse(layout))
 
 
-def named(verdict: Verdict) -> str:
+def named(verdict: LayoutVerdict) -> str:
     """The parameter that a failed verdict names, or "loss" or "norm"; it is also what `--json` says."""
     assert not verdict.passed
     assert not verdict.trouble
@@ -73,7 +73,7 @@ EVERY_GRADIENT = [
 
 
 @pytest.mark.parametrize(("layout", "leave_out", "axis"), EVERY_GRADIENT)
-def test_a_sum_that_every_gradient_needs(pool: Pool, layout: str, leave_out: str, axis: str) -> None:
+def test_a_sum_that_every_gradient_needs(pool: RankPool, layout: str, leave_out: str, axis: str) -> None:
     verdict = judge(pool, layout, leave_out)
     assert named(verdict) == "embed.weight"
     assert verdict.axis == axis
@@ -83,13 +83,13 @@ def test_a_sum_that_every_gradient_needs(pool: Pool, layout: str, leave_out: str
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=3", "tp=2", "tp=2,sp=0", "dp=2,tp=2,zero=1"])
-def test_what_is_left_out_elsewhere_changes_nothing(pool: Pool, layout: str) -> None:
+def test_what_is_left_out_elsewhere_changes_nothing(pool: RankPool, layout: str) -> None:
     for elsewhere in ("tp/2:all_reduce",):
         assert judge(pool, layout, elsewhere).passed
 
 
 @pytest.mark.parametrize("layout", ["tp=4", "tp=4,sp=0", "dp=2,tp=4,zero=1"])
-def test_copied_kv_heads_name_a_key_or_value(pool: Pool, layout: str) -> None:
+def test_copied_kv_heads_name_a_key_or_value(pool: RankPool, layout: str) -> None:
     verdict = judge(pool, layout, "tp/2:all_reduce")
     assert named(verdict) in {f"blocks.0.attn.{word}.weight" for word in ("k", "v")}
     assert verdict.axis == "tp"
@@ -99,7 +99,7 @@ def test_copied_kv_heads_name_a_key_or_value(pool: Pool, layout: str) -> None:
     ("layout", "axis"),
     [("tp=2", "tp"), ("dp=2,zero=1", "dp"), ("dp=4,shard=2", "shard"), ("dp=2,tp=2,zero=2", "tp x dp")],
 )
-def test_the_norm_is_wrong_where_no_gradient_is(pool: Pool, layout: str, axis: str) -> None:
+def test_the_norm_is_wrong_where_no_gradient_is(pool: RankPool, layout: str, axis: str) -> None:
     """Clipped by a wrong norm, the first update is wrong everywhere, and no gradient is."""
     verdict = judge(pool, layout, "shard*tp:all_reduce")
     name = named(verdict)
@@ -108,13 +108,13 @@ def test_the_norm_is_wrong_where_no_gradient_is(pool: Pool, layout: str, axis: s
     assert verdict.axis == axis
 
 
-def test_without_clipping_a_wrong_norm_is_named_itself(pool: Pool) -> None:
-    prover = Prover(pool, Case(model=LLAMA, steps=2, clip=0.0), "shard*tp:all_reduce")
-    assert named(prover.judge(Layout.parse("tp=2"))) == "norm"
+def test_without_clipping_a_wrong_norm_is_named_itself(pool: RankPool) -> None:
+    prover = Verifier(pool, VerifyCase(model=LLAMA, steps=2, clip=0.0), "shard*tp:all_reduce")
+    assert named(prover.verify_layout(Layout.parse("tp=2"))) == "norm"
 
 
 @pytest.mark.parametrize("layout", ["tp=2", "dp=2,tp=2", "dp=2,tp=2,zero=3"])
-def test_under_sequence_parallelism_only_parts_of_gradients_are_all_reduced(pool: Pool, layout: str) -> None:
+def test_under_sequence_parallelism_only_parts_of_gradients_are_all_reduced(pool: RankPool, layout: str) -> None:
     verdict = judge(pool, layout, "tp:all_reduce")
     assert named(verdict) == "blocks.0.norm1.weight"
     assert verdict.axis == "tp"
@@ -134,7 +134,9 @@ STAGED = replace(LLAMA, layers=2)
         ("pp=2,accumulate=2", "pp[0+1]:all_reduce", replace(STAGED, tied=True), "embed.weight", "gradient"),
     ],
 )
-def test_sums_over_stages(pool: Pool, layout: str, leave_out: str, model: ModelConfig, name: str, kind: str) -> None:
+def test_sums_over_stages(
+    pool: RankPool, layout: str, leave_out: str, model: ModelConfig, name: str, kind: str
+) -> None:
     verdict = judge(pool, layout, leave_out, model)
     assert named(verdict) == name
     assert verdict.first_difference is not None
@@ -143,7 +145,7 @@ def test_sums_over_stages(pool: Pool, layout: str, leave_out: str, model: ModelC
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
-def test_a_data_parallel_pipeline_without_its_reduction(pool: Pool, schedule: str) -> None:
+def test_a_data_parallel_pipeline_without_its_reduction(pool: RankPool, schedule: str) -> None:
     verdict = judge(pool, f"dp=2,pp=2,accumulate=2,schedule={schedule}", "shard:reduce_scatter", STAGED)
     assert named(verdict) == "embed.weight"
     assert verdict.axis == "dp"
@@ -152,7 +154,7 @@ def test_a_data_parallel_pipeline_without_its_reduction(pool: Pool, schedule: st
 # -- left out inside the code of a rank: what no name of a collective tells apart --------------------------------------
 
 
-def without_partial_sums(case: Case, layout: str, leave_out: str, truth: Path) -> RankReport:
+def without_partial_sums(case: VerifyCase, layout: str, leave_out: str, truth: Path) -> RankReport:
     """On a rank: gradients of which each tp rank has a part are not summed."""
     whole = engine.partial_gradients
     engine.partial_gradients = lambda parallel: []
@@ -162,34 +164,34 @@ def without_partial_sums(case: Case, layout: str, leave_out: str, truth: Path) -
         engine.partial_gradients = whole
 
 
-def without_batch_statistics(case: Case, layout: str, leave_out: str, truth: Path) -> RankReport:
+def without_batch_statistics(case: VerifyCase, layout: str, leave_out: str, truth: Path) -> RankReport:
     """On a rank: every BatchNorm takes the statistics of its own rows."""
-    whole = sync_batchnorm.synchronise
-    sync_batchnorm.synchronise = lambda model, axis: 0  # type: ignore[assignment]
+    whole = sync_batchnorm.convert_sync_batchnorm
+    sync_batchnorm.convert_sync_batchnorm = lambda model, axis: 0  # type: ignore[assignment]
     try:
         return run_and_compare(case, layout, leave_out, truth)
     finally:
-        sync_batchnorm.synchronise = whole
+        sync_batchnorm.convert_sync_batchnorm = whole
 
 
-def with_every_copy_counted(case: Case, layout: str, leave_out: str, truth: Path) -> RankReport:
+def with_every_copy_counted(case: VerifyCase, layout: str, leave_out: str, truth: Path) -> RankReport:
     """On a rank: the norm counts what it holds, owned or not."""
-    whole = grad_norm.parts_of
-    grad_norm.parts_of = lambda parallel, **_: [
-        grad_norm.Part(unit, slice(None), "", True) for unit in parallel.flat.units
+    whole = grad_norm.gradient_slices
+    grad_norm.gradient_slices = lambda parallel, **_: [
+        grad_norm.GradientSlice(unit, slice(None), "", True) for unit in parallel.sharded_model.units
     ]
     try:
         return run_and_compare(case, layout, leave_out, truth)
     finally:
-        grad_norm.parts_of = whole
+        grad_norm.gradient_slices = whole
 
 
-Broken = Callable[[Case, str, str, Path], RankReport]
+Broken = Callable[[VerifyCase, str, str, Path], RankReport]
 
 
 def judge_broken(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch, broken: Broken, layout: str, model: ModelConfig
-) -> Verdict:
+    pool: RankPool, monkeypatch: pytest.MonkeyPatch, broken: Broken, layout: str, model: ModelConfig
+) -> LayoutVerdict:
     monkeypatch.setattr(verifier, "run_and_compare", broken)
     return judge(pool, layout, model=model)
 
@@ -203,7 +205,7 @@ SEQUENCE_PARAMETERS = {
 @pytest.mark.parametrize("layout", ["tp=2", "dp=2,tp=2,zero=3"])
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=lambda model: model.name)
 def test_parts_of_gradients_under_sequence_parallelism(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch, model: ModelConfig, layout: str
+    pool: RankPool, monkeypatch: pytest.MonkeyPatch, model: ModelConfig, layout: str
 ) -> None:
     verdict = judge_broken(pool, monkeypatch, without_partial_sums, layout, model)
     name = named(verdict)
@@ -211,26 +213,26 @@ def test_parts_of_gradients_under_sequence_parallelism(
     assert verdict.axis == "tp"
 
 
-def test_without_sequence_parallelism_there_are_no_parts(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_sequence_parallelism_there_are_no_parts(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert judge_broken(pool, monkeypatch, without_partial_sums, "tp=2,sp=0", LLAMA).passed
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=3"])
-def test_batch_statistics(pool: Pool, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+def test_batch_statistics(pool: RankPool, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     assert judge(pool, layout, model=CONV).passed
     verdict = judge_broken(pool, monkeypatch, without_batch_statistics, layout, CONV)
     assert named(verdict) in ("blocks.0.conv.weight", "head.weight")
     assert verdict.axis == "dp"
 
 
-def test_batch_statistics_left_out_by_name(pool: Pool) -> None:
+def test_batch_statistics_left_out_by_name(pool: RankPool) -> None:
     verdict = judge(pool, "dp=2", "dp:all_reduce", CONV)
     assert named(verdict) in ("blocks.0.conv.weight", "head.weight")
     assert verdict.axis == "dp"
 
 
 @pytest.mark.parametrize("layout", ["tp=2", "tp=4,sp=0"])
-def test_a_norm_that_counts_copies(pool: Pool, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+def test_a_norm_that_counts_copies(pool: RankPool, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     verdict = judge_broken(pool, monkeypatch, with_every_copy_counted, layout, LLAMA)
     assert named(verdict) == "embed.weight"
     assert verdict.axis == "tp"

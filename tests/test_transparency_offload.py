@@ -8,26 +8,28 @@ import pytest
 from claimed import check
 
 from echelon.config.sections import OptimizerConfig
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 from echelon.models import model_config
-from echelon.verification.verifier import TOLERANCE, Prover
-from echelon.verification.verify_case import Case
+from echelon.verification.verifier import TOLERANCE, Verifier
+from echelon.verification.verify_case import VerifyCase
 
 SMALL = {"layers": 2, "width": 32, "ffn": 48, "max_seq_len": 64}
 RULES = {"adamw": OptimizerConfig(lr=1e-2), "sgd": OptimizerConfig(name="sgd", lr=1e-1, momentum=0.9)}
 
 
 @pytest.fixture(scope="module")
-def provers(pool: Pool) -> dict[str, Prover]:
+def provers(pool: RankPool) -> dict[str, Verifier]:
     cases = {
-        "gpt": Case(model=replace(model_config.find("gpt-tiny"), dropout=0.1, **SMALL), optimizer=RULES["sgd"]),
-        "llama": Case(model=replace(model_config.find("llama-tiny"), **SMALL), optimizer=RULES["adamw"]),
+        "gpt": VerifyCase(
+            model=replace(model_config.find_model("gpt-tiny"), dropout=0.1, **SMALL), optimizer=RULES["sgd"]
+        ),
+        "llama": VerifyCase(model=replace(model_config.find_model("llama-tiny"), **SMALL), optimizer=RULES["adamw"]),
     }
     deep = replace(cases["llama"].model, layers=4)
     cases["deep"] = replace(cases["llama"], model=replace(deep, dropout=0.1))
-    cases["moe"] = Case(model=replace(model_config.find("moe-tiny"), layers=2), optimizer=RULES["adamw"])
-    return {name: Prover(pool, case) for name, case in cases.items()}
+    cases["moe"] = VerifyCase(model=replace(model_config.find_model("moe-tiny"), layers=2), optimizer=RULES["adamw"])
+    return {name: Verifier(pool, case) for name, case in cases.items()}
 
 
 LAYOUTS = (
@@ -68,8 +70,8 @@ LAYOUTS = (
 
 
 @pytest.mark.parametrize(("model", "layout"), LAYOUTS, ids=lambda value: value)
-def test_a_layout_that_offloads_equals_one_device(provers: dict[str, Prover], model: str, layout: str) -> None:
-    verdict = provers[model].judge(Layout.parse(layout))
+def test_a_layout_that_offloads_equals_one_device(provers: dict[str, Verifier], model: str, layout: str) -> None:
+    verdict = provers[model].verify_layout(Layout.parse(layout))
     assert verdict.passed, verdict
     assert verdict.max_error <= TOLERANCE
 
@@ -83,13 +85,13 @@ def test_a_layout_that_offloads_equals_one_device(provers: dict[str, Prover], mo
         "dp=2,pp=2,zero=1,accumulate=2,offload=params",
     ],
 )
-def test_what_is_away_is_gathered_and_reduced_as_claimed(pool: Pool, layout: str) -> None:
-    check(pool, replace(model_config.find("llama-tiny"), **SMALL), layout)
+def test_what_is_away_is_gathered_and_reduced_as_claimed(pool: RankPool, layout: str) -> None:
+    check(pool, replace(model_config.find_model("llama-tiny"), **SMALL), layout)
 
 
-def test_a_sum_that_is_left_out_is_missed(pool: Pool) -> None:
-    case = Case(model=replace(model_config.find("llama-tiny"), **SMALL), optimizer=RULES["adamw"])
+def test_a_sum_that_is_left_out_is_missed(pool: RankPool) -> None:
+    case = VerifyCase(model=replace(model_config.find_model("llama-tiny"), **SMALL), optimizer=RULES["adamw"])
     for layout in ("dp=2,accumulate=2,offload=optimizer", "dp=2,accumulate=2,offload=params"):
-        verdict = Prover(pool, case, "dp:all_reduce").judge(Layout.parse(layout))
+        verdict = Verifier(pool, case, "dp:all_reduce").verify_layout(Layout.parse(layout))
         assert not verdict.passed
         assert verdict.axis == "dp"

@@ -8,11 +8,11 @@ from itertools import combinations
 
 import pytest
 
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 from echelon.models.model_config import ModelConfig
-from echelon.verification.layout_matrix import ALL_LAYOUTS, Variant, variants
-from echelon.verification.verifier import TOLERANCE, Prover, Verdict
+from echelon.verification.layout_matrix import ALL_LAYOUTS, VerifyVariant, variants
+from echelon.verification.verifier import TOLERANCE, LayoutVerdict, Verifier
 
 LAYOUTS = [layout for layout in ALL_LAYOUTS if "pp=" not in layout]
 """those of pipelines are in test_transparency_pipelines.py"""
@@ -23,7 +23,7 @@ class Row:
     """One case: a layout, and a variant of everything that layouts should not mind."""
 
     layout: str
-    variant: Variant
+    variant: VerifyVariant
 
     @property
     def values(self) -> frozenset[tuple[str, object]]:
@@ -67,7 +67,7 @@ def covering() -> Iterator[Row]:
 ROWS = list(covering())
 
 
-def small(variant: Variant, layers: int = 2) -> Variant:
+def small(variant: VerifyVariant, layers: int = 2) -> VerifyVariant:
     """Fewer and narrower layers, for time; vocabulary and sequence stay as odd as they are."""
     model = variant.case.model
     assert isinstance(model, ModelConfig)
@@ -77,14 +77,14 @@ def small(variant: Variant, layers: int = 2) -> Variant:
 
 
 @pytest.fixture(scope="module")
-def provers(pool: Pool) -> dict[tuple[str, int], Prover]:
+def provers(pool: RankPool) -> dict[tuple[str, int], Verifier]:
     """One per model, rule and depth: layouts share the truth of what one device computes."""
     cases = {(variant.label, layers): small(variant, layers).case for variant in variants() for layers in (1, 2)}
-    return {key: Prover(pool, case) for key, case in cases.items()}
+    return {key: Verifier(pool, case) for key, case in cases.items()}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_a_layout_equals_one_device(provers: dict[tuple[str, int], Prover], row: Row) -> None:
+def test_a_layout_equals_one_device(provers: dict[tuple[str, int], Verifier], row: Row) -> None:
     layers = 1 if Layout.parse(row.layout).world > 3 else 2  # time goes with ranks; `make soak` has all at full size
     check(judge(provers[row.variant.label, layers], row))
 
@@ -93,19 +93,19 @@ def test_a_layout_equals_one_device(provers: dict[tuple[str, int], Prover], row:
 @pytest.mark.parametrize(
     "variant", [v for v in variants() if v.accumulate == 4], ids=lambda v: f"{v.label} {v.recompute}"
 )
-def test_every_variant_on_the_largest_layouts(pool: Pool, variant: Variant) -> None:
+def test_every_variant_on_the_largest_layouts(pool: RankPool, variant: VerifyVariant) -> None:
     """A slice of the full product at full size; `echelon verify --all` runs all of it."""
-    prover = Prover(pool, variant.case)
+    prover = Verifier(pool, variant.case)
     for layout in ("dp=4,shard=2", "dp=2,tp=4,zero=3"):
         check(judge(prover, Row(layout, variant)))
 
 
-def judge(prover: Prover, row: Row) -> Verdict:
+def judge(prover: Verifier, row: Row) -> LayoutVerdict:
     layout = Layout.parse(row.layout).replace(accumulate=row.variant.accumulate, recompute=row.variant.recompute)
-    return prover.judge(layout)
+    return prover.verify_layout(layout)
 
 
-def check(verdict: Verdict) -> None:
+def check(verdict: LayoutVerdict) -> None:
     assert verdict.passed, verdict
     assert verdict.max_error <= TOLERANCE
 

@@ -11,13 +11,13 @@ import torch
 from laid_out import batch_of, engine_of, error, one_device, tiny
 from torch import Tensor
 
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
-from echelon.layout.layout import ASYNCHRONOUS
+from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.models import model_config
 from echelon.models.model_config import ModelConfig
-from echelon.verification.verifier import TOLERANCE, Prover
-from echelon.verification.verify_case import Case
+from echelon.verification.verifier import TOLERANCE, Verifier
+from echelon.verification.verify_case import VerifyCase
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "terapipe")
 TWO_CHUNKS = ("interleaved", "zb-v", "dualpipe-v")
@@ -55,7 +55,7 @@ class Row:
     def model(self) -> ModelConfig:
         """Uneven on every number of stages."""
         return replace(
-            model_config.find(f"{self['family']}-tiny"),
+            model_config.find_model(f"{self['family']}-tiny"),
             layers=9 if self["schedule"] in TWO_CHUNKS else 7,
             width=16,
             heads=4,
@@ -96,10 +96,10 @@ ROWS = list(covering())
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_a_pipeline_equals_one_device(pool: Pool, row: Row) -> None:
+def test_a_pipeline_equals_one_device(pool: RankPool, row: Row) -> None:
     # Slices of a sequence need one that is worth slicing.
-    case = Case(model=row.model, steps=2, seq_len=33 if row["schedule"] == "terapipe" else 9)
-    verdict = Prover(pool, case).judge(row.layout)
+    case = VerifyCase(model=row.model, steps=2, seq_len=33 if row["schedule"] == "terapipe" else 9)
+    verdict = Verifier(pool, case).verify_layout(row.layout)
     assert verdict.passed, verdict
     assert verdict.max_error <= TOLERANCE
 
@@ -129,17 +129,19 @@ def said(schedules: tuple[str, ...]) -> list[tuple[float, Tensor]]:
         engine.step(batch, lr=0.0)
         engine.drain()
         engine.model.eval()
-        found.append((engine.evaluate(engine.microbatches(batch)), engine.logits(batch["tokens"][:1], SAID.vocab)))
+        found.append(
+            (engine.evaluate(engine.microbatches(batch)), engine.next_token_logits(batch["tokens"][:1], SAID.vocab))
+        )
     return found
 
 
-def test_evaluation_and_logits_equal_one_device(pool: Pool) -> None:
+def test_evaluation_and_logits_equal_one_device(pool: RankPool) -> None:
     model, batch = one_device(SAID).eval(), batch_of(SAID, 6, length=32)
     with torch.no_grad():
         total, count = model(**batch)
         logits = model.logits(batch["tokens"][:1])[0, -1]
     for schedule, (loss, found) in zip(
-        (*SCHEDULES, *ASYNCHRONOUS), pool.run(said, 2, (*SCHEDULES, *ASYNCHRONOUS))[0], strict=True
+        (*SCHEDULES, *ASYNC_SCHEDULES), pool.run(said, 2, (*SCHEDULES, *ASYNC_SCHEDULES))[0], strict=True
     ):
         assert loss == pytest.approx((total / count).item(), abs=TOLERANCE), schedule
         assert error(found, logits) <= TOLERANCE, schedule

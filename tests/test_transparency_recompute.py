@@ -11,21 +11,21 @@ from claimed import check, check_together
 from laid_out import SGD, batch_of, float64, largest_error, tiny, whole
 
 from echelon import models
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 from echelon.models import model_config
 from echelon.models.model_config import ModelConfig
-from echelon.models.moe_config import MixtureConfig
-from echelon.parallel.apply import Options
+from echelon.models.moe_config import MoEConfig
+from echelon.parallel.apply import ParallelOptions
 from echelon.training.engine import Engine
-from echelon.verification.verifier import Prover
-from echelon.verification.verify_case import Case
+from echelon.verification.verifier import Verifier
+from echelon.verification.verify_case import VerifyCase
 
 LLAMA = replace(
-    model_config.find("llama-tiny"), layers=4, width=32, heads=4, kv_heads=4, ffn=48, max_seq_len=64, dropout=0.1
+    model_config.find_model("llama-tiny"), layers=4, width=32, heads=4, kv_heads=4, ffn=48, max_seq_len=64, dropout=0.1
 )
-GPT = replace(model_config.find("gpt-tiny"), layers=4, width=32, ffn=48, max_seq_len=64, dropout=0.1)
-MOE = replace(model_config.find("moe-tiny"), layers=4, width=32, max_seq_len=64, dropout=0.1)
+GPT = replace(model_config.find_model("gpt-tiny"), layers=4, width=32, ffn=48, max_seq_len=64, dropout=0.1)
+MOE = replace(model_config.find_model("moe-tiny"), layers=4, width=32, max_seq_len=64, dropout=0.1)
 
 LAYOUTS = [
     (LLAMA, "tp=2,recompute=every:3"),
@@ -47,8 +47,8 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("model", "layout"), LAYOUTS, ids=lambda value: getattr(value, "name", value))
-def test_a_layout_equals_one_device(pool: Pool, model: ModelConfig, layout: str) -> None:
-    verdict = Prover(pool, Case(model=model, steps=2, seq_len=17)).judge(Layout.parse(layout))
+def test_a_layout_equals_one_device(pool: RankPool, model: ModelConfig, layout: str) -> None:
+    verdict = Verifier(pool, VerifyCase(model=model, steps=2, seq_len=17)).verify_layout(Layout.parse(layout))
     assert verdict.passed, f"{verdict.first_difference} {verdict.trouble}"
 
 
@@ -67,13 +67,13 @@ COUNTED = [
 
 
 @pytest.mark.parametrize(("model", "layout"), COUNTED, ids=lambda value: getattr(value, "name", value))
-def test_a_layout_issues_what_it_claims(pool: Pool, model: ModelConfig, layout: str) -> None:
+def test_a_layout_issues_what_it_claims(pool: RankPool, model: ModelConfig, layout: str) -> None:
     check(pool, model, layout)
 
 
-def test_experts_issue_what_they_claim(pool: Pool) -> None:
+def test_experts_issue_what_they_claim(pool: RankPool) -> None:
     check_together(pool, replace(MOE, dropout=0.0), "dp=2,ep=2,recompute=every:2")
-    one = replace(MOE, dropout=0.0, mixture=MixtureConfig(experts=8, k=1, ffn=16, gate="mixtral"))
+    one = replace(MOE, dropout=0.0, mixture=MoEConfig(experts=8, k=1, ffn=16, gate="mixtral"))
     check_together(pool, one, "dp=4,ep=4,ep_inner=2,recompute=every:3")
 
 
@@ -87,7 +87,7 @@ def stepped(shape: ModelConfig, layout: str, **options: Any) -> dict[str, torch.
 
 
 @pytest.mark.parametrize("recompute", ["full", "every:2", "budget:0.0001GiB"])
-def test_inputs_in_slices_and_in_an_arena_change_nothing(pool: Pool, recompute: str) -> None:
+def test_inputs_in_slices_and_in_an_arena_change_nothing(pool: RankPool, recompute: str) -> None:
     shape = tiny("gpt", layers=3, dropout=0.1, kv_heads=4)
     layout = "tp=2,sp=0,microbatch=2,accumulate=2,recompute="
     expected = pool.run(stepped, 2, shape, layout + "none")[0]
@@ -96,13 +96,13 @@ def test_inputs_in_slices_and_in_an_arena_change_nothing(pool: Pool, recompute: 
 
 
 @pytest.mark.parametrize("recompute", ["full", "every:2"])
-def test_slices_are_gathered_as_claimed(pool: Pool, recompute: str) -> None:
+def test_slices_are_gathered_as_claimed(pool: RankPool, recompute: str) -> None:
     check(pool, GPT, f"tp=2,sp=0,microbatch=2,accumulate=2,recompute={recompute}", partition=True)
 
 
 def kept_inputs(layout: str, **options: Any) -> int:
     """On a rank: bytes that forward leaves for backward."""
-    engine = Engine(models.build(GPT, "meta"), layout, SGD, options=Options(**options))
+    engine = Engine(models.build(GPT, "meta"), layout, SGD, options=ParallelOptions(**options))
     engine.model.train()
     found: dict[int, int] = {}
     held = []
@@ -113,11 +113,11 @@ def kept_inputs(layout: str, **options: Any) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        engine.model(**engine.prepared(next(engine.microbatches(batch_of(GPT, 2, 64)))))
+        engine.model(**engine.prepare(next(engine.microbatches(batch_of(GPT, 2, 64)))))
     return sum(found.values())
 
 
-def test_slices_save_all_but_one_part_of_the_inputs(pool: Pool) -> None:
+def test_slices_save_all_but_one_part_of_the_inputs(pool: RankPool) -> None:
     layout = "tp=4,sp=0,microbatch=2,recompute=full"
     before, after = (pool.run(kept_inputs, 4, layout, partition=on) for on in (False, True))
     inputs = GPT.layers * 2 * 64 * GPT.width * 4
@@ -132,22 +132,22 @@ def gathered(layout: str, **options: Any) -> tuple[dict[str, torch.Tensor], int,
     model = models.build(LLAMA, "meta", dtype=torch.float64)
     engine = Engine(model, layout, SGD, options=float64(**options))
     engine.model.train()
-    layers = [unit for unit in engine.parallel.flat.units if not unit.unit.kept]
+    layers = [unit for unit in engine.parallel.sharded_model.param_groups if not unit.spec.stays_unsharded]
     most = 0
     for unit in layers:
 
-        def gather(inner: Any = unit.gather) -> None:
+        def gather(inner: Any = unit.unshard) -> None:
             nonlocal most
             inner()
-            most = max(most, sum(other.full.untyped_storage().nbytes() for other in layers))
+            most = max(most, sum(other.unsharded_param.untyped_storage().nbytes() for other in layers))
 
-        unit.gather = gather  # type: ignore[method-assign]
+        unit.unshard = gather  # type: ignore[method-assign]
     engine.step(batch_of(LLAMA, 4))
-    return whole(engine.parallel), most, max(unit.full.numel() * 8 for unit in layers)
+    return whole(engine.parallel), most, max(unit.unsharded_param.numel() * 8 for unit in layers)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full", "every:2"])
-def test_units_are_cut_to_a_constant_size(pool: Pool, recompute: str) -> None:
+def test_units_are_cut_to_a_constant_size(pool: RankPool, recompute: str) -> None:
     layout = f"dp=2,zero=3,microbatch=2,recompute={recompute}"
     expected, before, largest = pool.run(gathered, 2, layout, prefetch=0)[0]
     limit = LLAMA.width * LLAMA.ffn * 8
@@ -159,7 +159,7 @@ def test_units_are_cut_to_a_constant_size(pool: Pool, recompute: str) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_cut_units_are_gathered_as_claimed(pool: Pool, recompute: str) -> None:
+def test_cut_units_are_gathered_as_claimed(pool: RankPool, recompute: str) -> None:
     layout, limit = f"dp=2,zero=3,accumulate=2,recompute={recompute}", LLAMA.width * LLAMA.ffn * 4
     check(pool, LLAMA, layout, buffer=limit)
     check(pool, replace(GPT, dropout=0.0), layout, buffer=limit)

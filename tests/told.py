@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from echelon.training.logging.expert_load import Load
+from echelon.training.logging.expert_load import ExpertLoad
 
 
 def record(step: int, counts: list[list[int]], dropped: list[int]) -> dict[str, Any]:
     """One line; a layer for each list of counts."""
-    loads = [Load.of(f"blocks.{at}.mlp", one, lost) for at, (one, lost) in enumerate(zip(counts, dropped, strict=True))]
+    loads = [
+        ExpertLoad.from_counts(f"blocks.{at}.mlp", one, lost)
+        for at, (one, lost) in enumerate(zip(counts, dropped, strict=True))
+    ]
     return {"kind": "experts", "step": step, "layers": [load.record() for load in loads]}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from svg import BLUE, FAINT, GREEN, INK, LINE, ORANGE, PALE, VIOLET, Canvas
 
-from echelon.parallel.cp.zigzag import Zigzag
+from echelon.parallel.cp.zigzag import ZigzagOrder
 
 RANKS = {0: BLUE, 1: GREEN, 2: ORANGE}
 PARTS = {"its own": BLUE, "comes to it": GREEN, "comes around, step by step": VIOLET, "goes to another": ORANGE}
@@ -12,8 +12,8 @@ PARTS = {"its own": BLUE, "comes to it": GREEN, "comes around, step by step": VI
 
 def zigzag() -> str:
     """Chunks of a ring of three, and which of them every step attends to."""
-    order = Zigzag(3, 1, 6)
-    owner = {place: rank for rank in RANKS for place in order.places(rank)}
+    order = ZigzagOrder(3, 1, 6)
+    owner = {place: rank for rank in RANKS for place in order.rank_positions(rank)}
     c = Canvas(366, "Zigzag: a ring of three holds six chunks, and every step is half a square")
     c.text(24, 58, "a sequence, and the rank that holds each chunk", size=12, colour=FAINT)
     for place, rank in owner.items():
@@ -28,18 +28,18 @@ def zigzag() -> str:
                 c.rect(x, y, cell - 2, cell - 2, "#ffffff", LINE)
                 continue
             c.rect(x, y, cell - 2, cell - 2, PALE[RANKS[rank]], RANKS[rank])
-            step = (rank - theirs) % order.ring
+            step = (rank - theirs) % order.ring_size
             c.text(x + cell / 2 - 1, y + cell / 2 + 4, str(step), size=12, anchor="middle")
     left, top, half = 372.0, 96.0, 27.0
     c.text(left, 58, "the block of every rank and step: its two chunks of queries (rows)", size=12, colour=FAINT)
     c.text(left, 74, "and the two chunks of keys that are there (columns)", size=12, colour=FAINT)
-    for step in range(order.ring):
+    for step in range(order.ring_size):
         c.text(left + 62 + step * 112 + half, top + 2, f"step {step}", size=12, anchor="middle")
     for rank in RANKS:
         y = top + 14 + rank * 78
         c.text(left, y + half + 4, f"rank {rank}", size=12)
-        for step in range(order.ring):
-            theirs = (rank - step) % order.ring
+        for step in range(order.ring_size):
+            theirs = (rank - step) % order.ring_size
             block = order.block(rank, theirs, causal=True)
             x = left + 62 + step * 112
             for row in range(2):

@@ -13,8 +13,8 @@ import torch
 from svg import BLUE, FAINT, GREEN, INK, LINE, ORANGE, PALE, RED, VIOLET, Canvas
 
 from echelon.layout import Layout, Mesh
-from echelon.moe.routing import by_token
-from echelon.moe.token_permutation import Sorted
+from echelon.moe.routing import token_choice_routing
+from echelon.moe.token_permutation import TokenPermutation
 
 EXPERTS = {0: BLUE, 1: GREEN, 2: ORANGE, 3: VIOLET}
 CHOICES = (((0, 2), (3, 1), (2, 0), (2, 3)), ((2, 1), (2, 0), (1, 3), (0, 2)))
@@ -25,8 +25,8 @@ BAND, TOP, SIDE = 150.0, 92.0, 22.0
 def sent(choices: tuple[tuple[int, int], ...]) -> list[list[int]]:
     """Tokens of each expert, as the layer sorts them."""
     experts = torch.tensor([choices])
-    routing = by_token(experts, torch.ones(experts.shape), torch.zeros(1), len(EXPERTS))
-    order = Sorted.of(routing)
+    routing = token_choice_routing(experts, torch.ones(experts.shape), torch.zeros(1), len(EXPERTS))
+    order = TokenPermutation.from_routing(routing)
     return [run.tolist() for run in order.tokens.split(order.counts.tolist())]
 
 

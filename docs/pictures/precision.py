@@ -7,8 +7,8 @@ import math
 import torch
 from svg import BLUE, FAINT, GREEN, INK, ORANGE, RED, VIOLET, Canvas
 
-from echelon.precision.loss_scale import EVERY as EVERY_OF_A_RUN
-from echelon.precision.loss_scale import LossScale, Scaling
+from echelon.precision.loss_scale import GROWTH_INTERVAL as EVERY_OF_A_RUN
+from echelon.precision.loss_scale import LossScale, LossScaler
 
 CHAIN = (
     ("weights", "dtype", BLUE),
@@ -46,7 +46,7 @@ def types() -> str:
 
 def _scale(c: Canvas, top: float) -> None:
     """Of a run of so many steps with gradients that are not finite in some of them."""
-    scaling = Scaling(LossScale.dynamic(every=EVERY), torch.device("cpu"))
+    scaling = LossScaler(LossScale.dynamic(every=EVERY), torch.device("cpu"))
     c.text(
         24,
         top,
@@ -56,9 +56,9 @@ def _scale(c: Canvas, top: float) -> None:
     left, wide, low, step = 96, 14.0, top + 110, 34.0
     values = []
     for number in range(STEPS):
-        values.append(float(scaling.value))
+        values.append(float(scaling.scale))
         good = torch.tensor(number not in BAD)
-        scaling.after(good, good)
+        scaling.update(good, good)
     least = min(math.log2(value) for value in values)
     for level in sorted(set(values)):
         y = low - step * (math.log2(level) - least)

@@ -10,7 +10,7 @@ from left_of_time import LAYOUT
 from svg import BLUE, FAINT, GREEN, INK, ORANGE, RED, VIOLET, Canvas
 
 from echelon.planning import planner
-from echelon.planning.explain.failure_cost import DAY, HOUR, goodput_of, simulated
+from echelon.planning.explain.failure_cost import DAY, HOUR, predict_goodput, simulate_run
 
 GRID = "#d8dee6"
 
@@ -39,8 +39,8 @@ def beside() -> str:
 
 def how_often() -> str:
     """Simulated, against the time between checkpoints; what the planner chooses is marked."""
-    plan = planner.answer("llama-405b", "16384xh100", batch=2048, seq_len=8192, layout=LAYOUT).plans[0]
-    chosen = goodput_of(plan)
+    plan = planner.find_plans("llama-405b", "16384xh100", batch=2048, seq_len=8192, layout=LAYOUT).plans[0]
+    chosen = predict_goodput(plan)
     left, top, wide, high = 84.0, 84.0, 640.0, 220.0
     times = [12 * 1.35**n for n in range(18)]
     low, lost = times[0], 0.16
@@ -64,18 +64,20 @@ def how_often() -> str:
     ):
         points = []
         for seconds in times:
-            runs = [simulated(chosen.between, recovery, seconds, 54 * DAY, seed).useful for seed in range(10)]
+            runs = [simulate_run(chosen.mtbf, recovery, seconds, 54 * DAY, seed).useful for seed in range(10)]
             points.append(place(seconds, 1 - sum(runs) / len(runs)))
         for (x1, y1), (x2, y2) in pairwise(points):
             if max(y1, y2) < top + high:
                 c.line(x1, y1, x2, y2, colour)
         middle = points[10 if recovery is waits else 9]
         c.text(middle[0], middle[1] + (46 if recovery is waits else -8), word, size=12, colour=colour)
-    x, y = place(chosen.interval, 1 - chosen.spent.useful)
+    x, y = place(chosen.checkpoint_seconds, 1 - chosen.shares.useful)
     c.rect(x - 4, y - 4, 8, 8, RED, RED)
-    c.text(x + 10, y - 10, f"chosen: {chosen.interval:.0f} s, {chosen.spent.useful:.1%}", size=12, colour=RED)
+    c.text(
+        x + 10, y - 10, f"chosen: {chosen.checkpoint_seconds:.0f} s, {chosen.shares.useful:.1%}", size=12, colour=RED
+    )
     words = (
-        f"A failure every {chosen.between / HOUR:.1f} h (Llama 3's rate); {chosen.recovery.down:.0f} s until training "
+        f"A failure every {chosen.mtbf / HOUR:.1f} h (Llama 3's rate); {chosen.recovery.down:.0f} s until training "
         "goes on after one. 54 days, simulated 10 times."
     )
     c.text(24, 352, words, size=12, colour=FAINT)

@@ -8,7 +8,7 @@ from svg import BLUE, FAINT, GREEN, INK, ORANGE, RED, VIOLET, Canvas
 from tables import SIZES_OF, states
 
 from echelon.layout import Layout, Mesh
-from echelon.layout.placement import Entry, Unit
+from echelon.layout.placement import LogicalParam, ParamGroupSpec
 
 STATES = {"parameters": BLUE, "master": VIOLET, "gradients": GREEN, "optimizer": ORANGE}
 
@@ -44,16 +44,16 @@ def mesh() -> str:
 
 def flat_units() -> str:
     entries = (
-        Entry(name="q.weight", names=("q.weight",), shape=(6, 4)),
-        Entry(name="k.weight", names=("k.weight",), shape=(3, 4)),
-        Entry(name="norm.weight", names=("norm.weight",), shape=(4,), decay=False),
+        LogicalParam(name="q.weight", names=("q.weight",), shape=(6, 4)),
+        LogicalParam(name="k.weight", names=("k.weight",), shape=(3, 4)),
+        LogicalParam(name="norm.weight", names=("norm.weight",), shape=(4,), decay=False),
     )
-    unit = Unit(name="block", entries=entries, shards=3)
+    unit = ParamGroupSpec(name="block", params=entries, num_shards=3)
     colours = {"q.weight": BLUE, "k.weight": GREEN, "norm.weight": ORANGE}
     c = Canvas(360, "A flat unit: one buffer per block, cut into equal shards")
-    scale, left = 742 / (unit.shards * unit.shard_numel), 29
+    scale, left = 742 / (unit.num_shards * unit.shard_numel), 29
     x = left
-    for entry in unit.entries:
+    for entry in unit.params:
         rows, columns = entry.shape if len(entry.shape) == 2 else (1, entry.shape[0])
         for row in range(rows):
             for column in range(columns):
@@ -63,14 +63,14 @@ def flat_units() -> str:
         start = left + unit.offsets[entry.name] * scale
         c.arrow(x + columns * 7.5, 78 + rows * 15, start + entry.local_numel * scale / 2, 196, colours[entry.name])
         x += 250
-    for entry in unit.entries:
+    for entry in unit.params:
         start, wide = unit.offsets[entry.name], entry.local_numel
         label = entry.name if wide > 8 else "norm"
         c.box(left + start * scale, 200, wide * scale, 34, label, colours[entry.name], size=12)
-    padding = unit.shards * unit.shard_numel - unit.numel
+    padding = unit.num_shards * unit.shard_numel - unit.numel
     if padding:
         c.box(left + unit.numel * scale, 200, padding * scale, 34, "pad" if padding > 1 else "", FAINT, size=11)
-    for shard in range(unit.shards):
+    for shard in range(unit.num_shards):
         start = left + shard * unit.shard_numel * scale
         c.rect(start + 2, 250, unit.shard_numel * scale - 4, 42)
         c.text(start + unit.shard_numel * scale / 2, 268, f"shard {shard}", anchor="middle")

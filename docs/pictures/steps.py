@@ -102,10 +102,10 @@ def loss_contract() -> str:
 def same_mask() -> str:
     import torch
 
-    from echelon.rng import Dropout, Stream
+    from echelon.rng import Dropout, RandomStream
 
     samples, length, p, cell = 4, 16, 0.3, 19
-    stream = Stream(seed=0)
+    stream = RandomStream(seed=0)
     drop = Dropout(p, "blocks.0.drop1", stream)
 
     def mask(rows: range, columns: range) -> list[list[bool]]:

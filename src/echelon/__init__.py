@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from echelon.layout import FaultError, Layout, Mesh
+from echelon.layout import Layout, Mesh, ValidationError
 
 if TYPE_CHECKING:
     from echelon.config.run_config import Config
     from echelon.memory.compression.saved_tensor_compression import compressed
-    from echelon.models.attention import Core, Seen
-    from echelon.models.pipeline_model import Chain, Link
+    from echelon.models.attention import AttentionContext, CoreAttention
+    from echelon.models.pipeline_model import PipelineLayer, PipelineModel
     from echelon.training.engine import Engine
     from echelon.training.run_dir import Run
     from echelon.training.start_training import train
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from echelon.verification.verifier import Report, verify
 
 __all__ = [
-    "Chain",
+    "AttentionContext",
     "Config",
-    "Core",
+    "CoreAttention",
     "Engine",
-    "FaultError",
     "Layout",
-    "Link",
     "Mesh",
+    "PipelineLayer",
+    "PipelineModel",
     "Report",
     "Run",
-    "Seen",
+    "ValidationError",
     "compressed",
     "plan",
     "train",

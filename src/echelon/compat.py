@@ -25,25 +25,25 @@ def clear_sharding_cache() -> None:
     _clear_sharding_prop_cache()
 
 
-def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+def start_all_gather(gathered: Tensor, shard: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
     """An all-gather of equal parts, under way. Public, but renamed: `all_gather_single` from 2.13 on."""
     import torch.distributed as dist
 
     call: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work: dist.Work = call(whole, part, group=group, async_op=True)
+    work: dist.Work = call(gathered, shard, group=group, async_op=True)
     return work
 
 
-def start_reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+def start_reduce_scatter(shard: Tensor, unreduced: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
     """A reduce-scatter of equal parts, under way. Public, but renamed: `reduce_scatter_single` from 2.13."""
     import torch.distributed as dist
 
     call: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    work: dist.Work = call(part, whole, group=group, async_op=True)
+    work: dist.Work = call(shard, unreduced, group=group, async_op=True)
     return work
 
 
-def own_store() -> Any:
+def dedicated_store() -> Any:
     """The default group's store, over a connection of its own: a thread may use it while another hangs. Tried on 2.13.
 
     The function that gives the store is private.
@@ -54,7 +54,7 @@ def own_store() -> Any:
     return store.clone()
 
 
-def told_agent(told: Any) -> Any:
+def observed_elastic_agent(told: Any) -> Any:
     """torch's agent of one machine's ranks, which says what it does: `told.started()` when it has started them, and
     `told.failed(failures)`, by rank, before it restarts them; that may raise. Tried on 2.13.
 
@@ -83,21 +83,21 @@ def told_agent(told: Any) -> Any:
     return Told
 
 
-def after_backward(callback: Callable[[], None]) -> None:
+def on_backward_end(callback: Callable[[], None]) -> None:
     """Runs `callback` when the backward pass under way ends. Called from a gradient hook. Tried on 2.11 and 2.13."""
     from torch.autograd import Variable
 
     Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined, no-untyped-call]
 
 
-def operator_mode() -> type:
+def torch_dispatch_mode() -> type:
     """The class whose `__torch_dispatch__` sees every operator below autograd. Tried on 2.13."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     return TorchDispatchMode
 
 
-def scaled_product(
+def scaled_mm(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype, out: Tensor | None
 ) -> Tensor:
     """left times right of 8-bit factors, each times its scale, summed in 32 bits. Tried on 2.11 and 2.13.
@@ -113,17 +113,17 @@ def scaled_product(
     return result
 
 
-def norms(tensors: Sequence[Tensor], kind: float, dtype: torch.dtype) -> list[Tensor]:
+def foreach_norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
     """The norm of each tensor, summed in `dtype`: on a GPU a few kernels for all of them. Tried on 2.13.
 
     The public `torch.nn.utils.get_total_norm` gives their norm together.
     """
     import torch
 
-    return list(torch._foreach_norm(list(tensors), kind, dtype=dtype))
+    return list(torch._foreach_norm(list(tensors), order, dtype=dtype))
 
 
-def is_watched(module: torch.nn.Module) -> bool:
+def has_hooks_or_patched_forward(module: torch.nn.Module) -> bool:
     """Somebody would notice if the module's forward were not called: hooks, or a forward of its own. Tried on 2.13."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(module, kind) for kind in kinds) or "forward" in vars(module)
@@ -140,7 +140,7 @@ def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal
     return out, lse.view(q.shape[:3])
 
 
-def cudnn_attention_back(
+def cudnn_attention_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), each in the order in memory of what it is the gradient of. Tried on 2.11.
@@ -164,7 +164,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tens
     return out, lse
 
 
-def flash_attention_back(
+def flash_attention_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     import torch
@@ -176,7 +176,7 @@ def flash_attention_back(
     return found
 
 
-def innermost_saving_hooks() -> tuple[Any, Any] | None:
+def top_saved_tensor_hooks() -> tuple[Any, Any] | None:
     """The (pack, unpack) that a tensor saved now would meet; none where there are none. Tried on 2.13."""
     import torch
 

@@ -35,7 +35,7 @@ GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
-DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+MANTISSA_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 """Bits of a uniform number that each dtype holds exactly, so that rounding never gives 1."""
 
 Window = Mapping[int, tuple[int, int]]
@@ -50,17 +50,17 @@ def key(seed: int, name: str) -> int:
 
 def bits(key: int | Tensor, index: Tensor) -> Tensor:
     """64 random bits (int64) for each index. A tensor of keys gives one row per key: shape [keys, *index.shape]."""
-    return _each(_mix, key, index, torch.int64)
+    return _map_chunks(_mix, key, index, torch.int64)
 
 
 def uniform(key: int | Tensor, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Uniform numbers in [0, 1), never 1."""
-    digits = DIGITS[dtype]
+    digits = MANTISSA_BITS[dtype]
 
     def draw(x: Tensor) -> Tensor:
         return _shift(_mix(x), 64 - digits).to(dtype) * 2.0**-digits
 
-    return _each(draw, key, index, dtype)
+    return _map_chunks(draw, key, index, dtype)
 
 
 def normal(key: int | Tensor, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -78,10 +78,10 @@ def normal(key: int | Tensor, index: Tensor, dtype: torch.dtype = torch.float32)
         angle = (z & 0xFFFFFFFF).double() * (2 * math.pi * 2.0**-32)
         return (radius * angle.cos()).float().to(dtype)
 
-    return _each(draw, key, index, dtype)
+    return _map_chunks(draw, key, index, dtype)
 
 
-def truncated(key: int | Tensor, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def truncated_normal(key: int | Tensor, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Standard normal numbers on the condition that they are within 2 of 0, by the inverse of the distribution.
 
     Computed in fp64 and rounded to fp32, as `normal` is.
@@ -92,15 +92,15 @@ def truncated(key: int | Tensor, index: Tensor, dtype: torch.dtype = torch.float
     return out.float().to(dtype)
 
 
-DRAWN = {"normal": normal, "truncated": truncated}
+SAMPLERS = {"normal": normal, "truncated": truncated_normal}
 
 
 def keep_mask(key: int | Tensor, index: Tensor, p: float) -> Tensor:
     """True with probability 1 - p."""
     if p >= 1:
-        return _each(torch.zeros_like, key, index, torch.bool)
+        return _map_chunks(torch.zeros_like, key, index, torch.bool)
     threshold = int(p * 2.0**64) - (1 << 63)
-    return _each(lambda x: _mix(x) >= threshold, key, index, torch.bool)
+    return _map_chunks(lambda x: _mix(x) >= threshold, key, index, torch.bool)
 
 
 def _shift(x: Tensor, count: int) -> Tensor:
@@ -115,18 +115,18 @@ def _mix(x: Tensor) -> Tensor:
     return z ^ _shift(z, 31)
 
 
-def _each(draw: Callable[[Tensor], Tensor], key: int | Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
+def _map_chunks(draw: Callable[[Tensor], Tensor], key: int | Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
     """`draw(index ^ key)`, in chunks that bound the memory of the temporaries."""
     columns = index.reshape(1, -1)
     rows = key.reshape(-1, 1) if isinstance(key, Tensor) else None
     shape = index.shape if rows is None else (len(rows), *index.shape)
     size = (1 if rows is None else len(rows), columns.shape[1])
     # A compiler fuses the whole chain, so there are no temporaries to bound.
-    if size[0] * size[1] <= _chunk(index.device) or torch.compiler.is_compiling():
+    if size[0] * size[1] <= _chunk_size(index.device) or torch.compiler.is_compiling():
         return draw(columns ^ (key if rows is None else rows)).to(dtype).view(shape)
     out = torch.empty(size, dtype=dtype, device=index.device)
-    width = min(size[1], _chunk(index.device))
-    height = max(1, _chunk(index.device) // width)
+    width = min(size[1], _chunk_size(index.device))
+    height = max(1, _chunk_size(index.device) // width)
     for top in range(0, size[0], height):
         for left in range(0, size[1], width):
             part = key if rows is None else rows[top : top + height]
@@ -134,7 +134,7 @@ def _each(draw: Callable[[Tensor], Tensor], key: int | Tensor, index: Tensor, dt
     return out.view(shape)
 
 
-def _chunk(device: torch.device) -> int:
+def _chunk_size(device: torch.device) -> int:
     return CHUNK if device.type == "cpu" else CHUNK_CUDA
 
 
@@ -160,11 +160,11 @@ def logical_index(
     return index
 
 
-Parts = dict[int, tuple[int | Tensor, int]]
+PartialDims = dict[int, tuple[int | Tensor, int]]
 """Like a window, or with the index of each element of a dim in the whole dim, where they are not neighbours"""
 
 
-def part_index(sizes: Sequence[int], parts: Parts, device: torch.device | str = "cpu") -> Tensor:
+def partial_index(sizes: Sequence[int], parts: PartialDims, device: torch.device | str = "cpu") -> Tensor:
     """Flat indices, inside the whole tensor, of all elements of the part held here (local `sizes`)."""
     index, stride = torch.zeros((), dtype=torch.int64, device=device), 1
     for dim in range(len(sizes) - 1, -1, -1):
@@ -179,7 +179,7 @@ def part_index(sizes: Sequence[int], parts: Parts, device: torch.device | str = 
 class Init:
     """How a parameter's first values are drawn."""
 
-    kind: str
+    distribution: str
     """normal, truncated (a normal within two standard deviations), zeros or ones."""
 
     std: float = 1.0
@@ -187,15 +187,15 @@ class Init:
 
     def values(self, seed: int, name: str, index: Tensor, dtype: torch.dtype) -> Tensor:
         """The first values of the elements with these flat indices in the whole parameter."""
-        if self.kind in DRAWN:
-            return (DRAWN[self.kind](key(seed, name), index) * self.std).to(dtype)
-        return torch.full(index.shape, 1.0 if self.kind == "ones" else 0.0, dtype=dtype, device=index.device)
+        if self.distribution in SAMPLERS:
+            return (SAMPLERS[self.distribution](key(seed, name), index) * self.std).to(dtype)
+        return torch.full(index.shape, 1.0 if self.distribution == "ones" else 0.0, dtype=dtype, device=index.device)
 
     @torch.no_grad()
     def fill(self, out: Tensor, seed: int, name: str, window: Window | None = None) -> None:
         """Writes the first values of a whole parameter, or of the part of it that `window` describes, into `out`."""
-        if self.kind not in DRAWN:
-            out.fill_(1.0 if self.kind == "ones" else 0.0)
+        if self.distribution not in SAMPLERS:
+            out.fill_(1.0 if self.distribution == "ones" else 0.0)
             return
         for first, last, rows in _row_chunks(out):
             index = logical_index(out.shape, window or {}, first, last, out.device)
@@ -208,25 +208,25 @@ def _row_chunks(out: Tensor) -> Iterator[tuple[int, int, Tensor]]:
         yield 0, 1, out
         return
     row = out[0].numel() if len(out) else 1
-    height = max(1, _chunk(out.device) // max(row, 1))
+    height = max(1, _chunk_size(out.device) // max(row, 1))
     for top in range(0, len(out), height):
         rows = out[top : top + height]
         yield top * row, top * row + rows.numel(), rows
 
 
-def Normal(std: float) -> Init:
-    return Init(kind="normal", std=std)
+def normal_init(std: float) -> Init:
+    return Init(distribution="normal", std=std)
 
 
-def Truncated(std: float) -> Init:
-    return Init(kind="truncated", std=std)
+def truncated_normal_init(std: float) -> Init:
+    return Init(distribution="truncated", std=std)
 
 
-ZEROS = Init(kind="zeros")
-ONES = Init(kind="ones")
+ZEROS = Init(distribution="zeros")
+ONES = Init(distribution="ones")
 
 
-class Stream:
+class RandomStream:
     """What all sites of a model share. The training loop sets `samples` before each microbatch, and again before a
     backward pass that recomputes it if another microbatch ran in between.
 
@@ -239,33 +239,33 @@ class Stream:
         """int64 [rows]: the global sample index of each row of the microbatch."""
 
 
-class Site(nn.Module):
+class RandomSite(nn.Module):
     """A place in a model whose random numbers are functions of (seed, site, global sample index, index in the sample).
 
     Dim 0 of the tensor they are for is the sample. A module that is called twice in one forward pass gives both calls
     the same numbers (a counter of calls would be wrong under recomputation); use two modules.
     """
 
-    def __init__(self, site: str, stream: Stream | None) -> None:
+    def __init__(self, site: str, stream: RandomStream | None) -> None:
         super().__init__()
-        self.window: Parts = {}
+        self.window: PartialDims = {}
         """Which part of each dim of the input, never dim 0, is here; dims that are whole are left out."""
         self.rows: slice | Tensor = slice(None)
         """Which rows of the microbatch are here."""
-        self.settle(site, stream)
+        self.bind(site, stream)
 
-    def settle(self, site: str, stream: Stream | None) -> None:
+    def bind(self, site: str, stream: RandomStream | None) -> None:
         """Without a stream it has no numbers of its own."""
         self.site = site
         self.stream = stream
         self._seed = stream.seed if stream else 0
         self._key = key(self._seed, site)
 
-    def numbers(self, shape: Sequence[int], window: Parts, device: torch.device) -> tuple[Tensor, Tensor]:
+    def keys_and_index(self, shape: Sequence[int], window: PartialDims, device: torch.device) -> tuple[Tensor, Tensor]:
         """The key of each row, and the index of each element in the whole sample."""
         assert self.stream is not None
         if self._seed != self.stream.seed:
-            self.settle(self.site, self.stream)
+            self.bind(self.site, self.stream)
         samples = self.stream.samples if self.stream.samples is None else self.stream.samples[self.rows]
         if samples is None or samples.shape != shape[:1]:
             given = "none" if samples is None else f"{tuple(samples.shape)}"
@@ -273,16 +273,16 @@ class Site(nn.Module):
                 f"{type(self).__name__.lower()} {self.site!r} needs the global sample index of each row "
                 f"(input {tuple(shape)}, samples {given}); set stream.samples to an int64 tensor, one number per row"
             )
-        index = part_index(shape[1:], {dim - 1: part for dim, part in window.items()}, device)
+        index = partial_index(shape[1:], {dim - 1: part for dim, part in window.items()}, device)
         return bits(self._key, samples.to(device)), index
 
 
-class Dropout(Site):
+class Dropout(RandomSite):
     """Dropout whose mask is a function of its place."""
 
-    stream: Stream
+    stream: RandomStream
 
-    def __init__(self, p: float, site: str, stream: Stream) -> None:
+    def __init__(self, p: float, site: str, stream: RandomStream) -> None:
         super().__init__(site, stream)
         self.p = p
 
@@ -290,29 +290,29 @@ class Dropout(Site):
         if not self.training or self.p == 0:
             return x
         scale = 1 / (1 - self.p) if self.p < 1 else 0.0
-        return torch.where(self.kept(x.shape, self.window, x.device), x * scale, 0)
+        return torch.where(self.mask(x.shape, self.window, x.device), x * scale, 0)
 
-    def factor(self, shape: Sequence[int], window: Parts, like: Tensor) -> Tensor | None:
+    def scaled_mask(self, shape: Sequence[int], window: PartialDims, like: Tensor) -> Tensor | None:
         """What a part of an input is multiplied by: 0, or one over the chance to be kept. None where all is kept."""
         if not self.training or self.p == 0:
             return None
-        return self.kept(shape, window, like.device).to(like.dtype) / (1 - self.p)
+        return self.mask(shape, window, like.device).to(like.dtype) / (1 - self.p)
 
-    def kept(self, shape: Sequence[int], window: Parts, device: torch.device) -> Tensor:
+    def mask(self, shape: Sequence[int], window: PartialDims, device: torch.device) -> Tensor:
         """The mask of a part of an input."""
-        return keep_mask(*self.numbers(shape, window, device), self.p).view(*shape)
+        return keep_mask(*self.keys_and_index(shape, window, device), self.p).view(*shape)
 
     def extra_repr(self) -> str:
         return f"p={self.p}, site={self.site!r}"
 
 
-class Draws(Site):
+class RandomDraws(RandomSite):
     """Random numbers for a tensor [sample, ...], of its shape and type.
 
     Before `attach` gives it a site and a stream it draws from torch's generator.
     """
 
-    def __init__(self, site: str = "", stream: Stream | None = None) -> None:
+    def __init__(self, site: str = "", stream: RandomStream | None = None) -> None:
         super().__init__(site, stream)
 
     def uniform(self, like: Tensor) -> Tensor:
@@ -328,16 +328,16 @@ class Draws(Site):
     def forward(self, like: Tensor, draw: Callable[[Tensor, Tensor, torch.dtype], Tensor]) -> Tensor:
         if self.stream is None:
             return torch.rand_like(like) if draw is uniform else torch.randn_like(like)
-        return draw(*self.numbers(like.shape, self.window, like.device), like.dtype).view(like.shape)
+        return draw(*self.keys_and_index(like.shape, self.window, like.device), like.dtype).view(like.shape)
 
     def extra_repr(self) -> str:
         return f"site={self.site!r}"
 
 
-OTHER_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+UNSUPPORTED_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-def attach(model: nn.Module, stream: Stream) -> int:
+def attach_stream(model: nn.Module, stream: RandomStream) -> int:
     """Replaces every `nn.Dropout` of a module tree by a `Dropout`, and gives every `Draws` that has none its stream.
     The site is the qualified name. Returns how many there were.
 
@@ -345,10 +345,10 @@ def attach(model: nn.Module, stream: Stream) -> int:
     """
     refused = []
     found: list[tuple[nn.Module, str, nn.Dropout, str]] = []
-    draws = {path: m for path, m in model.named_modules() if isinstance(m, Draws) and m.stream is None}
+    draws = {path: m for path, m in model.named_modules() if isinstance(m, RandomDraws) and m.stream is None}
     for path, module in model.named_modules():
         inside = isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0
-        if inside or (isinstance(module, OTHER_DROPOUTS) and module.p > 0):
+        if inside or (isinstance(module, UNSUPPORTED_DROPOUTS) and module.p > 0):
             refused.append(f"{path or 'the model'} ({type(module).__name__})")
         for name, child in module.named_children():
             if isinstance(child, nn.Dropout):
@@ -361,5 +361,5 @@ def attach(model: nn.Module, stream: Stream) -> int:
     for parent, name, child, site in found:
         setattr(parent, name, Dropout(child.p, site, stream).train(child.training))
     for site, module in draws.items():
-        module.settle(site, stream)
+        module.bind(site, stream)
     return len(found) + len(draws)

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from echelon.bench import peers
-from echelon.bench.bench_device import Machine
-from echelon.bench.bench_request import Options, check, profiled, todo
-from echelon.layout.validation_error import FaultError
+from echelon.bench.bench_device import BenchDevice
+from echelon.bench.bench_request import BenchOptions, check_options, plan_measurements, plan_profiles
+from echelon.layout.validation_error import ValidationError
 
-CPU = Machine(kind="cpu", name="cpu", memory=0)
-H200 = Machine(kind="cuda", name="NVIDIA H200", memory=140 << 30, fp8=True)
+CPU = BenchDevice(device_type="cpu", name="cpu", memory=0)
+H200 = BenchDevice(device_type="cuda", name="NVIDIA H200", memory=140 << 30, fp8=True)
 
 
 @pytest.fixture
@@ -29,68 +29,72 @@ def who(found):
 
 
 def test_a_gpu_with_peers(packages):
-    found = todo(Options(peers=packages), H200)
+    found = plan_measurements(BenchOptions(peers=packages), H200)
     for_1b = [("bf16", "echelon", "none"), ("bf16", "torchtitan", "none"), ("bf16", "transformers", "none")]
     for_1b += [("fp8", "echelon", "ops"), ("fp8", "torchtitan", "none")]
     assert who(found)[:5] == [("1b", *row) for row in for_1b]
     assert who(found)[-1] == ("8b", "fp8", "torchtitan", "full")
-    assert len(found.requests) == 15
+    assert len(found.measurements) == 15
     assert found.left_out == {}
-    assert {(request.device, request.packages) for request in found.requests} == {("cuda", packages)}
+    assert {(request.device, request.peer_folder) for request in found.measurements} == {("cuda", packages)}
 
 
 def test_a_processor_has_one_small_shape(packages):
-    found = todo(Options(peers=packages), CPU)
+    found = plan_measurements(BenchOptions(peers=packages), CPU)
     assert who(found) == [("tiny", "fp32", "echelon", "none"), ("tiny", "fp32", "transformers", "none")]
     assert found.left_out == {"torchtitan": "its recipe runs on CUDA only"}
 
 
 def test_peers_that_are_not_there_are_named(packages):
-    found = todo(Options(shapes="1b"), H200)
+    found = plan_measurements(BenchOptions(shapes="1b"), H200)
     assert [one[2] for one in who(found)] == ["echelon", "echelon"]
     assert found.left_out == {
         "torchtitan": "not installed (torchtitan, torchdata)",
         "torchtitan in fp8": "not installed (torchtitan, torchdata, torchao)",
         "transformers": "not installed (transformers)",
     }
-    assert todo(Options(shapes="1b", against="none"), H200).left_out == {}
+    assert plan_measurements(BenchOptions(shapes="1b", against="none"), H200).left_out == {}
 
 
 def test_the_folder_of_this_directory_is_found(packages):
     Path(packages).rename(".peers")
-    found = todo(Options(shapes="1b", precision="bf16", against="torchtitan"), H200)
+    found = plan_measurements(BenchOptions(shapes="1b", precision="bf16", against="torchtitan"), H200)
     assert [one[2] for one in who(found)] == ["echelon", "torchtitan"]
-    assert found.requests[0].packages == str(Path(".peers").resolve())
+    assert found.measurements[0].peer_folder == str(Path(".peers").resolve())
 
 
 def test_shapes_that_cannot_fit_are_left_out_unless_asked_for(packages):
-    small = Machine(kind="cuda", name="NVIDIA A100", memory=80 << 30)
-    found = todo(Options(), small)
+    small = BenchDevice(device_type="cuda", name="NVIDIA A100", memory=80 << 30)
+    found = plan_measurements(BenchOptions(), small)
     assert [(one[0], one[1]) for one in who(found)] == [("1b", "bf16"), ("3b", "bf16")]
     assert found.left_out["8b"] == "needs 120 GiB, and NVIDIA A100 has 80"
-    assert "8b" in [one[0] for one in who(todo(Options(shapes="8b"), small))]
+    assert "8b" in [one[0] for one in who(plan_measurements(BenchOptions(shapes="8b"), small))]
 
 
 def test_what_is_given_counts_for_all(packages):
-    options = Options(shapes="8b", batch=2, seq_len=512, recompute="none", states="bfloat16", steps=3, peers=packages)
-    found = todo(options, H200).requests
-    assert {(one.batch, one.seq_len, one.recompute, one.repeats) for one in found} == {(2, 512, "none", 3)}
+    options = BenchOptions(
+        shapes="8b", batch=2, seq_len=512, recompute="none", states="bfloat16", steps=3, peers=packages
+    )
+    found = plan_measurements(options, H200).measurements
+    assert {(one.batch, one.seq_len, one.recompute, one.timed_steps) for one in found} == {(2, 512, "none", 3)}
     assert {one.who: one.states for one in found}["torchtitan"] == "float32"
     assert found[0].states == "bfloat16"
 
 
 def test_recomputation_that_only_we_have(packages):
-    found = todo(Options(shapes="8b", precision="bf16", recompute="ops", against="torchtitan", peers=packages), H200)
+    found = plan_measurements(
+        BenchOptions(shapes="8b", precision="bf16", recompute="ops", against="torchtitan", peers=packages), H200
+    )
     assert [one[2:] for one in who(found)] == [("echelon", "ops"), ("torchtitan", "full")]
 
 
 def test_both_ways_of_8_bits_have_one_peer(packages):
-    found = todo(Options(shapes="1b", precision="fp8,fp8-row", peers=packages), H200)
+    found = plan_measurements(BenchOptions(shapes="1b", precision="fp8,fp8-row", peers=packages), H200)
     assert [one[1:3] for one in who(found)] == [("fp8", "echelon"), ("fp8", "torchtitan"), ("fp8-row", "echelon")]
 
 
 def test_all_faults_at_once(tmp_path):
-    options = Options(
+    options = BenchOptions(
         only="step",
         out=tmp_path / "mine.txt",
         shapes="1b,4b",
@@ -103,9 +107,9 @@ def test_all_faults_at_once(tmp_path):
         batch=-1,
         seq_len=0,
     )
-    with pytest.raises(FaultError) as raised:
-        check(options)
-    found = {fault.key: str(fault) for fault in raised.value.faults}
+    with pytest.raises(ValidationError) as raised:
+        check_options(options)
+    found = {fault.key: str(fault) for fault in raised.value.issues}
     keys = "only out shapes precision peers against steps states recompute batch seq-len"
     assert set(found) == {f"--{key}" for key in keys.split()}
     assert 'did you mean "bf16"?' in found["--precision"]
@@ -126,15 +130,15 @@ def test_all_faults_at_once(tmp_path):
 )
 def test_what_does_not_go_together(options, words, tmp_path):
     paths = {key: tmp_path / options[key] for key in ("out", "profile") if key in options}
-    with pytest.raises(FaultError, match=words):
-        check(Options(**{**options, **paths}))
+    with pytest.raises(ValidationError, match=words):
+        check_options(BenchOptions(**{**options, **paths}))
 
 
 def test_a_profile_needs_a_gpu(tmp_path):
-    options = Options(profile=tmp_path / "a.svg", shapes="1b,3b", precision="bf16,fp8")
-    with pytest.raises(FaultError, match="needs a GPU"):
-        profiled(options, CPU)
-    found = profiled(options, H200)
+    options = BenchOptions(profile=tmp_path / "a.svg", shapes="1b,3b", precision="bf16,fp8")
+    with pytest.raises(ValidationError, match="needs a GPU"):
+        plan_profiles(options, CPU)
+    found = plan_profiles(options, H200)
     assert [(one.shape, one.precision) for one in found] == [
         ("1b", "bf16"),
         ("1b", "fp8"),
@@ -144,5 +148,5 @@ def test_a_profile_needs_a_gpu(tmp_path):
 
 
 def test_8_bits_are_refused_where_there_are_none(packages):
-    with pytest.raises(FaultError, match="cannot be multiplied"):
-        todo(Options(peers=packages, precision="bf16,fp8-row"), CPU)
+    with pytest.raises(ValidationError, match="cannot be multiplied"):
+        plan_measurements(BenchOptions(peers=packages, precision="bf16,fp8-row"), CPU)

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import echelon
-from echelon.bench.measurement import Request
-from echelon.bench.profile.kernel_classes import CATEGORIES, IDLE, OTHER, PATTERNS, category
-from echelon.bench.profile.min_bytes import least_bytes
+from echelon.bench.measurement import Measurement
+from echelon.bench.profile.kernel_classes import CATEGORIES, IDLE, KERNEL_PATTERNS, OTHER, kernel_category
+from echelon.bench.profile.min_bytes import min_bytes
 
 KERNELS = Path(echelon.__file__).parent / "kernels"
 SAMPLES = {
@@ -48,17 +48,17 @@ SAMPLES = {
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_names_of_real_kernels(name):
-    assert category(name) == SAMPLES[name]
+    assert kernel_category(name) == SAMPLES[name]
 
 
 def test_every_kernel_of_ours_has_a_part():
     texts = [path.read_text("utf-8") for path in KERNELS.glob("*_gpu.py")]
     started = {name for text in texts for name in re.findall(r"^ +(_\w+)\[", text, re.MULTILINE)}
     assert started, "how kernels are started has changed; look at this test"
-    assert {name for name in started if category(name) == OTHER} == set()
+    assert {name for name in started if kernel_category(name) == OTHER} == set()
 
 
 def test_every_part_is_shown_once():
-    assert sorted(CATEGORIES) == sorted({*PATTERNS, OTHER, IDLE})
-    request = Request(who="echelon", shape="1b", size="llama-1b", seq_len=4096, batch=8, precision="bf16")
-    assert {*least_bytes(request), "products", "attention", OTHER, IDLE} == set(CATEGORIES)
+    assert sorted(CATEGORIES) == sorted({*KERNEL_PATTERNS, OTHER, IDLE})
+    request = Measurement(who="echelon", shape="1b", size="llama-1b", seq_len=4096, batch=8, precision="bf16")
+    assert {*min_bytes(request), "products", "attention", OTHER, IDLE} == set(CATEGORIES)

@@ -1,21 +1,22 @@
 from __future__ import annotations
 
-import os
 import sys
 
 import pytest
 
-from echelon.bench.measurement import Request
-from echelon.bench.peers.import_stubs import stand_in_for
-from echelon.bench.subprocess_bench import ask, in_words
+from echelon.bench.measurement import Measurement
+from echelon.bench.peers.import_stubs import stub_missing_modules
+from echelon.bench.subprocess_bench import describe_error, run_in_subprocess
 
-TINY = Request(who="echelon", shape="tiny", size="llama-tiny", seq_len=32, batch=2, precision="fp32", warm=1, repeats=1)
+TINY = Measurement(
+    who="echelon", shape="tiny", size="llama-tiny", seq_len=32, batch=2, precision="fp32", warmup_steps=1, timed_steps=1
+)
 
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
     """Makes a module that such a process can run."""
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     def make(text: str) -> str:
         (tmp_path / "work.py").write_text(text)
@@ -25,7 +26,7 @@ def module(tmp_path, monkeypatch):
 
 
 def test_a_step_is_measured_in_a_process_of_its_own():
-    found = ask("echelon.bench.measure_step", TINY)
+    found = run_in_subprocess("echelon.bench.measure_step", TINY)
     assert found.keys() == {"step_s", "first_step_s", "peak_bytes", "version", "torch"}
     assert 0 < found["step_s"] < found["first_step_s"]
     assert found["peak_bytes"] > 1 << 20
@@ -39,7 +40,7 @@ def test_a_failure_is_told_in_words(module):
         "import no_such_package": "no_such_package is not installed",
     }
     for line, words in failures.items():
-        assert words in ask(module(text.format(line)), TINY)["failed"]
+        assert words in run_in_subprocess(module(text.format(line)), TINY)["failed"]
 
 
 def test_what_libraries_print_is_not_in_the_answer(module):
@@ -47,21 +48,23 @@ def test_what_libraries_print_is_not_in_the_answer(module):
         "import os\nfrom echelon.bench.subprocess_bench import answer\ndef work(request, begun):\n    print('noise')\n"
     )
     text += "    os.system('echo more noise')\n    return dict(batch=request.batch, late=begun > 0)\nanswer(work)\n"
-    assert ask(module(text), TINY) == {"batch": 2, "late": True}
+    assert run_in_subprocess(module(text), TINY) == {"batch": 2, "late": True}
 
 
 def test_a_process_that_dies_or_hangs_is_a_result_too(module):
     dying = module("import os, sys\nprint('last words', file=sys.stderr)\nsys.stderr.flush()\nos._exit(3)\n")
-    assert ask(dying, TINY) == {"failed": "the process ended with code 3: last words"}
+    assert run_in_subprocess(dying, TINY) == {"failed": "the process ended with code 3: last words"}
     killed = module("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
-    assert ask(killed, TINY) == {"failed": "the process was ended by SIGKILL: it printed nothing"}
-    assert ask(module("import time\ntime.sleep(60)\n"), TINY, limit=0.5) == {"failed": "not done after 0 s"}
+    assert run_in_subprocess(killed, TINY) == {"failed": "the process was ended by SIGKILL: it printed nothing"}
+    assert run_in_subprocess(module("import time\ntime.sleep(60)\n"), TINY, limit=0.5) == {
+        "failed": "not done after 0 s"
+    }
 
 
 def test_what_a_peer_never_calls_may_be_absent(monkeypatch):
     names = ["no_such_package", "no_such_package.part", "json"]
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
-    stand_in_for(names)
+    stub_missing_modules(names)
     from no_such_package.part import Something, decorate  # type: ignore[import-not-found]
 
     class Child(Something):
@@ -83,5 +86,5 @@ def test_out_of_memory_says_how_much_there_was(monkeypatch):
     device = type("Device", (), {"total_memory": 140 << 30})
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 138 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
-    words = in_words(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.83 GiB."))
+    words = describe_error(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.83 GiB."))
     assert words == "out of memory (138.0 GiB of 140.0 were in use)"

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from echelon.bench.bench_rows import compared, row_of
-from echelon.bench.measurement import Request
-from echelon.bench.tables.step_table import remarks, table
-from echelon.training.logging.metrics import Peak
+from echelon.bench.bench_rows import add_peer_ratios, make_row
+from echelon.bench.measurement import Measurement
+from echelon.bench.tables.step_table import remarks, step_table
+from echelon.training.logging.metrics import PeakFlops
 
-PEAK = Peak(flops=989.5e12, why="dense bf16 peak of H200")
-OURS = Request(who="echelon", shape="1b", size="llama-1b", seq_len=4096, batch=8, precision="bf16")
+PEAK = PeakFlops(flops=989.5e12, source="dense bf16 peak of H200")
+OURS = Measurement(who="echelon", shape="1b", size="llama-1b", seq_len=4096, batch=8, precision="bf16")
 CONTRACT = {"shape", "seq", "batch", "precision", "step_s", "tokens_per_s", "mfu", "hfu", "peak_bytes", "peer", "ratio"}
 
 
@@ -22,7 +22,7 @@ def found(step_s: float) -> dict:
 
 
 def rows(*pairs):
-    return compared([row_of(request, one, PEAK.flops) for request, one in pairs])
+    return add_peer_ratios([make_row(request, one, PEAK.flops) for request, one in pairs])
 
 
 def test_shares_are_those_of_the_reference():
@@ -77,7 +77,7 @@ def test_the_table_fits_a_plain_terminal():
         (replace(OURS, who="transformers"), {"failed": "out of memory"}),
     )
     printed = io.StringIO()
-    Console(width=80, file=printed).print(table(made, width=80))
+    Console(width=80, file=printed).print(step_table(made, width=80))
     lines = printed.getvalue().splitlines()
     words = [" ".join(line.split()) for line in lines]
     assert words[0] == "shape tokens type who step tokens/s MFU HFU GiB first ratio"

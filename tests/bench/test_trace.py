@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from echelon.bench.profile.kernel_trace import Span, shares, spans
+from echelon.bench.profile.kernel_trace import KernelSpan, kernel_spans, share_time
 
 
 def test_only_what_runs_on_the_device_counts():
@@ -14,17 +14,17 @@ def test_only_what_runs_on_the_device_counts():
             {"name": "process_name", "ph": "M"},
         ]
     }
-    assert [span.name for span in spans(trace)] == ["a", "Memcpy DtoD"]
-    assert spans(trace)[0].end == pytest.approx(15e-6)
+    assert [span.name for span in kernel_spans(trace)] == ["a", "Memcpy DtoD"]
+    assert kernel_spans(trace)[0].end == pytest.approx(15e-6)
 
 
 def test_shared_moments_are_divided_and_gaps_are_idle():
-    found = shares(
+    found = share_time(
         [
-            Span(name="a", start=100.0, end=104.0),
-            Span(name="b", start=102.0, end=106.0),  # two seconds beside a
-            Span(name="a", start=108.0, end=109.0),  # after a gap of two
-            Span(name="nothing", start=108.5, end=108.5),
+            KernelSpan(name="a", start=100.0, end=104.0),
+            KernelSpan(name="b", start=102.0, end=106.0),  # two seconds beside a
+            KernelSpan(name="a", start=108.0, end=109.0),  # after a gap of two
+            KernelSpan(name="nothing", start=108.5, end=108.5),
         ]
     )
     assert found.seconds == pytest.approx({"a": 2 + 1 + 1, "b": 1 + 2})
@@ -34,7 +34,7 @@ def test_shared_moments_are_divided_and_gaps_are_idle():
 
 
 def test_one_kernel_may_run_beside_itself():
-    found = shares([Span(name="a", start=1.0, end=3.0), Span(name="a", start=2.0, end=4.0)])
+    found = share_time([KernelSpan(name="a", start=1.0, end=3.0), KernelSpan(name="a", start=2.0, end=4.0)])
     assert found.seconds == pytest.approx({"a": 3.0})
     assert found.idle == 0
-    assert shares([]).seconds == {}
+    assert share_time([]).seconds == {}

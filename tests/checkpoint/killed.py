@@ -9,10 +9,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from echelon.checkpoint.storage import Local
+from echelon.checkpoint.storage import LocalStorage
 from echelon.config.run_config import Config
 from echelon.training.engine import Engine
-from echelon.training.loop import train_here
+from echelon.training.loop import train_on_rank
 
 EVERY = -1
 """in place of a rank"""
@@ -29,7 +29,7 @@ def train(
     that makes a checkpoint exist. With "time", it is killed so many seconds after its first step began."""
     mine = rank in (dist.get_rank(), EVERY)
     timer = threading.Timer(after, die)
-    run, write, commit = Engine.run, Local.write, Local.commit
+    run, write, commit = Engine.step_microbatches, LocalStorage.write, LocalStorage.commit
 
     def run_or_die(self, *args, **kwargs):
         if mine and moment == "time" and not timer.is_alive():
@@ -49,9 +49,9 @@ def train(
             die()
         commit(self, at)
 
-    Engine.run, Local.write, Local.commit = run_or_die, write_or_die, commit_or_die
+    Engine.step_microbatches, LocalStorage.write, LocalStorage.commit = run_or_die, write_or_die, commit_or_die
     try:
-        return train_here(config, True, resume=resume).facts()
+        return train_on_rank(config, True, resume=resume).log_fields()
     finally:
         timer.cancel()
-        Engine.run, Local.write, Local.commit = run, write, commit
+        Engine.step_microbatches, LocalStorage.write, LocalStorage.commit = run, write, commit

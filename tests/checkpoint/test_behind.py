@@ -12,31 +12,31 @@ import pytest
 import torch
 
 from echelon.checkpoint import direct_io, staging
-from echelon.checkpoint.checkpoint_index import PAGE
-from echelon.checkpoint.direct_io import write_through
-from echelon.checkpoint.staging import Staging
-from echelon.checkpoint.tensor_slices import Part
-from echelon.checkpoint.training_state import Item
+from echelon.checkpoint.checkpoint_index import PAGE_BYTES
+from echelon.checkpoint.direct_io import write_direct
+from echelon.checkpoint.staging import HostStaging
+from echelon.checkpoint.tensor_slices import LocalSlice
+from echelon.checkpoint.training_state import StateItem
 from echelon.config.sections import OptimizerConfig
-from echelon.training.engine_state import Saving, state_of
+from echelon.training.engine_state import EngineCheckpointer, training_state
 from tests.checkpoint.trained import built, stepped
 
 
 def values_of(engine) -> dict[str, torch.Tensor]:
-    return {item.name: item.read().clone() for item in state_of(engine).items()}
+    return {item.name: item.read().clone() for item in training_state(engine).items()}
 
 
 @pytest.mark.parametrize("rule", [OptimizerConfig(lr=1e-2), OptimizerConfig(lr=1e-2, ema=0.9)], ids=["adamw", "ema"])
 def test_the_next_update_waits_for_the_copy(tmp_path, monkeypatch, rule):
-    at_once = staging._copied_alone
+    at_once = staging._copy_in_chunks
 
     def slowly(to, values):
         time.sleep(0.02)
         yield from at_once(to, values)
 
-    monkeypatch.setattr(staging, "_copied_alone", slowly)
+    monkeypatch.setattr(staging, "_copy_in_chunks", slowly)
     engine = built(None, "dp=1", rule)
-    saving = Saving(engine, str(tmp_path))
+    saving = EngineCheckpointer(engine, str(tmp_path))
     kept = {}
     for step in (0, 2):  # the second save finds that the first was copied
         stepped(engine, None, step)
@@ -44,7 +44,7 @@ def test_the_next_update_waits_for_the_copy(tmp_path, monkeypatch, rule):
         saving.save({})
         begun = time.perf_counter()
         if rule.ema:
-            with engine.averaged():
+            with engine.ema_weights():
                 time.sleep(0.1)
         stepped(engine, None, step + 1)
         assert time.perf_counter() - begun > 0.02
@@ -63,11 +63,11 @@ def test_what_goes_wrong_in_the_copy_is_raised(tmp_path, monkeypatch):
         yield
 
     engine = built(None, "dp=1", OptimizerConfig(lr=1e-2))
-    saving = Saving(engine, str(tmp_path))
+    saving = EngineCheckpointer(engine, str(tmp_path))
     stepped(engine, None, 0)
     saving.save({})
     saving.wait()
-    monkeypatch.setattr(staging, "_copied_alone", broken)
+    monkeypatch.setattr(staging, "_copy_in_chunks", broken)
     stepped(engine, None, 1)
     saving.save({})
     stepped(engine, None, 2)
@@ -80,19 +80,19 @@ def test_what_goes_wrong_in_the_copy_is_raised(tmp_path, monkeypatch):
 def test_what_forward_changes_is_copied_at_once():
     engine = built(None, "dp=1", OptimizerConfig(lr=1e-2))
     stepped(engine, None, 0)
-    state = state_of(engine)
-    copied = Staging(state, torch.device("cpu"))
-    where = {region.name: len(copied.header) + region.at for region in copied.regions}
+    state = training_state(engine)
+    copied = HostStaging(state, torch.device("cpu"))
+    where = {region.name: len(copied.header) + region.offset for region in copied.regions}
 
     def mean() -> torch.Tensor:
         at = where["buffer.norm.running_mean"]
         return copied.memory[at : at + 5 * 8].view(torch.float64).clone()
 
-    copied.take(state, behind=True)
+    copied.snapshot(state, in_background=True)
     before = mean()
     assert torch.equal(before, engine.model.norm.running_mean)
     stepped(engine, None, 1)
-    copied.copy()
+    copied.run_background_copies()
     assert torch.equal(before, mean())
     assert not torch.equal(before, engine.model.norm.running_mean)
 
@@ -130,23 +130,23 @@ class Streams:
 def test_on_a_gpu_a_save_is_there_when_training_s_own_copies_are(monkeypatch, behind):
     """The stream beside waited for itself: what training's stream copied was written to the file before it came."""
     engine = built(None, "dp=1", OptimizerConfig(lr=1e-2))
-    state, streams = state_of(engine), Streams()
-    copied = Staging(state, torch.device("cpu"))
-    copied._beside = streams.beside
+    state, streams = training_state(engine), Streams()
+    copied = HostStaging(state, torch.device("cpu"))
+    copied._copy_stream = streams.beside
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device=None: streams.current)
     monkeypatch.setattr(torch.cuda, "stream", streams.stream)
     monkeypatch.setattr(torch.cuda, "Event", streams.event)
-    copied.take(state, behind=behind)
+    copied.snapshot(state, in_background=behind)
     assert streams.beside.given == ["training", "training", "event"]
     assert not streams.training.given
 
 
-@pytest.mark.parametrize("size", [3 * PAGE, 2 * PAGE + 17, 5, 0])
+@pytest.mark.parametrize("size", [3 * PAGE_BYTES, 2 * PAGE_BYTES + 17, 5, 0])
 @pytest.mark.parametrize("trouble", ["none", "open", "write", "short"])
 def test_files_past_the_cache(tmp_path, monkeypatch, size, trouble):
-    monkeypatch.setattr(direct_io, "LEAST", 1)
-    room = torch.randint(0, 256, (size + PAGE,), dtype=torch.uint8)
-    start, path = -room.data_ptr() % PAGE, tmp_path / "file"
+    monkeypatch.setattr(direct_io, "MIN_DIRECT_BYTES", 1)
+    room = torch.randint(0, 256, (size + PAGE_BYTES,), dtype=torch.uint8)
+    start, path = -room.data_ptr() % PAGE_BYTES, tmp_path / "file"
     view = memoryview(room[start : start + size].numpy().data)
     real_open, real_write, direct = os.open, os.write, os.O_DIRECT
     asked, troubled = [], []
@@ -158,7 +158,7 @@ def test_files_past_the_cache(tmp_path, monkeypatch, size, trouble):
         return real_open(path, flags, mode)
 
     def written(file, part):
-        if troubled or len(part) < PAGE or trouble in ("none", "open"):
+        if troubled or len(part) < PAGE_BYTES or trouble in ("none", "open"):
             return real_write(file, part)
         troubled.append(trouble)
         if trouble == "write":
@@ -169,20 +169,20 @@ def test_files_past_the_cache(tmp_path, monkeypatch, size, trouble):
 
     monkeypatch.setattr(os, "open", opened)
     monkeypatch.setattr(os, "write", written)
-    write_through(path, view)
+    write_direct(path, view)
     assert path.read_bytes() == bytes(view)
     assert asked[0] == (size > 0)
 
 
 def test_a_full_disk_is_no_refusal(tmp_path, monkeypatch):
-    monkeypatch.setattr(direct_io, "LEAST", 1)
+    monkeypatch.setattr(direct_io, "MIN_DIRECT_BYTES", 1)
 
     def full(file, part):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(OSError, match="No space left"):
-        write_through(tmp_path / "file", b"x" * PAGE)
+        write_direct(tmp_path / "file", b"x" * PAGE_BYTES)
 
 
 def test_a_copy_that_is_made_for_the_reader_does_not_last():
@@ -191,8 +191,8 @@ def test_a_copy_that_is_made_for_the_reader_does_not_last():
     state = torch.arange(4096.0)
     of = {"state": lambda: state, "copy": lambda: state * 1}
     items = {
-        name: Item(name, state.dtype, (4096,), Part.whole((4096,)), True, read, state.copy_)
+        name: StateItem(name, state.dtype, (4096,), LocalSlice.full((4096,)), True, read, state.copy_)
         for name, read in of.items()
     }
-    assert staging.lies_there(items["state"])
-    assert not staging.lies_there(items["copy"])
+    assert staging.is_read_in_place(items["state"])
+    assert not staging.is_read_in_place(items["copy"])

@@ -12,18 +12,18 @@ from torch import Tensor
 
 from echelon import models
 from echelon.config.sections import OptimizerConfig
-from echelon.parallel.apply import Options
+from echelon.parallel.apply import ParallelOptions
 from echelon.precision.loss_scale import LossScale
 from echelon.training.engine import Engine
-from echelon.training.engine_state import Saving, state_of
-from echelon.training.guard.deterministic import prepare, repeatable
+from echelon.training.engine_state import EngineCheckpointer, training_state
+from echelon.training.guard.deterministic import deterministic_kernels, set_cublas_workspace
 
 SHAPE = tiny(layers=6, width=1024, heads=8, kv_heads=4, ffn=2816, vocab=16001, max_seq_len=512)
 """0.1B parameters: copies take longer than a step does"""
-HALF, SCALED = Options(compute=torch.bfloat16), Options(compute=torch.float16)
-ALONE = Options(compute=torch.bfloat16, master=torch.bfloat16)
-CASES: dict[str, tuple[str, OptimizerConfig, Options]] = {
-    "float32": ("dp=1", OptimizerConfig(), Options()),
+HALF, SCALED = ParallelOptions(compute_dtype=torch.bfloat16), ParallelOptions(compute_dtype=torch.float16)
+ALONE = ParallelOptions(compute_dtype=torch.bfloat16, master_dtype=torch.bfloat16)
+CASES: dict[str, tuple[str, OptimizerConfig, ParallelOptions]] = {
+    "float32": ("dp=1", OptimizerConfig(), ParallelOptions()),
     "master in two halves": ("dp=1", OptimizerConfig(), HALF),
     "no master": ("dp=1", OptimizerConfig(), ALONE),
     "moments in 8 bits": ("dp=1", OptimizerConfig(states="int8"), HALF),
@@ -38,24 +38,40 @@ CASES: dict[str, tuple[str, OptimizerConfig, Options]] = {
     "adafactor": ("dp=1", OptimizerConfig(name="adafactor", momentum=0.9), HALF),
     "sm3": ("dp=1", OptimizerConfig(name="sm3", momentum=0.9), HALF),
     "muon": ("dp=1", OptimizerConfig(name="muon"), HALF),
-    "states on the host": ("offload=optimizer", OptimizerConfig(), Options(compute=torch.bfloat16, host=1.0)),
-    "half of them": ("offload=optimizer", OptimizerConfig(), Options(compute=torch.bfloat16, host=0.5)),
-    "all on the host": ("offload=params", OptimizerConfig(), Options(compute=torch.bfloat16, host=1.0)),
-    "on disk": ("offload=params+disk", OptimizerConfig(), Options(compute=torch.bfloat16, host=1.0)),
+    "states on the host": (
+        "offload=optimizer",
+        OptimizerConfig(),
+        ParallelOptions(compute_dtype=torch.bfloat16, host_share=1.0),
+    ),
+    "half of them": (
+        "offload=optimizer",
+        OptimizerConfig(),
+        ParallelOptions(compute_dtype=torch.bfloat16, host_share=0.5),
+    ),
+    "all on the host": (
+        "offload=params",
+        OptimizerConfig(),
+        ParallelOptions(compute_dtype=torch.bfloat16, host_share=1.0),
+    ),
+    "on disk": (
+        "offload=params+disk",
+        OptimizerConfig(),
+        ParallelOptions(compute_dtype=torch.bfloat16, host_share=1.0),
+    ),
 }
-prepare()
+set_cublas_workspace()
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
 
 @pytest.fixture(autouse=True)
 def repeated() -> Iterator[None]:
-    with repeatable():
+    with deterministic_kernels():
         yield
 
 
 def built(name: str) -> Engine:
     layout, rule, options = CASES[name]
-    on_gpu = Options(**{**vars(options), "device": torch.device("cuda")})
+    on_gpu = ParallelOptions(**{**vars(options), "device": torch.device("cuda")})
     scale = LossScale.dynamic(start=2.0**10, every=1) if options is SCALED else None
     clip = 0.0 if rule.in_backward else 1.0
     engine = Engine(models.build(SHAPE, "meta"), layout, rule, clip=clip, options=on_gpu, loss_scale=scale)
@@ -67,7 +83,7 @@ def values_of(engine: Engine) -> dict[str, Tensor]:
     """The whole state, with nothing under way."""
     engine.drain()
     torch.cuda.synchronize()
-    return {item.name: item.read().cpu().clone() for item in state_of(engine).items()}
+    return {item.name: item.read().cpu().clone() for item in training_state(engine).items()}
 
 
 def trained(engine: Engine, steps: range) -> list[float]:
@@ -86,7 +102,7 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 def test_what_is_loaded_is_what_was_there(tmp_path: Path, name: str) -> None:
     """Twice: the second save finds the memory of the first, and steps behind it change everything that it copies."""
     engine = built(name)
-    saving = Saving(engine, str(tmp_path))
+    saving = EngineCheckpointer(engine, str(tmp_path))
     kept: dict[int, dict[str, Tensor]] = {}
     for first in (0, 2):
         trained(engine, range(first, first + 2))
@@ -99,7 +115,7 @@ def test_what_is_loaded_is_what_was_there(tmp_path: Path, name: str) -> None:
     engine.close()
     assert differing(kept[4], end)  # all of this can fail
     other = built(name)
-    again = Saving(other, str(tmp_path))
+    again = EngineCheckpointer(other, str(tmp_path))
     for step in (2, 4):
         again.load(step)
         assert not differing(kept[step], values_of(other))

@@ -8,8 +8,8 @@ from laid_out import largest_error, tiny
 
 from echelon.config.sections import OptimizerConfig
 from echelon.layout import Layout
-from echelon.models.moe_config import MixtureConfig
-from echelon.parallel.apply import Options
+from echelon.models.moe_config import MoEConfig
+from echelon.parallel.apply import ParallelOptions
 from echelon.precision.loss_scale import LossScale
 from tests.checkpoint.trained import run
 
@@ -63,7 +63,7 @@ def test_every_rule(pool, tmp_path, name):
 
 
 TIED = tiny(tied=True, layers=2)
-MIXED = tiny(mixture=MixtureConfig(experts=4, k=2, ffn=24, gate="loss-free"))
+MIXED = tiny(mixture=MoEConfig(experts=4, k=2, ffn=24, gate="loss-free"))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_experts_and_their_biases(pool, tmp_path, source, target, name):
 def test_loss_scale_and_split_masters(pool, tmp_path):
     """bfloat16 beside float32 halves, a dynamic scale that changes: bit-equal."""
     given = {
-        "options": Options(compute=torch.bfloat16, master=torch.float32),
+        "options": ParallelOptions(compute_dtype=torch.bfloat16, master_dtype=torch.float32),
         "scale": LossScale.dynamic(start=16.0, every=1),
     }
     for layout in ("dp=2", "dp=2,zero=3"):
@@ -108,7 +108,7 @@ def test_loss_scale_and_split_masters(pool, tmp_path):
 @pytest.mark.parametrize("name", ["adamw", "plain sgd"])
 def test_weights_without_a_master_copy(pool, tmp_path, name):
     """The count of roundings goes on."""
-    given = {"options": Options(compute=torch.bfloat16, master=torch.bfloat16)}
+    given = {"options": ParallelOptions(compute_dtype=torch.bfloat16, master_dtype=torch.bfloat16)}
     a, b = continued(pool, tmp_path, None, RULES[name], "dp=2,zero=1", "dp=2,zero=1", **given)
     assert_same(a, b)
 
@@ -122,7 +122,7 @@ def test_moments_in_8_bits(pool, tmp_path):
     """Bit-equal on the same layout; on another, blocks differ, and so does what 8 bits cannot hold."""
     rule = OptimizerConfig(lr=1e-2, states="int8")
     shape = tiny(vocab=401)
-    given = {"options": Options(compute=torch.float32, master=torch.float32)}
+    given = {"options": ParallelOptions(compute_dtype=torch.float32, master_dtype=torch.float32)}
     a, b = continued(pool, tmp_path, shape, rule, "dp=2,zero=1", "dp=2,zero=1", **given)
     assert_same(a, b)
     a, b = continued(pool, tmp_path / "other", shape, rule, "dp=2,zero=1", "dp=3,zero=1", **given)

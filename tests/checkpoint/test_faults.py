@@ -14,21 +14,21 @@ import pytest
 import torch
 from laid_out import tiny
 
-from echelon.checkpoint.checkpoint_index import CheckpointError, digest_of
-from echelon.checkpoint.save import Keep
-from echelon.checkpoint.storage import WRITING, Local
+from echelon.checkpoint.checkpoint_index import CheckpointError, digest_line
+from echelon.checkpoint.save import RetentionPolicy
+from echelon.checkpoint.storage import WRITING_PREFIX, LocalStorage
 from echelon.config.sections import OptimizerConfig
 from echelon.launch.rank_failure import RankError
-from echelon.training.engine_state import Saving
+from echelon.training.engine_state import EngineCheckpointer
 from tests.checkpoint.trained import built, run, stepped
 
 SHAPE = tiny(layers=1, vocab=31)
 RULE = OptimizerConfig(lr=1e-2)
 
 
-def trained(folder: Path, *, steps: int = 2, keep: Keep | None = None) -> tuple[object, Saving]:
+def trained(folder: Path, *, steps: int = 2, keep: RetentionPolicy | None = None) -> tuple[object, EngineCheckpointer]:
     engine = built(SHAPE, "dp=1", RULE)
-    saving = Saving(engine, str(folder), keep=keep)
+    saving = EngineCheckpointer(engine, str(folder), keep=keep)
     for step in range(steps):
         stepped(engine, SHAPE, step)
         saving.save({})
@@ -43,7 +43,7 @@ def saved(tmp_path):
 
 def refused(folder: Path, match: str, step: int = 2) -> None:
     with pytest.raises(CheckpointError, match=match):
-        Saving(built(SHAPE, "dp=1", RULE), str(folder)).load(step)
+        EngineCheckpointer(built(SHAPE, "dp=1", RULE), str(folder)).load(step)
 
 
 def test_one_byte_of_any_file(saved):
@@ -107,13 +107,13 @@ def test_names_both_ways(saved):
     tensors = whole["tensors"]
     tensors["model.head.wait"] = tensors.pop("model.head.weight")
     file.write_text(text := json.dumps(whole))
-    (file.parent / "index.sha256").write_text(digest_of(text))
+    (file.parent / "index.sha256").write_text(digest_line(text))
     refused(folder, r"missing: model\.head\.weight \(is it model\.head\.wait\?\), unexpected: model\.head\.wait")
     other = r"different: model\.embed\.weight \(there F64 \[31, 16\], here F64 \[33, 16\]\)"
     with pytest.raises(CheckpointError, match=other):
-        Saving(built(tiny(layers=1, vocab=33), "dp=1", RULE), str(folder)).load(1)
+        EngineCheckpointer(built(tiny(layers=1, vocab=33), "dp=1", RULE), str(folder)).load(1)
     with pytest.raises(CheckpointError, match=r"missing: optimizer\.mean\..*unexpected|missing: average"):
-        Saving(built(SHAPE, "dp=1", OptimizerConfig(lr=1e-2, ema=0.9)), str(folder)).load(1)
+        EngineCheckpointer(built(SHAPE, "dp=1", OptimizerConfig(lr=1e-2, ema=0.9)), str(folder)).load(1)
 
 
 def test_a_full_disk_is_raised_at_the_next_step(tmp_path, monkeypatch):
@@ -128,11 +128,11 @@ def test_a_full_disk_is_raised_at_the_next_step(tmp_path, monkeypatch):
         saving.save({})
         with pytest.raises(CheckpointError, match=r"cannot be written \(.*part-00000.*no space left"):
             saving.wait()
-    assert Local(tmp_path).steps() == [1]
-    assert not list(tmp_path.glob(f"{WRITING}*"))
+    assert LocalStorage(tmp_path).steps() == [1]
+    assert not list(tmp_path.glob(f"{WRITING_PREFIX}*"))
     saving.save({})
     saving.wait()
-    assert Local(tmp_path).steps() == [1, 2]
+    assert LocalStorage(tmp_path).steps() == [1, 2]
 
 
 def test_a_disk_that_is_really_full(tmp_path):
@@ -143,10 +143,10 @@ def test_a_disk_that_is_really_full(tmp_path):
         pytest.skip("no file system of a size of our own here")
     try:
         with pytest.raises(CheckpointError, match="no space left"):
-            trained(small, steps=6, keep=Keep(last=0))
-        assert Local(small).steps()
-        assert not list(small.glob(f"{WRITING}*"))
-        Saving(built(SHAPE, "dp=1", RULE), str(small)).load(Local(small).steps()[-1])
+            trained(small, steps=6, keep=RetentionPolicy(last=0))
+        assert LocalStorage(small).steps()
+        assert not list(small.glob(f"{WRITING_PREFIX}*"))
+        EngineCheckpointer(built(SHAPE, "dp=1", RULE), str(small)).load(LocalStorage(small).steps()[-1])
     finally:
         subprocess.run(["umount", str(small)], check=True)
 
@@ -163,19 +163,19 @@ def test_a_place_that_cannot_be_written(tmp_path):
 
 def test_partial_ones_are_ignored_and_cleaned(tmp_path):
     _, saving = trained(tmp_path, steps=1)
-    (tmp_path / f"{WRITING}step-00000007").mkdir()
+    (tmp_path / f"{WRITING_PREFIX}step-00000007").mkdir()
     (tmp_path / "step-00000009").mkdir()
-    assert Local(tmp_path).steps() == [1]
+    assert LocalStorage(tmp_path).steps() == [1]
     saving.save({})
     saving.wait()
-    assert not list(tmp_path.glob(f"{WRITING}*"))
+    assert not list(tmp_path.glob(f"{WRITING_PREFIX}*"))
 
 
 def test_which_stay(tmp_path):
-    assert Keep(last=2, every=10).removed([5, 10, 15, 20, 25]) == [5, 15]
-    assert Keep(last=0).removed([1, 2, 3]) == []
-    trained(tmp_path, steps=5, keep=Keep(last=1, every=2))
-    assert Local(tmp_path).steps() == [2, 4, 5]
+    assert RetentionPolicy(last=2, every=10).expired([5, 10, 15, 20, 25]) == [5, 15]
+    assert RetentionPolicy(last=0).expired([1, 2, 3]) == []
+    trained(tmp_path, steps=5, keep=RetentionPolicy(last=1, every=2))
+    assert LocalStorage(tmp_path).steps() == [2, 4, 5]
 
 
 def test_addresses_of_fsspec():
@@ -183,7 +183,7 @@ def test_addresses_of_fsspec():
     import fsspec
 
     address = "memory://checkpoints"
-    engine, saving = trained(address, steps=4, keep=Keep(last=2))  # type: ignore[arg-type]
+    engine, saving = trained(address, steps=4, keep=RetentionPolicy(last=2))  # type: ignore[arg-type]
     files = fsspec.filesystem("memory")
     files.pipe("/checkpoints/step-00000008/part-00000.safetensors", b"half of it")
     assert saving.steps() == [3, 4]
@@ -215,7 +215,7 @@ def address_of(tmp_path: Path, address: str) -> str:
 def test_the_same_step_again_lasts_until_the_new_one_exists(tmp_path, monkeypatch, address, moment):
     """A run that went back from a spike writes its checkpoint again: a failure meanwhile left it without one."""
     where = address_of(tmp_path, address)
-    _, saving = trained(where, steps=1, keep=Keep(last=1))  # type: ignore[arg-type]
+    _, saving = trained(where, steps=1, keep=RetentionPolicy(last=1))  # type: ignore[arg-type]
     kind, before = type(saving._storage), saving.load(1).hash
 
     def full(*_: object) -> None:
@@ -232,15 +232,15 @@ def test_the_same_step_again_lasts_until_the_new_one_exists(tmp_path, monkeypatc
         saving.save({"number": number})
         saving.wait()
         assert saving.steps() == [1]
-        assert saving.load(1).index.facts["number"] == number
+        assert saving.load(1).index.metadata["number"] == number
 
 
 def test_a_kill_between_the_two_moves_of_the_same_step(tmp_path, monkeypatch):
-    engine, saving = trained(tmp_path, steps=1, keep=Keep(last=1))
+    engine, saving = trained(tmp_path, steps=1, keep=RetentionPolicy(last=1))
     before, real = saving.load(1).hash, Path.rename
 
     def dies(path: Path, target: Path) -> Path:
-        if path.name.startswith(WRITING):
+        if path.name.startswith(WRITING_PREFIX):
             raise OSError(errno.EIO, "killed")
         return real(path, target)
 
@@ -250,10 +250,10 @@ def test_a_kill_between_the_two_moves_of_the_same_step(tmp_path, monkeypatch):
         with pytest.raises(CheckpointError, match="killed"):
             saving.wait()
     assert not (tmp_path / "step-00000001").exists()
-    assert Local(tmp_path).steps() == [1]
+    assert LocalStorage(tmp_path).steps() == [1]
     assert saving.load(1).hash == before
     stepped(engine, SHAPE, 1)
-    monkeypatch.setattr(Local, "commit", lambda *_: (_ for _ in ()).throw(CheckpointError("no room")))
+    monkeypatch.setattr(LocalStorage, "commit", lambda *_: (_ for _ in ()).throw(CheckpointError("no room")))
     saving.save({})
     with pytest.raises(CheckpointError, match="no room"):
         saving.wait()
@@ -264,7 +264,7 @@ def test_a_kill_between_the_two_moves_of_the_same_step(tmp_path, monkeypatch):
 def test_a_failure_behind_the_commit_takes_nothing_back(tmp_path, monkeypatch, address):
     """Old ones are removed when the new one exists; where that failed, or a rank died then, the new one was removed."""
     where = address_of(tmp_path, address)
-    engine, saving = trained(where, steps=1, keep=Keep(last=1))  # type: ignore[arg-type]
+    engine, saving = trained(where, steps=1, keep=RetentionPolicy(last=1))  # type: ignore[arg-type]
     stepped(engine, SHAPE, 1)
     kind = type(saving._storage)
     real = kind.remove
@@ -282,7 +282,7 @@ def test_a_failure_behind_the_commit_takes_nothing_back(tmp_path, monkeypatch, a
 
 
 def test_a_folder_that_only_the_first_machine_has(tmp_path, monkeypatch):
-    monkeypatch.setattr(Local, "begin", lambda *_: None)
+    monkeypatch.setattr(LocalStorage, "begin", lambda *_: None)
     with pytest.raises(CheckpointError, match=r"is not there\); all ranks must see one folder: set checkpoint\.path"):
         trained(tmp_path, steps=1)
 

@@ -12,13 +12,13 @@ from small_runs import small
 
 from echelon.checkpoint.checkpoint_index import CheckpointError
 from echelon.checkpoint.load import open_index
-from echelon.checkpoint.storage import WRITING, Local
+from echelon.checkpoint.storage import WRITING_PREFIX, LocalStorage
 from echelon.config.run_config import Config
-from echelon.faults.injection_spec import read
+from echelon.faults.injection_spec import parse_injections
 from echelon.launch.rank_failure import RankError
-from echelon.layout import FaultError
-from echelon.training.loop import train_here
-from echelon.training.resume import config_of, where
+from echelon.layout import ValidationError
+from echelon.training.loop import train_on_rank
+from echelon.training.resume import parse_resume_path, resumed_config
 from echelon.training.run_dir import Run
 from echelon.training.start_training import default_procs
 from tests.checkpoint.killed import train
@@ -33,7 +33,7 @@ def config(folder: Path, layout: str = "dp=2,zero=1", **changes: object) -> Conf
 
 def states(run: str | Path) -> dict[int, str]:
     """The hash of every checkpoint."""
-    storage = Local(Path(run) / "checkpoints")
+    storage = LocalStorage(Path(run) / "checkpoints")
     return {step: open_index(storage, step).hash for step in storage.steps()}
 
 
@@ -71,12 +71,12 @@ def test_killed_at_some_moment(pool, tmp_path, undisturbed, moment, rank, step, 
     found = list(states(run))
     # In a step, the save before it is through or still in flight.
     assert found == left or (moment == "step" and found == left[:-1])
-    told = pool.run(train, 2, config_of(run, []), str(run))[0]
+    told = pool.run(train, 2, resumed_config(run, []), str(run))[0]
     _, other = undisturbed
     assert losses(run) == losses(other["run"])
     assert states(run)[STEPS] == states(other["run"])[STEPS]
     assert list(states(run)) == [8, STEPS]  # checkpoint.keep = 2
-    assert not list((run / "checkpoints").glob(f"{WRITING}*"))
+    assert not list((run / "checkpoints").glob(f"{WRITING_PREFIX}*"))
     assert Path(told["run"]) == run
 
 
@@ -86,7 +86,7 @@ def test_s9_other_numbers_of_ranks_see_the_same_samples(pool, tmp_path, undistur
     asked = config(tmp_path, "dp=4", steps=6)
     told = pool.run(train, 4, asked)[0]
     # steps=6 has another learning rate; the samples do not depend on it
-    again = config_of(Path(told["run"]), [f"steps={STEPS}", "layout=tp=2"])
+    again = resumed_config(Path(told["run"]), [f"steps={STEPS}", "layout=tp=2"])
     pool.run(train, 2, again, f"{told['run']}/checkpoints/step-00000006")
     assert losses(told["run"])[1] == pytest.approx(losses(other["run"])[1], rel=1e-5)
     assert sorted(losses(told["run"])) == list(range(1, STEPS + 1))
@@ -97,7 +97,7 @@ def test_from_an_earlier_checkpoint(pool, tmp_path, undisturbed):
     asked = config(tmp_path, steps=6, **{"checkpoint.keep": 0})
     pool.run(train, 2, asked)
     run = tmp_path / "run"
-    again = config_of(run, ["optimizer.lr=1e-4", "steps=5"])
+    again = resumed_config(run, ["optimizer.lr=1e-4", "steps=5"])
     pool.run(train, 2, again, str(run / "checkpoints" / "step-00000002"))
     assert list(states(run)) == [2, 4, 5]
     assert sorted(path.name for path in (run / "checkpoints").glob("left-*")) == [
@@ -108,53 +108,53 @@ def test_from_an_earlier_checkpoint(pool, tmp_path, undisturbed):
 
 def test_a_disk_that_fills_up_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
     asked = config(tmp_path, "dp=1")
-    write = Local.write
+    write = LocalStorage.write
 
     def full(self, step, name, file, *until):
         if step == 4:
             raise CheckpointError("a checkpoint cannot be written (part-00000.safetensors: no space left on device)")
         write(self, step, name, file, *until)
 
-    monkeypatch.setattr(Local, "write", full)
+    monkeypatch.setattr(LocalStorage, "write", full)
     with pytest.raises(CheckpointError, match="no space left"):
-        train_here(asked, quiet=True)
+        train_on_rank(asked, quiet=True)
     assert list(states(tmp_path / "run")) == [2]
     assert max(losses(tmp_path / "run")) < STEPS
     monkeypatch.undo()
-    train_here(config_of(tmp_path / "run", []), quiet=True, resume=str(tmp_path / "run"))
+    train_on_rank(resumed_config(tmp_path / "run", []), quiet=True, resume=str(tmp_path / "run"))
     assert sorted(losses(tmp_path / "run")) == list(range(1, STEPS + 1))
 
 
 def test_a_run_that_is_through(pool, undisturbed):
     _, told = undisturbed
     with pytest.raises(RankError, match=r"the run is through \(step 9 of 9\); set steps to more"):
-        pool.run(train, 2, config_of(Path(told["run"]), []), told["run"])
+        pool.run(train, 2, resumed_config(Path(told["run"]), []), told["run"])
 
 
 def test_what_cannot_change(undisturbed):
     _, told = undisturbed
-    with pytest.raises(FaultError) as caught:
-        config_of(Path(told["run"]), ["seed=3", "batch=8", "layout=tp=2"])
-    assert [fault.key for fault in caught.value.faults] == ["batch", "seed"]
+    with pytest.raises(ValidationError) as caught:
+        resumed_config(Path(told["run"]), ["seed=3", "batch=8", "layout=tp=2"])
+    assert [fault.key for fault in caught.value.issues] == ["batch", "seed"]
 
 
 def test_states_that_are_not_there(undisturbed):
     """It blamed optimizer.eps, which nobody had given."""
     _, told = undisturbed
-    with pytest.raises(FaultError) as caught:
-        config_of(Path(told["run"]), ["optimizer.name=lion"])
-    (fault,) = caught.value.faults
+    with pytest.raises(ValidationError) as caught:
+        resumed_config(Path(told["run"]), ["optimizer.name=lion"])
+    (fault,) = caught.value.issues
     assert str(fault) == 'optimizer.name="lion" cannot change while a run goes on; legal: "adamw", or a new run'
-    assert config_of(Path(told["run"]), ['optimizer.name="adamw"', "optimizer.states=float32"])
+    assert resumed_config(Path(told["run"]), ['optimizer.name="adamw"', "optimizer.states=float32"])
 
 
 def test_a_checkpoint_names_its_run():
-    assert where("runs/a/checkpoints/step-00000012") == (Path("runs/a"), 12)
-    assert where("runs/a") == (Path("runs/a"), None)
+    assert parse_resume_path("runs/a/checkpoints/step-00000012") == (Path("runs/a"), 12)
+    assert parse_resume_path("runs/a") == (Path("runs/a"), None)
 
 
 def test_keys_of_checkpoints_do_something_or_are_refused(tmp_path):
-    with pytest.raises(FaultError, match=r"checkpoint\.keep"):
+    with pytest.raises(ValidationError, match=r"checkpoint\.keep"):
         config(tmp_path, **{"checkpoint.every": 0, "checkpoint.keep": 3})
     assert replace(config(tmp_path)).checkpoint.keep == 2
 
@@ -166,11 +166,11 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_anew(pool, tmp_path):
     run = tmp_path / "run"
     (run / "checkpoints").rename(tmp_path / "elsewhere")
     with pytest.raises(RankError, match=r"has written checkpoints .*step-00000002.*none is there now.*mount their"):
-        pool.run(train, 1, config_of(run, ["steps=4"]), str(run))
-    again = config_of(run, ["steps=4", f"checkpoint.path={tmp_path / 'elsewhere'}"])
+        pool.run(train, 1, resumed_config(run, ["steps=4"]), str(run))
+    again = resumed_config(run, ["steps=4", f"checkpoint.path={tmp_path / 'elsewhere'}"])
     pool.run(train, 1, again, str(run))
     assert list(losses(run)) == [1, 2, 3, 4]
-    assert Local(tmp_path / "elsewhere").steps() == [2, 4]
+    assert LocalStorage(tmp_path / "elsewhere").steps() == [2, 4]
 
 
 def test_a_new_run_keeps_out_of_the_checkpoints_of_another(pool, tmp_path):
@@ -179,7 +179,7 @@ def test_a_new_run_keeps_out_of_the_checkpoints_of_another(pool, tmp_path):
     pool.run(train, 1, config(tmp_path, "dp=1", steps=4, **{"checkpoint.path": place}))
     with pytest.raises(RankError, match=r"checkpoint\.path=.*kept has checkpoints of another run \(steps 2, 4\)"):
         pool.run(train, 1, config(tmp_path, "dp=1", steps=4, **{"checkpoint.path": place}))
-    assert Local(tmp_path / "kept").steps() == [2, 4]
+    assert LocalStorage(tmp_path / "kept").steps() == [2, 4]
 
 
 def test_a_run_that_is_running_is_not_resumed_beside_itself(pool, tmp_path):
@@ -187,25 +187,25 @@ def test_a_run_that_is_running_is_not_resumed_beside_itself(pool, tmp_path):
     pool.run(train, 1, config(tmp_path, "dp=1", steps=2))
     run = tmp_path / "run"
     with Run.open(run) as held:
-        assert held.claim()
+        assert held.lock()
         before = (run / "log.jsonl").read_bytes()
         with pytest.raises(
             RankError, match=r"another process is training in the run's directory \(.*run; its log grew"
         ):
-            pool.run(train, 1, config_of(run, ["steps=3"]), str(run))
+            pool.run(train, 1, resumed_config(run, ["steps=3"]), str(run))
         assert (run / "log.jsonl").read_bytes() == before
         # The claim of a machine that is gone: longer ago than any step takes.
         os.utime(run / "log.jsonl", (0, time.time() - held.config.timeout - 1))
-        pool.run(train, 1, config_of(run, ["steps=3"]), str(run))
-    pool.run(train, 1, config_of(run, ["steps=4"]), str(run))
+        pool.run(train, 1, resumed_config(run, ["steps=3"]), str(run))
+    pool.run(train, 1, resumed_config(run, ["steps=4"]), str(run))
     assert list(losses(run)) == [1, 2, 3, 4]
 
 
 def test_a_fault_in_the_phase_of_a_save(pool, tmp_path):
     """It was a legal phase that nothing ever entered."""
-    inject = read(["raise:rank=0,step=4,phase=save"])
+    inject = parse_injections(["raise:rank=0,step=4,phase=save"])
     with pytest.raises(RankError, match="injected into rank 0 in save of step 4"):
-        pool.run(train_here, 1, config(tmp_path, "dp=1", steps=6), True, inject)
+        pool.run(train_on_rank, 1, config(tmp_path, "dp=1", steps=6), True, inject)
     assert list(states(tmp_path / "run")) == [2]
 
 
@@ -213,6 +213,6 @@ def test_a_run_goes_on_with_as_many_ranks_as_it_had(pool, tmp_path):
     """`--procs 2` was not kept where no layout was set: the command that a stopped run tells went on with one."""
     pool.run(train, 2, config(tmp_path, "", steps=2))
     run = tmp_path / "run"
-    assert default_procs(config_of(run, []), str(run)) == 2
-    assert default_procs(config_of(run, ["layout=tp=4"]), str(run / "checkpoints" / "step-00000002")) == 4
+    assert default_procs(resumed_config(run, []), str(run)) == 2
+    assert default_procs(resumed_config(run, ["layout=tp=4"]), str(run / "checkpoints" / "step-00000002")) == 4
     assert default_procs(config(tmp_path, "")) == 1

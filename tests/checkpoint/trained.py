@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from echelon import models
 from echelon.config.sections import OptimizerConfig
 from echelon.models.model_config import ModelConfig
-from echelon.parallel.apply import Options
+from echelon.parallel.apply import ParallelOptions
 from echelon.precision.loss_scale import LossScale
 from echelon.training.engine import Engine
-from echelon.training.engine_state import Saving
+from echelon.training.engine_state import EngineCheckpointer
 
 ROWS, WIDTH = 12, 5
 
@@ -42,12 +42,12 @@ def built(
     layout: str,
     rule: OptimizerConfig,
     *,
-    options: Options | None = None,
+    options: ParallelOptions | None = None,
     scale: LossScale | None = None,
     clip: float = 1.0,
 ) -> Engine:
-    options = options or Options(compute=torch.float64, master=torch.float64)
-    model = Slopes() if shape is None else models.build(shape, "meta", dtype=options.compute)
+    options = options or ParallelOptions(compute_dtype=torch.float64, master_dtype=torch.float64)
+    model = Slopes() if shape is None else models.build(shape, "meta", dtype=options.compute_dtype)
     engine = Engine(model, layout, rule, clip=clip, options=options, loss_scale=scale)
     engine.model.train()
     return engine
@@ -67,17 +67,22 @@ def run(
     *,
     resume: bool = False,
     save_at: int | None = None,
-    options: Options | None = None,
+    options: ParallelOptions | None = None,
     scale: LossScale | None = None,
     clip: float = 1.0,
 ) -> dict[str, object]:
     """Trains from one step to another; the state at the end, put together from all ranks."""
     engine = built(shape, layout, rule, options=options, scale=scale, clip=clip)
-    saving = Saving(engine, folder)
+    saving = EngineCheckpointer(engine, folder)
     told: dict[str, object] = {}
     if resume:
         loaded = saving.load(steps[0])
-        told |= {"loaded": loaded.hash, "stored": loaded.index.hash, "read": loaded.nbytes, "held": loaded.held}
+        told |= {
+            "loaded": loaded.hash,
+            "stored": loaded.index.hash,
+            "read": loaded.bytes_read,
+            "held": loaded.bytes_held,
+        }
     losses = []
     for step in range(*steps):
         losses.append(stepped(engine, shape, step))

@@ -7,13 +7,13 @@ from dataclasses import asdict
 import pytest
 from typer.testing import CliRunner
 
-from echelon.bench.bench_device import Machine
-from echelon.bench.profile.breakdown import Breakdown, Part, from_json
+from echelon.bench.bench_device import BenchDevice
+from echelon.bench.profile.breakdown import Breakdown, StepPart, from_json
 from echelon.cli import app
-from echelon.training.logging.metrics import Peak
+from echelon.training.logging.metrics import PeakFlops
 
 CONTRACT = {"shape", "seq", "batch", "precision", "step_s", "tokens_per_s", "mfu", "hfu", "peak_bytes", "peer", "ratio"}
-H200 = Machine(kind="cuda", name="NVIDIA H200", memory=140 << 30, fp8=True)
+H200 = BenchDevice(device_type="cuda", name="NVIDIA H200", memory=140 << 30, fp8=True)
 
 
 def invoke(*args, **environment):
@@ -29,10 +29,10 @@ def answers(monkeypatch, tmp_path):
         return found.get((request.who, request.precision)) or found.get(module) or {"failed": "not in this test"}
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("echelon.bench.bench_device.here", lambda: H200)
-    monkeypatch.setattr("echelon.bench.subprocess_bench.ask", ask)
+    monkeypatch.setattr("echelon.bench.bench_device.detect_device", lambda: H200)
+    monkeypatch.setattr("echelon.bench.subprocess_bench.run_in_subprocess", ask)
     monkeypatch.setattr(
-        "echelon.training.logging.metrics.peak_flops", lambda _: Peak(flops=989.5e12, why="dense bf16 peak")
+        "echelon.training.logging.metrics.peak_flops", lambda _: PeakFlops(flops=989.5e12, source="dense bf16 peak")
     )
     monkeypatch.setattr("echelon.bench.peers._can_import", lambda name, _: name.startswith("torch"))
     return found
@@ -96,7 +96,7 @@ def test_nothing_of_ours_ran(answers):
 
 
 def test_all_faults_at_once(monkeypatch):
-    monkeypatch.setattr("echelon.bench.bench_device.here", lambda: pytest.fail("it went on"))
+    monkeypatch.setattr("echelon.bench.bench_device.detect_device", lambda: pytest.fail("it went on"))
     done = invoke("--only", "step", "--shapes", "1b,2b", "--steps", 0, "--states", "fp32", "--json")
     assert done.exit_code == 2
     assert [line.split("=")[0] for line in done.stderr.splitlines()] == ["--shapes", "--only", "--states", "--steps"]
@@ -104,7 +104,7 @@ def test_all_faults_at_once(monkeypatch):
 
 
 def test_a_profile_is_written_twice_and_shown(answers, tmp_path):
-    parts = (Part(name="products", seconds=0.36, floor_s=0.34), Part(name="idle", seconds=0.01, floor_s=0.0))
+    parts = (StepPart(name="products", seconds=0.36, floor_s=0.34), StepPart(name="idle", seconds=0.01, floor_s=0.0))
     one = Breakdown(
         shape="1b",
         seq=4096,
@@ -137,7 +137,9 @@ def test_a_profile_that_fails_is_said(answers, tmp_path):
 
 
 def test_a_profile_needs_a_gpu(tmp_path, monkeypatch):
-    monkeypatch.setattr("echelon.bench.bench_device.here", lambda: Machine(kind="cpu", name="cpu", memory=0))
+    monkeypatch.setattr(
+        "echelon.bench.bench_device.detect_device", lambda: BenchDevice(device_type="cpu", name="cpu", memory=0)
+    )
     done = invoke("--profile", tmp_path / "step.svg")
     assert done.exit_code == 2
     assert "needs a GPU" in done.stderr

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from echelon.cli import app
 from echelon.pipeline.lower import lower
-from echelon.pipeline.schedules import FAMILIES, make
+from echelon.pipeline.schedules import FAMILIES, make_schedule
 from echelon.pipeline.simulate import Durations, simulate
-from echelon.pipeline.timeline import FILE, Timeline, write
+from echelon.pipeline.timeline import TIMELINE_FILE, Timeline, write_timelines
 
 OWN = """# 1F1B, 2 ranks, 2 microbatches
 rank 0, stages 0: 0F0 0F1 0B0 0B1 0U1
@@ -27,10 +27,10 @@ def invoke(*args, **environment):
 
 @pytest.fixture
 def run(tmp_path):
-    schedule = make("1f1b", 2, 3)
+    schedule = make_schedule("1f1b", 2, 3)
     real = simulate(lower(schedule), Durations(forward=1.5))
     spans = [list(real.spans(rank)) for rank in range(2)]
-    write(tmp_path, simulate(schedule), Timeline.from_spans("1f1b", (0, 1), spans))
+    write_timelines(tmp_path, simulate(schedule), Timeline.from_spans("1f1b", (0, 1), spans))
     return tmp_path
 
 
@@ -59,10 +59,10 @@ def test_json(name):
     assert shown.exit_code == 0, shown.output
     found = json.loads(shown.stdout)
     assert found.keys() == {"bubble", "in_flight", "duration", "ranks", "note"}
-    expected = simulate(make(name, 3, 6))
+    expected = simulate(make_schedule(name, 3, 6))
     assert (found["bubble"], found["duration"]) == (expected.bubble, expected.duration)
     assert found["in_flight"] == list(expected.in_flight)
-    assert found["ranks"] == [[str(action) for action in actions] for actions in expected.lists]
+    assert found["ranks"] == [[str(action) for action in actions] for actions in expected.rank_actions]
 
 
 def test_sizes_and_durations():
@@ -70,11 +70,11 @@ def test_sizes_and_durations():
     times = ["--forward", 2, "--input-grad", 3, "--weight-grad", 0.5, "--link", 0.25]
     found = json.loads(invoke("interleaved", *options, *times, "--json").stdout)
     durations = Durations(forward=2, input_grad=3, weight_grad=0.5, send_forward=0.25, send_backward=0.25)
-    schedule = make("interleaved", 2, 3, chunks=3)
+    schedule = make_schedule("interleaved", 2, 3, chunks=3)
     expected = simulate(schedule, durations)
     assert (found["bubble"], found["duration"]) == pytest.approx((expected.bubble, expected.duration))
     # The list is the schedule's, whatever the durations.
-    assert found["ranks"] == [[str(action) for action in actions] for actions in schedule.lists]
+    assert found["ranks"] == [[str(action) for action in actions] for actions in schedule.rank_actions]
     found = json.loads(invoke("terapipe", "--slices", 3, "--microbatches", 1, "--json").stdout)
     assert found["ranks"][0][:3] == ["0F0", "0F0.1", "0F0.2"]
 
@@ -129,8 +129,8 @@ def test_a_run_is_drawn_planned_over_measured(run, tmp_path):
 
 @pytest.mark.parametrize("key", ["planned", "measured"])
 def test_a_run_may_have_one_of_both(run, key):
-    both = json.loads((run / FILE).read_text())
-    (run / FILE).write_text(json.dumps({key: both[key]}))
+    both = json.loads((run / TIMELINE_FILE).read_text())
+    (run / TIMELINE_FILE).write_text(json.dumps({key: both[key]}))
     found = json.loads(invoke(run, "--json").stdout)
     assert found["duration"] == {"planned": 12, "measured": 14}[key]
     assert "planned" not in found

@@ -59,7 +59,7 @@ def here(tmp_path, monkeypatch):
     text = json.dumps(str(tmp_path / "text.txt"))
     (tmp_path / "c.toml").write_text(f'dtype = "float64"\nrun = "made"\n[data]\npath = [{text}]\n')
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("echelon.training.task.CACHE", tmp_path / "cache")
+    monkeypatch.setattr("echelon.training.task.TOKEN_CACHE_DIR", tmp_path / "cache")
     return tmp_path
 
 

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from echelon.cli import app
 from echelon.config.sections import OptimizerConfig
 from echelon.models import model_config
-from echelon.verification.verify_request import DEFAULT_LAYOUTS, Request
+from echelon.verification.verify_request import DEFAULT_LAYOUTS, VerifyRequest
 
 OWN = """
 import torch
@@ -104,13 +104,13 @@ def test_the_configuration_is_what_is_proved(tmp_path):
         "dropout = 0.2\ntied = false\n"
         '[optimizer]\nname = "sgd"\nlr = 0.5\nmomentum = 0.9\n'
     )
-    case, layouts = Request(config=tmp_path / "c.toml").read()
+    case, layouts = VerifyRequest(config=tmp_path / "c.toml").resolve()
     assert [str(layout) for layout in layouts] == ["dp=2,zero=2,accumulate=3"]
     assert (case.clip, case.optimizer) == (0.25, OptimizerConfig(name="sgd", lr=0.5, momentum=0.9))
     assert (case.model.family, case.model.dropout, case.model.tied) == ("gpt", 0.2, False)
     assert (case.model.width, case.model.layers) == (64, 4)
     # What is asked on the command line goes before it.
-    case, layouts = Request(config=tmp_path / "c.toml", model="llama-tiny", layouts="tp=2; dp=2").read()
+    case, layouts = VerifyRequest(config=tmp_path / "c.toml", model="llama-tiny", layouts="tp=2; dp=2").resolve()
     assert (case.model.family, [str(layout) for layout in layouts]) == ("llama", ["dp=1,tp=2", "dp=2"])
     shown = invoke(str(tmp_path / "c.toml"), "--json")
     assert shown.exit_code == 0, shown.output
@@ -119,14 +119,19 @@ def test_the_configuration_is_what_is_proved(tmp_path):
 
 def test_the_rule_of_a_configuration_is_proved_on_ones_own_module_too(own, tmp_path):
     (tmp_path / "c.toml").write_text(f'model = "{own}:build"\nclip = 0.5\n[optimizer]\nname = "sgd"\n')
-    case, layouts = Request(config=tmp_path / "c.toml").read()
-    assert (case.model, case.batches, case.clip, case.optimizer.name) == (f"{own}:build", f"{own}:batch", 0.5, "sgd")
+    case, layouts = VerifyRequest(config=tmp_path / "c.toml").resolve()
+    assert (case.model, case.batch_function, case.clip, case.optimizer.name) == (
+        f"{own}:build",
+        f"{own}:batch",
+        0.5,
+        "sgd",
+    )
     assert len(layouts) == len(DEFAULT_LAYOUTS.split(";"))
 
 
 def test_a_large_model_is_shrunk():
-    case, _ = Request(model="llama-70b", layouts="tp=4").read()
-    assert case.model.parameters < model_config.find("llama-tiny").parameters * 3
+    case, _ = VerifyRequest(model="llama-70b", layouts="tp=4").resolve()
+    assert case.model.parameters < model_config.find_model("llama-tiny").parameters * 3
     assert case.model.family == "llama"
 
 

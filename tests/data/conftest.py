@@ -27,7 +27,7 @@ def write(tmp_path: Path) -> Write:
                 if isinstance(document, int):
                     document = [(position + i) % (vocab_size - 1) for i in range(document)]
                 position += len(document)
-                writer.document([np.array(document, np.int64)])
+                writer.write_document([np.array(document, np.int64)])
         return TokenFile(path)
 
     return write

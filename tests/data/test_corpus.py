@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from echelon.data import ByteTokenizer, TextError, TokenFile, TokenFileError, default_corpus, prepare
-from echelon.data.default_corpus import library_files
+from echelon.data import ByteTokenizer, TextError, TokenFile, TokenFileError, default_corpus, prepare_token_file
+from echelon.data.default_corpus import stdlib_files
 
 
 def test_the_default_corpus_is_real_text(tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_the_default_corpus_is_real_text(tmp_path: Path) -> None:
 
 
 def test_the_library_without_packages_and_tests() -> None:
-    files = library_files()
+    files = stdlib_files()
     assert 4_000_000 < sum(file.stat().st_size for file in files) <= 8_000_000
     assert not [file for file in files if {"site-packages", "test", "tests"}.intersection(file.parts)]
 
@@ -62,18 +62,18 @@ def test_a_damaged_cache_is_made_again(tmp_path: Path) -> None:
 def test_prepare(tmp_path: Path) -> None:
     text, cache = tmp_path / "book.txt", tmp_path / "cache"
     text.write_text("one")
-    first = prepare(text, cache, tokenizer=ByteTokenizer())
+    first = prepare_token_file(text, cache, tokenizer=ByteTokenizer())
     assert first.name.startswith("book-")
     assert first.parent == cache
-    assert prepare(text, cache, tokenizer=ByteTokenizer()) == first
+    assert prepare_token_file(text, cache, tokenizer=ByteTokenizer()) == first
     text.write_text("one two")
-    assert prepare(text, cache, tokenizer=ByteTokenizer()) != first
+    assert prepare_token_file(text, cache, tokenizer=ByteTokenizer()) != first
     # A token file needs no preparing, but it must come from the same tokenizer.
-    assert prepare(first, cache, tokenizer=ByteTokenizer()) == first
+    assert prepare_token_file(first, cache, tokenizer=ByteTokenizer()) == first
     other = ByteTokenizer()
     other.name = "other"
     with pytest.raises(TokenFileError, match=r"made with another tokenizer .*bytes, data.tokenizer: other"):
-        prepare(first, cache, tokenizer=other)
+        prepare_token_file(first, cache, tokenizer=other)
 
 
 def test_no_torch_in_this_room() -> None:

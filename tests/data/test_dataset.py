@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from echelon.data import NO_TARGET, TokenDataset
-from echelon.layout.validation_error import FaultError
+from echelon.layout.validation_error import ValidationError
 
 
 def test_a_batch_is_a_window_of_the_stream_and_the_next_token(write) -> None:
@@ -134,23 +134,23 @@ def test_no_split_no_evaluation(write) -> None:
 def test_all_faults_at_once(write, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     other = write([9], name="other", tokenizer="other")
-    with pytest.raises(FaultError) as caught:
+    with pytest.raises(ValidationError) as caught:
         TokenDataset(
             [write([9]).path, tmp_path / "a.txt", tmp_path / "none", other.path], (1, 2), 0, 0, eval_fraction=1.0
         )
     text = str(caught.value)
-    assert [fault.key for fault in caught.value.faults] == ["data.path"] * 3 + [
+    assert [fault.key for fault in caught.value.issues] == ["data.path"] * 3 + [
         "seq_len",
         "data.eval_fraction",
         "data.weights",
     ]
     for part in ("a.txt", "none", "another tokenizer", "legal: >= 1", "0 <= x < 1", "each of the 4 sources"):
         assert part in text
-    with pytest.raises(FaultError, match=r"data\.path is empty"):
+    with pytest.raises(ValidationError, match=r"data\.path is empty"):
         TokenDataset([], (), 8, 0)
-    with pytest.raises(FaultError, match="a weight must be a number above 0"):
+    with pytest.raises(ValidationError, match="a weight must be a number above 0"):
         TokenDataset([other.path], (0.0,), 8, 0)
-    with pytest.raises(FaultError, match=r"leaves nothing to evaluate on.*smaller seq_len"):
+    with pytest.raises(ValidationError, match=r"leaves nothing to evaluate on.*smaller seq_len"):
         TokenDataset([other.path], (), 100, 0, eval_fraction=0.1)
 
 

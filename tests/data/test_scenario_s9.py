@@ -15,7 +15,9 @@ SAMPLES, SEQ_LEN, BATCH, STOP = 1_000_000, 2, 12, 7
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("s9") / "million.tokens"
     with TokenWriter(path, vocab_size=1 << 20, eos=0, tokenizer="none") as writer:
-        writer.document([np.arange(SAMPLES * SEQ_LEN) // SEQ_LEN])  # the first token of a sample is the sample's number
+        writer.write_document(
+            [np.arange(SAMPLES * SEQ_LEN) // SEQ_LEN]
+        )  # the first token of a sample is the sample's number
     return path
 
 

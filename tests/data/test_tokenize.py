@@ -7,7 +7,7 @@ from typing import BinaryIO
 import numpy as np
 import pytest
 
-from echelon.data import ByteTokenizer, TextError, TokenFile, TokenFileError, prepare, text_files, tokenize
+from echelon.data import ByteTokenizer, TextError, TokenFile, TokenFileError, prepare_token_file, text_files, tokenize
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_files_in_the_order_given_and_each_once(folder: Path, tmp_path: Path) ->
 
 
 def test_progress(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echelon.data.tokenizer._PIECE_BYTES", 3)
+    monkeypatch.setattr("echelon.data.tokenizer._READ_BYTES", 3)
     calls: list[tuple[int, int]] = []
     tokenize([folder], tmp_path / "x.tokens", progress=lambda done, total: calls.append((done, total)))
     assert calls == sorted(calls)
@@ -98,12 +98,12 @@ def test_a_binary_file_is_not_text(tmp_path: Path) -> None:
 def test_a_token_file_is_verified_before_it_is_used(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("text")
     tokenize([tmp_path / "x.txt"], tmp_path / "x.tokens")
-    assert prepare(tmp_path / "x.tokens", tmp_path, tokenizer=ByteTokenizer()) == tmp_path / "x.tokens"
+    assert prepare_token_file(tmp_path / "x.tokens", tmp_path, tokenizer=ByteTokenizer()) == tmp_path / "x.tokens"
     damaged = bytearray((tmp_path / "x.tokens").read_bytes())
     damaged[-1] ^= 1
     (tmp_path / "x.tokens").write_bytes(damaged)
     with pytest.raises(TokenFileError, match="token file is corrupt"):
-        prepare(tmp_path / "x.tokens", tmp_path, tokenizer=ByteTokenizer())
+        prepare_token_file(tmp_path / "x.tokens", tmp_path, tokenizer=ByteTokenizer())
     (tmp_path / "x.tokens").write_bytes(b"text")
     with pytest.raises(TokenFileError, match="not a token file"):
-        prepare(tmp_path / "x.tokens", tmp_path, tokenizer=ByteTokenizer())
+        prepare_token_file(tmp_path / "x.tokens", tmp_path, tokenizer=ByteTokenizer())

@@ -65,7 +65,7 @@ def test_json_keeps_every_token_and_adds_none(path: Path) -> None:
 def test_json_streams_in_pieces_that_end_with_a_line(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = load_tokenizer(path)
     for size in (1, 3, 7, 64):
-        monkeypatch.setattr("echelon.data.tokenizer._PIECE_BYTES", size)
+        monkeypatch.setattr("echelon.data.tokenizer._READ_BYTES", size)
         pieces = list(tokenizer.stream(io.BytesIO(TEXT.encode() * 5)))
         assert len(pieces) > 1
         assert tokenizer.decode([int(token) for piece in pieces for token in piece]) == TEXT * 5
@@ -74,7 +74,7 @@ def test_json_streams_in_pieces_that_end_with_a_line(path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("size", [2, 5, 1 << 22])
 def test_text_that_is_not_utf8(path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr("echelon.data.tokenizer._PIECE_BYTES", size)
+    monkeypatch.setattr("echelon.data.tokenizer._READ_BYTES", size)
     for data, place in ((b"abcd\xffefgh", 4), (b"abcde\xe6\x9d", 5)):
         with pytest.raises(TokenizerError, match=rf"not UTF-8 \(input: .* at byte {place}\); convert it"):
             stream(load_tokenizer(path), data)
@@ -125,7 +125,7 @@ def test_without_the_package(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_piece_dtype_needs_no_copy_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echelon.data.tokenizer._PIECE_BYTES", 4)
+    monkeypatch.setattr("echelon.data.tokenizer._READ_BYTES", 4)
     pieces = list(ByteTokenizer().stream(io.BytesIO(b"abcdefghij")))
     assert [len(piece) for piece in pieces] == [4, 4, 2]
     assert all(piece.dtype == np.uint8 for piece in pieces)

@@ -18,9 +18,9 @@ from echelon.data.token_file import HEADER_BYTES
 def test_round_trip(tmp_path: Path, vocab_size: int, dtype: str) -> None:
     path = tmp_path / "new" / "folder" / "x.tokens"
     with TokenWriter(path, vocab_size=vocab_size, eos=vocab_size - 1, tokenizer="t") as writer:
-        writer.document([np.array([1, 2]), np.array([3])])
-        writer.document([])
-        writer.document([np.array([], np.int64), np.array([vocab_size - 2])])
+        writer.write_document([np.array([1, 2]), np.array([3])])
+        writer.write_document([])
+        writer.write_document([np.array([], np.int64), np.array([vocab_size - 2])])
     file = TokenFile(path)
     file.verify()
     end = vocab_size - 1
@@ -109,7 +109,7 @@ def _write(path: Path, *documents: list[int]) -> None:
         for document in documents:
             if not document:
                 raise ZeroDivisionError
-            writer.document([np.array(document)])
+            writer.write_document([np.array(document)])
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_docume
 def _write_often(path: Path, fill: int) -> None:
     for _ in range(30):
         with TokenWriter(path, vocab_size=257, eos=256, tokenizer="bytes") as writer:
-            writer.document([np.full(1000 + fill, fill)])
+            writer.write_document([np.full(1000 + fill, fill)])
 
 
 def test_two_writers_and_a_reader(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from echelon.faults.diagnose import diagnose
-from echelon.faults.failure_report import facts, paragraph
-from echelon.faults.host_memory import Memory
-from echelon.faults.rank_state import State
-from echelon.faults.recorder_entry import Entry
+from echelon.faults.failure_report import diagnosis_record, format_diagnosis
+from echelon.faults.host_memory import HostMemory
+from echelon.faults.rank_state import RankState
+from echelon.faults.recorder_entry import RecorderEntry
 
 NOW = 1000.0
 GIB = 2**30
@@ -32,22 +32,22 @@ class Rank:
         self.numbers[lane] = self.numbers.get(lane, 0) + 1
         order = len(self.entries)
         times = (since - 1, since if flag in "wf" else 0.0, NOW - 1 if flag in "ef" else 0.0)
-        made = Entry(
+        made = RecorderEntry(
             flag, order, *times, op, axis, lane, self.numbers[lane], peers, shape, "float32", site, 3, "backward"
         )
         self.entries.append(made)
         return self
 
     def state(self, **changes):
-        base = State(
+        base = RankState(
             rank=self.rank,
-            position=self.position,
+            mesh_position=self.position,
             host="h",
             pid=10 + self.rank,
-            when=NOW - 0.2,
+            heartbeat_time=NOW - 0.2,
             step=3,
             phase="data",
-            since=NOW - 6,
+            phase_start=NOW - 6,
             stack=("loader.py:12 in fetch", "loop.py:9 in run"),
             lanes={lane: (number, tuple(range(self.world))) for lane, number in self.numbers.items()},
             entries=tuple(self.entries),
@@ -57,7 +57,7 @@ class Rank:
 
 def told(states):
     verdict = diagnose(states)
-    return verdict, paragraph(verdict, states, now=NOW)
+    return verdict, format_diagnosis(verdict, states, now=NOW)
 
 
 def test_a_rank_that_never_came_is_named_with_all_that_wait():
@@ -76,7 +76,7 @@ def test_a_rank_that_never_came_is_named_with_all_that_wait():
     ):
         assert fact in text
     assert "\n" not in text
-    assert facts(verdict, text)["waiting"] == [0, 1, 3]
+    assert diagnosis_record(verdict, text)["waiting"] == [0, 1, 3]
 
 
 def test_two_that_did_not_come_are_both_named():
@@ -175,7 +175,7 @@ def test_the_first_that_raised_is_to_blame_and_those_it_broke_are_not():
 
 @pytest.mark.parametrize(("used", "words"), [(15, "probably killed for want of memory"), (3, "probably not for want")])
 def test_a_killed_rank_is_told_with_signal_and_memory(used, words):
-    memory = Memory(rank=2 * GIB, used=used * GIB, limit=16 * GIB)
+    memory = HostMemory(rank_bytes=2 * GIB, used_bytes=used * GIB, limit_bytes=16 * GIB)
     ending = "the process was ended by SIGKILL"
     states = [Rank(0, 2).did(flag="w").state(), Rank(1, 2).state(how="killed", ending=ending, memory=memory)]
     verdict, text = told(states)
@@ -199,7 +199,7 @@ def test_a_rank_whose_connection_broke_is_told_by_its_last_heartbeat():
 
 
 def test_a_rank_that_never_said_anything():
-    verdict, text = told([Rank(0, 2).did(flag="w").state(), State(rank=1)])
+    verdict, text = told([Rank(0, 2).did(flag="w").state(), RankState(rank=1)])
     assert verdict.culprits == (1,)
     assert "It never gave a sign of life" in text
 
@@ -214,6 +214,8 @@ def test_many_ranks_are_told_in_a_paragraph():
 
 
 def test_states_travel():
-    state = Rank(1).did().did("send", "w", peers=(0,)).state(memory=Memory(rank=1, used=2, limit=3))
-    assert State.from_json(state.to_json()) == state
-    assert State.from_json(state.to_json(entries=False)) == replace(state, entries=())
+    state = (
+        Rank(1).did().did("send", "w", peers=(0,)).state(memory=HostMemory(rank_bytes=1, used_bytes=2, limit_bytes=3))
+    )
+    assert RankState.from_json(state.to_json()) == state
+    assert RankState.from_json(state.to_json(entries=False)) == replace(state, entries=())

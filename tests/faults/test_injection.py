@@ -11,25 +11,32 @@ import torch
 from typer.testing import CliRunner
 
 from echelon.cli import app
-from echelon.faults.flight_recorder import Recorder, here
-from echelon.faults.injection_spec import KINDS, read
-from echelon.faults.injector import InjectedError, Injector, flips_wanted, on_batch, on_output, on_write
-from echelon.layout import FaultError
+from echelon.faults.flight_recorder import FlightRecorder, here
+from echelon.faults.injection_spec import FAULT_KINDS, parse_injections
+from echelon.faults.injector import (
+    InjectedError,
+    Injector,
+    corrupt_batch,
+    on_file_write,
+    pending_flip_patterns,
+    should_flip_output,
+)
+from echelon.layout import ValidationError
 
 
 def test_defaults_and_options():
-    kill, sleep, slow = read(
+    kill, sleep, slow = parse_injections(
         ["kill:rank=2,step=7", "sleep: rank=1 , seconds=2.5,phase=backward", "slow-rank:rank=0,factor=3"]
     )
-    assert (kill.rank, kill.step, kill.phase, kill.number) == (2, 7, "forward", signal.SIGKILL)
+    assert (kill.rank, kill.step, kill.phase, kill.signal_number) == (2, 7, "forward", signal.SIGKILL)
     assert (sleep.seconds, sleep.phase, sleep.step) == (2.5, "backward", 1)
     assert slow.factor == 3.0
-    assert read([str(kill)]) == (kill,)
+    assert parse_injections([str(kill)]) == (kill,)
 
 
 def test_every_kind_can_be_asked_for_shortly():
-    shortly = [f"{kind}:rank=0" if "rank" in KINDS[kind] else kind for kind in KINDS]
-    assert [one.kind for one in read(shortly)] == list(KINDS)
+    shortly = [f"{kind}:rank=0" if "rank" in FAULT_KINDS[kind] else kind for kind in FAULT_KINDS]
+    assert [one.kind for one in parse_injections(shortly)] == list(FAULT_KINDS)
 
 
 def test_all_faults_at_once_with_a_hint():
@@ -40,8 +47,8 @@ def test_all_faults_at_once_with_a_hint():
         "raise:rank=0,step=0,phase=forwards",
         "kill:rank=1,step=99",
     ]
-    with pytest.raises(FaultError) as caught:
-        read(texts, world=4, steps=10)
+    with pytest.raises(ValidationError) as caught:
+        parse_injections(texts, world_size=4, steps=10)
     lines = str(caught.value).splitlines()
     assert len(lines) == 7
     assert 'did you mean "kill"?' in lines[0]
@@ -57,8 +64,8 @@ def test_all_faults_at_once_with_a_hint():
     "text", ["kill:", "kill", "kill:rank", "kill:rank=x", "kill:rank=1,rank=2", "sleep:rank=1,seconds=inf", ""]
 )
 def test_nonsense_is_refused(text):
-    with pytest.raises(FaultError):
-        read([text])
+    with pytest.raises(ValidationError):
+        parse_injections([text])
 
 
 def test_the_command_refuses_before_any_process_starts():
@@ -70,13 +77,13 @@ def test_the_command_refuses_before_any_process_starts():
 
 
 def armed(texts, rank=0):
-    recorder = Recorder()
-    return recorder, Injector(read(texts), rank, recorder)
+    recorder = FlightRecorder()
+    return recorder, Injector(parse_injections(texts), rank, recorder)
 
 
 def test_it_strikes_once_in_its_step_phase_and_rank():
     recorder, injector = armed(["raise:rank=0,step=2,phase=backward"])
-    with injector.armed():
+    with injector.activate():
         for step, phase in ((1, "backward"), (2, "forward")):
             recorder.step = step
             recorder.enter(phase)
@@ -84,7 +91,7 @@ def test_it_strikes_once_in_its_step_phase_and_rank():
             recorder.enter("backward")
         recorder.enter("backward")
     recorder, injector = armed(["raise:rank=1,step=1"])
-    with injector.armed():
+    with injector.activate():
         recorder.step = 1
         recorder.enter("forward")
     assert recorder.on_phase is None
@@ -92,20 +99,20 @@ def test_it_strikes_once_in_its_step_phase_and_rank():
 
 def test_a_collective_is_left_out_once():
     recorder, injector = armed(["skip-collective:rank=0,step=1,axis=dp,op=all_gather"])
-    with injector.armed():
+    with injector.activate():
         asked = [("all_reduce", "dp"), ("all_gather", "tp"), ("all_gather", "dp"), ("all_gather", "dp")]
-        assert [recorder.leaves_out(1, op, axis) for op, axis in asked] == [False, False, True, False]
-    assert recorder.leaves_out is None
+        assert [recorder.should_skip(1, op, axis) for op, axis in asked] == [False, False, True, False]
+    assert recorder.should_skip is None
 
 
 def test_a_slow_rank_works_so_much_longer_and_does_not_load_longer():
     recorder, injector = armed(["slow-rank:rank=0,factor=3"])
     recorder.step = 1
-    with injector.armed():
+    with injector.activate():
         recorder.enter("forward")
         time.sleep(0.05)
         begun = time.time()
-        with recorder.loading():
+        with recorder.data_loading():
             pass
         assert 0.09 < time.time() - begun < 0.5
         assert recorder.loaded < 0.03
@@ -113,15 +120,15 @@ def test_a_slow_rank_works_so_much_longer_and_does_not_load_longer():
 
 def write(path, data):
     """As whoever writes checkpoints would."""
-    with on_write(path):
+    with on_file_write(path):
         path.write_bytes(data)
 
 
 def test_files(tmp_path, monkeypatch):
     monkeypatch.setattr(here, "step", 4)
     data = bytes(range(200))
-    asked = read(["corrupt-file:rank=0,step=4,name=*.bin,byte=7", "full-disk:step=2,name=b*"])
-    with Injector(asked, 0).armed():
+    asked = parse_injections(["corrupt-file:rank=0,step=4,name=*.bin,byte=7", "full-disk:step=2,name=b*"])
+    with Injector(asked, 0).activate():
         write(tmp_path / "a.txt", data)
         assert (tmp_path / "a.txt").read_bytes() == data
         write(tmp_path / "a.bin", data)
@@ -143,24 +150,24 @@ def test_a_spike_makes_noise_of_one_attempt_at_a_step(monkeypatch):
     first, second = torch.tensor([24, 25]), torch.tensor([26, 27])
     found = []
     for rank in (0, 1):
-        with Injector(read(["spike:step=3"]), rank).armed():
+        with Injector(parse_injections(["spike:step=3"]), rank).activate():
             for samples in (first, second, first):
-                found.append(on_batch(inputs, samples))
+                found.append(corrupt_batch(inputs, samples))
     one, two, again, other, *_ = found
     assert not torch.equal(one["tokens"], inputs["tokens"])
     assert not torch.equal(one["tokens"], two["tokens"])
     assert torch.equal(one["tokens"], other["tokens"])
     assert torch.equal(one["targets"], inputs["targets"])
     assert again is inputs
-    assert on_batch(inputs, first) is inputs
+    assert corrupt_batch(inputs, first) is inputs
 
 
 def test_a_bit_flips_once_on_its_rank(monkeypatch):
     monkeypatch.setattr(here, "step", 2)
-    asked = read(["flip:rank=1,step=2,layer=blocks.*"])
-    with Injector(asked, 0).armed():
-        assert not on_output("blocks.1")
-    with Injector(asked, 1).armed():
-        assert flips_wanted() == ["blocks.*"]
-        assert [on_output(name) for name in ("embed", "blocks.1", "blocks.2")] == [False, True, False]
-    assert flips_wanted() == []
+    asked = parse_injections(["flip:rank=1,step=2,layer=blocks.*"])
+    with Injector(asked, 0).activate():
+        assert not should_flip_output("blocks.1")
+    with Injector(asked, 1).activate():
+        assert pending_flip_patterns() == ["blocks.*"]
+        assert [should_flip_output(name) for name in ("embed", "blocks.1", "blocks.2")] == [False, True, False]
+    assert pending_flip_patterns() == []

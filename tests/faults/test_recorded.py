@@ -9,7 +9,7 @@ from counting import CountCollectives
 from laid_out import batch_of, engine_of, tiny
 
 from echelon.faults.flight_recorder import here
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 
 Found = tuple[dict[str, int], dict[str, int], set[str], list[str]]
@@ -33,7 +33,7 @@ def one_step(layout: str) -> Found:
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=3", "tp=2", "pp=2,accumulate=2", "cp=2"])
-def test_every_collective_is_in_the_ring(pool: Pool, layout: str) -> None:
+def test_every_collective_is_in_the_ring(pool: RankPool, layout: str) -> None:
     for seen, noted, flags, sites in pool.run(one_step, Layout.parse(layout).world, layout):
         assert noted == seen
         assert sum(noted.values()) > 0

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from echelon.faults.flight_recorder import Recorded, Recorder
-from echelon.faults.recorder_entry import BYTES, SLOTS, entries, phase_of, read_ranks, spelled
+from echelon.faults.flight_recorder import FlightRecorder, RecordedWork
+from echelon.faults.recorder_entry import BUFFER_BYTES, NUM_SLOTS, format_ranks, parse_ranks, read_entries, read_phase
 
 
 class Work:
@@ -26,49 +26,49 @@ class Work:
 
 
 def test_an_operation_is_written_from_start_to_end() -> None:
-    recorder = Recorder()
+    recorder = FlightRecorder()
     recorder.step = 7
-    recorder.enter("backward")
-    lane = recorder.lane((0, 2))
-    slot = recorder.begin("all_reduce", "dp", lane, (4, 8), "torch.float32")
+    recorder.enter_phase("backward")
+    lane = recorder.new_sequence((0, 2))
+    slot = recorder.record_start("all_reduce", "dp", lane, (4, 8), "torch.float32")
     (entry,) = recorder.entries()
     assert (entry.flag, entry.op, entry.axis, entry.number, entry.peers) == ("s", "all_reduce", "dp", 1, (0, 2))
     assert (entry.shape, entry.dtype, entry.step, entry.phase) == ("[4, 8]", "float32", 7, "backward")
     assert entry.site.startswith("faults/test_ring.py:")
     assert entry.site.rpartition(":")[2].isdigit()
-    Recorded(recorder, slot, Work(0.02)).wait()
+    RecordedWork(recorder, slot, Work(0.02)).wait()
     (entry,) = recorder.entries()
     assert entry.flag == "e"
-    assert entry.started <= entry.waiting <= entry.ended
-    assert 0.02 <= recorder.waited < 0.5
+    assert entry.start_time <= entry.wait_start <= entry.end_time
+    assert 0.02 <= recorder.wait_s < 0.5
 
 
 def test_a_wait_that_fails_stays_open() -> None:
-    recorder = Recorder()
-    slot = recorder.begin("all_gather", "tp", recorder.lane((0, 1)))
+    recorder = FlightRecorder()
+    slot = recorder.record_start("all_gather", "tp", recorder.new_sequence((0, 1)))
     with pytest.raises(RuntimeError, match="peer"):
-        Recorded(recorder, slot, Work(error="lost peer")).wait()
+        RecordedWork(recorder, slot, Work(error="lost peer")).wait()
     assert recorder.entries()[0].flag == "f"
-    assert recorder.entries()[0].is_open
+    assert recorder.entries()[0].is_pending
 
 
 def test_it_has_a_fixed_size_and_keeps_the_newest() -> None:
-    recorder = Recorder()
-    lane = recorder.lane((0, 1))
-    slots = [recorder.begin("all_reduce", "dp", lane, (n,), "torch.float32") for n in range(3 * SLOTS)]
-    assert [entry.number for entry in recorder.entries()] == list(range(2 * SLOTS + 1, 3 * SLOTS + 1))
-    recorder.ends(slots[0], time.time())  # its slot is another's by now
+    recorder = FlightRecorder()
+    lane = recorder.new_sequence((0, 1))
+    slots = [recorder.record_start("all_reduce", "dp", lane, (n,), "torch.float32") for n in range(3 * NUM_SLOTS)]
+    assert [entry.number for entry in recorder.entries()] == list(range(2 * NUM_SLOTS + 1, 3 * NUM_SLOTS + 1))
+    recorder.record_end(slots[0], time.time())  # its slot is another's by now
     assert all(entry.flag == "s" for entry in recorder.entries())
 
 
 def test_threads_write_side_by_side() -> None:
-    recorder, lanes, each = Recorder(), [], 500
+    recorder, lanes, each = FlightRecorder(), [], 500
     for number in range(4):
-        lanes.append(recorder.lane((number, 9)))
+        lanes.append(recorder.new_sequence((number, 9)))
 
     def work(number: int) -> None:
         for _ in range(each):
-            Recorded(recorder, recorder.begin("all_reduce", f"axis{number}", lanes[number]), Work()).wait()
+            RecordedWork(recorder, recorder.record_start("all_reduce", f"axis{number}", lanes[number]), Work()).wait()
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -81,12 +81,12 @@ def test_threads_write_side_by_side() -> None:
     for thread in threads:
         thread.join()
     assert read
-    assert [lane.last for lane in lanes] == [each] * 4
+    assert [lane.last_number for lane in lanes] == [each] * 4
     found = recorder.entries()
-    assert len(found) == SLOTS
+    assert len(found) == NUM_SLOTS
     assert all(entry.flag == "e" for entry in found)
     for lane in lanes:
-        numbers = [entry.number for entry in found if entry.lane == lane.name]
+        numbers = [entry.number for entry in found if entry.sequence == lane.name]
         assert len(set(numbers)) == len(numbers)
 
 
@@ -106,59 +106,59 @@ os.kill(os.getpid(), signal.SIGKILL)
     done = subprocess.run([sys.executable, "-c", code], timeout=60, env=dict(os.environ))
     assert done.returncode == -9
     written = (tmp_path / "ring").read_bytes()
-    assert len(written) == BYTES
-    (entry,) = entries(written)
-    assert (entry.flag, entry.what, entry.shape) == ("w", "all_reduce number 1 on axis dp", "[5]")
-    step, since, phase = phase_of(written)
+    assert len(written) == BUFFER_BYTES
+    (entry,) = read_entries(written)
+    assert (entry.flag, entry.description, entry.shape) == ("w", "all_reduce number 1 on axis dp", "[5]")
+    step, since, phase = read_phase(written)
     assert (step, phase) == (3, "forward")
     assert time.time() - since < 60
 
 
 def test_the_longest_wait_counts_messages_from_when_somebody_waits() -> None:
-    recorder = Recorder()
+    recorder = FlightRecorder()
     assert recorder.longest_wait() == 0.0
-    lane = recorder.lane((0, 1))
-    message = recorder.begin("receive", "pp", lane, peers="1")
-    collective = recorder.begin("all_reduce", "dp", lane)
+    lane = recorder.new_sequence((0, 1))
+    message = recorder.record_start("receive", "pp", lane, peers="1")
+    collective = recorder.record_start("all_reduce", "dp", lane)
     time.sleep(0.3)
-    recorder.waits(message)
-    recorder.waits(collective)
+    recorder.record_wait(message)
+    recorder.record_wait(collective)
     assert recorder.longest_wait() == 0.0  # not worth a thought yet
     time.sleep(0.55)
     assert recorder.longest_wait() > 0.8
-    recorder.ends(collective, time.time())
+    recorder.record_end(collective, time.time())
     assert 0.5 < recorder.longest_wait() < 0.8
 
 
 def test_loading_and_evaluation_are_no_compute() -> None:
-    recorder = Recorder()
-    with recorder.loading():
+    recorder = FlightRecorder()
+    with recorder.data_loading():
         time.sleep(0.02)
         assert recorder.phase == "data"
     assert recorder.phase == "start"
-    assert recorder.loaded >= 0.02
-    loaded = recorder.loaded
-    with recorder.during("evaluation"):
-        recorder.enter("forward")
+    assert recorder.data_wait_s >= 0.02
+    loaded = recorder.data_wait_s
+    with recorder.phase_scope("evaluation"):
+        recorder.enter_phase("forward")
         assert recorder.phase == "evaluation"
-        with recorder.loading():
+        with recorder.data_loading():
             time.sleep(0.01)
-    assert recorder.loaded == loaded
+    assert recorder.data_wait_s == loaded
 
 
 def test_an_operation_costs_few_calls() -> None:
     """Diagnosis is always on: how many Python calls an operation takes is counted, which no busy machine can blur."""
-    recorder, calls = Recorder(), 0
-    lane = recorder.lane((0, 1))
+    recorder, calls = FlightRecorder(), 0
+    lane = recorder.new_sequence((0, 1))
 
     def count(frame: object, event: str, argument: object) -> None:
         nonlocal calls
         calls += event in ("call", "c_call")
 
-    Recorded(recorder, recorder.begin("all_reduce", "dp", lane, (4,), "torch.float32"), Work()).wait()
+    RecordedWork(recorder, recorder.record_start("all_reduce", "dp", lane, (4,), "torch.float32"), Work()).wait()
     sys.setprofile(count)
     try:
-        Recorded(recorder, recorder.begin("all_reduce", "dp", lane, (4,), "torch.float32"), Work()).wait()
+        RecordedWork(recorder, recorder.record_start("all_reduce", "dp", lane, (4,), "torch.float32"), Work()).wait()
     finally:
         sys.setprofile(None)
     assert calls < 40
@@ -166,13 +166,17 @@ def test_an_operation_costs_few_calls() -> None:
 
 @pytest.mark.parametrize("ranks", [(0,), (0, 1), (3, 1), tuple(range(0, 64, 2)), (0, 1, 5, 6, 9)])
 def test_groups_are_spelled_and_read(ranks: tuple[int, ...]) -> None:
-    assert read_ranks(spelled(ranks)) == ranks
-    assert len(spelled(tuple(range(0, 16384, 8)))) < 16
+    assert parse_ranks(format_ranks(ranks)) == ranks
+    assert len(format_ranks(tuple(range(0, 16384, 8)))) < 16
 
 
 def test_groups_of_the_same_ranks_have_names_of_their_own() -> None:
-    recorder = Recorder()
-    names = [recorder.lane((0, 1)).name, recorder.lane((0, 1)).name, recorder.lane((0, 1), " channel 1").name]
+    recorder = FlightRecorder()
+    names = [
+        recorder.new_sequence((0, 1)).name,
+        recorder.new_sequence((0, 1)).name,
+        recorder.new_sequence((0, 1), " channel 1").name,
+    ]
     assert len(set(names)) == 3
     recorder.reset()
-    assert recorder.lane((0, 1)).name == names[0]
+    assert recorder.new_sequence((0, 1)).name == names[0]

@@ -10,62 +10,62 @@ import time
 
 import pytest
 
-from echelon.faults.graceful_stop import Stopping, is_alive
-from echelon.faults.rank_state import State
-from echelon.faults.state_store import Files
-from echelon.launch.scratch_dir import STOP, want_stop
+from echelon.faults.graceful_stop import GracefulStop, process_is_alive
+from echelon.faults.rank_state import RankState
+from echelon.faults.state_store import FileStateStore
+from echelon.launch.scratch_dir import STOP_KEY, request_stop
 
 
 @pytest.fixture
 def board(tmp_path):
-    return Files(tmp_path / "faults")
+    return FileStateStore(tmp_path / "faults")
 
 
 def ranks(board, count=2, late=False):
-    found = [Stopping(board, rank=rank, world=count, listens=False) for rank in range(count)]
+    found = [GracefulStop(board, rank=rank, world_size=count, handles_signals=False) for rank in range(count)]
     for one in found:
-        one.late = late
+        one.reads_results_late = late
     return found
 
 
 def test_the_step_that_the_first_rank_is_about_to_begin_is_the_last(board):
     first, second = ranks(board)
     first.before(4)
-    assert not first.is_due(4)
-    board.set(STOP, "SIGTERM")
-    assert not second.is_due(4)  # nothing was decided yet
+    assert not first.should_stop_after(4)
+    board.set(STOP_KEY, "SIGTERM")
+    assert not second.should_stop_after(4)  # nothing was decided yet
     second.before(5)  # it does not decide
-    assert not second.is_due(5)
+    assert not second.should_stop_after(5)
     first.before(5)
     # The other may be a step behind, and looks at the same number.
-    assert [second.is_due(4), second.is_due(5), first.is_due(5)] == [False, True, True]
+    assert [second.should_stop_after(4), second.should_stop_after(5), first.should_stop_after(5)] == [False, True, True]
 
 
 def test_where_results_are_read_late_it_is_the_next(board):
     first, second = ranks(board, late=True)
-    board.set(STOP, "SIGTERM")
+    board.set(STOP_KEY, "SIGTERM")
     first.before(5)
-    assert [rank.is_due(5) for rank in (first, second)] == [False, False]
-    assert [rank.is_due(6) for rank in (first, second)] == [True, True]
+    assert [rank.should_stop_after(5) for rank in (first, second)] == [False, False]
+    assert [rank.should_stop_after(6) for rank in (first, second)] == [True, True]
 
 
 def test_the_word_of_the_launcher_is_seen(board, tmp_path):
-    want_stop(tmp_path)
+    request_stop(tmp_path)
     (one,) = ranks(board, 1)
     one.before(1)
-    assert one.is_due(1)
+    assert one.should_stop_after(1)
 
 
 def test_one_process_stops_by_itself_and_gives_the_signal_back():
     before = signal.getsignal(signal.SIGTERM)
-    with Stopping(None, rank=0, world=1) as stopping:
-        stopping.before(1)
-        assert not stopping.is_due(1)
+    with GracefulStop(None, rank=0, world_size=1) as stopping:
+        stopping.before_step(1)
+        assert not stopping.should_stop_after(1)
         os.kill(os.getpid(), signal.SIGTERM)
         deadline = time.monotonic() + 5
-        while not stopping.is_due(2) and time.monotonic() < deadline:
-            stopping.before(2)
-        assert stopping.is_due(2)
+        while not stopping.should_stop_after(2) and time.monotonic() < deadline:
+            stopping.before_step(2)
+        assert stopping.should_stop_after(2)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -100,13 +100,13 @@ def test_a_second_one_ends_the_process_wherever_it_hangs(board):
 
 
 def test_a_rank_whose_peer_has_said_that_it_failed_ends_at_once(board):
-    board.put(State(rank=1, host=os.uname().nodename, pid=os.getpid(), how="raised"))
+    board.put(RankState(rank=1, host=os.uname().nodename, pid=os.getpid(), exit_kind="raised"))
     assert sent(board.folder, 1) == (b"", 143)
 
 
 def test_a_rank_whose_peer_is_gone_ends_at_once(board):
     with subprocess.Popen(["true"]) as peer:
-        while is_alive(peer.pid):  # it ends, and stays as a zombie until somebody asks for its status
+        while process_is_alive(peer.pid):  # it ends, and stays as a zombie until somebody asks for its status
             time.sleep(0.01)
-        board.put(State(rank=1, host=os.uname().nodename, pid=peer.pid))
+        board.put(RankState(rank=1, host=os.uname().nodename, pid=peer.pid))
         assert sent(board.folder, 1) == (b"", 143)

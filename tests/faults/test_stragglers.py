@@ -2,52 +2,54 @@
 
 from __future__ import annotations
 
-from echelon.faults.stragglers import Notes, Share, Straggler, starved, straggler
+from echelon.faults.stragglers import RankStepTime, Straggler, StragglerReporter, data_starvation, find_straggler
 
 
 def shares(*work, data=None):
     """All steps take 100 ms: what is not work or data is waiting."""
     data = data or [0.001] * len(work)
-    return [Share(w, d, 0.1 - w - d) for w, d in zip(work, data, strict=True)]
+    return [RankStepTime(w, d, 0.1 - w - d) for w, d in zip(work, data, strict=True)]
 
 
 def test_equal_steps_hide_nobody():
-    found = straggler(shares(0.03, 0.03, 0.09, 0.031), [0] * 4)
+    found = find_straggler(shares(0.03, 0.03, 0.09, 0.031), [0] * 4)
     assert (found.rank, found.cause) == (2, "work")
-    assert found.told("dp 2").startswith("rank 2 (dp 2) is slow: it works 90 ms of each step, its peers 30 ms, 3.0 x")
+    assert found.description("dp 2").startswith(
+        "rank 2 (dp 2) is slow: it works 90 ms of each step, its peers 30 ms, 3.0 x"
+    )
 
 
 def test_a_stall_of_data_is_told_from_work():
-    found = straggler(shares(0.03, 0.03, data=[0.001, 0.06]), [0, 0])
+    found = find_straggler(shares(0.03, 0.03, data=[0.001, 0.06]), [0, 0])
     assert (found.rank, found.cause) == (1, "data")
-    assert "it waits for data 60 ms of each step" in found.told("dp 1")
+    assert "it waits for data 60 ms of each step" in found.description("dp 1")
 
 
 def test_nobody_is_slow():
-    assert straggler(shares(0.030, 0.032, 0.029), [0] * 3) is None
-    assert straggler(shares(0.0001, 0.0009), [0, 0]) is None
-    assert straggler(shares(0.05), [0]) is None
+    assert find_straggler(shares(0.030, 0.032, 0.029), [0] * 3) is None
+    assert find_straggler(shares(0.0001, 0.0009), [0, 0]) is None
+    assert find_straggler(shares(0.05), [0]) is None
 
 
 def test_stages_are_compared_with_their_own_kind():
     # The last stage has more work by nature; rank 1 is slow among those of the first.
-    assert straggler(shares(0.03, 0.03, 0.05, 0.05), [0, 0, 1, 1]) is None
-    assert straggler(shares(0.03, 0.045, 0.05, 0.05), [0, 0, 1, 1]).rank == 1
-    assert straggler(shares(0.03, 0.05), [0, 1]) is None
-    assert straggler(shares(0.03, 0.08), [0, 1]).rank == 1
+    assert find_straggler(shares(0.03, 0.03, 0.05, 0.05), [0, 0, 1, 1]) is None
+    assert find_straggler(shares(0.03, 0.045, 0.05, 0.05), [0, 0, 1, 1]).rank == 1
+    assert find_straggler(shares(0.03, 0.05), [0, 1]) is None
+    assert find_straggler(shares(0.03, 0.08), [0, 1]).rank == 1
 
 
 def test_all_wait_for_data():
-    assert starved(shares(0.03, 0.03, data=[0.05, 0.06])) == 0.05
-    assert starved(shares(0.03, 0.03, data=[0.001, 0.06])) == 0.0
-    assert starved([]) == 0.0
+    assert data_starvation(shares(0.03, 0.03, data=[0.05, 0.06])) == 0.05
+    assert data_starvation(shares(0.03, 0.03, data=[0.001, 0.06])) == 0.0
+    assert data_starvation([]) == 0.0
 
 
 def test_a_word_is_said_when_it_lasts_and_once():
-    notes, slow = Notes(), Straggler(1, "work", 0.09, 0.03)
-    said = [notes.notes(found, 0.0, "dp {}".format) for found in (slow, slow, slow, None, None, slow)]
+    notes, slow = StragglerReporter(), Straggler(1, "work", 0.09, 0.03)
+    said = [notes.report(found, 0.0, "dp {}".format) for found in (slow, slow, slow, None, None, slow)]
     assert [len(words) for words in said] == [0, 1, 0, 0, 1, 0]
     assert "rank 1 (dp 1) is slow" in said[1][0]
     assert "as fast as the others again" in said[4][0]
-    assert len(notes.notes(None, 0.05, str)) == 1
-    assert notes.notes(None, 0.05, str) == []
+    assert len(notes.report(None, 0.05, str)) == 1
+    assert notes.report(None, 0.05, str) == []

@@ -64,7 +64,7 @@ def main() -> None:
         compiled(swiglu_triton._swiglu_backward, 8, {"WIDTH": 8192, "OUTPUT": has, **block})
         logits = {"WIDTH": 128_256, "IGNORED": -100, "BACKWARD": has, "BLOCK": 8192}
         compiled(cross_entropy_triton._loss_and_gradient, 16, logits, targets_ptr="*i64")
-    compiled(rmsnorm_triton._norm_again, 4, block)
+    compiled(rmsnorm_triton._norm_recompute, 4, block)
     compiled(swiglu_triton._swiglu_forward, 8, {"WIDTH": 8192, **block})
     compiled(cross_entropy_triton._loss_scaled, 4, block, x_ptr="*fp32")
     heads = {"HEADS": 32, "HALF": 64, "HEAD_BLOCK": 32, "HALF_BLOCK": 64}
@@ -122,14 +122,16 @@ def updates() -> None:
             types = {**own, **short, "mean_ptr": moments, "square_ptr": moments}
             compiled(fused_adamw_triton._adamw, 4, {**block, **here}, fused=False, **types)
         alone = {**own, "mean_ptr": "*fp32", "moment_ptr": "*fp32"}
-        compiled(adamw_int8_triton._adamw8, 4, {**blocks, **left_out}, fused=False, **alone)
+        compiled(adamw_int8_triton._adamw_int8, 4, {**blocks, **left_out}, fused=False, **alone)
         compiled(lion_triton._lion, 4, {**block, **left_out}, fused=False, **alone)
         compiled(sgd_triton._sgd, 4, {**block, **left_out}, fused=False, **alone)
         compiled(sgd_triton._sgd, 4, {**block, **left_out, "moment_ptr": None}, fused=False, **alone)
         tile = {"ROWS": factored_moments_triton.ROWS, "COLUMNS": factored_moments_triton.COLUMNS}
         for moment in ({}, {"moment_ptr": None}):
-            compiled(factored_moments_triton._factored_move, 4, {**tile, **left_out, **moment}, fused=False, **alone)
-            compiled(factored_moments_triton._factored_bounded, 4, {**tile, **left_out, **moment}, fused=False, **alone)
+            compiled(
+                factored_moments_triton._factored_adafactor, 4, {**tile, **left_out, **moment}, fused=False, **alone
+            )
+            compiled(factored_moments_triton._factored_sm3, 4, {**tile, **left_out, **moment}, fused=False, **alone)
         compiled(factored_moments_triton._factored_size, 4, tile, fused=False, **alone)
         compiled(lamb_triton._lamb_apply, 4, {**block, **left_out}, fused=False, **alone, square_ptr="*fp32")
         no_place = {name: value for name, value in left_out.items() if name == "low_ptr"}
@@ -161,7 +163,7 @@ def packed() -> None:
         compiled(kernel, 4, {**window, "KERNEL": 3, "BLOCK": 1024}, size="i32", codes_ptr="*u8", indices_ptr="*i64")
     for each in (1, 8):
         pooled = {"DOWN": 2, "ACROSS": 2, "GROUPS": 256, "EACH": each}
-        for kernel in (max_pool_triton._pool_maximum, max_pool_triton._pool_spread):
+        for kernel in (max_pool_triton._pool_maximum, max_pool_triton._pool_backward):
             compiled(kernel, 4, pooled, size="i32", codes_ptr="*u8")
 
 

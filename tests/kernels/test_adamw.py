@@ -10,11 +10,11 @@ from devices import DEVICE
 from torch import Tensor
 
 from echelon.kernels.optim import fused_adamw
-from echelon.kernels.optim.fused_adamw import Place
-from echelon.kernels.optim.split_fp32 import joined, split_into
+from echelon.kernels.optim.fused_adamw import ElementIndices
+from echelon.kernels.optim.split_fp32 import join_halves, split_halves
 
 BETAS, EPS, DECAY, LR = (0.9, 0.95), 1e-8, 0.1, 1e-2
-FIRST = Place()
+FIRST = ElementIndices()
 SIZES = [1, 7, 1024, 1025, 5003]
 
 
@@ -34,14 +34,14 @@ class State:
         return State(self.high.clone(), low, self.mean.clone(), self.square.clone(), self.step.clone())
 
     def weights(self) -> Tensor:
-        return self.high if self.low is None else joined(self.high, self.low)
+        return self.high if self.low is None else join_halves(self.high, self.low)
 
 
 def first(weights: Tensor, *, split: bool, moments: torch.dtype) -> State:
     high, low = weights.clone(), None
     if split:
         high, low = weights.bfloat16(), torch.zeros(len(weights), dtype=torch.int16, device=DEVICE)
-        split_into(weights, high, low)
+        split_halves(weights, high, low)
     zeros = torch.zeros(len(weights), dtype=moments, device=DEVICE)
     return State(high, low, zeros, zeros.clone(), torch.zeros((), dtype=torch.int64, device=DEVICE))
 
@@ -60,7 +60,7 @@ def stepped(
     state.step += live
     rule = torch.tensor([*betas, EPS], dtype=torch.float64, device=DEVICE)
     factor = torch.tensor(scale, dtype=torch.float64, device=DEVICE)
-    numbers = fused_adamw.numbers_of(
+    numbers = fused_adamw.step_constants(
         rule, LR, DECAY, state.step, factor, torch.tensor(live, device=DEVICE), torch.float32
     )
     update(
@@ -81,11 +81,11 @@ def test_the_kernel_is_plain_torch_bit_for_bit(size: int, moments: torch.dtype, 
     if split == "rounded":
         plain.high = plain.high.bfloat16()
     kernel = plain.clone()
-    box = Place(start=3, key=0xFEDCBA98, sizes=(4, 5), strides=(77, 11), base=2**32 - 20)
+    box = ElementIndices(start=3, key=0xFEDCBA98, sizes=(4, 5), strides=(77, 11), base=2**32 - 20)
     for number in range(4):
         kind = (torch.float32, torch.bfloat16, torch.float16, torch.bfloat16)[number]
         gradient = (torch.randn(size, device=DEVICE) * 10.0 ** -(2 * number)).to(kind)
-        place = box if number % 2 else Place(start=2**32 - 5)
+        place = box if number % 2 else ElementIndices(start=2**32 - 5)
         choices = {"decayed": size * number // 3, "scale": 0.3, "live": number != 2, "place": place}
         stepped(plain, gradient, **choices)
         stepped(kernel, gradient, fused_adamw_triton.update, **choices)
@@ -135,22 +135,22 @@ def test_a_step_that_is_not_live_writes_nothing() -> None:
 
 def test_rounding_by_chance_has_the_right_mean() -> None:
     x = torch.full((200_000,), 1.0 + 0.3 / 128, device=DEVICE)  # between two neighbours, nearer to the lower
-    bits = fused_adamw.random_bits(len(x), Place(), torch.tensor(7, device=DEVICE))
-    found = fused_adamw.rounded_by_chance(-x, bits & 0xFFFF)
+    bits = fused_adamw.random_bits(len(x), ElementIndices(), torch.tensor(7, device=DEVICE))
+    found = fused_adamw.stochastic_round(-x, bits & 0xFFFF)
     assert found.unique().tolist() == [-1.0078125, -1.0]
     assert float((found != -1.0).double().mean()) == pytest.approx(0.3, abs=0.005)
-    other = fused_adamw.rounded_by_chance(-x, bits >> 16)
+    other = fused_adamw.stochastic_round(-x, bits >> 16)
     both = ((found != -1.0) & (other != -1.0)).double().mean()
     assert float(both) == pytest.approx(0.09, abs=0.005), "the two halves of the bits know nothing of each other"
-    again = fused_adamw.rounded_by_chance(
-        -x, fused_adamw.random_bits(len(x), Place(), torch.tensor(8, device=DEVICE)) & 0xFFFF
+    again = fused_adamw.stochastic_round(
+        -x, fused_adamw.random_bits(len(x), ElementIndices(), torch.tensor(8, device=DEVICE)) & 0xFFFF
     )
     assert float((again == found).double().mean()) == pytest.approx(0.58, abs=0.01), "nor do two steps"
 
 
 def test_infinite_and_undefined_moments_stay_so() -> None:
     x = torch.tensor([float("inf"), float("-inf"), float("nan"), 0.0, -0.0], device=DEVICE)
-    found = fused_adamw.rounded_by_chance(x, torch.full((5,), 0xFFFF, device=DEVICE))
+    found = fused_adamw.stochastic_round(x, torch.full((5,), 0xFFFF, device=DEVICE))
     assert found[:2].tolist() == [float("inf"), float("-inf")]
     assert found[2].isnan()
     assert found[3:].tolist() == [0.0, 0.0]

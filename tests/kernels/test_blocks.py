@@ -25,21 +25,21 @@ EXACT = 1e-12
 def _same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """New memory holds what is not a number, as it may."""
     torch.manual_seed(0)
-    empty = blockwise_attention._empty
-    monkeypatch.setattr(blockwise_attention, "_empty", lambda q, dtype: empty(q, dtype).fill_(nan))
+    empty = blockwise_attention._empty_tokens_first
+    monkeypatch.setattr(blockwise_attention, "_empty_tokens_first", lambda q, dtype: empty(q, dtype).fill_(nan))
 
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our kernels wherever they take the tensor but for its device."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(dispatch, "fits", lambda x: x.dtype in dispatch.TYPES)
+    monkeypatch.setattr(dispatch, "use_triton", lambda x: x.dtype in dispatch.DTYPES)
 
 
-@pytest.fixture(params=[0, 3000, blockwise_attention.HELD], ids=["none-held", "some-held", "all-held"])
+@pytest.fixture(params=[0, 3000, blockwise_attention.MAX_PENDING_BYTES], ids=["none-held", "some-held", "all-held"])
 def _held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """How many bytes of parts wait: a part of all rows is 12 KiB in fp64."""
-    monkeypatch.setattr(blockwise_attention, "HELD", request.param)
+    monkeypatch.setattr(blockwise_attention, "MAX_PENDING_BYTES", request.param)
 
 
 def nothing() -> None:
@@ -147,10 +147,12 @@ def test_any_blocks_give_the_whole(case: Case, rows: list[int], keys: list[int])
     gradient = torch.randn_like(want)
     wanted = torch.autograd.grad(want, leaves, gradient)
 
-    merged = blockwise_attention.Merged(q)
+    merged = blockwise_attention.AttentionMerger(q)
     for row, key in pairs(rows, keys):
         hides, drops = part(mask, row, key), part(factor, row, key)
-        merged.add(row, *blockwise_attention.attend(q[:, :, row], k[:, :, key], v[:, :, key], mask=hides, factor=drops))
+        merged.add(
+            row, *blockwise_attention.attend(q[:, :, row], k[:, :, key], v[:, :, key], mask=hides, dropout_mask=drops)
+        )
     out, lse = merged.result()
     assert error(out, want.detach()) < EXACT
     assert error(lse, want_lse.detach()) < EXACT
@@ -159,7 +161,7 @@ def test_any_blocks_give_the_whole(case: Case, rows: list[int], keys: list[int])
     totals = [torch.zeros_like(x) for x in (q, k, v)]
     for row, key in pairs(rows, keys):
         hides, drops = part(mask, row, key), part(factor, row, key)
-        found = blockwise_attention.attend_back(
+        found = blockwise_attention.attend_backward(
             gradient[:, :, row],
             q[:, :, row],
             k[:, :, key],
@@ -167,7 +169,7 @@ def test_any_blocks_give_the_whole(case: Case, rows: list[int], keys: list[int])
             out[:, :, row],
             lse[:, :, row],
             mask=hides,
-            factor=drops,
+            dropout_mask=drops,
         )
         for total, where, block in zip(totals, (row, key, key), found, strict=True):
             total[:, :, where] += block
@@ -176,15 +178,15 @@ def test_any_blocks_give_the_whole(case: Case, rows: list[int], keys: list[int])
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("chunk", [1, 3 * BATCH * HEADS * LENGTH, blockwise_attention.CHUNK])
+@pytest.mark.parametrize("chunk", [1, 3 * BATCH * HEADS * LENGTH, blockwise_attention.MAX_SCORES])
 def test_one_causal_block_is_torch_s_own(kv_heads: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blockwise_attention, "CHUNK", chunk)
+    monkeypatch.setattr(blockwise_attention, "MAX_SCORES", chunk)
     leaves = q, k, v = tuple(x.detach().requires_grad_() for x in tensors(kv_heads))
     want = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     gradient = torch.randn_like(want)
     out, lse = blockwise_attention.attend(q, k, v, causal=True)
     assert error(out, want.detach()) < EXACT
-    found = blockwise_attention.attend_back(gradient, q, k, v, out, lse, causal=True)
+    found = blockwise_attention.attend_backward(gradient, q, k, v, out, lse, causal=True)
     for block, wanted in zip(found, torch.autograd.grad(want, leaves, gradient), strict=True):
         assert error(block, wanted) < EXACT
 
@@ -207,10 +209,10 @@ def test_rows_that_see_nothing() -> None:
     out, lse = blockwise_attention.attend(q, k, v, mask=mask)
     assert not out.any()
     assert (lse == -inf).all()
-    found = blockwise_attention.attend_back(torch.randn_like(out), q, k, v, out, lse, mask=mask)
+    found = blockwise_attention.attend_backward(torch.randn_like(out), q, k, v, out, lse, mask=mask)
     assert not any(block.any() for block in found)
 
-    merged = blockwise_attention.Merged(q)
+    merged = blockwise_attention.AttentionMerger(q)
     merged.add(slice(2, 8), out[:, :, 2:8], lse[:, :, 2:8])
     out, lse = merged.result()
     assert not out.any()
@@ -220,7 +222,7 @@ def test_rows_that_see_nothing() -> None:
 def test_huge_scores_neither_overflow_nor_vanish() -> None:
     q, k, v = tensors(2, scale=1e3)  # scores of a million: exp of them is no number
     want, want_lse = at_once(q, k, v, causal(), None)
-    merged = blockwise_attention.Merged(q)
+    merged = blockwise_attention.AttentionMerger(q)
     for row, key in pairs([5, 7], [4, 4, 4]):
         mask = part(causal(), row, key)
         merged.add(row, *blockwise_attention.attend(q[:, :, row], k[:, :, key], v[:, :, key], mask=mask))
@@ -234,7 +236,7 @@ def test_the_order_of_blocks_does_not_matter() -> None:
     q, k, v = tensors(2)
     want, want_lse = at_once(q, k, v, None, None)
     for order in itertools.permutations(slices([2, 7, 1, 2])):
-        merged = blockwise_attention.Merged(q)
+        merged = blockwise_attention.AttentionMerger(q)
         for key in order:
             merged.add(slice(None), *blockwise_attention.attend(q, k[:, :, key], v[:, :, key]))
         out, lse = merged.result()
@@ -243,18 +245,18 @@ def test_the_order_of_blocks_does_not_matter() -> None:
 
 
 @pytest.mark.usefixtures("_held")
-@pytest.mark.parametrize("most", [1, 2, blockwise_attention.MOST])
+@pytest.mark.parametrize("most", [1, 2, blockwise_attention.MAX_PENDING])
 def test_gradients_of_any_rows_add_up(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blockwise_attention, "MOST", most)
+    monkeypatch.setattr(blockwise_attention, "MAX_PENDING", most)
     x = tensors(2)[1]
-    total, want = blockwise_attention.Summed(x), torch.zeros_like(x)
+    total, want = blockwise_attention.GradientAccumulator(x), torch.zeros_like(x)
     for rows in (slice(None), slice(6, None), slice(2, 9), slice(6, None), slice(0, 1), slice(None)):
         part = torch.randn_like(x[:, :, rows])
         total.add(rows, part)
         want[:, :, rows] += part
         assert error(total.result(), want) < EXACT
-    assert not blockwise_attention.Summed(x).result().any()
-    some = blockwise_attention.Summed(x)
+    assert not blockwise_attention.GradientAccumulator(x).result().any()
+    some = blockwise_attention.GradientAccumulator(x)
     some.add(slice(1, 3), x[:, :, 1:3])
     assert error(some.result(), F.pad(x[:, :, 1:3], (0, 0, 1, LENGTH - 3))) == 0
 
@@ -270,9 +272,9 @@ def test_kernels_bring_together_what_plain_torch_does(
     mask[:, :, 3] = False
     wide = [x.double() for x in (q, k, v)]
     merged, truth, total = (
-        blockwise_attention.Merged(q),
-        blockwise_attention.Merged(wide[0]),
-        blockwise_attention.Summed(q),
+        blockwise_attention.AttentionMerger(q),
+        blockwise_attention.AttentionMerger(wide[0]),
+        blockwise_attention.GradientAccumulator(q),
     )
     sums = torch.zeros_like(wide[0])
     for row, key in pairs([5, 1, 6], [4, 4, 4]):
@@ -301,10 +303,10 @@ def test_a_kernel_adds_in_place_in_32_bits(heads_first: bool) -> None:
         total, part = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (total, part))
     want = total.clone()
     want[:, :, 4:9] += part
-    blockwise_attention.add_(total[:, :, 4:9], part)
+    blockwise_attention.accumulate_(total[:, :, 4:9], part)
     assert error(total, want) == 0
     other = total.transpose(-1, -2).contiguous().transpose(-1, -2)  # numbers of a head apart from each other
-    blockwise_attention.add_(other[:, :, :5], part)
+    blockwise_attention.accumulate_(other[:, :, :5], part)
     assert error(other[:, :, :5], total[:, :, :5] + part) == 0
 
 
@@ -312,7 +314,7 @@ def test_a_kernel_adds_in_place_in_32_bits(heads_first: bool) -> None:
 def test_short_types_are_summed_in_32_bits(dtype: torch.dtype, tolerance: float) -> None:
     q, k, v = tensors(2, dtype)
     want, want_lse = at_once(q.double(), k.double(), v.double(), causal(), None)
-    merged = blockwise_attention.Merged(q)
+    merged = blockwise_attention.AttentionMerger(q)
     for row, key in pairs([5, 7], [4, 4, 4]):
         mask = part(causal(), row, key)
         merged.add(row, *blockwise_attention.attend(q[:, :, row], k[:, :, key], v[:, :, key], mask=mask))
@@ -320,7 +322,7 @@ def test_short_types_are_summed_in_32_bits(dtype: torch.dtype, tolerance: float)
     assert (out.dtype, lse.dtype) == (dtype, torch.float32)
     assert error(out, want) < tolerance
     assert error(lse, want_lse) < 2e-6  # also of bfloat16: scores are made in 32 bits
-    found = blockwise_attention.attend_back(torch.ones_like(out), q, k, v, out, lse, mask=causal())
+    found = blockwise_attention.attend_backward(torch.ones_like(out), q, k, v, out, lse, mask=causal())
     assert [block.dtype for block in found] == [dtype] * 3
 
 
@@ -350,7 +352,7 @@ class TestCudnn:
             return ds @ spread(k), dk, dv
 
         monkeypatch.setattr(compat, "cudnn_attention", forward)
-        monkeypatch.setattr(compat, "cudnn_attention_back", back)
+        monkeypatch.setattr(compat, "cudnn_attention_backward", back)
 
     @pytest.mark.parametrize("kind", ["blind-rows", "documents", "keys-alone", "one-query-row", "full"])
     def test_a_mask_is_a_number_that_is_added(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,13 +363,13 @@ class TestCudnn:
         }.get(kind, CASES[kind].visible() if kind in CASES else None)
         gradient = torch.randn(BATCH, HEADS, LENGTH, HEAD_DIM, dtype=torch.float64)
         want = blockwise_attention.attend(q, k, v, mask=mask)
-        wanted = blockwise_attention.attend_back(gradient, q, k, v, *want, mask=mask)
-        monkeypatch.setattr(sdpa_lse, "find", lambda *_: sdpa_lse._Cudnn())
+        wanted = blockwise_attention.attend_backward(gradient, q, k, v, *want, mask=mask)
+        monkeypatch.setattr(sdpa_lse, "find_kernel", lambda *_: sdpa_lse._CudnnKernel())
         found = blockwise_attention.attend(q, k, v, mask=mask)
-        parts = blockwise_attention.attend_back(gradient, q, k, v, *found, mask=mask)
+        parts = blockwise_attention.attend_backward(gradient, q, k, v, *found, mask=mask)
         for one, other in zip((*found, *parts), (*want, *wanted), strict=True):
             assert error(one, other) < EXACT
 
     def test_without_a_gpu_there_is_none(self) -> None:
         q, k, v = (x.bfloat16() for x in tensors(2))
-        assert sdpa_lse.find(q, k, v, None, True) is None
+        assert sdpa_lse.find_kernel(q, k, v, None, True) is None

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from echelon.kernels.optim.split_fp32 import QUIET_NAN, joined, split_into
+from echelon.kernels.optim.split_fp32 import QUIET_NAN, join_halves, split_halves
 
 
 def floats(*bits: int) -> Tensor:
@@ -17,7 +17,7 @@ def floats(*bits: int) -> Tensor:
 
 def halves(values: Tensor) -> tuple[Tensor, Tensor]:
     high, low = torch.empty(values.shape, dtype=torch.bfloat16), torch.empty(values.shape, dtype=torch.int16)
-    split_into(values, high, low)
+    split_halves(values, high, low)
     return high, low
 
 
@@ -33,13 +33,13 @@ EDGES = floats(
 
 
 def test_the_edges_come_back() -> None:
-    assert bits_of(joined(*halves(EDGES))) == bits_of(EDGES)
+    assert bits_of(join_halves(*halves(EDGES))) == bits_of(EDGES)
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=50))
 def test_every_float_comes_back(bits: list[int]) -> None:
     values = floats(*bits)
-    back = joined(*halves(values))
+    back = join_halves(*halves(values))
     same = torch.where(values.isnan(), QUIET_NAN, values.view(torch.int32))
     assert bits_of(back) == same.tolist()
 
@@ -56,7 +56,7 @@ def test_what_is_too_large_for_bfloat16_looks_infinite_and_is_not() -> None:
     values = floats(0x7F7F8000, 0xFF7FFFFF)
     high, low = halves(values)
     assert high.tolist() == values.bfloat16().tolist() == [float("inf"), float("-inf")]
-    assert joined(high, low).isfinite().all()
+    assert join_halves(high, low).isfinite().all()
 
 
 @pytest.mark.parametrize("bits", [0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFFFFFFF])
@@ -64,4 +64,4 @@ def test_a_nan_is_seen_in_both(bits: int) -> None:
     """The bits of 0x7fffffff, which GPUs make, would round to a zero."""
     high, low = halves(floats(bits))
     assert high.isnan().all()
-    assert joined(high, low).isnan().all()
+    assert join_halves(high, low).isnan().all()

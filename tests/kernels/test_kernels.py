@@ -12,7 +12,7 @@ from echelon.kernels import dispatch, tensor_metadata
 from echelon.kernels.attention import rope
 from echelon.kernels.gemm import fused_linear
 from echelon.kernels.layers import cross_entropy, rmsnorm, swiglu
-from echelon.models.linear_layer import Linear, one_product
+from echelon.models.linear_layer import Linear, can_fuse_gemm
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's, as a GPU's is silent
@@ -25,7 +25,7 @@ SHAPES = [(1, 16), (3, 37), (5, 64), (2, 3, 96)]
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our kernels wherever they take the tensor but for its device."""
-    monkeypatch.setattr(dispatch, "fits", lambda x: dispatch._allowed and x.dtype in dispatch.TYPES)
+    monkeypatch.setattr(dispatch, "use_triton", lambda x: dispatch._enabled and x.dtype in dispatch.DTYPES)
 
 
 def close(found: Tensor, wanted: Tensor, bound: float = BOUND) -> None:
@@ -44,7 +44,7 @@ def of_both(call, *inputs: Tensor) -> list[list[Tensor]]:  # type: ignore[no-unt
     """[outputs and gradients] by the kernels and by plain torch, for the same random gradients of the outputs."""
     results = []
     for only_plain in (False, True):
-        with dispatch.plain(only_plain):
+        with dispatch.plain_torch(only_plain):
             given = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
             out = call(*given)
             outputs = [x for x in (out if isinstance(out, tuple) else (out,)) if x.requires_grad]
@@ -64,7 +64,7 @@ def test_norm(shape: tuple[int, ...], with_delta: bool) -> None:
     inputs = (x, delta, weight) if with_delta else (x, weight)
 
     def call(x: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-        return rmsnorm.stream_norm(x, rest[0] if with_delta else None, rest[-1], EPS)
+        return rmsnorm.residual_rms_norm(x, rest[0] if with_delta else None, rest[-1], EPS)
 
     for found, wanted in zip(*of_both(call, *inputs), strict=True):
         close(found, wanted)
@@ -75,7 +75,7 @@ def test_norm_in_16_bits() -> None:
     # The interpreter cuts off where a GPU rounds, so only to a unit in the last place.
     torch.manual_seed(0)
     x, delta, weight = (leaf(*shape, dtype=torch.bfloat16) for shape in ((7, 48), (7, 48), (48,)))
-    found, wanted = of_both(lambda *a: rmsnorm.stream_norm(*a, EPS), x, delta, weight)
+    found, wanted = of_both(lambda *a: rmsnorm.residual_rms_norm(*a, EPS), x, delta, weight)
     for a, b, bound in zip(found, wanted, (1e-2, 2e-2, 2e-2, 2e-2, 2e-2), strict=True):
         close(a, b, bound)
 
@@ -83,20 +83,20 @@ def test_norm_in_16_bits() -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("remake", [False, True])
 def test_norm_notes_what_the_next_kernel_can_use(remake: bool) -> None:
-    _, normed = rmsnorm.stream_norm(leaf(5, 40), leaf(5, 40), leaf(40), EPS, remake=remake)
+    _, normed = rmsnorm.residual_rms_norm(leaf(5, 40), leaf(5, 40), leaf(40), EPS, recompute=remake)
     known = tensor_metadata.read(normed)
-    assert known.largest is not None
-    close(known.largest, normed.detach().abs().amax(-1))
-    assert (known.again is not None) == remake
-    if known.again is not None:
-        close(known.again(None), normed.detach())
+    assert known.row_amax is not None
+    close(known.row_amax, normed.detach().abs().amax(-1))
+    assert (known.recompute is not None) == remake
+    if known.recompute is not None:
+        close(known.recompute(None), normed.detach())
 
 
 @pytest.mark.usefixtures("kernels")
 def test_a_stream_that_nobody_reads_has_no_part_in_the_gradient() -> None:
     x, weight = leaf(3, 32), leaf(32)
-    with dispatch.plain(False):
-        _, normed = rmsnorm.stream_norm(x, None, weight, EPS)
+    with dispatch.plain_torch(False):
+        _, normed = rmsnorm.residual_rms_norm(x, None, weight, EPS)
     (found,) = torch.autograd.grad(normed.sum(), (x,))
     (wanted,) = torch.autograd.grad(F.rms_norm(x, (32,), weight, EPS).sum(), (x,))
     close(found, wanted)
@@ -114,20 +114,20 @@ def test_swiglu(shape: tuple[int, ...]) -> None:
 def test_swiglu_made_again_does_backward_on_the_way() -> None:
     torch.manual_seed(0)
     both, gradient = leaf(3, 74), torch.randn(3, 37, device=DEVICE)
-    out = swiglu.swiglu(both, remake=True)
-    again = tensor_metadata.read(out).again
+    out = swiglu.swiglu(both, recompute=True)
+    again = tensor_metadata.read(out).recompute
     assert again is not None
     close(again(None), out)
-    assert tensor_metadata.read(gradient).behind is None
+    assert tensor_metadata.read(gradient).input_gradient is None
     close(again(gradient), out)
-    behind = tensor_metadata.read(gradient).behind
+    behind = tensor_metadata.read(gradient).input_gradient
     assert behind is not None
     (wanted,) = torch.autograd.grad(F.silu(both[:, :37]) * both[:, 37:], both, gradient)
     close(behind, wanted)
     (found,) = torch.autograd.grad(out, both, gradient)
     assert found is behind
     gradient.add_(1.0)  # another gradient came on top: what was noted is not true any more
-    assert tensor_metadata.read(gradient).behind is None
+    assert tensor_metadata.read(gradient).input_gradient is None
 
 
 @pytest.mark.usefixtures("kernels")
@@ -148,7 +148,7 @@ def test_rotated_heads(heads: int, kv_heads: int, head_dim: int, rows: int) -> N
 
     def call(qkv: Tensor) -> tuple[Tensor, ...]:
         # As in the model: what is rotated was made by an operator, and is used up.
-        return rope.rotated_heads(qkv * 1.0, (angle.cos(), angle.sin()), heads, kv_heads)
+        return rope.split_and_rotate_qkv(qkv * 1.0, (angle.cos(), angle.sin()), heads, kv_heads)
 
     for found, wanted in zip(*of_both(call, qkv), strict=True):
         close(found, wanted)
@@ -158,14 +158,14 @@ def test_rotated_heads(heads: int, kv_heads: int, head_dim: int, rows: int) -> N
 @pytest.mark.parametrize("rows", [256, 4, 7])
 @pytest.mark.parametrize("targets", ["all", "some", "none"])
 def test_head_loss(rows: int, targets: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy, "chunk_rows", lambda *_: rows)
+    monkeypatch.setattr(cross_entropy, "tokens_per_chunk", lambda *_: rows)
     torch.manual_seed(0)
     x, weight = leaf(3, 5, 24), leaf(301, 24)
     wanted_tokens = torch.randint(0, 301, (3, 5), device=DEVICE)
     if targets != "all":
-        wanted_tokens[torch.rand(3, 5, device=DEVICE) < (0.5 if targets == "some" else 2)] = cross_entropy.IGNORED
+        wanted_tokens[torch.rand(3, 5, device=DEVICE) < (0.5 if targets == "some" else 2)] = cross_entropy.IGNORE_INDEX
     for found, wanted in zip(
-        *of_both(lambda x, w: cross_entropy.head_loss(x, w, wanted_tokens), x, weight), strict=True
+        *of_both(lambda x, w: cross_entropy.linear_cross_entropy(x, w, wanted_tokens), x, weight), strict=True
     ):
         close(found, wanted)
 
@@ -176,12 +176,14 @@ def test_head_loss_of_large_logits_and_no_gradient() -> None:
     weight = torch.eye(36, device=DEVICE)
     tokens = torch.tensor([0, 3], device=DEVICE)
     with torch.no_grad():
-        close(cross_entropy.head_loss(logits, weight, tokens), cross_entropy.plain_loss(logits, tokens))
+        close(
+            cross_entropy.linear_cross_entropy(logits, weight, tokens), cross_entropy.cross_entropy_sum(logits, tokens)
+        )
 
 
 def test_chunks_are_powers_of_two_that_fit() -> None:
     for vocabulary in (257, 32_000, 128_256, 1_000_000_000):
-        rows = cross_entropy.chunk_rows(vocabulary, 2)
+        rows = cross_entropy.tokens_per_chunk(vocabulary, 2)
         assert rows & (rows - 1) == 0
         assert rows == 256 or rows * vocabulary * 2 <= cross_entropy.CHUNK_BYTES < rows * 2 * vocabulary * 2
 
@@ -196,7 +198,7 @@ def test_weights_side_by_side_are_one_product() -> None:
         part.weight = torch.nn.Parameter(buffer[offset : offset + part.weight.numel()].view_as(part.weight))
         offset += part.weight.numel()
     x = leaf(3, 4, 5)
-    assert one_product(x, *parts)
+    assert can_fuse_gemm(x, *parts)
     weights = [part.weight for part in parts]
     out = fused_linear.project(x, *parts)
     wanted = torch.cat([F.linear(x, w) for w in weights], dim=-1)
@@ -205,8 +207,8 @@ def test_weights_side_by_side_are_one_product() -> None:
     wanted_grads = torch.autograd.grad(wanted, [x, *weights], upstream)
     for found, right in zip((out, *found_grads), (wanted, *wanted_grads), strict=True):
         close(found, right)
-    assert not one_product(x, parts[1], parts[0])
-    assert fused_linear.side_by_side([parts[0].weight, torch.randn(3, 5, device=DEVICE)]) is None
+    assert not can_fuse_gemm(x, parts[1], parts[0])
+    assert fused_linear.concat_view([parts[0].weight, torch.randn(3, 5, device=DEVICE)]) is None
 
 
 # -- what a caller may do ---------------------------------------------------------------------------------------------
@@ -225,11 +227,11 @@ class Joined(torch.nn.Module):
 @pytest.mark.usefixtures("kernels")
 def test_layers_that_somebody_watches_are_called() -> None:
     x, pair = leaf(3, 16), Joined()
-    assert one_product(x, pair.a, pair.b)
+    assert can_fuse_gemm(x, pair.a, pair.b)
     handle = pair.b.register_forward_hook(lambda *_: None)
-    assert not one_product(x, pair.a, pair.b)
+    assert not can_fuse_gemm(x, pair.a, pair.b)
     handle.remove()
-    assert one_product(x, pair.a, pair.b)
+    assert can_fuse_gemm(x, pair.a, pair.b)
 
     class Adapter(torch.nn.Module):
         def __init__(self, base: Linear) -> None:
@@ -240,7 +242,7 @@ def test_layers_that_somebody_watches_are_called() -> None:
         def weight(self) -> Tensor:
             return self.base.weight
 
-    assert not one_product(x, pair.a, Adapter(pair.b))
+    assert not can_fuse_gemm(x, pair.a, Adapter(pair.b))
 
 
 @pytest.mark.usefixtures("kernels")
@@ -248,7 +250,7 @@ def test_neighbours_by_chance_are_two_products() -> None:
     memory = bytearray(2 * 6 * 16 * 4)
     first, second = (torch.frombuffer(memory, dtype=torch.float32, count=96, offset=at).view(6, 16) for at in (0, 384))
     assert second.data_ptr() == first.data_ptr() + 384
-    assert fused_linear.side_by_side([first, second]) is None
+    assert fused_linear.concat_view([first, second]) is None
 
 
 @pytest.mark.usefixtures("kernels")
@@ -257,13 +259,18 @@ def test_targets_and_weights_that_are_views() -> None:
     x, wide = leaf(6, 24), torch.randint(0, 301, (12, 2), device=DEVICE)
     for targets in (wide[::2, 0], wide[:6, 1]):
         for weight in (leaf(301, 24), leaf(24, 301).t()):
-            close(cross_entropy.head_loss(x, weight, targets), cross_entropy.plain_loss(F.linear(x, weight), targets))
+            close(
+                cross_entropy.linear_cross_entropy(x, weight, targets),
+                cross_entropy.cross_entropy_sum(F.linear(x, weight), targets),
+            )
 
 
 @pytest.mark.usefixtures("kernels")
 def test_a_target_that_is_no_token_is_not_hidden() -> None:
     for target in (-1, 301):
-        assert cross_entropy.head_loss(leaf(2, 24), leaf(301, 24), torch.tensor([3, target], device=DEVICE)).isnan()
+        assert cross_entropy.linear_cross_entropy(
+            leaf(2, 24), leaf(301, 24), torch.tensor([3, target], device=DEVICE)
+        ).isnan()
 
 
 @pytest.mark.usefixtures("kernels")
@@ -271,21 +278,23 @@ def test_logits_of_minus_infinity_before_the_first_real_one() -> None:
     x = torch.ones(1, 16, device=DEVICE)
     weight = torch.full((20_000, 16), float("-inf"), device=DEVICE)
     weight[15_000:] = 0.0
-    found = cross_entropy.head_loss(x, weight, torch.tensor([15_003], device=DEVICE))
+    found = cross_entropy.linear_cross_entropy(x, weight, torch.tensor([15_003], device=DEVICE))
     close(found, torch.tensor(5000.0, device=DEVICE).log())
 
 
 @pytest.mark.usefixtures("kernels")
 def test_without_gradients_no_gradient_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    real = cross_entropy.in_chunks
+    real = cross_entropy.chunked_cross_entropy
     monkeypatch.setattr(
-        cross_entropy, "in_chunks", lambda *a, backward, **n: asked.append(backward) or real(*a, backward=backward, **n)
+        cross_entropy,
+        "chunked_cross_entropy",
+        lambda *a, backward, **n: asked.append(backward) or real(*a, backward=backward, **n),
     )
     x, weight, targets = leaf(4, 24), leaf(301, 24), torch.tensor([1, 2, 3, 4], device=DEVICE)
     with torch.no_grad():
-        alone = cross_entropy.head_loss(x, weight, targets)
-    both = cross_entropy.head_loss(x, weight, targets)
+        alone = cross_entropy.linear_cross_entropy(x, weight, targets)
+    both = cross_entropy.linear_cross_entropy(x, weight, targets)
     assert asked == [False, True]
     assert torch.equal(alone, both.detach())
 
@@ -298,7 +307,7 @@ def test_backward_twice() -> None:
     assert torch.equal(first, torch.autograd.grad(y.sum(), layer.weight, retain_graph=True)[0])
     with pytest.raises(RuntimeError):  # second derivatives are refused, not left out
         torch.autograd.grad(torch.autograd.grad(y.square().sum(), x, create_graph=True)[0].sum(), x)
-    _, normed = rmsnorm.stream_norm(x, None, leaf(16), EPS, remake=True)
+    _, normed = rmsnorm.residual_rms_norm(x, None, leaf(16), EPS, recompute=True)
     y = fused_linear.project(normed, layer)
     torch.autograd.grad(y.sum(), layer.weight, retain_graph=True)
     with pytest.raises(RuntimeError, match="recompute=none"):
@@ -307,9 +316,9 @@ def test_backward_twice() -> None:
 
 def test_autocast_is_left_to_torch() -> None:
     x, layer = leaf(3, 16), Linear(16, 6, bias=False).to(DEVICE)
-    _, normed = rmsnorm.stream_norm(x, None, leaf(16), EPS, remake=True)
+    _, normed = rmsnorm.residual_rms_norm(x, None, leaf(16), EPS, recompute=True)
     with torch.autocast(DEVICE.type, dtype=torch.float16):
-        assert dispatch.autocast(x)
+        assert dispatch.autocast_enabled(x)
         y = fused_linear.project(normed, layer)
     assert y.dtype == torch.float16
     y.float().sum().backward()
@@ -319,5 +328,5 @@ def test_autocast_is_left_to_torch() -> None:
 def test_a_delta_of_another_shape_or_type_is_added_by_torch() -> None:
     x, weight = leaf(3, 32), leaf(32)
     for delta in (leaf(1, 32), leaf(3, 32).double()):
-        s, _ = rmsnorm.stream_norm(x, delta.detach(), weight if delta.dtype == x.dtype else weight.double(), EPS)
+        s, _ = rmsnorm.residual_rms_norm(x, delta.detach(), weight if delta.dtype == x.dtype else weight.double(), EPS)
         assert torch.equal(s.detach(), (x + delta).detach())

@@ -49,7 +49,7 @@ def test_what_differs_is_compiled_anew() -> None:
     launch(kernel, 3, x.half(), 64, CHUNK=32, SIZE=16)
     launch(kernel, 3, x, 65, CHUNK=32, SIZE=16)
     launch(kernel, 3, x, 64, CHUNK=32, SIZE=8)
-    launch(kernel, 3, x, 64, CHUNK=32, SIZE=16, warps=8)
+    launch(kernel, 3, x, 64, CHUNK=32, SIZE=16, num_warps=8)
     assert len(kernel.made) == 6
     assert not any(made.launches for made in kernel.made)
 
@@ -60,8 +60,8 @@ def test_constants_in_another_order_are_refused() -> None:
 
 
 def test_ever_new_numbers_do_not_fill_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "MOST", 8)
-    monkeypatch.setattr(room, "_chosen", {})
+    monkeypatch.setattr(room, "MAX_CACHED", 8)
+    monkeypatch.setattr(room, "_compiled", {})
     for row in range(20):
         launch(Kernel(), 1, torch.zeros(4), row, CHUNK=32, SIZE=16)
-    assert len(room._chosen) <= 8
+    assert len(room._compiled) <= 8

@@ -15,12 +15,12 @@ from echelon.kernels import dispatch
 from echelon.kernels.gemm import fused_linear
 from echelon.models import model_config
 from echelon.models.model_config import ModelConfig
-from echelon.parallel.apply import Options
+from echelon.parallel.apply import ParallelOptions
 from echelon.training.engine import Engine
 
 pytest.importorskip("triton")
-MODEL = replace(model_config.find("llama-tiny"), layers=2, vocab=67)
-TIED = replace(model_config.find("gpt-tiny"), layers=2, vocab=67, tied=True, dropout=0.0)
+MODEL = replace(model_config.find_model("llama-tiny"), layers=2, vocab=67)
+TIED = replace(model_config.find_model("gpt-tiny"), layers=2, vocab=67, tied=True, dropout=0.0)
 PRODUCTS = {"llama": 4, "gpt": 6}
 """of a layer: with biases q, k and v stay apart, otherwise they are one product, and gate and up another"""
 BOUND = 2e-4 if ON_GPU else 2e-5
@@ -31,7 +31,7 @@ def trained(
     model: ModelConfig, layout: str, batches: list[dict[str, Tensor]], kernels: str = "auto"
 ) -> tuple[list[float], list[Tensor]]:
     """Losses and norms of every step, and the weights at the end."""
-    options = Options(device=DEVICE, kernels=kernels)
+    options = ParallelOptions(device=DEVICE, kernels=kernels)
     engine = Engine(models.build(model, "meta"), layout, OptimizerConfig(lr=1e-3), clip=1.0, options=options)
     engine.model.train()
     results = [engine.step(batch) for batch in batches]
@@ -52,14 +52,14 @@ def test_training_through_kernels(model: ModelConfig, layout: str, monkeypatch: 
     batches[1]["targets"][0, 2:] = -100
     numbers, weights = trained(model, layout, batches, "plain")
     used: list[int] = []
-    real = fused_linear._Project.forward
+    real = fused_linear._FusedLinear.forward
 
     def counted(ctx: object, x: Tensor, *rest: object) -> Tensor:
         used.append(1)
         return real(ctx, x, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(fused_linear._Project, "forward", staticmethod(counted))
-    monkeypatch.setattr(dispatch, "fits", lambda x: dispatch._allowed and x.dtype in dispatch.TYPES)
+    monkeypatch.setattr(fused_linear._FusedLinear, "forward", staticmethod(counted))
+    monkeypatch.setattr(dispatch, "use_triton", lambda x: dispatch._enabled and x.dtype in dispatch.DTYPES)
     by_kernels, their_weights = trained(model, layout, batches)
     repeats = 2 if "full" in layout else 1
     assert len(used) == 2 * PRODUCTS[model.family] * model.layers * repeats * (2 if "accumulate" in layout else 1)
@@ -69,10 +69,10 @@ def test_training_through_kernels(model: ModelConfig, layout: str, monkeypatch: 
 
 
 def test_plain_means_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "fits", lambda x: dispatch._allowed and x.dtype in dispatch.TYPES)
-    monkeypatch.setattr(fused_linear._Project, "forward", staticmethod(lambda *_: pytest.fail("a kernel ran")))
-    engine = Engine(models.build(MODEL, "meta"), "", options=Options(device=DEVICE, kernels="plain"))
+    monkeypatch.setattr(dispatch, "use_triton", lambda x: dispatch._enabled and x.dtype in dispatch.DTYPES)
+    monkeypatch.setattr(fused_linear._FusedLinear, "forward", staticmethod(lambda *_: pytest.fail("a kernel ran")))
+    engine = Engine(models.build(MODEL, "meta"), "", options=ParallelOptions(device=DEVICE, kernels="plain"))
     tokens = torch.randint(0, MODEL.vocab, (2, 9), device=DEVICE)
     assert engine.step({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}).loss > 0
     with pytest.raises(ValueError, match="kernels=fast"):
-        Options(kernels="fast")
+        ParallelOptions(kernels="fast")

@@ -10,9 +10,9 @@ from devices import DEVICE, ON_GPU
 from torch import Tensor
 
 from echelon.kernels.activations import bitmask, blockwise_cast, max_pool, pool_indices, sparse_values
-from echelon.kernels.activations.blockwise_cast import KINDS
-from echelon.kernels.activations.pool_indices import Window
-from echelon.kernels.tensor_spec import Lying, cut, in_rows, rows_of
+from echelon.kernels.activations.blockwise_cast import FORMATS
+from echelon.kernels.activations.pool_indices import PoolWindow
+from echelon.kernels.tensor_spec import TensorSpec, as_rows, is_dense_by_sample, split_row
 from echelon.memory.compression.saved_tensor_compression import compressed
 
 pytest.importorskip("triton")
@@ -32,16 +32,16 @@ def test_relu_writes_bits_on_the_way(shape: tuple[int, int], dtype: torch.dtype)
 
     x, truth = rectified(shape, dtype)
     y = torch.empty_like(x)
-    found, counts = bitmask_triton.rectify(x, y)
+    found, counts = bitmask_triton.relu(x, y)
     assert torch.equal(y, truth)
     assert torch.equal(found, bitmask.pack_plain(truth > 0))
-    assert counts.shape == (shape[0] * cut(shape[1]).blocks,)
+    assert counts.shape == (shape[0] * split_row(shape[1]).num_blocks,)
     in_blocks = [int((part > 0).sum()) for row in truth for part in row.split(256)]
     assert counts.flatten().tolist() == in_blocks
     gradient, out = torch.randn(shape, device=DEVICE).to(dtype), torch.full(shape, 7.0, dtype=dtype, device=DEVICE)
-    bitmask_triton.masked(gradient, found, out)
+    bitmask_triton.mask_gradient(gradient, found, out)
     assert torch.equal(out, torch.where(truth > 0, gradient, 0))
-    bitmask_triton.rectify(x, x)
+    bitmask_triton.relu(x, x)
     assert torch.equal(x, truth)
 
 
@@ -62,10 +62,10 @@ def test_what_is_not_a_number_is_let_through() -> None:
 
     x = torch.tensor([[1.0, -1.0, float("nan"), 0.0, -0.0, float("inf"), -float("inf"), 2.0]], device=DEVICE)
     y = torch.empty_like(x)
-    found, _ = bitmask_triton.rectify(x, y)
+    found, _ = bitmask_triton.relu(x, y)
     assert bitmask.unpack_plain(found, 8).tolist() == [[True, False, True, False, False, True, False, True]]
     assert torch.equal(y.nan_to_num(9.0), torch.relu(x).nan_to_num(9.0))
-    again = bitmask.relu(x)
+    again = bitmask.relu_with_bitmask(x)
     assert torch.equal(again[1], found)
 
 
@@ -74,17 +74,20 @@ def test_what_is_not_a_number_is_let_through() -> None:
 def test_what_is_not_zero(shape: tuple[int, int], kind: str) -> None:
     from echelon.kernels.activations import bitmask_triton, sparse_values_triton
 
-    chosen = KINDS.get(kind)
+    chosen = FORMATS.get(kind)
     y = codable(rectified(shape)[1], kind)
-    packed, counts = bitmask_triton.rectify(y, torch.empty_like(y))
+    packed, counts = bitmask_triton.relu(y, torch.empty_like(y))
     none = torch.empty(0, device=DEVICE)
-    count, plain_count = sparse_values.count(packed, counts, shape[1]), sparse_values.count(packed, none, shape[1])
+    count, plain_count = (
+        sparse_values.count_nonzero(packed, counts, shape[1]),
+        sparse_values.count_nonzero(packed, none, shape[1]),
+    )
     assert count.wait() == plain_count.wait() == int((y > 0).sum())
-    found = sparse_values_triton.compact(y, packed, count.wait(), count.ends, chosen)
-    plain = sparse_values.compact(y, packed, plain_count.wait(), plain_count.ends, chosen)
+    found = sparse_values_triton.compact(y, packed, count.wait(), count.block_ends, chosen)
+    plain = sparse_values.compact(y, packed, plain_count.wait(), plain_count.block_ends, chosen)
     assert found.values.dtype == plain.values.dtype
     # The same values, in another order inside each block.
-    ends = [0, *count.ends.tolist()]
+    ends = [0, *count.block_ends.tolist()]
     for start, end in itertools.pairwise(ends):
         assert same_codes(*(of.values[start:end].float().sort().values for of in (found, plain)))
     assert torch.allclose(found.scales, plain.scales, rtol=1e-6)
@@ -103,7 +106,7 @@ def test_what_is_not_zero(shape: tuple[int, int], kind: str) -> None:
 def test_values_in_fewer_bits(shape: tuple[int, int], kind: str, dtype: torch.dtype) -> None:
     from echelon.kernels.activations import blockwise_cast_triton
 
-    chosen = KINDS[kind]
+    chosen = FORMATS[kind]
     x = codable(rectified(shape, dtype)[0], kind)
     codes, scales = blockwise_cast_triton.encode(x, chosen)
     plain_codes, plain_scales = blockwise_cast.encode_plain(x, chosen)
@@ -135,7 +138,7 @@ def codable(x: Tensor, kind: str) -> Tensor:
 def test_rounding_stays_within_its_bounds(kind: str, bound: float) -> None:
     """Of the value itself; in fp8 or a step of its block's smallest; in int8 of its block's largest."""
     x = torch.randn(8, 1000, device=DEVICE) * torch.logspace(-3, 3, 8, device=DEVICE).unsqueeze(-1)
-    chosen = KINDS[kind]
+    chosen = FORMATS[kind]
     error = (blockwise_cast.decode_plain(*blockwise_cast.encode_plain(x, chosen), chosen).float() - x).abs()
     padded = torch.nn.functional.pad(x, (0, 24)).view(8, -1, 256).abs().amax(-1, keepdim=True)
     largest = padded.expand(-1, -1, 256).flatten(1)[:, :1000]
@@ -143,11 +146,11 @@ def test_rounding_stays_within_its_bounds(kind: str, bound: float) -> None:
     assert bool((error <= allowed * 1.0001 + 2**-25).all())
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", list(FORMATS))
 def test_zeros_stay_and_what_is_not_a_number_is_not_hidden(kind: str) -> None:
     from echelon.kernels.activations import blockwise_cast_triton
 
-    chosen = KINDS[kind]
+    chosen = FORMATS[kind]
     x = torch.zeros(2, 300, device=DEVICE)
     assert not blockwise_cast.decode_plain(*blockwise_cast.encode_plain(x, chosen), chosen).any()
     x[1, 3] = float("nan")
@@ -179,7 +182,7 @@ def test_places_of_maxima(
         memory_format=torch.channels_last if spread else torch.contiguous_format
     )
     _, indices = torch.nn.functional.max_pool2d(x, kernel, stride, padding, dilation, return_indices=True)
-    window = Window(width=11, kernel=kernel, stride=stride, padding=padding, dilation=dilation)
+    window = PoolWindow(width=11, kernel=kernel, stride=stride, padding=padding, dilation=dilation)
     codes = pool_indices.encode(indices, window)
     assert int(codes.max()) < kernel[0] * kernel[1]
     assert torch.equal(pool_indices.decode(codes, window), indices)
@@ -195,17 +198,17 @@ def test_places_of_maxima(
 def test_pooling_that_keeps_places(
     monkeypatch: pytest.MonkeyPatch, channels: int, kernel: tuple[int, int], spread: bool
 ) -> None:
-    monkeypatch.setattr(bitmask, "ours", lambda _x: True)
+    monkeypatch.setattr(bitmask, "use_triton", lambda _x: True)
     torch.manual_seed(0)
     lying = torch.channels_last if spread else torch.contiguous_format
     # Few values, so that some are equal in a window; 11 is no multiple of the windows, 12 is.
     x = torch.randint(-2, 3, (2, channels, 12, 11), device=DEVICE).float().contiguous(memory_format=lying)
     x[0, 0, 0, :3] = float("nan")
     x[1, 0, 4:6, 4:6] = -float("inf")
-    window = Window(width=11, kernel=kernel, stride=kernel, padding=(0, 0), dilation=(1, 1))
-    assert max_pool.takes(x, window)
+    window = PoolWindow(width=11, kernel=kernel, stride=kernel, padding=(0, 0), dilation=(1, 1))
+    assert max_pool.supports(x, window)
     found, gradients = [], []
-    for of in (lambda x: max_pool.maximum(x, window), lambda x: torch.nn.functional.max_pool2d(x, kernel)):
+    for of in (lambda x: max_pool.max_pool(x, window), lambda x: torch.nn.functional.max_pool2d(x, kernel)):
         leaf = x.clone().requires_grad_()
         out = of(leaf)
         weights = torch.arange(out.numel(), device=DEVICE).view(out.shape).float()
@@ -222,13 +225,13 @@ def test_pooling_that_keeps_places(
 def test_how_tensors_lie() -> None:
     x = torch.randn(2, 3, 4, 5, device=DEVICE)
     spread = x.contiguous(memory_format=torch.channels_last)
-    assert in_rows(x)
-    assert in_rows(spread)
-    assert torch.equal(rows_of(spread)[0], spread[0].permute(1, 2, 0).reshape(-1))
+    assert is_dense_by_sample(x)
+    assert is_dense_by_sample(spread)
+    assert torch.equal(as_rows(spread)[0], spread[0].permute(1, 2, 0).reshape(-1))
     for other in (x.transpose(0, 1), x[:, :2], x[:, :1].expand(2, 3, 4, 5), x[:0]):
-        assert not in_rows(other)
-    assert torch.equal(Lying.of(spread).like(x), x)
-    assert Lying.of(spread).like(x).stride() == spread.stride()
+        assert not is_dense_by_sample(other)
+    assert torch.equal(TensorSpec.from_tensor(spread).match_strides(x), x)
+    assert TensorSpec.from_tensor(spread).match_strides(x).stride() == spread.stride()
 
 
 @pytest.mark.parametrize("compress", ["lossless", "lossless+int8"])
@@ -242,7 +245,7 @@ def test_a_network_on_our_kernels(monkeypatch: pytest.MonkeyPatch, compress: str
     x = torch.randn(2, 3, 8, 8, device=DEVICE)
     found = []
     for ours in (True, False):
-        monkeypatch.setattr(bitmask, "ours", lambda _x, ours=ours: ours)
+        monkeypatch.setattr(bitmask, "use_triton", lambda _x, ours=ours: ours)
         with torch.backends.cudnn.flags(deterministic=True, allow_tf32=False):
             with compressed(compress if ours or compress != "lossless" else "none", least=1):
                 total = net(x).square().sum()

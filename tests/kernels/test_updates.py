@@ -15,16 +15,16 @@ from echelon import models
 from echelon.config.sections import OptimizerConfig
 from echelon.kernels import dispatch
 from echelon.kernels.optim import fused_adamw
-from echelon.kernels.optim.fused_adamw import Place
-from echelon.kernels.optim.split_fp32 import joined, split_into
-from echelon.optim.blockwise_quantization import Blocks, borders_of
-from echelon.optim.optimizer_factory import sharded
-from echelon.optim.param_shards import runs_of
+from echelon.kernels.optim.fused_adamw import ElementIndices
+from echelon.kernels.optim.split_fp32 import join_halves, split_halves
+from echelon.optim.blockwise_quantization import BlockQuantizedState, code_boundaries
+from echelon.optim.optimizer_factory import build_optimizer
+from echelon.optim.param_shards import build_flat_segments
 from echelon.optim.rules import adamw_int8
-from echelon.optim.rules.ema import Average
-from echelon.optim.rules.sgd import PlainSGD
-from echelon.optim.stochastic_rounding import Chance
-from echelon.parallel.apply import Options
+from echelon.optim.rules.ema import WeightEMA
+from echelon.optim.rules.sgd import FusedSGD
+from echelon.optim.stochastic_rounding import StochasticRounding
+from echelon.parallel.apply import ParallelOptions
 from echelon.training.engine import Engine
 from tests.optim.fed import feed
 
@@ -32,7 +32,7 @@ triton = pytest.importorskip("triton")
 adamw8_gpu = pytest.importorskip("echelon.kernels.optim.adamw_int8_triton")
 tl, _nearest = triton.language, adamw8_gpu._nearest
 
-BOX = Place(start=3, key=0xFEDCBA98, sizes=(4, 5), strides=(77, 11), base=2**32 - 20)
+BOX = ElementIndices(start=3, key=0xFEDCBA98, sizes=(4, 5), strides=(77, 11), base=2**32 - 20)
 FORMS = ("whole", "split", "rounded")
 pytestmark = pytest.mark.filterwarnings(
     "ignore:overflow encountered:RuntimeWarning",  # numpy's: a GPU multiplies modulo 2**32
@@ -46,7 +46,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Kernels run in Triton's interpreter from here on, or plain torch does."""
 
     def chosen(yes: bool) -> None:
-        monkeypatch.setattr(dispatch, "updates", lambda device, dtype=torch.float32: yes and dtype == torch.float32)
+        monkeypatch.setattr(
+            dispatch, "use_triton_update", lambda device, dtype=torch.float32: yes and dtype == torch.float32
+        )
 
     return chosen
 
@@ -56,7 +58,7 @@ def weights(size: int, form: str) -> tuple[Tensor, Tensor | None]:
     if form != "split":
         return (values.bfloat16() if form == "rounded" else values), None
     high, low = (torch.empty(size, dtype=dtype, device=DEVICE) for dtype in (torch.bfloat16, torch.int16))
-    split_into(values, high, low)
+    split_halves(values, high, low)
     return high, low
 
 
@@ -71,27 +73,27 @@ class State:
 
     high: Tensor
     low: Tensor | None
-    mean: Blocks
-    square: Blocks
+    mean: BlockQuantizedState
+    square: BlockQuantizedState
     step: Tensor
 
     @classmethod
     def first(cls, size: int, form: str) -> State:
         torch.manual_seed(size)
-        blocks = [Blocks(size, signed=signed, device=DEVICE) for signed in (True, False)]
+        blocks = [BlockQuantizedState(size, signed=signed, device=DEVICE) for signed in (True, False)]
         return cls(*weights(size, form), *blocks, torch.zeros((), dtype=torch.int64, device=DEVICE))
 
     def stepped(self, gradient: Tensor, live: bool = True) -> None:
         self.step += live
         rule = torch.tensor([0.9, 0.95, 1e-8], dtype=torch.float64, device=DEVICE)
         scale = torch.tensor(0.3, dtype=torch.float64, device=DEVICE)
-        numbers = fused_adamw.numbers_of(
+        numbers = fused_adamw.step_constants(
             rule, 1e-2, 0.1, self.step, scale, torch.tensor(live, device=DEVICE), torch.float32
         )
         adamw_int8.update(self.high, self.low, self.mean, self.square, gradient, numbers, self.step, BOX)
 
     def tensors(self) -> list[Tensor]:
-        kept = [self.mean.codes, self.mean.largest, self.square.codes, self.square.largest]
+        kept = [self.mean.codes, self.mean.block_amax, self.square.codes, self.square.block_amax]
         return [tensor for tensor in (self.high, self.low, *kept) if tensor is not None]
 
 
@@ -130,8 +132,8 @@ def test_a_block_with_what_is_no_number_is_the_only_one(bad: float, kernels: Cal
     kernels(False)
     for one, other in zip(plain.tensors(), kernel.tensors(), strict=True):
         assert same(one, other)
-    assert joined(kernel.high[:512], kernel.low[:512]).isfinite().all()
-    assert not kernel.square.largest[2].isfinite()
+    assert join_halves(kernel.high[:512], kernel.low[:512]).isfinite().all()
+    assert not kernel.square.block_amax[2].isfinite()
 
 
 @triton.jit
@@ -143,7 +145,7 @@ def _codes(shares_ptr, borders_ptr, codes_ptr, size):
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_a_number_on_a_border_is_as_bucketize_has_it(signed: bool) -> None:
-    borders = borders_of(signed, DEVICE)
+    borders = code_boundaries(signed, DEVICE)
     up, down = (borders.nextafter(torch.full_like(borders, to)) for to in (2.0, -2.0))
     ends = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0], device=DEVICE)
     shares = torch.cat([borders, up, down, ends, torch.linspace(-1, 1, 255, device=DEVICE)])
@@ -163,9 +165,9 @@ RULES = {
     "muon": OptimizerConfig(name="muon", lr=1e-2),
 }
 OPTIONS = {
-    "whole": Options(device=DEVICE),
-    "split": Options(device=DEVICE, compute=torch.bfloat16),
-    "rounded": Options(device=DEVICE, compute=torch.bfloat16, master=torch.bfloat16),
+    "whole": ParallelOptions(device=DEVICE),
+    "split": ParallelOptions(device=DEVICE, compute_dtype=torch.bfloat16),
+    "rounded": ParallelOptions(device=DEVICE, compute_dtype=torch.bfloat16, master_dtype=torch.bfloat16),
 }
 
 
@@ -179,14 +181,14 @@ def test_every_rule_with_kernels_is_itself_without(name: str, form: str, kernels
         shape = tiny("llama", vocab=67, width=64, layers=1)
         parallel = Engine(models.build(shape, "meta"), "", RULES[name], options=OPTIONS[form]).parallel
         kernels(ours)
-        runs = runs_of(parallel, RULES[name])
+        runs = build_flat_segments(parallel, RULES[name])
         # On a CPU, torch's own optimizer has float32; on a GPU it has not.
         own = form == "whole" and RULES[name].name == "sgd"
-        optimizer = PlainSGD(runs, RULES[name]) if own else sharded(parallel, RULES[name])
-        average = Average(runs, 0.9)
+        optimizer = FusedSGD(runs, RULES[name]) if own else build_optimizer(parallel, RULES[name])
+        average = WeightEMA(runs, 0.9)
         for step in range(4):
             average.step(feed(parallel, optimizer, RULES[name].lr, step))
-        masters = [tensor for unit in parallel.flat.units for tensor in unit.master.tensors()]
+        masters = [tensor for unit in parallel.sharded_model.param_groups for tensor in unit.master.tensors()]
         found.append([tensor.clone() for tensor in (*masters, *optimizer.states(), *average.states())])
         average.swap()
         found[-1] += [tensor.clone() for tensor in masters]
@@ -221,13 +223,13 @@ def test_sums_over_matrices(name: str, form: str, kernels: Callable[[bool], None
     for ours in (False, True):
         kernels(False)
         parallel = Engine(Matrices(), "", SUMMED[name], options=OPTIONS[form]).parallel
-        first = [unit.master.values().float().clone() for unit in parallel.flat.units]
+        first = [unit.master.values().float().clone() for unit in parallel.sharded_model.param_groups]
         kernels(ours)
-        optimizer = sharded(parallel, SUMMED[name])
+        optimizer = build_optimizer(parallel, SUMMED[name])
         for step in range(4):
             feed(parallel, optimizer, SUMMED[name].lr, step)
         kernels(False)
-        masters = [unit.master.values().float().clone() for unit in parallel.flat.units]
+        masters = [unit.master.values().float().clone() for unit in parallel.sharded_model.param_groups]
         found.append([*masters, *(state.float().clone() for state in optimizer.states())])
     assert len(found[0]) == len(found[1])
     assert all(float((a - b).abs().max()) > 1e-3 for a, b in zip(first, found[1], strict=False))
@@ -237,19 +239,19 @@ def test_sums_over_matrices(name: str, form: str, kernels: Callable[[bool], None
         torch.testing.assert_close(other, one, **close)
 
 
-@pytest.mark.parametrize("place", [Place(), BOX, Place(start=2**32 - 5, key=7)])
-def test_rounding_by_chance(place: Place, kernels: Callable[[bool], None]) -> None:
+@pytest.mark.parametrize("place", [ElementIndices(), BOX, ElementIndices(start=2**32 - 5, key=7)])
+def test_rounding_by_chance(place: ElementIndices, kernels: Callable[[bool], None]) -> None:
     values = torch.cat(
         [
             torch.randn(2000, device=DEVICE),
             torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan")], device=DEVICE),
         ]
     )
-    chance = Chance(place, torch.tensor(11, device=DEVICE))
+    chance = StochasticRounding(place, torch.tensor(11, device=DEVICE))
     kernels(False)
-    plain = chance.rounded(values, 77)
+    plain = chance.round_values(values, 77)
     kernels(True)
-    assert same(plain, chance.rounded(values, 77))
+    assert same(plain, chance.round_values(values, 77))
 
 
 def test_halves(kernels: Callable[[bool], None]) -> None:
@@ -260,7 +262,7 @@ def test_halves(kernels: Callable[[bool], None]) -> None:
     for ours in (False, True):
         kernels(ours)
         high, low = (torch.empty(len(values), dtype=dtype, device=DEVICE) for dtype in (torch.bfloat16, torch.int16))
-        split_into(values, high, low)
-        assert same(joined(high, low), values)
+        split_halves(values, high, low)
+        assert same(join_halves(high, low), values)
         halves.append((high.view(torch.int16), low))
     assert all(torch.equal(one, other) for one, other in zip(*halves, strict=True))

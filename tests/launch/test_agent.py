@@ -7,22 +7,22 @@ import signal
 import pytest
 
 from echelon.launch import scratch_dir
-from echelon.launch.elastic_agent import Told
-from echelon.launch.rank_failure import Failure, RankError
+from echelon.launch.elastic_agent import AgentObserver
+from echelon.launch.rank_failure import RankError, RankFailure
 
 
 @pytest.fixture
 def told(tmp_path):
     def error_of(seen, attempt):
-        return RankError.of(Failure.of_exit(-9, 1), world=2, what="training")
+        return RankError.from_failure(RankFailure.from_exit_code(-9, 1), world_size=2, function="training")
 
     before = signal.getsignal(signal.SIGTERM)
-    yield Told(tmp_path, error_of, None, stoppable=True)
+    yield AgentObserver(tmp_path, error_of, None, is_stoppable=True)
     signal.signal(signal.SIGTERM, before)
 
 
 def is_told(folder, attempt: int) -> bool:
-    return (scratch_dir.of_attempt(folder, attempt) / scratch_dir.FAULTS / f"{scratch_dir.STOP}.txt").exists()
+    return (scratch_dir.attempt_dir(folder, attempt) / scratch_dir.FAULTS_DIR / f"{scratch_dir.STOP_KEY}.txt").exists()
 
 
 def test_ranks_that_are_under_way_are_told_to_stop(told, tmp_path):

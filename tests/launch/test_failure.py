@@ -2,22 +2,22 @@ from __future__ import annotations
 
 import pickle
 
-from echelon.launch.rank_failure import Failure, RankError, first
+from echelon.launch.rank_failure import RankError, RankFailure, first_failure
 
 
-def caught(error: Exception, rank: int = 0) -> Failure:
+def caught(error: Exception, rank: int = 0) -> RankFailure:
     try:
         raise error
     except Exception as error:
-        return Failure.of(error, rank)
+        return RankFailure.from_exception(error, rank)
 
 
 def test_a_consequence_is_not_the_first_failure() -> None:
     consequence = caught(RuntimeError("Connection closed by peer [127.0.0.1]:14736"), 0)
     cause = caught(ValueError("no luck"), 1)
     later = caught(ValueError("no luck either"), 2)
-    assert first([later, consequence, cause]) is cause
-    assert first([consequence]) is consequence
+    assert first_failure([later, consequence, cause]) is cause
+    assert first_failure([consequence]) is consequence
 
 
 def test_an_error_raised_while_a_lost_peer_is_handled_is_a_consequence() -> None:
@@ -28,13 +28,13 @@ def test_an_error_raised_while_a_lost_peer_is_handled_is_a_consequence() -> None
 
 
 def test_a_process_that_ended_is_told_by_its_signal_or_exit_code() -> None:
-    assert "SIGSEGV" in Failure.of_exit(-11, 0).reason
-    assert "signal 99" in Failure.of_exit(-99, 0).reason
-    assert "exit code 3" in Failure.of_exit(3, 0).reason
+    assert "SIGSEGV" in RankFailure.from_exit_code(-11, 0).reason
+    assert "signal 99" in RankFailure.from_exit_code(-99, 0).reason
+    assert "exit code 3" in RankFailure.from_exit_code(3, 0).reason
 
 
 def test_the_error_survives_pickling() -> None:
-    error = RankError.of(caught(ValueError("no luck"), 1), world=2, what="room.function")
+    error = RankError.from_failure(caught(ValueError("no luck"), 1), world_size=2, function="room.function")
     back = pickle.loads(pickle.dumps(error))
     assert back.failure == error.failure
     assert (str(back), back.rank, back.reason) == (str(error), 1, "ValueError: no luck")

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import ranks
 
-from echelon.launch.local_launcher import LAST_LINES, _last_lines, start
+from echelon.launch.local_launcher import MAX_OUTPUT_LINES, _last_lines, launch_ranks
 from echelon.launch.rank_failure import RankError
-from echelon.launch.world import cores
+from echelon.launch.world import available_cores
 
 
 def test_returns_what_rank_0_returns(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGINT)
-    world, total, threads, backend = start(ranks.joined, (0.5,), 2, logs=tmp_path / "logs")
+    world, total, threads, backend = launch_ranks(ranks.joined, (0.5,), 2, log_dir=tmp_path / "logs")
     assert (world.rank, world.world_size, world.local_rank) == (0, 2, 0)
     assert (total, backend, world.device.type) == (1.5, "gloo", "cpu")
-    assert threads == max(1, cores() // 2)
+    assert threads == max(1, available_cores() // 2)
     assert (tmp_path / "logs" / "rank1.log").read_text() == "rank 1 prints\n"
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -35,14 +35,14 @@ def test_only_rank_0_shows(tmp_path: Path) -> None:
 
 def test_no_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match=r"procs=0"):
-        start(ranks.joined, (0.5,), 0)
+        launch_ranks(ranks.joined, (0.5,), 0)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failing_rank_is_told_once(rank: int, capfd: pytest.CaptureFixture[str]) -> None:
     start_time = time.monotonic()
     with pytest.raises(RankError) as caught:
-        start(ranks.joined_and, ("fail", rank, "luck"), 2)
+        launch_ranks(ranks.joined_and, ("fail", rank, "luck"), 2)
     assert time.monotonic() - start_time < 10
     message = str(caught.value)
     assert caught.value.rank == rank
@@ -55,13 +55,13 @@ def test_a_failing_rank_is_told_once(rank: int, capfd: pytest.CaptureFixture[str
 
 def test_the_first_of_several_failures_is_told() -> None:
     with pytest.raises(RankError, match="raised on rank 1") as caught:
-        start(ranks.joined_and, ("fail_late_elsewhere", 1), 2)
+        launch_ranks(ranks.joined_and, ("fail_late_elsewhere", 1), 2)
     assert caught.value.rank == 1
 
 
 def test_a_killed_rank_is_named_with_its_signal() -> None:
     with pytest.raises(RankError, match="SIGKILL") as caught:
-        start(ranks.joined_and, ("die", 1), 3)
+        launch_ranks(ranks.joined_and, ("die", 1), 3)
     assert caught.value.rank == 1
 
 
@@ -75,4 +75,4 @@ def test_of_an_aborted_rank_what_it_said_before_its_stack_is_told(tmp_path: Path
     assert "what(): sizes differ" in told
     assert "f0.py" in told
     assert "Extension modules" not in told
-    assert len(told.splitlines()) <= 1 + LAST_LINES
+    assert len(told.splitlines()) <= 1 + MAX_OUTPUT_LINES

@@ -22,12 +22,12 @@ def met(store, size, word):
     found: dict[int, tuple[str, str]] = {}
 
     def ask(rank):
-        found[rank] = rendezvous._ask(clients[rank], rank)
+        found[rank] = rendezvous._receive_decision(clients[rank], rank)
 
     threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(1, size)]
     for thread in threads:
         thread.start()
-    found[0] = rendezvous._tell(clients[0], size, lambda: word, timeout=10)
+    found[0] = rendezvous._publish_decision(clients[0], size, lambda: word, timeout=10)
     for thread in threads:
         thread.join()
     return found
@@ -44,4 +44,4 @@ def test_everybody_is_told_and_what_was_left_before_is_not_believed(store):
 
 def test_a_rank_that_does_not_come_is_counted(store):
     with pytest.raises(TimeoutError, match="2 of 3 ranks did not come to the start"):
-        rendezvous._tell(store, 3, lambda: "word", timeout=0.2)
+        rendezvous._publish_decision(store, 3, lambda: "word", timeout=0.2)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from echelon.launch.serialize import pack, unpack
+from echelon.launch.serialize import deserialize, serialize
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # by torch 2.11
@@ -24,23 +24,23 @@ from echelon.launch.serialize import pack, unpack
     ids=["scalar", "bfloat16", "conjugate", "empty", "bool", "expanded", "strided", "grad", "parameter", "sparse"],
 )
 def test_a_tensor_comes_back_as_it_was(tensor: torch.Tensor) -> None:
-    back = unpack(pack({"key": [tensor]}))["key"][0]
+    back = deserialize(serialize({"key": [tensor]}))["key"][0]
     assert type(back) is type(tensor)
     assert (back.dtype, back.shape, back.requires_grad) == (tensor.dtype, tensor.shape, tensor.requires_grad)
     assert torch.equal(back.to_dense(), tensor.to_dense())
 
 
 def test_a_view_travels_without_its_storage() -> None:
-    assert len(pack(torch.zeros(1_000_000)[:2])) < 1_000
+    assert len(serialize(torch.zeros(1_000_000)[:2])) < 1_000
 
 
 def test_what_autograd_computed_travels_without_its_history() -> None:
-    assert not unpack(pack(torch.ones(2, requires_grad=True) * 2)).requires_grad
+    assert not deserialize(serialize(torch.ones(2, requires_grad=True) * 2)).requires_grad
 
 
 def test_a_tied_parameter_stays_tied() -> None:
     module = torch.nn.Linear(2, 2)
     module.tied = module.weight
-    back = unpack(pack(module))
+    back = deserialize(serialize(module))
     assert back.tied is back.weight
     assert back.weight.requires_grad

@@ -10,32 +10,32 @@ import torch
 import torch.distributed as dist
 
 from echelon.launch.rank_failure import RankError
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 
 
 def own_rank() -> int:
     return dist.get_rank()
 
 
-def test_calls_the_function_on_every_rank(pool: Pool) -> None:
+def test_calls_the_function_on_every_rank(pool: RankPool) -> None:
     assert pool.run(ranks.echo, 3, "a", key={"b": 1}) == [(rank, ("a",), {"key": {"b": 1}}) for rank in range(3)]
 
 
-def test_takes_functions_of_the_test_file(pool: Pool) -> None:
+def test_takes_functions_of_the_test_file(pool: RankPool) -> None:
     assert pool.run(own_rank, 2) == [0, 1]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_ranks_form_one_group(pool: Pool, world: int) -> None:
+def test_ranks_form_one_group(pool: RankPool, world: int) -> None:
     assert pool.run(ranks.total, world, 0.5) == [0.5 * world * (world + 1) / 2] * world
 
 
-def test_a_world_without_ranks_is_refused(pool: Pool) -> None:
+def test_a_world_without_ranks_is_refused(pool: RankPool) -> None:
     with pytest.raises(ValueError, match=r"world=0"):
         pool.run(ranks.total, 0, 1.0)
 
 
-def test_a_hundred_cases_leave_nothing_behind(pool: Pool) -> None:
+def test_a_hundred_cases_leave_nothing_behind(pool: RankPool) -> None:
     def case(index: int) -> None:
         world = (1, 2, 3, 4)[index % 4]
         if index % 2:
@@ -60,14 +60,14 @@ def test_a_hundred_cases_leave_nothing_behind(pool: Pool) -> None:
     assert seconds < 30
 
 
-def test_a_case_sees_nothing_of_the_one_before(pool: Pool) -> None:
+def test_a_case_sees_nothing_of_the_one_before(pool: RankPool) -> None:
     seen = [pool.run(ranks.settings, 2) for _ in range(2)]
     assert seen[0] == seen[1]
     threads, dtype, _ = seen[0][0]
     assert (threads, dtype) == (1, torch.float32)
 
 
-def test_large_tensors_come_back_by_value(pool: Pool) -> None:
+def test_large_tensors_come_back_by_value(pool: RankPool) -> None:
     size = 5_000_000
     results = pool.run(ranks.tensors, 2, size)
     for rank, result in enumerate(results):
@@ -79,7 +79,7 @@ def test_large_tensors_come_back_by_value(pool: Pool) -> None:
         result["whole"] += 1  # ours, not a rank's
 
 
-def test_an_exception_comes_with_rank_and_traceback_once(pool: Pool) -> None:
+def test_an_exception_comes_with_rank_and_traceback_once(pool: RankPool) -> None:
     start = time.monotonic()
     with pytest.raises(RankError) as caught:
         pool.run(ranks.fail, 3, 1, "luck")
@@ -94,20 +94,20 @@ def test_an_exception_comes_with_rank_and_traceback_once(pool: Pool) -> None:
     assert pool.run(ranks.total, 3, 1.0) == [6.0] * 3
 
 
-def test_the_first_of_several_failures_is_told(pool: Pool) -> None:
+def test_the_first_of_several_failures_is_told(pool: RankPool) -> None:
     with pytest.raises(RankError, match="raised on rank 2") as caught:
         pool.run(ranks.fail_late_elsewhere, 3, 2)
     assert caught.value.rank == 2
 
 
-def test_a_function_that_a_rank_cannot_call_is_told(pool: Pool) -> None:
+def test_a_function_that_a_rank_cannot_call_is_told(pool: RankPool) -> None:
     with pytest.raises(RankError, match="TypeError"):
         pool.run(ranks.total, 2, 1.0, 2.0)
     with pytest.raises(RankError, match="full_tensor"):
         pool.run(ranks.dtensor, 2)
 
 
-def test_a_killed_rank_is_named_with_its_signal(pool: Pool) -> None:
+def test_a_killed_rank_is_named_with_its_signal(pool: RankPool) -> None:
     pids = [pid for pid, _, _ in pool.run(ranks.holdings, 3)]
     start = time.monotonic()
     with pytest.raises(RankError, match="SIGKILL") as caught:
@@ -118,14 +118,14 @@ def test_a_killed_rank_is_named_with_its_signal(pool: Pool) -> None:
     assert not set(pids) & set(again)
 
 
-def test_a_rank_killed_between_cases_is_replaced(pool: Pool) -> None:
+def test_a_rank_killed_between_cases_is_replaced(pool: RankPool) -> None:
     pid = pool.run(ranks.holdings, 2)[1][0]
     os.kill(pid, signal.SIGKILL)
     time.sleep(0.2)
     assert pool.run(ranks.total, 2, 1.0) == [3.0, 3.0]
 
 
-def test_a_time_out_names_who_had_not_finished_and_where(pool: Pool) -> None:
+def test_a_time_out_names_who_had_not_finished_and_where(pool: RankPool) -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match=r"timed out on 2 ranks .* after 2 s: 0, 1") as caught:
         pool.run(ranks.sleep, 2, 1, 60.0, timeout=2.0)
@@ -136,7 +136,7 @@ def test_a_time_out_names_who_had_not_finished_and_where(pool: Pool) -> None:
     assert pool.run(ranks.total, 2, 1.0) == [3.0, 3.0]
 
 
-def test_an_abort_in_gloo_is_reported(pool: Pool, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_abort_in_gloo_is_reported(pool: RankPool, capfd: pytest.CaptureFixture[str]) -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match="SIGABRT") as caught:
         pool.run(ranks.mismatch, 2)

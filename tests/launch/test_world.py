@@ -9,14 +9,14 @@ import ranks
 import torch
 import torch.distributed as dist
 
-from echelon.launch.rank_pool import Pool
-from echelon.launch.world import World, cores, join, under_launcher
+from echelon.launch.rank_pool import RankPool
+from echelon.launch.world import World, available_cores, join_process_group, under_launcher
 
 
 def test_without_a_launcher_the_world_is_one_process() -> None:
     assert not under_launcher()
     threads = torch.get_num_threads()
-    with join("cpu") as world:
+    with join_process_group("cpu") as world:
         assert world == World(device=torch.device("cpu"))
         assert (world.rank, world.world_size, world.local_rank, world.backend) == (0, 1, 0, "")
         assert not dist.is_initialized()
@@ -24,22 +24,22 @@ def test_without_a_launcher_the_world_is_one_process() -> None:
 
 
 def test_auto_takes_what_is_there() -> None:
-    with join() as world:
+    with join_process_group() as world:
         assert world.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def test_an_unknown_device_is_refused() -> None:
-    with pytest.raises(ValueError, match="use auto, cpu or cuda"), join("gpu"):
+    with pytest.raises(ValueError, match="use auto, cpu or cuda"), join_process_group("gpu"):
         pass
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
 def test_a_missing_device_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"ranks=1, devices=0.*device=cpu"), join("cuda"):
+    with pytest.raises(ValueError, match=r"ranks=1, devices=0.*device=cpu"), join_process_group("cuda"):
         pass
 
 
-def test_an_existing_group_is_joined_and_left_alone(pool: Pool) -> None:
+def test_an_existing_group_is_joined_and_left_alone(pool: RankPool) -> None:
     for rank, (world, total, threads, backend) in enumerate(pool.run(ranks.joined_twice, 2)):
         assert (world.rank, world.world_size) == (rank, 2)
         assert (total, threads, backend) == (3.0, 1, "gloo")
@@ -65,4 +65,4 @@ def test_torchrun_starts_the_same_program(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     lines = [(tmp_path / f"rank{rank}").read_text() for rank in range(2)]  # one file each: two ranks share stdout
-    assert lines == [f"{rank} 2 {rank} 1.5 {max(1, cores() // 2)} gloo" for rank in range(2)]
+    assert lines == [f"{rank} 2 {rank} 1.5 {max(1, available_cores() // 2)} gloo" for rank in range(2)]

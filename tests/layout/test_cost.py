@@ -1,17 +1,17 @@
 from __future__ import annotations
 
-from echelon.layout.collective import Collective, totals
+from echelon.layout.collective import Collective, count_collectives
 
 
 def test_totals_add_up_what_is_alike() -> None:
     issued = [
-        Collective(kind="all_reduce", axis="dp", bytes=8),
-        Collective(kind="all_reduce", axis="dp", bytes=8, count=3, hidden=True, part="other"),
-        Collective(kind="all_reduce", axis="tp", bytes=8),
-        Collective(kind="all_gather", axis="dp", bytes=8),
-        Collective(kind="all_reduce", axis="dp", bytes=16),
+        Collective(op="all_reduce", axis="dp", bytes=8),
+        Collective(op="all_reduce", axis="dp", bytes=8, count=3, overlapped=True, purpose="other"),
+        Collective(op="all_reduce", axis="tp", bytes=8),
+        Collective(op="all_gather", axis="dp", bytes=8),
+        Collective(op="all_reduce", axis="dp", bytes=16),
     ]
-    assert totals(issued) == {
+    assert count_collectives(issued) == {
         ("all_reduce", "dp", 8): 4,
         ("all_reduce", "tp", 8): 1,
         ("all_gather", "dp", 8): 1,
@@ -20,4 +20,4 @@ def test_totals_add_up_what_is_alike() -> None:
 
 
 def test_what_is_issued_no_times_is_not_there() -> None:
-    assert ("all_gather", "dp", 8) not in totals([Collective(kind="all_gather", axis="dp", bytes=8, count=0)])
+    assert ("all_gather", "dp", 8) not in count_collectives([Collective(op="all_gather", axis="dp", bytes=8, count=0)])

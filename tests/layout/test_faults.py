@@ -4,26 +4,31 @@ import pickle
 
 import pytest
 
-from echelon.layout import KEYS, Fault, FaultError, did_you_mean
+from echelon.layout import KEYS, ValidationError, ValidationIssue, did_you_mean
 from echelon.layout.aliases import ALIASES
 
 NAMES = [key.name for key in KEYS]
 
 
 def test_a_fault_is_one_line_with_everything_in_it():
-    fault = Fault(key="tp", value="8", rule="does not divide 4 heads (llama-tiny)", legal="1, 2, 4", hint="or dp=8")
+    fault = ValidationIssue(
+        key="tp", value="8", message="does not divide 4 heads (llama-tiny)", legal="1, 2, 4", hint="or dp=8"
+    )
     assert str(fault) == "tp=8 does not divide 4 heads (llama-tiny); legal: 1, 2, 4; or dp=8"
-    assert str(Fault(key="dp", value="", rule="is not key=value")) == "dp is not key=value"
-    assert "\n" not in str(Fault(key="dp", value="1\n2", rule="is not a legal value"))
+    assert str(ValidationIssue(key="dp", value="", message="is not key=value")) == "dp is not key=value"
+    assert "\n" not in str(ValidationIssue(key="dp", value="1\n2", message="is not a legal value"))
 
 
 def test_an_error_lists_every_fault_and_survives_pickling():
-    faults = [Fault(key="tp", value="x", rule="is bad"), Fault(key="dp", value="y", rule="is worse")]
-    error = FaultError(faults)
+    faults = [
+        ValidationIssue(key="tp", value="x", message="is bad"),
+        ValidationIssue(key="dp", value="y", message="is worse"),
+    ]
+    error = ValidationError(faults)
     assert isinstance(error, ValueError)
     assert str(error).splitlines() == ["tp=x is bad", "dp=y is worse"]
     copy = pickle.loads(pickle.dumps(error))
-    assert copy.faults == error.faults == tuple(faults)
+    assert copy.faults == error.issues == tuple(faults)
     assert str(copy) == str(error)
 
 

@@ -4,14 +4,14 @@ from dataclasses import fields
 
 import pytest
 
-from echelon.layout import KEYS, FaultError, Layout, describe
-from echelon.layout.grammar import ROWS
+from echelon.layout import KEYS, Layout, ValidationError, describe_grammar
+from echelon.layout.grammar import KEYS_BY_NAME
 
 
 def faults_of(text):
-    with pytest.raises(FaultError) as caught:
+    with pytest.raises(ValidationError) as caught:
         Layout.parse(text)
-    return caught.value.faults
+    return caught.value.issues
 
 
 def test_the_table_and_the_fields_are_the_same_list():
@@ -22,9 +22,9 @@ def test_every_key_says_what_it_is():
     for key in KEYS:
         assert key.meaning
         assert key.default
-        assert key.kind.legal
+        assert key.syntax.legal
         assert (key.built is None) == (key.missing == "")
-    text = describe()
+    text = describe_grammar()
     assert all(any(line.startswith(key.name) for line in text.splitlines()) for key in KEYS)
     assert all(len(line) <= 120 for line in text.splitlines())
 
@@ -32,7 +32,7 @@ def test_every_key_says_what_it_is():
 @pytest.mark.parametrize("key", [key.name for key in KEYS])
 def test_a_bad_value_names_key_value_and_legal_values(key):
     (fault,) = faults_of(f"{key}=banana")
-    assert (fault.key, fault.value, fault.legal) == (key, "banana", ROWS[key].kind.legal)
+    assert (fault.key, fault.value, fault.legal) == (key, "banana", KEYS_BY_NAME[key].syntax.legal)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_only import without_offload
 
-from echelon.layout import FaultError, Layout
+from echelon.layout import Layout, ValidationError
 
 DEGREES = st.integers(1, 64)
 SCHEDULES = "naive gpipe 1f1b interleaved zb-h1 zb-v dualpipe-v pipedream pipedream-vsync 2bw terapipe file:a/b.txt"
@@ -97,26 +97,26 @@ def test_diff():
 
 @pytest.mark.parametrize("values", [{"dp": 0}, {"zero": 4}, {"tp_kind": "4d"}, {"sp": True}, {"offload": "cpu"}])
 def test_a_layout_cannot_hold_an_illegal_value(values):
-    with pytest.raises(FaultError) as caught:
+    with pytest.raises(ValidationError) as caught:
         Layout(**values)
-    assert [fault.key for fault in caught.value.faults] == list(values)
+    assert [fault.key for fault in caught.value.issues] == list(values)
 
 
 def test_parse_refuses_a_world_or_a_batch_that_it_cannot_fill():
-    with pytest.raises(FaultError) as caught:
+    with pytest.raises(ValidationError) as caught:
         Layout.parse("tp=4", world=6, batch=7)
-    assert [fault.key for fault in caught.value.faults] == ["tp"]
-    with pytest.raises(FaultError) as caught:
+    assert [fault.key for fault in caught.value.issues] == ["tp"]
+    with pytest.raises(ValidationError) as caught:
         Layout.parse("dp=4", world=6, batch=10)
-    assert [fault.key for fault in caught.value.faults] == ["dp", "batch"]
+    assert [fault.key for fault in caught.value.issues] == ["dp", "batch"]
 
 
 def test_parse_many_reports_the_faults_of_all_and_says_where():
     assert Layout.parse_many("") == [Layout()]
     assert Layout.parse_many("dp=2; tp=2,zero=1;") == [Layout(dp=2), Layout(tp=2, zero=1)]
-    with pytest.raises(FaultError) as caught:
+    with pytest.raises(ValidationError) as caught:
         Layout.parse_many("dp=x; tp=2; sched=gpipe")
-    first, second = caught.value.faults
+    first, second = caught.value.issues
     assert (first.key, second.key) == ("dp", "sched")
     assert 'in "dp=x"' in first.hint
     assert "did you mean" in second.hint

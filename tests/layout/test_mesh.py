@@ -109,7 +109,7 @@ def test_heads_are_exchanged_between_neighbours_of_cp():
 
 def test_experts_are_folded_into_the_ranks_of_a_stage():
     mesh = Mesh(Layout(dp=2, cp=2, tp=2, pp=2, ep=2, etp=2))
-    assert mesh.folds == {"edp": 2, "ep": 2, "etp": 2}
+    assert mesh.expert_axis_sizes == {"edp": 2, "ep": 2, "etp": 2}
     assert mesh.groups("etp")[:2] == ((0, 1), (2, 3))
     assert mesh.groups("ep")[:2] == ((0, 2), (1, 3))
     assert mesh.groups("edp") == ((0, 4), (1, 5), (2, 6), (3, 7), (8, 12), (9, 13), (10, 14), (11, 15))

@@ -4,39 +4,39 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.layout import Layout, Links, Mesh, Traffic, choose_order, exposed_s
+from echelon.layout import Layout, LinkSpeeds, Mesh, StepTraffic, choose_rank_order, exposed_comm_s
 
-TWO_NODES = Links(devices_per_node=4, inside=400e9, between=25e9)
+TWO_NODES = LinkSpeeds(devices_per_node=4, intra_node=400e9, inter_node=25e9)
 
 
 def test_heavy_gradients_stay_in_a_node():
-    order = choose_order(Layout(dp=4, pp=2), TWO_NODES, Traffic(dp_bytes=10e9, pp_bytes=1e9))
+    order = choose_rank_order(Layout(dp=4, pp=2), TWO_NODES, StepTraffic(dp_bytes=10e9, pp_bytes=1e9))
     assert order == ("pp", "dp")
 
 
 def test_heavy_activations_stay_in_a_node():
-    order = choose_order(Layout(dp=4, pp=2), TWO_NODES, Traffic(dp_bytes=1e9, pp_bytes=10e9))
+    order = choose_rank_order(Layout(dp=4, pp=2), TWO_NODES, StepTraffic(dp_bytes=1e9, pp_bytes=10e9))
     assert order == ("dp", "pp")
 
 
 def test_hidden_gradients_make_room_for_the_pipeline():
-    traffic = Traffic(dp_bytes=10e9, pp_bytes=1e9, dp_hidden_s=1.0)
-    assert choose_order(Layout(dp=4, pp=2), TWO_NODES, traffic) == ("dp", "pp")
+    traffic = StepTraffic(dp_bytes=10e9, pp_bytes=1e9, dp_overlap_s=1.0)
+    assert choose_rank_order(Layout(dp=4, pp=2), TWO_NODES, traffic) == ("dp", "pp")
 
 
 def test_seconds_by_hand():
-    traffic = Traffic(dp_bytes=8e9, pp_bytes=1e9, dp_hidden_s=0.005)
+    traffic = StepTraffic(dp_bytes=8e9, pp_bytes=1e9, dp_overlap_s=0.005)
     # pp outside: gradients inside a node (20 ms, 5 hidden), activations between nodes (40 ms).
-    assert exposed_s(Mesh(Layout(dp=4, pp=2), ("pp", "dp")), TWO_NODES, traffic) == pytest.approx(0.015 + 0.040)
+    assert exposed_comm_s(Mesh(Layout(dp=4, pp=2), ("pp", "dp")), TWO_NODES, traffic) == pytest.approx(0.015 + 0.040)
     # dp outside: two members of a dp group share the way out of a node (160 ms, 5 hidden), activations inside (2.5 ms).
-    assert exposed_s(Mesh(Layout(dp=4, pp=2), ("dp", "pp")), TWO_NODES, traffic) == pytest.approx(0.155 + 0.0025)
+    assert exposed_comm_s(Mesh(Layout(dp=4, pp=2), ("dp", "pp")), TWO_NODES, traffic) == pytest.approx(0.155 + 0.0025)
 
 
 def test_tensor_ranks_take_their_places_first():
     # tp fills a node, so both axes leave it in either order: a tie keeps pp outside.
-    assert choose_order(Layout(dp=2, pp=2, tp=4), TWO_NODES, Traffic(dp_bytes=1, pp_bytes=9)) == ("pp", "dp")
+    assert choose_rank_order(Layout(dp=2, pp=2, tp=4), TWO_NODES, StepTraffic(dp_bytes=1, pp_bytes=9)) == ("pp", "dp")
     # With tp=2 two places are left per node, and the pipeline takes them.
-    assert choose_order(Layout(dp=2, pp=2, tp=2), TWO_NODES, Traffic(dp_bytes=1, pp_bytes=9)) == ("dp", "pp")
+    assert choose_rank_order(Layout(dp=2, pp=2, tp=2), TWO_NODES, StepTraffic(dp_bytes=1, pp_bytes=9)) == ("dp", "pp")
 
 
 @settings(deadline=None)
@@ -48,20 +48,20 @@ def test_tensor_ranks_take_their_places_first():
 )
 def test_the_choice_is_never_the_slower_order(dp, pp, tp, cp, per_node, inside, between, dp_bytes, pp_bytes):
     layout = Layout(dp=dp, pp=pp, tp=tp, cp=cp)
-    links = Links(devices_per_node=per_node, inside=inside, between=between)
-    traffic = Traffic(dp_bytes=dp_bytes, pp_bytes=pp_bytes)
-    chosen = choose_order(layout, links, traffic)
+    links = LinkSpeeds(devices_per_node=per_node, intra_node=inside, inter_node=between)
+    traffic = StepTraffic(dp_bytes=dp_bytes, pp_bytes=pp_bytes)
+    chosen = choose_rank_order(layout, links, traffic)
     other = (chosen[1], chosen[0])
-    assert exposed_s(Mesh(layout, chosen), links, traffic) <= exposed_s(Mesh(layout, other), links, traffic)
+    assert exposed_comm_s(Mesh(layout, chosen), links, traffic) <= exposed_comm_s(Mesh(layout, other), links, traffic)
 
 
 @settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 4))
 def test_one_node_needs_no_choice(dp, pp):
-    links = Links(devices_per_node=64, inside=1e9, between=1.0)
-    assert choose_order(Layout(dp=dp, pp=pp), links, Traffic(dp_bytes=5, pp_bytes=5)) == ("pp", "dp")
+    links = LinkSpeeds(devices_per_node=64, intra_node=1e9, inter_node=1.0)
+    assert choose_rank_order(Layout(dp=dp, pp=pp), links, StepTraffic(dp_bytes=5, pp_bytes=5)) == ("pp", "dp")
 
 
 def test_links_are_checked():
     with pytest.raises(ValueError, match="speeds above zero"):
-        Links(devices_per_node=8, inside=1e9, between=0.0)
+        LinkSpeeds(devices_per_node=8, intra_node=1e9, inter_node=0.0)

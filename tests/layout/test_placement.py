@@ -10,16 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.layout import Layout, Mesh
-from echelon.layout.placement import Cut, Entry, Piece, Placement, Unit, units_of
+from echelon.layout.placement import DimSplit, LogicalParam, ParamGroupSpec, Piece, Placement, group_params
 
 PADDING = -1
 
 
-def entry(name: str, *shape: int, cuts: tuple[Cut, ...] = (), decay: bool = True, trainable: bool = True) -> Entry:
-    return Entry(name=name, names=(name,), shape=shape, cuts=cuts, decay=decay, trainable=trainable)
+def entry(
+    name: str, *shape: int, cuts: tuple[DimSplit, ...] = (), decay: bool = True, trainable: bool = True
+) -> LogicalParam:
+    return LogicalParam(name=name, names=(name,), shape=shape, splits=cuts, decay=decay, trainable=trainable)
 
 
-def local_indices(entry: Entry, box: tuple[tuple[int, int], ...]) -> np.ndarray:
+def local_indices(entry: LogicalParam, box: tuple[tuple[int, int], ...]) -> np.ndarray:
     """The local tensor of a rank, each element its flat index in the logical tensor, padding -1. Flat."""
     whole = np.arange(int(np.prod(entry.shape, dtype=int))).reshape(entry.shape)
     part = whole[tuple(slice(low, high) for low, high in box)]
@@ -29,7 +31,7 @@ def local_indices(entry: Entry, box: tuple[tuple[int, int], ...]) -> np.ndarray:
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> tuple[tuple[Entry, ...], dict[str, int]]:
+def worlds(draw: st.DrawFn) -> tuple[tuple[LogicalParam, ...], dict[str, int]]:
     """Entries with random cuts, two of one dimension too, and the sizes of the axes."""
     sizes = {
         "x": draw(st.sampled_from([1, 2, 3, 4])),
@@ -45,23 +47,23 @@ def worlds(draw: st.DrawFn) -> tuple[tuple[Entry, ...], dict[str, int]]:
         cuts = []
         for axis, dim in list(zip(axes, dims, strict=False))[: draw(st.integers(0, 2))]:
             copies = draw(st.sampled_from([c for c in range(1, sizes[axis] + 1) if sizes[axis] % c == 0]))
-            cuts.append(Cut(axis=axis, dim=dim, parts=sizes[axis] // copies, copies=copies))
+            cuts.append(DimSplit(axis=axis, dim=dim, num_parts=sizes[axis] // copies, num_copies=copies))
         entries.append(
             entry(f"p{index}", *shape, cuts=tuple(cuts), decay=draw(st.booleans()), trainable=draw(st.booleans()))
         )
     return tuple(entries), sizes
 
 
-def placements(entries: tuple[Entry, ...], sizes: dict[str, int]) -> list[Placement]:
+def placements(entries: tuple[LogicalParam, ...], sizes: dict[str, int]) -> list[Placement]:
     """One for every rank."""
-    unit = Unit(name="", entries=entries, shards=sizes["shard"])
+    unit = ParamGroupSpec(name="", params=entries, num_shards=sizes["shard"])
     ranks = [dict(zip(sizes, place, strict=True)) for place in product(*(range(size) for size in sizes.values()))]
-    return [Placement(units=(unit,), at={"pp": 0, "cp": 0, **at}) for at in ranks]
+    return [Placement(param_groups=(unit,), coordinates={"pp": 0, "cp": 0, **at}) for at in ranks]
 
 
 @settings(deadline=None)
 @given(worlds())
-def test_every_element_is_owned_once_in_each_replica(world: tuple[tuple[Entry, ...], dict[str, int]]) -> None:
+def test_every_element_is_owned_once_in_each_replica(world: tuple[tuple[LogicalParam, ...], dict[str, int]]) -> None:
     entries, sizes = world
     owners = {
         (e.name, replica): np.zeros(int(np.prod(e.shape, dtype=int)), dtype=int)
@@ -70,10 +72,10 @@ def test_every_element_is_owned_once_in_each_replica(world: tuple[tuple[Entry, .
     }
     for placement in placements(entries, sizes):
         for piece in placement.pieces():
-            held = local_indices(piece.entry, piece.box)
-            for start, stop in piece.runs() if piece.owner else ():
+            held = local_indices(piece.param, piece.box)
+            for start, stop in piece.unpadded_runs() if piece.is_owner else ():
                 assert (held[start:stop] != PADDING).all()
-                np.add.at(owners[piece.entry.name, placement.at["replica"]], held[start:stop], 1)
+                np.add.at(owners[piece.param.name, placement.coordinates["replica"]], held[start:stop], 1)
     for (name, replica), times in owners.items():
         assert (times == 1).all(), (name, replica, times)
 
@@ -81,26 +83,26 @@ def test_every_element_is_owned_once_in_each_replica(world: tuple[tuple[Entry, .
 @settings(deadline=None)
 @given(worlds())
 def test_a_tensor_is_put_together_from_the_owned_pieces_of_shards(
-    world: tuple[tuple[Entry, ...], dict[str, int]],
+    world: tuple[tuple[LogicalParam, ...], dict[str, int]],
 ) -> None:
     """Through the shards themselves: flat buffers as ranks hold them, and nothing but the record to read them by."""
     entries, sizes = world
     found = {e.name: np.full(int(np.prod(e.shape, dtype=int)), PADDING) for e in entries}
     for placement in placements(entries, sizes):
-        if placement.at["replica"] != 0:
+        if placement.coordinates["replica"] != 0:
             continue
-        unit = placement.units[0]
-        buffer = np.full(unit.shards * unit.shard_numel, PADDING)
-        for e in unit.entries:
+        unit = placement.param_groups[0]
+        buffer = np.full(unit.num_shards * unit.shard_numel, PADDING)
+        for e in unit.params:
             start = unit.offsets[e.name]
-            buffer[start : start + e.local_numel] = local_indices(e, e.box(placement.at))
-        shard = buffer.reshape(unit.shards, -1)[placement.at["shard"]]
+            buffer[start : start + e.local_numel] = local_indices(e, e.box(placement.coordinates))
+        shard = buffer.reshape(unit.num_shards, -1)[placement.coordinates["shard"]]
         for piece in placement.pieces():
             values = shard[piece.shard_offset : piece.shard_offset + piece.stop - piece.start]
             assert len(values) == piece.stop - piece.start
-            for start, stop in piece.runs() if piece.owner else ():
+            for start, stop in piece.unpadded_runs() if piece.is_owner else ():
                 run = values[start - piece.start : stop - piece.start]
-                found[piece.entry.name][run] = run
+                found[piece.param.name][run] = run
     for name, values in found.items():
         assert (values == np.arange(len(values))).all(), name
 
@@ -108,24 +110,24 @@ def test_a_tensor_is_put_together_from_the_owned_pieces_of_shards(
 @settings(deadline=None)
 @given(worlds())
 def test_runs_are_the_real_elements_in_order(
-    world: tuple[tuple[Entry, ...], dict[str, int]],
+    world: tuple[tuple[LogicalParam, ...], dict[str, int]],
 ) -> None:
     for placement in placements(*world):
         for piece in placement.pieces():
-            real = [i for i in range(piece.start, piece.stop) if local_indices(piece.entry, piece.box)[i] != PADDING]
-            runs = list(piece.runs())
+            real = [i for i in range(piece.start, piece.stop) if local_indices(piece.param, piece.box)[i] != PADDING]
+            runs = list(piece.unpadded_runs())
             assert [i for start, stop in runs for i in range(start, stop)] == real
             assert all(start < stop for start, stop in runs)
 
 
 @settings(deadline=None)
 @given(worlds())
-def test_the_shards_of_a_buffer_are_equal_and_cover_it(world: tuple[tuple[Entry, ...], dict[str, int]]) -> None:
+def test_the_shards_of_a_buffer_are_equal_and_cover_it(world: tuple[tuple[LogicalParam, ...], dict[str, int]]) -> None:
     entries, sizes = world
-    unit = Unit(name="", entries=entries, shards=sizes["shard"])
-    assert 0 <= unit.shards * unit.shard_numel - unit.numel < unit.shards
-    for e in unit.entries:
-        edges = [unit.interval(e, shard) for shard in range(unit.shards)]
+    unit = ParamGroupSpec(name="", params=entries, num_shards=sizes["shard"])
+    assert 0 <= unit.num_shards * unit.shard_numel - unit.numel < unit.num_shards
+    for e in unit.params:
+        edges = [unit.shard_interval(e, shard) for shard in range(unit.num_shards)]
         covered = [i for start, stop in edges for i in range(start, stop)]
         assert covered == list(range(e.local_numel))
 
@@ -133,24 +135,26 @@ def test_the_shards_of_a_buffer_are_equal_and_cover_it(world: tuple[tuple[Entry,
 @settings(deadline=None)
 @given(worlds())
 def test_ranges_of_decay_say_what_each_element_of_a_shard_is(
-    world: tuple[tuple[Entry, ...], dict[str, int]],
+    world: tuple[tuple[LogicalParam, ...], dict[str, int]],
 ) -> None:
     entries, sizes = world
-    unit = Unit(name="", entries=entries, shards=sizes["shard"])
-    kinds = ["padding"] * (unit.shards * unit.shard_numel)
-    for e in unit.entries:
+    unit = ParamGroupSpec(name="", params=entries, num_shards=sizes["shard"])
+    kinds = ["padding"] * (unit.num_shards * unit.shard_numel)
+    for e in unit.params:
         kind = "frozen" if not e.trainable else "decayed" if e.decay else "plain"
         start = unit.offsets[e.name]
         kinds[start : start + e.local_numel] = [kind] * e.local_numel
-    for shard in range(unit.shards):
+    for shard in range(unit.num_shards):
         mine = kinds[shard * unit.shard_numel : (shard + 1) * unit.shard_numel]
         for kind, (start, stop) in zip(("decayed", "plain"), unit.decay_ranges(shard), strict=True):
             assert {i for i, k in enumerate(mine) if k == kind} == set(range(start, stop))
 
 
-def piece_of(e: Entry, at: dict[str, int], shards: int = 1) -> Piece:
-    unit = Unit(name="", entries=(e,), shards=shards)
-    return Placement(units=(unit,), at={"shard": 0, "replica": 0, "cp": 0, "pp": 0, **at}).piece(unit, e)
+def piece_of(e: LogicalParam, at: dict[str, int], shards: int = 1) -> Piece:
+    unit = ParamGroupSpec(name="", params=(e,), num_shards=shards)
+    return Placement(param_groups=(unit,), coordinates={"shard": 0, "replica": 0, "cp": 0, "pp": 0, **at}).piece(
+        unit, e
+    )
 
 
 @pytest.mark.parametrize(
@@ -163,80 +167,84 @@ def piece_of(e: Entry, at: dict[str, int], shards: int = 1) -> Piece:
     ],
 )
 def test_padding_of_an_inner_dimension(tp: int, box: tuple[tuple[int, int], ...], runs: list[tuple[int, int]]) -> None:
-    piece = piece_of(entry("w", 3, 5, cuts=(Cut(axis="tp", dim=1, parts=3),)), {"tp": tp})
+    piece = piece_of(entry("w", 3, 5, cuts=(DimSplit(axis="tp", dim=1, num_parts=3),)), {"tp": tp})
     assert piece.box == box
-    assert list(piece.runs()) == runs
+    assert list(piece.unpadded_runs()) == runs
 
 
 def test_a_part_may_be_all_padding() -> None:
-    piece = piece_of(entry("w", 5, 2, cuts=(Cut(axis="tp", dim=0, parts=4),)), {"tp": 3})
+    piece = piece_of(entry("w", 5, 2, cuts=(DimSplit(axis="tp", dim=0, num_parts=4),)), {"tp": 3})
     assert piece.box == ((5, 5), (0, 2))
     assert (piece.start, piece.stop) == (0, 4)
-    assert list(piece.runs()) == []
+    assert list(piece.unpadded_runs()) == []
 
 
 def test_of_copies_the_first_owns() -> None:
-    heads = entry("k", 4, cuts=(Cut(axis="tp", dim=0, parts=2, copies=2),))
-    assert [piece_of(heads, {"tp": tp}).owner for tp in range(4)] == [True, False, True, False]
-    assert [piece_of(entry("norm", 4), {"tp": tp}).owner for tp in range(4)] == [True, False, False, False]
+    heads = entry("k", 4, cuts=(DimSplit(axis="tp", dim=0, num_parts=2, num_copies=2),))
+    assert [piece_of(heads, {"tp": tp}).is_owner for tp in range(4)] == [True, False, True, False]
+    assert [piece_of(entry("norm", 4), {"tp": tp}).is_owner for tp in range(4)] == [True, False, False, False]
 
 
 def test_coordinates_of_a_mesh_fit_the_record() -> None:
     mesh = Mesh(Layout.parse("dp=4,shard=2,tp=2"))
-    unit = Unit(name="", entries=(entry("w", 6, 3, cuts=(Cut(axis="tp", dim=0, parts=2),)),), shards=2)
+    unit = ParamGroupSpec(
+        name="", params=(entry("w", 6, 3, cuts=(DimSplit(axis="tp", dim=0, num_parts=2),)),), num_shards=2
+    )
     owned = 0
     for rank in range(mesh.world):
-        placement = Placement(units=(unit,), at=mesh.coordinates(rank))
-        if placement.at["replica"] == 0:
-            owned += sum(stop - start for piece in placement.pieces() for start, stop in piece.runs())
+        placement = Placement(param_groups=(unit,), coordinates=mesh.coordinates(rank))
+        if placement.coordinates["replica"] == 0:
+            owned += sum(stop - start for piece in placement.pieces() for start, stop in piece.unpadded_runs())
     assert owned == 18
 
 
 # -- units ------------------------------------------------------------------------------------------------------------
 
 
-def tied(*names: str) -> Entry:
-    return Entry(name=names[0], names=names, shape=(2, 2))
+def tied(*names: str) -> LogicalParam:
+    return LogicalParam(name=names[0], names=names, shape=(2, 2))
 
 
 def test_entries_go_to_the_unit_of_the_module_that_holds_them() -> None:
     entries = [entry("embed.weight", 2), entry("blocks.1.w", 2), entry("blocks.10.w", 2), entry("blocks.1.b", 2)]
-    units = units_of(entries, dict.fromkeys(["blocks.1", "blocks.10"], False), 2)
-    assert {unit.name: [e.name for e in unit.entries] for unit in units} == {
+    units = group_params(entries, dict.fromkeys(["blocks.1", "blocks.10"], False), 2)
+    assert {unit.name: [e.name for e in unit.params] for unit in units} == {
         "": ["embed.weight"],
         "blocks.1": ["blocks.1.w", "blocks.1.b"],
         "blocks.10": ["blocks.10.w"],
     }
-    assert all(unit.shards == 2 for unit in units)
+    assert all(unit.num_shards == 2 for unit in units)
 
 
 def test_weights_tied_across_units_go_to_the_root() -> None:
     entries = [tied("embed.weight", "head.weight"), tied("a.w", "b.w"), tied("a.x", "a.y")]
-    units = units_of(entries, dict.fromkeys(["a", "b", "embed", "head"], False), 1)
-    assert {unit.name: [e.name for e in unit.entries] for unit in units} == {"": ["embed.weight", "a.w"], "a": ["a.x"]}
+    units = group_params(entries, dict.fromkeys(["a", "b", "embed", "head"], False), 1)
+    assert {unit.name: [e.name for e in unit.params] for unit in units} == {"": ["embed.weight", "a.w"], "a": ["a.x"]}
 
 
 def test_there_is_no_empty_unit_and_the_root_comes_first() -> None:
-    units = units_of([entry("b.w", 2), entry("a.w", 2), entry("c", 2)], dict.fromkeys(["a", "empty", "b"], False), 1)
+    units = group_params(
+        [entry("b.w", 2), entry("a.w", 2), entry("c", 2)], dict.fromkeys(["a", "empty", "b"], False), 1
+    )
     assert [unit.name for unit in units] == ["", "a", "b"]
-    assert [unit.name for unit in units_of([entry("a.w", 2)], dict.fromkeys(["a"], False), 1)] == ["a"]
+    assert [unit.name for unit in group_params([entry("a.w", 2)], dict.fromkeys(["a"], False), 1)] == ["a"]
 
 
 def test_the_root_is_kept_and_so_is_what_is_said_to_be() -> None:
-    units = units_of([entry("embed.w", 2), entry("a.w", 2), entry("c", 2)], {"embed": True, "a": False}, 1)
-    assert {unit.name: unit.kept for unit in units} == {"": True, "embed": True, "a": False}
+    units = group_params([entry("embed.w", 2), entry("a.w", 2), entry("c", 2)], {"embed": True, "a": False}, 1)
+    assert {unit.name: unit.stays_unsharded for unit in units} == {"": True, "embed": True, "a": False}
 
 
 def test_a_buffer_holds_decayed_then_plain_then_frozen() -> None:
-    unit = Unit(
+    unit = ParamGroupSpec(
         name="",
-        entries=(
+        params=(
             entry("bias", 3, decay=False),
             entry("frozen", 4, trainable=False),
             entry("weight", 2, 2),
             entry("other", 5),
         ),
-        shards=3,
+        num_shards=3,
     )
     assert unit.offsets == {"weight": 0, "other": 4, "bias": 9, "frozen": 12}
     assert (unit.numel, unit.shard_numel) == (16, 6)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.layout import FaultError, Layout, check, rules
+from echelon.layout import Layout, ValidationError, check_layout, rules
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ TINY = Tiny()
 
 def faults_of(text, **facts):
     started = time.perf_counter()
-    with pytest.raises(FaultError) as caught:
-        check(text, **facts)
+    with pytest.raises(ValidationError) as caught:
+        check_layout(text, **facts)
     assert time.perf_counter() - started < 2
-    return caught.value.faults
+    return caught.value.issues
 
 
 def legal(fault):
@@ -67,7 +67,7 @@ def test_s12_several_at_once():
     for fault in faults:
         assert fault.rule
         assert fault.legal
-        assert str(fault) in str(FaultError(faults))
+        assert str(fault) in str(ValidationError(faults))
 
 
 @pytest.mark.parametrize(
@@ -156,17 +156,17 @@ def test_one_broken_rule(text, facts, key, expected):
     ],
 )
 def test_layouts_without_a_fault(text):
-    layout = check(text, seq_len=32, model=TINY)
-    assert rules.faults(layout, world=layout.world, batch=layout.batch, seq_len=32, model=TINY) == []
+    layout = check_layout(text, seq_len=32, model=TINY)
+    assert rules.find_issues(layout, world=layout.world, batch=layout.batch, seq_len=32, model=TINY) == []
 
 
 def test_a_model_without_heads_asks_nothing_of_them():
-    assert check("tp=3,cp=2,cp_kind=ulysses,pp=5", model=Tiny(layers=0, heads=0, kv_heads=0, ffn=0)).tp == 3
+    assert check_layout("tp=3,cp=2,cp_kind=ulysses,pp=5", model=Tiny(layers=0, heads=0, kv_heads=0, ffn=0)).tp == 3
 
 
 def test_a_finished_layout_reports_the_same_faults():
     layout = Layout(dp=4, shard=3, tp=8)
-    found = rules.faults(layout, world=32, batch=10, model=TINY)
+    found = rules.find_issues(layout, world=32, batch=10, model=TINY)
     assert [fault.key for fault in found] == ["batch", "shard", "tp"]
 
 
@@ -187,12 +187,12 @@ DEGREES = st.integers(1, 12)
 @settings(deadline=None, max_examples=40)
 @given(st.fixed_dictionaries({}, optional=dict.fromkeys(["dp", "shard", "tp", "cp", "pp", "ep"], DEGREES)), DEGREES)
 def test_every_legal_value_repairs_its_fault(degrees, world):
-    facts = rules.Facts(world=world, model=TINY)
-    before = rules.broken(Layout.resolve(degrees, world=world), facts)
-    faults = rules.explain(degrees, facts)
+    facts = rules.LayoutConstraints(world=world, model=TINY)
+    before = rules.find_violations(Layout.resolve(degrees, world=world), facts)
+    faults = rules.explain_violations(degrees, facts)
     assert len(faults) == len(before)
     for name, fault in zip(before, faults, strict=True):
         for value in fault.legal.split(", "):
             if value.isdigit() and "without" not in fault.legal:
                 repaired = Layout.resolve({**degrees, fault.key: int(value)}, world=world)
-                assert name not in rules.broken(repaired, facts)
+                assert name not in rules.find_violations(repaired, facts)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from echelon.layout import FaultError, check
-from echelon.models.model_config import find
+from echelon.layout import ValidationError, check_layout
+from echelon.models.model_config import find_model
 
 
 @pytest.mark.parametrize(
@@ -23,13 +23,13 @@ from echelon.models.model_config import find
     ],
 )
 def test_what_experts_cannot_do_is_refused(model: str, text: str, words: str) -> None:
-    with pytest.raises(FaultError) as caught:
-        check(text, model=find(model))
+    with pytest.raises(ValidationError) as caught:
+        check_layout(text, model=find_model(model))
     assert words in str(caught.value)
 
 
 def test_what_they_can_do_is_not() -> None:
-    check("dp=2,tp=2,ep=4", model=find("moe-tiny"))
-    check("pp=2,schedule=2bw,accumulate=4", model=find("moe-tiny"))
-    check("tp=4,pp=2,schedule=pipedream,accumulate=4,ep=4,zero=3", model=find("moe-tiny"))
-    check("dp=1,pp=2,schedule=terapipe", model=find("llama-tiny"))
+    check_layout("dp=2,tp=2,ep=4", model=find_model("moe-tiny"))
+    check_layout("pp=2,schedule=2bw,accumulate=4", model=find_model("moe-tiny"))
+    check_layout("tp=4,pp=2,schedule=pipedream,accumulate=4,ep=4,zero=3", model=find_model("moe-tiny"))
+    check_layout("dp=1,pp=2,schedule=terapipe", model=find_model("llama-tiny"))

@@ -10,19 +10,19 @@ from living import LivingBytes
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from echelon.memory.offload.activation_offload import Stash
-from echelon.memory.offload.host_transfer import DOWN, UP, Link
+from echelon.memory.offload.activation_offload import ActivationOffloader
+from echelon.memory.offload.host_transfer import DOWN, UP, HostLink
 
 
 @pytest.mark.parametrize(("recompute", "accumulate"), [("full", 1), ("full", 2), ("none", 1)])
 def test_activations_of_all_layers_but_the_last_cross_both_ways(recompute: str, accumulate: int) -> None:
     engine = stepped(engine_away(f"dp=1,accumulate={accumulate},recompute={recompute},offload=activations"), 1)
-    moved = dict(link_of(engine).moved)
+    moved = dict(link_of(engine).bytes_moved)
     assert moved[DOWN, "activations"] == moved[UP, "activations"] > 0
     if recompute == "full":  # a layer keeps its input; what layers share (positions) is small
         entry = 4 * 9 * SHAPE.width * 8
         assert moved[DOWN, "activations"] == (SHAPE.layers - 1) * entry
-    stash = engine.parallel.away.stash
+    stash = engine.parallel.offload.activation_offload
     assert stash is not None
     held = stash.pool.nbytes
     stepped(engine, 2)
@@ -35,7 +35,7 @@ def test_the_device_holds_two_layers_of_activations() -> None:
         layout = "dp=1,offload=activations" if offloaded else "dp=1"
         engine = engine_of(shape, layout)
         engine.step(batch_of(shape, 2, length=32))
-        stash = engine.parallel.away.stash
+        stash = engine.parallel.offload.activation_offload
         with LivingBytes() as living:  # memory on the host was made in the first step
             engine.step(batch_of(shape, 2, length=32))
         return living.peak - (stash.pool.nbytes if stash is not None and stash.pool.nbytes > living.peak else 0)
@@ -45,9 +45,9 @@ def test_the_device_holds_two_layers_of_activations() -> None:
 
 
 def test_a_storage_goes_once_and_what_is_small_or_a_parameter_stays() -> None:
-    stash = Stash(Link(torch.device("cpu")), last_stays=False)
+    stash = ActivationOffloader(HostLink(torch.device("cpu")), keep_last=False)
     weight = torch.randn(64, 64, requires_grad=True)
-    stash.leave([weight])
+    stash.exclude([weight])
 
     class Layer(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -60,17 +60,17 @@ def test_a_storage_goes_once_and_what_is_small_or_a_parameter_stays() -> None:
     stash.apply(model, ["0"])
     out = model(x)
     # x, y and what y times y made; neither the weight nor numbers.
-    assert stash.link.moved == {(DOWN, "activations"): 3 * x.nbytes}
+    assert stash.link.bytes_moved == {(DOWN, "activations"): 3 * x.nbytes}
     assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(out.sum(), (x, weight)), truth, strict=True))
-    assert stash.link.moved[UP, "activations"] == 3 * x.nbytes
+    assert stash.link.bytes_moved[UP, "activations"] == 3 * x.nbytes
     with torch.no_grad():
         model(x)
-    assert stash.link.moved[DOWN, "activations"] == 3 * x.nbytes
+    assert stash.link.bytes_moved[DOWN, "activations"] == 3 * x.nbytes
 
 
 def test_what_stays_is_let_go_of_where_backward_never_comes() -> None:
     """A small output that is saved by its own maker held the graph that held it."""
-    stash = Stash(Link(torch.device("cpu")), last_stays=False)
+    stash = ActivationOffloader(HostLink(torch.device("cpu")), keep_last=False)
     saved: list[StorageWeakRef] = []
 
     class Layer(nn.Module):

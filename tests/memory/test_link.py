@@ -18,26 +18,26 @@ from away import SHAPE, engine_away, stepped
 from laid_out import batch_of, largest_error, whole
 from torch import Tensor
 
-from echelon.memory.offload.host_transfer import DOWN, UP, Link, Moving
+from echelon.memory.offload.host_transfer import DOWN, UP, CopyEvent, HostLink
 from echelon.parallel.dp import offload_policy
-from echelon.parallel.dp.offloaded_param_group import Host
+from echelon.parallel.dp.offloaded_param_group import OffloadHost
 from echelon.training.engine import Engine
-from echelon.training.engine_state import state_of
+from echelon.training.engine_state import training_state
 
 
-class Late(Moving):
+class Late(CopyEvent):
     def __init__(self, link: LateLink, way: str):
         super().__init__()
         self.link, self.way, self.through = link, way, False
 
     def wait(self) -> None:
-        self.done()
+        self.synchronize()
 
-    def done(self) -> None:
+    def synchronize(self) -> None:
         self.link.work_until(self)
 
 
-class LateLink(Link):
+class LateLink(HostLink):
     """One queue for each way, as streams are."""
 
     made = 0
@@ -48,8 +48,14 @@ class LateLink(Link):
         self._one = threading.RLock()
 
     def _copy(
-        self, way: str, source: Tensor, target: Tensor, kind: str, after: Moving | None, factor: Tensor | None
-    ) -> Moving:
+        self,
+        direction: str,
+        source: Tensor,
+        target: Tensor,
+        category: str,
+        after: CopyEvent | None,
+        factor: Tensor | None,
+    ) -> CopyEvent:
         read, write = remembered(source), remembered(target)
 
         def copy() -> None:
@@ -59,9 +65,9 @@ class LateLink(Link):
             write().copy_(found)
 
         with self._one:
-            self.moved[way, kind] += source.nbytes
-            late = Late(self, way)
-            self._queues[way].append((late, copy))
+            self.bytes_moved[direction, category] += source.nbytes
+            late = Late(self, direction)
+            self._queues[direction].append((late, copy))
             LateLink.made += 1
         return late
 
@@ -103,7 +109,7 @@ def test_nobody_reads_what_has_not_come_and_nobody_lets_go_of_what_has_not_gone(
     monkeypatch: pytest.MonkeyPatch, layout: str, share: float
 ) -> None:
     plain = stepped(engine_away(layout.rpartition(",")[0]))
-    monkeypatch.setattr(offload_policy, "Link", LateLink)
+    monkeypatch.setattr(offload_policy, "HostLink", LateLink)
     before = LateLink.made
     late = stepped(engine_away(layout, host=share))
     assert largest_error(whole(late.parallel, "master"), whole(plain.parallel, "master")) <= 1e-10
@@ -114,7 +120,7 @@ def test_nobody_reads_what_has_not_come_and_nobody_lets_go_of_what_has_not_gone(
 
 
 def test_activations_that_are_never_read_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload_policy, "Link", LateLink)
+    monkeypatch.setattr(offload_policy, "HostLink", LateLink)
     engine = engine_away("dp=1,offload=activations")
     for seed in range(3):
         total, _ = engine.model(**batch_of(SHAPE, 4, seed=seed))
@@ -129,7 +135,7 @@ def test_activations_that_are_never_read_are_let_go_of(monkeypatch: pytest.Monke
 def loaded(engine: Engine) -> float | None:
     """All parameters are set, as by a checkpoint. The loss that follows from them."""
     engine.drain()
-    for item in state_of(engine).items(changing=True):
+    for item in training_state(engine).items(restoring=True):
         if item.name.startswith("model."):
             item.write(torch.linspace(-0.2, 0.3, item.size, dtype=item.dtype))
     return engine.evaluate(engine.microbatches(batch_of(SHAPE, 4, seed=7)))
@@ -139,14 +145,14 @@ def loaded(engine: Engine) -> float | None:
 def test_values_that_are_loaded_are_not_overtaken_by_older_ones(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """With states on disk, those that the last update had sent up came after them."""
     expected = loaded(stepped(engine_away("dp=1")))
-    monkeypatch.setattr(offload_policy, "Link", LateLink)
+    monkeypatch.setattr(offload_policy, "HostLink", LateLink)
     assert loaded(stepped(engine_away(f"dp=1,offload={kind}"))) == pytest.approx(expected, rel=1e-12)
 
 
-class Noted(Moving):
+class Noted(CopyEvent):
     is_done = False
 
-    def done(self) -> None:
+    def synchronize(self) -> None:
         self.is_done = True
 
 
@@ -155,10 +161,10 @@ def test_the_host_writes_when_a_copy_is_through() -> None:
     engine = stepped(engine_away("dp=1,offload=params"))
     engine.drain()
     noted = []
-    for unit in engine.parallel.flat.units:
-        assert unit.host is not None
-        unit.host.coming = Noted()
-        noted.append(unit.host.coming)
+    for unit in engine.parallel.sharded_model.param_groups:
+        assert unit.offloaded is not None
+        unit.offloaded.param_copy = Noted()
+        noted.append(unit.offloaded.param_copy)
     loaded(engine)
     assert all(copy.is_done for copy in noted)
 
@@ -169,7 +175,7 @@ def test_the_worker_finds_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda device: found.append((threading.current_thread().name, device))
     )
-    link, unit = Link(torch.device("cpu")), engine_away("dp=1").parallel.flat.units[0].unit
+    link, unit = HostLink(torch.device("cpu")), engine_away("dp=1").parallel.sharded_model.param_groups[0].spec
     link.on_gpu, link.device = True, torch.device("cuda", 1)
-    Host.of(link, [unit], master_bytes=4, compute_bytes=2, paged=False, disk=None).worker.stop()
+    OffloadHost.create(link, [unit], master_bytes=4, compute_bytes=2, paged=False, disk=None).worker.stop()
     assert found == [("echelon-host", torch.device("cuda", 1))]

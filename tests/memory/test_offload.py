@@ -15,11 +15,11 @@ from laid_out import batch_of, error, largest_error, whole
 from torch import Tensor, nn
 
 from echelon.config.sections import OptimizerConfig
-from echelon.launch.rank_pool import Pool
-from echelon.layout.placement import Entry, Unit
+from echelon.launch.rank_pool import RankPool
+from echelon.layout.placement import LogicalParam, ParamGroupSpec
 from echelon.memory.offload import cost as offload_cost
 from echelon.memory.offload.host_transfer import DOWN, UP
-from echelon.parallel.apply import Options
+from echelon.parallel.apply import ParallelOptions
 from echelon.training import step_comm_volume
 from echelon.training.engine import Engine
 
@@ -48,7 +48,7 @@ class Scale(nn.Module):
 
 def scaled(layout: str, rule: OptimizerConfig) -> Engine:
     """After three steps."""
-    options = Options(compute=torch.bfloat16, master=torch.float32)
+    options = ParallelOptions(compute_dtype=torch.bfloat16, master_dtype=torch.float32)
     engine = Engine(Scaled(), layout, rule, clip=0.5, options=options)
     for step in range(3):
         engine.step({"x": torch.linspace(-1, 1, 64, dtype=torch.float32).view(2, 4, 8) + step})
@@ -76,13 +76,13 @@ def counted(layout: str, share: float) -> tuple[dict[str, int], dict[str, int]]:
     """On a rank: bytes that the second step moved, and what the cost says."""
     engine = stepped(engine_away(layout, host=share), 1)
     engine.drain()
-    before = link_of(engine).moved.copy()
+    before = link_of(engine).bytes_moved.copy()
     stepped(engine, 1)
     engine.drain()
-    moved = link_of(engine).moved - before
+    moved = link_of(engine).bytes_moved - before
     ways = {"gradients": DOWN, "parameters": UP}
     assert set(moved) <= {(way, kind) for kind, way in ways.items()}
-    return {kind: moved[way, kind] for kind, way in ways.items()}, engine.crossing()
+    return {kind: moved[way, kind] for kind, way in ways.items()}, engine.host_transfer_bytes()
 
 
 @pytest.mark.parametrize("layout", STATES)
@@ -94,24 +94,24 @@ def test_gradients_and_parameters_cross_as_the_cost_says(layout: str, share: flo
 
 
 @pytest.mark.parametrize("layout", RANKS)
-def test_ranks_move_what_the_cost_says(pool: Pool, layout: str) -> None:
+def test_ranks_move_what_the_cost_says(pool: RankPool, layout: str) -> None:
     for moved, said in pool.run(counted, 2, layout, 0.5):
         assert moved == said
 
 
 def test_a_gradient_that_comes_once_a_step_crosses_in_its_own_type() -> None:
     engine = scaled("offload=optimizer", ADAMW)
-    size = sum(unit.numel for unit in engine.parallel.placement.units)
-    assert link_of(engine).moved == {(DOWN, "gradients"): 3 * 2 * size, (UP, "parameters"): 3 * 2 * size}
-    assert engine.crossing() == {"gradients": 2 * size, "parameters": 2 * size}
+    size = sum(unit.numel for unit in engine.parallel.placement.param_groups)
+    assert link_of(engine).bytes_moved == {(DOWN, "gradients"): 3 * 2 * size, (UP, "parameters"): 3 * 2 * size}
+    assert engine.host_transfer_bytes() == {"gradients": 2 * size, "parameters": 2 * size}
 
 
 def test_paged_gradients_cross_in_their_own_type_and_add_up_in_the_masters() -> None:
     engine = scaled("accumulate=2,offload=params", ADAMW)
-    size = sum(unit.numel for unit in engine.parallel.placement.units)
-    assert engine.crossing()["gradients"] == 2 * 2 * size
-    assert link_of(engine).moved[DOWN, "gradients"] == 3 * engine.crossing()["gradients"]
-    assert all(unit.grad.dtype == torch.float32 for unit in engine.parallel.flat.units)
+    size = sum(unit.numel for unit in engine.parallel.placement.param_groups)
+    assert engine.host_transfer_bytes()["gradients"] == 2 * 2 * size
+    assert link_of(engine).bytes_moved[DOWN, "gradients"] == 3 * engine.host_transfer_bytes()["gradients"]
+    assert all(unit.grad.dtype == torch.float32 for unit in engine.parallel.sharded_model.param_groups)
     truth = whole(scaled("accumulate=2", ADAMW).parallel, "master")
     assert largest_error(whole(engine.parallel, "master"), truth) < 2e-3
 
@@ -120,36 +120,42 @@ def test_states_are_held_where_the_cost_says(tmp_path: Path) -> None:
     for layout, place in (("offload=optimizer", "host"), ("offload=params", "host"), ("offload=disk", "disk")):
         engine = stepped(engine_away(f"dp=1,accumulate=2,{layout}", disk=str(tmp_path)), 1)
         engine.drain()
-        said = step_comm_volume.held_away(engine)
-        hosts = [unit.host for unit in engine.parallel.flat.units if unit.host is not None]
+        said = step_comm_volume.offloaded_bytes(engine)
+        hosts = [unit.offloaded for unit in engine.parallel.sharded_model.param_groups if unit.offloaded is not None]
         states = [state for state in engine.optimizer.states() if state.dim()]
-        held = sum(state.nbytes for state in states) + sum(host.tensor.numel() * 8 for host in hosts)
+        held = sum(state.nbytes for state in states) + sum(host.master_shard.numel() * 8 for host in hosts)
         if place == "disk":
             assert said["disk"] == sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
             assert said["disk"] == 2 * held
-            assert not any(host.tensor.untyped_storage().nbytes() for host in hosts)
-        held += sum(tensor.nbytes for host in hosts for tensor in (host.own, host.there) if tensor is not None)
+            assert not any(host.master_shard.untyped_storage().nbytes() for host in hosts)
+        held += sum(
+            tensor.nbytes for host in hosts for tensor in (host.host_grad, host.host_shard) if tensor is not None
+        )
         assert said["host"] == (held if place == "host" else 0)
 
 
-def unit(name: str, numel: int, *, kept: bool = False) -> Unit:
-    return Unit(name=name, entries=(Entry(name=name, names=(name,), shape=(numel,)),), shards=1, kept=kept)
+def unit(name: str, numel: int, *, kept: bool = False) -> ParamGroupSpec:
+    return ParamGroupSpec(
+        name=name, params=(LogicalParam(name=name, names=(name,), shape=(numel,)),), num_shards=1, stays_unsharded=kept
+    )
 
 
 def test_the_last_layers_leave_first_and_what_is_needed_at_once_leaves_last() -> None:
     units = [unit("", 1, kept=True), unit("a", 10), unit("b", 10), unit("c", 10), unit("head", 9, kept=True)]
-    assert offload_cost.chosen(units, 0.0) == frozenset()
-    assert offload_cost.chosen(units, 0.25) == {"c"}
-    assert offload_cost.chosen(units, 0.5) == {"b", "c"}
-    assert offload_cost.chosen(units, 0.8) == {"a", "b", "c", "head"}
-    assert offload_cost.chosen(units, 1.0) == {"", "a", "b", "c", "head"}
+    assert offload_cost.choose_offloaded_units(units, 0.0) == frozenset()
+    assert offload_cost.choose_offloaded_units(units, 0.25) == {"c"}
+    assert offload_cost.choose_offloaded_units(units, 0.5) == {"b", "c"}
+    assert offload_cost.choose_offloaded_units(units, 0.8) == {"a", "b", "c", "head"}
+    assert offload_cost.choose_offloaded_units(units, 1.0) == {"", "a", "b", "c", "head"}
 
 
 def test_as_few_leave_as_must() -> None:
     units = [unit(str(index), 10) for index in range(10)]
-    assert offload_cost.least_share(units, room=1600, stay=16, leave=4) == 0.0
-    assert offload_cost.least_share(units, room=1000, stay=16, leave=4) == pytest.approx(0.5)
-    assert offload_cost.least_share(units, room=100, stay=16, leave=4) == 1.0
+    assert offload_cost.min_offloaded_share(units, state_budget=1600, bytes_if_resident=16, bytes_if_offloaded=4) == 0.0
+    assert offload_cost.min_offloaded_share(
+        units, state_budget=1000, bytes_if_resident=16, bytes_if_offloaded=4
+    ) == pytest.approx(0.5)
+    assert offload_cost.min_offloaded_share(units, state_budget=100, bytes_if_resident=16, bytes_if_offloaded=4) == 1.0
 
 
 def test_what_a_plan_is_told_moves() -> None:
@@ -160,14 +166,14 @@ def test_what_a_plan_is_told_moves() -> None:
         "compute_bytes": 2,
         "gradient_bytes": 4,
     }
-    optimizer = offload_cost.moved("optimizer", **numbers)
-    assert (optimizer.link, optimizer.updated, optimizer.disk) == (60.0, 10.0, 0.0)
-    assert offload_cost.moved("optimizer", share=0.5, **numbers).link == 30.0
-    assert offload_cost.moved("params", **numbers).link == 3 * 10 * (4 + 2 * 2)
-    disk, short = (offload_cost.moved("disk", state_bytes=size, **numbers).disk for size in (12, 6))
+    optimizer = offload_cost.offload_traffic("optimizer", **numbers)
+    assert (optimizer.link_bytes, optimizer.host_updated_params, optimizer.disk_bytes) == (60.0, 10.0, 0.0)
+    assert offload_cost.offload_traffic("optimizer", offloaded_share=0.5, **numbers).link_bytes == 30.0
+    assert offload_cost.offload_traffic("params", **numbers).link_bytes == 3 * 10 * (4 + 2 * 2)
+    disk, short = (offload_cost.offload_traffic("disk", state_bytes=size, **numbers).disk_bytes for size in (12, 6))
     assert (disk, short) == (240, 120)
-    assert offload_cost.moved("activations", **numbers) == offload_cost.Moved(link=42.0)
-    assert offload_cost.moved("params+disk", **numbers).disk == 2 * 12 * 10 + 7 * 2 * 10
+    assert offload_cost.offload_traffic("activations", **numbers) == offload_cost.OffloadTraffic(link_bytes=42.0)
+    assert offload_cost.offload_traffic("params+disk", **numbers).disk_bytes == 2 * 12 * 10 + 7 * 2 * 10
 
 
 # -- shares, and readers ----------------------------------------------------------------------------------------------
@@ -187,7 +193,7 @@ def trained(layout: str, share: float) -> dict[str, Tensor]:
         ("pp=2,accumulate=2", "optimizer+activations"),
     ],
 )
-def test_a_part_of_the_states_may_stay(pool: Pool, layout: str, kind: str) -> None:
+def test_a_part_of_the_states_may_stay(pool: RankPool, layout: str, kind: str) -> None:
     truth = pool.run(trained, 2, layout, 0.0)[0]
     found = pool.run(trained, 2, f"{layout},offload={kind}", 0.5)[0]
     assert largest_error(found, truth) <= 1e-10
@@ -216,7 +222,7 @@ def test_everybody_who_reads_sees_a_finished_update(layout: str, kind: str) -> N
         said = []
         for engine in (plain, away):
             with engine.outside_gathered():
-                said.append(engine.logits(batch["tokens"][:1], SHAPE.vocab))
+                said.append(engine.next_token_logits(batch["tokens"][:1], SHAPE.vocab))
         assert error(said[1], said[0]) <= 1e-10
 
 
@@ -250,7 +256,7 @@ class Many(Scaled):
 
 def short_sums(offload: str, steps: int) -> dict[str, Tensor]:
     """Gradients add up on the device in float16, and the master values are float32."""
-    options = Options(compute=torch.float16, master=torch.float32, reduce=torch.float16)
+    options = ParallelOptions(compute_dtype=torch.float16, master_dtype=torch.float32, reduce_dtype=torch.float16)
     rule = OptimizerConfig(name="sgd", lr=1e5, weight_decay=0.0)
     engine = Engine(Many(), f"accumulate=2,offload={offload}", rule, clip=1.0, options=options)
     for step in range(steps):
@@ -289,7 +295,9 @@ class Skipping(nn.Module):
 
 
 def skipped(layout: str, folder: Path) -> dict[str, Tensor]:
-    options = Options(compute=torch.float64, master=torch.float64, reduce=torch.float64, disk=str(folder))
+    options = ParallelOptions(
+        compute_dtype=torch.float64, master_dtype=torch.float64, reduce_dtype=torch.float64, disk_dir=str(folder)
+    )
     engine = Engine(Skipping().double(), layout, ADAMW, options=options)
     for step, place in enumerate((2, 9, 4, 9, 1, 9)):
         x = torch.linspace(-1, 1, 64, dtype=torch.float64).view(2, 4, 8) + step

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from echelon import models
 from echelon.memory.offload import disk_store
-from echelon.memory.offload.host_transfer import Link, Rooms
-from echelon.memory.offload.host_worker import Worker
-from echelon.optim.host_optimizer import OnHost
+from echelon.memory.offload.host_transfer import HostBufferQueue, HostLink
+from echelon.memory.offload.host_worker import HostWorker
+from echelon.optim.host_optimizer import HostOptimizer
 from echelon.parallel.dp import offload_policy
 from echelon.training.engine import Engine
 
@@ -32,12 +32,12 @@ def test_an_error_on_the_host_is_raised_where_the_unit_is_needed(monkeypatch: py
     engine = stepped(engine_away("offload=optimizer"), 1)
     engine.drain()
     there = engine.optimizer._there  # type: ignore[attr-defined]
-    assert isinstance(there, OnHost)
+    assert isinstance(there, HostOptimizer)
 
     def broken(*_: object) -> None:
         raise MemoryError("no more")
 
-    monkeypatch.setattr(there._updates[4], "step", broken)
+    monkeypatch.setattr(there._optimizers[4], "step", broken)
     with pytest.raises(RuntimeError, match=r"the update of blocks\.1 failed on the host: no more"):
         stepped(engine, 2)
     with pytest.raises(RuntimeError, match="failed on the host"):
@@ -49,7 +49,7 @@ def test_an_error_on_the_host_is_raised_where_the_unit_is_needed(monkeypatch: py
 def test_a_disk_that_is_too_small_is_found_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_store, "_free", lambda _: 1000)
+    monkeypatch.setattr(disk_store, "_free_bytes", lambda _: 1000)
     with pytest.raises(ValueError, match=r"the disk is full .*bytes needed, 1,000 free.*memory\.disk"):
         engine_away("offload=disk", disk=str(tmp_path))
     monkeypatch.undo()
@@ -66,7 +66,7 @@ def test_a_disk_that_is_too_small_is_found_before_the_first_step(
 
 def test_a_disk_that_is_too_small_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that fails is ended at once: what it had reserved stayed, and there was less room for the next run."""
-    monkeypatch.setattr(disk_store, "_free", lambda _: 1000)
+    monkeypatch.setattr(disk_store, "_free_bytes", lambda _: 1000)
     with pytest.raises(ValueError, match="the disk is full") as held:
         engine_away("offload=disk", disk=str(tmp_path))
     assert held.tb is not None  # and with it everything that was made
@@ -86,13 +86,13 @@ def test_files_that_the_system_can_let_go_of_are_available(tmp_path: Path, monke
     """A group's use counts the files that it has read: where those had filled it, every offload was refused."""
     for name, text in (("max", "1000000"), ("current", "990000"), ("stat", "anon 1000\ninactive_file 900000\n")):
         (tmp_path / f"memory.{name}").write_text(text)
-    monkeypatch.setattr(offload_policy, "GROUPS", tmp_path)
-    assert offload_policy.available() == 910000
+    monkeypatch.setattr(offload_policy, "CGROUP_ROOT", tmp_path)
+    assert offload_policy.available_host_bytes() == 910000
 
 
 def test_a_host_that_is_too_small_is_found_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert offload_policy.available() > 0
-    monkeypatch.setattr(offload_policy, "available", lambda: 1000)
+    assert offload_policy.available_host_bytes() > 0
+    monkeypatch.setattr(offload_policy, "available_host_bytes", lambda: 1000)
     with pytest.raises(ValueError, match=r"the host cannot hold .*GiB a rank, 0\.0 available.*\+disk"):
         engine_away("offload=optimizer")
     engine_away("offload=activations")
@@ -119,9 +119,9 @@ def test_a_disk_that_fills_up_leaves_the_step_before(
     with pytest.raises(ValueError, match=r"failed on the host.*rank0.*"):
         stepped(engine, 2)
     monkeypatch.undo()
-    for unit, value in zip(engine.parallel.flat.units, truth, strict=True):
-        assert unit.host is not None
-        assert torch.equal(unit.host.loaded()[0], value)
+    for unit, value in zip(engine.parallel.sharded_model.param_groups, truth, strict=True):
+        assert unit.offloaded is not None
+        assert torch.equal(unit.offloaded.read_store()[0], value)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     del engine, unit
     gc.collect()
@@ -129,7 +129,7 @@ def test_a_disk_that_fills_up_leaves_the_step_before(
 
 
 def masters(engine: Engine) -> list[Tensor]:
-    return [unit.master.values() for unit in engine.parallel.flat.units]
+    return [unit.master.values() for unit in engine.parallel.sharded_model.param_groups]
 
 
 def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
@@ -193,10 +193,10 @@ def test_no_thread_and_no_file_is_left_when_an_engine_goes(tmp_path: Path, kind:
 
 
 def test_a_worker_does_its_jobs_in_order_and_none_after_an_error() -> None:
-    worker, done = Worker("test"), []
-    first = worker.give("the first", lambda: done.append(1))
-    second = worker.give("the second", lambda: done.append(1 // 0))
-    third = worker.give("the third", lambda: done.append(3))
+    worker, done = HostWorker("test"), []
+    first = worker.submit("the first", lambda: done.append(1))
+    second = worker.submit("the second", lambda: done.append(1 // 0))
+    third = worker.submit("the third", lambda: done.append(3))
     first.wait()
     for turn, what in ((second, "the second"), (third, "the third")):
         with pytest.raises(RuntimeError, match=f"{what} failed on the host: integer division"):
@@ -206,9 +206,9 @@ def test_a_worker_does_its_jobs_in_order_and_none_after_an_error() -> None:
 
 
 def test_rooms_are_used_in_turn() -> None:
-    rooms = Rooms(Link(torch.device("cpu")), 2, 64)
-    first, second = rooms.take(), rooms.take()
-    assert rooms.take_if_free() is None
-    assert first.of(8, torch.float64).shape == (8,)
-    rooms.give_back(second)
-    assert rooms.take_if_free() is second
+    rooms = HostBufferQueue(HostLink(torch.device("cpu")), 2, 64)
+    first, second = rooms.acquire(), rooms.acquire()
+    assert rooms.try_acquire() is None
+    assert first.view(8, torch.float64).shape == (8,)
+    rooms.release(second)
+    assert rooms.try_acquire() is second

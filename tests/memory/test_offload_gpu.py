@@ -11,7 +11,7 @@ from torch import Tensor
 
 from echelon import models
 from echelon.config.sections import OptimizerConfig
-from echelon.parallel.apply import Options
+from echelon.parallel.apply import ParallelOptions
 from echelon.training.engine import Engine
 
 SHAPE = tiny(layers=6, width=1024, heads=8, kv_heads=4, ffn=2816, vocab=8001, max_seq_len=512)
@@ -21,7 +21,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is n
 
 def trained(layout: str, share: float | None = None) -> dict[str, Tensor]:
     """Masters after a few steps of SGD, to which small gradients are small: AdamW would enlarge what is rounded."""
-    options = Options(device=torch.device("cuda"), host=share)
+    options = ParallelOptions(device=torch.device("cuda"), host_share=share)
     rule = OptimizerConfig(name="sgd", lr=1e-1, momentum=0.9)
     engine = Engine(models.build(SHAPE, "meta"), f"dp=1,{layout}", rule, clip=1.0, options=options)
     for step in range(4):

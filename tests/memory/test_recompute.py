@@ -18,17 +18,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from echelon import models
 from echelon.layout import Layout
 from echelon.memory.checkpointing import memory_budget
-from echelon.memory.checkpointing.cost import GIB, Again, idle_reason, repeats
-from echelon.memory.checkpointing.memory_budget import Budgeted
-from echelon.memory.checkpointing.saved_inputs import Arena
+from echelon.memory.checkpointing.cost import GIB, RecomputedLayers, ineffective_options, recompute_work
+from echelon.memory.checkpointing.memory_budget import MemoryBudget
+from echelon.memory.checkpointing.saved_inputs import InputArena
 from echelon.models import model_config
 from echelon.models.model_config import ModelConfig
-from echelon.models.moe_config import MixtureConfig
-from echelon.parallel.apply import Options
+from echelon.models.moe_config import MoEConfig
+from echelon.parallel.apply import ParallelOptions
 from echelon.training.engine import Engine
 
 KINDS = ("full", "every:2", "every:3", "sqrt", "selective", "ops")
-MIXTURE = MixtureConfig(experts=4, k=2, ffn=16, gate="mixtral", dropout=0.2, dense=1)
+MIXTURE = MoEConfig(experts=4, k=2, ffn=16, gate="mixtral", dropout=0.2, dense=1)
 SHAPES = {
     "llama": tiny(layers=4, dropout=0.1),
     "gpt": tiny("gpt", layers=5, dropout=0.1, kv_heads=4),
@@ -63,9 +63,9 @@ def test_gradients_are_equal_with_dropout(shape: str) -> None:
 def kept_by_layers(shape: ModelConfig) -> float:
     """Bytes of a microbatch that `none` keeps, as a rehearsal counts them."""
     engine = engine_of(shape, "budget:1GiB")
-    engine.rehearse(next(engine.microbatches(batch_of(shape, 4))))
-    assert isinstance(engine.parallel.recomputed, Budgeted)
-    return engine.parallel.recomputed.peak
+    engine.rehearse_memory_budget(next(engine.microbatches(batch_of(shape, 4))))
+    assert isinstance(engine.parallel.checkpointing, MemoryBudget)
+    return engine.parallel.checkpointing.peak_bytes
 
 
 def test_experts_are_counted_once() -> None:
@@ -73,7 +73,7 @@ def test_experts_are_counted_once() -> None:
     for kind in ("none", "every:2", "selective"):
         engine = engine_of(SHAPES["mixture"], kind)
         engine.step(batch_of(SHAPES["mixture"], 4))
-        loads.append([load.counts for load in engine.loads.ask()()])
+        loads.append([load.counts for load in engine.expert_loads.start_read()()])
     assert loads[0] == loads[1] == loads[2]
 
 
@@ -88,7 +88,7 @@ def kept_by(engine: Engine, batch: dict[str, Tensor]) -> int:
     """Bytes that forward leaves for backward, every storage once, parameters left out."""
     engine.model.train()
     microbatch = next(engine.microbatches(batch))
-    engine.rehearse(microbatch)
+    engine.rehearse_memory_budget(microbatch)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in engine.model.parameters()}
     found: dict[int, int] = {}
 
@@ -99,7 +99,7 @@ def kept_by(engine: Engine, batch: dict[str, Tensor]) -> int:
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        total, _ = engine.model(**engine.prepared(microbatch))
+        total, _ = engine.model(**engine.prepare(microbatch))
     found_bytes = sum(found.values())
     del total
     return found_bytes
@@ -107,14 +107,14 @@ def kept_by(engine: Engine, batch: dict[str, Tensor]) -> int:
 
 @pytest.mark.parametrize(("name", "share"), [("llama-tiny", 0.8), ("gpt-tiny", 0.85)])
 def test_ops_keeps_less_than_none_and_more_than_full(name: str, share: float) -> None:
-    size = replace(model_config.find(name), dropout=0.0)
+    size = replace(model_config.find_model(name), dropout=0.0)
     batch = batch_of(size, 4, 64)
     whole, some, least = (kept(models.build(size, "meta"), kind, batch) for kind in ("none", "ops", "full"))
     assert least < some < share * whole
 
 
 def test_every_nth_input_is_kept_and_nothing_else() -> None:
-    size = replace(model_config.find("gpt-tiny"), layers=7, dropout=0.1)
+    size = replace(model_config.find_model("gpt-tiny"), layers=7, dropout=0.1)
     batch = batch_of(size, 4, 64)
     found = {kind: kept(models.build(size, "meta"), kind, batch) for kind in ("full", "every:2", "every:3", "sqrt")}
     entry = 4 * 64 * size.width * 4
@@ -124,7 +124,7 @@ def test_every_nth_input_is_kept_and_nothing_else() -> None:
 
 
 def test_selective_drops_what_is_quadratic() -> None:
-    size = replace(model_config.find("gpt-tiny"), layers=2, dropout=0.1)
+    size = replace(model_config.find_model("gpt-tiny"), layers=2, dropout=0.1)
     none, less = (
         [kept(models.build(size, "meta"), kind, batch_of(size, 1, length)) for length in (64, 128)]
         for kind in ("none", "selective")
@@ -189,7 +189,7 @@ def flops_of(engine: Engine, batch: dict[str, Tensor]) -> int:
 
 
 def test_repeated_flops_are_those_of_the_costs() -> None:
-    size = replace(model_config.find("gpt-tiny"), layers=6, dropout=0.1)
+    size = replace(model_config.find_model("gpt-tiny"), layers=6, dropout=0.1)
     batch = batch_of(size, 2, 64)
     found = {kind: flops(models.build(size, "meta"), kind, batch) for kind in ("none", *KINDS)}
     tokens, width = 2 * 64, size.width
@@ -197,12 +197,15 @@ def test_repeated_flops_are_those_of_the_costs() -> None:
     core = 2 * 2 * tokens * 64 * width
     assert found["ops"] == found["none"]
     for kind in ("full", "every:2", "every:3", "sqrt"):
-        again, count = repeats(kind, layers=6, whole=1.0, entry=0.0), Again.of(kind, layers=6)
+        again, count = (
+            recompute_work(kind, layers=6, layer_bytes=1.0, input_bytes=0.0),
+            RecomputedLayers.from_policy(kind, layers=6),
+        )
         assert again.inputs * 6 == count.segments
         # Dropout behind it reads what the last product of a segment's last layer gives: it is repeated too.
         assert found[kind] - found["none"] == again.forward * 6 * (products + core), kind
     # Probabilities times values are not: what they give is kept.
-    share = repeats("selective", layers=6, whole=1.0, entry=0.0, written_out=True).attention
+    share = recompute_work("selective", layers=6, layer_bytes=1.0, input_bytes=0.0, materialized_scores=True).attention
     assert found["selective"] - found["none"] == share * 6 * core
 
 
@@ -219,12 +222,12 @@ def test_a_budget_is_met_and_used(family: str, dropout: float) -> None:
     for share in (0.3, 0.7):
         room = share * (most - outside)
         engine = Engine(models.build(size, "meta"), f"recompute=budget:{room / GIB:.9f}GiB", SGD)
-        found, chosen = kept_by(engine, batch) - outside, engine.parallel.recomputed
-        assert isinstance(chosen, Budgeted)
-        print(family, share, f"{chosen.peak / room:.3f} of the budget:", *chosen.told())
-        assert 0.95 * room <= chosen.peak <= room
+        found, chosen = kept_by(engine, batch) - outside, engine.parallel.checkpointing
+        assert isinstance(chosen, MemoryBudget)
+        print(family, share, f"{chosen.peak_bytes / room:.3f} of the budget:", *chosen.describe())
+        assert 0.95 * room <= chosen.peak_bytes <= room
         # Rotations are kept once, by whoever keeps anything of them.
-        assert sum(way.kept for way in chosen.chosen) == pytest.approx(found, rel=0.005)
+        assert sum(way.saved_bytes for way in chosen.chosen) == pytest.approx(found, rel=0.005)
         assert found <= room
         assert repeated is None or flops_of(engine, batch) <= repeated
         repeated = None
@@ -233,13 +236,13 @@ def test_a_budget_is_met_and_used(family: str, dropout: float) -> None:
 def test_a_rehearsal_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every layer in each of its ways stayed in memory for good: 49 GiB of a GPU beside a budget of 8."""
     saved: list[StorageWeakRef] = []
-    pack = memory_budget._Seen.pack
+    pack = memory_budget._SavedStorages.pack
 
     def noted(self: Any, tensor: Tensor) -> Any:
         saved.append(StorageWeakRef(tensor.untyped_storage()))
         return pack(self, tensor)  # type: ignore[func-returns-value]
 
-    monkeypatch.setattr(memory_budget._Seen, "pack", noted)
+    monkeypatch.setattr(memory_budget._SavedStorages, "pack", noted)
     engine = engine_of(SHAPES["gpt"], "budget:1GiB")
     engine.step(batch_of(SHAPES["gpt"], 4))
     lasting = {parameter.untyped_storage()._cdata for parameter in engine.model.parameters()}
@@ -263,12 +266,12 @@ def test_an_arena_is_made_once_and_used_again() -> None:
     shape = SHAPES["gpt"]
     assert largest_error(gradients(shape, "every:2", arena=True), gradients(shape, "none")) < 1e-12
     engine = engine_of(shape, "every:2", arena=True)
-    arena = engine.parallel.recomputed.segments[0].keep
-    assert isinstance(arena, Arena)
+    arena = engine.parallel.checkpointing.segments[0].save_input
+    assert isinstance(arena, InputArena)
     for step in range(3):
         engine.step(batch_of(shape, 4, seed=step))
         assert len(arena.blocks) == 1
-        assert arena.in_use == 0
+        assert arena.num_in_use == 0
     assert arena.blocks[0].nbytes == 3 * 2 * 9 * shape.width * 8
     block = arena.blocks[0].data_ptr()
     engine.step(batch_of(shape, 4, 5))
@@ -283,8 +286,8 @@ def test_switches_that_would_do_nothing_are_refused() -> None:
         ("recompute=none", "arena", "recompute=none"),
         ("recompute=ops", "partition", "recompute=ops"),
     ):
-        assert why in idle_reason(Layout.parse(layout))[word]
+        assert why in ineffective_options(Layout.parse(layout))[word]
         with pytest.raises(ValueError, match=f"memory.{word} has no effect with"):
-            Engine(models.build(SHAPES["gpt"], "meta"), layout, options=Options(**{word: True}))
-    assert "sp=1" in idle_reason(Layout.parse("tp=2,recompute=full"))["partition"]
-    assert not idle_reason(Layout.parse("tp=2,sp=0,recompute=full"))
+            Engine(models.build(SHAPES["gpt"], "meta"), layout, options=ParallelOptions(**{word: True}))
+    assert "sp=1" in ineffective_options(Layout.parse("tp=2,recompute=full"))["partition"]
+    assert not ineffective_options(Layout.parse("tp=2,sp=0,recompute=full"))

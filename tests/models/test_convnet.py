@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from echelon.models import build, find
+from echelon.models import build, find_model
 
 
 def test_loss_and_count() -> None:
-    model = build(find("conv-tiny"), dtype=torch.float64)
+    model = build(find_model("conv-tiny"), dtype=torch.float64)
     images = torch.randn(4, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     labels = torch.tensor([1, 9, -100, 0])
     total, count = model(images, labels)
@@ -20,7 +20,7 @@ def test_loss_and_count() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_first_values(seed: int) -> None:
-    model = build(find("conv-tiny"), seed=seed)
+    model = build(find_model("conv-tiny"), seed=seed)
     for key, p in model.named_parameters():
         assert torch.equal(p.flatten(), model.initial(key).values(seed, key, torch.arange(p.numel()), p.dtype))
     norm = model.blocks[2].norm
@@ -31,7 +31,7 @@ def test_first_values(seed: int) -> None:
 
 
 def test_it_learns_a_batch() -> None:
-    model = build(find("conv-tiny"))
+    model = build(find_model("conv-tiny"))
     generator = torch.Generator().manual_seed(0)
     images, labels = torch.randn(16, 3, 16, 16, generator=generator), torch.randint(10, (16,), generator=generator)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from echelon import rng
-from echelon.models import ModelConfig, build, find, initialise
-from echelon.models.attention import Seen
+from echelon.models import ModelConfig, build, find_model, init_weights
+from echelon.models.attention import AttentionContext
 from echelon.models.lm_head import loss_sum
 
 FAMILIES = ["gpt-tiny", "llama-tiny"]
@@ -20,7 +20,7 @@ def tokens(rows: int = 2, length: int = 33) -> Tensor:
 
 
 def model(name: str, **changes: object) -> nn.Module:
-    config: ModelConfig = replace(find(name), layers=2, **changes)  # type: ignore[arg-type]
+    config: ModelConfig = replace(find_model(name), layers=2, **changes)  # type: ignore[arg-type]
     built = build(config, dtype=torch.float64)
     # Initial weights are small; larger ones make every path matter in the comparisons below.
     with torch.no_grad():
@@ -130,7 +130,7 @@ def test_llama_is_the_reference_of_transformers_in_small() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_loss_is_a_wide_sum_over_valid_targets(name: str, dtype: torch.dtype) -> None:
-    built, x = build(find(name), dtype=dtype), tokens()
+    built, x = build(find_model(name), dtype=dtype), tokens()
     targets = tokens().roll(-1, 1)
     targets[:, -1] = -100
     targets[0, :5] = -100
@@ -163,7 +163,7 @@ def test_no_valid_target_is_zero_and_not_nan(name: str) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tied_weights_are_one_parameter(name: str, tied: bool, device: str) -> None:
-    built = build(replace(find(name), tied=tied), device, dtype=torch.float64)
+    built = build(replace(find_model(name), tied=tied), device, dtype=torch.float64)
     names = [n for n, _ in built.named_parameters()]
     assert (built.head.weight is built.embed.weight) == tied
     assert ("head.weight" in names) != tied
@@ -175,7 +175,7 @@ def test_tied_weights_are_one_parameter(name: str, tied: bool, device: str) -> N
 def test_too_long_a_sequence_is_refused() -> None:
     for name in FAMILIES:
         with pytest.raises(ValueError, match=r"longer than the model allows \(length=257, max_seq_len=256\)"):
-            build(find(name), "meta").logits(torch.zeros(1, 257, dtype=torch.int64, device="meta"))
+            build(find_model(name), "meta").logits(torch.zeros(1, 257, dtype=torch.int64, device="meta"))
 
 
 # --- first values -----------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_too_long_a_sequence_is_refused() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_first_values_follow_the_names(name: str) -> None:
-    built = build(find(name), seed=3)
+    built = build(find_model(name), seed=3)
     parameters = dict(built.named_parameters())
     for key, parameter in parameters.items():
         p = parameter.detach()
@@ -204,27 +204,27 @@ def test_first_values_follow_the_names(name: str) -> None:
 
 def test_seed_decides_and_the_global_generator_does_not_move() -> None:
     before = torch.get_rng_state()
-    a, b, c = (build(find("gpt-tiny"), seed=seed) for seed in (1, 1, 2))
+    a, b, c = (build(find_model("gpt-tiny"), seed=seed) for seed in (1, 1, 2))
     assert torch.equal(before, torch.get_rng_state())
     assert torch.equal(a.embed.weight, b.embed.weight)
     assert not torch.equal(a.embed.weight, c.embed.weight)
-    initialise(c, 1)
+    init_weights(c, 1)
     assert torch.equal(a.embed.weight, c.embed.weight)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_first_loss_is_that_of_a_guess(name: str) -> None:
-    total, count = build(find(name))(tokens(), tokens(1, 66).view(2, 33).flip(1))
+    total, count = build(find_model(name))(tokens(), tokens(1, 66).view(2, 33).flip(1))
     assert abs(float(total.detach() / count) - 5.55) < 0.15
 
 
 # --- dropout ----------------------------------------------------------------------------------------------------------
 
 
-def with_dropout(name: str, samples: list[int]) -> tuple[nn.Module, rng.Stream]:
-    built, stream = model(name, dropout=0.1), rng.Stream(0)
+def with_dropout(name: str, samples: list[int]) -> tuple[nn.Module, rng.RandomStream]:
+    built, stream = model(name, dropout=0.1), rng.RandomStream(0)
     # Per block attention, drop1, drop2; one behind the embedding.
-    assert rng.attach(built, stream) == 2 * 3 + 1
+    assert rng.attach_stream(built, stream) == 2 * 3 + 1
     stream.samples = torch.tensor(samples)
     return built, stream
 
@@ -279,7 +279,7 @@ def test_heads_are_read_from_the_projections(name: str) -> None:
     built, stream = with_dropout(name, [8, 9])
     attention = built.blocks[0].attn
     x = torch.randn(2, 12, 64, dtype=torch.float64)
-    seen = Seen(torch.arange(12)[None])
+    seen = AttentionContext(torch.arange(12)[None])
     whole = attention(x, seen)
     bias = attention.o.bias
     if bias is not None:

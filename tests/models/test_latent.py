@@ -8,25 +8,25 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
-from echelon.models import ModelConfig, build, find, reduced
-from echelon.models.attention import Seen, rotation
+from echelon.models import ModelConfig, build, find_model, reduced_config
+from echelon.models.attention import AttentionContext, rope_angles
 from echelon.models.mla import LatentAttention
-from echelon.models.mla_config import LatentConfig
-from echelon.models.tp_splits import split_of
-from echelon.verification.verifier import Prover, Verdict
-from echelon.verification.verify_case import Case
+from echelon.models.mla_config import MLAConfig
+from echelon.models.tp_splits import get_tp_split
+from echelon.verification.verifier import LayoutVerdict, Verifier
+from echelon.verification.verify_case import VerifyCase
 
-LATENT = LatentConfig(query_rank=20, kv_rank=14, rope_dim=6, nope_dim=10, value_dim=8)
+LATENT = MLAConfig(query_rank=20, kv_rank=14, rope_dim=6, nope_dim=10, value_dim=8)
 DIRECT = replace(LATENT, query_rank=0)
-MIXED = replace(find("deepseek-tiny"), layers=2)
+MIXED = replace(find_model("deepseek-tiny"), layers=2)
 DENSE = replace(MIXED, mixture=None)
-QWEN = replace(reduced(find("qwen3-30b-a3b")), layers=2, mixture=None)
+QWEN = replace(reduced_config(find_model("qwen3-30b-a3b")), layers=2, mixture=None)
 WIDTH, HEADS, TOKENS = 32, 4, 11
 
 
-def attention(latent: LatentConfig, dropout: float = 0.0) -> LatentAttention:
+def attention(latent: MLAConfig, dropout: float = 0.0) -> LatentAttention:
     torch.manual_seed(0)
     made = LatentAttention(WIDTH, HEADS, latent, epsilon=1e-6, dropout=dropout).double()
     for parameter in made.parameters():
@@ -34,9 +34,9 @@ def attention(latent: LatentConfig, dropout: float = 0.0) -> LatentAttention:
     return made
 
 
-def seen(latent: LatentConfig) -> Seen:
+def seen(latent: MLAConfig) -> AttentionContext:
     place = torch.arange(TOKENS)[None]
-    return Seen(place, turn=rotation(place, latent.rope_dim, 1e4, torch.float64))
+    return AttentionContext(place, rope=rope_angles(place, latent.rope_dim, 1e4, torch.float64))
 
 
 def hidden() -> Tensor:
@@ -77,7 +77,7 @@ def by_hand(made: LatentAttention, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("latent", [LATENT, DIRECT], ids=["narrow queries", "direct queries"])
-def test_it_is_what_the_paper_says(latent: LatentConfig) -> None:
+def test_it_is_what_the_paper_says(latent: MLAConfig) -> None:
     made, x = attention(latent), hidden()
     wanted = torch.stack([by_hand(made, row) for row in x])
     assert close(made(x, seen(latent)), wanted)
@@ -102,7 +102,7 @@ def test_heads_are_read_from_the_projections() -> None:
 
 
 @pytest.mark.parametrize("latent", [LATENT, DIRECT], ids=["narrow queries", "direct queries"])
-def test_parameters_and_flops(latent: LatentConfig) -> None:
+def test_parameters_and_flops(latent: MLAConfig) -> None:
     config = replace(DENSE, latent=latent)
     model = build(config, "meta")
     assert config.parameters == sum(p.numel() for p in model.parameters())
@@ -110,7 +110,7 @@ def test_parameters_and_flops(latent: LatentConfig) -> None:
     assert config.flops_per_token(100) == 6 * config.matmul_parameters + 3 * 2 * 4 * (16 + 8) * 100
     assert (config.head_dim, config.value_dim, config.rope_dim) == (16, 8, 6)
     # Each pattern of the table names a module, and each matrix and norm of attention has a word.
-    words = split_of(model)
+    words = get_tp_split(model)
     mine = [name for name, _ in model.blocks[0].attn.named_parameters()]
     assert {f"blocks.*.attn.{name.removesuffix('.weight')}" for name in mine} <= set(words)
 
@@ -135,8 +135,8 @@ def test_impossible_shapes_are_refused() -> None:
 # -- many devices -----------------------------------------------------------------------------------------------------
 
 
-def judge(pool: Pool, model: ModelConfig, layout: str, leave_out: str = "") -> Verdict:
-    return Prover(pool, Case(model=model, steps=2, seq_len=33), leave_out).judge(Layout.parse(layout))
+def judge(pool: RankPool, model: ModelConfig, layout: str, leave_out: str = "") -> LayoutVerdict:
+    return Verifier(pool, VerifyCase(model=model, steps=2, seq_len=33), leave_out).verify_layout(Layout.parse(layout))
 
 
 @pytest.mark.parametrize(
@@ -157,13 +157,13 @@ def judge(pool: Pool, model: ModelConfig, layout: str, leave_out: str = "") -> V
     ],
     ids=lambda value: value.name + " dropout" * (value.dropout > 0) if isinstance(value, ModelConfig) else value,
 )
-def test_many_devices_compute_what_one_does(pool: Pool, model: ModelConfig, layout: str) -> None:
+def test_many_devices_compute_what_one_does(pool: RankPool, model: ModelConfig, layout: str) -> None:
     verdict = judge(pool, model, layout)
     assert verdict.passed, f"{verdict.first_difference} {verdict.trouble}"
 
 
 @pytest.mark.parametrize(("model", "name"), [(DENSE, "attn.q_down"), (QWEN, "attn.q_norm")])
-def test_parts_of_gradients_are_missed_where_they_are_not_summed(pool: Pool, model: ModelConfig, name: str) -> None:
+def test_parts_of_gradients_are_missed_where_they_are_not_summed(pool: RankPool, model: ModelConfig, name: str) -> None:
     """Narrow products see a rank's own tokens, norms of heads a rank's own heads."""
     verdict = judge(pool, model, "tp=2", "tp:all_reduce")
     assert not verdict.passed
@@ -173,11 +173,11 @@ def test_parts_of_gradients_are_missed_where_they_are_not_summed(pool: Pool, mod
 
 def _parts(model: ModelConfig) -> list[str]:
     """Parameters whose gradients tensor parallelism sums."""
-    from echelon.parallel.apply import read_entries
-    from echelon.parallel.comm.mesh_axis import Axis
-    from echelon.parallel.tp.tensor_parallel import split
+    from echelon.parallel.apply import logical_params
+    from echelon.parallel.comm.mesh_axis import MeshAxis
+    from echelon.parallel.tp.tensor_parallel import apply_tensor_parallel
 
     built = build(model, "meta")
-    axis = Axis("tp", (0, 1), 0, None, frozenset())
-    entries, _ = split(built, read_entries(built), split_of(built), axis, sequence_parallel=True)
-    return [entry.name for entry in entries if "tp" in entry.sum_over]
+    axis = MeshAxis("tp", (0, 1), 0, None, frozenset())
+    entries, _ = apply_tensor_parallel(built, logical_params(built), get_tp_split(built), axis, sequence_parallel=True)
+    return [entry.name for entry in entries if "tp" in entry.partial_grad_axes]

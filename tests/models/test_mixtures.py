@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from echelon.config.run_config import Config
-from echelon.layout import FaultError
-from echelon.models import SIZES, ModelConfig, build, find, model_config, reduced
-from echelon.models.gate_override import with_gate
+from echelon.layout import ValidationError
+from echelon.models import SIZES, ModelConfig, build, find_model, model_config, reduced_config
+from echelon.models.gate_override import override_gate
 from echelon.models.lm_head import loss_sum
-from echelon.models.moe_block import gate_faults
-from echelon.models.moe_config import MixtureConfig
+from echelon.models.moe_block import validate_gate
+from echelon.models.moe_config import MoEConfig
 from echelon.moe import GATES
-from echelon.moe.moe_layer import Mixture
+from echelon.moe.moe_layer import MoELayer
 
 NAMES = [name for name, config in SIZES.items() if config.mixture is not None]
 TINY = [name for name in NAMES if name.endswith("-tiny")]
-EVERY_OTHER = MixtureConfig(experts=4, k=1, ffn=24, gate="switch", activation="relu", every=2, shared=20)
+EVERY_OTHER = MoEConfig(experts=4, k=1, ffn=24, gate="switch", activation="relu", every=2, shared=20)
 
 
 def tokens(rows: int = 2, length: int = 24) -> Tensor:
@@ -29,7 +29,7 @@ def tokens(rows: int = 2, length: int = 24) -> Tensor:
 
 
 def model(name: str) -> nn.Module:
-    built = build(replace(find(name), layers=2), dtype=torch.float64)
+    built = build(replace(find_model(name), layers=2), dtype=torch.float64)
     with torch.no_grad():
         for p in built.parameters():
             if p.dim() > 1:
@@ -48,7 +48,7 @@ def model(name: str) -> nn.Module:
     ],
 )
 def test_published_counts(name: str, total: int, active: float) -> None:
-    config = find(name)
+    config = find_model(name)
     assert config.parameters == total
     assert config.parameters - config.idle_parameters == pytest.approx(active, rel=0.02)
     # MFU counts what multiplies: without the embedding.
@@ -57,7 +57,7 @@ def test_published_counts(name: str, total: int, active: float) -> None:
 
 def test_switch_costs_a_token_what_its_dense_model_does() -> None:
     """One expert of the dense size for each token: only the routers, less the experts' missing biases, are more."""
-    config = find("switch-base-8")
+    config = find_model("switch-base-8")
     dense = replace(config, mixture=None)
     routers, biases = 6 * 8 * 768, 6 * (3072 + 768)
     assert config.matmul_parameters == dense.matmul_parameters + routers - biases
@@ -66,8 +66,8 @@ def test_switch_costs_a_token_what_its_dense_model_does() -> None:
 
 @pytest.mark.parametrize("name", ["switch-base-8", "deepseek-v3", "mixtral-8x7b"])
 def test_experts_are_where_the_configuration_says(name: str) -> None:
-    built = build(find(name), "meta")
-    found = [index for index, block in enumerate(built.blocks) if isinstance(block.mlp, Mixture)]
+    built = build(find_model(name), "meta")
+    found = [index for index, block in enumerate(built.blocks) if isinstance(block.mlp, MoELayer)]
     wanted = {"switch-base-8": range(1, 12, 2), "deepseek-v3": range(3, 61), "mixtral-8x7b": range(32)}
     assert found == [*wanted[name]]
 
@@ -80,7 +80,7 @@ def test_formula_with_shared_experts_in_every_other_layer(family: str) -> None:
     config = replace(config, mixture=replace(EVERY_OTHER, dense=1))
     built = build(config, "meta")
     assert config.parameters == sum(p.numel() for p in built.parameters())
-    assert config.mixtures == 2
+    assert config.num_moe_layers == 2
     assert config.idle_parameters == 2 * 3 * 2 * 48 * 24
 
 
@@ -109,7 +109,7 @@ def test_losses_of_balance_count_once_for_each_target(name: str) -> None:
         balance.add_(out[1].detach())
 
     for block in built.blocks:
-        if isinstance(block.mlp, Mixture):
+        if isinstance(block.mlp, MoELayer):
             block.mlp.register_forward_hook(note)
     built.logits(x)
     assert count == same == 38
@@ -129,7 +129,7 @@ def test_a_built_gate_starts_without_a_bias(monkeypatch: pytest.MonkeyPatch) -> 
         return self
 
     monkeypatch.setattr(nn.Module, "to_empty", dirty)
-    built = build(find("deepseek-tiny"))
+    built = build(find_model("deepseek-tiny"))
     assert not any(tensor.isnan().any() for tensor in built.state_dict().values())
     assert all(not buffer.any() for buffer in built.buffers())
     assert len(list(built.buffers())) == 3
@@ -137,12 +137,12 @@ def test_a_built_gate_starts_without_a_bias(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_reduced_mixtures_are_small_and_run(name: str) -> None:
-    config, small = find(name), reduced(find(name))
+    config, small = find_model(name), reduced_config(find_model(name))
     assert config.mixture is not None
     assert small.mixture is not None
     assert (small.mixture.gate, small.mixture.every) == (config.mixture.gate, config.mixture.every)
     assert bool(small.mixture.shared) == bool(config.mixture.shared)
-    assert small.mixtures in (2, 3, 4)
+    assert small.num_moe_layers in (2, 3, 4)
     assert (small.latent is None) == (config.latent is None)
     total, count = build(small)(tokens(), tokens().flip(1))
     total.backward()
@@ -155,36 +155,36 @@ def test_reduced_mixtures_are_small_and_run(name: str) -> None:
 @pytest.mark.parametrize("name", GATES)
 @pytest.mark.parametrize("size", ["moe-tiny", "qwen-moe-tiny", "mixtral-8x7b"])
 def test_any_gate_in_place_of_a_mixtures_own(name: str, size: str) -> None:
-    mixture = model_config.find(size).mixture
+    mixture = model_config.find_model(size).mixture
     assert mixture is not None
-    found = with_gate(mixture, f"{name},cap=4" if name == "expert-choice-capped" else name)
+    found = override_gate(mixture, f"{name},cap=4" if name == "expert-choice-capped" else name)
     assert found.gate == name
-    assert gate_faults(found) == []
+    assert validate_gate(found) == []
 
 
 @pytest.mark.parametrize("name", GATES)
 def test_every_gates_parameters_are_counted(name: str) -> None:
     """Those of two levels were not."""
-    changed = model_config.changed(replace(find("moe-tiny"), layers=2), gate=name)
+    changed = model_config.override_config(replace(find_model("moe-tiny"), layers=2), gate=name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         built = build(changed, "meta")
-        assert build(reduced(changed), "meta") is not None
+        assert build(reduced_config(changed), "meta") is not None
     assert changed.parameters == sum(parameter.numel() for parameter in built.parameters())
 
 
 def test_a_gate_with_options() -> None:
-    changed = model_config.changed(
-        model_config.find("moe-tiny"), gate="switch, capacity_factor=1.5,jitter=0", expert_dropout=0.4
+    changed = model_config.override_config(
+        model_config.find_model("moe-tiny"), gate="switch, capacity_factor=1.5,jitter=0", expert_dropout=0.4
     )
-    assert changed.mixture == MixtureConfig(
+    assert changed.mixture == MoEConfig(
         experts=8, k=1, ffn=88, gate="switch", options=(("capacity_factor", 1.5), ("jitter", 0)), dropout=0.4
     )
     gate = build(changed, "meta").blocks[0].mlp.gate
     assert (gate.capacity_factor, gate.jitter) == (1.5, 0)
-    assert model_config.changed(model_config.find("moe-tiny"), gate="qwen,k=3,normalise=true").mixture.options == (
-        ("normalise", True),
-    )
+    assert model_config.override_config(
+        model_config.find_model("moe-tiny"), gate="qwen,k=3,normalise=true"
+    ).mixture.options == (("normalise", True),)
 
 
 @pytest.mark.parametrize(
@@ -199,10 +199,10 @@ def test_a_gate_with_options() -> None:
     ],
 )
 def test_faults_of_a_gate_are_told_before_anything_starts(text: str, said: str) -> None:
-    with pytest.raises(FaultError, match=said):
+    with pytest.raises(ValidationError, match=said):
         Config.load(None, ["model=moe-tiny", f"gate={text}"])
 
 
 def test_a_gate_needs_a_mixture() -> None:
-    with pytest.raises(FaultError, match=r"gate=switch has no effect with model=llama-tiny, which has no experts"):
+    with pytest.raises(ValidationError, match=r"gate=switch has no effect with model=llama-tiny, which has no experts"):
         Config.load(None, ["model=llama-tiny", "gate=switch"])

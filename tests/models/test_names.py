@@ -12,13 +12,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from echelon.models import ModelConfig, build, find, reduced
-from echelon.models.attention import rotation
-from echelon.models.hf.param_names import architecture, from_hugging_face, pairs, to_hugging_face
-from echelon.models.rope_scaling import Stretch
+from echelon.models import ModelConfig, build, find_model, reduced_config
+from echelon.models.attention import rope_angles
+from echelon.models.hf.param_names import from_hugging_face, hf_model_type, param_mappings, to_hugging_face
+from echelon.models.rope_scaling import RopeScaling
 
-SMALL = {name: replace(reduced(find(name)), layers=2) for name in ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v2")}
-LLAMA, GPT, DEEPSEEK = (replace(find(name), layers=2) for name in ("llama-tiny", "gpt-tiny", "deepseek-tiny"))
+SMALL = {
+    name: replace(reduced_config(find_model(name)), layers=2)
+    for name in ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v2")
+}
+LLAMA, GPT, DEEPSEEK = (replace(find_model(name), layers=2) for name in ("llama-tiny", "gpt-tiny", "deepseek-tiny"))
 assert DEEPSEEK.latent is not None
 MODELS: dict[str, ModelConfig] = {
     "gpt2": GPT,
@@ -48,7 +51,7 @@ def ours(config: ModelConfig) -> nn.Module:
 def theirs(config: ModelConfig) -> Any:
     """transformers' own model of a configuration."""
     transformers = pytest.importorskip("transformers")
-    kind = architecture(config)
+    kind = hf_model_type(config)
     if kind == "gpt2":
         sizes = {"n_embd": config.width, "n_layer": config.layers, "n_head": config.heads}
         found = transformers.GPT2Config(
@@ -128,7 +131,7 @@ def test_there_and_back(name: str, stacked: bool) -> None:
     config = MODELS[name]
     state = ours(config).state_dict()
     assert equal(from_hugging_face(to_hugging_face(state, config, stacked=stacked), config), state)
-    names = [name for pair in pairs(config, stacked=stacked) for name in pair.theirs]
+    names = [name for pair in param_mappings(config, stacked=stacked) for name in pair.hf]
     assert len(names) == len({*names})
 
 
@@ -141,11 +144,13 @@ def test_every_published_size_has_names() -> None:
         ("llama-405b", "model.layers.125.self_attn.q_proj.weight"),
         ("gpt2-1.5b", "transformer.h.47.attn.c_attn.weight"),
     ):
-        config = find(name)
-        found = list(pairs(config))
-        assert example in {name for pair in found for name in pair.theirs}
+        config = find_model(name)
+        found = list(param_mappings(config))
+        assert example in {name for pair in found for name in pair.hf}
         built = build(config, "meta").state_dict()
-        assert {name for pair in found for name in pair.ours} == {*built} - ({"head.weight"} if config.tied else set())
+        assert {name for pair in found for name in pair.native} == {*built} - (
+            {"head.weight"} if config.tied else set()
+        )
 
 
 def test_what_older_and_larger_files_hold_beside() -> None:
@@ -166,17 +171,17 @@ def test_wrong_weights_and_models_without_names_are_refused() -> None:
         from_hugging_face(state, LLAMA)
     for name in ("switch-tiny", "gshard-tiny", "qwen-moe-tiny", "conv-tiny"):
         with pytest.raises(ValueError, match=f"no model that computes what {name} does"):
-            architecture(find(name))
+            hf_model_type(find_model(name))
 
 
 def test_stretched_angles_are_those_of_transformers() -> None:
     """Fast pairs as they were, slow ones slower, and those between in proportion: all three kinds are there."""
-    stretch = Stretch(factor=8.0, low=1.0, high=4.0, first=64)
+    stretch = RopeScaling(factor=8.0, low=1.0, high=4.0, first=64)
     config = replace(LLAMA, stretch=stretch, theta=1e4)
     place = torch.arange(256).unsqueeze(0)
-    cosines, _ = rotation(place, 16, config.theta, torch.float64, stretch)
-    plain, _ = rotation(place, 16, config.theta, torch.float64)
-    slower, _ = rotation(place, 16, config.theta, torch.float64, replace(stretch, low=1e8, high=2e8))
+    cosines, _ = rope_angles(place, 16, config.theta, torch.float64, stretch)
+    plain, _ = rope_angles(place, 16, config.theta, torch.float64)
+    slower, _ = rope_angles(place, 16, config.theta, torch.float64, replace(stretch, low=1e8, high=2e8))
     same, slow = ((cosines == other).all(dim=1)[0] for other in (plain, slower))
     assert same.any()
     assert slow.any()
@@ -193,6 +198,6 @@ def test_stretched_angles_are_those_of_transformers() -> None:
 
 def test_stretches_that_are_none_are_refused() -> None:
     with pytest.raises(ValueError, match="0 < low < high"):
-        Stretch(factor=8.0, low=4.0, high=1.0, first=64)
+        RopeScaling(factor=8.0, low=4.0, high=1.0, first=64)
     with pytest.raises(ValueError, match="stretch is an option of the llama family"):
-        replace(GPT, stretch=Stretch(factor=8.0, low=1.0, high=4.0, first=64))
+        replace(GPT, stretch=RopeScaling(factor=8.0, low=1.0, high=4.0, first=64))

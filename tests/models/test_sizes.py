@@ -5,14 +5,14 @@ import sys
 
 import pytest
 
-from echelon.layout.validation_error import FaultError
-from echelon.models import SIZES, ModelConfig, build, find, reduced
+from echelon.layout.validation_error import ValidationError
+from echelon.models import SIZES, ModelConfig, build, find_model, reduced_config
 
 
 @pytest.mark.parametrize("name", [name for name in SIZES if name not in ("gpt3-175b", "llama-70b", "llama-405b")])
 def test_formula_counts_what_the_module_has(name: str) -> None:
-    model = build(find(name), "meta")
-    assert find(name).parameters == sum(p.numel() for p in model.parameters())
+    model = build(find_model(name), "meta")
+    assert find_model(name).parameters == sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -28,11 +28,11 @@ def test_formula_counts_what_the_module_has(name: str) -> None:
     ],
 )
 def test_published_counts(name: str, parameters: int) -> None:
-    assert find(name).parameters == parameters
+    assert find_model(name).parameters == parameters
 
 
 def test_gpt3_has_about_175_billion() -> None:
-    assert abs(find("gpt3-175b").parameters / 175e9 - 1) < 0.01
+    assert abs(find_model("gpt3-175b").parameters / 175e9 - 1) < 0.01
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -50,15 +50,15 @@ def test_formula_with_grouped_queries_tied_and_untied(family: str, tied: bool) -
 
 
 def test_conv_flops_count_every_position() -> None:
-    config = find("conv-tiny")
+    config = find_model("conv-tiny")
     assert config.flops_per_token(1) == 6 * (9 * (3 * 8 * 256 + 8 * 16 * 64 + 16 * 32 * 16) + 32 * 10)
     assert config.matmul_parameters == config.parameters
 
 
 def test_unknown_name_is_one_fault_with_the_legal_names() -> None:
-    with pytest.raises(FaultError) as caught:
-        find("gpt2-124")
-    (fault,) = caught.value.faults
+    with pytest.raises(ValidationError) as caught:
+        find_model("gpt2-124")
+    (fault,) = caught.value.issues
     assert (fault.key, fault.value) == ("model", "gpt2-124")
     assert all(name in fault.legal for name in SIZES)
     assert "gpt2-124m" in fault.hint
@@ -91,7 +91,7 @@ def test_impossible_shapes_are_refused() -> None:
 
 @pytest.mark.parametrize("name", list(SIZES))
 def test_reduced_is_small_and_of_the_same_kind(name: str) -> None:
-    config, small = find(name), reduced(find(name))
+    config, small = find_model(name), reduced_config(find_model(name))
     assert small.parameters < 500_000
     assert (small.family, small.tied, small.dropout) == (config.family, config.tied, config.dropout)
     if config.family != "conv":
@@ -104,9 +104,9 @@ def test_reduced_is_small_and_of_the_same_kind(name: str) -> None:
 
 
 def test_reduced_takes_other_numbers_of_heads() -> None:
-    small = reduced(find("llama-8b"), heads=8, layers=2)
+    small = reduced_config(find_model("llama-8b"), heads=8, layers=2)
     assert (small.heads, small.kv_heads, small.layers) == (8, 2, 2)
-    assert reduced(find("llama-3b"), heads=6, width=96).kv_heads == 2
+    assert reduced_config(find_model("llama-3b"), heads=6, width=96).kv_heads == 2
 
 
 def test_sizes_load_no_torch() -> None:

@@ -56,9 +56,9 @@ def gate(name: str, width: int, num_experts: int, k: float, *, seed: int = 0, gr
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64, generator=generator))
-    stream = rng.Stream(seed)
+    stream = rng.RandomStream(seed)
     stream.samples = torch.arange(10, 10 + groups)
-    rng.attach(made, stream)
+    rng.attach_stream(made, stream)
     return made
 
 

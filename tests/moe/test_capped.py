@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.moe.gates.balanced_assignment import prices, shift
+from echelon.moe.gates.balanced_assignment import dual_prices, solve_shift
 from echelon.moe.gates.capped_expert_choice import CappedExpertChoice
 from tests.moe.reference import Array, Dense, accounted, best, dense, gate, same, softmax, tokens
 
@@ -38,7 +38,7 @@ def scores(groups: int, num: int, length: int, seed: int, scale: float = 1.0) ->
 
 def solved(s: torch.Tensor, k: int, cap: float, entropy: float, rounds: int = 100) -> Array:
     """A, of the prices."""
-    u, v = prices(s, k, cap, entropy, rounds)
+    u, v = dual_prices(s, k, cap, entropy, rounds)
     a: Array = ((s - u.unsqueeze(-1) - v.unsqueeze(-2)) / entropy).clamp(max=0).exp().numpy()
     return a
 
@@ -46,7 +46,7 @@ def solved(s: torch.Tensor, k: int, cap: float, entropy: float, rounds: int = 10
 @pytest.mark.parametrize("total", [1, 3, 2.5, 7])
 def test_a_shift_gives_the_sum(total: float) -> None:
     x = 5 * torch.randn(20, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    t = shift(x, total)
+    t = solve_shift(x, total)
     found = (x - t.unsqueeze(-1)).clamp(max=0).exp().sum(-1)
     assert torch.allclose(found, torch.full_like(found, total), rtol=1e-12)
 

@@ -49,7 +49,7 @@ def test_groups_do_not_see_each_other(name: str) -> None:
     load, dropped = torch.zeros(8, dtype=torch.int64), 0
     for g in range(3):
         for module in made.modules():
-            if isinstance(module, rng.Draws):
+            if isinstance(module, rng.RandomDraws):
                 assert module.stream is not None
                 module.stream.samples = torch.tensor([10 + g])
         alone = made(x[g : g + 1])
@@ -173,7 +173,7 @@ def test_shapes_follow_from_shapes(name: str) -> None:
         routing = made(torch.empty(2, 16, 4))
         kept = routing.keep(torch.empty(5, dtype=torch.int64))
     assert routing.experts.shape == (2 * 16 * K.get(name, 2),)
-    assert kept.experts.shape == ((5 * K.get(name, 2),) if routing.per_token else routing.experts.shape)
+    assert kept.experts.shape == ((5 * K.get(name, 2),) if routing.choices_per_token else routing.experts.shape)
     (routing.weights.sum() + routing.loss.sum()).backward()
 
 
@@ -199,7 +199,7 @@ def test_routers_compute_in_32_bits(name: str) -> None:
 @pytest.mark.parametrize("name", DRAWING)
 def test_numbers_are_functions_of_their_place(name: str) -> None:
     made, x = any_gate(name, groups=4), tokens(4, 16, 4, 0)
-    (draws,) = (module for module in made.modules() if isinstance(module, rng.Draws))
+    (draws,) = (module for module in made.modules() if isinstance(module, rng.RandomDraws))
     assert draws.stream is not None
     drawn: list[torch.Tensor] = []
     draws.register_forward_hook(lambda _module, _given, numbers: drawn.append(numbers))
@@ -220,7 +220,7 @@ def test_numbers_are_functions_of_their_place(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(EVERY) - set(DRAWING)))
 def test_others_draw_nothing(name: str) -> None:
-    assert not [module for module in any_gate(name).modules() if isinstance(module, rng.Site)]
+    assert not [module for module in any_gate(name).modules() if isinstance(module, rng.RandomSite)]
 
 
 # --- names and options ------------------------------------------------------------------------------------------------
@@ -230,10 +230,10 @@ def test_others_draw_nothing(name: str) -> None:
 def test_first_values_and_their_rule(name: str) -> None:
     made = build_gate(name, 4, 8, K.get(name, 2))
     for key, tensor in made.state_dict().items():
-        kind = made.initial(key).kind
+        kind = made.initial(key).distribution
         assert bool(tensor.any()) == (kind != "zeros"), key
     a, b = (build_gate(name, 4, 8, K.get(name, 2)).weight for _ in range(2))
-    assert torch.equal(a, b) == (made.initial("weight").kind == "zeros")
+    assert torch.equal(a, b) == (made.initial("weight").distribution == "zeros")
 
 
 def test_names_and_options_are_checked() -> None:

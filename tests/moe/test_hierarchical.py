@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.moe.gate_properties import squarest
+from echelon.moe.gate_properties import most_square_divisor
 from echelon.moe.gates.hierarchical import Hierarchical
 from tests.moe.reference import Array, Dense, accounted, below, best, cv_squared, gate, same, softmax, softplus, tokens
 
@@ -82,7 +82,7 @@ def test_a_group_nobody_chose_has_no_load() -> None:
 
 
 def test_groups_are_squarest_unless_given() -> None:
-    assert [squarest(n) for n in (1, 2, 7, 12, 16, 256)] == [1, 1, 1, 3, 4, 16]
+    assert [most_square_divisor(n) for n in (1, 2, 7, 12, 16, 256)] == [1, 1, 1, 3, 4, 16]
     made = gate("hierarchical", 4, 16, 4)
     assert isinstance(made, Hierarchical)
     assert made.num_groups == 4

@@ -8,26 +8,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from echelon import rng
-from echelon.kernels.gemm.grouped_gemm import grouped
+from echelon.kernels.gemm.grouped_gemm import grouped_gemm
 from echelon.moe import build_gate
 from echelon.moe.expert_dropout import ExpertDropout
 from echelon.moe.experts import Experts
-from echelon.moe.moe_layer import Mixture
-from echelon.moe.token_permutation import Sorted
+from echelon.moe.moe_layer import MoELayer
+from echelon.moe.token_permutation import TokenPermutation
 
 WIDTH, FFN, EXPERTS = 16, 24, 8
 GATES = {"mixtral": 2, "switch": 1, "gshard": 2, "expert-choice": 2.0, "deepseek-v3": 3, "qwen": EXPERTS}
 
 
-def layer(gate: str, k: float, *, activation: str = "swiglu") -> Mixture:
+def layer(gate: str, k: float, *, activation: str = "swiglu") -> MoELayer:
     torch.manual_seed(0)
-    made = Mixture(build_gate(gate, WIDTH, EXPERTS, k), Experts(EXPERTS, WIDTH, FFN, activation=activation)).double()
+    made = MoELayer(build_gate(gate, WIDTH, EXPERTS, k), Experts(EXPERTS, WIDTH, FFN, activation=activation)).double()
     for parameter in made.experts.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return made
 
 
-def dense(mixture: Mixture, x: Tensor) -> tuple[Tensor, Tensor]:
+def dense(mixture: MoELayer, x: Tensor) -> tuple[Tensor, Tensor]:
     """Every expert sees every token, and weights that nobody gave are 0."""
     routing = mixture.gate(x)
     tokens = x.flatten(0, 1)
@@ -69,11 +69,11 @@ def test_a_tally_is_of_the_step_and_moves_the_bias() -> None:
     mixture = layer("loss-free", 2).train()
     for _ in range(2):
         mixture(torch.randn(2, 5, WIDTH, dtype=torch.float64))
-    assert mixture.tally is not None
-    assert int(mixture.tally[:-1].sum()) == 2 * 2 * 5 * 2
-    load = mixture.tally[:-1]
+    assert mixture.expert_load is not None
+    assert int(mixture.expert_load[:-1].sum()) == 2 * 2 * 5 * 2
+    load = mixture.expert_load[:-1]
     mixture.end_step(load)
-    assert mixture.tally is None
+    assert mixture.expert_load is None
     assert torch.equal(mixture.gate.bias.sign(), (load.double().mean() - load).sign())
 
 
@@ -81,32 +81,32 @@ def test_evaluation_and_repetitions_do_not_count() -> None:
     mixture = layer("mixtral", 2)
     mixture.eval()(torch.randn(1, 3, WIDTH, dtype=torch.float64))
     mixture.train()
-    mixture.counts = False
+    mixture.counts_load = False
     mixture(torch.randn(1, 3, WIDTH, dtype=torch.float64))
-    assert mixture.tally is None
+    assert mixture.expert_load is None
 
 
 @pytest.mark.parametrize("ends", [[3, 3, 7, 10], [0, 0, 0, 0], [10, 10, 10, 10], [2, 5, 5, 8]])
 def test_runs_of_rows_have_matrices_of_their_own(ends: list[int]) -> None:
     x = torch.randn(10, 6, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(4, 5, 6, dtype=torch.float64, requires_grad=True)
-    found = grouped(x, weight, torch.tensor(ends, dtype=torch.int32))
+    found = grouped_gemm(x, weight, torch.tensor(ends, dtype=torch.int32))
     wanted = torch.zeros(10, 5, dtype=torch.float64)
     for run, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
         wanted[start:end] = x[start:end] @ weight[run].t()
     assert torch.equal(found, wanted.detach())
-    assert torch.autograd.gradcheck(lambda a, b: grouped(a, b, torch.tensor(ends, dtype=torch.int32)), (x, weight))
+    assert torch.autograd.gradcheck(lambda a, b: grouped_gemm(a, b, torch.tensor(ends, dtype=torch.int32)), (x, weight))
 
 
 @pytest.mark.parametrize(("gate", "k"), GATES.items())
 def test_what_is_sent_and_summed_are_each_other_s_inverse_in_backward(gate: str, k: float) -> None:
     torch.manual_seed(1)
-    order = Sorted.of(build_gate(gate, WIDTH, EXPERTS, k).eval()(torch.randn(2, 6, WIDTH)))
+    order = TokenPermutation.from_routing(build_gate(gate, WIDTH, EXPERTS, k).eval()(torch.randn(2, 6, WIDTH)))
     x = torch.randn(12, 3, dtype=torch.float64, requires_grad=True)
     y = torch.randn(len(order.tokens), 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(order.sent, x)
-    assert torch.autograd.gradcheck(order.summed, y)
-    assert torch.allclose((order.sent(x) * y).sum(), (x * order.summed(y)).sum())
+    assert torch.autograd.gradcheck(order.permute, x)
+    assert torch.autograd.gradcheck(order.sum_per_token, y)
+    assert torch.allclose((order.permute(x) * y).sum(), (x * order.sum_per_token(y)).sum())
 
 
 # -- dropout inside experts -------------------------------------------------------------------------------------------
@@ -115,14 +115,14 @@ def test_what_is_sent_and_summed_are_each_other_s_inverse_in_backward(gate: str,
 def test_experts_drop_hidden_units_by_token_and_expert() -> None:
     mixture = layer("mixtral", 2)
     mixture.experts.drop = ExpertDropout(0.4)
-    rng.attach(mixture, stream := rng.Stream(7))
+    rng.attach_stream(mixture, stream := rng.RandomStream(7))
     stream.samples = torch.tensor([5, 9])
     x = torch.randn(2, 50, WIDTH, dtype=torch.float64)
     routing = mixture.gate(x)
-    keys = mixture.experts.drop.keys(x, routing)
+    keys = mixture.experts.drop.assignment_keys(x, routing)
     assert keys is not None
     assert len(set(keys.tolist())) == 200
-    factor = mixture.experts.drop.factor(keys, 0, torch.empty(200, FFN, dtype=torch.float64))
+    factor = mixture.experts.drop.keep_factors(keys, 0, torch.empty(200, FFN, dtype=torch.float64))
     assert abs(float((factor == 0).double().mean()) - 0.4) < 0.03
     tokens = x.flatten(0, 1).index_select(0, routing.tokens)
     h = torch.einsum("aw,agfw->agf", tokens, mixture.experts.up[routing.experts])
@@ -133,12 +133,12 @@ def test_experts_drop_hidden_units_by_token_and_expert() -> None:
     assert torch.equal(mixture(x)[0], mixture(x)[0])
     stream.samples = torch.tensor([5, 10])
     assert not torch.equal(mixture(x)[0][1].flatten(), wanted[50:].flatten())
-    assert mixture.eval().experts.drop.keys(x, routing) is None
+    assert mixture.eval().experts.drop.assignment_keys(x, routing) is None
 
 
 def test_parts_of_an_expert_drop_what_the_whole_would() -> None:
     drop = ExpertDropout(0.4)
     keys = torch.arange(20) * 12345
-    whole = drop.factor(keys, 0, torch.empty(20, FFN))
-    parts = [drop.factor(keys, first, torch.empty(20, FFN // 2)) for first in (0, FFN // 2)]
+    whole = drop.keep_factors(keys, 0, torch.empty(20, FFN))
+    parts = [drop.keep_factors(keys, first, torch.empty(20, FFN // 2)) for first in (0, FFN // 2)]
     assert torch.equal(torch.cat(parts, 1), whole)

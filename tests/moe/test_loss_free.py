@@ -62,7 +62,7 @@ def test_the_bias_is_saved_and_not_trained() -> None:
     made = LossFree(4, 4, 1)
     assert set(made.state_dict()) == {"weight", "bias"}
     assert [name for name, _ in made.named_parameters()] == ["weight"]
-    assert made.initial("bias").kind == "zeros"
+    assert made.initial("bias").distribution == "zeros"
     assert not made.bias.requires_grad
 
 

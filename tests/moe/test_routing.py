@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from echelon.moe.gates.expert_capacity import capacity, places
-from echelon.moe.gates.stable_top_k import spread, top
-from echelon.moe.routing import count
+from echelon.moe.gates.expert_capacity import expert_capacity, positions_in_expert
+from echelon.moe.gates.stable_top_k import scatter_dense, stable_top_k
+from echelon.moe.routing import count_assignments
 from tests.moe.reference import accounted, dense, gate, tokens
 
 NAMES = [("mixtral", 2), ("gshard", 2), ("expert-choice", 2), ("switch", 1)]
@@ -23,7 +23,7 @@ def test_keep_is_the_rows_of_the_tokens(name: str, k: int, kept: list[int]) -> N
     assert torch.equal(dense(mine, 1)[0] if kept else torch.zeros(0, 5), whole[kept])
     assert torch.equal(mine.loss, routing.loss)
     assert torch.equal(mine.load, routing.load)
-    if routing.per_token:
+    if routing.choices_per_token:
         assert len(mine.experts) == k * len(kept)
         assert mine.tokens.tolist() == [i for i in range(len(kept)) for _ in range(k)]
     else:
@@ -53,15 +53,15 @@ def test_keep_carries_the_gradient() -> None:
 
 def test_of_equals_the_first_is_the_best() -> None:
     x = torch.tensor([[1.0, 3, 3, 2, 3, 2], [0, 0, 0, 0, 0, 0]])
-    assert top(x, 4)[1].tolist() == [[1, 2, 4, 3], [0, 1, 2, 3]]
+    assert stable_top_k(x, 4)[1].tolist() == [[1, 2, 4, 3], [0, 1, 2, 3]]
     many = torch.randint(3, (50, 300), generator=torch.Generator().manual_seed(0)).float()
-    ours = top(many, 250)[1].numpy()
+    ours = stable_top_k(many, 250)[1].numpy()
     assert (ours == np.argsort(-many.numpy(), axis=1, kind="stable")[:, :250]).all()
 
 
 def test_spread_leaves_out_what_was_not_chosen() -> None:
     values = torch.tensor([[5.0, 7.0]], requires_grad=True)
-    out = spread(torch.tensor([[2, 3]]), values, 3)
+    out = scatter_dense(torch.tensor([[2, 3]]), values, 3)
     assert out.tolist() == [[0, 0, 5]]
     out.sum().backward()
     assert values.grad is not None
@@ -80,8 +80,8 @@ def by_hand(row: Tensor) -> list[int]:
 @pytest.mark.parametrize("num", [1, 3, 9])
 def test_places_count_those_before(num: int) -> None:
     experts = torch.randint(num + 1, (4, 40), generator=torch.Generator().manual_seed(num))
-    assert places(experts, num).tolist() == [by_hand(row) for row in experts]
-    assert count(experts, num).tolist() == [[int((row == e).sum()) for e in range(num)] for row in experts]
+    assert positions_in_expert(experts, num).tolist() == [by_hand(row) for row in experts]
+    assert count_assignments(experts, num).tolist() == [[int((row == e).sum()) for e in range(num)] for row in experts]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_places_count_those_before(num: int) -> None:
     [(1.0, 12, 4, 3), (1.25, 12, 4, 4), (1.1, 100, 10, 11), (1.0, 13, 4, 4), (0.01, 12, 4, 1), (1.0, 3, 8, 1)],
 )
 def test_capacity_is_the_rounded_share(factor: float, choices: int, num: int, expected: int) -> None:
-    assert capacity(factor, choices, num) == expected
+    assert expert_capacity(factor, choices, num) == expected
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -15,13 +15,13 @@ from echelon import models
 from echelon.config.sections import OptimizerConfig
 from echelon.models.model_config import ModelConfig
 from echelon.optim import cost
-from echelon.optim.optimizer_factory import sharded
-from echelon.optim.optimizer_protocol import Update
-from echelon.optim.param_shards import runs_of
-from echelon.optim.rules.ema import Average
-from echelon.parallel.apply import Options, Parallel
+from echelon.optim.optimizer_factory import build_optimizer
+from echelon.optim.optimizer_protocol import ShardedOptimizer
+from echelon.optim.param_shards import build_flat_segments
+from echelon.optim.rules.ema import WeightEMA
+from echelon.parallel.apply import ParallelModel, ParallelOptions
 from echelon.training.engine import Engine
-from echelon.verification.compare import expected
+from echelon.verification.compare import expected_piece
 
 STEPS, SKIPPED, SCALE = 4, 2, 0.5
 """the third step has no target: nothing may change"""
@@ -51,12 +51,12 @@ class Fed:
     """this rank's shards of weights that several stages hold"""
 
 
-def feed(parallel: Parallel, optimizer: Update, rate: float, step: int, *, even: bool = False) -> Tensor:
+def feed(parallel: ParallelModel, optimizer: ShardedOptimizer, rate: float, step: int, *, even: bool = False) -> Tensor:
     """One step of an optimizer on gradients that are a function of the step; gives whether it counts."""
-    for unit, piece in parallel.flat.pieces():
-        if piece.entry.trainable:
-            logical = gradient(piece.entry.name, piece.entry.shape, step, even)
-            parallel.flat.view(unit.grad, piece).copy_(expected(logical, piece))
+    for unit, piece in parallel.sharded_model.pieces():
+        if piece.param.trainable:
+            logical = gradient(piece.param.name, piece.param.shape, step, even)
+            parallel.sharded_model.piece_view(unit.grad, piece).copy_(expected_piece(logical, piece))
     device = parallel.options.device
     live = torch.tensor(step != SKIPPED, device=device)
     optimizer.step(rate / (1 + step), torch.tensor(SCALE, dtype=torch.float64, device=device), live)
@@ -73,15 +73,15 @@ def fed(
 ) -> list[Fed]:
     """On a rank: what each rule makes of the same gradients, from the same weights."""
     master = torch.promote_types(compute, torch.float32)
-    options = Options(compute=compute, master=master, leave_out=leave_out)
+    options = ParallelOptions(compute_dtype=compute, master_dtype=master, drop_collective=leave_out)
     parallel = Engine(models.build(shape, "meta", dtype=master), layout, options=options).parallel
-    first = [unit.master.values().clone() for unit in parallel.flat.units]
+    first = [unit.master.values().clone() for unit in parallel.sharded_model.param_groups]
     found = []
     for rule in rules:
-        for unit, values in zip(parallel.flat.units, first, strict=True):
-            unit.master.set(0, values)
-        optimizer = sharded(parallel, rule)
-        average = Average(runs_of(parallel, rule), rule.ema) if rule.ema else None
+        for unit, values in zip(parallel.sharded_model.param_groups, first, strict=True):
+            unit.master.set_values(0, values)
+        optimizer = build_optimizer(parallel, rule)
+        average = WeightEMA(build_flat_segments(parallel, rule), rule.ema) if rule.ema else None
         for step in range(STEPS):
             live = feed(parallel, optimizer, rule.lr, step, even=even)
             if average is not None:
@@ -90,13 +90,13 @@ def fed(
         size = sum(state.numel() * state.element_size() for state in states if state.dim())
         if average is not None:
             average.swap()
-        flat = parallel.flat
+        flat = parallel.sharded_model
         found.append(
             Fed(
                 values=whole(parallel, "master"),
                 bytes=size,
-                claimed=cost.held_bytes(rule, parallel.placement, master_bytes=master.itemsize),
-                tied=[flat.view(u.master.values(), p).clone() for u, p in flat.pieces() if p.entry.holders],
+                claimed=cost.rank_state_bytes(rule, parallel.placement, master_bytes=master.itemsize),
+                tied=[flat.piece_view(u.master.values(), p).clone() for u, p in flat.pieces() if p.param.tied_pp_ranks],
             )
         )
     return found

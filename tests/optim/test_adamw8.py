@@ -10,11 +10,11 @@ from laid_out import error, float64, tiny
 
 from echelon import models
 from echelon.config.sections import OptimizerConfig
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 from echelon.optim import cost
-from echelon.optim.blockwise_quantization import Blocks, borders_of, codes_of, values_of
-from echelon.optim.rules.adamw_int8 import AdamW8
+from echelon.optim.blockwise_quantization import BlockQuantizedState, code_boundaries, codebook, nearest_codes
+from echelon.optim.rules.adamw_int8 import AdamWInt8
 from echelon.training.engine import Engine
 from tests.optim import references
 from tests.optim.fed import SCALE, fed, feed, gradient
@@ -27,7 +27,7 @@ LIVE = torch.tensor(True)
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_the_256_values_are_the_papers(signed: bool) -> None:
-    values = values_of(signed, CPU)
+    values = codebook(signed, CPU)
     assert len(values) == 256
     assert values.unique().numel() == 256
     assert values.max() == 1.0
@@ -39,7 +39,7 @@ def test_the_256_values_are_the_papers(signed: bool) -> None:
 
 def half_gap(shares: torch.Tensor, signed: bool) -> torch.Tensor:
     """The most by which numbers of blocks whose largest is 1 may be off."""
-    values = values_of(signed, CPU).double()
+    values = codebook(signed, CPU).double()
     above = torch.searchsorted(values, shares).clamp(1, 255)
     return (values[above] - values[above - 1]) / 2
 
@@ -47,19 +47,19 @@ def half_gap(shares: torch.Tensor, signed: bool) -> torch.Tensor:
 @pytest.mark.parametrize("signed", [True, False])
 def test_a_processor_finds_the_codes_by_their_first_bits(signed: bool) -> None:
     """Bit for bit as a search among all borders does: on them, beside them, and everywhere else."""
-    borders = borders_of(signed, CPU)
+    borders = code_boundaries(signed, CPU)
     beside = [torch.nextafter(borders, torch.full_like(borders, towards)) for towards in (-2.0, 2.0)]
     drawn = [torch.rand(10000, generator=torch.Generator().manual_seed(0)) * size for size in (1, 1e-2, 1e-5, 1e-39)]
     shares = torch.cat([borders, *beside, *drawn, torch.tensor([0.0, 1.0, torch.inf, torch.nan])])
     shares = torch.cat([shares, -shares])
-    assert torch.equal(codes_of(shares, signed), torch.bucketize(shares, borders).to(torch.uint8))
+    assert torch.equal(nearest_codes(shares, signed), torch.bucketize(shares, borders).to(torch.uint8))
 
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_a_number_is_kept_to_half_a_gap(signed: bool) -> None:
     numbers = torch.randn(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).exp() * 1e-3
     numbers = numbers * torch.where(torch.arange(1000) % 2 == 0, 1, -1) if signed else numbers
-    blocks = Blocks(1000, signed=signed, device=CPU)
+    blocks = BlockQuantizedState(1000, signed=signed, device=CPU)
     assert blocks.read(slice(0, 1000), torch.float64).count_nonzero() == 0
     blocks.write(slice(0, 1000), numbers, LIVE)
     for start in range(0, 1000, 256):
@@ -68,49 +68,49 @@ def test_a_number_is_kept_to_half_a_gap(signed: bool) -> None:
         off = (blocks.read(part, torch.float64) - numbers[part]).abs() / largest
         assert (off <= half_gap(numbers[part] / largest, signed) + 1e-6).all()
     blocks.write(slice(0, 1000), numbers * 2, torch.tensor(False))
-    assert torch.allclose(blocks.largest[0].double(), numbers[:256].abs().max())
+    assert torch.allclose(blocks.block_amax[0].double(), numbers[:256].abs().max())
 
 
 def test_one_device_keeps_moments_to_half_a_gap_and_uses_them_whole() -> None:
     """The first update is AdamW's; then moments are off by no more than 8 bits are, and the second is of those."""
     engine = Engine(models.build(MODEL, "meta", dtype=torch.float64), "", RULE, options=float64())
     optimizer = engine.optimizer
-    assert isinstance(optimizer, AdamW8)
-    flat = engine.parallel.flat
-    before = [(u, p, flat.view(u.master.values(), p).clone()) for u, p in flat.pieces()]
+    assert isinstance(optimizer, AdamWInt8)
+    flat = engine.parallel.sharded_model
+    before = [(u, p, flat.piece_view(u.master.values(), p).clone()) for u, p in flat.pieces()]
     feed(engine.parallel, optimizer, RULE.lr, 0)
-    kept = {held.entry.name: pair for held, pair in zip(optimizer._held, optimizer._moments, strict=True)}
+    kept = {held.entry.name: pair for held, pair in zip(optimizer._shards, optimizer._moments, strict=True)}
     assert 0 < len(kept) < len(before)
     states, weights = {}, {}
     for unit, piece, values in before:
-        name, state = piece.entry.name, {}
-        g = gradient(name, piece.entry.shape, 0).reshape(-1).numpy() * SCALE
-        decay = 0.1 if piece.entry.decay else 0.0
+        name, state = piece.param.name, {}
+        g = gradient(name, piece.param.shape, 0).reshape(-1).numpy() * SCALE
+        decay = 0.1 if piece.param.decay else 0.0
         wanted = references.adamw(values.numpy(), g, state, 1, RULE.lr, decay)
-        assert error(flat.view(unit.master.values(), piece), torch.from_numpy(wanted)) < 1e-10
+        assert error(flat.piece_view(unit.master.values(), piece), torch.from_numpy(wanted)) < 1e-10
         weights[name], states[name] = wanted, state
-        if math.prod(piece.entry.shape) < cost.LEAST:
+        if math.prod(piece.param.shape) < cost.MIN_QUANTIZED_NUMEL:
             assert name not in kept
             continue
         for blocks, key in zip(kept[name], "mv", strict=True):
             exact = torch.from_numpy(state[key])
             held = blocks.read(slice(0, len(exact)), torch.float64)
-            largest = blocks.largest.double().repeat_interleave(cost.BLOCK)[: len(exact)]
+            largest = blocks.block_amax.double().repeat_interleave(cost.QUANTIZATION_BLOCK)[: len(exact)]
             assert ((held - exact).abs() <= largest * (half_gap(exact / largest, key == "m") + 1e-6)).all()
             state[key] = held.numpy()
     feed(engine.parallel, optimizer, RULE.lr, 1)
     for unit, piece, _ in before:
-        name = piece.entry.name
-        g = gradient(name, piece.entry.shape, 1).reshape(-1).numpy() * SCALE
-        decay = 0.1 if piece.entry.decay else 0.0
+        name = piece.param.name
+        g = gradient(name, piece.param.shape, 1).reshape(-1).numpy() * SCALE
+        decay = 0.1 if piece.param.decay else 0.0
         wanted = references.adamw(weights[name], g, states[name], 2, RULE.lr / 2, decay)
-        assert error(flat.view(unit.master.values(), piece), torch.from_numpy(wanted)) < 1e-10
+        assert error(flat.piece_view(unit.master.values(), piece), torch.from_numpy(wanted)) < 1e-10
 
 
 LAYOUTS = ("dp=2", "dp=2,zero=1", "dp=3,zero=3", "tp=2", "pp=2")
 
 
-def test_layouts_differ_by_what_8_bits_cannot_hold(pool: Pool) -> None:
+def test_layouts_differ_by_what_8_bits_cannot_hold(pool: RankPool) -> None:
     """Gradients of one size make blocks of one size, wherever they are cut: equal. Of any size: to the quantum."""
     long = OptimizerConfig(lr=0.05)
     (even,), ((anyhow, exact),) = pool.run(fed, 1, MODEL, "", [RULE], True), pool.run(fed, 1, MODEL, "", [RULE, long])
@@ -123,7 +123,7 @@ def test_layouts_differ_by_what_8_bits_cannot_hold(pool: Pool) -> None:
             assert worst < 1e-10, layout
         found = pool.run(fed, world, MODEL, layout, [RULE])[0][0]
         for key, value in anyhow.values.items():
-            if value.numel() < cost.LEAST or layout in ("dp=2", "pp=2"):  # no block is cut elsewhere
+            if value.numel() < cost.MIN_QUANTIZED_NUMEL or layout in ("dp=2", "pp=2"):  # no block is cut elsewhere
                 assert error(found.values[key], value) < 1e-10, (layout, key)
             # A step is a ratio of two numbers that are each kept to a part of a power of ten: a tenth off, at the most.
             quantum = 0.1 * (value - first[key]).norm()
@@ -134,4 +134,4 @@ def test_layouts_differ_by_what_8_bits_cannot_hold(pool: Pool) -> None:
 def test_an_element_takes_two_bytes() -> None:
     assert cost.state_bytes(RULE, (1024, 1024)) == 2 * (1 + 4 / 256) * 1024**2
     assert cost.state_bytes(RULE, (64, 63)) == 8 * 64 * 63
-    assert cost.element_bytes(RULE) == pytest.approx(2.03, abs=0.01)
+    assert cost.state_bytes_per_element(RULE) == pytest.approx(2.03, abs=0.01)

@@ -8,10 +8,10 @@ from laid_out import batch_of, float64, one_device, tiny, whole
 
 from echelon import models
 from echelon.config.sections import OptimizerConfig
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
-from echelon.optim.torch_rules import build
-from echelon.parallel.apply import Options
+from echelon.optim.torch_rules import build_torch_optimizer
+from echelon.parallel.apply import ParallelOptions
 from echelon.training.engine import Engine
 
 RULE = OptimizerConfig(lr=1e-2, ema=0.8)
@@ -34,7 +34,7 @@ def trained(layout: str) -> tuple[float, bool]:
 
 def by_hand() -> float:
     model, averaged = one_device(MODEL), one_device(MODEL)
-    optimizer = build(RULE, dict(model.named_parameters()))
+    optimizer = build_torch_optimizer(RULE, dict(model.named_parameters()))
     for step in range(STEPS):
         optimizer.zero_grad()
         total, count = model(**batch_of(MODEL, ROWS, seed=step))
@@ -49,7 +49,7 @@ def by_hand() -> float:
     return float(total / count)
 
 
-def test_evaluation_is_of_the_average_in_every_layout(pool: Pool) -> None:
+def test_evaluation_is_of_the_average_in_every_layout(pool: RankPool) -> None:
     wanted = by_hand()
     for layout in ("", "dp=2,zero=3", "tp=2", "pp=2,accumulate=2", "dp=2,tp=2,zero=1"):
         for loss, same in pool.run(trained, Layout.parse(layout).world, layout):
@@ -58,14 +58,14 @@ def test_evaluation_is_of_the_average_in_every_layout(pool: Pool) -> None:
 
 
 def test_halves_are_swapped_bit_for_bit() -> None:
-    engine = Engine(torch.nn.Linear(5, 3), "", RULE, options=Options(compute=torch.bfloat16))
-    (unit,) = engine.parallel.flat.units
+    engine = Engine(torch.nn.Linear(5, 3), "", RULE, options=ParallelOptions(compute_dtype=torch.bfloat16))
+    (unit,) = engine.parallel.sharded_model.param_groups
     first = unit.master.values()
-    unit.master.set(0, first + 1e-4)
+    unit.master.set_values(0, first + 1e-4)
     now = unit.master.values()
-    with engine.averaged():
+    with engine.ema_weights():
         assert torch.equal(unit.master.values(), first)
-        with engine.averaged():
+        with engine.ema_weights():
             assert torch.equal(unit.master.values(), first)
     assert torch.equal(unit.master.values(), now)
 
@@ -78,5 +78,5 @@ def asynchronous() -> str:
     return ""
 
 
-def test_an_asynchronous_schedule_is_refused(pool: Pool) -> None:
+def test_an_asynchronous_schedule_is_refused(pool: RankPool) -> None:
     assert "schedule=pipedream, optimizer.ema=0.8" in pool.run(asynchronous, 2)[0]

@@ -8,24 +8,26 @@ from laid_out import tiny
 from echelon import models
 from echelon.config.run_config import Config
 from echelon.config.sections import OptimizerConfig
-from echelon.layout import FaultError
+from echelon.layout import ValidationError
 from echelon.optim import optimizer_groups
-from echelon.optim.optimizer_groups import Group, Setting
+from echelon.optim.optimizer_groups import OptimizerGroup, ParamSettings
 from echelon.training.engine import Engine
 
 RULE = OptimizerConfig(weight_decay=0.1)
 
 
 def test_a_group_is_a_pattern_with_settings() -> None:
-    assert optimizer_groups.parse("embed*:lr=0.5") == Group(pattern="embed*", lr=0.5)
-    assert optimizer_groups.parse("a:b*:lr=2, weight_decay=0") == Group(pattern="a:b*", lr=2.0, weight_decay=0.0)
+    assert optimizer_groups.parse("embed*:lr=0.5") == OptimizerGroup(pattern="embed*", lr=0.5)
+    assert optimizer_groups.parse("a:b*:lr=2, weight_decay=0") == OptimizerGroup(
+        pattern="a:b*", lr=2.0, weight_decay=0.0
+    )
 
 
 def test_the_last_that_matches_is_right_about_what_it_says() -> None:
     given = [optimizer_groups.parse(text) for text in ("*:lr=0.5", "*norm*:weight_decay=0.2", "blocks.0.*:lr=0.1")]
-    assert optimizer_groups.setting_of(given, RULE, "head.weight", decays=True) == Setting(0.5, 0.1)
-    assert optimizer_groups.setting_of(given, RULE, "norm.weight", decays=False) == Setting(0.5, 0.2)
-    assert optimizer_groups.setting_of(given, RULE, "blocks.0.norm.weight", decays=False) == Setting(0.1, 0.2)
+    assert optimizer_groups.settings_for(given, RULE, "head.weight", decays=True) == ParamSettings(0.5, 0.1)
+    assert optimizer_groups.settings_for(given, RULE, "norm.weight", decays=False) == ParamSettings(0.5, 0.2)
+    assert optimizer_groups.settings_for(given, RULE, "blocks.0.norm.weight", decays=False) == ParamSettings(0.1, 0.2)
 
 
 @pytest.mark.parametrize(
@@ -41,11 +43,11 @@ def test_the_last_that_matches_is_right_about_what_it_says() -> None:
     ],
 )
 def test_what_is_no_group_is_refused_before_a_run(text: str, why: str) -> None:
-    with pytest.raises(FaultError) as caught:
+    with pytest.raises(ValidationError) as caught:
         Config.load(None, [f'optimizer.groups=["{text}"]'])
-    (fault,) = caught.value.faults
+    (fault,) = caught.value.issues
     assert (fault.key, fault.value) == ("optimizer.groups", text)
-    assert why in fault.rule
+    assert why in fault.message
 
 
 def test_a_pattern_that_matches_nothing_is_an_error() -> None:
@@ -68,6 +70,6 @@ def test_a_pattern_that_matches_nothing_is_an_error() -> None:
     ],
 )
 def test_options_that_cannot_be_or_do_nothing_are_refused(settings: list[str], key: str) -> None:
-    with pytest.raises(FaultError) as caught:
+    with pytest.raises(ValidationError) as caught:
         Config.load(None, settings)
-    assert [fault.key for fault in caught.value.faults] == [key]
+    assert [fault.key for fault in caught.value.issues] == [key]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from echelon import models
 from echelon.config.sections import OptimizerConfig
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 from echelon.training.engine import Engine
 
@@ -39,7 +39,7 @@ def trained(layout: str, rule: OptimizerConfig) -> tuple[dict[str, Tensor], list
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_the_numbers_are_those_of_an_update_after_backward(pool: Pool, rule: OptimizerConfig) -> None:
+def test_the_numbers_are_those_of_an_update_after_backward(pool: RankPool, rule: OptimizerConfig) -> None:
     layouts = ("", "accumulate=2", "dp=2", "dp=2,zero=1", "dp=2,zero=2,accumulate=2", "dp=2,zero=3", "tp=2")
     truth, told = pool.run(trained, 1, "", replace(rule, in_backward=False))[0]
     for layout in (*layouts, "dp=2,tp=2,zero=3,recompute=full"):
@@ -51,21 +51,21 @@ def test_the_numbers_are_those_of_an_update_after_backward(pool: Pool, rule: Opt
 def most_units(layout: str, rule: OptimizerConfig) -> tuple[int, int, int]:
     """On a rank: units, the most of them that had gradients at a time in the last backward, and those after it."""
     engine = Engine(models.build(MODEL, "meta"), layout, rule)
-    units, most = engine.parallel.flat.units, 0
+    units, most = engine.parallel.sharded_model.param_groups, 0
 
     def alive() -> int:
-        return sum(unit.gradients is not None or unit._grad is not None for unit in units)
+        return sum(unit.grad_buffer is not None or unit._grad_shard is not None for unit in units)
 
     def look() -> None:
         nonlocal most
         most = max(most, alive())
 
-    engine.parallel.flat.on_gradient = look
+    engine.parallel.sharded_model.on_grad = look
     engine.step(batch_of(MODEL, ROWS))
     return len(units), most, alive()
 
 
-def test_gradients_of_two_units_live_at_a_time(pool: Pool) -> None:
+def test_gradients_of_two_units_live_at_a_time(pool: RankPool) -> None:
     for layout in ("", "dp=2", "dp=2,zero=1", "dp=2,zero=3"):
         units, most, after = pool.run(most_units, Layout.parse(layout).world, layout, RULES[0])[0]
         assert units >= 5, "blocks, and what is around them"
@@ -77,7 +77,7 @@ def test_gradients_of_two_units_live_at_a_time(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("layout", ["dp=2,zero=2", "dp=2,tp=2,zero=3"])
-def test_messages_are_those_of_each_unit(pool: Pool, layout: str) -> None:
+def test_messages_are_those_of_each_unit(pool: RankPool, layout: str) -> None:
     claimed.check(pool, MODEL, layout, rule=RULES[1])
 
 
@@ -89,6 +89,6 @@ def refused(layout: str, clip: float) -> str:
     return ""
 
 
-def test_what_cannot_be_is_refused_with_the_reason(pool: Pool) -> None:
+def test_what_cannot_be_is_refused_with_the_reason(pool: RankPool) -> None:
     assert "use clip=0" in refused("", 1.0)
     assert "only the last stage knows" in pool.run(refused, 2, "pp=2", 0.0)[0]

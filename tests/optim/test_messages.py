@@ -8,31 +8,31 @@ from laid_out import tiny
 
 from echelon import models
 from echelon.config.sections import OptimizerConfig
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 from echelon.training.engine import Engine
 
 MODEL = tiny("llama", vocab=67, max_seq_len=64)
-MOE = models.reduced(models.find("moe-tiny"), layers=1, width=16, vocab=67)
+MOE = models.reduced_config(models.find_model("moe-tiny"), layers=1, width=16, vocab=67)
 
 
 @pytest.mark.parametrize("layout", ["dp=2,tp=2,zero=3", "dp=2,pp=2,accumulate=2"])
 @pytest.mark.parametrize("name", ["adafactor", "sm3", "lamb", "muon", "lion"])
-def test_messages_are_what_the_optimizer_says(pool: Pool, name: str, layout: str) -> None:
+def test_messages_are_what_the_optimizer_says(pool: RankPool, name: str, layout: str) -> None:
     claimed.check(pool, MODEL, layout, rule=OptimizerConfig(name=name))
 
 
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
-def test_messages_of_experts(pool: Pool, name: str) -> None:
+def test_messages_of_experts(pool: RankPool, name: str) -> None:
     claimed.check_together(pool, MOE, "dp=4,ep=2,zero=1", rule=OptimizerConfig(name=name))
 
 
 def issued(layout: str, rule: OptimizerConfig) -> list[tuple[str, str]]:
     engine = Engine(models.build(MODEL, "meta"), layout, rule)
-    return [(found.kind, found.axis) for found in engine.optimizer.collectives()]
+    return [(found.op, found.axis) for found in engine.optimizer.collectives()]
 
 
-def test_one_message_for_all_parameters(pool: Pool) -> None:
+def test_one_message_for_all_parameters(pool: RankPool) -> None:
     for name, wanted in {
         "adamw": [],
         "lion": [],

@@ -10,8 +10,8 @@ from laid_out import batch_of, largest_error, whole
 from echelon import models
 from echelon.config.run_config import Config
 from echelon.config.sections import OptimizerConfig
-from echelon.launch.rank_pool import Pool
-from echelon.layout import FaultError
+from echelon.launch.rank_pool import RankPool
+from echelon.layout import ValidationError
 from echelon.optim import offload_support
 from echelon.training.engine import Engine
 
@@ -41,7 +41,7 @@ def trained(layout: str, rule: OptimizerConfig, share: float) -> dict[str, torch
 
 
 @pytest.mark.parametrize("name", ["lion", "groups"])
-def test_shards_of_them_too(pool: Pool, name: str) -> None:
+def test_shards_of_them_too(pool: RankPool, name: str) -> None:
     truth = trained("dp=1,accumulate=2", RULES[name], 0.0)
     for layout in ("dp=2,zero=1,offload=optimizer", "dp=2,zero=3,offload=params"):
         assert largest_error(pool.run(trained, 2, layout, RULES[name], 0.5)[0], truth) <= 1e-10
@@ -75,22 +75,22 @@ def test_an_average_is_kept_where_the_weights_are(kind: str, share: float) -> No
         losses = [engine.evaluate(engine.microbatches(batch)) for engine in (plain, away)]
         assert losses[1] == pytest.approx(losses[0], rel=1e-12)
         assert largest_error(whole(away.parallel, "master"), whole(plain.parallel, "master")) <= 1e-10
-    assert away.average is not None
-    assert plain.average is not None
-    for there, here in zip(away.average.states(), plain.average.states(), strict=True):
+    assert away.ema is not None
+    assert plain.ema is not None
+    for there, here in zip(away.ema.states(), plain.ema.states(), strict=True):
         torch.testing.assert_close(there, here, rtol=1e-10, atol=1e-12)
 
 
 def test_an_average_does_not_move_in_a_step_without_a_target() -> None:
     engine = stepped(engine_away("offload=optimizer", EMA), 1)
     engine.drain()
-    assert engine.average is not None
-    before = [state.clone() for state in engine.average.states()]
+    assert engine.ema is not None
+    before = [state.clone() for state in engine.ema.states()]
     nothing = batch_of(SHAPE, 4)
     nothing["targets"].fill_(-100)
     assert engine.step(nothing).skipped
     engine.drain()
-    assert all(torch.equal(*pair) for pair in zip(before, engine.average.states(), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(before, engine.ema.states(), strict=True))
 
 
 # -- what cannot be ---------------------------------------------------------------------------------------------------
@@ -109,10 +109,10 @@ REFUSED = (
 def test_what_the_host_cannot_update_is_refused(rule: OptimizerConfig, kind: str, key: str) -> None:
     with pytest.raises(ValueError, match=rf"{key}=.*offload={kind.replace('+', '.')}.*; legal: "):
         Engine(models.build(SHAPE, "meta"), f"offload={kind}", rule)
-    assert list(offload_support.faults(rule, "activations")) == []
+    assert list(offload_support.offload_faults(rule, "activations")) == []
 
 
 def test_a_configuration_says_so_at_once() -> None:
-    with pytest.raises(FaultError) as refused:
+    with pytest.raises(ValidationError) as refused:
         Config.load(None, ["layout=offload=optimizer", "optimizer.name=muon", "optimizer.in_backward=true", "clip=0"])
-    assert {fault.key for fault in refused.value.faults} == {"optimizer.name", "optimizer.in_backward"}
+    assert {fault.key for fault in refused.value.issues} == {"optimizer.name", "optimizer.in_backward"}

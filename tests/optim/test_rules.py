@@ -11,10 +11,10 @@ from laid_out import batch_of, error, tiny
 
 from echelon import models
 from echelon.config.sections import OptimizerConfig
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 from echelon.models.model_config import ModelConfig
-from echelon.optim.optimizer_groups import is_muons
+from echelon.optim.optimizer_groups import is_muon_matrix
 from echelon.training.engine import Engine
 from tests.optim import references
 from tests.optim.fed import SCALE, SKIPPED, STEPS, Fed, fed, gradient
@@ -54,8 +54,8 @@ REFERENCES: dict[str, Reference] = {
 LLAMA = tiny("llama", vocab=67)
 """a vocabulary that divides by nothing"""
 TIED = tiny("gpt", tied=True, layers=2, vocab=67)
-MOE = models.reduced(models.find("moe-tiny"), layers=1, width=16, vocab=67)
-CONV = models.find("conv-tiny")
+MOE = models.reduced_config(models.find_model("moe-tiny"), layers=1, width=16, vocab=67)
+CONV = models.find_model("conv-tiny")
 
 
 def own(name: str, shape: tuple[int, ...], grouped: bool) -> tuple[float, float]:
@@ -74,7 +74,7 @@ def by_reference(shape: ModelConfig, name: str) -> dict[str, torch.Tensor]:
     chosen, found = RULES[name], {}
     for key, parameter in models.build(shape, "cpu", dtype=torch.float64).named_parameters():
         size, reference = tuple(parameter.shape), REFERENCES[name]
-        if chosen.name == "muon" and not is_muons(chosen, key, size):
+        if chosen.name == "muon" and not is_muon_matrix(chosen, key, size):
             reference = references.adamw
         flat = shape.family == "conv" and len(size) == 4  # a filter is a row for each output
         w, state, t = parameter.detach().numpy().copy(), State(), 0
@@ -100,7 +100,7 @@ def test_on_one_device_each_is_its_paper(name: str, shape: ModelConfig) -> None:
     assert found.bytes == found.claimed
 
 
-def check(pool: Pool, shape: ModelConfig, *layouts: str) -> None:
+def check(pool: RankPool, shape: ModelConfig, *layouts: str) -> None:
     """Each rule on each layout against itself on one rank, and the bytes that it holds against its cost."""
     rules = list(RULES.values())
     (truths,) = pool.run(fed, 1, shape, "dp=1", rules)
@@ -115,25 +115,25 @@ def check(pool: Pool, shape: ModelConfig, *layouts: str) -> None:
                 assert rank[index].bytes == rank[index].claimed, f"{layout}: {name}"
 
 
-def test_data_parallel(pool: Pool) -> None:
+def test_data_parallel(pool: RankPool) -> None:
     check(pool, LLAMA, "dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=3,zero=3")
 
 
-def test_tensor_parallel(pool: Pool) -> None:
+def test_tensor_parallel(pool: RankPool) -> None:
     """A vocabulary that does not divide, and keys and values that are on two ranks each."""
     check(pool, LLAMA, "tp=2", "tp=2,sp=0", "tp=4", "dp=2,tp=2,zero=3", "tp=4,tp_kind=2d")
 
 
-def test_pipelines(pool: Pool) -> None:
+def test_pipelines(pool: RankPool) -> None:
     check(pool, LLAMA, "pp=2", "dp=2,pp=2,zero=3")
 
 
-def test_experts(pool: Pool) -> None:
+def test_experts(pool: RankPool) -> None:
     check(pool, MOE, "dp=2,ep=2", "dp=4,ep=2,zero=3", "dp=4,ep=2,etp=2")
 
 
 @pytest.mark.soak
-def test_more_layouts(pool: Pool) -> None:
+def test_more_layouts(pool: RankPool) -> None:
     check(pool, LLAMA, "dp=2,cp=2,zero=1", "dp=4,shard=2,zero=2", "tp=8,tp_kind=2.5d,depth=2")
     check(pool, tiny("llama", vocab=67, heads=8), "tp=8,tp_kind=3d")
     check(pool, MOE, "tp=2,ep=2", "dp=2,tp=2,ep=2,etp=2,zero=1", "dp=2,tp=2,ep=2,zero=3")
@@ -141,7 +141,7 @@ def test_more_layouts(pool: Pool) -> None:
     check(pool, TIED, "pp=2", "dp=2,tp=2,zero=3", "tp=4")
 
 
-def test_copies_of_a_tied_weight_stay_equal_bit_for_bit(pool: Pool) -> None:
+def test_copies_of_a_tied_weight_stay_equal_bit_for_bit(pool: RankPool) -> None:
     rules = [RULES[name] for name in ("lamb", "adafactor", "sm3", "muon")]
     ranks = pool.run(fed, 6, TIED, "dp=3,pp=2,zero=1", rules)
     for here, there in zip(ranks[:3], ranks[3:], strict=True):
@@ -152,7 +152,7 @@ def test_copies_of_a_tied_weight_stay_equal_bit_for_bit(pool: Pool) -> None:
 
 @pytest.mark.parametrize("name", ["lamb", "adafactor", "sm3", "muon"])
 @pytest.mark.parametrize("layout", ["dp=2,zero=1", "tp=2"])
-def test_a_message_that_is_left_out_shows(pool: Pool, layout: str, name: str) -> None:
+def test_a_message_that_is_left_out_shows(pool: RankPool, layout: str, name: str) -> None:
     kind = "all_to_all" if name == "muon" else "all_reduce"
     (truth,) = fed(LLAMA, "dp=1", [RULES[name]])
     (found,) = pool.run(fed, 2, LLAMA, layout, [RULES[name]], False, f"shard*tp:{kind}")[0]
@@ -173,7 +173,7 @@ def test_masters_in_two_halves_are_updated_as_whole_ones(name: str) -> None:
         assert error(value, exact.values[key]) < (2e-2 if name == "bfloat16" else 1e-3), key
 
 
-def test_moments_in_bfloat16_differ_by_their_quantum(pool: Pool) -> None:
+def test_moments_in_bfloat16_differ_by_their_quantum(pool: RankPool) -> None:
     """Chance goes by an element's place on its rank: the same under dp, another under tp and pp. 8 bits hold 1/256."""
     short = [SHORT["bfloat16"]]
     ((truth,),) = pool.run(fed, 1, LLAMA, "", short)

@@ -9,18 +9,18 @@ from torch import Tensor, nn
 
 from echelon.config.run_config import Config
 from echelon.config.sections import OptimizerConfig
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
-from echelon.optim.optimizer_factory import sharded
-from echelon.optim.rules.adamw import OnePassAdamW
-from echelon.optim.rules.sgd import PlainSGD
-from echelon.optim.torch_optimizer import WithTorch
-from echelon.optim.update_rule import betas_of, momentum_of
-from echelon.parallel.apply import Options
-from echelon.parallel.dp.master_weights import SplitMaster
+from echelon.optim.optimizer_factory import build_optimizer
+from echelon.optim.rules.adamw import FusedAdamW
+from echelon.optim.rules.sgd import FusedSGD
+from echelon.optim.torch_optimizer import TorchOptimizer
+from echelon.optim.update_rule import resolve_betas, resolve_momentum
+from echelon.parallel.apply import ParallelOptions
+from echelon.parallel.dp.master_weights import SplitMasterWeights
 from echelon.training.engine import Engine
-from echelon.training.logging.metrics import Peak
-from echelon.training.resolved_settings import derived
+from echelon.training.logging.metrics import PeakFlops
+from echelon.training.resolved_settings import resolved_settings
 
 STEPS, ROWS, WIDTH = 4, 8, 5
 RULES = {
@@ -63,7 +63,7 @@ def batch(step: int) -> dict[str, Tensor]:
 
 
 def engine_of(layout: str, rule: OptimizerConfig, compute: torch.dtype = torch.bfloat16) -> Engine:
-    return Engine(build(), layout, rule, options=Options(compute=compute))
+    return Engine(build(), layout, rule, options=ParallelOptions(compute_dtype=compute))
 
 
 def trained(layout: str, rule: OptimizerConfig, compute: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
@@ -71,11 +71,11 @@ def trained(layout: str, rule: OptimizerConfig, compute: torch.dtype = torch.bfl
     engine = engine_of(layout, rule, compute)
     for step in range(STEPS):
         engine.step(batch(step))
-    for unit in engine.parallel.flat.units:
-        unit.gather()
-        held = unit.master.values(slice(0, unit.unit.numel)).to(compute)
-        if not unit.policy.shards > 1:
-            assert torch.equal(unit.full[: len(held)], held)
+    for unit in engine.parallel.sharded_model.param_groups:
+        unit.unshard()
+        held = unit.master.values(slice(0, unit.spec.numel)).to(compute)
+        if not unit.policy.num_shards > 1:
+            assert torch.equal(unit.unsharded_param[: len(held)], held)
     return whole(engine.parallel, "master")
 
 
@@ -87,9 +87,9 @@ def by_hand(rule: OptimizerConfig) -> dict[str, Tensor]:
         {"params": [p for p in masters.values() if p.dim() < 2], "weight_decay": 0.0},
     ]
     optimizer: torch.optim.Optimizer = (
-        torch.optim.AdamW(groups, lr=rule.lr, betas=betas_of(rule), eps=rule.eps)
+        torch.optim.AdamW(groups, lr=rule.lr, betas=resolve_betas(rule), eps=rule.eps)
         if rule.name == "adamw"
-        else torch.optim.SGD(groups, lr=rule.lr, momentum=momentum_of(rule))
+        else torch.optim.SGD(groups, lr=rule.lr, momentum=resolve_momentum(rule))
     )
     for step in range(STEPS):
         model = build().bfloat16()
@@ -108,7 +108,7 @@ def by_hand(rule: OptimizerConfig) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("layout", ["dp=1", "dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3,accumulate=2"])
-def test_a_split_master_learns_as_a_whole_one_does(pool: Pool, layout: str, rule: str) -> None:
+def test_a_split_master_learns_as_a_whole_one_does(pool: RankPool, layout: str, rule: str) -> None:
     wanted = by_hand(RULES[rule])
     for found in pool.run(trained, Layout.parse(layout).world, layout, RULES[rule]):
         for name, value in wanted.items():
@@ -116,7 +116,7 @@ def test_a_split_master_learns_as_a_whole_one_does(pool: Pool, layout: str, rule
 
 
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float32])
-def test_short_moments_are_rounded_alike_in_every_layout(pool: Pool, compute: torch.dtype) -> None:
+def test_short_moments_are_rounded_alike_in_every_layout(pool: RankPool, compute: torch.dtype) -> None:
     rule = OptimizerConfig(lr=1e-2, states="bfloat16")
     (truth,) = pool.run(trained, 1, "dp=1", rule, compute)
     for layout in ("dp=1,accumulate=4", "dp=2", "dp=2,zero=1", "dp=4,zero=3"):
@@ -135,38 +135,42 @@ def test_nothing_is_learned_without_a_target() -> None:
         engine = engine_of("dp=1", rule)
         engine.step(batch(0))
         before = [
-            t.clone() for t in (*engine.optimizer.states(), *(u.master.values() for u in engine.parallel.flat.units))
+            t.clone()
+            for t in (
+                *engine.optimizer.states(),
+                *(u.master.values() for u in engine.parallel.sharded_model.param_groups),
+            )
         ]
         assert engine.step(batch(2)).skipped
-        after = [*engine.optimizer.states(), *(u.master.values() for u in engine.parallel.flat.units)]
+        after = [*engine.optimizer.states(), *(u.master.values() for u in engine.parallel.sharded_model.param_groups)]
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         assert not engine.step(batch(1)).skipped
 
 
 def test_which_rule_runs_where() -> None:
-    float64 = Options(compute=torch.float64, master=torch.float64)
+    float64 = ParallelOptions(compute_dtype=torch.float64, master_dtype=torch.float64)
     for compute, states, kind in (
-        (torch.bfloat16, "float32", OnePassAdamW),
-        (torch.float32, "bfloat16", OnePassAdamW),
-        (torch.float32, "float32", WithTorch),
+        (torch.bfloat16, "float32", FusedAdamW),
+        (torch.float32, "bfloat16", FusedAdamW),
+        (torch.float32, "float32", TorchOptimizer),
     ):
         rule = OptimizerConfig(states=states)
-        assert isinstance(sharded(engine_of("dp=1", rule, compute).parallel, rule), kind)
-    assert isinstance(engine_of("dp=1", RULES["sgd"]).optimizer, PlainSGD)
-    assert isinstance(Engine(build(), "", RULES["sgd"], options=float64).optimizer, WithTorch)
+        assert isinstance(build_optimizer(engine_of("dp=1", rule, compute).parallel, rule), kind)
+    assert isinstance(engine_of("dp=1", RULES["sgd"]).optimizer, FusedSGD)
+    assert isinstance(Engine(build(), "", RULES["sgd"], options=float64).optimizer, TorchOptimizer)
 
 
 def types(layout: str) -> tuple[set[torch.dtype], bool]:
     engine = engine_of(layout, RULES["adamw"])
-    units = engine.parallel.flat.units
-    return {unit.grad.dtype for unit in units}, all(isinstance(unit.master, SplitMaster) for unit in units)
+    units = engine.parallel.sharded_model.param_groups
+    return {unit.grad.dtype for unit in units}, all(isinstance(unit.master, SplitMasterWeights) for unit in units)
 
 
 @pytest.mark.parametrize(
     ("layout", "gradients"),
     [("dp=1", torch.bfloat16), ("dp=1,accumulate=2", torch.float32), ("dp=2,zero=3", torch.float32)],
 )
-def test_gradients_are_long_only_where_they_are_added_up(pool: Pool, layout: str, gradients: torch.dtype) -> None:
+def test_gradients_are_long_only_where_they_are_added_up(pool: RankPool, layout: str, gradients: torch.dtype) -> None:
     for found, split in pool.run(types, Layout.parse(layout).world, layout):
         assert found == {gradients}
         assert split
@@ -178,7 +182,7 @@ def test_gradients_are_long_only_where_they_are_added_up(pool: Pool, layout: str
 )
 def test_the_types_in_force_are_told(layout: str, gradients: str, why: str) -> None:
     engine = engine_of(layout, OptimizerConfig(states="bfloat16"))
-    rows = derived(Config(batch=engine.layout.batch), engine, Peak(flops=1.0, why=""), 1)
+    rows = resolved_settings(Config(batch=engine.layout.batch), engine, PeakFlops(flops=1.0, source=""), 1)
     told = {name: f"{value} ({reason})" for name, value, reason in rows}
     assert f"gradients {gradients}" in told["types"]
     assert why in told["types"]
@@ -190,13 +194,13 @@ def test_lazy_gradients_are_there_from_backward_to_update() -> None:
     found = []
     for lazy in (False, True):
         engine = engine_of("dp=1", RULES["adamw"])
-        units = engine.parallel.flat.units
+        units = engine.parallel.sharded_model.param_groups
         for unit in units:
-            unit.lazy = lazy
-            unit.free_gradients()
+            unit.lazy_grads = lazy
+            unit.free_grads()
         for step in range(STEPS):
             engine.step(batch(step))
-            assert all((unit.gradients is None) == lazy for unit in units)
+            assert all((unit.grad_buffer is None) == lazy for unit in units)
         assert float(engine.norm()) == 0.0 if lazy else float(engine.norm()) > 0.0
         found.append(whole(engine.parallel, "master"))
     assert all(torch.equal(found[0][name], value) for name, value in found[1].items())

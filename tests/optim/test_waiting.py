@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon import models
 from echelon.config.sections import OptimizerConfig
-from echelon.optim.optimizer_factory import sharded
-from echelon.optim.param_shards import runs_of
-from echelon.optim.rules.ema import Average
-from echelon.parallel.apply import Options
+from echelon.optim.optimizer_factory import build_optimizer
+from echelon.optim.param_shards import build_flat_segments
+from echelon.optim.rules.ema import WeightEMA
+from echelon.parallel.apply import ParallelOptions
 from echelon.training.engine import Engine
 from tests.optim.fed import feed
 
@@ -33,9 +33,9 @@ class Asked(TorchDispatchMode):
 def test_nobody_waits(name: str) -> None:
     rule = OptimizerConfig(states="int8") if name == "int8" else OptimizerConfig(name=name)  # type: ignore[arg-type]
     shape = tiny("llama", vocab=67, width=64, layers=1)
-    options = Options(compute=torch.bfloat16)  # in two halves, as on a GPU
+    options = ParallelOptions(compute_dtype=torch.bfloat16)  # in two halves, as on a GPU
     parallel = Engine(models.build(shape, "meta"), "accumulate=2", rule, options=options).parallel
-    optimizer, average = sharded(parallel, rule), Average(runs_of(parallel, rule), 0.9)
+    optimizer, average = build_optimizer(parallel, rule), WeightEMA(build_flat_segments(parallel, rule), 0.9)
     feed(parallel, optimizer, rule.lr, 0)
     scale, live = torch.ones((), dtype=torch.float64), torch.tensor(True)
     with Asked():

@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout, Mesh
-from echelon.parallel.apply import axes_of
-from echelon.parallel.comm.mesh_axis import Axes, enumerate_groups, sum_together
+from echelon.parallel.apply import mesh_axis_names
+from echelon.parallel.comm.mesh_axis import MeshAxes, all_reduce_coalesced, enumerate_groups
 from echelon.parallel.dp import zero
 
-NAMES = [*axes_of(zero.policy(Layout(dp=2)), "dp"), "tp/2"]
+NAMES = [*mesh_axis_names(zero.sharding_policy(Layout(dp=2)), "dp"), "tp/2"]
 
 
 @pytest.mark.parametrize(
@@ -34,13 +34,13 @@ def test_groups_of_an_axis(name: str, groups: tuple[tuple[int, ...], ...]) -> No
 
 def sums(layout: str, leave_out: str) -> dict[str, float]:
     """On a rank: the sum of all ranks' numbers over each axis."""
-    axes = Axes(Mesh(Layout.parse(layout)), dist.get_rank(), NAMES, leave_out=leave_out)
+    axes = MeshAxes(Mesh(Layout.parse(layout)), dist.get_rank(), NAMES, drop_collective=leave_out)
     names = NAMES
     return {name: axes[name].all_reduce(torch.tensor(float(2 ** dist.get_rank()))).item() for name in names}
 
 
 @pytest.mark.parametrize("leave_out", ["", "tp:all_reduce", "shard*tp:all_reduce", "tp:all_gather"])
-def test_every_axis_sums_over_its_own_ranks_and_only_the_one_left_out_does_not(pool: Pool, leave_out: str) -> None:
+def test_every_axis_sums_over_its_own_ranks_and_only_the_one_left_out_does_not(pool: RankPool, leave_out: str) -> None:
     layout = "dp=2,tp=4,zero=1"
     mesh = Mesh(Layout.parse(layout))
     for rank, found in enumerate(pool.run(sums, 8, layout, leave_out)):
@@ -52,7 +52,7 @@ def test_every_axis_sums_over_its_own_ranks_and_only_the_one_left_out_does_not(p
 
 def moves(leave_out: str) -> tuple[Tensor, Tensor, Tensor]:
     """On a rank: gathered, scattered, and gathered where the part lies in the whole already."""
-    axis = Axes(Mesh(Layout.parse("tp=3")), dist.get_rank(), ["tp"], leave_out=leave_out)["tp"]
+    axis = MeshAxes(Mesh(Layout.parse("tp=3")), dist.get_rank(), ["tp"], drop_collective=leave_out)["tp"]
     mine = torch.arange(2.0) + 10 * axis.index
     whole, part, place = torch.full((6,), -1.0), torch.empty(2), torch.full((6,), -1.0)
     axis.start_all_gather(whole, mine).wait()
@@ -62,13 +62,13 @@ def moves(leave_out: str) -> tuple[Tensor, Tensor, Tensor]:
     return whole, part, place
 
 
-def test_parts_are_gathered_and_scattered_in_the_order_of_the_axis(pool: Pool) -> None:
+def test_parts_are_gathered_and_scattered_in_the_order_of_the_axis(pool: RankPool) -> None:
     for rank, (whole, part, place) in enumerate(pool.run(moves, 3, "")):
         assert whole.tolist() == place.tolist() == [0, 1, 10, 11, 20, 21]
         assert part.tolist() == [6.0 * (2 * rank), 6.0 * (2 * rank + 1)]
 
 
-def test_left_out_a_rank_sees_only_itself(pool: Pool) -> None:
+def test_left_out_a_rank_sees_only_itself(pool: RankPool) -> None:
     for rank, (whole, _, place) in enumerate(pool.run(moves, 3, "tp:all_gather")):
         expected = [0.0] * 6  # the same way every time, not what the memory held before
         expected[2 * rank : 2 * rank + 2] = [10.0 * rank, 10.0 * rank + 1]
@@ -78,22 +78,22 @@ def test_left_out_a_rank_sees_only_itself(pool: Pool) -> None:
 
 
 def many() -> tuple[list[float], list[float]]:
-    axis = Axes(Mesh(Layout.parse("dp=2")), dist.get_rank(), ["dp"])["dp"]
+    axis = MeshAxes(Mesh(Layout.parse("dp=2")), dist.get_rank(), ["dp"])["dp"]
     buffer = torch.arange(5.0) + axis.index
     views = [buffer[:2], buffer[4:]]
-    sum_together(axis, views)
-    sum_together(axis, [])
+    all_reduce_coalesced(axis, views)
+    all_reduce_coalesced(axis, [])
     return buffer.tolist(), [view.sum().item() for view in views]
 
 
-def test_small_tensors_are_summed_together_in_place(pool: Pool) -> None:
+def test_small_tensors_are_summed_together_in_place(pool: RankPool) -> None:
     for rank, (buffer, _) in enumerate(pool.run(many, 2)):
         assert buffer == [1.0, 3.0, 2.0 + rank, 3.0 + rank, 9.0]
 
 
 def test_alone_every_collective_is_free() -> None:
     """No process group is needed, nor asked for."""
-    axes = Axes(Mesh(Layout.parse("dp=1")), 0, NAMES)
+    axes = MeshAxes(Mesh(Layout.parse("dp=1")), 0, NAMES)
     value, whole, part = torch.ones(2), torch.zeros(2), torch.ones(2)
     for name in NAMES:
         axes[name].start_all_gather(whole, part).wait()

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout, Mesh
-from echelon.parallel.comm.mesh_axis import Axes
+from echelon.parallel.comm.mesh_axis import MeshAxes
 from echelon.parallel.dp import sync_batchnorm
 
 ROWS, CHANNELS = 12, 3
@@ -74,7 +74,10 @@ def synchronised(kind: str, setting: str, offset: float) -> Outcome:
     """On a rank: its rows."""
     world, rank = dist.get_world_size(), dist.get_rank()
     model = build(kind, setting)
-    assert sync_batchnorm.synchronise(model, Axes(Mesh(Layout.parse(f"dp={world}")), rank, ["dp"])["dp"]) == 1
+    assert (
+        sync_batchnorm.convert_sync_batchnorm(model, MeshAxes(Mesh(Layout.parse(f"dp={world}")), rank, ["dp"])["dp"])
+        == 1
+    )
     size = ROWS // world
     return run(model, kind, slice(rank * size, (rank + 1) * size), offset)
 
@@ -87,7 +90,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "setting", "offset", "world"), CASES)
-def test_equals_torch_on_the_whole_batch(pool: Pool, kind: str, setting: str, offset: float, world: int) -> None:
+def test_equals_torch_on_the_whole_batch(pool: RankPool, kind: str, setting: str, offset: float, world: int) -> None:
     truth = run(build(kind, setting), kind, slice(None), offset)
     found = pool.run(synchronised, world, kind, setting, offset)
     tolerance = {"rtol": 1e-9, "atol": 1e-9} if offset else {"rtol": 1e-12, "atol": 1e-12}
@@ -106,8 +109,8 @@ def test_every_batchnorm_is_replaced_and_keeps_its_names() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Sequential(nn.BatchNorm2d(4), nn.LayerNorm(4)))
     names = [name for name, _ in model.named_parameters()], [name for name, _ in model.named_buffers()]
     parameters = list(model.parameters())
-    axis = Axes(Mesh(Layout.parse("dp=1")), 0, ["dp"])["dp"]
-    assert sync_batchnorm.synchronise(model, axis) == 2
-    assert sync_batchnorm.synchronise(model, axis) == 0
+    axis = MeshAxes(Mesh(Layout.parse("dp=1")), 0, ["dp"])["dp"]
+    assert sync_batchnorm.convert_sync_batchnorm(model, axis) == 2
+    assert sync_batchnorm.convert_sync_batchnorm(model, axis) == 0
     assert ([name for name, _ in model.named_parameters()], [name for name, _ in model.named_buffers()]) == names
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))

@@ -8,20 +8,20 @@ import torch.distributed as dist
 from living import LivingBytes
 from torch import Tensor, nn
 
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout, Mesh
 from echelon.moe import build_gate
 from echelon.moe.experts import Experts
-from echelon.moe.moe_layer import Mixture
-from echelon.parallel.comm.mesh_axis import Axes, Axis, Pending
-from echelon.parallel.ep.expert_parallel import CEILING
-from echelon.parallel.ep.token_dispatch import Dispatch
+from echelon.moe.moe_layer import MoELayer
+from echelon.parallel.comm.mesh_axis import MeshAxes, MeshAxis, PendingWork
+from echelon.parallel.ep.expert_parallel import MAX_LOAD_FACTOR
+from echelon.parallel.ep.token_dispatch import AllToAllTokenDispatcher
 
 WIDTH, FFN, EXPERTS, TOKENS = 64, 96, 8, 500
 LAYOUT = "dp=4,ep=4"
 
 
-def spread(layout: str, *, crowded: bool, shared: nn.Module | None = None, k: int = 1) -> Mixture:
+def spread(layout: str, *, crowded: bool, shared: nn.Module | None = None, k: int = 1) -> MoELayer:
     """On a rank: a layer of which this rank has some of the experts. Crowded: every token wants the second one."""
     torch.manual_seed(0)
     parsed = Layout.parse(layout)
@@ -31,31 +31,31 @@ def spread(layout: str, *, crowded: bool, shared: nn.Module | None = None, k: in
     experts = Experts(EXPERTS // parsed.ep, WIDTH, FFN // parsed.etp)
     for parameter in experts.parameters():
         nn.init.normal_(parameter, std=0.1)
-    mixture = Mixture(gate, experts, shared)
-    axes = Axes(Mesh(parsed), dist.get_rank(), ["tp"])
-    mixture.spread = Dispatch(parsed, axes, None, None, experts=EXPERTS)
+    mixture = MoELayer(gate, experts, shared)
+    axes = MeshAxes(Mesh(parsed), dist.get_rank(), ["tp"])
+    mixture.dispatcher = AllToAllTokenDispatcher(parsed, axes, None, None, experts=EXPERTS)
     return mixture
 
 
 def peak(ceiling: float, crowded: bool) -> tuple[int, int, int]:
     """On a rank: bytes that a layer's forward and backward have at most; the most rows at a time; their limit."""
     mixture = spread(LAYOUT, crowded=crowded)
-    assert isinstance(mixture.spread, Dispatch)
-    mixture.spread.ceiling = ceiling
+    assert isinstance(mixture.dispatcher, AllToAllTokenDispatcher)
+    mixture.dispatcher.max_load_factor = ceiling
     rows = [0]
-    compute = mixture.experts.with_weights
+    compute = mixture.experts.apply_weights
 
     def watched(x: Tensor, *others: Tensor | None) -> Tensor:
         rows.append(len(x))
         return compute(x, *others)
 
-    mixture.experts.with_weights = watched  # type: ignore[method-assign, assignment]
+    mixture.experts.apply_weights = watched  # type: ignore[method-assign, assignment]
     x = torch.randn(1, TOKENS, WIDTH, requires_grad=True)
     with LivingBytes() as living:
         y, _ = mixture(x)
         y.square().sum().backward()
         del y
-    return living.peak, max(rows), mixture.spread.limit(mixture, TOKENS)
+    return living.peak, max(rows), mixture.dispatcher.max_tokens_at_once(mixture, TOKENS)
 
 
 def stated(rows: float, k: int = 1) -> float:
@@ -67,20 +67,20 @@ def stated(rows: float, k: int = 1) -> float:
     return 4 * (here + home + weights)
 
 
-def test_one_expert_that_gets_every_token_stays_below_the_ceiling(pool: Pool) -> None:
-    found = pool.run(peak, 4, CEILING, True)
+def test_one_expert_that_gets_every_token_stays_below_the_ceiling(pool: RankPool) -> None:
+    found = pool.run(peak, 4, MAX_LOAD_FACTOR, True)
     for size, rows, limit in found:
-        assert limit == CEILING * TOKENS
+        assert limit == MAX_LOAD_FACTOR * TOKENS
         assert rows <= limit
         assert size <= stated(limit)
-    assert max(rows for _, rows, _ in found) == CEILING * TOKENS  # it did get them all, in two rounds
-    assert max(size for size, _, _ in found) > 0.8 * stated(CEILING * TOKENS)
+    assert max(rows for _, rows, _ in found) == MAX_LOAD_FACTOR * TOKENS  # it did get them all, in two rounds
+    assert max(size for size, _, _ in found) > 0.8 * stated(MAX_LOAD_FACTOR * TOKENS)
 
 
-def test_without_a_ceiling_the_same_takes_more(pool: Pool) -> None:
+def test_without_a_ceiling_the_same_takes_more(pool: RankPool) -> None:
     found = pool.run(peak, 4, 1e6, True)
     assert max(rows for _, rows, _ in found) == 4 * TOKENS
-    assert max(size for size, _, _ in found) > 1.1 * stated(CEILING * TOKENS)
+    assert max(size for size, _, _ in found) > 1.1 * stated(MAX_LOAD_FACTOR * TOKENS)
 
 
 def rows_by_nodes(layout: str) -> tuple[int, int]:
@@ -91,11 +91,11 @@ def rows_by_nodes(layout: str) -> tuple[int, int]:
         y, _ = mixture(x)
         y.square().sum().backward()
         del y
-    assert isinstance(mixture.spread, Dispatch)
-    return living.peak, mixture.spread.limit(mixture, TOKENS)
+    assert isinstance(mixture.dispatcher, AllToAllTokenDispatcher)
+    return living.peak, mixture.dispatcher.max_tokens_at_once(mixture, TOKENS)
 
 
-def test_two_hops_hold_rows_of_their_own_node_alone(pool: Pool) -> None:
+def test_two_hops_hold_rows_of_their_own_node_alone(pool: RankPool) -> None:
     """They held one for every expert of a token, wherever it was: as many times too many as there are nodes."""
     straight, hops = (pool.run(rows_by_nodes, 8, f"dp=8,ep=8{inner}") for inner in ("", ",ep_inner=2"))
     assert max(size for size, _ in hops) < 1.5 * max(size for size, _ in straight)
@@ -111,7 +111,7 @@ def uneven(layout: str) -> float:
     return float(y.detach().abs().sum())
 
 
-def test_ranks_with_few_tokens_agree_with_the_others_on_rounds(pool: Pool) -> None:
+def test_ranks_with_few_tokens_agree_with_the_others_on_rounds(pool: RankPool) -> None:
     """They did not: each had a limit of its own."""
     assert all(value > 0 for value in pool.run(uneven, 4, LAYOUT))
 
@@ -139,33 +139,33 @@ def order_of_events(layout: str) -> list[str]:
     mixture = spread(layout, crowded=False, shared=Noted(events))
 
     class Waiting:
-        def __init__(self, pending: Pending):
+        def __init__(self, pending: PendingWork):
             self.pending = pending
 
         def wait(self) -> None:
             events.append("end")
             self.pending.wait()
 
-    start = Axis.start_all_to_all
+    start = MeshAxis.start_all_to_all
 
-    def noted(self: Axis, received: Tensor, *others: object) -> Waiting:
+    def noted(self: MeshAxis, received: Tensor, *others: object) -> Waiting:
         if received.is_floating_point() and received.shape[1:] == (WIDTH,):
             events.append("begin")
             return Waiting(start(self, received, *others))
         return start(self, received, *others)  # type: ignore[return-value]
 
-    Axis.start_all_to_all = noted  # type: ignore[method-assign, assignment]
+    MeshAxis.start_all_to_all = noted  # type: ignore[method-assign, assignment]
     try:
         y, _ = mixture(torch.randn(1, TOKENS, WIDTH, requires_grad=True))
         events.append("backward")
         y.square().sum().backward()
     finally:
-        Axis.start_all_to_all = start  # type: ignore[method-assign]
+        MeshAxis.start_all_to_all = start  # type: ignore[method-assign]
     return events
 
 
 @pytest.mark.parametrize("layout", ["dp=2,ep=2", "dp=4,ep=4,ep_inner=2"])
-def test_messages_run_beside_the_shared_expert(pool: Pool, layout: str) -> None:
+def test_messages_run_beside_the_shared_expert(pool: RankPool, layout: str) -> None:
     """In forward the first message, in backward the last."""
     near = ["begin", "end"] * (2 if "inner" in layout else 0)
     forward = ["begin", "shared", "end", *near, "begin", "end"]

@@ -13,14 +13,14 @@ from torch.utils.checkpoint import checkpoint
 
 from echelon import models
 from echelon.config.sections import OptimizerConfig
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 from echelon.layout.placement import Piece
 from echelon.models import model_config
-from echelon.optim.param_shards import runs_of
-from echelon.optim.update_rule import betas_of
-from echelon.training.engine import Engine, Options
-from echelon.verification.verify_case import Case
+from echelon.optim.param_shards import build_flat_segments
+from echelon.optim.update_rule import resolve_betas
+from echelon.training.engine import Engine, ParallelOptions
+from echelon.verification.verify_case import VerifyCase
 
 RULE = OptimizerConfig(lr=1e-2)
 WIDTH, ROWS, STEPS = 8, 12, 3
@@ -165,14 +165,14 @@ class Outcome:
 
 def train(kind: type[Net], layout: str, **choices: Any) -> Outcome:
     """On a rank: a few steps; the values it owns."""
-    options = Options(compute=torch.float64, master=torch.float64, **choices)
+    options = ParallelOptions(compute_dtype=torch.float64, master_dtype=torch.float64, **choices)
     engine = Engine(build(kind), layout, RULE, clip=1.0, options=options)
     results = [engine.step(batch(step)) for step in range(STEPS)]
     parallel = engine.parallel
     own = [
-        (piece, parallel.flat.view(unit.master.values(), piece).clone())
-        for unit, piece in parallel.flat.pieces()
-        if piece.owner and piece.first
+        (piece, parallel.sharded_model.piece_view(unit.master.values(), piece).clone())
+        for unit, piece in parallel.sharded_model.pieces()
+        if piece.is_owner and piece.is_first_replica
     ]
     return Outcome(tuple(r.loss for r in results), tuple(r.norm for r in results), tuple(own))
 
@@ -185,7 +185,7 @@ def plain(kind: type[Net]) -> tuple[list[float], dict[str, Tensor]]:
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": RULE.weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=RULE.lr, betas=betas_of(RULE), eps=RULE.eps)
+    optimizer = torch.optim.AdamW(groups, lr=RULE.lr, betas=resolve_betas(RULE), eps=RULE.eps)
     for step in range(STEPS):
         for p in trained:
             p.grad = torch.zeros_like(p)
@@ -201,11 +201,11 @@ def assemble(outcomes: list[Outcome], like: dict[str, Tensor]) -> dict[str, Tens
     whole = {name: torch.full_like(value, float("nan")) for name, value in like.items()}
     for outcome in outcomes:
         for piece, values in outcome.pieces:
-            whole[piece.entry.name].view(-1)[piece.start : piece.stop] = values
+            whole[piece.param.name].view(-1)[piece.start : piece.stop] = values
     return whole
 
 
-def check(pool: Pool, kind: type[Net], layout: str, **choices: Any) -> list[Outcome]:
+def check(pool: RankPool, kind: type[Net], layout: str, **choices: Any) -> list[Outcome]:
     losses, parameters = plain(kind)
     outcomes = pool.run(train, Layout.parse(layout).world, kind, layout, **choices)
     for outcome in outcomes:
@@ -217,7 +217,7 @@ def check(pool: Pool, kind: type[Net], layout: str, **choices: Any) -> list[Outc
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", [Net, Twice, IdleInside, Frozen, FrozenHead, Checkpointed, Borrowed, Structured])
-def test_equals_a_plain_loop(pool: Pool, kind: type[Net], layout: str) -> None:
+def test_equals_a_plain_loop(pool: RankPool, kind: type[Net], layout: str) -> None:
     check(pool, kind, layout)
 
 
@@ -225,12 +225,12 @@ def test_equals_a_plain_loop(pool: Pool, kind: type[Net], layout: str) -> None:
     "layout",
     ["dp=2,accumulate=2", "dp=4,zero=1", "dp=2,zero=2,accumulate=2", "dp=4,shard=2,zero=1", "dp=4,shard=2,zero=2"],
 )
-def test_ranks_may_call_different_modules_below_zero_3(pool: Pool, layout: str) -> None:
+def test_ranks_may_call_different_modules_below_zero_3(pool: RankPool, layout: str) -> None:
     check(pool, Idle, layout)
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=2", "dp=2,zero=3"])
-def test_frozen_parameters_keep_every_bit(pool: Pool, layout: str) -> None:
+def test_frozen_parameters_keep_every_bit(pool: RankPool, layout: str) -> None:
     first = dict(build(Frozen).named_parameters())
     last = assemble(pool.run(train, 2, Frozen, layout), first)
     for name, value in first.items():
@@ -240,7 +240,9 @@ def test_frozen_parameters_keep_every_bit(pool: Pool, layout: str) -> None:
 @pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 9])
 @pytest.mark.parametrize("kind", [Net, Twice, Frozen])
-def test_prefetch_and_resharding_change_no_number(pool: Pool, kind: type[Net], prefetch: int, reshard: bool) -> None:
+def test_prefetch_and_resharding_change_no_number(
+    pool: RankPool, kind: type[Net], prefetch: int, reshard: bool
+) -> None:
     check(pool, kind, "dp=2,zero=3,accumulate=2", prefetch=prefetch, reshard_after_forward=reshard)
 
 
@@ -253,21 +255,21 @@ UNITS: dict[str, tuple[str, ...]] = {
 
 @pytest.mark.parametrize("units", UNITS)
 @pytest.mark.parametrize("layout", ["dp=2,zero=1", "dp=2,zero=3", "dp=2,zero=3,recompute=full"])
-def test_any_modules_may_form_units(pool: Pool, layout: str, units: str) -> None:
+def test_any_modules_may_form_units(pool: RankPool, layout: str, units: str) -> None:
     check(pool, Net, layout, units=UNITS[units], prefetch=2)
 
 
 def train_language(layout: str, units: tuple[str, ...]) -> list[float]:
     """On a rank: the losses of a transformer with dropout whose units lie inside the layers that are recomputed."""
-    shape = replace(model_config.find("gpt-tiny"), layers=2, width=32, ffn=48, max_seq_len=64, dropout=0.1)
-    options = Options(compute=torch.float64, master=torch.float64, units=units)
+    shape = replace(model_config.find_model("gpt-tiny"), layers=2, width=32, ffn=48, max_seq_len=64, dropout=0.1)
+    options = ParallelOptions(compute_dtype=torch.float64, master_dtype=torch.float64, units=units)
     parsed = Layout.parse(layout)
     engine = Engine(models.build(shape, "meta", dtype=torch.float64), parsed, RULE, options=options)
-    case = Case(model=shape)
+    case = VerifyCase(model=shape)
     return [engine.step(case.batch(step, 4)).loss for step in range(STEPS)]
 
 
-def test_units_inside_a_recomputed_layer_are_whole_when_backward_reads_them(pool: Pool) -> None:
+def test_units_inside_a_recomputed_layer_are_whole_when_backward_reads_them(pool: RankPool) -> None:
     inside = ("blocks.*.attn", "blocks.*.mlp")
     [expected] = pool.run(train_language, 1, "dp=1,microbatch=4", ())
     for losses in pool.run(train_language, 2, "dp=2,zero=3,microbatch=2,recompute=full", inside):
@@ -276,8 +278,10 @@ def test_units_inside_a_recomputed_layer_are_whole_when_backward_reads_them(pool
 
 def num_elements(kind: type[Net], layout: str) -> int:
     """On a rank: how many elements its optimizer updates."""
-    engine = Engine(build(kind), layout, RULE, options=Options(compute=torch.float64, master=torch.float64))
-    return sum(run.size for run in runs_of(engine.parallel, RULE))
+    engine = Engine(
+        build(kind), layout, RULE, options=ParallelOptions(compute_dtype=torch.float64, master_dtype=torch.float64)
+    )
+    return sum(run.size for run in build_flat_segments(engine.parallel, RULE))
 
 
 class Tiny(Net):
@@ -292,6 +296,6 @@ class Tiny(Net):
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_a_rank_may_hold_no_element(pool: Pool, zero: int) -> None:
+def test_a_rank_may_hold_no_element(pool: RankPool, zero: int) -> None:
     check(pool, Tiny, f"dp=4,zero={zero}")
     assert pool.run(num_elements, 4, Tiny, f"dp=4,zero={zero}") == [1, 1, 1, 0]

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from echelon import models
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout, Mesh
-from echelon.layout.placement import Cut, Entry, Placement, units_of
-from echelon.models.attention import Seen
-from echelon.models.tp_splits import split_of
-from echelon.parallel.apply import apply, read_entries
-from echelon.parallel.comm.mesh_axis import Axes
+from echelon.layout.placement import DimSplit, LogicalParam, Placement, group_params
+from echelon.models.attention import AttentionContext
+from echelon.models.tp_splits import get_tp_split
+from echelon.parallel.apply import apply, logical_params
+from echelon.parallel.comm.mesh_axis import MeshAxes
 from echelon.parallel.tp_grid import grid_parallel
-from echelon.rng import Stream, attach
+from echelon.rng import RandomStream, attach_stream
 
 GRIDS = {
     "2d": "tp=4,tp_kind=2d",
@@ -33,67 +33,69 @@ GRIDS = {
 # -- what is divided how ----------------------------------------------------------------------------------------------
 
 
-class Untouched(Axes):
+class Untouched(MeshAxes):
     """The axes of a mesh, without a process group."""
 
-    def _join(self, groups: Any) -> None:
+    def _find_process_group(self, groups: Any) -> None:
         return None
 
 
-def split(model: nn.Module, table: dict[str, str], text: str, rank: int = 0) -> dict[str, Entry]:
+def split(model: nn.Module, table: dict[str, str], text: str, rank: int = 0) -> dict[str, LogicalParam]:
     layout = Layout.parse(text)
-    attach(model, Stream(0))
-    found = grid_parallel.split(model, read_entries(model), table, layout, Untouched(Mesh(layout), rank, []))
+    attach_stream(model, RandomStream(0))
+    found = grid_parallel.apply_grid_parallel(
+        model, logical_params(model), table, layout, Untouched(Mesh(layout), rank, [])
+    )
     return {entry.name: entry for entry in found}
 
 
-def cut(axis: str, dim: int, **more: int) -> Cut:
-    return Cut(axis=axis, dim=dim, parts=more.get("parts", 2), copies=more.get("copies", 1))
+def cut(axis: str, dim: int, **more: int) -> DimSplit:
+    return DimSplit(axis=axis, dim=dim, num_parts=more.get("parts", 2), num_copies=more.get("copies", 1))
 
 
 def test_on_a_square_weights_are_divided_over_both_axes_and_vectors_follow_the_columns() -> None:
     model = models.build(tiny("gpt", layers=1), "meta")
-    entries = split(model, split_of(model), GRIDS["2d"])
+    entries = split(model, get_tp_split(model), GRIDS["2d"])
     weights = {"q": "attn.q", "o": "attn.o", "up": "mlp.up", "down": "mlp.down"}
     for name in weights.values():
-        assert entries[f"blocks.0.{name}.weight"].cuts == (cut("x", 0), cut("y", 1))
-        assert entries[f"blocks.0.{name}.weight"].sum_over == ()
-        assert entries[f"blocks.0.{name}.bias"].cuts == (cut("x", 0),)
-        assert entries[f"blocks.0.{name}.bias"].sum_over == ("z*y",)
-    assert entries["embed.weight"].cuts == (cut("y", 0), cut("x", 1))
-    assert entries["positions.weight"].cuts == (cut("x", 1),)
-    assert entries["blocks.0.norm1.weight"].cuts == (cut("x", 0),)
-    assert entries["blocks.0.norm1.weight"].sum_over == ("z*y",)
+        assert entries[f"blocks.0.{name}.weight"].splits == (cut("x", 0), cut("y", 1))
+        assert entries[f"blocks.0.{name}.weight"].partial_grad_axes == ()
+        assert entries[f"blocks.0.{name}.bias"].splits == (cut("x", 0),)
+        assert entries[f"blocks.0.{name}.bias"].partial_grad_axes == ("z*y",)
+    assert entries["embed.weight"].splits == (cut("y", 0), cut("x", 1))
+    assert entries["positions.weight"].splits == (cut("x", 1),)
+    assert entries["blocks.0.norm1.weight"].splits == (cut("x", 0),)
+    assert entries["blocks.0.norm1.weight"].partial_grad_axes == ("z*y",)
 
 
 def test_layers_of_squares_hold_copies_of_weights() -> None:
     model = models.build(tiny(layers=1), "meta")
-    for name, entry in split(model, split_of(model), GRIDS["2.5d"]).items():
-        assert entry.sum_over == (("z*y",) if "norm" in name else ("z",)), name
+    for name, entry in split(model, get_tp_split(model), GRIDS["2.5d"]).items():
+        assert entry.partial_grad_axes == (("z*y",) if "norm" in name else ("z",)), name
 
 
 def test_on_a_cube_outputs_are_divided_twice_and_x_and_y_change_places_inside_a_region() -> None:
     model = models.build(tiny("gpt", layers=1), "meta")
-    entries = split(model, split_of(model), GRIDS["3d"])
+    entries = split(model, get_tp_split(model), GRIDS["3d"])
     for name in ("attn.q", "mlp.up"):
-        assert entries[f"blocks.0.{name}.weight"].cuts == (cut("y", 0), cut("z", 0), cut("x", 1))
-        assert entries[f"blocks.0.{name}.bias"].cuts == (cut("y", 0),)
-        assert entries[f"blocks.0.{name}.bias"].sum_over == ("z*x",)
+        assert entries[f"blocks.0.{name}.weight"].splits == (cut("y", 0), cut("z", 0), cut("x", 1))
+        assert entries[f"blocks.0.{name}.bias"].splits == (cut("y", 0),)
+        assert entries[f"blocks.0.{name}.bias"].partial_grad_axes == ("z*x",)
     for name in ("attn.o", "mlp.down"):
-        assert entries[f"blocks.0.{name}.weight"].cuts == (cut("x", 0), cut("z", 0), cut("y", 1))
-        assert entries[f"blocks.0.{name}.bias"].cuts == (cut("x", 0),)
-        assert entries[f"blocks.0.{name}.bias"].sum_over == ("z*y",)
-    assert entries["embed.weight"].cuts == (cut("y", 0), cut("z", 0), cut("x", 1))
+        assert entries[f"blocks.0.{name}.weight"].splits == (cut("x", 0), cut("z", 0), cut("y", 1))
+        assert entries[f"blocks.0.{name}.bias"].splits == (cut("x", 0),)
+        assert entries[f"blocks.0.{name}.bias"].partial_grad_axes == ("z*y",)
+    assert entries["embed.weight"].splits == (cut("y", 0), cut("z", 0), cut("x", 1))
     matrices = [entry for name, entry in entries.items() if len(entry.shape) == 2 and name != "positions.weight"]
-    assert not any(entry.sum_over for entry in matrices)
+    assert not any(entry.partial_grad_axes for entry in matrices)
 
 
 @pytest.mark.parametrize(("name", "axis"), [("2d", "x"), ("3d", "y")])
 def test_kv_heads_are_copied_where_the_side_is_a_multiple_of_them(name: str, axis: str) -> None:
     model = models.build(tiny(layers=1, kv_heads=1), "meta")
-    entry = split(model, split_of(model), GRIDS[name])["blocks.0.attn.k.weight"]
-    assert entry.cuts[0] == cut(axis, 0, parts=1, copies=2)
-    assert entry.sum_over == (f"{axis}/2",)
+    entry = split(model, get_tp_split(model), GRIDS[name])["blocks.0.attn.k.weight"]
+    assert entry.splits[0] == cut(axis, 0, parts=1, copies=2)
+    assert entry.partial_grad_axes == (f"{axis}/2",)
 
 
 @pytest.mark.parametrize("name", GRIDS)
@@ -104,11 +106,13 @@ def test_every_element_has_one_owner(name: str, family: str) -> None:
     owned: Counter[str] = Counter()
     for rank in range(layout.world):
         model = models.build(tiny(family, layers=1, width=20, heads=2, kv_heads=1, ffn=9), "meta")
-        entries = split(model, split_of(model), GRIDS[name], rank)
+        entries = split(model, get_tp_split(model), GRIDS[name], rank)
         at = Mesh(layout).coordinates(rank)
-        placement = Placement(units=units_of(list(entries.values()), {}, 1), at={**at, "shard": 0, "replica": 0})
+        placement = Placement(
+            param_groups=group_params(list(entries.values()), {}, 1), coordinates={**at, "shard": 0, "replica": 0}
+        )
         for piece in placement.pieces():
-            owned[piece.entry.name] += sum(b - a for a, b in piece.runs()) if piece.owner else 0
+            owned[piece.param.name] += sum(b - a for a, b in piece.unpadded_runs()) if piece.is_owner else 0
     assert owned == {name: torch.Size(entry.shape).numel() for name, entry in entries.items()}
 
 
@@ -170,13 +174,13 @@ def test_what_cannot_be_divided_is_refused_by_name(change: dict[str, str], words
 def test_heads_that_the_side_does_not_divide_are_refused() -> None:
     model = models.build(tiny(heads=6, kv_heads=3, width=48), "meta")
     with pytest.raises(ValueError, match=r"2 ranks do not divide the 3 heads of blocks.0.attn.k"):
-        split(model, split_of(model), GRIDS["2d"])
+        split(model, get_tp_split(model), GRIDS["2d"])
 
 
 def test_a_tensor_beside_a_regions_input_is_refused() -> None:
     """It may have a row for each sequence, of which a rank has some."""
     model = models.build(tiny(layers=1), "meta")
-    split(model, split_of(model), GRIDS["2d"])
+    split(model, get_tp_split(model), GRIDS["2d"])
     block: Any = model.get_submodule("blocks.0.attn")
     with pytest.raises(ValueError, match=r"blocks.0.attn is given a tensor beside its first argument"):
         block(torch.zeros(1, 2, 8), torch.zeros(1))
@@ -184,15 +188,15 @@ def test_a_tensor_beside_a_regions_input_is_refused() -> None:
 
 def test_products_in_8_bits_are_refused() -> None:
     with pytest.raises(ValueError, match=r"a rank of a grid sees a block .*tp_kind=3d"):
-        grid_parallel.refuse_narrow(Layout.parse(GRIDS["3d"]), "fp8")
-    grid_parallel.refuse_narrow(Layout.parse("tp=2"), "fp8")
-    grid_parallel.refuse_narrow(Layout.parse(GRIDS["3d"]), "same")
+        grid_parallel.check_matmul_precision(Layout.parse(GRIDS["3d"]), "fp8")
+    grid_parallel.check_matmul_precision(Layout.parse("tp=2"), "fp8")
+    grid_parallel.check_matmul_precision(Layout.parse(GRIDS["3d"]), "same")
 
 
 def test_what_sequences_see_is_found_once_for_all_layers() -> None:
     model = models.build(tiny(layers=1), "meta")
-    split(model, split_of(model), GRIDS["2d"], rank=2)
-    seen = Seen(torch.arange(3 * 4).view(3, 4), torch.zeros(3, 4))
+    split(model, get_tp_split(model), GRIDS["2d"], rank=2)
+    seen = AttentionContext(torch.arange(3 * 4).view(3, 4), torch.zeros(3, 4))
     given = []
     attn: Any = model.get_submodule("blocks.0.attn")
     attn.forward = lambda x, seen: given.append(seen)
@@ -227,7 +231,7 @@ def hold(text: str, recompute: str = "none") -> Held:
     layout = Layout.parse(text).replace(recompute=recompute)
     parallel = apply(models.build(SHAPE, "meta", dtype=torch.float64), layout, float64())
     model: Any = parallel.model.train()
-    parallel.stream.samples = torch.arange(BATCH)
+    parallel.rng_stream.samples = torch.arange(BATCH)
     inputs = batch_of(SHAPE, BATCH, LENGTH)
     seen = model.seen(inputs["tokens"])
     x = model.start(inputs["tokens"], seen).detach().requires_grad_()
@@ -245,7 +249,7 @@ def hold(text: str, recompute: str = "none") -> Held:
     saved = sum(kept.values())
     with CountCollectives() as back:
         y.backward(torch.ones_like(y))
-    entries = parallel.placement.entries.values()
+    entries = parallel.placement.params.values()
     shares = {e.name: e.local_numel / torch.Size(e.shape).numel() for e in entries if len(e.shape) == 2}
     return Held(shares, saved, _bytes(there), _bytes(back))
 
@@ -257,7 +261,7 @@ def _bytes(counter: CountCollectives) -> Counter[str]:
     return found
 
 
-def test_a_rank_holds_and_moves_what_the_papers_say(pool: Pool) -> None:
+def test_a_rank_holds_and_moves_what_the_papers_say(pool: RankPool) -> None:
     """A block of width h with a feed-forward part of 4 h, on b sequences of s tokens.
 
     Weights: 1/q^2 of each matrix on a square and on its d layers, 1/p^3 on a cube. Activations: 1/(all ranks) of what
@@ -287,7 +291,7 @@ def test_a_rank_holds_and_moves_what_the_papers_say(pool: Pool) -> None:
                 assert held.backward["broadcast"] == held.backward["reduce"] == moved
 
 
-def test_recompute_ops_keeps_less_and_moves_the_same(pool: Pool) -> None:
+def test_recompute_ops_keeps_less_and_moves_the_same(pool: RankPool) -> None:
     whole, less = (pool.run(hold, 4, GRIDS["2d"], recompute)[0] for recompute in ("none", "ops"))
     assert less.saved < 0.8 * whole.saved
     assert (less.forward, less.backward) == (whole.forward, whole.backward)
@@ -303,14 +307,14 @@ def text_logits(layout: str) -> tuple[Tensor, float | None]:
     tokens = batch_of(shape, 1, 7)["tokens"]
     engine.model.eval()
     with torch.no_grad(), engine.outside_gathered():
-        found = engine.logits(tokens, shape.vocab)
+        found = engine.next_token_logits(tokens, shape.vocab)
     return found, engine.evaluate(engine.microbatches(batch_of(shape, 4 * Layout.parse(layout).dp, seed=3)))
 
 
 @pytest.mark.parametrize(
     "layout", [GRIDS["2d"], GRIDS["3d"], f"{GRIDS['2d']},pp=2,accumulate=1", f"dp=2,{GRIDS['2d']},zero=3"]
 )
-def test_text_and_evaluation_are_those_of_one_device(pool: Pool, layout: str) -> None:
+def test_text_and_evaluation_are_those_of_one_device(pool: RankPool, layout: str) -> None:
     shape = tiny(dropout=0.1)
     model: Any = one_device(shape).eval()
     with torch.no_grad():

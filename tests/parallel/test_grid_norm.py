@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout, Mesh
-from echelon.parallel.comm.mesh_axis import Axes
-from echelon.parallel.tp_grid.grid_norm import Columns, GridLayerNorm, GridRMSNorm, GridStreamNorm
+from echelon.parallel.comm.mesh_axis import MeshAxes
+from echelon.parallel.tp_grid.grid_norm import ColumnShards, GridLayerNorm, GridRMSNorm, GridStreamNorm
 
 TOKENS, EPSILON = (2, 3), 1e-5
 
@@ -23,16 +23,18 @@ def numbers(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def part(x: Tensor, columns: Columns) -> Tensor:
+def part(x: Tensor, columns: ColumnShards) -> Tensor:
     """This rank's columns, padded with zeros."""
-    padded = F.pad(x, (0, columns.here * columns.axis.size - columns.width))
-    return padded[..., columns.axis.index * columns.here : (columns.axis.index + 1) * columns.here].clone()
+    padded = F.pad(x, (0, columns.padded_width * columns.axis.size - columns.width))
+    return padded[
+        ..., columns.axis.index * columns.padded_width : (columns.axis.index + 1) * columns.padded_width
+    ].clone()
 
 
 def compare(kind: str, width: int, offset: float, remake: bool) -> dict[str, float]:
     """On a rank: a norm of each kind there and back, against torch's on the whole."""
-    axis = Axes(Mesh(Layout.parse(f"tp={dist.get_world_size()}")), dist.get_rank(), ["tp"])["tp"]
-    columns = Columns(axis, width)
+    axis = MeshAxes(Mesh(Layout.parse(f"tp={dist.get_world_size()}")), dist.get_rank(), ["tp"])["tp"]
+    columns = ColumnShards(axis, width)
     x = (numbers(*TOKENS, width, seed=0) + offset).requires_grad_()
     weight, bias = numbers(width, seed=1).requires_grad_(), numbers(width, seed=2).requires_grad_()
     whole: dict[str, Callable[[], Tensor]] = {
@@ -69,7 +71,7 @@ def compare(kind: str, width: int, offset: float, remake: bool) -> dict[str, flo
 @pytest.mark.parametrize(
     ("width", "offset", "bound"), [(6, 0.0, 1e-12), (7, 0.0, 1e-12), (4, 0.0, 1e-12), (7, 1e6, 1e-7)]
 )
-def test_a_norm_is_that_of_all_columns(pool: Pool, kind: str, width: int, offset: float, bound: float) -> None:
+def test_a_norm_is_that_of_all_columns(pool: RankPool, kind: str, width: int, offset: float, bound: float) -> None:
     """Of three ranks the last has one real column of seven, and none of four. An offset of 1e6 leaves ten digits."""
     for found in pool.run(compare, 3, kind, width, offset, width == 7):
         assert {"out", "x"} <= found.keys()

@@ -13,16 +13,16 @@ from counting import CountCollectives
 from torch import Tensor
 from torch.nn import functional as F
 
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout, Mesh
-from echelon.layout.placement import Cut, Entry
-from echelon.parallel.comm.mesh_axis import Axes, Axis
-from echelon.parallel.tp_grid.grid_activations import Side
-from echelon.parallel.tp_grid.grid_linear import multiply
-from echelon.parallel.tp_grid.grid_parallel import AXES
+from echelon.layout.placement import DimSplit, LogicalParam
+from echelon.parallel.comm.mesh_axis import MeshAxes, MeshAxis
+from echelon.parallel.tp_grid.grid_activations import ActivationSharding
+from echelon.parallel.tp_grid.grid_linear import grid_matmul
+from echelon.parallel.tp_grid.grid_parallel import GRID_AXES
 from echelon.parallel.tp_grid.grid_vocab import GridEmbedding
-from echelon.parallel.tp_grid.matmul_3d import Cube
-from echelon.parallel.tp_grid.summa import Summa
+from echelon.parallel.tp_grid.matmul_3d import Grid3D
+from echelon.parallel.tp_grid.summa import SummaGrid
 
 GRIDS = {"2d": ("tp=4,tp_kind=2d", 2, 1), "2.5d": ("tp=8,tp_kind=2.5d,depth=2", 2, 2), "3d": ("tp=8,tp_kind=3d", 2, 2)}
 """layout, side and layers"""
@@ -38,32 +38,32 @@ BYTES = 8
 class Kind:
     """A grid, from one of its ranks."""
 
-    axes: Axes
-    grid: Summa | Cube
+    axes: MeshAxes
+    grid: SummaGrid | Grid3D
 
     @classmethod
     def of(cls, layout: str) -> Kind:
-        axes = Axes(Mesh(Layout.parse(layout)), dist.get_rank(), AXES)
-        return cls(axes, Cube(axes) if "3d" in layout else Summa(axes))
+        axes = MeshAxes(Mesh(Layout.parse(layout)), dist.get_rank(), GRID_AXES)
+        return cls(axes, Grid3D(axes) if "3d" in layout else SummaGrid(axes))
 
-    def block(self, whole: Tensor, cuts: Sequence[Cut]) -> Tensor:
+    def block(self, whole: Tensor, cuts: Sequence[DimSplit]) -> Tensor:
         """This rank's part of a weight, padded with zeros."""
-        entry = Entry(name="", names=(), shape=tuple(whole.shape), cuts=tuple(cuts))
-        part = whole[tuple(slice(low, high) for low, high in entry.box(self.axes.at))]
+        entry = LogicalParam(name="", names=(), shape=tuple(whole.shape), splits=tuple(cuts))
+        part = whole[tuple(slice(low, high) for low, high in entry.box(self.axes.coordinates))]
         found = whole.new_zeros(entry.local_shape)
         found[tuple(slice(0, size) for size in part.shape)] = part
         return found
 
-    def outputs(self, side: Side) -> Cut:
-        return Cut(axis=side.columns.name, dim=0, parts=side.columns.size)
+    def outputs(self, side: ActivationSharding) -> DimSplit:
+        return DimSplit(axis=side.column_axis.name, dim=0, num_parts=side.column_axis.size)
 
 
-def mine(x: Tensor, side: Side) -> Tensor:
+def mine(x: Tensor, side: ActivationSharding) -> Tensor:
     """This rank's part of activations, padded with zeros."""
-    width = -(-x.shape[-1] // side.columns.size)
-    rows = side.cut(x, 0)
-    padded = F.pad(rows, (0, width * side.columns.size - x.shape[-1]))
-    return padded[..., side.columns.index * width : (side.columns.index + 1) * width].clone()
+    width = -(-x.shape[-1] // side.column_axis.size)
+    rows = side.local_sequences(x, 0)
+    padded = F.pad(rows, (0, width * side.column_axis.size - x.shape[-1]))
+    return padded[..., side.column_axis.index * width : (side.column_axis.index + 1) * width].clone()
 
 
 def numbers(*shape: int, seed: int) -> Tensor:
@@ -96,7 +96,7 @@ def product(layout: str, sizes: tuple[int, int, int, tuple[int, ...]], *, leaves
     kind = Kind.of(layout)
     batch, length, inputs, outputs = sizes
     grid = kind.grid
-    source, target = (grid.region, grid.stream) if leaves else (grid.stream, grid.region)
+    source, target = (grid.region, grid.residual) if leaves else (grid.residual, grid.region)
     x = numbers(batch, length, inputs, seed=0).requires_grad_()
     weights = [numbers(size, inputs, seed=i + 1).requires_grad_() for i, size in enumerate(outputs)]
     ys = [F.linear(x, weight) for weight in weights]
@@ -105,9 +105,11 @@ def product(layout: str, sizes: tuple[int, int, int, tuple[int, ...]], *, leaves
     cuts = grid.table_cuts() if head else grid.weight_cuts(kind.outputs(target), source)
     here = mine(x.detach(), source).requires_grad_()
     blocks = [kind.block(weight.detach(), cuts).requires_grad_() for weight in weights]
-    columns = [-(-size // target.columns.size) for size in outputs]
+    columns = [-(-size // target.column_axis.size) for size in outputs]
     with CountCollectives() as there:
-        found = multiply(here, blocks, grid.head() if head else grid.product(source, target), columns, here.shape[-1])
+        found = grid_matmul(
+            here, blocks, grid.head_matmul() if head else grid.matmul(source, target), columns, here.shape[-1]
+        )
     with CountCollectives() as back:
         torch.autograd.backward(found, [mine(dy, target) for dy in above])
     errors = {f"y{i}": error(y, mine(ys[i].detach(), target)) for i, y in enumerate(found)}
@@ -116,7 +118,7 @@ def product(layout: str, sizes: tuple[int, int, int, tuple[int, ...]], *, leaves
     for i, (block, weight) in enumerate(zip(blocks, weights, strict=True)):
         assert block.grad is not None
         assert weight.grad is not None
-        for axis in grid.copied:  # as the engine does once a step
+        for axis in grid.replicated_axes:  # as the engine does once a step
             kind.axes[axis].all_reduce(block.grad)
         errors[f"dw{i}"] = error(block.grad, kind.block(weight.grad, cuts))
     return Found(errors, bytes_of(there), bytes_of(back))
@@ -125,14 +127,14 @@ def product(layout: str, sizes: tuple[int, int, int, tuple[int, ...]], *, leaves
 @pytest.mark.parametrize("leaves", [False, True], ids=["into a region", "out of it"])
 @pytest.mark.parametrize("sizes", [EVEN, ODD], ids=["even", "padded"])
 @pytest.mark.parametrize("name", LARGER)
-def test_a_product_is_that_of_the_whole(pool: Pool, name: str, sizes: tuple[int, ...], leaves: bool) -> None:
+def test_a_product_is_that_of_the_whole(pool: RankPool, name: str, sizes: tuple[int, ...], leaves: bool) -> None:
     layout = LARGER[name]
     for found in pool.run(product, Layout.parse(layout).world, layout, sizes, leaves=leaves, head=False):
         assert max(found.errors.values()) < 1e-12, found.errors
 
 
 @pytest.mark.parametrize("name", GRIDS)
-def test_a_product_moves_what_the_paper_says(pool: Pool, name: str) -> None:
+def test_a_product_moves_what_the_paper_says(pool: RankPool, name: str) -> None:
     """X of b s x h, W of h x k, on q x q x d ranks, or on p x p x p.
 
     Optimus and Tesseract: q broadcasts each of the blocks X/(d q^2) and W/q^2 forward. Backward, those of W and as many
@@ -155,7 +157,7 @@ def test_a_product_moves_what_the_paper_says(pool: Pool, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LARGER)
-def test_a_head_is_that_of_the_whole(pool: Pool, name: str) -> None:
+def test_a_head_is_that_of_the_whole(pool: RankPool, name: str) -> None:
     layout = LARGER[name]
     for found in pool.run(product, Layout.parse(layout).world, layout, (5, 3, 7, (9,)), leaves=False, head=True):
         assert max(found.errors.values()) < 1e-12, found.errors
@@ -172,16 +174,16 @@ def look_up(layout: str, batch: int, size: int, width: int) -> dict[str, float]:
     whole.backward(above)
     assert table.grad is not None
     block = torch.nn.Parameter(kind.block(table.detach(), kind.grid.table_cuts()))
-    rows = -(-size // kind.grid.region.columns.size)
-    module = GridEmbedding(block, kind.grid.look_up(rows), size, None)  # type: ignore[arg-type]
+    rows = -(-size // kind.grid.region.column_axis.size)
+    module = GridEmbedding(block, kind.grid.lookup(rows), size, None)  # type: ignore[arg-type]
     found = module(ids)
-    found.backward(mine(above, kind.grid.stream))
+    found.backward(mine(above, kind.grid.residual))
     assert block.grad is not None
-    for axis in kind.grid.copied:
+    for axis in kind.grid.replicated_axes:
         kind.axes[axis].all_reduce(block.grad)
     out = whole.detach().clone()
-    here = mine(out, kind.grid.stream)
-    real = min(max(batch - kind.grid.stream.rows.index * len(here), 0), len(here))  # padding looks up token 0
+    here = mine(out, kind.grid.residual)
+    real = min(max(batch - kind.grid.residual.batch_axis.index * len(here), 0), len(here))  # padding looks up token 0
     return {
         "out": error(found[:real], here[:real]),
         "table": error(block.grad, kind.block(table.grad, kind.grid.table_cuts())),
@@ -190,7 +192,7 @@ def look_up(layout: str, batch: int, size: int, width: int) -> dict[str, float]:
 
 @pytest.mark.parametrize(("batch", "size", "width"), [(4, 8, 4), (5, 257, 7), (1, 3, 5)])
 @pytest.mark.parametrize("name", LARGER)
-def test_a_look_up_is_that_of_the_whole(pool: Pool, name: str, batch: int, size: int, width: int) -> None:
+def test_a_look_up_is_that_of_the_whole(pool: RankPool, name: str, batch: int, size: int, width: int) -> None:
     layout = LARGER[name]
     for found in pool.run(look_up, Layout.parse(layout).world, layout, batch, size, width):
         assert max(found.values()) < 1e-12, found
@@ -199,7 +201,7 @@ def test_a_look_up_is_that_of_the_whole(pool: Pool, name: str, batch: int, size:
 def wrong_id(layout: str, token: int) -> str:
     kind = Kind.of(layout)
     block = torch.nn.Parameter(kind.block(numbers(5, 4, seed=1), kind.grid.table_cuts()))
-    module = GridEmbedding(block, kind.grid.look_up(3), 5, None)  # type: ignore[arg-type]
+    module = GridEmbedding(block, kind.grid.lookup(3), 5, None)  # type: ignore[arg-type]
     try:
         module(torch.full((4, 2), token))
     except IndexError as problem:
@@ -208,14 +210,16 @@ def wrong_id(layout: str, token: int) -> str:
 
 
 @pytest.mark.parametrize("token", [5, -1])
-def test_an_id_that_is_no_token_is_an_error(pool: Pool, token: int) -> None:
+def test_an_id_that_is_no_token_is_an_error(pool: RankPool, token: int) -> None:
     """On one device the look-up fails, and padding must not hide it: 5 is a padded row."""
     assert all(pool.run(wrong_id, 4, "tp=4,tp_kind=2d", token))
 
 
 def test_rows_that_do_not_divide_are_padded_at_the_end() -> None:
-    side = Side(Axis("rows", range(4), 2, None, frozenset()), Axis("columns", range(1), 0, None, frozenset()))
+    side = ActivationSharding(
+        MeshAxis("rows", range(4), 2, None, frozenset()), MeshAxis("columns", range(1), 0, None, frozenset())
+    )
     x = torch.arange(10).view(5, 2)
-    assert side.rows_here(5) == 2
-    assert side.cut(x, -1).tolist() == [[8, 9], [-1, -1]]
-    assert side.index(2, 5, x.device).tolist() == [4, 4]
+    assert side.local_batch(5) == 2
+    assert side.local_sequences(x, -1).tolist() == [[8, 9], [-1, -1]]
+    assert side.sequence_index(2, 5, x.device).tolist() == [4, 4]

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 import echelon as ec
 from echelon.config.sections import OptimizerConfig
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
-from echelon.parallel.apply import Options
+from echelon.parallel.apply import ParallelOptions
 from echelon.training.engine import Engine
 
 WIDTH, ROWS, STEPS = 6, 12, 3
@@ -114,18 +114,18 @@ def batch(step: int) -> dict[str, Tensor]:
 def train(kind: type[Plain], layout: str, lazy: bool = False) -> tuple[list[float], list[Tensor], list[bool]]:
     """On a rank: losses and norms, the shards, which products were made in place."""
     Direct.places.clear()
-    options = Options(compute=torch.float64, master=torch.float64)
+    options = ParallelOptions(compute_dtype=torch.float64, master_dtype=torch.float64)
     engine = Engine(build(kind), layout, RULE, clip=1.0, options=options)
-    for unit in engine.parallel.flat.units:
+    for unit in engine.parallel.sharded_model.param_groups:
         if lazy:
-            unit.lazy = True
-            unit.free_gradients()
+            unit.lazy_grads = True
+            unit.free_grads()
     told = []
     for step in range(STEPS):
         result = engine.step(batch(step))
         told += [result.loss, result.norm]
-        assert all((unit.gradients is None) or not lazy for unit in engine.parallel.flat.units)
-    shards = [unit.master.values().clone() for unit in engine.parallel.flat.units]
+        assert all((unit.grad_buffer is None) or not lazy for unit in engine.parallel.sharded_model.param_groups)
+    shards = [unit.master.values().clone() for unit in engine.parallel.sharded_model.param_groups]
     return told, shards, list(Direct.places)
 
 
@@ -138,7 +138,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_step_is_that_of_plain_autograd(pool: Pool, layout: str) -> None:
+def test_a_step_is_that_of_plain_autograd(pool: RankPool, layout: str) -> None:
     world = Layout.parse(layout).world
     for lazy in (False, True):
         both = zip(pool.run(train, world, Plain, layout), pool.run(train, world, Direct, layout, lazy), strict=True)
@@ -158,7 +158,9 @@ def test_the_first_gradient_of_a_step_is_made_in_its_place() -> None:
 
 
 def test_versions_grow_when_values_change() -> None:
-    engine = Engine(build(Direct), "dp=1", RULE, options=Options(compute=torch.float64, master=torch.float64))
+    engine = Engine(
+        build(Direct), "dp=1", RULE, options=ParallelOptions(compute_dtype=torch.float64, master_dtype=torch.float64)
+    )
     home = engine.model.embed.weight.home
     before = home.version
     engine.step(batch(0))
@@ -168,9 +170,11 @@ def test_versions_grow_when_values_change() -> None:
 
 def test_a_model_outlives_its_engine() -> None:
     """Homes do not keep the units; without them gradients are where autograd puts them."""
-    engine = Engine(build(Direct), "dp=1", RULE, options=Options(compute=torch.float64, master=torch.float64))
+    engine = Engine(
+        build(Direct), "dp=1", RULE, options=ParallelOptions(compute_dtype=torch.float64, master_dtype=torch.float64)
+    )
     engine.step(batch(0))
-    model, gone = engine.model, weakref.ref(engine.parallel.flat)
+    model, gone = engine.model, weakref.ref(engine.parallel.sharded_model)
     del engine
     gc.collect()
     assert gone() is None
@@ -197,7 +201,7 @@ def wrapped(kind: type[Plain], layout: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("layout", ["dp=1", "dp=2", "dp=2,zero=3"])
-def test_in_a_loop_of_ones_own(pool: Pool, layout: str) -> None:
+def test_in_a_loop_of_ones_own(pool: RankPool, layout: str) -> None:
     world = Layout.parse(layout).world
     for plain, direct in zip(*(pool.run(wrapped, world, kind, layout) for kind in (Plain, Direct)), strict=True):
         for name, value in plain.items():

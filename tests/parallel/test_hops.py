@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from echelon.moe.routing import by_token
-from echelon.moe.token_permutation import Sorted
-from echelon.parallel.comm.mesh_axis import Axis
-from echelon.parallel.ep.hierarchical_all_to_all import Hops
+from echelon.moe.routing import token_choice_routing
+from echelon.moe.token_permutation import TokenPermutation
+from echelon.parallel.comm.mesh_axis import MeshAxis
+from echelon.parallel.ep.hierarchical_all_to_all import HierarchicalAllToAll
 
 NODES, INNER, EXPERTS, K = 3, 2, 12, 4
 
 
-def hops(rank: int) -> Hops:
-    far = Axis("far", [place * INNER + rank % INNER for place in range(NODES)], rank, None, frozenset())
-    near = Axis("near", [rank // INNER * INNER + place for place in range(INNER)], rank, None, frozenset())
-    return Hops(far, near, etp=1, experts=EXPERTS)
+def hops(rank: int) -> HierarchicalAllToAll:
+    far = MeshAxis("far", [place * INNER + rank % INNER for place in range(NODES)], rank, None, frozenset())
+    near = MeshAxis("near", [rank // INNER * INNER + place for place in range(INNER)], rank, None, frozenset())
+    return HierarchicalAllToAll(far, near, etp=1, experts=EXPERTS)
 
 
 def choices(rank: int) -> torch.Tensor:
@@ -27,8 +27,8 @@ def choices(rank: int) -> torch.Tensor:
 
 def test_a_token_crosses_to_a_node_once() -> None:
     experts = choices(0)
-    routing = by_token(experts, torch.ones(experts.shape), torch.zeros(1), EXPERTS)
-    found = hops(0).to_nodes(routing)
+    routing = token_choice_routing(experts, torch.ones(experts.shape), torch.zeros(1), EXPERTS)
+    found = hops(0).sort_by_node(routing)
     pairs = {(token, node) for token, each in enumerate((experts[0] // 4).tolist()) for node in each if node < NODES}
     used = int(found.counts.sum())
     rows = [(token, node) for node, count in enumerate(found.counts.tolist()) for token in [node] * count]
@@ -41,17 +41,17 @@ def test_tables_follow_from_everyones_counts() -> None:
     """What a rank hands on inside its node is what all ranks of its place sent there."""
     counts, to_nodes = [], []
     for rank in range(NODES * INNER):
-        routing = by_token(choices(rank), torch.ones(1, 9, K), torch.zeros(1), EXPERTS)
-        counts.append(Sorted.of(routing).counts)
-        to_nodes.append(hops(rank).to_nodes(routing).counts)
+        routing = token_choice_routing(choices(rank), torch.ones(1, 9, K), torch.zeros(1), EXPERTS)
+        counts.append(TokenPermutation.from_routing(routing).counts)
+        to_nodes.append(hops(rank).sort_by_node(routing).counts)
     census = torch.stack([torch.cat(both) for both in zip(counts, to_nodes, strict=True)])
     fullest = 0
     for rank in range(NODES * INNER):
-        far, near = hops(rank).tables(census)
+        far, near = hops(rank).token_counts(census)
         node, place = divmod(rank, INNER)
         assert far.tolist() == [to_nodes[sender * INNER + place].tolist() for sender in range(NODES)]
         for other in range(INNER):
             arrived = sum(counts[sender * INNER + other][node * 4 : node * 4 + 4] for sender in range(NODES))
             assert near[other].tolist() == arrived.tolist()
         fullest = max(fullest, int(far[:, node].sum()), int(near[:, place * 2 : place * 2 + 2].sum()))
-    assert hops(0).most(census) == fullest
+    assert hops(0).max_received(census) == fullest

@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout, Mesh
-from echelon.parallel.comm.mesh_axis import Axes, Axis
+from echelon.parallel.comm.mesh_axis import MeshAxes, MeshAxis
 from echelon.parallel.tp import tp_collectives
 
 BATCH, WIDTH, STEP = 2, 2, 1e-3
 
 
-def tp_axis() -> Axis:
-    return Axes(Mesh(Layout.parse(f"tp={dist.get_world_size()}")), dist.get_rank(), ["tp"])["tp"]
+def tp_axis() -> MeshAxis:
+    return MeshAxes(Mesh(Layout.parse(f"tp={dist.get_world_size()}")), dist.get_rank(), ["tp"])["tp"]
 
 
 def numbers(*shape: int, seed: int) -> Tensor:
@@ -59,18 +59,18 @@ def own_gradient(loss: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, T
 
 def gather_gradients(length: int) -> tuple[Tensor, Tensor]:
     axis, rank = tp_axis(), dist.get_rank()
-    boundary = tp_collectives.Sliced(axis)
+    boundary = tp_collectives.SequenceParallelBoundary(axis)
     boundary.length = length
     weight = numbers(BATCH, length, WIDTH, seed=100 + rank)
-    x = numbers(BATCH, tp_collectives.slice_length(length, axis), WIDTH, seed=rank)
+    x = numbers(BATCH, tp_collectives.positions_per_rank(length, axis), WIDTH, seed=rank)
     # Squared, so that a gradient depends on where it is taken.
     return own_gradient(lambda value: (boundary.enter(value).square() * weight).sum(), x)
 
 
 def scatter_gradients(length: int) -> tuple[Tensor, Tensor]:
     axis, rank = tp_axis(), dist.get_rank()
-    boundary = tp_collectives.Sliced(axis)
-    weight = numbers(BATCH, tp_collectives.slice_length(length, axis), WIDTH, seed=100 + rank)
+    boundary = tp_collectives.SequenceParallelBoundary(axis)
+    weight = numbers(BATCH, tp_collectives.positions_per_rank(length, axis), WIDTH, seed=100 + rank)
     return own_gradient(
         lambda value: (boundary.leave(value).square() * weight).sum(), numbers(BATCH, length, WIDTH, seed=rank)
     )
@@ -82,7 +82,7 @@ ODD = [(2, 4), (2, 5), (2, 1), (3, 3), (3, 5), (3, 7), (3, 2)]
 @pytest.mark.parametrize(("world", "length"), ODD)
 @pytest.mark.parametrize("side", [gather_gradients, scatter_gradients], ids=["gather", "scatter"])
 def test_gradients_are_those_of_finite_differences(
-    pool: Pool, side: Callable[[int], tuple[Tensor, Tensor]], world: int, length: int
+    pool: RankPool, side: Callable[[int], tuple[Tensor, Tensor]], world: int, length: int
 ) -> None:
     for by_autograd, by_differences in pool.run(side, world, length):
         torch.testing.assert_close(by_autograd, by_differences, rtol=1e-7, atol=1e-7)
@@ -91,7 +91,7 @@ def test_gradients_are_those_of_finite_differences(
 def inner_products(length: int) -> tuple[float, float]:
     """On a rank: <gather x, y> and <x, scatter y>, summed over ranks; x is sliced, y whole."""
     axis, rank = tp_axis(), dist.get_rank()
-    x = numbers(BATCH, tp_collectives.slice_length(length, axis), WIDTH, seed=rank)
+    x = numbers(BATCH, tp_collectives.positions_per_rank(length, axis), WIDTH, seed=rank)
     y = numbers(BATCH, length, WIDTH, seed=50 + rank)
     whole = tp_collectives.all_gather_sequence(x, axis, length)
     part = tp_collectives.reduce_scatter_sequence(y, axis)
@@ -99,7 +99,7 @@ def inner_products(length: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(("world", "length"), ODD)
-def test_gather_and_scatter_are_each_others_transpose(pool: Pool, world: int, length: int) -> None:
+def test_gather_and_scatter_are_each_others_transpose(pool: RankPool, world: int, length: int) -> None:
     for left, right in pool.run(inner_products, world, length):
         assert left == pytest.approx(right, rel=1e-12)
 
@@ -108,12 +108,12 @@ def through_and_back(length: int) -> tuple[Tensor, Tensor, Tensor]:
     """On a rank: a sequence that every rank holds; its slice, padded; the slices gathered."""
     axis = tp_axis()
     x = numbers(BATCH, length, WIDTH, seed=1)
-    part = tp_collectives.own_slice(x, axis)
+    part = tp_collectives.local_sequence_slice(x, axis)
     return x, part, tp_collectives.all_gather_sequence(part, axis, length)
 
 
 @pytest.mark.parametrize(("world", "length"), ODD)
-def test_slices_gathered_are_the_sequence(pool: Pool, world: int, length: int) -> None:
+def test_slices_gathered_are_the_sequence(pool: RankPool, world: int, length: int) -> None:
     for rank, (x, part, whole) in enumerate(pool.run(through_and_back, world, length)):
         assert torch.equal(whole, x)
         size = -(-length // world)
@@ -124,10 +124,10 @@ def test_slices_gathered_are_the_sequence(pool: Pool, world: int, length: int) -
 def scattered(length: int) -> tuple[Tensor, Tensor]:
     axis, rank = tp_axis(), dist.get_rank()
     x = numbers(BATCH, length, WIDTH, seed=rank)
-    return x, tp_collectives.Sliced(axis).leave(x.clone())
+    return x, tp_collectives.SequenceParallelBoundary(axis).leave(x.clone())
 
 
-def test_leaving_a_region_sums_over_ranks_and_pads_with_zeros(pool: Pool) -> None:
+def test_leaving_a_region_sums_over_ranks_and_pads_with_zeros(pool: RankPool) -> None:
     found = pool.run(scattered, 3, 7)
     total = sum(x for x, _ in found)
     padded = torch.cat([total, torch.zeros(BATCH, 2, WIDTH, dtype=torch.float64)], dim=1)
@@ -137,7 +137,7 @@ def test_leaving_a_region_sums_over_ranks_and_pads_with_zeros(pool: Pool) -> Non
 def whole_region() -> tuple[Tensor, Tensor, Tensor]:
     """On a rank: enter, multiply by this rank's factor, leave. (output, gradient of x, gradient of the factor)."""
     axis, rank = tp_axis(), dist.get_rank()
-    boundary = tp_collectives.Whole(axis)
+    boundary = tp_collectives.FullSequenceBoundary(axis)
     x = numbers(BATCH, 3, WIDTH, seed=1).requires_grad_()
     factor = torch.tensor(rank + 2.0, dtype=torch.float64, requires_grad=True)
     out = boundary.leave(boundary.enter(x) * factor)
@@ -148,7 +148,7 @@ def whole_region() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_plain_region_sums_forward_where_it_ends_and_backward_where_it_begins(pool: Pool, world: int) -> None:
+def test_a_plain_region_sums_forward_where_it_ends_and_backward_where_it_begins(pool: RankPool, world: int) -> None:
     x, weight = numbers(BATCH, 3, WIDTH, seed=1), numbers(BATCH, 3, WIDTH, seed=2)
     factors = sum(rank + 2.0 for rank in range(world))
     for out, of_x, of_factor in pool.run(whole_region, world):

@@ -13,17 +13,17 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from echelon import models
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout, Mesh
 from echelon.models import model_config
-from echelon.models.attention import Core, Seen
+from echelon.models.attention import AttentionContext, CoreAttention
 from echelon.models.model_config import ModelConfig
-from echelon.parallel.comm.mesh_axis import Axes
-from echelon.parallel.cp.block_attention import Marks
-from echelon.parallel.cp.ring_attention import Ring
-from echelon.parallel.cp.zigzag import Zigzag
+from echelon.parallel.comm.mesh_axis import MeshAxes
+from echelon.parallel.cp.block_attention import MaskSpec
+from echelon.parallel.cp.ring_attention import RingAttention
+from echelon.parallel.cp.zigzag import ZigzagOrder
 from echelon.training.engine import Engine
-from echelon.verification.verify_case import Case
+from echelon.verification.verify_case import VerifyCase
 
 HEADS, KV_HEADS, HEAD_DIM, LENGTH = 4, 2, 8, 48
 
@@ -51,9 +51,9 @@ def ring_self_attention(q: Tensor, k: Tensor, v: Tensor, places: Tensor, ranks: 
 def attend_around(ranks: int) -> tuple[float, float]:
     """On a rank: the largest difference from the algorithm above, of results and of gradients."""
     rank = dist.get_rank()
-    axes = Axes(Mesh(Layout(cp=ranks)), rank, ["cp"])
-    order = Zigzag(ranks, 1, LENGTH)
-    places = torch.tensor([order.places(r) for r in range(ranks)])
+    axes = MeshAxes(Mesh(Layout(cp=ranks)), rank, ["cp"])
+    order = ZigzagOrder(ranks, 1, LENGTH)
+    places = torch.tensor([order.rank_positions(r) for r in range(ranks)])
     source = torch.Generator().manual_seed(3)
     whole = [
         torch.randn(2, heads, LENGTH, HEAD_DIM, generator=source, dtype=torch.float64).requires_grad_()
@@ -64,37 +64,37 @@ def attend_around(ranks: int) -> tuple[float, float]:
     total = sum((out * weight[:, :, places[r]]).sum() for r, out in enumerate(wanted))
     expected = torch.autograd.grad(total, whole)
     mine = [x.detach()[:, :, places[rank]].requires_grad_() for x in whole]
-    ring = Ring(axes["cp"], order, causal=True, device=torch.device("cpu"))
-    out = ring.attend(*mine, Marks(places=places[rank], length=LENGTH, documents=None))
+    ring = RingAttention(axes["cp"], order, causal=True, device=torch.device("cpu"))
+    out = ring.attend(*mine, MaskSpec(query_positions=places[rank], length=LENGTH, documents=None))
     found = torch.autograd.grad((out * weight[:, :, places[rank]]).sum(), mine)
     errors = [(a - b[:, :, places[rank]]).abs().max() for a, b in zip(found, expected, strict=True)]
     return float((out - wanted[rank]).abs().max()), float(max(errors))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_the_flash_form_equals_the_ring_self_attention_of_2021(pool: Pool, ranks: int) -> None:
+def test_the_flash_form_equals_the_ring_self_attention_of_2021(pool: RankPool, ranks: int) -> None:
     for errors in pool.run(attend_around, ranks, ranks):
         assert max(errors) < 1e-12
 
 
 def send_short_types(ranks: int) -> Counter[tuple[str, int]]:
     """On a rank: how many messages of how many bytes an attention of bfloat16 sends, forward and backward."""
-    axes = Axes(Mesh(Layout(cp=ranks)), dist.get_rank(), ["cp"])
-    order = Zigzag(ranks, 1, LENGTH)
-    places = torch.tensor(order.places(dist.get_rank()))
+    axes = MeshAxes(Mesh(Layout(cp=ranks)), dist.get_rank(), ["cp"])
+    order = ZigzagOrder(ranks, 1, LENGTH)
+    places = torch.tensor(order.rank_positions(dist.get_rank()))
     q, k, v = (
         torch.ones(1, heads, len(places), HEAD_DIM, dtype=torch.bfloat16, requires_grad=True)
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
     with CountCollectives() as counter:
-        ring = Ring(axes["cp"], order, causal=True, device=torch.device("cpu"))
-        out = ring.attend(q, k, v, Marks(places=places, length=LENGTH, documents=None))
+        ring = RingAttention(axes["cp"], order, causal=True, device=torch.device("cpu"))
+        out = ring.attend(q, k, v, MaskSpec(query_positions=places, length=LENGTH, documents=None))
         out.sum().backward()
     assert out.dtype == k.grad.dtype == torch.bfloat16
     return Counter({(kind, size): n for (kind, _, size), n in counter.seen.items()})
 
 
-def test_what_is_sent(pool: Pool) -> None:
+def test_what_is_sent(pool: RankPool) -> None:
     """Keys and values twice around; gradients home once, of half of the keys where only these were seen."""
     size = 2 * LENGTH // 3 * 2 * KV_HEADS * HEAD_DIM
     for rank, sent in enumerate(pool.run(send_short_types, 3, 3)):
@@ -109,15 +109,15 @@ def kept_bytes(model: ModelConfig, text: str, length: int) -> int:
     layout = Layout.parse(text)
     engine = Engine(models.build(replace(model, max_seq_len=length), "meta"), layout)
     seen: dict[int, int] = {}
-    own = {unit.full.untyped_storage().data_ptr() for unit in engine.parallel.flat.units}
+    own = {unit.unsharded_param.untyped_storage().data_ptr() for unit in engine.parallel.sharded_model.param_groups}
 
     def pack(x: Tensor) -> Tensor:
         seen[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
-    batch = Case(model=model, seq_len=length).batch(0, 1)
-    context = engine.parallel.context
-    inputs = {"tokens": batch["tokens"]} if context is None else context.cut({"tokens": batch["tokens"]})
+    batch = VerifyCase(model=model, seq_len=length).batch(0, 1)
+    context = engine.parallel.cp_context
+    inputs = {"tokens": batch["tokens"]} if context is None else context.shard_inputs({"tokens": batch["tokens"]})
     with saved_tensors_hooks(pack, lambda x: x):
         hidden = engine.model.hidden(**inputs)
     assert hidden.requires_grad
@@ -125,8 +125,8 @@ def kept_bytes(model: ModelConfig, text: str, length: int) -> int:
 
 
 @pytest.mark.parametrize("kind", ["ring", "gather", "ulysses"])
-def test_what_is_kept_falls_with_the_ranks(pool: Pool, kind: str) -> None:
-    model = replace(model_config.find("llama-tiny"), layers=2, kv_heads=4)
+def test_what_is_kept_falls_with_the_ranks(pool: RankPool, kind: str) -> None:
+    model = replace(model_config.find_model("llama-tiny"), layers=2, kv_heads=4)
     length = 512
     one = pool.run(kept_bytes, 1, model, "dp=1", length)[0]
     two, four = (max(pool.run(kept_bytes, cp, model, f"cp={cp},cp_kind={kind}", length)) for cp in (2, 4))
@@ -144,14 +144,14 @@ class OwnModel(torch.nn.Module):
         super().__init__()
         self.embed, self.where = torch.nn.Embedding(31, 16), torch.nn.Embedding(64, 16)
         self.drop = torch.nn.Dropout(0.2)
-        self.qkv, self.core, self.out = torch.nn.Linear(16, 48), Core(0.1), torch.nn.Linear(16, 31)
+        self.qkv, self.core, self.out = torch.nn.Linear(16, 48), CoreAttention(0.1), torch.nn.Linear(16, 31)
 
     def forward(self, tokens: Tensor, labels: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if positions is None:
             positions = torch.arange(tokens.shape[1])[None]
         x = self.drop(self.embed(tokens) + self.where(positions))
         q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
-        x = x + self.core(q, k, v, Seen(positions)).transpose(1, 2).flatten(2)
+        x = x + self.core(q, k, v, AttentionContext(positions)).transpose(1, 2).flatten(2)
         logits = self.out(x).flatten(0, 1)
         losses = torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=-100)
         return losses, (labels != -100).sum()
@@ -162,7 +162,7 @@ class FullModel(OwnModel):
 
     def __init__(self) -> None:
         super().__init__()
-        self.second = Core()
+        self.second = CoreAttention()
 
     def forward(  # type: ignore[override]
         self, tokens: Tensor, labels: Tensor, documents: Tensor, positions: Tensor | None = None
@@ -171,9 +171,9 @@ class FullModel(OwnModel):
             positions = torch.arange(tokens.shape[1])[None]
         x = self.embed(tokens) + self.where(positions)
         for core, seen in (
-            (self.core, Seen(positions, documents, causal=False)),
-            (self.second, Seen(positions, causal=False)),
-            (self.second, Seen(positions, documents)),
+            (self.core, AttentionContext(positions, documents, causal=False)),
+            (self.second, AttentionContext(positions, causal=False)),
+            (self.second, AttentionContext(positions, documents)),
         ):
             q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
             x = x + core(q, k, v, seen).transpose(1, 2).flatten(2)
@@ -209,7 +209,7 @@ def own_batch(rows: int, seed: int) -> dict[str, Tensor]:
     return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
 
 
-def test_a_model_of_one_s_own_takes_part(pool: Pool) -> None:
+def test_a_model_of_one_s_own_takes_part(pool: RankPool) -> None:
     from echelon.verification.verifier import verify
 
     layouts = "cp=2; cp=3,cp_kind=gather; cp=4,cp_kind=ulysses; dp=2,cp=2,zero=3"
@@ -217,7 +217,7 @@ def test_a_model_of_one_s_own_takes_part(pool: Pool) -> None:
     assert report.passed, [verdict.trouble or verdict.first_difference for verdict in report.verdicts]
 
 
-def test_a_model_s_attention_may_be_full_without_a_word_in_its_configuration(pool: Pool) -> None:
+def test_a_model_s_attention_may_be_full_without_a_word_in_its_configuration(pool: RankPool) -> None:
     """Padding is hidden from tokens that see all, whatever number a document has; positions are as on one device."""
     from echelon.verification.verifier import verify
 
@@ -243,7 +243,7 @@ class Odd(OwnModel):
             x = torch.cat([x[:, :1], x], dim=1)
         q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
         own = torch.zeros_like(tokens) if self.what == "documents" else None
-        y = self.core(q, k, v, Seen(torch.arange(x.shape[1])[None], own))
+        y = self.core(q, k, v, AttentionContext(torch.arange(x.shape[1])[None], own))
         return y.sum(), (labels != -100).sum()
 
 
@@ -267,7 +267,7 @@ def refuse_odd(what: str, text: str = "cp=2") -> str:
         ("", "cp=3,cp_kind=ulysses", "do not divide the 4 heads of an attention; use one of 1, 2, 4, or cp_kind=ring"),
     ],
 )
-def test_what_cannot_be_followed_is_refused(pool: Pool, what: str, layout: str, words: str) -> None:
+def test_what_cannot_be_followed_is_refused(pool: RankPool, what: str, layout: str, words: str) -> None:
     assert words in pool.run(refuse_odd, Layout.parse(layout).world, what, layout)[0]
 
 
@@ -277,7 +277,7 @@ def lay_out_operators() -> str:
     return str(caught.value)
 
 
-def test_operators_of_a_spread_attention_are_not_repeated_one_by_one(pool: Pool) -> None:
+def test_operators_of_a_spread_attention_are_not_repeated_one_by_one(pool: RankPool) -> None:
     assert "use recompute=full" in pool.run(lay_out_operators, 2)[0]
 
 
@@ -287,7 +287,7 @@ def lay_out_no_core() -> str:
     return str(caught.value)
 
 
-def test_a_model_that_cannot_take_part_is_told_what_it_lacks(pool: Pool) -> None:
+def test_a_model_that_cannot_take_part_is_told_what_it_lacks(pool: RankPool) -> None:
     said = pool.run(lay_out_no_core, 2)[0]
     assert "its attention must be the module echelon.Core" in said
     assert "its forward must take `positions`" in said
@@ -309,7 +309,7 @@ def refuse_inputs() -> list[str]:
     return said
 
 
-def test_inputs_that_cannot_be_cut_are_named(pool: Pool) -> None:
+def test_inputs_that_cannot_be_cut_are_named(pool: RankPool) -> None:
     said = pool.run(refuse_inputs, 2)[0]
     assert "every input must have the tokens of the sequence as its second dimension (tokens (1, 5), labels" in said[0]
     assert "no input called targets or labels is of whole numbers (words)" in said[1]
@@ -317,15 +317,15 @@ def test_inputs_that_cannot_be_cut_are_named(pool: Pool) -> None:
 
 
 def what_comes_next(text: str, size: int) -> Tensor:
-    engine = Engine(models.build(replace(model_config.find("llama-tiny"), layers=2), "meta"), text)
+    engine = Engine(models.build(replace(model_config.find_model("llama-tiny"), layers=2), "meta"), text)
     engine.model.eval()
     tokens = torch.arange(size)[None] % 7
     with engine.outside_gathered():
-        return engine.logits(tokens, 257)
+        return engine.next_token_logits(tokens, 257)
 
 
 @pytest.mark.parametrize("layout", ["cp=2", "cp=4,cp_kind=ulysses", "cp=2,pp=2", "tp=2,cp=2", "cp=2,zero=3"])
-def test_text_is_written_as_on_one_device(pool: Pool, layout: str) -> None:
+def test_text_is_written_as_on_one_device(pool: RankPool, layout: str) -> None:
     for size in (1, 9):
         wanted = pool.run(what_comes_next, 1, "dp=1", size)[0]
         for found in pool.run(what_comes_next, Layout.parse(layout).world, layout, size):

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from echelon.parallel.comm.mesh_axis import Axis
-from echelon.parallel.ep.chunked_dispatch import Rounds, most, num_rounds
+from echelon.parallel.comm.mesh_axis import MeshAxis
+from echelon.parallel.ep.chunked_dispatch import DispatchChunks, max_received_tokens, num_chunks
 
 
 @st.composite
@@ -24,21 +24,21 @@ def tables(draw: st.DrawFn) -> tuple[Tensor, int, int]:
 def test_rounds_take_every_row_once_and_stay_below_the_limit(case: tuple[Tensor, int, int]) -> None:
     table, etp, limit = case
     ranks = len(table)
-    rounds = num_rounds(table, etp, limit)
+    rounds = num_chunks(table, etp, limit)
     for rank in range(ranks):
-        axis = Axis("ep*etp", range(ranks), rank, None, frozenset())
-        parts = list(Rounds(axis, table, etp, rounds).each(torch.device("cpu")))
+        axis = MeshAxis("ep*etp", range(ranks), rank, None, frozenset())
+        parts = list(DispatchChunks(axis, table, etp, rounds).chunks(torch.device("cpu")))
         taken = torch.cat([part.index for part in parts])
         assert sorted(taken.tolist()) == list(range(int(table[rank].sum())))
         mine = table.view(ranks, ranks // etp, -1)[:, rank // etp]
-        assert sum(int(part.leg.ends[-1]) for part in parts) == int(mine.sum())
-        assert all(int(part.leg.ends[-1]) <= max(limit, ranks) for part in parts)
+        assert sum(int(part.all_to_all.expert_ends[-1]) for part in parts) == int(mine.sum())
+        assert all(int(part.all_to_all.expert_ends[-1]) <= max(limit, ranks) for part in parts)
 
 
 def test_one_round_where_there_is_room() -> None:
     table = torch.tensor([[3, 1], [2, 4]])
-    assert most(table, 1) == 5
-    assert num_rounds(table, 1, 5) == 1
-    assert num_rounds(table, 1, 4) == 2
-    assert most(table, 2) == 10
-    assert num_rounds(torch.zeros(2, 2, dtype=torch.int64), 1, 1) == 1
+    assert max_received_tokens(table, 1) == 5
+    assert num_chunks(table, 1, 5) == 1
+    assert num_chunks(table, 1, 4) == 2
+    assert max_received_tokens(table, 2) == 10
+    assert num_chunks(torch.zeros(2, 2, dtype=torch.int64), 1, 1) == 1

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from echelon import models
-from echelon.layout.placement import Cut, Entry
+from echelon.layout.placement import DimSplit, LogicalParam
 from echelon.models import model_config
-from echelon.models.tp_splits import split_of
-from echelon.parallel.apply import read_entries
-from echelon.parallel.comm.mesh_axis import Axis
+from echelon.models.tp_splits import get_tp_split
+from echelon.parallel.apply import logical_params
+from echelon.parallel.comm.mesh_axis import MeshAxis
 from echelon.parallel.tp import tensor_parallel
 
 
@@ -36,22 +36,26 @@ class Model(nn.Module):
 TABLE = {"embed": "vocabulary", "norm": "sequence", "mlp": "region", "mlp.up": "column", "mlp.down": "row"}
 
 
-def axis(size: int, index: int = 0) -> Axis:
-    return Axis("tp", range(size), index, None, frozenset())
+def axis(size: int, index: int = 0) -> MeshAxis:
+    return MeshAxis("tp", range(size), index, None, frozenset())
 
 
-def split(model: nn.Module, table: dict[str, str], size: int, *, sp: bool = False, index: int = 0) -> dict[str, Entry]:
-    found, _ = tensor_parallel.split(model, read_entries(model), table, axis(size, index), sequence_parallel=sp)
+def split(
+    model: nn.Module, table: dict[str, str], size: int, *, sp: bool = False, index: int = 0
+) -> dict[str, LogicalParam]:
+    found, _ = tensor_parallel.apply_tensor_parallel(
+        model, logical_params(model), table, axis(size, index), sequence_parallel=sp
+    )
     return {entry.name: entry for entry in found}
 
 
 def test_patterns_name_modules() -> None:
-    assert tensor_parallel.match(Model(), TABLE) == TABLE
-    assert tensor_parallel.match(Model(), {"mlp.*": "column"}) == {"mlp.up": "column", "mlp.down": "column"}
+    assert tensor_parallel.match_roles(Model(), TABLE) == TABLE
+    assert tensor_parallel.match_roles(Model(), {"mlp.*": "column"}) == {"mlp.up": "column", "mlp.down": "column"}
 
 
 def test_a_later_pattern_has_the_last_word() -> None:
-    assert tensor_parallel.match(Model(), {"mlp.*": "column", "mlp.down": "row"})["mlp.down"] == "row"
+    assert tensor_parallel.match_roles(Model(), {"mlp.*": "column", "mlp.down": "row"})["mlp.down"] == "row"
 
 
 @pytest.mark.parametrize(
@@ -80,13 +84,13 @@ def test_a_refused_table_leaves_the_model_alone() -> None:
 
 def test_a_model_without_a_table_is_refused() -> None:
     with pytest.raises(ValueError, match=r"how to divide Model; give the class an attribute `split`.* or use tp=1"):
-        split_of(Model())
+        get_tp_split(Model())
 
 
 def test_a_models_own_table_comes_first() -> None:
     model = Model()
     model.split = TABLE  # type: ignore[assignment]
-    assert split_of(model) == TABLE
+    assert get_tp_split(model) == TABLE
 
 
 @pytest.mark.parametrize(
@@ -105,17 +109,17 @@ def test_inputs_that_do_not_divide_are_refused() -> None:
 
 def test_columns_are_cut_by_outputs_and_rows_by_inputs() -> None:
     entries = split(Model(), TABLE, 2)
-    cuts = {name: entry.cuts for name, entry in entries.items()}
+    cuts = {name: entry.splits for name, entry in entries.items()}
     assert cuts == {
-        "embed.weight": (Cut(axis="tp", dim=0, parts=2),),
+        "embed.weight": (DimSplit(axis="tp", dim=0, num_parts=2),),
         "norm.weight": (),
         "norm.bias": (),
-        "mlp.up.weight": (Cut(axis="tp", dim=0, parts=2),),
-        "mlp.up.bias": (Cut(axis="tp", dim=0, parts=2),),
-        "mlp.down.weight": (Cut(axis="tp", dim=1, parts=2),),
+        "mlp.up.weight": (DimSplit(axis="tp", dim=0, num_parts=2),),
+        "mlp.up.bias": (DimSplit(axis="tp", dim=0, num_parts=2),),
+        "mlp.down.weight": (DimSplit(axis="tp", dim=1, num_parts=2),),
         "mlp.down.bias": (),
     }
-    assert not any(entry.sum_over for entry in entries.values())
+    assert not any(entry.partial_grad_axes for entry in entries.values())
 
 
 def test_sequence_parallelism_needs_an_embedding_to_begin_at() -> None:
@@ -125,11 +129,11 @@ def test_sequence_parallelism_needs_an_embedding_to_begin_at() -> None:
 
 def test_under_sequence_parallelism_what_lies_between_regions_is_summed() -> None:
     entries = split(Model(), TABLE, 2, sp=True)
-    summed = {name for name, entry in entries.items() if entry.sum_over == ("tp",)}
+    summed = {name for name, entry in entries.items() if entry.partial_grad_axes == ("tp",)}
     assert summed == {"norm.weight", "norm.bias", "mlp.down.bias"}
 
 
-LLAMA = replace(model_config.find("llama-tiny"), layers=1)
+LLAMA = replace(model_config.find_model("llama-tiny"), layers=1)
 
 
 @pytest.mark.parametrize(
@@ -137,24 +141,24 @@ LLAMA = replace(model_config.find("llama-tiny"), layers=1)
 )
 def test_kv_heads_are_copied_where_tp_is_a_multiple_of_them(tp: int, parts: int, copies: int) -> None:
     model = models.build(LLAMA, "meta")
-    entries = split(model, split_of(model), tp)
+    entries = split(model, get_tp_split(model), tp)
     for word in ("k", "v"):
         entry = entries[f"blocks.0.attn.{word}.weight"]
-        assert entry.cuts == (Cut(axis="tp", dim=0, parts=parts, copies=copies),)
-        assert entry.sum_over == ((f"tp/{copies}",) if copies > 1 else ())
-    assert entries["blocks.0.attn.q.weight"].cuts == (Cut(axis="tp", dim=0, parts=tp),)
+        assert entry.splits == (DimSplit(axis="tp", dim=0, num_parts=parts, num_copies=copies),)
+        assert entry.partial_grad_axes == ((f"tp/{copies}",) if copies > 1 else ())
+    assert entries["blocks.0.attn.q.weight"].splits == (DimSplit(axis="tp", dim=0, num_parts=tp),)
 
 
 def test_heads_that_neither_divide_nor_are_divided_are_refused() -> None:
     model = models.build(replace(LLAMA, heads=6, kv_heads=3, width=48), "meta")
     with pytest.raises(ValueError, match=r"tp=2 does not divide the outputs of blocks.0.attn.k \(3 of 8\)"):
-        split(model, split_of(model), 2)
+        split(model, get_tp_split(model), 2)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_tied_weight_is_cut_once(tied: bool) -> None:
     model = models.build(replace(LLAMA, tied=tied), "meta")
-    entries = split(model, split_of(model), 2)
+    entries = split(model, get_tp_split(model), 2)
     assert ("head.weight" in entries) == (not tied)
     assert entries["embed.weight"].names == (("embed.weight", "head.weight") if tied else ("embed.weight",))
     assert entries["embed.weight"].local_shape == (129, 64)
@@ -163,8 +167,8 @@ def test_a_tied_weight_is_cut_once(tied: bool) -> None:
 @pytest.mark.parametrize("family", ["gpt-tiny", "llama-tiny"])
 def test_every_matrix_of_our_models_is_divided(family: str) -> None:
     """What the table forgets would be held and computed whole on every rank."""
-    model = models.build(replace(model_config.find(family), layers=1), "meta")
-    whole = [e.name for e in split(model, split_of(model), 2).values() if len(e.shape) == 2 and not e.cuts]
+    model = models.build(replace(model_config.find_model(family), layers=1), "meta")
+    whole = [e.name for e in split(model, get_tp_split(model), 2).values() if len(e.shape) == 2 and not e.splits]
     assert whole == (["positions.weight"] if family == "gpt-tiny" else [])
 
 

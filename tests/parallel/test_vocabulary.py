@@ -10,11 +10,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout, Mesh
-from echelon.parallel.comm.mesh_axis import Axes
-from echelon.parallel.tp.tp_collectives import Boundary, Sliced, Whole, own_slice
-from echelon.parallel.tp.vocab_parallel import IGNORED, VocabularyEmbedding, VocabularyHead
+from echelon.parallel.comm.mesh_axis import MeshAxes
+from echelon.parallel.tp.tp_collectives import (
+    FullSequenceBoundary,
+    RegionBoundary,
+    SequenceParallelBoundary,
+    local_sequence_slice,
+)
+from echelon.parallel.tp.vocab_parallel import IGNORE_INDEX, VocabParallelEmbedding, VocabParallelHead
 
 BATCH, LENGTH, WIDTH = 2, 5, 4
 SPLITS = [(2, 257), (2, 256), (3, 257), (4, 257), (4, 5), (3, 3), (4, 3), (1, 7)]
@@ -32,7 +37,7 @@ def ids(vocabulary: int, seed: int) -> Tensor:
 
 def targets(vocabulary: int) -> Tensor:
     found = ids(vocabulary, 3)
-    found[1, 1:3] = IGNORED
+    found[1, 1:3] = IGNORE_INDEX
     return found
 
 
@@ -43,9 +48,9 @@ def my_rows(weight: Tensor, rank: int, world: int, padding: float = 0.0) -> Tens
     return padded[rank * size : (rank + 1) * size].clone()
 
 
-def boundary_of(sequence_parallel: bool) -> Boundary:
-    axis = Axes(Mesh(Layout.parse(f"tp={dist.get_world_size()}")), dist.get_rank(), ["tp"])["tp"]
-    return Sliced(axis) if sequence_parallel else Whole(axis)
+def boundary_of(sequence_parallel: bool) -> RegionBoundary:
+    axis = MeshAxes(Mesh(Layout.parse(f"tp={dist.get_world_size()}")), dist.get_rank(), ["tp"])["tp"]
+    return SequenceParallelBoundary(axis) if sequence_parallel else FullSequenceBoundary(axis)
 
 
 @dataclass(frozen=True)
@@ -61,11 +66,11 @@ def head(vocabulary: int, sequence_parallel: bool, scale: float = 1.0, padding: 
     """On a rank: the divided head; the hidden states are whole, or this rank's slice of them."""
     boundary, rank = boundary_of(sequence_parallel), dist.get_rank()
     weight = nn.Parameter(my_rows(numbers(vocabulary, WIDTH, seed=1) * scale, rank, dist.get_world_size(), padding))
-    module = VocabularyHead(weight, boundary, vocabulary)
+    module = VocabParallelHead(weight, boundary, vocabulary)
     hidden = numbers(BATCH, LENGTH, WIDTH, seed=2)
-    if isinstance(boundary, Sliced):
+    if isinstance(boundary, SequenceParallelBoundary):
         boundary.length = LENGTH
-        hidden = own_slice(hidden, boundary.axis)
+        hidden = local_sequence_slice(hidden, boundary.axis)
     hidden.requires_grad_()
     loss, count = module(hidden, targets(vocabulary))
     loss.backward()
@@ -81,11 +86,11 @@ def whole_head(vocabulary: int, scale: float = 1.0) -> Outcome:
     weight = (numbers(vocabulary, WIDTH, seed=1) * scale).requires_grad_()
     hidden = numbers(BATCH, LENGTH, WIDTH, seed=2).requires_grad_()
     logits, wanted = F.linear(hidden, weight), targets(vocabulary)
-    loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=IGNORED, reduction="sum")
+    loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
     loss.backward()
     assert hidden.grad is not None
     assert weight.grad is not None
-    count = (wanted != IGNORED).sum()
+    count = (wanted != IGNORE_INDEX).sum()
     return Outcome(loss.detach(), count, hidden.grad, weight.grad, logits.detach())
 
 
@@ -93,7 +98,7 @@ def whole_head(vocabulary: int, scale: float = 1.0) -> Outcome:
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["sp=0", "sp=1"])
 @pytest.mark.parametrize(("world", "vocabulary"), SPLITS)
 def test_the_loss_and_its_gradients_are_those_of_the_whole(
-    pool: Pool, world: int, vocabulary: int, sequence_parallel: bool, scale: float
+    pool: RankPool, world: int, vocabulary: int, sequence_parallel: bool, scale: float
 ) -> None:
     truth = whole_head(vocabulary, scale)
     found = pool.run(head, world, vocabulary, sequence_parallel, scale)
@@ -114,7 +119,7 @@ def test_the_loss_and_its_gradients_are_those_of_the_whole(
 
 
 @pytest.mark.parametrize(("world", "vocabulary"), [(4, 257), (4, 5)])
-def test_padded_ids_get_no_probability(pool: Pool, world: int, vocabulary: int) -> None:
+def test_padded_ids_get_no_probability(pool: RankPool, world: int, vocabulary: int) -> None:
     """Whatever their rows hold: here numbers that would win every softmax."""
     truth = whole_head(vocabulary)
     found = pool.run(head, world, vocabulary, False, padding=100.0)
@@ -129,15 +134,15 @@ def test_padded_ids_get_no_probability(pool: Pool, world: int, vocabulary: int) 
 def all_ignored(vocabulary: int) -> tuple[float, int, bool]:
     weight = nn.Parameter(my_rows(numbers(vocabulary, WIDTH, seed=1), dist.get_rank(), dist.get_world_size()))
     hidden = numbers(BATCH, LENGTH, WIDTH, seed=2).requires_grad_()
-    module = VocabularyHead(weight, boundary_of(False), vocabulary)
-    loss, count = module(hidden, torch.full((BATCH, LENGTH), IGNORED))
+    module = VocabParallelHead(weight, boundary_of(False), vocabulary)
+    loss, count = module(hidden, torch.full((BATCH, LENGTH), IGNORE_INDEX))
     loss.backward()
     assert weight.grad is not None
     assert hidden.grad is not None
     return loss.item(), int(count), bool(weight.grad.any()) or bool(hidden.grad.any())
 
 
-def test_without_a_valid_target_loss_and_gradients_are_zero(pool: Pool) -> None:
+def test_without_a_valid_target_loss_and_gradients_are_zero(pool: RankPool) -> None:
     assert pool.run(all_ignored, 2, 7) == [(0.0, 0, False)] * 2
 
 
@@ -145,9 +150,9 @@ def embedding(vocabulary: int, sequence_parallel: bool) -> tuple[Tensor, Tensor]
     """On a rank: (output, gradient of this rank's rows)."""
     boundary, rank = boundary_of(sequence_parallel), dist.get_rank()
     weight = nn.Parameter(my_rows(numbers(vocabulary, WIDTH, seed=1), rank, dist.get_world_size()))
-    out = VocabularyEmbedding(weight, boundary, vocabulary)(ids(vocabulary, 4))
+    out = VocabParallelEmbedding(weight, boundary, vocabulary)(ids(vocabulary, 4))
     factor = numbers(BATCH, LENGTH, WIDTH, seed=5)
-    if isinstance(boundary, Sliced):
+    if isinstance(boundary, SequenceParallelBoundary):
         size = out.shape[1]
         factor = F.pad(factor, (0, 0, 0, size * boundary.axis.size - LENGTH))[:, rank * size : (rank + 1) * size]
     (out * factor).sum().backward()
@@ -157,7 +162,9 @@ def embedding(vocabulary: int, sequence_parallel: bool) -> tuple[Tensor, Tensor]
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["sp=0", "sp=1"])
 @pytest.mark.parametrize(("world", "vocabulary"), SPLITS)
-def test_the_embedding_is_that_of_the_whole(pool: Pool, world: int, vocabulary: int, sequence_parallel: bool) -> None:
+def test_the_embedding_is_that_of_the_whole(
+    pool: RankPool, world: int, vocabulary: int, sequence_parallel: bool
+) -> None:
     weight = numbers(vocabulary, WIDTH, seed=1).requires_grad_()
     truth = F.embedding(ids(vocabulary, 4), weight)
     (truth * numbers(BATCH, LENGTH, WIDTH, seed=5)).sum().backward()

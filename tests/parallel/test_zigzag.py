@@ -6,28 +6,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.parallel.cp.zigzag import Block, Zigzag
+from echelon.parallel.cp.zigzag import AttentionBlock, ZigzagOrder
 
-ORDERS = st.builds(Zigzag, st.integers(1, 8), st.integers(1, 6), st.integers(1, 200))
+ORDERS = st.builds(ZigzagOrder, st.integers(1, 8), st.integers(1, 6), st.integers(1, 200))
 
 
 @given(ORDERS)
-def test_every_token_is_held_once(order: Zigzag) -> None:
-    ranks = order.ring * order.inner
-    held = [order.places(rank) for rank in range(ranks)]
+def test_every_token_is_held_once(order: ZigzagOrder) -> None:
+    ranks = order.ring_size * order.ulysses_size
+    held = [order.rank_positions(rank) for rank in range(ranks)]
     assert len({len(places) for places in held}) == 1
-    assert sorted(place for places in held for place in places) == list(range(order.padded))
-    assert order.length <= order.padded < order.length + 2 * ranks
+    assert sorted(place for places in held for place in places) == list(range(order.padded_len))
+    assert order.seq_len <= order.padded_len < order.seq_len + 2 * ranks
 
 
 @given(ORDERS)
-def test_neighbours_divide_what_their_group_holds(order: Zigzag) -> None:
-    for ring in range(order.ring):
-        members = [order.places(ring * order.inner + inner) for inner in range(order.inner)]
-        assert [place for places in members for place in places] == order.group_places(ring)
+def test_neighbours_divide_what_their_group_holds(order: ZigzagOrder) -> None:
+    for ring in range(order.ring_size):
+        members = [order.rank_positions(ring * order.ulysses_size + inner) for inner in range(order.ulysses_size)]
+        assert [place for places in members for place in places] == order.ring_positions(ring)
 
 
-def pairs(block: Block, queries: list[int], keys: list[int]) -> set[tuple[int, int]]:
+def pairs(block: AttentionBlock, queries: list[int], keys: list[int]) -> set[tuple[int, int]]:
     rows, columns = queries[block.queries], keys[block.keys]
     return {(q, k) for i, q in enumerate(rows) for j, k in enumerate(columns) if not block.causal or j <= i}
 
@@ -35,35 +35,35 @@ def pairs(block: Block, queries: list[int], keys: list[int]) -> set[tuple[int, i
 @given(st.integers(1, 5), st.integers(1, 40), st.booleans())
 def test_blocks_are_what_the_mask_lets_through(ring: int, length: int, causal: bool) -> None:
     """Around the ring, and of the whole sequence at once: each pair of tokens that may see each other, once."""
-    order = Zigzag(ring, 1, length)
+    order = ZigzagOrder(ring, 1, length)
     for mine in range(ring):
-        queries = order.group_places(mine)
-        wanted = {(q, k) for q in queries for k in range(order.padded) if k <= q or not causal}
+        queries = order.ring_positions(mine)
+        wanted = {(q, k) for q in queries for k in range(order.padded_len) if k <= q or not causal}
         around = [
             pair
             for theirs in range(ring)
-            for pair in pairs(order.block(mine, theirs, causal=causal), queries, order.group_places(theirs))
+            for pair in pairs(order.block(mine, theirs, causal=causal), queries, order.ring_positions(theirs))
         ]
         at_once = [
             pair
-            for block in order.blocks_of_all(mine, causal=causal)
-            for pair in pairs(block, queries, list(range(order.padded)))
+            for block in order.gathered_blocks(mine, causal=causal)
+            for pair in pairs(block, queries, list(range(order.padded_len)))
         ]
         assert sorted(around) == sorted(at_once) == sorted(wanted)
 
 
 def test_pairs_are_counted() -> None:
-    assert Block(slice(0, 4), slice(0, 3), False).pairs == 12
-    assert Block(slice(2, 5), slice(2, 5), True).pairs == 6
+    assert AttentionBlock(slice(0, 4), slice(0, 3), False).num_pairs == 12
+    assert AttentionBlock(slice(2, 5), slice(2, 5), True).num_pairs == 6
 
 
 @pytest.mark.parametrize("ring", [2, 3, 4, 8, 16])
 @pytest.mark.parametrize("length", [37, 512, 32768])
 def test_the_busiest_rank_does_little_more_than_the_mean(ring: int, length: int) -> None:
     """The bar is 1.05; in chunks of the sequence's order the last rank would do nearly twice the mean."""
-    order = Zigzag(ring, 1, length)
-    work = [sum(order.block(m, t, causal=True).pairs for t in range(ring)) for m in range(ring)]
-    at_once = [sum(block.pairs for block in order.blocks_of_all(m, causal=True)) for m in range(ring)]
+    order = ZigzagOrder(ring, 1, length)
+    work = [sum(order.block(m, t, causal=True).num_pairs for t in range(ring)) for m in range(ring)]
+    at_once = [sum(block.num_pairs for block in order.gathered_blocks(m, causal=True)) for m in range(ring)]
     assert work == at_once
     assert max(work) <= 1.05 * sum(work) / ring
     in_order = [sum(q + 1 for q in range(m * length // ring, (m + 1) * length // ring)) for m in range(ring)]
@@ -72,6 +72,6 @@ def test_the_busiest_rank_does_little_more_than_the_mean(ring: int, length: int)
 
 @pytest.mark.parametrize("ring", [2, 4, 8])
 def test_every_step_of_the_ring_is_as_long_for_everybody(ring: int) -> None:
-    order = Zigzag(ring, 1, 4096)
+    order = ZigzagOrder(ring, 1, 4096)
     for step in range(1, ring):
-        assert len({order.block(mine, (mine - step) % ring, causal=True).pairs for mine in range(ring)}) == 1
+        assert len({order.block(mine, (mine - step) % ring, causal=True).num_pairs for mine in range(ring)}) == 1

@@ -30,9 +30,9 @@ class Residual(nn.Module):
         return carried
 
     def chain(self):
-        layers = (ec.Link(f"layers.{i}", (f"layers.{i}",), self._layer(i)) for i in range(len(self.layers)))
-        first = ec.Link("embed", ("embed", "scale"), self._first)
-        return ec.Chain(links=(first, *layers, ec.Link("out", ("out",), self._last)))
+        layers = (ec.PipelineLayer(f"layers.{i}", (f"layers.{i}",), self._layer(i)) for i in range(len(self.layers)))
+        first = ec.PipelineLayer("embed", ("embed", "scale"), self._first)
+        return ec.PipelineModel(layers=(first, *layers, ec.PipelineLayer("out", ("out",), self._last)))
 
     def _first(self, _carried, _shared, words, **_):
         x = self.embed(words) * self.scale
@@ -81,10 +81,12 @@ def raises():
 class Unfit(Residual):
     def chain(self):
         chain = super().chain()
-        links = (ec.Link("embed", ("embed", "nothing"), self._first), *chain.links[1:])
-        return ec.Chain(links=links)
+        links = (ec.PipelineLayer("embed", ("embed", "nothing"), self._first), *chain.links[1:])
+        return ec.PipelineModel(layers=links)
 
 
 class Named(Residual):
     def chain(self):
-        return ec.Chain(links=tuple(ec.Link("same", link.modules, link.run) for link in super().chain().links))
+        return ec.PipelineModel(
+            layers=tuple(ec.PipelineLayer("same", link.modules, link.run) for link in super().chain().links)
+        )

@@ -36,8 +36,16 @@ class Plain(nn.Module):
         return (self.last(h).squeeze(-1) - y).square().sum(), torch.tensor(y.numel())
 
     def chain(self):
-        blocks = (ec.Link(f"blocks.{i}", (f"blocks.{i}",), partial(self.block, i)) for i in range(len(self.blocks)))
-        return ec.Chain(links=(ec.Link("first", ("first",), self.start), *blocks, ec.Link("last", ("last",), self.end)))
+        blocks = (
+            ec.PipelineLayer(f"blocks.{i}", (f"blocks.{i}",), partial(self.block, i)) for i in range(len(self.blocks))
+        )
+        return ec.PipelineModel(
+            layers=(
+                ec.PipelineLayer("first", ("first",), self.start),
+                *blocks,
+                ec.PipelineLayer("last", ("last",), self.end),
+            )
+        )
 
     def forward(self, **inputs):
         carried = None

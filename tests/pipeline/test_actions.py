@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.pipeline.actions import COMPUTE, NEWEST, RECEIVES, SENDS, VERSIONS, Action, Kind
-from echelon.pipeline.schedule import Schedule, loop, vee
+from echelon.pipeline.actions import COMPUTE, LATEST, RECEIVES, SENDS, VERSIONS, Action, ActionKind
+from echelon.pipeline.schedule import Schedule, looped_placement, v_placement
 
 numbers = st.integers(0, 10**6)
-actions = st.builds(Action, numbers, st.sampled_from(Kind), numbers, numbers, st.integers(NEWEST, 10**6))
+actions = st.builds(Action, numbers, st.sampled_from(ActionKind), numbers, numbers, st.integers(LATEST, 10**6))
 
 
 @given(actions)
@@ -19,12 +19,12 @@ def test_text_and_back(action):
 @pytest.mark.parametrize(
     ("text", "action"),
     [
-        ("2F0", Action(2, Kind.FORWARD, 0)),
-        ("2F0.1", Action(2, Kind.FORWARD, 0, part=1)),
-        ("2F5@3", Action(2, Kind.FORWARD, 5, version=3)),
-        ("12SB34", Action(12, Kind.SEND_BACKWARD, 34)),
-        ("0RF7.2", Action(0, Kind.RECEIVE_FORWARD, 7, part=2)),
-        ("2U4", Action(2, Kind.UPDATE, 4)),
+        ("2F0", Action(2, ActionKind.FORWARD, 0)),
+        ("2F0.1", Action(2, ActionKind.FORWARD, 0, slice_index=1)),
+        ("2F5@3", Action(2, ActionKind.FORWARD, 5, version=3)),
+        ("12SB34", Action(12, ActionKind.SEND_BACKWARD, 34)),
+        ("0RF7.2", Action(0, ActionKind.RECEIVE_FORWARD, 7, slice_index=2)),
+        ("2U4", Action(2, ActionKind.UPDATE, 4)),
     ],
 )
 def test_texts(text, action):
@@ -40,16 +40,16 @@ def test_what_is_no_action(text):
 
 def test_every_kind_is_of_one_sort():
     sorts = (COMPUTE, SENDS, RECEIVES, VERSIONS)
-    assert sum(len(sort) for sort in sorts) == len(frozenset().union(*sorts)) == len(Kind)
+    assert sum(len(sort) for sort in sorts) == len(frozenset().union(*sorts)) == len(ActionKind)
 
 
 def test_homes():
-    assert loop(4, 2) == (0, 1, 2, 3, 0, 1, 2, 3)
-    assert vee(4) == (0, 1, 2, 3, 3, 2, 1, 0)
+    assert looped_placement(4, 2) == (0, 1, 2, 3, 0, 1, 2, 3)
+    assert v_placement(4) == (0, 1, 2, 3, 3, 2, 1, 0)
 
 
 def test_a_schedule_as_text():
-    lists = ((Action(0, Kind.FORWARD, 0), Action(3, Kind.FORWARD, 0)), (Action(1, Kind.FORWARD, 0),))
-    schedule = Schedule(name="", homes=vee(2), microbatches=1, lists=lists)
-    assert (schedule.ranks, schedule.stages, schedule.of(1)) == (2, 4, (1, 2))
+    lists = ((Action(0, ActionKind.FORWARD, 0), Action(3, ActionKind.FORWARD, 0)), (Action(1, ActionKind.FORWARD, 0),))
+    schedule = Schedule(name="", rank_of_stage=v_placement(2), microbatches=1, rank_actions=lists)
+    assert (schedule.ranks, schedule.stages, schedule.stages_on(1)) == (2, 4, (1, 2))
     assert str(schedule) == "rank 0, stages 0 3: 0F0 3F0\nrank 1, stages 1 2: 1F0\n"

@@ -34,12 +34,12 @@ def test_both_halves_together_are_backward(wants_input, recompute):
     x = torch.randn(3, 5, 4, dtype=torch.float64)
     inputs = [x.clone().requires_grad_(wants_input) for _ in range(2)]
     whole(inputs[0]).square().sum().backward()
-    later: list[split_backward.Product] = []
-    with split_backward.Deferred(later):
+    later: list[split_backward.WeightGradInputs] = []
+    with split_backward.DeferWeightGrads(later):
         out = checkpoint(halved, inputs[1], use_reentrant=False) if recompute else halved(inputs[1])
         total = out.square().sum()
-    with split_backward.Deferred(later):
-        split_backward.backward([total], [torch.ones_like(total)])
+    with split_backward.DeferWeightGrads(later):
+        split_backward.backward_inside_mode([total], [torch.ones_like(total)])
     weights = [name for name, grad in gradients(halved).items() if grad is None]
     assert len(later) == 4, "one product for every use of a weight"
     assert weights == [
@@ -50,7 +50,9 @@ def test_both_halves_together_are_backward(wants_input, recompute):
     ]
     if wants_input:
         assert torch.equal(inputs[0].grad, inputs[1].grad)
-    split_backward.run(later, lambda weight, left, right: torch.autograd.backward([weight], [left @ right]))
+    split_backward.compute_weight_grads(
+        later, lambda weight, left, right: torch.autograd.backward([weight], [left @ right])
+    )
     assert not later
     expected = gradients(whole)
     for name, gradient in gradients(halved).items():
@@ -60,8 +62,8 @@ def test_both_halves_together_are_backward(wants_input, recompute):
 def test_a_frozen_weight_is_left_alone():
     layer = nn.Linear(2, 2)
     layer.weight.requires_grad_(False)
-    later: list[split_backward.Product] = []
-    with split_backward.Deferred(later):
+    later: list[split_backward.WeightGradInputs] = []
+    with split_backward.DeferWeightGrads(later):
         layer(torch.ones(1, 2)).sum().backward()
     assert not later
     assert layer.weight.grad is None

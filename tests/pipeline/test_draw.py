@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes import schedules
 
-from echelon.pipeline.actions import SENDS, Kind
+from echelon.pipeline.actions import SENDS, ActionKind
 from echelon.pipeline.draw import action_colours, as_html, as_svg, as_text, timeline_labels
 from echelon.pipeline.lower import lower
-from echelon.pipeline.schedules import make
+from echelon.pipeline.schedules import make_schedule
 from echelon.pipeline.simulate import Durations, simulate
 from echelon.pipeline.timeline import Timeline
 
@@ -25,12 +25,14 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def measured(schedule, durations):
     found = simulate(schedule, durations)
-    return Timeline.from_spans(found.name, found.homes, [list(found.spans(rank)) for rank in range(found.ranks)])
+    return Timeline.from_spans(
+        found.name, found.rank_of_stage, [list(found.spans(rank)) for rank in range(found.ranks)]
+    )
 
 
 @pytest.fixture(scope="module")
 def both():
-    schedule = make("zb-v", 4, 8)
+    schedule = make_schedule("zb-v", 4, 8)
     plan = Durations(forward=0.01, input_grad=0.011, weight_grad=0.009, update=0.02)
     real = Durations(forward=0.012, input_grad=0.012, weight_grad=0.009, update=0.02, send_forward=0.001)
     return simulate(schedule, plan), measured(lower(schedule), real)
@@ -40,7 +42,7 @@ def both():
 
 
 def linear(colour):
-    shares = [part / 255 for part in action_colours.parts(colour)]
+    shares = [part / 255 for part in action_colours.rgb(colour)]
     return [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
 
 
@@ -67,22 +69,22 @@ def seen(colour, eyes):
 
 @pytest.mark.parametrize("eyes", EYES)
 def test_kinds_are_told_apart(eyes):
-    shown = [*(look.colour for look in action_colours.LOOKS.values()), action_colours.IDLE]
+    shown = [*(look.colour for look in action_colours.ACTION_STYLES.values()), action_colours.IDLE_COLOUR]
     for one, other in itertools.combinations(shown, 2):
         assert math.dist(seen(one, eyes), seen(other, eyes)) > 18, (one, other)
-    for kind in set(action_colours.LOOKS) - {Kind.UPDATE}:
-        first, second = action_colours.fill(kind, 0, 2), action_colours.fill(kind, 1, 2)
+    for kind in set(action_colours.ACTION_STYLES) - {ActionKind.UPDATE}:
+        first, second = action_colours.cell_colour(kind, 0, 2), action_colours.cell_colour(kind, 1, 2)
         assert math.dist(seen(first, eyes), seen(second, eyes)) > 15
-        assert math.dist(seen(second, eyes), seen(action_colours.IDLE, eyes)) > 10
+        assert math.dist(seen(second, eyes), seen(action_colours.IDLE_COLOUR, eyes)) > 10
 
 
 def test_numbers_can_be_read_on_every_cell():
     def light(colour):
         return sum(share * part for share, part in zip((0.2126, 0.7152, 0.0722), linear(colour), strict=True)) + 0.05
 
-    for kind, chunk in itertools.product(action_colours.LOOKS, range(4)):
-        back = action_colours.fill(kind, chunk, 4)
-        low, high = sorted((light(back), light(action_colours.ink(back))))
+    for kind, chunk in itertools.product(action_colours.ACTION_STYLES, range(4)):
+        back = action_colours.cell_colour(kind, chunk, 4)
+        low, high = sorted((light(back), light(action_colours.text_colour(back))))
         assert high / low > 4, (kind, chunk)
 
 
@@ -90,7 +92,7 @@ def test_numbers_can_be_read_on_every_cell():
 
 
 def test_text_without_colour():
-    found = as_text(simulate(make("1f1b", 4, 8)), width=80, colour=False)
+    found = as_text(simulate(make_schedule("1f1b", 4, 8)), width=80, colour=False)
     assert found.plain == (
         "1f1b: 4 ranks, 8 microbatches\n"
         "rank 0 F0F1F2F3............B0--F4B1--F5B2--F6B3--F7B4--..B5--..B6--..B7--\n"
@@ -104,17 +106,19 @@ def test_text_without_colour():
 
 
 def test_letters_tell_kinds_and_chunks():
-    lines = as_text(simulate(make("zb-v", 2, 3), Durations(update=2.0)), width=80, colour=False).plain.splitlines()
+    lines = as_text(
+        simulate(make_schedule("zb-v", 2, 3), Durations(update=2.0)), width=80, colour=False
+    ).plain.splitlines()
     assert {letter for line in lines[1:3] for letter in line[7:] if letter.isalpha()} == set("FfIiWwUu")
     assert lines[3] == ("F forward  I input gradient  W weight gradient  U update  . idle  small letters: chunk 1")
 
 
 def test_colours_and_numbers():
-    found = as_text(simulate(make("interleaved", 2, 4)), width=100)
+    found = as_text(simulate(make_schedule("interleaved", 2, 4)), width=100)
     row = found.plain.splitlines()[1].removeprefix("rank 0 ")
     assert row.split()[:6] == ["0", "1", "0", "1", "2", "0"]
     backgrounds = {str(span.style).rpartition("on ")[2] for span in found.spans}
-    assert {action_colours.fill(Kind.FORWARD, chunk, 2) for chunk in (0, 1)} <= backgrounds
+    assert {action_colours.cell_colour(ActionKind.FORWARD, chunk, 2) for chunk in (0, 1)} <= backgrounds
 
 
 @settings(max_examples=40, deadline=None)
@@ -128,7 +132,7 @@ def test_rows_fit_the_width(schedule, width, colour, link):
 
 
 def test_a_squeezed_row_keeps_the_shares():
-    found = simulate(make("1f1b", 2, 500))
+    found = simulate(make_schedule("1f1b", 2, 500))
     row = as_text(found, width=107, colour=False).plain.splitlines()[1].removeprefix("rank 0 ")
     assert len(row) == 100
     assert set(row) <= set("FB.")
@@ -147,14 +151,14 @@ def test_planned_stands_over_measured(both):
 
 
 def test_a_note_is_told():
-    found = as_text(simulate(make("zb-v", 4, 2)), colour=False).plain
+    found = as_text(simulate(make_schedule("zb-v", 4, 2)), colour=False).plain
     assert found.splitlines()[-1].startswith("note: 2 microbatches")
 
 
 @pytest.mark.parametrize("draw", [as_text, as_svg, as_html])
 def test_a_timeline_without_time_is_drawn(draw):
     nothing = Durations(forward=0.0, input_grad=0.0, weight_grad=0.0)
-    assert "bubble 0.0 %" in str(draw(simulate(make("1f1b", 2, 2), nothing)))
+    assert "bubble 0.0 %" in str(draw(simulate(make_schedule("1f1b", 2, 2), nothing)))
 
 
 # SVG
@@ -212,9 +216,11 @@ def test_an_svg_shows_every_action_once(both):
     root = ElementTree.fromstring(as_svg(*both))
     cells = [box["class"] for box in boxes(root, "rect") if box.get("rx") and re.match("[FBIWU]", box.get("class", ""))]
     legend = 4 + 2
-    count = sum(action.kind in action_colours.LOOKS for timeline in both for rank in timeline.lists for action in rank)
+    count = sum(
+        action.kind in action_colours.ACTION_STYLES for timeline in both for rank in timeline.lists for action in rank
+    )
     assert len(cells) == count + legend
-    messages = [box for box in boxes(root, "rect") if box.get("fill") == action_colours.LINK]
+    messages = [box for box in boxes(root, "rect") if box.get("fill") == action_colours.TRANSFER_COLOUR]
     sends = sum(
         span.action.kind in SENDS and span.end > span.start for rank in range(4) for span in both[1].spans(rank)
     )
@@ -225,7 +231,7 @@ def test_an_svg_shows_every_action_once(both):
 
 
 def test_a_large_svg_is_bounded():
-    assert len(as_svg(simulate(make("1f1b", 2, 20_000)))) < 600_000
+    assert len(as_svg(simulate(make_schedule("1f1b", 2, 20_000)))) < 600_000
 
 
 def test_names_are_escaped():
@@ -251,7 +257,7 @@ def test_a_page_has_all_it_needs(both):
     data = data_of(page)
     assert [panel["caption"] for panel in data["panels"]] == ["planned", "measured"]
     for panel, timeline in zip(data["panels"], both, strict=True):
-        assert panel["figures"] == timeline_labels.figures(timeline, seconds=True)
+        assert panel["figures"] == timeline_labels.summary_figures(timeline, seconds=True)
         assert panel["inFlight"] == list(timeline.in_flight)
         for rank, row in enumerate(panel["ranks"]):
             assert row["actions"].split() == [str(action) for action in timeline.lists[rank]]
@@ -281,10 +287,10 @@ def test_ticks_are_few_and_inside(duration, most):
 
 
 def test_clock():
-    assert [timeline_labels.clock(value, True) for value in (0, 2.5e-5, 0.0123, 1.5)] == [
+    assert [timeline_labels.format_time(value, True) for value in (0, 2.5e-5, 0.0123, 1.5)] == [
         "0 s",
         "25 µs",
         "12.3 ms",
         "1.5 s",
     ]
-    assert timeline_labels.clock(33.0, False) == "33"
+    assert timeline_labels.format_time(33.0, False) == "33"

@@ -5,11 +5,11 @@ from hypothesis import given, settings
 from shapes import schedules
 
 from echelon.config.run_config import Config
-from echelon.layout import FaultError, Layout
+from echelon.layout import Layout, ValidationError
 from echelon.pipeline.lower import lower
-from echelon.pipeline.schedules import file_fault, make
-from echelon.pipeline.schedules.schedule_file import parse
-from echelon.verification.verify_request import Request
+from echelon.pipeline.schedules import make_schedule, schedule_file_error
+from echelon.pipeline.schedules.schedule_file import parse_schedule
+from echelon.verification.verify_request import VerifyRequest
 
 BY_HAND = """
 # 1F1B, 2 ranks, 2 microbatches
@@ -20,8 +20,8 @@ rank 1, stages 1: 1F0 1B0 1F1 1B1 1U1
 
 
 def same(one, other):
-    return (one.homes, one.microbatches, one.slices, one.lists) == (
-        *(other.homes, other.microbatches, other.slices),
+    return (one.rank_of_stage, one.microbatches, one.slices, one.lists) == (
+        *(other.rank_of_stage, other.microbatches, other.slices),
         other.lists,
     )
 
@@ -29,43 +29,43 @@ def same(one, other):
 @settings(deadline=None)
 @given(schedules())
 def test_our_own_come_back(schedule):
-    assert same(parse(str(schedule)), schedule)
-    assert same(parse(str(lower(schedule))), lower(schedule))
+    assert same(parse_schedule(str(schedule)), schedule)
+    assert same(parse_schedule(str(lower(schedule))), lower(schedule))
 
 
 def test_a_file(tmp_path):
     path = tmp_path / "mine.txt"
     path.write_text(BY_HAND, encoding="utf-8")
-    schedule = make(f"file:{path}", 2, 2)
-    assert schedule.lists == make("1f1b", 2, 2).lists
+    schedule = make_schedule(f"file:{path}", 2, 2)
+    assert schedule.rank_actions == make_schedule("1f1b", 2, 2).rank_actions
     assert schedule.name == f"file:{path}"
-    assert make(f"file:{path}", 2, 2, chunks=1) == schedule
+    assert make_schedule(f"file:{path}", 2, 2, chunks=1) == schedule
 
 
 def test_a_file_fixes_the_sizes(tmp_path):
     path = tmp_path / "mine.txt"
     path.write_text(BY_HAND, encoding="utf-8")
     with pytest.raises(ValueError, match="2 faults") as caught:
-        make(f"file:{path}", 4, 8)
+        make_schedule(f"file:{path}", 4, 8)
     assert str(caught.value).splitlines()[1:] == [
         "  it has 2 ranks, but 4 are asked for",
         "  it has 2 microbatches, but 8 are asked for",
     ]
     with pytest.raises(ValueError, match="it has 2 stages, but 4 are asked for"):
-        make(f"file:{path}", 2, 2, chunks=2)
+        make_schedule(f"file:{path}", 2, 2, chunks=2)
     with pytest.raises(ValueError, match="it has 1 slices, but 3 are asked for"):
-        make(f"file:{path}", 2, 2, slices=3)
+        make_schedule(f"file:{path}", 2, 2, slices=3)
 
 
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(ValueError, match=r"the schedule cannot be read \(.*nothing\.txt: .*\); give a text file"):
-        make(f"file:{tmp_path / 'nothing.txt'}", 2, 2)
+        make_schedule(f"file:{tmp_path / 'nothing.txt'}", 2, 2)
 
 
 def test_all_faults_of_the_text_with_their_lines():
     text = "rank 0, stages 0: 0F0 0X0 F\n\nrnk 1: 1F0\nrank 0, stages 1: 1F0\n"
     with pytest.raises(ValueError, match="4 faults") as caught:
-        parse(text)
+        parse_schedule(text)
     lines = str(caught.value).splitlines()[1:]
     assert [line.split(":")[0].strip() for line in lines] == ["line 1", "line 1", "line 3", "line 4"]
     assert "'0X0' is not an action" in lines[0]
@@ -85,7 +85,7 @@ def test_all_faults_of_the_text_with_their_lines():
 )
 def test_faults_of_the_lists(text, fault):
     with pytest.raises(ValueError, match=fault):
-        parse(text)
+        parse_schedule(text)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_faults_of_the_lists(text, fault):
 )
 def test_very_large_numbers_are_refused_at_once(text, fault):
     with pytest.raises(ValueError, match=fault) as caught:
-        parse(text)
+        parse_schedule(text)
     assert len(str(caught.value)) < 5000
 
 
@@ -122,8 +122,8 @@ def two_ranks(tmp_path, pattern):
 )
 def test_what_is_drawn_from_a_file_and_not_run(tmp_path, pattern, microbatches, why):
     path = two_ranks(tmp_path, pattern)
-    make(f"file:{path}", 2, microbatches, slices=2 if ".1" in pattern else 1)
-    fault = file_fault(Layout.parse(f"pp=2,schedule=file:{path},accumulate={microbatches}"))
+    make_schedule(f"file:{path}", 2, microbatches, slices=2 if ".1" in pattern else 1)
+    fault = schedule_file_error(Layout.parse(f"pp=2,schedule=file:{path},accumulate={microbatches}"))
     assert why in fault
     assert "draw it, or choose pipedream, 2bw or terapipe" in fault
 
@@ -131,20 +131,20 @@ def test_what_is_drawn_from_a_file_and_not_run(tmp_path, pattern, microbatches, 
 def test_a_files_stages_are_those_of_the_layout(tmp_path):
     """llama-tiny has four layers."""
     path = tmp_path / "six.txt"
-    path.write_text(str(make("interleaved", 2, 2, chunks=3)))
+    path.write_text(str(make_schedule("interleaved", 2, 2, chunks=3)))
     layout = f"dp=1,pp=2,schedule=file:{path},accumulate=2"
-    with pytest.raises(FaultError, match=r"its 6 stages leave some without a layer \(the model has 4\)"):
+    with pytest.raises(ValidationError, match=r"its 6 stages leave some without a layer \(the model has 4\)"):
         Config.load(None, [f"layout={layout}"])
-    path.write_text(str(make("1f1b", 2, 2)))
-    with pytest.raises(FaultError, match="it has 2 stages, but 4 are asked for"):
+    path.write_text(str(make_schedule("1f1b", 2, 2)))
+    with pytest.raises(ValidationError, match="it has 2 stages, but 4 are asked for"):
         Config.load(None, [f"layout={layout},vpp=2"])
-    path.write_text(str(make("interleaved", 2, 2)))
-    with pytest.raises(FaultError, match=r"to 4 stages; legal: 4 numbers"):
+    path.write_text(str(make_schedule("interleaved", 2, 2)))
+    with pytest.raises(ValidationError, match=r"to 4 stages; legal: 4 numbers"):
         Config.load(None, [f"layout={layout}", "pipeline.layers=[2, 2]"])
     Config.load(None, [f"layout={layout}", "pipeline.layers=[1, 1, 1, 1]"])
 
 
 def test_a_missing_file_is_told_with_the_other_faults(tmp_path):
-    with pytest.raises(FaultError) as caught:
-        Request(layouts=f"pp=2,schedule=file:{tmp_path}/nothing.txt; tp=3").read()
-    assert [fault.key for fault in caught.value.faults] == ["tp", "schedule"]
+    with pytest.raises(ValidationError) as caught:
+        VerifyRequest(layouts=f"pp=2,schedule=file:{tmp_path}/nothing.txt; tp=3").resolve()
+    assert [fault.key for fault in caught.value.issues] == ["tp", "schedule"]

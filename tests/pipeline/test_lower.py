@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes import schedules, streams, windows
 
-from echelon.pipeline.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
-from echelon.pipeline.channels import into, out_of, through
+from echelon.pipeline.actions import COMPUTE, RECEIVES, SENDS, Action, ActionKind
+from echelon.pipeline.channels import incoming_channel, outgoing_channel, transfer_channel
 from echelon.pipeline.lower import lower
 from echelon.pipeline.schedule import Schedule
-from echelon.pipeline.schedules import make
-from echelon.pipeline.validate import faults
+from echelon.pipeline.schedules import make_schedule
+from echelon.pipeline.validate import fault_messages
 
 
 def without_messages(actions):
@@ -26,7 +26,7 @@ def ends(schedule, kinds):
     for actions in schedule.lists:
         for action in actions:
             if action.kind in kinds:
-                found.setdefault(through(action), []).append((action.index, action.part))
+                found.setdefault(transfer_channel(action), []).append((action.index, action.part))
     return found
 
 
@@ -34,7 +34,7 @@ def ends(schedule, kinds):
 @given(schedules())
 def test_the_list_is_what_is_left(schedule):
     lowered = lower(schedule)
-    assert replace(lowered, lists=tuple(map(without_messages, lowered.lists))) == schedule
+    assert replace(lowered, rank_actions=tuple(map(without_messages, lowered.rank_actions))) == schedule
     assert lower(lowered) == lowered
 
 
@@ -43,7 +43,7 @@ def test_the_list_is_what_is_left(schedule):
 def test_both_ends_have_one_order(schedule):
     lowered = lower(schedule)
     assert ends(lowered, SENDS) == ends(lowered, RECEIVES)
-    across = sum(one != other for one, other in pairwise(schedule.homes))
+    across = sum(one != other for one, other in pairwise(schedule.rank_of_stage))
     sends = sum(len(messages) for messages in ends(lowered, SENDS).values())
     assert sends == 2 * across * schedule.microbatches * schedule.slices
 
@@ -51,36 +51,37 @@ def test_both_ends_have_one_order(schedule):
 @settings(deadline=None)
 @given(schedules())
 def test_sends_follow_their_maker_and_receives_are_one_action_ahead(schedule):
-    for actions in lower(schedule).lists:
+    for actions in lower(schedule).rank_actions:
         for place, action in enumerate(actions):
             if action.kind in SENDS:
-                assert out_of(schedule.homes, actions[place - 1]) == through(action)
+                assert outgoing_channel(schedule.rank_of_stage, actions[place - 1]) == transfer_channel(action)
             elif action.kind in RECEIVES:
-                message = (action.index, action.part)
+                message = (action.index, action.slice_index)
                 behind = [other for other in actions[place:] if other.kind in COMPUTE][:2]
-                assert (through(action), message) in [
-                    (into(schedule.homes, other), (other.index, other.part)) for other in behind
+                assert (transfer_channel(action), message) in [
+                    (incoming_channel(schedule.rank_of_stage, other), (other.index, other.slice_index))
+                    for other in behind
                 ]
 
 
 def test_by_hand():
-    assert str(lower(make("1f1b", 2, 3))) == (
+    assert str(lower(make_schedule("1f1b", 2, 3))) == (
         "rank 0, stages 0: 0F0 0SF0 0F1 0SF1 0RB0 0B0 0RB1 0F2 0SF2 0B1 0RB2 0B2 0U1\n"
         "rank 1, stages 1: 1RF0 1F0 1RF1 1B0 1SB0 1F1 1B1 1SB1 1RF2 1F2 1B2 1SB2 1U1\n"
     )
 
 
 def test_neighbours_on_one_rank_send_nothing():
-    lists = lower(make("zb-v", 2, 3)).lists
+    lists = lower(make_schedule("zb-v", 2, 3)).rank_actions
     texts = {str(action) for actions in lists for action in actions}
     assert {"0SF0", "1RF0", "2SF0", "3RF0", "3SB0", "2RB0"} <= texts
     assert not {"1SF0", "2RF0", "2SB0", "1RB0"} & texts
-    assert lower(make("interleaved", 1, 3)) == make("interleaved", 1, 3)
+    assert lower(make_schedule("interleaved", 1, 3)) == make_schedule("interleaved", 1, 3)
 
 
 def test_an_early_receive_hides_the_transfer():
     """In the steady state of 1F1B the gradient is on its way while the forward before it runs."""
-    actions = [str(action) for action in lower(make("1f1b", 4, 16)).lists[1]]
+    actions = [str(action) for action in lower(make_schedule("1f1b", 4, 16)).rank_actions[1]]
     assert actions.index("1RB8") < actions.index("1F10") < actions.index("1B8")
 
 
@@ -88,12 +89,12 @@ def test_messages_that_are_used_in_another_order():
     """Rank 1 wants the second message first: it takes the first one with it, in the order of the sends."""
 
     def list_of(stage, text):
-        return tuple(Action(stage, Kind(word[0]), int(word[1:])) for word in text.split())
+        return tuple(Action(stage, ActionKind(word[0]), int(word[1:])) for word in text.split())
 
     lists = (list_of(0, "F0 F1 B0 B1 U1"), list_of(1, "F1 F0 B0 B1 U1"))
-    lowered = lower(Schedule(name="crossed", homes=(0, 1), microbatches=2, lists=lists))
-    assert [str(action) for action in lowered.lists[1]][:4] == ["1RF0", "1RF1", "1F1", "1F0"]
-    assert faults(lowered) == []
+    lowered = lower(Schedule(name="crossed", rank_of_stage=(0, 1), microbatches=2, rank_actions=lists))
+    assert [str(action) for action in lowered.rank_actions[1]][:4] == ["1RF0", "1RF1", "1F1", "1F0"]
+    assert fault_messages(lowered) == []
 
 
 @settings(deadline=None)
@@ -113,6 +114,6 @@ def test_a_window_receives_what_the_one_before_sent(stream, drain):
 
 
 def test_lists_that_cannot_run_are_refused():
-    lists = ((Action(0, Kind.BACKWARD, 0), Action(0, Kind.FORWARD, 0)), (Action(1, Kind.FORWARD, 0),))
+    lists = ((Action(0, ActionKind.BACKWARD, 0), Action(0, ActionKind.FORWARD, 0)), (Action(1, ActionKind.FORWARD, 0),))
     with pytest.raises(ValueError, match="cannot finish"):
-        lower(Schedule(name="wrong", homes=(0, 1), microbatches=1, lists=lists))
+        lower(Schedule(name="wrong", rank_of_stage=(0, 1), microbatches=1, rank_actions=lists))

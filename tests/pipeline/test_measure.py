@@ -12,11 +12,16 @@ import echelon as ec
 from echelon import models
 from echelon.config.run_config import Config
 from echelon.launch.rank_failure import RankError
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
-from echelon.pipeline.execution.layer_timing import everywhere, measured_split, profile_of, speeds
-from echelon.pipeline.layer_profile import LinkProfile, Profile
-from echelon.training.loop import train_here
+from echelon.pipeline.execution.layer_timing import (
+    broadcast_profile,
+    measure_bandwidths,
+    measure_profile,
+    measure_split,
+)
+from echelon.pipeline.layer_profile import LayerProfile, PipelineProfile
+from echelon.training.loop import train_on_rank
 
 CPU = torch.device("cpu")
 
@@ -35,7 +40,9 @@ class Uneven(nn.Module):
         return pair
 
     def chain(self):
-        return ec.Chain(links=tuple(ec.Link(f"layers.{i}", (f"layers.{i}",), self._run(i)) for i in range(4)))
+        return ec.PipelineModel(
+            layers=tuple(ec.PipelineLayer(f"layers.{i}", (f"layers.{i}",), self._run(i)) for i in range(4))
+        )
 
     def _run(self, index):
         def run(carried, _shared, x):
@@ -47,7 +54,7 @@ class Uneven(nn.Module):
 
 
 def profile():
-    return profile_of(Uneven(), {"x": torch.ones(2, 4)}, device=CPU, dtype=torch.float32, repeats=2)
+    return measure_profile(Uneven(), {"x": torch.ones(2, 4)}, device=CPU, dtype=torch.float32, repeats=2)
 
 
 def test_every_link_is_tried_once_and_the_slow_one_is_found():
@@ -61,31 +68,31 @@ def test_every_link_is_tried_once_and_the_slow_one_is_found():
 
 @pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny"])
 def test_a_model_on_the_meta_device_is_tried_with_only_one_link_in_memory(name):
-    model = models.build(models.find(name), "meta")
+    model = models.build(models.find_model(name), "meta")
     tokens = torch.zeros(1, 8, dtype=torch.int64)
-    found = profile_of(model, {"tokens": tokens, "targets": tokens}, device=CPU, dtype=torch.float32, repeats=1)
-    assert len(found.links) == models.find(name).layers + 2
+    found = measure_profile(model, {"tokens": tokens, "targets": tokens}, device=CPU, dtype=torch.float32, repeats=1)
+    assert len(found.links) == models.find_model(name).layers + 2
     assert all(link.seconds > 0 for link in found.links)
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
 def split_of_uneven():
-    found = everywhere(profile)
-    split = measured_split(found, Layout.parse("pp=2"), CPU)
-    return split.layers, found.to_json()
+    found = broadcast_profile(profile)
+    split = measure_split(found, Layout.parse("pp=2"), CPU)
+    return split.blocks_per_stage, found.to_json()
 
 
-def test_all_ranks_cut_alike_and_the_slow_layer_is_alone(pool: Pool):
+def test_all_ranks_cut_alike_and_the_slow_layer_is_alone(pool: RankPool):
     first, second = pool.run(split_of_uneven, 2)
     assert first == second
     assert first[0] == (1, 3)
 
 
 def wires():
-    return speeds((0, 1, 1, 0), (0, 1), 1000, CPU)
+    return measure_bandwidths((0, 1, 1, 0), (0, 1), 1000, CPU)
 
 
-def test_wires_are_tried_between_ranks_and_not_inside_one(pool: Pool):
+def test_wires_are_tried_between_ranks_and_not_inside_one(pool: RankPool):
     first, second = pool.run(wires, 2)
     assert first == second
     assert first[1] == 1.0
@@ -94,13 +101,13 @@ def test_wires_are_tried_between_ranks_and_not_inside_one(pool: Pool):
 
 def trained(profile, run):
     settings = ["layout=pp=2,accumulate=2", "batch=2", "seq_len=16", "steps=2", "eval.every=0", "sample.tokens=0"]
-    return train_here(Config.load(None, [*settings, f"pipeline.profile={profile}", f"run={run}"]), quiet=True).loss
+    return train_on_rank(Config.load(None, [*settings, f"pipeline.profile={profile}", f"run={run}"]), quiet=True).loss
 
 
-def test_a_run_can_be_cut_by_a_profile_and_leaves_it(pool: Pool, tmp_path):
+def test_a_run_can_be_cut_by_a_profile_and_leaves_it(pool: RankPool, tmp_path):
     measured = pool.run(trained, 2, "measure", str(tmp_path / "one"))[0]
     left = tmp_path / "one" / "profile.json"
-    assert Profile.from_json(left.read_text()).source == "measured"
+    assert PipelineProfile.from_json(left.read_text()).source == "measured"
     given = pool.run(trained, 2, str(left), str(tmp_path / "two"))[0]
     assert measured == pytest.approx(given, rel=1e-5)
 
@@ -108,19 +115,19 @@ def test_a_run_can_be_cut_by_a_profile_and_leaves_it(pool: Pool, tmp_path):
 def test_a_profile_that_cannot_be_used_is_refused_before_anything_starts(tmp_path):
     file = tmp_path / "profile.json"
     file.write_text("{}")
-    with pytest.raises(ec.FaultError, match="cannot be read"):
+    with pytest.raises(ec.ValidationError, match="cannot be read"):
         Config.load(None, ["layout=pp=2,accumulate=2", f"pipeline.profile={file}"])
-    with pytest.raises(ec.FaultError, match="no effect"):
+    with pytest.raises(ec.ValidationError, match="no effect"):
         Config.load(None, ["pipeline.profile=measure"])
-    with pytest.raises(ec.FaultError, match=r"beside pipeline\.layers"):
+    with pytest.raises(ec.ValidationError, match=r"beside pipeline\.layers"):
         Config.load(None, ["layout=pp=2,accumulate=2", "pipeline.profile=measure", "pipeline.layers=[2, 2]"])
 
 
-def test_a_profile_of_another_model_is_refused(pool: Pool, tmp_path):
+def test_a_profile_of_another_model_is_refused(pool: RankPool, tmp_path):
     file = tmp_path / "profile.json"
     numbers = {"forward_s": 1, "input_s": 1, "weight_s": 1, "activation_bytes": 4, "parameter_bytes": 4}
     for names in (["a", "b"], ["first", *(f"layers.{i}" for i in range(4)), "last"]):
-        links = tuple(LinkProfile(name=name, **numbers) for name in names)
-        file.write_text(Profile(links=links, source="predicted").to_json())
+        links = tuple(LayerProfile(name=name, **numbers) for name in names)
+        file.write_text(PipelineProfile(links=links, source="predicted").to_json())
         with pytest.raises(RankError, match=rf"another model \(links {names[0]}, .*, {len(names)} in all; this one"):
             pool.run(trained, 2, str(file), str(tmp_path / "run"))

@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 
 from bench import padded
-from echelon.launch.rank_pool import Pool
-from echelon.pipeline.actions import Kind
+from echelon.launch.rank_pool import RankPool
+from echelon.pipeline.actions import ActionKind
 
 UNIT = 0.1
 """seconds that a rank sleeps in F, in I and in W of a microbatch"""
@@ -19,7 +19,7 @@ BAR = 0.05
 
 @pytest.mark.soak
 @pytest.mark.parametrize("schedule", padded.SCHEDULES)
-def test_a_step_takes_the_simulated_time(pool: Pool, schedule: str) -> None:
+def test_a_step_takes_the_simulated_time(pool: RankPool, schedule: str) -> None:
     simulated = padded.simulated(schedule, UNIT)
     found: list[float] = []
     while len(found) < TRIES and (not found or min(found) > (1 + BAR) * simulated):
@@ -27,11 +27,11 @@ def test_a_step_takes_the_simulated_time(pool: Pool, schedule: str) -> None:
     assert simulated * (1 - BAR) <= min(found) <= simulated * (1 + BAR), [one / simulated for one in found]
 
 
-def test_a_weight_gradient_is_slept_for_where_it_is_made(pool: Pool) -> None:
+def test_a_weight_gradient_is_slept_for_where_it_is_made(pool: RankPool) -> None:
     """The padding itself: where backward has two halves, each of them takes its own pause and not the other's."""
     timeline = pool.run(padded.recorded, padded.RANKS, "zb-h1", UNIT / 4)[0]
     for rank in range(padded.RANKS):
-        for kind in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT):
+        for kind in (ActionKind.FORWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD):
             seconds = [end - start for action, start, end in timeline.spans(rank) if action.kind is kind]
             # Waiting for a message and for a core makes an action longer, but not every one of them.
             assert UNIT / 4 <= min(seconds) < UNIT / 2, (rank, kind, seconds)

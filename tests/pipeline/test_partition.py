@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.pipeline.partition import Split, balance, divide, glued, grouped
-from echelon.pipeline.schedule import loop, vee
+from echelon.pipeline.partition import StageSplit, balance_layers, group_into_blocks, layers_to_glue, optimal_partition
+from echelon.pipeline.schedule import looped_placement, v_placement
 
 
 def chain(layers: int) -> list[str]:
@@ -41,7 +41,7 @@ def test_balance_is_the_best_of_all(data, costs):
     stages = data.draw(st.integers(1, len(costs)))
     free = [[0] * len(costs)] * (stages - 1)
     best = min(all_counts(len(costs), stages), key=lambda counts: rank_of(counts, costs, free))
-    assert balance(costs, stages) == best
+    assert balance_layers(costs, stages) == best
 
 
 @settings(deadline=None)
@@ -51,24 +51,24 @@ def test_transfers_count(data, costs):
     row = st.lists(COSTS, min_size=len(costs), max_size=len(costs))
     transfers = data.draw(st.lists(row, min_size=stages - 1, max_size=stages - 1))
     best = min(all_counts(len(costs), stages), key=lambda counts: rank_of(counts, costs, transfers))
-    assert divide(costs, transfers) == best
+    assert optimal_partition(costs, transfers) == best
 
 
 @settings(deadline=None)
 @given(st.data(), st.lists(st.integers(0, 9), min_size=1, max_size=9))
 def test_glue_holds(data, costs):
     glue = data.draw(st.sets(st.integers(0, max(0, len(costs) - 2)), max_size=len(costs) - 1))
-    layers = grouped(len(costs), glue)
+    layers = group_into_blocks(len(costs), glue)
     assert [i for layer in layers for i in layer] == list(range(len(costs)))
     stages = data.draw(st.integers(1, len(layers)))
-    counts = balance(costs, stages, glue=glue)
+    counts = balance_layers(costs, stages, glue=glue)
     assert sum(counts) == len(costs)
     assert len(counts) == stages
     ends = {total - 1 for total in itertools.accumulate(counts)}
     assert ends <= {layer[-1] for layer in layers}
     merged = [sum(costs[i] for i in layer) for layer in layers]
     slowest = max(sum(costs[b - n : b]) for n, b in zip(counts, itertools.accumulate(counts), strict=True))
-    assert slowest == rank_of(balance(merged, stages), merged, [[0] * len(merged)] * (stages - 1))[0]
+    assert slowest == rank_of(balance_layers(merged, stages), merged, [[0] * len(merged)] * (stages - 1))[0]
 
 
 @pytest.mark.parametrize(
@@ -76,53 +76,53 @@ def test_glue_holds(data, costs):
     [(7, 2, (4, 3)), (7, 3, (3, 2, 2)), (7, 4, (2, 2, 2, 1)), (9, 4, (3, 2, 2, 2)), (5, 5, (1, 1, 1, 1, 1))],
 )
 def test_what_is_over_goes_to_the_first_stages(layers, stages, expected):
-    assert balance([0.1] * layers, stages) == expected
+    assert balance_layers([0.1] * layers, stages) == expected
 
 
 def test_a_heavy_head_leaves_its_stage_few_layers():
     names, costs = chain(8), [0.0, *[1.0] * 8, 3.0]
-    split = Split.balanced(names, costs, loop(3))
-    assert split.links[-1] == ("blocks.7", "head")
+    split = StageSplit.balanced(names, costs, looped_placement(3))
+    assert split.layers[-1] == ("blocks.7", "head")
     assert split.costs == (4.0, 3.0, 4.0)
 
 
 def test_the_rest_is_shared_evenly_behind_a_slow_stage():
     # The limit is 10, whatever the other four do: they are shared two and two.
-    assert balance([10, 1, 1, 1, 1], 3) == (1, 2, 2)
+    assert balance_layers([10, 1, 1, 1, 1], 3) == (1, 2, 2)
 
 
 def test_two_hundred_links_on_64_stages_are_quick():
     for costs in ([random.Random(0).random() for _ in range(200)], [1.0] * 200, [0.0] * 200):
         start = time.perf_counter()
-        counts = balance(costs, 64)
+        counts = balance_layers(costs, 64)
         assert time.perf_counter() - start < 1
         assert sum(counts) == 200
 
 
 def test_far_apart_costs_do_not_overflow():
-    assert balance([1e300, 1e-300, 5e-324, 1e300], 2) == (2, 2)
+    assert balance_layers([1e300, 1e-300, 5e-324, 1e300], 2) == (2, 2)
 
 
 @pytest.mark.parametrize("cost", [math.nan, math.inf, -1.0])
 def test_a_cost_is_a_number(cost):
     with pytest.raises(ValueError, match=r"a cost is not a number of 0 or more \(.*\); measure"):
-        balance([1.0, cost], 2)
+        balance_layers([1.0, cost], 2)
 
 
 @pytest.mark.parametrize("stages", [0, 3])
 def test_a_stage_needs_a_layer(stages):
     message = rf"every stage needs a layer \({stages} stages, 2 layers\); use 1 to 2 stages"
     with pytest.raises(ValueError, match=message):
-        balance([1, 1, 1, 1], stages, glue={0, 2})
+        balance_layers([1, 1, 1, 1], stages, glue={0, 2})
     with pytest.raises(ValueError, match=message):
-        Split.balanced(chain(2), [1] * 4, loop(stages))
+        StageSplit.balanced(chain(2), [1] * 4, looped_placement(stages))
     with pytest.raises(ValueError, match=message):
-        Split.by_hand(chain(2), [1] * 4, loop(stages), [1] * stages)
+        StageSplit.from_block_counts(chain(2), [1] * 4, looped_placement(stages), [1] * stages)
 
 
 def test_glue_needs_a_next_link():
     with pytest.raises(ValueError, match=r"no link comes after these to stay with \(\[3\] of 4 links\); use 0 to 2"):
-        balance([1, 1, 1, 1], 2, glue={3})
+        balance_layers([1, 1, 1, 1], 2, glue={3})
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_glue_needs_a_next_link():
     ],
 )
 def test_what_is_no_layer_stays_with_one(names, glue):
-    assert glued(names) == glue
+    assert layers_to_glue(names) == glue
 
 
 # -- Split ------------------------------------------------------------------------------------------------------------
@@ -145,16 +145,21 @@ def test_what_is_no_layer_stays_with_one(names, glue):
 
 @pytest.mark.parametrize(
     ("layers", "homes"),
-    [(7, loop(2)), (7, loop(3)), (7, loop(4)), *((9, homes) for n in (2, 3, 4) for homes in (loop(n, 2), vee(n)))],
+    [
+        (7, looped_placement(2)),
+        (7, looped_placement(3)),
+        (7, looped_placement(4)),
+        *((9, homes) for n in (2, 3, 4) for homes in (looped_placement(n, 2), v_placement(n))),
+    ],
 )
 def test_every_layer_is_on_one_stage(layers, homes):
     names = chain(layers)
-    split = Split.balanced(names, [0.2, *[1.0] * layers, 0.7], homes)
-    assert [name for links in split.links for name in links] == names
-    assert all(any(name.startswith("blocks.") for name in links) for links in split.links)
-    assert split.homes == homes
+    split = StageSplit.balanced(names, [0.2, *[1.0] * layers, 0.7], homes)
+    assert [name for links in split.layers for name in links] == names
+    assert all(any(name.startswith("blocks.") for name in links) for links in split.layers)
+    assert split.rank_of_stage == homes
     assert split.stages == len(homes)
-    assert sorted(stage for rank in set(homes) for stage in split.of(rank)) == list(range(len(homes)))
+    assert sorted(stage for rank in set(homes) for stage in split.stages_on(rank)) == list(range(len(homes)))
     assert [split.stage_of(name) for name in names] == sorted(split.stage_of(name) for name in names)
     printed = [line.split() for line in str(split).splitlines()]
     assert [(words[1], words[3]) for words in printed] == [(str(s), str(home)) for s, home in enumerate(homes)]
@@ -162,21 +167,21 @@ def test_every_layer_is_on_one_stage(layers, homes):
 
 
 def test_the_text_of_a_split():
-    split = Split.balanced(chain(7), [0.5, *[1.0] * 7, 0.5], loop(3))
+    split = StageSplit.balanced(chain(7), [0.5, *[1.0] * 7, 0.5], looped_placement(3))
     assert str(split) == (
         "stage 0  rank 0  embed .. blocks.1     31.2%\n"
         "stage 1  rank 1  blocks.2 .. blocks.4  37.5%\n"
         "stage 2  rank 2  blocks.5 .. head      31.2%\n"
     )
-    two = Split(links=(("a",), ("b", "c")), ranks=((0, 1, 2, 4), (3,)), costs=(0.0, 0.0))
+    two = StageSplit(layers=(("a",), ("b", "c")), ranks=((0, 1, 2, 4), (3,)), costs=(0.0, 0.0))
     assert str(two) == "stage 0  ranks 0-2,4  a       0.0%\nstage 1  rank 3       b .. c  0.0%\n"
-    assert two.homes == (0, 3)
-    assert two.of(4) == (0,)
+    assert two.rank_of_stage == (0, 3)
+    assert two.stages_on(4) == (0,)
 
 
 def test_by_hand():
-    split = Split.by_hand(chain(7), [1.0] * 9, loop(3), [1, 4, 2])
-    assert split.links == (
+    split = StageSplit.from_block_counts(chain(7), [1.0] * 9, looped_placement(3), [1, 4, 2])
+    assert split.layers == (
         ("embed", "blocks.0"),
         ("blocks.1", "blocks.2", "blocks.3", "blocks.4"),
         ("blocks.5", "blocks.6", "head"),
@@ -196,18 +201,18 @@ def test_by_hand():
 def test_by_hand_says_every_fault_and_what_would_fit(layers, fault):
     message = rf"do not fit the model \({fault}\); give 3 numbers of 1 or more that sum to 7"
     with pytest.raises(ValueError, match=message):
-        Split.by_hand(chain(7), [1.0] * 9, loop(3), layers)
+        StageSplit.from_block_counts(chain(7), [1.0] * 9, looped_placement(3), layers)
 
 
 def test_each_link_has_a_cost():
     with pytest.raises(ValueError, match=r"each link needs a cost \(9 links, 7 costs\)"):
-        Split.balanced(chain(7), [1.0] * 7, loop(2))
+        StageSplit.balanced(chain(7), [1.0] * 7, looped_placement(2))
     with pytest.raises(ValueError, match=r"each link needs a cost \(9 links, 7 costs\)"):
-        Split.by_hand(chain(7), [1.0] * 7, loop(2), [4, 3])
+        StageSplit.from_block_counts(chain(7), [1.0] * 7, looped_placement(2), [4, 3])
 
 
 def test_a_split_gives_every_link_to_one_stage():
     with pytest.raises(ValueError, match=r"links on two stages: a; stages without a link: 1; stages without a rank: 2"):
-        Split(links=(("a", "b"), (), ("a",)), ranks=((0,), (1,), ()), costs=(1.0, 1.0, 1.0))
+        StageSplit(layers=(("a", "b"), (), ("a",)), ranks=((0,), (1,), ()), costs=(1.0, 1.0, 1.0))
     with pytest.raises(ValueError, match=r"links, ranks and costs of \[1, 2\] stages"):
-        Split(links=(("a",), ("b",)), ranks=((0,), (1,)), costs=(1.0,))
+        StageSplit(layers=(("a",), ("b",)), ranks=((0,), (1,)), costs=(1.0,))

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.pipeline.layer_profile import LinkProfile, Profile
+from echelon.pipeline.layer_profile import LayerProfile, PipelineProfile
 
 SECONDS = st.floats(0, 1e6)
 BYTES = st.integers(0, 2**62)
 LINKS = st.builds(
-    LinkProfile,
+    LayerProfile,
     name=st.text(max_size=8),
     forward_s=SECONDS,
     input_s=SECONDS,
@@ -20,25 +20,25 @@ LINKS = st.builds(
     parameter_bytes=BYTES,
 )
 PROFILES = st.builds(
-    Profile,
+    PipelineProfile,
     links=st.lists(LINKS, min_size=1, max_size=5, unique_by=lambda link: link.name).map(tuple),
     source=st.sampled_from(["measured", "predicted"]),
 )
 
 
-def link(**changes) -> LinkProfile:
+def link(**changes) -> LayerProfile:
     numbers = {"forward_s": 1.0, "input_s": 2.0, "weight_s": 3.0, "activation_bytes": 4, "parameter_bytes": 5}
-    return LinkProfile(**{"name": "embed", **numbers, **changes})
+    return LayerProfile(**{"name": "embed", **numbers, **changes})
 
 
 @given(PROFILES)
 def test_json_round_trip(profile):
-    assert Profile.from_json(profile.to_json()) == profile
+    assert PipelineProfile.from_json(profile.to_json()) == profile
 
 
 def test_seconds_are_forward_and_backward():
-    profile = Profile(links=(link(), link(name="head", input_s=0.0)), source="measured")
-    assert profile.seconds == (6.0, 4.0)
+    profile = PipelineProfile(links=(link(), link(name="head", input_s=0.0)), source="measured")
+    assert profile.layer_seconds == (6.0, 4.0)
     assert profile.names == ("embed", "head")
 
 
@@ -59,23 +59,23 @@ def test_numbers_are_checked(changes, message):
 
 def test_a_profile_lists_every_link_once():
     with pytest.raises(ValueError, match=r"names twice: embed\); give every link once"):
-        Profile(links=(link(), link()), source="measured")
+        PipelineProfile(links=(link(), link()), source="measured")
     with pytest.raises(ValueError, match="no links"):
-        Profile(links=(), source="measured")
+        PipelineProfile(links=(), source="measured")
     with pytest.raises(ValueError, match=r"another source \('guessed'\); use measured or predicted"):
-        Profile(links=(link(),), source="guessed")
+        PipelineProfile(links=(link(),), source="guessed")
 
 
 def test_bad_json_is_refused():
-    good = json.loads(Profile(links=(link(),), source="measured").to_json())
+    good = json.loads(PipelineProfile(links=(link(),), source="measured").to_json())
     with pytest.raises(ValueError, match="a profile is not JSON"):
-        Profile.from_json("{")
+        PipelineProfile.from_json("{")
     with pytest.raises(ValueError, match=r"a profile has not the keys it needs \(\[\]\); give links, source"):
-        Profile.from_json("[]")
+        PipelineProfile.from_json("[]")
     with pytest.raises(ValueError, match=r"a profile has not the keys it needs \(keys source\)"):
-        Profile.from_json('{"source": "measured"}')
+        PipelineProfile.from_json('{"source": "measured"}')
     with pytest.raises(ValueError, match="links are not a list"):
-        Profile.from_json('{"source": "measured", "links": {}}')
+        PipelineProfile.from_json('{"source": "measured", "links": {}}')
     del good["links"][0]["input_s"]
     with pytest.raises(ValueError, match=r"a link of a profile has not the keys it needs .*; give activation_bytes, "):
-        Profile.from_json(json.dumps(good))
+        PipelineProfile.from_json(json.dumps(good))

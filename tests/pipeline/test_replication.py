@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.pipeline.layer_profile import LinkProfile, Profile
-from echelon.pipeline.schedule import loop, vee
-from echelon.pipeline.stage_replication import Level, Replicated, by_profile, replicate
+from echelon.pipeline.layer_profile import LayerProfile, PipelineProfile
+from echelon.pipeline.schedule import looped_placement, v_placement
+from echelon.pipeline.stage_replication import NetworkLevel, ReplicatedPipeline, replicate, split_by_profile
 
 
-def profile_of(seconds, sent, weights, names=None) -> Profile:
+def profile_of(seconds, sent, weights, names=None) -> PipelineProfile:
     names = names or [f"layers.{i}" for i in range(len(seconds))]
-    return Profile(
+    return PipelineProfile(
         links=tuple(
-            LinkProfile(name=n, forward_s=t / 4, input_s=t / 4, weight_s=t / 2, activation_bytes=a, parameter_bytes=w)
+            LayerProfile(name=n, forward_s=t / 4, input_s=t / 4, weight_s=t / 2, activation_bytes=a, parameter_bytes=w)
             for n, t, a, w in zip(names, seconds, sent, weights, strict=True)
         ),
         source="measured",
@@ -27,14 +27,14 @@ def profile_of(seconds, sent, weights, names=None) -> Profile:
 
 
 @st.composite
-def profiles(draw, most: int) -> Profile:
+def profiles(draw, most: int) -> PipelineProfile:
     links = draw(st.integers(1, most))
     numbers = st.lists(st.integers(0, 40), min_size=links, max_size=links)
     names = draw(st.sampled_from([None, ["embed", *(f"blocks.{i}" for i in range(links - 2)), "head"][:links]]))
     return profile_of(draw(numbers), draw(numbers), draw(numbers), names if links > 2 else None)
 
 
-def layers_of(profile: Profile) -> list[tuple[float, int, int]]:
+def layers_of(profile: PipelineProfile) -> list[tuple[float, int, int]]:
     """(T, a, w) of every layer; embed and head are part of one."""
     rows = [(link.seconds, link.activation_bytes, link.parameter_bytes) for link in profile.links]
     if profile.names[0] == "embed":
@@ -72,20 +72,20 @@ def every_pace(layers, levels):
                     yield max([*times, *sends])
 
 
-def pace_of(found: Replicated, profile: Profile, bandwidth: float) -> float:
+def pace_of(found: ReplicatedPipeline, profile: PipelineProfile, bandwidth: float) -> float:
     """The pace of an answer of one level, from its own record."""
     links = {link.name: link for link in profile.links}
     times = []
-    for names, ranks in zip(found.split.links, found.split.ranks, strict=True):
+    for names, ranks in zip(found.split.layers, found.split.ranks, strict=True):
         weights = sum(links[name].parameter_bytes for name in names)
         compute = sum(links[name].seconds for name in names)
         times.append(max(compute, 2 * (len(ranks) - 1) * weights / bandwidth) / len(ranks))
-    sends = [2 * links[names[-1]].activation_bytes / bandwidth for names in found.split.links[:-1]]
+    sends = [2 * links[names[-1]].activation_bytes / bandwidth for names in found.split.layers[:-1]]
     return max([*times, *sends])
 
 
-def check_whole(found: Replicated, profile: Profile, world: int) -> None:
-    assert [name for links in found.split.links for name in links] == list(profile.names)
+def check_whole(found: ReplicatedPipeline, profile: PipelineProfile, world: int) -> None:
+    assert [name for links in found.split.layers for name in links] == list(profile.names)
     assert sorted(rank for ranks in found.split.ranks for rank in ranks) == list(range(world))
     assert found.in_flight == math.ceil(world / found.replicas[0])
 
@@ -93,7 +93,7 @@ def check_whole(found: Replicated, profile: Profile, world: int) -> None:
 @settings(deadline=None, max_examples=150)
 @given(profiles(7), st.integers(1, 5), st.floats(0.5, 20))
 def test_one_level_is_the_best_of_all(profile, ranks, bandwidth):
-    levels = [Level(components=ranks, bandwidth=bandwidth)]
+    levels = [NetworkLevel(components=ranks, bandwidth=bandwidth)]
     found = replicate(profile, levels)
     check_whole(found, profile, ranks)
     assert found.seconds == pytest.approx(min(every_pace(layers_of(profile), levels)), rel=1e-12)
@@ -103,7 +103,7 @@ def test_one_level_is_the_best_of_all(profile, ranks, bandwidth):
 @settings(deadline=None, max_examples=100)
 @given(profiles(5), *[st.integers(1, 3)] * 2, *[st.floats(0.5, 20)] * 2)
 def test_two_levels_are_the_best_of_all(profile, inside, outside, fast, slow):
-    levels = [Level(components=inside, bandwidth=fast), Level(components=outside, bandwidth=slow)]
+    levels = [NetworkLevel(components=inside, bandwidth=fast), NetworkLevel(components=outside, bandwidth=slow)]
     found = replicate(profile, levels)
     check_whole(found, profile, inside * outside)
     assert found.seconds == pytest.approx(min(every_pace(layers_of(profile), levels)), rel=1e-12)
@@ -113,7 +113,7 @@ def test_three_levels_are_the_best_of_all():
     choose = random.Random(3)
     for _ in range(20):
         profile = profile_of(*([choose.randint(0, 40) for _ in range(4)] for _ in range(3)))
-        levels = [Level(components=2, bandwidth=choose.uniform(0.5, 20)) for _ in range(3)]
+        levels = [NetworkLevel(components=2, bandwidth=choose.uniform(0.5, 20)) for _ in range(3)]
         found = replicate(profile, levels)
         check_whole(found, profile, 8)
         assert found.seconds == pytest.approx(min(every_pace(layers_of(profile), levels)), rel=1e-12)
@@ -121,24 +121,26 @@ def test_three_levels_are_the_best_of_all():
 
 def test_a_level_of_one_changes_nothing():
     profile = profile_of([3, 1, 4, 1, 5], [1, 1, 1, 1, 1], [2, 7, 1, 8, 2])
-    node, alone = Level(components=4, bandwidth=2.0), Level(components=1, bandwidth=1.0)
+    node, alone = NetworkLevel(components=4, bandwidth=2.0), NetworkLevel(components=1, bandwidth=1.0)
     assert replicate(profile, [node]) == replicate(profile, [alone, node]) == replicate(profile, [node, alone])
 
 
 def test_small_weights_are_replicated():
-    found = replicate(profile_of([1.0] * 8, [10**9] * 8, [0] * 8), [Level(components=4, bandwidth=1e3)])
+    found = replicate(profile_of([1.0] * 8, [10**9] * 8, [0] * 8), [NetworkLevel(components=4, bandwidth=1e3)])
     assert (found.replicas, found.in_flight, found.seconds) == ((4,), 1, 2.0)
 
 
 def test_large_weights_make_a_pipeline():
-    found = replicate(profile_of([1.0] * 8, [0] * 8, [10**9] * 8), [Level(components=4, bandwidth=1e3)])
+    found = replicate(profile_of([1.0] * 8, [0] * 8, [10**9] * 8), [NetworkLevel(components=4, bandwidth=1e3)])
     assert (found.replicas, found.in_flight, found.seconds) == ((1, 1, 1, 1), 4, 2.0)
-    assert found.split.homes == (0, 1, 2, 3)
+    assert found.split.rank_of_stage == (0, 1, 2, 3)
 
 
 def test_heavy_weights_at_the_end_alone():
     # As in the paper's VGG-16: convolutions with few weights are replicated, the fully connected layers are not.
-    found = replicate(profile_of([6.0, 6.0, 6.0, 1.0], [1] * 4, [1, 1, 1, 10**9]), [Level(components=4, bandwidth=1e3)])
+    found = replicate(
+        profile_of([6.0, 6.0, 6.0, 1.0], [1] * 4, [1, 1, 1, 10**9]), [NetworkLevel(components=4, bandwidth=1e3)]
+    )
     assert (found.replicas, found.in_flight) == ((3, 1), 2)
     assert found.seconds == 6.0
     assert str(found) == (
@@ -151,7 +153,7 @@ def test_heavy_weights_at_the_end_alone():
 def test_replicas_of_a_node_are_on_every_node():
     # Inside a node two replicas would wait for their gradients, so a node is a pipeline; two nodes would not.
     profile = profile_of([2.0, 2.0], [5, 0], [11, 11])
-    found = replicate(profile, [Level(components=2, bandwidth=10.0), Level(components=2, bandwidth=25.0)])
+    found = replicate(profile, [NetworkLevel(components=2, bandwidth=10.0), NetworkLevel(components=2, bandwidth=25.0)])
     assert found.split.ranks == ((0, 2), (1, 3))
     assert found.seconds == 1.0
     assert found.in_flight == 2
@@ -161,8 +163,8 @@ def test_a_hundred_links_on_64_ranks_are_quick():
     choose = random.Random(0)
     profile = profile_of(*([choose.randint(1, 1000) for _ in range(100)] for _ in range(3)))
     start = time.perf_counter()
-    replicate(profile, [Level(components=64, bandwidth=10.0)])
-    replicate(profile, [Level(components=8, bandwidth=10.0), Level(components=8, bandwidth=1.0)])
+    replicate(profile, [NetworkLevel(components=64, bandwidth=10.0)])
+    replicate(profile, [NetworkLevel(components=8, bandwidth=10.0), NetworkLevel(components=8, bandwidth=1.0)])
     assert time.perf_counter() - start < 5
 
 
@@ -176,7 +178,9 @@ def test_by_profile_is_the_best_of_all(data, profile):
     stages = data.draw(st.integers(1, len(layers)))
     speed = st.floats(0.5, 20)
     bandwidth = data.draw(st.one_of(speed, st.lists(speed, min_size=stages - 1, max_size=stages - 1)))
-    homes = data.draw(st.sampled_from([loop(stages), *([vee(stages // 2)] if stages % 2 == 0 else [])]))
+    homes = data.draw(
+        st.sampled_from([looped_placement(stages), *([v_placement(stages // 2)] if stages % 2 == 0 else [])])
+    )
 
     def order(counts):
         bounds = [0, *itertools.accumulate(counts)]
@@ -190,32 +194,32 @@ def test_by_profile_is_the_best_of_all(data, profile):
         return max(times + sends), sum(t**2 for t in times), counts[::-1]
 
     best = min(compositions(len(layers), stages), key=order)
-    split = by_profile(profile, stages, bandwidth, homes=homes)
-    assert [name for links in split.links for name in links] == list(profile.names)
-    glued = [sum(name not in ("embed", "head") for name in links) for links in split.links]
+    split = split_by_profile(profile, stages, bandwidth, rank_of_stage=homes)
+    assert [name for links in split.layers for name in links] == list(profile.names)
+    glued = [sum(name not in ("embed", "head") for name in links) for links in split.layers]
     assert tuple(glued) == best
-    assert split.homes == homes
+    assert split.rank_of_stage == homes
 
 
 def test_a_large_activation_is_not_cut():
     profile = profile_of([1.0] * 6, [1, 1, 100, 1, 1, 0], [0] * 6)
-    assert [len(links) for links in by_profile(profile, 2, 10.0).links] == [4, 2]
-    assert [len(links) for links in by_profile(profile, 2, math.inf).links] == [3, 3]
+    assert [len(links) for links in split_by_profile(profile, 2, 10.0).layers] == [4, 2]
+    assert [len(links) for links in split_by_profile(profile, 2, math.inf).layers] == [3, 3]
     # Both stages at home on one rank: nothing is sent.
-    assert [len(links) for links in by_profile(profile, 2, 10.0, homes=vee(1)).links] == [3, 3]
+    assert [len(links) for links in split_by_profile(profile, 2, 10.0, rank_of_stage=v_placement(1)).layers] == [3, 3]
 
 
 def test_bad_input_is_refused():
     profile = profile_of([1, 1, 1], [1, 1, 1], [1, 1, 1])
     with pytest.raises(ValueError, match=r"every stage needs a layer \(4 stages, 3 layers\); use 1 to 3 stages"):
-        by_profile(profile, 4, 1.0)
+        split_by_profile(profile, 4, 1.0)
     with pytest.raises(ValueError, match=r"3 stages, 3 homes, 1 bandwidths\); give 3 homes and 2 bandwidths"):
-        by_profile(profile, 3, [1.0])
+        split_by_profile(profile, 3, [1.0])
     with pytest.raises(ValueError, match=r"a bandwidth is not above 0 \(0.0\); give bytes per second"):
-        by_profile(profile, 3, 0.0)
+        split_by_profile(profile, 3, 0.0)
     with pytest.raises(ValueError, match=r"a bandwidth is not above 0 \(nan\)"):
-        Level(components=2, bandwidth=math.nan)
+        NetworkLevel(components=2, bandwidth=math.nan)
     with pytest.raises(ValueError, match=r"a level joins nothing \(0 components\); give 1 or more"):
-        Level(components=0, bandwidth=1.0)
+        NetworkLevel(components=0, bandwidth=1.0)
     with pytest.raises(ValueError, match="a pipeline needs ranks"):
         replicate(profile, [])

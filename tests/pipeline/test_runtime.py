@@ -12,7 +12,7 @@ from torch import nn
 import echelon as ec
 from echelon.launch.rank_failure import RankError
 from echelon.layout import Layout
-from echelon.models.pipeline_model import chain_of
+from echelon.models.pipeline_model import get_pipeline_model
 from tests.pipeline import chains, odd_chains
 
 SPEC = f"{Path(chains.__file__)}:build"
@@ -85,14 +85,14 @@ def test_a_stage_that_raises_ends_the_job_with_its_traceback(pool):
 
 def test_a_model_without_a_chain_is_refused():
     with pytest.raises(ValueError, match=r"where Linear can be cut; give the class a method `chain\(\)`.*or use pp=1"):
-        chain_of(nn.Linear(2, 2))
+        get_pipeline_model(nn.Linear(2, 2))
 
 
 def test_a_chain_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"no such module: nothing \(embed\); no link uses scale"):
-        chain_of(chains.Unfit())
+        get_pipeline_model(chains.Unfit())
     with pytest.raises(ValueError, match="several links are called same"):
-        chain_of(chains.Named())
+        get_pipeline_model(chains.Named())
 
 
 def test_asynchronous_stages_cannot_share_a_weight(pool):

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes import ASYNCHRONOUS, shapes, streams, windows
 
-from echelon.layout.grammar import ROWS
-from echelon.pipeline.actions import COMPUTE, Kind
+from echelon.layout.grammar import KEYS_BY_NAME
+from echelon.pipeline.actions import COMPUTE, ActionKind
 from echelon.pipeline.lower import lower
-from echelon.pipeline.schedules import FAMILIES, make, two_bw
+from echelon.pipeline.schedules import FAMILIES, make_schedule, two_bw
 from echelon.pipeline.simulate import simulate
-from echelon.pipeline.validate import faults, joined
+from echelon.pipeline.validate import fault_messages, join_windows
 
 SYNCHRONOUS = tuple(name for name in FAMILIES if name not in ASYNCHRONOUS)
 
@@ -33,15 +33,15 @@ def formula(family, which, sizes):
 
 
 def test_the_registry_has_the_names_of_the_layout():
-    assert tuple(FAMILIES) == ROWS["schedule"].kind.words
+    assert tuple(FAMILIES) == KEYS_BY_NAME["schedule"].syntax.words
     for name, family in FAMILIES.items():
         assert family.name == name
         chunks = family.chunks or 2
-        schedule = make(name, 2, 4)
+        schedule = make_schedule(name, 2, 4)
         assert (schedule.name, schedule.stages) == (name, 2 * chunks)
-        kinds = {action.kind for actions in schedule.lists for action in actions}
-        assert (Kind.WEIGHT in kinds) == family.splits_backward
-        assert (sum(action.kind is Kind.UPDATE for action in schedule.lists[0]) > chunks) == (
+        kinds = {action.kind for actions in schedule.rank_actions for action in actions}
+        assert (ActionKind.WEIGHT_GRAD in kinds) == family.splits_backward
+        assert (sum(action.kind is ActionKind.UPDATE for action in schedule.rank_actions[0]) > chunks) == (
             family.asynchronous and name != "2bw"
         )
 
@@ -50,9 +50,9 @@ def test_the_registry_has_the_names_of_the_layout():
 @given(shapes())
 def test_every_schedule_is_right(shape):
     family, sizes = shape
-    schedule = make(family.name, **sizes)
-    assert faults(schedule) == []
-    assert faults(lower(schedule)) == []
+    schedule = make_schedule(family.name, **sizes)
+    assert fault_messages(schedule) == []
+    assert fault_messages(lower(schedule)) == []
     assert simulate(schedule).in_flight == formula(family, "in_flight", sizes)
 
 
@@ -60,7 +60,7 @@ def test_every_schedule_is_right(shape):
 @given(shapes())
 def test_the_bubble_is_that_of_the_formula(shape):
     family, sizes = shape
-    schedule = make(family.name, **sizes)
+    schedule = make_schedule(family.name, **sizes)
     expected = formula(family, "bubble", sizes)
     ranks, microbatches = sizes["ranks"], sizes["microbatches"]
     if expected is None:
@@ -68,7 +68,7 @@ def test_the_bubble_is_that_of_the_formula(shape):
         assert microbatches > ranks
         assert microbatches % ranks
         # Leaving microbatches out cannot make a step longer.
-        whole = make(family.name, ranks, -(-microbatches // ranks) * ranks, chunks=sizes["chunks"])
+        whole = make_schedule(family.name, ranks, -(-microbatches // ranks) * ranks, chunks=sizes["chunks"])
         assert simulate(schedule).duration < simulate(whole).duration
     else:
         assert bubble_of(schedule) == bubble_of(lower(schedule)) == expected
@@ -94,16 +94,16 @@ def test_published_bubbles(ranks, microbatches, chunks):
 @settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 30))
 def test_published_memory(ranks, microbatches):
-    one = max(simulate(make("1f1b", ranks, microbatches)).in_flight)
+    one = max(simulate(make_schedule("1f1b", ranks, microbatches)).in_flight)
     assert one == min(ranks, microbatches)
-    assert max(simulate(make("zb-h1", ranks, microbatches)).in_flight) == one
-    assert max(simulate(make("zb-v", ranks, microbatches)).in_flight) <= 2 * one  # of half the size
-    assert max(simulate(make("dualpipe-v", ranks, microbatches)).in_flight) <= 2 * ranks + 1
+    assert max(simulate(make_schedule("zb-h1", ranks, microbatches)).in_flight) == one
+    assert max(simulate(make_schedule("zb-v", ranks, microbatches)).in_flight) <= 2 * one  # of half the size
+    assert max(simulate(make_schedule("dualpipe-v", ranks, microbatches)).in_flight) <= 2 * ranks + 1
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_no_rank_of_zb_v_waits_in_between(ranks):
-    timeline = simulate(make("zb-v", ranks, 2 * ranks))
+    timeline = simulate(make_schedule("zb-v", ranks, 2 * ranks))
     for rank in range(ranks):
         spans = [span for span in timeline.spans(rank) if span.action.kind in COMPUTE]
         assert spans[-1].end - spans[0].start == timeline.busy(rank)
@@ -112,7 +112,7 @@ def test_no_rank_of_zb_v_waits_in_between(ranks):
 @settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 6))
 def test_the_naive_split_keeps_one_rank_busy(ranks, microbatches):
-    timeline = simulate(make("naive", ranks, microbatches))
+    timeline = simulate(make_schedule("naive", ranks, microbatches))
     spans = [span for rank in range(ranks) for span in timeline.spans(rank) if span.action.kind in COMPUTE]
     spans.sort(key=lambda span: span.start)
     assert all(one.end <= other.start for one, other in pairwise(spans))
@@ -126,7 +126,7 @@ def test_the_naive_split_keeps_one_rank_busy(ranks, microbatches):
     ],
 )
 def test_a_fallback_is_noted(name, ranks, microbatches, written):
-    note = make(name, ranks, microbatches).note
+    note = make_schedule(name, ranks, microbatches).note
     assert (f"the schedule for {written} with {written - microbatches} left out" in note) == (written > microbatches)
     assert bool(note) == (written > microbatches)
 
@@ -137,19 +137,19 @@ def test_windows_are_one_stream(stream, drain):
     name, ranks, sizes = stream
     more = {"batch": sizes[0]} if name == "2bw" else {}
     long = FAMILIES[name].build(ranks, 1, sum(sizes), drain=drain, **more)
-    whole = joined(windows(name, ranks, sizes, drain=drain))
-    assert whole.lists == long.lists
+    whole = join_windows(windows(name, ranks, sizes, drain=drain))
+    assert whole.rank_actions == long.rank_actions
     assert whole.microbatches == sum(sizes)
-    assert faults(whole, drained=drain) == []
-    lowered = joined([lower(window) for window in windows(name, ranks, sizes, drain=drain)])
-    assert faults(lowered, drained=drain) == []
+    assert fault_messages(whole, drained=drain) == []
+    lowered = join_windows([lower(window) for window in windows(name, ranks, sizes, drain=drain)])
+    assert fault_messages(lowered, drained=drain) == []
 
 
 @settings(deadline=None)
 @given(streams())
 def test_the_versions_are_those_of_the_papers(stream):
     name, ranks, sizes = stream
-    for actions in joined(windows(name, ranks, sizes)).lists:
+    for actions in join_windows(windows(name, ranks, sizes)).rank_actions:
         for stage, kind, m, _, version in actions:
             if kind in COMPUTE:
                 batch = m // sizes[0]
@@ -161,21 +161,25 @@ def test_the_versions_are_those_of_the_papers(stream):
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(2, 4))
 def test_versions_held(ranks, batch, batches):
     many = 2 * ranks + batch * batches
-    assert simulate(make("pipedream", ranks, many)).versions == tuple(ranks - stage for stage in range(ranks))
-    assert simulate(make("pipedream-vsync", ranks, many)).versions == (ranks,) * ranks
-    assert simulate(two_bw.build(ranks, 1, batch * batches, batch=batch)).versions == (2,) * ranks
-    assert simulate(make("1f1b", ranks, many)).versions == (1,) * ranks
+    assert simulate(make_schedule("pipedream", ranks, many)).weight_versions == tuple(
+        ranks - stage for stage in range(ranks)
+    )
+    assert simulate(make_schedule("pipedream-vsync", ranks, many)).weight_versions == (ranks,) * ranks
+    assert (
+        simulate(two_bw.build(ranks, 1, batch * batches, microbatches_per_update=batch)).weight_versions == (2,) * ranks
+    )
+    assert simulate(make_schedule("1f1b", ranks, many)).weight_versions == (1,) * ranks
 
 
 @settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 4))
 def test_short_batches_of_2bw(ranks, batch, batches):
     """Fewer microbatches per batch than ranks - 1: stages hold back until the weights of the rule are there."""
-    run = two_bw.build(ranks, 1, batch * batches, batch=batch)
-    assert faults(run) == faults(lower(run)) == []
-    assert simulate(run).in_flight == two_bw.in_flight(ranks, 1, batch * batches, batch=batch)
+    run = two_bw.build(ranks, 1, batch * batches, microbatches_per_update=batch)
+    assert fault_messages(run) == fault_messages(lower(run)) == []
+    assert simulate(run).in_flight == two_bw.in_flight(ranks, 1, batch * batches, microbatches_per_update=batch)
     assert bool(run.note) == (batch < ranks - 1)
-    expected = two_bw.bubble(ranks, 1, batch * batches, batch=batch)
+    expected = two_bw.bubble(ranks, 1, batch * batches, microbatches_per_update=batch)
     assert (expected is None) == (batch < ranks - 1 and batches > 1)
     assert expected is None or bubble_of(run) == expected
 
@@ -184,14 +188,14 @@ def test_2bw_ends_with_a_batch():
     with pytest.raises(
         ValueError, match=r"ends inside a batch \(microbatch 7, batches of 4\); end it at a multiple of 4"
     ):
-        two_bw.build(2, 1, 7, batch=4)
+        two_bw.build(2, 1, 7, microbatches_per_update=4)
 
 
 def test_slices_go_forward_in_order_and_backward_in_reverse():
-    schedule = make("terapipe", 1, 2, slices=2)
+    schedule = make_schedule("terapipe", 1, 2, slices=2)
     assert str(schedule) == "rank 0, stages 0: 0F0 0F0.1 0F1 0F1.1 0B0.1 0B0 0B1.1 0B1 0U1\n"
     assert schedule.slices == 2
-    assert make("terapipe", 3, 4).lists == make("gpipe", 3, 4).lists
+    assert make_schedule("terapipe", 3, 4).rank_actions == make_schedule("gpipe", 3, 4).rank_actions
 
 
 DRAWINGS = [
@@ -204,18 +208,18 @@ DRAWINGS = [
 
 @pytest.mark.parametrize(("file", "name", "ranks", "microbatches", "more"), DRAWINGS, ids=[row[0] for row in DRAWINGS])
 def test_the_drawings_are_true(file, name, ranks, microbatches, more):
-    schedule = make(name, ranks, microbatches, **more)
+    schedule = make_schedule(name, ranks, microbatches, **more)
     timeline = simulate(schedule)
     rows = [["."] * round(timeline.duration) for _ in range(schedule.stages)]
     for rank in range(ranks):
         for action, start, end in timeline.spans(rank):
-            number = action.index * schedule.slices + action.part
-            letter = str(number) if action.kind is Kind.FORWARD else "abcdefgh"[number % 8]
-            letter = letter.upper() if action.kind is Kind.WEIGHT else letter
+            number = action.index * schedule.slices + action.slice_index
+            letter = str(number) if action.kind is ActionKind.FORWARD else "abcdefgh"[number % 8]
+            letter = letter.upper() if action.kind is ActionKind.WEIGHT_GRAD else letter
             rows[action.stage][round(start) : round(end)] = letter * round(end - start)
     doc = importlib.import_module(f"echelon.pipeline.schedules.{file}").__doc__
     for stage, row in enumerate(rows):
-        label = f"rank {schedule.homes[stage]}" + (f", stage {stage}" if schedule.stages > ranks else "")
+        label = f"rank {schedule.rank_of_stage[stage]}" + (f", stage {stage}" if schedule.stages > ranks else "")
         assert f"    {label}  {''.join(row)}\n" in doc
 
 
@@ -238,7 +242,7 @@ def test_the_written_lists_are_true(file):
 )
 def test_wrong_names_and_sizes(arguments, message):
     with pytest.raises(ValueError, match=message):
-        make(*arguments)
+        make_schedule(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -255,17 +259,17 @@ def test_wrong_names_and_sizes(arguments, message):
 )
 def test_what_a_family_does_not_have(name, more, message):
     with pytest.raises(ValueError, match=message):
-        make(name, 2, 2, **more)
+        make_schedule(name, 2, 2, **more)
 
 
 def test_all_faults_at_once():
     with pytest.raises(ValueError, match=r"ranks") as caught:
-        make("dualpipe", 0, 0, chunks=-1)
+        make_schedule("dualpipe", 0, 0, chunks=-1)
     assert len(str(caught.value).splitlines()) == 4
     assert 'did you mean "dualpipe-v"?' in str(caught.value)
 
 
 def test_a_large_schedule_takes_seconds():
     start = time.process_time()
-    assert faults(lower(make("1f1b", 64, 512))) == []
+    assert fault_messages(lower(make_schedule("1f1b", 64, 512))) == []
     assert time.process_time() - start < 10  # about two on an idle machine

@@ -7,16 +7,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes import schedules
 
-from echelon.pipeline.actions import COMPUTE, Action, Kind
+from echelon.pipeline.actions import COMPUTE, Action, ActionKind
 from echelon.pipeline.lower import lower
-from echelon.pipeline.schedule import Schedule, frozen, loop, vee
-from echelon.pipeline.schedules import make
+from echelon.pipeline.schedule import Schedule, freeze_actions, looped_placement, v_placement
+from echelon.pipeline.schedules import make_schedule
 from echelon.pipeline.simulate import UNIT, Durations, simulate
 
 
 def by_hand(*lists, homes=None, name="by hand"):
     actions = [[Action.parse(text) for text in line.split()] for line in lists]
-    return Schedule(name=name, homes=homes or loop(len(lists)), microbatches=2, lists=frozen(actions))
+    return Schedule(
+        name=name,
+        rank_of_stage=homes or looped_placement(len(lists)),
+        microbatches=2,
+        rank_actions=freeze_actions(actions),
+    )
 
 
 def times(timeline, rank):
@@ -68,7 +73,7 @@ def test_messages_are_spans_of_a_lowered_schedule():
 
 
 def test_nothing_is_sent_between_stages_of_one_rank():
-    found = simulate(by_hand("0F0 3F0", "1F0 2F0", homes=vee(2)), Durations(send_forward=10.0))
+    found = simulate(by_hand("0F0 3F0", "1F0 2F0", homes=v_placement(2)), Durations(send_forward=10.0))
     assert times(found, 1) == {"1F0": (11, 12), "2F0": (12, 13)}
     assert times(found, 0) == {"0F0": (0, 1), "3F0": (23, 24)}
 
@@ -83,10 +88,10 @@ def test_slices_have_factors():
 def solved(schedule, durations):
     """The same times by going over all actions until nothing changes; rank by rank, with no order between ranks."""
     seconds = {
-        Kind.FORWARD: durations.forward,
-        Kind.BACKWARD: durations.input_grad + durations.weight_grad,
-        Kind.INPUT: durations.input_grad,
-        Kind.WEIGHT: durations.weight_grad,
+        ActionKind.FORWARD: durations.forward,
+        ActionKind.BACKWARD: durations.input_grad + durations.weight_grad,
+        ActionKind.INPUT_GRAD: durations.input_grad,
+        ActionKind.WEIGHT_GRAD: durations.weight_grad,
     }
     ends: dict[tuple[object, ...], float] = {}
     changed = True
@@ -96,16 +101,19 @@ def solved(schedule, durations):
             now, lanes = 0.0, {}
             for action in actions:
                 stage, kind, *what = action[:4]
-                is_forward, is_backward = kind is Kind.FORWARD, kind in (Kind.BACKWARD, Kind.INPUT)
+                is_forward, is_backward = (
+                    kind is ActionKind.FORWARD,
+                    kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRAD),
+                )
                 step = 1 if is_forward else -1 if is_backward else 0
                 needs = 0.0
                 if step and 0 <= stage - step < schedule.stages:
                     needs = ends.get((stage - step, step, *what, "sent"), 0.0)
-                end = max(now, needs) + seconds.get(kind, durations.update if kind is Kind.UPDATE else 0.0)
+                end = max(now, needs) + seconds.get(kind, durations.update if kind is ActionKind.UPDATE else 0.0)
                 changed |= ends.get((stage, kind, *what)) != end
                 ends[stage, kind, *what] = now = end
                 if step and 0 <= stage + step < schedule.stages:
-                    home = schedule.homes[stage + step]
+                    home = schedule.rank_of_stage[stage + step]
                     link = durations.send_forward if is_forward else durations.send_backward
                     if home != rank:
                         end = lanes[home] = max(end, lanes.get(home, 0.0)) + link
@@ -146,11 +154,11 @@ def test_communication_in_the_list_changes_no_time(schedule, durations):
 @pytest.mark.parametrize("name", ["pipedream", "pipedream-vsync", "2bw"])
 @pytest.mark.parametrize("dress", [lambda schedule: schedule, lower], ids=["bare", "lowered"])
 def test_a_window_of_a_stream_starts_with_what_the_one_before_left(name, dress):
-    found = simulate(dress(make(name, 4, 6, first=12, drain=False)))
+    found = simulate(dress(make_schedule(name, 4, 6, first_microbatch=12, drain=False)))
     # A full pipeline: each rank runs six forwards and six backwards, and waits only for the first gradient.
     assert found.in_flight == (4, 3, 2, 1)
     assert found.duration <= 6 * 3 + 3
-    simulate(dress(make(name, 4, 6, first=12)))
+    simulate(dress(make_schedule(name, 4, 6, first_microbatch=12)))
 
 
 @pytest.mark.parametrize(
@@ -196,7 +204,7 @@ def test_numbers_that_do_not_fit_are_refused():
 
 
 def test_a_hundred_thousand_actions_in_a_second_or_so():
-    schedule = make("1f1b", 16, 3125)
+    schedule = make_schedule("1f1b", 16, 3125)
     begun = time.process_time()
     found = simulate(schedule, UNIT)
     assert time.process_time() - begun < 2.0

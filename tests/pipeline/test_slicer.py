@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.pipeline.execution.runtime import Work
-from echelon.pipeline.schedules.slice_lengths import choose_slices
-from echelon.pipeline.slices.token_slices import length_of
+from echelon.pipeline.execution.runtime import MicrobatchInputs
+from echelon.pipeline.schedules.slice_lengths import choose_slice_lengths
+from echelon.pipeline.slices.token_slices import sequence_length
 
 
 def cost(slices, stages, time):
@@ -34,7 +34,7 @@ def test_no_way_is_better(length, stages, granularity, fixed, linear, quadratic)
     def time(tokens, before):
         return fixed + linear * tokens + quadratic * tokens * (before + tokens)
 
-    slices = choose_slices(length, stages, time, granularity)
+    slices = choose_slice_lengths(length, stages, time, granularity)
     assert sum(slices) == length
     assert all(size % granularity == 0 for size in slices[:-1])
     assert cost(slices, stages, time) == min(cost(way, stages, time) for way in every_way(length, granularity))
@@ -46,42 +46,44 @@ def test_any_times_at_all(length, stages, table):
     def time(tokens, before):
         return table.get((tokens, before), 7)
 
-    slices = choose_slices(length, stages, time)
+    slices = choose_slice_lengths(length, stages, time)
     assert cost(slices, stages, time) == min(cost(way, stages, time) for way in every_way(length, 1))
 
 
 def test_later_slices_are_shorter():
     """Where the context makes tokens slower, equal times need unequal lengths."""
-    slices = choose_slices(2048, 8, lambda tokens, before: 100 + tokens * (1 + (before + tokens / 2) / 1024), 64)
+    slices = choose_slice_lengths(2048, 8, lambda tokens, before: 100 + tokens * (1 + (before + tokens / 2) / 1024), 64)
     assert sum(slices) == 2048
     assert len(slices) > 4
     assert list(slices) == sorted(slices, reverse=True)
 
 
 def test_one_stage_needs_no_slices():
-    assert choose_slices(512, 1, lambda tokens, before: 10 + tokens, 8) == (512,)
+    assert choose_slice_lengths(512, 1, lambda tokens, before: 10 + tokens, 8) == (512,)
 
 
 def test_the_last_slice_takes_the_rest():
-    assert choose_slices(10, 8, lambda tokens, before: tokens, 4) == (4, 4, 2)
+    assert choose_slice_lengths(10, 8, lambda tokens, before: tokens, 4) == (4, 4, 2)
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
 def test_nothing_to_slice(sizes):
     length, stages, granularity = sizes
     with pytest.raises(ValueError, match=r"nothing to slice \(length=.*\); give 1 or more of each"):
-        choose_slices(length, stages, lambda tokens, before: 1.0, granularity)
+        choose_slice_lengths(length, stages, lambda tokens, before: 1.0, granularity)
 
 
 def works(*shapes):
     """A microbatch for each shape, with inputs of two shapes where there are two."""
-    return [Work({str(n): torch.zeros(s) for n, s in enumerate(several)}, torch.zeros(1)) for several in shapes]
+    return [
+        MicrobatchInputs({str(n): torch.zeros(s) for n, s in enumerate(several)}, torch.zeros(1)) for several in shapes
+    ]
 
 
 def test_sequences_are_sliced_alike():
-    assert length_of(works([(2, 8), (2, 8, 3)], [(1, 8)])) == 8
+    assert sequence_length(works([(2, 8), (2, 8, 3)], [(1, 8)])) == 8
     with pytest.raises(ValueError, match=r"must be of one length \(\[4, 8\]\); pad them"):
-        length_of(works([(2, 8)], [(2, 4)]))
+        sequence_length(works([(2, 8)], [(2, 4)]))
     for shapes in ([(2, 8), (2, 4)], [(2, 8), (2,)]):
         with pytest.raises(ValueError, match="the tokens of the sequence as its second dimension"):
-            length_of(works(shapes))
+            sequence_length(works(shapes))

@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given, settings
 from shapes import schedules
 
-from echelon.pipeline.actions import Action, Kind
-from echelon.pipeline.execution.timeline_recording import timelines
+from echelon.pipeline.actions import Action, ActionKind
+from echelon.pipeline.execution.timeline_recording import planned_and_measured
 from echelon.pipeline.lower import lower
-from echelon.pipeline.schedules import make, schedule_file
+from echelon.pipeline.schedules import make_schedule, schedule_file
 from echelon.pipeline.simulate import Durations, simulate
-from echelon.pipeline.timeline import FILE, Timeline, read, write
+from echelon.pipeline.timeline import TIMELINE_FILE, Timeline, read_timelines, write_timelines
 
 
 @pytest.fixture
 def planned():
-    return simulate(make("1f1b", 2, 3), Durations(forward=0.25, update=0.5))
+    return simulate(make_schedule("1f1b", 2, 3), Durations(forward=0.25, update=0.5))
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def measured(planned):
 
 
 def test_only_forward_and_backward_are_work():
-    found = simulate(make("1f1b", 2, 2), Durations(update=5.0, send_forward=1.0))
+    found = simulate(make_schedule("1f1b", 2, 2), Durations(update=5.0, send_forward=1.0))
     assert found.busy(0) == found.busy(1) == 6
     assert found.bubble == 1 - 12 / (2 * found.duration)
 
@@ -35,45 +35,45 @@ def test_only_forward_and_backward_are_work():
 @settings(max_examples=40, deadline=None)
 @given(schedules())
 def test_in_flight_is_what_the_lists_say(schedule):
-    change = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT: -1}
+    change = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.WEIGHT_GRAD: -1}
     counted = [accumulate(change.get(action.kind, 0) for action in actions) for actions in schedule.lists]
     assert simulate(schedule).in_flight == simulate(lower(schedule)).in_flight == tuple(map(max, counted))
 
 
 def test_what_a_list_by_hand_holds():
-    found = simulate(schedule_file.parse("rank 0, stages 0: 0F0@0 0F1@0 0B0@0 0K0 0U1 0B1@0 0D0 0U2"))
-    assert (found.in_flight, found.versions) == ((2,), (2,))
-    assert simulate(schedule_file.parse("rank 0, stages 0: 0F0 0I0 0F1 0W0 0I1 0W1 0U1")).in_flight == (2,)
+    found = simulate(schedule_file.parse_schedule("rank 0, stages 0: 0F0@0 0F1@0 0B0@0 0K0 0U1 0B1@0 0D0 0U2"))
+    assert (found.in_flight, found.weight_versions) == ((2,), (2,))
+    assert simulate(schedule_file.parse_schedule("rank 0, stages 0: 0F0 0I0 0F1 0W0 0I1 0W1 0U1")).in_flight == (2,)
 
 
 def test_memory_over_time():
-    found = simulate(make("1f1b", 2, 2))
+    found = simulate(make_schedule("1f1b", 2, 2))
     # rank 0: 0F0 0F1 0B0 0B1, with B from 4 to 6 and from 7 to 9.
-    assert found.memory(0, activations=(10.0, 99.0)) == [(0.0, 10.0), (1.0, 20.0), (6.0, 10.0), (9.0, 0.0)]
-    assert found.peak(0, activations=(10.0, 99.0)) == 20
-    assert found.memory(1) == [(0.0, 0.0), (1.0, 1.0), (4.0, 1.0), (7.0, 0.0)]
+    assert found.memory_over_time(0, activations=(10.0, 99.0)) == [(0.0, 10.0), (1.0, 20.0), (6.0, 10.0), (9.0, 0.0)]
+    assert found.peak_memory(0, activations=(10.0, 99.0)) == 20
+    assert found.memory_over_time(1) == [(0.0, 0.0), (1.0, 1.0), (4.0, 1.0), (7.0, 0.0)]
 
 
 def test_what_is_kept_for_the_weight_gradients_counts_until_they_are_there():
-    found = simulate(make("zb-h1", 4, 8))
+    found = simulate(make_schedule("zb-h1", 4, 8))
     assert found.in_flight == (4, 4, 4, 4)
-    assert found.memory(3)[-1] == (found.duration, 0.0)
+    assert found.memory_over_time(3)[-1] == (found.duration, 0.0)
 
 
 @pytest.mark.parametrize(("name", "versions"), [("pipedream", (4, 3, 2, 1)), ("1f1b", (1, 1, 1, 1))])
 def test_kept_weights_are_counted(name, versions):
-    found = simulate(make(name, 4, 12))
-    assert found.versions == versions
+    found = simulate(make_schedule(name, 4, 12))
+    assert found.weight_versions == versions
     for rank in range(4):
-        assert found.peak(rank, activations=0.0, versions=100.0) == 100 * (versions[rank] - 1)
-        assert found.memory(rank, activations=1.0, versions=100.0)[-1][1] == 0
+        assert found.peak_memory(rank, activations=0.0, versions=100.0) == 100 * (versions[rank] - 1)
+        assert found.memory_over_time(rank, activations=1.0, versions=100.0)[-1][1] == 0
 
 
 def test_a_window_holds_what_came_before_it():
-    found = simulate(make("pipedream", 4, 6, first=12, drain=False))
-    assert found.versions == (4, 3, 2, 1)
+    found = simulate(make_schedule("pipedream", 4, 6, first_microbatch=12, drain=False))
+    assert found.weight_versions == (4, 3, 2, 1)
     # Rank 0 begins with a forward at once; the others hold only what their backwards will need.
-    assert [found.memory(rank)[0] for rank in range(4)] == [(0.0, 4.0), (0.0, 2.0), (0.0, 1.0), (0.0, 0.0)]
+    assert [found.memory_over_time(rank)[0] for rank in range(4)] == [(0.0, 4.0), (0.0, 2.0), (0.0, 1.0), (0.0, 0.0)]
 
 
 def test_clock_readings_start_at_zero(measured, planned):
@@ -94,11 +94,11 @@ def test_json_holds_everything(schedule):
 
 
 def test_a_run_keeps_both(tmp_path, planned, measured):
-    write(tmp_path, planned, measured)
-    assert json.loads((tmp_path / FILE).read_text()).keys() == {"planned", "measured"}
-    assert read(tmp_path) == (planned, measured)
-    write(tmp_path, None, measured)
-    assert read(tmp_path) == (None, measured)
+    write_timelines(tmp_path, planned, measured)
+    assert json.loads((tmp_path / TIMELINE_FILE).read_text()).keys() == {"planned", "measured"}
+    assert read_timelines(tmp_path) == (planned, measured)
+    write_timelines(tmp_path, None, measured)
+    assert read_timelines(tmp_path) == (None, measured)
 
 
 @pytest.mark.parametrize(
@@ -116,19 +116,19 @@ def test_a_run_keeps_both(tmp_path, planned, measured):
 )
 def test_a_broken_file_is_refused(tmp_path, text, says):
     if text is not None:
-        (tmp_path / FILE).write_text(text)
+        (tmp_path / TIMELINE_FILE).write_text(text)
     with pytest.raises(ValueError, match=says):
-        read(tmp_path)
+        read_timelines(tmp_path)
 
 
 def test_a_synchronous_step_has_no_time_for_updates():
     """They are made after it. `draw RUN` named them in its legend, for the microseconds of passing them by."""
     for name, seconds in (("1f1b", 0.0), ("pipedream", 0.5)):
-        schedule = make(name, 2, 3)
+        schedule = make_schedule(name, 2, 3)
         told = simulate(schedule, Durations(update=0.5))
         spans = [[(str(action), start, end) for action, start, end in told.spans(rank)] for rank in (0, 1)]
-        for found in timelines(schedule, spans):
-            updates = [end - start for action, start, end in found.spans(0) if action.kind is Kind.UPDATE]
+        for found in planned_and_measured(schedule, spans):
+            updates = [end - start for action, start, end in found.spans(0) if action.kind is ActionKind.UPDATE]
             assert updates == [seconds] * len(updates) != []
 
 

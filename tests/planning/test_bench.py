@@ -9,11 +9,18 @@ import pytest
 from typer.testing import CliRunner
 
 from echelon.cli import app
-from echelon.planning.calibrate.calibration import calibrated
+from echelon.planning.calibrate.calibration import calibrate
 from echelon.planning.cluster import device_bench
-from echelon.planning.cluster.cluster import Curves, here, parse
-from echelon.planning.cluster.device_bench import Row, curves_of, described, exchanged, shown, steps
-from echelon.planning.cluster.link_time import COLLECTIVES, measured_link
+from echelon.planning.cluster.cluster import MeasuredCurves, local_cluster, parse_cluster
+from echelon.planning.cluster.device_bench import (
+    DeviceMeasurement,
+    bench_steps,
+    format_size,
+    time_collective,
+    to_curves,
+    with_curves,
+)
+from echelon.planning.cluster.link_time import COLLECTIVES, fit_link
 
 SMALL = {
     "PRODUCTS": {"cpu": ((32, 32, 32), (64, 128, 64), (256, 256, 256))},
@@ -25,12 +32,11 @@ SMALL = {
 
 @pytest.fixture
 def small(monkeypatch, pool):
-    """Two cores, whatever this worker keeps to and whatever GPU there is, and measurements of milliseconds."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    """Two cores, whatever this worker keeps to, and measurements of milliseconds."""
     for name, value in SMALL.items():
         monkeypatch.setattr(device_bench, name, value)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr("echelon.launch.rank_pool.Pool", lambda **_: contextlib.nullcontext(pool))
+    monkeypatch.setattr("echelon.launch.rank_pool.RankPool", lambda **_: contextlib.nullcontext(pool))
 
 
 def test_a_quick_run_writes_a_cluster_that_plans_read(small, tmp_path):
@@ -42,12 +48,12 @@ def test_a_quick_run_writes_a_cluster_that_plans_read(small, tmp_path):
     assert found["rows"] == []
     assert {row["what"] for row in found["devices"]} == {"matmul", "attention", "memory", *COLLECTIVES}
     assert all(row["seconds"] > 0 and row["rate"] > 0 for row in found["devices"])
-    cluster = parse(str(path))
+    cluster = parse_cluster(str(path))
     assert cluster.name == "mine"
     assert cluster.devices == 2
     assert cluster.curves is not None
     assert json.loads(json.dumps(found["curves"]["matmul"])) == [list(row) for row in cluster.curves.matmul]
-    assert calibrated(cluster) != calibrated(here())
+    assert calibrate(cluster) != calibrate(local_cluster())
     planned = CliRunner().invoke(app, ["plan", "gpt-tiny", "--cluster", str(path), "--batch", "8", "--json"])
     assert planned.exit_code == 0, planned.output
     assert json.loads(planned.stdout)["plans"][0]["step_s"] > 0
@@ -65,7 +71,7 @@ def test_the_table_says_what_plans_will_use(small):
     [("mine.txt", "does not end in .toml"), ("no/mine.toml", "does not exist"), ("folder.toml", "is a folder")],
 )
 def test_a_file_that_cannot_be_is_refused_before_anything_is_measured(name, words, tmp_path, monkeypatch):
-    monkeypatch.setattr("echelon.bench.bench_device.here", lambda: pytest.fail("it went on"))
+    monkeypatch.setattr("echelon.bench.bench_device.detect_device", lambda: pytest.fail("it went on"))
     (tmp_path / "folder.toml").mkdir()
     done = CliRunner().invoke(app, ["bench", "--out", str(tmp_path / name)])
     assert done.exit_code == 2
@@ -74,46 +80,46 @@ def test_a_file_that_cannot_be_is_refused_before_anything_is_measured(name, word
 
 @pytest.mark.parametrize("kind", COLLECTIVES)
 def test_every_collective_is_timed_on_every_rank(pool, kind):
-    found = pool.run(exchanged, 2, kind, [4096, 65536], 2, "cpu")
+    found = pool.run(time_collective, 2, kind, [4096, 65536], 2, "cpu")
     assert [len(seconds) for seconds in found] == [2, 2]
     assert all(0 < second < 10 for seconds in found for second in seconds)
 
 
 def test_one_core_has_nobody_to_talk_to(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
-    found = steps(here(), quick=True, on_ranks=lambda *_: pytest.fail("no ranks"))
+    found = bench_steps(local_cluster(), quick=True, on_ranks=lambda *_: pytest.fail("no ranks"))
     assert not {step.name for step in found} & set(COLLECTIVES)
 
 
 def test_no_measurement_takes_more_than_its_share_of_the_memory(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("echelon.planning.cluster.cluster._physical_memory", lambda: 32 << 20)
-    names = [step.name for step in steps(here(), quick=True, on_ranks=lambda *_: [])]
+    names = [step.name for step in bench_steps(local_cluster(), quick=True, on_ranks=lambda *_: [])]
     assert "matmul 64 x 64 x 64" in names
     assert "matmul 1024 x 1024 x 1024" not in names
 
 
 def test_curves_are_the_rows():
     rows = [
-        Row(what="matmul", size=(8, 4, 2), seconds=1.0, rate=128.0),
-        Row(what="attention", size=(16, 64), seconds=1.0, rate=64.0),
-        Row(what="memory", size=(1024,), seconds=1.0, rate=2048.0),
-        Row(what="host", size=(1024,), seconds=1.0, rate=1024.0, note="to the device"),
-        Row(what="host", size=(1024,), seconds=2.0, rate=512.0, note="to the host"),
-        Row(what="send", size=(1024,), seconds=0.5, rate=2048.0),
+        DeviceMeasurement(what="matmul", size=(8, 4, 2), seconds=1.0, rate=128.0),
+        DeviceMeasurement(what="attention", size=(16, 64), seconds=1.0, rate=64.0),
+        DeviceMeasurement(what="memory", size=(1024,), seconds=1.0, rate=2048.0),
+        DeviceMeasurement(what="host", size=(1024,), seconds=1.0, rate=1024.0, note="to the device"),
+        DeviceMeasurement(what="host", size=(1024,), seconds=2.0, rate=512.0, note="to the host"),
+        DeviceMeasurement(what="send", size=(1024,), seconds=0.5, rate=2048.0),
     ]
     wanted = {"matmul": ((8, 4, 2, 128.0),), "attention": ((16, 64, 64.0),), "send": ((1024, 0.5),)}
-    assert curves_of(rows) == Curves(memory=2048.0, host=512.0, **wanted)
-    assert [shown(row.size) for row in rows[:3]] == ["8 x 4 x 2", "16 x 64", "1 KiB"]
+    assert to_curves(rows) == MeasuredCurves(memory=2048.0, host=512.0, **wanted)
+    assert [format_size(row.size) for row in rows[:3]] == ["8 x 4 x 2", "16 x 64", "1 KiB"]
 
 
 def test_a_processors_peaks_are_what_was_measured():
-    curves = Curves(matmul=((8, 8, 8, 1e10), (64, 64, 64, 9e10)), memory=7e9, send=((1 << 10, 1e-3), (1 << 20, 2e-3)))
-    found = described(parse("2xcpu"), curves)
+    curves = MeasuredCurves(
+        matmul=((8, 8, 8, 1e10), (64, 64, 64, 9e10)), memory=7e9, send=((1 << 10, 1e-3), (1 << 20, 2e-3))
+    )
+    found = with_curves(parse_cluster("2xcpu"), curves)
     assert found.device.peak("bf16") == 9e10
     assert found.device.bandwidth == 7e9
-    assert found.inside == measured_link(curves, 2)
-    card = described(parse("8xh100"), curves)
-    assert card.device == parse("8xh100").device
+    assert found.intra_node == fit_link(curves, 2)
+    card = with_curves(parse_cluster("8xh100"), curves)
+    assert card.device == parse_cluster("8xh100").device
     assert card.curves == curves

@@ -11,20 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.layout.validation_error import Fault, FaultError
-from echelon.planning.cluster.cluster import Cluster, Curves, Part, kind_of, parse
-from echelon.planning.cluster.cluster_file import DTYPES, GENERATIONS, from_toml, to_toml
-from echelon.planning.cluster.device_kinds import GIB, KINDS, Device, Link
+from echelon.layout.validation_error import ValidationError, ValidationIssue
+from echelon.planning.cluster.cluster import Cluster, MeasuredCurves, NodeGroup, device_kind, parse_cluster
+from echelon.planning.cluster.cluster_file import DTYPES, GENERATIONS, cluster_from_toml, cluster_to_toml
+from echelon.planning.cluster.device_kinds import DEVICE_KINDS, GIB, DeviceKind, LinkSpec
 
 
-def faults(text: str) -> tuple[Fault, ...]:
-    with pytest.raises(FaultError) as caught:
-        parse(text)
-    return caught.value.faults
+def faults(text: str) -> tuple[ValidationIssue, ...]:
+    with pytest.raises(ValidationError) as caught:
+        parse_cluster(text)
+    return caught.value.issues
 
 
 def sizes(cluster: Cluster) -> list[tuple[str, int, int]]:
-    return [(part.device.name, part.nodes, part.per_node) for part in cluster.parts]
+    return [(part.device.name, part.nodes, part.per_node) for part in cluster.node_groups]
 
 
 # -- names ------------------------------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ def sizes(cluster: Cluster) -> list[tuple[str, int, int]]:
     ],
 )
 def test_names(text: str, expected: list[tuple[str, int, int]]) -> None:
-    cluster = parse(text)
+    cluster = parse_cluster(text)
     assert sizes(cluster) == expected
     assert cluster.name == text
     assert cluster.devices == sum(nodes * per for _, nodes, per in expected)
@@ -50,20 +50,24 @@ def test_names(text: str, expected: list[tuple[str, int, int]]) -> None:
 
 
 def test_networks() -> None:
-    assert parse("64xa100-80").outside == parse("64xa100-80:ib").outside == KINDS["a100-80"].outside
+    assert (
+        parse_cluster("64xa100-80").inter_node
+        == parse_cluster("64xa100-80:ib").inter_node
+        == DEVICE_KINDS["a100-80"].inter_node
+    )
     # 100 Gb/s of a host are shared by its eight devices, or by its four.
-    assert parse("64xa100-80:eth").outside.bandwidth == pytest.approx(12.5e9 / 8)
-    assert parse("4xa100-80:eth").outside.bandwidth == pytest.approx(12.5e9 / 4)
-    assert parse("144xgb200:eth").outside.bandwidth == pytest.approx(12.5e9 / 8)
-    assert parse("16xh100:roce").outside.bandwidth == pytest.approx(50e9 / 8)
+    assert parse_cluster("64xa100-80:eth").inter_node.bandwidth == pytest.approx(12.5e9 / 8)
+    assert parse_cluster("4xa100-80:eth").inter_node.bandwidth == pytest.approx(12.5e9 / 4)
+    assert parse_cluster("144xgb200:eth").inter_node.bandwidth == pytest.approx(12.5e9 / 8)
+    assert parse_cluster("16xh100:roce").inter_node.bandwidth == pytest.approx(50e9 / 8)
 
 
 def test_mixed_kinds_wait_for_the_slowest() -> None:
-    cluster = parse("8xh100+16xa100-40:eth")
+    cluster = parse_cluster("8xh100+16xa100-40:eth")
     assert cluster.device.name == "a100-40"
     assert cluster.memory == 40 * GIB
-    assert cluster.inside == KINDS["a100-40"].inside
-    assert cluster.outside.bandwidth == pytest.approx(12.5e9 / 8)
+    assert cluster.intra_node == DEVICE_KINDS["a100-40"].intra_node
+    assert cluster.inter_node.bandwidth == pytest.approx(12.5e9 / 8)
     assert (cluster.devices, cluster.nodes) == (24, 3)
     assert cluster.price == pytest.approx(8 * 2.5 + 16 * 1.2)
     assert cluster.watts == 8 * 700 + 16 * 400
@@ -72,41 +76,41 @@ def test_mixed_kinds_wait_for_the_slowest() -> None:
 def test_faults_of_names() -> None:
     (kind,) = faults("8xh10")
     assert (kind.key, kind.value) == ("cluster", "8xh10")
-    assert "(h10)" in kind.rule
-    assert all(name in kind.legal for name in KINDS)
+    assert "(h10)" in kind.message
+    assert all(name in kind.legal for name in DEVICE_KINDS)
     assert "h100" in kind.hint
     assert "1xh100" in faults("h100")[0].hint
     assert "8xa100-80" in faults("8a100-80")[0].hint
-    assert "number of devices" in faults("0xh100")[0].rule
-    assert "number of devices" in faults("-8xh100")[0].rule
-    assert "cannot be read" in faults("")[0].rule
-    assert "cannot be read" in faults("9" * 5000 + "xh100")[0].rule
+    assert "number of devices" in faults("0xh100")[0].message
+    assert "number of devices" in faults("-8xh100")[0].message
+    assert "cannot be read" in faults("")[0].message
+    assert "cannot be read" in faults("9" * 5000 + "xh100")[0].message
     assert 'did you mean "eth"?' in faults("8xh100:ethh")[0].hint
     assert len(faults("0xh100+8xh10+8xa100-80:x")) == 3
 
 
 def test_here_is_this_machine() -> None:
-    cluster = parse("here")
+    cluster = parse_cluster("here")
     assert cluster.name == "here"
-    assert cluster.nodes == len(cluster.parts)
+    assert cluster.nodes == len(cluster.node_groups)
     assert cluster.host_memory > 0
     if cluster.device.generation == "cpu":
         assert cluster.memory * cluster.devices <= cluster.host_memory
 
 
 def test_devices_by_the_names_of_their_drivers() -> None:
-    assert kind_of("NVIDIA A100-SXM4-40GB", 40 * GIB) == "a100-40"
-    assert kind_of("NVIDIA A100 80GB PCIe", 79 * GIB) == "a100-80"
-    assert kind_of("NVIDIA H100 80GB HBM3", 79 * GIB) == "h100"
-    assert kind_of("NVIDIA H200", 139 * GIB) == "h200"
-    assert kind_of("NVIDIA GB200", 185 * GIB) == "gb200"
-    assert kind_of("Tesla V100-SXM2-16GB", 16 * GIB) == "v100"
-    assert kind_of("NVIDIA GeForce RTX 4090", 24 * GIB) == ""
+    assert device_kind("NVIDIA A100-SXM4-40GB", 40 * GIB) == "a100-40"
+    assert device_kind("NVIDIA A100 80GB PCIe", 79 * GIB) == "a100-80"
+    assert device_kind("NVIDIA H100 80GB HBM3", 79 * GIB) == "h100"
+    assert device_kind("NVIDIA H200", 139 * GIB) == "h200"
+    assert device_kind("NVIDIA GB200", 185 * GIB) == "gb200"
+    assert device_kind("Tesla V100-SXM2-16GB", 16 * GIB) == "v100"
+    assert device_kind("NVIDIA GeForce RTX 4090", 24 * GIB) == ""
 
 
 def test_names_and_files_load_no_torch(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text(to_toml(parse("12xh100")))
+    path.write_text(cluster_to_toml(parse_cluster("12xh100")))
     code = f"from echelon.planning.cluster.cluster import parse; parse('8xh100'); parse({str(path)!r})"
     subprocess.run([sys.executable, "-c", f"import sys; {code}; assert 'torch' not in sys.modules"], check=True)
 
@@ -149,15 +153,15 @@ attention = [[4096, 128, 480]]
 memory_tbps = 2.9
 all_reduce = [[1048576, 4.1e-5]]
 """)
-    cluster = parse(str(path))
+    cluster = parse_cluster(str(path))
     assert cluster.name == "basement"
     assert sizes(cluster) == [("h100", 2, 8)]
     assert cluster.memory == 79.5 * GIB
-    assert cluster.device.flops == KINDS["h100"].flops
-    assert cluster.inside == KINDS["h100"].inside
-    assert cluster.outside == Link(bandwidth=40e9, latency=KINDS["h100"].outside.latency)
+    assert cluster.device.flops == DEVICE_KINDS["h100"].flops
+    assert cluster.intra_node == DEVICE_KINDS["h100"].intra_node
+    assert cluster.inter_node == LinkSpec(bandwidth=40e9, latency=DEVICE_KINDS["h100"].inter_node.latency)
     assert (cluster.host_memory, cluster.disk_bandwidth) == (512 * GIB, 6e9)
-    assert cluster.curves == Curves(
+    assert cluster.curves == MeasuredCurves(
         matmul=((4096, 4096, 4096, 650e12), (64, 4096, 4096, 90e12)),
         attention=((4096, 128, 480e12),),
         memory=2.9e12,
@@ -166,13 +170,15 @@ all_reduce = [[1048576, 4.1e-5]]
 
 
 def test_a_device_of_ones_own() -> None:
-    cluster = from_toml(CUSTOM)
+    cluster = cluster_from_toml(CUSTOM)
     assert sizes(cluster) == [("mine", 1, 4)]
     assert cluster.device.peak("bf16") == 100e12
-    assert cluster.device.domain == 4
-    assert cluster.inside == Link(bandwidth=32e9, latency=5e-6)
-    with pytest.raises(FaultError, match="lacks inside_bandwidth_gbps, bf16_tflops or fp16"):
-        from_toml("\n".join(line for line in CUSTOM.splitlines() if "inside_b" not in line).replace("bf16", "fp8"))
+    assert cluster.device.nvlink_domain == 4
+    assert cluster.intra_node == LinkSpec(bandwidth=32e9, latency=5e-6)
+    with pytest.raises(ValidationError, match="lacks inside_bandwidth_gbps, bf16_tflops or fp16"):
+        cluster_from_toml(
+            "\n".join(line for line in CUSTOM.splitlines() if "inside_b" not in line).replace("bf16", "fp8")
+        )
 
 
 def test_all_faults_of_a_file_at_once(tmp_path: Path) -> None:
@@ -218,19 +224,19 @@ all_reduce = 7
     assert 'did you mean "h100"?' in found["part[0].kind"].hint
     assert (found["inside.bandwidth_gbps"].value, found["inside.bandwidth_gbps"].legal) == ("-5", "a number > 0")
     assert "latency_us" in found["inside.latency"].hint
-    assert all(fault.rule for fault in found.values())
+    assert all(fault.message for fault in found.values())
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (nothing,) = faults(str(tmp_path / "no.toml"))
-    assert "cannot be read" in nothing.rule
+    assert "cannot be read" in nothing.message
     path = tmp_path / "broken.toml"
     path.write_text("[[part")
-    assert "cannot be read" in faults(str(path))[0].rule
+    assert "cannot be read" in faults(str(path))[0].message
     path.write_bytes(b"\xff\xfe")
-    assert "cannot be read" in faults(str(path))[0].rule
+    assert "cannot be read" in faults(str(path))[0].message
     path.write_text("")
-    assert "lists no devices" in faults(str(path))[0].rule
+    assert "lists no devices" in faults(str(path))[0].message
     path.write_text("part = 3\ninside = 4\ncurves = 5\nhost = []\nname = 6")
     assert {fault.key for fault in faults(str(path))} == {"part", "inside", "curves", "host", "name"}
 
@@ -239,9 +245,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 positive = st.floats(1e-3, 1e18, allow_subnormal=False)
 counts = st.integers(1, 10_000)
-links = st.builds(Link, bandwidth=positive, latency=st.floats(0, 10))
+links = st.builds(LinkSpec, bandwidth=positive, latency=st.floats(0, 10))
 custom = st.builds(
-    Device,
+    DeviceKind,
     name=st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip),
     generation=st.sampled_from(GENERATIONS),
     flops=st.sets(st.sampled_from(DTYPES)).flatmap(
@@ -256,10 +262,12 @@ custom = st.builds(
     watts=st.floats(0, 1e5),
     price=st.floats(0, 1e3),
 )
-parts = st.builds(Part, device=st.sampled_from(list(KINDS.values())) | custom, nodes=counts, per_node=counts)
+parts = st.builds(
+    NodeGroup, device=st.sampled_from(list(DEVICE_KINDS.values())) | custom, nodes=counts, per_node=counts
+)
 collectives = st.lists(st.tuples(counts, st.floats(0, 100))).map(tuple)
 curves = st.builds(
-    Curves,
+    MeasuredCurves,
     matmul=st.lists(st.tuples(counts, counts, counts, positive)).map(tuple),
     attention=st.lists(st.tuples(counts, counts, positive)).map(tuple),
     memory=positive,
@@ -281,10 +289,13 @@ clusters = st.builds(
 
 @given(clusters)
 def test_what_is_written_is_read_back(cluster: Cluster) -> None:
-    assert from_toml(to_toml(cluster)) == cluster
+    assert cluster_from_toml(cluster_to_toml(cluster)) == cluster
 
 
 def test_this_machine_can_be_written() -> None:
-    cluster = parse("here")
-    assert from_toml(to_toml(cluster)) == cluster
-    assert from_toml(to_toml(replace(parse("8xv100+8xh800:eth"), curves=Curves()))).curves == Curves()
+    cluster = parse_cluster("here")
+    assert cluster_from_toml(cluster_to_toml(cluster)) == cluster
+    assert (
+        cluster_from_toml(cluster_to_toml(replace(parse_cluster("8xv100+8xh800:eth"), curves=MeasuredCurves()))).curves
+        == MeasuredCurves()
+    )

@@ -8,18 +8,18 @@ import pytest
 
 from echelon.kernels.attention import blockwise_attention
 from echelon.layout import Layout
-from echelon.planning.calibrate.constants import FITTED
+from echelon.planning.calibrate.constants import FITTED_CONSTANTS
 from echelon.planning.cluster import cluster
-from echelon.planning.cost import cp_traffic
-from echelon.planning.cost.cp_time import reaching
-from echelon.planning.cost.cp_traffic import beside, bytes_sent, reach_of, room
-from echelon.planning.cost.memory_model import worst
-from echelon.planning.cost.recompute_cost import doing, kept_of
-from echelon.planning.cost.step_time import microbatch
-from echelon.planning.cost.work import stacked, work_of
-from echelon.planning.model.model_sources import shape_of
+from echelon.planning.cost import cp_traffic as cp_traffic_module
+from echelon.planning.cost.cp_time import cp_time
+from echelon.planning.cost.cp_traffic import cp_bytes_per_token, cp_traffic, cp_working_bytes, saved_cp_bytes
+from echelon.planning.cost.memory_model import peak_memory
+from echelon.planning.cost.recompute_cost import recompute_plan, saved_layer_bytes
+from echelon.planning.cost.step_time import microbatch_time
+from echelon.planning.cost.work import count_work, stack_work
+from echelon.planning.model.model_sources import resolve_shape
 from echelon.planning.priced_plan import price
-from echelon.planning.scenario import Case
+from echelon.planning.scenario import Scenario
 
 KIB, MIB = 2**10, 2**20
 Q, KV, LAYERS, LENGTH = 4096, 2048, 32, 131072
@@ -27,8 +27,8 @@ Q, KV, LAYERS, LENGTH = 4096, 2048, 32, 131072
 
 
 def case(layout, devices="64xh100", model="llama-8b", **options):
-    found = cluster.parse(devices)
-    return Case(shape=shape_of(model), cluster=found, layout=Layout.parse(layout), seq_len=LENGTH, **options)
+    found = cluster.parse_cluster(devices)
+    return Scenario(shape=resolve_shape(model), cluster=found, layout=Layout.parse(layout), seq_len=LENGTH, **options)
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
@@ -36,66 +36,69 @@ def case(layout, devices="64xh100", model="llama-8b", **options):
 
 def test_a_ring_sends_every_slice_past_every_rank():
     """Forward and backward keys and values, and home their gradients: of 7 others, of 3 those of half of the keys."""
-    assert bytes_sent(case("cp=8")) == 7 * 2 * (2 * KV) + 3 * KV + 4 * (2 * KV) == 78 * KIB
+    assert cp_bytes_per_token(case("cp=8")) == 7 * 2 * (2 * KV) + 3 * KV + 4 * (2 * KV) == 78 * KIB
     again = case("cp=8,recompute=full")
-    assert bytes_sent(again) == 78 * KIB + 7 * 2 * KV
+    assert cp_bytes_per_token(again) == 78 * KIB + 7 * 2 * KV
 
 
 def test_what_is_gathered_is_gathered_twice_and_scattered_in_32_bits():
-    assert bytes_sent(case("cp=8,cp_kind=gather")) == 7 * (2 * 2 * KV + 4 * KV) == 112 * KIB
+    assert cp_bytes_per_token(case("cp=8,cp_kind=gather")) == 7 * (2 * 2 * KV + 4 * KV) == 112 * KIB
 
 
 def test_heads_are_exchanged_there_and_back_forward_and_backward():
-    assert bytes_sent(case("cp=8,cp_kind=ulysses")) == 7 / 8 * 2 * 2 * (2 * Q + KV) == 35 * KIB
+    assert cp_bytes_per_token(case("cp=8,cp_kind=ulysses")) == 7 / 8 * 2 * 2 * (2 * Q + KV) == 35 * KIB
 
 
 def test_both():
     exchanged = 1 / 2 * 2 * 2 * (2 * Q + KV)
     around = 3 * 2 * (2 * KV) + 1 * KV + 2 * (2 * KV)
-    assert bytes_sent(case("cp=8,cp_kind=ring-ulysses,ulysses=2")) == exchanged + around == 54 * KIB
+    assert cp_bytes_per_token(case("cp=8,cp_kind=ring-ulysses,ulysses=2")) == exchanged + around == 54 * KIB
 
 
 def test_tp_divides_what_is_sent_and_few_key_value_heads_are_sent_more_than_once():
-    assert bytes_sent(case("tp=2,cp=8")) == bytes_sent(case("cp=8")) / 2
+    assert cp_bytes_per_token(case("tp=2,cp=8")) == cp_bytes_per_token(case("cp=8")) / 2
     # 16 ranks of tp x ulysses share 8 key-value heads: each goes to two.
     exchanged = 7 / 8 * 2 * 2 * (2 * Q / 2 + 2 * KV / 2)
-    assert bytes_sent(case("tp=2,cp=8,cp_kind=ulysses")) == exchanged
+    assert cp_bytes_per_token(case("tp=2,cp=8,cp_kind=ulysses")) == exchanged
 
 
 def test_a_grid_divides_heads_by_its_side_and_sequences_by_the_rest():
     flat, grid = case("tp=2,cp=8,microbatch=2"), case("tp=4,tp_kind=2d,cp=8,microbatch=4")
-    assert bytes_sent(grid) == bytes_sent(flat)
-    assert reach_of(grid).sent == reach_of(flat).sent
+    assert cp_bytes_per_token(grid) == cp_bytes_per_token(flat)
+    assert cp_traffic(grid).ring_bytes == cp_traffic(flat).ring_bytes
 
 
 # -- links ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_ring_is_near_where_it_fits_a_node():
-    near, far = reach_of(case("cp=8")), reach_of(case("tp=2,cp=8"))
-    assert (near.steps, near.near, far.near) == (8, True, False)
-    assert near.sent == LAYERS * LENGTH / 8 * 2 * KV
-    assert (near.inside, near.outside, near.messages) == (0, 0, 0)
+    near, far = cp_traffic(case("cp=8")), cp_traffic(case("tp=2,cp=8"))
+    assert (near.ring_steps, near.ring_in_node, far.ring_in_node) == (8, True, False)
+    assert near.ring_bytes == LAYERS * LENGTH / 8 * 2 * KV
+    assert (near.intra_node_bytes, near.inter_node_bytes, near.num_collectives) == (0, 0, 0)
 
 
 def test_heads_stay_inside_a_node_and_the_ring_leaves_it():
-    found = reach_of(case("cp=16,cp_kind=ring-ulysses,ulysses=8"))
-    assert (found.steps, found.near, found.outside) == (2, False, 0)
-    assert found.inside == LAYERS * LENGTH / 16 * 35 * KIB
+    found = cp_traffic(case("cp=16,cp_kind=ring-ulysses,ulysses=8"))
+    assert (found.ring_steps, found.ring_in_node, found.inter_node_bytes) == (2, False, 0)
+    assert found.intra_node_bytes == LAYERS * LENGTH / 16 * 35 * KIB
 
 
 def test_of_an_exchange_between_nodes_a_part_stays_inside():
     """16 ranks on 2 nodes: of what a rank sends 7 parts stay, and 8 leave."""
-    found = reach_of(case("cp=16,cp_kind=ulysses"))
+    found = cp_traffic(case("cp=16,cp_kind=ulysses"))
     each = LAYERS * LENGTH / 16 * 2 * 2 * (2 * Q + 2 * KV) / 16
-    assert (found.inside, found.outside) == (7 * each, 8 * each)
+    assert (found.intra_node_bytes, found.inter_node_bytes) == (7 * each, 8 * each)
 
 
 def test_what_is_gathered_between_nodes_comes_over_the_links_of_all_ranks_of_a_node():
-    found = reach_of(case("cp=16,cp_kind=gather"))
-    assert found.inside == LAYERS * LENGTH / 16 * bytes_sent(case("cp=16,cp_kind=gather"))
-    assert found.outside == found.inside / 8
-    assert reach_of(case("tp=8,cp=16,cp_kind=gather")).outside == reach_of(case("tp=8,cp=16,cp_kind=gather")).inside
+    found = cp_traffic(case("cp=16,cp_kind=gather"))
+    assert found.intra_node_bytes == LAYERS * LENGTH / 16 * cp_bytes_per_token(case("cp=16,cp_kind=gather"))
+    assert found.inter_node_bytes == found.intra_node_bytes / 8
+    assert (
+        cp_traffic(case("tp=8,cp=16,cp_kind=gather")).inter_node_bytes
+        == cp_traffic(case("tp=8,cp=16,cp_kind=gather")).intra_node_bytes
+    )
 
 
 @pytest.mark.parametrize("kind", ["ring", "gather", "ulysses"])
@@ -114,65 +117,70 @@ def test_slow_links_between_nodes_are_felt_where_they_are_used(kind):
 
 def ring(steps, hop, gradients):
     """Work whose ring's messages take so many seconds over links of 1 byte a second, and nothing else."""
-    found = work_of(case("cp=8"))
+    found = count_work(case("cp=8"))
     nothing = {"latency": 0.0, "cp_inside": 0.0, "cp_outside": 0.0, "cp_moved": 0.0, "cp_moved_back": 0.0}
     sent = {"ring_steps": steps, "ring_bytes": hop, "ring_gradients": gradients, "ring_near": True, "inside": 1.0}
     return replace(found, **nothing, **sent)
 
 
-ONE = replace(FITTED, inside=1.0)
+ONE = replace(FITTED_CONSTANTS, inside=1.0)
 
 
 def test_a_long_block_hides_all_but_the_last_gradients():
-    found = reaching(ring(4, hop=1.0, gradients=2.0), ONE, 400.0, 1000.0)
-    assert found.shown == pytest.approx(2.0, rel=0.01)
-    assert (found.hop, found.block, found.merging) == (1.0, 100.0, 0)
+    found = cp_time(ring(4, hop=1.0, gradients=2.0), ONE, 400.0, 1000.0)
+    assert found.exposed == pytest.approx(2.0, rel=0.01)
+    assert (found.hop, found.block, found.merge) == (1.0, 100.0, 0)
 
 
 def test_what_a_hop_takes_longer_than_its_block_is_seen():
     """Forward 3 hops of 10 s beside blocks of 1 s; backward one of 10 s and two of 30 s beside 2 s, and 20 s home."""
-    found = reaching(ring(4, hop=10.0, gradients=20.0), ONE, 4.0, 8.0)
-    assert found.shown == pytest.approx(3 * 9 + 8 + 2 * 28 + 20, rel=0.01)
+    found = cp_time(ring(4, hop=10.0, gradients=20.0), ONE, 4.0, 8.0)
+    assert found.exposed == pytest.approx(3 * 9 + 8 + 2 * 28 + 20, rel=0.01)
 
 
 def test_a_ring_of_two_sends_once_and_has_nothing_to_hide_its_gradients_with():
-    assert reaching(ring(2, hop=1.0, gradients=2.0), ONE, 200.0, 500.0).shown == pytest.approx(2.0, rel=0.01)
-    assert reaching(ring(1, hop=0.0, gradients=0.0), ONE, 200.0, 500.0).total == 0
+    assert cp_time(ring(2, hop=1.0, gradients=2.0), ONE, 200.0, 500.0).exposed == pytest.approx(2.0, rel=0.01)
+    assert cp_time(ring(1, hop=0.0, gradients=0.0), ONE, 200.0, 500.0).total == 0
 
 
 def test_recomputation_goes_around_once_more():
     work = ring(4, hop=10.0, gradients=0.0)
-    once, twice = (reaching(replace(work, repeated=n), ONE, 4.0, 8.0).shown for n in (0.0, 1.0))
+    once, twice = (cp_time(replace(work, repeated=n), ONE, 4.0, 8.0).exposed for n in (0.0, 1.0))
     assert twice - once == pytest.approx(3 * 9, rel=0.01)
 
 
 def test_nothing_hides_what_is_gathered_or_exchanged():
     for kind in ("gather", "ulysses"):
-        found = work_of(case(f"cp=8,cp_kind={kind}"))
-        slow, fast = (reaching(found, FITTED, seconds, seconds).shown for seconds in (1e-3, 1e3))
-        sent = found.cp_inside / (found.inside * FITTED.inside) + found.cp_messages * found.latency
+        found = count_work(case(f"cp=8,cp_kind={kind}"))
+        slow, fast = (cp_time(found, FITTED_CONSTANTS, seconds, seconds).exposed for seconds in (1e-3, 1e3))
+        sent = found.cp_inside / (found.inside * FITTED_CONSTANTS.inside) + found.cp_messages * found.latency
         assert slow == fast == pytest.approx(sent)
 
 
 def test_arrays_price_as_numbers_do():
-    works = [work_of(case(text)) for text in ("cp=8", "cp=1", "tp=2,cp=8,cp_kind=gather", "cp=8,cp_kind=ulysses")]
-    together = microbatch(stacked(works)).cp.tolist()
-    assert together == pytest.approx([float(microbatch(work).cp) for work in works])
+    works = [count_work(case(text)) for text in ("cp=8", "cp=1", "tp=2,cp=8,cp_kind=gather", "cp=8,cp_kind=ulysses")]
+    together = microbatch_time(stack_work(works)).cp.tolist()
+    assert together == pytest.approx([float(microbatch_time(work).cp) for work in works])
     assert together[1] == 0
 
 
 def test_blocks_are_merged():
     """Forward: a copy of keys and values, 8 results read and one written."""
-    found = reach_of(case("cp=8"))
+    found = cp_traffic(case("cp=8"))
     tokens = LAYERS * LENGTH / 8
-    assert found.moved == tokens * (2 * 2 * KV + 9 * 2 * Q + cp_traffic.WIDE * 2 * Q)  # 512 MiB hold 4 parts of 128 MiB
-    assert (found.by_blocks, reach_of(case("cp=8,cp_kind=ulysses")).by_blocks) == (True, False)
-    assert (cp_traffic.HELD, cp_traffic.MOST) == (blockwise_attention.HELD, blockwise_attention.MOST)
+    assert found.memory_bytes == tokens * (
+        2 * 2 * KV + 9 * 2 * Q + cp_traffic_module.FP32_BYTES * 2 * Q
+    )  # 512 MiB hold 4 parts of 128 MiB
+    assert (found.is_blockwise, cp_traffic(case("cp=8,cp_kind=ulysses")).is_blockwise) == (True, False)
+    assert (cp_traffic_module.MERGE_BUFFER_BYTES, cp_traffic_module.MAX_PENDING_BLOCKS) == (
+        blockwise_attention.MAX_PENDING_BYTES,
+        blockwise_attention.MAX_PENDING,
+    )
 
 
 def test_other_programs_add_every_part_as_it_comes():
-    ours, theirs = (reach_of(case("cp=8", program=program)).moved for program in ("echelon", "others"))
-    assert theirs - ours == LAYERS * LENGTH / 8 * (7 - 1) * 2 * cp_traffic.WIDE * Q
+    ours, theirs = (cp_traffic(case("cp=8", program=program)).memory_bytes for program in ("echelon", "others"))
+    assert theirs - ours == LAYERS * LENGTH / 8 * (7 - 1) * 2 * cp_traffic_module.FP32_BYTES * Q
 
 
 # -- room -------------------------------------------------------------------------------------------------------------
@@ -180,37 +188,37 @@ def test_other_programs_add_every_part_as_it_comes():
 
 def layer_bytes(found):
     (layer, _), *_ = found.shape.layers
-    return kept_of(found, layer, doing(found))
+    return saved_layer_bytes(found, layer, recompute_plan(found))
 
 
 def test_activations_fall_with_the_ranks():
     """Beside them a ring keeps a copy of its keys and values, an exchange one of its result."""
     whole, half = case("cp=1"), case("cp=2")
     copy = LENGTH / 2 * 2 * KV
-    assert beside(half) == copy
+    assert saved_cp_bytes(half) == copy
     assert layer_bytes(half) == pytest.approx(layer_bytes(whole) / 2 + copy)
-    assert beside(case("cp=2,cp_kind=ulysses")) == LENGTH / 2 * 2 * Q
-    assert beside(case("cp=4,cp_kind=ring-ulysses,ulysses=2")) == LENGTH / 4 * 2 * (Q + KV)
-    assert beside(case("cp=2", program="others")) == 0
+    assert saved_cp_bytes(case("cp=2,cp_kind=ulysses")) == LENGTH / 2 * 2 * Q
+    assert saved_cp_bytes(case("cp=4,cp_kind=ring-ulysses,ulysses=2")) == LENGTH / 4 * 2 * (Q + KV)
+    assert saved_cp_bytes(case("cp=2", program="others")) == 0
 
 
 def test_a_ring_needs_room_for_slices_and_a_gather_for_sequences():
     slice_bytes = LENGTH / 8 * KV
     # At hand, arriving, going home and coming, 2 bytes each; 8 gradients of keys, of values and 4 of queries wait.
-    waiting = LENGTH / 8 * (8 * 2 * KV + (4 * 2 + cp_traffic.WIDE) * Q)
-    assert room(case("cp=8")) == 4 * 2 * slice_bytes + waiting
-    gathered = LENGTH * KV * (2 + 3 * cp_traffic.WIDE) + LENGTH / 8 * 2 * 2 * Q
-    assert room(case("cp=8,cp_kind=gather")) == gathered
-    assert room(case("cp=8,cp_kind=ulysses")) == LENGTH / 8 * 3 * 2 * (Q + KV)
-    assert room(case("cp=1")) == 0
+    waiting = LENGTH / 8 * (8 * 2 * KV + (4 * 2 + cp_traffic_module.FP32_BYTES) * Q)
+    assert cp_working_bytes(case("cp=8")) == 4 * 2 * slice_bytes + waiting
+    gathered = LENGTH * KV * (2 + 3 * cp_traffic_module.FP32_BYTES) + LENGTH / 8 * 2 * 2 * Q
+    assert cp_working_bytes(case("cp=8,cp_kind=gather")) == gathered
+    assert cp_working_bytes(case("cp=8,cp_kind=ulysses")) == LENGTH / 8 * 3 * 2 * (Q + KV)
+    assert cp_working_bytes(case("cp=1")) == 0
 
 
 def test_the_room_is_in_the_plan():
     found = case("dp=8,cp=8,cp_kind=gather,recompute=full,zero=3")
-    assert worst(found).parts["working"] > room(found) > 0.9 * 3 * 2**30
+    assert peak_memory(found).parts["working"] > cp_working_bytes(found) > 0.9 * 3 * 2**30
 
 
 def test_states_are_divided_over_cp_too():
-    parts = worst(case("cp=8,zero=3", "8xh100")).parts
-    assert parts["optimizer"] == pytest.approx(8 * shape_of("llama-8b").parameters / 8, rel=1e-3)
+    parts = peak_memory(case("cp=8,zero=3", "8xh100")).parts
+    assert parts["optimizer"] == pytest.approx(8 * resolve_shape("llama-8b").parameters / 8, rel=1e-3)
     assert parts["buffers"] > 0

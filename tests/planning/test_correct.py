@@ -8,29 +8,29 @@ import pytest
 from typer.testing import CliRunner
 
 from echelon.cli import app
-from echelon.layout import FaultError
-from echelon.planning.calibrate.correction import FILE, compared, ratio_of, told
+from echelon.layout import ValidationError
+from echelon.planning.calibrate.correction import MEASURED_FILE, compare_prediction, format_measured, read_correction
 
 PREDICTED = {"step_s": 0.25, "memory_bytes": 1 << 30}
 
 
 def run_of(folder, text):
     folder.mkdir(exist_ok=True)
-    (folder / FILE).write_text(text)
+    (folder / MEASURED_FILE).write_text(text)
     return str(folder)
 
 
 def test_the_first_step_does_not_count():
-    found = compared(PREDICTED, [9.0, 0.3, 0.2, 0.4], 5)
+    found = compare_prediction(PREDICTED, [9.0, 0.3, 0.2, 0.4], 5)
     assert found == {"step_s": 0.3, "memory_bytes": 5, "predicted": PREDICTED, "ratio": 0.3 / 0.25}
-    assert told(found) == "predicted 0.25 s a step, measured 0.3 s"
-    assert compared(PREDICTED, [9.0], 5)["step_s"] == 9.0
+    assert format_measured(found) == "predicted 0.25 s a step, measured 0.3 s"
+    assert compare_prediction(PREDICTED, [9.0], 5)["step_s"] == 9.0
 
 
 def test_without_a_prediction_there_is_a_reason_and_no_ratio():
-    found = compared({"reason": "nobody knows"}, [1.0, 2.0], 5)
+    found = compare_prediction({"reason": "nobody knows"}, [1.0, 2.0], 5)
     assert found["ratio"] is None
-    assert told(found) == "measured 2.00 s a step; not predicted: nobody knows"
+    assert format_measured(found) == "measured 2.00 s a step; not predicted: nobody knows"
 
 
 WRONG = {
@@ -49,8 +49,8 @@ WRONG = {
 def test_a_run_that_cannot_say_is_refused(name, tmp_path):
     text, words = WRONG[name]
     run = run_of(tmp_path / "run", text) if text else str(tmp_path / "run")
-    with pytest.raises(FaultError, match=words):
-        ratio_of(run)
+    with pytest.raises(ValidationError, match=words):
+        read_correction(run)
 
 
 def planned(*options: str):
@@ -89,8 +89,8 @@ def test_measured_curves_are_not_corrected_twice(tmp_path):
 
 
 def test_a_run_on_another_kind_of_device_is_refused(tmp_path):
-    measured = compared({**PREDICTED, "device": "cpu"}, [0.3, 0.3], 5)
-    (tmp_path / FILE).write_text(json.dumps(measured))
+    measured = compare_prediction({**PREDICTED, "device": "cpu"}, [0.3, 0.3], 5)
+    (tmp_path / MEASURED_FILE).write_text(json.dumps(measured))
     done = CliRunner().invoke(app, ["plan", "llama-8b", "--cluster", "8xh100", "--correct", str(tmp_path)])
     assert done.exit_code == 2
     assert "ran on cpu" in done.stderr

@@ -15,70 +15,73 @@ from echelon.planning.explain.failure_cost import (
     DAY,
     DEVICE_HOURS,
     HOUR,
-    Recovery,
-    expected,
-    goodput_of,
-    interval,
-    recovery_of,
-    simulated,
+    RecoveryTimes,
+    checkpoint_interval,
+    estimate_recovery,
+    expected_goodput,
+    predict_goodput,
+    simulate_run,
 )
 
-RECOVERY = Recovery(save=2.0, exists=20.0, detect=60.0, replace=120.0, restart=60.0)
+RECOVERY = RecoveryTimes(save=2.0, exists=20.0, detect=60.0, replace=120.0, restart=60.0)
 
 
-def mean(between: float, recovery: Recovery, seconds: float, runs: int = 20) -> float:
-    return sum(simulated(between, recovery, seconds, 54 * DAY, seed).useful for seed in range(runs)) / runs
+def mean(between: float, recovery: RecoveryTimes, seconds: float, runs: int = 20) -> float:
+    return sum(simulate_run(between, recovery, seconds, 54 * DAY, seed).useful for seed in range(runs)) / runs
 
 
 def test_young_and_daly():
     """Daly's table: for short saves it is Young's; it is never below what a save takes to be there."""
-    assert interval(10_000.0, replace(RECOVERY, save=0.5, exists=0.0)) == pytest.approx(100.0, rel=0.01)
-    assert interval(HOUR, RECOVERY) == pytest.approx((2 * 2 * HOUR) ** 0.5, rel=0.02)
-    assert interval(HOUR, replace(RECOVERY, exists=900.0)) == 900.0
-    assert interval(1.0, replace(RECOVERY, save=5.0)) == 1.0
+    assert checkpoint_interval(10_000.0, replace(RECOVERY, save=0.5, exists=0.0)) == pytest.approx(100.0, rel=0.01)
+    assert checkpoint_interval(HOUR, RECOVERY) == pytest.approx((2 * 2 * HOUR) ** 0.5, rel=0.02)
+    assert checkpoint_interval(HOUR, replace(RECOVERY, exists=900.0)) == 900.0
+    assert checkpoint_interval(1.0, replace(RECOVERY, save=5.0)) == 1.0
 
 
 @pytest.mark.parametrize("between", [2 * HOUR, 12 * HOUR])
 def test_no_other_interval_is_better(between):
     """By simulation, which knows nothing of the formula."""
-    chosen = mean(between, RECOVERY, interval(between, RECOVERY))
+    chosen = mean(between, RECOVERY, checkpoint_interval(between, RECOVERY))
     for factor in (0.25, 0.5, 2.0, 4.0):
-        assert chosen > mean(between, RECOVERY, factor * interval(between, RECOVERY)) - 5e-4
-    assert chosen > mean(between, RECOVERY, 8 * interval(between, RECOVERY)) + 0.01
-    assert chosen == pytest.approx(expected(between, RECOVERY, interval(between, RECOVERY)), abs=0.005)
+        assert chosen > mean(between, RECOVERY, factor * checkpoint_interval(between, RECOVERY)) - 5e-4
+    assert chosen > mean(between, RECOVERY, 8 * checkpoint_interval(between, RECOVERY)) + 0.01
+    assert chosen == pytest.approx(
+        expected_goodput(between, RECOVERY, checkpoint_interval(between, RECOVERY)), abs=0.005
+    )
 
 
 def test_shares_are_of_all_the_time():
-    found = simulated(HOUR, RECOVERY, 100.0, 20 * DAY)
+    found = simulate_run(HOUR, RECOVERY, 100.0, 20 * DAY)
     assert found.useful + found.saving + found.lost + found.down == pytest.approx(1.0)
     assert found.down == pytest.approx(RECOVERY.down / (HOUR + RECOVERY.down), rel=0.15)
-    never = simulated(1e12, RECOVERY, 100.0, 20 * DAY)
+    never = simulate_run(1e12, RECOVERY, 100.0, 20 * DAY)
     assert (never.lost, never.down) == (0.0, 0.0)
     assert never.saving == pytest.approx(2.0 / 102.0, rel=1e-3)
 
 
 def test_a_failure_while_one_is_mended_begins_anew():
     """With more failures than time to mend them, next to nothing is done."""
-    assert simulated(60.0, RECOVERY, 100.0, 20 * DAY).useful < 0.01
+    assert simulate_run(60.0, RECOVERY, 100.0, 20 * DAY).useful < 0.01
 
 
 def test_llama_3s_failures_on_16384_devices():
     """The bar: above 95 %, at 419 unexpected interruptions in 54 days."""
     layout = "dp=32,tp=8,cp=2,pp=32,schedule=zb-v,accumulate=64"
-    plan = planner.answer("llama-405b", "16384xh100", batch=2048, seq_len=8192, layout=layout).plans[0]
-    found = goodput_of(plan)
-    assert found.between == pytest.approx(54 * DAY / 419)
-    assert 0.95 < found.low <= found.spent.useful <= found.high < 1.0
-    assert found.interval == pytest.approx(found.every * plan.seconds)
-    often = goodput_of(plan, device_hours=DEVICE_HOURS / 4)
-    assert often.spent.useful < found.spent.useful
-    assert often.every < found.every
+    plan = planner.find_plans("llama-405b", "16384xh100", batch=2048, seq_len=8192, layout=layout).plans[0]
+    found = predict_goodput(plan)
+    assert found.mtbf == pytest.approx(54 * DAY / 419)
+    assert 0.95 < found.low <= found.shares.useful <= found.high < 1.0
+    assert found.checkpoint_seconds == pytest.approx(found.checkpoint_steps * plan.seconds)
+    often = predict_goodput(plan, device_hours=DEVICE_HOURS / 4)
+    assert often.shares.useful < found.shares.useful
+    assert often.checkpoint_steps < found.checkpoint_steps
 
 
 def test_who_writes_follows_from_the_layout():
     """Where states are replicated, one of the replicas writes them all: each writer more, and all of it later."""
     one, all_ = (
-        recovery_of(planner.answer("llama-1b", "64xh100", layout=layout).plans[0]) for layout in ("zero=0", "zero=1")
+        estimate_recovery(planner.find_plans("llama-1b", "64xh100", layout=layout).plans[0])
+        for layout in ("zero=0", "zero=1")
     )
     assert one.save > all_.save
     assert one.exists > all_.exists
@@ -99,10 +102,10 @@ def test_the_command():
 
 def test_what_a_recovery_is_made_of():
     """By hand: 12 bytes of each parameter, 64 writers, 8 of them on a node's disk; 3 kinds of numbers in 3 boxes."""
-    plan = planner.answer("llama-1b", "64xh100", layout="dp=8,tp=8,zero=1").plans[0]
-    found, shape = recovery_of(plan), plan.case.shape
+    plan = planner.find_plans("llama-1b", "64xh100", layout="dp=8,tp=8,zero=1").plans[0]
+    found, shape = estimate_recovery(plan), plan.scenario.shape
     each = 12 * shape.parameters / 64
-    disk = max(each * 8 / 8e9, 12 * shape.parameters / failure_cost.STORE)
+    disk = max(each * 8 / 8e9, 12 * shape.parameters / failure_cost.SHARED_STORE_BANDWIDTH)
     boxes = 64 * (shape.num_layers + 2) * 3 * 3
     assert found.save == pytest.approx(failure_cost.SAVE_S + each / 50e9)
     assert found.exists == pytest.approx(disk + failure_cost.COMMIT_S + failure_cost.WRITE_BOX_S * boxes)

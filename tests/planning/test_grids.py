@@ -6,19 +6,19 @@ import pytest
 import torch
 
 from echelon import models
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 from echelon.models import model_config
-from echelon.parallel.apply import Options
+from echelon.parallel.apply import ParallelOptions
 from echelon.parallel.dp import zero
-from echelon.parallel.tp.tensor_parallel import Traffic
+from echelon.parallel.tp.tensor_parallel import TransformerSizes
 from echelon.parallel.tp_grid import cost as tp_grid_cost
 from echelon.planning.cluster import cluster
-from echelon.planning.cluster.link_time import on_the_wire
-from echelon.planning.cost.memory_model import states
-from echelon.planning.cost.work import work_of
-from echelon.planning.model.model_sources import shape_of
-from echelon.planning.scenario import Case, trains_in
+from echelon.planning.cluster.link_time import wire_bytes
+from echelon.planning.cost.memory_model import state_bytes_by_category
+from echelon.planning.cost.work import count_work
+from echelon.planning.model.model_sources import resolve_shape
+from echelon.planning.scenario import Scenario, supports_precision
 from echelon.training.engine import Engine
 
 MODEL, SEQ_LEN = "llama-tiny", 64
@@ -27,10 +27,10 @@ GRIDS = ("tp=4,tp_kind=2d,microbatch=4", "tp=8,tp_kind=2.5d,depth=2,microbatch=4
 
 def counted(text: str) -> tuple[dict[str, int], float]:
     """On a rank of a real run: bytes of states, and bytes on the wire over the axes of tp in a step."""
-    layout, model = Layout.parse(text), model_config.find(MODEL)
-    options = Options(compute=torch.bfloat16, master=torch.float32)
+    layout, model = Layout.parse(text), model_config.find_model(MODEL)
+    options = ParallelOptions(compute_dtype=torch.bfloat16, master_dtype=torch.float32)
     engine = Engine(models.build(model, "meta"), layout, options=options)
-    traffic = Traffic(
+    traffic = TransformerSizes(
         layers=model.layers,
         width=model.width,
         batch=layout.microbatch,
@@ -39,26 +39,31 @@ def counted(text: str) -> tuple[dict[str, int], float]:
         element_bytes=2,
         loss_bytes=4,
     )
-    ranks = {axis: getattr(tp_grid_cost.grid_of(layout), axis) for axis in "zyx"}
+    ranks = {axis: getattr(tp_grid_cost.grid_shape(layout), axis) for axis in "zyx"}
     issued = [item for item in engine.collectives(traffic) if item.axis in ranks]
-    wire = sum(on_the_wire(item.kind, item.bytes, ranks[item.axis]) * item.count for item in issued)
+    wire = sum(wire_bytes(item.op, item.bytes, ranks[item.axis]) * item.count for item in issued)
     held = zero.state_bytes(
-        engine.parallel.placement.units, engine.parallel.policy, compute_bytes=2, master_bytes=4, moments=2
+        engine.parallel.placement.param_groups, engine.parallel.policy, compute_bytes=2, master_bytes=4, moments=2
     )
     return held, wire
 
 
 @pytest.mark.parametrize("layout", [*GRIDS, f"{GRIDS[0]},recompute=full,accumulate=2"])
-def test_states_and_messages_of_a_plan_are_those_of_a_run(pool: Pool, layout: str) -> None:
+def test_states_and_messages_of_a_plan_are_those_of_a_run(pool: RankPool, layout: str) -> None:
     held, wire = pool.run(counted, Layout.parse(layout).world, layout)[0]
-    case = Case(shape=shape_of(MODEL), cluster=cluster.parse("8xh100"), layout=Layout.parse(layout), seq_len=SEQ_LEN)
-    planned = states(case, 0)
+    case = Scenario(
+        shape=resolve_shape(MODEL),
+        cluster=cluster.parse_cluster("8xh100"),
+        layout=Layout.parse(layout),
+        seq_len=SEQ_LEN,
+    )
+    planned = state_bytes_by_category(case, 0)
     for name, size in held.items():
         assert planned.get(name, 0) == pytest.approx(size, rel=0.02), name
-    assert work_of(case).tp_bytes * case.layout.accumulate == pytest.approx(wire, rel=0.02)
+    assert count_work(case).tp_bytes * case.layout.accumulate == pytest.approx(wire, rel=0.02)
 
 
 def test_products_in_8_bits_are_not_for_a_grid() -> None:
-    assert trains_in("fp8", Layout.parse("tp=2"))
-    assert not trains_in("fp8", Layout.parse(GRIDS[0]))
-    assert trains_in("bf16", Layout.parse(GRIDS[0]))
+    assert supports_precision("fp8", Layout.parse("tp=2"))
+    assert not supports_precision("fp8", Layout.parse(GRIDS[0]))
+    assert supports_precision("bf16", Layout.parse(GRIDS[0]))

@@ -13,38 +13,38 @@ from echelon.bench import planner_comparison
 from echelon.kernels.layers import cross_entropy
 from echelon.kernels.layers.swiglu import swiglu
 from echelon.layout import Layout
-from echelon.memory.checkpointing.cost import OPERATORS
+from echelon.memory.checkpointing.cost import ELEMENTWISE_SHARE
 from echelon.moe import build_gate
 from echelon.moe.experts import Experts
-from echelon.moe.moe_layer import Mixture
-from echelon.planning.calibrate.calibration import constants_of
-from echelon.planning.calibrate.constants import FITTED, OWN
+from echelon.moe.moe_layer import MoELayer
+from echelon.planning.calibrate.calibration import constants_for
+from echelon.planning.calibrate.constants import FITTED_CONSTANTS, NATIVE_OVERRIDES
 from echelon.planning.cluster import cluster
 from echelon.planning.cost import fused_layers
-from echelon.planning.cost.activation_memory import tensors
-from echelon.planning.cost.backward_memory import room
-from echelon.planning.cost.lm_head_memory import chunk_rows
-from echelon.planning.cost.memory_model import of_stage, states, worst
-from echelon.planning.cost.recompute_cost import doing, kept_of, repeated_of
-from echelon.planning.model.model_sources import shape_of
+from echelon.planning.cost.activation_memory import saved_tensor_bytes
+from echelon.planning.cost.backward_memory import backward_bytes
+from echelon.planning.cost.lm_head_memory import loss_chunk_tokens
+from echelon.planning.cost.memory_model import peak_memory, stage_memory, state_bytes_by_category
+from echelon.planning.cost.recompute_cost import recompute_plan, recompute_shares, saved_layer_bytes
+from echelon.planning.model.model_sources import resolve_shape
 from echelon.planning.priced_plan import price
-from echelon.planning.scenario import Case
-from echelon.planning.search.layout_families import Wish
-from echelon.planning.search.layout_search import search
+from echelon.planning.scenario import Scenario
+from echelon.planning.search.layout_families import PlanRequest
+from echelon.planning.search.layout_search import search_plans
 
 GIB = 2**30
 
 
 def case(layout="dp=1,microbatch=8", model="llama-1b", devices="1xh200", seq_len=4096, **options):
-    found = cluster.parse(devices)
-    return Case(shape=shape_of(model), cluster=found, layout=Layout.parse(layout), seq_len=seq_len, **options)
+    found = cluster.parse_cluster(devices)
+    return Scenario(shape=resolve_shape(model), cluster=found, layout=Layout.parse(layout), seq_len=seq_len, **options)
 
 
 def per_token(found):
     """Elements of two bytes that a layer keeps for a token, but for the few numbers of 32 bits beside them."""
     (layer, _), *_ = found.shape.layers
     beside = 16 + 4 * layer.attention.heads
-    return (kept_of(found, layer, doing(found)) / found.tokens - beside) / 2
+    return (saved_layer_bytes(found, layer, recompute_plan(found)) / found.tokens - beside) / 2
 
 
 # -- what is kept -----------------------------------------------------------------------------------------------------
@@ -78,8 +78,10 @@ def test_where_nobody_counted_a_share_is_assumed(model):
     assert not found.has_kernels
     assert not found.runnable
     layer = found.shape.layers[0][0]
-    assert kept_of(found, layer, doing(found)) == pytest.approx((1 - OPERATORS) * tensors(found, layer))
-    assert repeated_of(found).passing == 1
+    assert saved_layer_bytes(found, layer, recompute_plan(found)) == pytest.approx(
+        (1 - ELEMENTWISE_SHARE) * saved_tensor_bytes(found, layer)
+    )
+    assert recompute_shares(found).elementwise == 1
 
 
 def test_qwen_keeps_queries_and_keys_twice_and_rows_where_their_experts_are():
@@ -100,7 +102,7 @@ def test_deepseek_keeps_narrow_vectors_and_its_shared_expert():
     assert per_token(found) == pytest.approx(4 * width + narrow + normed + heads * (2 * 192 + 256 + 128) + 3 * 18432)
     layer = found.shape.layers[1][0]
     mixture = 2 * width + 6 * 256 + 8 * (2 * width + 3 * ffn + 16) + 3 * ffn
-    assert tensors(found, layer) / found.tokens - 16 - 4 * heads == pytest.approx(
+    assert saved_tensor_bytes(found, layer) / found.tokens - 16 - 4 * heads == pytest.approx(
         2 * (4 * width + narrow + normed + heads * (2 * 192 + 256 + 128) + mixture)
     )
 
@@ -109,8 +111,8 @@ def test_deepseek_keeps_narrow_vectors_and_its_shared_expert():
 def test_a_mixture_keeps_what_a_real_one_does(gate, experts, k, monkeypatch):
     width, ffn, tokens = 256, 128, 256
     # As the kernel on a GPU, which keeps what it reads and nothing else.
-    monkeypatch.setattr("echelon.moe.experts.swiglu", partial(swiglu, remake=True))
-    layer = Mixture(build_gate(gate, width, experts, k), Experts(experts, width, ffn)).half()
+    monkeypatch.setattr("echelon.moe.experts.swiglu", partial(swiglu, recompute=True))
+    layer = MoELayer(build_gate(gate, width, experts, k), Experts(experts, width, ffn)).half()
     for weight in layer.experts.parameters():
         torch.nn.init.normal_(weight, std=0.02)
     kept: dict[int, torch.Tensor] = {}
@@ -125,16 +127,16 @@ def test_a_mixture_keeps_what_a_real_one_does(gate, experts, k, monkeypatch):
         out, _ = layer(x)
     weights = {weight.untyped_storage().data_ptr() for weight in layer.parameters()}
     found = sum(y.untyped_storage().nbytes() for key, y in kept.items() if key not in weights) / tokens
-    counted = fused_layers.mixture(width, ffn, experts=experts, top_k=k, gated=True)
+    counted = fused_layers.moe_feed_forward(width, ffn, experts=experts, top_k=k, gated=True)
     assert out.requires_grad
-    expected = counted.bytes_kept(element_bytes=2, narrow=False, remakes=False).on_rank(1, 1)
+    expected = counted.bytes_saved(element_bytes=2, low_precision=False, recompute_ops=False).per_rank(1, 1)
     assert found == pytest.approx(expected, rel=0.05)
 
 
 def test_making_again_costs_less_than_all_operators():
     """The activation is made on backward's way, and nothing is added to the stream again."""
-    again = repeated_of(case("dp=1,recompute=ops"))
-    assert 0.1 < again.passing < 0.5
+    again = recompute_shares(case("dp=1,recompute=ops"))
+    assert 0.1 < again.elementwise < 0.5
     plain, ops = (price(case(f"dp=1,microbatch=8,recompute={kind}")).seconds for kind in ("none", "ops"))
     assert plain < ops < 1.03 * plain
 
@@ -144,33 +146,33 @@ def test_making_again_costs_less_than_all_operators():
 
 @pytest.mark.parametrize("vocab", [257, 50257, 128256, 10**7])
 def test_a_chunk_of_logits_is_the_losses(vocab):
-    assert chunk_rows(vocab, 2) == cross_entropy.chunk_rows(vocab, 2)
+    assert loss_chunk_tokens(vocab, 2) == cross_entropy.tokens_per_chunk(vocab, 2)
 
 
 def test_at_the_head_there_are_no_gradients_and_at_the_end_no_activations():
     """Many tokens: full of activations at the head. Few: full of gradients at the end."""
-    many, few = of_stage(case(), 0).parts, of_stage(case("dp=1,recompute=full", seq_len=512), 0).parts
+    many, few = stage_memory(case(), 0).parts, stage_memory(case("dp=1,recompute=full", seq_len=512), 0).parts
     assert "gradients" not in many
     assert many["logits"] > GIB
-    assert few["gradients"] == states(case(), 0)["gradients"]
+    assert few["gradients"] == state_bytes_by_category(case(), 0)["gradients"]
     assert few["activations"] < 0.01 * many["activations"]
 
 
 def test_with_several_microbatches_gradients_are_there_in_32_bits():
-    once, twice = (of_stage(case(f"dp=1,microbatch=8,accumulate={n}"), 0).parts for n in (1, 2))
-    assert twice["gradients"] == 4 * shape_of("llama-1b").parameters
+    once, twice = (stage_memory(case(f"dp=1,microbatch=8,accumulate={n}"), 0).parts for n in (1, 2))
+    assert twice["gradients"] == 4 * resolve_shape("llama-1b").parameters
     assert twice["activations"] == once["activations"]
 
 
 def test_8_bit_weights_are_kept_where_they_are_used_again():
     bf16, fp8 = (
-        of_stage(case("dp=1,microbatch=2,accumulate=4", precision=kind), 0).parts["parameters"]
+        stage_memory(case("dp=1,microbatch=2,accumulate=4", precision=kind), 0).parts["parameters"]
         for kind in ("bf16", "fp8")
     )
-    layers = sum(n * layer.parameters for layer, n in shape_of("llama-1b").layers)
+    layers = sum(n * layer.parameters for layer, n in resolve_shape("llama-1b").layers)
     assert fp8 - bf16 == pytest.approx(2 * layers)
     once = case(precision="fp8")
-    assert of_stage(once, 0).parts["parameters"] == 2 * once.shape.parameters
+    assert stage_memory(once, 0).parts["parameters"] == 2 * once.shape.parameters
 
 
 def test_short_moments_take_half_of_the_optimizers_memory_and_of_its_time():
@@ -185,17 +187,19 @@ def test_a_mixtures_backward_is_fullest_where_weights_or_activations_are():
     layer, width, ffn = few.shape.layers[0][0], 4096, 14336
     down = 8 * width * ffn
     stream, rows = 2 * few.tokens * width, 2 * few.tokens
-    assert room(few, layer, held=True) == pytest.approx(2 * (2 * down - rows * ffn + stream))
+    assert backward_bytes(few, layer, gradients_resident=True) == pytest.approx(2 * (2 * down - rows * ffn + stream))
     stream, rows = 2 * many.tokens * width, 2 * many.tokens
-    assert room(many, layer, held=False) == pytest.approx(2 * (rows * (2 * ffn - width) + stream))
+    assert backward_bytes(many, layer, gradients_resident=False) == pytest.approx(
+        2 * (rows * (2 * ffn - width) + stream)
+    )
     # With all gradients there, that of down comes on top of them.
-    assert room(many, layer, held=True) == pytest.approx(
+    assert backward_bytes(many, layer, gradients_resident=True) == pytest.approx(
         2 * max(rows * (2 * ffn - width), rows * ffn + down) + 2 * stream
     )
 
 
 def test_others_keep_whole_states_throughout():
-    parts = of_stage(case(program="others"), 0).parts
+    parts = stage_memory(case(program="others"), 0).parts
     assert (parts["master"], parts["gradients"]) == (2 * parts["parameters"], 2 * parts["parameters"])
 
 
@@ -203,10 +207,14 @@ def test_others_keep_whole_states_throughout():
 
 
 def test_ours_are_for_our_models_on_gpus_alone():
-    assert constants_of(case()) == constants_of(case(model="mixtral-8x7b")) == replace(FITTED, **OWN)
-    assert constants_of(case(model="mixtral-8x7b", precision="fp8")) == FITTED
+    assert (
+        constants_for(case())
+        == constants_for(case(model="mixtral-8x7b"))
+        == replace(FITTED_CONSTANTS, **NATIVE_OVERRIDES)
+    )
+    assert constants_for(case(model="mixtral-8x7b", precision="fp8")) == FITTED_CONSTANTS
     for other in (case(program="others"), case(program="plain"), case(precision="fp4")):
-        assert constants_of(other) == FITTED
+        assert constants_for(other) == FITTED_CONSTANTS
     assert not case("dp=1", "llama-tiny", "1xcpu", 64).has_kernels
 
 
@@ -219,14 +227,16 @@ def test_our_kernels_are_faster_and_leaner_than_plain_operators():
 def test_kernels_of_all_precisions_take_less_in_8_bits():
     wide, narrow = (price(case(precision=kind)) for kind in ("bf16", "fp8"))
     assert narrow.seconds < wide.seconds
-    assert tensors(narrow.case, narrow.case.shape.layers[0][0]) < tensors(wide.case, wide.case.shape.layers[0][0])
+    assert saved_tensor_bytes(narrow.scenario, narrow.scenario.shape.layers[0][0]) < saved_tensor_bytes(
+        wide.scenario, wide.scenario.shape.layers[0][0]
+    )
 
 
 @pytest.mark.parametrize(("table", "rows"), [("h200", 10), ("h200-mixtures", 4)])
 def test_the_table_of_measured_steps_is_near(table, rows):
     """Within 10 % is what S11 asks; the constants were fitted to these, so the mean is much nearer."""
-    found = planner_comparison.steps(Path(__file__).parents[2] / "bench" / "measured" / f"{table}.json")
-    wrong = [abs(price(step.case).seconds / step.seconds - 1) for step in found]
+    found = planner_comparison.read_steps(Path(__file__).parents[2] / "bench" / "measured" / f"{table}.json")
+    wrong = [abs(price(step.scenario).seconds / step.seconds - 1) for step in found]
     assert len(found) >= rows
     assert sum(wrong) / len(wrong) < 0.03
 
@@ -237,8 +247,10 @@ def test_the_table_of_measured_steps_is_near(table, rows):
 def test_the_search_makes_again_where_that_is_enough():
     """12 sequences at once leave too little of one H200 for all activations, and enough for those that `ops` keeps."""
     fixed = {"microbatch": 12}
-    asked = Wish(shape=shape_of("llama-3b"), cluster=cluster.parse("1xh200"), batch=12, seq_len=4096, fixed=fixed)
-    best = search(asked, top=1)[0]
+    asked = PlanRequest(
+        shape=resolve_shape("llama-3b"), cluster=cluster.parse_cluster("1xh200"), batch=12, seq_len=4096, fixed=fixed
+    )
+    best = search_plans(asked, top=1)[0]
     assert best.layout.recompute == "ops"
-    kept_all = replace(best.case, layout=best.layout.replace(recompute="none"))
-    assert worst(kept_all).total > asked.cluster.memory
+    kept_all = replace(best.scenario, layout=best.layout.replace(recompute="none"))
+    assert peak_memory(kept_all).total > asked.cluster.memory

@@ -6,7 +6,7 @@ import pytest
 
 from echelon.config.sections import OptimizerConfig
 from echelon.optim import cost
-from echelon.planning.calibrate.constants import FITTED
+from echelon.planning.calibrate.constants import FITTED_CONSTANTS
 from echelon.planning.cluster import cluster
 
 ELEMENTS = 0.973e9
@@ -27,5 +27,7 @@ MEASURED = {
 @pytest.mark.parametrize("name", MEASURED)
 def test_an_update_takes_what_it_moves(name: str) -> None:
     rule, measured = MEASURED[name]
-    speed = cluster.parse("1xh200").device.bandwidth * FITTED.streaming
-    assert 1e3 * ELEMENTS * cost.moved_bytes(rule, gradient_bytes=2) / speed == pytest.approx(measured, rel=0.25)
+    speed = cluster.parse_cluster("1xh200").device.bandwidth * FITTED_CONSTANTS.streaming
+    assert 1e3 * ELEMENTS * cost.update_traffic_bytes(rule, gradient_bytes=2) / speed == pytest.approx(
+        measured, rel=0.25
+    )

@@ -15,38 +15,40 @@ from typer.testing import CliRunner
 
 import echelon as ec
 from echelon.cli import app
-from echelon.layout import FaultError, Layout
-from echelon.layout.collective import totals
+from echelon.layout import Layout, ValidationError
+from echelon.layout.collective import count_collectives
 from echelon.models import model_config
 from echelon.parallel.cp import cost as cp_cost
-from echelon.parallel.ep.cost import nodes_of
-from echelon.parallel.ep.expert_parallel import CEILING
+from echelon.parallel.ep.cost import expected_nodes
+from echelon.parallel.ep.expert_parallel import MAX_LOAD_FACTOR
 from echelon.parallel.tp import tensor_parallel
-from echelon.planning.calibrate.constants import IMBALANCE
+from echelon.planning.calibrate.constants import DEFAULT_IMBALANCE
 from echelon.planning.cluster import cluster
-from echelon.planning.cost.comm_volume import messages
-from echelon.planning.cost.cp_traffic import collectives
-from echelon.planning.cost.expert_traffic import bytes_of_a_token, inner_of, to_experts
-from echelon.planning.model.model_sources import shape_of
-from echelon.planning.planner import answer
+from echelon.planning.cost.comm_volume import tp_collectives
+from echelon.planning.cost.cp_traffic import cp_collectives
+from echelon.planning.cost.expert_traffic import all_to_all_bytes_per_token, choose_ep_inner, expert_traffic
+from echelon.planning.model.model_sources import resolve_shape
+from echelon.planning.planner import find_plans
 from echelon.planning.priced_plan import Plan, price
-from echelon.planning.scenario import Case
-from echelon.planning.search.layout_families import Wish
-from echelon.planning.search.layout_search import search
+from echelon.planning.scenario import Scenario
+from echelon.planning.search.layout_families import PlanRequest
+from echelon.planning.search.layout_search import search_plans
 from echelon.planning.show import plan_labels
-from echelon.planning.show.plan_html import page
+from echelon.planning.show.plan_html import plans_html
 
 MIXTRAL = "dp=8,pp=8,ep=8,accumulate=128"
 
 
-def case(layout: str, model: str = "mixtral-8x7b", devices: str = "64xh100", **options) -> Case:
-    found = cluster.parse(devices)
-    return Case(shape=shape_of(model), cluster=found, layout=Layout.parse(layout), seq_len=4096, **options)
+def case(layout: str, model: str = "mixtral-8x7b", devices: str = "64xh100", **options) -> Scenario:
+    found = cluster.parse_cluster(devices)
+    return Scenario(shape=resolve_shape(model), cluster=found, layout=Layout.parse(layout), seq_len=4096, **options)
 
 
 def best(model: str, devices: str, batch: int, **options) -> Plan:
-    wish = Wish(shape=shape_of(model), cluster=cluster.parse(devices), batch=batch, seq_len=4096, **options)
-    return search(wish, top=1)[0]
+    wish = PlanRequest(
+        shape=resolve_shape(model), cluster=cluster.parse_cluster(devices), batch=batch, seq_len=4096, **options
+    )
+    return search_plans(wish, top=1)[0]
 
 
 # -- uneven loads -----------------------------------------------------------------------------------------------------
@@ -78,7 +80,9 @@ def test_two_ranks_are_at_most_twice_as_uneven():
 
 
 def test_above_the_ceiling_memory_stays_and_rounds_cost_time():
-    below, above, more = (price(case(MIXTRAL, imbalance=x)) for x in (CEILING, CEILING + 1e-6, 2 * CEILING))
+    below, above, more = (
+        price(case(MIXTRAL, imbalance=x)) for x in (MAX_LOAD_FACTOR, MAX_LOAD_FACTOR + 1e-6, 2 * MAX_LOAD_FACTOR)
+    )
     assert below.memory == above.memory == more.memory
     assert "recompute" not in below.times
     forward = above.times["recompute"] / (above.times["products"] / 3)
@@ -107,8 +111,8 @@ def test_memory_and_time_grow_with_the_imbalance():
     ],
 )
 def test_an_imbalance_that_is_none_or_does_nothing_is_refused(options, said):
-    with pytest.raises(FaultError, match=said):
-        answer(**{"model": "mixtral-8x7b", "cluster": "64xh100", **options})
+    with pytest.raises(ValidationError, match=said):
+        find_plans(**{"model": "mixtral-8x7b", "cluster": "64xh100", **options})
 
 
 def test_the_imbalance_is_an_input_and_has_a_default():
@@ -116,7 +120,7 @@ def test_the_imbalance_is_an_input_and_has_a_default():
         ec.plan("mixtral-8x7b", "64xh100", batch=1024, layout=MIXTRAL, **options)[0]
         for options in ({"imbalance": 1.7}, {}, {"imbalance": 1.0})
     )
-    assert (stated.case.imbalance, usual.case.imbalance) == (1.7, IMBALANCE)
+    assert (stated.case.imbalance, usual.case.imbalance) == (1.7, DEFAULT_IMBALANCE)
     assert even.seconds < usual.seconds < stated.seconds
 
 
@@ -140,40 +144,40 @@ def test_a_plan_tells_active_parameters_bytes_and_the_imbalance():
 
 def test_a_page_tells_them_too():
     plan = price(case(MIXTRAL))
-    text = page([plan], title="a mixture")
-    for name, value in plan_labels.figures(plan):
+    text = plans_html([plan], title="a mixture")
+    for name, value in plan_labels.key_figures(plan):
         assert name in text
         assert value in text
-    assert "to experts" in dict(plan_labels.figures(plan))
-    assert all(meaning in text for _, meaning in plan_labels.OF_EXPERTS)
+    assert "to experts" in dict(plan_labels.key_figures(plan))
+    assert all(meaning in text for _, meaning in plan_labels.MOE_MEANINGS)
 
 
 def test_a_dense_model_has_none_of_it():
     plan = price(case("dp=64,zero=3", "llama-8b"))
-    assert not {"active", "to experts", "imbalance"} & set(dict(plan_labels.figures(plan)))
+    assert not {"active", "to experts", "imbalance"} & set(dict(plan_labels.key_figures(plan)))
     assert plan.to_json()["imbalance"] is None
     assert plan.to_json()["all_to_all_bytes"] == 0
 
 
 def test_tokens_that_are_cut_over_tp_travel_once():
     """A token is sent by the rank of tp that has it; where experts are cut, to every rank that has a part."""
-    alone = bytes_of_a_token(case(MIXTRAL))
-    assert bytes_of_a_token(case("dp=4,tp=2,pp=8,ep=8,accumulate=128")) == alone
-    both = bytes_of_a_token(case("dp=4,tp=2,pp=8,ep=8,etp=2,accumulate=128"))
+    alone = all_to_all_bytes_per_token(case(MIXTRAL))
+    assert all_to_all_bytes_per_token(case("dp=4,tp=2,pp=8,ep=8,accumulate=128")) == alone
+    both = all_to_all_bytes_per_token(case("dp=4,tp=2,pp=8,ep=8,etp=2,accumulate=128"))
     assert both / (15 / 16) == 2 * alone / (7 / 8)  # what stays on a rank aside
 
 
 def test_a_plan_says_what_an_even_load_and_other_degrees_would_do():
-    reasons = answer("mixtral-8x7b", "64xh100", batch=256, fixed="microbatch=1,tp=1").plans[0].reasons
-    assert any("as many rows on every rank" in reason and f"{IMBALANCE:g}" in reason for reason in reasons)
+    reasons = find_plans("mixtral-8x7b", "64xh100", batch=256, fixed="microbatch=1,tp=1").plans[0].reasons
+    assert any("as many rows on every rank" in reason and f"{DEFAULT_IMBALANCE:g}" in reason for reason in reasons)
     assert any(reason.startswith("ep=") for reason in reasons)
 
 
 def test_experts_are_not_called_plan_only():
-    found = answer("deepseek-v3", "8xh100")
+    found = find_plans("deepseek-v3", "8xh100")
     assert not found.plans
-    assert not any("plan only" in word and "ep" in word.split() for word in found.words)
-    assert not any("--plan-only" in word for word in found.words)
+    assert not any("plan only" in word and "ep" in word.split() for word in found.explanation)
+    assert not any("--plan-only" in word for word in found.explanation)
 
 
 # -- plans that people would know -------------------------------------------------------------------------------------
@@ -199,7 +203,7 @@ def test_deepseeks_own_run():
     """180 thousand device hours for a trillion tokens, in 8 bits, with a bias that balances."""
     layout = "dp=128,pp=16,schedule=dualpipe-v,ep=64,accumulate=120"
     found = price(case(layout, "deepseek-v3", "2048xh800", precision="fp8", imbalance=1.04))
-    measured = found.case.batch_tokens / 1e12 * 180e3 * 3600 / 2048
+    measured = found.scenario.batch_tokens / 1e12 * 180e3 * 3600 / 2048
     assert found.low < measured < found.high
     assert found.seconds == pytest.approx(measured, rel=0.2)
 
@@ -208,7 +212,7 @@ def test_deepseeks_layout_is_too_much_for_our_program_unless_it_recomputes():
     """Theirs keeps less of attention and of activations, and inputs of products in 8 bits."""
     layout = "dp=128,pp=16,schedule=dualpipe-v,ep=64,accumulate=120"
     plain, full = (price(case(f"{layout}{more}", "deepseek-v3", "2048xh800")) for more in ("", ",recompute=full"))
-    assert plain.memory.parts["activations"] > plain.case.cluster.memory
+    assert plain.memory.parts["activations"] > plain.scenario.cluster.memory
     assert full.fits
     assert full.seconds > best("deepseek-v3", "2048xh800", 15360).seconds
 
@@ -248,7 +252,7 @@ def test_a_more_uneven_load_is_not_answered_with_a_slower_plan_of_the_even_one()
     """The best plan for an imbalance is at least as good there as the best for another, and the same every time."""
     even, uneven, again = (best("qwen3-30b-a3b", "16xh100", 256, imbalance=x) for x in (1.0, 1.8, 1.8))
     assert uneven == again
-    moved = price(replace(even.case, imbalance=1.8))
+    moved = price(replace(even.scenario, imbalance=1.8))
     assert not moved.fits or uneven.seconds <= moved.seconds
 
 
@@ -262,14 +266,18 @@ def test_a_more_uneven_load_is_not_answered_with_a_slower_plan_of_the_even_one()
 )
 def test_messages_of_a_plan_are_those_that_a_run_claims(model, layout):
     """Tests of transparency count these for real: narrow vectors, padded values, experts that are no region."""
-    config, asked = model_config.find(model), Layout.parse(layout)
-    found = Case(shape=shape_of(model), cluster=cluster.parse("2xh100"), layout=asked, seq_len=64)
-    traffic = tensor_parallel.Traffic.of(config, batch=asked.microbatch, seq_len=64, element_bytes=2)
+    config, asked = model_config.find_model(model), Layout.parse(layout)
+    found = Scenario(shape=resolve_shape(model), cluster=cluster.parse_cluster("2xh100"), layout=asked, seq_len=64)
+    traffic = tensor_parallel.TransformerSizes.from_config(config, batch=asked.microbatch, seq_len=64, element_bytes=2)
     if asked.cp > 1:
         assert found.shape.attention is not None
-        assert totals(collectives(found, found.shape.attention)) == totals(cp_cost.of_traffic(traffic, asked))
+        assert count_collectives(cp_collectives(found, found.shape.attention)) == count_collectives(
+            cp_cost.transformer_collectives(traffic, asked)
+        )
     else:
-        assert totals(messages(found)) == totals(tensor_parallel.collectives(traffic, asked))
+        assert count_collectives(tp_collectives(found)) == count_collectives(
+            tensor_parallel.collectives(traffic, asked)
+        )
 
 
 # -- by way of nodes --------------------------------------------------------------------------------------------------
@@ -277,18 +285,18 @@ def test_messages_of_a_plan_are_those_that_a_run_claims(model, layout):
 
 def test_two_hops_send_less_between_nodes_and_more_inside() -> None:
     layouts = ("dp=16,ep=16,pp=4,accumulate=64", "dp=16,ep=16,pp=4,accumulate=64,ep_inner=8")
-    straight, hops = (to_experts(case(layout, "deepseek-v2")) for layout in layouts)
-    assert hops.outside < 0.5 * straight.outside
-    assert hops.inside > straight.inside
-    assert hops.messages > straight.messages
+    straight, hops = (expert_traffic(case(layout, "deepseek-v2")) for layout in layouts)
+    assert hops.inter_node_bytes < 0.5 * straight.inter_node_bytes
+    assert hops.intra_node_bytes > straight.intra_node_bytes
+    assert hops.num_collectives > straight.num_collectives
 
 
 def test_two_hops_are_chosen_where_they_pay() -> None:
-    fast, slow = cluster.parse("64xh100"), cluster.parse("64xh100:eth")
-    assert inner_of(fast, 8, 2) == 1  # all in a node
-    assert inner_of(fast, 16, 6) == 8
-    assert inner_of(fast, 64, 1) == 1  # a token crosses once anyway
-    assert inner_of(slow, 64, 2) == 8
-    assert inner_of(fast, 12, 6) == 1  # no whole nodes
+    fast, slow = cluster.parse_cluster("64xh100"), cluster.parse_cluster("64xh100:eth")
+    assert choose_ep_inner(fast, 8, 2) == 1  # all in a node
+    assert choose_ep_inner(fast, 16, 6) == 8
+    assert choose_ep_inner(fast, 64, 1) == 1  # a token crosses once anyway
+    assert choose_ep_inner(slow, 64, 2) == 8
+    assert choose_ep_inner(fast, 12, 6) == 1  # no whole nodes
     drawn = np.random.default_rng(0).integers(0, 4, (100_000, 6))
-    assert nodes_of(6, 4) == pytest.approx(np.mean([len(set(row)) for row in drawn.tolist()]), rel=0.01)
+    assert expected_nodes(6, 4) == pytest.approx(np.mean([len(set(row)) for row in drawn.tolist()]), rel=0.01)

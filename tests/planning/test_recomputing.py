@@ -11,25 +11,25 @@ from laid_out import SGD, batch_of, tiny
 from living import LivingBytes
 
 from echelon import models
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 from echelon.memory.checkpointing.cost import GIB
-from echelon.memory.checkpointing.memory_budget import Budgeted
-from echelon.models.mla_config import LatentConfig
+from echelon.memory.checkpointing.memory_budget import MemoryBudget
+from echelon.models.mla_config import MLAConfig
 from echelon.models.model_config import ModelConfig
-from echelon.models.moe_config import MixtureConfig
+from echelon.models.moe_config import MoEConfig
 from echelon.planning.cluster import cluster
-from echelon.planning.cost.memory_model import of_stage
-from echelon.planning.cost.recompute_cost import doing, kept_of, repeated_of
-from echelon.planning.model.model_sources import of_config
-from echelon.planning.scenario import Case
+from echelon.planning.cost.memory_model import stage_memory
+from echelon.planning.cost.recompute_cost import recompute_plan, recompute_shares, saved_layer_bytes
+from echelon.planning.model.model_sources import config_shape
+from echelon.planning.scenario import Scenario
 from echelon.training.engine import Engine
-from echelon.training.logging.recompute_share import repeats_of
+from echelon.training.logging.recompute_share import recompute_shares as engine_recompute_shares
 
 ROWS, LENGTH, LAYERS = 2, 64, 8
 SIZES: dict[str, Any] = {"layers": LAYERS, "width": 64, "heads": 4, "ffn": 160, "max_seq_len": LENGTH}
-LATENT = LatentConfig(query_rank=24, kv_rank=16, rope_dim=8, nope_dim=16, value_dim=16)
-MIXTURE = MixtureConfig(experts=4, k=2, ffn=64, gate="mixtral")
+LATENT = MLAConfig(query_rank=24, kv_rank=16, rope_dim=8, nope_dim=16, value_dim=16)
+MIXTURE = MoEConfig(experts=4, k=2, ffn=64, gate="mixtral")
 SHAPES = {
     "llama": tiny(**SIZES),
     "gpt": tiny("gpt", **SIZES, kv_heads=4),
@@ -42,11 +42,11 @@ SHAPES = {
 KINDS = ("none", "ops", "selective", "full", "every:2", "every:4", "sqrt")
 
 
-def case_of(shape: ModelConfig, recompute: str, **options: Any) -> Case:
+def case_of(shape: ModelConfig, recompute: str, **options: Any) -> Scenario:
     layout = Layout(microbatch=ROWS, recompute=recompute)
-    return Case(
-        shape=of_config(shape),
-        cluster=cluster.parse("1xcpu"),
+    return Scenario(
+        shape=config_shape(shape),
+        cluster=cluster.parse_cluster("1xcpu"),
         layout=layout,
         seq_len=LENGTH,
         precision="fp32",
@@ -55,8 +55,8 @@ def case_of(shape: ModelConfig, recompute: str, **options: Any) -> Case:
     )
 
 
-def kept_by_plan(case: Case) -> float:
-    return sum(n * kept_of(case, layer, doing(case)) for layer, n in case.shape.layers)
+def kept_by_plan(case: Scenario) -> float:
+    return sum(n * saved_layer_bytes(case, layer, recompute_plan(case)) for layer, n in case.shape.layers)
 
 
 def engine_of(shape: ModelConfig, recompute: str) -> Engine:
@@ -69,7 +69,7 @@ def engine_of(shape: ModelConfig, recompute: str) -> Engine:
 def after_forward(shape: ModelConfig, recompute: str) -> int:
     """Bytes that are alive when forward is through."""
     engine = engine_of(shape, recompute)
-    given = engine.prepared(next(engine.microbatches(batch_of(shape, ROWS, LENGTH))))
+    given = engine.prepare(next(engine.microbatches(batch_of(shape, ROWS, LENGTH))))
     with LivingBytes() as seen:
         out = engine.model(**given)
         gc.collect()
@@ -106,15 +106,15 @@ def test_a_budget_is_spent_as_a_run_spends_it() -> None:
     shape = SHAPES["gpt"]
     for share in (0.4, 0.8):
         budget = f"budget:{share * kept_by_plan(case_of(shape, 'none')) / GIB:.9f}GiB"
-        chosen = engine_of(shape, budget).parallel.recomputed
-        assert isinstance(chosen, Budgeted)
+        chosen = engine_of(shape, budget).parallel.checkpointing
+        assert isinstance(chosen, MemoryBudget)
         forms = [way.form for way in chosen.chosen]
         case = case_of(shape, budget)
-        planned = {form: round(n * LAYERS) for form, n in doing(case).forms}
-        print(share, planned, chosen.told())
+        planned = {form: round(n * LAYERS) for form, n in recompute_plan(case).forms}
+        print(share, planned, chosen.describe())
         assert sum(abs(planned.get(form, 0) - forms.count(form)) for form in {*planned, *forms}) <= 2
-        assert kept_by_plan(case) == pytest.approx(sum(way.kept for way in chosen.chosen), rel=0.05)
-        assert repeated_of(case).forward == pytest.approx(chosen.repeats.forward, abs=1 / LAYERS)
+        assert kept_by_plan(case) == pytest.approx(sum(way.saved_bytes for way in chosen.chosen), rel=0.05)
+        assert recompute_shares(case).forward == pytest.approx(chosen.recompute_work.forward, abs=1 / LAYERS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -122,7 +122,7 @@ def test_a_budget_is_spent_as_a_run_spends_it() -> None:
 def test_a_step_is_as_full_as_a_plan_says(name: str, kind: str) -> None:
     shape = SHAPES[name]
     found = fullest(shape, kind)
-    parts = of_stage(case_of(shape, kind), 0).parts
+    parts = stage_memory(case_of(shape, kind), 0).parts
     planned = sum(parts.get(part, 0) for part in ("activations", "logits", "working"))
     print(f"{name}, {kind}: {found:,} at the fullest, {planned:,} planned ({planned / found - 1:+.1%}) {parts}")
     assert planned == pytest.approx(found, rel=0.05)
@@ -137,7 +137,7 @@ def on_a_rank(shape: ModelConfig, layout: str) -> int:
         engine.model.train()
         batch = batch_of(smaller, ROWS, LENGTH)
         engine.step(batch)
-        given = engine.prepared(next(engine.microbatches(batch)))
+        given = engine.prepare(next(engine.microbatches(batch)))
         with LivingBytes() as seen:
             out = engine.model(**given)
             gc.collect()
@@ -147,7 +147,7 @@ def on_a_rank(shape: ModelConfig, layout: str) -> int:
 
 
 @pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("gpt", 4)])
-def test_ranks_of_tp_keep_what_a_plan_says(pool: Pool, name: str, tp: int) -> None:
+def test_ranks_of_tp_keep_what_a_plan_says(pool: RankPool, name: str, tp: int) -> None:
     """Under sequence parallelism what is gathered at the beginning of a region is kept whole."""
     shape = SHAPES[name]
     for keys in ("", ",recompute=ops", ",recompute=selective", ",recompute=full", ",sp=0", ",sp=0,recompute=ops"):
@@ -163,5 +163,5 @@ def test_a_run_and_a_plan_count_the_same_flops_again(name: str) -> None:
     """So HFU is the same share above MFU in both."""
     shape = SHAPES[name]
     for kind in KINDS:
-        planned, counted = repeated_of(case_of(shape, kind)), repeats_of(engine_of(shape, kind))
+        planned, counted = recompute_shares(case_of(shape, kind)), engine_recompute_shares(engine_of(shape, kind))
         assert (planned.forward, planned.attention) == (counted.forward, counted.attention), kind

@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from echelon import models
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 from echelon.models import model_config
-from echelon.parallel.apply import Options
+from echelon.parallel.apply import ParallelOptions
 from echelon.parallel.dp import zero
-from echelon.parallel.tp.tensor_parallel import Traffic
+from echelon.parallel.tp.tensor_parallel import TransformerSizes
 from echelon.planning.cluster import cluster
-from echelon.planning.cost.memory_model import states
-from echelon.planning.cost.work import work_of
-from echelon.planning.model.model_sources import shape_of
-from echelon.planning.scenario import Case
+from echelon.planning.cost.memory_model import state_bytes_by_category
+from echelon.planning.cost.work import count_work
+from echelon.planning.model.model_sources import resolve_shape
+from echelon.planning.scenario import Scenario
 from echelon.training.engine import Engine
 
 MODEL, SEQ_LEN = "llama-tiny", 64
@@ -24,12 +24,12 @@ MODEL, SEQ_LEN = "llama-tiny", 64
 
 def counted(text: str) -> tuple[dict[str, int], float, float]:
     """On a rank of a real run: bytes of states, and bytes on the wire over dp and over tp in a step."""
-    layout, model = Layout.parse(text), model_config.find(MODEL)
-    options = Options(compute=torch.bfloat16, master=torch.float32)
+    layout, model = Layout.parse(text), model_config.find_model(MODEL)
+    options = ParallelOptions(compute_dtype=torch.bfloat16, master_dtype=torch.float32)
     engine = Engine(models.build(model, "meta"), layout, options=options)
-    units, policy = engine.parallel.placement.units, engine.parallel.policy
+    units, policy = engine.parallel.placement.param_groups, engine.parallel.policy
     held = zero.state_bytes(units, policy, compute_bytes=2, master_bytes=4, moments=2)
-    traffic = Traffic(
+    traffic = TransformerSizes(
         layers=model.layers,
         width=model.width,
         batch=layout.microbatch,
@@ -41,8 +41,8 @@ def counted(text: str) -> tuple[dict[str, int], float, float]:
     wire = {"dp": 0.0, "tp": 0.0}
     for item in engine.collectives(traffic):
         ranks = layout.tp if item.axis == "tp" else layout.dp
-        share = {"all_reduce": 2.0}.get(item.kind, 1.0) * (ranks - 1) / ranks
-        axis = "tp" if item.axis == "tp" else "dp" if item.part in ("gradients", "parameters") else ""
+        share = {"all_reduce": 2.0}.get(item.op, 1.0) * (ranks - 1) / ranks
+        axis = "tp" if item.axis == "tp" else "dp" if item.purpose in ("gradients", "parameters") else ""
         if axis:
             wire[axis] += share * item.bytes * item.count
     return held, wire["dp"], wire["tp"]
@@ -52,13 +52,18 @@ def counted(text: str) -> tuple[dict[str, int], float, float]:
     "layout",
     ["dp=2,zero=0", "dp=2,zero=1,accumulate=2", "dp=2,zero=2,accumulate=3", "tp=2,sp=0", "tp=2", "tp=2,accumulate=2"],
 )
-def test_states_and_messages_of_a_plan_are_those_of_a_run(pool: Pool, layout: str) -> None:
+def test_states_and_messages_of_a_plan_are_those_of_a_run(pool: RankPool, layout: str) -> None:
     held, over_dp, over_tp = pool.run(counted, 2, layout)[0]
-    case = Case(shape=shape_of(MODEL), cluster=cluster.parse("2xh100"), layout=Layout.parse(layout), seq_len=SEQ_LEN)
-    planned = states(case, 0)
+    case = Scenario(
+        shape=resolve_shape(MODEL),
+        cluster=cluster.parse_cluster("2xh100"),
+        layout=Layout.parse(layout),
+        seq_len=SEQ_LEN,
+    )
+    planned = state_bytes_by_category(case, 0)
     for name, size in held.items():
         # Padding to equal shards, and the rows that a vocabulary of 257 is padded to, are a run's own.
         assert planned.get(name, 0) == pytest.approx(size, rel=0.02), name
-    work = work_of(case)
+    work = count_work(case)
     assert work.dp_bytes == pytest.approx(over_dp, rel=0.02)
     assert work.tp_bytes * case.layout.accumulate == pytest.approx(over_tp, rel=0.02)

@@ -11,30 +11,30 @@ from typer.testing import CliRunner
 from echelon.cli import app
 from echelon.config.sections import OptimizerConfig
 from echelon.layout import Layout
-from echelon.memory.offload.cost import HOST_SPEED, NARROW_SECONDS
+from echelon.memory.offload.cost import HOST_UPDATE_BYTES_PER_S, LOW_PRECISION_STATE_SECONDS
 from echelon.optim import cost
-from echelon.optim.named_rule import Named
+from echelon.optim.named_rule import DefaultRule
 from echelon.planning.cluster import cluster
 from echelon.planning.cluster.device_kinds import GIB
-from echelon.planning.memory_options import Thrift
-from echelon.planning.model.model_sources import shape_of
+from echelon.planning.memory_options import MemoryOptions
+from echelon.planning.model.model_sources import resolve_shape
 from echelon.planning.priced_plan import Plan, price
-from echelon.planning.scenario import Case
-from echelon.planning.search.layout_families import Wish
-from echelon.planning.search.layout_search import search
-from echelon.planning.search.memory_savings import CATEGORIES, Saving, savings
-from echelon.training.auto_layout import effective
+from echelon.planning.scenario import Scenario
+from echelon.planning.search.layout_families import PlanRequest
+from echelon.planning.search.layout_search import search_plans
+from echelon.planning.search.memory_savings import SAVING_CATEGORIES, MemorySaving, memory_savings
+from echelon.training.auto_layout import settings_with_effect
 
 
 def plan_of(layout: str, model: str = "llama-8b", devices: str = "1xh200", **options: object) -> Plan:
-    found = cluster.parse(devices)
+    found = cluster.parse_cluster(devices)
     return price(
-        Case(shape=shape_of(model), cluster=found, layout=Layout.parse(layout), seq_len=8192, **options)  # type: ignore[arg-type]
+        Scenario(shape=resolve_shape(model), cluster=found, layout=Layout.parse(layout), seq_len=8192, **options)  # type: ignore[arg-type]
     )
 
 
-def found_of(plan: Plan) -> dict[str, Saving]:
-    return {one.technique: one for one in savings(plan)}
+def found_of(plan: Plan) -> dict[str, MemorySaving]:
+    return {one.technique: one for one in memory_savings(plan)}
 
 
 def test_recomputation_saves_activations_and_costs_time() -> None:
@@ -44,21 +44,21 @@ def test_recomputation_saves_activations_and_costs_time() -> None:
         one = found[f"recompute={kind}"]
         assert one.saved["activations"] > GIB
         assert one.saved["states"] == one.saved["buffers"] == 0
-        assert one.seconds > 0
-    assert found["recompute=ops"].seconds < 0.1 * found["recompute=full"].seconds
+        assert one.added_seconds > 0
+    assert found["recompute=ops"].added_seconds < 0.1 * found["recompute=full"].added_seconds
     # No scores are written out, so there is next to nothing that repeating attention would save.
     assert found["recompute=selective"].total < 0.1 * GIB
 
 
 def test_optimizers_save_states() -> None:
     plan = plan_of("dp=1,recompute=full")
-    found, parameters = found_of(plan), plan.case.shape.parameters
+    found, parameters = found_of(plan), plan.scenario.shape.parameters
     assert found["optimizer.states=bfloat16"].saved["states"] == pytest.approx(4 * parameters)
     assert found["optimizer.states=int8"].saved["states"] == pytest.approx((8 - 2.03) * parameters, rel=0.01)
     assert found["optimizer.name=lion"].saved["states"] == pytest.approx(4 * parameters)
     assert found["optimizer.name=adafactor"].saved["states"] == pytest.approx(8 * parameters, rel=0.01)
     assert found["optimizer.in_backward=true"].saved["gradients"] > 0
-    assert all(one.changes for name, one in found.items() if name.startswith("optimizer"))
+    assert all(one.training_effect for name, one in found.items() if name.startswith("optimizer"))
     assert found["precision.master=none"].saved["states"] == pytest.approx(2 * parameters)
 
 
@@ -66,10 +66,10 @@ def test_offload_is_told_as_if_all_left_that_can() -> None:
     """Where everything fits nothing would leave by itself, and nothing would be said of it."""
     plan = plan_of("dp=1,recompute=full", model="llama-1b")
     assert plan.fits
-    found, parameters = found_of(plan), plan.case.shape.parameters
+    found, parameters = found_of(plan), plan.scenario.shape.parameters
     assert found["offload=optimizer"].saved["states"] == pytest.approx(10 * parameters, rel=0.01)
     assert found["offload=params"].saved["states"] > 11 * parameters
-    assert found["offload=optimizer"].seconds > 0
+    assert found["offload=optimizer"].added_seconds > 0
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,9 @@ def test_the_host_holds_whole_masters(layout: str, needed: int) -> None:
     What a device saves was taken for what the host needs: a device has only the half of a master that its parameters
     leave out, and plans fitted that `train` refused."""
     plan = plan_of(f"{layout},recompute=full", model="llama-1b", host=1.0)
-    parameters = plan.case.shape.parameters
-    less = replace(plan.case.cluster, host_memory=int((needed - 1) * parameters))
-    beyond = price(replace(plan.case, cluster=less)).memory.parts["beyond the host"]
+    parameters = plan.scenario.shape.parameters
+    less = replace(plan.scenario.cluster, host_memory=int((needed - 1) * parameters))
+    beyond = price(replace(plan.scenario, cluster=less)).memory.parts["beyond the host"]
     assert beyond == pytest.approx(parameters, rel=0.01)
     assert "beyond the host" not in plan.memory.parts
 
@@ -97,20 +97,32 @@ def test_the_host_holds_whole_masters(layout: str, needed: int) -> None:
 @pytest.mark.parametrize(
     ("layout", "rule", "seconds"),
     [
-        ("accumulate=64,offload=optimizer", {}, 34 / HOST_SPEED),
-        ("offload=optimizer", {}, 52 / HOST_SPEED),  # its gradient comes early, in two bytes
-        ("microbatch=4,accumulate=4,offload=params", {}, 52 / HOST_SPEED),  # and this one is added up there
-        ("accumulate=64,offload=optimizer", {"states": "int8"}, 22.0625 / HOST_SPEED + NARROW_SECONDS["int8"]),
-        ("accumulate=64,offload=optimizer", {"states": "bfloat16"}, 26 / HOST_SPEED + NARROW_SECONDS["bfloat16"]),
+        ("accumulate=64,offload=optimizer", {}, 34 / HOST_UPDATE_BYTES_PER_S),
+        ("offload=optimizer", {}, 52 / HOST_UPDATE_BYTES_PER_S),  # its gradient comes early, in two bytes
+        (
+            "microbatch=4,accumulate=4,offload=params",
+            {},
+            52 / HOST_UPDATE_BYTES_PER_S,
+        ),  # and this one is added up there
+        (
+            "accumulate=64,offload=optimizer",
+            {"states": "int8"},
+            22.0625 / HOST_UPDATE_BYTES_PER_S + LOW_PRECISION_STATE_SECONDS["int8"],
+        ),
+        (
+            "accumulate=64,offload=optimizer",
+            {"states": "bfloat16"},
+            26 / HOST_UPDATE_BYTES_PER_S + LOW_PRECISION_STATE_SECONDS["bfloat16"],
+        ),
     ],
 )
 def test_what_the_hosts_update_takes(layout: str, rule: dict[str, str], seconds: float) -> None:
     """With many microbatches copies hide behind them, and what is left is the update, of bytes counted by hand."""
     plan = plan_of(f"dp=1,{layout},recompute=full", model="llama-1b", host=1.0)
     asked = OptimizerConfig(**rule)  # type: ignore[arg-type]
-    case = replace(plan.case, rule=asked, moment_bytes=cost.element_bytes(asked) / 2)
+    case = replace(plan.scenario, optimizer=asked, moment_bytes=cost.state_bytes_per_element(asked) / 2)
     away = price(case).times["offload"]
-    assert away == pytest.approx(seconds * plan.case.shape.parameters, rel=0.01)
+    assert away == pytest.approx(seconds * plan.scenario.shape.parameters, rel=0.01)
 
 
 def test_what_would_do_nothing_is_not_told() -> None:
@@ -122,27 +134,27 @@ def test_what_would_do_nothing_is_not_told() -> None:
     whole = plan_of("tp=2,sp=0,recompute=full,microbatch=16", devices="2xh200")
     one = found_of(whole)["memory.partition=true"]
     assert 0.4 < one.saved["activations"] / (whole.memory.parts["activations"]) < 0.51
-    assert one.seconds > 0
+    assert one.added_seconds > 0
 
 
 def test_rounding_halves_what_is_kept_and_is_never_searched() -> None:
     plan = plan_of("dp=1")
     one = found_of(plan)["compress=lossless+int8"]
     assert one.saved["activations"] / plan.memory.parts["activations"] == pytest.approx(0.49, abs=0.01)
-    assert one.seconds > 0
-    wish = Wish(shape=plan.case.shape, cluster=plan.case.cluster, batch=4, seq_len=8192)
-    assert {found.case.thrift.compress for found in search(wish)} == {"none"}
-    asked = search(Wish(**{**vars(wish), "thrift": Thrift(compress="lossless+int8")}))
-    assert {found.case.thrift.compress for found in asked} == {"lossless+int8"}
+    assert one.added_seconds > 0
+    wish = PlanRequest(shape=plan.scenario.shape, cluster=plan.scenario.cluster, batch=4, seq_len=8192)
+    assert {found.scenario.memory_options.compress for found in search_plans(wish)} == {"none"}
+    asked = search_plans(PlanRequest(**{**vars(wish), "thrift": MemoryOptions(compress="lossless+int8")}))
+    assert {found.scenario.memory_options.compress for found in asked} == {"lossless+int8"}
     assert all(found.layout.recompute != "ops" for found in asked)
 
 
 def test_what_train_refuses_is_not_told() -> None:
     """Rules of whole matrices have no states on the host, and what is packed does not leave as it is."""
     plain = set(found_of(plan_of("dp=1,recompute=full")))
-    packed = set(found_of(plan_of("dp=1,recompute=full", thrift=Thrift(compress="lossless+int8"))))
+    packed = set(found_of(plan_of("dp=1,recompute=full", thrift=MemoryOptions(compress="lossless+int8"))))
     assert {"offload=activations", "recompute=ops"} <= plain - packed
-    factored = set(found_of(plan_of("dp=1,recompute=full", rule=Named(name="adafactor"))))
+    factored = set(found_of(plan_of("dp=1,recompute=full", rule=DefaultRule(name="adafactor"))))
     assert {"offload=optimizer", "offload=params", "optimizer.states=int8"} <= plain - factored
     assert "offload=activations" in factored
     away = found_of(plan_of("dp=1,recompute=full,offload=optimizer"))
@@ -154,30 +166,30 @@ def test_what_train_refuses_is_not_told() -> None:
 
 def test_an_average_of_the_weights_stays_with_another_rule() -> None:
     """It was left out, and counted as saved."""
-    plan = plan_of("dp=1,recompute=full", rule=Named(ema=0.99))
-    found, parameters = found_of(plan), plan.case.shape.parameters
+    plan = plan_of("dp=1,recompute=full", rule=DefaultRule(ema=0.99))
+    found, parameters = found_of(plan), plan.scenario.shape.parameters
     for name in ("optimizer.states=bfloat16", "optimizer.name=lion"):
         assert found[name].saved["states"] == pytest.approx(4 * parameters)
 
 
 def test_what_leaves_is_not_chosen_for_what_cannot() -> None:
     """A model that fits only with activations on the host, where they are packed."""
-    wish = Wish(shape=shape_of("llama-1b"), cluster=cluster.parse("1xv100"), batch=1, seq_len=98304)
-    (found, *_) = search(wish, top=1)
+    wish = PlanRequest(shape=resolve_shape("llama-1b"), cluster=cluster.parse_cluster("1xv100"), batch=1, seq_len=98304)
+    (found, *_) = search_plans(wish, top=1)
     assert found.layout.offload == "params+activations"
-    assert search(replace(wish, thrift=Thrift(compress="lossless+fp8")), top=1) == []
+    assert search_plans(replace(wish, memory_options=MemoryOptions(compress="lossless+fp8")), top=1) == []
 
 
 def test_a_buffer_bounds_what_is_gathered() -> None:
     layout = "dp=8,zero=3,recompute=full"
     whole = plan_of(layout, devices="8xh100")
-    cut = plan_of(layout, devices="8xh100", thrift=Thrift(buffer=64 << 20))
+    cut = plan_of(layout, devices="8xh100", thrift=MemoryOptions(buffer=64 << 20))
     assert cut.memory.parts["buffers"] < 0.6 * whole.memory.parts["buffers"]
     assert cut.times["dp"] >= whole.times.get("dp", 0)  # modules of a layer that is repeated are gathered once more
 
 
 def test_a_rule_is_priced_as_it_is() -> None:
-    plain, lion = plan_of("dp=1,recompute=full"), plan_of("dp=1,recompute=full", rule=Named(name="lion"))
+    plain, lion = plan_of("dp=1,recompute=full"), plan_of("dp=1,recompute=full", rule=DefaultRule(name="lion"))
     assert lion.memory.parts["optimizer"] == pytest.approx(plain.memory.parts["optimizer"] / 2)
 
 
@@ -196,7 +208,7 @@ def test_the_command_tells_them(capsys: pytest.CaptureFixture[str]) -> None:
         "runnable",
         "changes",
     }
-    assert all(set(one["saved"]) == set(CATEGORIES) for one in told)
+    assert all(set(one["saved"]) == set(SAVING_CATEGORIES) for one in told)
     shown = CliRunner().invoke(app, ask).stdout
     assert "What each technique would save of" in shown
     assert "--set optimizer.name=lion" in shown
@@ -241,8 +253,8 @@ def test_what_train_refuses_is_for_plans_only() -> None:
 
 def test_the_command_that_trains_a_plan_leaves_out_what_does_nothing_there() -> None:
     given = ["memory.arena=true", "compress=lossless"]
-    assert effective(given, "dp=8,zero=1") == ["compress=lossless"]
-    assert effective(given, "dp=8,recompute=full") == given
+    assert settings_with_effect(given, "dp=8,zero=1") == ["compress=lossless"]
+    assert settings_with_effect(given, "dp=8,recompute=full") == given
 
 
 def test_where_nothing_fits_they_are_told_unasked() -> None:
@@ -254,4 +266,4 @@ def test_where_nothing_fits_they_are_told_unasked() -> None:
 
 def test_a_rule_by_its_name_is_the_one_of_a_configuration() -> None:
     """Planning may not know the configuration: both write down what is usual."""
-    assert asdict(Named()) == asdict(OptimizerConfig())
+    assert asdict(DefaultRule()) == asdict(OptimizerConfig())

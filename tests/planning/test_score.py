@@ -12,14 +12,14 @@ from typer.testing import CliRunner
 from echelon.cli import app
 from echelon.planning.calibrate import published_runs
 from echelon.planning.calibrate.constants import Constants
-from echelon.planning.calibrate.scoring import score
+from echelon.planning.calibrate.scoring import score_runs
 
 TABLE = Path(__file__).parents[2] / "bench" / "published" / "measurements.csv"
 
 
 @pytest.fixture(scope="module")
 def found():
-    return score(*published_runs.questions(published_runs.read(TABLE)))
+    return score_runs(*published_runs.parse_runs(published_runs.read_runs(TABLE)))
 
 
 def test_step_times_are_within_the_bars(found):
@@ -39,7 +39,9 @@ def test_the_layout_study_is_foretold(found):
 
 
 def test_published_runs_are_of_other_programs():
-    assert {question.case.program for question in published_runs.questions(published_runs.read(TABLE))[0]} == {"others"}
+    assert {
+        question.scenario.program for question in published_runs.parse_runs(published_runs.read_runs(TABLE))[0]
+    } == {"others"}
 
 
 def test_usable_rows_are_not_skipped(found):
@@ -66,7 +68,9 @@ def test_times_scale_with_what_was_measured(tmp_path):
         writer = csv.DictWriter(file, names)
         writer.writeheader()
         writer.writerows(some)
-    assert score(*published_runs.questions(published_runs.read(slow))).time_median == pytest.approx(0.5, abs=0.05)
+    assert score_runs(*published_runs.parse_runs(published_runs.read_runs(slow))).time_median == pytest.approx(
+        0.5, abs=0.05
+    )
 
 
 @pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "\x00"])

@@ -15,33 +15,35 @@ import echelon as ec
 from echelon.cli import app
 from echelon.config.run_config import Config
 from echelon.config.sections import OptimizerConfig, PrecisionConfig
-from echelon.layout import Layout, check
+from echelon.layout import Layout, check_layout
 from echelon.models import model_config
-from echelon.planning.calibrate.calibration import constants_of
+from echelon.planning.calibrate.calibration import constants_for
 from echelon.planning.cluster import cluster
-from echelon.planning.cost.memory_model import of_stage, worst
-from echelon.planning.cost.param_group_traffic import units_of
-from echelon.planning.cost.step_time import times
-from echelon.planning.cost.work import work_of
-from echelon.planning.explain.reasons import explained, infeasible
-from echelon.planning.model.model_sources import shape_of
-from echelon.planning.planner import PRECISIONS, command_of
-from echelon.planning.priced_plan import price, timeline
-from echelon.planning.scenario import Case
-from echelon.planning.search.bounds import bounds, least_bytes
-from echelon.planning.search.layout_families import Wish, layouts, members
-from echelon.planning.search.layout_search import _is_legal, nearest, search
-from echelon.planning.search.memory_variants import AWAY
-from echelon.training.auto_layout import planned
+from echelon.planning.cost.memory_model import peak_memory, stage_memory
+from echelon.planning.cost.param_group_traffic import param_groups
+from echelon.planning.cost.step_time import step_times
+from echelon.planning.cost.work import count_work
+from echelon.planning.explain.reasons import explain_infeasible, explain_plan
+from echelon.planning.model.model_sources import resolve_shape
+from echelon.planning.planner import PRECISIONS, train_command
+from echelon.planning.priced_plan import price, step_timeline
+from echelon.planning.scenario import Scenario
+from echelon.planning.search.bounds import branch_bounds, min_memory_bytes
+from echelon.planning.search.layout_families import PlanRequest, all_layouts, branch_layouts
+from echelon.planning.search.layout_search import _is_legal, least_memory_plan, search_plans
+from echelon.planning.search.memory_variants import OFFLOAD_OPTIONS
+from echelon.training.auto_layout import with_planned_layout
 
 
 def wish(model="llama-8b", devices="8xh100", batch=64, seq_len=8192, **options):
-    return Wish(shape=shape_of(model), cluster=cluster.parse(devices), batch=batch, seq_len=seq_len, **options)
+    return PlanRequest(
+        shape=resolve_shape(model), cluster=cluster.parse_cluster(devices), batch=batch, seq_len=seq_len, **options
+    )
 
 
 def test_every_plan_fits_fills_the_batch_and_can_be_run():
     asked = wish()
-    for plan in search(asked):
+    for plan in search_plans(asked):
         assert plan.fits
         assert plan.runnable
         assert plan.layout.batch == 64
@@ -50,7 +52,7 @@ def test_every_plan_fits_fills_the_batch_and_can_be_run():
 
 
 def test_the_same_question_has_the_same_answer():
-    first, second = (search(wish()) for _ in range(2))
+    first, second = (search_plans(wish()) for _ in range(2))
     assert [plan.to_json() for plan in first] == [plan.to_json() for plan in second]
 
 
@@ -58,81 +60,83 @@ def test_the_same_question_has_the_same_answer():
 def test_nothing_that_was_listed_is_faster_and_fits(precision):
     """The search leaves nothing out: price every layout of a small question."""
     asked = wish("llama-1b", "2xh100", 8, 4096, precision=precision)
-    best = search(asked)[0]
-    every = [price(asked.case(layout)) for layout in layouts(asked)]
+    best = search_plans(asked)[0]
+    every = [price(asked.case(layout)) for layout in all_layouts(asked)]
     assert best.seconds == min(plan.seconds for plan in every if plan.fits)
 
 
 def test_what_is_fixed_stays():
-    for plan in search(wish(fixed={"tp": 4, "schedule": "zb-h1", "pp": 2})):
+    for plan in search_plans(wish(fixed={"tp": 4, "schedule": "zb-h1", "pp": 2})):
         assert (plan.layout.tp, plan.layout.pp, plan.layout.schedule) == (4, 2, "zb-h1")
 
 
 def test_layouts_that_cannot_be_run_are_left_out_unless_asked_for(monkeypatch):
     without_offload(monkeypatch)
     asked = wish(plan_only=True, fixed={"offload": "optimizer"})
-    assert all(not plan.runnable for plan in search(asked))
-    assert all(plan.runnable for plan in search(wish()))
+    assert all(not plan.runnable for plan in search_plans(asked))
+    assert all(plan.runnable for plan in search_plans(wish()))
 
 
 def test_experts_are_divided_without_being_asked_to():
-    found = search(wish("mixtral-8x7b", "64xh100", 256, 4096))
+    found = search_plans(wish("mixtral-8x7b", "64xh100", 256, 4096))
     assert any(plan.layout.ep > 1 for plan in found)
     assert all(plan.runnable for plan in found)
 
 
 @pytest.mark.parametrize(("devices", "batch"), [("12xh100", 96), ("7xh100", 56), ("7xh100", 64), ("24xa100-80", 120)])
 def test_counts_that_are_no_powers_of_two(devices, batch):
-    plans = search(wish("llama-8b", devices, batch, 4096))
+    plans = search_plans(wish("llama-8b", devices, batch, 4096))
     assert plans
-    assert plans[0].layout.world <= cluster.parse(devices).devices
+    assert plans[0].layout.world <= cluster.parse_cluster(devices).devices
 
 
 def test_one_device_needs_no_parallelism():
     asked = wish("gpt2-124m", "1xh100", 8, 1024)
-    best = explained(asked, search(asked))
+    best = explain_plan(asked, search_plans(asked))
     assert best.layout.world == 1
     assert "no parallelism is needed" in best.reasons[0]
 
 
 def test_reasons_name_what_binds_and_what_the_neighbours_would_do():
     asked = wish("llama-70b", "64xh100", 256, 8192, fixed={"schedule": "1f1b"})
-    reasons = explained(asked, search(asked)).reasons
+    reasons = explain_plan(asked, search_plans(asked)).reasons
     assert any("of a step" in reason for reason in reasons)
     assert any("would be" in reason or "would need" in reason for reason in reasons)
 
 
 def test_the_objectives_differ():
-    slow, few = (search(wish("llama-1b", "8xh100", 64, 2048, objective=name))[0] for name in ("time", "devices"))
+    slow, few = (search_plans(wish("llama-1b", "8xh100", 64, 2048, objective=name))[0] for name in ("time", "devices"))
     assert few.layout.world < slow.layout.world
     assert few.seconds > slow.seconds
 
 
 def test_what_does_not_fit_is_told_with_its_largest_terms_and_a_remedy():
-    least = nearest(wish("llama-405b", "8xh100", 8, 4096))
-    words = infeasible(least)
+    least = least_memory_plan(wish("llama-405b", "8xh100", 8, 4096))
+    words = explain_infeasible(least)
     assert "Nothing fits" in words[0]
     assert "optimizer" in words[1]
     assert "would do" in words[-1] or "would fit" in words[-1]
-    assert search(wish("llama-405b", "8xh100", 8, 4096)) == []
+    assert search_plans(wish("llama-405b", "8xh100", 8, 4096)) == []
 
 
 def test_where_nothing_fits_states_leave_for_the_host():
     asked = wish("llama-70b", "8xa100-80", 64, 4096)
-    best = search(asked, top=1)[0]
+    best = search_plans(asked, top=1)[0]
     assert best.fits
     assert best.layout.offload in ("optimizer", "optimizer+activations")
-    assert search(replace(asked, fixed={"offload": "none"}), top=1) == []
+    assert search_plans(replace(asked, fixed={"offload": "none"}), top=1) == []
     muon = replace(asked, rule=OptimizerConfig(name="muon"))
-    assert search(muon, top=1) == [], "a rule that the host cannot update"
+    assert search_plans(muon, top=1) == [], "a rule that the host cannot update"
 
 
 def test_of_what_may_leave_the_fastest_is_chosen():
     """The first kind that made room was taken: here the states, and layers were repeated that need not be."""
     asked = wish("llama-1b", "1xa100-40", 1, 131072)
-    best = search(asked, top=1)[0]
-    kinds = [found for kind in AWAY for found in search(replace(asked, fixed={"offload": kind}), top=1)]
-    assert len(kinds) == len(AWAY)
+    best = search_plans(asked, top=1)[0]
+    kinds = [
+        found for kind in OFFLOAD_OPTIONS for found in search_plans(replace(asked, fixed={"offload": kind}), top=1)
+    ]
+    assert len(kinds) == len(OFFLOAD_OPTIONS)
     assert best.seconds == min(found.seconds for found in kinds)
     assert best.seconds < 0.9 * next(found for found in kinds if found.layout.offload == "optimizer").seconds
 
@@ -141,7 +145,9 @@ def test_of_what_may_leave_the_fastest_is_chosen():
 
 
 def case(layout, model="llama-8b", devices="64xh100", seq_len=4096):
-    return Case(shape=shape_of(model), cluster=cluster.parse(devices), layout=Layout.parse(layout), seq_len=seq_len)
+    return Scenario(
+        shape=resolve_shape(model), cluster=cluster.parse_cluster(devices), layout=Layout.parse(layout), seq_len=seq_len
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -173,7 +179,7 @@ def test_the_formula_is_near_the_simulation():
         *(f"dp=2,pp=8,cp=4,accumulate={n},schedule={kind}" for n in (4, 32) for kind in ("zb-v", "dualpipe-v")),
     ):
         found = case(text, seq_len=65536 if "cp" in text else 4096)
-        formula = times(work_of(found), constants_of(found)).total
+        formula = step_times(count_work(found), constants_for(found)).total
         assert price(found).seconds == pytest.approx(float(formula), rel=0.1), text
 
 
@@ -182,7 +188,7 @@ def test_the_formula_is_near_the_simulation():
 def test_a_long_step_goes_on_as_it_has_begun(pp, schedule):
     """Only part of a long step is simulated: it must be what simulating all of it gives."""
     found = case(f"pp={pp},accumulate=1024,dp=8,schedule={schedule}")
-    whole = timeline(found).duration
+    whole = step_timeline(found).duration
     others = {"dp", "update", "rest"}
     assert sum(s for name, s in price(found).times.items() if name not in others) == pytest.approx(whole, rel=1e-3)
 
@@ -190,13 +196,13 @@ def test_a_long_step_goes_on_as_it_has_begun(pp, schedule):
 def test_more_microbatches_shrink_the_bubble_and_recomputation_the_memory():
     few, many = (price(case(f"pp=8,dp=8,accumulate={count}")) for count in (8, 64))
     assert many.bubble < few.bubble
-    kept, again = (worst(case(f"dp=64,zero=3,microbatch=4,recompute={text}")) for text in ("none", "full"))
+    kept, again = (peak_memory(case(f"dp=64,zero=3,microbatch=4,recompute={text}")) for text in ("none", "full"))
     assert again.total < kept.total
 
 
 def test_the_first_stages_hold_more_activations():
     found = case("pp=8,dp=8,accumulate=16")
-    first, last = (of_stage(found, stage).parts["activations"] for stage in (0, 7))
+    first, last = (stage_memory(found, stage).parts["activations"] for stage in (0, 7))
     assert first == pytest.approx(8 * last, rel=1e-6)
 
 
@@ -235,16 +241,16 @@ def test_all_faults_are_told_at_once():
 
 def test_train_takes_the_planners_layout(tmp_path):
     config = Config.load(None, ["batch=8"])
-    chosen, words = planned(config, "auto", 2)
+    chosen, words = with_planned_layout(config, "auto", 2)
     assert Layout.parse(chosen.layout).world == 2
     assert "predicted" in words
     file = tmp_path / "plan.json"
     file.write_text(json.dumps({"plans": [{"layout": "dp=2,zero=1"}]}))
-    assert planned(config, str(file), 2)[0] == replace(config, layout="dp=2,zero=1")
-    with pytest.raises(ec.FaultError, match="cannot be read"):
-        planned(config, str(tmp_path / "none.json"), 2)
-    with pytest.raises(ec.FaultError, match="leaves nothing to choose"):
-        planned(Config.load(None, ["layout=dp=2"]), "auto", 2)
+    assert with_planned_layout(config, str(file), 2)[0] == replace(config, layout="dp=2,zero=1")
+    with pytest.raises(ec.ValidationError, match="cannot be read"):
+        with_planned_layout(config, str(tmp_path / "none.json"), 2)
+    with pytest.raises(ec.ValidationError, match="leaves nothing to choose"):
+        with_planned_layout(Config.load(None, ["layout=dp=2"]), "auto", 2)
 
 
 # -- 8 bits -----------------------------------------------------------------------------------------------------------
@@ -256,31 +262,31 @@ def test_a_plan_in_8_bits_is_run_in_8_bits(tmp_path):
     file = tmp_path / "plan.json"
     file.write_text(result.stdout)
     asked = Config.load(None, ["model=llama-8b", "batch=64", "seq_len=4096"])
-    chosen, words = planned(asked, str(file), 8)
+    chosen, words = with_planned_layout(asked, str(file), 8)
     assert (chosen.dtype, chosen.precision.compute) == ("bfloat16", "fp8")
     assert chosen.layout == json.loads(result.stdout)["plans"][0]["layout"]
     assert "8 bits" in words
     assert not [fault for fault in chosen.faults(world=8) if fault.key == "precision.compute"]
     by_row = replace(asked, dtype="bfloat16", precision=PrecisionConfig(compute="fp8-row"))
-    assert planned(by_row, str(file), 8)[0].precision.compute == "fp8-row"
+    assert with_planned_layout(by_row, str(file), 8)[0].precision.compute == "fp8-row"
 
 
 def test_the_command_of_a_plan_says_8_bits():
-    best = search(wish(precision="fp8"), top=1)[0]
+    best = search_plans(wish(precision="fp8"), top=1)[0]
     assert best.runnable
-    assert "--set dtype=bfloat16 --set precision.compute=fp8" in command_of(best, "llama-8b")
-    assert "precision.compute" not in command_of(search(wish(), top=1)[0], "llama-8b")
+    assert "--set dtype=bfloat16 --set precision.compute=fp8" in train_command(best, "llama-8b")
+    assert "precision.compute" not in train_command(search_plans(wish(), top=1)[0], "llama-8b")
 
 
 def test_8_bits_leave_out_schedules_that_put_weights_gradients_off():
     """As config/run_config.py refuses them: such a plan can be priced, and not be run."""
     asked = wish("llama-70b", "64xh100", 256, 4096, precision="fp8")
-    found = [plan.layout for plan in search(asked, top=20)]
+    found = [plan.layout for plan in search_plans(asked, top=20)]
     assert found
     assert not {layout.schedule for layout in found} & {"zb-h1", "zb-v", "dualpipe-v"}
     priced = price(asked.case(Layout.parse("dp=8,pp=8,schedule=zb-h1,accumulate=32")))
     assert not priced.runnable
-    assert search(replace(asked, plan_only=True, fixed={"schedule": "zb-h1", "pp": 8}), top=1)
+    assert search_plans(replace(asked, plan_only=True, fixed={"schedule": "zb-h1", "pp": 8}), top=1)
 
 
 def test_types_that_cannot_be_trained_in_are_plan_only():
@@ -296,12 +302,17 @@ def test_every_plan_passes_the_rules_of_training(fixed):
     plans = json.loads(CliRunner().invoke(app, arguments).stdout)["plans"]
     assert plans
     for plan in plans:
-        check(plan["layout"], world=Layout.parse(plan["layout"]).world, batch=64, model=model_config.find("llama-8b"))
+        check_layout(
+            plan["layout"],
+            world=Layout.parse(plan["layout"]).world,
+            batch=64,
+            model=model_config.find_model("llama-8b"),
+        )
 
 
 def test_one_device_more_is_not_slower_and_slow_devices_can_stay_idle():
     def seconds(devices):
-        return search(wish("llama-8b", devices, 512, 4096))[0].seconds
+        return search_plans(wish("llama-8b", devices, 512, 4096))[0].seconds
 
     assert seconds("65xh100") <= seconds("64xh100")
     assert seconds("64xh100+8xv100") <= seconds("64xh100")
@@ -309,8 +320,8 @@ def test_one_device_more_is_not_slower_and_slow_devices_can_stay_idle():
 
 def test_messages_between_nodes_are_priced_by_the_links_between_nodes():
     near = wish("llama-8b", "32xh100", 64, 4096)
-    slow = cluster.parse("32xh100")
-    slow = replace(slow, outside=replace(slow.outside, bandwidth=1e6))
+    slow = cluster.parse_cluster("32xh100")
+    slow = replace(slow, inter_node=replace(slow.inter_node, bandwidth=1e6))
     layout = Layout.parse("dp=4,tp=2,pp=4,accumulate=16")
     assert price(replace(near, cluster=slow).case(layout)).seconds > 2 * price(near.case(layout)).seconds
 
@@ -323,32 +334,32 @@ def test_types_that_a_device_does_not_multiply_are_refused():
 
 def test_hfu_repeats_the_layers_and_not_the_output_layer():
     plan = price(case("dp=64,recompute=full", "llama-1b"))
-    shape = shape_of("llama-1b")
+    shape = resolve_shape("llama-1b")
     layers = shape.flops(4096) - 2 * shape.head_parameters
     assert plan.hfu / plan.mfu == pytest.approx(1 + layers / shape.train_flops(4096))
 
 
 def test_cost_prefers_fewer_devices_where_they_scale_badly():
-    fast, cheap = (search(wish("llama-1b", "16xh100", 32, 2048, objective=name))[0] for name in ("time", "cost"))
+    fast, cheap = (search_plans(wish("llama-1b", "16xh100", 32, 2048, objective=name))[0] for name in ("time", "cost"))
     assert cheap.seconds * cheap.layout.world <= fast.seconds * fast.layout.world
 
 
 def test_what_is_off_the_device_must_fit_its_host():
     asked = wish("llama-405b", "8xh200", 8, 4096, plan_only=True, fixed={"offload": "params"})
-    assert search(asked) == []
-    assert "beyond the host" in nearest(asked).memory.parts
+    assert search_plans(asked) == []
+    assert "beyond the host" in least_memory_plan(asked).memory.parts
 
 
 @pytest.mark.parametrize("objective", ["cost", "energy", "devices"])
 def test_other_objectives_of_a_large_cluster_are_answered(objective):
-    assert search(wish("llama-8b", "1000xh100", 1000, 4096, objective=objective), top=1)
+    assert search_plans(wish("llama-8b", "1000xh100", 1000, 4096, objective=objective), top=1)
 
 
 @pytest.mark.parametrize("model", ["gpt2-124m", "llama-1b", "llama-8b", "mixtral-8x7b", "deepseek-v3"])
 def test_units_hold_every_parameter_once(model):
     """On one device, norms and positions outside the layers too."""
     found = case("dp=1", model, "1xh100")
-    assert sum(unit.numel * n for unit, n in units_of(found, 0)) == shape_of(model).parameters
+    assert sum(unit.numel * n for unit, n in param_groups(found, 0)) == resolve_shape(model).parameters
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "fp32"])
@@ -363,14 +374,14 @@ def test_units_hold_every_parameter_once(model):
 )
 def test_no_layout_takes_less_than_the_bounds_say(devices, batch, seq_len, model, precision):
     asked = wish(model, devices, batch, seq_len, precision=precision)
-    c = constants_of(asked.case(Layout()))
-    every = bounds(asked, c)
+    c = constants_for(asked.case(Layout()))
+    every = branch_bounds(asked, c)
     assert every == sorted(every)
     for bound in every[::7]:
-        for layout in members(asked, bound.branch, asdict(bound.branch.family)):
+        for layout in branch_layouts(asked, bound.branch, asdict(bound.branch.family)):
             found = asked.case(layout)
-            assert least_bytes(asked, layout, bound.activations) <= worst(found, c).total, layout
-            assert bound.rated <= (1 + 1e-9) * times(work_of(found), c).total, layout
+            assert min_memory_bytes(asked, layout, bound.activation_bytes) <= peak_memory(found, c).total, layout
+            assert bound.objective <= (1 + 1e-9) * step_times(count_work(found), c).total, layout
 
 
 @pytest.mark.parametrize(
@@ -385,9 +396,9 @@ def test_no_layout_takes_less_than_the_bounds_say(devices, batch, seq_len, model
 def test_the_branches_that_stay_closed_hold_none_of_the_best(devices, batch, seq_len, precision):
     """The ten best by formula of all layouts that fit are found, unless simulation puts them behind all that are."""
     asked = wish("llama-8b", devices, batch, seq_len, precision=precision)
-    fitting = [c for c in map(asked.case, layouts(asked)) if worst(c).total <= asked.cluster.memory]
+    fitting = [c for c in map(asked.case, all_layouts(asked)) if peak_memory(c).total <= asked.cluster.memory]
     legal = [c for c in fitting if _is_legal(asked, c.layout)]
-    ranked = sorted(legal, key=lambda c: (float(times(work_of(c), constants_of(c)).total), str(c.layout)))
-    found = {str(plan.layout): plan.seconds for plan in search(asked, top=20)}
+    ranked = sorted(legal, key=lambda c: (float(step_times(count_work(c), constants_for(c)).total), str(c.layout)))
+    found = {str(plan.layout): plan.seconds for plan in search_plans(asked, top=20)}
     slowest = max(found.values())
     assert all(str(c.layout) in found or price(c).seconds >= slowest for c in ranked[:10])

@@ -17,12 +17,12 @@ from rich.console import Console
 
 from echelon.layout import Layout
 from echelon.planning.cluster import cluster
-from echelon.planning.cost.step_time import Times
-from echelon.planning.model.transformer_shape import transformer
+from echelon.planning.cost.step_time import StepTimes
+from echelon.planning.model.transformer_shape import transformer_shape
 from echelon.planning.priced_plan import price
-from echelon.planning.scenario import Case
-from echelon.planning.show import plan_html, plan_labels, shown, step_svg
-from echelon.planning.show.plan_text import continued, folded
+from echelon.planning.scenario import Scenario
+from echelon.planning.show import plan_html, plan_labels, plans_text, step_svg
+from echelon.planning.show.plan_text import fold_layout, wrap_command
 
 SIZES = {"layers": 80, "width": 8192, "heads": 64, "kv_heads": 8, "ffn": 28672, "gated": True, "vocab": 128256}
 LAYOUTS = (
@@ -38,9 +38,9 @@ TITLE = "llama <70b> & 64 devices"
 
 
 def priced(text, world=64, **shape):
-    shape = transformer("llama-70b", **{**SIZES, **shape})
+    shape = transformer_shape("llama-70b", **{**SIZES, **shape})
     layout = Layout.parse(text, world=world)
-    return price(Case(shape=shape, cluster=cluster.parse(f"{world}xh100"), layout=layout, seq_len=8192))
+    return price(Scenario(shape=shape, cluster=cluster.parse_cluster(f"{world}xh100"), layout=layout, seq_len=8192))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def written(plans):
 
 def printed(plans, width, **options):
     console = Console(file=io.StringIO(), width=width, **options)
-    console.print(shown(plans, width=width, command=command(plans)))
+    console.print(plans_text(plans, width=width, command=command(plans)))
     return console.file.getvalue()
 
 
@@ -72,7 +72,7 @@ def printed(plans, width, **options):
 
 
 def test_every_cause_and_category_has_a_word(plans):
-    assert {field.name for field in fields(Times)} <= plan_labels.CAUSES.keys()
+    assert {field.name for field in fields(StepTimes)} <= plan_labels.CAUSES.keys()
     mixture = priced("tp=2,pp=2,schedule=pipedream,accumulate=8", experts=8, top_k=2)
     for plan in [*plans, mixture, priced("zero=2,microbatch=2")]:
         assert plan.memory.parts.keys() <= plan_labels.CATEGORIES.keys()
@@ -84,10 +84,10 @@ def test_every_cause_and_category_has_a_word(plans):
 
 def test_bars_are_the_whole():
     parts = {"rest": 1.0, "products": 8.0, "of_tomorrow": 0.999, "update": 0.0004, "tp": 0.0006, "imbalance": -1e-17}
-    found = plan_labels.bars(parts, plan_labels.CAUSES)
-    assert [bar.word.name for bar in found] == ["matrix products", "around the step", "of tomorrow"]
-    more = plan_labels.bars({**parts, "tp": 0.0049, "dp": 0.0049}, plan_labels.CAUSES)
-    assert more[-1].word.name == "smaller parts"
+    found = plan_labels.labelled_bars(parts, plan_labels.CAUSES)
+    assert [bar.label.name for bar in found] == ["matrix products", "around the step", "of tomorrow"]
+    more = plan_labels.labelled_bars({**parts, "tp": 0.0049, "dp": 0.0049}, plan_labels.CAUSES)
+    assert more[-1].label.name == "smaller parts"
     assert sum(bar.share for bar in more) == pytest.approx(1)
 
 
@@ -95,13 +95,13 @@ def test_bars_are_the_whole():
     ("value", "text"), [(7.697, "7.70 s"), (0.9997, "1.00 s"), (0.0124, "12.4 ms"), (12345.0, "12,345 s"), (0.0, "0 s")]
 )
 def test_seconds(value, text):
-    assert plan_labels.seconds(value) == text
+    assert plan_labels.format_seconds(value) == text
 
 
 def test_numbers_under_each_other():
-    assert plan_labels.alike([5.3241, 0.05]) == ["5.324 s", "0.050 s"]
-    assert plan_labels.alike([39.351, 0.05]) == ["39.35 s", "0.05 s"]
-    assert plan_labels.alike([0.0774, 0.0056]) == ["77.4 ms", "5.6 ms"]
+    assert plan_labels.format_seconds_aligned([5.3241, 0.05]) == ["5.324 s", "0.050 s"]
+    assert plan_labels.format_seconds_aligned([39.351, 0.05]) == ["39.35 s", "0.05 s"]
+    assert plan_labels.format_seconds_aligned([0.0774, 0.0056]) == ["77.4 ms", "5.6 ms"]
 
 
 # The terminal
@@ -114,25 +114,25 @@ def test_lines_fit_the_terminal(plans, width):
     assert all(len(line) <= width for line in text.splitlines())
     flat = re.sub(r"\s+", "", text)
     for plan in plans:
-        assert plan_labels.seconds(plan.seconds) in text
+        assert plan_labels.format_seconds(plan.seconds) in text
         if width >= 80:
-            assert plan_labels.interval(plan).replace(" ", "") in flat
+            assert plan_labels.format_interval(plan).replace(" ", "") in flat
             values = (
-                plan_labels.gib(plan.memory.total),
+                plan_labels.format_bytes(plan.memory.total),
                 plan_labels.percent(plan.mfu),
                 plan_labels.percent(plan.bubble),
             )
-            assert all(value in text for value in (*values, plan_labels.short(plan.tokens_per_s)))
+            assert all(value in text for value in (*values, plan_labels.format_count(plan.tokens_per_s)))
     assert flat.count("planonly") == sum(not plan.runnable for plan in plans)
     assert flat.count("doesnotfit") == sum(not plan.fits for plan in plans)
 
 
 def test_the_best_plan_is_told(plans):
     text = printed(plans, 100)
-    for bar in plan_labels.bars(plans[0].times, plan_labels.CAUSES):
-        assert re.search(rf"{bar.word.name} +[\d.]+ m?s +{100 * bar.share:.1f} % +[█▏▎▍▌▋▊▉]", text)
-    for bar in plan_labels.bars(plans[0].memory.parts, plan_labels.CATEGORIES):
-        assert re.search(rf"{bar.word.name} +{plan_labels.gib(bar.value)} +{100 * bar.share:.1f} %", text)
+    for bar in plan_labels.labelled_bars(plans[0].times, plan_labels.CAUSES):
+        assert re.search(rf"{bar.label.name} +[\d.]+ m?s +{100 * bar.share:.1f} % +[█▏▎▍▌▋▊▉]", text)
+    for bar in plan_labels.labelled_bars(plans[0].memory.parts, plan_labels.CATEGORIES):
+        assert re.search(rf"{bar.label.name} +{plan_labels.format_bytes(bar.value)} +{100 * bar.share:.1f} %", text)
     assert all(f"• {reason}" in text for reason in REASONS)
 
 
@@ -143,7 +143,7 @@ def test_colours_are_for_terminals(plans):
 def test_plain_ascii_where_nothing_else_can_be_shown(plans):
     raw = io.BytesIO()
     console = Console(file=io.TextIOWrapper(raw, encoding="ascii"), width=80)
-    console.print(shown(plans, width=80, explanation=["6 – 8 s"]))
+    console.print(plans_text(plans, width=80, explanation=["6 – 8 s"]))
     console.file.flush()
     assert b"####" in raw.getvalue()
     assert b"* 6 - 8 s" in raw.getvalue()
@@ -151,14 +151,14 @@ def test_plain_ascii_where_nothing_else_can_be_shown(plans):
 
 def test_what_cannot_be_run_says_so(plans):
     console = Console(file=io.StringIO(), width=80)
-    console.print(shown([plan for plan in plans if not plan.runnable], width=80, command="echelon train"))
+    console.print(plans_text([plan for plan in plans if not plan.runnable], width=80, command="echelon train"))
     assert "this plan cannot be run yet" in console.file.getvalue()
     assert "run it" not in console.file.getvalue()
 
 
 def test_without_a_plan():
     console = Console(file=io.StringIO(), width=80)
-    console.print(shown([], width=80, explanation=["parameters alone take 90 GiB"]))
+    console.print(plans_text([], width=80, explanation=["parameters alone take 90 GiB"]))
     assert "parameters alone take 90 GiB" in console.file.getvalue()
     assert "parameters alone take 90 GiB" in plan_html([], title="none", explanation=["parameters alone take 90 GiB"])
 
@@ -166,7 +166,7 @@ def test_without_a_plan():
 @pytest.mark.parametrize("width", [1, 8, 21, 200])
 def test_a_folded_layout_is_whole(width):
     layout = "dp=4,tp=8,pp=2,schedule=interleaved,vpp=20,recompute=selective"
-    lines = folded(layout, width)
+    lines = fold_layout(layout, width)
     assert "".join(lines) == layout
     assert all(0 < len(line) <= width for line in lines)
 
@@ -175,7 +175,7 @@ def test_a_folded_layout_is_whole(width):
 def test_a_shell_reads_the_command_as_it_is(width):
     layout = "dp=4,tp=8,pp=2,schedule=interleaved,vpp=20,accumulate=16,recompute=selective"
     words_of = ["echelon", "train", "--set", f"layout={layout}", "--set", "model=llama-70b", "--set", "data.path=a b"]
-    text = "\n".join(continued(" ".join(words_of[:-1]) + " 'data.path=a b'", width))
+    text = "\n".join(wrap_command(" ".join(words_of[:-1]) + " 'data.path=a b'", width))
     read = subprocess.run(["bash", "-c", f"printf '%s\\n' {text}"], capture_output=True, text=True, check=True)
     assert read.stdout.splitlines() == words_of
 
@@ -222,17 +222,19 @@ def read(written):
 def test_every_number_is_on_the_page(plans, read):
     for number, plan in enumerate(plans, 1):
         section = read.texts[f"plan-{number}"]
-        values = [value for _, value in plan_labels.figures(plan)]
+        values = [value for _, value in plan_labels.key_figures(plan)]
         for parts, table in ((plan.times, plan_labels.CAUSES), (plan.memory.parts, plan_labels.CATEGORIES)):
-            bars = plan_labels.bars(parts, table)
-            values += [bar.word.name for bar in bars] + [f"{100 * bar.share:.1f} %" for bar in bars]
-            values += plan_labels.alike([bar.value for bar in bars]) if table is plan_labels.CAUSES else []
+            bars = plan_labels.labelled_bars(parts, table)
+            values += [bar.label.name for bar in bars] + [f"{100 * bar.share:.1f} %" for bar in bars]
+            values += (
+                plan_labels.format_seconds_aligned([bar.value for bar in bars]) if table is plan_labels.CAUSES else []
+            )
         for value in [*values, str(plan.layout), *plan.reasons]:
             assert value in section, value
         for value in (
-            plan_labels.seconds(plan.seconds),
-            plan_labels.interval(plan),
-            plan_labels.gib(plan.memory.total),
+            plan_labels.format_seconds(plan.seconds),
+            plan_labels.format_interval(plan),
+            plan_labels.format_bytes(plan.memory.total),
         ):
             assert value in read.texts["plans"]
         assert ("cannot be run" in section) == (not plan.runnable)
@@ -267,16 +269,16 @@ def test_the_page_asks_for_nothing(written, read):
 
 
 def test_a_long_step_is_drawn_in_part(plans, read):
-    assert step_svg.drawn_microbatches(plans[0]) == 16
+    assert step_svg.num_drawn_microbatches(plans[0]) == 16
     assert "Drawn with 16 of the step's 32 microbatches" in read.texts["plan-1"]
     assert "Drawn with" not in read.texts["plan-4"]
-    assert step_svg.drawn_microbatches(priced("pp=3,accumulate=64", world=3)) == 15
-    assert step_svg.drawn_microbatches(priced("pp=32,accumulate=64")) == 32
+    assert step_svg.num_drawn_microbatches(priced("pp=3,accumulate=64", world=3)) == 15
+    assert step_svg.num_drawn_microbatches(priced("pp=32,accumulate=64")) == 32
 
 
 @pytest.mark.parametrize("number", range(len(LAYOUTS)))
 def test_memory_over_time_reaches_the_peak(plans, number):
-    corners, _ = step_svg.curve(plans[number])
+    corners, _ = step_svg.memory_curve(plans[number])
     levels = [level for _, level in corners]
     assert max(levels) == pytest.approx(plans[number].memory.total)
     assert min(levels) < max(levels)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from echelon.layout.validation_error import Fault, FaultError
+from echelon.layout.validation_error import ValidationError, ValidationIssue
 from echelon.models import SIZES, ModelConfig
-from echelon.planning.model.hf_shape import FAMILIES, shape
+from echelon.planning.model.hf_shape import FAMILIES, hf_shape
 from echelon.planning.model.model_shape import ModelShape
-from echelon.planning.model.model_sources import names, of_config, shape_of
+from echelon.planning.model.model_sources import config_shape, model_names, resolve_shape
 
 DEEPSEEK: dict[str, Any] = {
     "num_attention_heads": 128,
@@ -85,10 +85,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 OURS = [name for name, config in SIZES.items() if config.family != "conv"]
 
 
-def faults(text: str) -> tuple[Fault, ...]:
-    with pytest.raises(FaultError) as caught:
-        shape_of(text)
-    return caught.value.faults
+def faults(text: str) -> tuple[ValidationIssue, ...]:
+    with pytest.raises(ValidationError) as caught:
+        resolve_shape(text)
+    return caught.value.issues
 
 
 # -- names ------------------------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def faults(text: str) -> tuple[Fault, ...]:
 
 @pytest.mark.parametrize("name", OURS)
 def test_named_sizes_have_the_parameters_of_our_models(name: str) -> None:
-    found, config = shape_of(name), SIZES[name]
+    found, config = resolve_shape(name), SIZES[name]
     assert found.parameters == config.parameters
     assert found.name == name
     # The contract of MFU counts norms and biases among the parameters that multiply; there are few of them.
@@ -111,7 +111,7 @@ def test_with_grouped_queries_tied_and_untied(family: str, tied: bool) -> None:
     config = ModelConfig(
         name="x", family=family, layers=2, width=48, heads=6, kv_heads=2, ffn=40, vocab=13, max_seq_len=9, tied=tied
     )
-    assert of_config(config).parameters == config.parameters
+    assert config_shape(config).parameters == config.parameters
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_with_grouped_queries_tied_and_untied(family: str, tied: bool) -> None:
     ],
 )
 def test_published_totals(name: str, total: float, active: float) -> None:
-    found = shape_of(name)
+    found = resolve_shape(name)
     assert found.parameters == pytest.approx(total, rel=0.01 if name == "gpt3-175b" else 0)
     assert found.active_parameters == pytest.approx(active, rel=0.03)
 
@@ -133,18 +133,18 @@ def test_published_totals(name: str, total: float, active: float) -> None:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_named_size_is_planned_as_its_published_config_is(name: str) -> None:
     """Layer by layer: products, parameters, widths of queries, keys and values, and what backward of others keeps."""
-    found = shape_of(name)
-    assert found.has_kernels  # of ours; a config is any program's
-    plain = tuple((replace(layer, kernels=None, plain=None), count) for layer, count in found.layers)
-    assert replace(found, layers=plain) == shape(PUBLISHED[name], name)
+    found = resolve_shape(name)
+    assert found.is_native  # of ours; a config is any program's
+    plain = tuple((replace(layer, fused=None, unfused=None), count) for layer, count in found.layers)
+    assert replace(found, layers=plain) == hf_shape(PUBLISHED[name], name)
 
 
 def test_every_name_of_the_design_is_there() -> None:
     wanted = (
         "gpt-tiny gpt2-124m gpt2-1.5b gpt3-175b llama-tiny llama-1b llama-3b llama-8b llama-70b llama-405b moe-tiny"
     )
-    assert {*wanted.split(), "mixtral-8x7b", "deepseek-v2", "deepseek-v3"} <= {*names()}
-    assert all(shape_of(name).parameters > 0 for name in names())
+    assert {*wanted.split(), "mixtral-8x7b", "deepseek-v2", "deepseek-v3"} <= {*model_names()}
+    assert all(resolve_shape(name).parameters > 0 for name in model_names())
 
 
 def test_faults_of_names() -> None:
@@ -152,8 +152,8 @@ def test_faults_of_names() -> None:
     assert (unknown.key, unknown.value) == ("model", "lama-8b")
     assert 'did you mean "llama-8b"?' in unknown.hint
     assert "deepseek-v3" in unknown.legal
-    assert "convolutional" in faults("conv-tiny")[0].rule
-    assert "names no Python file" in faults("nothing.py:build")[0].rule
+    assert "convolutional" in faults("conv-tiny")[0].message
+    assert "names no Python file" in faults("nothing.py:build")[0].message
 
 
 def test_a_file_without_batches(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ OUTSIDE = 2 * 31 * 48 + 48
 
 
 def of(base: dict[str, Any], **change: Any) -> ModelShape:
-    return shape({key: value for key, value in {**base, **change}.items() if value is not None}, "x")
+    return hf_shape({key: value for key, value in {**base, **change}.items() if value is not None}, "x")
 
 
 @pytest.mark.parametrize(
@@ -231,8 +231,8 @@ def test_mixtures_of_experts() -> None:
     assert of(MIXTURE).parameters == OUTSIDE + 3 * mixed
     some = of(MIXTURE, mlp_only_layers=[1])
     assert some.parameters == OUTSIDE + 2 * mixed + dense
-    assert [layer.is_mixture for layer in some.each()] == [True, False, True]
-    assert [layer.is_mixture for layer in of(MIXTURE, decoder_sparse_step=2).each()] == [False, True, False]
+    assert [layer.is_moe for layer in some.iter_layers()] == [True, False, True]
+    assert [layer.is_moe for layer in of(MIXTURE, decoder_sparse_step=2).iter_layers()] == [False, True, False]
     assert (some.experts, some.top_k) == (4, 2)
     mixtral = of(MIXTURE, model_type="mixtral", num_local_experts=4)
     assert mixtral.parameters == OUTSIDE + 3 * (attention + 4 * 48 + 4 * 3 * 48 * 100)
@@ -250,9 +250,9 @@ def test_a_config_on_disk(tmp_path: Path) -> None:
     folder = tmp_path / "my-llama"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA))
-    assert shape_of(str(folder)) == shape_of(str(folder / "config.json")) == shape(LLAMA, "my-llama")
+    assert resolve_shape(str(folder)) == resolve_shape(str(folder / "config.json")) == hf_shape(LLAMA, "my-llama")
     (tmp_path / "other.json").write_text(json.dumps(LLAMA))
-    assert shape_of(str(tmp_path / "other.json")).name == "other"
+    assert resolve_shape(str(tmp_path / "other.json")).name == "other"
 
 
 def test_all_faults_of_a_config_at_once(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_all_faults_of_a_config_at_once(tmp_path: Path) -> None:
     found = {fault.key: fault for fault in faults(str(path))}
     keys = {"num_hidden_layers", "vocab_size", "tie_word_embeddings", "num_key_value_heads", "intermediate_size"}
     assert found.keys() == keys
-    assert "missing" in found["intermediate_size"].rule
+    assert "missing" in found["intermediate_size"].message
     assert found["num_hidden_layers"].legal == "a whole number >= 1"
     path.write_text(json.dumps({"model_type": "deepseek_v3"}))
     assert len(faults(str(path))) == 12
@@ -271,7 +271,7 @@ def test_all_faults_of_a_config_at_once(tmp_path: Path) -> None:
 
 def test_configs_that_cannot_be_read(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    assert "cannot be read" in faults(str(path))[0].rule
+    assert "cannot be read" in faults(str(path))[0].message
     for text in ("{", "[1]", "\x00"):
         path.write_text(text)
         assert faults(str(path))[0].key == "model"
@@ -280,4 +280,4 @@ def test_configs_that_cannot_be_read(tmp_path: Path) -> None:
     path.write_text("{}")
     (fault,) = faults(str(path))
     assert (fault.key, fault.legal) == ("model_type", ", ".join(FAMILIES))
-    assert faults(str(path))[0].rule == "is missing from the config"
+    assert faults(str(path))[0].message == "is missing from the config"

@@ -11,15 +11,15 @@ from laid_out import SGD, batch_of, tiny
 
 import echelon as ec
 from echelon import models
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 from echelon.models.model_config import ModelConfig
-from echelon.parallel.apply import Options
+from echelon.parallel.apply import ParallelOptions
 from echelon.planning.cluster import cluster
-from echelon.planning.cost.recompute_cost import doing, kept_of
-from echelon.planning.memory_options import Thrift
-from echelon.planning.model.model_sources import of_config
-from echelon.planning.scenario import Case
+from echelon.planning.cost.recompute_cost import recompute_plan, saved_layer_bytes
+from echelon.planning.memory_options import MemoryOptions
+from echelon.planning.model.model_sources import config_shape
+from echelon.planning.scenario import Scenario
 from echelon.training.engine import Engine
 
 ROWS, LENGTH, LAYERS = 2, 128, 4
@@ -27,19 +27,19 @@ SIZES: dict[str, Any] = {"layers": LAYERS, "width": 128, "heads": 4, "ffn": 256,
 SHAPES = {"llama": tiny(**SIZES), "gpt, dropout": tiny("gpt", **SIZES, kv_heads=4, dropout=0.1)}
 
 
-def case_of(shape: ModelConfig, layout: str, thrift: Thrift) -> Case:
-    return Case(
-        shape=of_config(shape),
-        cluster=cluster.parse("2xcpu"),
+def case_of(shape: ModelConfig, layout: str, thrift: MemoryOptions) -> Scenario:
+    return Scenario(
+        shape=config_shape(shape),
+        cluster=cluster.parse_cluster("2xcpu"),
         layout=Layout.parse(layout),
         seq_len=LENGTH,
         precision="fp32",
-        thrift=thrift,
+        memory_options=thrift,
     )
 
 
-def planned(case: Case) -> float:
-    return sum(n * kept_of(case, layer, doing(case)) for layer, n in case.shape.layers)
+def planned(case: Scenario) -> float:
+    return sum(n * saved_layer_bytes(case, layer, recompute_plan(case)) for layer, n in case.shape.layers)
 
 
 def packed(shape: ModelConfig, compress: str) -> int:
@@ -49,7 +49,7 @@ def packed(shape: ModelConfig, compress: str) -> int:
         smaller = replace(shape, layers=layers)
         engine = Engine(models.build(smaller, "meta"), Layout(microbatch=ROWS), SGD)
         engine.model.train()
-        given = engine.prepared(next(engine.microbatches(batch_of(smaller, ROWS, LENGTH))))
+        given = engine.prepare(next(engine.microbatches(batch_of(smaller, ROWS, LENGTH))))
         with ec.compressed(compress) as saving:
             out = engine.model(**given)
         found.append(saving.bytes)
@@ -62,21 +62,21 @@ def packed(shape: ModelConfig, compress: str) -> int:
 def test_what_is_packed_is_what_a_plan_says(name: str, compress: str) -> None:
     shape = SHAPES[name]
     found = packed(shape, compress)
-    case = case_of(shape, f"dp=1,microbatch={ROWS}", Thrift(compress=compress))
+    case = case_of(shape, f"dp=1,microbatch={ROWS}", MemoryOptions(compress=compress))
     print(f"{name}, {compress}: {found:,} kept, {planned(case):,.0f} planned ({planned(case) / found - 1:+.1%})")
     assert planned(case) == pytest.approx(found, rel=0.05)
 
 
 def inputs_kept(shape: ModelConfig, layout: str, partition: bool) -> int:
-    options = Options(partition=partition)
+    options = ParallelOptions(partition=partition)
     engine = Engine(models.build(shape, "meta"), Layout.parse(layout), SGD, options=options)
-    keep = engine.parallel.recomputed.segments[0].keep
+    keep = engine.parallel.checkpointing.segments[0].save_input
     stored, _ = keep(torch.zeros(ROWS, LENGTH, shape.width))
     return LAYERS * stored.nbytes
 
 
-def test_inputs_are_divided_as_a_plan_says(pool: Pool) -> None:
+def test_inputs_are_divided_as_a_plan_says(pool: RankPool) -> None:
     shape, layout = SHAPES["llama"], f"tp=2,sp=0,recompute=full,microbatch={ROWS}"
     for partition in (False, True):
         found = pool.run(inputs_kept, 2, shape, layout, partition)[0]
-        assert planned(case_of(shape, layout, Thrift(partition=partition))) == found
+        assert planned(case_of(shape, layout, MemoryOptions(partition=partition))) == found

@@ -14,14 +14,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 from echelon import models
-from echelon.layout.validation_error import FaultError
+from echelon.layout.validation_error import ValidationError
 from echelon.models import SIZES
-from echelon.models.attention import Seen
-from echelon.models.pipeline_model import Chain, Link
+from echelon.models.attention import AttentionContext
+from echelon.models.pipeline_model import PipelineLayer, PipelineModel
 from echelon.planning.model import op_counter
-from echelon.planning.model.model_shape import COLUMNS, ROWS, ModelShape
-from echelon.planning.model.model_sources import of_config, shape_of
-from echelon.planning.model.trace_module import trace
+from echelon.planning.model.model_shape import COLUMN_PARALLEL, ROW_PARALLEL, ModelShape
+from echelon.planning.model.model_sources import config_shape, resolve_shape
+from echelon.planning.model.trace_module import trace_module
 
 SEQ = 32
 TOKENS = torch.zeros(2, SEQ, dtype=torch.long)
@@ -44,7 +44,7 @@ def flops(model: nn.Module, inputs: dict[str, Tensor]) -> int:
 
 @pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "gpt2-124m", "llama-8b"])
 def test_our_models_are_what_the_closed_form_says(name: str) -> None:
-    found, closed = trace(models.build(SIZES[name], "meta"), TEXT), shape_of(name)
+    found, closed = trace_module(models.build(SIZES[name], "meta"), TEXT), resolve_shape(name)
     assert found.parameters == closed.parameters
     assert found.flops(SEQ) == pytest.approx(closed.flops(SEQ))
     assert found.flops(1024) == pytest.approx(closed.flops(1024))
@@ -56,10 +56,10 @@ def test_our_models_are_what_the_closed_form_says(name: str) -> None:
     assert layer.attention == expected.attention
     assert layer.other_parameters == expected.other_parameters
     # The first output of each region's products is divided, and everything up to its last product.
-    assert {product.split for product in layer.products} == {COLUMNS, ROWS}
-    assert layer.saved == pytest.approx(expected.saved, rel=0.03)
-    assert layer.saved_split == pytest.approx(expected.saved_split, rel=0.2)
-    assert layer.passed == pytest.approx(expected.passed, rel=0.03)
+    assert {product.split for product in layer.matmuls} == {COLUMN_PARALLEL, ROW_PARALLEL}
+    assert layer.saved_elements == pytest.approx(expected.saved_elements, rel=0.03)
+    assert layer.saved_elements_tp == pytest.approx(expected.saved_elements_tp, rel=0.2)
+    assert layer.moved_elements == pytest.approx(expected.moved_elements, rel=0.03)
 
 
 def saved_on_cpu(name: str) -> float:
@@ -76,31 +76,31 @@ def saved_on_cpu(name: str) -> float:
 
     x = torch.randn(2, SEQ, SIZES[name].width, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model.blocks[0](x, Seen(torch.arange(SEQ)[None]))
+        model.blocks[0](x, AttentionContext(torch.arange(SEQ)[None]))
     return sum(kept.values()) / 4 / TOKENS.numel()
 
 
 def test_saved_elements_are_those_of_a_real_run() -> None:
-    ((layer, _),) = trace(models.build(SIZES["gpt-tiny"], "meta"), TEXT).layers
-    assert layer.saved + layer.saved_split == saved_on_cpu("gpt-tiny")
+    ((layer, _),) = trace_module(models.build(SIZES["gpt-tiny"], "meta"), TEXT).layers
+    assert layer.saved_elements + layer.saved_elements_tp == saved_on_cpu("gpt-tiny")
 
 
 def test_attention_that_is_written_out() -> None:
     config = replace(SIZES["llama-tiny"], dropout=0.1)
-    found = trace(models.build(config, "meta"), TEXT)
+    found = trace_module(models.build(config, "meta"), TEXT)
     attention = found.layers[0][0].attention
     assert attention is not None
     assert (attention.heads, attention.head_dim, attention.causal) == (4, 16, False)
     # It does the whole square, and keeps it.
-    assert found.flops(SEQ) - of_config(config).flops(SEQ) == 4 * attention.flops(SEQ) / 2
-    plain = trace(models.build(SIZES["llama-tiny"], "meta"), TEXT)
-    assert found.layers[0][0].saved_split > plain.layers[0][0].saved_split + 2 * 4 * SEQ
+    assert found.flops(SEQ) - config_shape(config).flops(SEQ) == 4 * attention.flops(SEQ) / 2
+    plain = trace_module(models.build(SIZES["llama-tiny"], "meta"), TEXT)
+    assert found.layers[0][0].saved_elements_tp > plain.layers[0][0].saved_elements_tp + 2 * 4 * SEQ
 
 
 def test_the_convolutional_network() -> None:
     config = SIZES["conv-tiny"]
     inputs = {"images": torch.zeros(2, 3, 16, 16), "labels": torch.zeros(2, dtype=torch.long)}
-    found = trace(models.build(config, "meta"), inputs)
+    found = trace_module(models.build(config, "meta"), inputs)
     assert found.parameters == config.parameters
     assert found.train_flops(1) == config.flops_per_token(1)
     assert found.num_layers == 4
@@ -127,7 +127,7 @@ class Encoder(nn.Module):
 
 def test_a_module_of_torch() -> None:
     model = Encoder()
-    found = trace(model, TEXT)
+    found = trace_module(model, TEXT)
     assert found.parameters == parameters(model)
     assert found.flops(SEQ) * TOKENS.numel() == flops(model, TEXT)
     assert (found.vocab, found.width, found.tied, found.num_layers) == (50, 16, False, 3)
@@ -141,14 +141,14 @@ def test_a_module_of_torch() -> None:
 def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor of every trace stayed for good: what was saved held the graph that held it."""
     saved: list[StorageWeakRef] = []
-    pack = op_counter.Counter._pack
+    pack = op_counter.OpCounter._pack_saved
 
-    def noted(self: op_counter.Counter, tensor: Tensor) -> None:
+    def noted(self: op_counter.OpCounter, tensor: Tensor) -> None:
         saved.append(StorageWeakRef(tensor.untyped_storage()))
         return pack(self, tensor)
 
-    monkeypatch.setattr(op_counter.Counter, "_pack", noted)
-    trace(models.build(SIZES["gpt-tiny"], "meta"), TEXT)
+    monkeypatch.setattr(op_counter.OpCounter, "_pack_saved", noted)
+    trace_module(models.build(SIZES["gpt-tiny"], "meta"), TEXT)
     gc.collect()  # modules and their hooks
     assert len(saved) > 50
     assert all(ref.expired() for ref in saved)
@@ -157,7 +157,7 @@ def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_is_changed() -> None:
     model = Encoder().eval()
     before = dict(model.named_parameters())
-    trace(model, TEXT)
+    trace_module(model, TEXT)
     assert not model.training
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
     assert TOKENS.device.type == "cpu"
@@ -197,13 +197,13 @@ class Mixed(nn.Module):
 
 def test_shared_matrices_experts_and_the_ends() -> None:
     model, inputs = Mixer(), {"x": torch.randn(2, 6, 5)}
-    found = trace(model, inputs)
+    found = trace_module(model, inputs)
     assert found.parameters == parameters(model)
     assert found.flops(6) * 12 == flops(model, inputs)
     assert (found.vocab, found.width, found.experts, found.top_k) == (0, 8, 4, 4)
-    names = [layer.name for layer in found.each()]
+    names = [layer.name for layer in found.iter_layers()]
     assert names == ["before", "Mixed", "Mixed", "Mixed", "after"]
-    layers = list(found.each())
+    layers = list(found.iter_layers())
     assert [layer.parameters for layer in layers] == [40, 64 + 256 + 40, 256 + 40, 256 + 40, 24]
     assert found.other_parameters == 8 + 3
     assert layers[1].attention is not None
@@ -212,13 +212,15 @@ def test_shared_matrices_experts_and_the_ends() -> None:
 
 def test_a_stack_of_one_class_and_one_without() -> None:
     stack = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    found = trace(stack, {"input": torch.zeros(7, 4)})
-    assert [layer.parameters for layer in found.each()] == [20, 20, 20]
+    found = trace_module(stack, {"input": torch.zeros(7, 4)})
+    assert [layer.parameters for layer in found.iter_layers()] == [20, 20, 20]
     assert found.flops(1) == 3 * 2 * 16
     odd = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
-    found = trace(odd, {"input": torch.zeros(7, 4)})
+    found = trace_module(odd, {"input": torch.zeros(7, 4)})
     assert (found.num_layers, found.parameters, found.width) == (1, parameters(odd), 4)
-    assert found.layers[0][0].saved == pytest.approx(4 + 6)  # what both products read; the ReLU keeps its output
+    assert found.layers[0][0].saved_elements == pytest.approx(
+        4 + 6
+    )  # what both products read; the ReLU keeps its output
 
 
 class Chained(nn.Module):
@@ -238,14 +240,14 @@ class Chained(nn.Module):
     def finish(self, x: Tensor, _shared: None, tokens: Tensor) -> tuple[Tensor, int]:
         return self.head(self.last(x)).sum(), tokens.numel()
 
-    def chain(self) -> Chain:
-        start = Link("start", ("embed", "first"), self.start)
-        return Chain(links=(start, Link("end", ("last", "head"), self.finish)))
+    def chain(self) -> PipelineModel:
+        start = PipelineLayer("start", ("embed", "first"), self.start)
+        return PipelineModel(layers=(start, PipelineLayer("end", ("last", "head"), self.finish)))
 
 
 def test_the_ends_of_a_chain_are_no_part_of_its_layers() -> None:
-    found = trace(Chained(), {"tokens": TOKENS})
-    assert [layer.parameters for layer in found.each()] == [72, 72]
+    found = trace_module(Chained(), {"tokens": TOKENS})
+    assert [layer.parameters for layer in found.iter_layers()] == [72, 72]
     assert (found.vocab, found.width, found.parameters) == (30, 8, parameters(Chained()))
     assert found.other_parameters == 0
 
@@ -260,7 +262,7 @@ class WeightNormed(nn.Module):
 
 
 def test_a_weight_that_is_computed() -> None:
-    found = trace(WeightNormed(), {"x": torch.zeros(3, 4)})
+    found = trace_module(WeightNormed(), {"x": torch.zeros(3, 4)})
     assert (found.parameters, found.flops(1)) == (24 + 6, 2 * 24)
     assert found.layers[0][0].other_parameters == 6
 
@@ -269,7 +271,7 @@ def test_a_weight_that_is_computed() -> None:
 
 
 def test_the_example() -> None:
-    found = shape_of("examples/own_module.py:build")
+    found = resolve_shape("examples/own_module.py:build")
     assert found.parameters == 8 * 64 + 64 + 64 + 1
     assert found.flops(1) == 2 * (8 * 64 + 64)
 
@@ -305,24 +307,24 @@ def file(tmp_path: Path) -> str:
 
 
 def test_a_file_whose_module_reads_values_while_it_is_built(file: str) -> None:
-    found: ModelShape = shape_of(f"{file}:Net")
+    found: ModelShape = resolve_shape(f"{file}:Net")
     assert (found.num_layers, found.parameters) == (2, 40)
     assert found.name == f"{file}:Net"
 
 
 def test_what_cannot_be_traced_is_refused(file: str) -> None:
-    with pytest.raises(FaultError, match=r"cannot be run on the meta device .*decides shapes by values"):
-        shape_of(f"{file}:Choosy")
-    with pytest.raises(FaultError, match=r"cannot be built \(KeyError: 'no such thing'\)"):
-        shape_of(f"{file}:broken")
-    with pytest.raises(FaultError, match=r"TypeError: .*unexpected keyword argument 'y'"):
-        trace(nn.Linear(2, 2), {"y": TOKENS})
-    with pytest.raises(FaultError, match="Linear is traced without inputs"):
-        trace(nn.Linear(2, 2))
-    with pytest.raises(FaultError, match=r"names nothing in the file"):
-        shape_of(f"{file}:Nett")
+    with pytest.raises(ValidationError, match=r"cannot be run on the meta device .*decides shapes by values"):
+        resolve_shape(f"{file}:Choosy")
+    with pytest.raises(ValidationError, match=r"cannot be built \(KeyError: 'no such thing'\)"):
+        resolve_shape(f"{file}:broken")
+    with pytest.raises(ValidationError, match=r"TypeError: .*unexpected keyword argument 'y'"):
+        trace_module(nn.Linear(2, 2), {"y": TOKENS})
+    with pytest.raises(ValidationError, match="Linear is traced without inputs"):
+        trace_module(nn.Linear(2, 2))
+    with pytest.raises(ValidationError, match=r"names nothing in the file"):
+        resolve_shape(f"{file}:Nett")
 
 
 def test_a_batch_that_is_no_dictionary_is_refused():
-    with pytest.raises(FaultError, match="not keyword arguments"):
-        trace(nn.Linear(4, 4), torch.zeros(2, 4))
+    with pytest.raises(ValidationError, match="not keyword arguments"):
+        trace_module(nn.Linear(4, 4), torch.zeros(2, 4))

@@ -9,18 +9,18 @@ from laid_out import tiny
 
 from echelon import models
 from echelon.config.sections import OptimizerConfig
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 from echelon.models.model_config import ModelConfig
-from echelon.models.moe_config import MixtureConfig
+from echelon.models.moe_config import MoEConfig
 from echelon.optim import cost
 from echelon.planning.cluster import cluster
-from echelon.planning.cluster.link_time import on_the_wire
-from echelon.planning.cost.memory_model import of_stage, states
-from echelon.planning.cost.optimizer_update import sending, state_bytes
-from echelon.planning.model.model_sources import of_config, shape_of
+from echelon.planning.cluster.link_time import wire_bytes
+from echelon.planning.cost.memory_model import stage_memory, state_bytes_by_category
+from echelon.planning.cost.optimizer_update import optimizer_state_bytes, update_comm
+from echelon.planning.model.model_sources import config_shape, resolve_shape
 from echelon.planning.priced_plan import price
-from echelon.planning.scenario import Case
+from echelon.planning.scenario import Scenario
 from echelon.training.engine import Engine
 
 RULES = {
@@ -41,18 +41,18 @@ SIZES: dict[str, Any] = {"layers": 3, "width": 64, "heads": 4, "ffn": 256, "voca
 SHAPES = {
     "llama": tiny(**SIZES),
     "gpt": tiny("gpt", **SIZES, kv_heads=4, tied=True),
-    "mixture": tiny(**SIZES, mixture=MixtureConfig(experts=4, k=2, ffn=64, gate="mixtral")),
+    "mixture": tiny(**SIZES, mixture=MoEConfig(experts=4, k=2, ffn=64, gate="mixtral")),
 }
 
 
-def case_of(shape: ModelConfig, layout: str, rule: OptimizerConfig, devices: str = "1xcpu") -> Case:
-    return Case(
-        shape=of_config(shape),
-        cluster=cluster.parse(devices),
+def case_of(shape: ModelConfig, layout: str, rule: OptimizerConfig, devices: str = "1xcpu") -> Scenario:
+    return Scenario(
+        shape=config_shape(shape),
+        cluster=cluster.parse_cluster(devices),
         layout=Layout.parse(layout),
         seq_len=64,
         precision="fp32",
-        rule=rule,
+        optimizer=rule,
     )
 
 
@@ -61,44 +61,46 @@ def case_of(shape: ModelConfig, layout: str, rule: OptimizerConfig, devices: str
 def test_states_are_those_of_the_run_to_the_byte(name: str, rule: str) -> None:
     shape = SHAPES[name]
     engine = Engine(models.build(shape, "meta"), "dp=1", RULES[rule])
-    held = cost.held_bytes(RULES[rule], engine.parallel.placement)
-    assert state_bytes(case_of(shape, "dp=1", RULES[rule]), RULES[rule], 0) == held
+    held = cost.rank_state_bytes(RULES[rule], engine.parallel.placement)
+    assert optimizer_state_bytes(case_of(shape, "dp=1", RULES[rule]), RULES[rule], 0) == held
 
 
 def on_a_rank(shape: ModelConfig, layout: str, rule: OptimizerConfig) -> tuple[int, float, int]:
     """(bytes of states, bytes that the update sends, messages)"""
     engine = Engine(models.build(shape, "meta"), layout, rule)
     issued = engine.optimizer.collectives()
-    ranks = engine.parallel.policy.shards * engine.layout.tp
-    sent = sum(on_the_wire(item.kind, item.bytes, ranks) for item in issued)
-    return cost.held_bytes(rule, engine.parallel.placement), sent, len(issued)
+    ranks = engine.parallel.policy.num_shards * engine.layout.tp
+    sent = sum(wire_bytes(item.op, item.bytes, ranks) for item in issued)
+    return cost.rank_state_bytes(rule, engine.parallel.placement), sent, len(issued)
 
 
 @pytest.mark.parametrize("layout", ["dp=2,zero=1", "tp=2"])
-def test_states_and_messages_of_ranks(pool: Pool, layout: str) -> None:
+def test_states_and_messages_of_ranks(pool: RankPool, layout: str) -> None:
     shape = SHAPES["llama"]
     for name in ("int8", "lamb", "adafactor", "sm3", "muon"):
         rule = RULES[name]
         found = pool.run(on_a_rank, 2, shape, layout, rule)
         case = case_of(shape, layout, rule, "2xcpu")
-        planned = sending(case)
+        planned = update_comm(case)
         held, sent, messages = (sum(numbers) / 2 for numbers in zip(*found, strict=True))
         print(
-            f"{name}, {layout}: {held:,.0f} held, {state_bytes(case, rule, 0):,} planned; {sent:,.0f} sent, "
-            f"{planned.bytes:,.0f} planned"
+            f"{name}, {layout}: {held:,.0f} held, {optimizer_state_bytes(case, rule, 0):,} planned; {sent:,.0f} sent, "
+            f"{planned.wire_bytes:,.0f} planned"
         )
         # Norms lie whole on every rank of tp, but for the last one's, which is taken to be divided.
-        assert state_bytes(case, rule, 0) == pytest.approx(held, rel=0.01)
-        assert planned.messages == messages
-        assert planned.bytes == pytest.approx(sent, rel=0.01)
+        assert optimizer_state_bytes(case, rule, 0) == pytest.approx(held, rel=0.01)
+        assert planned.num_collectives == messages
+        assert planned.wire_bytes == pytest.approx(sent, rel=0.01)
 
 
 def test_gradients_that_are_let_go_are_not_all_there() -> None:
-    shape, one = shape_of("llama-1b"), Layout.parse("dp=1,recompute=full")
+    shape, one = resolve_shape("llama-1b"), Layout.parse("dp=1,recompute=full")
 
     def of(rule: OptimizerConfig, layout: Layout = one) -> dict[str, int]:
-        case = Case(shape=shape, cluster=cluster.parse("1xh200"), layout=layout, seq_len=512, rule=rule)
-        return of_stage(case, 0).parts
+        case = Scenario(
+            shape=shape, cluster=cluster.parse_cluster("1xh200"), layout=layout, seq_len=512, optimizer=rule
+        )
+        return stage_memory(case, 0).parts
 
     every, some = of(OptimizerConfig()), of(OptimizerConfig(in_backward=True))
     assert some["gradients"] < 0.5 * every["gradients"]
@@ -108,14 +110,14 @@ def test_gradients_that_are_let_go_are_not_all_there() -> None:
 
 def test_muon_is_slower_and_leaner_than_adamw() -> None:
     def of(rule: OptimizerConfig) -> tuple[int, float]:
-        case = Case(
-            shape=shape_of("llama-8b"),
-            cluster=cluster.parse("8xh100"),
+        case = Scenario(
+            shape=resolve_shape("llama-8b"),
+            cluster=cluster.parse_cluster("8xh100"),
             layout=Layout.parse("dp=8,zero=1"),
             seq_len=4096,
-            rule=rule,
+            optimizer=rule,
         )
-        return states(case, 0)["optimizer"], price(case).times["update"]
+        return state_bytes_by_category(case, 0)["optimizer"], price(case).times["update"]
 
     adamw, muon = of(OptimizerConfig()), of(OptimizerConfig(name="muon"))
     assert muon[0] < 0.6 * adamw[0]

@@ -9,8 +9,8 @@ from laid_out import tiny
 
 from echelon import models
 from echelon.config.sections import OptimizerConfig
-from echelon.kernels.layers.cross_entropy import in_chunks
-from echelon.parallel.apply import Options
+from echelon.kernels.layers.cross_entropy import chunked_cross_entropy
+from echelon.parallel.apply import ParallelOptions
 from echelon.precision.loss_scale import LossScale
 from echelon.training.engine import Engine
 
@@ -33,7 +33,7 @@ def losses(compute, every):
     found, skipped = [], 0
     for seed in range(SEEDS):
         scale = LossScale.dynamic(start=2.0**18, every=every) if compute == torch.float16 else None
-        options = Options(compute=compute, seed=seed)
+        options = ParallelOptions(compute_dtype=compute, seed=seed)
         rule = OptimizerConfig(lr=1e-2)
         engine = Engine(models.build(SHAPE, "meta"), "dp=1", rule, clip=1.0, options=options, loss_scale=scale)
         seen: list[float] = []
@@ -57,7 +57,7 @@ def test_the_heads_gradient_is_not_summed_up_in_half():
 
     x, targets = torch.full((20_000, 4), 8.0, dtype=torch.float16), torch.zeros(20_000, dtype=torch.int64)
     weight = torch.zeros(3, 4, dtype=torch.float16)
-    _, _, dw = in_chunks(x, weight, targets, losses, rows=1 << 20, backward=True)
+    _, _, dw = chunked_cross_entropy(x, weight, targets, losses, chunk_tokens=1 << 20, backward=True)
     assert dw.dtype == torch.float32
     assert float(dw[0, 0]) < -1e5
 
@@ -84,7 +84,7 @@ class Far(torch.nn.Module):
 
 
 def test_a_first_step_without_a_scale_does_not_overflow():
-    engine = Engine(Far(), "", options=Options(compute=torch.float16))
+    engine = Engine(Far(), "", options=ParallelOptions(compute_dtype=torch.float16))
     result = engine.step({"y": torch.full((4096,), 10.0)})
     assert not result.skipped
     assert result.norm == 20.0

@@ -7,18 +7,18 @@ import random
 import pytest
 import torch
 
-from echelon.precision.loss_scale import LEAST, MOST, LossScale, Scaling
+from echelon.precision.loss_scale import MAX_SCALE, MIN_SCALE, LossScale, LossScaler
 
 
 def by_hand(start: float, every: int, steps: list[str]) -> list[tuple[float, int]]:
     scale, good, found = start, 0, []
     for step in steps:
         if step == "bad":
-            scale, good = max(scale / 2, LEAST), 0
+            scale, good = max(scale / 2, MIN_SCALE), 0
         elif step == "good":
             good += 1
             if good == every:
-                scale, good = min(scale * 2, MOST), 0
+                scale, good = min(scale * 2, MAX_SCALE), 0
         found.append((scale, good))
     return found
 
@@ -26,18 +26,18 @@ def by_hand(start: float, every: int, steps: list[str]) -> list[tuple[float, int
 @pytest.mark.parametrize(("start", "every"), [(65536.0, 3), (1.0, 1), (2.0**23, 2), (2.0**-23, 4)])
 def test_the_scale_follows_its_rule(start, every):
     steps = random.Random(every).choices(["good", "bad", "no target"], [5, 2, 1], k=200)
-    scaling = Scaling(LossScale.dynamic(start=start, every=every), torch.device("cpu"))
+    scaling = LossScaler(LossScale.dynamic(start=start, every=every), torch.device("cpu"))
     found = []
     for step in steps:
-        scaling.after(torch.tensor(step != "bad"), torch.tensor(step == "good"))
-        found.append((float(scaling.value), int(scaling.good)))
+        scaling.update(torch.tensor(step != "bad"), torch.tensor(step == "good"))
+        found.append((float(scaling.scale), int(scaling.good_steps)))
     assert found == by_hand(start, every, steps)
 
 
 def test_a_fixed_scale_stays():
-    scaling = Scaling(LossScale(start=8.0), torch.device("cpu"))
-    scaling.after(torch.tensor(False), torch.tensor(False))
-    assert float(scaling.value) == 8.0
+    scaling = LossScaler(LossScale(start=8.0), torch.device("cpu"))
+    scaling.update(torch.tensor(False), torch.tensor(False))
+    assert float(scaling.scale) == 8.0
 
 
 @pytest.mark.parametrize(("start", "every"), [(0.0, 0), (-1.0, 3), (float("inf"), 0), (float("nan"), 0), (1.0, -1)])

@@ -12,15 +12,15 @@ from torch import nn
 from echelon import models, rng
 from echelon.config.sections import OptimizerConfig
 from echelon.layout import Layout
-from echelon.layout.placement import Cut, Entry, Placement, Unit
-from echelon.models.moe_config import MixtureConfig
-from echelon.optim.stochastic_rounding import place_of
-from echelon.parallel.apply import Options
+from echelon.layout.placement import DimSplit, LogicalParam, ParamGroupSpec, Placement
+from echelon.models.moe_config import MoEConfig
+from echelon.optim.stochastic_rounding import parameter_indices
+from echelon.parallel.apply import ParallelOptions
 from echelon.training.engine import Engine
 
-ALONE = Options(compute=torch.bfloat16, master=torch.bfloat16)
+ALONE = ParallelOptions(compute_dtype=torch.bfloat16, master_dtype=torch.bfloat16)
 SHAPE = tiny("llama", kv_heads=1)
-EXPERTS = tiny("llama", mixture=MixtureConfig(experts=4, k=2, ffn=12, gate="mixtral"))
+EXPERTS = tiny("llama", mixture=MoEConfig(experts=4, k=2, ffn=12, gate="mixtral"))
 RULES = {
     "adamw": OptimizerConfig(lr=1e-3),
     "short moments": OptimizerConfig(lr=1e-3, states="bfloat16"),
@@ -38,15 +38,15 @@ def updated(shape, layout, rule, steps=3):
     engine = Engine(models.build(shape, "meta"), layout, RULES[rule], options=ALONE)
     one, live = torch.ones((), dtype=torch.float64), torch.tensor(True)
     for step in range(steps):
-        for unit, piece in engine.parallel.flat.pieces():
-            entry, place = piece.entry, engine.parallel.flat.view(unit.grad, piece)
+        for unit, piece in engine.parallel.sharded_model.pieces():
+            entry, place = piece.param, engine.parallel.sharded_model.piece_view(unit.grad, piece)
             window = {dim: (low, entry.shape[dim]) for dim, (low, _) in enumerate(piece.box)}
-            for start, stop in piece.runs():
+            for start, stop in piece.unpadded_runs():
                 index = rng.logical_index(entry.local_shape, window, start, stop, torch.device("cpu"))
                 drawn = rng.normal(rng.key(step, entry.name), index).bfloat16()  # of any type that gradients may have
                 place[start - piece.start : stop - piece.start] = drawn
         engine.optimizer.step(RULES[rule].lr, one, live)
-        engine.parallel.flat.updated()
+        engine.parallel.sharded_model.after_update()
     return whole(engine.parallel, "master")
 
 
@@ -81,7 +81,7 @@ class Slope(nn.Module):
 def forty_steps(rule):
     """A step is a 40th of what the nearest neighbour of 1 is away: rounded to the nearest nothing would ever change."""
     found = []
-    for options in (ALONE, Options(compute=torch.bfloat16)):
+    for options in (ALONE, ParallelOptions(compute_dtype=torch.bfloat16)):
         engine = Engine(Slope(), "dp=1", rule, options=options)
         for _ in range(40):
             engine.step({"x": torch.ones(2)})
@@ -105,9 +105,9 @@ def averaged():
     engine = Engine(Slope(), "dp=1", OptimizerConfig(lr=1e-3, ema=0.9), options=ALONE)
     for _ in range(3):
         engine.step({"x": torch.ones(2)})
-    (exact,), before = engine.average.states(), whole(engine.parallel, "master")["weight"]
+    (exact,), before = engine.ema.states(), whole(engine.parallel, "master")["weight"]
     kept = exact.clone()
-    with engine.averaged():
+    with engine.ema_weights():
         shown = whole(engine.parallel, "master")["weight"]
     after = whole(engine.parallel, "master")["weight"]
     return exact.dtype, torch.equal(exact, kept), torch.equal(before, after), shown.reshape(-1), kept
@@ -137,7 +137,7 @@ def first(options):
 
 
 def test_first_values_are_those_of_a_master_rounded(pool):
-    (short,), (long,) = (pool.run(first, 1, options) for options in (ALONE, Options()))
+    (short,), (long,) = (pool.run(first, 1, options) for options in (ALONE, ParallelOptions()))
     assert all(torch.equal(short[name], long[name].bfloat16().double()) for name in long)
 
 
@@ -145,31 +145,31 @@ def test_first_values_are_those_of_a_master_rounded(pool):
     ("shape", "cuts"),
     [
         ((6, 8), ()),
-        ((6, 8), (Cut(axis="tp", dim=0, parts=2),)),
-        ((6, 8), (Cut(axis="tp", dim=1, parts=2),)),
-        ((7, 8), (Cut(axis="tp", dim=0, parts=2), Cut(axis="ep", dim=1, parts=2))),
-        ((4, 6, 8), (Cut(axis="ep", dim=0, parts=2), Cut(axis="tp", dim=1, parts=2))),
-        ((4, 6, 8), (Cut(axis="ep", dim=0, parts=2), Cut(axis="tp", dim=2, parts=2))),
-        ((4, 6, 3, 3), (Cut(axis="tp", dim=1, parts=2),)),
-        ((8,), (Cut(axis="tp", dim=0, parts=2),)),
+        ((6, 8), (DimSplit(axis="tp", dim=0, num_parts=2),)),
+        ((6, 8), (DimSplit(axis="tp", dim=1, num_parts=2),)),
+        ((7, 8), (DimSplit(axis="tp", dim=0, num_parts=2), DimSplit(axis="ep", dim=1, num_parts=2))),
+        ((4, 6, 8), (DimSplit(axis="ep", dim=0, num_parts=2), DimSplit(axis="tp", dim=1, num_parts=2))),
+        ((4, 6, 8), (DimSplit(axis="ep", dim=0, num_parts=2), DimSplit(axis="tp", dim=2, num_parts=2))),
+        ((4, 6, 3, 3), (DimSplit(axis="tp", dim=1, num_parts=2),)),
+        ((8,), (DimSplit(axis="tp", dim=0, num_parts=2),)),
         ((), ()),
     ],
 )
 def test_a_place_is_the_index_in_the_whole_parameter(shape, cuts):
-    entry = Entry(name="a.weight", names=("a.weight",), shape=shape, cuts=cuts)
+    entry = LogicalParam(name="a.weight", names=("a.weight",), shape=shape, splits=cuts)
     at = {"tp": 1, "ep": 1, "shard": 1, "replica": 0, "pp": 0}
-    unit = Unit(name="", entries=(entry,), shards=2)
-    piece = Placement(units=(unit,), at=at).piece(unit, entry)
-    place = place_of(piece, 0)
+    unit = ParamGroupSpec(name="", params=(entry,), num_shards=2)
+    piece = Placement(param_groups=(unit,), coordinates=at).piece(unit, entry)
+    place = parameter_indices(piece, 0)
     window = {dim: (low, entry.shape[dim]) for dim, (low, _) in enumerate(piece.box)}
-    for start, stop in piece.runs():
+    for start, stop in piece.unpadded_runs():
         index = rng.logical_index(entry.local_shape, window, start, stop, torch.device("cpu"))
-        found = place.after(start - piece.start).of(stop - start, torch.device("cpu"))
+        found = place.advance(start - piece.start).compute(stop - start, torch.device("cpu"))
         assert torch.equal(found, index)
 
 
 def test_other_types_without_a_master_are_refused():
     with pytest.raises(ValueError, match="built for bfloat16"):
-        Options(compute=torch.float16, master=torch.float16)
+        ParallelOptions(compute_dtype=torch.float16, master_dtype=torch.float16)
     with pytest.raises(ValueError, match="in a loop of your own"):
-        Options(compute=torch.bfloat16, master=torch.bfloat16, own_loop=True)
+        ParallelOptions(compute_dtype=torch.bfloat16, master_dtype=torch.bfloat16, user_loop=True)

@@ -12,21 +12,21 @@ from laid_out import batch_of, tiny, whole
 from echelon import models
 from echelon.config.run_config import Config
 from echelon.config.sections import OptimizerConfig, PrecisionConfig
-from echelon.layout import FaultError, Layout
+from echelon.layout import Layout, ValidationError
 from echelon.models import model_config
-from echelon.models.moe_config import MixtureConfig
+from echelon.models.moe_config import MoEConfig
 from echelon.optim import cost
-from echelon.parallel.apply import Options
+from echelon.parallel.apply import ParallelOptions
 from echelon.parallel.dp import zero as shard
 from echelon.precision import accumulation_dtype
 from echelon.training.engine import Engine
-from echelon.training.engine_options import loss_scale_of, options_of
-from echelon.training.logging.metrics import Peak
-from echelon.training.resolved_settings import derived
+from echelon.training.engine_options import loss_scale_settings, parallel_options
+from echelon.training.logging.metrics import PeakFlops
+from echelon.training.resolved_settings import resolved_settings
 
 SHAPE = tiny("llama")
-SMALL = replace(model_config.find("llama-tiny"), layers=2, width=32, ffn=48, max_seq_len=64)
-MIXED = tiny("llama", mixture=MixtureConfig(experts=4, k=2, ffn=12, gate="mixtral"))
+SMALL = replace(model_config.find_model("llama-tiny"), layers=2, width=32, ffn=48, max_seq_len=64)
+MIXED = tiny("llama", mixture=MoEConfig(experts=4, k=2, ffn=12, gate="mixtral"))
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 # -- from the configuration -------------------------------------------------------------------------------------------
@@ -45,8 +45,8 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
     ],
 )
 def test_settings_become_types(settings, types):
-    options = options_of(Config.load(None, settings), torch.device("cpu"))
-    assert (options.compute, options.master, options.gradients) == types
+    options = parallel_options(Config.load(None, settings), torch.device("cpu"))
+    assert (options.compute_dtype, options.master_dtype, options.grad_dtype) == types
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_settings_become_types(settings, types):
     ],
 )
 def test_settings_become_a_loss_scale(settings, scale):
-    assert str(loss_scale_of(Config.load(None, settings))) == scale
+    assert str(loss_scale_settings(Config.load(None, settings))) == scale
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_settings_become_a_loss_scale(settings, scale):
     ],
 )
 def test_what_does_not_go_together_is_refused(settings, words):
-    with pytest.raises(FaultError) as error:
+    with pytest.raises(ValidationError) as error:
         Config.load(None, settings)
     assert words in str(error.value)
 
@@ -94,13 +94,16 @@ def test_a_configuration_comes_back_from_its_text():
 
 def kept(shape, layout, patterns, compute=F16, lr=1.0):
     """On a rank: the types of parameters, the loss of a step, the weights after it, and logits."""
-    options, rule = Options(compute=compute, keep_fp32=patterns), OptimizerConfig(name="sgd", lr=lr, weight_decay=0.0)
+    options, rule = (
+        ParallelOptions(compute_dtype=compute, keep_fp32=patterns),
+        OptimizerConfig(name="sgd", lr=lr, weight_decay=0.0),
+    )
     engine = Engine(models.build(shape, "meta"), layout, rule, options=options)
     engine.model.train()
     result = engine.step(batch_of(shape, 4))
     types = {name: parameter.dtype for name, parameter in engine.model.named_parameters()}
     with engine.outside_gathered():
-        logits = engine.logits(torch.zeros(1, 5, dtype=torch.int64), 3)
+        logits = engine.next_token_logits(torch.zeros(1, 5, dtype=torch.int64), 3)
     return types, result.loss, whole(engine.parallel, "master"), logits
 
 
@@ -140,7 +143,7 @@ def test_only_what_a_pattern_names_is_kept(pool):
 
 def test_a_pattern_that_names_nothing_is_an_error():
     with pytest.raises(ValueError, match=r"no module with parameters matches precision.keep_fp32 \(\*nrom\*\)"):
-        Engine(models.build(SHAPE, "meta"), options=Options(compute=F16, keep_fp32=("*norm*", "*nrom*")))
+        Engine(models.build(SHAPE, "meta"), options=ParallelOptions(compute_dtype=F16, keep_fp32=("*norm*", "*nrom*")))
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
@@ -164,14 +167,14 @@ def held(layout, options, states):
     rule = OptimizerConfig(states=states)
     engine = Engine(models.build(SMALL, "meta"), layout, rule, options=options)
     engine.optimizer.step(1e-3, torch.ones((), dtype=torch.float64), torch.tensor(True))
-    engine.parallel.flat.updated()
-    units = engine.parallel.flat.units
+    engine.parallel.sharded_model.after_update()
+    units = engine.parallel.sharded_model.param_groups
     full, masters, gradients = (
         {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         for tensors in (
-            [unit.full for unit in units],
+            [unit.unsharded_param for unit in units],
             [tensor for unit in units for tensor in unit.master.tensors()],
-            [t for unit in units for t in (unit.grad, unit.gradients) if t is not None],
+            [t for unit in units for t in (unit.grad, unit.grad_buffer) if t is not None],
         )
     )
     measured = {
@@ -182,12 +185,12 @@ def held(layout, options, states):
         "versions": 0,
     }
     claimed = shard.state_bytes(
-        [unit.unit for unit in units],
+        [unit.spec for unit in units],
         engine.parallel.policy,
         compute_bytes=options.compute.itemsize,
         master_bytes=options.master.itemsize,
         moments=2,
-        moment_bytes=cost.element_bytes(rule) / 2,
+        moment_bytes=cost.state_bytes_per_element(rule) / 2,
         reduce_bytes=options.gradients.itemsize,
         float16=options.compute == F16,
     )
@@ -199,9 +202,9 @@ def held(layout, options, states):
 @pytest.mark.parametrize(
     "options",
     [
-        Options(compute=F16, reduce=F16),
-        Options(compute=BF16, master=BF16),
-        Options(compute=BF16, master=BF16, reduce=BF16, keep_fp32=("*norm*",)),
+        ParallelOptions(compute_dtype=F16, reduce_dtype=F16),
+        ParallelOptions(compute_dtype=BF16, master_dtype=BF16),
+        ParallelOptions(compute_dtype=BF16, master_dtype=BF16, reduce_dtype=BF16, keep_fp32=("*norm*",)),
     ],
     ids=["half", "no master", "no master, short sums, norms in float32"],
 )
@@ -218,10 +221,10 @@ def test_states_take_the_bytes_that_are_claimed(pool, options, states, zero):
 def printed(layout, settings):
     config = Config.load(None, [f"layout={layout}", "model=llama-tiny", "batch=8", *settings])
     engine = Engine(
-        models.build(SHAPE, "meta"), layout, options=options_of(config, torch.device("cpu")),
-        loss_scale=loss_scale_of(config),
+        models.build(SHAPE, "meta"), layout, options=parallel_options(config, torch.device("cpu")),
+        loss_scale=loss_scale_settings(config),
     )  # fmt: skip
-    rows = derived(replace(config, batch=engine.layout.batch), engine, Peak(flops=1.0, why=""), 1)
+    rows = resolved_settings(replace(config, batch=engine.layout.batch), engine, PeakFlops(flops=1.0, source=""), 1)
     return {name: (value, why) for name, value, why in rows}
 
 
@@ -244,6 +247,6 @@ def test_the_types_in_force_are_told(pool):
 def test_sums_inside_products_are_in_float32():
     matmul = torch.backends.cuda.matmul
     before = [getattr(matmul, name) for name in accumulation_dtype.SETTINGS]
-    with accumulation_dtype.in_float32():
+    with accumulation_dtype.fp32_accumulation():
         assert [getattr(matmul, name) for name in accumulation_dtype.SETTINGS] == [False, False]
     assert [getattr(matmul, name) for name in accumulation_dtype.SETTINGS] == before

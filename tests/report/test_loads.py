@@ -9,32 +9,32 @@ from typing import Any
 import pytest
 from told import record, records
 
-from echelon.report.expert_load_history import History
+from echelon.report.expert_load_history import ExpertLoadHistory
 from echelon.training.run_dir import RunError
 
 
 def test_columns_are_steps_until_there_is_no_room() -> None:
-    few = History.of(records(steps=7, layers=2), room=8)
+    few = ExpertLoadHistory.from_records(records(steps=7, layers=2), max_columns=8)
     assert few.spans == [(step, step) for step in range(1, 8)]
-    many = History.of(records(steps=61, layers=2), room=8)
+    many = ExpertLoadHistory.from_records(records(steps=61, layers=2), max_columns=8)
     assert many.spans == [(first, min(first + 7, 61)) for first in range(1, 62, 8)]
     assert [column.steps for column in many.layers[0].columns] == [8] * 7 + [5]
     assert many.heading() == "2 layers of 4 experts, steps 1 to 61, 8 to a column"
-    assert len(many.fitted(2).spans) == 2
+    assert len(many.downsample(2).spans) == 2
 
 
 def test_nothing_is_lost_in_columns() -> None:
     """Every assignment and every drop is in one column; figures are means over steps."""
     told = records(steps=50, layers=1)
-    layer = History.of(told, room=8).layers[0]
+    layer = ExpertLoadHistory.from_records(told, max_columns=8).layers[0]
     lines = [line["layers"][0] for line in told]
-    total = layer.total()
+    total = layer.merged_column()
     assert total.dropped == sum(line["dropped"] for line in lines)
     assert total.counts == [sum(column) for column in zip(*(line["counts"] for line in lines), strict=True)]
-    assert total.figures["max/mean"] == pytest.approx(sum(line["most"] for line in lines) / 50)
-    assert total.figures["dropped %"] == pytest.approx(100 * total.dropped / total.assigned)
-    assert layer.worst == max(line["most"] for line in lines) == lines[layer.worst_step - 1]["most"]
-    assert sum(layer.columns[0].loads) == pytest.approx(4)
+    assert total.mean_figures["max/mean"] == pytest.approx(sum(line["most"] for line in lines) / 50)
+    assert total.mean_figures["dropped %"] == pytest.approx(100 * total.dropped / total.assigned)
+    assert layer.worst_max_over_mean == max(line["most"] for line in lines) == lines[layer.worst_step - 1]["most"]
+    assert sum(layer.columns[0].relative_loads) == pytest.approx(4)
 
 
 def test_steps_without_counts_have_figures() -> None:
@@ -43,18 +43,20 @@ def test_steps_without_counts_have_figures() -> None:
     for line in told:
         if line["step"] not in (1, 4):
             del line["layers"][0]["counts"]
-    layer = History.of(told, room=4).layers[0]
+    layer = ExpertLoadHistory.from_records(told, max_columns=4).layers[0]
     assert [column.steps for column in layer.columns] == [4, 6]
-    assert layer.total().counts == [
+    assert layer.merged_column().counts == [
         a + b for a, b in zip(*(told[at]["layers"][0]["counts"] for at in (0, 3)), strict=True)
     ]
-    assert layer.total().assigned == sum(line["layers"][0]["assigned"] for line in told)
+    assert layer.merged_column().assigned == sum(line["layers"][0]["assigned"] for line in told)
 
 
 def test_experts_that_never_got_a_token_are_named() -> None:
-    history = History.of([record(step, [[5, 0, 3, 0]], [0]) for step in (1, 2)] + [record(3, [[5, 0, 3, 1]], [2])])
-    assert history.layers[0].never() == [1]
-    (layer,) = history.facts()["layers"]
+    history = ExpertLoadHistory.from_records(
+        [record(step, [[5, 0, 3, 0]], [0]) for step in (1, 2)] + [record(3, [[5, 0, 3, 1]], [2])]
+    )
+    assert history.layers[0].unused_experts() == [1]
+    (layer,) = history.to_json()["layers"]
     assert (layer["never"], layer["dead"], layer["dropped"], layer["dropped_in_run"]) == ([1], 1, 2, 2)
     assert (layer["assigned_in_run"], layer["worst"], layer["worst_step"]) == (25, 2.5, 1)
 
@@ -63,7 +65,7 @@ def test_the_worst_layers_are_those_that_stay_uneven() -> None:
     """Routers are uneven at first; what counts is the second half."""
     early, late, even = [[90, 10]] * 5 + [[50, 50]] * 5, [[60, 40]] * 5 + [[70, 30]] * 5, [[50, 50]] * 10
     told = [record(step + 1, [list(one[step]) for one in (early, late, even)], [0] * 3) for step in range(10)]
-    assert [layer.name for layer in History.of(told).worst(1)] == ["blocks.1.mlp"]
+    assert [layer.name for layer in ExpertLoadHistory.from_records(told).worst_layers(1)] == ["blocks.1.mlp"]
 
 
 def logged(folder: Path, lines: list[dict[str, Any]], end: str = "") -> Path:
@@ -74,17 +76,17 @@ def logged(folder: Path, lines: list[dict[str, Any]], end: str = "") -> Path:
 
 def test_a_killed_run_is_read_up_to_its_last_whole_line(tmp_path: Path) -> None:
     told = records(steps=3, layers=1)
-    history = History.read(logged(tmp_path / "run", told, json.dumps(told[0])[:50]))
+    history = ExpertLoadHistory.read(logged(tmp_path / "run", told, json.dumps(told[0])[:50]))
     assert (history.name, history.steps) == ("run", (1, 3))
 
 
 def test_what_is_not_there_and_what_cannot_be_read(tmp_path: Path) -> None:
-    assert not History.read(tmp_path).layers
-    assert not History.read(logged(tmp_path, [{"kind": "step", "step": 1}])).layers
-    assert not History.read(logged(tmp_path, [], '{"kind": "exp')).layers
+    assert not ExpertLoadHistory.read(tmp_path).layers
+    assert not ExpertLoadHistory.read(logged(tmp_path, [{"kind": "step", "step": 1}])).layers
+    assert not ExpertLoadHistory.read(logged(tmp_path, [], '{"kind": "exp')).layers
     one = records(steps=1, layers=1)
     for wrong in ({"kind": "experts", "step": 2}, {"kind": "experts", "step": 2, "layers": []}):
         with pytest.raises(RunError, match="lines of experts cannot be read"):
-            History.read(logged(tmp_path, [*one, wrong]))
+            ExpertLoadHistory.read(logged(tmp_path, [*one, wrong]))
     # Told twice is counted once.
-    assert History.read(logged(tmp_path, [*one, *one])).layers[0].total().steps == 1
+    assert ExpertLoadHistory.read(logged(tmp_path, [*one, *one])).layers[0].merged_column().steps == 1

@@ -17,12 +17,12 @@ import pytest
 from rich.text import Text
 from told import record, records
 
-from echelon.pipeline.schedules import make
+from echelon.pipeline.schedules import make_schedule
 from echelon.pipeline.simulate import simulate
 from echelon.report import expert_load_html, expert_load_svg, load_colours
-from echelon.report.expert_load_history import History
+from echelon.report.expert_load_history import ExpertLoadHistory
 from echelon.report.expert_load_text import as_text
-from echelon.report.run_picture import Picture
+from echelon.report.run_picture import RunPicture
 
 SVG = "{http://www.w3.org/2000/svg}"
 SIZES = [(1, 4, 1), (2, 8, 30), (9, 5, 300), (60, 256, 20)]
@@ -30,16 +30,16 @@ SIZES = [(1, 4, 1), (2, 8, 30), (9, 5, 300), (60, 256, 20)]
 
 
 @pytest.fixture(scope="module", params=SIZES, ids=str)
-def history(request: pytest.FixtureRequest) -> History:
+def history(request: pytest.FixtureRequest) -> ExpertLoadHistory:
     layers, experts, steps = request.param
-    return History.of(records(layers=layers, experts=experts, steps=steps), name="a-run")
+    return ExpertLoadHistory.from_records(records(layers=layers, experts=experts, steps=steps), name="a-run")
 
 
 # The scale
 
 
 def test_steps_of_the_scale() -> None:
-    assert [load_colours.step_of(load) for load in (0, 0.1, 0.25, 0.6, 1, 1.3, 3, 7, 8, 200)] == [
+    assert [load_colours.colour_index(load) for load in (0, 0.1, 0.25, 0.6, 1, 1.3, 3, 7, 8, 200)] == [
         None,
         0,
         1,
@@ -52,10 +52,10 @@ def test_steps_of_the_scale() -> None:
         7,
     ]
     assert (
-        len(load_colours.NAMES)
+        len(load_colours.LOAD_LABELS)
         == len(load_colours.ON_LIGHT)
         == len(load_colours.ON_DARK)
-        == len(load_colours.EDGES) + 1
+        == len(load_colours.LOAD_EDGES) + 1
     )
 
 
@@ -89,10 +89,10 @@ def test_every_eye_sees_more_as_darker_on_light_and_as_lighter_on_dark(eyes: str
 
 @pytest.mark.parametrize("width", [60, 80, 140])
 @pytest.mark.parametrize("colour", [True, False])
-def test_text_fits_the_terminal(history: History, width: int, colour: bool) -> None:
+def test_text_fits_the_terminal(history: ExpertLoadHistory, width: int, colour: bool) -> None:
     text = as_text(history, width=width, colour=colour)
     lines = text.plain.splitlines()
-    worst = [layer.name.removesuffix(".mlp") for layer in history.worst(3)]
+    worst = [layer.name.removesuffix(".mlp") for layer in history.worst_layers(3)]
     assert [line.split(":")[0] for line in lines if ", to the mean" in line and ":" in line] == worst
     assert max(len(line.rstrip()) for line in lines[1:]) <= width
     assert len(lines) < 120
@@ -101,7 +101,7 @@ def test_text_fits_the_terminal(history: History, width: int, colour: bool) -> N
 
 def test_text_shows_numbers_and_who_never_got_a_token() -> None:
     told = [record(step, [[7, 0, 31, 2]], [4]) for step in (1, 2)]
-    lines = as_text(History.of(told), width=80, colour=False).plain.splitlines()
+    lines = as_text(ExpertLoadHistory.from_records(told), width=80, colour=False).plain.splitlines()
     rows = [line.split() for line in lines if re.match(r" +\d ", line)]
     assert rows == [["0", "33333333"], ["1", "........"], ["2", "66666666"], ["3", "11111111"]]
     assert "no token in the run: expert 1" in lines
@@ -111,7 +111,7 @@ def test_text_shows_numbers_and_who_never_got_a_token() -> None:
 # SVG
 
 
-def test_svg_is_whole(history: History) -> None:
+def test_svg_is_whole(history: ExpertLoadHistory) -> None:
     text = expert_load_svg.as_svg(history)
     root = ElementTree.fromstring(text)
     width, height = float(root.attrib["width"]), float(root.attrib["height"])
@@ -124,9 +124,9 @@ def test_svg_is_whole(history: History) -> None:
         assert start + room < width + 20, one.text
         assert 0 < y < height
     shown = (
-        min(len(history.layers), expert_load_svg.ALL)
-        if len(history.layers) <= expert_load_svg.ALL
-        else expert_load_svg.DETAILS
+        min(len(history.layers), expert_load_svg.MAX_ALL_SHOWN)
+        if len(history.layers) <= expert_load_svg.MAX_ALL_SHOWN
+        else expert_load_svg.WORST_SHOWN
     )
     assert text.count(">entropy<") == shown
     assert len(text) < 600_000
@@ -134,9 +134,9 @@ def test_svg_is_whole(history: History) -> None:
 
 def test_cells_of_svg_are_the_loads() -> None:
     told = [record(1, [[7, 0, 31, 2]], [0]), record(2, [[10, 10, 10, 10]], [0])]
-    root = ElementTree.fromstring(expert_load_svg.as_svg(History.of(told)))
+    root = ElementTree.fromstring(expert_load_svg.as_svg(ExpertLoadHistory.from_records(told)))
     paths = {path.attrib["class"]: path.attrib["d"] for path in root.iter(f"{SVG}path")}
-    half = expert_load_svg.MAP / 2
+    half = expert_load_svg.MAP_WIDTH / 2
     for name, cells in {"s2": 1, "s5": 1, "s0": 1, "s3": 4, "empty": 1}.items():
         assert paths[name].count("M") == paths[name].count(f"h{half:.1f}") == cells, name
 
@@ -149,16 +149,18 @@ def data_of(page: str) -> dict[str, Any]:
     return found
 
 
-def test_the_page_has_every_load(history: History) -> None:
+def test_the_page_has_every_load(history: ExpertLoadHistory) -> None:
     page = expert_load_html.as_html(history)
     assert not re.search(r"<(link|img|iframe)|src=|@import|url\(|MODE|LIGHT|DARK;", page)
     data = data_of(page)
     assert len(data["layers"]) == len(history.layers)
     for found, layer in zip(data["layers"], history.layers, strict=True):
-        loads = [load for column in layer.columns for load in column.loads]
+        loads = [load for column in layer.columns for load in column.relative_loads]
         read = [2 ** ((byte - 1) / 16 - 7) if byte else 0.0 for byte in base64.b64decode(found["loads"])]
         assert all(abs(a - b) <= 0.025 * b for a, b in zip(read, loads, strict=True))
-        assert found["lines"][0] == pytest.approx([column.figures["max/mean"] for column in layer.columns], abs=1e-4)
+        assert found["lines"][0] == pytest.approx(
+            [column.mean_figures["max/mean"] for column in layer.columns], abs=1e-4
+        )
     assert sum(layer["shown"] for layer in data["layers"]) == (4 if len(history.layers) > 8 else len(history.layers))
 
 
@@ -177,10 +179,10 @@ def opened() -> Iterator[browser.Browser]:
 
 def test_in_a_browser(opened: browser.Browser, tmp_path: Path) -> None:
     """A page of its own in the dark, and below a timeline: drawn without a complaint; a click shows a layer more."""
-    history = History.of(records(layers=12, experts=8, steps=40), name="a-run")
+    history = ExpertLoadHistory.from_records(records(layers=12, experts=8, steps=40), name="a-run")
     plain, both = tmp_path / "plain.html", tmp_path / "both.html"
-    plain.write_text(Picture(loads=history).as_html(), encoding="utf-8")
-    both.write_text(Picture(simulate(make("1f1b", 2, 3)), loads=history).as_html(), encoding="utf-8")
+    plain.write_text(RunPicture(expert_load=history).as_html(), encoding="utf-8")
+    both.write_text(RunPicture(simulate(make_schedule("1f1b", 2, 3)), expert_load=history).as_html(), encoding="utf-8")
     for path, dark in ((plain, True), (both, False)):
         opened.open(path, dark=dark)
         count = "document.querySelectorAll('#experts canvas').length"
@@ -197,15 +199,15 @@ def test_in_a_browser(opened: browser.Browser, tmp_path: Path) -> None:
 # With a pipeline
 
 
-def test_both_stand_below_each_other(history: History) -> None:
-    picture = Picture(simulate(make("1f1b", 2, 3)), loads=history)
+def test_both_stand_below_each_other(history: ExpertLoadHistory) -> None:
+    picture = RunPicture(simulate(make_schedule("1f1b", 2, 3)), expert_load=history)
     root = ElementTree.fromstring(picture.as_svg())
     upper, lower = root.findall(f"{SVG}svg")
     assert float(lower.attrib["y"]) == float(upper.attrib["height"])
     assert float(root.attrib["height"]) == float(upper.attrib["height"]) + float(lower.attrib["height"])
     # The upper picture has one look: so has the lower beside it, though not alone.
     assert "prefers-color-scheme" not in picture.as_svg()
-    assert "prefers-color-scheme" in Picture(loads=history).as_svg()
+    assert "prefers-color-scheme" in RunPicture(expert_load=history).as_svg()
     shown = picture.as_text(width=80, colour=False)
     assert isinstance(shown, Text)
     assert shown.plain.index("bubble") < shown.plain.index("loads of experts")

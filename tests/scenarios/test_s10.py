@@ -15,7 +15,7 @@ from echelon.config.run_config import Config
 from echelon.config.sections import DataConfig, EvalConfig, SampleConfig
 from echelon.launch.rank_failure import RankError
 from echelon.training.run_dir import Run
-from echelon.training.start_training import run
+from echelon.training.start_training import run_training
 
 TIMEOUT = 4.0
 LATEST = 10.0
@@ -26,7 +26,7 @@ LATEST = 10.0
 def tokens(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
     (folder / "a.txt").write_text("".join(f"def line_{n}(x): return x + {n}\n" for n in range(300)))
-    return str(data.prepare(folder, folder / "cache", tokenizer=data.load_tokenizer("bytes")))
+    return str(data.prepare_token_file(folder, folder / "cache", tokenizer=data.load_tokenizer("bytes")))
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def failed(tokens, tmp_path):
             run=str(tmp_path / "run"),
         )
         with pytest.raises(RankError) as caught:
-            run(config, quiet=True, inject=[fault])
+            run_training(config, quiet=True, inject=[fault])
         end = time.time()
         log = Run.open(tmp_path / "run")
         (injected,) = log.records("injected")
@@ -162,7 +162,7 @@ def test_the_slow_rank_is_named_though_steps_take_equally_long(failed, tokens, t
         eval=EvalConfig(every=0),
         run=str(tmp_path / "run"),
     )
-    run(config, quiet=True, inject=["slow-rank:rank=1,factor=6"])
+    run_training(config, quiet=True, inject=["slow-rank:rank=1,factor=6"])
     looks = list(Run.open(tmp_path / "run").records("ranks"))
     assert (looks[0]["slow"]["rank"], looks[0]["slow"]["cause"]) == (1, "work")
     assert looks[0]["work"][1] > 2 * looks[0]["work"][0]
@@ -202,7 +202,7 @@ def test_a_users_own_loader_is_slow_and_then_hangs(tmp_path, monkeypatch):
     line = 1 + OWN[: OWN.index("time.sleep")].count("\n")
     config = Config(model="own.py:build", batch=4, steps=20, layout="dp=2", device="cpu", timeout=TIMEOUT, run="run")
     with pytest.raises(RankError) as caught:
-        run(config, quiet=True)
+        run_training(config, quiet=True)
     has(
         str(caught.value),
         r"^rank 1 \(dp 1\) did not come to all_reduce",

@@ -11,12 +11,15 @@ from echelon.bench import planner_comparison
 from echelon.cli import app
 from echelon.layout import Layout
 from echelon.planning.cluster import cluster
-from echelon.planning.model.model_sources import shape_of
-from echelon.planning.priced_plan import by_rank, price
-from echelon.planning.scenario import Case
+from echelon.planning.model.model_sources import resolve_shape
+from echelon.planning.priced_plan import memory_by_stage, price
+from echelon.planning.scenario import Scenario
 
 MEASURED = Path(__file__).parents[2] / "bench" / "measured"
-STEPS = [*planner_comparison.steps(MEASURED / "h200.json"), *planner_comparison.steps(MEASURED / "h200-mixtures.json")]
+STEPS = [
+    *planner_comparison.read_steps(MEASURED / "h200.json"),
+    *planner_comparison.read_steps(MEASURED / "h200-mixtures.json"),
+]
 """dense models, and some layers of mixtures"""
 PLAIN = {
     ("llama-1b", 4, "none"): (0.298, 78066360320),
@@ -47,8 +50,8 @@ def test_step_and_peak_are_what_an_h200_measured(step):
 @pytest.mark.parametrize(("model", "batch", "recompute"), PLAIN)
 def test_steps_of_plain_operators_too(model, batch, recompute):
     layout = Layout.parse(f"dp=1,microbatch={batch},recompute={recompute}")
-    device = cluster.parse("1xh200")
-    plan = price(Case(shape=shape_of(model), cluster=device, layout=layout, seq_len=4096, program="others"))
+    device = cluster.parse_cluster("1xh200")
+    plan = price(Scenario(shape=resolve_shape(model), cluster=device, layout=layout, seq_len=4096, program="others"))
     seconds, most = PLAIN[model, batch, recompute]
     assert plan.seconds == pytest.approx(seconds, rel=0.10)
     assert peak(plan) == pytest.approx(most, rel=0.05)
@@ -61,8 +64,10 @@ def test_every_rank_is_told_by_category_and_the_fullest_is_marked():
     for word in ("activations", "gradients", "optimizer state", "parameters", "0*", "together"):
         assert word in result.output
     layout = Layout.parse("dp=8,tp=2,pp=4,accumulate=8")
-    case = Case(shape=shape_of("llama-8b"), cluster=cluster.parse("64xh100"), layout=layout, seq_len=4096)
-    found = by_rank(case)
+    case = Scenario(
+        shape=resolve_shape("llama-8b"), cluster=cluster.parse_cluster("64xh100"), layout=layout, seq_len=4096
+    )
+    found = memory_by_stage(case)
     assert [memory.stage for memory in found] == [0, 1, 2, 3]
     assert max(found, key=lambda memory: memory.total).stage == price(case).memory.stage
 

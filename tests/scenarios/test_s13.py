@@ -13,36 +13,36 @@ from echelon import models
 from echelon.config.run_config import Config
 from echelon.config.sections import OptimizerConfig, PrecisionConfig
 from echelon.layout import Layout
-from echelon.models.moe_config import MixtureConfig
-from echelon.parallel.apply import Options
+from echelon.models.moe_config import MoEConfig
+from echelon.parallel.apply import ParallelOptions
 from echelon.precision.loss_scale import LossScale
 from echelon.training import start_training
 from echelon.training.engine import Engine
 from echelon.training.run_dir import Run
 
 SHAPE = tiny("llama")
-EXPERTS = tiny("llama", mixture=MixtureConfig(experts=4, k=2, ffn=12, gate="mixtral"))
+EXPERTS = tiny("llama", mixture=MoEConfig(experts=4, k=2, ffn=12, gate="mixtral"))
 START = 2.0**10
 DOWN = "blocks.1.mlp.down.weight"
 
 
 def poison(engine: Engine, name: str, steps: tuple[int, ...], on: dict[str, int], value: float = math.inf) -> None:
     """The gradient of one parameter has one bad element in some steps, on the ranks at these coordinates."""
-    if any(engine.parallel.axes.at[axis] != index for axis, index in on.items()):
+    if any(engine.parallel.axes.coordinates[axis] != index for axis, index in on.items()):
         return
-    for unit in engine.parallel.flat.units:
+    for unit in engine.parallel.sharded_model.param_groups:
 
-        def arrive(entry, gradient, arrive=unit.arrive):
+        def arrive(entry, gradient, arrive=unit.accumulate_grad):
             if entry.name == name and engine.num_steps in steps:
                 gradient = gradient.clone()
                 gradient.view(-1)[0] = value
             arrive(entry, gradient)
 
-        unit.arrive = arrive
+        unit.accumulate_grad = arrive
 
 
 def states(engine: Engine) -> list[torch.Tensor]:
-    masters = [unit.master.values() for unit in engine.parallel.flat.units]
+    masters = [unit.master.values() for unit in engine.parallel.sharded_model.param_groups]
     return [tensor.clone() for tensor in (*masters, *engine.optimizer.states())]
 
 
@@ -50,14 +50,16 @@ def steps_of(layout, name, on, shape=SHAPE, rule="adamw", compute=torch.float16)
     """On a rank: a good step, a bad one, and a good one."""
     rule = OptimizerConfig(name=rule, lr=1e-2, **({"momentum": 0.9} if rule == "sgd" else {}))
     scale = LossScale.dynamic(start=START, every=2)
-    engine = Engine(models.build(shape, "meta"), layout, rule, options=Options(compute=compute), loss_scale=scale)
+    engine = Engine(
+        models.build(shape, "meta"), layout, rule, options=ParallelOptions(compute_dtype=compute), loss_scale=scale
+    )
     engine.model.train()
     poison(engine, name, (1,), on)
     told = []
     for step in range(4):
         before = states(engine)
         result = engine.step(batch_of(shape, 4, seed=step))
-        found = engine.not_finite(result)
+        found = engine.locate_nonfinite(result)
         after = states(engine)
         same = len(before) == len(after) and all(map(torch.equal, before, after))
         told.append((result.skipped, same, result.loss_scale, result.next_loss_scale, str(found)))
@@ -66,23 +68,23 @@ def steps_of(layout, name, on, shape=SHAPE, rule="adamw", compute=torch.float16)
 
 def around_a_bad_step(layout, shape, rule):
     """On a rank: whether a bad step left the average and the biases of gates as they were, and a good one did not."""
-    options, scale = Options(compute=torch.float16), LossScale.dynamic(start=START)
+    options, scale = ParallelOptions(compute_dtype=torch.float16), LossScale.dynamic(start=START)
     engine = Engine(models.build(shape, "meta"), layout, rule, options=options, loss_scale=scale)
     engine.model.train()
     poison(engine, "blocks.0.attn.q.weight", (1,), {})
     found = []
     for step in range(3):
-        before = [tensor.clone() for tensor in (*engine.average.states(), *engine.model.buffers())]
+        before = [tensor.clone() for tensor in (*engine.ema.states(), *engine.model.buffers())]
         engine.step(batch_of(shape, 4, seed=step))
-        after = [*engine.average.states(), *engine.model.buffers()]
+        after = [*engine.ema.states(), *engine.model.buffers()]
         found.append([torch.equal(a, b) for a, b in zip(before, after, strict=True)])
-    averages = len(engine.average.states())
+    averages = len(engine.ema.states())
     return [(all(same[:averages]), all(same[averages:])) for same in found]
 
 
 @pytest.mark.parametrize("layout", ["dp=2,zero=1", "dp=2,ep=2"])
 def test_averages_and_biases_of_gates_stay_too(pool, layout):
-    shape = tiny("llama", mixture=MixtureConfig(experts=4, k=2, ffn=12, gate="loss-free"))
+    shape = tiny("llama", mixture=MoEConfig(experts=4, k=2, ffn=12, gate="loss-free"))
     for told in pool.run(around_a_bad_step, 2, layout, shape, OptimizerConfig(lr=1e-2, ema=0.9)):
         assert told == [(False, False), (True, True), (False, False)]
 
@@ -131,13 +133,15 @@ def test_experts_are_looked_at_where_they_are(pool):
 
 def unscaled(layout, compute, value):
     """Two bad updates, without a loss scale."""
-    engine = Engine(models.build(SHAPE, "meta"), layout, options=Options(compute=compute, master=compute))
+    engine = Engine(
+        models.build(SHAPE, "meta"), layout, options=ParallelOptions(compute_dtype=compute, master_dtype=compute)
+    )
     poison(engine, "norm.weight", (0,), {"pp": engine.layout.pp - 1}, value)
     result = engine.step(batch_of(SHAPE, 4))
     engine.drain()
     moments = all(bool(state.isfinite().all()) for state in engine.optimizer.states())
-    weights = all(bool(unit.master.values().isfinite().all()) for unit in engine.parallel.flat.units)
-    return result.skipped, result.finite, moments, weights, str(engine.not_finite(result))
+    weights = all(bool(unit.master.values().isfinite().all()) for unit in engine.parallel.sharded_model.param_groups)
+    return result.skipped, result.finite, moments, weights, str(engine.locate_nonfinite(result))
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
@@ -153,12 +157,12 @@ def fixed(layout):
     """A pipeline that updates as it goes, with a scale and without: the same weights."""
     found = []
     for scale in (LossScale(), LossScale(start=64.0)):
-        options = Options(compute=torch.float64, master=torch.float64)
+        options = ParallelOptions(compute_dtype=torch.float64, master_dtype=torch.float64)
         engine = Engine(models.build(SHAPE, "meta"), layout, options=options, loss_scale=scale)
         for step in range(3):
             result = engine.step(batch_of(SHAPE, 4, seed=step))
         engine.drain()
-        found.append((result.norm, [unit.master.values() for unit in engine.parallel.flat.units]))
+        found.append((result.norm, [unit.master.values() for unit in engine.parallel.sharded_model.param_groups]))
     (norm, weights), (scaled_norm, scaled) = found
     return norm - scaled_norm, max(float((a - b).abs().max()) for a, b in zip(weights, scaled, strict=True))
 
@@ -214,7 +218,7 @@ def run(tmp_path, bad, in_backward=False, **precision):
         optimizer=OptimizerConfig(in_backward=in_backward),
         clip=0.0 if in_backward else 1.0,
     )
-    return start_training.run(config)
+    return start_training.run_training(config)
 
 
 def test_the_log_and_the_console_say_which_tensor_it_was(tmp_path, capsys):

@@ -16,10 +16,10 @@ from echelon.cli import app
 from echelon.config.run_config import Config
 from echelon.config.sections import OptimizerConfig
 from echelon.layout import Layout
-from echelon.models.moe_config import MixtureConfig
+from echelon.models.moe_config import MoEConfig
 from echelon.moe.gates.gate import Gate
-from echelon.report.expert_load_history import History
-from echelon.training.loop import train_here
+from echelon.report.expert_load_history import ExpertLoadHistory
+from echelon.training.loop import train_on_rank
 from echelon.training.run_dir import Run
 from echelon.verification.verifier import verify
 
@@ -44,7 +44,7 @@ def tight():
 
 
 def shape(gate, **options):
-    return tiny("llama", mixture=MixtureConfig(experts=EXPERTS, k=CHOICES, ffn=12, gate=gate, **options))
+    return tiny("llama", mixture=MoEConfig(experts=EXPERTS, k=CHOICES, ffn=12, gate=gate, **options))
 
 
 def gates(model):
@@ -72,7 +72,7 @@ def trained(pool, model, layout, folder):
         optimizer=OptimizerConfig(lr=1e-30),
         run=str(folder / layout.replace(",", "-")),
     )
-    first, *_ = pool.run(train_here, Layout.parse(layout).world, config, True)
+    first, *_ = pool.run(train_on_rank, Layout.parse(layout).world, config, True)
     return Run.open(first.run), first
 
 
@@ -94,7 +94,7 @@ def test_one_expert_for_all_and_one_for_none_are_in_the_log(pool, tmp_path):
             assert layer["dead"] == layer["counts"].count(0) >= 1
             assert layer["most"] == EXPERTS / CHOICES
             assert (sum(layer["counts"]), layer["dropped"]) == (CHOICES * BATCH * LENGTH, 0)
-        assert all(NEVER in layer.never() for layer in History.read(run.path).layers)
+        assert all(NEVER in layer.unused_experts() for layer in ExpertLoadHistory.read(run.path).layers)
         assert (summary.experts["most"], summary.experts["dropped_in_run"]) == (EXPERTS / CHOICES, 0)
 
 

@@ -10,11 +10,11 @@ from torch import nn
 from echelon import models
 from echelon.config.run_config import Config
 from echelon.layout import Layout
-from echelon.parallel.apply import Options
+from echelon.parallel.apply import ParallelOptions
 from echelon.precision.loss_scale import LossScale
 from echelon.training.engine import Engine
-from echelon.training.logging.metrics import Peak
-from echelon.training.resolved_settings import derived
+from echelon.training.logging.metrics import PeakFlops
+from echelon.training.resolved_settings import resolved_settings
 
 SHAPE = tiny("llama")
 # dp x accumulate, and with dp=2 also fewer and larger microbatches.
@@ -67,13 +67,13 @@ class Slope(nn.Module):
 
 def summed(layout, compute, reduce=None):
     """A power of two, then ones: bfloat16 has 8 bits, and 256 + 1 is 256 in it, and so on for float16's 11."""
-    engine = Engine(Slope(), layout, options=Options(compute=compute, reduce=reduce))
+    engine = Engine(Slope(), layout, options=ParallelOptions(compute_dtype=compute, reduce_dtype=reduce))
     x = torch.ones(8)
     x[0] = 256 if compute == torch.bfloat16 else 2048
     engine.step({"x": x})
     gradient = whole(engine.parallel)["weight"]
-    unit = engine.parallel.flat.units[0]
-    return gradient.unique().tolist(), str(unit.grad.dtype), str(unit.master.dtype), str(unit.full.dtype)
+    unit = engine.parallel.sharded_model.param_groups[0]
+    return gradient.unique().tolist(), str(unit.grad.dtype), str(unit.master.dtype), str(unit.unsharded_param.dtype)
 
 
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16])
@@ -112,7 +112,7 @@ def test_a_loss_scale_changes_nothing_in_any_division(pool, zero):
 
 def printed(layout):
     engine = engine_of(SHAPE, layout)
-    rows = derived(Config(batch=engine.layout.batch), engine, Peak(flops=1.0, why=""), 1)
+    rows = resolved_settings(Config(batch=engine.layout.batch), engine, PeakFlops(flops=1.0, source=""), 1)
     return {name: f"{value} ({why})" for name, value, why in rows}
 
 

@@ -36,8 +36,8 @@ def on_a_layout(family, layout):
 
 def truth(family):
     model = one_device(SHAPES[family])
-    stream = rng.Stream(0)
-    rng.attach(model, stream)
+    stream = rng.RandomStream(0)
+    rng.attach_stream(model, stream)
     stream.samples = torch.arange(ROWS)
     first = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     shown = []

@@ -10,7 +10,7 @@ from laid_out import batch_of, engine_of, float64, tiny, whole
 from torch import nn
 
 from echelon.layout import Layout
-from echelon.models.moe_config import MixtureConfig
+from echelon.models.moe_config import MoEConfig
 from echelon.training.engine import Engine
 from echelon.training.grad_norm import clip_factor
 
@@ -21,11 +21,11 @@ SHAPES = {
     "one kv head, tied, odd vocabulary": tiny("llama", kv_heads=1, tied=True, vocab=61),
 }
 MIXTURES = {
-    "experts": tiny("llama", mixture=MixtureConfig(experts=8, k=2, ffn=12, gate="mixtral")),
+    "experts": tiny("llama", mixture=MoEConfig(experts=8, k=2, ffn=12, gate="mixtral")),
     "experts in every second layer, a shared one, tied": tiny(
         "gpt",
         tied=True,
-        mixture=MixtureConfig(experts=4, k=2, ffn=12, gate="qwen", shared=8, activation="gelu", every=2),
+        mixture=MoEConfig(experts=4, k=2, ffn=12, gate="qwen", shared=8, activation="gelu", every=2),
     ),
 }
 LAYOUTS = (
@@ -57,7 +57,7 @@ FOLDED = (
 def ones(name, layout):
     """Fills whole shards, with their padding and with every copy of a replicated head, as a careless sum would."""
     engine = engine_of((SHAPES | MIXTURES)[name], layout)
-    for unit in engine.parallel.flat.units:
+    for unit in engine.parallel.sharded_model.param_groups:
         unit.grad.fill_(1.0)
     norm, largest = float(engine.norm()), float(engine.norm(math.inf))
     engine.optimizer.step(0.0, clip_factor(engine.norm(), 0.5), torch.tensor(True))

@@ -65,7 +65,7 @@ def without_a_target(layout):
     for step in range(2):
         if step:
             result = engine.step(batch)
-        weights = [unit.master.values() for unit in engine.parallel.flat.units]
+        weights = [unit.master.values() for unit in engine.parallel.sharded_model.param_groups]
         states.append([t.clone() for t in [*engine.optimizer.states(), *weights]])
     return result, len(states[0]), all(torch.equal(*pair) for pair in zip(*states, strict=True))
 
@@ -100,7 +100,7 @@ def batch(rows, step):
 
 def test_the_log_and_the_console_say_that_nothing_was_done(tmp_path, capsys):
     (tmp_path / "own.py").write_text(OWN)
-    summary = start_training.run(
+    summary = start_training.run_training(
         Config(model=f"{tmp_path / 'own.py'}:build", steps=3, batch=4, run=str(tmp_path / "run"))
     )
     steps = list(Run.open(summary.run).records("step"))

@@ -23,13 +23,18 @@ LAYOUTS = (
 def after_ten_steps(layout):
     """(place on pp, first weights, last weights, elements counted, elements held) of the tied matrix on this rank."""
     engine = engine_of(SHAPE, layout, optimizer=OptimizerConfig(lr=1e-2), clip=1.0)
-    held = [(u, p) for u, p in engine.parallel.flat.pieces() if p.entry.name == "embed.weight"]
-    before = [engine.parallel.flat.view(unit.master.values(), piece).clone() for unit, piece in held]
+    held = [(u, p) for u, p in engine.parallel.sharded_model.pieces() if p.param.name == "embed.weight"]
+    before = [engine.parallel.sharded_model.piece_view(unit.master.values(), piece).clone() for unit, piece in held]
     for step in range(10):
         engine.step(batch_of(SHAPE, Layout.parse(layout).batch, seed=step))
-    after = [engine.parallel.flat.view(unit.master.values(), piece).clone() for unit, piece in held]
-    counted = sum(stop - start for _, piece in held if piece.owner and piece.first for start, stop in piece.runs())
-    return engine.parallel.axes.at, before, after, counted
+    after = [engine.parallel.sharded_model.piece_view(unit.master.values(), piece).clone() for unit, piece in held]
+    counted = sum(
+        stop - start
+        for _, piece in held
+        if piece.is_owner and piece.is_first_replica
+        for start, stop in piece.unpadded_runs()
+    )
+    return engine.parallel.axes.coordinates, before, after, counted
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -7,8 +7,8 @@ import time
 import pytest
 from laid_out import engine_of, tiny
 
-from echelon.layout import FaultError, Layout, check
-from echelon.training.resolved_settings import _pipeline
+from echelon.layout import Layout, ValidationError, check_layout
+from echelon.training.resolved_settings import _pipeline_settings
 
 HEAD = tiny().vocab * tiny().width
 """the cost of the costliest link: what a balanced split can be off by"""
@@ -17,7 +17,7 @@ HEAD = tiny().vocab * tiny().width
 def split_on(layers, layout):
     engine = engine_of(tiny(layers=layers), layout)
     held = {name.split(".")[1] for name, _ in engine.model.named_parameters() if name.startswith("blocks.")}
-    return engine.pipeline.stages.split, list(_pipeline(engine.pipeline, 9)), held
+    return engine.pipeline.stages.split, list(_pipeline_settings(engine.pipeline, 9)), held
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_the_printed_split_covers_each_layer_once(pool, layers, layout):
 
 def test_too_few_layers_are_refused_with_the_legal_values():
     started = time.perf_counter()
-    with pytest.raises(FaultError, match=r"pp=3.*2 layers.*legal: 1, 2") as caught:
-        check("pp=3", model=tiny(layers=2))
+    with pytest.raises(ValidationError, match=r"pp=3.*2 layers.*legal: 1, 2") as caught:
+        check_layout("pp=3", model=tiny(layers=2))
     assert time.perf_counter() - started < 2
-    assert [fault.key for fault in caught.value.faults] == ["pp"]
+    assert [fault.key for fault in caught.value.issues] == ["pp"]

@@ -18,11 +18,11 @@ def train(layout):
     with torch.no_grad():
         logits = engine.model.logits(batch["tokens"])
     padding = []
-    for unit, piece in engine.parallel.flat.pieces():
-        if piece.entry.shape[0] == VOCABULARY:
+    for unit, piece in engine.parallel.sharded_model.pieces():
+        if piece.param.shape[0] == VOCABULARY:
             real = piece.box[0][1] - piece.box[0][0]
             for held in (unit.grad, unit.master.values()):
-                rows = engine.parallel.flat.view(held, piece).view(piece.entry.local_shape)
+                rows = engine.parallel.sharded_model.piece_view(held, piece).view(piece.param.local_shape)
                 padding.append(rows[real:].abs().sum().item())
                 assert rows[:real].abs().sum() > 0
     state = whole(engine.parallel, "master") if layout != "tp=1" else {}

@@ -14,13 +14,13 @@ import pytest
 from echelon.config.run_config import Config
 from echelon.data import TokenDataset
 from echelon.data.sample_order import epoch_and_sample
-from echelon.launch.world import join
+from echelon.launch.world import join_process_group
 from echelon.training.engine import Engine
-from echelon.training.loop import train_here
-from echelon.training.resume import config_of
-from echelon.training.run_checkpoints import Checkpoints
+from echelon.training.loop import train_on_rank
+from echelon.training.resume import resumed_config
+from echelon.training.run_checkpoints import RunCheckpoints
 from echelon.training.run_dir import Run
-from echelon.training.task import task_of
+from echelon.training.task import build_task
 
 SAMPLES, LENGTH, BATCH = 1_000_000, 8, 12
 STOP, MORE = 7, 3
@@ -56,14 +56,14 @@ def config(text: Path, run: Path, layout: str, steps: int) -> Config:
 
 def stopped_late(config: Config, step: int) -> None:
     """Leaves the run and the checkpoint of one that stopped after a step."""
-    with join("cpu") as world:
-        task = task_of(config, nullcontext())
+    with join_process_group("cpu") as world:
+        task = build_task(config, nullcontext())
         engine = Engine(task.build(), config.layout, config.optimizer)
         run = Run.create(config, {}).path if world.rank == 0 else None
-        checkpoints = Checkpoints(config, engine, run, resumes=False, tell=lambda kind, facts: None)
+        checkpoints = RunCheckpoints(config, engine, run, resuming=False, log=lambda kind, facts: None)
         engine.num_steps = step
-        checkpoints.after(step, last=True)
-        checkpoints.end()
+        checkpoints.after_step(step, last=True)
+        checkpoints.finish()
         checkpoints.close()
 
 
@@ -88,7 +88,7 @@ def seen(config: Config, resume: str = "") -> dict[str, Any]:
 
     TokenDataset.__init__, TokenDataset.batch = open_, read
     try:
-        run = train_here(config, True, resume=resume).run
+        run = train_on_rank(config, True, resume=resume).run
     finally:
         TokenDataset.__init__, TokenDataset.batch = opened, batch
     return {"samples": found, "run": run, "seconds": times[1] - times[0] + times[2]}
@@ -107,7 +107,7 @@ def due(first: int, last: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(("layout", "ranks"), [("dp=2", 2), ("dp=3,zero=1", 3)])
 def test_the_same_samples_none_twice_none_lost(pool, tmp_path, text, layout, ranks):
     first = pool.run(seen, 4, config(text, tmp_path / "run", "dp=4", STOP))
-    resumed = config_of(tmp_path / "run", [f"steps={STOP + MORE}", f"layout={layout}"])
+    resumed = resumed_config(tmp_path / "run", [f"steps={STOP + MORE}", f"layout={layout}"])
     second = pool.run(seen, ranks, resumed, str(tmp_path / "run"))
     assert sorted(together(first)) == sorted(due(0, STOP))
     assert sorted(together(second)) == sorted(due(STOP, STOP + MORE))
@@ -120,7 +120,7 @@ def test_the_same_samples_none_twice_none_lost(pool, tmp_path, text, layout, ran
 def test_also_where_the_second_epoch_begins(pool, tmp_path, text, layout, ranks):
     """The run is taken for one that has done all but the last whole step of the first epoch."""
     pool.run(stopped_late, 4, config(text, tmp_path / "run", "dp=4", EPOCH), EPOCH - 1)
-    resumed = config_of(tmp_path / "run", [f"steps={EPOCH + MORE}", f"layout={layout}"])
+    resumed = resumed_config(tmp_path / "run", [f"steps={EPOCH + MORE}", f"layout={layout}"])
     second = pool.run(seen, ranks, resumed, str(tmp_path / "run"))
     assert sorted(together(second)) == sorted(due(EPOCH - 1, EPOCH + MORE))
     assert {epoch for epoch, _ in together(second)} == {0, 1}

@@ -10,13 +10,13 @@ from plan_only import without_offload
 
 from echelon.config.run_config import Config
 from echelon.config.sections import DataConfig, OptimizerConfig, ScheduleConfig
-from echelon.layout.validation_error import FaultError
+from echelon.layout.validation_error import ValidationError
 
 
 def faults_of(*settings, path=None, world=None):
-    with pytest.raises(FaultError) as caught:
+    with pytest.raises(ValidationError) as caught:
         Config.load(path, settings, world=world)
-    return {fault.key: fault for fault in caught.value.faults}
+    return {fault.key: fault for fault in caught.value.issues}
 
 
 def test_defaults_need_no_file():
@@ -237,12 +237,12 @@ assert "torch" not in sys.modules
 
 
 def test_s12_faults_of_the_layout_are_part_of_the_same_report():
-    with pytest.raises(FaultError) as caught:
+    with pytest.raises(ValidationError) as caught:
         Config.load(None, ["layout=tp=8", "clip=-1"], world=8)
-    assert {"clip", "tp"} <= {fault.key for fault in caught.value.faults}
-    with pytest.raises(FaultError, match="batch"):
+    assert {"clip", "tp"} <= {fault.key for fault in caught.value.issues}
+    with pytest.raises(ValidationError, match="batch"):
         Config.load(None, ["layout=dp=4", "batch=10"], world=4)
-    with pytest.raises(FaultError, match="tp=4"):
+    with pytest.raises(ValidationError, match="tp=4"):
         Config.load(None, ["layout=tp=4"], world=6)
 
 

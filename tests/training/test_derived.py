@@ -8,13 +8,16 @@ from echelon.config.run_config import Config
 from echelon.config.sections import OptimizerConfig
 from echelon.layout import Layout
 from echelon.training.engine import Engine
-from echelon.training.logging.metrics import Peak
-from echelon.training.resolved_settings import derived, traffic
+from echelon.training.logging.metrics import PeakFlops
+from echelon.training.resolved_settings import resolved_settings, tp_traffic
 
 
 def rows_of(engine, seq_len=9):
     config = Config(seq_len=seq_len, batch=engine.layout.batch, timeout=12.5)
-    return {name: (value, why) for name, value, why in derived(config, engine, Peak(flops=2e12, why="named"), 3)}
+    return {
+        name: (value, why)
+        for name, value, why in resolved_settings(config, engine, PeakFlops(flops=2e12, source="named"), 3)
+    }
 
 
 def rows_on(layout, kv_heads=2):
@@ -37,7 +40,7 @@ def test_every_number_that_was_chosen_is_told_with_its_reason(pool):
 def test_what_a_budget_chose_and_what_segments_keep_is_told():
     engine = engine_of(tiny(layers=4), "recompute=budget:0.0002GiB")
     assert rows_of(engine)["recompute"][1] == "chosen with the first microbatch"
-    engine.rehearse(next(engine.microbatches(batch_of(tiny(), 4))))
+    engine.rehearse_memory_budget(next(engine.microbatches(batch_of(tiny(), 4))))
     value, why = rows_of(engine)["recompute"]
     assert value.startswith("blocks.0")
     assert value.endswith("none")
@@ -75,7 +78,7 @@ def test_a_module_of_ones_own_has_no_tokens_and_no_known_traffic():
             return self.net(x).sum(), torch.tensor(len(x))
 
     engine = Engine(Own(), Layout.parse("dp=1,microbatch=4"), options=float64())
-    assert traffic(engine, 9) is None
+    assert tp_traffic(engine, 9) is None
     assert rows_of(engine)["batch"][0] == "4 sequences"
 
 

@@ -5,13 +5,24 @@ import re
 import pytest
 from rich.console import Console
 
-from echelon.training.logging.display import Display, History, Progress, duration, percent, short, size, sparkline
-from echelon.training.logging.expert_load import Balance, Load
+from echelon.training.logging.display import (
+    Display,
+    LossHistory,
+    Progress,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_percent,
+    sparkline,
+)
+from echelon.training.logging.expert_load import ExpertLoad, LoadBalance
 
 DERIVED = [("microbatch", "12", "batch 24 over 2 ranks"), ("padding", "none", "")]
 
 
-UNEVEN = Balance.of([Load.of("blocks.0.mlp", [8, 8, 0, 0], 0), Load.of("blocks.11.mlp", [9, 3, 2, 2], 5)])
+UNEVEN = LoadBalance.from_loads(
+    [ExpertLoad.from_counts("blocks.0.mlp", [8, 8, 0, 0], 0), ExpertLoad.from_counts("blocks.11.mlp", [9, 3, 2, 2], 5)]
+)
 
 
 def progress(step, loss=2.0, experts=None):
@@ -133,10 +144,10 @@ def test_a_console_without_unicode_is_served():
     console = Console(file=file, width=110, force_terminal=True, color_system=None, _environ={"TERM": "xterm"})
     display = Display(2, console=console)
     with display:
-        display.header("t", DERIVED)
-        display.step(progress(1, loss=3.0))
-        display.step(progress(2, loss=1.0))
-    display.summary("done", [], sample="snow ☃ \x00")
+        display.print_settings("t", DERIVED)
+        display.show_step(progress(1, loss=3.0))
+        display.show_step(progress(2, loss=1.0))
+    display.print_summary("done", [], sample="snow ☃ \x00")
     file.flush()
     assert b"loss 1.000 #_" in raw.getvalue()
     assert b"snow ? ?" in raw.getvalue()
@@ -145,11 +156,11 @@ def test_a_console_without_unicode_is_served():
 def test_quiet_prints_nothing(capsys):
     display = Display(3, quiet=True)
     with display:
-        display.header("t", DERIVED)
-        display.step(progress(3))
-        display.evaluation(3, 1.0)
-        display.note("n")
-    display.summary("done", [("a", "b")], sample="x")
+        display.print_settings("t", DERIVED)
+        display.show_step(progress(3))
+        display.print_evaluation(3, 1.0)
+        display.print_note("n")
+    display.print_summary("done", [("a", "b")], sample="x")
     captured = capsys.readouterr()
     assert captured.out == captured.err == ""
 
@@ -177,7 +188,7 @@ def test_sparkline():
 
 
 def test_history_keeps_a_long_run_in_bounded_room():
-    history = History(room=8)
+    history = LossHistory(capacity=8)
     for value in range(1000):
         history.add(float(value))
     assert len(history.means) < 8
@@ -186,7 +197,7 @@ def test_history_keeps_a_long_run_in_bounded_room():
 
 
 def test_numbers_for_people():
-    assert [short(v) for v in (999, 12_345, 1.5e6, math.nan)] == ["999", "12.3k", "1.5M", "-"]
-    assert [size(v) for v in (2**20, 3 * 2**30)] == ["1 MiB", "3.00 GiB"]
-    assert [duration(v) for v in (59.6, 3725, math.nan)] == ["1:00", "1:02:05", "-"]
-    assert percent(math.nan) == "-"
+    assert [format_count(v) for v in (999, 12_345, 1.5e6, math.nan)] == ["999", "12.3k", "1.5M", "-"]
+    assert [format_bytes(v) for v in (2**20, 3 * 2**30)] == ["1 MiB", "3.00 GiB"]
+    assert [format_duration(v) for v in (59.6, 3725, math.nan)] == ["1:00", "1:02:05", "-"]
+    assert format_percent(math.nan) == "-"

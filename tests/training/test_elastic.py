@@ -16,19 +16,19 @@ import pytest
 from typer.testing import CliRunner
 
 from echelon.checkpoint.load import open_index
-from echelon.checkpoint.storage import Local
+from echelon.checkpoint.storage import LocalStorage
 from echelon.cli import app
 from echelon.config.run_config import Config
-from echelon.faults.graceful_stop import EXIT
+from echelon.faults.graceful_stop import EXIT_STATUS
 from echelon.launch.rank_failure import RankError
-from echelon.layout import FaultError, Layout
+from echelon.layout import Layout, ValidationError
 from echelon.training import loop
-from echelon.training.elastic.attempts import Attempt, goes_on_with
-from echelon.training.elastic.replan import change_of
-from echelon.training.loop import train_here
-from echelon.training.resume import config_of
+from echelon.training.elastic.attempts import Attempt, resume_target
+from echelon.training.elastic.replan import plan_layout_change
+from echelon.training.loop import train_on_rank
+from echelon.training.resume import resumed_config
 from echelon.training.run_dir import Run
-from echelon.training.start_training import run
+from echelon.training.start_training import run_training
 
 STEPS = 9
 
@@ -64,12 +64,12 @@ TYPES = {"F64": "<f8", "F32": "<f4", "I64": "<i8"}
 def weights(path: str | Path) -> dict[str, np.ndarray]:
     """The state after a run's last step, put together from what its ranks wrote."""
     folder, found = Path(path) / "checkpoints", {}
-    for name, tensor in open_index(Local(folder), STEPS).tensors.items():
+    for name, tensor in open_index(LocalStorage(folder), STEPS).tensors.items():
         found[name] = np.empty(tensor.shape)
         for stored in tensor.slices:
             extent = [b - a for a, b in stored.box]
             file = folder / f"step-{STEPS:08d}" / stored.file
-            values = np.fromfile(file, TYPES[tensor.dtype], int(np.prod(extent)), offset=stored.at)
+            values = np.fromfile(file, TYPES[tensor.dtype], int(np.prod(extent)), offset=stored.offset)
             found[name][tuple(slice(a, b) for a, b in stored.box)] = values.reshape(extent)
     return found
 
@@ -83,7 +83,7 @@ def are_equal(one: Path, other: Path) -> bool:
 
 def state(path: str | Path) -> str:
     """A hash of all of it."""
-    return open_index(Local(Path(path) / "checkpoints"), STEPS).hash
+    return open_index(LocalStorage(Path(path) / "checkpoints"), STEPS).hash
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def undisturbed(pool, tmp_path_factory):
     def of(layout: str) -> Path:
         if layout not in done:
             folder = tmp_path_factory.mktemp("undisturbed")
-            pool.run(train_here, Layout.parse(layout).world, config(folder, layout), True)
+            pool.run(train_on_rank, Layout.parse(layout).world, config(folder, layout), True)
             done[layout] = folder / "run"
         return done[layout]
 
@@ -113,17 +113,17 @@ def test_a_checkpoint_that_was_asked_for_is_not_forgotten_by_a_restart(tmp_path)
     made = Run.create(config(tmp_path, "dp=2"), {"layout": "dp=2", "elastic": "first"})
     made.log("start", time=0.0, after=0, elastic="first")
     asked = str(made.path / "checkpoints" / "step-00000004")
-    assert goes_on_with(made.path, asked, "second") == asked
+    assert resume_target(made.path, asked, "second") == asked
     made.log("start", time=1.0, after=4, elastic="second")
-    assert goes_on_with(made.path, asked, "second") == str(made.path)
-    assert goes_on_with(made.path, str(made.path), "third") == str(made.path)
-    assert goes_on_with(None, "", "third") == ""
+    assert resume_target(made.path, asked, "second") == str(made.path)
+    assert resume_target(made.path, str(made.path), "third") == str(made.path)
+    assert resume_target(None, "", "third") == ""
     made.close()
 
 
 def test_a_killed_rank_is_restarted_and_the_run_ends_as_if_nothing_had_happened(tmp_path, undisturbed, capfd):
     asked = config(tmp_path, "dp=2", **{"elastic.restarts": 2})
-    summary = run(asked, quiet=True, inject=["kill:rank=1,step=6"])
+    summary = run_training(asked, quiet=True, inject=["kill:rank=1,step=6"])
     path = tmp_path / "run"
     assert Path(summary.run) == path
     assert state(path) == state(undisturbed("dp=2"))
@@ -147,7 +147,7 @@ def test_what_a_user_must_mend_is_not_tried_again(tmp_path, capfd, monkeypatch):
     asked = Config(model="own.py:build", batch=4, steps=3, layout="dp=2", device="cpu", run="run")
     asked = Config.from_toml(asked.to_toml().replace("restarts = 0", "restarts = 3"))
     with pytest.raises(RankError, match="mine"):
-        run(asked, quiet=True)
+        run_training(asked, quiet=True)
     assert "Restart" not in capfd.readouterr().err
 
 
@@ -156,7 +156,7 @@ def test_what_a_user_must_mend_is_not_tried_again(tmp_path, capfd, monkeypatch):
 
 def test_a_broken_rank_is_left_out_and_the_rest_goes_on_in_another_layout(tmp_path, undisturbed, capfd):
     changes = {"elastic.restarts": 1, "elastic.replan": "true"}
-    summary = run(config(tmp_path, "dp=3", **changes), quiet=True, inject=["gone:rank=1,step=6"])
+    summary = run_training(config(tmp_path, "dp=3", **changes), quiet=True, inject=["gone:rank=1,step=6"])
     path = tmp_path / "run"
     assert are_equal(path, undisturbed("dp=3"))
     assert [record["ranks"] for record in records(path, "restart")] == [[1]]
@@ -173,20 +173,20 @@ def test_a_broken_rank_is_left_out_and_the_rest_goes_on_in_another_layout(tmp_pa
 
 def test_without_replan_the_error_says_how_often_it_was_tried(tmp_path, capfd):
     with pytest.raises(RankError, match=r"(?s)^rank 1 .*SIGKILL, in start.*This was after 1 restart\.$") as caught:
-        run(config(tmp_path, "dp=2", **{"elastic.restarts": 1}), quiet=True, inject=["gone:rank=1,step=4"])
+        run_training(config(tmp_path, "dp=2", **{"elastic.restarts": 1}), quiet=True, inject=["gone:rank=1,step=4"])
     assert caught.value.rank == 1
     assert f"with: echelon train --resume {tmp_path / 'run'}" in capfd.readouterr().err
 
 
 def test_ranks_that_cannot_share_the_batch_idle():
     asked = Config(batch=8, seq_len=32, layout="dp=8", device="cpu")
-    change = change_of(asked, "dp=8", 7, why="rank 2 failed", numbers=[0, 1, 3, 4, 5, 6, 7])
+    change = plan_layout_change(asked, "dp=8", 7, reason="rank 2 failed", rank_numbers=[0, 1, 3, 4, 5, 6, 7])
     assert change is not None
-    assert change.ranks == 6
-    assert change.idle == (7,)
+    assert change.used_ranks == 6
+    assert change.idle_ranks == (7,)
     assert "rank 7 idles" in str(change)
-    assert change == change_of(asked, "dp=8", 7, why="rank 2 failed", numbers=[0, 1, 3, 4, 5, 6, 7])
-    assert Layout.parse(change.after, batch=8).batch == 8
+    assert change == plan_layout_change(asked, "dp=8", 7, reason="rank 2 failed", rank_numbers=[0, 1, 3, 4, 5, 6, 7])
+    assert Layout.parse(change.new_layout, batch=8).batch == 8
 
 
 def test_a_module_that_the_planner_does_not_know_keeps_its_split(tmp_path, monkeypatch):
@@ -194,16 +194,18 @@ def test_a_module_that_the_planner_does_not_know_keeps_its_split(tmp_path, monke
     (tmp_path / "own.py").write_text(own)
     monkeypatch.chdir(tmp_path)
     asked = Config(model="own.py:build", batch=12, layout="dp=4,zero=1", device="cpu")
-    change = change_of(asked, "dp=4,zero=1", 3, why="")
+    change = plan_layout_change(asked, "dp=4,zero=1", 3, reason="")
     assert change is not None
-    assert (change.after, change.seconds) == ("dp=3,zero=1", None)
-    change = change_of(Config(model="own.py:build", batch=8, layout="dp=4", device="cpu"), "dp=4", 3, why="")
+    assert (change.new_layout, change.step_seconds) == ("dp=3,zero=1", None)
+    change = plan_layout_change(
+        Config(model="own.py:build", batch=8, layout="dp=4", device="cpu"), "dp=4", 3, reason=""
+    )
     assert change is not None
-    assert (change.after, change.idle) == ("dp=2", (2,))
+    assert (change.new_layout, change.idle_ranks) == ("dp=2", (2,))
 
 
 def test_stages_that_update_by_themselves_cannot_be_planned_anew(tmp_path):
-    with pytest.raises(FaultError, match=r"elastic\.replan=true would change what is computed"):
+    with pytest.raises(ValidationError, match=r"elastic\.replan=true would change what is computed"):
         config(tmp_path, "pp=2,schedule=pipedream,accumulate=6", **{"elastic.replan": "true"})
 
 
@@ -233,14 +235,14 @@ def test_sigterm_of_the_launcher_saves_and_stops_and_the_run_goes_on(tmp_path, u
     asked = config(tmp_path, "dp=2", **{"checkpoint.every": 0})
     thread = terminated(path, 3)
     # It would be through before the signal came: one rank is slow.
-    summary = run(asked, quiet=True, inject=["slow-rank:rank=1,factor=5"])
+    summary = run_training(asked, quiet=True, inject=["slow-rank:rank=1,factor=5"])
     thread.join()
     assert signal.getsignal(signal.SIGTERM) is before
     (stopped,) = records(path, "stopped")
     assert 3 <= summary.stopped == stopped["step"] < STEPS
-    assert Local(path / "checkpoints").steps() == [summary.stopped]
+    assert LocalStorage(path / "checkpoints").steps() == [summary.stopped]
     assert not records(path, "end")
-    resumed = run(config_of(path, [f"steps={STEPS}", "checkpoint.every=1"]), quiet=True, resume=str(path))
+    resumed = run_training(resumed_config(path, [f"steps={STEPS}", "checkpoint.every=1"]), quiet=True, resume=str(path))
     assert resumed.stopped is None
     assert state(path) == state(undisturbed("dp=2"))
 
@@ -248,9 +250,9 @@ def test_sigterm_of_the_launcher_saves_and_stops_and_the_run_goes_on(tmp_path, u
 @pytest.mark.parametrize("layout", ["tp=2", "pp=2,accumulate=2"])
 def test_sigterm_of_one_rank_stops_all_after_the_same_step(tmp_path, layout):
     asked = config(tmp_path, layout, batch=4)
-    summary = run(asked, quiet=True, inject=["kill:rank=1,step=4,signal=SIGTERM"])
+    summary = run_training(asked, quiet=True, inject=["kill:rank=1,step=4,signal=SIGTERM"])
     assert summary.stopped in (4, 5)
-    assert Local(tmp_path / "run" / "checkpoints").steps()[-1] == summary.stopped
+    assert LocalStorage(tmp_path / "run" / "checkpoints").steps()[-1] == summary.stopped
 
 
 def test_sigterm_of_one_process_exits_as_is_usual(tmp_path):
@@ -260,7 +262,7 @@ def test_sigterm_of_one_process_exits_as_is_usual(tmp_path):
     done = CliRunner().invoke(app, ["train", "--procs", "1", *words])
     thread.join()
     (stopped,) = records(path, "stopped")
-    assert done.exit_code == EXIT == 143
+    assert done.exit_code == EXIT_STATUS == 143
     said = " ".join(done.output.split())
     assert f"stopped by SIGTERM after step {stopped['step']}; go on with: echelon train --resume" in said
 
@@ -286,10 +288,10 @@ def test_a_signal_to_every_process_of_a_run(tmp_path, number):
 def test_a_restart_does_not_wait_for_the_claim_of_a_machine_that_is_gone(tmp_path, monkeypatch):
     """A disk that machines share may keep it long after them."""
     asked = config(tmp_path, "dp=1", steps=2)
-    path = Path(train_here(asked, True).run)
-    again = Attempt(config=config_of(path, ["steps=3"]), resume=str(path), number=1)
-    monkeypatch.setattr(loop, "met", lambda *_: (again, None))
+    path = Path(train_on_rank(asked, True).run)
+    again = Attempt(config=resumed_config(path, ["steps=3"]), resume=str(path), restart_count=1)
+    monkeypatch.setattr(loop, "join_attempt", lambda *_: (again, None))
     with Run.open(path) as held:
-        assert held.claim()
-        train_here(again.config, True, resume=str(path))
+        assert held.lock()
+        train_on_rank(again.config, True, resume=str(path))
     assert [record["step"] for record in records(path, "step")] == [1, 2, 3]

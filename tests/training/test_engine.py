@@ -7,7 +7,7 @@ from torch import nn
 
 import echelon as ec
 from echelon.layout import Layout
-from echelon.parallel.apply import Options
+from echelon.parallel.apply import ParallelOptions
 from echelon.training.engine import Engine
 
 SHAPE = tiny("gpt", dropout=0.1)
@@ -41,7 +41,7 @@ def test_one_process_needs_no_process_group():
 
 def test_only_floating_inputs_take_the_compute_type():
     model = Mean()
-    Engine(model, options=Options(compute=torch.bfloat16)).step(rows(2))
+    Engine(model, options=ParallelOptions(compute_dtype=torch.bfloat16)).step(rows(2))
     assert model.seen == [(torch.bfloat16, torch.int64, 2)]
 
 
@@ -68,7 +68,7 @@ def miscounted(layout):
         engine = engine_of(SHAPE, layout)
         several = [*engine.microbatches(batch_of(SHAPE, 4)), *engine.microbatches(batch_of(SHAPE, 4))]
         try:
-            found.append(engine.run(several[:given]).count)
+            found.append(engine.step_microbatches(several[:given]).count)
         except ValueError as error:
             found.append(str(error))
     return found
@@ -94,7 +94,7 @@ def test_a_step_takes_another_learning_rate():
 
 def rows_of(layout, batch):
     engine = engine_of(SHAPE, layout)
-    return [list(part) for part in engine.rows(batch)]
+    return [list(part) for part in engine.row_ranges(batch)]
 
 
 def test_every_row_is_some_ranks_exactly_once(pool):

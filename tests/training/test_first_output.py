@@ -12,28 +12,28 @@ from echelon.config.run_config import Config
 from echelon.launch.rank_failure import RankError
 from echelon.layout import Layout
 from echelon.training.engine import Engine
-from echelon.training.loop import train_here
+from echelon.training.loop import train_on_rank
 from echelon.training.run_dir import Run
 
 
 def poisoned(config: Config, name: str, rank: int) -> None:
     """The second step finds a weight of one rank that is not a number."""
-    run = Engine.run
+    run = Engine.step_microbatches
 
     def run_poisoned(self, *args, **kwargs):
         if self.num_steps == 1 and (dist.get_rank() if dist.is_initialized() else 0) == rank:
-            for unit in self.parallel.flat.units:
+            for unit in self.parallel.sharded_model.units:
                 if name in unit.parameters:
                     with torch.no_grad():
                         unit.master.values().fill_(float("nan"))
                     unit.updated()
         return run(self, *args, **kwargs)
 
-    Engine.run = run_poisoned
+    Engine.step_microbatches = run_poisoned
     try:
-        train_here(config, True)
+        train_on_rank(config, True)
     finally:
-        Engine.run = run
+        Engine.step_microbatches = run
 
 
 @pytest.mark.parametrize(

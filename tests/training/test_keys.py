@@ -4,14 +4,14 @@ from typing import Annotated, Literal
 import pytest
 
 from echelon.config import schema
-from echelon.config.schema import Only, Range
+from echelon.config.schema import OnlyWith, Range
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inner:
     kind: Literal["round", "square"] = "round"
     """Shape."""
-    radius: Annotated[float, Range(low=0, low_open=True), Only("kind", ("round",))] = 1.0
+    radius: Annotated[float, Range(low=0, low_open=True), OnlyWith("kind", ("round",))] = 1.0
     """Of a round one."""
 
 
@@ -24,7 +24,7 @@ class Outer:
 
 
 def test_a_dataclass_is_a_table_of_dotted_keys():
-    table = schema.table_of(Outer, meanings=True)
+    table = schema.key_table(Outer, with_meanings=True)
     assert list(table) == ["inner.kind", "inner.radius", "count", "names"]
     assert [key.meaning for key in table.values()] == ["Shape.", "Of a round one.", "How many.", ""]
     assert table["inner.radius"].legal == "a number, > 0"
@@ -32,19 +32,19 @@ def test_a_dataclass_is_a_table_of_dotted_keys():
 
 def test_read_build_and_write_are_inverse():
     given = {"inner.radius": 2, "count": 3, "names": ["a", "b"]}
-    values, faults = schema.read(Outer, given)
+    values, faults = schema.parse_values(Outer, given)
     outer = schema.build(Outer, values)
     assert not faults
     assert outer == Outer(inner=Inner(radius=2.0), count=3, names=("a", "b"))
-    assert schema.to_toml(schema.values_of(outer)) == (
+    assert schema.to_toml(schema.effective_values(outer)) == (
         'count = 3\nnames = ["a", "b"]\n\n[inner]\nkind = "round"\nradius = 2.0\n'
     )
 
 
 def test_a_key_without_effect_is_refused_and_not_written():
-    _, (fault,) = schema.read(Outer, {"inner.kind": "square", "inner.radius": 2.0})
-    assert fault.rule == "has no effect with inner.kind=square"
-    assert "inner.radius" not in schema.values_of(Outer(inner=Inner(kind="square")))
+    _, (fault,) = schema.parse_values(Outer, {"inner.kind": "square", "inner.radius": 2.0})
+    assert fault.message == "has no effect with inner.kind=square"
+    assert "inner.radius" not in schema.effective_values(Outer(inner=Inner(kind="square")))
 
 
 @pytest.mark.parametrize(

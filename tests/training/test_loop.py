@@ -14,7 +14,7 @@ from echelon.config.run_config import Config
 from echelon.config.sections import DataConfig, EvalConfig, OptimizerConfig, SampleConfig
 from echelon.layout import Layout
 from echelon.training.engine import Engine
-from echelon.training.loop import train_here
+from echelon.training.loop import train_on_rank
 from echelon.training.run_dir import Run
 
 TEXT = "".join(f"def line_{number}(x): return x + {number}\n" for number in range(400))
@@ -25,7 +25,7 @@ def tokens(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
     for number in range(8):
         (folder / f"{number}.txt").write_text(TEXT[number * 900 : (number + 1) * 900])
-    return str(data.prepare(folder, folder / "cache", tokenizer=data.load_tokenizer("bytes")))
+    return str(data.prepare_token_file(folder, folder / "cache", tokenizer=data.load_tokenizer("bytes")))
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def config(tokens, tmp_path):
 
 def trained(pool, config, layout, **changes):
     config = dataclasses.replace(config, layout=layout, **changes)
-    first, *others = pool.run(train_here, Layout.parse(layout).world, config, True)
+    first, *others = pool.run(train_on_rank, Layout.parse(layout).world, config, True)
     # Rank 0 alone names the run; what they computed is equal.
     assert all(other.run == "" and other.loss == first.loss for other in others)
     return Run.open(first.run), first
@@ -141,7 +141,7 @@ def train_slow_to_drain(config, seconds):
 
     Engine.drain = slow
     try:
-        return train_here(config, True)
+        return train_on_rank(config, True)
     finally:
         Engine.drain = drain
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from echelon.layout import Layout
-from echelon.training.loop import train_here
+from echelon.training.loop import train_on_rank
 from tests.training.test_elastic import are_equal, config, records
 
 PATIENCE = 100.0
@@ -55,7 +55,7 @@ def ended(process: subprocess.Popen[bytes]) -> None:
 @pytest.mark.soak
 def test_a_machine_is_gone_for_good(pool, tmp_path):
     (tmp_path / "one").mkdir()
-    pool.run(train_here, 4, config(tmp_path / "one", "dp=4", batch=4), True)
+    pool.run(train_on_rank, 4, config(tmp_path / "one", "dp=4", batch=4), True)
     asked = config(tmp_path, "dp=4", batch=4, **{"elastic.replan": "true"})
     (tmp_path / "config.toml").write_text(asked.to_toml())
     run, port = tmp_path / "run", free_port()

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from echelon.memory.checkpointing.cost import Repeats
+from echelon.memory.checkpointing.cost import RecomputeWork
 from echelon.training.logging import metrics
 
 CPU = torch.device("cpu")
@@ -14,15 +14,15 @@ def test_mfu_is_the_share_of_the_peak_that_the_mathematics_needs():
 
 def test_hfu_equals_mfu_without_recomputation_and_adds_a_forward_of_the_blocks_with_it():
     flops, blocks, speed, peak = 9e9, 6e9, 1e4, 1e15
-    none = metrics.recomputed_flops(Repeats(), blocks)
-    full = metrics.recomputed_flops(Repeats(forward=1.0), blocks)
+    none = metrics.recomputed_flops(RecomputeWork(), blocks)
+    full = metrics.recomputed_flops(RecomputeWork(forward=1.0), blocks)
     assert metrics.hfu(flops, speed, peak, recomputed=none) == metrics.mfu(flops, speed, peak)
     assert metrics.hfu(flops, speed, peak, recomputed=full) == pytest.approx(metrics.mfu(flops + 2e9, speed, peak))
 
 
 def test_attention_alone_may_be_repeated():
-    assert metrics.recomputed_flops(Repeats(attention=1.0), 6e9, 3e9) == 1e9
-    assert metrics.recomputed_flops(Repeats(forward=0.5, attention=0.25), 6e9, 3e9) == 1.25e9
+    assert metrics.recomputed_flops(RecomputeWork(attention=1.0), 6e9, 3e9) == 1e9
+    assert metrics.recomputed_flops(RecomputeWork(forward=0.5, attention=0.25), 6e9, 3e9) == 1.25e9
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_an_unknown_device_has_no_known_peak():
 def test_the_peak_of_a_cpu_is_measured_and_says_so():
     peak = metrics.peak_flops(CPU)
     assert 1e8 < peak.flops < 1e15
-    assert "measured here: float32" in peak.why
+    assert "measured here: float32" in peak.source
 
 
 def test_peak_memory_of_a_process_grows_with_what_it_holds():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from laid_out import engine_of, tiny
 
-from echelon.training.grad_norm import clip_factor, parts_of
+from echelon.training.grad_norm import clip_factor, gradient_slices
 
 
 @pytest.mark.parametrize(
@@ -18,8 +18,8 @@ def test_the_factor_never_enlarges(norm, limit, factor):
 
 def owned():
     engine = engine_of(tiny("llama", kv_heads=1), "dp=2,tp=4,zero=3")
-    parts = parts_of(engine.parallel)
-    return sum(len(part.unit.grad[part.where]) for part in parts if part.counted)
+    parts = gradient_slices(engine.parallel)
+    return sum(len(part.group.grad[part.span]) for part in parts if part.is_counted)
 
 
 def test_all_ranks_together_own_every_parameter_once(pool):
@@ -28,9 +28,9 @@ def test_all_ranks_together_own_every_parameter_once(pool):
 
 def not_finite(value):
     engine = engine_of(tiny(), "tp=2")
-    unit, piece = next(pair for pair in engine.parallel.flat.pieces() if pair[1].entry.name == "embed.weight")
+    unit, piece = next(pair for pair in engine.parallel.sharded_model.pieces() if pair[1].param.name == "embed.weight")
     if engine.parallel.axes["tp"].index == 1:
-        engine.parallel.flat.view(unit.grad, piece)[0] = value
+        engine.parallel.sharded_model.piece_view(unit.grad, piece)[0] = value
     return float(engine.norm()), float(engine.norm(math.inf))
 
 
@@ -45,10 +45,10 @@ def test_one_bad_element_on_one_rank_is_seen_by_all(pool):
 def copy_not_finite():
     """Without sequence parallelism every rank has the same gradients of norms, and the first rank counts them."""
     engine = engine_of(tiny(), "tp=2,sp=0")
-    unit, piece = next(pair for pair in engine.parallel.flat.pieces() if pair[1].entry.name == "norm.weight")
+    unit, piece = next(pair for pair in engine.parallel.sharded_model.pieces() if pair[1].param.name == "norm.weight")
     if engine.parallel.axes["tp"].index == 1:
-        engine.parallel.flat.view(unit.grad, piece)[0] = math.inf
-    return float(engine.norm()), piece.owner
+        engine.parallel.sharded_model.piece_view(unit.grad, piece)[0] = math.inf
+    return float(engine.norm()), piece.is_owner
 
 
 def test_a_bad_element_of_a_copy_that_nobody_counts_is_seen_by_all(pool):

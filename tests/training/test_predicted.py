@@ -13,9 +13,9 @@ from echelon.config.sections import DataConfig, EvalConfig, SampleConfig
 from echelon.launch.world import World
 from echelon.layout import Layout
 from echelon.models import model_config
-from echelon.planning.calibrate.correction import FILE, ratio_of
+from echelon.planning.calibrate.correction import MEASURED_FILE, read_correction
 from echelon.training import prediction
-from echelon.training.loop import train_here
+from echelon.training.loop import train_on_rank
 from echelon.training.run_dir import Run
 
 
@@ -23,7 +23,7 @@ from echelon.training.run_dir import Run
 def tokens(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
     (folder / "text.txt").write_text("".join(f"line {number}\n" for number in range(2000)))
-    return str(data.prepare(folder, folder / "cache", tokenizer=data.load_tokenizer("bytes")))
+    return str(data.prepare_token_file(folder, folder / "cache", tokenizer=data.load_tokenizer("bytes")))
 
 
 def config(tokens, folder, **changes):
@@ -34,24 +34,24 @@ def config(tokens, folder, **changes):
 
 @pytest.mark.parametrize("layout", ["dp=2", "pp=2,accumulate=2", "tp=2"])
 def test_predicted_and_measured_are_kept(pool, tokens, tmp_path, layout):
-    summary, _ = pool.run(train_here, 2, config(tokens, tmp_path, layout=layout), True)
+    summary, _ = pool.run(train_on_rank, 2, config(tokens, tmp_path, layout=layout), True)
     run = Run.open(summary.run)
     before = run.plan["predicted"]
-    measured = json.loads((run.path / FILE).read_text())
+    measured = json.loads((run.path / MEASURED_FILE).read_text())
     assert before["step_s"] > 0
     assert before["memory_bytes"] > 0
     assert measured["predicted"] == before
     steps = [record["seconds"] for record in run.records("step")]
     assert min(steps[1:]) <= measured["step_s"]
     assert measured["memory_bytes"] > 0
-    assert ratio_of(summary.run) == measured["step_s"] / before["step_s"]
+    assert read_correction(summary.run) == measured["step_s"] / before["step_s"]
 
 
 def test_what_is_not_priced_is_left_out_with_a_reason(pool, tokens, tmp_path):
-    summary, _ = pool.run(train_here, 2, config(tokens, tmp_path, layout="dp=2", dtype="float64"), True)
+    summary, _ = pool.run(train_on_rank, 2, config(tokens, tmp_path, layout="dp=2", dtype="float64"), True)
     run = Run.open(summary.run)
     assert run.plan["predicted"] == {"reason": "products in float64 are not priced"}
-    assert json.loads((run.path / FILE).read_text())["ratio"] is None
+    assert json.loads((run.path / MEASURED_FILE).read_text())["ratio"] is None
 
 
 def test_a_planner_that_fails_does_not_fail_the_run(tokens, tmp_path, monkeypatch, capsys):
@@ -59,7 +59,7 @@ def test_a_planner_that_fails_does_not_fail_the_run(tokens, tmp_path, monkeypatc
         raise ZeroDivisionError("a bug in the planner")
 
     monkeypatch.setattr(prediction, "price", broken)
-    summary = train_here(config(tokens, tmp_path))
+    summary = train_on_rank(config(tokens, tmp_path))
     reason = Run.open(summary.run).plan["predicted"]["reason"]
     assert reason == "the planner gave up (a bug in the planner)"
     assert "s a step; not predicted: the planner gave up" in capsys.readouterr().out
@@ -85,7 +85,9 @@ def test_the_types_of_a_run_are_priced(monkeypatch, settings, precision, moment_
     monkeypatch.setattr(prediction, "price", keep)
     here = World(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"))
     layout = Layout(recompute="ops")
-    found = prediction.predicted(Config.load(None, settings), layout, model_config.find("llama-tiny"), here, threads=1)
+    found = prediction.predict_run(
+        Config.load(None, settings), layout, model_config.find_model("llama-tiny"), here, threads=1
+    )
     assert found == {"reason": "the planner gave up (enough)"}
     (case,) = asked
     assert (case.precision, case.moment_bytes, case.program) == (precision, moment_bytes, program)
@@ -93,7 +95,7 @@ def test_the_types_of_a_run_are_priced(monkeypatch, settings, precision, moment_
 
 
 def test_the_end_of_a_run_says_both(tokens, tmp_path, capsys):
-    train_here(config(tokens, tmp_path))
+    train_on_rank(config(tokens, tmp_path))
     line = next(line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("step: "))
     assert "predicted " in line
     assert " s a step, measured " in line

@@ -12,18 +12,18 @@ import torch
 from small_runs import small
 
 from echelon.checkpoint.load import open_index
-from echelon.checkpoint.storage import Local
+from echelon.checkpoint.storage import LocalStorage
 from echelon.config.run_config import Config
 from echelon.config.sections import ReplayConfig
 from echelon.faults import injection_spec
 from echelon.launch.rank_failure import RankError
-from echelon.layout import FaultError, Layout
+from echelon.layout import Layout, ValidationError
 from echelon.training.guard import deterministic as replay_kernels
 from echelon.training.guard import replay_check
-from echelon.training.guard.deterministic import prepare, repeatable
-from echelon.training.guard.replay_check import Replay
-from echelon.training.guard.step_checksums import first_difference, sum_of
-from echelon.training.loop import train_here
+from echelon.training.guard.deterministic import deterministic_kernels, set_cublas_workspace
+from echelon.training.guard.replay_check import ReplayCheck
+from echelon.training.guard.step_checksums import bit_checksum, first_difference
+from echelon.training.loop import train_on_rank
 from echelon.training.run_dir import Run
 
 STEPS = 4
@@ -35,7 +35,7 @@ def config(folder: Path, layout: str, name: str = "run", **changes: object) -> C
 
 
 def train(config: Config, inject: tuple[str, ...] = ()) -> str:
-    return train_here(config, True, injection_spec.read(inject)).run
+    return train_on_rank(config, True, injection_spec.parse_injections(inject)).run
 
 
 def found(run: str | Path) -> list[dict[str, object]]:
@@ -43,7 +43,7 @@ def found(run: str | Path) -> list[dict[str, object]]:
 
 
 def state(run: str | Path) -> str:
-    return open_index(Local(Path(run) / "checkpoints"), STEPS).hash
+    return open_index(LocalStorage(Path(run) / "checkpoints"), STEPS).hash
 
 
 CASES = {
@@ -86,7 +86,7 @@ def test_it_stops_before_the_update(pool, tmp_path):
         RankError, match=r"step 4, computed again .* rank 1 \(dp 1\) of .* first in the output of blocks\.1;"
     ):
         pool.run(train, 2, asked, ("flip:rank=1,step=4,layer=blocks.1",))
-    assert max(Local(tmp_path / "run" / "checkpoints").steps()) == 3
+    assert max(LocalStorage(tmp_path / "run" / "checkpoints").steps()) == 3
     assert [one["action"] for one in found(tmp_path / "run")] == ["stop"]
 
 
@@ -147,8 +147,8 @@ def test_check_sums_and_norms():
     value = torch.tensor([1.5, -2.0, 0.0])
     other = value.clone()
     other[2] = -0.0  # equal numbers, other bits
-    assert sum_of(value) != sum_of(other)
-    assert sum_of(torch.empty(0)) == 0
+    assert bit_checksum(value) != bit_checksum(other)
+    assert bit_checksum(torch.empty(0)) == 0
     one, two = torch.tensor([5, 6, 7]), torch.tensor([5, 8, 9])
     assert first_difference(one, two, 0.0) == 1
     assert first_difference(one, one, 0.0) == -1
@@ -165,29 +165,29 @@ def test_check_sums_and_norms():
 def test_the_wrong_pass_of_what_is_made_of_rounding():
     """By itself it agrees with nothing; beside the rest of its pass, it does."""
     parallel = SimpleNamespace(options=SimpleNamespace(device=torch.device("cpu")))
-    made = Replay(SimpleNamespace(parallel=parallel), ReplayConfig(every=1, tolerance=1e-2), lambda *_: None)
+    made = ReplayCheck(SimpleNamespace(parallel=parallel), ReplayConfig(every=1, tolerance=1e-2), lambda *_: None)
     good, again, bad = (torch.tensor([3.0, faint, 5.0], dtype=torch.float64) for faint in (2e-10, 3e-10, 1.0))
-    assert made._wrong(1, [bad, good, again]) == 1
-    assert made._wrong(1, [good, bad, again]) == 2
-    assert made._wrong(1, [good, bad, 2 * bad]) == 0
-    assert made._wrong(2, [good, bad, bad[:2]]) == 0
+    assert made._wrong_pass(1, [bad, good, again]) == 1
+    assert made._wrong_pass(1, [good, bad, again]) == 2
+    assert made._wrong_pass(1, [good, bad, 2 * bad]) == 0
+    assert made._wrong_pass(2, [good, bad, bad[:2]]) == 0
 
 
 def test_kernels_that_repeat_every_bit_are_asked_for_and_left(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    prepare()
+    set_cublas_workspace()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # somebody's own
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        with repeatable():
+        with deterministic_kernels():
             assert torch.are_deterministic_algorithms_enabled()
             assert not torch.is_deterministic_algorithms_warn_only_enabled()
         with (
             pytest.raises(ValueError, match=r"put_ does not have .*; set replay\.tolerance=1e-2 to compare"),
-            repeatable(),
+            deterministic_kernels(),
         ):
             torch.zeros(4).put_(torch.tensor([1]), torch.tensor([2.0]))
-        with pytest.raises(RuntimeError, match="something else"), repeatable():
+        with pytest.raises(RuntimeError, match="something else"), deterministic_kernels():
             raise RuntimeError("something else")
         assert torch.is_deterministic_algorithms_warn_only_enabled()
     finally:
@@ -203,25 +203,31 @@ def test_every_pass_uses_them_and_the_process_is_prepared(tmp_path, monkeypatch)
         yield
 
     monkeypatch.setattr(replay_check, "nullcontext", noted)  # a run on a CPU has these
-    monkeypatch.setattr(replay_kernels, "prepare", lambda: prepared.append(1))
+    monkeypatch.setattr(replay_kernels, "set_cublas_workspace", lambda: prepared.append(1))
     train(config(tmp_path, "dp=1"))
     assert (len(used), len(prepared)) == (STEPS + 1, 1)  # every second step twice, and the first to try them
 
 
 def test_only_equal_bits_on_a_gpu_need_them():
-    for device, tolerance, kind in (("cuda", 0.0, repeatable), ("cuda", 1e-2, nullcontext), ("cpu", 0.0, nullcontext)):
+    for device, tolerance, kind in (
+        ("cuda", 0.0, deterministic_kernels),
+        ("cuda", 1e-2, nullcontext),
+        ("cpu", 0.0, nullcontext),
+    ):
         parallel = SimpleNamespace(options=SimpleNamespace(device=torch.device(device)))
-        made = Replay(SimpleNamespace(parallel=parallel), ReplayConfig(every=1, tolerance=tolerance), lambda *_: None)
+        made = ReplayCheck(
+            SimpleNamespace(parallel=parallel), ReplayConfig(every=1, tolerance=tolerance), lambda *_: None
+        )
         assert made._kernels is kind
 
 
 def test_what_cannot_be_computed_twice_is_refused(tmp_path):
-    with pytest.raises(FaultError, match="cannot repeat a step whose updates come before its end"):
+    with pytest.raises(ValidationError, match="cannot repeat a step whose updates come before its end"):
         config(tmp_path, "pp=2,schedule=2bw,accumulate=2", tied="false")
-    with pytest.raises(FaultError, match="cannot repeat a step that updates in backward"):
+    with pytest.raises(ValidationError, match="cannot repeat a step that updates in backward"):
         config(tmp_path, "", **{"optimizer.in_backward": "true", "clip": 0})
     for offload in ("optimizer", "params"):
-        with pytest.raises(FaultError, match=f"leave the device as they come .offload={offload}"):
+        with pytest.raises(ValidationError, match=f"leave the device as they come .offload={offload}"):
             config(tmp_path, f"offload={offload}")
-    with pytest.raises(FaultError, match=r"replay.action=stop has no effect with replay.every=0"):
+    with pytest.raises(ValidationError, match=r"replay.action=stop has no effect with replay.every=0"):
         config(tmp_path, "", **{"replay.every": 0, "replay.action": "stop"})

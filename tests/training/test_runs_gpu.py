@@ -11,12 +11,12 @@ import torch
 from small_runs import small
 
 from echelon.checkpoint.load import open_index
-from echelon.checkpoint.storage import Local
+from echelon.checkpoint.storage import LocalStorage
 from echelon.config.run_config import Config
 from echelon.faults import injection_spec
-from echelon.faults.graceful_stop import EXIT
-from echelon.training.loop import train_here
-from echelon.training.resume import config_of
+from echelon.faults.graceful_stop import EXIT_STATUS
+from echelon.training.loop import train_on_rank
+from echelon.training.resume import resumed_config
 from echelon.training.run_dir import Run
 
 STEPS = 12
@@ -29,7 +29,7 @@ def config(folder: Path, name: str = "run", **changes: object) -> Config:
 
 
 def train(config: Config, *inject: str, resume: str = "") -> str:
-    return train_here(config, True, injection_spec.read(inject), resume).run
+    return train_on_rank(config, True, injection_spec.parse_injections(inject), resume).run
 
 
 def process(config: Config, *words: str) -> int:
@@ -40,7 +40,7 @@ def process(config: Config, *words: str) -> int:
 
 
 def state(run: str | Path) -> str:
-    return open_index(Local(Path(run) / "checkpoints"), STEPS).hash
+    return open_index(LocalStorage(Path(run) / "checkpoints"), STEPS).hash
 
 
 def losses(run: str | Path) -> dict[int, float]:
@@ -63,18 +63,21 @@ def test_a_run_repeats_every_bit(tmp_path: Path, undisturbed: str) -> None:
 def test_killed_and_resumed(tmp_path: Path, undisturbed: str) -> None:
     assert process(config(tmp_path), "--inject", "kill:rank=0,step=8") != 0
     run = tmp_path / "run"
-    train(config_of(run, []), resume=str(run))
+    train(resumed_config(run, []), resume=str(run))
     assert losses(run) == losses(undisturbed)
     assert state(run) == state(undisturbed)
 
 
 def test_sigterm_saves_and_stops(tmp_path: Path, undisturbed: str) -> None:
-    assert process(config(tmp_path, **{"checkpoint.every": 0}), "--inject", "kill:rank=0,step=5,signal=SIGTERM") == EXIT
+    assert (
+        process(config(tmp_path, **{"checkpoint.every": 0}), "--inject", "kill:rank=0,step=5,signal=SIGTERM")
+        == EXIT_STATUS
+    )
     run = tmp_path / "run"
     (stopped,) = records(run, "stopped")
     assert stopped["step"] in (5, 6, 7)
-    assert Local(run / "checkpoints").steps() == [stopped["step"]]
-    train(config_of(run, [f"checkpoint.every={STEPS}"]), resume=str(run))
+    assert LocalStorage(run / "checkpoints").steps() == [stopped["step"]]
+    train(resumed_config(run, [f"checkpoint.every={STEPS}"]), resume=str(run))
     assert state(run) == state(undisturbed)
 
 

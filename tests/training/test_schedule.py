@@ -6,26 +6,26 @@ from hypothesis import strategies as st
 
 from echelon.config.run_config import Config
 from echelon.config.sections import OptimizerConfig, ScheduleConfig
-from echelon.training.lr_schedule import factor, learning_rate
+from echelon.training.lr_schedule import learning_rate, lr_factor
 
 SHAPES = ("cosine", "wsd", "constant")
 
 
 def test_warm_up_is_linear_and_peaks_at_its_end():
     schedule = ScheduleConfig(name="constant", warmup=4)
-    assert [factor(step, 100, schedule) for step in range(6)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+    assert [lr_factor(step, 100, schedule) for step in range(6)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
 
 
 def test_cosine_ends_at_the_final_share():
     schedule = ScheduleConfig(name="cosine", warmup=10, final=0.1)
-    assert factor(10, 111, schedule) == 1.0
-    assert factor(60, 111, schedule) == pytest.approx(0.55)
-    assert factor(110, 111, schedule) == pytest.approx(0.1)
+    assert lr_factor(10, 111, schedule) == 1.0
+    assert lr_factor(60, 111, schedule) == pytest.approx(0.55)
+    assert lr_factor(110, 111, schedule) == pytest.approx(0.1)
 
 
 def test_wsd_is_flat_then_linear():
     schedule = ScheduleConfig(name="wsd", warmup=0, final=0.0, decay=0.2)
-    values = [factor(step, 100, schedule) for step in range(100)]
+    values = [lr_factor(step, 100, schedule) for step in range(100)]
     assert set(values[:80]) == {1.0}
     assert values[80:] == pytest.approx([left / 20 for left in range(19, -1, -1)])
 
@@ -38,7 +38,7 @@ def test_learning_rate_scales_the_peak():
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_run_shorter_than_its_warm_up_ends_on_the_way_up(name):
     schedule = ScheduleConfig(name=name, warmup=1000, decay=0.0)
-    values = [factor(step, 5, schedule) for step in range(5)]
+    values = [lr_factor(step, 5, schedule) for step in range(5)]
     assert values == sorted(values)
     assert 0 < values[0] < values[-1] < 0.01
 
@@ -52,7 +52,7 @@ def test_a_run_shorter_than_its_warm_up_ends_on_the_way_up(name):
 )
 def test_every_step_has_a_share_that_falls_only_after_the_warm_up(name, warmup, total, final, decay):
     schedule = ScheduleConfig(name=name, warmup=warmup, final=final, decay=decay)
-    values = [factor(step, total, schedule) for step in range(total + 5)]
+    values = [lr_factor(step, total, schedule) for step in range(total + 5)]
     assert all(0 <= value <= 1 for value in values)
     after = values[warmup:]
     assert all(left >= right for left, right in pairwise(after))
@@ -60,4 +60,4 @@ def test_every_step_has_a_share_that_falls_only_after_the_warm_up(name, warmup, 
 
 def test_steps_are_counted_from_zero():
     with pytest.raises(ValueError, match="counted from 0"):
-        factor(-1, 10, ScheduleConfig())
+        lr_factor(-1, 10, ScheduleConfig())

@@ -14,20 +14,20 @@ import torch.distributed as dist
 from small_runs import small
 
 from echelon.checkpoint.load import open_index
-from echelon.checkpoint.storage import Local
+from echelon.checkpoint.storage import LocalStorage
 from echelon.config.run_config import Config
 from echelon.config.sections import SpikeConfig
 from echelon.faults import injection_spec
 from echelon.launch.rank_failure import RankError
-from echelon.layout import FaultError, Layout
-from echelon.training.batch_index import Batches
+from echelon.layout import Layout, ValidationError
+from echelon.training.batch_index import BatchIndex
 from echelon.training.engine import Engine
-from echelon.training.guard.loss_spikes import Spikes
-from echelon.training.loop import train_here
-from echelon.training.resume import config_of
+from echelon.training.guard.loss_spikes import SpikeDetector
+from echelon.training.loop import train_on_rank
+from echelon.training.resume import resumed_config
 from echelon.training.run_dir import Run
 from echelon.training.step_result import StepResult
-from echelon.training.task import TextTask
+from echelon.training.task import LanguageModelTask
 from tests.checkpoint.killed import die
 
 STEPS, AT = 12, 8
@@ -43,7 +43,7 @@ def config(folder: Path, layout: str, name: str = "run", **changes: object) -> C
 
 def train(config: Config, inject: tuple[str, ...] = (), resume: str = "", kill: int = 0) -> dict[str, object]:
     """With `kill`, the last rank dies in the second attempt at that step."""
-    run, seen = Engine.run, []
+    run, seen = Engine.step_microbatches, []
 
     def run_or_die(self, *args, **kwargs):
         seen.append(self.num_steps + 1)
@@ -51,21 +51,21 @@ def train(config: Config, inject: tuple[str, ...] = (), resume: str = "", kill: 
             die()
         return run(self, *args, **kwargs)
 
-    Engine.run = run_or_die
+    Engine.step_microbatches = run_or_die
     try:
-        return train_here(config, True, injection_spec.read(inject), resume).facts()
+        return train_on_rank(config, True, injection_spec.parse_injections(inject), resume).log_fields()
     finally:
-        Engine.run = run
+        Engine.step_microbatches = run
 
 
 def end_of(run: str | Path) -> tuple[str, list[int]]:
     """(hash of the last state, the batches that it has skipped)"""
-    index = open_index(Local(Path(run) / "checkpoints"), STEPS)
-    return index.hash, index.facts["skipped_batches"]
+    index = open_index(LocalStorage(Path(run) / "checkpoints"), STEPS)
+    return index.hash, index.metadata["skipped_batches"]
 
 
 def facts_of(run: str | Path) -> Mapping[str, Any]:
-    return open_index(Local(Path(run) / "checkpoints"), STEPS).facts
+    return open_index(LocalStorage(Path(run) / "checkpoints"), STEPS).metadata
 
 
 def losses(run: str | Path) -> dict[int, float]:
@@ -81,25 +81,25 @@ def records(run: str | Path, kind: str) -> list[dict[str, object]]:
 
 
 def test_a_step_has_the_nth_batch_that_is_not_skipped():
-    assert [Batches().of(step) for step in (1, 2, 3)] == [1, 2, 3]
-    assert [Batches([4, 1, 2]).of(step) for step in (1, 2, 3)] == [3, 5, 6]
-    batches = Batches()
+    assert [BatchIndex().batch_of_step(step) for step in (1, 2, 3)] == [1, 2, 3]
+    assert [BatchIndex([4, 1, 2]).batch_of_step(step) for step in (1, 2, 3)] == [3, 5, 6]
+    batches = BatchIndex()
     for number in (7, 3, 7):
         batches.skip([number])
     kept = [number for number in range(1, 100) if number not in (3, 7)]
-    assert [batches.of(step) for step in range(1, 98)] == kept
+    assert [batches.batch_of_step(step) for step in range(1, 98)] == kept
 
 
 def test_batches_may_be_added_until_they_have_been_trained_on():
-    batches = Batches([4, 9])
-    batches.resumed([4], after=7)  # batches 1 to 8 but 4
+    batches = BatchIndex([4, 9])
+    batches.restore([4], completed_steps=7)  # batches 1 to 8 but 4
     assert batches.skipped == (4, 9)
     with pytest.raises(ValueError, match=r"data.skip_batches: 8; after step 7 the next batch is 9\)"):
-        Batches([8]).resumed([4], after=7)
+        BatchIndex([8]).restore([4], completed_steps=7)
 
 
 def test_masks_are_the_steps_and_tokens_the_batchs(tmp_path):
-    task = TextTask(config(tmp_path, "dp=1"))
+    task = LanguageModelTask(config(tmp_path, "dp=1"))
     engine: Any = SimpleNamespace(rows=lambda batch: iter([range(batch)]))
     (own,), (other,) = list(task.microbatches(engine, 5)), list(task.microbatches(engine, 3, 5))
     assert torch.equal(own.inputs["tokens"], other.inputs["tokens"])
@@ -111,8 +111,8 @@ def test_masks_are_the_steps_and_tokens_the_batchs(tmp_path):
 
 
 def told(values, **changes):
-    spikes = Spikes(SpikeConfig(**{"action": "rollback", "window": 4, "factor": 5.0, **changes}))
-    return spikes, [spikes.see(step, StepResult.of(value, 1, 1.0)) for step, value in enumerate(values, 1)]
+    spikes = SpikeDetector(SpikeConfig(**{"action": "rollback", "window": 4, "factor": 5.0, **changes}))
+    return spikes, [spikes.observe(step, StepResult.from_values(value, 1, 1.0)) for step, value in enumerate(values, 1)]
 
 
 def test_nothing_is_a_spike_before_the_window_is_full():
@@ -126,7 +126,7 @@ def test_a_spike_does_not_move_its_history():
     """With mean and standard deviation, the first of these would hide the second."""
     spikes, found = told([3.0, 2.9, 2.8, 2.7, 90.0, 9.0, 2.6])
     assert [spike.first for spike in found if spike] == [5, 6]
-    assert list(spikes.recent) == [2.9, 2.8, 2.7, 2.6]
+    assert list(spikes.recent_losses) == [2.9, 2.8, 2.7, 2.6]
 
 
 def test_ripples_of_a_flat_curve_are_no_spikes():
@@ -137,14 +137,18 @@ def test_ripples_of_a_flat_curve_are_no_spikes():
 def test_falling_and_updating_nothing_are_no_spikes():
     spikes, found = told([9.0, 8.0, 6.0, 5.0, 4.0, float("nan"), 3.0])
     assert found == [None] * 7
-    assert list(spikes.recent) == [6.0, 5.0, 4.0, 3.0]
+    assert list(spikes.recent_losses) == [6.0, 5.0, 4.0, 3.0]
 
 
 def test_a_resumed_history_is_the_same():
     spikes, _ = told([3.0, 2.9, 2.8, 2.7])
-    other = Spikes(spikes.asked)
-    other.restore(json.loads(json.dumps(spikes.facts())))
-    assert other.see(5, StepResult.of(9.0, 1, 1.0)) == spikes.see(5, StepResult.of(9.0, 1, 1.0)) is not None
+    other = SpikeDetector(spikes.asked)
+    other.load_state_dict(json.loads(json.dumps(spikes.facts())))
+    assert (
+        other.observe(5, StepResult.from_values(9.0, 1, 1.0))
+        == spikes.see(5, StepResult.from_values(9.0, 1, 1.0))
+        is not None
+    )
 
 
 # -- the way back -----------------------------------------------------------------------------------------------------
@@ -180,8 +184,8 @@ def test_killed_behind_the_rollback_and_resumed(pool, tmp_path, layout):
     with pytest.raises(RankError):
         pool.run(train, 2, asked, (f"spike:step={AT}",), "", AT)
     run = tmp_path / "struck"
-    assert Local(run / "checkpoints").steps() == [6]
-    pool.run(train, 2, config_of(run, [f"layout={layout}"]), (), str(run))
+    assert LocalStorage(run / "checkpoints").steps() == [6]
+    pool.run(train, 2, resumed_config(run, [f"layout={layout}"]), (), str(run))
     never = pool.run(train, 2, config(tmp_path, "dp=2,zero=1", "never", **{"data.skip_batches": [AT]}))[0]
     assert losses(run) == pytest.approx(losses(never["run"]), rel=1e-4)
     assert end_of(run)[1] == [AT]
@@ -208,26 +212,26 @@ def test_a_warning_changes_nothing(tmp_path):
 def test_steps_that_are_not_finite_are_one_spike(tmp_path, monkeypatch):
     """Three in a row end a run that cannot go back. This one skips their batches, and the weights are well again."""
     asked = config(tmp_path, "dp=1", **{"precision.skips": 3})
-    run, attempts = Engine.run, []
+    run, attempts = Engine.step_microbatches, []
 
     def poisoned(self, microbatches, **kwargs):
         attempts.append(self.num_steps + 1)
         if len(attempts) >= AT and attempts.count(self.num_steps + 1) == 1 and self.num_steps + 1 < AT + 3:
-            self.last_count.fill_(0.0)  # backward starts from infinity
+            self.last_num_targets.fill_(0.0)  # backward starts from infinity
         return run(self, microbatches, **kwargs)
 
-    monkeypatch.setattr(Engine, "run", poisoned)
-    train_here(asked, True)
+    monkeypatch.setattr(Engine, "step_microbatches", poisoned)
+    train_on_rank(asked, True)
     (back,) = records(tmp_path / "run", "rollback")
     assert (back["after"], back["skipped_batches"]) == (6, [8, 9, 10])
     assert end_of(tmp_path / "run")[1] == [8, 9, 10]
     monkeypatch.undo()
-    never = train_here(config(tmp_path, "dp=1", "never", **{"data.skip_batches": [8, 9, 10]}), True)
+    never = train_on_rank(config(tmp_path, "dp=1", "never", **{"data.skip_batches": [8, 9, 10]}), True)
     assert end_of(tmp_path / "run") == end_of(never.run)
 
 
 def test_what_is_asked_for_must_be_possible(tmp_path):
-    with pytest.raises(FaultError, match="has no checkpoint to go back to"):
+    with pytest.raises(ValidationError, match="has no checkpoint to go back to"):
         config(tmp_path, "dp=1", **{"checkpoint.every": 0, "checkpoint.keep": 2})
-    with pytest.raises(FaultError, match=r"spike.skip=2 has no effect with spike.action=warn"):
+    with pytest.raises(ValidationError, match=r"spike.skip=2 has no effect with spike.action=warn"):
         config(tmp_path, "dp=1", **{"spike.action": "warn", "spike.skip": 2})

@@ -8,8 +8,8 @@ from small_runs import small
 
 import echelon as ec
 from echelon.config.run_config import Config
-from echelon.layout import FaultError
-from echelon.models.user_model import load
+from echelon.layout import ValidationError
+from echelon.models.user_model import load_factory
 from echelon.training import start_training
 from echelon.training.elastic import supervisor
 from echelon.training.run_dir import Run, RunError
@@ -24,35 +24,35 @@ def batch(rows, step):
 
 
 def test_settings_are_keys_with_an_underscore_for_the_dot():
-    config = start_training.read(
+    config = start_training.build_config(
         "gpt-tiny", {"optimizer_lr": 1e-3, "steps": 7, "data_mask_documents": True, "seq_len": 32}, None
     )
     assert (config.model, config.optimizer.lr, config.steps, config.seq_len) == ("gpt-tiny", 1e-3, 7, 32)
     assert config.data.mask_documents
-    betas = start_training.read("gpt-tiny", {"optimizer_betas": (0.8, 0.9), "shard_units": ["blocks.*"]}, None)
+    betas = start_training.build_config("gpt-tiny", {"optimizer_betas": (0.8, 0.9), "shard_units": ["blocks.*"]}, None)
     assert betas.optimizer.betas == (0.8, 0.9)
     assert betas.shard.units == ("blocks.*",)
 
 
 def test_a_configuration_is_taken_as_it_is(tmp_path):
-    assert start_training.read(Config(steps=3), {}, None) == Config(steps=3)
+    assert start_training.build_config(Config(steps=3), {}, None) == Config(steps=3)
     (tmp_path / "c.toml").write_text("steps = 9\n")
-    assert start_training.read(tmp_path / "c.toml", {"batch": 4}, None) == Config(steps=9, batch=4)
+    assert start_training.build_config(tmp_path / "c.toml", {"batch": 4}, None) == Config(steps=9, batch=4)
 
 
 def test_a_function_becomes_its_file_and_name():
-    config = start_training.read(build, {"layout": "dp=2"}, None)
+    config = start_training.build_config(build, {"layout": "dp=2"}, None)
     assert config.model == f"{__file__}:build"
-    assert load(config.model).__doc__ == build.__doc__
+    assert load_factory(config.model).__doc__ == build.__doc__
 
 
 def test_a_function_that_ranks_cannot_import_is_refused():
     with pytest.raises(ValueError, match="define it at the top level of a file"):
-        start_training.read(lambda: None, {}, None)
+        start_training.build_config(lambda: None, {}, None)
 
 
 def test_wrong_settings_are_refused_all_at_once():
-    with pytest.raises(FaultError) as refused:
+    with pytest.raises(ValidationError) as refused:
         ec.train("gpt-tinny", stepz=3, optimizer_lr=-1, layout="dp=2,zerro=1")
     text = str(refused.value)
     for word in ("gpt-tiny", '"steps"', "optimizer.lr=-1", '"zero"'):
@@ -66,7 +66,7 @@ def test_as_many_ranks_as_the_layout_names(layout, procs):
 
 def test_too_many_settings_for_a_configuration_are_not_lost():
     with pytest.raises(ValueError, match=r"use dataclasses\.replace"):
-        start_training.read(Config(), {"steps": 3}, None)
+        start_training.build_config(Config(), {"steps": 3}, None)
 
 
 def test_the_name_train_is_a_function_whatever_was_imported_first():
@@ -77,9 +77,9 @@ def test_the_name_train_is_a_function_whatever_was_imported_first():
 
 
 def test_a_run_that_is_running_is_refused_before_ranks_are_started(tmp_path, monkeypatch):
-    monkeypatch.setattr(supervisor, "launched", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setattr(supervisor, "supervise", lambda *_, **__: pytest.fail("ranks were started"))
     asked = small(tmp_path, "dp=2")
     with Run.create(asked, {}) as held:
-        assert held.claim()
+        assert held.lock()
         with pytest.raises(RunError, match="another process is training"):
-            start_training.run(asked, resume=str(held.path))
+            start_training.run_training(asked, resume=str(held.path))

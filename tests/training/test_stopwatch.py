@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from echelon.training.logging import stopwatch
-from echelon.training.logging.stopwatch import Stopwatch
+from echelon.training.logging.stopwatch import StepStopwatch
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_steps_one_after_the_other(clock: list[float]) -> None:
-    watch, found = Stopwatch(), []
+    watch, found = StepStopwatch(), []
     for seconds in (2.0, 3.0):
         watch.begin()
         clock[0] += seconds
@@ -26,7 +26,7 @@ def test_steps_one_after_the_other(clock: list[float]) -> None:
 
 
 def test_steps_that_overlap(clock: list[float]) -> None:
-    watch = Stopwatch()
+    watch = StepStopwatch()
     watch.begin()
     clock[0] += 0.5  # the first is queued
     watch.begin()
@@ -41,7 +41,7 @@ def test_steps_that_overlap(clock: list[float]) -> None:
 
 
 def test_steps_that_are_waited_for_together_share_their_time(clock: list[float]) -> None:
-    watch = Stopwatch()
+    watch = StepStopwatch()
     for _ in range(2):
         watch.begin()
         clock[0] += 1.0

@@ -10,7 +10,7 @@ from laid_out import engine_of, tiny
 from echelon import data
 from echelon.config.run_config import Config
 from echelon.config.sections import DataConfig, EvalConfig
-from echelon.layout import FaultError, Layout
+from echelon.layout import Layout, ValidationError
 from echelon.training import task
 
 TEXT = "".join(f"line {number} of a text that is long enough\n" for number in range(90))
@@ -18,13 +18,13 @@ TEXT = "".join(f"line {number} of a text that is long enough\n" for number in ra
 
 @pytest.fixture
 def tokens(tmp_path, monkeypatch):
-    monkeypatch.setattr(task, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(task, "TOKEN_CACHE_DIR", tmp_path / "cache")
     (tmp_path / "text.txt").write_text(TEXT)
     return str(tmp_path / "text.txt")
 
 
 def made(config):
-    return task.task_of(config, contextlib.nullcontext())
+    return task.build_task(config, contextlib.nullcontext())
 
 
 def indices(engine, batches):
@@ -39,7 +39,7 @@ def on_a_rank(path, layout, step):
 
 
 def test_ranks_divide_the_samples_of_a_step_between_them(tokens, pool):
-    path = str(data.prepare(tokens, task.CACHE, tokenizer=data.load_tokenizer("bytes")))
+    path = str(data.prepare_token_file(tokens, task.TOKEN_CACHE_DIR, tokenizer=data.load_tokenizer("bytes")))
     ((one, _),) = pool.run(on_a_rank, 1, path, "dp=1,microbatch=12", 3)
     assert one == list(range(36, 48)), "samples are numbered over the whole run"
     for layout in ("dp=2,microbatch=3,accumulate=2", "dp=3,microbatch=4", "tp=2,microbatch=12"):
@@ -74,14 +74,14 @@ def test_a_model_with_too_small_a_vocabulary_is_refused(tokens, monkeypatch):
 
     monkeypatch.setattr(model_config, "SIZES", {"small": tiny(vocab=99)})
     monkeypatch.setattr("echelon.models.find", lambda _: tiny(vocab=99))
-    with pytest.raises(FaultError, match=r"fewer tokens than the data \(99 and 257\)"):
+    with pytest.raises(ValidationError, match=r"fewer tokens than the data \(99 and 257\)"):
         made(Config(data=DataConfig(path=(tokens,)), seq_len=16))
 
 
 def test_the_configuration_changes_the_shape():
-    shape = task.shape_of(Config(model="gpt-tiny", dropout=0.25, tied=False))
+    shape = task.configured_model(Config(model="gpt-tiny", dropout=0.25, tied=False))
     assert (shape.dropout, shape.tied) == (0.25, False)
-    assert task.shape_of(Config(model="gpt-tiny")).tied
+    assert task.configured_model(Config(model="gpt-tiny")).tied
 
 
 OWN = """
@@ -117,12 +117,12 @@ def test_a_module_of_ones_own(tmp_path):
 
 
 def test_half_a_module_is_not_taken_for_the_module(tmp_path):
-    from echelon.models.user_model import load
+    from echelon.models.user_model import load_factory
 
     path = tmp_path / "broken.py"
     path.write_text("import not_a_module_of_anybody\ndef build(): return 1\n")
     for _ in range(2):
         with pytest.raises(ModuleNotFoundError):
-            load(f"{path}:build")
+            load_factory(f"{path}:build")
     path.write_text("def build(): return 2\n")
-    assert load(f"{path}:build")() == 2
+    assert load_factory(f"{path}:build")() == 2

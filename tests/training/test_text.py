@@ -13,8 +13,8 @@ SHAPE = tiny("llama")
 def written(layout, prompt, tokens):
     engine = engine_of(SHAPE, layout)
     engine.step(batch_of(SHAPE, 4))
-    found = generate.write(engine, load_tokenizer("bytes"), prompt, tokens)
-    again = generate.write(engine, load_tokenizer("bytes"), prompt, tokens)
+    found = generate.generate_text(engine, load_tokenizer("bytes"), prompt, tokens)
+    again = generate.generate_text(engine, load_tokenizer("bytes"), prompt, tokens)
     return found, again, engine.model.training, engine.step(batch_of(SHAPE, 4)).loss
 
 

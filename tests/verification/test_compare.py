@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from echelon.layout.placement import Cut, Entry, Placement, Unit
-from echelon.verification.compare import error, expected
+from echelon.layout.placement import DimSplit, LogicalParam, ParamGroupSpec, Placement
+from echelon.verification.compare import expected_piece, relative_error
 
 
 @pytest.mark.parametrize(
@@ -26,17 +26,17 @@ from echelon.verification.compare import error, expected
 )
 def test_the_metric(value: list[float], truth: list[float], whole: list[float], found: float) -> None:
     tensors = [torch.tensor(numbers, dtype=torch.float64) for numbers in (value, truth, whole)]
-    assert error(*tensors) == pytest.approx(found)
+    assert relative_error(*tensors) == pytest.approx(found)
 
 
 def test_a_piece_is_expected_to_hold_its_part_and_zeros_where_it_is_padded() -> None:
-    entry = Entry(name="w", names=("w",), shape=(5, 2), cuts=(Cut(axis="tp", dim=0, parts=2),))
-    unit = Unit(name="", entries=(entry,), shards=2)
+    entry = LogicalParam(name="w", names=("w",), shape=(5, 2), splits=(DimSplit(axis="tp", dim=0, num_parts=2),))
+    unit = ParamGroupSpec(name="", params=(entry,), num_shards=2)
     whole = torch.arange(10.0).view(5, 2)
 
     def held(tp: int, shard: int) -> list[float]:
         at = {"tp": tp, "shard": shard, "replica": 0, "cp": 0}
-        return expected(whole, Placement(units=(unit,), at=at).piece(unit, entry)).tolist()
+        return expected_piece(whole, Placement(param_groups=(unit,), coordinates=at).piece(unit, entry)).tolist()
 
     assert [held(0, 0), held(0, 1)] == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
     assert [held(1, 0), held(1, 1)] == [[6.0, 7.0, 8.0], [9.0, 0.0, 0.0]]

@@ -14,16 +14,16 @@ from echelon import models
 from echelon.config.sections import OptimizerConfig
 from echelon.models import model_config
 from echelon.verification import truth
-from echelon.verification.verify_case import Case
+from echelon.verification.verify_case import VerifyCase
 
-SHAPE = replace(model_config.find("llama-tiny"), layers=1, width=16, heads=2, ffn=16, max_seq_len=40)
+SHAPE = replace(model_config.find_model("llama-tiny"), layers=1, width=16, heads=2, ffn=16, max_seq_len=40)
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.01])
 def test_it_is_what_a_person_would_write(tmp_path: Path, clip: float) -> None:
     rule = OptimizerConfig(name="sgd", lr=0.5, weight_decay=0.0)
-    case = Case(model=SHAPE, optimizer=rule, steps=2, clip=clip)
-    truth.write_truth(case, rows=4, accumulate=2, path=tmp_path / "truth.safetensors")
+    case = VerifyCase(model=SHAPE, optimizer=rule, steps=2, clip=clip)
+    truth.write_truth(case, num_sequences=4, accumulate=2, path=tmp_path / "truth.safetensors")
     record = load_file(tmp_path / "truth.safetensors")
     model = models.build(SHAPE, dtype=torch.float64, seed=case.seed)
     for step in range(2):

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 from echelon.layout.placement import Placement
-from echelon.layout.validation_error import FaultError
+from echelon.layout.validation_error import ValidationError
 from echelon.models import model_config
 from echelon.verification import layout_matrix, verifier
 from echelon.verification.compare import RankReport, run_and_compare
-from echelon.verification.verifier import Prover, suited
-from echelon.verification.verify_case import Case
-from echelon.verification.verify_request import default_layouts, make_case, parse
+from echelon.verification.verifier import Verifier, with_two_sequences
+from echelon.verification.verify_case import VerifyCase
+from echelon.verification.verify_request import default_layouts, make_case, parse_layouts
 
-SMALL = replace(model_config.find("llama-tiny"), layers=2, width=32, ffn=48, max_seq_len=64)
+SMALL = replace(model_config.find_model("llama-tiny"), layers=2, width=32, ffn=48, max_seq_len=64)
 
 
 class Own(nn.Module):
@@ -57,14 +57,14 @@ def idle_batch(rows: int, seed: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("batches", [batch, idle_batch], ids=["used somewhere", "unused everywhere"])
-def test_a_module_of_the_users_own(pool: Pool, batches: object) -> None:
+def test_a_module_of_the_users_own(pool: RankPool, batches: object) -> None:
     layouts = "dp=2; dp=3,zero=1,accumulate=2; dp=2,zero=2; dp=2,zero=3; dp=4,shard=2,zero=2"
     report = verifier.verify(build, layouts, batch=batches, pool=pool)  # type: ignore[arg-type]
     assert [verdict.passed for verdict in report.verdicts] == [True] * 5, report
     assert all(0 < verdict.max_error < 1e-10 for verdict in report.verdicts)
 
 
-def test_a_reduction_left_out_of_the_users_own(pool: Pool) -> None:
+def test_a_reduction_left_out_of_the_users_own(pool: RankPool) -> None:
     report = verifier.verify(build, "dp=2", batch=batch, pool=pool, leave_out="replica:all_reduce")
     assert not report.passed
     [found] = report.to_json()["layouts"]
@@ -82,7 +82,7 @@ def build_broken() -> nn.Module:
     return Broken()
 
 
-def test_what_cannot_be_compared_fails_with_the_reason(pool: Pool) -> None:
+def test_what_cannot_be_compared_fails_with_the_reason(pool: RankPool) -> None:
     report = verifier.verify(build_broken, "dp=2", batch=batch, pool=pool)
     [verdict] = report.verdicts
     assert not report.passed
@@ -91,54 +91,54 @@ def test_what_cannot_be_compared_fails_with_the_reason(pool: Pool) -> None:
     assert report.to_json()["layouts"][0]["trouble"] == verdict.trouble
 
 
-def counting_copies(case: Case, layout: str, leave_out: str, truth: Path) -> RankReport:
+def counting_copies(case: VerifyCase, layout: str, leave_out: str, truth: Path) -> RankReport:
     """On a rank: a placement record in which everybody owns everything."""
-    whole = Placement._owns
-    Placement._owns = lambda self, entry: True  # type: ignore[method-assign]
+    whole = Placement._is_owner
+    Placement._is_owner = lambda self, entry: True  # type: ignore[method-assign]
     try:
         return run_and_compare(case, layout, leave_out, truth)
     finally:
-        Placement._owns = whole  # type: ignore[method-assign]
+        Placement._is_owner = whole  # type: ignore[method-assign]
 
 
-def test_a_wrong_record_of_owners_is_found(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_record_of_owners_is_found(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verifier, "run_and_compare", counting_copies)
-    verdict = Prover(pool, Case(model=SMALL, steps=1)).judge(Layout.parse("tp=2"))
+    verdict = Verifier(pool, VerifyCase(model=SMALL, steps=1)).verify_layout(Layout.parse("tp=2"))
     assert not verdict.passed
     assert "elements and" in verdict.trouble
 
 
 @pytest.mark.parametrize("layouts", ["tp=3; dp=2,zero=5", "pp=2,schedule=2bw,offload=optimizer; tp=8"])
 def test_all_faults_of_all_layouts_at_once(layouts: str) -> None:
-    with pytest.raises(FaultError) as error:
+    with pytest.raises(ValidationError) as error:
         verifier.verify("llama-tiny", layouts)
-    assert len(error.value.faults) >= 2
+    assert len(error.value.issues) >= 2
 
 
 def test_a_rank_gets_two_rows_so_that_a_wrong_mean_over_rows_shows() -> None:
-    assert suited(Layout.parse("dp=2")).microbatch == 2
-    assert suited(Layout.parse("dp=2,microbatch=3")).microbatch == 3
+    assert with_two_sequences(Layout.parse("dp=2")).microbatch == 2
+    assert with_two_sequences(Layout.parse("dp=2,microbatch=3")).microbatch == 3
 
 
-def test_the_truth_of_a_batch_is_computed_once(pool: Pool) -> None:
-    prover = Prover(pool, Case(model=SMALL, steps=1))
+def test_the_truth_of_a_batch_is_computed_once(pool: RankPool) -> None:
+    prover = Verifier(pool, VerifyCase(model=SMALL, steps=1))
     report = prover.report([Layout.parse(text) for text in ("dp=2", "dp=2,zero=3", "dp=2,tp=2", "dp=2,accumulate=2")])
     assert report.passed
-    assert sorted(prover._truths) == [(4, 1), (8, 2)]
+    assert sorted(prover._truth_files) == [(4, 1), (8, 2)]
 
 
 def test_the_full_product_has_every_layout_and_option() -> None:
     assert len(layout_matrix.ALL_LAYOUTS) == 33 + 14
     found = list(layout_matrix.variants())
     assert len(found) == len({(v.label, v.accumulate, v.recompute) for v in found}) == 3 * 2**5
-    assert len(layout_matrix.EXPERT_LAYOUTS) == 26
-    assert len(list(layout_matrix.expert_variants())) == 36
-    for variant in layout_matrix.expert_variants():
-        assert len(parse(layout_matrix.EXPERT_LAYOUTS, variant.case)) == 26
+    assert len(layout_matrix.ALL_MOE_LAYOUTS) == 26
+    assert len(list(layout_matrix.moe_variants())) == 36
+    for variant in layout_matrix.moe_variants():
+        assert len(parse_layouts(layout_matrix.ALL_MOE_LAYOUTS, variant.case)) == 26
 
 
 def test_layouts_of_experts_are_proved_where_a_model_has_some() -> None:
     assert "ep=2" in default_layouts(make_case("moe-tiny"))
     assert "ep=2" not in default_layouts(make_case("llama-tiny"))
     for name in ("moe-tiny", "deepseek-v3", "switch-base-8"):
-        assert len(parse(default_layouts(case := make_case(name)), case)) == 12
+        assert len(parse_layouts(default_layouts(case := make_case(name)), case)) == 12

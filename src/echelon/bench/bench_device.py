@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-FP8_FROM = (8, 9)
+FIRST_FP8_CAPABILITY = (8, 9)
 """the compute capability of the first devices with products in 8 bits"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
-    kind: str
+class BenchDevice:
+    device_type: str
     """cuda or cpu"""
     name: str
     memory: int
@@ -18,10 +18,15 @@ class Machine:
     fp8: bool = False
 
 
-def here() -> Machine:
+def detect_device() -> BenchDevice:
     import torch
 
     if not torch.cuda.is_available():
-        return Machine(kind="cpu", name="this machine's processor", memory=0)
+        return BenchDevice(device_type="cpu", name="this machine's processor", memory=0)
     found = torch.cuda.get_device_properties(0)
-    return Machine(kind="cuda", name=found.name, memory=found.total_memory, fp8=(found.major, found.minor) >= FP8_FROM)
+    return BenchDevice(
+        device_type="cuda",
+        name=found.name,
+        memory=found.total_memory,
+        fp8=(found.major, found.minor) >= FIRST_FP8_CAPABILITY,
+    )

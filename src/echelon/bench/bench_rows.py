@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from echelon.bench.bench_request import family
-from echelon.bench.measurement import US, Request
-from echelon.bench.subprocess_bench import Found
-from echelon.memory.checkpointing.cost import repeats
+from echelon.bench.bench_request import precision_family
+from echelon.bench.measurement import ECHELON, Measurement
+from echelon.bench.subprocess_bench import BenchResult
+from echelon.memory.checkpointing.cost import recompute_work
 from echelon.training.logging import metrics
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class BenchRow:
     """One measurement. Numbers are none where it failed."""
 
     shape: str
@@ -41,57 +41,57 @@ class Row:
 
     @property
     def is_ours(self) -> bool:
-        return self.who == US
+        return self.who == ECHELON
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def row_of(request: Request, found: Found, peak: float) -> Row:
+def make_row(measurement: Measurement, result: BenchResult, peak: float) -> BenchRow:
     """`peak` is the device's, in bf16 FLOP/s."""
-    row = Row(
-        shape=request.shape,
-        seq=request.seq_len,
-        batch=request.batch,
-        precision=request.precision,
-        who=request.who,
-        recompute=request.recompute,
-        states=request.states,
+    row = BenchRow(
+        shape=measurement.shape,
+        seq=measurement.seq_len,
+        batch=measurement.batch,
+        precision=measurement.precision,
+        who=measurement.who,
+        recompute=measurement.recompute,
+        states=measurement.states,
     )
-    if "failed" in found:
-        return replace(row, failed=found["failed"])
-    model, rate = request.model, request.tokens / found["step_s"]
-    flops = model.flops_per_token(request.seq_len)
-    repeated = repeats(request.recompute, layers=model.layers, whole=1.0, entry=0.0)
+    if "failed" in result:
+        return replace(row, failed=result["failed"])
+    model, rate = measurement.model, measurement.tokens / result["step_s"]
+    flops = model.flops_per_token(measurement.seq_len)
+    repeated = recompute_work(measurement.recompute, layers=model.layers, layer_bytes=1.0, input_bytes=0.0)
     attention = flops - model.flops_per_token(0)
     again = metrics.recomputed_flops(repeated, flops - 6 * model.vocab * model.width, attention)
     return replace(
         row,
-        step_s=found["step_s"],
+        step_s=result["step_s"],
         tokens_per_s=rate,
         mfu=metrics.mfu(flops, rate, peak),
         hfu=metrics.hfu(flops, rate, peak, recomputed=again),
-        peak_bytes=found["peak_bytes"],
-        first_step_s=found["first_step_s"],
-        versions=(found["version"], f"torch {found['torch']}"),
+        peak_bytes=result["peak_bytes"],
+        first_step_s=result["first_step_s"],
+        versions=(result["version"], f"torch {result['torch']}"),
     )
 
 
-def compared(rows: Sequence[Row]) -> list[Row]:
+def add_peer_ratios(rows: Sequence[BenchRow]) -> list[BenchRow]:
     """The same rows, ours with the best peer beside them."""
-    return [_beside(row, rows) if row.is_ours else row for row in rows]
+    return [_with_best_peer(row, rows) if row.is_ours else row for row in rows]
 
 
-def _beside(row: Row, rows: Sequence[Row]) -> Row:
+def _with_best_peer(row: BenchRow, rows: Sequence[BenchRow]) -> BenchRow:
     if row.tokens_per_s is None:
         return row
-    same = (row.shape, row.seq, family(row.precision))
+    same = (row.shape, row.seq, precision_family(row.precision))
     others = [
         (other.tokens_per_s, other.who)
         for other in rows
         if not other.is_ours
         and other.tokens_per_s is not None
-        and (other.shape, other.seq, family(other.precision)) == same
+        and (other.shape, other.seq, precision_family(other.precision)) == same
     ]
     if not others:
         return row

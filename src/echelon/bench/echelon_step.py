@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from echelon import models
-from echelon.bench.measurement import Request
-from echelon.bench.step_timing import Step, random_tokens
+from echelon.bench.measurement import Measurement
+from echelon.bench.step_timing import StepFunction, random_tokens
 from echelon.config.sections import OptimizerConfig
-from echelon.parallel.apply import Options
+from echelon.parallel.apply import ParallelOptions
 from echelon.training.engine import Engine
 
-COMPUTE = {
+COMPUTE_DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp8": torch.bfloat16,
@@ -23,11 +23,14 @@ COMPUTE = {
 """the type of parameters and activations; products in 8 bits are asked for beside it"""
 
 
-def prepare(request: Request) -> Step:
+def prepare(request: Measurement) -> StepFunction:
     products: dict[str, Any] = {"products": request.precision} if request.precision.startswith("fp8") else {}
     states: dict[str, Any] = {"states": request.states} if request.states != "float32" else {}
-    options = Options(
-        device=torch.device(request.device), compute=COMPUTE[request.precision], master=torch.float32, **products
+    options = ParallelOptions(
+        device=torch.device(request.device),
+        compute_dtype=COMPUTE_DTYPES[request.precision],
+        master_dtype=torch.float32,
+        **products,
     )
     rule = OptimizerConfig(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, **states)
     layout = f"dp=1,microbatch={request.batch},recompute={request.recompute}"

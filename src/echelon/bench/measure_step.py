@@ -8,16 +8,16 @@ from importlib import metadata
 import torch
 
 from echelon.bench import echelon_step
-from echelon.bench.measurement import US, Request
-from echelon.bench.peers import peer_of
-from echelon.bench.step_timing import Step, timed
-from echelon.bench.subprocess_bench import Found, answer
+from echelon.bench.measurement import ECHELON, Measurement
+from echelon.bench.peers import find_peer
+from echelon.bench.step_timing import StepFunction, time_steps
+from echelon.bench.subprocess_bench import BenchResult, subprocess_main
 from echelon.training.logging.metrics import peak_memory
 
 
-def measured(request: Request, begun: float) -> Found:
-    step, package = _prepared(request)
-    timing = timed(step, request, begun=begun)
+def measure_step(request: Measurement, process_start: float) -> BenchResult:
+    step, package = _prepare_step(request)
+    timing = time_steps(step, request, process_start=process_start)
     return {
         "step_s": timing.step_s,
         "first_step_s": timing.first_s,
@@ -27,13 +27,13 @@ def measured(request: Request, begun: float) -> Found:
     }
 
 
-def _prepared(request: Request) -> tuple[Step, str]:
+def _prepare_step(request: Measurement) -> tuple[StepFunction, str]:
     """The step, and the package that it is of."""
-    if request.who == US:
-        return echelon_step.prepare(request), US
-    peer = peer_of(request.who, request.precision)
+    if request.who == ECHELON:
+        return echelon_step.prepare(request), ECHELON
+    peer = find_peer(request.who, request.precision)
     prepare = importlib.import_module(f"echelon.bench.peers.{peer.module}").prepare
-    return prepare(request), peer.needs[0]
+    return prepare(request), peer.packages[0]
 
 
 def _version(package: str) -> str:
@@ -44,4 +44,4 @@ def _version(package: str) -> str:
 
 
 if __name__ == "__main__":
-    answer(measured)
+    subprocess_main(measure_step)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from echelon.bench.reference_shapes import model_of
+from echelon.bench.reference_shapes import reference_model
 from echelon.models.model_config import ModelConfig
 
-US = "echelon"
+ECHELON = "echelon"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class Measurement:
     """Who trains what, and how."""
 
     who: str
@@ -29,11 +29,11 @@ class Request:
     """the type in which our optimizer keeps its two means"""
     device: str = "cpu"
     """cuda or cpu"""
-    warm: int = 4
+    warmup_steps: int = 4
     """steps before the first that counts"""
-    repeats: int = 8
+    timed_steps: int = 8
     """steps that count"""
-    packages: str = ""
+    peer_folder: str = ""
     """a folder to import peers from"""
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class Request:
 
     @property
     def model(self) -> ModelConfig:
-        return model_of(self.size, self.seq_len)
+        return reference_model(self.size, self.seq_len)
 
     @property
     def tokens(self) -> int:
@@ -52,5 +52,5 @@ class Request:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_line(cls, line: str) -> Request:
+    def from_line(cls, line: str) -> Measurement:
         return cls(**json.loads(line))

@@ -13,24 +13,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from echelon.bench.measurement import US
-from echelon.bench.reference_shapes import SHAPES, model_of
+from echelon.bench.measurement import ECHELON
+from echelon.bench.reference_shapes import REFERENCE_SHAPES, reference_model
 from echelon.layout import Layout
 from echelon.models.model_config import ModelConfig
 from echelon.planning.cluster import cluster
-from echelon.planning.model.model_sources import of_config
-from echelon.planning.scenario import Case
+from echelon.planning.model.model_sources import config_shape
+from echelon.planning.scenario import Scenario
 
 STATE_BYTES = {"float32": 4, "bfloat16": 2}
-SAME_PRICE = {"fp8-row": "fp8"}
+PLANNED_PRECISION = {"fp8-row": "fp8"}
 """kinds of products that planning does not tell apart"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class MeasuredStep:
     """What was measured of a case on one device."""
 
-    case: Case
+    scenario: Scenario
     precision: str
     """of the products, as it was measured"""
     states: str
@@ -39,7 +39,7 @@ class Step:
     """of torch's allocator: without the device's context"""
 
 
-def steps(path: Path | str) -> list[Step]:
+def read_steps(path: Path | str) -> list[MeasuredStep]:
     """Of every row of ours that did not fail."""
     found = json.loads(Path(path).read_text(encoding="utf-8"))
     return list(_steps(found["rows"], found["device"].rpartition(" ")[2].lower()))
@@ -47,24 +47,24 @@ def steps(path: Path | str) -> list[Step]:
 
 def _model(row: Mapping[str, Any]) -> ModelConfig:
     if "shape" in row:
-        return model_of(SHAPES[row["shape"]].size, row["seq"])
-    found = model_of(row["model"], row["seq"])
+        return reference_model(REFERENCE_SHAPES[row["shape"]].size, row["seq"])
+    found = reference_model(row["model"], row["seq"])
     return replace(found, name=f"{found.name}, {row['layers']} layers", layers=row["layers"])
 
 
-def _steps(rows: list[Mapping[str, Any]], kind: str) -> Iterator[Step]:
+def _steps(rows: list[Mapping[str, Any]], kind: str) -> Iterator[MeasuredStep]:
     for row in rows:
-        if row["who"] != US or row["failed"]:
+        if row["who"] != ECHELON or row["failed"]:
             continue
         precision, states = row["precision"], row["states"]
-        case = Case(
-            shape=of_config(_model(row)),
-            cluster=cluster.parse(f"1x{kind}"),
+        case = Scenario(
+            shape=config_shape(_model(row)),
+            cluster=cluster.parse_cluster(f"1x{kind}"),
             layout=Layout(microbatch=row["batch"], recompute=row["recompute"]),
             seq_len=row["seq"],
-            precision=SAME_PRICE.get(precision, precision),
+            precision=PLANNED_PRECISION.get(precision, precision),
             moment_bytes=STATE_BYTES[states],
         )
-        yield Step(
-            case=case, precision=precision, states=states, seconds=row["step_s"], peak_bytes=int(row["peak_bytes"])
+        yield MeasuredStep(
+            scenario=case, precision=precision, states=states, seconds=row["step_s"], peak_bytes=int(row["peak_bytes"])
         )

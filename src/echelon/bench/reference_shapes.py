@@ -9,7 +9,7 @@ from echelon.models.model_config import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class ReferenceShape:
     """A model and the batch it trains on."""
 
     name: str
@@ -27,23 +27,23 @@ class Shape:
 
     @property
     def model(self) -> ModelConfig:
-        return model_of(self.size, self.seq_len)
+        return reference_model(self.size, self.seq_len)
 
 
-SHAPES = {
+REFERENCE_SHAPES = {
     shape.name: shape
     for shape in (
-        Shape(name="tiny", size="llama-tiny", seq_len=128, batch=8),
-        Shape(name="1b", size="llama-1b", seq_len=4096, batch=8),
-        Shape(name="3b", size="llama-3b", seq_len=4096, batch=4, recompute="ops"),
-        Shape(name="8b", size="llama-8b", seq_len=8192, batch=1, recompute="ops", peer_recompute="full"),
+        ReferenceShape(name="tiny", size="llama-tiny", seq_len=128, batch=8),
+        ReferenceShape(name="1b", size="llama-1b", seq_len=4096, batch=8),
+        ReferenceShape(name="3b", size="llama-3b", seq_len=4096, batch=4, recompute="ops"),
+        ReferenceShape(name="8b", size="llama-8b", seq_len=8192, batch=1, recompute="ops", peer_recompute="full"),
     )
 }
-ON_CPU, ON_CUDA = ("tiny",), ("1b", "3b", "8b")
+CPU_SHAPES, CUDA_SHAPES = ("tiny",), ("1b", "3b", "8b")
 """those that are measured where none is named"""
 
 
-def model_of(size: str, seq_len: int) -> ModelConfig:
+def reference_model(size: str, seq_len: int) -> ModelConfig:
     """The named size, for sequences of this length: rotary positions have no end."""
-    found = model_config.find(size)
+    found = model_config.find_model(size)
     return replace(found, max_seq_len=max(found.max_seq_len, seq_len))

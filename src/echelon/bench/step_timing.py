@@ -11,40 +11,42 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from echelon.bench.measurement import Request
+from echelon.bench.measurement import Measurement
 
-Step = Callable[[], Callable[[], float]]
+StepFunction = Callable[[], Callable[[], float]]
 """does one step; what it returns reads the step's loss, which waits for the device"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timing:
+class StepTiming:
     first_s: float
     """from the start of the process to the end of its first step"""
     step_s: float
     """the median"""
 
 
-def timed(step: Step, request: Request, *, begun: float) -> Timing:
+def time_steps(step: StepFunction, request: Measurement, *, process_start: float) -> StepTiming:
     """`begun` is when the process was started, by `time.monotonic`, which all processes of a machine share."""
     device = torch.device(request.device)
     step()
-    wait(device)
-    first = time.monotonic() - begun
-    for _ in range(request.warm - 1):
+    synchronize(device)
+    first = time.monotonic() - process_start
+    for _ in range(request.warmup_steps - 1):
         step()
-    wait(device)
+    synchronize(device)
     seconds = []
-    for _ in range(request.repeats):
-        once, read = _clocked(step, device)
+    for _ in range(request.timed_steps):
+        once, read = _time_once(step, device)
         seconds.append(once)
     loss = read()
     if not math.isfinite(loss):
-        raise ValueError(f"the loss is not finite (loss={loss} after {request.warm + request.repeats} steps)")
-    return Timing(first_s=first, step_s=statistics.median(seconds))
+        raise ValueError(
+            f"the loss is not finite (loss={loss} after {request.warmup_steps + request.timed_steps} steps)"
+        )
+    return StepTiming(first_s=first, step_s=statistics.median(seconds))
 
 
-def _clocked(step: Step, device: torch.device) -> tuple[float, Callable[[], float]]:
+def _time_once(step: StepFunction, device: torch.device) -> tuple[float, Callable[[], float]]:
     if device.type != "cuda":
         start = time.perf_counter()
         read = step()
@@ -57,13 +59,13 @@ def _clocked(step: Step, device: torch.device) -> tuple[float, Callable[[], floa
     return float(begin.elapsed_time(end)) / 1e3, read
 
 
-def wait(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Until the device has done all it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def random_tokens(request: Request) -> tuple[Tensor, Tensor]:
+def random_tokens(request: Measurement) -> tuple[Tensor, Tensor]:
     """Tokens and targets of a step, [batch, seq_len], of the whole vocabulary and on the device already."""
     shape = (request.batch, request.seq_len)
     made = torch.Generator(device=request.device).manual_seed(0)

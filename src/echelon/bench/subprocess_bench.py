@@ -18,19 +18,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from echelon.bench.measurement import Request
+from echelon.bench.measurement import Measurement
 
 TIME_LIMIT = 900.0
 """seconds that a measurement may take"""
-Found = dict[str, Any]
+BenchResult = dict[str, Any]
 """what a process says: its numbers, or the one key `failed` with the reason"""
 
 
-def ask(module: str, request: Request, *, limit: float = TIME_LIMIT) -> Found:
+def run_in_subprocess(module: str, measurement: Measurement, *, limit: float = TIME_LIMIT) -> BenchResult:
     """Runs `module` on the request in a new process, and returns what it says."""
     # Files, not pipes: compilers that the process started may outlive it, and would hold a pipe open.
     with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+", errors="replace") as told:
-        command = [sys.executable, "-m", module, request.to_line(), repr(time.monotonic())]
+        command = [sys.executable, "-m", module, measurement.to_line(), repr(time.monotonic())]
         try:
             code = subprocess.run(command, stdout=said, stderr=told, timeout=limit).returncode
         except subprocess.TimeoutExpired:
@@ -38,31 +38,31 @@ def ask(module: str, request: Request, *, limit: float = TIME_LIMIT) -> Found:
         said.seek(0)
         told.seek(0)
         if line := said.read().strip():
-            found: Found = json.loads(line)
+            found: BenchResult = json.loads(line)
             return found
         last = ([line for line in told.read().splitlines() if line.strip()] or ["it printed nothing"])[-1]
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         return {"failed": f"the process {how}: {last.strip()}"}
 
 
-def answer(work: Callable[[Request, float], Found]) -> None:
+def subprocess_main(measure: Callable[[Measurement, float], BenchResult]) -> None:
     """The whole life of such a process: `work` is given the request and the time at which the process was started."""
     own = time.monotonic()
-    request, begun = Request.from_line(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else own
+    request, begun = Measurement.from_line(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else own
     # What libraries print must not get between the lines of the answer.
     line = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    if request.packages:
-        sys.path.insert(0, request.packages)
+    if request.peer_folder:
+        sys.path.insert(0, request.peer_folder)
     try:
-        found = work(request, begun)
+        found = measure(request, begun)
     except Exception as error:
         traceback.print_exc()
-        found = {"failed": in_words(error)}
+        found = {"failed": describe_error(error)}
     print(json.dumps(found), file=line, flush=True)
 
 
-def in_words(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """What went wrong, on one line."""
     import torch
 

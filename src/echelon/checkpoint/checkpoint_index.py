@@ -20,14 +20,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from echelon.checkpoint.tensor_slices import Ranges, common, extent, numel
+from echelon.checkpoint.tensor_slices import Box, box_shape, intersect, numel
 
 FORMAT = 1
-INDEX, DIGEST = "index.json", "index.sha256"
-PAGE = 4096
+INDEX_FILE, DIGEST_FILE = "index.json", "index.sha256"
+PAGE_BYTES = 4096
 """bytes of a page of memory, and more than a disk's block; a file's tensors begin at one"""
 
-BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 """of an element, by safetensors' names of types"""
 
 
@@ -36,40 +36,40 @@ class CheckpointError(ValueError):
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredSlice:
     """A box of a tensor in a file."""
 
     file: str
-    at: int
+    offset: int
     """first byte, from the start of the file"""
-    box: Ranges
-    sums: tuple[int, int]
+    box: Box
+    checksum: tuple[int, int]
     """check sums (sums.py)"""
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorRecord:
     """A logical tensor."""
 
     dtype: str
     """as safetensors spells it"""
     shape: tuple[int, ...]
-    slices: tuple[Stored, ...]
+    slices: tuple[StoredSlice, ...]
 
 
 @dataclass(frozen=True)
-class File:
+class FileRecord:
     nbytes: int
-    header: str
+    header_sha256: str
     """sha256 of everything before the tensors"""
 
 
 @dataclass(frozen=True)
-class Index:
+class CheckpointIndex:
     step: int
-    facts: Mapping[str, Any]
-    files: Mapping[str, File]
-    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, Any]
+    files: Mapping[str, FileRecord]
+    tensors: Mapping[str, TensorRecord]
     hash: str = ""
     """of the logical state, equal in every layout"""
     format: int = field(default=FORMAT)
@@ -80,111 +80,113 @@ class Index:
                 "dtype": tensor.dtype,
                 "shape": tensor.shape,
                 "slices": [
-                    {"file": s.file, "at": s.at, "box": s.box, "sums": [f"{word:016x}" for word in s.sums]}
+                    {"file": s.file, "at": s.offset, "box": s.box, "sums": [f"{word:016x}" for word in s.checksum]}
                     for s in tensor.slices
                 ],
             }
             for name, tensor in sorted(self.tensors.items())
         }
-        files = {name: {"bytes": file.nbytes, "header": file.header} for name, file in self.files.items()}
-        whole = {"format": self.format, "step": self.step, "hash": self.hash, "facts": self.facts}
+        files = {name: {"bytes": file.nbytes, "header": file.header_sha256} for name, file in self.files.items()}
+        whole = {"format": self.format, "step": self.step, "hash": self.hash, "facts": self.metadata}
         return json.dumps({**whole, "files": files, "tensors": tensors}, separators=(",", ":")) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> Index:
+    def from_json(cls, text: str) -> CheckpointIndex:
         read = json.loads(text)
         if read.get("format") != FORMAT:
             raise CheckpointError(f"this checkpoint's format is not ours (format {read.get('format')}, ours {FORMAT})")
         tensors = {}
         for name, tensor in read["tensors"].items():
             slices = tuple(
-                Stored(s["file"], s["at"], tuple((low, high) for low, high in s["box"]), _words(s["sums"]))
+                StoredSlice(
+                    s["file"], s["at"], tuple((low, high) for low, high in s["box"]), _parse_checksum(s["sums"])
+                )
                 for s in tensor["slices"]
             )
-            tensors[name] = Tensor(tensor["dtype"], tuple(tensor["shape"]), slices)
-        files = {name: File(file["bytes"], file["header"]) for name, file in read["files"].items()}
+            tensors[name] = TensorRecord(tensor["dtype"], tuple(tensor["shape"]), slices)
+        files = {name: FileRecord(file["bytes"], file["header"]) for name, file in read["files"].items()}
         return cls(read["step"], read["facts"], files, tensors, read["hash"])
 
-    def check(self) -> None:
+    def check_complete(self) -> None:
         """Every element is stored once, inside its file; raises with what is not."""
         wrong = []
         for name, tensor in self.tensors.items():
             found = sum(numel(stored.box) for stored in tensor.slices)
-            if found != math.prod(tensor.shape) or overlapping([stored.box for stored in tensor.slices]):
+            if found != math.prod(tensor.shape) or any_overlap([stored.box for stored in tensor.slices]):
                 wrong.append(f"{name} ({found} of {math.prod(tensor.shape)} elements)")
             for stored in tensor.slices:
-                file, nbytes = self.files.get(stored.file), numel(stored.box) * BYTES[tensor.dtype]
-                if file is None or stored.at < 0 or stored.at + nbytes > file.nbytes:
+                file, nbytes = self.files.get(stored.file), numel(stored.box) * DTYPE_BYTES[tensor.dtype]
+                if file is None or stored.offset < 0 or stored.offset + nbytes > file.nbytes:
                     wrong.append(f"{name} (outside of {stored.file})")
         if wrong:
-            raise CheckpointError(f"the checkpoint does not hold every element once: {few(wrong)}")
+            raise CheckpointError(f"the checkpoint does not hold every element once: {abbreviate(wrong)}")
 
 
-def _words(texts: Sequence[str]) -> tuple[int, int]:
+def _parse_checksum(texts: Sequence[str]) -> tuple[int, int]:
     a, b = (int(text, 16) for text in texts)
     return a, b
 
 
-def overlapping(boxes: Sequence[Ranges]) -> bool:
+def any_overlap(boxes: Sequence[Box]) -> bool:
     """Two of them share something. Sorted by their first dimension, only neighbours need to be compared."""
     order = sorted(boxes)
     for number, box in enumerate(order):
         for other in order[number + 1 :]:
             if box and other[0][0] >= box[0][1]:
                 break
-            if common(box, other) is not None:
+            if intersect(box, other) is not None:
                 return True
     return False
 
 
-def digest_of(text: str) -> str:
-    return f"{hashlib.sha256(text.encode()).hexdigest()}  {INDEX}\n"
+def digest_line(text: str) -> str:
+    return f"{hashlib.sha256(text.encode()).hexdigest()}  {INDEX_FILE}\n"
 
 
-def read_index(text: bytes | bytearray, digest: bytes | bytearray, where: str) -> Index:
-    if digest.decode(errors="replace") != digest_of(text.decode(errors="replace")):
+def parse_index(text: bytes | bytearray, digest: bytes | bytearray, where: str) -> CheckpointIndex:
+    if digest.decode(errors="replace") != digest_line(text.decode(errors="replace")):
         raise CheckpointError(
-            f"the checkpoint is damaged ({where}/{INDEX} is not what {DIGEST} says); use another checkpoint"
+            f"the checkpoint is damaged ({where}/{INDEX_FILE} is not what {DIGEST_FILE} says); use another checkpoint"
         )
-    return Index.from_json(text.decode())
+    return CheckpointIndex.from_json(text.decode())
 
 
 @dataclass(frozen=True)
-class Region:
+class FileRegion:
     """A box that a rank writes, and where it lies behind the header of its file."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    box: Ranges
-    at: int
+    box: Box
+    offset: int
 
     @property
     def nbytes(self) -> int:
-        return numel(self.box) * BYTES[self.dtype]
+        return numel(self.box) * DTYPE_BYTES[self.dtype]
 
     @property
     def key(self) -> str:
         """Its name in the file."""
-        if extent(self.box) == self.shape:
+        if box_shape(self.box) == self.shape:
             return self.name
         return f"{self.name}[{','.join(f'{low}:{high}' for low, high in self.box)}]"
 
 
-def header_of(regions: Iterable[Region]) -> bytes:
+def safetensors_header(regions: Iterable[FileRegion]) -> bytes:
     """A safetensors file's first bytes, whole pages of them: blanks at its end say nothing."""
     table = {
         region.key: {
             "dtype": region.dtype,
-            "shape": list(extent(region.box)),
-            "data_offsets": [region.at, region.at + region.nbytes],
+            "shape": list(box_shape(region.box)),
+            "data_offsets": [region.offset, region.offset + region.nbytes],
         }
         for region in regions
     }
     text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % PAGE)
+    text += b" " * (-(len(text) + 8) % PAGE_BYTES)
     return len(text).to_bytes(8, "little") + text
 
 
-def few(words: Sequence[str], most: int = 8) -> str:
-    return ", ".join(words[:most]) + (f", and {len(words) - most} more" if len(words) > most else "")
+def abbreviate(names: Sequence[str], limit: int = 8) -> str:
+    return ", ".join(names[:limit]) + (f", and {len(names) - limit} more" if len(names) > limit else "")

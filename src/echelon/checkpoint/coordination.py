@@ -13,45 +13,45 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-PATIENCE = timedelta(hours=2)
+GROUP_TIMEOUT = timedelta(hours=2)
 """a slow disk is no failure"""
 
 T = TypeVar("T")
 
 
-class Together:
+class CheckpointGroup:
     """Every rank of the world makes one, in the same order as other groups."""
 
     def __init__(self) -> None:
         several = dist.is_initialized() and dist.get_world_size() > 1
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
-        self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if several else None
+        self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT) if several else None
 
     @property
-    def is_first(self) -> bool:
+    def is_rank_zero(self) -> bool:
         return self.rank == 0
 
-    def gathered(self, mine: T) -> list[T]:
+    def gather(self, mine: T) -> list[T]:
         """Every rank's, on the first rank; nothing elsewhere."""
         if self._group is None:
             return [mine]
-        found: list[T | None] | None = [None] * self.size if self.is_first else None
+        found: list[T | None] | None = [None] * self.size if self.is_rank_zero else None
         dist.gather_object(mine, found, dst=0, group=self._group)
         return [one for one in found or () if one is not None]
 
-    def told(self, word: T) -> T:
+    def broadcast(self, value: T) -> T:
         """The first rank's."""
         if self._group is None:
-            return word
-        box = [word]
+            return value
+        box = [value]
         dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
 
-    def all_told(self, mine: T) -> list[T]:
+    def all_gather(self, mine: T) -> list[T]:
         """The first rank gathers, and tells everybody."""
-        return self.told(self.gathered(mine))
+        return self.broadcast(self.gather(mine))
 
-    def add_up(self, numbers: Tensor) -> Tensor:
+    def all_reduce_sum(self, numbers: Tensor) -> Tensor:
         """Sums of int64 over the ranks, which wrap around."""
         if self._group is not None:
             dist.all_reduce(numbers, group=self._group)
@@ -63,9 +63,9 @@ class Together:
             dist.destroy_process_group(group)
 
 
-def agree(together: Together, error: Exception | None) -> None:
+def raise_on_all_ranks(group: CheckpointGroup, error: Exception | None) -> None:
     """Raises on every rank what went wrong on some."""
-    words = together.all_told("" if error is None else f"{type(error).__name__}: {error}")
+    words = group.all_gather("" if error is None else f"{type(error).__name__}: {error}")
     wrong = {word: rank for rank, word in reversed(list(enumerate(words))) if word}
     if error is not None and len(wrong) == 1:
         raise error
@@ -75,8 +75,8 @@ def agree(together: Together, error: Exception | None) -> None:
         first, rank = min(wrong.items(), key=lambda found: found[1])
         kind, _, text = first.partition(": ")
         text = text if kind == CheckpointError.__name__ else first
-        raise CheckpointError(text if together.size == 1 else f"{text} (on rank {rank})")
+        raise CheckpointError(text if group.size == 1 else f"{text} (on rank {rank})")
 
 
-def zeros(*shape: int) -> Tensor:
+def int64_zeros(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.int64)

@@ -7,47 +7,51 @@ from dataclasses import dataclass
 
 import torch
 
-from echelon.checkpoint.checkpoint_index import CheckpointError, Index, Tensor
-from echelon.checkpoint.checksums import sums_of
-from echelon.checkpoint.load import TORCH
-from echelon.checkpoint.storage import Storage, name_of
-from echelon.checkpoint.tensor_slices import extent, numel
+from echelon.checkpoint.checkpoint_index import CheckpointError, CheckpointIndex, TensorRecord
+from echelon.checkpoint.checksums import box_checksum
+from echelon.checkpoint.load import TORCH_DTYPES
+from echelon.checkpoint.storage import Storage, step_dir_name
+from echelon.checkpoint.tensor_slices import box_shape, numel
 
 
 @dataclass(frozen=True)
-class Whole:
+class FullTensor:
     """A logical tensor that is still on disk."""
 
     storage: Storage
     step: int
-    tensor: Tensor
+    record: TensorRecord
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.tensor.shape
+        return self.record.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        return TORCH[self.tensor.dtype]
+        return TORCH_DTYPES[self.record.dtype]
 
     def read(self) -> torch.Tensor:
         """All of it; what has changed on the disk is refused by name."""
         values = torch.empty(self.shape, dtype=self.dtype)
-        for stored in self.tensor.slices:
+        for stored in self.record.slices:
             count = numel(stored.box) * self.dtype.itemsize
-            part = torch.frombuffer(self.storage.read(self.step, stored.file, [(stored.at, count)]), dtype=self.dtype)
-            if sums_of(part, stored.box, self.shape) != stored.sums:
-                where = f"{self.storage.address}/{name_of(self.step)}/{stored.file}"
+            part = torch.frombuffer(
+                self.storage.read(self.step, stored.file, [(stored.offset, count)]), dtype=self.dtype
+            )
+            if box_checksum(part, stored.box, self.shape) != stored.checksum:
+                where = f"{self.storage.address}/{step_dir_name(self.step)}/{stored.file}"
                 raise CheckpointError(f"the checkpoint is damaged ({where}: bytes have changed)")
-            values[tuple(slice(low, high) for low, high in stored.box)] = part.view(extent(stored.box))
+            values[tuple(slice(low, high) for low, high in stored.box)] = part.view(box_shape(stored.box))
         return values
 
 
-def tensors_of(storage: Storage, step: int, index: Index, kinds: Mapping[str, str]) -> dict[str, Whole]:
+def full_tensors(
+    storage: Storage, step: int, index: CheckpointIndex, prefixes: Mapping[str, str]
+) -> dict[str, FullTensor]:
     """Those whose names begin with one of the kinds, under what stands in its place."""
     return {
-        instead + name.removeprefix(kind): Whole(storage, step, tensor)
-        for kind, instead in kinds.items()
+        instead + name.removeprefix(kind): FullTensor(storage, step, tensor)
+        for kind, instead in prefixes.items()
         for name, tensor in index.tensors.items()
         if name.startswith(kind)
     }

@@ -21,71 +21,73 @@ from dataclasses import dataclass
 
 from echelon.layout.placement import Piece
 
-Ranges = tuple[tuple[int, int], ...]
+Box = tuple[tuple[int, int], ...]
 """a half-open range for each dimension"""
 
 
 @dataclass(frozen=True)
-class Part:
+class LocalSlice:
     """What is held of a logical tensor: a run of a local tensor that covers a box of it, perhaps with padding."""
 
-    local: tuple[int, ...]
+    local_shape: tuple[int, ...]
     """shape of the local tensor, padding included"""
-    box: Ranges
+    box: Box
     """of the logical tensor, without padding"""
     start: int
     stop: int
 
     @classmethod
-    def of(cls, piece: Piece) -> Part:
-        return cls(piece.entry.local_shape, piece.box, piece.start, piece.stop)
+    def from_piece(cls, piece: Piece) -> LocalSlice:
+        return cls(piece.param.local_shape, piece.box, piece.start, piece.stop)
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> Part:
-        return cls.all_of(tuple((0, size) for size in shape))
+    def full(cls, shape: Sequence[int]) -> LocalSlice:
+        return cls.from_box(tuple((0, size) for size in shape))
 
     @classmethod
-    def all_of(cls, box: Ranges) -> Part:
+    def from_box(cls, box: Box) -> LocalSlice:
         """A box without padding."""
-        shape = extent(box)
+        shape = box_shape(box)
         return cls(shape, box, 0, math.prod(shape))
 
     @property
-    def padded(self) -> bool:
-        return extent(self.box) != self.local
+    def is_padded(self) -> bool:
+        return box_shape(self.box) != self.local_shape
 
-    def placed(self) -> list[Placed]:
+    def boxes(self) -> list[PlacedBox]:
         """Its boxes, in the order in which they lie."""
-        strides = strides_of(self.local)
+        strides = row_major_strides(self.local_shape)
         found = []
-        for low, sizes in _boxes(self.local, self.start, self.stop):
+        for low, sizes in _cover_with_boxes(self.local_shape, self.start, self.stop):
             ranges = []
             for first, size, (begin, end) in zip(low, sizes, self.box, strict=True):
                 ranges.append((min(begin + first, end), min(begin + first + size, end)))
             box = tuple(ranges)
             if numel(box):
                 offset = sum(first * stride for first, stride in zip(low, strides, strict=True)) - self.start
-                found.append(Placed(box, offset, strides))
+                found.append(PlacedBox(box, offset, strides))
         return found
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedBox:
     """A box of a logical tensor, and where it lies in a run."""
 
-    box: Ranges
+    box: Box
     offset: int
     """of its first element"""
     strides: tuple[int, ...]
     """in elements"""
 
-    def within(self, box: Ranges) -> Placed:
+    def sub_box(self, box: Box) -> PlacedBox:
         """A box inside it."""
         steps = zip(box, self.box, self.strides, strict=True)
-        return Placed(box, self.offset + sum((a[0] - b[0]) * stride for a, b, stride in steps), self.strides)
+        return PlacedBox(box, self.offset + sum((a[0] - b[0]) * stride for a, b, stride in steps), self.strides)
 
 
-def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _cover_with_boxes(
+    shape: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(first indices, sizes) of boxes that cover a run of a row-major tensor, in its order."""
     if start >= stop:
         return
@@ -97,26 +99,26 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tupl
     first, begin = divmod(start, inner)
     last, end = divmod(stop, inner)
     if first == last:
-        yield from (((first, *low), (1, *size)) for low, size in _boxes(rest, begin, end))
+        yield from (((first, *low), (1, *size)) for low, size in _cover_with_boxes(rest, begin, end))
         return
     if begin:
-        yield from (((first, *low), (1, *size)) for low, size in _boxes(rest, begin, inner))
+        yield from (((first, *low), (1, *size)) for low, size in _cover_with_boxes(rest, begin, inner))
         first += 1
     if first < last:
         yield (first, *(0 for _ in rest)), (last - first, *rest)
     if end:
-        yield from (((last, *low), (1, *size)) for low, size in _boxes(rest, 0, end))
+        yield from (((last, *low), (1, *size)) for low, size in _cover_with_boxes(rest, 0, end))
 
 
-def extent(box: Ranges) -> tuple[int, ...]:
+def box_shape(box: Box) -> tuple[int, ...]:
     return tuple(high - low for low, high in box)
 
 
-def numel(box: Ranges) -> int:
-    return math.prod(extent(box))
+def numel(box: Box) -> int:
+    return math.prod(box_shape(box))
 
 
-def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Of a dense row-major tensor."""
     found, step = [], 1
     for size in reversed(shape):
@@ -125,32 +127,32 @@ def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-def common(a: Ranges, b: Ranges) -> Ranges | None:
+def intersect(a: Box, b: Box) -> Box | None:
     """What two boxes share; none where that is nothing."""
     found = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return found if all(low < high for low, high in found) else None
 
 
 @dataclass(frozen=True)
-class Rows:
+class ContiguousRows:
     """A box inside a tensor, as rows that lie without gaps: so many elements from each of these places."""
 
     length: int
     starts: tuple[int, ...]
 
 
-def rows_of(box: Ranges, around: Ranges) -> Rows:
+def contiguous_rows(box: Box, outer: Box) -> ContiguousRows:
     """The rows of a box in a dense row-major tensor that covers the box `around`."""
-    outer, strides = extent(around), strides_of(extent(around))
-    sizes, split = extent(box), len(box)
-    while split and sizes[split - 1] == outer[split - 1]:
+    outer_sizes, strides = box_shape(outer), row_major_strides(box_shape(outer))
+    sizes, split = box_shape(box), len(box)
+    while split and sizes[split - 1] == outer_sizes[split - 1]:
         split -= 1
     split = max(split - 1, 0)
     length = math.prod(sizes[split:])
     starts = [
-        sum((b[0] - a[0]) * stride for b, a, stride in zip(box[split:], around[split:], strides[split:], strict=True))
+        sum((b[0] - a[0]) * stride for b, a, stride in zip(box[split:], outer[split:], strides[split:], strict=True))
     ]
     for dim in range(split - 1, -1, -1):
-        first = box[dim][0] - around[dim][0]
+        first = box[dim][0] - outer[dim][0]
         starts = [at + (first + index) * strides[dim] for index in range(sizes[dim]) for at in starts]
-    return Rows(length, tuple(starts))
+    return ContiguousRows(length, tuple(starts))

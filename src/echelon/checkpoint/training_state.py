@@ -19,16 +19,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from echelon.checkpoint.tensor_slices import Part, Placed
+from echelon.checkpoint.tensor_slices import LocalSlice, PlacedBox
 from echelon.layout.placement import Piece
-from echelon.optim.matrix_shards import stack_of
-from echelon.optim.optimizer_protocol import Update
-from echelon.optim.optimizer_state import Kept
-from echelon.optim.rules.ema import Average
-from echelon.parallel.apply import Parallel
-from echelon.parallel.dp.param_group import FlatUnit
+from echelon.optim.matrix_shards import matrix_stack
+from echelon.optim.optimizer_protocol import ShardedOptimizer
+from echelon.optim.optimizer_state import OptimizerState
+from echelon.optim.rules.ema import WeightEMA
+from echelon.parallel.apply import ParallelModel
+from echelon.parallel.dp.param_group import ParamGroup
 
-TYPES = {
+SAFETENSORS_DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -44,33 +44,33 @@ TYPES = {
 
 
 @dataclass(frozen=True)
-class Item:
+class StateItem:
     """What a rank holds of one logical tensor."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     """of the logical tensor"""
-    part: Part
-    writes: bool
+    local_slice: LocalSlice
+    is_writer: bool
     """this rank writes it"""
     read: Callable[[], Tensor]
     """its elements, flat"""
     write: Callable[[Tensor], None]
     """sets them; padding is 0"""
-    lasts: bool = True
+    stable_until_update: bool = True
     """what is read is the same until the next update; not so where states are on disk, and of buffers"""
 
     @property
     def size(self) -> int:
-        return self.part.stop - self.part.start
+        return self.local_slice.stop - self.local_slice.start
 
-    def placed(self) -> list[Placed]:
-        return self.part.placed()
+    def boxes(self) -> list[PlacedBox]:
+        return self.local_slice.boxes()
 
 
 @dataclass(frozen=True)
-class Number:
+class ScalarState:
     """A number of the whole run, which every rank has."""
 
     dtype: torch.dtype
@@ -78,50 +78,61 @@ class Number:
     write: Callable[[Tensor], None]
 
 
-class State:
+class TrainingState:
     """One rank's part of a training state. All its items come in the same order every time."""
 
     def __init__(
         self,
-        parallel: Parallel,
-        optimizer: Update,
-        average: Average | None = None,
-        numbers: Mapping[str, Number] | None = None,
+        parallel: ParallelModel,
+        optimizer: ShardedOptimizer,
+        average: WeightEMA | None = None,
+        scalars: Mapping[str, ScalarState] | None = None,
     ):
         self._parallel, self._optimizer, self._average = parallel, optimizer, average
-        self._numbers = numbers or {}
+        self._scalars = scalars or {}
 
-    def items(self, *, changing: bool = False) -> Iterator[Item]:
+    def items(self, *, restoring: bool = False) -> Iterator[StateItem]:
         """With `changing`, everybody is told when a unit's values have been written."""
-        flat = self._parallel.flat
-        for unit in flat.units:
-            for entry in unit.unit.entries:
-                yield _parameter(unit, flat.placement.piece(unit.unit, entry))
-            if changing:
-                unit.updated()
-        for kept in self._optimizer.kept():
-            yield _state(f"optimizer.{kept.kind}", kept)
-        for kept in self._average.kept() if self._average is not None else ():
-            yield _state(kept.kind, kept)
+        flat = self._parallel.sharded_model
+        for unit in flat.param_groups:
+            for entry in unit.spec.params:
+                yield _parameter_item(unit, flat.placement.piece(unit.spec, entry))
+            if restoring:
+                unit.after_update()
+        for kept in self._optimizer.named_states():
+            yield _optimizer_item(f"optimizer.{kept.name}", kept)
+        for kept in self._average.named_states() if self._average is not None else ():
+            yield _optimizer_item(kept.name, kept)
         yield from self._buffers()
         first = self._parallel.axes.rank == 0
-        for name, found in self._numbers.items():
-            part = Part.whole(())
-            yield Item(f"train.{name}", found.dtype, (), part, first, _flat(found.read), found.write, lasts=False)
+        for name, found in self._scalars.items():
+            part = LocalSlice.full(())
+            yield StateItem(
+                f"train.{name}",
+                found.dtype,
+                (),
+                part,
+                first,
+                _flattened(found.read),
+                found.write,
+                stable_until_update=False,
+            )
 
-    def _buffers(self) -> Iterator[Item]:
-        model, at = self._parallel.model, self._parallel.axes.at
+    def _buffers(self) -> Iterator[StateItem]:
+        model, at = self._parallel.model, self._parallel.axes.coordinates
         lasting = model.state_dict(keep_vars=True).keys()
         first = all(at[axis] == 0 for axis in ("dp", "tp", "cp"))
         for name, buffer in model.named_buffers():
             if name in lasting:
-                part = Part.whole(buffer.shape)
+                part = LocalSlice.full(buffer.shape)
                 flat, shape = partial(torch.reshape, buffer, (-1,)), tuple(buffer.shape)
-                write = partial(_fill, buffer)
-                yield Item(f"buffer.{name}", buffer.dtype, shape, part, first, flat, write, lasts=False)
+                write = partial(_copy_into, buffer)
+                yield StateItem(
+                    f"buffer.{name}", buffer.dtype, shape, part, first, flat, write, stable_until_update=False
+                )
 
 
-def _parameter(unit: FlatUnit, piece: Piece) -> Item:
+def _parameter_item(unit: ParamGroup, piece: Piece) -> StateItem:
     where = slice(piece.shard_offset, piece.shard_offset + piece.stop - piece.start)
 
     def read() -> Tensor:
@@ -130,43 +141,51 @@ def _parameter(unit: FlatUnit, piece: Piece) -> Item:
     @torch.no_grad()
     def write(values: Tensor) -> None:
         if len(values):
-            unit.master.set(piece.shard_offset, values)
+            unit.master.set_values(piece.shard_offset, values)
 
-    name, entry = f"model.{piece.entry.name}", piece.entry
-    return Item(name, unit.master.dtype, entry.shape, Part.of(piece), piece.owner and piece.first, read, write)
+    name, entry = f"model.{piece.param.name}", piece.param
+    return StateItem(
+        name,
+        unit.master.dtype,
+        entry.shape,
+        LocalSlice.from_piece(piece),
+        piece.is_owner and piece.is_first_replica,
+        read,
+        write,
+    )
 
 
-def _state(prefix: str, kept: Kept) -> Item:
-    piece, name = kept.piece, f"{prefix}.{kept.piece.entry.name}"
-    mine = piece.owner and piece.first
-    shape, entry = piece.entry.shape, piece.entry
+def _optimizer_item(prefix: str, kept: OptimizerState) -> StateItem:
+    piece, name = kept.piece, f"{prefix}.{kept.piece.param.name}"
+    mine = piece.is_owner and piece.is_first_replica
+    shape, entry = piece.param.shape, piece.param
     if kept.form == "elements":
-        lasts = getattr(kept.unit, "store", None) is None
-        return Item(name, kept.dtype, shape, Part.of(piece), mine, kept.read, kept.write, lasts)
+        lasts = getattr(kept.param_group, "store", None) is None
+        return StateItem(name, kept.dtype, shape, LocalSlice.from_piece(piece), mine, kept.read, kept.write, lasts)
     # Of the ranks that hold parts of a matrix, the one with its first element writes what is of all of it.
-    inside = piece.box if kept.form == "number" or entry.filters else piece.box[-2:]
+    inside = piece.box if kept.form == "number" or entry.is_conv else piece.box[-2:]
     mine = mine and piece.start == 0 < piece.stop and all(low == 0 for low, _ in inside)
     if kept.form == "number":
-        return Item(name, kept.dtype, (), Part.whole(()), mine, _flat(kept.read), kept.write)
-    stack = stack_of(shape, filters=entry.filters)
+        return StateItem(name, kept.dtype, (), LocalSlice.full(()), mine, _flattened(kept.read), kept.write)
+    stack = matrix_stack(shape, filters=entry.is_conv)
     side = stack.rows if kept.form == "rows" else stack.columns
-    matrices = (0, 1) if entry.filters or len(shape) < 3 else _leading(piece)
-    part = Part.all_of((matrices, (0, side)))
-    return Item(name, kept.dtype, (stack.matrices, side), part, mine, _flat(kept.read), kept.write)
+    matrices = (0, 1) if entry.is_conv or len(shape) < 3 else _matrix_range(piece)
+    part = LocalSlice.from_box((matrices, (0, side)))
+    return StateItem(name, kept.dtype, (stack.num_matrices, side), part, mine, _flattened(kept.read), kept.write)
 
 
-def _leading(piece: Piece) -> tuple[int, int]:
+def _matrix_range(piece: Piece) -> tuple[int, int]:
     """Which matrices of a stack a rank's box has: only the first dimension is cut."""
-    shape = piece.entry.shape
+    shape = piece.param.shape
     each = math.prod(shape[1:-2])
     low, high = piece.box[0]
     return low * each, high * each
 
 
-def _flat(read: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def _flattened(read: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return lambda: read().reshape(-1)
 
 
 @torch.no_grad()
-def _fill(buffer: Tensor, values: Tensor) -> None:
+def _copy_into(buffer: Tensor, values: Tensor) -> None:
     buffer.copy_(values.view(buffer.shape))

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from echelon.cli.cli_errors import FAILED, answer, told
+from echelon.cli.cli_errors import EXIT_FAILED, print_json, report_errors
 
 if TYPE_CHECKING:
-    from echelon.bench.bench_device import Machine
-    from echelon.bench.bench_request import Options, Todo
-    from echelon.bench.bench_rows import Row as StepRow
+    from echelon.bench.bench_device import BenchDevice
+    from echelon.bench.bench_request import BenchOptions, BenchPlan
+    from echelon.bench.bench_rows import BenchRow as StepRow
     from echelon.bench.profile.breakdown import Breakdown
     from echelon.planning.cluster.cluster import Cluster
-    from echelon.planning.cluster.device_bench import Row as DeviceRow
-    from echelon.training.logging.metrics import Peak
+    from echelon.planning.cluster.device_bench import DeviceMeasurement as DeviceRow
+    from echelon.training.logging.metrics import PeakFlops
 
 EXAMPLES = """[bold]Examples[/bold]\n
 echelon bench\n
@@ -80,10 +80,10 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
 ) -> None:
     """Measure what this machine's devices reach, and training steps beside other frameworks'."""
-    with told(as_json):
+    with report_errors(as_json):
         from echelon.bench import bench_request
 
-        options = bench_request.Options(
+        options = bench_request.BenchOptions(
             only=only,
             out=out,
             profile=profile,
@@ -97,20 +97,20 @@ def command(
             batch=batch,
             seq_len=seq_len,
         )
-        bench_request.check(options)
+        bench_request.check_options(options)
         from echelon.bench import bench_device
 
-        here = bench_device.here()
+        here = bench_device.detect_device()
         if profile is not None:
             ran = _profile(options, here, profile, as_json)
         else:
             ran = _measure(options, here, quick, as_json)
     if not ran:
-        raise typer.Exit(FAILED)
+        raise typer.Exit(EXIT_FAILED)
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Announce]:
+def _progress_bar(total: int) -> Iterator[Announce]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -133,23 +133,23 @@ def _progress(total: int) -> Iterator[Announce]:
 # -- steps and devices ------------------------------------------------------------------------------------------------
 
 
-def _measure(options: Options, here: Machine, quick: bool, as_json: bool) -> bool:
+def _measure(options: BenchOptions, here: BenchDevice, quick: bool, as_json: bool) -> bool:
     """Measures, shows, and says whether anything of ours ran."""
     from echelon.bench import bench_request
 
     todo = (
-        bench_request.todo(options, here, quick=quick)
+        bench_request.plan_measurements(options, here, quick=quick)
         if options.with_steps
-        else bench_request.Todo(requests=(), left_out={})
+        else bench_request.BenchPlan(measurements=(), left_out={})
     )
     # Steps come first: what the devices' curves leave in this process would take memory from them.
-    rows, peak = _steps(todo, here)
-    devices, cluster = _devices(quick) if options.with_devices else ([], None)
+    rows, peak = _measure_steps(todo, here)
+    devices, cluster = _measure_devices(quick) if options.with_devices else ([], None)
     if options.out is not None and cluster is not None:
-        _write(options.out, cluster)
+        _write_cluster(options.out, cluster)
     if as_json:
         curves = asdict(cluster.curves) if cluster is not None and cluster.curves else None
-        answer(
+        print_json(
             {
                 "rows": [row.to_json() for row in rows],
                 "left_out": todo.left_out,
@@ -162,55 +162,55 @@ def _measure(options: Options, here: Machine, quick: bool, as_json: bool) -> boo
     return not rows or any(row.is_ours and row.failed is None for row in rows)
 
 
-def _steps(todo: Todo, here: Machine) -> tuple[list[StepRow], Peak | None]:
-    from echelon.bench.bench_rows import compared, row_of
-    from echelon.bench.subprocess_bench import ask
+def _measure_steps(todo: BenchPlan, here: BenchDevice) -> tuple[list[StepRow], PeakFlops | None]:
+    from echelon.bench.bench_rows import add_peer_ratios, make_row
+    from echelon.bench.subprocess_bench import run_in_subprocess
     from echelon.training.logging.metrics import peak_flops
 
-    if not todo.requests:
+    if not todo.measurements:
         return [], None
-    with _progress(len(todo.requests)) as announce:
+    with _progress_bar(len(todo.measurements)) as announce:
         found = []
-        for request in todo.requests:
+        for request in todo.measurements:
             announce(str(request))
-            found.append(ask("echelon.bench.measure_step", request))
+            found.append(run_in_subprocess("echelon.bench.measure_step", request))
     import torch
 
-    peak = peak_flops(torch.device(here.kind))
-    rows = [row_of(request, one, peak.flops) for request, one in zip(todo.requests, found, strict=True)]
-    return compared(rows), peak
+    peak = peak_flops(torch.device(here.device_type))
+    rows = [make_row(request, one, peak.flops) for request, one in zip(todo.measurements, found, strict=True)]
+    return add_peer_ratios(rows), peak
 
 
-def _devices(quick: bool) -> tuple[list[DeviceRow], Cluster]:
-    from echelon.launch.rank_pool import Pool
-    from echelon.planning.cluster.cluster import here
-    from echelon.planning.cluster.device_bench import curves_of, described, steps
+def _measure_devices(quick: bool) -> tuple[list[DeviceRow], Cluster]:
+    from echelon.launch.rank_pool import RankPool
+    from echelon.planning.cluster.cluster import local_cluster
+    from echelon.planning.cluster.device_bench import bench_steps, to_curves, with_curves
 
-    plain = here()
+    plain = local_cluster()
     rows: list[DeviceRow] = []
     with ExitStack() as stack:
-        pool = stack.enter_context(Pool())
-        todo = steps(plain, quick=quick, on_ranks=pool.run)
-        announce = stack.enter_context(_progress(len(todo)))
+        pool = stack.enter_context(RankPool())
+        todo = bench_steps(plain, quick=quick, on_ranks=pool.run)
+        announce = stack.enter_context(_progress_bar(len(todo)))
         for step in todo:
             announce(step.name)
             rows += step.run()
-    return rows, described(plain, curves_of(rows))
+    return rows, with_curves(plain, to_curves(rows))
 
 
-def _write(out: Path, cluster: Cluster) -> None:
-    from echelon.planning.cluster.cluster_file import to_toml
+def _write_cluster(out: Path, cluster: Cluster) -> None:
+    from echelon.planning.cluster.cluster_file import cluster_to_toml
 
     try:
-        out.write_text(to_toml(replace(cluster, name=out.stem)), encoding="utf-8")
+        out.write_text(cluster_to_toml(replace(cluster, name=out.stem)), encoding="utf-8")
     except OSError as error:
         raise ValueError(f"the cluster file cannot be written ({out}: {error.strerror}); give another --out") from error
 
 
 def _show(
     rows: Sequence[StepRow],
-    todo: Todo,
-    peak: Peak | None,
+    todo: BenchPlan,
+    peak: PeakFlops | None,
     devices: Sequence[DeviceRow],
     cluster: Cluster | None,
     out: Path | None,
@@ -221,7 +221,7 @@ def _show(
 
     console = Console()
     if peak is not None:
-        console.print(step_table.table(rows, width=console.width))
+        console.print(step_table.step_table(rows, width=console.width))
         console.print()
         for line in step_table.remarks(rows, todo.left_out, peak):
             console.print(line, style="dim", soft_wrap=True, markup=False, highlight=False)
@@ -229,8 +229,8 @@ def _show(
         if rows:
             console.print()
         console.print(device_table.heading(cluster))
-        console.print(device_table.table(devices, cluster))
-        for line in device_table.learned(cluster):
+        console.print(device_table.device_table(devices, cluster))
+        for line in device_table.calibration_lines(cluster):
             console.print(line, soft_wrap=True)
         use = f"wrote {out}: echelon plan MODEL --cluster {out}" if out else "to plan with it, give --out mine.toml"
         console.print(f"\n{use}", soft_wrap=True)
@@ -239,26 +239,26 @@ def _show(
 # -- one step, looked into --------------------------------------------------------------------------------------------
 
 
-def _profile(options: Options, here: Machine, path: Path, as_json: bool) -> bool:
+def _profile(options: BenchOptions, here: BenchDevice, path: Path, as_json: bool) -> bool:
     """Looks into our steps, writes both files and shows them; says whether there was one."""
     from echelon.bench import bench_request, subprocess_bench
     from echelon.bench.profile import breakdown
 
-    requests = bench_request.profiled(options, here)
+    requests = bench_request.plan_profiles(options, here)
     found: list[Breakdown] = []
     failed: dict[str, str] = {}
-    with _progress(len(requests)) as announce:
+    with _progress_bar(len(requests)) as announce:
         for request in requests:
             announce(str(request))
-            said = subprocess_bench.ask("echelon.bench.profile.step_profile", request)
+            said = subprocess_bench.run_in_subprocess("echelon.bench.profile.step_profile", request)
             if "failed" in said:
                 failed[str(request)] = said["failed"]
             else:
-                found.append(breakdown.made(said))
+                found.append(breakdown.from_dict(said))
     if found:
         _write_profile(path, found)
     if as_json:
-        answer({**breakdown.to_json(found), "failed": failed})
+        print_json({**breakdown.to_json(found), "failed": failed})
     else:
         _show_profile(found, failed, path)
     return bool(found)
@@ -286,7 +286,7 @@ def _show_profile(found: Sequence[Breakdown], failed: dict[str, Any], path: Path
     console = Console()
     for one in found:
         console.print(breakdown_table.heading(one), highlight=False)
-        console.print(breakdown_table.table(one))
+        console.print(breakdown_table.breakdown_table(one))
         for line in breakdown_table.remarks(one):
             console.print(line, style="dim", soft_wrap=True, markup=False, highlight=False)
         console.print()

@@ -6,29 +6,29 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from echelon.layout.validation_error import Fault, FaultError
+from echelon.layout.validation_error import ValidationError, ValidationIssue
 
 if TYPE_CHECKING:
-    from echelon.checkpoint.hf.convert_model import Carried
+    from echelon.checkpoint.hf.convert_model import ConversionResult
 
-UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
-def size(text: str) -> int:
+def parse_file_size(text: str) -> int:
     """Bytes of 5GB, 500MB, ..., as Hugging Face writes them."""
     number, unit = text.strip()[:-2].strip(), text.strip()[-2:].upper()
     try:
-        found = int(float(number) * UNITS[unit])
+        found = int(float(number) * SIZE_UNITS[unit])
     except (ValueError, KeyError, OverflowError):
         found = 0
     if found < 1:
         rule, legal = "is not a size of files", "a number and KB, MB, GB or TB: 5GB"
-        raise FaultError([Fault(key="shard-size", value=text, rule=rule, legal=legal)])
+        raise ValidationError([ValidationIssue(key="shard-size", value=text, message=rule, legal=legal)])
     return found
 
 
 @contextmanager
-def progress(total: int) -> Iterator[Callable[[int], None]]:
+def progress_bar(total: int) -> Iterator[Callable[[int], None]]:
     """A bar on a terminal's standard error; nothing in a log."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -40,14 +40,14 @@ def progress(total: int) -> Iterator[Callable[[int], None]]:
         yield lambda some: bar.advance(task, some)
 
 
-def show(done: Carried) -> None:
+def print_result(done: ConversionResult) -> None:
     files = sum(name.endswith(".safetensors") for name in done.files)
-    config = done.saved.config
+    config = done.model.config
     print(
-        f"wrote {done.directory}: {done.saved.model_type or config.family}, {config.parameters:,} parameters, "
-        f"{done.tensors} tensors of {done.dtype}, {done.bytes:,} bytes in {files} file{'s' if files > 1 else ''}"
+        f"wrote {done.directory}: {done.model.model_type or config.family}, {config.parameters:,} parameters, "
+        f"{done.tensors} tensors of {done.dtype}, {done.num_bytes:,} bytes in {files} file{'s' if files > 1 else ''}"
     )
-    if done.checked is None:
+    if done.check is None:
         return
     against = {"transformers": "transformers' own model", "import": "our own import (transformers is not installed)"}
-    print(f"logits equal those of {against[done.checked.against]}")
+    print(f"logits equal those of {against[done.check.against]}")

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from echelon.cli.cli_errors import answer, told
-from echelon.layout.validation_error import Fault, FaultError, did_you_mean
+from echelon.cli.cli_errors import print_json, report_errors
+from echelon.layout.validation_error import ValidationError, ValidationIssue, did_you_mean
 
 if TYPE_CHECKING:
     from echelon.pipeline.schedule import Schedule
     from echelon.pipeline.timeline import Timeline
-    from echelon.report.run_picture import Picture
+    from echelon.report.run_picture import RunPicture
 
 EXAMPLES = """[bold]Examples[/bold]\n
 echelon draw\n
@@ -24,8 +24,8 @@ echelon draw file:my_schedule.txt\n
 echelon draw runs/gpt-tiny-20250131-120000 --html run.html
 """
 
-STAGES, MICROBATCHES = 4, 8
-SIZES = ("stages", "microbatches", "chunks", "slices")
+DEFAULT_STAGES, DEFAULT_MICROBATCHES = 4, 8
+SIZE_OPTIONS = ("stages", "microbatches", "chunks", "slices")
 
 
 def command(
@@ -38,10 +38,10 @@ def command(
         ),
     ] = "",
     stages: Annotated[
-        int | None, typer.Option(help=f"Ranks of the pipeline. Default: {STAGES}.", show_default=False)
+        int | None, typer.Option(help=f"Ranks of the pipeline. Default: {DEFAULT_STAGES}.", show_default=False)
     ] = None,
     microbatches: Annotated[
-        int | None, typer.Option(help=f"Microbatches of a step. Default: {MICROBATCHES}.", show_default=False)
+        int | None, typer.Option(help=f"Microbatches of a step. Default: {DEFAULT_MICROBATCHES}.", show_default=False)
     ] = None,
     chunks: Annotated[
         int | None, typer.Option(help="Stages on each rank. Default: what the schedule has.", show_default=False)
@@ -73,58 +73,62 @@ def command(
     seconds = {"forward": forward, "input-grad": input_grad, "weight-grad": weight_grad, "link": link}
     given = {key: value for key, value in {**sizes, **seconds}.items() if value is not None}
     files = {"svg": svg, "html": html}
-    with told(as_json):
+    with report_errors(as_json):
         if not what:
-            _refuse(
+            _reject_options(
                 {**given, **{key: path for key, path in files.items() if path}}, "needs a schedule or a run to draw"
             )
-            _names(as_json)
+            _list_schedules(as_json)
             return
         picture = _picture(what, given)
         for key, path in files.items():
             if path is not None:
                 _write(key, path, picture)
     if as_json:
-        answer(_facts(picture))
+        print_json(_picture_json(picture))
     else:
         _show(picture, [path for path in files.values() if path is not None])
 
 
-def _refuse(given: dict[str, Any], rule: str) -> None:
+def _reject_options(given: dict[str, Any], rule: str) -> None:
     if given:
-        raise FaultError([Fault(key=f"--{key}", value=str(value), rule=rule) for key, value in given.items()])
+        raise ValidationError(
+            [ValidationIssue(key=f"--{key}", value=str(value), message=rule) for key, value in given.items()]
+        )
 
 
-def _picture(what: str, given: dict[str, Any]) -> Picture:
-    from echelon.pipeline.schedules import FAMILIES, FILE
-    from echelon.report.run_picture import Picture
+def _picture(what: str, given: dict[str, Any]) -> RunPicture:
+    from echelon.pipeline.schedules import FAMILIES, FILE_PREFIX
+    from echelon.report.run_picture import RunPicture
 
-    if what in FAMILIES or what.startswith(FILE):
-        return Picture(_planned(what, given))
+    if what in FAMILIES or what.startswith(FILE_PREFIX):
+        return RunPicture(_simulate(what, given))
     if Path(what).is_dir():
-        _refuse(given, "is for schedules; a run has sizes and durations of its own")
-        return Picture.of_run(Path(what))
+        _reject_options(given, "is for schedules; a run has sizes and durations of its own")
+        return RunPicture.from_run(Path(what))
     rule = "is neither a schedule nor the directory of a run"
-    legal = f"{', '.join(FAMILIES)}, {FILE}PATH, a run's directory"
-    raise FaultError([Fault(key="draw", value=what, rule=rule, legal=legal, hint=did_you_mean(what, FAMILIES))])
+    legal = f"{', '.join(FAMILIES)}, {FILE_PREFIX}PATH, a run's directory"
+    raise ValidationError(
+        [ValidationIssue(key="draw", value=what, message=rule, legal=legal, hint=did_you_mean(what, FAMILIES))]
+    )
 
 
-def _planned(name: str, given: dict[str, Any]) -> Timeline:
+def _simulate(name: str, given: dict[str, Any]) -> Timeline:
     from echelon.pipeline.lower import lower
     from echelon.pipeline.simulate import Durations, simulate
 
     faults = [
-        Fault(key=f"--{key}", value=str(given[key]), rule="is too small", legal="1 or more")
-        for key in SIZES
+        ValidationIssue(key=f"--{key}", value=str(given[key]), message="is too small", legal="1 or more")
+        for key in SIZE_OPTIONS
         if given.get(key, 1) < 1
     ]
     faults += [
-        Fault(key=f"--{key}", value=str(given[key]), rule="is not a time", legal="seconds, 0 or more")
+        ValidationIssue(key=f"--{key}", value=str(given[key]), message="is not a time", legal="seconds, 0 or more")
         for key in ("forward", "input-grad", "weight-grad", "link")
         if not 0 <= given.get(key, 0.0) < float("inf")
     ]
     if faults:
-        raise FaultError(faults)
+        raise ValidationError(faults)
     link = given.get("link", 0.0)
     durations = Durations(
         forward=given.get("forward", 1.0),
@@ -133,65 +137,67 @@ def _planned(name: str, given: dict[str, Any]) -> Timeline:
         send_forward=link,
         send_backward=link,
     )
-    schedule = _made(name, given)
+    schedule = _build_schedule(name, given)
     # Messages that take time are drawn.
     return simulate(lower(schedule) if link else schedule, durations)
 
 
-def _made(name: str, given: dict[str, Any]) -> Schedule:
-    from echelon.pipeline.schedules import FILE, make
+def _build_schedule(name: str, given: dict[str, Any]) -> Schedule:
+    from echelon.pipeline.schedules import FILE_PREFIX, make_schedule
 
-    if name.startswith(FILE):
-        return _from_file(name.removeprefix(FILE), given)
-    return make(
+    if name.startswith(FILE_PREFIX):
+        return _read_schedule(name.removeprefix(FILE_PREFIX), given)
+    return make_schedule(
         name,
-        given.get("stages", STAGES),
-        given.get("microbatches", MICROBATCHES),
+        given.get("stages", DEFAULT_STAGES),
+        given.get("microbatches", DEFAULT_MICROBATCHES),
         chunks=given.get("chunks", 0),
         slices=given.get("slices", 1),
     )
 
 
-def _from_file(path: str, given: dict[str, Any]) -> Schedule:
+def _read_schedule(path: str, given: dict[str, Any]) -> Schedule:
     """The file fixes all sizes; one that is given beside it must agree."""
     from echelon.pipeline.schedules import schedule_file
 
-    schedule = schedule_file.build(path)
+    schedule = schedule_file.load_schedule(path)
     has = {"stages": schedule.ranks, "microbatches": schedule.microbatches, "slices": schedule.slices}
     has["chunks"] = schedule.stages // schedule.ranks
-    _refuse({key: given[key] for key in SIZES if given.get(key, has[key]) != has[key]}, "is not what the file has")
+    _reject_options(
+        {key: given[key] for key in SIZE_OPTIONS if given.get(key, has[key]) != has[key]}, "is not what the file has"
+    )
     return schedule
 
 
-def _write(kind: str, path: Path, picture: Picture) -> None:
+def _write(kind: str, path: Path, picture: RunPicture) -> None:
     try:
         path.write_text(picture.as_svg() if kind == "svg" else picture.as_html(), encoding="utf-8")
     except OSError as error:
-        raise FaultError(
+        raise ValidationError(
             [
-                Fault(
+                ValidationIssue(
                     key=f"--{kind}",
                     value=str(path),
-                    rule=f"cannot be written ({error.strerror})",
+                    message=f"cannot be written ({error.strerror})",
                     hint="choose another",
                 )
             ]
         ) from error
 
 
-def _facts(picture: Picture) -> dict[str, Any]:
+def _picture_json(picture: RunPicture) -> dict[str, Any]:
     """The keys of `--json`: of what happened, where that is known, with the plan beside it."""
     found: dict[str, Any] = {}
     if picture.planned is not None:
-        found = _facts_of(picture.measured or picture.planned, picture.planned.note)
+        found = _timeline_json(picture.measured or picture.planned, picture.planned.note)
         if picture.measured is not None:
-            found["planned"] = _facts_of(picture.planned, picture.planned.note)
-    if picture.loads is not None:
-        found["experts"] = picture.loads.facts()
+            found["planned"] = _timeline_json(picture.planned, picture.planned.note)
+    if picture.expert_load is not None:
+        found["experts"] = picture.expert_load.to_json()
     return found
 
 
-def _facts_of(shown: Timeline, note: str) -> dict[str, Any]:
+def _timeline_json(shown: Timeline, note: str) -> dict[str, Any]:
     from echelon.pipeline.actions import RECEIVES, SENDS
 
     return {
@@ -200,13 +206,13 @@ def _facts_of(shown: Timeline, note: str) -> dict[str, Any]:
         "duration": shown.duration,
         # Without messages, whose places are for the runtime to choose.
         "ranks": [
-            [str(action) for action in actions if action.kind not in SENDS | RECEIVES] for actions in shown.lists
+            [str(action) for action in actions if action.kind not in SENDS | RECEIVES] for actions in shown.rank_actions
         ],
         "note": note,
     }
 
 
-def _show(picture: Picture, files: list[Path]) -> None:
+def _show(picture: RunPicture, files: list[Path]) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -217,17 +223,20 @@ def _show(picture: Picture, files: list[Path]) -> None:
         console.print(f"wrote {path}", soft_wrap=True, markup=False)
 
 
-def _names(as_json: bool) -> None:
-    from echelon.pipeline.schedules import FAMILIES, FILE
+def _list_schedules(as_json: bool) -> None:
+    from echelon.pipeline.schedules import FAMILIES, FILE_PREFIX
 
     if as_json:
-        answer({"schedules": {family.name: family.title for family in FAMILIES.values()}})
+        print_json({"schedules": {family.name: family.title for family in FAMILIES.values()}})
         return
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False)
-    rows = [*((family.name, family.title) for family in FAMILIES.values()), (f"{FILE}PATH", "a schedule of your own")]
+    rows = [
+        *((family.name, family.title) for family in FAMILIES.values()),
+        (f"{FILE_PREFIX}PATH", "a schedule of your own"),
+    ]
     width = max(len(name) for name, _ in rows)
     for name, title in rows:
         console.print(Text.assemble((f"{name:<{width}}", "cyan"), f"  {title}"), soft_wrap=True)

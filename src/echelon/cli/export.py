@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from echelon.cli import conversion_progress
-from echelon.cli.cli_errors import answer, told
+from echelon.cli.cli_errors import print_json, report_errors
 
 EXAMPLES = """[bold]Examples[/bold]\n
 echelon export runs/llama-tiny-20250131-120000 out\n
@@ -37,16 +37,18 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
 ) -> None:
     """Write a model of ours as a Hugging Face model. Refused unless transformers computes the same logits with it."""
-    with told(as_json):
-        largest = conversion_progress.size(shard_size)
+    with report_errors(as_json):
+        largest = conversion_progress.parse_file_size(shard_size)
         from echelon.checkpoint.hf.convert_model import export_model
-        from echelon.training.export_model import is_trained, trained
+        from echelon.training.export_model import is_run_or_checkpoint, load_trained_model
 
-        if average and not is_trained(source):
+        if average and not is_run_or_checkpoint(source):
             raise ValueError(f"only a run has an average of its weights (--average, source {source})")
-        given = trained(source, average=average) if is_trained(source) else source
-        done = export_model(given, out, dtype=dtype, largest=largest, seed=seed, progress=conversion_progress.progress)
+        given = load_trained_model(source, ema=average) if is_run_or_checkpoint(source) else source
+        done = export_model(
+            given, out, dtype=dtype, max_shard_bytes=largest, seed=seed, progress=conversion_progress.progress_bar
+        )
     if as_json:
-        answer(done.facts())
+        print_json(done.to_json())
     else:
-        conversion_progress.show(done)
+        conversion_progress.print_result(done)

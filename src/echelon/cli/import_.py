@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from echelon.cli import conversion_progress
-from echelon.cli.cli_errors import answer, told
+from echelon.cli.cli_errors import print_json, report_errors
 
 EXAMPLES = """[bold]Examples[/bold]\n
 echelon import Llama-2-7b-hf llama-7b\n
@@ -28,14 +28,19 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
 ) -> None:
     """Read a Hugging Face model, and write it as one of ours. No pickle is opened, no code of the model is run."""
-    with told(as_json):
-        largest = conversion_progress.size(shard_size)
+    with report_errors(as_json):
+        largest = conversion_progress.parse_file_size(shard_size)
         from echelon.checkpoint.hf.convert_model import import_model
 
         done = import_model(
-            source, out, dtype=dtype, largest=largest, with_check=check, progress=conversion_progress.progress
+            source,
+            out,
+            dtype=dtype,
+            max_shard_bytes=largest,
+            with_check=check,
+            progress=conversion_progress.progress_bar,
         )
     if as_json:
-        answer(done.facts())
+        print_json(done.to_json())
     else:
-        conversion_progress.show(done)
+        conversion_progress.print_result(done)

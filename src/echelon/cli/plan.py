@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from echelon.cli import cli_errors
-from echelon.cli.cli_errors import told
+from echelon.cli.cli_errors import report_errors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from echelon.planning.explain.failure_cost import Goodput
-    from echelon.planning.planner import Answer
+    from echelon.planning.explain.failure_cost import PredictedGoodput
+    from echelon.planning.planner import PlanResult
     from echelon.planning.priced_plan import Plan
-    from echelon.planning.search.memory_savings import Saving
+    from echelon.planning.search.memory_savings import MemorySaving
 
 EXAMPLES = """[bold]Examples[/bold]\n
 echelon plan llama-8b --cluster 8xh100\n
@@ -78,14 +78,14 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
 ) -> None:
     """Rank layouts of a model on a cluster, with predicted time and memory, or price one. Needs no device."""
-    with told(as_json):
+    with report_errors(as_json):
         from echelon.planning import planner
-        from echelon.planning.search.memory_savings import savings as savings_of
-        from echelon.training.auto_layout import asked, effective
+        from echelon.planning.search.memory_savings import memory_savings as savings_of
+        from echelon.training.auto_layout import parse_plan_settings, settings_with_effect
 
         given = settings or []
-        said = asked(given, layout)
-        found = planner.answer(
+        said = parse_plan_settings(given, layout)
+        found = planner.find_plans(
             model,
             cluster,
             batch=batch,
@@ -100,23 +100,23 @@ def command(
             tokens=tokens,
             imbalance=imbalance,
             rule=said.rule,
-            thrift=said.thrift,
+            thrift=said.memory_options,
             host=said.host,
         )
         least = found.plans[0] if found.plans else found.nearest
-        given = effective(given, str(least.layout)) if least is not None else given
+        given = settings_with_effect(given, str(least.layout)) if least is not None else given
         # Where nothing fits, what would make room is the question.
         told_savings = savings_of(least) if least is not None and (savings or not least.fits) else ()
-        told_goodput = _goodput(found, device_hours) if goodput or device_hours else None
+        told_goodput = _estimate_goodput(found, device_hours) if goodput or device_hours else None
         if html is not None and found.plans:
-            _write(html, found, model, given)
+            _write_html(html, found, model, given)
     if as_json:
-        told_json = {"plans": [plan.to_json() for plan in found.plans], "reasons": list(found.words)}
+        told_json = {"plans": [plan.to_json() for plan in found.plans], "reasons": list(found.explanation)}
         if told_savings:
             told_json["savings"] = [one.to_json() for one in told_savings]
         if told_goodput is not None:
             told_json["goodput"] = told_goodput.to_json()
-        cli_errors.answer(told_json)
+        cli_errors.print_json(told_json)
     else:
         _show(found, model, html, given)
         if least is not None and told_savings:
@@ -124,17 +124,17 @@ def command(
         if told_goodput is not None:
             _show_goodput(found.plans[0], told_goodput)
     if not found.plans or not found.plans[0].fits:
-        raise typer.Exit(cli_errors.FAILED)
+        raise typer.Exit(cli_errors.EXIT_FAILED)
 
 
-def _write(path: Path, found: Answer, model: str, given: Sequence[str]) -> None:
-    from echelon.planning.planner import command_of
-    from echelon.planning.show.plan_html import page
+def _write_html(path: Path, found: PlanResult, model: str, given: Sequence[str]) -> None:
+    from echelon.planning.planner import train_command
+    from echelon.planning.show.plan_html import plans_html
 
-    text = page(
+    text = plans_html(
         found.plans,
-        title=f"{model} on {found.plans[0].case.cluster.name}",
-        command=command_of(found.plans[0], model, given),
+        title=f"{model} on {found.plans[0].scenario.cluster.name}",
+        command=train_command(found.plans[0], model, given),
     )
     try:
         path.write_text(text, encoding="utf-8")
@@ -142,38 +142,38 @@ def _write(path: Path, found: Answer, model: str, given: Sequence[str]) -> None:
         raise ValueError(f"the page cannot be written ({path}: {error.strerror}); give another --html") from error
 
 
-def _goodput(found: Answer, device_hours: float) -> Goodput | None:
-    from echelon.planning.explain.failure_cost import DEVICE_HOURS, goodput_of
+def _estimate_goodput(found: PlanResult, device_hours: float) -> PredictedGoodput | None:
+    from echelon.planning.explain.failure_cost import DEVICE_HOURS, predict_goodput
 
     if device_hours < 0:
         raise ValueError(f"no time between failures is less than none (--device-hours {device_hours:g})")
-    return goodput_of(found.plans[0], device_hours=device_hours or DEVICE_HOURS) if found.plans else None
+    return predict_goodput(found.plans[0], device_hours=device_hours or DEVICE_HOURS) if found.plans else None
 
 
-def _show_goodput(plan: Plan, found: Goodput) -> None:
+def _show_goodput(plan: Plan, found: PredictedGoodput) -> None:
     from rich.console import Console
 
-    from echelon.planning.show.goodput_text import shown
+    from echelon.planning.show.goodput_text import goodput_report
 
-    Console().print(shown(plan, found))
+    Console().print(goodput_report(plan, found))
 
 
-def _show_savings(plan: Plan, found: Sequence[Saving]) -> None:
+def _show_savings(plan: Plan, found: Sequence[MemorySaving]) -> None:
     from rich.console import Console
 
-    from echelon.planning.show.savings_table import shown
+    from echelon.planning.show.savings_table import savings_report
 
-    Console().print(shown(plan, found))
+    Console().print(savings_report(plan, found))
 
 
-def _show(found: Answer, model: str, html: Path | None, given: Sequence[str]) -> None:
+def _show(found: PlanResult, model: str, html: Path | None, given: Sequence[str]) -> None:
     from rich.console import Console
 
-    from echelon.planning.planner import command_of
-    from echelon.planning.show.plan_text import shown
+    from echelon.planning.planner import train_command
+    from echelon.planning.show.plan_text import plans_text
 
     console = Console()
-    command = command_of(found.plans[0], model, given) if found.plans else ""
-    console.print(shown(found.plans, width=console.width, command=command, explanation=found.words))
+    command = train_command(found.plans[0], model, given) if found.plans else ""
+    console.print(plans_text(found.plans, width=console.width, command=command, explanation=found.explanation))
     if html is not None and found.plans:
         console.print(f"wrote {html}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from echelon.cli.cli_errors import answer, told
+from echelon.cli.cli_errors import print_json, report_errors
 
 if TYPE_CHECKING:
     from echelon.planning.calibrate.scoring import Score
@@ -23,16 +23,16 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
 ) -> None:
     """Predict every run of a table, and say how far that is from what was measured."""
-    with told(as_json):
+    with report_errors(as_json):
         from echelon.planning.calibrate import published_runs
-        from echelon.planning.calibrate.scoring import score
+        from echelon.planning.calibrate.scoring import score_runs
 
-        questions, skipped = published_runs.questions(published_runs.read(table))
+        questions, skipped = published_runs.parse_runs(published_runs.read_runs(table))
         if not questions:
             raise ValueError(f"no run of the table can be asked ({table}); docs/planning.md names its columns")
-        found = score(questions, skipped)
+        found = score_runs(questions, skipped)
     if as_json:
-        answer(found.to_json())
+        print_json(found.to_json())
     else:
         _show(found)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from echelon.cli.cli_errors import answer, told
+from echelon.cli.cli_errors import print_json, report_errors
 
 if TYPE_CHECKING:
     from echelon.config.run_config import Config
@@ -56,29 +56,31 @@ def command(
     if keys:
         _list_keys(as_json)
         return
-    with told(as_json):
-        from echelon.training.start_training import load, load_resumed, run
+    with report_errors(as_json):
+        from echelon.training.start_training import load_config, load_resumed_config, run_training
 
         if resume and config is not None:
             raise ValueError(f"a run that goes on has its own configuration ({config}); change keys with --set")
-        asked = load_resumed(resume, settings or [], procs) if resume else load(config, settings or [], procs)
+        asked = (
+            load_resumed_config(resume, settings or [], procs) if resume else load_config(config, settings or [], procs)
+        )
         if plan:
-            asked = _planned(asked, plan, procs, quiet=as_json)
-        summary = run(asked, procs=procs, quiet=as_json, inject=inject or [], resume=resume)
+            asked = _apply_plan(asked, plan, procs, quiet=as_json)
+        summary = run_training(asked, procs=procs, quiet=as_json, inject=inject or [], resume=resume)
     if as_json and summary.run:
-        answer(summary.facts())
+        print_json(summary.log_fields())
     if summary.stopped is not None:
-        from echelon.faults.graceful_stop import EXIT
+        from echelon.faults.graceful_stop import EXIT_STATUS
 
-        raise typer.Exit(EXIT)
+        raise typer.Exit(EXIT_STATUS)
 
 
-def _planned(config: Config, plan: str, procs: int | None, *, quiet: bool) -> Config:
+def _apply_plan(config: Config, plan: str, procs: int | None, *, quiet: bool) -> Config:
     """The configuration in the layout that the planner chose."""
     from echelon.launch.world import under_launcher
-    from echelon.training.auto_layout import planned
+    from echelon.training.auto_layout import with_planned_layout
 
-    chosen, words = planned(config, plan, procs)
+    chosen, words = with_planned_layout(config, plan, procs)
     if not quiet and not under_launcher():
         typer.echo(words, err=True)
     return chosen
@@ -89,7 +91,7 @@ def _list_keys(as_json: bool) -> None:
 
     rows = Config.keys()
     if as_json:
-        answer({k.name: {"type": str(k.type), "default": str(k.default), "meaning": k.meaning} for k in rows})
+        print_json({k.name: {"type": str(k.type), "default": str(k.default), "meaning": k.meaning} for k in rows})
         return
     from rich.console import Console
     from rich.table import Table

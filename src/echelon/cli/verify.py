@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from echelon.cli.cli_errors import answer, told
-from echelon.layout.validation_error import Fault, FaultError
+from echelon.cli.cli_errors import print_json, report_errors
+from echelon.layout.validation_error import ValidationError, ValidationIssue
 
 if TYPE_CHECKING:
     from echelon.layout import Layout
-    from echelon.verification.verifier import Report, Verdict
-    from echelon.verification.verify_case import Case
+    from echelon.verification.verifier import LayoutVerdict, Report
+    from echelon.verification.verify_case import VerifyCase
 
 EXAMPLES = """[bold]Examples[/bold]\n
 echelon verify\n
@@ -45,35 +45,37 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
 ) -> None:
     """Check layouts against one device, in float64, on a shrunken model."""
-    with told(as_json):
-        from echelon.verification.verify_request import Request
+    with report_errors(as_json):
+        from echelon.verification.verify_request import VerifyRequest
 
         if every and (config or model or layouts):
             rule = "is the full product of our own models and layouts"
-            raise FaultError([Fault(key="all", value="true", rule=rule, legal="--all alone, or the others without it")])
-        case, wanted = Request(config=config, layouts=layouts, model=model, leave_out=leave_out).read()
-        shown = _Table(as_json)
-        report = _prove(case, wanted, leave_out, every, shown)
+            raise ValidationError(
+                [ValidationIssue(key="all", value="true", message=rule, legal="--all alone, or the others without it")]
+            )
+        case, wanted = VerifyRequest(config=config, layouts=layouts, model=model, leave_out=leave_out).resolve()
+        shown = _VerdictTable(as_json)
+        report = _verify(case, wanted, leave_out, every, shown)
     if as_json:
-        answer(report.to_json())
+        print_json(report.to_json())
     else:
-        shown.verdict(report)
+        shown.summary(report)
     raise typer.Exit(0 if report.passed else 1)
 
 
-def _prove(case: Case, layouts: list[Layout], leave_out: str, every: bool, shown: _Table) -> Report:
+def _verify(case: VerifyCase, layouts: list[Layout], leave_out: str, every: bool, shown: _VerdictTable) -> Report:
     if every:
         from echelon.verification.layout_matrix import verify_all
 
         return verify_all(leave_out, shown.row)
-    from echelon.launch.rank_pool import Pool
-    from echelon.verification.verifier import PRELOAD, Prover
+    from echelon.launch.rank_pool import RankPool
+    from echelon.verification.verifier import PRELOAD, Verifier
 
-    with Pool(preload=PRELOAD) as pool:
-        return Prover(pool, case, leave_out).report(layouts, shown.row)
+    with RankPool(preload=PRELOAD) as pool:
+        return Verifier(pool, case, leave_out).report(layouts, shown.row)
 
 
-class _Table:
+class _VerdictTable:
     """Rows as they come: each layout's verdict, aligned, with what differs under a failure."""
 
     def __init__(self, quiet: bool):
@@ -81,17 +83,17 @@ class _Table:
 
         self.console = Console(quiet=quiet)
 
-    def row(self, verdict: Verdict, label: str = "") -> None:
+    def row(self, verdict: LayoutVerdict, label: str = "") -> None:
         from rich.text import Text
 
         word = Text("PASS", style="bold green") if verdict.passed else Text("FAIL", style="bold red")
         name = f"{verdict.layout}{'  ' + label if label else ''}"
         line = Text.assemble(word, f"  {name:<52} error {verdict.max_error:8.1e}   {verdict.seconds:5.1f} s")
         self.console.print(line, soft_wrap=True)
-        for text in _explanation(verdict):
+        for text in _explain(verdict):
             self.console.print(Text("      " + text, style="red"), soft_wrap=True)
 
-    def verdict(self, report: Report) -> None:
+    def summary(self, report: Report) -> None:
         count = sum(verdict.passed for verdict in report.verdicts)
         total = len(report.verdicts)
         seconds = sum(verdict.seconds for verdict in report.verdicts)
@@ -100,7 +102,7 @@ class _Table:
         self.console.print(f"[{style}]{count} of {total}[/] layouts {says} ({seconds:.0f} s)")
 
 
-def _explanation(verdict: Verdict) -> list[str]:
+def _explain(verdict: LayoutVerdict) -> list[str]:
     first = verdict.first_difference
     found: list[str] = []
     if first is not None:

@@ -9,82 +9,90 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.config import guard_rules, pipeline_rules, schema
-from echelon.layout import Fault, FaultError, Layout, check, did_you_mean, grammar
-from echelon.layout.layout import ASYNCHRONOUS, SPLIT_BACKWARD
-from echelon.memory.checkpointing.cost import idle_reason
+from echelon.layout import Layout, ValidationError, ValidationIssue, check_layout, did_you_mean, grammar
+from echelon.layout.layout import ASYNC_SCHEDULES, SPLIT_BACKWARD_SCHEDULES
+from echelon.memory.checkpointing.cost import ineffective_options
 from echelon.memory.compression import cost as compression_cost
-from echelon.memory.offload.cost import has_states, pages
+from echelon.memory.offload.cost import offloads_optimizer, offloads_params
 from echelon.models import model_config, user_model
-from echelon.models.gate_override import with_gate
+from echelon.models.gate_override import override_gate
 from echelon.optim import offload_support, optimizer_groups
-from echelon.pipeline.schedules import file_fault, of_layout
+from echelon.pipeline.schedules import schedule_file_error, schedule_for_layout
 
 if TYPE_CHECKING:
     from echelon.config.run_config import Config
 
-Rule = tuple[tuple[str, ...], Fault]
+KeyedFault = tuple[tuple[str, ...], ValidationIssue]
 """The keys a rule reads, and the fault it found."""
 
 
-def between(config: Config, *, world: int | None, refused: Set[str]) -> list[Fault]:
+def cross_key_faults(config: Config, *, world: int | None, invalid_keys: Set[str]) -> list[ValidationIssue]:
     """`refused` are keys that are known to be wrong: rules that need their values are not asked."""
     rules = [*_data_rules(config), *_model_rules(config), *_precision_rules(config), *_optimizer_rules(config)]
     rules += [*_run_rules(config), *_compress_rules(config), *_elastic_rules(config)]
-    rules += guard_rules.rules(config, Layout.resolve(grammar.read(config.layout).given))
-    found = [fault for involved, fault in rules if refused.isdisjoint(involved)]
-    return found + _layout_faults(config, world, refused)
+    rules += guard_rules.guard_rules(config, Layout.resolve(grammar.parse_pairs(config.layout).values))
+    found = [fault for involved, fault in rules if invalid_keys.isdisjoint(involved)]
+    return found + _layout_faults(config, world, invalid_keys)
 
 
-def _data_rules(config: Config) -> Iterator[Rule]:
+def _data_rules(config: Config) -> Iterator[KeyedFault]:
     data = config.data
     if data.weights and len(data.weights) != len(data.path):
         yield (
             ("data.weights", "data.path"),
-            Fault(
+            ValidationIssue(
                 key="data.weights",
-                value=schema.show(data.weights),
-                rule=f"does not match the paths ({len(data.weights)} weights, {len(data.path)} paths)",
+                value=schema.format_toml(data.weights),
+                message=f"does not match the paths ({len(data.weights)} weights, {len(data.path)} paths)",
                 legal="one weight per path, or none",
             ),
         )
     if config.eval.every and not data.eval_fraction:
         yield (
             ("eval.every", "data.eval_fraction"),
-            Fault(
+            ValidationIssue(
                 key="eval.every",
                 value=str(config.eval.every),
-                rule="has nothing to evaluate on (data.eval_fraction=0)",
+                message="has nothing to evaluate on (data.eval_fraction=0)",
                 legal="0, or data.eval_fraction > 0",
             ),
         )
     for path in data.path:
         file = Path(path)
         if not file.exists():
-            yield ("data.path",), Fault(key="data.path", value=path, rule="does not exist", legal="files and folders")
+            yield (
+                ("data.path",),
+                ValidationIssue(key="data.path", value=path, message="does not exist", legal="files and folders"),
+            )
         elif file.is_file() and not file.stat().st_size:
-            yield ("data.path",), Fault(key="data.path", value=path, rule="is empty", legal="files with text or tokens")
+            yield (
+                ("data.path",),
+                ValidationIssue(key="data.path", value=path, message="is empty", legal="files with text or tokens"),
+            )
     if data.tokenizer != "bytes" and not Path(data.tokenizer).is_file():
         suggestion = did_you_mean(data.tokenizer, ["bytes"])
         legal = "bytes, or a tokenizers JSON file"
-        fault = Fault(key="data.tokenizer", value=data.tokenizer, rule="does not exist", legal=legal, hint=suggestion)
+        fault = ValidationIssue(
+            key="data.tokenizer", value=data.tokenizer, message="does not exist", legal=legal, hint=suggestion
+        )
         yield ("data.tokenizer",), fault
 
 
-def _precision_rules(config: Config) -> Iterator[Rule]:
+def _precision_rules(config: Config) -> Iterator[KeyedFault]:
     compute, key = config.precision.compute, "precision.compute"
-    layout = Layout.resolve(grammar.read(config.layout).given)
+    layout = Layout.resolve(grammar.parse_pairs(config.layout).values)
     schedule = layout.schedule
     if config.precision.master == "none" and config.dtype != "bfloat16":
         rule, legal = f"needs 16-bit weights that are rounded by chance (dtype={config.dtype})", "float32"
-        fault = Fault(key="precision.master", value="none", rule=rule, legal=f"{legal}, or dtype=bfloat16")
+        fault = ValidationIssue(key="precision.master", value="none", message=rule, legal=f"{legal}, or dtype=bfloat16")
         yield ("precision.master", "dtype"), fault
-    if config.loss_scaling == "dynamic" and layout.pp > 1 and schedule in ASYNCHRONOUS:
+    if config.loss_scaling == "dynamic" and layout.pp > 1 and schedule in ASYNC_SCHEDULES:
         yield (
             ("precision.loss_scale", "dtype", "layout"),
-            Fault(
+            ValidationIssue(
                 key="precision.loss_scale",
                 value=str(config.precision.loss_scale),
-                rule=f"has stages that cannot agree on a scale, since they update by themselves (schedule={schedule})",
+                message=f"has stages that cannot agree on a scale, since they update by themselves (schedule={schedule})",
                 legal="a number, none, or layout=...,schedule=1f1b",
             ),
         )
@@ -94,58 +102,82 @@ def _precision_rules(config: Config) -> Iterator[Rule]:
         "dtype": "needs dtype=bfloat16" if config.dtype != "bfloat16" else "",
         "device": "needs a GPU" if config.device == "cpu" else "",
         "kernels": "needs our kernels" if config.kernels == "plain" else "",
-        "layout": f"cannot put off weights' gradients (schedule={schedule})" if schedule in SPLIT_BACKWARD else "",
+        "layout": f"cannot put off weights' gradients (schedule={schedule})"
+        if schedule in SPLIT_BACKWARD_SCHEDULES
+        else "",
     }
     for other, rule in reasons.items():
         if rule:
             remedy = {"dtype": "bfloat16", "device": "cuda", "kernels": "auto", "layout": "...,schedule=1f1b"}[other]
-            yield (key, other), Fault(key=key, value=compute, rule=rule, legal=f"same, or {other}={remedy}")
+            yield (
+                (key, other),
+                ValidationIssue(key=key, value=compute, message=rule, legal=f"same, or {other}={remedy}"),
+            )
 
 
-def _optimizer_rules(config: Config) -> Iterator[Rule]:
+def _optimizer_rules(config: Config) -> Iterator[KeyedFault]:
     rule = config.optimizer
-    layout = Layout.resolve(grammar.read(config.layout).given)
+    layout = Layout.resolve(grammar.parse_pairs(config.layout).values)
     for text in rule.groups:
         try:
             optimizer_groups.parse(text)
         except ValueError as error:
-            fault = Fault(key="optimizer.groups", value=text, rule=str(error), legal=optimizer_groups.FORM)
+            fault = ValidationIssue(
+                key="optimizer.groups", value=text, message=str(error), legal=optimizer_groups.GROUP_SYNTAX
+            )
             yield ("optimizer.groups",), fault
     key = "optimizer.in_backward"
     if rule.in_backward and config.clip:
         reason = "clipping needs the norm of all gradients, and updates in backward let them go before it is known"
-        yield (key, "clip"), Fault(key=key, value="true", rule=f"cannot clip: {reason}", legal="false, or clip=0")
+        yield (
+            (key, "clip"),
+            ValidationIssue(key=key, value="true", message=f"cannot clip: {reason}", legal="false, or clip=0"),
+        )
     if rule.in_backward and config.loss_scaling == "dynamic":
         reason = "cannot leave out a step whose gradients overflow, since they are used before that is known"
         legal = "false, or a fixed precision.loss_scale"
-        yield (key, "precision.loss_scale", "dtype"), Fault(key=key, value="true", rule=reason, legal=legal)
+        yield (
+            (key, "precision.loss_scale", "dtype"),
+            ValidationIssue(key=key, value="true", message=reason, legal=legal),
+        )
     if rule.in_backward and layout.pp > 1:
         reason = "gradients of several microbatches add up, and all of them live until the last"
-        yield (key, "layout"), Fault(key=key, value="true", rule=f"gains nothing under pp: {reason}", legal="false")
-    if rule.ema and layout.pp > 1 and layout.schedule in ASYNCHRONOUS:
+        yield (
+            (key, "layout"),
+            ValidationIssue(key=key, value="true", message=f"gains nothing under pp: {reason}", legal="false"),
+        )
+    if rule.ema and layout.pp > 1 and layout.schedule in ASYNC_SCHEDULES:
         reason = f"cannot be used while older weights are under way (schedule={layout.schedule})"
-        legal = f"0, or another schedule than {', '.join(ASYNCHRONOUS)}"
-        yield ("optimizer.ema", "layout"), Fault(key="optimizer.ema", value=str(rule.ema), rule=reason, legal=legal)
-    for fault in offload_support.faults(rule, layout.offload, master=config.precision.master):
+        legal = f"0, or another schedule than {', '.join(ASYNC_SCHEDULES)}"
+        yield (
+            ("optimizer.ema", "layout"),
+            ValidationIssue(key="optimizer.ema", value=str(rule.ema), message=reason, legal=legal),
+        )
+    for fault in offload_support.offload_faults(rule, layout.offload, master=config.precision.master):
         yield (fault.key, "layout"), fault
 
 
-def _compress_rules(config: Config) -> Iterator[Rule]:
-    layout = Layout.resolve(grammar.read(config.layout).given)
-    if rule := compression_cost.beside(config.compress, layout.recompute, layout.offload):
-        yield ("compress", "layout"), Fault(key="compress", value=config.compress, rule=rule)
+def _compress_rules(config: Config) -> Iterator[KeyedFault]:
+    layout = Layout.resolve(grammar.parse_pairs(config.layout).values)
+    if rule := compression_cost.incompatibility(config.compress, layout.recompute, layout.offload):
+        yield ("compress", "layout"), ValidationIssue(key="compress", value=config.compress, message=rule)
 
 
-def _run_rules(config: Config) -> Iterator[Rule]:
-    if config.run and (rule := _no_folder(Path(config.run))):
-        yield ("run",), Fault(key="run", value=config.run, rule=rule, legal="a folder that can be made and written")
+def _run_rules(config: Config) -> Iterator[KeyedFault]:
+    if config.run and (rule := _folder_problem(Path(config.run))):
+        yield (
+            ("run",),
+            ValidationIssue(key="run", value=config.run, message=rule, legal="a folder that can be made and written"),
+        )
     path, key = config.checkpoint.path, "checkpoint.path"
-    if path and (rule := _no_address(path) if _is_remote(path) else _no_folder(Path(path.removeprefix("file://")))):
+    if path and (
+        rule := _address_problem(path) if _is_remote(path) else _folder_problem(Path(path.removeprefix("file://")))
+    ):
         legal = "a folder that can be made and written, or an address that fsspec knows"
-        yield (key,), Fault(key=key, value=path, rule=rule, legal=legal)
+        yield (key,), ValidationIssue(key=key, value=path, message=rule, legal=legal)
 
 
-def _no_folder(wanted: Path) -> str:
+def _folder_problem(wanted: Path) -> str:
     """Why it cannot be one: what is missing of the path is made, what is there must be a folder that takes it."""
     there = next((path for path in (wanted, *wanted.parents) if path.exists()), Path())
     if not there.is_dir():
@@ -157,7 +189,7 @@ def _is_remote(path: str) -> bool:
     return "://" in path and not path.startswith("file://")
 
 
-def _no_address(path: str) -> str:
+def _address_problem(path: str) -> str:
     import fsspec  # type: ignore[import-untyped]
 
     protocol = path.partition("://")[0]
@@ -170,31 +202,31 @@ def _no_address(path: str) -> str:
     return ""
 
 
-def _elastic_rules(config: Config) -> Iterator[Rule]:
-    layout = Layout.resolve(grammar.read(config.layout).given)
-    if config.elastic.replan and layout.pp > 1 and layout.schedule in ASYNCHRONOUS:
+def _elastic_rules(config: Config) -> Iterator[KeyedFault]:
+    layout = Layout.resolve(grammar.parse_pairs(config.layout).values)
+    if config.elastic.replan and layout.pp > 1 and layout.schedule in ASYNC_SCHEDULES:
         rule = f"would change what is computed: updates of schedule={layout.schedule} depend on the number of stages"
-        fault = Fault(key="elastic.replan", value="true", rule=rule, legal="false, or another schedule")
+        fault = ValidationIssue(key="elastic.replan", value="true", message=rule, legal="false, or another schedule")
         yield ("elastic.replan", "layout"), fault
 
 
-OF_MIXTURES = ("gate", "expert_dropout")
+MOE_KEYS = ("gate", "expert_dropout")
 
 
-def idle(config: Config) -> dict[str, str]:
+def keys_without_effect(config: Config) -> dict[str, str]:
     """Keys that do nothing in this configuration, each with why."""
-    table = schema.table_of(type(config))
-    idle: dict[str, str] = guard_rules.idle(config)
-    if user_model.is_own(config.model):
-        names = [name for name in table if name.startswith(OF_OUR_TASK) and name != "data.skip_batches"]
+    table = schema.key_table(type(config))
+    idle: dict[str, str] = guard_rules.guard_keys_without_effect(config)
+    if user_model.is_user_model(config.model):
+        names = [name for name in table if name.startswith(BUILTIN_MODEL_KEYS) and name != "data.skip_batches"]
         idle |= dict.fromkeys(names, "a module of your own, whose file makes the batches")
-    elif config.model in model_config.SIZES and model_config.find(config.model).mixture is None:
-        idle |= dict.fromkeys(OF_MIXTURES, f"model={config.model}, which has no experts")
-    layout = Layout.resolve(grammar.read(config.layout).given)
-    if layout.zero != 3 and not pages(layout.offload):
+    elif config.model in model_config.SIZES and model_config.find_model(config.model).mixture is None:
+        idle |= dict.fromkeys(MOE_KEYS, f"model={config.model}, which has no experts")
+    layout = Layout.resolve(grammar.parse_pairs(config.layout).values)
+    if layout.zero != 3 and not offloads_params(layout.offload):
         idle |= dict.fromkeys(("shard.reshard_after_forward", "shard.prefetch"), f"zero={layout.zero}")
-    idle |= {f"memory.{word}": why for word, why in idle_reason(layout).items()}
-    if not layout.zero and not pages(layout.offload):
+    idle |= {f"memory.{word}": why for word, why in ineffective_options(layout).items()}
+    if not layout.zero and not offloads_params(layout.offload):
         idle["memory.buffer"] = "zero=0, where nothing is gathered"
     elif config.shard.units:
         idle["memory.buffer"] = "shard.units, which says what is gathered at once"
@@ -202,7 +234,7 @@ def idle(config: Config) -> dict[str, str]:
         idle |= dict.fromkeys(("pipeline.layers", "pipeline.profile", "pipeline.slices"), "pp=1")
     elif layout.schedule != "terapipe":
         idle["pipeline.slices"] = f"schedule={layout.schedule}"
-    if not has_states(layout.offload):
+    if not offloads_optimizer(layout.offload):
         idle["memory.host"] = f"offload={layout.offload}"
     if "disk" not in layout.offload.split("+"):
         idle["memory.disk"] = f"offload={layout.offload}"
@@ -218,75 +250,84 @@ def idle(config: Config) -> dict[str, str]:
     return idle
 
 
-OF_OUR_TASK = ("data.", "sample.", "eval.", "seq_len", "dropout", "tied", *OF_MIXTURES)
+BUILTIN_MODEL_KEYS = ("data.", "sample.", "eval.", "seq_len", "dropout", "tied", *MOE_KEYS)
 """keys that only our own models and data read"""
 
 
-def idle_faults(config: Config, given: Mapping[str, Any], refused: Set[str]) -> list[Fault]:
-    if not refused.isdisjoint(("model", "layout")):
+def no_effect_faults(config: Config, given: Mapping[str, Any], invalid_keys: Set[str]) -> list[ValidationIssue]:
+    if not invalid_keys.isdisjoint(("model", "layout")):
         return []
     return [
-        Fault(key=name, value=schema.as_given(given[name]), rule=f"has no effect with {why}", hint="leave it out")
-        for name, why in idle(config).items()
+        ValidationIssue(
+            key=name, value=schema.format_given(given[name]), message=f"has no effect with {why}", hint="leave it out"
+        )
+        for name, why in keys_without_effect(config).items()
         if name in given
     ]
 
 
-def _model_rules(config: Config) -> Iterator[Rule]:
-    if user_model.is_own(config.model):
-        found = list(user_model.faults(config.model))
+def _model_rules(config: Config) -> Iterator[KeyedFault]:
+    if user_model.is_user_model(config.model):
+        found = list(user_model.validate_spec(config.model))
         beside = config.model.rpartition(":")[0] + ":batch"
-        found = found or list(user_model.faults(beside, legal="a function batch(rows, step) in the file of the model"))
+        found = found or list(
+            user_model.validate_spec(beside, legal="a function batch(rows, step) in the file of the model")
+        )
         yield from ((("model",), fault) for fault in found)
         return
     try:
-        model = model_config.find(config.model)
-    except FaultError as error:
-        yield from ((("model",), fault) for fault in error.faults)
+        model = model_config.find_model(config.model)
+    except ValidationError as error:
+        yield from ((("model",), fault) for fault in error.issues)
         return
     if model.family == "conv":
         legal = ", ".join(name for name, size in model_config.SIZES.items() if size.family != "conv")
-        yield ("model",), Fault(key="model", value=model.name, rule="learns from images, not from text", legal=legal)
+        yield (
+            ("model",),
+            ValidationIssue(key="model", value=model.name, message="learns from images, not from text", legal=legal),
+        )
         return
     if model.mixture is not None and config.gate:
         try:
-            mixture = with_gate(model.mixture, config.gate)
-        except FaultError as error:
-            yield from ((("gate",), fault) for fault in error.faults)
+            mixture = override_gate(model.mixture, config.gate)
+        except ValidationError as error:
+            yield from ((("gate",), fault) for fault in error.issues)
             return
-        from echelon.models.moe_block import gate_faults  # torch: only where another gate is asked for
+        from echelon.models.moe_block import validate_gate  # torch: only where another gate is asked for
 
-        yield from ((("gate",), fault) for fault in gate_faults(mixture))
-    if config.seq_len > model_config.changed(model, seq_len=config.seq_len).max_seq_len:
+        yield from ((("gate",), fault) for fault in validate_gate(mixture))
+    if config.seq_len > model_config.override_config(model, seq_len=config.seq_len).max_seq_len:
         yield (
             ("model", "seq_len"),
-            Fault(
+            ValidationIssue(
                 key="seq_len",
                 value=str(config.seq_len),
-                rule=f"is longer than the model allows ({model.name}: {model.max_seq_len})",
+                message=f"is longer than the model allows ({model.name}: {model.max_seq_len})",
                 legal=f"1 to {model.max_seq_len}",
             ),
         )
 
 
-def _layout_faults(config: Config, world: int | None, refused: Set[str]) -> list[Fault]:
-    if "layout" in refused:
+def _layout_faults(config: Config, world: int | None, invalid_keys: Set[str]) -> list[ValidationIssue]:
+    if "layout" in invalid_keys:
         return []
     model = None
-    if "model" not in refused and not user_model.is_own(config.model):
-        with suppress(FaultError):
-            model = config.changed(model_config.find(config.model))
-    batch = None if "batch" in refused else config.batch
-    seq_len = None if "seq_len" in refused else config.seq_len
+    if "model" not in invalid_keys and not user_model.is_user_model(config.model):
+        with suppress(ValidationError):
+            model = config.override_model(model_config.find_model(config.model))
+    batch = None if "batch" in invalid_keys else config.batch
+    seq_len = None if "seq_len" in invalid_keys else config.seq_len
     # Asked of the keys as they are written, so that a layout with other faults says it too.
-    planned = Layout.resolve(grammar.read(config.layout).given).plan_only
-    found = [Fault(key="layout", value=config.layout, rule=f"cannot be run: {reason}") for reason in planned]
+    planned = Layout.resolve(grammar.parse_pairs(config.layout).values).plan_only
+    found = [
+        ValidationIssue(key="layout", value=config.layout, message=f"cannot be run: {reason}") for reason in planned
+    ]
     try:
-        layout = check(config.layout, world=world, batch=batch, seq_len=seq_len, model=model)
-    except FaultError as error:
-        return [*error.faults, *found]
-    if wrong := file_fault(layout, model.layers if model else 0):
-        found.append(Fault(key="schedule", value=layout.schedule, rule=f"cannot be run: {wrong}"))
+        layout = check_layout(config.layout, world=world, batch=batch, seq_len=seq_len, model=model)
+    except ValidationError as error:
+        return [*error.issues, *found]
+    if wrong := schedule_file_error(layout, model.layers if model else 0):
+        found.append(ValidationIssue(key="schedule", value=layout.schedule, message=f"cannot be run: {wrong}"))
     elif config.pipeline.layers and layout.pp > 1 and model:
-        found += pipeline_rules.of_stages(config.pipeline.layers, of_layout(layout).stages, model)
-    return [*found, *pipeline_rules.of_profile(config.pipeline), *pipeline_rules.of_slices(config)]
+        found += pipeline_rules.stage_faults(config.pipeline.layers, schedule_for_layout(layout).stages, model)
+    return [*found, *pipeline_rules.profile_faults(config.pipeline), *pipeline_rules.slice_faults(config)]

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from echelon.config import schema
-from echelon.config.config_rules import between, idle, idle_faults
-from echelon.config.schema import Key, Range, Setting
+from echelon.config.config_rules import cross_key_faults, keys_without_effect, no_effect_faults
+from echelon.config.schema import ConfigKey, Range, SettingText
 from echelon.config.sections import (
     ABOVE_ZERO,
     AT_LEAST_0,
@@ -34,8 +34,8 @@ from echelon.config.sections import (
     ShardConfig,
     SpikeConfig,
 )
-from echelon.layout import Fault, FaultError, grammar
-from echelon.layout.validation_error import closest
+from echelon.layout import ValidationError, ValidationIssue, grammar
+from echelon.layout.validation_error import closest_word
 from echelon.models import model_config
 
 
@@ -89,9 +89,9 @@ class Config:
     timeout: Annotated[float, ABOVE_ZERO] = 600.0
     """Seconds that a rank waits for the others."""
 
-    def changed(self, model: model_config.ModelConfig, seq_len: int = 0) -> model_config.ModelConfig:
+    def override_model(self, model: model_config.ModelConfig, seq_len: int = 0) -> model_config.ModelConfig:
         """A named size with what is set here in place of its own."""
-        return model_config.changed(
+        return model_config.override_config(
             model,
             dropout=self.dropout,
             tied=self.tied,
@@ -102,7 +102,12 @@ class Config:
 
     @classmethod
     def load(
-        cls, path: str | Path | None, settings: Sequence[str] = (), *, world: int | None = None, by_run: bool = False
+        cls,
+        path: str | Path | None,
+        settings: Sequence[str] = (),
+        *,
+        world: int | None = None,
+        written_by_run: bool = False,
     ) -> Self:
         """From a TOML file, then "key=value" settings over it, then defaults. Raises FaultError with every fault.
 
@@ -112,23 +117,23 @@ class Config:
         typed, more = _read_settings(settings)
         config, wrong = _build(cls, given | typed)
         refused = {fault.key for fault in wrong}
-        faults += [*more, *wrong, *config.faults(world=world, refused=refused)]
-        faults += idle_faults(config, typed if by_run else given | typed, refused)
+        faults += [*more, *wrong, *config.faults(world=world, invalid_keys=refused)]
+        faults += no_effect_faults(config, typed if written_by_run else given | typed, refused)
         if faults:
-            raise FaultError(faults)
+            raise ValidationError(faults)
         return config
 
     @classmethod
-    def of_settings(cls, settings: Sequence[str], layout: str) -> Self:
+    def from_settings(cls, settings: Sequence[str], layout: str) -> Self:
         """From settings for a plan: of another model, and in this layout. Without one, none does nothing for sure."""
         typed, faults = _read_settings(settings)
         config, wrong = _build(cls, typed)
         refused = {fault.key for fault in wrong}
-        faults += [*wrong, *config.faults(refused=refused)]
+        faults += [*wrong, *config.faults(invalid_keys=refused)]
         if layout:
-            faults += idle_faults(replace(config, layout=layout), typed, refused)
+            faults += no_effect_faults(replace(config, layout=layout), typed, refused)
         if faults:
-            raise FaultError(faults)
+            raise ValidationError(faults)
         return config
 
     @classmethod
@@ -136,25 +141,27 @@ class Config:
         """From TOML text alone, as `to_toml` wrote it. Does not ask whether its files still exist."""
         config, faults = _build(cls, schema.flatten(cls, tomllib.loads(text)))
         if faults:
-            raise FaultError(faults)
+            raise ValidationError(faults)
         return config
 
     def to_toml(self) -> str:
         """Every key that has an effect, as TOML that loads to the same configuration."""
-        left_out = idle(self)
-        return schema.to_toml({name: value for name, value in schema.values_of(self).items() if name not in left_out})
+        left_out = keys_without_effect(self)
+        return schema.to_toml(
+            {name: value for name, value in schema.effective_values(self).items() if name not in left_out}
+        )
 
     @classmethod
-    def keys(cls) -> tuple[Key, ...]:
+    def keys(cls) -> tuple[ConfigKey, ...]:
         """The table of every key with its type, default and meaning."""
-        return tuple(schema.table_of(cls, meanings=True).values())
+        return tuple(schema.key_table(cls, with_meanings=True).values())
 
-    def faults(self, *, world: int | None = None, refused: Set[str] = frozenset()) -> list[Fault]:
+    def faults(self, *, world: int | None = None, invalid_keys: Set[str] = frozenset()) -> list[ValidationIssue]:
         """What is wrong between keys, and between the configuration, the model, the layout and the files it names.
 
         `refused` are keys that are known to be wrong: rules that need their values are not asked.
         """
-        return between(self, world=world, refused=refused)
+        return cross_key_faults(self, world=world, invalid_keys=invalid_keys)
 
     @property
     def loss_scaling(self) -> str:
@@ -168,7 +175,7 @@ class Config:
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
-def _read_file(cls: type, path: str | Path | None) -> tuple[dict[str, Any], list[Fault]]:
+def _read_file(cls: type, path: str | Path | None) -> tuple[dict[str, Any], list[ValidationIssue]]:
     if path is None:
         return {}, []
     try:
@@ -177,32 +184,32 @@ def _read_file(cls: type, path: str | Path | None) -> tuple[dict[str, Any], list
         rule = f"cannot be read ({(error.strerror or str(error)).lower()})"
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         rule = f"is not valid TOML ({str(error)[:1].lower()}{str(error)[1:]})"
-    return {}, [Fault(key="config", value=str(path), rule=rule, legal="a TOML file")]
+    return {}, [ValidationIssue(key="config", value=str(path), message=rule, legal="a TOML file")]
 
 
-def _read_settings(settings: Sequence[str]) -> tuple[dict[str, Any], list[Fault]]:
+def _read_settings(settings: Sequence[str]) -> tuple[dict[str, Any], list[ValidationIssue]]:
     given: dict[str, Any] = {}
-    faults: list[Fault] = []
+    faults: list[ValidationIssue] = []
     for setting in settings:
         name, equals, text = setting.partition("=")
         if equals and name.strip():
-            given[name.strip()] = Setting(text.strip())
+            given[name.strip()] = SettingText(text.strip())
         else:
-            faults.append(Fault(key="set", value=setting, rule="is not a setting", legal="key=value"))
+            faults.append(ValidationIssue(key="set", value=setting, message="is not a setting", legal="key=value"))
     return given, faults
 
 
-def _build(cls: type[AnyConfig], given: Mapping[str, Any]) -> tuple[AnyConfig, list[Fault]]:
+def _build(cls: type[AnyConfig], given: Mapping[str, Any]) -> tuple[AnyConfig, list[ValidationIssue]]:
     """The configuration, with defaults where a value was refused so that the other rules can still be checked."""
-    values, faults = schema.read(cls, given)
-    known = schema.table_of(cls)
+    values, faults = schema.parse_values(cls, given)
+    known = schema.key_table(cls)
     faults = [fault if fault.key in known else _with_layout_hint(fault) for fault in faults]
     refused = {fault.key for fault in faults}
     return schema.build(cls, {name: value for name, value in values.items() if name not in refused}), faults
 
 
-def _with_layout_hint(fault: Fault) -> Fault:
+def _with_layout_hint(fault: ValidationIssue) -> ValidationIssue:
     """`tp=2` given as a configuration key belongs into the layout."""
-    if fault.hint or not (meant := closest(fault.key, grammar.ROWS)):
+    if fault.hint or not (meant := closest_word(fault.key, grammar.KEYS_BY_NAME)):
         return fault
     return replace(fault, hint=f'did you mean layout="{meant}={fault.value}"?')

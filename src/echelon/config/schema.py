@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-from echelon.layout.validation_error import Fault, did_you_mean
+from echelon.layout.validation_error import ValidationIssue, did_you_mean
 
 Tree = TypeVar("Tree")
 
@@ -49,7 +49,7 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Only:
+class OnlyWith:
     """The field does something only where a sibling field has one of these values."""
 
     field: str
@@ -57,7 +57,7 @@ class Only:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Key:
+class ConfigKey:
     """One leaf of the tree."""
 
     name: str
@@ -68,7 +68,7 @@ class Key:
     """Its default."""
     range: Range | None = None
     """Legal numbers."""
-    only: Only | None = None
+    only_with: OnlyWith | None = None
     """Where it has an effect; None means everywhere."""
     meaning: str = ""
     """The text under the field."""
@@ -76,7 +76,7 @@ class Key:
     @property
     def type(self) -> str:
         """What a user may write, in words."""
-        return _describe(self.hint)
+        return _describe_type(self.hint)
 
     @property
     def legal(self) -> str:
@@ -84,14 +84,14 @@ class Key:
         return f"{self.type}, {self.range}" if self.range and str(self.range) else self.type
 
     @property
-    def sibling(self) -> str:
+    def condition_key(self) -> str:
         """Dotted name of the key that decides whether this one has an effect."""
-        assert self.only is not None
-        return ".".join((*self.name.split(".")[:-1], self.only.field))
+        assert self.only_with is not None
+        return ".".join((*self.name.split(".")[:-1], self.only_with.field))
 
 
 @dataclass(frozen=True)
-class Setting:
+class SettingText:
     """A value typed on the command line. What the text means depends on the type of the key it is given to."""
 
     text: str
@@ -105,15 +105,15 @@ class Setting:
         # A line break in the text could have opened a second key: then it was plain text.
         return table["value"] if table.keys() == {"value"} else self.text
 
-    def as_text_or_value(self, *, text: bool) -> Any:
+    def parse(self, *, expect_text: bool) -> Any:
         """The value; where a text is expected what was typed, unless it is a text or a list to begin with.
 
         `run=7` is a folder called 7, `steps=7` is a number.
         """
-        return self.text if text and not isinstance(self.value, str | list) else self.value
+        return self.text if expect_text and not isinstance(self.value, str | list) else self.value
 
 
-class Mismatch(Exception):
+class TypeMismatch(Exception):
     """A value that does not fit its annotation."""
 
     def __init__(self, rule: str, remedy: str = "") -> None:
@@ -121,62 +121,69 @@ class Mismatch(Exception):
         self.rule, self.remedy = rule, remedy
 
 
-def table_of(cls: type, *, meanings: bool = False, prefix: str = "") -> dict[str, Key]:
+def key_table(cls: type, *, with_meanings: bool = False, prefix: str = "") -> dict[str, ConfigKey]:
     """Every leaf key below the dataclass `cls`, in the order they are written."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    explained = _explanations(cls) if meanings else {}
-    table: dict[str, Key] = {}
+    explained = _field_docs(cls) if with_meanings else {}
+    table: dict[str, ConfigKey] = {}
     for field in fields(cls):
         name, hint = prefix + field.name, hints[field.name]
         marks: list[Any] = []
         if is_dataclass(hint):
-            table |= table_of(typing.cast(type, hint), meanings=meanings, prefix=name + ".")
+            table |= key_table(typing.cast(type, hint), with_meanings=with_meanings, prefix=name + ".")
             continue
         if typing.get_origin(hint) is Annotated:
             hint, *marks = typing.get_args(hint)
         if _is_union(hint) and types.NoneType in typing.get_args(hint):
             (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
-        table[name] = Key(
+        table[name] = ConfigKey(
             name=name,
             hint=hint,
             default=field.default if field.default is not MISSING else None,
             range=next((mark for mark in marks if isinstance(mark, Range)), None),
-            only=next((mark for mark in marks if isinstance(mark, Only)), None),
+            only_with=next((mark for mark in marks if isinstance(mark, OnlyWith)), None),
             meaning=explained.get(field.name, ""),
         )
     return table
 
 
-def read(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
+def parse_values(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[ValidationIssue]]:
     """Values of the legal keys in `given` (dotted names), converted to their types, and a fault for every other one."""
-    table = table_of(cls)
+    table = key_table(cls)
     values: dict[str, Any] = {}
-    faults: list[Fault] = []
+    faults: list[ValidationIssue] = []
     for name, value in given.items():
         if name not in table:
-            faults.append(_unknown(name, value, table))
+            faults.append(_unknown_key_fault(name, value, table))
             continue
         key = table[name]
         try:
             converted = convert(key.hint, value)
-        except Mismatch as mismatch:
+        except TypeMismatch as mismatch:
             legal, remedy = key.legal, mismatch.remedy
-            faults.append(Fault(key=name, value=as_given(value), rule=mismatch.rule, legal=legal, hint=remedy))
+            faults.append(
+                ValidationIssue(key=name, value=format_given(value), message=mismatch.rule, legal=legal, hint=remedy)
+            )
             continue
         numbers = converted if isinstance(converted, tuple) else (converted,)
         if key.range and not all(number in key.range for number in numbers if not isinstance(number, str)):
-            faults.append(Fault(key=name, value=as_given(value), rule="is out of range", legal=key.legal))
+            faults.append(
+                ValidationIssue(key=name, value=format_given(value), message="is out of range", legal=key.legal)
+            )
             continue
         values[name] = converted
     for name in values:
         key = table[name]
-        if key.only and (chosen := values.get(key.sibling, table[key.sibling].default)) not in key.only.values:
+        if (
+            key.only_with
+            and (chosen := values.get(key.condition_key, table[key.condition_key].default)) not in key.only_with.values
+        ):
             faults.append(
-                Fault(
+                ValidationIssue(
                     key=name,
-                    value=as_given(values[name]),
-                    rule=f"has no effect with {key.sibling}={chosen}",
-                    hint=f"leave it out, or set {key.sibling} to {' or '.join(key.only.values)}",
+                    value=format_given(values[name]),
+                    message=f"has no effect with {key.condition_key}={chosen}",
+                    hint=f"leave it out, or set {key.condition_key} to {' or '.join(key.only_with.values)}",
                 )
             )
     return values, faults
@@ -205,39 +212,39 @@ def build(cls: type[Tree], values: Mapping[str, Any], prefix: str = "") -> Tree:
     return cls(**arguments)
 
 
-def values_of(config: Any, prefix: str = "") -> dict[str, Any]:
+def effective_values(config: Any, prefix: str = "") -> dict[str, Any]:
     """Dotted values of a dataclass: those that are set and have an effect."""
     flat: dict[str, Any] = {}
     for field in fields(config):
         value = getattr(config, field.name)
         if is_dataclass(value):
-            flat |= values_of(value, prefix + field.name + ".")
+            flat |= effective_values(value, prefix + field.name + ".")
         elif value is not None:
             flat[prefix + field.name] = value
     if prefix:
         return flat
-    table = table_of(type(config))
+    table = key_table(type(config))
     return {name: value for name, value in flat.items() if _has_effect(table[name], flat)}
 
 
 def to_toml(values: Mapping[str, Any]) -> str:
     """Dotted values as TOML text, tables after the plain keys."""
-    plain = [f"{name} = {show(value)}" for name, value in values.items() if "." not in name]
+    plain = [f"{name} = {format_toml(value)}" for name, value in values.items() if "." not in name]
     tables: dict[str, list[str]] = {}
     for name, value in values.items():
         table, _, leaf = name.rpartition(".")
         if table:
-            tables.setdefault(table, []).append(f"{leaf} = {show(value)}")
+            tables.setdefault(table, []).append(f"{leaf} = {format_toml(value)}")
     blocks = ["\n".join(plain), *(f"[{table}]\n" + "\n".join(lines) for table, lines in tables.items())]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
-def as_given(value: Any) -> str:
+def format_given(value: Any) -> str:
     """A value as a fault shows it: texts without quotes."""
-    return value.text if isinstance(value, Setting) else value if isinstance(value, str) else show(value)
+    return value.text if isinstance(value, SettingText) else value if isinstance(value, str) else format_toml(value)
 
 
-def show(value: Any) -> str:
+def format_toml(value: Any) -> str:
     """A value as TOML writes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
@@ -245,9 +252,9 @@ def show(value: Any) -> str:
         # JSON's escapes are TOML's, except that TOML also wants the delete character escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, Sequence):
-        return "[" + ", ".join(show(item) for item in value) + "]"
+        return "[" + ", ".join(format_toml(item) for item in value) + "]"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{name} = {show(item)}" for name, item in value.items()) + "}"
+        return "{" + ", ".join(f"{name} = {format_toml(item)}" for name, item in value.items()) + "}"
     return repr(value) if isinstance(value, int | float) else str(value)
 
 
@@ -255,15 +262,15 @@ def convert(hint: Any, value: Any) -> Any:
     """`value` as the type `hint`, or Mismatch."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if _is_union(hint):  # a word or a number
-        given = value.value if isinstance(value, Setting) else value
+        given = value.value if isinstance(value, SettingText) else value
         words, number = arguments
         return convert(words if isinstance(given, str) else number, given)
-    if isinstance(value, Setting):
-        value = value.as_text_or_value(text=str in (hint, *arguments) or origin is Literal)
+    if isinstance(value, SettingText):
+        value = value.parse(expect_text=str in (hint, *arguments) or origin is Literal)
     if origin is Literal:
         if value in arguments and isinstance(value, str):
             return value
-        raise Mismatch("is not one of the choices", did_you_mean(str(value), arguments))
+        raise TypeMismatch("is not one of the choices", did_you_mean(str(value), arguments))
     if origin is tuple:
         return _convert_list(arguments, value)
     return _convert_scalar(hint, value)
@@ -275,32 +282,36 @@ def _convert_list(arguments: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
     if arguments[-1] is Ellipsis:
         return tuple(convert(arguments[0], item) for item in items)
     if len(items) != len(arguments):
-        raise Mismatch(f"has {len(items)} values, not {len(arguments)}; write them as [a, b]")
+        raise TypeMismatch(f"has {len(items)} values, not {len(arguments)}; write them as [a, b]")
     return tuple(convert(hint, item) for hint, item in zip(arguments, items, strict=True))
 
 
 def _convert_scalar(hint: Any, value: Any) -> Any:
     if hint is str:
         if not isinstance(value, str):
-            raise Mismatch(f"is not a text but {_describe(type(value))}", f"put it in quotes: {json.dumps(str(value))}")
+            raise TypeMismatch(
+                f"is not a text but {_describe_type(type(value))}", f"put it in quotes: {json.dumps(str(value))}"
+            )
         if any("\ud800" <= letter <= "\udfff" for letter in value):
-            raise Mismatch("is not valid Unicode text")
+            raise TypeMismatch("is not valid Unicode text")
         return value
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         if not math.isfinite(value):
-            raise Mismatch("is not a finite number")
+            raise TypeMismatch("is not a finite number")
         return float(value)
     if hint is int and isinstance(value, float) and value.is_integer():
-        raise Mismatch("is not an integer", f"write {int(value)}")
+        raise TypeMismatch("is not an integer", f"write {int(value)}")
     if type(value) is not hint:
-        raise Mismatch(f"is not {_describe(hint)}")
+        raise TypeMismatch(f"is not {_describe_type(hint)}")
     return value
 
 
-def _unknown(name: str, value: Any, table: Mapping[str, Key]) -> Fault:
+def _unknown_key_fault(name: str, value: Any, table: Mapping[str, ConfigKey]) -> ValidationIssue:
     below = [key for key in table if key.startswith(name + ".")]
     if below:
-        return Fault(key=name, value=as_given(value), rule="is a table, not a value", legal=", ".join(below))
+        return ValidationIssue(
+            key=name, value=format_given(value), message="is a table, not a value", legal=", ".join(below)
+        )
     above, _, leaf = name.rpartition(".")
     beside = [key for key in table if above and key.startswith(above + ".")]
     if not beside:
@@ -308,31 +319,33 @@ def _unknown(name: str, value: Any, table: Mapping[str, Key]) -> Fault:
     # `lr` is nearer to `optimizer.lr` than any measure of spelling would say.
     same_leaf = [key for key in table if key.rpartition(".")[2] == leaf]
     suggestion = f'did you mean "{same_leaf[0]}"?' if len(same_leaf) == 1 else did_you_mean(name, table)
-    return Fault(key=name, value=as_given(value), rule="is not a known key", legal=", ".join(beside), hint=suggestion)
+    return ValidationIssue(
+        key=name, value=format_given(value), message="is not a known key", legal=", ".join(beside), hint=suggestion
+    )
 
 
-def _has_effect(key: Key, values: Mapping[str, Any]) -> bool:
-    return key.only is None or values[key.sibling] in key.only.values
+def _has_effect(key: ConfigKey, values: Mapping[str, Any]) -> bool:
+    return key.only_with is None or values[key.condition_key] in key.only_with.values
 
 
 def _is_union(hint: Any) -> bool:
     return typing.get_origin(hint) in (types.UnionType, typing.Union)
 
 
-def _describe(hint: Any) -> str:
+def _describe_type(hint: Any) -> str:
     names = {int: "an integer", float: "a number", str: "a text", bool: "true or false", dict: "a table"}
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return ", ".join(arguments)
     if _is_union(hint):
-        return " or ".join(_describe(part) for part in arguments)
+        return " or ".join(_describe_type(part) for part in arguments)
     if origin is tuple:
-        item = _describe(arguments[0]).split(" ", 1)[1] + "s"
+        item = _describe_type(arguments[0]).split(" ", 1)[1] + "s"
         return f"a list of {item}" if arguments[-1] is Ellipsis else f"a list of {len(arguments)} {item}"
     return names.get(hint, f"a {hint.__name__}")
 
 
-def _explanations(cls: type) -> dict[str, str]:
+def _field_docs(cls: type) -> dict[str, str]:
     """The text written under each field, from the source of the class."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(body, ast.ClassDef)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from echelon.config.schema import Only, Range
-from echelon.optim.optimizer_groups import BY_ADAMW
+from echelon.config.schema import OnlyWith, Range
+from echelon.optim.optimizer_groups import ADAMW_PATTERNS
 
 ABOVE_ZERO = Range(low=0, low_open=True)
 AT_LEAST_0 = Range(low=0)
 AT_LEAST_1 = Range(low=1)
-SHARE = Range(low=0, high=1)
+FRACTION = Range(low=0, high=1)
 BELOW_ONE = Range(low=0, high=1, high_open=True)
 
 
@@ -37,17 +37,17 @@ class OptimizerConfig:
     """The update rule."""
     lr: Annotated[float, ABOVE_ZERO] = 3e-3
     """Peak learning rate."""
-    betas: Annotated[tuple[float, float] | None, BELOW_ONE, Only("name", ("adamw", "lion", "lamb", "muon"))] = None
+    betas: Annotated[tuple[float, float] | None, BELOW_ONE, OnlyWith("name", ("adamw", "lion", "lamb", "muon"))] = None
     """Decay of the two running means. Not set: 0.9 and 0.95, with lion 0.99, with lamb 0.999."""
-    eps: Annotated[float, ABOVE_ZERO, Only("name", ("adamw", "lamb", "muon"))] = 1e-8
+    eps: Annotated[float, ABOVE_ZERO, OnlyWith("name", ("adamw", "lamb", "muon"))] = 1e-8
     """Added to the denominator of AdamW and LAMB."""
     weight_decay: Annotated[float, AT_LEAST_0] = 0.1
     """Weight decay."""
-    momentum: Annotated[float | None, BELOW_ONE, Only("name", ("sgd", "adafactor", "sm3", "muon"))] = None
+    momentum: Annotated[float | None, BELOW_ONE, OnlyWith("name", ("sgd", "adafactor", "sm3", "muon"))] = None
     """Momentum. Not set: none, with muon 0.95."""
-    states: Annotated[Literal["float32", "bfloat16", "int8"], Only("name", ("adamw",))] = "float32"
+    states: Annotated[Literal["float32", "bfloat16", "int8"], OnlyWith("name", ("adamw",))] = "float32"
     """Type of AdamW's moments; bfloat16 is rounded by chance, so that small changes add up, int8 has scales."""
-    by_adamw: Annotated[tuple[str, ...], Only("name", ("muon",))] = BY_ADAMW
+    by_adamw: Annotated[tuple[str, ...], OnlyWith("name", ("muon",))] = ADAMW_PATTERNS
     """Patterns of the matrices that Muon leaves to AdamW, as it does all vectors."""
     groups: tuple[str, ...] = ()
     """Parameters with a rate and a decay of their own, e.g. ["embed*:lr=0.5", "*norm*:weight_decay=0"]."""
@@ -63,9 +63,9 @@ class ScheduleConfig:
     """Shape after the warm-up: half a cosine, flat then a linear decay, or flat."""
     warmup: Annotated[int, AT_LEAST_0] = 20
     """Steps of linear warm-up."""
-    final: Annotated[float, SHARE, Only("name", ("cosine", "wsd"))] = 0.1
+    final: Annotated[float, FRACTION, OnlyWith("name", ("cosine", "wsd"))] = 0.1
     """Learning rate of the last step, as a share of the peak."""
-    decay: Annotated[float, SHARE, Only("name", ("wsd",))] = 0.2
+    decay: Annotated[float, FRACTION, OnlyWith("name", ("wsd",))] = 0.2
     """Share of all steps that decay."""
 
 
@@ -89,21 +89,21 @@ class CheckpointConfig:
     """Where they are written: a folder, or an address that fsspec knows. Empty: checkpoints in the run's directory."""
 
 
-LOOKS = Only("action", ("warn", "rollback"))
-GOES_BACK = Only("action", ("rollback",))
+DETECTS_SPIKES = OnlyWith("action", ("warn", "rollback"))
+ROLLS_BACK = OnlyWith("action", ("rollback",))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeConfig:
     action: Literal["none", "warn", "rollback"] = "none"
     """On a loss far above its recent history: nothing, a note, or back to the checkpoint before, without its batch."""
-    factor: Annotated[float, ABOVE_ZERO, LOOKS] = 8.0
+    factor: Annotated[float, ABOVE_ZERO, DETECTS_SPIKES] = 8.0
     """A spike lies above the median by so many standard deviations, reckoned from the median deviation."""
-    window: Annotated[int, Range(low=4), LOOKS] = 32
+    window: Annotated[int, Range(low=4), DETECTS_SPIKES] = 32
     """Losses that make up the recent history; until there are so many nothing is a spike."""
-    skip: Annotated[int, AT_LEAST_1, GOES_BACK] = 1
+    skip: Annotated[int, AT_LEAST_1, ROLLS_BACK] = 1
     """Batches that are skipped, from the one of the spike on."""
-    rollbacks: Annotated[int, AT_LEAST_1, GOES_BACK] = 4
+    rollbacks: Annotated[int, AT_LEAST_1, ROLLS_BACK] = 4
     """Times that a run goes back; at the next spike it ends."""
 
 
@@ -151,7 +151,7 @@ class MemoryConfig:
     """Keep inputs of recomputed layers in one block of memory that is made once, apart from short-lived tensors."""
     buffer: Annotated[float, AT_LEAST_0] = 0.0
     """MiB of parameters that are gathered or reduced at once, at most: larger layers are cut into modules. 0: any."""
-    host: Annotated[float | None, SHARE] = None
+    host: Annotated[float | None, FRACTION] = None
     """With offload, share of the optimizer's states that leave the device. Empty: as few as a GPU's memory asks for."""
     disk: str = ""
     """With offload=disk, a folder for its files, which are gone at the end. Empty: beside the run's directory."""

@@ -1,10 +1,10 @@
 """Tokens on disk, and their order as a pure function. NumPy only: nothing here imports torch, but images.py."""
 
-from echelon.data.blended_dataset import Mixture
+from echelon.data.blended_dataset import SourceBlend
 from echelon.data.default_corpus import default_corpus
 from echelon.data.sample_order import batch_indices, epoch_and_sample, rank_indices
-from echelon.data.token_cache import prepare
-from echelon.data.token_dataset import NO_TARGET, Place, TokenDataset
+from echelon.data.token_cache import prepare_token_file
+from echelon.data.token_dataset import NO_TARGET, SampleLocation, TokenDataset
 from echelon.data.token_file import TokenFile, TokenFileError, TokenWriter, is_token_file
 from echelon.data.tokenize import TextError, text_files, tokenize
 from echelon.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, TokenizerError, load_tokenizer
@@ -13,8 +13,8 @@ __all__ = [
     "NO_TARGET",
     "ByteTokenizer",
     "JsonTokenizer",
-    "Mixture",
-    "Place",
+    "SampleLocation",
+    "SourceBlend",
     "TextError",
     "TokenDataset",
     "TokenFile",
@@ -27,7 +27,7 @@ __all__ = [
     "epoch_and_sample",
     "is_token_file",
     "load_tokenizer",
-    "prepare",
+    "prepare_token_file",
     "rank_indices",
     "text_files",
     "tokenize",

@@ -21,21 +21,21 @@ from functools import cached_property
 
 import numpy as np
 
-from echelon.data.sample_order import checked_indices
+from echelon.data.sample_order import validate_indices
 from echelon.data.token_file import AnyIntArray, IntArray
 
 MAX_PERIOD = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mixture:
+class SourceBlend:
     """How often each source is served."""
 
     counts: tuple[int, ...]
     """Samples of each source in one period."""
 
     @classmethod
-    def from_weights(cls, weights: Sequence[float]) -> "Mixture":
+    def from_weights(cls, weights: Sequence[float]) -> "SourceBlend":
         """Exact where whole numbers with a sum of at most 65536 are in the same ratio, else rounded to 1/65536."""
         for weight in weights:
             if not (math.isfinite(weight) and weight > 0):
@@ -65,9 +65,9 @@ class Mixture:
     def period(self) -> int:
         return sum(self.counts)
 
-    def source_and_rank(self, index: AnyIntArray) -> tuple[IntArray, IntArray]:
+    def source_and_index(self, index: AnyIntArray) -> tuple[IntArray, IntArray]:
         """The source that serves each global index, and how many earlier samples that source served."""
-        index = checked_indices(index)
+        index = validate_indices(index)
         sources, ranks = self._table
         place = index % self.period
         source = sources[place]

@@ -4,13 +4,13 @@ import os
 import sysconfig
 from pathlib import Path
 
-from echelon.data.token_cache import cached
-from echelon.data.tokenize import Progress, TextError, search
+from echelon.data.token_cache import cached_token_file
+from echelon.data.tokenize import Progress, TextError, find_files
 from echelon.data.tokenizer import ByteTokenizer, Tokenizer
 
 DEFAULT_BYTES = 8_000_000
 # Not the library's own text (installed packages), or tables and tests that teach a model little.
-_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"})
+_EXCLUDED_DIRS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"})
 
 
 def default_corpus(
@@ -21,16 +21,16 @@ def default_corpus(
     progress: Progress | None = None,
 ) -> Path:
     """The token file of the default corpus, made if `folder` lacks it: whole files, at most `max_bytes` of text."""
-    return cached(
-        library_files(max_bytes), folder, name="stdlib", tokenizer=tokenizer or ByteTokenizer(), progress=progress
+    return cached_token_file(
+        stdlib_files(max_bytes), folder, name="stdlib", tokenizer=tokenizer or ByteTokenizer(), progress=progress
     )
 
 
-def library_files(max_bytes: int = DEFAULT_BYTES) -> list[Path]:
+def stdlib_files(max_bytes: int = DEFAULT_BYTES) -> list[Path]:
     """The library's sources in sorted order, each that still fits."""
     library = Path(sysconfig.get_path("stdlib"))
     files, left = [], max_bytes
-    for file in search(library, suffixes=(".py",), leave_out=_LEFT_OUT):
+    for file in find_files(library, suffixes=(".py",), exclude=_EXCLUDED_DIRS):
         size = file.stat().st_size
         if 0 < size <= left:
             files.append(file)

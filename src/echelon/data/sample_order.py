@@ -30,13 +30,13 @@ _Words = npt.NDArray[np.uint64]
 
 def epoch_and_sample(index: AnyIntArray, *, num_samples: int, seed: int, stream: int = 0) -> tuple[IntArray, IntArray]:
     """The epoch and the sample that each global index stands for. Each epoch visits every sample once."""
-    index = checked_indices(index)
+    index = validate_indices(index)
     if num_samples < 1:
         raise ValueError(f"an order needs at least one sample (num_samples {num_samples}); give a longer token file")
     epoch = index // num_samples
     # One word per index and not one key: a batch may span the end of an epoch.
     key = _absorb(_absorb(_absorb(np.zeros(1, np.uint64), seed), stream), epoch.astype(np.uint64))
-    return epoch, permute(index % num_samples, num_samples, key)
+    return epoch, feistel_permute(index % num_samples, num_samples, key)
 
 
 def batch_indices(step: int, batch: int) -> range:
@@ -55,7 +55,7 @@ def rank_indices(indices: range, rank: int, num_ranks: int) -> range:
     return indices[rank * size : (rank + 1) * size]
 
 
-def permute(index: IntArray, num: int, key: _Words) -> IntArray:
+def feistel_permute(index: IntArray, num: int, key: _Words) -> IntArray:
     """The keyed permutation of range(num), at the given positions. See [Note: a shuffle without a list]."""
     # At least 6: so few bits that a half has one or two leave some orders of a tiny set much likelier than others.
     bits = max(6, (num - 1).bit_length())
@@ -76,7 +76,7 @@ def permute(index: IntArray, num: int, key: _Words) -> IntArray:
     return result.astype(np.int64)
 
 
-def checked_indices(index: AnyIntArray) -> IntArray:
+def validate_indices(index: AnyIntArray) -> IntArray:
     """One dimension of int64, none negative."""
     index = np.asarray(index)
     if index.ndim != 1 or (index.size and (index.dtype.kind not in "iu" or int(index.min()) < 0)):

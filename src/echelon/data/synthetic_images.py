@@ -11,16 +11,18 @@ from torch import Tensor
 
 from echelon import rng
 
-COARSE = 8
+COARSE_SIDE = 8
 """side of a class's picture before it is enlarged"""
 
 
-def images(samples: Tensor, *, side: int, classes: int, seed: int = 0, noise: float = 0.5) -> tuple[Tensor, Tensor]:
+def synthetic_images(
+    samples: Tensor, *, side: int, classes: int, seed: int = 0, noise: float = 0.5
+) -> tuple[Tensor, Tensor]:
     """(float32 [B, 3, side, side], labels int64 [B]) of these samples, where they are."""
     device = samples.device
     labels = rng.bits(rng.key(seed, "labels"), samples) % classes
-    index = torch.arange(classes * 3 * COARSE * COARSE, device=device)
-    pictures = rng.normal(rng.key(seed, "pictures"), index).view(classes, 3, COARSE, COARSE)
+    index = torch.arange(classes * 3 * COARSE_SIDE * COARSE_SIDE, device=device)
+    pictures = rng.normal(rng.key(seed, "pictures"), index).view(classes, 3, COARSE_SIDE, COARSE_SIDE)
     large = F.interpolate(pictures, (side, side), mode="bilinear", align_corners=False)
     keys = rng.bits(rng.key(seed, "noise"), samples)
     grain = rng.normal(keys, torch.arange(3 * side * side, device=device)).view(-1, 3, side, side)

@@ -11,7 +11,7 @@ from echelon.data.tokenize import Progress, text_files, tokenize
 from echelon.data.tokenizer import Tokenizer
 
 
-def prepare(
+def prepare_token_file(
     path: str | os.PathLike[str],
     folder: str | os.PathLike[str],
     *,
@@ -33,12 +33,12 @@ def prepare(
             )
         file.verify()
         return path
-    return cached(
+    return cached_token_file(
         text_files([path]), folder, name=path.resolve().stem or "text", tokenizer=tokenizer, progress=progress
     )
 
 
-def cached(
+def cached_token_file(
     files: Sequence[Path],
     folder: str | os.PathLike[str],
     *,

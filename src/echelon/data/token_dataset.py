@@ -16,17 +16,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from echelon.data.blended_dataset import Mixture
-from echelon.data.sample_order import checked_indices, epoch_and_sample
+from echelon.data.blended_dataset import SourceBlend
+from echelon.data.sample_order import epoch_and_sample, validate_indices
 from echelon.data.token_file import AnyIntArray, IntArray, TokenFile, TokenFileError
-from echelon.layout.validation_error import Fault, FaultError
-from echelon.models.model_config import IGNORE
+from echelon.layout.validation_error import ValidationError, ValidationIssue
+from echelon.models.model_config import IGNORE_INDEX
 
-NO_TARGET = IGNORE
+NO_TARGET = IGNORE_INDEX
 """The target where there is nothing to predict."""
 
 
-class Place(NamedTuple):
+class SampleLocation(NamedTuple):
     """Where the samples of a batch lie, one entry for each."""
 
     file: IntArray
@@ -53,30 +53,34 @@ class TokenDataset:
         mask_documents: bool = False,
         eval_fraction: float = 0.0,
     ) -> None:
-        self.files, faults = _open(files)
+        self.files, faults = _open_token_files(files)
         self.seq_len, self.seed, self.mask_documents, self.eval_fraction = seq_len, seed, mask_documents, eval_fraction
-        self.mixture: Mixture | None = None
+        self.blend: SourceBlend | None = None
         if seq_len < 1:
-            faults.append(Fault(key="seq_len", value=str(seq_len), rule="is no length of a sample", legal=">= 1"))
+            faults.append(
+                ValidationIssue(key="seq_len", value=str(seq_len), message="is no length of a sample", legal=">= 1")
+            )
         if not 0 <= eval_fraction < 1:
             faults.append(
-                Fault(
+                ValidationIssue(
                     key="data.eval_fraction",
                     value=str(eval_fraction),
-                    rule="is no share of the samples",
+                    message="is no share of the samples",
                     legal="0 <= x < 1",
                 )
             )
         if len(weights) not in (0, len(files)):
             rule = f"does not have one weight for each of the {len(files)} sources"
-            faults.append(Fault(key="data.weights", value=str(list(weights)), rule=rule))
+            faults.append(ValidationIssue(key="data.weights", value=str(list(weights)), message=rule))
         elif len(weights):
             try:
-                self.mixture = Mixture.from_weights(weights)
+                self.blend = SourceBlend.from_weights(weights)
             except ValueError as error:
-                faults.append(Fault(key="data.weights", value=str(list(weights)), rule=f"cannot be used: {error}"))
+                faults.append(
+                    ValidationIssue(key="data.weights", value=str(list(weights)), message=f"cannot be used: {error}")
+                )
         if faults:
-            raise FaultError(faults)
+            raise ValidationError(faults)
         # A file of n tokens has n - 1 targets. Fewer samples would lose some, more would add a sample without any.
         total = np.array([-(-(file.header.num_tokens - 1) // seq_len) for file in self.files], np.int64)
         wanted = np.maximum(np.rint(total * eval_fraction).astype(np.int64), 1 if eval_fraction else 0)
@@ -85,7 +89,9 @@ class TokenDataset:
         if eval_fraction and not self.num_eval:
             rule = f"leaves nothing to evaluate on: no file has two samples (seq_len {seq_len})"
             hint = "use 0, or a smaller seq_len"
-            raise FaultError([Fault(key="data.eval_fraction", value=str(eval_fraction), rule=rule, hint=hint)])
+            raise ValidationError(
+                [ValidationIssue(key="data.eval_fraction", value=str(eval_fraction), message=rule, hint=hint)]
+            )
 
     @property
     def num_train(self) -> int:
@@ -108,7 +114,7 @@ class TokenDataset:
     @property
     def fingerprint(self) -> str:
         """Two runs with one fingerprint read the same samples in the same order."""
-        counts = self.mixture.counts if self.mixture else ()
+        counts = self.blend.counts if self.blend else ()
         facts = [
             [file.header.sha256 for file in self.files],
             counts,
@@ -119,22 +125,22 @@ class TokenDataset:
         ]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
-    def locate(self, indices: AnyIntArray) -> Place:
+    def locate(self, indices: AnyIntArray) -> SampleLocation:
         """Which sample each global index stands for."""
-        indices = checked_indices(indices)
-        if self.mixture is None:
+        indices = validate_indices(indices)
+        if self.blend is None:
             epoch, sample = epoch_and_sample(indices, num_samples=self.num_train, seed=self.seed)
             ends = np.cumsum(self._num_train)
             file = np.searchsorted(ends, sample, side="right").astype(np.int64)
-            return Place(file, epoch, sample - (ends - self._num_train)[file])
-        file, rank = self.mixture.source_and_rank(indices)
+            return SampleLocation(file, epoch, sample - (ends - self._num_train)[file])
+        file, rank = self.blend.source_and_index(indices)
         epoch, sample = np.empty_like(file), np.empty_like(file)
         for source in np.unique(file).tolist():
             rows = file == source
             epoch[rows], sample[rows] = epoch_and_sample(
                 rank[rows], num_samples=int(self._num_train[source]), seed=self.seed, stream=source
             )
-        return Place(file, epoch, sample)
+        return SampleLocation(file, epoch, sample)
 
     def batch(self, indices: AnyIntArray) -> dict[str, IntArray]:
         """`tokens`, `targets` and, where documents are masked, `documents`, each [B, T], for these global indices."""
@@ -146,7 +152,7 @@ class TokenDataset:
 
         So batches of one shape cover the held-out samples exactly, whatever their number.
         """
-        indices = checked_indices(indices)
+        indices = validate_indices(indices)
         ends = np.cumsum(self._num_eval)
         file = np.searchsorted(ends, indices, side="right").astype(np.int64)
         inside = file < len(self.files)
@@ -172,8 +178,8 @@ class TokenDataset:
             ),
             ("data fingerprint", self.fingerprint, "the same data in the same order has the same one"),
         ]
-        if self.mixture is not None:
-            shares = ", ".join(f"{count}/{self.mixture.period}" for count in self.mixture.counts)
+        if self.blend is not None:
+            shares = ", ".join(f"{count}/{self.blend.period}" for count in self.blend.counts)
             rows.insert(2, ("shares", shares, "data.weights as samples of each file in a period"))
         return rows
 
@@ -203,22 +209,22 @@ class TokenDataset:
         return batch
 
 
-def _open(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[TokenFile], list[Fault]]:
+def _open_token_files(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[TokenFile], list[ValidationIssue]]:
     """Every file that opens, and every reason why one does not or does not go with the others."""
     files: list[TokenFile] = []
-    faults: list[Fault] = []
+    faults: list[ValidationIssue] = []
     if not paths:
-        faults.append(Fault(key="data.path", value="", rule="is empty"))
+        faults.append(ValidationIssue(key="data.path", value="", message="is empty"))
     for path in paths:
         try:
             file = TokenFile(path)
         except TokenFileError as error:
-            faults.append(Fault(key="data.path", value=os.fspath(path), rule=f"cannot be used: {error}"))
+            faults.append(ValidationIssue(key="data.path", value=os.fspath(path), message=f"cannot be used: {error}"))
             continue
         ours, theirs = file.header, files[0].header if files else file.header
         if (ours.tokenizer, ours.vocab_size, ours.eos) != (theirs.tokenizer, theirs.vocab_size, theirs.eos):
             rule = f"has another tokenizer than the first token file ({ours.tokenizer}, {theirs.tokenizer})"
             hint = "tokenise all sources with one tokenizer"
-            faults.append(Fault(key="data.path", value=os.fspath(path), rule=rule, hint=hint))
+            faults.append(ValidationIssue(key="data.path", value=os.fspath(path), message=rule, hint=hint))
         files.append(file)
     return files, faults

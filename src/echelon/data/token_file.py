@@ -45,7 +45,7 @@ class TokenFileError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Header:
+class TokenFileHeader:
     """What a token file says about itself."""
 
     dtype: str
@@ -127,7 +127,7 @@ def is_token_file(path: str | os.PathLike[str]) -> bool:
         return file.read(len(_PREFIX)) == _PREFIX
 
 
-def _read_header(file: BinaryIO, path: Path) -> Header:
+def _read_header(file: BinaryIO, path: Path) -> TokenFileHeader:
     raw = file.read(HEADER_BYTES)
     if not raw.startswith(_PREFIX):
         raise TokenFileError(f"not a token file ({path}: begins with {raw[:16]!r}); tokenise the text first")
@@ -151,7 +151,7 @@ def _read_header(file: BinaryIO, path: Path) -> Header:
         )
     del fields["magic"]
     try:
-        header = Header(**fields)
+        header = TokenFileHeader(**fields)
     except TypeError:
         raise damaged from None
     if header.dtype not in _DTYPES:
@@ -195,7 +195,7 @@ class TokenWriter:
             raise self._cannot_write(error) from error
         return self
 
-    def document(self, pieces: Iterable[npt.ArrayLike]) -> None:
+    def write_document(self, pieces: Iterable[npt.ArrayLike]) -> None:
         """Writes one document, given in pieces of any length, and its end. A document without tokens is left out."""
         start = self._num_tokens
         for piece in pieces:
@@ -259,8 +259,8 @@ class TokenWriter:
         self._file.close()
         os.replace(self._temporary, self.path)
 
-    def _header(self, sha256: str) -> Header:
-        return Header(
+    def _header(self, sha256: str) -> TokenFileHeader:
+        return TokenFileHeader(
             dtype=self._dtype,
             num_tokens=self._num_tokens,
             num_documents=self._num_documents,

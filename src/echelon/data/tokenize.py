@@ -26,7 +26,7 @@ TEXT_SUFFIXES = (
     ".ts",
 )
 
-_LOOKED_AT = 1 << 16
+_BINARY_PROBE_BYTES = 1 << 16
 """bytes at the start of a file in which a NUL means that it is no text"""
 
 Progress = Callable[[int, int], None]
@@ -53,7 +53,7 @@ def tokenize(
             try:
                 with path.open("rb") as file:
                     _refuse_binary(file, path)
-                    writer.document(_reported(tokenizer.stream(file), file, done, total, progress))
+                    writer.write_document(_with_progress(tokenizer.stream(file), file, done, total, progress))
                     done += file.tell()
             except OSError as error:
                 raise TextError(f"cannot read text ({path}: {error.strerror}); check data.path") from error
@@ -68,7 +68,7 @@ def text_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
     found: dict[Path, Path] = {}
     for path in map(Path, paths):
         if path.is_dir():
-            inside = search(path)
+            inside = find_files(path)
             if not inside:
                 raise TextError(
                     f"no text in the folder ({path}: no file ends in {' '.join(TEXT_SUFFIXES)}); "
@@ -83,26 +83,26 @@ def text_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
     return list(found.values())
 
 
-def search(
-    folder: Path, *, suffixes: tuple[str, ...] = TEXT_SUFFIXES, leave_out: frozenset[str] = frozenset()
+def find_files(
+    folder: Path, *, suffixes: tuple[str, ...] = TEXT_SUFFIXES, exclude: frozenset[str] = frozenset()
 ) -> list[Path]:
     """The files below a folder that end in one of the suffixes, without hidden names and those in `leave_out`."""
     found = []
     for root, folders, names in os.walk(folder):
         # In place: what is cut here is not walked, and an installed torch alone has thousands of folders.
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in leave_out]
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in exclude]
         found += [Path(root, name) for name in names if not name.startswith(".") and name.lower().endswith(suffixes)]
     # By parts and not by text: "a/b" and "a-b" would change places where the separator is another character.
     return sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(folder).parts)
 
 
 def _refuse_binary(file: BinaryIO, path: Path) -> None:
-    if b"\0" in file.read(_LOOKED_AT):
+    if b"\0" in file.read(_BINARY_PROBE_BYTES):
         raise TextError(f"not a text ({path}: it has NUL bytes); give text, or a token file that tokenize wrote")
     file.seek(0)
 
 
-def _reported(
+def _with_progress(
     pieces: Iterator[AnyIntArray], file: BinaryIO, before: int, total: int, progress: Progress | None
 ) -> Iterator[AnyIntArray]:
     for piece in pieces:

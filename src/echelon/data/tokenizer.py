@@ -15,9 +15,9 @@ import numpy as np
 
 from echelon.data.token_file import AnyIntArray
 
-_PIECE_BYTES = 1 << 22
+_READ_BYTES = 1 << 22
 # Tried in this order when a tokenizer's own configuration does not name the token that ends a document.
-_USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+_COMMON_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 
 class TokenizerError(ValueError):
@@ -64,7 +64,7 @@ class ByteTokenizer:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
     def stream(self, file: BinaryIO) -> Iterator[AnyIntArray]:
-        while piece := file.read(_PIECE_BYTES):
+        while piece := file.read(_READ_BYTES):
             yield np.frombuffer(piece, np.uint8)
 
 
@@ -102,7 +102,7 @@ class JsonTokenizer:
         vocabulary: dict[str, int] = self._engine.get_vocab(with_added_tokens=True)
         # Not their number: ids may have holes.
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        candidates = [eos] if eos is not None else [*_configured_eos(path), *_USUAL_EOS]
+        candidates = [eos] if eos is not None else [*_configured_eos(path), *_COMMON_EOS]
         known = [token for token in candidates if token in vocabulary]
         if not known:
             raise TokenizerError(
@@ -123,7 +123,7 @@ class JsonTokenizer:
         decoder = codecs.getincrementaldecoder("utf-8")()
         pending, position, last = "", 0, False
         while not last:
-            raw = file.read(_PIECE_BYTES)
+            raw = file.read(_READ_BYTES)
             last = not raw
             try:
                 pending += decoder.decode(raw, final=last)
@@ -135,7 +135,7 @@ class JsonTokenizer:
                     'convert it, or use data.tokenizer = "bytes"'
                 ) from error
             position += len(raw)
-            if not last and len(pending) < _PIECE_BYTES:
+            if not last and len(pending) < _READ_BYTES:
                 continue
             cut = len(pending) if last else pending.rfind("\n") + 1 or len(pending)
             piece, pending = pending[:cut], pending[cut:]

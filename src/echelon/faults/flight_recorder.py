@@ -29,203 +29,209 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from echelon.faults.recorder_entry import (
-    AT,
-    BYTES,
+    BUFFER_BYTES,
     EMPTY,
     ENDED,
     FAILED,
-    FORM,
-    SLOTS,
+    NUM_SLOTS,
+    PHASE_RECORD,
+    SLOT_BYTES,
+    SLOT_HEADER,
     STARTED,
-    TIME,
+    TIMESTAMP,
     WAITING,
-    WIDTH,
-    Entry,
-    entries,
-    spelled,
-    text_of,
+    RecorderEntry,
+    encode_entry,
+    format_ranks,
+    read_entries,
 )
 
-_ROOM = WIDTH - FORM.size
-_HIDDEN = {__file__, contextlib.__file__}
-_SHORT: dict[str, str] = {}
-LEAST = 0.5
+_TEXT_BYTES = SLOT_BYTES - SLOT_HEADER.size
+_HIDDEN_FILES = {__file__, contextlib.__file__}
+_SHORT_PATHS: dict[str, str] = {}
+MIN_WAIT_S = 0.5
 """seconds before a wait is worth a thought"""
-STICKY = ("evaluation", "save")
+NON_TRAINING_PHASES = ("evaluation", "save")
 """phases inside of which forward is not training's"""
 
 
-def hide(file: str) -> None:
+def hide_call_sites_in(file: str) -> None:
     """Lines of this file are not whose fault an operation is: its callers are told instead."""
-    _HIDDEN.add(file)
+    _HIDDEN_FILES.add(file)
 
 
-def short(file: str) -> str:
+def shorten_path(file: str) -> str:
     """A file's name as people look for it: from our package on, or its last two parts."""
-    found = _SHORT.get(file)
+    found = _SHORT_PATHS.get(file)
     if found is None:
         parts = Path(file).parts
         start = len(parts) - 1 - parts[::-1].index("echelon") if "echelon" in parts[:-1] else len(parts) - 2
-        found = _SHORT[file] = "/".join(parts[max(start, 0) :])
+        found = _SHORT_PATHS[file] = "/".join(parts[max(start, 0) :])
     return found
 
 
-class Lane:
+class OperationSequence:
     """The operations of one group of ranks, counted."""
 
     def __init__(self, name: str, ranks: Sequence[int]):
         self.name, self.ranks = name, tuple(ranks)
-        self.peers = spelled(self.ranks)
-        self.last = 0
+        self.peers = format_ranks(self.ranks)
+        self.last_number = 0
         """the number of its last operation"""
         self._numbers = itertools.count(1)
 
-    def next(self) -> int:
-        self.last = next(self._numbers)
-        return self.last
+    def next_number(self) -> int:
+        self.last_number = next(self._numbers)
+        return self.last_number
 
 
-class Waited(Protocol):
+class Waitable(Protocol):
     """As torch's `Work`: something to wait for."""
 
     def wait(self) -> Any: ...
 
 
-class Recorder:
+class FlightRecorder:
     def __init__(self) -> None:
-        self._buffer: bytearray | mmap.mmap = bytearray(BYTES)
+        self._buffer: bytearray | mmap.mmap = bytearray(BUFFER_BYTES)
         self._order = itertools.count()
         self.step = 0
         """the step under way, counted from 1; 0 before the first"""
         self.phase = "start"
-        self.since = time.time()
+        self.phase_start = time.time()
         """when the phase began"""
-        self.position = ""
+        self.mesh_position = ""
         """where this rank stands on the mesh, in words"""
-        self.waited = 0.0
+        self.wait_s = 0.0
         """seconds in which this rank waited for others"""
-        self.loaded = 0.0
+        self.data_wait_s = 0.0
         """seconds in which it waited for data"""
-        self.lanes: dict[str, Lane] = {}
+        self.sequences: dict[str, OperationSequence] = {}
         self.on_phase: Callable[[int, str], None] | None = None
         """what an injected fault wants to know"""
-        self.leaves_out: Callable[[int, str, str], bool] | None = None
+        self.should_skip: Callable[[int, str, str], bool] | None = None
         """whether an injected fault leaves an operation out: (step, op, axis)"""
-        self.on_sent: Callable[[str, str, Any], None] | None = None
+        self.on_send: Callable[[str, str, Any], None] | None = None
         """who looks at what this rank gives to others: (op, axis, tensor)"""
-        self.on_received: Callable[[str, str, Any], None] | None = None
+        self.on_receive: Callable[[str, str, Any], None] | None = None
         """and at what it gets from them"""
         self.device_waits: deque[tuple[int, Any, Any]] = deque(maxlen=4096)
         """(slot, event before, event after) of waits that a GPU does, not the host"""
 
-    def keep_in(self, path: Path) -> None:
+    def map_to_file(self, path: Path) -> None:
         """From now on in a file, which outlives this process."""
         with open(path, "w+b") as file:
-            file.truncate(BYTES)
-            self._buffer = mmap.mmap(file.fileno(), BYTES)
+            file.truncate(BUFFER_BYTES)
+            self._buffer = mmap.mmap(file.fileno(), BUFFER_BYTES)
 
-    def lane(self, ranks: Sequence[int], channel: str = "") -> Lane:
+    def new_sequence(self, ranks: Sequence[int], channel: str = "") -> OperationSequence:
         """A new group of ranks; ranks that make the same groups in the same order give them the same names."""
-        base = spelled(ranks) + channel
+        base = format_ranks(ranks) + channel
         for number in itertools.count(1):
             name = base if number == 1 else f"{base}#{number}"
-            if name not in self.lanes:
+            if name not in self.sequences:
                 break
-        self.lanes[name] = Lane(name, ranks)
-        return self.lanes[name]
+        self.sequences[name] = OperationSequence(name, ranks)
+        return self.sequences[name]
 
     def reset(self) -> None:
         """A run begins: what a process did before it, others did not."""
-        self.lanes.clear()
-        self.step, self.phase, self.since, self.position = 0, "start", time.time(), ""
-        self.waited = self.loaded = 0.0
-        self._buffer = bytearray(BYTES)
+        self.sequences.clear()
+        self.step, self.phase, self.phase_start, self.mesh_position = 0, "start", time.time(), ""
+        self.wait_s = self.data_wait_s = 0.0
+        self._buffer = bytearray(BUFFER_BYTES)
 
-    def begin(
-        self, op: str, axis: str, lane: Lane, shape: Sequence[int] = (), dtype: object = "", peers: str = ""
+    def record_start(
+        self,
+        op: str,
+        axis: str,
+        sequence: OperationSequence,
+        shape: Sequence[int] = (),
+        dtype: object = "",
+        peers: str = "",
     ) -> int:
         """An operation starts: its slot."""
         frame = sys._getframe(1)
-        while frame.f_code.co_filename in _HIDDEN and frame.f_back is not None:
+        while frame.f_code.co_filename in _HIDDEN_FILES and frame.f_back is not None:
             frame = frame.f_back
         order = next(self._order)
-        start = order % SLOTS * WIDTH
-        site = f"{short(frame.f_code.co_filename)}:{frame.f_lineno}"
+        start = order % NUM_SLOTS * SLOT_BYTES
+        site = f"{shorten_path(frame.f_code.co_filename)}:{frame.f_lineno}"
         # As many peers as fit: the lane's name has the group.
-        who = peers or lane.peers
-        text = text_of(
-            *(op, axis, lane.name, lane.next(), who if len(who) < 64 else "", str(list(shape))),
+        who = peers or sequence.peers
+        text = encode_entry(
+            *(op, axis, sequence.name, sequence.next_number(), who if len(who) < 64 else "", str(list(shape))),
             *(str(dtype).removeprefix("torch."), site, self.step, self.phase),
-        )[:_ROOM]
+        )[:_TEXT_BYTES]
         buffer = self._buffer
-        FORM.pack_into(buffer, start, EMPTY, order, time.time(), 0.0, 0.0, len(text))
-        buffer[start + FORM.size : start + FORM.size + len(text)] = text
+        SLOT_HEADER.pack_into(buffer, start, EMPTY, order, time.time(), 0.0, 0.0, len(text))
+        buffer[start + SLOT_HEADER.size : start + SLOT_HEADER.size + len(text)] = text
         buffer[start : start + 1] = STARTED
         return order
 
     def _mark(self, slot: int, flag: bytes, field: int, now: float) -> None:
-        start = slot % SLOTS * WIDTH
-        if FORM.unpack_from(self._buffer, start)[1] != slot:
+        start = slot % NUM_SLOTS * SLOT_BYTES
+        if SLOT_HEADER.unpack_from(self._buffer, start)[1] != slot:
             return  # so many came after it that its slot is another's
-        TIME.pack_into(self._buffer, start + 1 + 8 + 8 * field, now)
+        TIMESTAMP.pack_into(self._buffer, start + 1 + 8 + 8 * field, now)
         self._buffer[start : start + 1] = flag
 
-    def waits(self, slot: int) -> float:
+    def record_wait(self, slot: int) -> float:
         now = time.time()
         self._mark(slot, WAITING, 1, now)
         return now
 
-    def ends(self, slot: int, since: float) -> None:
+    def record_end(self, slot: int, since: float) -> None:
         now = time.time()
         self._mark(slot, ENDED, 2, now)
-        self.waited += now - since
+        self.wait_s += now - since
 
-    def fails(self, slot: int) -> None:
+    def record_failure(self, slot: int) -> None:
         self._mark(slot, FAILED, 2, time.time())
 
     @contextmanager
-    def doing(self, op: str, axis: str, lane: Lane) -> Iterator[None]:
+    def blocking_operation(self, op: str, axis: str, sequence: OperationSequence) -> Iterator[None]:
         """Around an operation that blocks."""
-        slot = self.begin(op, axis, lane)
-        since = self.waits(slot)
+        slot = self.record_start(op, axis, sequence)
+        since = self.record_wait(slot)
         try:
             yield
         except BaseException:
-            self.fails(slot)
+            self.record_failure(slot)
             raise
-        self.ends(slot, since)
+        self.record_end(slot, since)
 
-    def _at(self, phase: str) -> None:
-        self.phase, self.since = phase, time.time()
-        AT.pack_into(self._buffer, SLOTS * WIDTH, self.step, self.since, phase.encode()[:16])
+    def _set_phase(self, phase: str) -> None:
+        self.phase, self.phase_start = phase, time.time()
+        PHASE_RECORD.pack_into(self._buffer, NUM_SLOTS * SLOT_BYTES, self.step, self.phase_start, phase.encode()[:16])
 
-    def enter(self, phase: str) -> None:
+    def enter_phase(self, phase: str) -> None:
         """Another phase begins, of the same step."""
-        if self.phase in STICKY and phase in ("forward", "data"):
+        if self.phase in NON_TRAINING_PHASES and phase in ("forward", "data"):
             return
-        self._at(phase)
+        self._set_phase(phase)
         if self.on_phase is not None:
             self.on_phase(self.step, phase)
 
     @contextmanager
-    def during(self, phase: str) -> Iterator[None]:
+    def phase_scope(self, phase: str) -> Iterator[None]:
         """A phase with an end, after which it is the phase before it again."""
-        before, waited, loaded = self.phase, self.waited, self.loaded
-        self.enter(phase)
+        before, waited, loaded = self.phase, self.wait_s, self.data_wait_s
+        self.enter_phase(phase)
         try:
             yield
         finally:
-            self._at(before)
-            if phase in STICKY:  # no part of any step
-                self.waited, self.loaded = waited, loaded
+            self._set_phase(before)
+            if phase in NON_TRAINING_PHASES:  # no part of any step
+                self.wait_s, self.data_wait_s = waited, loaded
 
     @contextmanager
-    def loading(self) -> Iterator[None]:
+    def data_loading(self) -> Iterator[None]:
         """Around what fetches data."""
-        begun, waited = time.time(), self.waited
-        with self.during("data"):
+        begun, waited = time.time(), self.wait_s
+        with self.phase_scope("data"):
             yield
-        self.loaded += time.time() - begun - (self.waited - waited)
+        self.data_wait_s += time.time() - begun - (self.wait_s - waited)
 
     def longest_wait(self) -> float:
         """Seconds that a thread of this rank has waited in one operation; nothing is decoded but times.
@@ -233,18 +239,21 @@ class Recorder:
         A collective's time-out runs from its start, a message's from when somebody waits for it.
         """
         now, longest = time.time(), 0.0
-        for start in range(0, SLOTS * WIDTH, WIDTH):
+        for start in range(0, NUM_SLOTS * SLOT_BYTES, SLOT_BYTES):
             if self._buffer[start : start + 1] == WAITING:
-                _, _, started, waiting, _, length = FORM.unpack_from(self._buffer, start)
-                message = bytes(self._buffer[start + FORM.size : start + FORM.size + 5]) in (b"send\t", b"recei")
-                if now - waiting > LEAST and length:
+                _, _, started, waiting, _, length = SLOT_HEADER.unpack_from(self._buffer, start)
+                message = bytes(self._buffer[start + SLOT_HEADER.size : start + SLOT_HEADER.size + 5]) in (
+                    b"send\t",
+                    b"recei",
+                )
+                if now - waiting > MIN_WAIT_S and length:
                     longest = max(longest, now - (waiting if message else started))
         return longest
 
-    def entries(self) -> list[Entry]:
-        return entries(self._buffer[:])
+    def entries(self) -> list[RecorderEntry]:
+        return read_entries(self._buffer[:])
 
-    def poll(self) -> None:
+    def poll_device_waits(self) -> None:
         """Of waits that a GPU does: those that are over have ended."""
         while self.device_waits:
             slot, before, after = self.device_waits[0]
@@ -253,41 +262,41 @@ class Recorder:
             with contextlib.suppress(IndexError):
                 self.device_waits.popleft()
             self._mark(slot, ENDED, 2, time.time())
-            self.waited += before.elapsed_time(after) / 1e3
+            self.wait_s += before.elapsed_time(after) / 1e3
 
 
-class Recorded:
+class RecordedWork:
     """The handle of an operation whose waiting is noted."""
 
     def __init__(
         self,
-        recorder: Recorder,
+        recorder: FlightRecorder,
         slot: int,
-        work: Waited,
+        work: Waitable,
         on_device: bool = False,
-        brings: tuple[str, str, Any] | None = None,
+        received: tuple[str, str, Any] | None = None,
     ):
         """`brings` is (op, axis, tensor): what others have made of the tensor when it is through."""
         self._recorder, self._slot, self._work, self._on_device = recorder, slot, work, on_device
-        self._brings = brings
+        self._received = received
 
     def wait(self) -> None:
         if self._on_device:
             self._wait_on_device()
         else:
-            self._wait_here()
-        if self._brings is not None and self._recorder.on_received is not None:
-            self._recorder.on_received(*self._brings)
+            self._wait_on_host()
+        if self._received is not None and self._recorder.on_receive is not None:
+            self._recorder.on_receive(*self._received)
 
-    def _wait_here(self) -> None:
+    def _wait_on_host(self) -> None:
         recorder, slot = self._recorder, self._slot
-        since = recorder.waits(slot)
+        since = recorder.record_wait(slot)
         try:
             self._work.wait()
         except BaseException:
-            recorder.fails(slot)
+            recorder.record_failure(slot)
             raise
-        recorder.ends(slot, since)
+        recorder.record_end(slot, since)
 
     def _wait_on_device(self) -> None:
         """The host goes on at once, and the GPU's queue waits: events before and after say for how long."""
@@ -295,14 +304,14 @@ class Recorded:
 
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record()
-        self._recorder.waits(self._slot)
+        self._recorder.record_wait(self._slot)
         try:
             self._work.wait()
         except BaseException:
-            self._recorder.fails(self._slot)
+            self._recorder.record_failure(self._slot)
             raise
         after.record()
         self._recorder.device_waits.append((self._slot, before, after))
 
 
-here = Recorder()
+here = FlightRecorder()

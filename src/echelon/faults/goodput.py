@@ -12,7 +12,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Goodput:
+class RunGoodput:
     """Seconds, of rank 0."""
 
     wall_s: float
@@ -35,7 +35,7 @@ class Goodput:
     def record(self) -> dict[str, float]:
         return asdict(self)
 
-    def told(self) -> str:
+    def summary(self) -> str:
         parts = [f"{100 * self.share:.1f} % of it in steps that were kept"]
         if self.useful_s > 0:
             parts.append(f"{100 * self.waiting_s / self.useful_s:.0f} % of those waiting for other ranks")
@@ -46,9 +46,9 @@ class Goodput:
         return ", ".join(parts)
 
 
-def goodput(records: Iterable[Mapping[str, Any]], *, now: float) -> Goodput:
+def measure_goodput(records: Iterable[Mapping[str, Any]], *, end_time: float) -> RunGoodput:
     """From the lines of a run's log: its `start`s, `rollback`s and `step`s. `now` is the end, in seconds since 1970."""
-    began, attempts = now, 0
+    began, attempts = end_time, 0
     kept: dict[int, Mapping[str, Any]] = {}
     lost: list[Mapping[str, Any]] = []
     for record in records:
@@ -63,8 +63,8 @@ def goodput(records: Iterable[Mapping[str, Any]], *, now: float) -> Goodput:
                 lost.append(record)
             else:
                 kept[int(record["step"])] = record
-    return Goodput(
-        wall_s=now - began,
+    return RunGoodput(
+        wall_s=end_time - began,
         useful_s=_sum(kept.values(), "seconds"),
         lost_s=_sum(lost, "seconds"),
         lost_steps=len(lost),

@@ -28,41 +28,41 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
-from echelon.faults.state_store import Board, InStore
-from echelon.launch.scratch_dir import STOP
+from echelon.faults.state_store import C10dStateStore, StateStore
+from echelon.launch.scratch_dir import STOP_KEY
 
-AT = "stop at"
-EXIT = 128 + signal.SIGTERM
+STOP_STEP_KEY = "stop at"
+EXIT_STATUS = 128 + signal.SIGTERM
 """exit status of a process that stopped because it was asked to"""
 
 
-class Stopping:
+class GracefulStop:
     """Around a run, on every rank."""
 
-    def __init__(self, board: Board | None, *, rank: int, world: int, listens: bool = True):
+    def __init__(self, store: StateStore | None, *, rank: int, world_size: int, handles_signals: bool = True):
         """`board` is none for one process alone; where it does not listen, somebody else answers signals."""
-        self._board, self._rank, self._world = board, rank, world
-        self._listens = listens and threading.current_thread() is threading.main_thread()
-        self._asked = threading.Event()
+        self._store, self._rank, self._world = store, rank, world_size
+        self._handles_signals = handles_signals and threading.current_thread() is threading.main_thread()
+        self._requested = threading.Event()
         self._count = 0
-        self._at: int | None = None
-        self.late = False
+        self._stop_step: int | None = None
+        self.reads_results_late = False
         """results are read one step late, and only then is it sure that the first rank began a step"""
 
     def __enter__(self) -> Self:
-        if self._listens:
+        if self._handles_signals:
             self._read, self._write = os.pipe()
             os.set_blocking(self._write, False)
-            self._before = signal.signal(signal.SIGTERM, _handled)
+            self._before = signal.signal(signal.SIGTERM, _leave_to_thread)
             self._pipe_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-            self._thread = threading.Thread(target=self._answer, name="echelon-sigterm", daemon=True)
+            self._thread = threading.Thread(target=self._handle_signals, name="echelon-sigterm", daemon=True)
             self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._listens:
+        if self._handles_signals:
             signal.set_wakeup_fd(self._pipe_before)
             signal.signal(signal.SIGTERM, self._before)
             os.close(self._write)  # the thread reads the end
@@ -70,56 +70,59 @@ class Stopping:
 
     # -- what the loop asks, see the first note -----------------------------------------------------------------------
 
-    def before(self, step: int) -> None:
+    def before_step(self, step: int) -> None:
         """A step is about to begin."""
-        if self._rank or self._at is not None or not self._is_wanted():
+        if self._rank or self._stop_step is not None or not self._is_requested():
             return
-        self._at = step + self.late
-        if self._board is not None:
-            self._board.set(AT, str(self._at))
-            self._board.get(AT)  # what a store has answered to, it has
+        self._stop_step = step + self.reads_results_late
+        if self._store is not None:
+            self._store.set(STOP_STEP_KEY, str(self._stop_step))
+            self._store.get(STOP_STEP_KEY)  # what a store has answered to, it has
 
-    def is_due(self, step: int) -> bool:
+    def should_stop_after(self, step: int) -> bool:
         """A step has ended: whether it was the last one."""
-        if self._at is None and self._board is not None:
+        if self._stop_step is None and self._store is not None:
             with suppress(RuntimeError, OSError):  # a store that is gone: what there is to say of that, others say
-                text = self._board.get(AT)
-                self._at = int(text) if text else None
-        return self._at is not None and step >= self._at
+                text = self._store.get(STOP_STEP_KEY)
+                self._stop_step = int(text) if text else None
+        return self._stop_step is not None and step >= self._stop_step
 
-    def _is_wanted(self) -> bool:
-        if self._asked.is_set() or self._board is None:
-            return self._asked.is_set()
+    def _is_requested(self) -> bool:
+        if self._requested.is_set() or self._store is None:
+            return self._requested.is_set()
         with suppress(RuntimeError, OSError):
-            return bool(self._board.get(STOP))
+            return bool(self._store.get(STOP_KEY))
         return False
 
     # -- the thread beside the work, see the second note --------------------------------------------------------------
 
-    def _answer(self) -> None:
+    def _handle_signals(self) -> None:
         while data := os.read(self._read, 1):
             if data[0] != signal.SIGTERM:
                 continue
             self._count += 1
             if self._count > 1 or self._peer_is_gone():
-                os._exit(EXIT)
-            self._asked.set()
-            if self._board is not None:
+                os._exit(EXIT_STATUS)
+            self._requested.set()
+            if self._store is not None:
                 with suppress(RuntimeError, OSError):
-                    self._board.set(STOP, "SIGTERM")
+                    self._store.set(STOP_KEY, "SIGTERM")
         os.close(self._read)
 
     def _peer_is_gone(self) -> bool:
-        if self._board is None:
+        if self._store is None:
             return False
         with suppress(RuntimeError, OSError):
             here = socket.gethostname()
-            states = [state for state in self._board.states(self._world) if state.rank != self._rank]
-            return any(state.how or (state.pid and state.host == here and not is_alive(state.pid)) for state in states)
-        return isinstance(self._board, InStore)  # a store that is gone took the run with it
+            states = [state for state in self._store.states(self._world) if state.rank != self._rank]
+            return any(
+                state.exit_kind or (state.pid and state.host == here and not process_is_alive(state.pid))
+                for state in states
+            )
+        return isinstance(self._store, C10dStateStore)  # a store that is gone took the run with it
 
 
-def is_alive(pid: int) -> bool:
+def process_is_alive(pid: int) -> bool:
     """Not a process that ended and that nobody has asked for its exit status either."""
     try:
         os.kill(pid, 0)
@@ -132,5 +135,5 @@ def is_alive(pid: int) -> bool:
         return True
 
 
-def _handled(number: int, frame: FrameType | None) -> None:
+def _leave_to_thread(number: int, frame: FrameType | None) -> None:
     """The thread answers."""

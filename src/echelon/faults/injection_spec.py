@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from echelon.layout import Fault, FaultError
+from echelon.layout import ValidationError, ValidationIssue
 from echelon.layout.validation_error import did_you_mean
 
 PHASES = ("data", "forward", "backward", "update", "save", "evaluation")
@@ -16,15 +16,15 @@ SIGNALS = ("SIGKILL", "SIGTERM", "SIGABRT", "SIGSEGV", "SIGSTOP")
 
 
 @dataclass(frozen=True)
-class Option:
-    read: Callable[[str], Any]
+class InjectionOption:
+    parse: Callable[[str], Any]
     legal: str
     default: Any = None
     """none: it must be given"""
-    may_miss: bool = False
+    is_optional: bool = False
 
 
-def _one_of(words: Sequence[str]) -> Callable[[str], str]:
+def _parse_choice(words: Sequence[str]) -> Callable[[str], str]:
     def read(text: str) -> str:
         if text not in words:
             raise ValueError(did_you_mean(text, words))
@@ -33,7 +33,7 @@ def _one_of(words: Sequence[str]) -> Callable[[str], str]:
     return read
 
 
-def _at_least(low: float, kind: type = int) -> Callable[[str], Any]:
+def _parse_number(low: float, kind: type = int) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         value = kind(text)
         if not low <= value < float("inf"):
@@ -43,55 +43,55 @@ def _at_least(low: float, kind: type = int) -> Callable[[str], Any]:
     return read
 
 
-RANK = Option(_at_least(0), "a rank of the run, from 0")
-STEP = Option(_at_least(1), "a step of the run, from 1", 1)
-ANY_RANK = Option(_at_least(0), "a rank of the run, from 0", may_miss=True)
-NAME = Option(str, "a pattern of file names", "*")
+RANK = InjectionOption(_parse_number(0), "a rank of the run, from 0")
+STEP = InjectionOption(_parse_number(1), "a step of the run, from 1", 1)
+ANY_RANK = InjectionOption(_parse_number(0), "a rank of the run, from 0", is_optional=True)
+NAME = InjectionOption(str, "a pattern of file names", "*")
 
 
-def _phase(default: str) -> Option:
-    return Option(_one_of(PHASES), ", ".join(PHASES), default)
+def _phase(default: str) -> InjectionOption:
+    return InjectionOption(_parse_choice(PHASES), ", ".join(PHASES), default)
 
 
-KINDS: dict[str, dict[str, Option]] = {
+FAULT_KINDS: dict[str, dict[str, InjectionOption]] = {
     "kill": {
         "rank": RANK,
         "step": STEP,
         "phase": _phase("forward"),
-        "signal": Option(_one_of(SIGNALS), ", ".join(SIGNALS), "SIGKILL"),
+        "signal": InjectionOption(_parse_choice(SIGNALS), ", ".join(SIGNALS), "SIGKILL"),
     },
     "gone": {
         "rank": RANK,
         "step": STEP,
-        "of": Option(_at_least(1), "the number of ranks it belongs to", may_miss=True),
+        "of": InjectionOption(_parse_number(1), "the number of ranks it belongs to", is_optional=True),
     },
     "raise": {"rank": RANK, "step": STEP, "phase": _phase("forward")},
     "sleep": {
         "rank": RANK,
         "step": STEP,
         "phase": _phase("data"),
-        "seconds": Option(_at_least(0, float), "0 or more", 3600.0),
+        "seconds": InjectionOption(_parse_number(0, float), "0 or more", 3600.0),
     },
     "skip-collective": {
         "rank": RANK,
         "step": STEP,
-        "axis": Option(str, "an axis of the layout, as a diagnosis names it", ""),
-        "op": Option(_one_of(OPS), ", ".join(OPS), ""),
+        "axis": InjectionOption(str, "an axis of the layout, as a diagnosis names it", ""),
+        "op": InjectionOption(_parse_choice(OPS), ", ".join(OPS), ""),
     },
     "slow-rank": {
         "rank": RANK,
         "step": STEP,
-        "factor": Option(_at_least(1, float), "1 or more", 2.0),
+        "factor": InjectionOption(_parse_number(1, float), "1 or more", 2.0),
     },
     "corrupt-file": {
         "rank": ANY_RANK,
         "step": STEP,
         "name": NAME,
-        "byte": Option(_at_least(0), "0 or more", may_miss=True),
+        "byte": InjectionOption(_parse_number(0), "0 or more", is_optional=True),
     },
     "full-disk": {"rank": ANY_RANK, "step": STEP, "name": NAME},
     "spike": {"step": STEP},
-    "flip": {"rank": RANK, "step": STEP, "layer": Option(str, "a pattern of module names of the model", "*")},
+    "flip": {"rank": RANK, "step": STEP, "layer": InjectionOption(str, "a pattern of module names of the model", "*")},
 }
 """what may be asked for, and how"""
 
@@ -111,38 +111,44 @@ class Injection:
         return f"{self.kind}:{given}"
 
     @property
-    def number(self) -> int:
+    def signal_number(self) -> int:
         """Of its signal."""
         return int(signal.Signals[self.signal])
 
 
-def later(injections: Sequence[Injection], world: int, *, began: int) -> tuple[Injection, ...]:
+def injections_of_later_attempt(
+    injections: Sequence[Injection], world_size: int, *, first_world_size: int
+) -> tuple[Injection, ...]:
     """Those of a later attempt of a run that `began` with so many ranks.
 
     A rank that is gone dies at its start wherever there are as many ranks as it belongs to.
     """
-    gone = [one for one in injections if one.kind == "gone" and world == (one.of or began)]
+    gone = [one for one in injections if one.kind == "gone" and world_size == (one.of or first_world_size)]
     return tuple(replace(one, options={**one.options, "step": 0}) for one in gone)
 
 
-def read(texts: Sequence[str], *, world: int | None = None, steps: int | None = None) -> tuple[Injection, ...]:
+def parse_injections(
+    texts: Sequence[str], *, world_size: int | None = None, steps: int | None = None
+) -> tuple[Injection, ...]:
     """All of them, or a FaultError with all that is wrong with them."""
     found, faults = [], []
     for text in texts:
-        injection, wrong = _read_one(text, world, steps)
+        injection, wrong = _parse_one(text, world_size, steps)
         faults += wrong
         found += [injection] if not wrong else []
     if faults:
-        raise FaultError(faults)
+        raise ValidationError(faults)
     return tuple(found)
 
 
-def _read_one(text: str, world: int | None, steps: int | None) -> tuple[Injection, list[Fault]]:
+def _parse_one(text: str, world: int | None, steps: int | None) -> tuple[Injection, list[ValidationIssue]]:
     kind, colon, rest = text.partition(":")
-    if kind not in KINDS:
-        rule, hint = "is no fault that can be injected", did_you_mean(kind, KINDS)
-        return Injection(kind), [Fault(key="inject", value=text, rule=rule, legal=", ".join(KINDS), hint=hint)]
-    known, faults = KINDS[kind], []
+    if kind not in FAULT_KINDS:
+        rule, hint = "is no fault that can be injected", did_you_mean(kind, FAULT_KINDS)
+        return Injection(kind), [
+            ValidationIssue(key="inject", value=text, message=rule, legal=", ".join(FAULT_KINDS), hint=hint)
+        ]
+    known, faults = FAULT_KINDS[kind], []
     values: dict[str, Any] = {name: option.default for name, option in known.items()}
     given: set[str] = set()
     for part in rest.split(",") if colon else []:
@@ -151,36 +157,44 @@ def _read_one(text: str, world: int | None, steps: int | None) -> tuple[Injectio
             rule = f'has an option that {kind} does not know ("{part.strip()}")'
             legal = ", ".join(f"{option}=" for option in known)
             faults.append(
-                Fault(key="inject", value=text, rule=rule, legal=legal, hint=did_you_mean(name, known) if name else "")
+                ValidationIssue(
+                    key="inject", value=text, message=rule, legal=legal, hint=did_you_mean(name, known) if name else ""
+                )
             )
             continue
         if name in given:
-            faults.append(Fault(key="inject", value=text, rule=f"gives {name} twice", legal=f"{name} once"))
+            faults.append(
+                ValidationIssue(key="inject", value=text, message=f"gives {name} twice", legal=f"{name} once")
+            )
         given.add(name)
         try:
-            values[name] = known[name].read(value)
+            values[name] = known[name].parse(value)
         except ValueError as error:
             hint = str(error) if str(error).startswith("did you mean") else ""
             faults.append(
-                Fault(key="inject", value=text, rule=f"has {name}={value}", legal=known[name].legal, hint=hint)
+                ValidationIssue(
+                    key="inject", value=text, message=f"has {name}={value}", legal=known[name].legal, hint=hint
+                )
             )
             values[name] = None
     faults += [
-        Fault(key="inject", value=text, rule=f"does not say {name}", legal=option.legal, hint=f"e.g. {kind}:{name}=1")
+        ValidationIssue(
+            key="inject", value=text, message=f"does not say {name}", legal=option.legal, hint=f"e.g. {kind}:{name}=1"
+        )
         for name, option in known.items()
-        if option.default is None and not option.may_miss and name not in given
+        if option.default is None and not option.is_optional and name not in given
     ]
-    faults += _beyond(text, values, world, steps)
+    faults += _out_of_range(text, values, world, steps)
     return Injection(kind, values), faults
 
 
-def _beyond(text: str, values: dict[str, Any], world: int | None, steps: int | None) -> list[Fault]:
+def _out_of_range(text: str, values: dict[str, Any], world: int | None, steps: int | None) -> list[ValidationIssue]:
     """What does not exist in this run."""
     rank, step, found = values.get("rank"), values.get("step"), []
     if world is not None and rank is not None and rank >= world:
         rule = f"names a rank that the run does not have (rank={rank} of {world})"
-        found.append(Fault(key="inject", value=text, rule=rule, legal=f"0 to {world - 1}"))
+        found.append(ValidationIssue(key="inject", value=text, message=rule, legal=f"0 to {world - 1}"))
     if steps is not None and step is not None and step > steps:
         rule = f"names a step that the run does not have (step={step} of {steps})"
-        found.append(Fault(key="inject", value=text, rule=rule, legal=f"1 to {steps}"))
+        found.append(ValidationIssue(key="inject", value=text, message=rule, legal=f"1 to {steps}"))
     return found

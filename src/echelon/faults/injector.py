@@ -22,13 +22,13 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from echelon.faults.flight_recorder import Recorder, here
+from echelon.faults.flight_recorder import FlightRecorder, here
 from echelon.faults.injection_spec import Injection
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-WORKS = ("forward", "backward", "update")
+SLOWED_PHASES = ("forward", "backward", "update")
 """phases that a slow rank is slow in"""
 
 
@@ -43,95 +43,95 @@ class Injector:
         self,
         injections: Sequence[Injection],
         rank: int,
-        recorder: Recorder = here,
+        recorder: FlightRecorder = here,
         on_strike: Callable[[str, int], None] = lambda fault, step: None,
     ):
         """`on_strike` is told each fault and its step, just before."""
         self._on_strike = on_strike
-        self._mine = [one for one in injections if one.options.get("rank") in (None, rank)]
+        self._pending = [one for one in injections if one.options.get("rank") in (None, rank)]
         self.rank, self._recorder = rank, recorder
         self._mark = (time.time(), 0.0, 0.0, "")
         self._scrambled: tuple[int, set[int]] = (0, set())
         """the step whose batch is wrong, and the first samples of the microbatches that were made so"""
 
     @contextmanager
-    def armed(self) -> Iterator[None]:
+    def activate(self) -> Iterator[None]:
         """For the length of a run."""
         global _active
-        if not self._mine:
+        if not self._pending:
             yield
             return
         recorder = self._recorder
-        for _ in self._take(("gone",), 0):
+        for _ in self._take_due(("gone",), 0):
             os.kill(os.getpid(), signal.SIGKILL)
-        recorder.on_phase, recorder.leaves_out, _active = self._phase, self._leaves_out, self
+        recorder.on_phase, recorder.should_skip, _active = self._on_phase, self._should_skip, self
         try:
             yield
         finally:
-            recorder.on_phase = recorder.leaves_out = _active = None
+            recorder.on_phase = recorder.should_skip = _active = None
 
-    def _take(self, kinds: Sequence[str], step: int, **match: str) -> list[Injection]:
+    def _take_due(self, kinds: Sequence[str], step: int, **match: str) -> list[Injection]:
         """Those that are due; each strikes once."""
         due = [
             one
-            for one in self._mine
+            for one in self._pending
             if one.kind in kinds and one.step == step and all(one.options[name] in ("", v) for name, v in match.items())
         ]
-        self._mine = [one for one in self._mine if one not in due]
+        self._pending = [one for one in self._pending if one not in due]
         for one in due:
             self._on_strike(str(one), step)
         return due
 
-    def _phase(self, step: int, phase: str) -> None:
-        self._slow(step, phase)
-        if phase == "forward" and self._take(("gone",), step):
+    def _on_phase(self, step: int, phase: str) -> None:
+        self._slow_down(step, phase)
+        if phase == "forward" and self._take_due(("gone",), step):
             os.kill(os.getpid(), signal.SIGKILL)
-        for one in self._take(("kill", "raise", "sleep"), step, phase=phase):
+        for one in self._take_due(("kill", "raise", "sleep"), step, phase=phase):
             if one.kind == "kill":
-                os.kill(os.getpid(), one.number)
+                os.kill(os.getpid(), one.signal_number)
             elif one.kind == "sleep":
                 time.sleep(one.seconds)
             else:
                 raise InjectedError(f"injected into rank {self.rank} in {phase} of step {step} ({one})")
 
-    def _slow(self, step: int, phase: str) -> None:
+    def _slow_down(self, step: int, phase: str) -> None:
         """What the phase before took, without waiting, takes so much longer."""
         begun, waited, loaded, before = self._mark
         recorder = self._recorder
-        busy = time.time() - begun - (recorder.waited - waited) - (recorder.loaded - loaded)
-        for one in self._mine:
-            if one.kind == "slow-rank" and step >= one.step and before in WORKS and busy > 0:
+        busy = time.time() - begun - (recorder.wait_s - waited) - (recorder.data_wait_s - loaded)
+        for one in self._pending:
+            if one.kind == "slow-rank" and step >= one.step and before in SLOWED_PHASES and busy > 0:
                 time.sleep((one.factor - 1) * busy)
                 # Where the next phase is loading, its time runs already, and this is none of it.
-                recorder.loaded -= (one.factor - 1) * busy if phase == "data" else 0.0
-        self._mark = (time.time(), recorder.waited, recorder.loaded, phase)
+                recorder.data_wait_s -= (one.factor - 1) * busy if phase == "data" else 0.0
+        self._mark = (time.time(), recorder.wait_s, recorder.data_wait_s, phase)
 
-    def _leaves_out(self, step: int, op: str, axis: str) -> bool:
-        for one in self._mine:
+    def _should_skip(self, step: int, op: str, axis: str) -> bool:
+        for one in self._pending:
             if one.kind == "skip-collective" and one.step == step and one.axis in ("", axis) and one.op in ("", op):
-                self._mine.remove(one)
+                self._pending.remove(one)
                 self._on_strike(str(one), step)
                 return True
         return False
 
-    def struck(self, path: Path, step: int) -> None:
+    def on_file_written(self, path: Path, step: int) -> None:
         """A file was written."""
-        for one in [*self._mine]:
+        for one in [*self._pending]:
             if one.kind not in ("corrupt-file", "full-disk") or one.step > max(step, 1):
                 continue
             if not fnmatch(path.name, one.name):
                 continue
-            self._mine.remove(one)
+            self._pending.remove(one)
             self._on_strike(str(one), step)
             size = path.stat().st_size
             if one.kind == "full-disk":
                 os.truncate(path, size // 2)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-            _flip(path, size // 2 if one.byte is None else min(one.byte, size - 1))
+            _flip_byte(path, size // 2 if one.byte is None else min(one.byte, size - 1))
 
-    def scrambles(self, step: int, sample: int) -> bool:
+    def should_corrupt_batch(self, step: int, sample: int) -> bool:
         """All microbatches of a step's batch are wrong, in the first attempt at the step."""
-        if self._take(("spike",), step):
+        if self._take_due(("spike",), step):
             self._scrambled = (step, set())
         at, done = self._scrambled
         if at != step or sample in done:  # the second attempt has the samples of the first
@@ -140,39 +140,39 @@ class Injector:
         done.add(sample)
         return True
 
-    def flips(self, step: int, name: str) -> bool:
+    def should_flip(self, step: int, name: str) -> bool:
         """What this module or parameter has made is wrong, once."""
-        due = [one for one in self._mine if one.kind == "flip" and one.step == step and fnmatch(name, one.layer)]
+        due = [one for one in self._pending if one.kind == "flip" and one.step == step and fnmatch(name, one.layer)]
         if due:
-            self._mine.remove(due[0])
+            self._pending.remove(due[0])
             self._on_strike(f"{due[0]} ({name})", step)
         return bool(due)
 
     @property
-    def layers(self) -> list[str]:
+    def flip_patterns(self) -> list[str]:
         """Patterns of modules that will be wrong."""
-        return [one.layer for one in self._mine if one.kind == "flip"]
+        return [one.layer for one in self._pending if one.kind == "flip"]
 
 
 _active: Injector | None = None
 
 
-def flips_wanted() -> list[str]:
+def pending_flip_patterns() -> list[str]:
     """Patterns of modules and parameters that are to be wrong on this rank."""
-    return _active.layers if _active is not None else []
+    return _active.flip_patterns if _active is not None else []
 
 
-def on_output(name: str) -> bool:
+def should_flip_output(name: str) -> bool:
     """Whether what a module has just made, or the gradient of a parameter, is to be wrong."""
-    return _active is not None and _active.flips(here.step, name)
+    return _active is not None and _active.should_flip(here.step, name)
 
 
-def on_batch(inputs: Mapping[str, Tensor], samples: Tensor) -> Mapping[str, Tensor]:
+def corrupt_batch(inputs: Mapping[str, Tensor], samples: Tensor) -> Mapping[str, Tensor]:
     """Around every microbatch of training. A spike makes noise of it: any integers, floats a hundred times as large.
 
     The noise is a function of the samples' numbers, so ranks that share a microbatch share the noise.
     """
-    if _active is None or not _active.scrambles(here.step, int(samples[0])):
+    if _active is None or not _active.should_corrupt_batch(here.step, int(samples[0])):
         return inputs
     import torch
 
@@ -190,14 +190,14 @@ def on_batch(inputs: Mapping[str, Tensor], samples: Tensor) -> Mapping[str, Tens
 
 
 @contextmanager
-def on_write(path: str | Path) -> Iterator[None]:
+def on_file_write(path: str | Path) -> Iterator[None]:
     """Around the writing of one file of a run. A full disk leaves half of it and raises, as a real one does."""
     yield
     if _active is not None:
-        _active.struck(Path(path), here.step)
+        _active.on_file_written(Path(path), here.step)
 
 
-def _flip(path: Path, place: int) -> None:
+def _flip_byte(path: Path, place: int) -> None:
     """Changes all bits of one byte."""
     with contextlib.suppress(IndexError), open(path, "r+b") as file:
         file.seek(place)

@@ -13,14 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from echelon.faults.rank_state import State
-from echelon.faults.recorder_entry import entries, phase_of
+from echelon.faults.rank_state import RankState
+from echelon.faults.recorder_entry import read_entries, read_phase
 
 
-class Board(Protocol):
-    def put(self, state: State) -> None: ...
+class StateStore(Protocol):
+    def put(self, state: RankState) -> None: ...
 
-    def states(self, world: int) -> list[State]:
+    def states(self, world: int) -> list[RankState]:
         """What is known of every rank; of one that never said anything, its number."""
         ...
 
@@ -35,36 +35,36 @@ class Board(Protocol):
         ...
 
 
-class Files:
+class FileStateStore:
     """In a folder of this machine."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
-    def ring(self, rank: int) -> Path:
+    def recorder_path(self, rank: int) -> Path:
         return self.folder / f"rank{rank}.ring"
 
-    def put(self, state: State) -> None:
+    def put(self, state: RankState) -> None:
         # Renamed when complete: a reader never sees half of it. The ring has the operations.
         draft = self.folder / f"rank{state.rank}.draft"
         draft.write_text(state.to_json(entries=False), encoding="utf-8")
         draft.rename(self.folder / f"rank{state.rank}.json")
 
-    def states(self, world: int) -> list[State]:
+    def states(self, world: int) -> list[RankState]:
         return [self._state(rank) for rank in range(world)]
 
-    def _state(self, rank: int) -> State:
-        state = State(rank=rank)
+    def _state(self, rank: int) -> RankState:
+        state = RankState(rank=rank)
         with contextlib.suppress(OSError, ValueError):
-            state = State.from_json((self.folder / f"rank{rank}.json").read_text(encoding="utf-8"))
+            state = RankState.from_json((self.folder / f"rank{rank}.json").read_text(encoding="utf-8"))
         with contextlib.suppress(OSError):
             # The ring is of this moment, the rest of the last heartbeat.
-            ring = self.ring(rank).read_bytes()
-            step, since, phase = phase_of(ring)
-            state = replace(state, entries=tuple(entries(ring)))
-            if phase and not state.how:
-                state = replace(state, step=step, since=since, phase=phase)
+            ring = self.recorder_path(rank).read_bytes()
+            step, since, phase = read_phase(ring)
+            state = replace(state, entries=tuple(read_entries(ring)))
+            if phase and not state.exit_kind:
+                state = replace(state, step=step, phase_start=since, phase=phase)
         return state
 
     def claim(self, what: str = "diagnosis") -> bool:
@@ -89,21 +89,21 @@ class Files:
         return time.time() - path.stat().st_mtime if path.exists() else float("inf")
 
 
-class InStore:
+class C10dStateStore:
     """In the store of the process group, over a connection of its own. `get` of a key that is not there would block."""
 
     def __init__(self, store: Any):
         self._store = store
 
-    def put(self, state: State) -> None:
+    def put(self, state: RankState) -> None:
         self._store.set(f"faults/rank{state.rank}", state.to_json())
 
-    def states(self, world: int) -> list[State]:
+    def states(self, world: int) -> list[RankState]:
         return [self._state(rank) for rank in range(world)]
 
-    def _state(self, rank: int) -> State:
+    def _state(self, rank: int) -> RankState:
         text = self._get(f"faults/rank{rank}")
-        return State.from_json(text) if text else State(rank=rank)
+        return RankState.from_json(text) if text else RankState(rank=rank)
 
     def claim(self, what: str = "diagnosis") -> bool:
         return bool(self._store.add(f"faults/claim/{what}", 1) == 1)

@@ -10,18 +10,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-FACTOR = 1.25
+SLOWDOWN = 1.25
 """how much longer than its peers a slow rank works"""
-FACTOR_ELSEWHERE = 2.0
+SLOWDOWN_ACROSS_STAGES = 2.0
 """the same where its peers have other work: stages of a pipeline are not cut evenly"""
-SHARE = 0.05
+MIN_STALL_SHARE = 0.05
 """of a step that a stall must cost"""
-LEAST = 1e-3
+MIN_STALL_S = 1e-3
 """seconds of a step that a stall must cost"""
 
 
 @dataclass(frozen=True)
-class Share:
+class RankStepTime:
     """Mean seconds of one rank's steps."""
 
     work: float
@@ -43,63 +43,63 @@ class Straggler:
     usual: float
     """what its peers take"""
 
-    def told(self, position: str) -> str:
+    def description(self, position: str) -> str:
         name = f"rank {self.rank} ({position})" if position else f"rank {self.rank}"
-        times = f", {self.seconds / self.usual:.1f} x" if self.usual > LEAST else ""
+        times = f", {self.seconds / self.usual:.1f} x" if self.usual > MIN_STALL_S else ""
         does = "works" if self.cause == "work" else "waits for data"
         return (
-            f"{name} is slow: it {does} {_ms(self.seconds)} of each step, its peers {_ms(self.usual)}{times}; "
+            f"{name} is slow: it {does} {_format_ms(self.seconds)} of each step, its peers {_format_ms(self.usual)}{times}; "
             "the others wait for it"
         )
 
 
-def straggler(shares: Sequence[Share], stages: Sequence[int]) -> Straggler | None:
+def find_straggler(step_times: Sequence[RankStepTime], stages: Sequence[int]) -> Straggler | None:
     """The rank that costs the others most, if one does. `stages` are the pipeline stages of the ranks."""
     found = []
-    for rank, share in enumerate(shares):
+    for rank, share in enumerate(step_times):
         for cause in ("work", "data"):
-            alike = [getattr(s, cause) for r, s in enumerate(shares) if r != rank and stages[r] == stages[rank]]
-            others = alike or [getattr(s, cause) for r, s in enumerate(shares) if r != rank]
+            alike = [getattr(s, cause) for r, s in enumerate(step_times) if r != rank and stages[r] == stages[rank]]
+            others = alike or [getattr(s, cause) for r, s in enumerate(step_times) if r != rank]
             if not others:
                 continue
             usual, mine = median(others), getattr(share, cause)
-            factor = FACTOR if alike or cause == "data" else FACTOR_ELSEWHERE
-            if mine > factor * usual and mine - usual > max(LEAST, SHARE * share.step):
+            factor = SLOWDOWN if alike or cause == "data" else SLOWDOWN_ACROSS_STAGES
+            if mine > factor * usual and mine - usual > max(MIN_STALL_S, MIN_STALL_SHARE * share.step):
                 found.append((mine - usual, Straggler(rank, cause, mine, usual)))
     return max(found, key=lambda pair: pair[0])[1] if found else None
 
 
-def starved(shares: Sequence[Share]) -> float:
+def data_starvation(step_times: Sequence[RankStepTime]) -> float:
     """Seconds of a step in which every rank waits for data; 0 where that is not worth a word."""
-    least = min((share.data for share in shares), default=0.0)
-    step = median(share.step for share in shares) if shares else 0.0
-    return least if least > max(4 * SHARE * step, LEAST) else 0.0
+    least = min((share.data for share in step_times), default=0.0)
+    step = median(share.step for share in step_times) if step_times else 0.0
+    return least if least > max(4 * MIN_STALL_SHARE * step, MIN_STALL_S) else 0.0
 
 
-class Notes:
+class StragglerReporter:
     """What of that is worth a word: a rank that is slow in two looks in a row, once, and when that is over.
 
     A busy system slows down one rank or the other for a moment, and nobody can do anything about it.
     """
 
     def __init__(self) -> None:
-        self._before: int | None = None
-        self._told: int | None = None
+        self._previous: int | None = None
+        self._reported: int | None = None
         self._starved = False
 
-    def notes(self, slow: Straggler | None, starved: float, position: Callable[[int], str]) -> list[str]:
+    def report(self, slow: Straggler | None, starved: float, position: Callable[[int], str]) -> list[str]:
         rank, found = None if slow is None else slow.rank, []
-        if slow is not None and rank == self._before and rank != self._told:
-            found.append(slow.told(position(slow.rank)))
-            self._told = rank
-        elif self._told not in (None, rank, self._before):
-            found.append(f"rank {self._told} ({position(self._told or 0)}) is as fast as the others again")
-            self._told = None
+        if slow is not None and rank == self._previous and rank != self._reported:
+            found.append(slow.description(position(slow.rank)))
+            self._reported = rank
+        elif self._reported not in (None, rank, self._previous):
+            found.append(f"rank {self._reported} ({position(self._reported or 0)}) is as fast as the others again")
+            self._reported = None
         if starved and not self._starved:
-            found.append(f"all ranks wait for data: {_ms(starved)} of each step")
-        self._before, self._starved = rank, bool(starved)
+            found.append(f"all ranks wait for data: {_format_ms(starved)} of each step")
+        self._previous, self._starved = rank, bool(starved)
         return found
 
 
-def _ms(seconds: float) -> str:
+def _format_ms(seconds: float) -> str:
     return f"{seconds * 1e3:.0f} ms" if seconds < 10 else f"{seconds:.0f} s"

@@ -12,119 +12,123 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from echelon import compat
-from echelon.faults.diagnose import Verdict
-from echelon.faults.event_log import INJECTED, write
-from echelon.faults.failure_report import STALE, facts
+from echelon.faults.diagnose import Diagnosis
+from echelon.faults.event_log import INJECTED_EVENT, append_event
+from echelon.faults.failure_report import MAX_MISSED_HEARTBEATS, diagnosis_record
 from echelon.faults.flight_recorder import here
-from echelon.faults.heartbeat import DIAGNOSIS, Heart
-from echelon.faults.rank_state import look
-from echelon.faults.state_store import Board, Files, InStore
+from echelon.faults.heartbeat import DIAGNOSIS_KEY, Heartbeat
+from echelon.faults.rank_state import capture_rank_state
+from echelon.faults.state_store import C10dStateStore, FileStateStore, StateStore
 from echelon.launch import scratch_dir
-from echelon.launch.rank_failure import lost_peer
+from echelon.launch.rank_failure import is_lost_peer
 from echelon.launch.world import World, under_launcher
 
-RUN = "run"
+RUN_KEY = "run"
 """the name under which rank 0 leaves the run's directory"""
-LINGER = 1.0
+LINGER_S = 1.0
 """seconds that a rank which failed stays, until somebody is seen to wait for it"""
 
 
 @contextmanager
-def watched(world: World, timeout: float) -> Iterator[Watch]:
+def watch_run(world: World, timeout: float) -> Iterator[Watchdog]:
     """Around a run of all ranks. Ranks of a group that somebody else made are recorded and not watched."""
     here.reset()
-    board = _board(world)
+    board = _open_store(world)
     if board is None:
-        yield Watch(None)
+        yield Watchdog(None)
         return
-    if isinstance(board, Files):
-        here.keep_in(board.ring(world.rank))
-    watch = Watch(board)
-    heart = Heart(here, board, rank=world.rank, world=world.world_size, timeout=timeout, tell=watch.tell)
+    if isinstance(board, FileStateStore):
+        here.map_to_file(board.recorder_path(world.rank))
+    watch = Watchdog(board)
+    heart = Heartbeat(here, board, rank=world.rank, world=world.world_size, timeout=timeout, on_diagnosis=watch.report)
     watch.publish = heart.publish
     heart.start()
     try:
         yield watch
     except Exception as error:
         with suppress(Exception):  # what is said of a failure must not hide it
-            _failed(heart, board, error)
-        if isinstance(board, InStore) and lost_peer(error) and board.get(DIAGNOSIS):
+            _report_failure(heart, board, error)
+        if isinstance(board, C10dStateStore) and is_lost_peer(error) and board.get(DIAGNOSIS_KEY):
             raise SystemExit(1) from None  # another rank has told why, with the traceback that matters
         raise
     finally:
         heart.stop()
 
 
-class Watch:
-    def __init__(self, board: Board | None):
-        self._board = self.board = board
-        self.listens = board is not None or not under_launcher()
+class Watchdog:
+    def __init__(self, store: StateStore | None):
+        self._board = self.store = store
+        self.handles_signals = store is not None or not under_launcher()
         """signals that this process is sent are for the run: nobody else made its group"""
         self._run = ""
         self.publish: Callable[[], None] = lambda: None
         """leaves a heartbeat now"""
 
-    def stands(self, position: str) -> None:
+    def set_mesh_position(self, position: str) -> None:
         """This rank's place in the mesh; all may ask for it from now on, also where no heartbeat ever follows."""
-        here.position = position
+        here.mesh_position = position
         self.publish()
 
-    def keeps(self, run: Path) -> None:
+    def set_run_dir(self, run: Path) -> None:
         """Rank 0 tells where the run's log is."""
         self._run = str(run.absolute())
         if self._board is not None:
-            self._board.set(RUN, self._run)
+            self._board.set(RUN_KEY, self._run)
 
-    def injected(self, fault: str, step: int) -> None:
+    def record_injection(self, fault: str, step: int) -> None:
         """A fault on purpose strikes: whoever reads the log later must know that it was one."""
-        run = self._run or (self._board.get(RUN) if self._board is not None else "")
+        run = self._run or (self._board.get(RUN_KEY) if self._board is not None else "")
         if run:
-            write(Path(run), {"fault": fault, "step": step}, INJECTED)
+            append_event(Path(run), {"fault": fault, "step": step}, INJECTED_EVENT)
 
-    def tell(self, verdict: Verdict, text: str) -> None:
+    def report(self, verdict: Diagnosis, text: str) -> None:
         """To the run's log, and to people where no launcher of ours does it."""
         assert self._board is not None
-        if isinstance(self._board, InStore):
+        if isinstance(self._board, C10dStateStore):
             print(f"\nechelon: {text}\n", file=sys.stderr, flush=True)
-        if run := self._board.get(RUN):
-            write(Path(run), facts(verdict, text))
+        if run := self._board.get(RUN_KEY):
+            append_event(Path(run), diagnosis_record(verdict, text))
 
 
-def _board(world: World) -> Board | None:
-    folder = scratch_dir.folder()
+def _open_store(world: World) -> StateStore | None:
+    folder = scratch_dir.scratch_dir()
     if not under_launcher() or (world.world_size == 1 and folder is None):
         return None
     if folder is not None:
-        return Files(folder / scratch_dir.FAULTS)
-    return InStore(compat.own_store())
+        return FileStateStore(folder / scratch_dir.FAULTS_DIR)
+    return C10dStateStore(compat.dedicated_store())
 
 
-def _failed(heart: Heart, board: Board, error: Exception) -> None:
-    lost = lost_peer(error)
-    if isinstance(board, InStore):
+def _report_failure(heart: Heartbeat, board: StateStore, error: Exception) -> None:
+    lost = is_lost_peer(error)
+    if isinstance(board, C10dStateStore):
         # torchrun ends the ranks that are left a tenth of a second after one died: not before this one has spoken.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     reason = "".join(traceback.format_exception_only(error)).strip()
-    own = look(here, heart.rank).after("raised", reason, lost_peer=lost)
+    own = capture_rank_state(here, heart.rank).with_exit("raised", reason, lost_peer=lost)
     heart.publish(own)
-    deadline = time.monotonic() + (0.05 if lost else max(LINGER, 1.5 * heart.beat if isinstance(board, InStore) else 0))
+    deadline = time.monotonic() + (
+        0.05 if lost else max(LINGER_S, 1.5 * heart.interval if isinstance(board, C10dStateStore) else 0)
+    )
     while time.monotonic() < deadline:
         others = [state for state in board.states(heart.world) if state.rank != heart.rank]
-        if all(state.how for state in others) or any(e.flag == "w" for s in others for e in s.entries):
+        if all(state.exit_kind for state in others) or any(e.flag == "w" for s in others for e in s.entries):
             break
         time.sleep(0.05)
-    if isinstance(board, InStore):
+    if isinstance(board, C10dStateStore):
         heart.stop()
         heart.diagnose(own)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     elif lost:
-        _end_stopped(heart, board)
+        _kill_stopped_ranks(heart, board)
 
 
-def _end_stopped(heart: Heart, board: Board) -> None:
+def _kill_stopped_ranks(heart: Heartbeat, board: StateStore) -> None:
     """A process that is stopped does not answer the launcher, which would wait for half a minute: it is ended here."""
     for state in board.states(heart.world):
-        is_silent = bool(state.when) and time.time() - state.when > max(STALE * heart.beat, 2.0)
-        if state.rank != heart.rank and is_silent and not state.how:
+        is_silent = bool(state.heartbeat_time) and time.time() - state.heartbeat_time > max(
+            MAX_MISSED_HEARTBEATS * heart.interval, 2.0
+        )
+        if state.rank != heart.rank and is_silent and not state.exit_kind:
             with suppress(OSError):
                 os.kill(state.pid, signal.SIGKILL)

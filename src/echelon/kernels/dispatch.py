@@ -10,46 +10,46 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-NARROWEST, WIDEST = 16, 1 << 18
+MIN_WIDTH, MAX_WIDTH = 16, 1 << 18
 """widths of a row that a kernel takes"""
-TYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-_allowed = True
+_enabled = True
 
 
-def fits(x: Tensor) -> bool:
+def use_triton(x: Tensor) -> bool:
     """Our kernels take this tensor: on a GPU, of a type of theirs, rows of a sensible width."""
-    if not x.is_cuda or x.dtype not in TYPES or not NARROWEST <= x.shape[-1] <= WIDEST:
+    if not x.is_cuda or x.dtype not in DTYPES or not MIN_WIDTH <= x.shape[-1] <= MAX_WIDTH:
         return False
-    return x.numel() > 0 and allowed() and not autocast(x)
+    return x.numel() > 0 and triton_enabled() and not autocast_enabled(x)
 
 
-def autocast(x: Tensor) -> bool:
+def autocast_enabled(x: Tensor) -> bool:
     """Torch chooses types where x is: our functions would not follow it."""
     return torch.is_autocast_enabled(x.device.type)
 
 
-def allowed() -> bool:
+def triton_enabled() -> bool:
     """There is Triton, and nobody asked for plain torch."""
-    return _allowed and _installed()
+    return _enabled and _triton_installed()
 
 
-def updates(device: torch.device, dtype: torch.dtype = torch.float32) -> bool:
+def use_triton_update(device: torch.device, dtype: torch.dtype = torch.float32) -> bool:
     """Our kernels update weights there, in arithmetic of this type."""
-    return device.type == "cuda" and dtype == torch.float32 and allowed()
+    return device.type == "cuda" and dtype == torch.float32 and triton_enabled()
 
 
 @contextmanager
-def plain(only: bool = True) -> Iterator[None]:
+def plain_torch(enabled: bool = True) -> Iterator[None]:
     """Inside, the plain torch runs everywhere. For the whole process: backward runs in threads of its own."""
     global _allowed
-    before, _allowed = _allowed, not only
+    before, _enabled = _enabled, not enabled
     try:
         yield
     finally:
-        _allowed = before
+        _enabled = before
 
 
 @lru_cache(maxsize=1)
-def _installed() -> bool:
+def _triton_installed() -> bool:
     return find_spec("triton") is not None

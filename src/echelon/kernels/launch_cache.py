@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import Tensor
 
-_chosen: dict[tuple[Any, ...], Any] = {}
-MOST = 4096
+_compiled: dict[tuple[Any, ...], Any] = {}
+MAX_CACHED = 4096
 """launches that are remembered; numbers are remembered as they are, and a program with ever new ones starts afresh"""
 
 
-def launch(kernel: Any, programs: int, *given: Tensor | int | float, warps: int = 4, **constants: Any) -> None:
+def launch(kernel: Any, num_programs: int, *given: Tensor | int | float, num_warps: int = 4, **constants: Any) -> None:
     """The kernel's parameters are `given`, in order, then `constants`, by name."""
-    key: list[Any] = [kernel, warps, *constants.values()]
+    key: list[Any] = [kernel, num_warps, *constants.values()]
     passed: list[Any] = []
     for x in given:
         if isinstance(x, Tensor):
@@ -27,14 +27,14 @@ def launch(kernel: Any, programs: int, *given: Tensor | int | float, warps: int 
         else:
             key.append(x)
             passed.append(x)
-    chosen = _chosen.get(tuple(key))
+    chosen = _compiled.get(tuple(key))
     if chosen is not None:
-        chosen[programs, 1, 1](*passed, *constants.values())
+        chosen[num_programs, 1, 1](*passed, *constants.values())
         return
     if list(constants) != kernel.arg_names[len(given) :]:
         raise TypeError(f"the kernel's constants are in another order ({kernel.arg_names[len(given) :]})")
-    chosen = kernel[(programs,)](*given, **constants, num_warps=warps)
+    chosen = kernel[(num_programs,)](*given, **constants, num_warps=num_warps)
     if chosen is not None:  # Triton's interpreter compiles nothing
-        if len(_chosen) >= MOST:
-            _chosen.clear()
-        _chosen[tuple(key)] = chosen
+        if len(_compiled) >= MAX_CACHED:
+            _compiled.clear()
+        _compiled[tuple(key)] = chosen

@@ -10,17 +10,17 @@ def row_block(width: int) -> int:
     return 1 << (width - 1).bit_length()
 
 
-def warps(block: int) -> int:
+def warps_per_row(block: int) -> int:
     """So that a thread has 16 elements: two loads of 16 bytes in 16 bits."""
     return min(max(block // 512, 1), 16)
 
 
-def programs(rows: int, block: int, device: torch.device) -> tuple[int, int]:
+def persistent_grid(num_rows: int, block: int, device: torch.device) -> tuple[int, int]:
     """(programs, warps of each) where a program goes over many rows: as many as are there at once.
 
     Found by trying on an H200: wide rows do better with fewer threads that hold more each.
     """
     each, count = (8, 4) if block <= 2048 else (4, 3) if block <= 4096 else (8, 2)
     if device.type != "cuda":  # Triton's interpreter
-        return min(rows, 3), each
-    return min(rows, count * torch.cuda.get_device_properties(device).multi_processor_count), each
+        return min(num_rows, 3), each
+    return min(num_rows, count * torch.cuda.get_device_properties(device).multi_processor_count), each

@@ -14,26 +14,26 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Note:
-    largest: Tensor | None = None
+class TensorMetadata:
+    row_amax: Tensor | None = None
     """float32 [rows]: the largest absolute value of each row"""
-    again: Callable[[Tensor | None], Tensor] | None = None
+    recompute: Callable[[Tensor | None], Tensor] | None = None
     """makes the tensor again, from what is kept anyway: backward then need not keep it. Given the tensor's gradient, it
     may do its maker's backward on the way, and say so in a note on the gradient"""
-    behind: Tensor | None = None
+    input_gradient: Tensor | None = None
     """of a gradient: the gradient of what its tensor was made of, where that is computed already"""
 
 
-EMPTY = Note()
+EMPTY = TensorMetadata()
 
 
-def write(x: Tensor, note: Note) -> Tensor:
+def attach(x: Tensor, metadata: TensorMetadata) -> Tensor:
     noted: Any = x
-    noted.note = (note, x._version)
+    noted.note = (metadata, x._version)
     return x
 
 
-def read(x: Tensor) -> Note:
+def read(x: Tensor) -> TensorMetadata:
     """An empty note where there is none, or where the tensor was changed since (gradients may be added up in place)."""
     found = getattr(x, "note", None)
     return found[0] if found is not None and found[1] == x._version else EMPTY

@@ -16,7 +16,7 @@ CHUNK = 2048
 """elements of a row that a program takes"""
 
 
-def dense(x: Tensor) -> bool:
+def is_dense(x: Tensor) -> bool:
     """Every element has a place of its own, without gaps."""
     expected = 1
     for stride, size in sorted((stride, size) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1):
@@ -26,39 +26,39 @@ def dense(x: Tensor) -> bool:
     return x.numel() > 0
 
 
-def in_rows(x: Tensor) -> bool:
+def is_dense_by_sample(x: Tensor) -> bool:
     """Dense, and samples (dim 0) lie one after another."""
     if x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)):
         return x.numel() > 0  # most are, and torch knows it
-    return dense(x) and (x.dim() < 2 or x.shape[0] == 1 or x.stride(0) == x.numel() // x.shape[0])
+    return is_dense(x) and (x.dim() < 2 or x.shape[0] == 1 or x.stride(0) == x.numel() // x.shape[0])
 
 
-def rows_of(x: Tensor) -> Tensor:
+def as_rows(x: Tensor) -> Tensor:
     """[rows, elements of each] as they lie: a sample is a row; a tensor of one dimension is one row."""
     rows = x.shape[0] if x.dim() > 1 else 1
     return x.as_strided((rows, x.numel() // rows), (x.numel() // rows, 1))
 
 
 @dataclass(frozen=True)
-class Cut:
+class RowSplit:
     """How a row is cut for our kernels."""
 
-    chunk: int
+    chunk_size: int
     """elements of a program"""
-    chunks: int
-    block: int
+    num_chunks: int
+    block_size: int
     """elements that share a scale"""
-    blocks: int
+    num_blocks: int
 
 
 @lru_cache(maxsize=4096)  # asked for at every launch
-def cut(row: int) -> Cut:
-    chunk = min(CHUNK, max(16, 1 << (row - 1).bit_length()))
-    return Cut(chunk, -(-row // chunk), min(BLOCK, chunk), -(-row // BLOCK))
+def split_row(row_size: int) -> RowSplit:
+    chunk = min(CHUNK, max(16, 1 << (row_size - 1).bit_length()))
+    return RowSplit(chunk, -(-row_size // chunk), min(BLOCK, chunk), -(-row_size // BLOCK))
 
 
 @dataclass(frozen=True)
-class Lying:
+class TensorSpec:
     """A tensor but for its values."""
 
     size: tuple[int, ...]
@@ -67,7 +67,7 @@ class Lying:
     device: torch.device
 
     @classmethod
-    def of(cls, x: Tensor) -> Lying:
+    def from_tensor(cls, x: Tensor) -> TensorSpec:
         return cls(tuple(x.shape), x.stride(), x.dtype, x.device)
 
     @property
@@ -77,6 +77,6 @@ class Lying:
     def empty(self) -> Tensor:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
-    def like(self, x: Tensor) -> Tensor:
+    def match_strides(self, x: Tensor) -> Tensor:
         """x, lying so."""
         return x if x.stride() == self.stride else self.empty().to(x.dtype).copy_(x)

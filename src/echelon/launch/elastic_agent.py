@@ -27,52 +27,64 @@ from echelon.launch import forkserver, scratch_dir
 from echelon.launch.loopback import ADDRESS
 from echelon.launch.rank_failure import RankError
 
-TRIES = 0.1
+POLL_S = 0.1
 """seconds between two looks at the ranks"""
-ENOUGH = 900
+RENDEZVOUS_TIMEOUT_S = 900
 """seconds that an agent waits for others, of which there are none"""
 
-ErrorOf = Callable[[Mapping[int, Any], int], RankError]
+ErrorFactory = Callable[[Mapping[int, Any], int], RankError]
 """from what torch saw of failed ranks, and the number of the attempt, to what is known of it"""
 
 
-class Told:
+class AgentObserver:
     """What the agent tells, and what is done about it."""
 
     def __init__(
-        self, folder: Path, error_of: ErrorOf, on_restart: Callable[[RankError, int], None] | None, *, stoppable: bool
+        self,
+        folder: Path,
+        make_error: ErrorFactory,
+        on_restart: Callable[[RankError, int], None] | None,
+        *,
+        is_stoppable: bool,
     ):
-        self._folder, self._error_of, self._on_restart, self._stoppable = folder, error_of, on_restart, stoppable
+        self._folder, self._make_error, self._on_restart, self._stoppable = folder, make_error, on_restart, is_stoppable
         self.attempt = -1
         self.stopping = False
 
     def started(self) -> None:
         self.attempt += 1
         if self._stoppable and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._terminated)  # in place of the agent's own
+            signal.signal(signal.SIGTERM, self._handle_sigterm)  # in place of the agent's own
         if self.stopping:  # it was asked for after a failure, when nobody was there to be told
-            self._leave_word()
+            self._request_stop()
 
     def failed(self, failures: Mapping[int, Any]) -> None:
         """Before a restart."""
-        error = self._error_of(failures, self.attempt)
-        if self.stopping or (error.failure is not None and error.failure.refused):
+        error = self._make_error(failures, self.attempt)
+        if self.stopping or (error.failure is not None and error.failure.user_errors):
             raise error  # it would be the same again
         if self._on_restart is not None:
             self._on_restart(error, self.attempt + 1)
 
-    def _terminated(self, number: int, frame: object) -> None:
+    def _handle_sigterm(self, number: int, frame: object) -> None:
         if self.stopping:
             raise SignalException("a second SIGTERM", signal.SIGKILL)
         self.stopping = True
-        self._leave_word()
+        self._request_stop()
 
-    def _leave_word(self) -> None:
-        scratch_dir.want_stop(scratch_dir.of_attempt(self._folder, self.attempt))
+    def _request_stop(self) -> None:
+        scratch_dir.request_stop(scratch_dir.attempt_dir(self._folder, self.attempt))
 
 
-def run(
-    entry: Callable[..., Any], args: Sequence[Any], procs: int, *, told: Told, logs: Path, restarts: int, run_id: str
+def run_agent(
+    entry: Callable[..., Any],
+    args: Sequence[Any],
+    num_ranks: int,
+    *,
+    observer: AgentObserver,
+    log_dir: Path,
+    max_restarts: int,
+    run_id: str,
 ) -> dict[int, Any]:
     """What each rank returns. Raises ChildFailedError, or SignalException, or what `told` raises."""
     handler = get_rendezvous_handler(
@@ -83,21 +95,21 @@ def run(
             min_nodes=1,
             max_nodes=1,
             local_addr=ADDRESS,
-            timeout=ENOUGH,
+            timeout=RENDEZVOUS_TIMEOUT_S,
         )
     )
     spec = WorkerSpec(
         role="rank",
-        local_world_size=procs,
+        local_world_size=num_ranks,
         entrypoint=entry,
         args=tuple(args),
         rdzv_handler=handler,
-        max_restarts=restarts,
-        monitor_interval=TRIES,
+        max_restarts=max_restarts,
+        monitor_interval=POLL_S,
         local_addr=ADDRESS,
     )
-    agent = compat.told_agent(told)(
-        spec, logs_specs=DefaultLogsSpecs(log_dir=str(logs)), start_method=forkserver.METHOD
+    agent = compat.observed_elastic_agent(observer)(
+        spec, logs_specs=DefaultLogsSpecs(log_dir=str(log_dir)), start_method=forkserver.METHOD
     )
     try:
         result = agent.run()

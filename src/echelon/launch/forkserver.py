@@ -16,14 +16,14 @@ from multiprocessing.context import ForkServerContext
 from typing import Final
 
 METHOD: Final = "forkserver"
-MASKED = (signal.SIGINT, signal.SIGTERM)
+MASKED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """signals that the server does not answer; a rank asks for them again"""
 
 # The last one brings torch's compiler, nearly a second; an optimizer's first step would import it in every rank.
 _PRELOADED = ("torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.tensor.debug")
 
 
-def context(preload: Iterable[str] = ()) -> ForkServerContext:
+def forkserver_context(preload: Iterable[str] = ()) -> ForkServerContext:
     """The way to start ranks. The server starts its imports now, so that they are done when the first rank is wanted.
 
     A process has one fork server: what is imported in it is settled by the first call.
@@ -34,7 +34,7 @@ def context(preload: Iterable[str] = ()) -> ForkServerContext:
     # scheduler may send SIGTERM to every process, and with the server the ranks would be lost that are to save.
     # The ranks inherit the mask.
     resource_tracker.ensure_running()  # the server starts one too, which would take the mask away again
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, MASKED)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, MASKED_SIGNALS)
     try:
         forkserver.ensure_running()
     finally:
@@ -44,13 +44,13 @@ def context(preload: Iterable[str] = ()) -> ForkServerContext:
 
 def await_imports() -> None:
     """Wait until the server can fork. Who is interrupted while waiting here has left no half-started rank behind."""
-    process = context().Process(target=_nothing, daemon=True)
+    process = forkserver_context().Process(target=_do_nothing, daemon=True)
     process.start()
     process.join()
     process.close()
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 

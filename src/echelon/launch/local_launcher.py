@@ -33,35 +33,35 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from echelon.launch import elastic_agent, forkserver, scratch_dir
 from echelon.launch.loopback import use_loopback
-from echelon.launch.rank_failure import Explained, Failure, RankError, first
-from echelon.launch.serialize import pack, unpack
+from echelon.launch.rank_failure import FailureExplanation, RankError, RankFailure, first_failure
+from echelon.launch.serialize import deserialize, serialize
 
 T = TypeVar("T")
 
-LINGER = 2.0
+LINGER_S = 2.0
 """Seconds that a rank with a lost peer waits before it exits; see the note."""
-LAST_LINES = 20
+MAX_OUTPUT_LINES = 20
 """Lines of output told of a rank that died without an exception."""
-FATAL = "Fatal Python error"
+FATAL_ERROR_PREFIX = "Fatal Python error"
 """Where the interpreter of an aborted rank begins to tell its stack."""
 
 
-Explain = Callable[[Path, Sequence[Failure], int], Explained | None]
+ExplainFailure = Callable[[Path, Sequence[RankFailure], int], FailureExplanation | None]
 """What may be said of failures by who knows what the ranks left in the launcher's folder; the last is their number."""
 OnRestart = Callable[[RankError, int], None]
 """Is told why ranks are restarted, and for which time."""
 
 
-def start(
+def launch_ranks(
     function: Callable[..., T],
     args: Sequence[Any],
-    procs: int,
+    num_ranks: int,
     *,
-    logs: Path | None = None,
-    explain: Explain | None = None,
-    restarts: int = 0,
+    log_dir: Path | None = None,
+    explain: ExplainFailure | None = None,
+    max_restarts: int = 0,
     on_restart: OnRestart | None = None,
-    stoppable: bool = False,
+    is_stoppable: bool = False,
     run_id: str = "",
     devices: Sequence[int] = (),
 ) -> T:
@@ -74,27 +74,29 @@ def start(
     Up to `restarts` times all ranks are started anew where one failed. A `stoppable` function looks for the word that
     place.py has of SIGTERM. `devices` are the numbers of the GPUs that ranks may use; none: all of them.
     """
-    if procs < 1:
-        raise ValueError(f"one rank or more is needed (procs={procs})")
+    if num_ranks < 1:
+        raise ValueError(f"one rank or more is needed (procs={num_ranks})")
     forkserver.await_imports()
     with tempfile.TemporaryDirectory(prefix="echelon-ranks-") as scratch:
         folder = Path(scratch)
         what = f"{function.__module__}.{function.__qualname__}"
 
         def error_of(seen: Mapping[int, Any], attempt: int) -> RankError:
-            return _error(seen, scratch_dir.of_attempt(folder, attempt), logs, procs, what, explain, attempt)
+            return _make_error(
+                seen, scratch_dir.attempt_dir(folder, attempt), log_dir, num_ranks, what, explain, attempt
+            )
 
-        told = elastic_agent.Told(folder, error_of, on_restart, stoppable=stoppable)
-        call = pack((function, tuple(args)))
+        told = elastic_agent.AgentObserver(folder, error_of, on_restart, is_stoppable=is_stoppable)
+        call = serialize((function, tuple(args)))
         try:
-            with _quiet(), _signals_kept():
-                values = elastic_agent.run(
-                    _enter,
-                    (call, str(folder), str(logs or ""), _visible(devices)),
-                    procs,
-                    told=told,
-                    logs=folder / "elastic",
-                    restarts=restarts,
+            with _quiet_elastic_logs(), _restored_signal_handlers():
+                values = elastic_agent.run_agent(
+                    _run_rank,
+                    (call, str(folder), str(log_dir or ""), _visible_devices(devices)),
+                    num_ranks,
+                    observer=told,
+                    log_dir=folder / "elastic",
+                    max_restarts=max_restarts,
                     run_id=run_id or uuid.uuid4().hex,
                 )
         except ChildFailedError as error:
@@ -104,67 +106,67 @@ def start(
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
             raise SystemExit(128 + (signal.SIGTERM if told.stopping else error.sigval)) from None
-        value: T = unpack(values[0])
+        value: T = deserialize(values[0])
         return value
 
 
-def _enter(call: bytes, root: str, logs: str, visible: str) -> bytes:
+def _run_rank(call: bytes, root: str, logs: str, visible: str) -> bytes:
     """What each rank runs."""
     # The launcher ends ranks by these signals. The default action is at once and without a traceback.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, forkserver.MASKED)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, forkserver.MASKED_SIGNALS)
     forkserver.end_with_parent()
     rank = int(os.environ["RANK"])
-    folder = scratch_dir.of_attempt(Path(root), int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
+    folder = scratch_dir.attempt_dir(Path(root), int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
     folder.mkdir(exist_ok=True)
     if rank != 0:
         Path(logs or folder).mkdir(parents=True, exist_ok=True)
-        _redirect(Path(logs or folder) / f"rank{rank}.log")
+        _redirect_output(Path(logs or folder) / f"rank{rank}.log")
     if visible:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
     use_loopback()
-    scratch_dir.use(folder)
+    scratch_dir.set_scratch_dir(folder)
     try:
-        function, args = unpack(call)
+        function, args = deserialize(call)
         value = function(*args)
-        return pack(value) if rank == 0 else b""
+        return serialize(value) if rank == 0 else b""
     except BaseException as error:
-        failure = Failure.of(error, rank)
+        failure = RankFailure.from_exception(error, rank)
         record = folder / f"failure{rank}.json"
         # Renamed when complete: the launcher may end this rank at any moment.
         draft = record.with_suffix(".draft")
         draft.write_text(json.dumps(asdict(failure)))
         draft.rename(record)
         if failure.lost_peer:
-            time.sleep(LINGER)
+            time.sleep(LINGER_S)
         sys.exit(1)
 
 
-def _visible(devices: Sequence[int]) -> str:
+def _visible_devices(devices: Sequence[int]) -> str:
     """The variable that says which GPUs there are, with these of them."""
     shown = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return ",".join(shown[number] if number < len(shown) else str(number) for number in devices)
 
 
-def _error(
+def _make_error(
     seen: Mapping[int, Any],
     folder: Path,
     logs: Path | None,
     procs: int,
     what: str,
-    explain: Explain | None,
+    explain: ExplainFailure | None,
     attempt: int,
 ) -> RankError:
-    failures = _failures(seen, folder, logs or folder)
+    failures = _collect_failures(seen, folder, logs or folder)
     again = f"This was after {attempt} restart{'s' if attempt > 1 else ''}." if attempt else ""
     found = explain(folder, failures, procs) if explain is not None else None
     if found is not None:
-        return RankError.explained(replace(found, text=" ".join(filter(None, [found.text, again]))), failures)
-    return RankError.of(first(failures), world=procs, what=what, remark=again)
+        return RankError.from_explanation(replace(found, text=" ".join(filter(None, [found.text, again]))), failures)
+    return RankError.from_failure(first_failure(failures), world_size=procs, function=what, remark=again)
 
 
-def _redirect(path: Path) -> None:
+def _redirect_output(path: Path) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     # File descriptors, not sys.stdout: what C++ prints when it aborts must arrive too.
@@ -173,25 +175,25 @@ def _redirect(path: Path) -> None:
         os.dup2(file.fileno(), 2)
 
 
-def _failures(seen: Mapping[int, Any], folder: Path, logs: Path) -> list[Failure]:
-    found = [Failure(**json.loads(path.read_text())) for path in folder.glob("failure*.json")]
+def _collect_failures(seen: Mapping[int, Any], folder: Path, logs: Path) -> list[RankFailure]:
+    found = [RankFailure(**json.loads(path.read_text())) for path in folder.glob("failure*.json")]
     recorded = {failure.rank for failure in found}
     for rank, ended in seen.items():
         if rank not in recorded:
-            found.append(Failure.of_exit(ended.exitcode, rank, _last_lines(logs / f"rank{rank}.log")))
+            found.append(RankFailure.from_exit_code(ended.exitcode, rank, _last_lines(logs / f"rank{rank}.log")))
     return found
 
 
 def _last_lines(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    fatal = max((number for number, line in enumerate(lines) if line.startswith(FATAL)), default=None)
+    fatal = max((number for number, line in enumerate(lines) if line.startswith(FATAL_ERROR_PREFIX)), default=None)
     # Below it come all the rank's calls and modules: what was printed just before, and the innermost calls, are it.
-    lines = lines[-LAST_LINES:] if fatal is None else lines[max(fatal - 3, 0) :][:LAST_LINES]
+    lines = lines[-MAX_OUTPUT_LINES:] if fatal is None else lines[max(fatal - 3, 0) :][:MAX_OUTPUT_LINES]
     return "\n".join(["its last output:", *lines]) if lines else ""
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet_elastic_logs() -> Iterator[None]:
     """The launcher logs a page about a failure that we tell in a few lines."""
     loggers = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict)]
     loggers = [
@@ -208,7 +210,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _signals_kept() -> Iterator[None]:
+def _restored_signal_handlers() -> Iterator[None]:
     """The launcher takes over these signals and does not give them back."""
     names = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     before = {name: signal.getsignal(name) for name in names}

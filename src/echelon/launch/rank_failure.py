@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from echelon.layout.validation_error import FaultError
+from echelon.layout.validation_error import ValidationError
 
 # What gloo, NCCL and the store say when the other side went away or did not answer.
 _LOST_PEER = (
@@ -30,11 +30,11 @@ _LOST_PEER = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class RankFailure:
     """One rank's failure."""
 
     rank: int
-    when: int
+    time_ns: int
     """`time.monotonic_ns()`; one clock for all processes of a machine."""
     reason: str
     """One line: `ValueError: message`, or how the process ended."""
@@ -42,7 +42,7 @@ class Failure:
     """The rank's own traceback; empty if the process ended without an exception."""
     lost_peer: bool = False
     """Whether it reads like the consequence of another rank's failure."""
-    refused: tuple[str, ...] = ()
+    user_errors: tuple[str, ...] = ()
     """What a ValueError says: every fault, or its one message. Empty for other errors."""
     died: bool = False
     """The process ended without an exception."""
@@ -50,7 +50,7 @@ class Failure:
     """Names of the modules whose code the error came through, the one that raised it last."""
 
     @classmethod
-    def of(cls, error: BaseException, rank: int) -> Failure:
+    def from_exception(cls, error: BaseException, rank: int) -> RankFailure:
         """The failure of the rank that caught `error`, now. The frame of whoever caught it is left out."""
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
             error = error.with_traceback(error.__traceback__.tb_next)
@@ -58,22 +58,28 @@ class Failure:
         reason = "".join(traceback.format_exception_only(error)).strip()
         return cls(
             rank=rank,
-            when=time.monotonic_ns(),
+            time_ns=time.monotonic_ns(),
             reason=reason,
             traceback=text.rstrip(),
-            lost_peer=lost_peer(error),
-            refused=refusals(error),
-            modules=modules_of(error),
+            lost_peer=is_lost_peer(error),
+            user_errors=user_error_messages(error),
+            modules=traceback_modules(error),
         )
 
     @classmethod
-    def of_exit(cls, exitcode: int | None, rank: int, output: str = "") -> Failure:
+    def from_exit_code(cls, exitcode: int | None, rank: int, output: str = "") -> RankFailure:
         """The failure of a rank whose process is gone. `output` is what it printed last."""
-        return cls(rank=rank, when=time.monotonic_ns(), reason=_ending(exitcode), traceback=output.rstrip(), died=True)
+        return cls(
+            rank=rank,
+            time_ns=time.monotonic_ns(),
+            reason=_describe_exit(exitcode),
+            traceback=output.rstrip(),
+            died=True,
+        )
 
 
 @dataclass(frozen=True)
-class Explained:
+class FailureExplanation:
     """What is known of a failed run."""
 
     text: str
@@ -85,37 +91,39 @@ class Explained:
 class RankError(RuntimeError):
     """A rank failed, died or did not finish. The message ends with that rank's traceback."""
 
-    def __init__(self, message: str, *, rank: int, reason: str, failure: Failure | None = None) -> None:
+    def __init__(self, message: str, *, rank: int, reason: str, failure: RankFailure | None = None) -> None:
         super().__init__(message)
         self.rank = rank
         self.reason = reason
         self.failure = failure
 
     @classmethod
-    def of(cls, failure: Failure, *, world: int, what: str, remark: str = "") -> RankError:
+    def from_failure(cls, failure: RankFailure, *, world_size: int, function: str, remark: str = "") -> RankError:
         """The error for one failure of `what`, a function's name, on `world` ranks."""
-        head = f"rank {failure.rank} of {world} failed in {what} ({failure.reason.splitlines()[0]})"
+        head = f"rank {failure.rank} of {world_size} failed in {function} ({failure.reason.splitlines()[0]})"
         parts = [head, *filter(None, [remark, failure.traceback])]
         return cls("\n\n".join(parts), rank=failure.rank, reason=failure.reason, failure=failure)
 
     @classmethod
-    def explained(cls, found: Explained, failures: Sequence[Failure]) -> RankError:
+    def from_explanation(cls, explanation: FailureExplanation, failures: Sequence[RankFailure]) -> RankError:
         """The paragraph, and the culprit's own traceback. Those of ranks that lost a peer say nothing new."""
-        cause = first(failures)
-        shown = cause.traceback if found.rank == cause.rank and not cause.lost_peer else ""
-        text = "\n\n".join(filter(None, [found.text, shown]))
-        return cls(text, rank=cause.rank if found.rank is None else found.rank, reason=cause.reason, failure=cause)
+        cause = first_failure(failures)
+        shown = cause.traceback if explanation.rank == cause.rank and not cause.lost_peer else ""
+        text = "\n\n".join(filter(None, [explanation.text, shown]))
+        return cls(
+            text, rank=cause.rank if explanation.rank is None else explanation.rank, reason=cause.reason, failure=cause
+        )
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _error, (str(self), self.rank, self.reason, self.failure)
+        return _rebuild_error, (str(self), self.rank, self.reason, self.failure)
 
 
-def first(failures: Iterable[Failure]) -> Failure:
+def first_failure(failures: Iterable[RankFailure]) -> RankFailure:
     """The failure that caused the others: the earliest one that does not read like a consequence, else the earliest."""
-    return min(failures, key=lambda failure: (failure.lost_peer, failure.when))
+    return min(failures, key=lambda failure: (failure.lost_peer, failure.time_ns))
 
 
-def lost_peer(error: BaseException | None) -> bool:
+def is_lost_peer(error: BaseException | None) -> bool:
     """Whether an error reads like the consequence of another rank's failure."""
     # An error raised while another one was handled is a consequence of it.
     while error is not None:
@@ -126,23 +134,23 @@ def lost_peer(error: BaseException | None) -> bool:
     return False
 
 
-def refusals(error: BaseException) -> tuple[str, ...]:
+def user_error_messages(error: BaseException) -> tuple[str, ...]:
     """What an error says that a user may have caused; nothing for any other."""
-    if isinstance(error, FaultError):
-        return tuple(str(fault) for fault in error.faults)
+    if isinstance(error, ValidationError):
+        return tuple(str(fault) for fault in error.issues)
     return (str(error),) if isinstance(error, ValueError) else ()
 
 
-def modules_of(error: BaseException) -> tuple[str, ...]:
+def traceback_modules(error: BaseException) -> tuple[str, ...]:
     frames = traceback.walk_tb(error.__traceback__)
     return tuple(str(frame.f_globals.get("__name__", "")) for frame, _ in frames)
 
 
-def _error(message: str, rank: int, reason: str, failure: Failure | None) -> RankError:
+def _rebuild_error(message: str, rank: int, reason: str, failure: RankFailure | None) -> RankError:
     return RankError(message, rank=rank, reason=reason, failure=failure)
 
 
-def _ending(exitcode: int | None) -> str:
+def _describe_exit(exitcode: int | None) -> str:
     if exitcode is None:
         return "the process ended, nobody knows how"
     if exitcode >= 0:

@@ -25,42 +25,42 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
-from echelon.launch.serialize import pack, unpack
+from echelon.launch.serialize import deserialize, serialize
 
 T = TypeVar("T")
 
-AGENT = "TORCHELASTIC_RUN_ID"
+AGENT_VARIABLE = "TORCHELASTIC_RUN_ID"
 """the variable that torch's elastic agent sets"""
-PATIENCE = timedelta(days=365)
+IDLE_TIMEOUT = timedelta(days=365)
 """a rank that idles does so until the others are through"""
-TRIES = 0.02
-OVER = "over"
+POLL_S = 0.02
+END_KEY = "over"
 
 
 @dataclass(frozen=True)
-class Meeting(Generic[T]):
+class Rendezvous(Generic[T]):
     store: Any
     """of this attempt alone"""
     rank: int
-    told: T
+    decision: T
     """what the first rank decided"""
 
-    def is_over(self) -> None:
+    def announce_end(self) -> None:
         """The first rank says so; who idles may go."""
         if self.rank == 0:
-            self.store.set(OVER, "")
+            self.store.set(END_KEY, "")
 
-    def idle(self) -> None:
+    def idle_until_end(self) -> None:
         """Until the others are through. A machine whose ranks have all gone would leave the run."""
-        self.store.wait([OVER], PATIENCE)
+        self.store.wait([END_KEY], IDLE_TIMEOUT)
 
 
 def under_agent() -> bool:
     """Whether torch's elastic agent started this process."""
-    return AGENT in os.environ
+    return AGENT_VARIABLE in os.environ
 
 
-def meet(decide: Callable[[], T], *, timeout: float) -> Meeting[T]:
+def join_rendezvous(decide: Callable[[], T], *, timeout: float) -> Rendezvous[T]:
     """All ranks that the agent started call this; `decide` is called on the first."""
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
@@ -74,13 +74,13 @@ def meet(decide: Callable[[], T], *, timeout: float) -> Meeting[T]:
         multi_tenant=not by_agent,
         wait_for_workers=False,
     )
-    token, told = _tell(store, size, decide, timeout) if rank == 0 else _ask(store, rank)
-    return Meeting(PrefixStore(token, store), rank, told)
+    token, told = _publish_decision(store, size, decide, timeout) if rank == 0 else _receive_decision(store, rank)
+    return Rendezvous(PrefixStore(token, store), rank, told)
 
 
-def _tell(store: Any, size: int, decide: Callable[[], T], timeout: float) -> tuple[str, T]:
+def _publish_decision(store: Any, size: int, decide: Callable[[], T], timeout: float) -> tuple[str, T]:
     token, told = uuid.uuid4().hex, decide()
-    parcel, answered = pack((token, told)), set()
+    parcel, answered = serialize((token, told)), set()
     deadline = time.monotonic() + timeout
     while store.add(f"ok/{token}", 0) < size - 1:
         for other in range(1, size):
@@ -93,13 +93,13 @@ def _tell(store: Any, size: int, decide: Callable[[], T], timeout: float) -> tup
             raise TimeoutError(
                 f"{missing} of {size} ranks did not come to the start ({timeout:g} s); look at their logs"
             )
-        time.sleep(TRIES)
+        time.sleep(POLL_S)
     return token, told
 
 
-def _ask(store: Any, rank: int) -> tuple[str, Any]:
+def _receive_decision(store: Any, rank: int) -> tuple[str, Any]:
     name = uuid.uuid4().hex
     store.set(f"join/{rank}", name)
-    token, told = unpack(store.get(f"told/{name}"))  # waits for it
+    token, told = deserialize(store.get(f"told/{name}"))  # waits for it
     store.add(f"ok/{token}", 1)
     return str(token), told

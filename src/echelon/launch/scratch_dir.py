@@ -4,30 +4,30 @@ from __future__ import annotations
 
 from pathlib import Path
 
-FAULTS = "faults"
+FAULTS_DIR = "faults"
 """the part of the folder in which ranks say what they do"""
-STOP = "stop wanted"
+STOP_KEY = "stop wanted"
 """the name of the word that ranks shall save and stop: in a file of that part, or in the process group's store"""
 
-_folder: Path | None = None
+_scratch_dir: Path | None = None
 
 
-def folder() -> Path | None:
+def scratch_dir() -> Path | None:
     """In a rank that `local.start` started: the launcher's folder. None in any other process."""
-    return _folder
+    return _scratch_dir
 
 
-def use(path: Path) -> None:
+def set_scratch_dir(path: Path) -> None:
     global _folder
-    _folder = path
+    _scratch_dir = path
 
 
-def of_attempt(root: Path, number: int) -> Path:
+def attempt_dir(root: Path, attempt: int) -> Path:
     """What ranks of one attempt leave is kept apart: those of the next one start from nothing."""
-    return root / f"attempt{number}"
+    return root / f"attempt{attempt}"
 
 
-def want_stop(folder: Path) -> None:
+def request_stop(folder: Path) -> None:
     """As faults/state_store.py writes words into files."""
-    (folder / FAULTS).mkdir(parents=True, exist_ok=True)
-    (folder / FAULTS / f"{STOP}.txt").write_text("SIGTERM", encoding="utf-8")
+    (folder / FAULTS_DIR).mkdir(parents=True, exist_ok=True)
+    (folder / FAULTS_DIR / f"{STOP_KEY}.txt").write_text("SIGTERM", encoding="utf-8")

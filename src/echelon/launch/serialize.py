@@ -15,16 +15,16 @@ from typing import Any
 import torch
 
 
-def pack(value: Any) -> bytes:
+def serialize(value: Any) -> bytes:
     """The bytes of a value. Tensors are taken to the CPU; those computed by autograd lose their history."""
     stream = io.BytesIO()
     _Pickler(stream, protocol=5).dump(value)
     return stream.getvalue()
 
 
-def unpack(parcel: bytes) -> Any:
+def deserialize(data: bytes) -> Any:
     """The value again. Only for parcels of this program's own processes: unpickling can run code."""
-    return pickle.loads(parcel)
+    return pickle.loads(data)
 
 
 class _Pickler(pickle.Pickler):

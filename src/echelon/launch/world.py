@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from echelon.launch.rendezvous import Meeting
+    from echelon.launch.rendezvous import Rendezvous
 
-_LAUNCHER_SETS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,9 @@ class World:
     """As torch spells it: `gloo`, or `cpu:gloo,cuda:nccl`. Empty for one process without a process group."""
 
     @contextmanager
-    def first_rank_first(self, around: Callable[[], AbstractContextManager[None]] = nullcontext) -> Iterator[None]:
+    def local_rank_zero_first(
+        self, barrier_context: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> Iterator[None]:
         """The first rank of each machine runs the block, then the others: what it left on disk is there for them.
 
         `around` is entered around the barrier.
@@ -42,22 +44,26 @@ class World:
         import torch.distributed as dist
 
         if self.local_rank and self.backend:
-            with around():
+            with barrier_context():
                 dist.barrier()
         yield
         if not self.local_rank and self.backend:
-            with around():
+            with barrier_context():
                 dist.barrier()
 
 
 def under_launcher() -> bool:
     """Whether a launcher (torchrun, or `echelon train --procs`) started this process and named its rank."""
-    return all(name in os.environ for name in _LAUNCHER_SETS)
+    return all(name in os.environ for name in _LAUNCHER_VARIABLES)
 
 
 @contextmanager
-def join(
-    device: str = "auto", timeout: float = 600.0, *, meeting: Meeting[Any] | None = None, ranks: int | None = None
+def join_process_group(
+    device: str = "auto",
+    timeout: float = 600.0,
+    *,
+    rendezvous: Rendezvous[Any] | None = None,
+    world_size: int | None = None,
 ) -> Iterator[World]:
     """Join the ranks that the launcher started, for the length of a `with` block.
 
@@ -69,30 +75,32 @@ def join(
     import torch.distributed as dist
 
     if dist.is_initialized():
-        yield _existing(device)
+        yield _existing_world(device)
     elif not under_launcher():
-        yield World(device=_device(device, local_rank=0, local_world_size=1))
+        yield World(device=_choose_device(device, local_rank=0, local_world_size=1))
     else:
-        with _group(device, timeout, meeting, ranks) as world:
+        with _new_process_group(device, timeout, rendezvous, world_size) as world:
             yield world
 
 
 @contextmanager
-def _group(device: str, timeout: float, meeting: Meeting[Any] | None, ranks: int | None) -> Iterator[World]:
+def _new_process_group(
+    device: str, timeout: float, meeting: Rendezvous[Any] | None, ranks: int | None
+) -> Iterator[World]:
     import torch
     import torch.distributed as dist
 
     rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     world_size = ranks or world_size
-    where = _device(device, local_rank=local_rank, local_world_size=local_world_size)
+    where = _choose_device(device, local_rank=local_rank, local_world_size=local_world_size)
     # On CUDA too there is a group on the CPU, for checkpoints in the background and for small Python objects.
     backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
     threads = torch.get_num_threads()
     if where.type == "cuda":
         torch.cuda.set_device(where)
     else:
-        torch.set_num_threads(max(1, cores() // local_world_size))
+        torch.set_num_threads(max(1, available_cores() // local_world_size))
     dist.init_process_group(
         backend=backend,
         store=meeting.store if meeting is not None else None,
@@ -112,12 +120,12 @@ def _group(device: str, timeout: float, meeting: Meeting[Any] | None, ranks: int
         torch.set_num_threads(threads)
 
 
-def cores() -> int:
+def available_cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _existing(device: str) -> World:
+def _existing_world(device: str) -> World:
     import torch
     import torch.distributed as dist
 
@@ -132,7 +140,7 @@ def _existing(device: str) -> World:
     return World(rank=rank, world_size=world_size, local_rank=local_rank, device=where, backend=backend)
 
 
-def _device(device: str, *, local_rank: int, local_world_size: int) -> torch.device:
+def _choose_device(device: str, *, local_rank: int, local_world_size: int) -> torch.device:
     import torch
 
     if device not in ("auto", "cpu", "cuda"):

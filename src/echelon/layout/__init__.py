@@ -1,27 +1,27 @@
 """How the work of one device is laid over many ranks: `Layout`, its grammar, its rules, `Mesh`. No torch."""
 
-from echelon.layout.grammar import KEYS, Key, describe
+from echelon.layout.grammar import KEYS, LayoutKey, describe_grammar
 from echelon.layout.layout import Layout
 from echelon.layout.mesh import Mesh
-from echelon.layout.parse import check, check_many
-from echelon.layout.rank_order import Links, Traffic, choose_order, exposed_s
-from echelon.layout.rules import ModelFacts
-from echelon.layout.validation_error import Fault, FaultError, did_you_mean
+from echelon.layout.parse import check_layout, check_layouts
+from echelon.layout.rank_order import LinkSpeeds, StepTraffic, choose_rank_order, exposed_comm_s
+from echelon.layout.rules import ModelDimensions
+from echelon.layout.validation_error import ValidationError, ValidationIssue, did_you_mean
 
 __all__ = [
     "KEYS",
-    "Fault",
-    "FaultError",
-    "Key",
     "Layout",
-    "Links",
+    "LayoutKey",
+    "LinkSpeeds",
     "Mesh",
-    "ModelFacts",
-    "Traffic",
-    "check",
-    "check_many",
-    "choose_order",
-    "describe",
+    "ModelDimensions",
+    "StepTraffic",
+    "ValidationError",
+    "ValidationIssue",
+    "check_layout",
+    "check_layouts",
+    "choose_rank_order",
+    "describe_grammar",
     "did_you_mean",
-    "exposed_s",
+    "exposed_comm_s",
 ]

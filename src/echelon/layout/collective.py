@@ -11,7 +11,7 @@ from dataclasses import dataclass
 class Collective:
     """One kind of collective, issued some number of times in a step by every rank."""
 
-    kind: str
+    op: str
     """all_reduce, all_gather, reduce_scatter, all_to_all, broadcast or send"""
     axis: str
     """the mesh axis it runs over"""
@@ -19,16 +19,16 @@ class Collective:
     """the size of the whole tensor: the reduced one, or the one gathered or scattered"""
     count: int = 1
     """how many times in a step"""
-    hidden: bool = False
+    overlapped: bool = False
     """it runs beside compute that does not need its result"""
-    part: str = ""
+    purpose: str = ""
     """what it is for, in a word or two"""
 
 
-def totals(collectives: Iterable[Collective]) -> Counter[tuple[str, str, int]]:
+def count_collectives(collectives: Iterable[Collective]) -> Counter[tuple[str, str, int]]:
     """How often each (kind, axis, bytes) is issued in a step: what the transparency tests count for real."""
     counted: Counter[tuple[str, str, int]] = Counter()
     for item in collectives:
         if item.count:
-            counted[item.kind, item.axis, item.bytes] += item.count
+            counted[item.op, item.axis, item.bytes] += item.count
     return counted

@@ -12,12 +12,12 @@ from decimal import Decimal
 from textwrap import wrap
 from typing import Protocol
 
-from echelon.layout.validation_error import Fault, closest, did_you_mean
+from echelon.layout.validation_error import ValidationIssue, closest_word, did_you_mean
 
 Value = int | str
 
 
-class Kind(Protocol):
+class ValueSyntax(Protocol):
     """What may stand behind a key's equals sign."""
 
     @property
@@ -28,7 +28,7 @@ class Kind(Protocol):
     def words(self) -> tuple[str, ...]:
         """The fixed words among them, for "did you mean"."""
 
-    def read(self, text: str) -> Value | None:
+    def parse(self, text: str) -> Value | None:
         """The value in its canonical form, or None where the text is not one."""
 
     def candidates(self, numbers: Iterable[int]) -> list[Value]:
@@ -36,7 +36,7 @@ class Kind(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Number:
+class IntegerSyntax:
     """A whole number in a range."""
 
     low: int = 1
@@ -49,7 +49,7 @@ class Number:
         few = self.high - self.low < 10
         return ", ".join(str(n) for n in range(self.low, self.high + 1)) if few else f">= {self.low}"
 
-    def read(self, text: str) -> Value | None:
+    def parse(self, text: str) -> Value | None:
         if not re.fullmatch(r"[0-9]{1,10}", text):
             return None
         return int(text) if self.low <= int(text) <= self.high else None
@@ -59,50 +59,50 @@ class Number:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
+class ParameterizedWord:
     """A word with a part that the user fills in, such as `every:N`."""
 
-    shape: str
+    notation: str
     """how it is written, for people"""
-    before: str
-    after: str = ""
-    number: str = ""
+    prefix: str
+    suffix: str = ""
+    number_format: str = ""
     """"whole" or "decimal" where the part is a number above zero; empty where it is any text"""
 
-    def read(self, text: str) -> str | None:
-        if not (text.startswith(self.before) and text.endswith(self.after)):
+    def parse(self, text: str) -> str | None:
+        if not (text.startswith(self.prefix) and text.endswith(self.suffix)):
             return None
-        part = text[len(self.before) : len(text) - len(self.after)].strip()
-        if self.number:
-            pattern = r"[0-9]{1,9}" if self.number == "whole" else r"[0-9]{1,9}(\.[0-9]{1,9})?"
+        part = text[len(self.prefix) : len(text) - len(self.suffix)].strip()
+        if self.number_format:
+            pattern = r"[0-9]{1,9}" if self.number_format == "whole" else r"[0-9]{1,9}(\.[0-9]{1,9})?"
             if not re.fullmatch(pattern, part) or not Decimal(part):
                 return None
             part = format(Decimal(part).normalize(), "f")
-        return f"{self.before}{part}{self.after}" if part and not set(part) & set(",;\n\r") else None
+        return f"{self.prefix}{part}{self.suffix}" if part and not set(part) & set(",;\n\r") else None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class WordSyntax:
     """One of some words."""
 
     words: tuple[str, ...]
-    forms: tuple[Form, ...] = ()
+    parameterized: tuple[ParameterizedWord, ...] = ()
 
     @property
     def legal(self) -> str:
-        return ", ".join((*self.words, *(form.shape for form in self.forms)))
+        return ", ".join((*self.words, *(form.notation for form in self.parameterized)))
 
-    def read(self, text: str) -> Value | None:
+    def parse(self, text: str) -> Value | None:
         if text in self.words:
             return text
-        return next((value for form in self.forms if (value := form.read(text)) is not None), None)
+        return next((value for form in self.parameterized if (value := form.parse(text)) is not None), None)
 
     def candidates(self, numbers: Iterable[int]) -> list[Value]:
         return list(self.words)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Joined:
+class JoinedWordsSyntax:
     """`none`, or some words joined by `+`."""
 
     parts: tuple[str, ...]
@@ -115,7 +115,7 @@ class Joined:
     def legal(self) -> str:
         return f"none, or some of {', '.join(self.parts)} joined by +"
 
-    def read(self, text: str) -> Value | None:
+    def parse(self, text: str) -> Value | None:
         given = [part.strip() for part in text.split("+")]
         if given == ["none"]:
             return "none"
@@ -128,11 +128,11 @@ class Joined:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Key:
+class LayoutKey:
     """One row of the grammar."""
 
     name: str
-    kind: Kind
+    syntax: ValueSyntax
     default: str
     """what it is when it is not given, for people"""
     meaning: str
@@ -142,137 +142,143 @@ class Key:
     """what is not built yet, as the start of a sentence"""
 
 
-_SCHEDULES = Choice(
+_SCHEDULE_SYNTAX = WordSyntax(
     words=(
         *("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"),
         *("dualpipe-v", "pipedream", "pipedream-vsync", "2bw", "terapipe"),
     ),
-    forms=(Form(shape="file:PATH", before="file:"),),
+    parameterized=(ParameterizedWord(notation="file:PATH", prefix="file:"),),
 )
 _BUILT_SCHEDULES = (
     *("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"),
     *("pipedream", "pipedream-vsync", "2bw", "terapipe", "file:"),
 )
-_RECOMPUTE = Choice(
+_RECOMPUTE_SYNTAX = WordSyntax(
     words=("none", "full", "selective", "ops", "sqrt"),
-    forms=(
-        Form(shape="every:N", before="every:", number="whole"),
-        Form(shape="budget:NGiB", before="budget:", after="GiB", number="decimal"),
+    parameterized=(
+        ParameterizedWord(notation="every:N", prefix="every:", number_format="whole"),
+        ParameterizedWord(notation="budget:NGiB", prefix="budget:", suffix="GiB", number_format="decimal"),
     ),
 )
 
 # fmt: off
-KEYS: tuple[Key, ...] = (
-    Key(name="dp", kind=Number(), default="what is left of the world",
+KEYS: tuple[LayoutKey, ...] = (
+    LayoutKey(name="dp", syntax=IntegerSyntax(), default="what is left of the world",
         meaning="data-parallel ranks"),
-    Key(name="zero", kind=Number(low=0, high=3), default="0; 1 under pp; 3 where shard is given",
+    LayoutKey(name="zero", syntax=IntegerSyntax(low=0, high=3), default="0; 1 under pp; 3 where shard is given",
         meaning="what is sharded over dp: nothing, optimizer states, gradients too, parameters too"),
-    Key(name="shard", kind=Number(), default="dp",
+    LayoutKey(name="shard", syntax=IntegerSyntax(), default="dp",
         meaning="shard inside groups of this size and replicate across them; divides dp"),
-    Key(name="tp", kind=Number(), default="1",
+    LayoutKey(name="tp", syntax=IntegerSyntax(), default="1",
         meaning="tensor-parallel ranks; kv heads are replicated where tp is a multiple of them"),
-    Key(name="tp_kind", kind=Choice(words=("1d", "2d", "2.5d", "3d")), default="1d",
+    LayoutKey(name="tp_kind", syntax=WordSyntax(words=("1d", "2d", "2.5d", "3d")), default="1d",
         meaning="shape of the tensor-parallel ranks"),
-    Key(name="depth", kind=Number(), default="1",
+    LayoutKey(name="depth", syntax=IntegerSyntax(), default="1",
         meaning="layers of 2.5d's grid: tp = side x side x depth"),
-    Key(name="sp", kind=Number(low=0, high=1), default="1 when tp > 1 and tp_kind=1d, else 0",
+    LayoutKey(name="sp", syntax=IntegerSyntax(low=0, high=1), default="1 when tp > 1 and tp_kind=1d, else 0",
         meaning="Megatron sequence parallelism: norms and residuals split over tp"),
-    Key(name="cp", kind=Number(), default="1",
+    LayoutKey(name="cp", syntax=IntegerSyntax(), default="1",
         meaning="context-parallel ranks: each holds a part of every sequence"),
-    Key(name="cp_kind", kind=Choice(words=("ring", "ulysses", "gather", "ring-ulysses")), default="ring",
+    LayoutKey(name="cp_kind", syntax=WordSyntax(words=("ring", "ulysses", "gather", "ring-ulysses")), default="ring",
         meaning="how attention sees the other parts of a sequence"),
-    Key(name="ulysses", kind=Number(), default="cp with cp_kind=ulysses, else 1",
+    LayoutKey(name="ulysses", syntax=IntegerSyntax(), default="cp with cp_kind=ulysses, else 1",
         meaning="ranks of cp that exchange heads; the ring runs over the rest"),
-    Key(name="pp", kind=Number(), default="1",
+    LayoutKey(name="pp", syntax=IntegerSyntax(), default="1",
         meaning="pipeline ranks"),
-    Key(name="schedule", kind=_SCHEDULES, default="1f1b",
+    LayoutKey(name="schedule", syntax=_SCHEDULE_SYNTAX, default="1f1b",
         meaning="order of the forward and backward passes of a pipeline", built=_BUILT_SCHEDULES,
         missing="this schedule is"),
-    Key(name="vpp", kind=Number(), default="2 where the schedule has chunks, else 1",
+    LayoutKey(name="vpp", syntax=IntegerSyntax(), default="2 where the schedule has chunks, else 1",
         meaning="chunks of layers per pipeline rank"),
-    Key(name="ep", kind=Number(), default="1",
+    LayoutKey(name="ep", syntax=IntegerSyntax(), default="1",
         meaning="expert-parallel ranks, folded into dp x cp x tp"),
-    Key(name="etp", kind=Number(), default="1",
+    LayoutKey(name="etp", syntax=IntegerSyntax(), default="1",
         meaning="tensor-parallel ranks inside one expert"),
-    Key(name="ep_inner", kind=Number(), default="1",
+    LayoutKey(name="ep_inner", syntax=IntegerSyntax(), default="1",
         meaning="ranks of ep x etp that share a node: tokens cross to another node once and are handed on inside"),
-    Key(name="microbatch", kind=Number(), default="batch / (dp x accumulate), else 1",
+    LayoutKey(name="microbatch", syntax=IntegerSyntax(), default="batch / (dp x accumulate), else 1",
         meaning="sequences per rank and microbatch"),
-    Key(name="accumulate", kind=Number(), default="batch / (dp x microbatch), else 1",
+    LayoutKey(name="accumulate", syntax=IntegerSyntax(), default="batch / (dp x microbatch), else 1",
         meaning="microbatches per step"),
-    Key(name="recompute", kind=_RECOMPUTE, default="none",
+    LayoutKey(name="recompute", syntax=_RECOMPUTE_SYNTAX, default="none",
         meaning="what is recomputed in the backward pass"),
-    Key(name="offload", kind=Joined(parts=("optimizer", "params", "activations", "disk")), default="none",
+    LayoutKey(name="offload", syntax=JoinedWordsSyntax(parts=("optimizer", "params", "activations", "disk")), default="none",
         meaning="what lives off the device"),
 )
 # fmt: on
 """The whole grammar, in the order in which a layout is written."""
 
-ROWS: dict[str, Key] = {key.name: key for key in KEYS}
+KEYS_BY_NAME: dict[str, LayoutKey] = {key.name: key for key in KEYS}
 
 
-def describe() -> str:
+def describe_grammar() -> str:
     """The grammar for people, an entry per key: meaning, legal values, default, and what can only be planned."""
     lines = []
     for key in KEYS:
         runs = f"; runs today: {', '.join(key.built)}" if key.built is not None else ""
         lines.append(f"{key.name:<12}{key.meaning}")
-        facts = f"{key.kind.legal}; default: {key.default}{runs}"
+        facts = f"{key.syntax.legal}; default: {key.default}{runs}"
         lines += wrap(facts, width=100, initial_indent=" " * 12, subsequent_indent=" " * 12, break_on_hyphens=False)
     return "\n".join(lines)
 
 
 @dataclass(kw_only=True)
-class Reading:
+class ParsedPairs:
     """What one line of text says, as far as it can be read."""
 
-    given: dict[str, Value] = field(default_factory=dict)
+    values: dict[str, Value] = field(default_factory=dict)
     """values by key; a misspelt key counts as the one it probably means, so that the rules see what was meant"""
-    faults: list[Fault] = field(default_factory=list)
+    issues: list[ValidationIssue] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
     """known keys whose value could not be read"""
 
 
-def read(text: str) -> Reading:
+def parse_pairs(text: str) -> ParsedPairs:
     """Reads `key=value` pairs between commas. Never raises: faults are collected beside what could be read."""
-    reading = Reading()
+    reading = ParsedPairs()
     if not text.strip():
         return reading
     first, semicolon, _ = text.partition(";")
     if semicolon:
         rule, hint = "is more than one layout", "semicolons part layouts, commas part keys"
-        reading.faults.append(Fault(key="layout", value=text, rule=rule, legal="one layout", hint=hint))
+        reading.issues.append(ValidationIssue(key="layout", value=text, message=rule, legal="one layout", hint=hint))
     meant: dict[str, Value] = {}
     for item in first.split(","):
         name, equals, value = (part.strip() for part in item.partition("="))
         if not item.strip():
             rule, hint = "has an empty place between commas", "leave the extra comma out"
-            reading.faults.append(Fault(key="layout", value=text, rule=rule, legal="key=value", hint=hint))
+            reading.issues.append(ValidationIssue(key="layout", value=text, message=rule, legal="key=value", hint=hint))
         elif not equals:
-            hint = f"write {name}=VALUE" if name in ROWS else did_you_mean(name, ROWS)
-            fault = Fault(key=name, value="", rule="is not key=value", legal="key=value, as in dp=4,tp=2", hint=hint)
-            reading.faults.append(fault)
-        elif name not in ROWS:
-            guess = closest(name, ROWS)
-            rule, legal = "is not a layout key", ", ".join(ROWS)
-            reading.faults.append(Fault(key=name, value=value, rule=rule, legal=legal, hint=did_you_mean(name, ROWS)))
-            if guess and (known := ROWS[guess].kind.read(value)) is not None:
+            hint = f"write {name}=VALUE" if name in KEYS_BY_NAME else did_you_mean(name, KEYS_BY_NAME)
+            fault = ValidationIssue(
+                key=name, value="", message="is not key=value", legal="key=value, as in dp=4,tp=2", hint=hint
+            )
+            reading.issues.append(fault)
+        elif name not in KEYS_BY_NAME:
+            guess = closest_word(name, KEYS_BY_NAME)
+            rule, legal = "is not a layout key", ", ".join(KEYS_BY_NAME)
+            reading.issues.append(
+                ValidationIssue(key=name, value=value, message=rule, legal=legal, hint=did_you_mean(name, KEYS_BY_NAME))
+            )
+            if guess and (known := KEYS_BY_NAME[guess].syntax.parse(value)) is not None:
                 meant[guess] = known
         else:
-            _read_value(ROWS[name], value, reading)
-    reading.given = meant | reading.given
+            _parse_value(KEYS_BY_NAME[name], value, reading)
+    reading.values = meant | reading.values
     return reading
 
 
-def _read_value(key: Key, text: str, reading: Reading) -> None:
-    value = key.kind.read(text)
-    if key.name in reading.given or key.name in reading.unreadable:
-        rule = f"is given twice (first {key.name}={reading.given.get(key.name, '?')})"
-        reading.faults.append(Fault(key=key.name, value=text, rule=rule, legal="once", hint=f"keep one {key.name}"))
+def _parse_value(key: LayoutKey, text: str, parsed: ParsedPairs) -> None:
+    value = key.syntax.parse(text)
+    if key.name in parsed.values or key.name in parsed.unreadable:
+        rule = f"is given twice (first {key.name}={parsed.values.get(key.name, '?')})"
+        parsed.issues.append(
+            ValidationIssue(key=key.name, value=text, message=rule, legal="once", hint=f"keep one {key.name}")
+        )
     elif value is None:
         rule = "is not a legal value" if text else "has no value"
-        hint = did_you_mean(text, key.kind.words)
-        reading.faults.append(Fault(key=key.name, value=text, rule=rule, legal=key.kind.legal, hint=hint))
-        reading.unreadable.append(key.name)
+        hint = did_you_mean(text, key.syntax.words)
+        parsed.issues.append(ValidationIssue(key=key.name, value=text, message=rule, legal=key.syntax.legal, hint=hint))
+        parsed.unreadable.append(key.name)
     else:
-        reading.given[key.name] = value
+        parsed.values[key.name] = value

@@ -7,16 +7,16 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from echelon.layout import grammar
-from echelon.layout.validation_error import Fault, FaultError
+from echelon.layout.validation_error import ValidationError, ValidationIssue
 
 DERIVED = -1
 """Stands for "what follows from the other keys" when a layout is made; no finished layout holds it."""
 
-WITH_CHUNKS = ("interleaved", "zb-v", "dualpipe-v")
+MULTI_CHUNK_SCHEDULES = ("interleaved", "zb-v", "dualpipe-v")
 """Schedules in which a rank holds more than one chunk of layers."""
-SPLIT_BACKWARD = ("zb-h1", "zb-v", "dualpipe-v")
+SPLIT_BACKWARD_SCHEDULES = ("zb-h1", "zb-v", "dualpipe-v")
 """Schedules that put weights' gradients off."""
-ASYNCHRONOUS = ("pipedream", "pipedream-vsync", "2bw")
+ASYNC_SCHEDULES = ("pipedream", "pipedream-vsync", "2bw")
 """Schedules that update without waiting for the pipeline to be empty."""
 
 
@@ -70,19 +70,19 @@ class Layout:
     """what lives off the device, joined by +"""
 
     def __post_init__(self) -> None:
-        derived = self._derived()
+        derived = self._derived_defaults()
         faults = []
         for key in grammar.KEYS:
             value = getattr(self, key.name)
             if key.name in derived and value == DERIVED:
                 object.__setattr__(self, key.name, derived[key.name])
-            elif key.kind.read(str(value)) != value:
+            elif key.syntax.parse(str(value)) != value:
                 rule = "is not a legal value"
-                faults.append(Fault(key=key.name, value=str(value), rule=rule, legal=key.kind.legal))
+                faults.append(ValidationIssue(key=key.name, value=str(value), message=rule, legal=key.syntax.legal))
         if faults:
-            raise FaultError(faults)
+            raise ValidationError(faults)
 
-    def _derived(self) -> dict[str, int]:
+    def _derived_defaults(self) -> dict[str, int]:
         """Defaults that follow from other keys. Only zero asks for another of them: whether `shard` was given."""
         hybrid = self.shard not in (DERIVED, self.dp)
         return {
@@ -90,7 +90,7 @@ class Layout:
             "shard": self.dp,
             "sp": 1 if self.tp > 1 and self.tp_kind == "1d" and self.schedule != "terapipe" else 0,
             "ulysses": self.cp if self.cp_kind == "ulysses" else 1,
-            "vpp": 2 if self.schedule in WITH_CHUNKS else 1,
+            "vpp": 2 if self.schedule in MULTI_CHUNK_SCHEDULES else 1,
         }
 
     @classmethod
@@ -119,23 +119,23 @@ class Layout:
         The rules between the keys themselves, and between them and a model, are `echelon.layout.check`'s.
         """
         # The rules read layouts, so they import this file; this is the one arrow back.
-        from echelon.layout.parse import parse
-        from echelon.layout.rules import SIZE_RULES, Facts
+        from echelon.layout.parse import parse_layout
+        from echelon.layout.rules import SIZE_RULES, LayoutConstraints
 
-        return parse(text, Facts(world=world, batch=batch), SIZE_RULES)
+        return parse_layout(text, LayoutConstraints(world=world, batch=batch), SIZE_RULES)
 
     @classmethod
     def parse_many(cls, text: str, *, world: int | None = None, batch: int | None = None) -> list[Layout]:
         """Reads layouts between semicolons. Raises FaultError with the faults of all of them."""
-        from echelon.layout.parse import parse_many
-        from echelon.layout.rules import SIZE_RULES, Facts
+        from echelon.layout.parse import parse_layouts
+        from echelon.layout.rules import SIZE_RULES, LayoutConstraints
 
-        return parse_many(text, Facts(world=world, batch=batch), SIZE_RULES)
+        return parse_layouts(text, LayoutConstraints(world=world, batch=batch), SIZE_RULES)
 
     @property
     def explicit(self) -> dict[str, int | str]:
         """dp, and every key that differs from its default: what the text form holds and `resolve` needs."""
-        derived = self._derived()
+        derived = self._derived_defaults()
         defaults = {f.name: derived.get(f.name, f.default) for f in fields(self)}
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: value for name, value in values.items() if name == "dp" or value != defaults[name]}
@@ -158,7 +158,7 @@ class Layout:
         return self.dp * self.tp * self.cp * self.pp
 
     @property
-    def shards(self) -> int:
+    def num_shards(self) -> int:
         """Ranks that divide the states between them: `shard`, or 1 where nothing is sharded."""
         return self.shard if self.zero else 1
 
@@ -173,7 +173,7 @@ class Layout:
         return tuple(
             f"{name}={value}: plan only ({row.missing} not built yet)"
             for name, value in self.explicit.items()
-            if (row := grammar.ROWS[name]).built is not None and not _built(str(value), row.built)
+            if (row := grammar.KEYS_BY_NAME[name]).built is not None and not _built(str(value), row.built)
         )
 
 

@@ -28,29 +28,29 @@ from functools import cached_property
 from itertools import product
 
 from echelon.layout.layout import Layout
-from echelon.layout.rules import tp_side
+from echelon.layout.rules import head_parallel_size
 from echelon.layout.validation_error import did_you_mean
 
-Group = tuple[int, ...]
+RankGroup = tuple[int, ...]
 
 _ORDERS = (("pp", "dp"), ("dp", "pp"))
 
-PRODUCTS = {"dp": ("replica", "shard"), "cp": ("ring", "ulysses"), "tp": ("z", "y", "x")}
+COMPOSITE_AXES = {"dp": ("replica", "shard"), "cp": ("ring", "ulysses"), "tp": ("z", "y", "x")}
 """axes that may be made of others"""
-STAGE = ("dp", "cp", "tp")
-FOLDED = ("edp", "ep", "etp")
+STAGE_AXES = ("dp", "cp", "tp")
+EXPERT_AXES = ("edp", "ep", "etp")
 """the ranks of a stage (dp x cp x tp) once more, as experts lie on them: copies, parts of the experts, parts of each"""
 
 
-def _context(layout: Layout) -> dict[str, int]:
+def _cp_axes(layout: Layout) -> dict[str, int]:
     if not 1 < layout.ulysses < layout.cp:
         return {"cp": layout.cp}
     return {"ring": layout.cp // layout.ulysses, "ulysses": layout.ulysses}
 
 
-def _tensor(layout: Layout) -> dict[str, int]:
+def _tp_axes(layout: Layout) -> dict[str, int]:
     """z layers of y rows of x ranks."""
-    side = tp_side(layout)
+    side = head_parallel_size(layout)
     if layout.tp_kind == "1d" or layout.tp == 1 or side is None:
         return {"tp": layout.tp}
     return {"z": layout.tp // side**2, "y": side, "x": side}
@@ -65,7 +65,7 @@ class Mesh:
     """pp and dp, the outer one first"""
     axes: dict[str, int] = field(init=False, compare=False, repr=False)
     """the size of every axis, outermost first"""
-    products: dict[str, tuple[str, ...]] = field(init=False, compare=False, repr=False)
+    composites: dict[str, tuple[str, ...]] = field(init=False, compare=False, repr=False)
     """the axes that are made of others, the outer one first"""
 
     def __post_init__(self) -> None:
@@ -75,14 +75,14 @@ class Mesh:
         sizes = self.layout
         outer = {
             "pp": {"pp": sizes.pp},
-            "dp": {"replica": sizes.dp // sizes.shards, "shard": sizes.shards},
+            "dp": {"replica": sizes.dp // sizes.num_shards, "shard": sizes.num_shards},
         }
-        axes = {**outer[order[0]], **outer[order[1]], **_context(sizes), **_tensor(sizes)}
+        axes = {**outer[order[0]], **outer[order[1]], **_cp_axes(sizes), **_tp_axes(sizes)}
         if math.prod(axes.values()) != sizes.world:
             raise ValueError(f"shard does not divide dp (shard={sizes.shard}, dp={sizes.dp}); use a divisor of dp")
         object.__setattr__(self, "axes", axes)
         object.__setattr__(
-            self, "products", {name: parts for name, parts in PRODUCTS.items() if set(parts) <= set(axes)}
+            self, "products", {name: parts for name, parts in COMPOSITE_AXES.items() if set(parts) <= set(axes)}
         )
 
     @property
@@ -100,25 +100,25 @@ class Mesh:
 
     def size(self, axis: str | Sequence[str]) -> int:
         """How many ranks share an axis, or a product of axes."""
-        return math.prod(self.axes[name] for name in self._names(axis))
+        return math.prod(self.axes[name] for name in self._expand_axes(axis))
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a rank stands on every axis; "dp" is its position in replica x shard, and so on."""
         self._check_rank(rank)
         at = {axis: rank // stride % self.axes[axis] for axis, stride in self.strides.items()}
-        for name, parts in self.products.items():
+        for name, parts in self.composites.items():
             at[name] = 0
             for part in parts:
                 at[name] = at[name] * self.axes[part] + at[part]
         place = (at["dp"] * self.layout.cp + at["cp"]) * self.layout.tp + at["tp"]
-        for name in reversed(FOLDED):
-            place, at[name] = divmod(place, self.folds[name])
+        for name in reversed(EXPERT_AXES):
+            place, at[name] = divmod(place, self.expert_axis_sizes[name])
         return at
 
     def rank(self, **at: int) -> int:
         """The rank at some coordinates; axes that are left out count as 0. "dp" stands for replica and shard."""
-        for name in self.products.keys() & at.keys():
-            parts, position = self.products[name], at.pop(name)
+        for name in self.composites.keys() & at.keys():
+            parts, position = self.composites[name], at.pop(name)
             if set(parts) & set(at):
                 raise ValueError(f"a rank is given by {name} or by {' and '.join(parts)}, not by both; leave one out")
             for part in reversed(parts[1:]):
@@ -126,62 +126,62 @@ class Mesh:
             at[parts[0]] = position
         rank = 0
         for axis, position in at.items():
-            self._names(axis)
+            self._expand_axes(axis)
             if not 0 <= position < self.axes[axis]:
                 raise ValueError(f"{axis} has no position {position} (size {self.axes[axis]}); count from 0")
             rank += position * self.strides[axis]
         return rank
 
     @property
-    def folds(self) -> dict[str, int]:
+    def expert_axis_sizes(self) -> dict[str, int]:
         """The sizes of the folded axes, outermost first."""
         ep, etp = self.layout.ep, self.layout.etp
-        return {"edp": self.size(STAGE) // (ep * etp), "ep": ep, "etp": etp}
+        return {"edp": self.size(STAGE_AXES) // (ep * etp), "ep": ep, "etp": etp}
 
-    def groups(self, axis: str | Sequence[str]) -> tuple[Group, ...]:
+    def groups(self, axis: str | Sequence[str]) -> tuple[RankGroup, ...]:
         """The ranks that differ on an axis (or on several) and on nothing else. The groups part the world."""
         names = (axis,) if isinstance(axis, str) else tuple(axis)
-        if set(names) & set(FOLDED):
-            return self._folded_groups(names)
-        inside = set(self._names(axis))
-        members = self._sums([name for name in self.axes if name in inside])
-        firsts = self._sums([name for name in self.axes if name not in inside])
+        if set(names) & set(EXPERT_AXES):
+            return self._expert_groups(names)
+        inside = set(self._expand_axes(axis))
+        members = self._rank_offsets([name for name in self.axes if name in inside])
+        firsts = self._rank_offsets([name for name in self.axes if name not in inside])
         return tuple(tuple(first + member for member in members) for first in firsts)
 
-    def peers(self, rank: int, axis: str | Sequence[str]) -> Group:
+    def peers(self, rank: int, axis: str | Sequence[str]) -> RankGroup:
         """The group of an axis that a rank is in, itself included, in the order of the axis."""
         self._check_rank(rank)
-        inside = [name for name in self.axes if name in set(self._names(axis))]
+        inside = [name for name in self.axes if name in set(self._expand_axes(axis))]
         at = self.coordinates(rank)
         first = rank - sum(at[name] * self.strides[name] for name in inside)
-        return tuple(first + member for member in self._sums(inside))
+        return tuple(first + member for member in self._rank_offsets(inside))
 
-    def _folded_groups(self, names: Sequence[str]) -> tuple[Group, ...]:
-        others = [name for name in FOLDED if name not in names]
-        found: list[Group] = []
-        for stage in self.groups(STAGE):
+    def _expert_groups(self, names: Sequence[str]) -> tuple[RankGroup, ...]:
+        others = [name for name in EXPERT_AXES if name not in names]
+        found: list[RankGroup] = []
+        for stage in self.groups(STAGE_AXES):
             by_others: dict[tuple[int, ...], list[int]] = {}
             for place, rank in enumerate(stage):
                 at = {}
-                for name in reversed(FOLDED):
-                    place, at[name] = divmod(place, self.folds[name])
+                for name in reversed(EXPERT_AXES):
+                    place, at[name] = divmod(place, self.expert_axis_sizes[name])
                 by_others.setdefault(tuple(at[name] for name in others), []).append(rank)
             found += [tuple(group) for group in by_others.values()]
         return tuple(sorted(found))
 
-    def _sums(self, names: Sequence[str]) -> list[int]:
+    def _rank_offsets(self, names: Sequence[str]) -> list[int]:
         """Every sum of coordinate x stride over some axes, smallest first."""
         steps = [range(0, self.axes[name] * self.strides[name], self.strides[name]) for name in names]
         return [sum(offsets) for offsets in product(*steps)]
 
-    def _names(self, axis: str | Sequence[str]) -> tuple[str, ...]:
+    def _expand_axes(self, axis: str | Sequence[str]) -> tuple[str, ...]:
         names: list[str] = []
         for name in (axis,) if isinstance(axis, str) else axis:
-            if name not in self.products and name not in self.axes:
-                known = (*self.axes, *self.products)
+            if name not in self.composites and name not in self.axes:
+                known = (*self.axes, *self.composites)
                 remedy = did_you_mean(name, known) or f"use one of {', '.join(known)}"
                 raise ValueError(f"the mesh has no axis of this name (axis={name}); {remedy}")
-            names += self.products.get(name, (name,))
+            names += self.composites.get(name, (name,))
         return tuple(dict.fromkeys(names))
 
     def _check_rank(self, rank: int) -> None:

@@ -23,30 +23,30 @@ from functools import cached_property
 
 Coordinates = Mapping[str, int]
 
-INSIDE = ("tp", "z", "y", "x")
+TP_AXES = ("tp", "z", "y", "x")
 """axes that decide who owns a piece. Shards and stages hold different elements, replicas the same ones"""
-WIDE = 4
+FP32_BYTES = 4
 """bytes of an element of a wide entry"""
-WIDE_UNIT = "(float32)"
+FP32_GROUP = "(float32)"
 """the name of the unit of what is wide and not an expert's"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class DimSplit:
     """One dimension of a tensor divided over one mesh axis; a second cut of it divides the parts of the first."""
 
     axis: str
     """the mesh axis whose coordinate picks the part"""
     dim: int
     """the tensor dimension that is divided"""
-    parts: int
+    num_parts: int
     """how many different parts there are; a size that does not divide is padded at the end"""
-    copies: int = 1
+    num_copies: int = 1
     """how many neighbouring ranks of the axis hold the same part (replicated key-value heads)"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class LogicalParam:
     """One logical parameter: its names, its shape, and how it is cut."""
 
     name: str
@@ -55,63 +55,63 @@ class Entry:
     """every name it has: tied weights have several"""
     shape: tuple[int, ...]
     """the shape on one device"""
-    cuts: tuple[Cut, ...] = ()
+    splits: tuple[DimSplit, ...] = ()
     """the dimensions that are divided; none means a whole copy on every rank"""
-    holders: tuple[int, ...] = ()
+    tied_pp_ranks: tuple[int, ...] = ()
     """the pp ranks that hold it, where several do (a tied weight); the first of them counts it"""
-    sum_over: tuple[str, ...] = ()
+    partial_grad_axes: tuple[str, ...] = ()
     """axes over which each rank's gradient is only a part, to be summed once a step (see parallel/tp/sequence_parallel.py)"""
     decay: bool = True
     """weight decay applies (matrices); vectors are left alone"""
     trainable: bool = True
     """it has a gradient"""
-    folded: bool = False
+    is_expert: bool = False
     """it is an expert's: its cuts are over ep and etp, and its copies lie on edp"""
-    filters: bool = False
+    is_conv: bool = False
     """it is a convolution's: as a matrix it has a row for each output"""
-    wide: bool = False
+    keep_fp32: bool = False
     """it is float32 beside a 16-bit compute type"""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         shape = list(self.shape)
-        for cut in self.cuts:
-            shape[cut.dim] = -(-shape[cut.dim] // cut.parts)
+        for cut in self.splits:
+            shape[cut.dim] = -(-shape[cut.dim] // cut.num_parts)
         return tuple(shape)
 
     @cached_property
     def local_numel(self) -> int:
         return math.prod(self.local_shape)
 
-    def box(self, at: Coordinates) -> tuple[tuple[int, int], ...]:
+    def box(self, coordinates: Coordinates) -> tuple[tuple[int, int], ...]:
         """The half-open range of each logical dimension; shorter than `local_shape` where that is padded."""
         ranges = [(0, size) for size in self.shape]
         widths = list(self.shape)
-        for cut in self.cuts:
-            (low, high), part = ranges[cut.dim], at[cut.axis] // cut.copies
-            widths[cut.dim] = width = -(-widths[cut.dim] // cut.parts)
+        for cut in self.splits:
+            (low, high), part = ranges[cut.dim], coordinates[cut.axis] // cut.num_copies
+            widths[cut.dim] = width = -(-widths[cut.dim] // cut.num_parts)
             ranges[cut.dim] = (min(low + part * width, high), min(low + (part + 1) * width, high))
         return tuple(ranges)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unit:
+class ParamGroupSpec:
     """Parameters that are gathered, reduced and freed together, laid one after another in a flat buffer."""
 
     name: str
     """the module's name; the root is the empty name"""
-    entries: tuple[Entry, ...]
+    params: tuple[LogicalParam, ...]
     """in the order of the buffer: decayed, not decayed, frozen"""
-    shards: int
+    num_shards: int
     """how many equal shards the buffer is cut into; 1 keeps it whole"""
-    kept: bool = False
+    stays_unsharded: bool = False
     """once gathered it stays whole until its gradients are there, as the root does"""
     offsets: dict[str, int] = field(init=False, repr=False, compare=False)
     """where each entry starts in the buffer"""
 
     def __post_init__(self) -> None:
-        order = sorted(self.entries, key=lambda entry: (not entry.trainable, not entry.decay))
-        object.__setattr__(self, "entries", tuple(order))
+        order = sorted(self.params, key=lambda entry: (not entry.trainable, not entry.decay))
+        object.__setattr__(self, "params", tuple(order))
         offsets, position = {}, 0
         for entry in order:
             offsets[entry.name] = position
@@ -119,40 +119,40 @@ class Unit:
         object.__setattr__(self, "offsets", offsets)
 
     @property
-    def folded(self) -> bool:
+    def is_expert(self) -> bool:
         """Its parameters are experts'."""
-        return self.entries[0].folded
+        return self.params[0].is_expert
 
     @property
-    def wide(self) -> bool:
+    def keep_fp32(self) -> bool:
         """Its parameters are float32, whatever the others are."""
-        return self.entries[0].wide
+        return self.params[0].keep_fp32
 
-    def bytes_of(self, size: int) -> int:
+    def element_bytes(self, dtype_bytes: int) -> int:
         """Of an element, where one of the others has `size`."""
-        return max(size, WIDE) if self.wide else size
+        return max(dtype_bytes, FP32_BYTES) if self.keep_fp32 else dtype_bytes
 
     @cached_property
     def numel(self) -> int:
         """Elements of the buffer in use, before it is padded to equal shards."""
-        return sum(entry.local_numel for entry in self.entries)
+        return sum(entry.local_numel for entry in self.params)
 
     @property
     def shard_numel(self) -> int:
-        return -(-self.numel // self.shards)
+        return -(-self.numel // self.num_shards)
 
-    def interval(self, entry: Entry, shard: int) -> tuple[int, int]:
+    def shard_interval(self, param: LogicalParam, shard: int) -> tuple[int, int]:
         """The part [start, stop) of an entry's local tensor that lies in a shard; empty where start == stop."""
-        offset, size = self.offsets[entry.name], self.shard_numel
-        start = min(max(shard * size - offset, 0), entry.local_numel)
-        stop = min(max((shard + 1) * size - offset, 0), entry.local_numel)
+        offset, size = self.offsets[param.name], self.shard_numel
+        start = min(max(shard * size - offset, 0), param.local_numel)
+        stop = min(max((shard + 1) * size - offset, 0), param.local_numel)
         return start, stop
 
     def decay_ranges(self, shard: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """The (decayed, not decayed) trainable ranges of a shard, relative to its start."""
         low, high = shard * self.shard_numel, (shard + 1) * self.shard_numel
-        decayed = sum(e.local_numel for e in self.entries if e.trainable and e.decay)
-        trainable = sum(e.local_numel for e in self.entries if e.trainable)
+        decayed = sum(e.local_numel for e in self.params if e.trainable and e.decay)
+        trainable = sum(e.local_numel for e in self.params if e.trainable)
 
         def clip(start: int, stop: int) -> tuple[int, int]:
             start, stop = min(max(start, low), high), min(max(stop, low), high)
@@ -165,8 +165,8 @@ class Unit:
 class Piece:
     """What one rank holds of one logical parameter."""
 
-    entry: Entry
-    unit: str
+    param: LogicalParam
+    group_name: str
     box: tuple[tuple[int, int], ...]
     """the part of the logical tensor that the rank's local tensor covers"""
     start: int
@@ -175,16 +175,16 @@ class Piece:
     """one past the last element held"""
     shard_offset: int
     """where element `start` lies in the rank's shard of the unit"""
-    owner: bool
+    is_owner: bool
     """this rank counts the piece in norms: exactly one rank of each replica does, for every element"""
-    counts: bool
+    counts_in_stage: bool
     """the same inside a stage: of a weight that several stages hold, one rank of each stage counts each element"""
-    first: bool
+    is_first_replica: bool
     """of the replicas, this is the first: it writes the piece to disk"""
 
-    def runs(self) -> Iterator[tuple[int, int]]:
+    def unpadded_runs(self) -> Iterator[tuple[int, int]]:
         """The sub-intervals of [start, stop) that are real elements, not padding."""
-        local = self.entry.local_shape
+        local = self.param.local_shape
         real = tuple(high - low for low, high in self.box)
         if real == local:
             if self.start < self.stop:
@@ -208,55 +208,60 @@ class Piece:
 class Placement:
     """The record of a whole model on a mesh, as one rank sees it."""
 
-    units: tuple[Unit, ...]
-    at: Coordinates
+    param_groups: tuple[ParamGroupSpec, ...]
+    coordinates: Coordinates
     """this rank's coordinates, by mesh axis; a rank holds shard number `at["shard"]` of every unit, and ranks that hold
     the same shards are told apart by `at["replica"]`. For experts these are "expert shard" and "expert replica"."""
 
     def pieces(self) -> Iterator[Piece]:
-        for unit in self.units:
-            for entry in unit.entries:
+        for unit in self.param_groups:
+            for entry in unit.params:
                 yield self.piece(unit, entry)
 
-    def piece(self, unit: Unit, entry: Entry) -> Piece:
-        shard = self.shard_of(unit)
-        start, stop = unit.interval(entry, shard)
+    def piece(self, group: ParamGroupSpec, param: LogicalParam) -> Piece:
+        shard = self.shard_index(group)
+        start, stop = group.shard_interval(param, shard)
         return Piece(
-            entry=entry,
-            unit=unit.name,
-            box=entry.box(self.at),
+            param=param,
+            group_name=group.name,
+            box=param.box(self.coordinates),
             start=start,
             stop=stop,
-            shard_offset=unit.offsets[entry.name] + start - shard * unit.shard_numel,
-            owner=self._owns(entry),
-            counts=self._counts(entry),
-            first=self.at["replica" if not entry.folded else "expert replica"] == 0,
+            shard_offset=group.offsets[param.name] + start - shard * group.shard_numel,
+            is_owner=self._is_owner(param),
+            counts_in_stage=self._counts_in_stage(param),
+            is_first_replica=self.coordinates["replica" if not param.is_expert else "expert replica"] == 0,
         )
 
-    def shard_of(self, unit: Unit) -> int:
+    def shard_index(self, group: ParamGroupSpec) -> int:
         """The number of the shard of a unit that this rank holds."""
-        return self.at["shard" if not unit.folded else "expert shard"] if unit.shards > 1 else 0
+        return self.coordinates["shard" if not group.is_expert else "expert shard"] if group.num_shards > 1 else 0
 
-    def _owns(self, entry: Entry) -> bool:
-        return self._counts(entry) and not (entry.holders and entry.holders[0] != self.at["pp"])
+    def _is_owner(self, entry: LogicalParam) -> bool:
+        return self._counts_in_stage(entry) and not (
+            entry.tied_pp_ranks and entry.tied_pp_ranks[0] != self.coordinates["pp"]
+        )
 
-    def _counts(self, entry: Entry) -> bool:
-        copies = {cut.axis: cut.copies for cut in entry.cuts}
-        if entry.folded:
-            return all(self.at[axis] == 0 for axis in ("ep", "etp") if axis not in copies)
+    def _counts_in_stage(self, entry: LogicalParam) -> bool:
+        copies = {cut.axis: cut.num_copies for cut in entry.splits}
+        if entry.is_expert:
+            return all(self.coordinates[axis] == 0 for axis in ("ep", "etp") if axis not in copies)
         # tp is the product of z, y and x where they are there: a cut names either the one or the others.
-        inside = [axis for axis in INSIDE if axis in self.at]
+        inside = [axis for axis in TP_AXES if axis in self.coordinates]
         inside = [axis for axis in inside if axis != "tp" or len(inside) == 1]
-        return all(self.at[axis] % copies[axis] == 0 if axis in copies else self.at[axis] == 0 for axis in inside)
+        return all(
+            self.coordinates[axis] % copies[axis] == 0 if axis in copies else self.coordinates[axis] == 0
+            for axis in inside
+        )
 
     @property
-    def entries(self) -> dict[str, Entry]:
-        return {entry.name: entry for unit in self.units for entry in unit.entries}
+    def params(self) -> dict[str, LogicalParam]:
+        return {entry.name: entry for unit in self.param_groups for entry in unit.params}
 
 
-def units_of(
-    entries: Sequence[Entry], roots: Mapping[str, bool], shards: int, folded_shards: int = 1
-) -> tuple[Unit, ...]:
+def group_params(
+    params: Sequence[LogicalParam], roots: Mapping[str, bool], num_shards: int, num_expert_shards: int = 1
+) -> tuple[ParamGroupSpec, ...]:
     """Groups entries by the module in `roots` that holds them; what none holds (tied weights too) forms the unit "".
 
     Experts form units of their own, by their module: their shards lie on other ranks. What is wide forms one unit, as a
@@ -265,25 +270,25 @@ def units_of(
     `roots` says of each module whether its unit is kept; the unit "" is. What several pp ranks hold forms a unit of its
     own: its shards are then the same intervals on all of them.
     """
-    groups: dict[str, list[Entry]] = {"": [], WIDE_UNIT: [], **{root: [] for root in roots}}
-    for entry in entries:
-        if entry.holders:
+    groups: dict[str, list[LogicalParam]] = {"": [], FP32_GROUP: [], **{root: [] for root in roots}}
+    for entry in params:
+        if entry.tied_pp_ranks:
             groups[entry.name] = [entry]
             continue
-        if entry.folded:
+        if entry.is_expert:
             groups.setdefault(entry.name.rpartition(".")[0], []).append(entry)
             continue
-        if entry.wide:
-            groups[WIDE_UNIT].append(entry)
+        if entry.keep_fp32:
+            groups[FP32_GROUP].append(entry)
             continue
         homes = {next((root for root in roots if name.startswith(root + ".")), "") for name in entry.names}
         groups[homes.pop() if len(homes) == 1 else ""].append(entry)
     return tuple(
-        Unit(
+        ParamGroupSpec(
             name=name,
-            entries=tuple(found),
-            shards=folded_shards if found[0].folded else shards,
-            kept=not found[0].folded and roots.get(name, True),
+            params=tuple(found),
+            num_shards=num_expert_shards if found[0].is_expert else num_shards,
+            stays_unsharded=not found[0].is_expert and roots.get(name, True),
         )
         for name, found in groups.items()
         if found

@@ -23,40 +23,40 @@ from collections import Counter
 from dataclasses import dataclass
 
 from echelon.layout.layout import Layout
-from echelon.layout.mesh import Group, Mesh
+from echelon.layout.mesh import Mesh, RankGroup
 
 
 @dataclass(frozen=True, kw_only=True)
-class Links:
+class LinkSpeeds:
     """How fast devices reach each other."""
 
     devices_per_node: int
     """ranks 0 to devices_per_node - 1 are on the first node, and so on"""
-    inside: float
+    intra_node: float
     """bytes per second that a device sends to another one of its node"""
-    between: float
+    inter_node: float
     """bytes per second that a device sends to another node while its neighbours do the same"""
 
     def __post_init__(self) -> None:
-        if self.devices_per_node < 1 or self.inside <= 0 or self.between <= 0:
+        if self.devices_per_node < 1 or self.intra_node <= 0 or self.inter_node <= 0:
             raise ValueError(f"links need at least one device per node and speeds above zero ({self})")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traffic:
+class StepTraffic:
     """What one rank sends in a step on the two axes, and what it can do meanwhile."""
 
     dp_bytes: float
     """bytes that a rank sends in its gradient and parameter collectives"""
     pp_bytes: float
     """bytes that a rank sends to its neighbouring stages"""
-    dp_hidden_s: float = 0.0
+    dp_overlap_s: float = 0.0
     """seconds of compute that run beside the dp collectives"""
-    pp_hidden_s: float = 0.0
+    pp_overlap_s: float = 0.0
     """seconds of compute that run beside the sends between stages"""
 
 
-def choose_order(layout: Layout, links: Links, traffic: Traffic) -> tuple[str, str]:
+def choose_rank_order(layout: Layout, links: LinkSpeeds, traffic: StepTraffic) -> tuple[str, str]:
     """The order of pp and dp, outer first, with the smaller exposed time. A tie keeps pp outside.
 
     See [Note: what the order changes]. The result is `Mesh`'s `order`.
@@ -64,31 +64,31 @@ def choose_order(layout: Layout, links: Links, traffic: Traffic) -> tuple[str, s
     if layout.dp == 1 or layout.pp == 1:
         return ("pp", "dp")  # one of the two axes is not there: both orders are the same ranks
     pp_outside, dp_outside = Mesh(layout, ("pp", "dp")), Mesh(layout, ("dp", "pp"))
-    better = exposed_s(dp_outside, links, traffic) < exposed_s(pp_outside, links, traffic)
+    better = exposed_comm_s(dp_outside, links, traffic) < exposed_comm_s(pp_outside, links, traffic)
     return dp_outside.order if better else pp_outside.order
 
 
-def exposed_s(mesh: Mesh, links: Links, traffic: Traffic) -> float:
+def exposed_comm_s(mesh: Mesh, links: LinkSpeeds, traffic: StepTraffic) -> float:
     """Seconds of a step that dp and pp messages take and no compute hides, in this order of ranks."""
     exposed = 0.0
     if mesh.layout.dp > 1:
-        speed = min(_ring_speed(group, links) for group in mesh.groups("dp"))
-        exposed += max(0.0, traffic.dp_bytes / speed - traffic.dp_hidden_s)
+        speed = min(_collective_speed(group, links) for group in mesh.groups("dp"))
+        exposed += max(0.0, traffic.dp_bytes / speed - traffic.dp_overlap_s)
     if mesh.layout.pp > 1:
-        speed = min(_chain_speed(group, links) for group in mesh.groups("pp"))
-        exposed += max(0.0, traffic.pp_bytes / speed - traffic.pp_hidden_s)
+        speed = min(_p2p_speed(group, links) for group in mesh.groups("pp"))
+        exposed += max(0.0, traffic.pp_bytes / speed - traffic.pp_overlap_s)
     return exposed
 
 
-def _ring_speed(group: Group, links: Links) -> float:
+def _collective_speed(group: RankGroup, links: LinkSpeeds) -> float:
     """Bytes per second of a rank in a collective. Members on one node share the work of leaving it."""
     on_node = Counter(rank // links.devices_per_node for rank in group)
     if len(on_node) == 1:
-        return links.inside
-    return min(links.inside, links.between * min(on_node.values()))
+        return links.intra_node
+    return min(links.intra_node, links.inter_node * min(on_node.values()))
 
 
-def _chain_speed(group: Group, links: Links) -> float:
+def _p2p_speed(group: RankGroup, links: LinkSpeeds) -> float:
     """Bytes per second of the slowest hop: in a steady pipeline every stage waits for it."""
     nodes = [rank // links.devices_per_node for rank in group]
-    return links.inside if len(set(nodes)) == 1 else min(links.inside, links.between)
+    return links.intra_node if len(set(nodes)) == 1 else min(links.intra_node, links.inter_node)

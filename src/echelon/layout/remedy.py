@@ -10,83 +10,85 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from echelon.layout.grammar import ROWS, Value
+from echelon.layout.grammar import KEYS_BY_NAME, Value
 
-_HIGHEST = 256
+_MAX_TRIED = 256
 """Every number up to here is tried, and beyond it the divisors of the sizes at hand."""
-_SHOWN = 12
+_MAX_SHOWN = 12
 """More values than these are shown as a range, or as those nearest to the given one."""
 
 
 @dataclass(frozen=True)
-class Broken:
+class Violation:
     """A rule that does not hold."""
 
     keys: tuple[str, ...]
     """the keys that could repair it, the likeliest first"""
-    rule: str
+    message: str
     """the end of a sentence that starts with key=value"""
     hint: str = ""
     legal: str = ""
     """set where trying cannot find the legal values"""
 
 
-Probe = Callable[[Mapping[str, Value]], Mapping[str, Broken]]
+Probe = Callable[[Mapping[str, Value]], Mapping[str, Violation]]
 """From given keys to what they break, by the name of the rule."""
 
 
-class Remedies:
+class RemedySearch:
     """The search, for one set of given keys. Each value of a key is tried once, whatever the number of broken rules."""
 
     def __init__(self, given: Mapping[str, Value], probe: Probe, sizes: Sequence[int]):
         self._given = given
         self._probe = probe
         self._sizes = sizes
-        self._numbers = [*range(_HIGHEST + 1), *(n for size in sizes for n in _divisors(size))]
+        self._numbers = [*range(_MAX_TRIED + 1), *(n for size in sizes for n in _divisors(size))]
         self._before = probe(given)
-        self._after: dict[str, dict[Value, Mapping[str, Broken]]] = {}
+        self._after: dict[str, dict[Value, Mapping[str, Violation]]] = {}
 
-    def best(self, name: str, rule: Broken) -> tuple[str, str]:
+    def best_key(self, name: str, rule: Violation) -> tuple[str, str]:
         """The key to blame and its legal values: the first key that repairs the rule alone, or without others."""
         if rule.legal:
             return rule.keys[0], rule.legal
         # A value that breaks another rule is no remedy where another key has one that breaks none.
-        keys = sorted(rule.keys, key=lambda key: not self._clean(key, name))
+        keys = sorted(rule.keys, key=lambda key: not self._clean_values(key, name))
         for key in keys:
-            if values := self._working(key, name):
-                return key, _show(values, self._given.get(key))
+            if values := self._working_values(key, name):
+                return key, _format_values(values, self._given.get(key))
         for key in rule.keys:
             others = [other for other in rule.keys if other != key and other in self._given]
             fewer = {known: value for known, value in self._given.items() if known not in others}
-            if others and (values := Remedies(fewer, self._probe, self._sizes)._working(key, name)):
-                return key, f"{_show(values, self._given.get(key))} without {' and '.join(others)}"
+            if others and (values := RemedySearch(fewer, self._probe, self._sizes)._working_values(key, name)):
+                return key, f"{_format_values(values, self._given.get(key))} without {' and '.join(others)}"
         return rule.keys[0], "none while the other keys stay"
 
     def repairs(self, key: str, name: str) -> bool:
         """Whether some value of the key meets the rule."""
-        return any(name not in left for left in self._try(key).values())
+        return any(name not in left for left in self._try_values(key).values())
 
-    def _working(self, key: str, name: str) -> list[Value]:
+    def _working_values(self, key: str, name: str) -> list[Value]:
         """Values that meet the rule, repair whatever this key can repair, and break no rule that held.
 
         Where there is none, the last wish is dropped, then the second.
         """
-        return self._clean(key, name) or self._repairing(key, name) or list(self._meeting(key, name))
+        return (
+            self._clean_values(key, name) or self._repairing_values(key, name) or list(self._meeting_values(key, name))
+        )
 
-    def _clean(self, key: str, name: str) -> list[Value]:
-        meet = self._meeting(key, name)
-        return [value for value in self._repairing(key, name) if meet[value].keys() <= self._before.keys()]
+    def _clean_values(self, key: str, name: str) -> list[Value]:
+        meet = self._meeting_values(key, name)
+        return [value for value in self._repairing_values(key, name) if meet[value].keys() <= self._before.keys()]
 
-    def _repairing(self, key: str, name: str) -> list[Value]:
+    def _repairing_values(self, key: str, name: str) -> list[Value]:
         mine = {other for other in self._before if self.repairs(key, other)}
-        return [value for value, left in self._meeting(key, name).items() if not left.keys() & mine]
+        return [value for value, left in self._meeting_values(key, name).items() if not left.keys() & mine]
 
-    def _meeting(self, key: str, name: str) -> dict[Value, Mapping[str, Broken]]:
-        return {value: left for value, left in self._try(key).items() if name not in left}
+    def _meeting_values(self, key: str, name: str) -> dict[Value, Mapping[str, Violation]]:
+        return {value: left for value, left in self._try_values(key).items() if name not in left}
 
-    def _try(self, key: str) -> dict[Value, Mapping[str, Broken]]:
+    def _try_values(self, key: str) -> dict[Value, Mapping[str, Violation]]:
         if key not in self._after:
-            values = ROWS[key].kind.candidates(self._numbers)
+            values = KEYS_BY_NAME[key].syntax.candidates(self._numbers)
             self._after[key] = {value: self._probe({**self._given, key: value}) for value in values}
         return self._after[key]
 
@@ -96,12 +98,12 @@ def _divisors(number: int) -> list[int]:
     return [*small, *(number // n for n in small)]
 
 
-def _show(values: Sequence[Value], given: Value | None) -> str:
+def _format_values(values: Sequence[Value], given: Value | None) -> str:
     numbers = [value for value in values if isinstance(value, int)]
-    if len(values) <= _SHOWN or len(numbers) < len(values):
+    if len(values) <= _MAX_SHOWN or len(numbers) < len(values):
         return ", ".join(str(value) for value in values)
     low, high = numbers[0], numbers[-1]
-    if {*range(low, min(high, _HIGHEST) + 1)} <= {*numbers}:
-        return f">= {low}" if high >= _HIGHEST else f"{low} to {high}"
-    near = sorted(numbers, key=lambda n: abs(n - given) if isinstance(given, int) else n)[:_SHOWN]
+    if {*range(low, min(high, _MAX_TRIED) + 1)} <= {*numbers}:
+        return f">= {low}" if high >= _MAX_TRIED else f"{low} to {high}"
+    near = sorted(numbers, key=lambda n: abs(n - given) if isinstance(given, int) else n)[:_MAX_SHOWN]
     return ", ".join(str(n) for n in sorted(near)) + ", ..."

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from echelon.layout.grammar import ROWS, Value
-from echelon.layout.layout import ASYNCHRONOUS, WITH_CHUNKS, Layout
-from echelon.layout.remedy import Broken, Remedies
-from echelon.layout.validation_error import Fault
+from echelon.layout.grammar import KEYS_BY_NAME, Value
+from echelon.layout.layout import ASYNC_SCHEDULES, MULTI_CHUNK_SCHEDULES, Layout
+from echelon.layout.remedy import RemedySearch, Violation
+from echelon.layout.validation_error import ValidationIssue
 
 
-class ModelFacts(Protocol):
+class ModelDimensions(Protocol):
     """What the rules need to know of a model. A number that it does not have is 0."""
 
     @property
@@ -37,274 +37,274 @@ class ModelFacts(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class LayoutConstraints:
     """What a layout must fit. None where it is not known yet: the rules about it are then not asked."""
 
     world: int | None = None
     batch: int | None = None
     seq_len: int | None = None
-    model: ModelFacts | None = None
+    model: ModelDimensions | None = None
 
 
-Rule = Callable[[Layout, Facts], Iterator[Broken]]
+LayoutRule = Callable[[Layout, LayoutConstraints], Iterator[Violation]]
 
 
-def fills_world(layout: Layout, facts: Facts) -> Iterator[Broken]:
+def layout_fills_world(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
     if facts.world is None or layout.world == facts.world:
         return
     rule = f"does not fill the world (world {facts.world}, dp x tp x cp x pp = {layout.world})"
     # A degree of 1 was hardly written by the user: blame another one first.
     keys = sorted(("tp", "cp", "pp", "dp"), key=lambda key: getattr(layout, key) == 1)
-    yield Broken(tuple(keys), rule, f"or start {layout.world} ranks")
+    yield Violation(tuple(keys), rule, f"or start {layout.world} ranks")
 
 
-def fills_batch(layout: Layout, facts: Facts) -> Iterator[Broken]:
+def layout_fills_batch(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
     batch, dp = facts.batch, layout.dp
     if batch is None or layout.batch == batch:
         return
     if batch % dp:
-        yield Broken(("batch",), f"is not a multiple of dp ({dp})", f"or a dp that divides {batch}")
+        yield Violation(("batch",), f"is not a multiple of dp ({dp})", f"or a dp that divides {batch}")
     else:
         product = f"dp x microbatch x accumulate = {dp} x {layout.microbatch} x {layout.accumulate} = {layout.batch}"
-        yield Broken(("microbatch", "accumulate"), f"does not give the batch (batch {batch}, {product})")
+        yield Violation(("microbatch", "accumulate"), f"does not give the batch (batch {batch}, {product})")
 
 
-def shard_divides_dp(layout: Layout, facts: Facts) -> Iterator[Broken]:
+def shard_divides_dp(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
     if layout.dp % layout.shard:
-        yield Broken(("shard",), f"does not divide dp ({layout.dp})")
+        yield Violation(("shard",), f"does not divide dp ({layout.dp})")
     elif layout.shard != layout.dp and not layout.zero:
-        yield Broken(("shard", "zero"), "does nothing where nothing is sharded (zero 0)")
+        yield Violation(("shard", "zero"), "does nothing where nothing is sharded (zero 0)")
 
 
-def tp_has_its_shape(layout: Layout, facts: Facts) -> Iterator[Broken]:
+def tp_matches_grid_shape(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
     shapes = {"2d": "a square", "2.5d": f"a square times the depth ({layout.depth})", "3d": "a cube"}
     if layout.tp_kind == "1d":
         return
     if layout.tp == 1:
-        yield Broken(("tp_kind", "tp"), "does nothing without tp (tp 1)")
-    elif tp_side(layout) is None:
+        yield Violation(("tp_kind", "tp"), "does nothing without tp (tp 1)")
+    elif head_parallel_size(layout) is None:
         keys = ("depth", "tp") if layout.tp_kind == "2.5d" else ("tp",)
         rule = f"breaks the shape of tp (tp {layout.tp}, tp_kind {layout.tp_kind}: {shapes[layout.tp_kind]})"
-        yield Broken(keys, rule, "or tp_kind=1d")
+        yield Violation(keys, rule, "or tp_kind=1d")
 
 
-def depth_is_for_25d(layout: Layout, facts: Facts) -> Iterator[Broken]:
+def depth_requires_2_5d(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
     if layout.depth > 1 and layout.tp_kind != "2.5d":
-        yield Broken(("depth",), f"needs tp_kind=2.5d (tp_kind {layout.tp_kind})")
+        yield Violation(("depth",), f"needs tp_kind=2.5d (tp_kind {layout.tp_kind})")
 
 
-def sp_needs_tp(layout: Layout, facts: Facts) -> Iterator[Broken]:
+def sp_requires_1d_tp(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
     if layout.sp and layout.tp == 1:
-        yield Broken(("sp",), "needs tp > 1 (tp 1)")
+        yield Violation(("sp",), "needs tp > 1 (tp 1)")
     elif layout.sp and layout.tp_kind != "1d":
         rule = f"is not for a grid, where all activations are divided over all ranks of tp (tp_kind {layout.tp_kind})"
-        yield Broken(("sp",), rule, "or tp_kind=1d")
+        yield Violation(("sp",), rule, "or tp_kind=1d")
 
 
-def tp_divides_model(layout: Layout, facts: Facts) -> Iterator[Broken]:
-    model, side = facts.model, tp_side(layout)
+def tp_divides_model(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
+    model, side = facts.model, head_parallel_size(layout)
     if model is None or side is None:
         return
     if model.heads and model.heads % side:
-        yield Broken(("tp",), f"does not divide {model.heads} heads ({model.name})")
-    elif not kv_heads_split(model, side):
-        yield Broken(("tp",), f"neither divides {model.kv_heads} kv heads nor is a multiple of them ({model.name})")
+        yield Violation(("tp",), f"does not divide {model.heads} heads ({model.name})")
+    elif not kv_heads_divide(model, side):
+        yield Violation(("tp",), f"neither divides {model.kv_heads} kv heads nor is a multiple of them ({model.name})")
     elif model.ffn % side and layout.tp_kind == "1d":  # a grid pads it
-        yield Broken(("tp",), f"does not divide the feed-forward width {model.ffn} ({model.name})")
+        yield Violation(("tp",), f"does not divide the feed-forward width {model.ffn} ({model.name})")
 
 
-def cp_kind_needs_cp(layout: Layout, facts: Facts) -> Iterator[Broken]:
+def cp_kind_requires_cp(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
     if layout.cp_kind != "ring" and layout.cp == 1:
-        yield Broken(("cp_kind",), "needs cp > 1 (cp 1)")
+        yield Violation(("cp_kind",), "needs cp > 1 (cp 1)")
 
 
-def cp_needs_tokens(layout: Layout, facts: Facts) -> Iterator[Broken]:
+def cp_requires_tokens(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
     if layout.cp > 1 and getattr(facts.model, "family", "") == "conv":
         assert facts.model is not None
-        yield Broken(("cp",), f"cuts sequences of tokens, and {facts.model.name} has none")
+        yield Violation(("cp",), f"cuts sequences of tokens, and {facts.model.name} has none")
 
 
-def ulysses_fits_cp(layout: Layout, facts: Facts) -> Iterator[Broken]:
+def ulysses_fits_cp(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
     cp, kind, degree = layout.cp, layout.cp_kind, layout.ulysses
     if kind in ("ring", "gather") and degree > 1:
-        yield Broken(("ulysses",), f"needs cp_kind=ulysses or ring-ulysses (cp_kind {kind})")
+        yield Violation(("ulysses",), f"needs cp_kind=ulysses or ring-ulysses (cp_kind {kind})")
     elif kind == "ulysses" and degree != cp:
-        yield Broken(("ulysses",), f"is not cp (cp {cp})", "or cp_kind=ring-ulysses")
+        yield Violation(("ulysses",), f"is not cp (cp {cp})", "or cp_kind=ring-ulysses")
     elif kind == "ring-ulysses" and cp > 1 and (degree == 1 or cp % degree):
-        yield Broken(("ulysses",), f"is not a divisor above 1 of cp (cp {cp})", "or cp_kind=ring")
+        yield Violation(("ulysses",), f"is not a divisor above 1 of cp (cp {cp})", "or cp_kind=ring")
 
 
-def ulysses_divides_heads(layout: Layout, facts: Facts) -> Iterator[Broken]:
-    model, side = facts.model, tp_side(layout)
+def ulysses_divides_heads(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
+    model, side = facts.model, head_parallel_size(layout)
     if model is None or side is None or layout.ulysses == 1 or not model.heads or model.heads % side:
         return
     key = "cp" if layout.cp_kind == "ulysses" else "ulysses"
     if model.heads // side % layout.ulysses:
         heads = f"{model.heads // side} heads per tp rank ({model.name})"
-        yield Broken((key,), f"does not divide the {heads}", "or cp_kind=ring")
+        yield Violation((key,), f"does not divide the {heads}", "or cp_kind=ring")
 
 
-def cp_divides_sequence(layout: Layout, facts: Facts) -> Iterator[Broken]:
+def cp_fits_sequence(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
     if facts.seq_len is not None and layout.cp > facts.seq_len:
-        yield Broken(("cp",), f"leaves ranks without a position (seq_len {facts.seq_len})")
+        yield Violation(("cp",), f"leaves ranks without a position (seq_len {facts.seq_len})")
 
 
-def stages_have_layers(layout: Layout, facts: Facts) -> Iterator[Broken]:
+def stages_have_layers(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
     model, chunks = facts.model, layout.pp * layout.vpp
     if model is not None and layout.pp > 1 and model.layers and chunks > model.layers:
         of = f"pp x vpp = {layout.pp} x {layout.vpp} = {chunks}"
-        yield Broken(("pp", "vpp"), f"leaves stages without a layer ({model.name}: {model.layers} layers, {of})")
+        yield Violation(("pp", "vpp"), f"leaves stages without a layer ({model.name}: {model.layers} layers, {of})")
 
 
-def schedule_needs_pp(layout: Layout, facts: Facts) -> Iterator[Broken]:
+def schedule_requires_pp(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
     if layout.pp == 1 and layout.schedule != "1f1b":
-        yield Broken(("schedule",), "needs pp > 1 (pp 1)")
+        yield Violation(("schedule",), "needs pp > 1 (pp 1)")
 
 
-def slices_need_whole_sequences(layout: Layout, facts: Facts) -> Iterator[Broken]:
+def terapipe_excludes_sp(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
     if layout.pp > 1 and layout.schedule == "terapipe" and layout.sp:
-        yield Broken(("sp",), "is not for schedule=terapipe, which cuts sequences by itself", "or schedule=1f1b")
+        yield Violation(("sp",), "is not for schedule=terapipe, which cuts sequences by itself", "or schedule=1f1b")
 
 
-def slices_come_in_order(layout: Layout, facts: Facts) -> Iterator[Broken]:
+def terapipe_excludes_cp(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
     if layout.pp > 1 and layout.schedule == "terapipe" and layout.cp > 1:
         rule = "is not for schedule=terapipe, which gives a stage a sequence's first tokens before its last ones"
-        yield Broken(("cp",), rule, "or schedule=1f1b")
+        yield Violation(("cp",), rule, "or schedule=1f1b")
 
 
-def gates_decide_for_whole_sequences(layout: Layout, facts: Facts) -> Iterator[Broken]:
+def terapipe_excludes_moe(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
     mixed = layout.ep * layout.etp > 1 or getattr(facts.model, "mixture", None) is not None
     if mixed and layout.pp > 1 and layout.schedule == "terapipe":
-        yield Broken(("schedule",), "gives a stage slices of sequences, and gates of experts decide for whole ones")
+        yield Violation(("schedule",), "gives a stage slices of sequences, and gates of experts decide for whole ones")
 
 
-def asynchronous_weights_are_whole(layout: Layout, facts: Facts) -> Iterator[Broken]:
+def async_schedule_excludes_zero_2(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
     ranks = layout.dp * layout.cp
     if getattr(facts.model, "mixture", None) is not None:
         ranks = max(ranks, ranks * layout.tp // (layout.ep * layout.etp))  # that experts are divided over
-    if layout.pp > 1 and layout.schedule in ASYNCHRONOUS and layout.zero > 1 and ranks > 1:
+    if layout.pp > 1 and layout.schedule in ASYNC_SCHEDULES and layout.zero > 1 and ranks > 1:
         rule = f"is not for schedule={layout.schedule}, which holds several whole versions of the weights"
-        yield Broken(("zero",), rule, "or schedule=1f1b")
+        yield Violation(("zero",), rule, "or schedule=1f1b")
 
 
-def asynchronous_stages_share_nothing(layout: Layout, facts: Facts) -> Iterator[Broken]:
-    if layout.pp > 1 and layout.schedule in ASYNCHRONOUS and getattr(facts.model, "tied", False):
+def async_schedule_excludes_tied_weights(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
+    if layout.pp > 1 and layout.schedule in ASYNC_SCHEDULES and getattr(facts.model, "tied", False):
         assert facts.model is not None
         rule = f"updates every stage on its own, and the embedding of {facts.model.name} is tied to its last stage"
-        yield Broken(("schedule",), rule, "or tied=false")
+        yield Violation(("schedule",), rule, "or tied=false")
 
 
-def gates_know_their_loads(layout: Layout, facts: Facts) -> Iterator[Broken]:
+def async_schedule_excludes_load_bias(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
     mixture = getattr(facts.model, "mixture", None)
-    if mixture is not None and mixture.balances_by_load and layout.pp > 1 and layout.schedule in ASYNCHRONOUS:
+    if mixture is not None and mixture.balances_by_load and layout.pp > 1 and layout.schedule in ASYNC_SCHEDULES:
         rule = f"has stages at different steps, and the gate balances by the loads of a step ({mixture.gate})"
-        yield Broken(("schedule",), rule, "or a gate with a balance loss")
+        yield Violation(("schedule",), rule, "or a gate with a balance loss")
 
 
-def vpp_fits_schedule(layout: Layout, facts: Facts) -> Iterator[Broken]:
+def vpp_fits_schedule(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
     schedule, vpp = layout.schedule, layout.vpp
     if schedule.startswith("file:"):
         return  # the file says how many chunks it has
     if schedule == "interleaved" and vpp < 2:
-        yield Broken(("vpp",), "is too few for schedule=interleaved (2 or more chunks per rank)", "or schedule=1f1b")
-    elif schedule in WITH_CHUNKS and schedule != "interleaved" and vpp != 2:
-        yield Broken(("vpp",), f"is not what schedule={schedule} has (2 chunks per rank)")
-    elif schedule not in WITH_CHUNKS and vpp > 1:
-        yield Broken(("vpp",), f"is not what schedule={schedule} has (1 chunk per rank)", "or schedule=interleaved")
+        yield Violation(("vpp",), "is too few for schedule=interleaved (2 or more chunks per rank)", "or schedule=1f1b")
+    elif schedule in MULTI_CHUNK_SCHEDULES and schedule != "interleaved" and vpp != 2:
+        yield Violation(("vpp",), f"is not what schedule={schedule} has (2 chunks per rank)")
+    elif schedule not in MULTI_CHUNK_SCHEDULES and vpp > 1:
+        yield Violation(("vpp",), f"is not what schedule={schedule} has (1 chunk per rank)", "or schedule=interleaved")
 
 
-def one_version_on_the_host(layout: Layout, facts: Facts) -> Iterator[Broken]:
+def async_schedule_excludes_state_offload(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
     away = {"optimizer", "params", "disk"} & set(layout.offload.split("+"))
-    if layout.pp > 1 and layout.schedule in ASYNCHRONOUS and away:
+    if layout.pp > 1 and layout.schedule in ASYNC_SCHEDULES and away:
         rule = f"is not for schedule={layout.schedule}, which updates while older versions of the weights are in use"
-        yield Broken(("offload",), rule, "or schedule=1f1b")
+        yield Violation(("offload",), rule, "or schedule=1f1b")
 
 
-def a_budget_is_for_what_stays(layout: Layout, facts: Facts) -> Iterator[Broken]:
+def budget_excludes_activation_offload(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
     if layout.recompute.startswith("budget") and "activations" in layout.offload.split("+"):
         rule = f"sends away what recompute={layout.recompute} would choose from"
-        yield Broken(("offload", "recompute"), rule, "or recompute=full")
+        yield Violation(("offload", "recompute"), rule, "or recompute=full")
 
 
-def experts_fold(layout: Layout, facts: Facts) -> Iterator[Broken]:
+def expert_ranks_divide_stage(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
     ranks, experts = layout.dp * layout.cp * layout.tp, layout.ep * layout.etp
     if ranks % experts:
         of = f"ep x etp = {experts}, dp x cp x tp = {ranks}"
-        yield Broken(("ep", "etp"), f"does not fold into the ranks of a stage ({of})")
+        yield Violation(("ep", "etp"), f"does not fold into the ranks of a stage ({of})")
 
 
-def ep_inner_is_a_node(layout: Layout, facts: Facts) -> Iterator[Broken]:
+def ep_inner_divides_expert_ranks(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
     ranks, inner, etp = layout.ep * layout.etp, layout.ep_inner, layout.etp
     if inner > 1 and (inner >= ranks or ranks % inner or inner % etp):
         of = f"ep x etp = {ranks}" + (f", etp {etp}" if etp > 1 else "")
-        yield Broken(("ep_inner",), f"does not cut the ranks of experts into several nodes of whole experts ({of})")
+        yield Violation(("ep_inner",), f"does not cut the ranks of experts into several nodes of whole experts ({of})")
 
 
-def ep_divides_experts(layout: Layout, facts: Facts) -> Iterator[Broken]:
+def ep_divides_experts(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
     mixture, model = getattr(facts.model, "mixture", None), facts.model
     if model is None or layout.ep * layout.etp == 1 or not hasattr(model, "mixture"):
         return
     if mixture is None:
-        yield Broken(("ep", "etp"), f"divides experts, and {model.name} has none")
+        yield Violation(("ep", "etp"), f"divides experts, and {model.name} has none")
     elif mixture.experts % layout.ep:
-        yield Broken(("ep",), f"does not divide the {mixture.experts} experts of a layer ({model.name})")
+        yield Violation(("ep",), f"does not divide the {mixture.experts} experts of a layer ({model.name})")
 
 
-def experts_need_slices(layout: Layout, facts: Facts) -> Iterator[Broken]:
+def moe_requires_sp(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
     """Every rank sends tokens of its own."""
     mixed = layout.ep * layout.etp > 1 or getattr(facts.model, "mixture", None) is not None
     if mixed and layout.tp > 1 and layout.tp_kind != "1d":
-        yield Broken(("tp_kind",), "is not for experts, whose tokens are divided over tp by position")
+        yield Violation(("tp_kind",), "is not for experts, whose tokens are divided over tp by position")
     elif mixed and layout.tp > 1 and not layout.sp:
-        yield Broken(("sp",), "is not for experts, whose tokens are divided over tp by position (sp 0)")
+        yield Violation(("sp",), "is not for experts, whose tokens are divided over tp by position (sp 0)")
 
 
-def recompute_fits_layers(layout: Layout, facts: Facts) -> Iterator[Broken]:
+def recompute_fits_layers(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
     model, (kind, _, number) = facts.model, layout.recompute.partition(":")
     if model is not None and kind == "every" and model.layers and int(number) > model.layers:
         legal = f"every:1 to every:{model.layers}"
-        yield Broken(("recompute",), f"is more than the model's layers ({model.name}: {model.layers})", legal=legal)
+        yield Violation(("recompute",), f"is more than the model's layers ({model.name}: {model.layers})", legal=legal)
     if kind == "budget" and layout.pp > 1 and layout.schedule == "terapipe":
         rule = "counts what whole microbatches keep, and schedule=terapipe has slices of them"
-        yield Broken(("recompute",), rule, "or schedule=1f1b", legal="none, full, selective, ops, sqrt, every:N")
+        yield Violation(("recompute",), rule, "or schedule=1f1b", legal="none, full, selective, ops, sqrt, every:N")
 
 
-SIZE_RULES: tuple[Rule, ...] = (fills_world, fills_batch)
+SIZE_RULES: tuple[LayoutRule, ...] = (layout_fills_world, layout_fills_batch)
 """Rules that reading a text against a world and a batch must meet."""
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[LayoutRule, ...] = (
     *SIZE_RULES,
     shard_divides_dp,
-    tp_has_its_shape,
-    depth_is_for_25d,
-    sp_needs_tp,
+    tp_matches_grid_shape,
+    depth_requires_2_5d,
+    sp_requires_1d_tp,
     tp_divides_model,
-    cp_kind_needs_cp,
-    cp_needs_tokens,
+    cp_kind_requires_cp,
+    cp_requires_tokens,
     ulysses_fits_cp,
     ulysses_divides_heads,
-    cp_divides_sequence,
+    cp_fits_sequence,
     stages_have_layers,
-    schedule_needs_pp,
+    schedule_requires_pp,
     vpp_fits_schedule,
-    slices_need_whole_sequences,
-    slices_come_in_order,
-    gates_decide_for_whole_sequences,
-    gates_know_their_loads,
-    asynchronous_weights_are_whole,
-    asynchronous_stages_share_nothing,
-    one_version_on_the_host,
-    a_budget_is_for_what_stays,
-    experts_fold,
-    ep_inner_is_a_node,
+    terapipe_excludes_sp,
+    terapipe_excludes_cp,
+    terapipe_excludes_moe,
+    async_schedule_excludes_load_bias,
+    async_schedule_excludes_zero_2,
+    async_schedule_excludes_tied_weights,
+    async_schedule_excludes_state_offload,
+    budget_excludes_activation_offload,
+    expert_ranks_divide_stage,
+    ep_inner_divides_expert_ranks,
     ep_divides_experts,
-    experts_need_slices,
+    moe_requires_sp,
     recompute_fits_layers,
 )
 """Every rule, in the order of the faults."""
 
 
-def tp_side(layout: Layout) -> int | None:
+def head_parallel_size(layout: Layout) -> int | None:
     """Over how many ranks tp splits heads: all of 1d's, one side of a grid; None where tp has not the grid's shape."""
     tp, kind = layout.tp, layout.tp_kind
     if kind == "1d":
@@ -318,19 +318,24 @@ def tp_side(layout: Layout) -> int | None:
     return side if fits else None
 
 
-def kv_heads_split(model: ModelFacts, ranks: int) -> bool:
+def kv_heads_divide(model: ModelDimensions, ranks: int) -> bool:
     """Each rank gets some kv heads, or several ranks hold a copy of the same one."""
     return not model.kv_heads or model.kv_heads % ranks == 0 or ranks % model.kv_heads == 0
 
 
-def broken(layout: Layout, facts: Facts, rules: Sequence[Rule] = RULES) -> dict[str, Broken]:
+def find_violations(
+    layout: Layout, facts: LayoutConstraints, rules: Sequence[LayoutRule] = RULES
+) -> dict[str, Violation]:
     """What does not hold, by the name of the rule. A rule breaks at most once."""
     return {rule.__name__: found for rule in rules for found in rule(layout, facts)}
 
 
-def explain(
-    given: Mapping[str, Value], facts: Facts, rules: Sequence[Rule] = RULES, unreadable: Sequence[str] = ()
-) -> list[Fault]:
+def explain_violations(
+    given: Mapping[str, Value],
+    facts: LayoutConstraints,
+    rules: Sequence[LayoutRule] = RULES,
+    unreadable: Sequence[str] = (),
+) -> list[ValidationIssue]:
     """The faults of some given keys, each with the values that would work.
 
     A rule that some value of an unreadable key would meet is not reported: that key has a fault of its own already.
@@ -340,25 +345,27 @@ def explain(
         return Layout.resolve(keys, world=facts.world, batch=facts.batch)
 
     layout, faults = resolve(given), []
-    found = broken(layout, facts, rules)
+    found = find_violations(layout, facts, rules)
     if not found:
         return []
     model = facts.model
     sizes = (facts.world, facts.batch, layout.world, model.heads if model else 0, model.layers if model else 0)
-    remedies = Remedies(given, lambda keys: broken(resolve(keys), facts, rules), [size for size in sizes if size])
+    remedies = RemedySearch(
+        given, lambda keys: find_violations(resolve(keys), facts, rules), [size for size in sizes if size]
+    )
     for name, rule in found.items():
         if any(remedies.repairs(key, name) for key in unreadable):
             continue
         if rule.keys == ("batch",):  # not a layout key: nothing to try
             key, legal = "batch", legal_batches(layout, given, facts)
         else:
-            key, legal = remedies.best(name, rule)
-        value = getattr(layout, key) if key in ROWS else getattr(facts, key)
-        faults.append(Fault(key=key, value=str(value), rule=rule.rule, legal=legal, hint=rule.hint))
+            key, legal = remedies.best_key(name, rule)
+        value = getattr(layout, key) if key in KEYS_BY_NAME else getattr(facts, key)
+        faults.append(ValidationIssue(key=key, value=str(value), message=rule.message, legal=legal, hint=rule.hint))
     return faults
 
 
-def legal_batches(layout: Layout, given: Mapping[str, Value], facts: Facts) -> str:
+def legal_batches(layout: Layout, given: Mapping[str, Value], facts: LayoutConstraints) -> str:
     """The nearest batches that dp and what is given of microbatch and accumulate can make."""
     batch, unit = facts.batch or 0, layout.dp
     for key in ("microbatch", "accumulate"):
@@ -369,13 +376,15 @@ def legal_batches(layout: Layout, given: Mapping[str, Value], facts: Facts) -> s
     return ", ".join(str(size) for size in (below, below + unit) if size > 0)
 
 
-def faults(
+def find_issues(
     layout: Layout,
     *,
     world: int | None = None,
     batch: int | None = None,
     seq_len: int | None = None,
-    model: ModelFacts | None = None,
-) -> list[Fault]:
+    model: ModelDimensions | None = None,
+) -> list[ValidationIssue]:
     """Every rule that a finished layout breaks; an empty list where it can be used."""
-    return explain(layout.explicit, Facts(world=world, batch=batch, seq_len=seq_len, model=model))
+    return explain_violations(
+        layout.explicit, LayoutConstraints(world=world, batch=batch, seq_len=seq_len, model=model)
+    )

@@ -10,14 +10,14 @@ from echelon.layout.aliases import ALIASES
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault:
+class ValidationIssue:
     """One thing that is wrong, with what would be right."""
 
     key: str
     """the key that is at fault"""
     value: str
     """what was given, as text; empty where nothing was"""
-    rule: str
+    message: str
     """what is broken, as the end of a sentence that starts with key=value"""
     legal: str = ""
     """the values that would work"""
@@ -26,26 +26,26 @@ class Fault:
 
     def __str__(self) -> str:
         given = f"{self.key}={self.value}" if self.value else self.key
-        parts = [f"{given} {self.rule}", f"legal: {self.legal}" if self.legal else "", self.hint]
+        parts = [f"{given} {self.message}", f"legal: {self.legal}" if self.legal else "", self.hint]
         # A value may hold a line break; a fault stays on one line.
         return " ".join("; ".join(part for part in parts if part).split())
 
 
-class FaultError(ValueError):
+class ValidationError(ValueError):
     """Every fault of an input at once, one per line."""
 
-    faults: tuple[Fault, ...]
+    issues: tuple[ValidationIssue, ...]
 
-    def __init__(self, faults: Iterable[Fault]):
-        self.faults = tuple(faults)
+    def __init__(self, issues: Iterable[ValidationIssue]):
+        self.issues = tuple(issues)
         # The faults are the exception's arguments, so that it can be pickled between processes.
-        super().__init__(self.faults)
+        super().__init__(self.issues)
 
     def __str__(self) -> str:
-        return "\n".join(str(fault) for fault in self.faults)
+        return "\n".join(str(fault) for fault in self.issues)
 
 
-def closest(word: str, words: Iterable[str]) -> str:
+def closest_word(word: str, words: Iterable[str]) -> str:
     """The word that was probably meant, or "": another framework's name for it first, then the nearest spelling."""
     plain = word.strip().lower().replace("-", "_")
     spellings = {known.lower().replace("-", "_"): known for known in words}
@@ -62,5 +62,5 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
     >>> did_you_mean("tensor_paralel", ["dp", "tp"])
     'did you mean "tp"?'
     """
-    meant = closest(word, words)
+    meant = closest_word(word, words)
     return f'did you mean "{meant}"?' if meant else ""

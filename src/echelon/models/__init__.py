@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from echelon.models.model_config import SIZES, ModelConfig, find, reduced
+from echelon.models.model_config import SIZES, ModelConfig, find_model, reduced_config
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["SIZES", "ModelConfig", "build", "find", "initialise", "reduced"]
+__all__ = ["SIZES", "ModelConfig", "build", "find_model", "init_weights", "reduced_config"]
 
 
 def build(
@@ -33,14 +33,14 @@ def build(
     if real:
         model.to_empty(device=device)
     if isinstance(model, LanguageModel):
-        model.tie()
+        model.tie_weights()
     if real:
-        initialise(model, seed)
+        init_weights(model, seed)
     return model
 
 
-def initialise(model: nn.Module, seed: int) -> None:
+def init_weights(model: nn.Module, seed: int) -> None:
     """Fills a whole one-device model that has a method `initial(name)`, by its parameters' names."""
     from echelon.models import weight_init
 
-    weight_init.initialise(model, seed)
+    weight_init.init_weights(model, seed)

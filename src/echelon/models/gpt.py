@@ -4,13 +4,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.kernels import tensor_metadata
-from echelon.kernels.tensor_metadata import Note
-from echelon.models.attention import Attention, Seen
+from echelon.kernels.tensor_metadata import TensorMetadata
+from echelon.models.attention import Attention, AttentionContext
 from echelon.models.language_model import LanguageModel
 from echelon.models.linear_layer import Linear
 from echelon.models.model_config import ModelConfig
-from echelon.models.moe_block import build_mixture, layers
-from echelon.models.moe_config import MixtureConfig
+from echelon.models.moe_block import build_blocks, build_moe_layer
+from echelon.models.moe_config import MoEConfig
 
 
 class LayerNorm(nn.LayerNorm):
@@ -20,10 +20,12 @@ class LayerNorm(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         out = super().forward(input)
         kept, make = input.detach(), super().forward
-        return tensor_metadata.write(out, Note(again=lambda _gradient: make(kept))) if self.remake else out
+        return (
+            tensor_metadata.attach(out, TensorMetadata(recompute=lambda _gradient: make(kept))) if self.remake else out
+        )
 
 
-class MLP(nn.Module):
+class GPTMLP(nn.Module):
     remake = False
     """backward makes what `down` reads again instead of keeping it"""
 
@@ -37,12 +39,12 @@ class MLP(nn.Module):
         h = F.gelu(up, approximate="tanh")
         if self.remake:
             kept = up.detach()
-            tensor_metadata.write(h, Note(again=lambda _gradient: F.gelu(kept, approximate="tanh")))
+            tensor_metadata.attach(h, TensorMetadata(recompute=lambda _gradient: F.gelu(kept, approximate="tanh")))
         out: Tensor = self.down(h)
         return out
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.norm1 = LayerNorm(config.width, config.epsilon)
@@ -51,39 +53,39 @@ class Block(nn.Module):
         )
         self.drop1 = nn.Dropout(config.dropout)
         self.norm2 = LayerNorm(config.width, config.epsilon)
-        self.mlp: nn.Module = MLP(config.width, config.ffn)
+        self.mlp: nn.Module = GPTMLP(config.width, config.ffn)
         self.drop2 = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, seen: Seen) -> Tensor:
-        x = x + self.drop1(self.attn(self.norm1(x), seen))
+    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
+        x = x + self.drop1(self.attn(self.norm1(x), context))
         out: Tensor = x + self.drop2(self.mlp(self.norm2(x)))
         return out
 
 
-class MixtureBlock(Block):
+class GPTMoEBlock(GPTBlock):
     """A block with experts. It also gives their balance losses [B]."""
 
-    def __init__(self, config: ModelConfig, mixture: MixtureConfig) -> None:
+    def __init__(self, config: ModelConfig, mixture: MoEConfig) -> None:
         super().__init__(config)
-        self.mlp = build_mixture(config, mixture, MLP(config.width, mixture.shared) if mixture.shared else None)
+        self.mlp = build_moe_layer(config, mixture, GPTMLP(config.width, mixture.shared) if mixture.shared else None)
 
-    def forward(self, x: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        x = x + self.drop1(self.attn(self.norm1(x), seen))
+    def forward(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x = x + self.drop1(self.attn(self.norm1(x), context))
         y, losses = self.mlp(self.norm2(x))
         return x + self.drop2(y), losses
 
 
 class GPT(LanguageModel):
-    first = ("embed", "positions", "drop")
+    embedding_modules = ("embed", "positions", "drop")
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.positions = nn.Embedding(config.max_seq_len, config.width)
         self.drop = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(layers(config, Block, MixtureBlock))
+        self.blocks = nn.ModuleList(build_blocks(config, GPTBlock, GPTMoEBlock))
         self.norm = LayerNorm(config.width, config.epsilon)
-        self.finish()
+        self.add_head()
 
-    def start(self, tokens: Tensor, seen: Seen) -> Tensor:
-        x: Tensor = self.drop(self.embed(tokens) + self.positions(seen.place))
+    def embed_inputs(self, tokens: Tensor, context: AttentionContext) -> Tensor:
+        x: Tensor = self.drop(self.embed(tokens) + self.positions(context.positions))
         return x

@@ -6,35 +6,35 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from echelon.models.attention import Seen
-from echelon.models.attention import positions as positions_of
-from echelon.models.lm_head import LanguageHead
-from echelon.models.model_config import IGNORE, ModelConfig
-from echelon.models.pipeline_model import Chain, Link
-from echelon.models.weight_init import transformer
+from echelon.models.attention import AttentionContext
+from echelon.models.attention import document_positions as positions_of
+from echelon.models.lm_head import LMHead
+from echelon.models.model_config import IGNORE_INDEX, ModelConfig
+from echelon.models.pipeline_model import PipelineLayer, PipelineModel
+from echelon.models.weight_init import transformer_init
 from echelon.moe.gates.gate import Gate
 from echelon.rng import Init
 
-Carried = Tensor | tuple[Tensor, Tensor]
+HiddenStates = Tensor | tuple[Tensor, Tensor]
 """what one block hands to the next: [B, T, width], and after the first mixture of experts the sum of the balance losses
 of each sequence, [B]"""
 
 
-class Stored(Protocol):
+class SliceableTensor(Protocol):
     """A tensor elsewhere, of which slices are read."""
 
     def __getitem__(self, part: Any) -> Tensor: ...
 
 
-def streams(carried: Carried) -> tuple[Tensor, Tensor | None]:
+def split_hidden(carried: HiddenStates) -> tuple[Tensor, Tensor | None]:
     return (carried, None) if isinstance(carried, Tensor) else carried
 
 
-def through(block: nn.Module, carried: Carried, seen: Seen) -> Carried:
+def run_block(block: nn.Module, carried: HiddenStates, context: AttentionContext) -> HiddenStates:
     """A block of either kind: a mixture's also gives losses."""
-    x, balance = streams(carried)
-    found: Carried = block(x, seen)
-    x, more = streams(found)
+    x, balance = split_hidden(carried)
+    found: HiddenStates = block(x, context)
+    x, more = split_hidden(found)
     if balance is None or more is None:
         balance = more if balance is None else balance
     else:
@@ -47,9 +47,9 @@ class LanguageModel(nn.Module):
 
     blocks: nn.ModuleList
     norm: nn.Module
-    first: tuple[str, ...] = ("embed", "drop")
+    embedding_modules: tuple[str, ...] = ("embed", "drop")
     """the modules that `start` uses"""
-    stored: Mapping[str, Stored] | None = None
+    stored: Mapping[str, SliceableTensor] | None = None
     """where parameters on the meta device are read from; none: they are drawn by `initial`"""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -57,12 +57,12 @@ class LanguageModel(nn.Module):
         self.config = config
         self.embed = nn.Embedding(config.vocab, config.width)
 
-    def finish(self) -> None:
+    def add_head(self) -> None:
         """Adds the head. Last, so that parameters are listed in the order in which they are used."""
-        self.head = LanguageHead(self.config.width, self.config.vocab)
-        self.tie()
+        self.head = LMHead(self.config.width, self.config.vocab)
+        self.tie_weights()
 
-    def tie(self) -> None:
+    def tie_weights(self) -> None:
         """Makes the head use the embedding's matrix, where the model is tied. Moving off the meta device undoes it."""
         if self.config.tied:
             self.head.weight = self.embed.weight
@@ -75,37 +75,41 @@ class LanguageModel(nn.Module):
         `documents` numbers each token's document: tokens see only their own, and positions restart in each.
         `positions` says where each token is in its document, for tokens that are not one after another.
         """
-        return self.losses(self.hidden(tokens, documents, positions), targets)
+        return self.compute_loss(self.hidden_states(tokens, documents, positions), targets)
 
     def logits(self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
-        return self.head.logits(self.norm(streams(self.hidden(tokens, documents, positions))[0]))
+        return self.head.logits(self.norm(split_hidden(self.hidden_states(tokens, documents, positions))[0]))
 
-    def hidden(self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Carried:
+    def hidden_states(
+        self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None
+    ) -> HiddenStates:
         """What the last block gives."""
         self.check_length(tokens)
-        seen = self.seen(tokens, documents, positions)
-        carried: Carried = self.start(tokens, seen)
+        seen = self.attention_context(tokens, documents, positions)
+        carried: HiddenStates = self.embed_inputs(tokens, seen)
         for block in self.blocks:
-            carried = through(block, carried, seen)
+            carried = run_block(block, carried, seen)
         return carried
 
-    def losses(self, carried: Carried, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def compute_loss(self, carried: HiddenStates, targets: Tensor) -> tuple[Tensor, Tensor]:
         """(sum of losses, number of valid targets). In training the balance losses of a sequence count once for each
         of its targets, since the sum is divided by the number of targets."""
-        x, balance = streams(carried)
+        x, balance = split_hidden(carried)
         total, count = self.head(self.norm(x), targets)
         if balance is not None and self.training:
-            total = total + (balance.to(total.dtype) * (targets != IGNORE).sum(dim=1)).sum()
+            total = total + (balance.to(total.dtype) * (targets != IGNORE_INDEX).sum(dim=1)).sum()
         return total, count
 
-    def start(self, tokens: Tensor, seen: Seen) -> Tensor:
+    def embed_inputs(self, tokens: Tensor, context: AttentionContext) -> Tensor:
         """[B, T, width]: what the first block reads."""
         raise NotImplementedError
 
-    def seen(self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Seen:
+    def attention_context(
+        self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None
+    ) -> AttentionContext:
         """Where each token is and what it may see."""
         place = self.places_of(tokens, documents) if positions is None else positions
-        return Seen(place, documents, self.config.causal)
+        return AttentionContext(place, documents, self.config.causal)
 
     @staticmethod
     def places_of(tokens: Tensor, documents: Tensor | None) -> Tensor:
@@ -114,24 +118,39 @@ class LanguageModel(nn.Module):
 
     # -- the same, cut into links -------------------------------------------------------------------------------------
 
-    def chain(self) -> Chain:
-        blocks = (Link(f"blocks.{i}", (f"blocks.{i}",), partial(self._block, i)) for i in range(len(self.blocks)))
-        return Chain(
-            links=(Link("embed", self.first, self._start), *blocks, Link("head", ("norm", "head"), self._end)),
-            shared=lambda tokens, targets=None, documents=None, positions=None: self.seen(tokens, documents, positions),
-            cut=Seen.cut,
-            logits=lambda carried, _shared, **_inputs: self.head.logits(self.norm(streams(carried)[0])),
+    def chain(self) -> PipelineModel:
+        blocks = (
+            PipelineLayer(f"blocks.{i}", (f"blocks.{i}",), partial(self._block_layer, i))
+            for i in range(len(self.blocks))
+        )
+        return PipelineModel(
+            layers=(
+                PipelineLayer("embed", self.embedding_modules, self._embed_layer),
+                *blocks,
+                PipelineLayer("head", ("norm", "head"), self._head_layer),
+            ),
+            shared=lambda tokens, targets=None, documents=None, positions=None: self.attention_context(
+                tokens, documents, positions
+            ),
+            slice_shared=AttentionContext.slice_tokens,
+            logits=lambda carried, _shared, **_inputs: self.head.logits(self.norm(split_hidden(carried)[0])),
         )
 
-    def _start(self, _carried: None, seen: Seen, tokens: Tensor, **_inputs: Tensor) -> Carried:
+    def _embed_layer(
+        self, _carried: None, context: AttentionContext, tokens: Tensor, **_inputs: Tensor
+    ) -> HiddenStates:
         self.check_length(tokens)
-        return self.start(tokens, seen)
+        return self.embed_inputs(tokens, context)
 
-    def _block(self, index: int, carried: Carried, seen: Seen, **_inputs: Tensor) -> Carried:
-        return through(self.blocks[index], carried, seen)
+    def _block_layer(
+        self, index: int, carried: HiddenStates, context: AttentionContext, **_inputs: Tensor
+    ) -> HiddenStates:
+        return run_block(self.blocks[index], carried, context)
 
-    def _end(self, carried: Carried, _seen: Seen, targets: Tensor, **_inputs: Tensor) -> tuple[Tensor, Tensor]:
-        return self.losses(carried, targets)
+    def _head_layer(
+        self, carried: HiddenStates, _seen: AttentionContext, targets: Tensor, **_inputs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return self.compute_loss(carried, targets)
 
     def check_length(self, tokens: Tensor) -> None:
         if tokens.shape[1] > self.config.max_seq_len:
@@ -147,4 +166,4 @@ class LanguageModel(nn.Module):
             part: nn.Module | None = self.get_submodule(owner)
         except AttributeError:
             part = None  # the rule for names says what is wrong
-        return part.initial(kind) if isinstance(part, Gate) else transformer(name, self.config.layers)
+        return part.initial(kind) if isinstance(part, Gate) else transformer_init(name, self.config.layers)

@@ -5,19 +5,19 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from echelon.kernels.gemm.fused_linear import project
-from echelon.kernels.layers.swiglu import gated, swiglu
-from echelon.models.attention import Attention, Seen, rotation
+from echelon.kernels.layers.swiglu import silu_mul, swiglu
+from echelon.models.attention import Attention, AttentionContext, rope_angles
 from echelon.models.language_model import LanguageModel
-from echelon.models.linear_layer import Linear, each, one_product
+from echelon.models.linear_layer import Linear, can_fuse_gemm, project_all
 from echelon.models.mla import LatentAttention
 from echelon.models.model_config import ModelConfig
-from echelon.models.moe_block import build_mixture, layers
-from echelon.models.moe_config import MixtureConfig
-from echelon.models.norm_layers import RMSNorm, StreamNorm
-from echelon.models.qk_norm import NormedAttention
+from echelon.models.moe_block import build_blocks, build_moe_layer
+from echelon.models.moe_config import MoEConfig
+from echelon.models.norm_layers import ResidualRMSNorm, RMSNorm
+from echelon.models.qk_norm import QKNormAttention
 
 
-class MLP(nn.Module):
+class LlamaMLP(nn.Module):
     remake = False
     """backward makes what `down` reads again instead of keeping it"""
     share_input = ("gate", "up")
@@ -30,21 +30,21 @@ class MLP(nn.Module):
         self.down = Linear(ffn, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if one_product(x, self.gate, self.up):
-            h = swiglu(project(x, self.gate, self.up), remake=self.remake)
+        if can_fuse_gemm(x, self.gate, self.up):
+            h = swiglu(project(x, self.gate, self.up), recompute=self.remake)
         else:
-            h = gated(*each(x, self.gate, self.up), remake=self.remake)
+            h = silu_mul(*project_all(x, self.gate, self.up), recompute=self.remake)
         out: Tensor = self.down(h)
         return out
 
 
-def attention(config: ModelConfig) -> nn.Module:
+def build_attention(config: ModelConfig) -> nn.Module:
     """The kind of attention that a configuration asks for."""
     width, heads, kv_heads, dropout = config.width, config.heads, config.kv_heads, config.dropout
     if config.latent is not None:
         return LatentAttention(width, heads, config.latent, epsilon=config.epsilon, dropout=dropout)
     if config.head_norms:
-        return NormedAttention(
+        return QKNormAttention(
             width,
             heads,
             kv_heads,
@@ -56,38 +56,38 @@ def attention(config: ModelConfig) -> nn.Module:
     return Attention(width, heads, kv_heads, head_dim=config.head_dim, bias=config.qkv_bias, dropout=dropout)
 
 
-class Block(nn.Module):
+class LlamaBlock(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.norm1 = StreamNorm(config.width, config.epsilon)
-        self.attn = attention(config)
+        self.norm1 = ResidualRMSNorm(config.width, config.epsilon)
+        self.attn = build_attention(config)
         self.drop1 = nn.Dropout(config.dropout)
-        self.norm2 = StreamNorm(config.width, config.epsilon)
-        self.mlp: nn.Module = MLP(config.width, config.ffn)
+        self.norm2 = ResidualRMSNorm(config.width, config.epsilon)
+        self.mlp: nn.Module = LlamaMLP(config.width, config.ffn)
         self.drop2 = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, seen: Seen) -> Tensor:
-        x, h = self._attended(x, seen)
+    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
+        x, h = self._attend(x, context)
         out: Tensor = x + self.drop2(self.mlp(h))
         return out
 
-    def _attended(self, x: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
+    def _attend(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:
         """The stream after attention, and its norm."""
         x, h = self.norm1(x)
-        x, h = self.norm2(x, self.drop1(self.attn(h, seen)))
+        x, h = self.norm2(x, self.drop1(self.attn(h, context)))
         return x, h
 
 
-class MixtureBlock(Block):
+class LlamaMoEBlock(LlamaBlock):
     """A block with experts. It also gives their balance losses [B]."""
 
-    def __init__(self, config: ModelConfig, mixture: MixtureConfig) -> None:
+    def __init__(self, config: ModelConfig, mixture: MoEConfig) -> None:
         super().__init__(config)
-        shared = MLP(config.width, mixture.shared) if mixture.shared else None
-        self.mlp = build_mixture(config, mixture, shared)
+        shared = LlamaMLP(config.width, mixture.shared) if mixture.shared else None
+        self.mlp = build_moe_layer(config, mixture, shared)
 
-    def forward(self, x: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        x, h = self._attended(x, seen)
+    def forward(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, h = self._attend(x, context)
         y, losses = self.mlp(h)
         return x + self.drop2(y), losses
 
@@ -96,16 +96,18 @@ class Llama(LanguageModel):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.drop = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(layers(config, Block, MixtureBlock))
+        self.blocks = nn.ModuleList(build_blocks(config, LlamaBlock, LlamaMoEBlock))
         self.norm = RMSNorm(config.width, config.epsilon)
-        self.finish()
+        self.add_head()
 
-    def start(self, tokens: Tensor, seen: Seen) -> Tensor:
+    def embed_inputs(self, tokens: Tensor, context: AttentionContext) -> Tensor:
         x: Tensor = self.drop(self.embed(tokens))
         return x
 
-    def seen(self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Seen:
-        seen = super().seen(tokens, documents, positions)
+    def attention_context(
+        self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None
+    ) -> AttentionContext:
+        seen = super().attention_context(tokens, documents, positions)
         config, dtype = self.config, next(self.parameters()).dtype
-        turn = rotation(seen.place, config.rope_dim, config.theta, dtype, config.stretch)
-        return replace(seen, turn=turn)
+        turn = rope_angles(seen.positions, config.rope_dim, config.theta, dtype, config.stretch)
+        return replace(seen, rope=turn)

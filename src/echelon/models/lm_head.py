@@ -4,16 +4,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from echelon.kernels.layers.cross_entropy import head_loss, plain_loss
-from echelon.models.model_config import IGNORE
+from echelon.kernels.layers.cross_entropy import cross_entropy_sum, linear_cross_entropy
+from echelon.models.model_config import IGNORE_INDEX
 
 
 def loss_sum(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The sum of the cross entropies (fp32, or fp64 for fp64 logits) and the number of valid targets (int64)."""
-    return plain_loss(logits, targets), (targets != IGNORE).sum()
+    return cross_entropy_sum(logits, targets), (targets != IGNORE_INDEX).sum()
 
 
-def loss_pair(output: object) -> tuple[Tensor, Tensor]:
+def check_loss_output(output: object) -> tuple[Tensor, Tensor]:
     """What a model's forward gave, held to the loss contract."""
     if isinstance(output, tuple) and len(output) == 2 and isinstance(output[0], Tensor) and output[0].dim() == 0:
         return output[0], torch.as_tensor(output[1])
@@ -24,7 +24,7 @@ def loss_pair(output: object) -> tuple[Tensor, Tensor]:
     )
 
 
-class LanguageHead(nn.Module):
+class LMHead(nn.Module):
     """The matrix from hidden vectors to logits. A model with a tied embedding replaces `weight` by the embedding's."""
 
     def __init__(self, width: int, vocab: int) -> None:
@@ -32,7 +32,7 @@ class LanguageHead(nn.Module):
         self.weight: Tensor = nn.Parameter(torch.empty(vocab, width))
 
     def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return head_loss(x, self.weight, targets), (targets != IGNORE).sum()
+        return linear_cross_entropy(x, self.weight, targets), (targets != IGNORE_INDEX).sum()
 
     def logits(self, x: Tensor) -> Tensor:
         return F.linear(x.to(self.weight.dtype), self.weight)  # the head may be kept in float32

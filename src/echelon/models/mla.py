@@ -23,42 +23,42 @@ import torch
 from torch import Tensor, nn
 
 from echelon.kernels import tensor_metadata
-from echelon.kernels.attention.rope import rotate
-from echelon.kernels.tensor_metadata import Note
-from echelon.models.attention import Core, Heads, Seen
-from echelon.models.linear_layer import Linear, each
-from echelon.models.mla_config import LatentConfig
+from echelon.kernels.attention.rope import apply_rotary
+from echelon.kernels.tensor_metadata import TensorMetadata
+from echelon.models.attention import QKV, AttentionContext, CoreAttention
+from echelon.models.linear_layer import Linear, project_all
+from echelon.models.mla_config import MLAConfig
 from echelon.models.norm_layers import RMSNorm
 
 
 class LatentHeads(nn.Module):
     """From narrow vectors to what each head gives. How many heads is read from the projections' width."""
 
-    def __init__(self, latent: LatentConfig, query_source: int, heads: int, *, dropout: float) -> None:
+    def __init__(self, latent: MLAConfig, query_source: int, heads: int, *, dropout: float) -> None:
         super().__init__()
         self.latent = latent
-        self.parts = (query_source, latent.kv_rank, latent.rope_dim)
+        self.input_sizes = (query_source, latent.kv_rank, latent.rope_dim)
         """of what is read: for queries, for keys and values, the turning part of the keys"""
         self.q = Linear(query_source, heads * latent.head_dim, bias=False)
         self.kv = Linear(latent.kv_rank, heads * (latent.nope_dim + latent.value_dim), bias=False)
-        self.core = Core(dropout)
+        self.core = CoreAttention(dropout)
 
-    def forward(self, narrow: Tensor, seen: Seen) -> Tensor:
+    def forward(self, narrow: Tensor, context: AttentionContext) -> Tensor:
         """[B, T, heads x value_dim]"""
-        assert seen.turn is not None, "latent attention turns by the position, and there are no angles"
-        of_query, of_kv, of_key = narrow.split(self.parts, dim=-1)
-        y = self.core(self.q(of_query), of_key, self.kv(of_kv), seen, self._prepare)
+        assert context.rope is not None, "latent attention turns by the position, and there are no angles"
+        of_query, of_kv, of_key = narrow.split(self.input_sizes, dim=-1)
+        y = self.core(self.q(of_query), of_key, self.kv(of_kv), context, self._prepare)
         out: Tensor = y.transpose(1, 2).flatten(2)
         return out
 
-    def _prepare(self, query: Tensor, key: Tensor, kv: Tensor, seen: Seen) -> Heads:
+    def _prepare(self, query: Tensor, key: Tensor, kv: Tensor, context: AttentionContext) -> QKV:
         """The note's second half, from what `q` and `kv` made and the turning part of the keys."""
-        latent, turn = self.latent, seen.turn
+        latent, turn = self.latent, context.rope
         assert turn is not None
-        q_nope, q_rope = _heads(query, latent.nope_dim, latent.rope_dim)
-        k_nope, v = _heads(kv, latent.nope_dim, latent.value_dim)
-        k_rope = rotate(key.unsqueeze(1), turn).expand(-1, k_nope.shape[1], -1, -1)
-        q, k = torch.cat((q_nope, rotate(q_rope, turn)), dim=-1), torch.cat((k_nope, k_rope), dim=-1)
+        q_nope, q_rope = _split_heads(query, latent.nope_dim, latent.rope_dim)
+        k_nope, v = _split_heads(kv, latent.nope_dim, latent.value_dim)
+        k_rope = apply_rotary(key.unsqueeze(1), turn).expand(-1, k_nope.shape[1], -1, -1)
+        q, k = torch.cat((q_nope, apply_rotary(q_rope, turn)), dim=-1), torch.cat((k_nope, k_rope), dim=-1)
         return q, k, v
 
 
@@ -68,7 +68,7 @@ class LatentAttention(nn.Module):
     share_input = ("q_down", "kv_down")
     """layers that read one input and are asked for their outputs together"""
 
-    def __init__(self, width: int, heads: int, latent: LatentConfig, *, epsilon: float, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, latent: MLAConfig, *, epsilon: float, dropout: float) -> None:
         super().__init__()
         self.latent = latent
         if latent.query_rank:
@@ -79,18 +79,18 @@ class LatentAttention(nn.Module):
         self.heads = LatentHeads(latent, latent.query_rank or width, heads, dropout=dropout)
         self.o = Linear(heads * latent.value_dim, width, bias=False)
 
-    def forward(self, x: Tensor, seen: Seen) -> Tensor:
-        y = self.heads(self._narrow(x), seen)
+    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
+        y = self.heads(self._compress(x), context)
         if self.remake:
             kept = y.detach()
-            tensor_metadata.write(y, Note(again=lambda _gradient: kept))
+            tensor_metadata.attach(y, TensorMetadata(recompute=lambda _gradient: kept))
         out: Tensor = self.o(y)
         return out
 
-    def _narrow(self, x: Tensor) -> Tensor:
+    def _compress(self, x: Tensor) -> Tensor:
         """[B, T, ...]: what queries, what keys and values, and what the turning part of the keys are made of."""
         if self.latent.query_rank:
-            query, kv = each(x, self.q_down, self.kv_down)
+            query, kv = project_all(x, self.q_down, self.kv_down)
             query = self.q_norm(query)
         else:
             query, kv = x, self.kv_down(x)
@@ -98,7 +98,7 @@ class LatentAttention(nn.Module):
         return torch.cat((query, self.kv_norm(kv), key), dim=-1)
 
 
-def _heads(x: Tensor, *dims: int) -> tuple[Tensor, Tensor]:
+def _split_heads(x: Tensor, *dims: int) -> tuple[Tensor, Tensor]:
     """Both parts of every head, [B, H, T, dim] each."""
     first, second = x.unflatten(-1, (-1, sum(dims))).transpose(1, 2).split(dims, dim=-1)
     return first, second

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentConfig:
+class MLAConfig:
     """DeepSeek's attention: queries, keys and values are made of narrow vectors (latent.py)."""
 
     query_rank: int = 0
@@ -47,10 +47,10 @@ class LatentConfig:
         up = self.kv_rank * (1 + heads * (self.nope_dim + self.value_dim))
         return query + down + up + heads * self.value_dim * width
 
-    def reduced(self, nope_dim: int) -> LatentConfig:
+    def reduced(self, nope_dim: int) -> MLAConfig:
         """With heads of this size, and the rest in about DeepSeek's proportions to it."""
         half = max(nope_dim // 4 * 2, 2)
-        return LatentConfig(
+        return MLAConfig(
             query_rank=2 * nope_dim if self.query_rank else 0,
             kv_rank=nope_dim + half,
             rope_dim=half,

@@ -5,24 +5,24 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from echelon.layout.validation_error import Fault, FaultError, did_you_mean
-from echelon.models.gate_override import with_gate
-from echelon.models.mla_config import LatentConfig
-from echelon.models.moe_config import MixtureConfig
-from echelon.models.rope_scaling import Stretch
+from echelon.layout.validation_error import ValidationError, ValidationIssue, did_you_mean
+from echelon.models.gate_override import override_gate
+from echelon.models.mla_config import MLAConfig
+from echelon.models.moe_config import MoEConfig
+from echelon.models.rope_scaling import RopeScaling
 
-IGNORE = -100
+IGNORE_INDEX = -100
 """A target that does not count; torch's cross-entropy leaves it out by default."""
 
 FAMILIES = ("gpt", "llama", "conv")
 
-KERNEL = 9
+KERNEL_WEIGHTS = 9
 """Weights of one 3 x 3 filter of the convolutional network."""
 
 IMAGE_CHANNELS = 3
 
-THETA = 500_000.0
-EPSILON = 1e-5
+ROPE_THETA = 500_000.0
+NORM_EPSILON = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +53,9 @@ class ModelConfig:
     """Probability that dropout zeroes an element in training."""
     causal: bool = True
     """Whether a token sees only those before it; otherwise it sees all of its document."""
-    mixture: MixtureConfig | None = None
+    mixture: MoEConfig | None = None
     """Experts in place of the feed-forward part of some layers."""
-    latent: LatentConfig | None = None
+    latent: MLAConfig | None = None
     """DeepSeek's attention (llama)."""
     own_head_dim: int = 0
     """Size of a head where it is not the width divided by the heads; 0: it is."""
@@ -63,11 +63,11 @@ class ModelConfig:
     """Whether each head's queries and keys pass a norm (llama)."""
     qkv_bias: bool = False
     """Whether queries, keys and values have biases, as Qwen2's have (llama)."""
-    theta: float = THETA
+    theta: float = ROPE_THETA
     """Rotary positions: the slowest pair turns once in 2 pi times nearly so many tokens (llama)."""
-    epsilon: float = EPSILON
+    epsilon: float = NORM_EPSILON
     """What norms add to a mean square."""
-    stretch: Stretch | None = None
+    stretch: RopeScaling | None = None
     """Rotary positions for longer sequences than the first ones (llama)."""
 
     def __post_init__(self) -> None:
@@ -122,21 +122,36 @@ class ModelConfig:
     def parameters(self) -> int:
         """Unique parameters, exactly."""
         if self.family == "conv":
-            return sum(KERNEL * i * o + 2 * o for i, o in self.convolutions) + self._conv_head + self.vocab
+            return (
+                sum(KERNEL_WEIGHTS * i * o + 2 * o for i, o in self.convolutions)
+                + self._conv_head_parameters
+                + self.vocab
+            )
         outside = self.vocab * self.width + (0 if self.tied else self.vocab * self.width)
         experts = 0
         if self.mixture is not None:
-            shared = self._mlp(self.mixture.shared) if self.mixture.shared else 0
-            experts = self.mixtures * (self.mixture.parameters(self.width) + shared - self._mlp(self.ffn))
+            shared = self._mlp_parameters(self.mixture.shared) if self.mixture.shared else 0
+            experts = self.num_moe_layers * (
+                self.mixture.parameters(self.width) + shared - self._mlp_parameters(self.ffn)
+            )
         if self.family == "gpt":
             outside += self.max_seq_len * self.width + 2 * self.width
-            return outside + self.layers * (self._attention + self._mlp(self.ffn) + 4 * self.width) + experts
-        return outside + self.layers * (self._attention + self._mlp(self.ffn) + 2 * self.width) + self.width + experts
+            return (
+                outside
+                + self.layers * (self._attention_parameters + self._mlp_parameters(self.ffn) + 4 * self.width)
+                + experts
+            )
+        return (
+            outside
+            + self.layers * (self._attention_parameters + self._mlp_parameters(self.ffn) + 2 * self.width)
+            + self.width
+            + experts
+        )
 
     @property
-    def mixtures(self) -> int:
+    def num_moe_layers(self) -> int:
         """Layers with experts."""
-        return sum(self.mixture.is_mixture(layer) for layer in range(self.layers)) if self.mixture else 0
+        return sum(self.mixture.is_moe_layer(layer) for layer in range(self.layers)) if self.mixture else 0
 
     @property
     def matmul_parameters(self) -> int:
@@ -155,14 +170,16 @@ class ModelConfig:
         """Of experts that a token does not pass through."""
         if self.mixture is None:
             return 0
-        return round(self.mixtures * (self.mixture.parameters(self.width) - self.mixture.active(self.width)))
+        return round(
+            self.num_moe_layers * (self.mixture.parameters(self.width) - self.mixture.active_parameters(self.width))
+        )
 
     def flops_per_token(self, seq_len: int) -> int:
         """FLOPs of a training step per token: 6 per matmul parameter, plus attention. For conv, per image."""
         if self.family == "conv":
             sides = (self.max_seq_len >> layer for layer in range(self.layers))
-            products = (KERNEL * i * o * s * s for (i, o), s in zip(self.convolutions, sides, strict=True))
-            return 6 * (self._conv_head + sum(products))
+            products = (KERNEL_WEIGHTS * i * o * s * s for (i, o), s in zip(self.convolutions, sides, strict=True))
+            return 6 * (self._conv_head_parameters + sum(products))
         scores_and_values = self.layers * self.heads * (self.head_dim + self.value_dim) * seq_len
         return 6 * self.matmul_parameters + (3 if self.causal else 6) * scores_and_values
 
@@ -173,11 +190,11 @@ class ModelConfig:
         return tuple(pairwise(sizes))
 
     @property
-    def _conv_head(self) -> int:
+    def _conv_head_parameters(self) -> int:
         return (self.width << (self.layers - 1)) * self.vocab
 
     @property
-    def _attention(self) -> int:
+    def _attention_parameters(self) -> int:
         if self.latent:
             return self.latent.parameters(self.width, self.heads)
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -185,7 +202,7 @@ class ModelConfig:
         norms = 2 * self.head_dim if self.head_norms else 0
         return 2 * self.width * q + 2 * self.width * kv + biases + norms
 
-    def _mlp(self, ffn: int) -> int:
+    def _mlp_parameters(self, ffn: int) -> int:
         if self.family == "gpt":
             return 2 * self.width * ffn + ffn + self.width
         return 3 * self.width * ffn
@@ -222,7 +239,7 @@ def _llama(
     )
 
 
-_DEEPSEEK = LatentConfig(query_rank=1536, kv_rank=512, rope_dim=64, nope_dim=128, value_dim=128)
+_DEEPSEEK = MLAConfig(query_rank=1536, kv_rank=512, rope_dim=64, nope_dim=128, value_dim=128)
 
 _TABLE = (
     _gpt("gpt-tiny", 4, 64, 4, vocab=257, seq=256),
@@ -239,27 +256,27 @@ _TABLE = (
     _llama("llama-405b", 126, 16384, 128, 8, 53248),
     replace(
         _llama("moe-tiny", 4, 64, 4, 2, 176, vocab=257, seq=256),
-        mixture=MixtureConfig(experts=8, k=2, ffn=88, gate="mixtral"),
+        mixture=MoEConfig(experts=8, k=2, ffn=88, gate="mixtral"),
     ),
     replace(
         _gpt("switch-tiny", 4, 64, 4, vocab=257, seq=256),
-        mixture=MixtureConfig(experts=8, k=1, ffn=256, gate="switch", activation="relu", every=2),
+        mixture=MoEConfig(experts=8, k=1, ffn=256, gate="switch", activation="relu", every=2),
     ),
     replace(
         _gpt("gshard-tiny", 4, 64, 4, vocab=257, seq=256),
         # With the paper's order of places, later tokens could displace earlier ones.
-        mixture=MixtureConfig(
+        mixture=MoEConfig(
             experts=8, k=2, ffn=256, gate="gshard", options=(("order", "tokens"),), activation="relu", every=2
         ),
     ),
     replace(
         _llama("qwen-moe-tiny", 4, 64, 4, 2, 176, vocab=257, seq=256),
-        mixture=MixtureConfig(experts=16, k=4, ffn=32, gate="qwen", shared=64),
+        mixture=MoEConfig(experts=16, k=4, ffn=32, gate="qwen", shared=64),
     ),
     replace(
         _llama("deepseek-tiny", 4, 64, 4, 4, 176, vocab=257, seq=256),
-        latent=LatentConfig(query_rank=32, kv_rank=24, rope_dim=8, nope_dim=16, value_dim=12),
-        mixture=MixtureConfig(
+        latent=MLAConfig(query_rank=32, kv_rank=24, rope_dim=8, nope_dim=16, value_dim=12),
+        mixture=MoEConfig(
             experts=16,
             k=4,
             ffn=32,
@@ -274,16 +291,16 @@ _TABLE = (
     # The published switch-base-8 has T5's encoder and decoder; this is a decoder alone, of GPT's blocks of its size.
     replace(
         _gpt("switch-base-8", 12, 768, 12, vocab=32128, seq=512),
-        mixture=MixtureConfig(experts=8, k=1, ffn=3072, gate="switch", activation="relu", every=2),
+        mixture=MoEConfig(experts=8, k=1, ffn=3072, gate="switch", activation="relu", every=2),
     ),
     replace(
         _llama("mixtral-8x7b", 32, 4096, 32, 8, 14336, vocab=32000, seq=32768),
-        mixture=MixtureConfig(experts=8, k=2, ffn=14336, gate="mixtral", options=(("balance", 0.02 / 32),)),
+        mixture=MoEConfig(experts=8, k=2, ffn=14336, gate="mixtral", options=(("balance", 0.02 / 32),)),
         theta=1e6,
     ),
     replace(
         _llama("qwen3-30b-a3b", 48, 2048, 32, 4, 6144, vocab=151936, seq=40960),
-        mixture=MixtureConfig(
+        mixture=MoEConfig(
             experts=128, k=8, ffn=768, gate="qwen", options=(("normalise", True), ("balance", 0.001 / 48))
         ),
         own_head_dim=128,
@@ -295,7 +312,7 @@ _TABLE = (
     replace(
         _llama("deepseek-v2", 60, 5120, 128, 128, 12288, vocab=102400, seq=163840),
         latent=_DEEPSEEK,
-        mixture=MixtureConfig(
+        mixture=MoEConfig(
             experts=160,
             k=6,
             ffn=1536,
@@ -311,7 +328,7 @@ _TABLE = (
     replace(
         _llama("deepseek-v3", 61, 7168, 128, 128, 18432, vocab=129280, seq=163840),
         latent=_DEEPSEEK,
-        mixture=MixtureConfig(
+        mixture=MoEConfig(
             experts=256,
             k=8,
             ffn=2048,
@@ -329,19 +346,19 @@ _TABLE = (
 SIZES: Mapping[str, ModelConfig] = {config.name: config for config in _TABLE}
 
 
-def find(name: str) -> ModelConfig:
+def find_model(name: str) -> ModelConfig:
     """The size with this name, or of the model in this directory."""
     if name in SIZES:
         return SIZES[name]
     from echelon.models import model_dir  # it knows this file
 
-    if model_dir.is_saved(name):
-        return model_dir.read(Path(name)).config
+    if model_dir.is_model_dir(name):
+        return model_dir.read_model_dir(Path(name)).config
     rule, hint = "is not the name of a model size", did_you_mean(name, SIZES)
-    raise FaultError([Fault(key="model", value=name, rule=rule, legal=", ".join(SIZES), hint=hint)])
+    raise ValidationError([ValidationIssue(key="model", value=name, message=rule, legal=", ".join(SIZES), hint=hint)])
 
 
-def changed(
+def override_config(
     config: ModelConfig,
     *,
     dropout: float | None = None,
@@ -356,7 +373,7 @@ def changed(
     """
     rotary, mixture = config.family == "llama", config.mixture
     if mixture is not None:
-        mixture = with_gate(mixture, gate) if gate else mixture
+        mixture = override_gate(mixture, gate) if gate else mixture
         mixture = mixture if expert_dropout is None else replace(mixture, dropout=expert_dropout)
     return replace(
         config,
@@ -367,7 +384,7 @@ def changed(
     )
 
 
-def reduced(
+def reduced_config(
     config: ModelConfig, *, layers: int = 4, width: int = 64, heads: int = 4, vocab: int = 257, max_seq_len: int = 256
 ) -> ModelConfig:
     """A small model of the same kind: family, tied, dropout, and as near as can be the ratios of kv heads and ffn.

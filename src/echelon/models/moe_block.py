@@ -7,44 +7,42 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.layout.validation_error import Fault, FaultError
+from echelon.layout.validation_error import ValidationError, ValidationIssue
 from echelon.models.model_config import ModelConfig
-from echelon.models.moe_config import MixtureConfig
+from echelon.models.moe_config import MoEConfig
 from echelon.moe import build_gate
 from echelon.moe.experts import Experts
-from echelon.moe.moe_layer import Mixture
+from echelon.moe.moe_layer import MoELayer
 
 
-def layers(
+def build_blocks(
     config: ModelConfig,
-    plain: Callable[[ModelConfig], nn.Module],
-    mixed: Callable[[ModelConfig, MixtureConfig], nn.Module],
+    dense_block: Callable[[ModelConfig], nn.Module],
+    moe_block: Callable[[ModelConfig, MoEConfig], nn.Module],
 ) -> Iterator[nn.Module]:
     """The blocks of a model, with experts in those that the configuration names."""
     for layer in range(config.layers):
-        if config.mixture is not None and config.mixture.is_mixture(layer):
-            yield mixed(config, config.mixture)
+        if config.mixture is not None and config.mixture.is_moe_layer(layer):
+            yield moe_block(config, config.mixture)
         else:
-            yield plain(config)
+            yield dense_block(config)
 
 
-def build_mixture(config: ModelConfig, mixture: MixtureConfig, shared: nn.Module | None) -> Mixture:
-    options = dict(mixture.options)
-    gate = build_gate(mixture.gate, config.width, mixture.experts, mixture.k, causal=config.causal, **options)
-    experts = Experts(
-        mixture.experts, config.width, mixture.ffn, activation=mixture.activation, dropout=mixture.dropout
-    )
-    return Mixture(gate, experts, shared)
+def build_moe_layer(config: ModelConfig, moe: MoEConfig, shared: nn.Module | None) -> MoELayer:
+    options = dict(moe.options)
+    gate = build_gate(moe.gate, config.width, moe.experts, moe.k, causal=config.causal, **options)
+    experts = Experts(moe.experts, config.width, moe.ffn, activation=moe.activation, dropout=moe.dropout)
+    return MoELayer(gate, experts, shared)
 
 
-def gate_faults(mixture: MixtureConfig) -> list[Fault]:
+def validate_gate(moe: MoEConfig) -> list[ValidationIssue]:
     """What is wrong with a mixture's gate and its options."""
     try:
-        options: dict[str, Any] = dict(mixture.options)
+        options: dict[str, Any] = dict(moe.options)
         with torch.device("meta"):
-            build_gate(mixture.gate, 8, mixture.experts, mixture.k, **options)
-    except FaultError as error:
-        return [replace(fault, key="gate", value=f"{fault.key}={fault.value}") for fault in error.faults]
+            build_gate(moe.gate, 8, moe.experts, moe.k, **options)
+    except ValidationError as error:
+        return [replace(fault, key="gate", value=f"{fault.key}={fault.value}") for fault in error.issues]
     except (ValueError, TypeError) as error:
-        return [Fault(key="gate", value=mixture.gate, rule=f"cannot be built: {error}")]
+        return [ValidationIssue(key="gate", value=moe.gate, message=f"cannot be built: {error}")]
     return []

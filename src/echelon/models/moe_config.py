@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 from echelon.moe import gate_properties
 
-Options = tuple[tuple[str, float | int | str | bool], ...]
+GateOptions = tuple[tuple[str, float | int | str | bool], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixtureConfig:
+class MoEConfig:
     """Layers whose feed-forward part is one of many, chosen for each token."""
 
     experts: int
@@ -21,7 +21,7 @@ class MixtureConfig:
     """Hidden size of one expert."""
     gate: str
     """The gate's name (echelon.moe.GATES)."""
-    options: Options = ()
+    options: GateOptions = ()
     """The gate's options, by name."""
     shared: int = 0
     """Hidden size of an expert that every token passes through; 0: there is none."""
@@ -48,37 +48,37 @@ class MixtureConfig:
     @property
     def balances_by_load(self) -> bool:
         """Its gate must be told the loads of every step."""
-        return self.gate in gate_properties.BY_LOAD
+        return self.gate in gate_properties.LOAD_BALANCED_GATES
 
-    def is_mixture(self, layer: int) -> bool:
+    def is_moe_layer(self, layer: int) -> bool:
         """Layer number `layer` has experts."""
         return layer >= self.dense and (layer + 1 - self.dense) % self.every == 0
 
     def parameters(self, width: int) -> int:
         """Of one layer's gate and experts in all, without the shared one, which is of the model's family."""
-        return self.experts * self._expert(width) + self._routers(width)
+        return self.experts * self._expert_parameters(width) + self._router_parameters(width)
 
-    def active(self, width: int) -> float:
+    def active_parameters(self, width: int) -> float:
         """Of these, what one token passes through."""
-        return self.k * self._expert(width) + self._routers(width)
+        return self.k * self._expert_parameters(width) + self._router_parameters(width)
 
-    def reduced(self, smaller: float) -> MixtureConfig:
+    def reduced(self, scale: float) -> MoEConfig:
         """With few experts, of a hidden size that is so much smaller or less, and no more than one layer without."""
         experts, options, k = min(self.experts, 16), dict(self.options), min(self.k, 4)
         if "num_groups" in options:
-            options = gate_properties.grouped(self.gate, experts, options)
+            options = gate_properties.group_options(self.gate, experts, options)
         return replace(
             self,
             experts=experts,
             k=k,
-            ffn=max(min(round(self.ffn * smaller), 256 // experts), 8),
+            ffn=max(min(round(self.ffn * scale), 256 // experts), 8),
             options=tuple(options.items()),
-            shared=max(min(round(self.shared * smaller), 64), 8) if self.shared else 0,
+            shared=max(min(round(self.shared * scale), 64), 8) if self.shared else 0,
             dense=min(self.dense, 1),
         )
 
-    def _expert(self, width: int) -> int:
+    def _expert_parameters(self, width: int) -> int:
         return (3 if self.activation == "swiglu" else 2) * width * self.ffn
 
-    def _routers(self, width: int) -> int:
-        return gate_properties.router_rows(self.gate, self.experts, dict(self.options)) * width
+    def _router_parameters(self, width: int) -> int:
+        return gate_properties.num_router_rows(self.gate, self.experts, dict(self.options)) * width

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def _nothing(**_: Any) -> None:
+def _no_shared(**_: Any) -> None:
     return None
 
 
 @dataclass(frozen=True)
-class Link:
+class PipelineLayer:
     name: str
     """for people; no two links have the same"""
     modules: tuple[str, ...]
@@ -37,17 +37,17 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Chain:
-    links: tuple[Link, ...]
-    shared: Callable[..., Any] = _nothing
+class PipelineModel:
+    layers: tuple[PipelineLayer, ...]
+    shared: Callable[..., Any] = _no_shared
     """from the inputs to what several links need, computed once on every stage: masks, angles"""
-    cut: Callable[[Any, int, int], Any] | None = None
+    slice_shared: Callable[[Any, int, int], Any] | None = None
     """what is shared, for positions start .. stop - 1 of every sequence alone (TeraPipe)"""
     logits: Callable[..., Any] | None = None
     """what the last link runs instead where text is written: (carried, shared, **inputs) to logits"""
 
 
-def chain_of(model: nn.Module) -> Chain:
+def get_pipeline_model(model: nn.Module) -> PipelineModel:
     """The model's chain, or a clear refusal."""
     make = getattr(model, "chain", None)
     if make is None:
@@ -55,23 +55,23 @@ def chain_of(model: nn.Module) -> Chain:
             f"a pipeline needs to know where {type(model).__name__} can be cut; give the class a method `chain()` "
             "that returns echelon.Chain(links=(echelon.Link(name, modules, run), ...)), or use pp=1"
         )
-    chain: Chain = make()
+    chain: PipelineModel = make()
     _check(model, chain)
     return chain
 
 
-def _check(model: nn.Module, chain: Chain) -> None:
+def _check(model: nn.Module, chain: PipelineModel) -> None:
     """Links have names of their own, every parameter is used by one, and every name that they give is there."""
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
     names |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    unknown = [f"{name} ({link.name})" for link in chain.links for name in link.modules if name not in names]
-    used = [name for link in chain.links for name in link.modules]
+    unknown = [f"{name} ({link.name})" for link in chain.layers for name in link.modules if name not in names]
+    used = [name for link in chain.layers for name in link.modules]
     lost = [
         name
         for name, _ in model.named_parameters(remove_duplicate=False)
-        if not any(inside(name, other) for other in used)
+        if not any(is_within(name, other) for other in used)
     ]
-    twice = [name for name, count in Counter(link.name for link in chain.links).items() if count > 1]
+    twice = [name for name, count in Counter(link.name for link in chain.layers).items() if count > 1]
     problems = [f"no such module: {', '.join(unknown)}"] if unknown else []
     problems += [f"several links are called {', '.join(twice)}"] if twice else []
     problems += [f"no link uses {', '.join(lost[:5])}"] if lost else []
@@ -79,6 +79,6 @@ def _check(model: nn.Module, chain: Chain) -> None:
         raise ValueError(f"the chain does not fit {type(model).__name__}: {'; '.join(problems)}")
 
 
-def inside(name: str, other: str) -> bool:
+def is_within(name: str, module: str) -> bool:
     """The name is that of a module or one of its parts."""
-    return name == other or name.startswith(other + ".")
+    return name == module or name.startswith(module + ".")

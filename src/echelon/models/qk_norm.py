@@ -2,13 +2,13 @@
 
 from torch import Tensor
 
-from echelon.kernels.attention.rope import rotate
-from echelon.models.attention import Attention, Heads, Seen
+from echelon.kernels.attention.rope import apply_rotary
+from echelon.models.attention import QKV, Attention, AttentionContext
 from echelon.models.norm_layers import RMSNorm
 
 
-class NormedAttention(Attention):
-    rotates_in_place = False
+class QKNormAttention(Attention):
+    fuses_rope = False
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class NormedAttention(Attention):
         super().__init__(width, heads, kv_heads, head_dim=head_dim, bias=bias, dropout=dropout)
         self.q_norm, self.k_norm = RMSNorm(head_dim, epsilon), RMSNorm(head_dim, epsilon)
 
-    def _prepare(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> Heads:
+    def _prepare(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> QKV:
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
         q, k, v = (y.transpose(1, 2) for y in (self.q_norm(q), self.k_norm(k), v))
-        return (q, k, v) if seen.turn is None else (rotate(q, seen.turn), rotate(k, seen.turn), v)
+        return (q, k, v) if context.rope is None else (apply_rotary(q, context.rope), apply_rotary(k, context.rope), v)

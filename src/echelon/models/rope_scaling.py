@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stretch:
+class RopeScaling:
     """Slow pairs turn more slowly."""
 
     factor: float

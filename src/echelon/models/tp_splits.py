@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from echelon.models.model_config import ModelConfig
-from echelon.models.moe_config import MixtureConfig
+from echelon.models.moe_config import MoEConfig
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,7 +33,7 @@ _TRANSFORMER = {
     "head": "head",
 }
 
-_LATENT = {
+_MLA = {
     "blocks.*.attn.q_down": "sequence",
     "blocks.*.attn.q_norm": "sequence",
     "blocks.*.attn.kv_down": "sequence",
@@ -47,7 +47,7 @@ _LATENT = {
 }
 """in place of attention's words: narrow vectors are made of a rank's own tokens, and pass into the region"""
 
-_HEAD_NORMS = {"blocks.*.attn.q_norm": "inside", "blocks.*.attn.k_norm": "inside"}
+_QK_NORM = {"blocks.*.attn.q_norm": "inside", "blocks.*.attn.k_norm": "inside"}
 
 ATTENTION, MLP = "blocks.*.attn", "blocks.*.mlp"
 
@@ -58,23 +58,23 @@ SPLITS: dict[str, dict[str, str]] = {
 """by family"""
 
 
-def _table(config: ModelConfig) -> dict[str, str]:
+def _split_table(config: ModelConfig) -> dict[str, str]:
     """One of our own models'."""
     table = SPLITS.get(config.family, {})
     if config.head_norms:
-        table = {**table, **_HEAD_NORMS}
+        table = {**table, **_QK_NORM}
     if config.latent is not None:
-        words = {pattern: word for pattern, word in _LATENT.items() if ".q_" not in pattern or config.latent.query_rank}
+        words = {pattern: word for pattern, word in _MLA.items() if ".q_" not in pattern or config.latent.query_rank}
         table = {**{pattern: word for pattern, word in table.items() if not pattern.startswith(ATTENTION)}, **words}
-    return table if config.mixture is None else _with_mixtures(table, config, config.mixture)
+    return table if config.mixture is None else _with_moe_layers(table, config, config.mixture)
 
 
-def _with_mixtures(table: dict[str, str], config: ModelConfig, mixture: MixtureConfig) -> dict[str, str]:
+def _with_moe_layers(table: dict[str, str], config: ModelConfig, mixture: MoEConfig) -> dict[str, str]:
     """The feed-forward part's words are those of its shared expert where there are experts: these go by expert.py."""
     inner = {pattern: word for pattern, word in table.items() if pattern.startswith(MLP)}
     found = {pattern: word for pattern, word in table.items() if pattern not in inner}
     for layer in range(config.layers):
-        experts = mixture.is_mixture(layer)
+        experts = mixture.is_moe_layer(layer)
         if experts and not mixture.shared:
             continue
         place = f"blocks.{layer}.mlp" + (".shared" if experts else "")
@@ -82,10 +82,10 @@ def _with_mixtures(table: dict[str, str], config: ModelConfig, mixture: MixtureC
     return found
 
 
-def split_of(model: nn.Module) -> dict[str, str]:
+def get_tp_split(model: nn.Module) -> dict[str, str]:
     """The model's table, or a clear refusal."""
     config = getattr(model, "config", None)
-    table = getattr(model, "split", None) or (_table(config) if isinstance(config, ModelConfig) else None)
+    table = getattr(model, "split", None) or (_split_table(config) if isinstance(config, ModelConfig) else None)
     if not table:
         raise ValueError(
             f"tensor parallelism needs to know how to divide {type(model).__name__}; "

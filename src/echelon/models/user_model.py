@@ -11,33 +11,35 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from echelon.layout.validation_error import Fault, did_you_mean
+from echelon.layout.validation_error import ValidationIssue, did_you_mean
 
 
-def is_own(model: str) -> bool:
+def is_user_model(spec: str) -> bool:
     """`file.py:factory`, a module of the user's own."""
-    return ":" in model
+    return ":" in spec
 
 
-def faults(spec: str, *, key: str = "model", legal: str = "file.py:factory") -> Iterator[Fault]:
+def validate_spec(spec: str, *, key: str = "model", legal: str = "file.py:factory") -> Iterator[ValidationIssue]:
     """What is wrong with `file.py:name`, as far as can be told without running the file: that may take seconds."""
     path, _, name = spec.rpartition(":")
     if not Path(path).is_file():
-        yield Fault(key=key, value=spec, rule="names no Python file", legal=legal)
+        yield ValidationIssue(key=key, value=spec, message="names no Python file", legal=legal)
         return
     try:
         tree = ast.parse(Path(path).read_bytes())
     except (OSError, SyntaxError, ValueError) as error:
-        yield Fault(key=key, value=spec, rule=f"cannot be read as Python ({error})", legal=legal)
+        yield ValidationIssue(key=key, value=spec, message=f"cannot be read as Python ({error})", legal=legal)
         return
-    names = set(_names(tree))
+    names = set(_defined_names(tree))
     if name not in names and "*" not in names:
         defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
         rule = f"names nothing in the file (no {name!r} in {path})"
-        yield Fault(key=key, value=spec, rule=rule, legal=", ".join(defined), hint=did_you_mean(name, defined))
+        yield ValidationIssue(
+            key=key, value=spec, message=rule, legal=", ".join(defined), hint=did_you_mean(name, defined)
+        )
 
 
-def _names(tree: ast.AST) -> Iterator[str]:
+def _defined_names(tree: ast.AST) -> Iterator[str]:
     """Every name that the file may define, whatever decides it."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -48,7 +50,7 @@ def _names(tree: ast.AST) -> Iterator[str]:
             yield (node.asname or node.name).partition(".")[0]
 
 
-USERS = "echelon_user_"
+USER_MODULE_PREFIX = "echelon_user_"
 """what the names of users' files start with in `sys.modules`"""
 
 
@@ -57,19 +59,19 @@ def refuse_while_loading(verb: str) -> None:
     for frame in inspect.stack(context=0):
         name = frame.frame.f_globals.get("__name__", "")
         # The second is the name under which multiprocessing reads a program's file in a new process.
-        if frame.function == "<module>" and (name.startswith(USERS) or name == "__mp_main__"):
+        if frame.function == "<module>" and (name.startswith(USER_MODULE_PREFIX) or name == "__mp_main__"):
             raise ValueError(
                 f"{frame.filename} calls {verb} while a rank reads it to find the model; "
                 'put the call under `if __name__ == "__main__":`'
             )
 
 
-def load(spec: str) -> Callable[..., Any]:
+def load_factory(spec: str) -> Callable[..., Any]:
     """The function that `file.py:name` means."""
     path, _, name = spec.rpartition(":")
     if not path or not name:
         raise ValueError(f"a model of your own is named file.py:factory ({spec!r}); add the name of the function")
-    module = _module(Path(path))
+    module = _load_module(Path(path))
     if not hasattr(module, name):
         raise ValueError(
             f"{path} has no function {name!r}; it has {', '.join(n for n in vars(module) if not n.startswith('_'))}"
@@ -78,8 +80,8 @@ def load(spec: str) -> Callable[..., Any]:
     return found
 
 
-def _module(path: Path) -> ModuleType:
-    key = USERS + path.resolve().stem
+def _load_module(path: Path) -> ModuleType:
+    key = USER_MODULE_PREFIX + path.resolve().stem
     if key in sys.modules and getattr(sys.modules[key], "__file__", None) == str(path.resolve()):
         return sys.modules[key]
     if not path.is_file():
@@ -100,7 +102,7 @@ def _module(path: Path) -> ModuleType:
     return module
 
 
-def spec_of(function: Callable[..., Any]) -> str:
+def factory_spec(function: Callable[..., Any]) -> str:
     """`file.py:name` of a function of the user's, so that ranks can find it."""
     path, name = inspect.getsourcefile(function), function.__qualname__
     if path is None or "<" in name or "." in name:

@@ -6,9 +6,9 @@ from typing import Protocol, cast
 from torch import nn
 
 from echelon.moe.gates.gate import Gate
-from echelon.rng import ONES, ZEROS, Init, Normal
+from echelon.rng import ONES, ZEROS, Init, normal_init
 
-STD = 0.02
+INIT_STD = 0.02
 
 MATRICES = ("embed", "positions", "head", "q", "k", "v", "kv", "q_down", "kv_down", "gate", "up")
 NORMS = ("norm", "norm1", "norm2", "q_norm", "k_norm", "kv_norm")
@@ -16,33 +16,33 @@ RESIDUAL = ("o", "down")
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-class HasInitial(Protocol):
+class HasParamInit(Protocol):
     def initial(self, name: str) -> Init: ...
 
 
-def transformer(name: str, layers: int) -> Init:
+def transformer_init(name: str, layers: int) -> Init:
     """GPT-2's rule: normals of 0.02, less for what is added to the residual stream, norms 1, biases 0."""
     owner, _, kind = name.rpartition(".")
     module = owner.rpartition(".")[2]
     if kind == "bias":
         return ZEROS
     if module == "experts":
-        return Normal(STD / math.sqrt(2 * layers) if kind == "down" else STD)
+        return normal_init(INIT_STD / math.sqrt(2 * layers) if kind == "down" else INIT_STD)
     if module in NORMS:
         return ONES
     if module in RESIDUAL:
         # Each block adds two of them: the variance of the sum stays that of one.
-        return Normal(STD / math.sqrt(2 * layers))
+        return normal_init(INIT_STD / math.sqrt(2 * layers))
     if module in MATRICES:
-        return Normal(STD)
+        return normal_init(INIT_STD)
     raise ValueError(
         f"no initial values are known for this parameter ({name}); add its module to models/weight_init.py"
     )
 
 
-def initialise(model: nn.Module, seed: int) -> None:
+def init_weights(model: nn.Module, seed: int) -> None:
     """Fills a whole one-device model, buffers too. A tied parameter goes by the first of its names."""
-    source = cast(HasInitial, model)
+    source = cast(HasParamInit, model)
     for name, parameter in model.named_parameters():
         source.initial(name).fill(parameter, seed, name)
     for module in model.modules():

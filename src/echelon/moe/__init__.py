@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from echelon.layout.validation_error import Fault, FaultError, did_you_mean
+from echelon.layout.validation_error import ValidationError, ValidationIssue, did_you_mean
 
 if TYPE_CHECKING:
     from echelon.moe.gates.gate import Gate
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["GATES", "build_gate"]
 
 
-class _Gates(Mapping[str, "type[Gate]"]):
+class _LazyGates(Mapping[str, "type[Gate]"]):
     """Classes by name, imported when they are asked for."""
 
     def __init__(self, places: Mapping[str, tuple[str, str]]) -> None:
@@ -34,7 +34,7 @@ class _Gates(Mapping[str, "type[Gate]"]):
         return len(self._places)
 
 
-GATES: Mapping[str, type[Gate]] = _Gates(
+GATES: Mapping[str, type[Gate]] = _LazyGates(
     {
         "noisy-top-k": ("noisy_top_k", "NoisyTopK"),
         "hierarchical": ("hierarchical", "Hierarchical"),
@@ -59,17 +59,19 @@ def build_gate(name: str, width: int, num_experts: int, k: float, *, causal: boo
     """
     if name not in GATES:
         rule, legal = "is not the name of a gate", ", ".join(GATES)
-        raise FaultError([Fault(key="gate", value=name, rule=rule, legal=legal, hint=did_you_mean(name, GATES))])
+        raise ValidationError(
+            [ValidationIssue(key="gate", value=name, message=rule, legal=legal, hint=did_you_mean(name, GATES))]
+        )
     kind = GATES[name]
     known = [p.name for p in inspect.signature(kind).parameters.values() if p.kind is p.KEYWORD_ONLY]
     rule, legal = f"is not an option of the gate {name}", ", ".join(known) or "none"
     wrong = [
-        Fault(key=key, value=str(value), rule=rule, legal=legal, hint=did_you_mean(key, known))
+        ValidationIssue(key=key, value=str(value), message=rule, legal=legal, hint=did_you_mean(key, known))
         for key, value in options.items()
         if key not in known
     ]
     if wrong:
-        raise FaultError(wrong)
+        raise ValidationError(wrong)
     gate = kind(width, num_experts, k, **options)
     if causal and gate.leaks_future:
         warnings.warn(

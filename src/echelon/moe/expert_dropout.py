@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from echelon.moe.routing import Routing
-from echelon.rng import Draws, bits, keep_mask
+from echelon.rng import RandomDraws, bits, keep_mask
 
 
-class ExpertDropout(Draws):
+class ExpertDropout(RandomDraws):
     def __init__(self, p: float) -> None:
         super().__init__()
         self.p = p
 
-    def keys(self, x: Tensor, routing: Routing) -> Tensor | None:
+    def assignment_keys(self, x: Tensor, routing: Routing) -> Tensor | None:
         """[A] int64, of each assignment of the tokens of x [G, T, width]; none where nothing is dropped."""
         if not self.training or self.p == 0:
             return None
@@ -27,12 +27,12 @@ class ExpertDropout(Draws):
         if self.stream is None:
             each = torch.randint(1 << 62, (groups * tokens,), device=x.device)
         else:
-            each = bits(*self.numbers((groups, tokens), self.window, x.device)).flatten()
+            each = bits(*self.keys_and_index((groups, tokens), self.window, x.device)).flatten()
         return bits(0, each.index_select(0, routing.tokens) ^ routing.experts)
 
-    def factor(self, keys: Tensor, first: int, like: Tensor) -> Tensor:
+    def keep_factors(self, keys: Tensor, first_unit: int, like: Tensor) -> Tensor:
         """[rows, units]: 0, or one over the chance to be kept, for the units of `like` from number `first` on."""
-        units = torch.arange(first, first + like.shape[1], device=like.device)
+        units = torch.arange(first_unit, first_unit + like.shape[1], device=like.device)
         return keep_mask(keys, units, self.p).to(like.dtype) / (1 - self.p)
 
     def extra_repr(self) -> str:

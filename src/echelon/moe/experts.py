@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from echelon.kernels.gemm.grouped_gemm import grouped
+from echelon.kernels.gemm.grouped_gemm import grouped_gemm
 from echelon.kernels.layers.swiglu import swiglu
 from echelon.moe.expert_dropout import ExpertDropout
 
@@ -32,7 +32,11 @@ class Experts(nn.Module):
         """number of the first hidden unit at hand, in the whole expert"""
 
     def forward(
-        self, x: Tensor, ends: Tensor, keys: Tensor | None = None, through: Callable[[Experts], Tensor] | None = None
+        self,
+        x: Tensor,
+        expert_ends: Tensor,
+        dropout_keys: Tensor | None = None,
+        through: Callable[[Experts], Tensor] | None = None,
     ) -> Tensor:
         """[rows, width] from rows that come expert by expert; each expert's end at `ends` [experts] int32.
 
@@ -40,18 +44,22 @@ class Experts(nn.Module):
         product, and their gradient is 0. `through` takes over: whoever has rows that come in parts must still call the
         module once, for its parameters are there only around its call.
         """
-        return self.with_weights(x, self.up, self.down, ends, keys) if through is None else through(self)
+        return (
+            self.apply_weights(x, self.up, self.down, expert_ends, dropout_keys) if through is None else through(self)
+        )
 
-    def with_weights(self, x: Tensor, up: Tensor, down: Tensor, ends: Tensor, keys: Tensor | None) -> Tensor:
+    def apply_weights(
+        self, x: Tensor, up: Tensor, down: Tensor, expert_ends: Tensor, dropout_keys: Tensor | None
+    ) -> Tensor:
         """What `forward` would do with other weights."""
-        h = grouped(x, up.flatten(1, 2), ends)
+        h = grouped_gemm(x, up.flatten(1, 2), expert_ends)
         if self.activation == "swiglu":
             h = swiglu(h)
         else:
             h = F.gelu(h, approximate="tanh") if self.activation == "gelu" else F.relu(h)
-        if keys is not None:
-            h = h * self.drop.factor(keys, self.first_unit, h)
-        return grouped(h, down, ends)
+        if dropout_keys is not None:
+            h = h * self.drop.keep_factors(dropout_keys, self.first_unit, h)
+        return grouped_gemm(h, down, expert_ends)
 
     def extra_repr(self) -> str:
         experts, _, ffn, width = self.up.shape

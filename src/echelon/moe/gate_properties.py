@@ -5,34 +5,34 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-BY_LOAD = ("loss-free", "deepseek-v3")
+LOAD_BALANCED_GATES = ("loss-free", "deepseek-v3")
 """gates that are told the loads of every step, and balance by them"""
-LIMITED = ("deepseek-v2", "deepseek-v3")
+GROUP_LIMITED_GATES = ("deepseek-v2", "deepseek-v3")
 """gates by which a token sees experts of few groups"""
-GROUP = 4
+DEFAULT_GROUP_SIZE = 4
 """experts of a group, where nobody says: a choice between groups and one inside them remain"""
 
 
-def squarest(num_experts: int) -> int:
+def most_square_divisor(num_experts: int) -> int:
     """The divisor nearest to the root from below: both levels choose among as few as can be."""
     return max(
         a for a in range(1, max(num_experts, 1) + 1) if a == 1 or (num_experts % a == 0 and a * a <= num_experts)
     )
 
 
-def router_rows(gate: str, num_experts: int, options: Mapping[str, Any]) -> int:
+def num_router_rows(gate: str, num_experts: int, options: Mapping[str, Any]) -> int:
     """Rows of all routers of a gate."""
     if gate == "noisy-top-k":
         return 2 * num_experts
     if gate == "hierarchical":
-        return 2 * (num_experts + int(options.get("num_groups") or squarest(num_experts)))
+        return 2 * (num_experts + int(options.get("num_groups") or most_square_divisor(num_experts)))
     return num_experts
 
 
-def grouped(gate: str, num_experts: int, options: Mapping[str, Any]) -> dict[str, Any]:
+def group_options(gate: str, num_experts: int, options: Mapping[str, Any]) -> dict[str, Any]:
     """A gate's options with groups that suit so many experts."""
     others = {key: value for key, value in options.items() if key not in ("num_groups", "group_limit")}
-    if gate not in LIMITED:
+    if gate not in GROUP_LIMITED_GATES:
         return others  # two levels find their groups themselves
-    groups = max(num_experts // GROUP, 1)
+    groups = max(num_experts // DEFAULT_GROUP_SIZE, 1)
     return {**others, "num_groups": groups, "group_limit": max(groups // 2, 1)}

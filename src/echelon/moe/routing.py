@@ -31,16 +31,16 @@ class Routing:
     """[] int64: assignments that found no room"""
     num_tokens: int
     """the tokens of all groups"""
-    per_token: int = 0
+    choices_per_token: int = 0
     """assignments of each token where they are listed token by token; 0: they are in another order"""
-    keys: Tensor | None = None
+    dropout_keys: Tensor | None = None
     """[A] int64: what decides which hidden units dropout inside the experts drops; none: none"""
 
     @property
     def num_experts(self) -> int:
         return len(self.load)
 
-    def keep(self, tokens: Tensor) -> Routing:
+    def select_tokens(self, tokens: Tensor) -> Routing:
         """The assignments of some tokens, each of which gets its place in `tokens` as its number.
 
         The number of tokens stands for padding, which has none.
@@ -50,14 +50,14 @@ class Routing:
         groups: who adds them up over ranks counts them once.
         """
         new = torch.arange(len(tokens), device=tokens.device)
-        if self.per_token:
-            each = torch.arange(self.per_token, device=tokens.device)
+        if self.choices_per_token:
+            each = torch.arange(self.choices_per_token, device=tokens.device)
             real = tokens < self.num_tokens
-            at = (torch.where(real, tokens, 0).unsqueeze(1) * self.per_token + each).flatten()
-            here = real.repeat_interleave(self.per_token)
+            at = (torch.where(real, tokens, 0).unsqueeze(1) * self.choices_per_token + each).flatten()
+            here = real.repeat_interleave(self.choices_per_token)
             return replace(
                 self,
-                tokens=new.repeat_interleave(self.per_token),
+                tokens=new.repeat_interleave(self.choices_per_token),
                 experts=torch.where(here, self.experts.index_select(0, at), self.num_experts),
                 weights=torch.where(here, self.weights.index_select(0, at), 0),
                 num_tokens=len(tokens),
@@ -74,27 +74,29 @@ class Routing:
         )
 
 
-def by_token(experts: Tensor, weights: Tensor, loss: Tensor, num_experts: int, kept: Tensor | None = None) -> Routing:
+def token_choice_routing(
+    experts: Tensor, weights: Tensor, loss: Tensor, num_experts: int, within_capacity: Tensor | None = None
+) -> Routing:
     """Each token has chosen experts [G, T, k]; the number of experts stands for a choice that was not made.
 
     `kept` says which of them found room; none: all did.
     """
     groups, tokens, k = experts.shape
     made = experts < num_experts
-    sent = made if kept is None else made & kept
+    sent = made if within_capacity is None else made & within_capacity
     return Routing(
         tokens=torch.arange(groups * tokens, device=experts.device).repeat_interleave(k),
         experts=torch.where(sent, experts, num_experts).flatten(),
         weights=torch.where(sent, weights, 0).flatten(),
         loss=loss,
-        load=count(experts.flatten(), num_experts),
+        load=count_assignments(experts.flatten(), num_experts),
         dropped=(made & ~sent).sum(),
         num_tokens=groups * tokens,
-        per_token=k,
+        choices_per_token=k,
     )
 
 
-def by_expert(tokens: Tensor, weights: Tensor, num_tokens: int) -> Routing:
+def expert_choice_routing(tokens: Tensor, weights: Tensor, num_tokens: int) -> Routing:
     """Each expert has chosen tokens [G, E, k] of its group, which has `num_tokens`. There is nothing to balance."""
     groups, num_experts, k = tokens.shape
     first = torch.arange(0, groups * num_tokens, num_tokens, device=tokens.device).view(-1, 1, 1)
@@ -104,13 +106,13 @@ def by_expert(tokens: Tensor, weights: Tensor, num_tokens: int) -> Routing:
         experts=experts,
         weights=weights.flatten(),
         loss=weights.new_zeros(groups),
-        load=count(experts, num_experts),
+        load=count_assignments(experts, num_experts),
         dropped=experts.new_zeros(()),
         num_tokens=groups * num_tokens,
     )
 
 
-def count(experts: Tensor, num_experts: int) -> Tensor:
+def count_assignments(experts: Tensor, num_experts: int) -> Tensor:
     """[..., E] int64: how often each expert is in the last dim. The number of experts is not counted."""
     # Sums of integers do not depend on their order, so that this is exact on a GPU too.
     zeros = experts.new_zeros(*experts.shape[:-1], num_experts + 1)

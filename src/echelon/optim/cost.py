@@ -18,92 +18,99 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Sequence
 
-from echelon.layout.placement import Entry, Placement
-from echelon.optim.matrix_shards import held_stack, stack_of
-from echelon.optim.optimizer_groups import is_muons
-from echelon.optim.update_rule import Rule, momentum_of
+from echelon.layout.placement import LogicalParam, Placement
+from echelon.optim.matrix_shards import local_matrix_stack, matrix_stack
+from echelon.optim.optimizer_groups import is_muon_matrix
+from echelon.optim.update_rule import UpdateRule, resolve_momentum
 
-BLOCK = 256
+QUANTIZATION_BLOCK = 256
 """elements that share a scale in 8 bits"""
-LEAST = 4096
+MIN_QUANTIZED_NUMEL = 4096
 """elements that a parameter must have to be kept in 8 bits"""
 
 
-def state_bytes(rule: Rule, shape: Sequence[int], *, name: str = "", master_bytes: int = 4) -> int:
+def state_bytes(rule: UpdateRule, shape: Sequence[int], *, name: str = "", master_bytes: int = 4) -> int:
     """Of a whole parameter on one device."""
-    entry = Entry(name=name, names=(name,), shape=tuple(shape))
+    entry = LogicalParam(name=name, names=(name,), shape=tuple(shape))
     size = math.prod(shape)
-    return _elements(rule, entry, size, master_bytes) + _sides(rule, entry) * max(master_bytes, 4)
+    return _element_state_bytes(rule, entry, size, master_bytes) + _num_row_column_stats(rule, entry) * max(
+        master_bytes, 4
+    )
 
 
-def held_bytes(rule: Rule, placement: Placement, *, master_bytes: int = 4, units: Container[str] | None = None) -> int:
+def rank_state_bytes(
+    rule: UpdateRule, placement: Placement, *, master_bytes: int = 4, units: Container[str] | None = None
+) -> int:
     """Of everything that a rank holds, or of some units; counts of steps, 8 bytes each, are left out."""
     total = 0
     for piece in placement.pieces():
-        if piece.entry.trainable and (units is None or piece.unit in units):
-            total += _elements(rule, piece.entry, piece.stop - piece.start, master_bytes)
-            total += _sides(rule, piece.entry) * max(master_bytes, 4)
+        if piece.param.trainable and (units is None or piece.group_name in units):
+            total += _element_state_bytes(rule, piece.param, piece.stop - piece.start, master_bytes)
+            total += _num_row_column_stats(rule, piece.param) * max(master_bytes, 4)
     return total
 
 
-def element_bytes(rule: Rule, master_bytes: int = 4) -> float:
+def state_bytes_per_element(rule: UpdateRule, master_bytes: int = 4) -> float:
     """Of one element of a large matrix inside a model, without what is held for rows and columns."""
     count = 1 << 20
-    return _elements(rule, Entry(name="", names=("",), shape=(1 << 10, 1 << 10)), count, master_bytes) / count
+    return (
+        _element_state_bytes(rule, LogicalParam(name="", names=("",), shape=(1 << 10, 1 << 10)), count, master_bytes)
+        / count
+    )
 
 
-OF_MATRICES = {"lamb": 38, "adafactor": 74, "sm3": 22, "muon": 37}
+MATRIX_RULE_TRAFFIC = {"lamb": 38, "adafactor": 74, "sm3": 22, "muon": 37}
 """elements of 4 bytes, of each of a parameter, that are read and written in the time that the update of a rule takes
 which looks at matrices one by one: as measured on an H200 (bench/optimizers.py), but for Muon, whose products are
 counted apart"""
-IN_8_BITS = 43
+INT8_TRAFFIC_BYTES = 43
 """bytes, the same, of AdamW with moments in 8 bits: its kernel looks for their codes, and memory waits"""
-AVERAGED = 12
+EMA_TRAFFIC_BYTES = 12
 """bytes that a moving average of the weights adds"""
 
 
-def moved_bytes(rule: Rule, *, master_bytes: int = 4, gradient_bytes: int = 4) -> float:
+def update_traffic_bytes(rule: UpdateRule, *, master_bytes: int = 4, gradient_bytes: int = 4) -> float:
     """That the update of an element reads and writes on a GPU; its gradient is read once more, for the norm."""
-    average = AVERAGED if rule.ema else 0
+    average = EMA_TRAFFIC_BYTES if rule.ema else 0
     if rule.name == "adamw" and rule.states == "int8":
-        return IN_8_BITS + gradient_bytes + average
-    if rule.name in OF_MATRICES:
-        momentum = 2 * bool(momentum_of(rule)) if rule.name in ("adafactor", "sm3") else 0
-        return 4 * (OF_MATRICES[rule.name] + momentum) + gradient_bytes + average
-    states = element_bytes(rule) - (master_bytes if rule.ema else 0)
+        return INT8_TRAFFIC_BYTES + gradient_bytes + average
+    if rule.name in MATRIX_RULE_TRAFFIC:
+        momentum = 2 * bool(resolve_momentum(rule)) if rule.name in ("adafactor", "sm3") else 0
+        return 4 * (MATRIX_RULE_TRAFFIC[rule.name] + momentum) + gradient_bytes + average
+    states = state_bytes_per_element(rule) - (master_bytes if rule.ema else 0)
     return 2 * (master_bytes + states) + 2 * gradient_bytes + average
 
 
-def is_factored(rule: Rule, entry: Entry) -> bool:
-    return rule.name in ("adafactor", "sm3") and stack_of(entry.shape, filters=entry.filters).factored
+def is_factored(rule: UpdateRule, entry: LogicalParam) -> bool:
+    return rule.name in ("adafactor", "sm3") and matrix_stack(entry.shape, filters=entry.is_conv).is_factored
 
 
-def is_short(rule: Rule, entry: Entry) -> bool:
+def has_int8_state(rule: UpdateRule, entry: LogicalParam) -> bool:
     """Kept in 8 bits."""
-    return rule.states == "int8" and math.prod(entry.shape) >= LEAST
+    return rule.states == "int8" and math.prod(entry.shape) >= MIN_QUANTIZED_NUMEL
 
 
-def _elements(rule: Rule, entry: Entry, size: int, master_bytes: int) -> int:
+def _element_state_bytes(rule: UpdateRule, entry: LogicalParam, size: int, master_bytes: int) -> int:
     """Of numbers that belong to single elements."""
     number_bytes = max(master_bytes, 4)
     average = number_bytes * size if rule.ema else 0
-    return average + _moments(rule, entry, size, number_bytes)
+    return average + _moment_bytes(rule, entry, size, number_bytes)
 
 
-def _moments(rule: Rule, entry: Entry, size: int, number_bytes: int) -> int:
-    if rule.name == "adamw" and is_short(rule, entry):
-        return 2 * (size + 4 * -(-size // BLOCK))
+def _moment_bytes(rule: UpdateRule, entry: LogicalParam, size: int, number_bytes: int) -> int:
+    if rule.name == "adamw" and has_int8_state(rule, entry):
+        return 2 * (size + 4 * -(-size // QUANTIZATION_BLOCK))
     if rule.name == "adamw" and rule.states == "bfloat16":
         return 4 * size
-    kept = 1 if momentum_of(rule) else 0
+    kept = 1 if resolve_momentum(rule) else 0
     if rule.name in ("adafactor", "sm3"):
         kept += not is_factored(rule, entry)
     elif rule.name == "muon":
-        kept = 1 if is_muons(rule, entry.name, entry.shape) else 2
+        kept = 1 if is_muon_matrix(rule, entry.name, entry.shape) else 2
     else:
         kept = {"adamw": 2, "lamb": 2, "lion": 1}.get(rule.name, kept)
     return kept * size * number_bytes
 
 
-def _sides(rule: Rule, entry: Entry) -> int:
-    return held_stack(entry).sides if is_factored(rule, entry) else 0
+def _num_row_column_stats(rule: UpdateRule, entry: LogicalParam) -> int:
+    return local_matrix_stack(entry).num_row_column_stats if is_factored(rule, entry) else 0

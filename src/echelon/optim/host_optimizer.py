@@ -27,109 +27,119 @@ import torch
 from torch import Tensor
 
 from echelon.layout.collective import Collective
-from echelon.memory.offload.disk_store import DiskError, Store
-from echelon.memory.offload.host_transfer import Moving, Room
-from echelon.memory.offload.host_worker import NOTHING, Turn
-from echelon.optim.optimizer_protocol import Update
-from echelon.optim.optimizer_state import Kept
-from echelon.parallel.dp.offloaded_param_group import HostUnit
-from echelon.parallel.dp.param_group import FlatUnit
+from echelon.memory.offload.disk_store import DiskError, DiskStore
+from echelon.memory.offload.host_transfer import CopyEvent, HostBuffer
+from echelon.memory.offload.host_worker import FINISHED, JobHandle
+from echelon.optim.optimizer_protocol import ShardedOptimizer
+from echelon.optim.optimizer_state import OptimizerState
+from echelon.parallel.dp.offloaded_param_group import OffloadedParamGroup
+from echelon.parallel.dp.param_group import ParamGroup
 
 ONE = torch.ones((), dtype=torch.float64)
-YES = torch.ones((), dtype=torch.bool)
+TRUE = torch.ones((), dtype=torch.bool)
 
 
 @dataclass
-class _Due:
+class _PendingUpdate:
     """One unit's part in a step."""
 
-    unit: HostUnit
-    update: Update
+    host_group: OffloadedParamGroup
+    optimizer: ShardedOptimizer
     gradient: Tensor | None
     """on the device; none where it has come already"""
     factor: Tensor | None
     """what a gradient on the device is multiplied by on its way; none where the host multiplies it"""
-    turn: Turn
-    room: Room | None = None
-    coming: Moving | None = None
-    read: Turn = NOTHING
-    written: Turn = NOTHING
+    handle: JobHandle
+    buffer: HostBuffer | None = None
+    copy: CopyEvent | None = None
+    read_handle: JobHandle = FINISHED
+    write_handle: JobHandle = FINISHED
 
 
-class OnHost:
+class HostOptimizer:
     """The updates of units whose states live on the host, each by itself."""
 
     def __init__(
-        self, units: Sequence[FlatUnit], make: Callable[[HostUnit], Update], state_bytes: Callable[[HostUnit], int]
+        self,
+        units: Sequence[ParamGroup],
+        make: Callable[[OffloadedParamGroup], ShardedOptimizer],
+        state_bytes: Callable[[OffloadedParamGroup], int],
     ):
         """`state_bytes` is what the rule keeps of a unit."""
         # What is whole from the start of the model is needed first, then the layers in the order of forward.
-        self._units = sorted(units, key=lambda unit: not unit.unit.kept)
-        self._hosts = [unit.host for unit in self._units if unit.host is not None]
-        self._updates: list[Update] = []
-        for host in self._hosts:
-            host.hold()  # its parts are looked at, not their values
-            self._updates.append(make(host))
-            host.let_go()
-            host.states = partial(_by_element, weakref.ref(self._updates[-1]))  # or they would hold each other
-        _reserve(self._hosts, state_bytes)
+        self._param_groups = sorted(units, key=lambda unit: not unit.spec.stays_unsharded)
+        self._host_groups = [unit.offloaded for unit in self._param_groups if unit.offloaded is not None]
+        self._optimizers: list[ShardedOptimizer] = []
+        for host in self._host_groups:
+            host.allocate()  # its parts are looked at, not their values
+            self._optimizers.append(make(host))
+            host.free_memory()
+            host.optimizer_states = partial(
+                _element_states, weakref.ref(self._optimizers[-1])
+            )  # or they would hold each other
+        _reserve_disk(self._host_groups, state_bytes)
 
     @torch.no_grad()
-    def step(self, lr: float, scale: Tensor, live: Tensor) -> None:
+    def step(self, lr: float, grad_scale: Tensor, do_update: Tensor) -> None:
         due = []
-        for unit, update in zip(self._units, self._updates, strict=True):
-            host = unit.host
+        for unit, update in zip(self._param_groups, self._optimizers, strict=True):
+            host = unit.offloaded
             assert host is not None
-            host.job.wait()
-            gradient = None if host.own is not None else unit.grad
+            host.update_job.wait()
+            gradient = None if host.host_grad is not None else unit.grad
             # Made here: what the worker would give the device comes after what this thread gives it.
-            factor = scale.to(host.arrives_in) if host.arrives_in == host.tensor.dtype else None
-            due.append(_Due(host, update, gradient, factor, Turn(f"the update of {host.name}")))
-        shared = due[0].unit.host
-        told, mark = shared.link.ask(torch.stack([scale, live.to(scale.dtype)])), shared.link.mark()
+            factor = grad_scale.to(host.received_dtype) if host.received_dtype == host.master_shard.dtype else None
+            due.append(_PendingUpdate(host, update, gradient, factor, JobHandle(f"the update of {host.name}")))
+        shared = due[0].host_group.host
+        told, mark = (
+            shared.link.read_async(torch.stack([grad_scale, do_update.to(grad_scale.dtype)])),
+            shared.link.record_event(),
+        )
         for one in due:
-            one.unit.turn = one.turn
-        job = shared.worker.give("the update", lambda: _run(due, lr, told, mark))
+            one.host_group.update_turn = one.handle
+        job = shared.worker.submit("the update", lambda: _run_updates(due, lr, told, mark))
         for one in due:
-            one.unit.job = job
+            one.host_group.update_job = job
 
     def states(self) -> list[Tensor]:
         """On the host."""
         found: list[Tensor] = []
-        for host, update in zip(self._hosts, self._updates, strict=True):
+        for host, update in zip(self._host_groups, self._optimizers, strict=True):
             host.wait()
             states = update.states()
             if host.store is not None:
-                copies = iter(host.loaded()[1:])
+                copies = iter(host.read_store()[1:])
                 states = [state if state.dim() == 0 else next(copies) for state in states]
             found += states
         return found
 
-    def kept(self) -> Iterator[Kept]:
+    def named_states(self) -> Iterator[OptimizerState]:
         """On the host; those of a unit on disk are in memory until the next unit's are asked for."""
-        for host, update in zip(self._hosts, self._updates, strict=True):
-            with host.opened():
-                yield from update.kept()
+        for host, update in zip(self._host_groups, self._optimizers, strict=True):
+            with host.in_memory():
+                yield from update.named_states()
 
     def collectives(self) -> list[Collective]:
         """Rules that would send something are refused (hosted.py)."""
         return []
 
 
-def _by_element(update: weakref.ref[Update]) -> list[Tensor]:
+def _element_states(update: weakref.ref[ShardedOptimizer]) -> list[Tensor]:
     """What it keeps, without counts."""
     found = update()
     return [] if found is None else [state for state in found.states() if state.dim() > 0]
 
 
-def _reserve(hosts: Sequence[HostUnit], state_bytes: Callable[[HostUnit], int]) -> None:
+def _reserve_disk(hosts: Sequence[OffloadedParamGroup], state_bytes: Callable[[OffloadedParamGroup], int]) -> None:
     """Room on disk for everything that will be there: a disk that is too small is found now."""
     disk = hosts[0].host.disk if hosts else None
     if disk is None:
         return
-    needed = {host: host.unit.shard_numel * host.tensor.itemsize + state_bytes(host) for host in hosts}
+    needed = {host: host.spec.shard_numel * host.master_shard.itemsize + state_bytes(host) for host in hosts}
     try:
-        disk.check(2 * sum(needed.values()) - 2 * sum(host.store.reserved for host in hosts if host.store is not None))
+        disk.check_free_space(
+            2 * sum(needed.values()) - 2 * sum(host.store.reserved for host in hosts if host.store is not None)
+        )
         for host, nbytes in needed.items():
             assert host.store is not None
             host.store.reserve(nbytes)
@@ -138,109 +148,109 @@ def _reserve(hosts: Sequence[HostUnit], state_bytes: Callable[[HostUnit], int]) 
         raise
 
 
-def _run(due: list[_Due], lr: float, told: Callable[[], list[float]], mark: Moving) -> None:
+def _run_updates(due: list[_PendingUpdate], lr: float, told: Callable[[], list[float]], mark: CopyEvent) -> None:
     """The worker's part."""
     try:
         factor, live = told()
         if live:
-            _fetch(due[0], mark)
+            _start_fetch(due[0], mark)
             for place, one in enumerate(due):
                 if place >= 2:
-                    due[place - 2].written.wait()  # memory for three units: one comes, one is here, one goes
+                    due[place - 2].write_handle.wait()  # memory for three units: one comes, one is here, one goes
                 if place + 1 < len(due):
-                    _fetch(due[place + 1], mark)
-                _update(one, lr, torch.tensor(factor, dtype=torch.float64), mark)
-                one.turn.end()
+                    _start_fetch(due[place + 1], mark)
+                _update_group(one, lr, torch.tensor(factor, dtype=torch.float64), mark)
+                one.handle.finish()
         _commit(due)
         for one in due:
-            one.turn.end()
+            one.handle.finish()
     except BaseException as error:
-        _take_back(due, error)
+        _roll_back(due, error)
         for one in due:
-            if not one.turn.is_over:
-                one.turn.end(error)
+            if not one.handle.is_done:
+                one.handle.finish(error)
         raise
 
 
-def _fetch(one: _Due, mark: Moving) -> None:
+def _start_fetch(one: _PendingUpdate, mark: CopyEvent) -> None:
     """The gradient comes down, and from disk what is updated."""
-    if (disk := one.unit.host.disk) is not None:
-        one.read = disk.reader.give(f"reading {one.unit.name}", one.unit.bring)
+    if (disk := one.host_group.host.disk) is not None:
+        one.read_handle = disk.reader.submit(f"reading {one.host_group.name}", one.host_group.load_store)
     if one.gradient is not None:
-        rooms, gradient = one.unit.host.rooms, one.gradient
-        one.room = rooms.take()
-        there = one.room.of(gradient.numel(), gradient.dtype)
-        one.coming = one.unit.host.link.down(gradient, there, "gradients", after=mark, factor=one.factor)
+        rooms, gradient = one.host_group.host.grad_buffers, one.gradient
+        one.buffer = rooms.acquire()
+        there = one.buffer.view(gradient.numel(), gradient.dtype)
+        one.copy = one.host_group.host.link.copy_to_host(gradient, there, "gradients", after=mark, factor=one.factor)
 
 
-def _update(one: _Due, lr: float, factor: Tensor, mark: Moving) -> None:
-    unit = one.unit
+def _update_group(one: _PendingUpdate, lr: float, factor: Tensor, mark: CopyEvent) -> None:
+    unit = one.host_group
     if one.gradient is not None:
-        assert one.room is not None
-        assert one.coming is not None
-        one.coming.done()
-        found = one.room.of(one.gradient.numel(), one.gradient.dtype)
+        assert one.buffer is not None
+        assert one.copy is not None
+        one.copy.synchronize()
+        found = one.buffer.view(one.gradient.numel(), one.gradient.dtype)
         one.gradient, factor = None, factor if one.factor is None else ONE
     else:
-        assert unit.own is not None
-        found = unit.own
-    if found.dtype != unit.tensor.dtype:  # it came no longer than it was
-        short, one.room = one.room, unit.host.rooms.take()
-        found = one.room.of(found.numel(), unit.tensor.dtype).copy_(found)
+        assert unit.host_grad is not None
+        found = unit.host_grad
+    if found.dtype != unit.master_shard.dtype:  # it came no longer than it was
+        short, one.buffer = one.buffer, unit.host.grad_buffers.acquire()
+        found = one.buffer.view(found.numel(), unit.master_shard.dtype).copy_(found)
         if short is not None:
-            unit.host.rooms.give_back(short)
+            unit.host.grad_buffers.release(short)
     unit.grad = found
-    one.read.wait()
-    one.update.step(lr, factor, YES)
-    unit.followed()
+    one.read_handle.wait()
+    one.optimizer.step(lr, factor, TRUE)
+    unit.run_after_update_hooks()
     del unit.grad
-    if one.room is not None:
-        unit.host.rooms.give_back(one.room)
-    unit.publish(mark)
+    if one.buffer is not None:
+        unit.host.grad_buffers.release(one.buffer)
+    unit.publish_params(mark)
     if unit.host.disk is not None:
-        one.written = unit.host.disk.writer.give(f"writing {unit.name}", unit.put_away)
+        one.write_handle = unit.host.disk.writer.submit(f"writing {unit.name}", unit.save_store)
 
 
-def _commit(due: list[_Due]) -> None:
+def _commit(due: list[_PendingUpdate]) -> None:
     """When all is written, all of it counts."""
     for one in due:
-        one.written.wait()
+        one.write_handle.wait()
     for store in _stores(due):
         store.commit()
 
 
-def _take_back(due: list[_Due], error: BaseException) -> None:
+def _roll_back(due: list[_PendingUpdate], error: BaseException) -> None:
     """On disk, the step before is what there is."""
-    if (disk := due[0].unit.host.disk) is None:
+    if (disk := due[0].host_group.host.disk) is None:
         return
-    disk.failed.append(error)
+    disk.errors.append(error)
     for one in due:
         with suppress(Exception):
-            one.written.wait()
+            one.write_handle.wait()
     for store in _stores(due):
-        store.take_back()
+        store.roll_back()
 
 
-def _stores(due: list[_Due]) -> list[Store]:
-    return [store for one in due for store in (one.unit.store, one.unit.parts) if store is not None]
+def _stores(due: list[_PendingUpdate]) -> list[DiskStore]:
+    return [store for one in due for store in (one.host_group.store, one.host_group.param_store) if store is not None]
 
 
-class Together:
+class DeviceAndHostOptimizer:
     """The device's units, and the host's beside them."""
 
-    def __init__(self, here: Update, there: OnHost):
-        self._here, self._there = here, there
+    def __init__(self, device: ShardedOptimizer, host: HostOptimizer):
+        self._device, self._host = device, host
 
-    def step(self, lr: float, scale: Tensor, live: Tensor) -> None:
-        self._there.step(lr, scale, live)
-        self._here.step(lr, scale, live)
+    def step(self, lr: float, grad_scale: Tensor, do_update: Tensor) -> None:
+        self._host.step(lr, grad_scale, do_update)
+        self._device.step(lr, grad_scale, do_update)
 
     def states(self) -> list[Tensor]:
-        return [*self._here.states(), *self._there.states()]
+        return [*self._device.states(), *self._host.states()]
 
-    def kept(self) -> Iterator[Kept]:
-        yield from self._here.kept()
-        yield from self._there.kept()
+    def named_states(self) -> Iterator[OptimizerState]:
+        yield from self._device.named_states()
+        yield from self._host.named_states()
 
     def collectives(self) -> list[Collective]:
-        return [*self._here.collectives(), *self._there.collectives()]
+        return [*self._device.collectives(), *self._host.collectives()]

@@ -21,51 +21,51 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from echelon.layout.placement import Entry, Piece
+from echelon.layout.placement import LogicalParam, Piece
 
 
 @dataclass(frozen=True)
-class Stack:
+class MatrixStack:
     """The size of a stack of matrices."""
 
-    matrices: int
+    num_matrices: int
     rows: int
     columns: int
 
     @property
-    def factored(self) -> bool:
+    def is_factored(self) -> bool:
         """A number for each row and each column is fewer than one for each element."""
         return self.rows > 1 and self.columns > 1
 
     @property
-    def sides(self) -> int:
+    def num_row_column_stats(self) -> int:
         """Numbers of all rows and columns."""
-        return self.matrices * (self.rows + self.columns)
+        return self.num_matrices * (self.rows + self.columns)
 
 
-def stack_of(shape: Sequence[int], *, filters: bool = False) -> Stack:
+def matrix_stack(shape: Sequence[int], *, filters: bool = False) -> MatrixStack:
     if len(shape) < 2:
-        return Stack(1, 1, math.prod(shape))
+        return MatrixStack(1, 1, math.prod(shape))
     if filters:
-        return Stack(1, shape[0], math.prod(shape[1:]))
-    return Stack(math.prod(shape[:-2]), shape[-2], shape[-1])
+        return MatrixStack(1, shape[0], math.prod(shape[1:]))
+    return MatrixStack(math.prod(shape[:-2]), shape[-2], shape[-1])
 
 
-def held_stack(entry: Entry) -> Stack:
+def local_matrix_stack(entry: LogicalParam) -> MatrixStack:
     """Whole matrices of which a rank may hold something: experts elsewhere are left out."""
-    whole = stack_of(entry.shape, filters=entry.filters)
-    return Stack(stack_of(entry.local_shape, filters=entry.filters).matrices, whole.rows, whole.columns)
+    whole = matrix_stack(entry.shape, filters=entry.is_conv)
+    return MatrixStack(matrix_stack(entry.local_shape, filters=entry.is_conv).num_matrices, whole.rows, whole.columns)
 
 
 @dataclass(frozen=True)
-class Rectangle:
+class MatrixRectangle:
     """A part of one matrix that lies in memory without gaps."""
 
     start: int
     """first element, counted from the first that the piece holds"""
     shape: tuple[int, int]
     """as it lies, with padding"""
-    matrix: int
+    matrix_index: int
     """which of the stack, counted from the first that the rank's box has"""
     rows: tuple[int, int]
     """of the whole matrix, without padding; none where the rectangle is padding"""
@@ -76,51 +76,51 @@ class Rectangle:
         return self.start + self.shape[0] * self.shape[1]
 
     @property
-    def real(self) -> tuple[slice, slice]:
+    def unpadded(self) -> tuple[slice, slice]:
         """What is no padding, inside the rectangle."""
         return slice(0, self.rows[1] - self.rows[0]), slice(0, self.columns[1] - self.columns[0])
 
 
-def rectangles(piece: Piece, most: int) -> Iterator[Rectangle]:
+def shard_rectangles(piece: Piece, max_numel: int) -> Iterator[MatrixRectangle]:
     """What a rank holds, in the order in which it lies, in parts of about `most` elements at the most."""
-    entry = piece.entry
-    local = stack_of(entry.local_shape, filters=entry.filters)
-    box = _box(piece)
+    entry = piece.param
+    local = matrix_stack(entry.local_shape, filters=entry.is_conv)
+    box = _row_column_box(piece)
     position = piece.start
     while position < piece.stop:
         matrix, inside = divmod(position, local.rows * local.columns)
         row, column = divmod(inside, local.columns)
         left = piece.stop - position
         if column or left < local.columns:
-            size = min(local.columns - column, left, most)
+            size = min(local.columns - column, left, max_numel)
             shape, width = (1, size), size
         else:
-            many = min(local.rows - row, left // local.columns, max(1, most // local.columns))
+            many = min(local.rows - row, left // local.columns, max(1, max_numel // local.columns))
             shape, width = (many, local.columns), local.columns
-        yield Rectangle(
+        yield MatrixRectangle(
             position - piece.start,
             shape,
             matrix,
-            _inside(row, shape[0], box[0]),
-            _inside(column, width, box[1]),
+            _clip_to_box(row, shape[0], box[0]),
+            _clip_to_box(column, width, box[1]),
         )
         position += shape[0] * shape[1]
 
 
-def _box(piece: Piece) -> tuple[tuple[int, int], tuple[int, int]]:
+def _row_column_box(piece: Piece) -> tuple[tuple[int, int], tuple[int, int]]:
     """(rows, columns) of the matrices that the rank's box covers."""
-    entry, box = piece.entry, piece.box
+    entry, box = piece.param, piece.box
     if len(entry.shape) < 2:
         return (0, 1), (box[0] if box else (0, 1))
-    if entry.filters:
-        assert not entry.cuts, "a filter is never cut"
+    if entry.is_conv:
+        assert not entry.splits, "a filter is never cut"
         return box[0], (0, math.prod(entry.shape[1:]))
     # Matrices are whole: where there are several, only the first dimension is cut, into equal parts.
     assert all(high - low == size for (low, high), size in zip(box[:-2], entry.local_shape, strict=False))
-    assert all(cut.dim in (0, len(entry.shape) - 1, len(entry.shape) - 2) for cut in entry.cuts)
+    assert all(cut.dim in (0, len(entry.shape) - 1, len(entry.shape) - 2) for cut in entry.splits)
     return box[-2], box[-1]
 
 
-def _inside(first: int, count: int, box: tuple[int, int]) -> tuple[int, int]:
+def _clip_to_box(first: int, count: int, box: tuple[int, int]) -> tuple[int, int]:
     low, high = box
     return min(low + first, high), min(low + first + count, high)

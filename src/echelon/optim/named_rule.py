@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from echelon.optim.optimizer_groups import BY_ADAMW
+from echelon.optim.optimizer_groups import ADAMW_PATTERNS
 
 
 @dataclass(frozen=True, kw_only=True)
-class Named:
+class DefaultRule:
     name: str = "adamw"
     lr: float = 3e-3
     betas: tuple[float, float] | None = None
@@ -17,6 +17,6 @@ class Named:
     momentum: float | None = None
     states: str = "float32"
     groups: tuple[str, ...] = ()
-    by_adamw: tuple[str, ...] = BY_ADAMW
+    by_adamw: tuple[str, ...] = ADAMW_PATTERNS
     ema: float = 0.0
     in_backward: bool = False

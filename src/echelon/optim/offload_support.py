@@ -8,34 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from echelon.layout import Fault
-from echelon.memory.offload.cost import has_states
-from echelon.optim.update_rule import Rule
+from echelon.layout import ValidationIssue
+from echelon.memory.offload.cost import offloads_optimizer
+from echelon.optim.update_rule import UpdateRule
 
-RULES = ("adamw", "sgd", "lion")
+OFFLOADABLE_RULES = ("adamw", "sgd", "lion")
 """element by element"""
 
 
-def faults(rule: Rule, offload: str, *, master: str = "float32") -> Iterator[Fault]:
+def offload_faults(rule: UpdateRule, offload: str, *, master: str = "float32") -> Iterator[ValidationIssue]:
     """What of a rule, and of weights without a master copy, does not go with an offload."""
-    if not has_states(offload):
+    if not offloads_optimizer(offload):
         return
     if master == "none":
         why = f"saves nothing on the device, where no master copy is (offload={offload})"
-        yield Fault(key="precision.master", value="none", rule=why, legal="float32, or offload=activations")
-    if rule.name not in RULES:
+        yield ValidationIssue(
+            key="precision.master", value="none", message=why, legal="float32, or offload=activations"
+        )
+    if rule.name not in OFFLOADABLE_RULES:
         why = f"adds up numbers of whole matrices, which the host's update does not (offload={offload})"
-        legal = f"{', '.join(RULES)}, or offload=activations"
-        yield Fault(key="optimizer.name", value=rule.name, rule=why, legal=legal)
+        legal = f"{', '.join(OFFLOADABLE_RULES)}, or offload=activations"
+        yield ValidationIssue(key="optimizer.name", value=rule.name, message=why, legal=legal)
     if rule.in_backward:
         why = f"is not for states on the host, where an update begins when all gradients are known (offload={offload})"
-        yield Fault(key="optimizer.in_backward", value="true", rule=why, legal="false, or offload=activations")
+        yield ValidationIssue(
+            key="optimizer.in_backward", value="true", message=why, legal="false, or offload=activations"
+        )
     if rule.ema and "disk" in offload.split("+"):
         why = f"would read and write the weights once more in files (offload={offload})"
-        yield Fault(key="optimizer.ema", value=f"{rule.ema:g}", rule=why, legal="0, or an offload without disk")
+        yield ValidationIssue(
+            key="optimizer.ema", value=f"{rule.ema:g}", message=why, legal="0, or an offload without disk"
+        )
 
 
-def check(rule: Rule, offload: str, *, master: str = "float32") -> None:
-    found = [str(fault) for fault in faults(rule, offload, master=master)]
+def check_offload(rule: UpdateRule, offload: str, *, master: str = "float32") -> None:
+    found = [str(fault) for fault in offload_faults(rule, offload, master=master)]
     if found:
         raise ValueError("; ".join(found))

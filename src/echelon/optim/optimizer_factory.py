@@ -9,65 +9,73 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from echelon.layout.placement import Entry
+from echelon.layout.placement import LogicalParam
 from echelon.optim import cost
-from echelon.optim.host_optimizer import OnHost, Together
-from echelon.optim.optimizer_groups import is_muons
-from echelon.optim.optimizer_protocol import Update
-from echelon.optim.param_shards import Held, Run, held_of, is_rounded, runs_of
+from echelon.optim.host_optimizer import DeviceAndHostOptimizer, HostOptimizer
+from echelon.optim.optimizer_groups import is_muon_matrix
+from echelon.optim.optimizer_protocol import ShardedOptimizer
+from echelon.optim.param_shards import (
+    FlatSegment,
+    ParamShard,
+    build_flat_segments,
+    build_param_shards,
+    uses_stochastic_rounding,
+)
 from echelon.optim.rules.adafactor import Adafactor
-from echelon.optim.rules.adamw import OnePassAdamW
-from echelon.optim.rules.adamw_int8 import AdamW8
+from echelon.optim.rules.adamw import FusedAdamW
+from echelon.optim.rules.adamw_int8 import AdamWInt8
 from echelon.optim.rules.lamb import LAMB
 from echelon.optim.rules.lion import Lion
 from echelon.optim.rules.muon import Muon
-from echelon.optim.rules.sgd import PlainSGD
+from echelon.optim.rules.sgd import FusedSGD
 from echelon.optim.rules.sm3 import SM3
-from echelon.optim.stochastic_rounding_update import Counted
-from echelon.optim.torch_optimizer import WithTorch
-from echelon.optim.update_rule import Rule
-from echelon.parallel.apply import Parallel
-from echelon.parallel.dp.master_weights import WholeMaster
-from echelon.parallel.dp.param_group import FlatUnit
+from echelon.optim.stochastic_rounding_update import StochasticRoundingOptimizer
+from echelon.optim.torch_optimizer import TorchOptimizer
+from echelon.optim.update_rule import UpdateRule
+from echelon.parallel.apply import ParallelModel
+from echelon.parallel.dp.master_weights import UnsplitMasterWeights
+from echelon.parallel.dp.param_group import ParamGroup
 
 
-def sharded(parallel: Parallel, rule: Rule, units: Sequence[FlatUnit] | None = None) -> Update:
+def build_optimizer(
+    parallel: ParallelModel, rule: UpdateRule, units: Sequence[ParamGroup] | None = None
+) -> ShardedOptimizer:
     """The update of all units' shards of one rank, or of some of them, where they live."""
-    units = parallel.flat.units if units is None else units
-    here, away = ([unit for unit in units if (unit.host is not None) is there] for there in (False, True))
+    units = parallel.sharded_model.param_groups if units is None else units
+    here, away = ([unit for unit in units if (unit.offloaded is not None) is there] for there in (False, True))
     if not away:
-        return _on_one_device(parallel, rule, here)
-    held = partial(cost.held_bytes, rule, parallel.placement, master_bytes=parallel.options.master.itemsize)
-    there = OnHost(
+        return _build_on_one_device(parallel, rule, here)
+    held = partial(cost.rank_state_bytes, rule, parallel.placement, master_bytes=parallel.options.master_dtype.itemsize)
+    there = HostOptimizer(
         away,
-        lambda host: _on_one_device(parallel, rule, [cast(FlatUnit, host)]),
-        lambda host: held(units=[host.unit.name]),
+        lambda host: _build_on_one_device(parallel, rule, [cast(ParamGroup, host)]),
+        lambda host: held(units=[host.spec.name]),
     )
-    return Together(_on_one_device(parallel, rule, here), there)
+    return DeviceAndHostOptimizer(_build_on_one_device(parallel, rule, here), there)
 
 
-def _on_one_device(parallel: Parallel, rule: Rule, units: Sequence[FlatUnit]) -> Update:
-    device = units[0].full.device if units else parallel.options.device
-    if not any(is_rounded(unit) for unit in units):
-        return _update(parallel, rule, units, device, None)
+def _build_on_one_device(parallel: ParallelModel, rule: UpdateRule, units: Sequence[ParamGroup]) -> ShardedOptimizer:
+    device = units[0].unsharded_param.device if units else parallel.options.device
+    if not any(uses_stochastic_rounding(unit) for unit in units):
+        return _build_update(parallel, rule, units, device, None)
     step = torch.zeros((), dtype=torch.int64, device=device)
-    held = [one for one in held_of(parallel, rule, units) if is_rounded(one.unit)]
-    return Counted(_update(parallel, rule, units, device, step), step, held)
+    held = [one for one in build_param_shards(parallel, rule, units) if uses_stochastic_rounding(one.param_group)]
+    return StochasticRoundingOptimizer(_build_update(parallel, rule, units, device, step), step, held)
 
 
-def _update(
-    parallel: Parallel, rule: Rule, units: Sequence[FlatUnit], device: torch.device, step: Tensor | None
-) -> Update:
+def _build_update(
+    parallel: ParallelModel, rule: UpdateRule, units: Sequence[ParamGroup], device: torch.device, step: Tensor | None
+) -> ShardedOptimizer:
     """`step` counts updates where weights are rounded by chance."""
 
-    def held(only: Callable[[Entry], bool] = lambda _: True) -> list[Held]:
-        return [one for one in held_of(parallel, rule, units, step) if only(one.entry)]
+    def held(only: Callable[[LogicalParam], bool] = lambda _: True) -> list[ParamShard]:
+        return [one for one in build_param_shards(parallel, rule, units, step) if only(one.entry)]
 
-    def runs(only: Callable[[Entry], bool] = lambda _: True) -> list[Run]:
-        return runs_of(parallel, rule, units, only, step)
+    def runs(only: Callable[[LogicalParam], bool] = lambda _: True) -> list[FlatSegment]:
+        return build_flat_segments(parallel, rule, units, only, step)
 
-    def adamw(only: Callable[[Entry], bool]) -> Update:
-        return OnePassAdamW(runs(only), rule, device)
+    def adamw(only: Callable[[LogicalParam], bool]) -> ShardedOptimizer:
+        return FusedAdamW(runs(only), rule, device)
 
     match rule.name:
         case "lion":
@@ -79,18 +87,20 @@ def _update(
         case "sm3":
             return SM3(held(), rule)
         case "muon":
-            mine = held(lambda entry: is_muons(rule, entry.name, entry.shape))
-            return Muon(parallel, mine, rule, adamw(lambda entry: not is_muons(rule, entry.name, entry.shape)))
+            mine = held(lambda entry: is_muon_matrix(rule, entry.name, entry.shape))
+            return Muon(parallel, mine, rule, adamw(lambda entry: not is_muon_matrix(rule, entry.name, entry.shape)))
         case "adamw" if rule.states == "int8":
-            short = held(lambda entry: cost.is_short(rule, entry))
-            return AdamW8(short, rule, device, adamw(lambda entry: not cost.is_short(rule, entry)))
+            short = held(lambda entry: cost.has_int8_state(rule, entry))
+            return AdamWInt8(short, rule, device, adamw(lambda entry: not cost.has_int8_state(rule, entry)))
     plain = all(
-        isinstance(unit.master, WholeMaster) and unit.master.dtype == unit.gradient_type and not is_rounded(unit)
+        isinstance(unit.master, UnsplitMasterWeights)
+        and unit.master.dtype == unit.grad_dtype
+        and not uses_stochastic_rounding(unit)
         for unit in units
     )
-    on_a_gpu = any(unit.full.is_cuda and unit.master.dtype == torch.float32 for unit in units)
+    on_a_gpu = any(unit.unsharded_param.is_cuda and unit.master.dtype == torch.float32 for unit in units)
     if rule.name == "adamw" and (not plain or on_a_gpu or rule.states == "bfloat16"):
-        return OnePassAdamW(runs(), rule, device)
+        return FusedAdamW(runs(), rule, device)
     if rule.name == "sgd" and (not plain or on_a_gpu):
-        return PlainSGD(runs(), rule)
-    return WithTorch(runs(), rule)
+        return FusedSGD(runs(), rule)
+    return TorchOptimizer(runs(), rule)

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from echelon.optim.update_rule import Rule
+from echelon.optim.update_rule import UpdateRule
 
 KEYS = ("lr", "weight_decay")
-FORM = "PATTERN:lr=NUMBER, PATTERN:weight_decay=NUMBER, or both joined by a comma"
+GROUP_SYNTAX = "PATTERN:lr=NUMBER, PATTERN:weight_decay=NUMBER, or both joined by a comma"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class OptimizerGroup:
     """Which parameters, and what is theirs."""
 
     pattern: str
@@ -29,15 +29,15 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Setting:
+class ParamSettings:
     """Of one parameter."""
 
-    lr: float
+    lr_factor: float
     """factor of the learning rate"""
-    decay: float
+    weight_decay: float
 
 
-def parse(text: str) -> Group:
+def parse(text: str) -> OptimizerGroup:
     """One group; raises ValueError with what is wrong."""
     pattern, colon, settings = text.rpartition(":")
     if not colon or not pattern or not settings:
@@ -53,13 +53,13 @@ def parse(text: str) -> Group:
             raise ValueError(f"is not a number ({key}={value})") from None
         if not 0 <= found[key] < float("inf"):
             raise ValueError(f"is out of range ({key}={value})")
-    return Group(pattern=pattern.strip(), **found)
+    return OptimizerGroup(pattern=pattern.strip(), **found)
 
 
-def check(rule: Rule, names: Sequence[str]) -> None:
+def check_patterns(rule: UpdateRule, names: Sequence[str]) -> None:
     """Raises where a pattern matches no parameter of the model."""
     given = {"optimizer.groups": [parse(text).pattern for text in rule.groups]}
-    if rule.name == "muon" and rule.by_adamw != BY_ADAMW:
+    if rule.name == "muon" and rule.by_adamw != ADAMW_PATTERNS:
         given["optimizer.by_adamw"] = list(rule.by_adamw)
     for key, patterns in given.items():
         missed = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
@@ -68,20 +68,20 @@ def check(rule: Rule, names: Sequence[str]) -> None:
             raise ValueError(f"no parameter matches the pattern ({key}: {', '.join(missed)}); the model has {known}")
 
 
-def setting_of(groups: Sequence[Group], rule: Rule, name: str, *, decays: bool) -> Setting:
+def settings_for(groups: Sequence[OptimizerGroup], rule: UpdateRule, name: str, *, decays: bool) -> ParamSettings:
     """A parameter's own; `decays` where the rule's weight decay is for it."""
     lr, decay = 1.0, rule.weight_decay if decays else 0.0
     for group in groups:
         if fnmatchcase(name, group.pattern):
             lr = lr if group.lr is None else group.lr
             decay = decay if group.weight_decay is None else group.weight_decay
-    return Setting(lr, decay)
+    return ParamSettings(lr, decay)
 
 
-BY_ADAMW = ("*embed*", "*positions*", "*wte*", "*wpe*", "head.*", "*lm_head*")
+ADAMW_PATTERNS = ("*embed*", "*positions*", "*wte*", "*wpe*", "head.*", "*lm_head*")
 """matrices that Muon leaves to AdamW: what is looked up, and the last one, of no model in particular"""
 
 
-def is_muons(rule: Rule, name: str, shape: Sequence[int]) -> bool:
+def is_muon_matrix(rule: UpdateRule, name: str, shape: Sequence[int]) -> bool:
     """A matrix inside the model."""
     return len(shape) >= 2 and not any(fnmatchcase(name, pattern) for pattern in rule.by_adamw)

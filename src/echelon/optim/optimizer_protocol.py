@@ -10,13 +10,13 @@ from torch import Tensor
 from echelon.layout.collective import Collective
 
 if TYPE_CHECKING:
-    from echelon.optim.optimizer_state import Kept
+    from echelon.optim.optimizer_state import OptimizerState
 
 
-class Update(Protocol):
+class ShardedOptimizer(Protocol):
     """A rule over some units' shards of one rank."""
 
-    def step(self, lr: float, scale: Tensor, live: Tensor) -> None:
+    def step(self, lr: float, grad_scale: Tensor, do_update: Tensor) -> None:
         """One update with gradients times `scale` (float64); none at all, of nothing, where `live` is false.
 
         Both are on the device, and stay there where the device is a GPU. Gradients may be left multiplied by `scale`.
@@ -27,7 +27,7 @@ class Update(Protocol):
         """Everything that is kept from step to step, counts of steps too."""
         ...
 
-    def kept(self) -> Iterable[Kept]:
+    def named_states(self) -> Iterable[OptimizerState]:
         """The same by name and parameter, also before the first step."""
         ...
 

@@ -15,76 +15,76 @@ import torch
 from torch import Tensor
 
 from echelon.layout.placement import Piece
-from echelon.optim.param_shards import Held, Run
-from echelon.optim.reduced_stats import Sides
-from echelon.parallel.dp.param_group import FlatUnit
+from echelon.optim.param_shards import FlatSegment, ParamShard
+from echelon.optim.reduced_stats import RowColumnStats
+from echelon.parallel.dp.param_group import ParamGroup
 
-Form = Literal["elements", "rows", "columns", "number"]
+StateForm = Literal["elements", "rows", "columns", "number"]
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class OptimizerState:
     """One state of one parameter."""
 
-    kind: str
+    name: str
     """its name, e.g. `mean`"""
-    unit: FlatUnit
+    param_group: ParamGroup
     piece: Piece
-    form: Form
+    form: StateForm
     dtype: torch.dtype
     read: Callable[[], Tensor]
     """the state itself, or a copy of it"""
     write: Callable[[Tensor], None]
 
 
-def elements(kind: str, unit: FlatUnit, piece: Piece, state: Tensor) -> Kept:
+def element_state(name: str, param_group: ParamGroup, piece: Piece, state: Tensor) -> OptimizerState:
     """A flat state of a piece."""
-    return Kept(kind, unit, piece, "elements", state.dtype, lambda: state, partial(_copy, state))
+    return OptimizerState(name, param_group, piece, "elements", state.dtype, lambda: state, partial(_copy, state))
 
 
-def of_runs(kind: str, runs: Sequence[Run], states: Sequence[Tensor]) -> Iterator[Kept]:
-    for run, state in zip(runs, states, strict=True):
-        yield from of_run(kind, run, run.start, state)
+def segment_states(name: str, segments: Sequence[FlatSegment], states: Sequence[Tensor]) -> Iterator[OptimizerState]:
+    for run, state in zip(segments, states, strict=True):
+        yield from states_of_segment(name, run, run.start, state)
 
 
-def of_run(kind: str, run: Run, start: int, state: Tensor) -> Iterator[Kept]:
+def states_of_segment(name: str, segment: FlatSegment, start: int, state: Tensor) -> Iterator[OptimizerState]:
     """A state of elements of a run, the first of which is number `start` of the unit's shard."""
-    for piece in run.pieces:
+    for piece in segment.pieces:
         first = piece.shard_offset - start
         if 0 <= first < len(state):
-            yield elements(kind, run.unit, piece, state[first : first + piece.stop - piece.start])
+            yield element_state(name, segment.param_group, piece, state[first : first + piece.stop - piece.start])
 
 
-def number(kind: str, unit: FlatUnit, piece: Piece, state: Tensor) -> Kept:
+def count_state(name: str, param_group: ParamGroup, piece: Piece, state: Tensor) -> OptimizerState:
     """A count of updates, in int64 whatever it is kept in."""
     read = partial(state.to, torch.int64)
-    return Kept(kind, unit, piece, "number", torch.int64, read, partial(_copy, state))
+    return OptimizerState(name, param_group, piece, "number", torch.int64, read, partial(_copy, state))
 
 
-def number_of_runs(kind: str, runs: Sequence[Run], state: Tensor) -> Iterator[Kept]:
-    return (number(kind, run.unit, piece, state) for run in runs for piece in run.pieces)
+def segment_counts(name: str, segments: Sequence[FlatSegment], state: Tensor) -> Iterator[OptimizerState]:
+    return (count_state(name, run.param_group, piece, state) for run in segments for piece in run.pieces)
 
 
-def number_of_held(kind: str, held: Sequence[Held], state: Tensor) -> Iterator[Kept]:
-    return (number(kind, one.unit, one.piece, state) for one in held)
+def shard_counts(name: str, shards: Sequence[ParamShard], state: Tensor) -> Iterator[OptimizerState]:
+    return (count_state(name, one.param_group, one.piece, state) for one in shards)
 
 
-def of_sides(sides: Sides, held: Sequence[Held], numbers: Tensor) -> Iterator[Kept]:
+def row_column_states(stats: RowColumnStats, shards: Sequence[ParamShard], values: Tensor) -> Iterator[OptimizerState]:
     """Numbers of rows and columns of matrices."""
-    for one in held:
-        for form, state in (("rows", sides.rows(numbers, one)), ("columns", sides.columns(numbers, one))):
-            yield Kept(
+    for one in shards:
+        for form, state in (("rows", stats.rows(values, one)), ("columns", stats.columns(values, one))):
+            yield OptimizerState(
                 form,
-                one.unit,
+                one.param_group,
                 one.piece,
                 "rows" if form == "rows" else "columns",
                 state.dtype,
-                partial(_same, state),
+                partial(_identity, state),
                 partial(_copy, state),
             )
 
 
-def _same(state: Tensor) -> Tensor:
+def _identity(state: Tensor) -> Tensor:
     return state
 
 

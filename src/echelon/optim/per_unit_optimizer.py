@@ -7,30 +7,32 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from echelon.layout.collective import Collective
-from echelon.optim.optimizer_factory import sharded
-from echelon.optim.optimizer_protocol import Update
-from echelon.optim.optimizer_state import Kept
-from echelon.optim.update_rule import Rule
-from echelon.parallel.apply import Parallel
-from echelon.parallel.dp.param_group import FlatUnit
+from echelon.optim.optimizer_factory import build_optimizer
+from echelon.optim.optimizer_protocol import ShardedOptimizer
+from echelon.optim.optimizer_state import OptimizerState
+from echelon.optim.update_rule import UpdateRule
+from echelon.parallel.apply import ParallelModel
+from echelon.parallel.dp.param_group import ParamGroup
 
 
-class InTurn:
-    def __init__(self, parallel: Parallel, rule: Rule):
-        self._parts: dict[FlatUnit, Update] = {unit: sharded(parallel, rule, [unit]) for unit in parallel.flat.units}
+class PerGroupOptimizer:
+    def __init__(self, parallel: ParallelModel, rule: UpdateRule):
+        self._optimizers: dict[ParamGroup, ShardedOptimizer] = {
+            unit: build_optimizer(parallel, rule, [unit]) for unit in parallel.sharded_model.param_groups
+        }
 
-    def of(self, unit: FlatUnit) -> Update:
-        return self._parts[unit]
+    def optimizer_of(self, param_group: ParamGroup) -> ShardedOptimizer:
+        return self._optimizers[param_group]
 
-    def step(self, lr: float, scale: Tensor, live: Tensor) -> None:
-        for part in self._parts.values():
-            part.step(lr, scale, live)
+    def step(self, lr: float, grad_scale: Tensor, do_update: Tensor) -> None:
+        for part in self._optimizers.values():
+            part.step(lr, grad_scale, do_update)
 
     def states(self) -> list[Tensor]:
-        return [state for part in self._parts.values() for state in part.states()]
+        return [state for part in self._optimizers.values() for state in part.states()]
 
-    def kept(self) -> Iterator[Kept]:
-        return (state for part in self._parts.values() for state in part.kept())
+    def named_states(self) -> Iterator[OptimizerState]:
+        return (state for part in self._optimizers.values() for state in part.named_states())
 
     def collectives(self) -> list[Collective]:
-        return [found for part in self._parts.values() for found in part.collectives()]
+        return [found for part in self._optimizers.values() for found in part.collectives()]

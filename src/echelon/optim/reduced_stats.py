@@ -13,67 +13,67 @@ import torch
 from torch import Tensor
 
 from echelon.layout.collective import Collective
-from echelon.optim.param_shards import Held
-from echelon.parallel.comm.mesh_axis import Axis
+from echelon.optim.param_shards import ParamShard
+from echelon.parallel.comm.mesh_axis import MeshAxis
 
 
-class Shared:
+class ReducedStats:
     """So many numbers of each parameter in one row, those that travel together side by side."""
 
-    def __init__(self, held: Sequence[Held], sizes: Sequence[int]):
-        self._messages: list[tuple[Axis, slice]] = []
-        self._places: dict[Held, slice] = {}
-        together: dict[tuple[str, bool], list[tuple[Held, int]]] = {}
-        for one, size in zip(held, sizes, strict=True):
-            together.setdefault((one.axis.name, bool(one.entry.holders)), []).append((one, size))
+    def __init__(self, shards: Sequence[ParamShard], sizes: Sequence[int]):
+        self._all_reduces: list[tuple[MeshAxis, slice]] = []
+        self._slices: dict[ParamShard, slice] = {}
+        together: dict[tuple[str, bool], list[tuple[ParamShard, int]]] = {}
+        for one, size in zip(shards, sizes, strict=True):
+            together.setdefault((one.axis.name, bool(one.entry.tied_pp_ranks)), []).append((one, size))
         position = 0
         for key in sorted(together):
             begin = position
             for one, size in together[key]:
-                self._places[one] = slice(position, position + size)
+                self._slices[one] = slice(position, position + size)
                 position += size
-            self._messages.append((together[key][0][0].axis, slice(begin, position)))
+            self._all_reduces.append((together[key][0][0].axis, slice(begin, position)))
         self.size = position
-        self._like = held[0].exact if held else torch.float32
-        self._device = held[0].unit.full.device if held else torch.device("cpu")
+        self._dtype = shards[0].update_dtype if shards else torch.float32
+        self._device = shards[0].param_group.unsharded_param.device if shards else torch.device("cpu")
 
     def zeros(self) -> Tensor:
-        return torch.zeros(self.size, dtype=self._like, device=self._device)
+        return torch.zeros(self.size, dtype=self._dtype, device=self._device)
 
-    def of(self, numbers: Tensor, held: Held) -> Tensor:
+    def view(self, values: Tensor, shard: ParamShard) -> Tensor:
         """A parameter's own."""
-        return numbers[self._places[held]]
+        return values[self._slices[shard]]
 
-    def combine(self, numbers: Tensor, op: str = "sum") -> Tensor:
+    def all_reduce(self, values: Tensor, op: str = "sum") -> Tensor:
         """Sums (or takes the maximum) over the ranks, in place."""
-        started = [axis.start_all_reduce(numbers[place], op=op) for axis, place in self._messages]
+        started = [axis.start_all_reduce(values[place], op=op) for axis, place in self._all_reduces]
         for pending in started:
             pending.wait()
-        return numbers
+        return values
 
     def collectives(self, part: str) -> list[Collective]:
         """What `combine` sends."""
         return [
             Collective(
-                kind="all_reduce", axis=axis.name, bytes=(place.stop - place.start) * self._like.itemsize, part=part
+                op="all_reduce", axis=axis.name, bytes=(place.stop - place.start) * self._dtype.itemsize, purpose=part
             )
-            for axis, place in self._messages
+            for axis, place in self._all_reduces
             if axis.size > 1
         ]
 
 
-class Sides:
+class RowColumnStats:
     """Numbers of rows and columns of matrices."""
 
-    def __init__(self, held: Sequence[Held]):
-        self.shared = Shared(held, [one.stack.sides for one in held])
+    def __init__(self, shards: Sequence[ParamShard]):
+        self.stats = ReducedStats(shards, [one.stack.num_row_column_stats for one in shards])
 
-    def rows(self, numbers: Tensor, held: Held) -> Tensor:
+    def rows(self, values: Tensor, shard: ParamShard) -> Tensor:
         """[matrices, rows]"""
-        stack = held.stack
-        return self.shared.of(numbers, held)[: stack.matrices * stack.rows].view(stack.matrices, stack.rows)
+        stack = shard.stack
+        return self.stats.view(values, shard)[: stack.num_matrices * stack.rows].view(stack.num_matrices, stack.rows)
 
-    def columns(self, numbers: Tensor, held: Held) -> Tensor:
+    def columns(self, values: Tensor, shard: ParamShard) -> Tensor:
         """[matrices, columns]"""
-        stack = held.stack
-        return self.shared.of(numbers, held)[stack.matrices * stack.rows :].view(stack.matrices, stack.columns)
+        stack = shard.stack
+        return self.stats.view(values, shard)[stack.num_matrices * stack.rows :].view(stack.num_matrices, stack.columns)

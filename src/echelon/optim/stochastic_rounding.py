@@ -11,31 +11,31 @@ from torch import Tensor
 
 from echelon import rng
 from echelon.kernels import dispatch
-from echelon.kernels.optim.fused_adamw import MASK, Place, random_bits, rounded_by_chance, second
+from echelon.kernels.optim.fused_adamw import MASK32, ElementIndices, random_bits, second_hash_bits, stochastic_round
 from echelon.layout.placement import Piece
 
 
 @dataclass(frozen=True, eq=False)
-class Chance:
+class StochasticRounding:
     """How elements of one parameter are rounded."""
 
-    place: Place
+    indices: ElementIndices
     step: Tensor
     """number of updates, this one among them"""
 
-    def rounded(self, values: Tensor, start: int) -> Tensor:
+    def round_values(self, values: Tensor, start: int) -> Tensor:
         """Flat values of the elements from `start` on. Those that need no rounding stay what they are."""
-        if dispatch.updates(values.device, values.dtype):
+        if dispatch.use_triton_update(values.device, values.dtype):
             from echelon.kernels.optim import split_fp32_triton
 
-            return split_fp32_triton.rounded(values, self.place.after(start), self.step)
-        bits = random_bits(len(values), self.place.after(start), self.step)
-        return rounded_by_chance(values, second(bits))
+            return split_fp32_triton.stochastic_round(values, self.indices.advance(start), self.step)
+        bits = random_bits(len(values), self.indices.advance(start), self.step)
+        return stochastic_round(values, second_hash_bits(bits))
 
 
-def place_of(piece: Piece, seed: int) -> Place:
+def parameter_indices(piece: Piece, seed: int) -> ElementIndices:
     """Where a piece lies in its whole parameter, for random numbers."""
-    entry = piece.entry
+    entry = piece.param
     dims = [(1, 1, 0)] * 3 + [
         (local, whole, low) for local, whole, (low, _) in zip(entry.local_shape, entry.shape, piece.box, strict=True)
     ]
@@ -47,8 +47,8 @@ def place_of(piece: Piece, seed: int) -> Place:
         index -= 1
     assert len(dims) == 3, "at most two dims of a parameter are cut"
     (_, _, outer), (middle, rows, low), (inner, columns, first) = dims
-    key = rng.key(seed, f"rounding {entry.name}") & MASK
-    return Place(
+    key = rng.key(seed, f"rounding {entry.name}") & MASK32
+    return ElementIndices(
         start=piece.start,
         key=key,
         sizes=(middle, inner),

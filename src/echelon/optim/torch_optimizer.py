@@ -9,103 +9,103 @@ import torch
 from torch import Tensor
 
 from echelon.layout.collective import Collective
-from echelon.optim.optimizer_groups import Setting
-from echelon.optim.optimizer_state import Kept, number, of_run
-from echelon.optim.param_shards import Run
-from echelon.optim.torch_rules import optimizer_of
-from echelon.optim.update_rule import Rule, momentum_of
-from echelon.parallel.dp.param_group import FlatUnit
+from echelon.optim.optimizer_groups import ParamSettings
+from echelon.optim.optimizer_state import OptimizerState, count_state, states_of_segment
+from echelon.optim.param_shards import FlatSegment
+from echelon.optim.torch_rules import torch_optimizer_for
+from echelon.optim.update_rule import UpdateRule, resolve_momentum
+from echelon.parallel.dp.param_group import ParamGroup
 
-NAMES = {"exp_avg": "mean", "exp_avg_sq": "square", "momentum_buffer": "momentum"}
+STATE_NAMES = {"exp_avg": "mean", "exp_avg_sq": "square", "momentum_buffer": "momentum"}
 """torch's names of states, and ours"""
 
 
 @dataclass
-class _Part:
+class _TorchParam:
     """A run of one unit that decays, or does not."""
 
-    run: Run
-    where: slice
+    segment: FlatSegment
+    shard_slice: slice
     """in the shard of the unit"""
-    setting: Setting
+    settings: ParamSettings
     values: Tensor
-    seen: Tensor | None = None
+    grad_buffer: Tensor | None = None
     """the unit's gradients, of which `values.grad` is a part"""
 
     @property
-    def unit(self) -> FlatUnit:
-        return self.run.unit
+    def param_group(self) -> ParamGroup:
+        return self.segment.param_group
 
-    def take_gradient(self) -> Tensor:
-        if self.seen is not self.unit.grad:
-            self.seen = self.unit.grad
-            self.values.grad = self.seen[self.where]
+    def attach_gradient(self) -> Tensor:
+        if self.grad_buffer is not self.param_group.grad:
+            self.grad_buffer = self.param_group.grad
+            self.values.grad = self.grad_buffer[self.shard_slice]
         assert self.values.grad is not None
         return self.values.grad
 
-    def let_go(self) -> None:
-        if self.unit.lazy:
-            self.seen = self.values.grad = None
+    def release_gradient(self) -> None:
+        if self.param_group.lazy_grads:
+            self.grad_buffer = self.values.grad = None
 
 
-class WithTorch:
+class TorchOptimizer:
     """Masters that are one tensor."""
 
-    def __init__(self, runs: Sequence[Run], rule: Rule):
-        self._parts: list[_Part] = []
-        for run in runs:
-            for begin, end, decay in ((0, run.decayed, run.decay), (run.decayed, run.size, 0.0)):
+    def __init__(self, segments: Sequence[FlatSegment], rule: UpdateRule):
+        self._params: list[_TorchParam] = []
+        for run in segments:
+            for begin, end, decay in ((0, run.num_decayed, run.weight_decay), (run.num_decayed, run.size, 0.0)):
                 where = slice(run.start + begin, run.start + end)
                 if begin < end:
-                    values = run.unit.master.values(where)
-                    self._parts.append(_Part(run, where, Setting(run.lr, decay), values))
-        self._parts.sort(key=lambda part: not part.setting.decay)
-        given = [(part.values, part.setting) for part in self._parts]
-        self._momentum = momentum_of(rule)
-        self._inner = optimizer_of(rule, given, fused=True) if self._parts else None
+                    values = run.param_group.master.values(where)
+                    self._params.append(_TorchParam(run, where, ParamSettings(run.lr_factor, decay), values))
+        self._params.sort(key=lambda part: not part.settings.weight_decay)
+        given = [(part.values, part.settings) for part in self._params]
+        self._momentum = resolve_momentum(rule)
+        self._torch_optimizer = torch_optimizer_for(rule, given, fused=True) if self._params else None
 
     @torch.no_grad()
-    def step(self, lr: float, scale: Tensor, live: Tensor) -> None:
-        if self._inner is None or not live:
+    def step(self, lr: float, grad_scale: Tensor, do_update: Tensor) -> None:
+        if self._torch_optimizer is None or not do_update:
             return
-        factor = float(scale)
-        for part in self._parts:
-            gradient = part.take_gradient()
+        factor = float(grad_scale)
+        for part in self._params:
+            gradient = part.attach_gradient()
             if factor != 1.0:
                 gradient.mul_(factor)
-        for group in self._inner.param_groups:
+        for group in self._torch_optimizer.param_groups:
             group["lr"] = lr * group["factor"]
-        self._inner.step()
-        for part in self._parts:
-            part.let_go()
+        self._torch_optimizer.step()
+        for part in self._params:
+            part.release_gradient()
 
-    def _begin(self) -> None:
+    def _init_state(self) -> None:
         """States as torch makes them in its first step."""
-        if self._inner is None or self._inner.state:
+        if self._torch_optimizer is None or self._torch_optimizer.state:
             return
-        for part in self._parts:
-            state = self._inner.state[part.values]
-            if isinstance(self._inner, torch.optim.AdamW):
+        for part in self._params:
+            state = self._torch_optimizer.state[part.values]
+            if isinstance(self._torch_optimizer, torch.optim.AdamW):
                 state["step"] = torch.zeros((), dtype=torch.float32, device=part.values.device)
                 state["exp_avg"] = torch.zeros_like(part.values)
                 state["exp_avg_sq"] = torch.zeros_like(part.values)
             elif self._momentum:
                 state["momentum_buffer"] = torch.zeros_like(part.values)
 
-    def kept(self) -> Iterator[Kept]:
-        self._begin()
-        for part in self._parts if self._inner is not None else ():
-            assert self._inner is not None
-            state = self._inner.state[part.values]
-            for name, kind in NAMES.items():
+    def named_states(self) -> Iterator[OptimizerState]:
+        self._init_state()
+        for part in self._params if self._torch_optimizer is not None else ():
+            assert self._torch_optimizer is not None
+            state = self._torch_optimizer.state[part.values]
+            for name, kind in STATE_NAMES.items():
                 if (tensor := state.get(name)) is not None:
-                    found = list(of_run(kind, part.run, part.where.start, tensor))
+                    found = list(states_of_segment(kind, part.segment, part.shard_slice.start, tensor))
                     yield from found
                     if name == "exp_avg":
-                        yield from (number("step", one.unit, one.piece, state["step"]) for one in found)
+                        yield from (count_state("step", one.param_group, one.piece, state["step"]) for one in found)
 
     def states(self) -> list[Tensor]:
-        state = {} if self._inner is None else self._inner.state
+        state = {} if self._torch_optimizer is None else self._torch_optimizer.state
         return [value for values in state.values() for value in values.values() if torch.is_tensor(value)]
 
     def collectives(self) -> list[Collective]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Protocol
 
-BETAS = {"adamw": (0.9, 0.95), "lion": (0.9, 0.99), "lamb": (0.9, 0.999), "muon": (0.9, 0.95)}
+DEFAULT_BETAS = {"adamw": (0.9, 0.95), "lion": (0.9, 0.99), "lamb": (0.9, 0.999), "muon": (0.9, 0.95)}
 """where none are given; Muon's are of the AdamW beside it"""
-MOMENTUM = {"sgd": 0.0, "adafactor": 0.0, "sm3": 0.0, "muon": 0.95}
+DEFAULT_MOMENTUM = {"sgd": 0.0, "adafactor": 0.0, "sm3": 0.0, "muon": 0.95}
 """where none is given"""
 
 
-class Rule(Protocol):
+class UpdateRule(Protocol):
     """What an update rule is made from; `OptimizerConfig` is one."""
 
     @property
@@ -37,10 +37,10 @@ class Rule(Protocol):
     def in_backward(self) -> bool: ...
 
 
-def betas_of(rule: Rule) -> tuple[float, float]:
-    return BETAS[rule.name] if rule.betas is None else rule.betas
+def resolve_betas(rule: UpdateRule) -> tuple[float, float]:
+    return DEFAULT_BETAS[rule.name] if rule.betas is None else rule.betas
 
 
-def momentum_of(rule: Rule) -> float:
+def resolve_momentum(rule: UpdateRule) -> float:
     """0 where the rule has none."""
-    return MOMENTUM.get(rule.name, 0.0) if rule.momentum is None else rule.momentum
+    return DEFAULT_MOMENTUM.get(rule.name, 0.0) if rule.momentum is None else rule.momentum

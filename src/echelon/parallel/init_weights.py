@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from echelon import rng
 from echelon.layout.placement import Piece
 
-CHUNK = 1 << 22
+RNG_CHUNK = 1 << 22
 """elements whose first values are drawn at a time"""
 
 
-def first_values(model: nn.Module, *, device: torch.device, dtype: torch.dtype, seed: int) -> Callable[[Piece], Tensor]:
+def initial_values(
+    model: nn.Module, *, device: torch.device, dtype: torch.dtype, seed: int
+) -> Callable[[Piece], Tensor]:
     """A function from a piece to its first values."""
     given = {name: parameter.detach() for name, parameter in model.named_parameters() if not parameter.is_meta}
     recipe: Any = getattr(model, "initial", None)
@@ -37,20 +39,20 @@ def first_values(model: nn.Module, *, device: torch.device, dtype: torch.dtype, 
         )
 
     def values(piece: Piece) -> Tensor:
-        entry = piece.entry
+        entry = piece.param
         if entry.name in given:
             part = given[entry.name][tuple(slice(low, high) for low, high in piece.box)]
             padded = part.new_zeros(entry.local_shape)
             padded[tuple(slice(0, size) for size in part.shape)] = part
             return padded.reshape(-1)[piece.start : piece.stop]
         if entry.name in stored:
-            return _read(stored[entry.name], piece).to(device, dtype)
+            return _read_piece(stored[entry.name], piece).to(device, dtype)
         out = torch.zeros(piece.stop - piece.start, dtype=dtype, device=device)
         init: rng.Init = recipe(entry.name)
         window = {dim: (low, entry.shape[dim]) for dim, (low, _) in enumerate(piece.box)}
-        for start, stop in piece.runs():
-            for first in range(start, stop, CHUNK):
-                last = min(first + CHUNK, stop)
+        for start, stop in piece.unpadded_runs():
+            for first in range(start, stop, RNG_CHUNK):
+                last = min(first + RNG_CHUNK, stop)
                 index = rng.logical_index(entry.local_shape, window, first, last, device)
                 out[first - piece.start : last - piece.start] = init.values(seed, entry.name, index, dtype)
         return out
@@ -58,9 +60,9 @@ def first_values(model: nn.Module, *, device: torch.device, dtype: torch.dtype, 
     return values
 
 
-def _read(stored: Any, piece: Piece) -> Tensor:
+def _read_piece(stored: Any, piece: Piece) -> Tensor:
     """A piece of what can be sliced: those elements alone, as whole rows and parts of the first and the last."""
-    local, box = piece.entry.local_shape, piece.box
+    local, box = piece.param.local_shape, piece.box
 
     def interval(start: int, stop: int, at: tuple[int, ...]) -> list[Tensor]:
         """Elements start .. stop - 1 of the local tensor at these first indices."""
@@ -95,14 +97,16 @@ def _read(stored: Any, piece: Piece) -> Tensor:
     return torch.cat(found) if found else torch.zeros(0)
 
 
-def move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype, wide: Set[str] = frozenset()) -> None:
+def move_buffers(
+    model: nn.Module, device: torch.device, dtype: torch.dtype, fp32_modules: Set[str] = frozenset()
+) -> None:
     """Buffers (running statistics, tables) are whole on every rank, in the compute type or what a module asks for.
 
     Those of `wide` modules are at least float32.
     """
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            exact = path in wide or name in getattr(module, "wide_buffers", ())
+            exact = path in fp32_modules or name in getattr(module, "wide_buffers", ())
             target = torch.promote_types(dtype, torch.float32) if exact else dtype
             target = target if buffer.is_floating_point() else buffer.dtype
             if buffer.is_meta:

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from echelon.memory.checkpointing.cost import partitioned
-from echelon.memory.checkpointing.saved_inputs import Kept
-from echelon.parallel.comm.mesh_axis import Axis
+from echelon.memory.checkpointing.cost import partition_numel
+from echelon.memory.checkpointing.saved_inputs import SavedInput
+from echelon.parallel.comm.mesh_axis import MeshAxis
 
 
-class Partition:
+class PartitionedActivations:
     """A slice on each rank of `axis`, which all have the same tensor."""
 
-    def __init__(self, axis: Axis):
+    def __init__(self, axis: MeshAxis):
         self.axis = axis
 
-    def __call__(self, tensor: Tensor) -> Kept:
-        size = partitioned(tensor.numel(), self.axis.size)
+    def __call__(self, tensor: Tensor) -> SavedInput:
+        size = partition_numel(tensor.numel(), self.axis.size)
         flat, start = tensor.reshape(-1), self.axis.index * size
         part = flat.new_zeros(size)
         mine = flat[start : start + size]

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from echelon.layout.placement import Entry
-from echelon.models.pipeline_model import inside
+from echelon.layout.placement import LogicalParam
+from echelon.models.pipeline_model import is_within
 
 
 def tied_axis(holders: Sequence[int]) -> str:
@@ -20,22 +20,26 @@ def tied_axis(holders: Sequence[int]) -> str:
     return f"pp[{'+'.join(map(str, holders))}]"
 
 
-def held_entries(entries: Iterable[Entry], held: Sequence[Collection[str]], at_pp: int) -> list[Entry]:
+def stage_params(
+    params: Iterable[LogicalParam], modules_by_rank: Sequence[Collection[str]], pp_rank: int
+) -> list[LogicalParam]:
     """The entries that one rank of pp holds; `held` names the modules of every rank."""
     found = []
-    for entry in entries:
-        names = [tuple(name for name in entry.names if _inside_any(name, modules)) for modules in held]
+    for entry in params:
+        names = [tuple(name for name in entry.names if _inside_any(name, modules)) for modules in modules_by_rank]
         holders = tuple(rank for rank, mine in enumerate(names) if mine)
-        if at_pp not in holders:
+        if pp_rank not in holders:
             continue
-        entry = replace(entry, names=names[at_pp])
+        entry = replace(entry, names=names[pp_rank])
         if len(holders) > 1:
-            entry = replace(entry, holders=holders, sum_over=(*entry.sum_over, tied_axis(holders)))
+            entry = replace(
+                entry, tied_pp_ranks=holders, partial_grad_axes=(*entry.partial_grad_axes, tied_axis(holders))
+            )
         found.append(entry)
     return found
 
 
-def prune(model: nn.Module, modules: Collection[str]) -> None:
+def prune_modules(model: nn.Module, modules: Collection[str]) -> None:
     """Takes away every module and parameter that is neither one of these nor contains or belongs to one."""
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if not name or _inside_any(name, modules):
@@ -58,8 +62,8 @@ def _prune_parameters(module: nn.Module, name: str, modules: Collection[str]) ->
 
 
 def _inside_any(name: str, modules: Iterable[str]) -> bool:
-    return any(inside(name, other) for other in modules)
+    return any(is_within(name, other) for other in modules)
 
 
 def _around_any(name: str, modules: Iterable[str]) -> bool:
-    return any(inside(other, name) for other in modules)
+    return any(is_within(other, name) for other in modules)

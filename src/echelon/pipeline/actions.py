@@ -22,54 +22,56 @@ from enum import StrEnum
 from typing import NamedTuple
 
 
-class Kind(StrEnum):
+class ActionKind(StrEnum):
     FORWARD = "F"
     BACKWARD = "B"
-    INPUT = "I"
-    WEIGHT = "W"
+    INPUT_GRAD = "I"
+    WEIGHT_GRAD = "W"
     SEND_FORWARD = "SF"
     RECEIVE_FORWARD = "RF"
     SEND_BACKWARD = "SB"
     RECEIVE_BACKWARD = "RB"
     UPDATE = "U"
-    KEEP = "K"
-    DROP = "D"
+    STASH = "K"
+    DROP_STASHED = "D"
 
 
-COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT})
-SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
-RECEIVES = frozenset({Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD})
-VERSIONS = frozenset({Kind.UPDATE, Kind.KEEP, Kind.DROP})
+COMPUTE = frozenset({ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD})
+SENDS = frozenset({ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD})
+RECEIVES = frozenset({ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD})
+VERSIONS = frozenset({ActionKind.UPDATE, ActionKind.STASH, ActionKind.DROP_STASHED})
 """their index is the number of a version of the weights; that of all others is a microbatch"""
 
-NEWEST = -1
+LATEST = -1
 """the version of an action that uses the weights in force"""
 
-_TEXT = re.compile(r"(\d+)(SF|RF|SB|RB|[FBIWUKD])(\d+)(?:\.(\d+))?(?:@(\d+))?")
+_ACTION_PATTERN = re.compile(r"(\d+)(SF|RF|SB|RB|[FBIWUKD])(\d+)(?:\.(\d+))?(?:@(\d+))?")
 
 
 class Action(NamedTuple):
     stage: int
-    kind: Kind
+    kind: ActionKind
     index: int  # type: ignore[assignment]  # a tuple has a method of this name, which nobody calls
     """the microbatch, counted from the start of the step (of the run, where the schedule is asynchronous)"""
-    part: int = 0
+    slice_index: int = 0
     """the slice of the microbatch's tokens"""
-    version: int = NEWEST
+    version: int = LATEST
     """the weights that F, B, I and W use"""
 
     def __str__(self) -> str:
-        part = f".{self.part}" if self.part else ""
-        version = f"@{self.version}" if self.version != NEWEST else ""
+        part = f".{self.slice_index}" if self.slice_index else ""
+        version = f"@{self.version}" if self.version != LATEST else ""
         return f"{self.stage}{self.kind}{self.index}{part}{version}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        match = _TEXT.fullmatch(text.strip())
+        match = _ACTION_PATTERN.fullmatch(text.strip())
         if match is None:
             raise ValueError(
                 f"{text.strip()!r} is not an action; write stage, kind and microbatch as in 2F0, with a kind of "
-                f"{', '.join(Kind)}"
+                f"{', '.join(ActionKind)}"
             )
         stage, kind, index, part, version = match.groups()
-        return cls(int(stage), Kind(kind), int(index), int(part or 0), NEWEST if version is None else int(version))
+        return cls(
+            int(stage), ActionKind(kind), int(index), int(part or 0), LATEST if version is None else int(version)
+        )

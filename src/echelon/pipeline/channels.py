@@ -11,43 +11,58 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from echelon.pipeline.actions import Action, Kind
+from echelon.pipeline.actions import Action, ActionKind
 
-Channel = tuple[Kind, int]
+Channel = tuple[ActionKind, int]
 """the kind of its sends and the stage that sends; the homes of the stages say the two ranks"""
 
-Message = tuple[int, int]
+TransferKey = tuple[int, int]
 """microbatch and slice"""
 
-RECEIVE = {Kind.SEND_FORWARD: Kind.RECEIVE_FORWARD, Kind.SEND_BACKWARD: Kind.RECEIVE_BACKWARD}
+RECEIVE_KIND = {
+    ActionKind.SEND_FORWARD: ActionKind.RECEIVE_FORWARD,
+    ActionKind.SEND_BACKWARD: ActionKind.RECEIVE_BACKWARD,
+}
 """the receives of a channel, by its sends"""
 
 
-def out_of(homes: Sequence[int], action: Action) -> Channel | None:
+def outgoing_channel(rank_of_stage: Sequence[int], action: Action) -> Channel | None:
     """The channel that takes away what an action makes."""
     stage, kind, _, _, _ = action
-    if kind is Kind.FORWARD and stage + 1 < len(homes) and homes[stage + 1] != homes[stage]:
-        return (Kind.SEND_FORWARD, stage)
-    if (kind is Kind.BACKWARD or kind is Kind.INPUT) and stage and homes[stage - 1] != homes[stage]:
-        return (Kind.SEND_BACKWARD, stage)
+    if (
+        kind is ActionKind.FORWARD
+        and stage + 1 < len(rank_of_stage)
+        and rank_of_stage[stage + 1] != rank_of_stage[stage]
+    ):
+        return (ActionKind.SEND_FORWARD, stage)
+    if (
+        (kind is ActionKind.BACKWARD or kind is ActionKind.INPUT_GRAD)
+        and stage
+        and rank_of_stage[stage - 1] != rank_of_stage[stage]
+    ):
+        return (ActionKind.SEND_BACKWARD, stage)
     return None
 
 
-def into(homes: Sequence[int], action: Action) -> Channel | None:
+def incoming_channel(rank_of_stage: Sequence[int], action: Action) -> Channel | None:
     """The channel that brings what an action needs."""
     stage, kind, _, _, _ = action
-    if kind is Kind.FORWARD and stage and homes[stage - 1] != homes[stage]:
-        return (Kind.SEND_FORWARD, stage - 1)
-    if (kind is Kind.BACKWARD or kind is Kind.INPUT) and stage + 1 < len(homes) and homes[stage + 1] != homes[stage]:
-        return (Kind.SEND_BACKWARD, stage + 1)
+    if kind is ActionKind.FORWARD and stage and rank_of_stage[stage - 1] != rank_of_stage[stage]:
+        return (ActionKind.SEND_FORWARD, stage - 1)
+    if (
+        (kind is ActionKind.BACKWARD or kind is ActionKind.INPUT_GRAD)
+        and stage + 1 < len(rank_of_stage)
+        and rank_of_stage[stage + 1] != rank_of_stage[stage]
+    ):
+        return (ActionKind.SEND_BACKWARD, stage + 1)
     return None
 
 
-def through(action: Action) -> Channel:
+def transfer_channel(action: Action) -> Channel:
     """The channel of a send or a receive."""
     stage, kind, _, _, _ = action
-    if kind is Kind.RECEIVE_FORWARD:
-        return (Kind.SEND_FORWARD, stage - 1)
-    if kind is Kind.RECEIVE_BACKWARD:
-        return (Kind.SEND_BACKWARD, stage + 1)
+    if kind is ActionKind.RECEIVE_FORWARD:
+        return (ActionKind.SEND_FORWARD, stage - 1)
+    if kind is ActionKind.RECEIVE_BACKWARD:
+        return (ActionKind.SEND_BACKWARD, stage + 1)
     return (kind, stage)

@@ -18,80 +18,89 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 
-from echelon.pipeline.actions import RECEIVES, SENDS, Action, Kind
+from echelon.pipeline.actions import RECEIVES, SENDS, Action, ActionKind
 from echelon.pipeline.schedule import Schedule
 
-Result = tuple[str, int, int, int]
+ActionResult = tuple[str, int, int, int]
 """what an action makes: its kind (G, a gradient, for B and I alike), stage, microbatch and slice"""
 
-FORWARD, BACKWARD, INPUT, WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # looked up very often
+FORWARD, BACKWARD, INPUT, WEIGHT = (
+    ActionKind.FORWARD,
+    ActionKind.BACKWARD,
+    ActionKind.INPUT_GRAD,
+    ActionKind.WEIGHT_GRAD,
+)  # looked up very often
 
 
 def is_lowered(schedule: Schedule) -> bool:
     """Whether there are messages in the lists."""
-    return any(action.kind in SENDS or action.kind in RECEIVES for actions in schedule.lists for action in actions)
+    return any(
+        action.kind in SENDS or action.kind in RECEIVES for actions in schedule.rank_actions for action in actions
+    )
 
 
-def result(action: Action) -> Result:
+def action_result(action: Action) -> ActionResult:
     stage, kind, index, part, _ = action
     return ("G" if kind is BACKWARD or kind is INPUT else kind.value, stage, index, part)
 
 
-class Needs:
+class Dependencies:
     """The needs of a schedule's actions. See [Note: needs]."""
 
     def __init__(self, schedule: Schedule):
         self.last_stage, self.last_slice = schedule.stages - 1, schedule.slices - 1
-        homes, with_messages = schedule.homes, is_lowered(schedule)
-        self._by_message = [with_messages and one != other for one, other in pairwise(homes)]
+        homes, with_messages = schedule.rank_of_stage, is_lowered(schedule)
+        self._by_transfer = [with_messages and one != other for one, other in pairwise(homes)]
         """for each stage but the last, whether a message goes to the stage after it"""
 
-    def of(self, action: Action) -> list[Result]:
+    def for_action(self, action: Action) -> list[ActionResult]:
         stage, kind, index, part, _ = action
-        needs: list[Result] = []
+        needs: list[ActionResult] = []
         if stage > self.last_stage:
             return needs  # no such stage: `validate` says so
         if kind is FORWARD:
             if part:
                 needs.append(("F", stage, index, part - 1))
             if stage:
-                is_message = self._by_message[stage - 1]
+                is_message = self._by_transfer[stage - 1]
                 needs.append(("RF", stage, index, part) if is_message else ("F", stage - 1, index, part))
         elif kind is BACKWARD or kind is INPUT:
             needs.append(("F", stage, index, part))
             if part < self.last_slice:
                 needs.append(("G", stage, index, part + 1))
             if stage < self.last_stage:
-                is_message = self._by_message[stage]
+                is_message = self._by_transfer[stage]
                 needs.append(("RB", stage, index, part) if is_message else ("G", stage + 1, index, part))
-        elif kind is WEIGHT or kind is Kind.SEND_BACKWARD:
+        elif kind is WEIGHT or kind is ActionKind.SEND_BACKWARD:
             needs.append(("G", stage, index, part))
-        elif kind is Kind.SEND_FORWARD:
+        elif kind is ActionKind.SEND_FORWARD:
             needs.append(("F", stage, index, part))
-        elif kind is Kind.RECEIVE_FORWARD:
+        elif kind is ActionKind.RECEIVE_FORWARD:
             needs.append(("SF", stage - 1, index, part))
-        elif kind is Kind.RECEIVE_BACKWARD:
+        elif kind is ActionKind.RECEIVE_BACKWARD:
             needs.append(("SB", stage + 1, index, part))
         return needs
 
 
-def stuck(
-    results: Sequence[Sequence[Result]], needs: Sequence[Sequence[list[Result]]], there: Collection[Result] = ()
-) -> dict[int, tuple[int, Result]]:
+def find_deadlock(
+    results: Sequence[Sequence[ActionResult]],
+    dependencies: Sequence[Sequence[list[ActionResult]]],
+    available: Collection[ActionResult] = (),
+) -> dict[int, tuple[int, ActionResult]]:
     """Runs all lists until they end or nobody can go on; then for each rank its place and what it waits for.
 
     A rank runs its list in order and stops where a need is not met: receives block, sends do not. `there` is met from
     the start.
     """
-    met = set(there)
+    met = set(available)
     places = [0] * len(results)
-    waiting: dict[Result, list[int]] = {}
-    stopped: dict[int, tuple[int, Result]] = {}
+    waiting: dict[ActionResult, list[int]] = {}
+    stopped: dict[int, tuple[int, ActionResult]] = {}
     awake = deque(range(len(results)))
     while awake:
         rank = awake.popleft()
         stopped.pop(rank, None)
-        mine, wanted = results[rank], needs[rank]
+        mine, wanted = results[rank], dependencies[rank]
         for place in range(places[rank], len(mine)):
             missing = next((need for need in wanted[place] if need not in met), None)
             if missing is not None:

@@ -12,7 +12,7 @@ SOURCES = ("measured", "predicted")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinkProfile:
+class LayerProfile:
     """One link, on one rank, for one microbatch."""
 
     name: str
@@ -43,8 +43,8 @@ class LinkProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile:
-    links: tuple[LinkProfile, ...]
+class PipelineProfile:
+    links: tuple[LayerProfile, ...]
     """in the order of the model"""
     source: str
     """`measured` or `predicted`"""
@@ -62,21 +62,21 @@ class Profile:
         return tuple(link.name for link in self.links)
 
     @property
-    def seconds(self) -> tuple[float, ...]:
+    def layer_seconds(self) -> tuple[float, ...]:
         """Of every link, forward and backward."""
         return tuple(link.seconds for link in self.links)
 
     @property
-    def costs(self) -> dict[str, float]:
+    def seconds_by_name(self) -> dict[str, float]:
         """The same, by name."""
-        return dict(zip(self.names, self.seconds, strict=True))
+        return dict(zip(self.names, self.layer_seconds, strict=True))
 
     def to_json(self) -> str:
         """Numbers are written so that reading gives back the same ones."""
         return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> Profile:
+    def from_json(cls, text: str) -> PipelineProfile:
         try:
             found = json.loads(text)
         except json.JSONDecodeError as error:
@@ -85,12 +85,12 @@ class Profile:
         if not isinstance(found["links"], list):
             raise ValueError(f"a profile's links are not a list ({found['links']!r}); give one object per link")
         for link in found["links"]:
-            _check_keys("a link of a profile", link, LinkProfile)
-        return cls(links=tuple(LinkProfile(**link) for link in found["links"]), source=found["source"])
+            _check_keys("a link of a profile", link, LayerProfile)
+        return cls(links=tuple(LayerProfile(**link) for link in found["links"]), source=found["source"])
 
 
-def _check_keys(what: str, found: Any, record: type[Profile] | type[LinkProfile]) -> None:
+def _check_keys(subject: str, value: Any, record: type[PipelineProfile] | type[LayerProfile]) -> None:
     keys = {field.name for field in fields(record)}
-    if not isinstance(found, Mapping) or set(found) != keys:
-        given = f"keys {', '.join(sorted(found)) or 'none'}" if isinstance(found, Mapping) else repr(found)
-        raise ValueError(f"{what} has not the keys it needs ({given}); give {', '.join(sorted(keys))}")
+    if not isinstance(value, Mapping) or set(value) != keys:
+        given = f"keys {', '.join(sorted(value)) or 'none'}" if isinstance(value, Mapping) else repr(value)
+        raise ValueError(f"{subject} has not the keys it needs ({given}); give {', '.join(sorted(keys))}")

@@ -22,12 +22,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from echelon.pipeline.actions import COMPUTE, Action
-from echelon.pipeline.channels import RECEIVE, Channel, Message, into, out_of
+from echelon.pipeline.channels import RECEIVE_KIND, Channel, TransferKey, incoming_channel, outgoing_channel
 from echelon.pipeline.dependencies import is_lowered
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.simulate import simulate
 
-Begin = tuple[float, float]
+StartTime = tuple[float, float]
 """when an action starts in the run in unit time, and how long it takes"""
 
 
@@ -35,15 +35,16 @@ def lower(schedule: Schedule) -> Schedule:
     """The schedule with its sends and receives; one that has them already stays as it is."""
     if is_lowered(schedule):
         return schedule
-    begins = _begins(schedule)
-    channels = _Channels(schedule, begins)
+    begins = _start_times(schedule)
+    channels = _ChannelQueues(schedule, begins)
     lists = tuple(
-        tuple(_list(schedule, channels, actions, mine)) for actions, mine in zip(schedule.lists, begins, strict=True)
+        tuple(_with_transfers(schedule, channels, actions, mine))
+        for actions, mine in zip(schedule.rank_actions, begins, strict=True)
     )
-    return replace(schedule, lists=lists)
+    return replace(schedule, rank_actions=lists)
 
 
-def _begins(schedule: Schedule) -> list[list[Begin]]:
+def _start_times(schedule: Schedule) -> list[list[StartTime]]:
     timeline = simulate(schedule)
     return [
         [(start, end - start) for start, end in zip(starts, ends, strict=True)]
@@ -51,40 +52,42 @@ def _begins(schedule: Schedule) -> list[list[Begin]]:
     ]
 
 
-class _Channels:
+class _ChannelQueues:
     """What goes through every channel, in order, and how much of it has been received."""
 
-    def __init__(self, schedule: Schedule, begins: list[list[Begin]]):
-        self._homes = schedule.homes
-        self._queues: dict[Channel, dict[Message, Begin]] = {}
-        for actions, mine in zip(schedule.lists, begins, strict=True):
+    def __init__(self, schedule: Schedule, start_times: list[list[StartTime]]):
+        self._rank_of_stage = schedule.rank_of_stage
+        self._queues: dict[Channel, dict[TransferKey, StartTime]] = {}
+        for actions, mine in zip(schedule.rank_actions, start_times, strict=True):
             for action, begin in zip(actions, mine, strict=True):
-                if channel := out_of(schedule.homes, action):
-                    self._queues.setdefault(channel, {})[action.index, action.part] = begin
-        self._received: dict[Channel, set[Message]] = {}
-        self._rest: dict[Channel, Iterator[Message]] = {key: iter(queue) for key, queue in self._queues.items()}
+                if channel := outgoing_channel(schedule.rank_of_stage, action):
+                    self._queues.setdefault(channel, {})[action.index, action.slice_index] = begin
+        self._received: dict[Channel, set[TransferKey]] = {}
+        self._remaining: dict[Channel, Iterator[TransferKey]] = {
+            key: iter(queue) for key, queue in self._queues.items()
+        }
 
-    def receives(self, action: Action) -> tuple[list[Action], Begin]:
+    def required_receives(self, action: Action) -> tuple[list[Action], StartTime]:
         """The receives that an action needs, and when the last of their messages begins to be made."""
         early = (float("-inf"), 0.0)
-        channel = into(self._homes, action)
+        channel = incoming_channel(self._rank_of_stage, action)
         if channel is None:
             return [], early
-        wanted, stage, kind = (action.index, action.part), action.stage, RECEIVE[channel[0]]
+        wanted, stage, kind = (action.index, action.slice_index), action.stage, RECEIVE_KIND[channel[0]]
         queue = self._queues.get(channel, {})
         if wanted not in queue:
             # The window before this one sent it, so it comes before all that this one sends.
             return [Action(stage, kind, *wanted)], early
         received, found = self._received.setdefault(channel, set()), []
         while wanted not in received:
-            message = next(self._rest[channel])
+            message = next(self._remaining[channel])
             received.add(message)
             found.append(Action(stage, kind, *message))
         return found, queue[wanted]
 
 
-def _list(
-    schedule: Schedule, channels: _Channels, actions: tuple[Action, ...], begins: list[Begin]
+def _with_transfers(
+    schedule: Schedule, channels: _ChannelQueues, actions: tuple[Action, ...], start_times: list[StartTime]
 ) -> Iterator[Action]:
     """A rank's list with its messages. See [Note: where messages stand]."""
     ahead: list[list[Action]] = [[] for _ in actions]
@@ -93,12 +96,12 @@ def _list(
     for place, action in enumerate(actions):
         if action.kind not in COMPUTE:
             continue
-        receives, made = channels.receives(action)
-        front = before if before is not None and made < begins[before] else place
+        receives, made = channels.required_receives(action)
+        front = before if before is not None and made < start_times[before] else place
         ahead[front] += receives
         before = place
     for receives, action in zip(ahead, actions, strict=True):
         yield from receives
         yield action
-        if channel := out_of(schedule.homes, action):
-            yield Action(action.stage, channel[0], action.index, action.part)
+        if channel := outgoing_channel(schedule.rank_of_stage, action):
+            yield Action(action.stage, channel[0], action.index, action.slice_index)

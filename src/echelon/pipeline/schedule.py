@@ -16,16 +16,16 @@ from dataclasses import dataclass
 
 from echelon.pipeline.actions import Action
 
-Lists = tuple[tuple[Action, ...], ...]
+RankActions = tuple[tuple[Action, ...], ...]
 """the actions of every rank, in its own order"""
 
 
-def loop(ranks: int, chunks: int = 1) -> tuple[int, ...]:
+def looped_placement(ranks: int, chunks: int = 1) -> tuple[int, ...]:
     """The rank of every stage, round and round."""
     return tuple(range(ranks)) * chunks
 
 
-def vee(ranks: int) -> tuple[int, ...]:
+def v_placement(ranks: int) -> tuple[int, ...]:
     """The rank of every stage, there and back."""
     return (*range(ranks), *reversed(range(ranks)))
 
@@ -35,10 +35,10 @@ class Schedule:
     """What every rank of a pipeline does, in order."""
 
     name: str
-    homes: tuple[int, ...]
+    rank_of_stage: tuple[int, ...]
     """the rank of every stage"""
     microbatches: int
-    lists: Lists
+    rank_actions: RankActions
     """compute, updates and versions; `lower.lower` adds the communication"""
     slices: int = 1
     """slices of a microbatch's tokens"""
@@ -47,23 +47,23 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        return len(self.homes)
+        return len(self.rank_of_stage)
 
     @property
     def ranks(self) -> int:
-        return len(self.lists)
+        return len(self.rank_actions)
 
-    def of(self, rank: int) -> tuple[int, ...]:
+    def stages_on(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank holds, in the order of the model."""
-        return tuple(stage for stage, home in enumerate(self.homes) if home == rank)
+        return tuple(stage for stage, home in enumerate(self.rank_of_stage) if home == rank)
 
     def __str__(self) -> str:
         """A line per rank, after a line that says what stages it has: the format of `schedule=file:PATH`."""
         return "".join(
-            f"rank {rank}, stages {' '.join(map(str, self.of(rank)))}: {' '.join(map(str, actions))}\n"
-            for rank, actions in enumerate(self.lists)
+            f"rank {rank}, stages {' '.join(map(str, self.stages_on(rank)))}: {' '.join(map(str, actions))}\n"
+            for rank, actions in enumerate(self.rank_actions)
         )
 
 
-def frozen(lists: Iterable[Sequence[Action]]) -> Lists:
+def freeze_actions(lists: Iterable[Sequence[Action]]) -> RankActions:
     return tuple(tuple(actions) for actions in lists)

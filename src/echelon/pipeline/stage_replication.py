@@ -32,16 +32,23 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from echelon.pipeline.layer_profile import Profile
-from echelon.pipeline.partition import Split, check_stages, divide, glued, grouped, links_in
-from echelon.pipeline.schedule import loop
+from echelon.pipeline.layer_profile import PipelineProfile
+from echelon.pipeline.partition import (
+    StageSplit,
+    check_stages,
+    group_into_blocks,
+    layers_per_stage,
+    layers_to_glue,
+    optimal_partition,
+)
+from echelon.pipeline.schedule import looped_placement
 
-Table = NDArray[np.float64]
+RangeTable = NDArray[np.float64]
 """a number for every first and last layer"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Level:
+class NetworkLevel:
     """Components that are joined by links of one speed: the ranks of a node, the nodes of a cluster."""
 
     components: int
@@ -56,10 +63,10 @@ class Level:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replicated:
+class ReplicatedPipeline:
     """The stages that PipeDream's optimizer chose, and what it expects of them."""
 
-    split: Split
+    split: StageSplit
     seconds: float
     """between two microbatches: the slowest stage or transfer, a stage's time divided by its replicas"""
 
@@ -77,36 +84,42 @@ class Replicated:
         return f"{self.split}{self.in_flight} microbatches in flight{each}, one done every {self.seconds:.3g} s\n"
 
 
-def by_profile(
-    profile: Profile, stages: int, bandwidth: float | Sequence[float], *, homes: Sequence[int] | None = None
-) -> Split:
+def split_by_profile(
+    profile: PipelineProfile,
+    stages: int,
+    bandwidth: float | Sequence[float],
+    *,
+    rank_of_stage: Sequence[int] | None = None,
+) -> StageSplit:
     """The split into stages of one rank each by [Note: PipeDream's dynamic programme], and among equals by
     [Note: the best split].
 
     `bandwidth` is that of all links between ranks, or one number for each pair of consecutive stages. Stages live on
     ranks 0, 1, 2, ... or on their `homes`; between two stages at home on one rank nothing is sent.
     """
-    homes = loop(stages) if homes is None else homes
+    rank_of_stage = looped_placement(stages) if rank_of_stage is None else rank_of_stage
     speeds = [bandwidth] * (stages - 1) if isinstance(bandwidth, int | float) else list(bandwidth)
-    layers = grouped(len(profile.links), glued(profile.names))
+    layers = group_into_blocks(len(profile.links), layers_to_glue(profile.names))
     check_stages(stages, len(layers))
-    if len(homes) != stages or len(speeds) != stages - 1:
+    if len(rank_of_stage) != stages or len(speeds) != stages - 1:
         raise ValueError(
-            f"homes and bandwidths do not fit the stages ({stages} stages, {len(homes)} homes, {len(speeds)} "
+            f"homes and bandwidths do not fit the stages ({stages} stages, {len(rank_of_stage)} homes, {len(speeds)} "
             f"bandwidths); give {stages} homes and {stages - 1} bandwidths"
         )
     for speed in speeds:
         _check_bandwidth(speed)
-    facts = _Layers(profile, layers)
+    facts = _BlockCosts(profile, layers)
     transfers = [
-        [0.0 if here == there else 2 * size / speed for size in facts.sent]
-        for here, there, speed in zip(homes, homes[1:], speeds, strict=False)
+        [0.0 if here == there else 2 * size / speed for size in facts.activation_bytes]
+        for here, there, speed in zip(rank_of_stage, rank_of_stage[1:], speeds, strict=False)
     ]
-    counts = links_in(layers, divide(facts.seconds, transfers))
-    return Split.cut(profile.names, counts, profile.seconds, [(home,) for home in homes])
+    counts = layers_per_stage(layers, optimal_partition(facts.seconds, transfers))
+    return StageSplit.from_layer_counts(
+        profile.names, counts, profile.layer_seconds, [(home,) for home in rank_of_stage]
+    )
 
 
-def replicate(profile: Profile, levels: Sequence[Level]) -> Replicated:
+def replicate(profile: PipelineProfile, levels: Sequence[NetworkLevel]) -> ReplicatedPipeline:
     """The layers of each stage and its replicas by [Note: PipeDream's dynamic programme].
 
     Levels go from the inside out. Among equals a part of the pipeline is one stage if it can; else its last stage has
@@ -114,39 +127,43 @@ def replicate(profile: Profile, levels: Sequence[Level]) -> Replicated:
     """
     if not levels:
         raise ValueError("a pipeline needs ranks (no levels); give one level or more")
-    layers = grouped(len(profile.links), glued(profile.names))
-    facts = _Layers(profile, layers)
-    best, solved = _sums(facts.seconds, empty=math.inf), []
+    layers = group_into_blocks(len(profile.links), layers_to_glue(profile.names))
+    facts = _BlockCosts(profile, layers)
+    best, solved = _range_sums(facts.seconds, empty=math.inf), []
     for number, level in enumerate(levels, start=1):
-        found = _Solved(level, best, facts, only_first=number == len(levels))
+        found = _LevelSolution(level, best, facts, only_first=number == len(levels))
         best = found.best
         solved.append(found)
-    stages = _stages(solved, 0, len(layers) - 1)
-    counts = links_in(layers, [len(stage) for stage, _ in stages])
-    split = Split.cut(profile.names, counts, profile.seconds, [ranks for _, ranks in stages])
-    return Replicated(split=split, seconds=float(best[0, -1]))
+    stages = _backtrack(solved, 0, len(layers) - 1)
+    counts = layers_per_stage(layers, [len(stage) for stage, _ in stages])
+    split = StageSplit.from_layer_counts(profile.names, counts, profile.layer_seconds, [ranks for _, ranks in stages])
+    return ReplicatedPipeline(split=split, seconds=float(best[0, -1]))
 
 
-class _Layers:
+class _BlockCosts:
     """What the optimizer knows of the layers, each of them one link or several."""
 
-    def __init__(self, profile: Profile, layers: Sequence[range]) -> None:
-        self.seconds = [math.fsum(profile.seconds[i] for i in layer) for layer in layers]
-        self.weights = [sum(profile.links[i].parameter_bytes for i in layer) for layer in layers]
-        self.sent = [profile.links[layer[-1]].activation_bytes for layer in layers]
+    def __init__(self, profile: PipelineProfile, blocks: Sequence[range]) -> None:
+        self.seconds = [math.fsum(profile.layer_seconds[i] for i in layer) for layer in blocks]
+        self.parameter_bytes = [sum(profile.links[i].parameter_bytes for i in layer) for layer in blocks]
+        self.activation_bytes = [profile.links[layer[-1]].activation_bytes for layer in blocks]
 
 
-class _Solved:
+class _LevelSolution:
     """A level's best pipelines, for every first and last layer: how fast they are, and where they are cut."""
 
-    def __init__(self, level: Level, inside: Table, layers: _Layers, *, only_first: bool) -> None:
+    def __init__(
+        self, level: NetworkLevel, component_times: RangeTable, blocks: _BlockCosts, *, only_first: bool
+    ) -> None:
         """`inside` is A_{k-1}: how fast one component is. With `only_first`, only for the first layer of all."""
-        self.components, last = level.components, len(inside) - 1
-        shared = 2 * _sums(layers.weights, empty=0) / level.bandwidth
-        sent = 2 * np.array(layers.sent, dtype=np.float64) / level.bandwidth
-        stage = [np.maximum(inside, (m - 1) * shared) / m for m in range(1, level.components + 1)]  # T_k, from m = 1
+        self.components, last = level.components, len(component_times) - 1
+        shared = 2 * _range_sums(blocks.parameter_bytes, empty=0) / level.bandwidth
+        sent = 2 * np.array(blocks.activation_bytes, dtype=np.float64) / level.bandwidth
+        stage = [
+            np.maximum(component_times, (m - 1) * shared) / m for m in range(1, level.components + 1)
+        ]  # T_k, from m = 1
         best = [table.copy() for table in stage]  # A_k
-        self.begins = np.tile(np.arange(last + 1)[:, None], (level.components + 1, 1, last + 1))
+        self.last_stage_start = np.tile(np.arange(last + 1)[:, None], (level.components + 1, 1, last + 1))
         """by the number of components, the first and the last layer: where the last stage begins"""
         self.replicas = np.tile(np.arange(level.components + 1)[:, None, None], (1, last + 1, last + 1))
         """and on how many components it is"""
@@ -160,33 +177,33 @@ class _Solved:
                     pace = paces[row, np.arange(last - i)]
                     better = i + 1 + np.flatnonzero(pace < best[m - 1][i, i + 1 :])
                     best[m - 1][i, better] = pace[better - i - 1]
-                    self.begins[m, i, better] = last - row[better - i - 1]
+                    self.last_stage_start[m, i, better] = last - row[better - i - 1]
                     self.replicas[m, i, better] = replicas
         self.best = best[-1]
         """A_k with all components"""
 
 
-def _stages(solved: Sequence[_Solved], first: int, last: int) -> list[tuple[range, tuple[int, ...]]]:
+def _backtrack(levels: Sequence[_LevelSolution], first: int, last: int) -> list[tuple[range, tuple[int, ...]]]:
     """The layers and the ranks of every stage of the best pipeline of these layers, on all ranks of these levels."""
-    if not solved:
+    if not levels:
         return [(range(first, last + 1), (0,))]
-    *inside, level = solved
+    *inside, level = levels
     size = math.prod(found.components for found in inside)
     stages: list[tuple[range, tuple[int, ...]]] = []
     left = level.components
     while left:
-        begin, replicas = int(level.begins[left, first, last]), int(level.replicas[left, first, last])
+        begin, replicas = int(level.last_stage_start[left, first, last]), int(level.replicas[left, first, last])
         places = range(left - replicas, left)
-        parts = _stages(inside, begin, last)
+        parts = _backtrack(inside, begin, last)
         stages[:0] = [(part, tuple(size * place + rank for place in places for rank in ranks)) for part, ranks in parts]
         last, left = begin - 1, left - replicas
     return stages
 
 
-def _sums(values: Sequence[float], *, empty: float) -> Table:
+def _range_sums(values: Sequence[float], *, empty: float) -> RangeTable:
     """The sum of every run of layers, and `empty` where it would end before it begins."""
     sums = np.concatenate([[0.0], np.cumsum(np.array(values, dtype=np.float64))])
-    table: Table = sums[None, 1:] - sums[:-1, None]
+    table: RangeTable = sums[None, 1:] - sums[:-1, None]
     table[np.tril_indices(len(values), -1)] = empty
     return table
 

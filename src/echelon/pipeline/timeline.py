@@ -25,21 +25,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from echelon.pipeline.actions import COMPUTE, Action, Kind
-from echelon.pipeline.schedule import Lists
+from echelon.pipeline.actions import COMPUTE, Action, ActionKind
+from echelon.pipeline.schedule import RankActions
 
-FILE = "timeline.json"
+TIMELINE_FILE = "timeline.json"
 """its name in a run's directory"""
 
-FORWARD = Kind.FORWARD
-RELEASES = frozenset({Kind.BACKWARD, Kind.WEIGHT})
+FORWARD = ActionKind.FORWARD
+RELEASING_KINDS = frozenset({ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD})
 """after these, what forward left is needed no more"""
 
 PerStage = float | tuple[float, ...]
 """one number for all stages, or one for each"""
 
 
-class Span(NamedTuple):
+class ActionSpan(NamedTuple):
     """One action in time."""
 
     action: Action
@@ -57,9 +57,9 @@ class Timeline:
 
     name: str
     """the schedule's"""
-    homes: tuple[int, ...]
+    rank_of_stage: tuple[int, ...]
     """the rank of every stage"""
-    lists: Lists
+    rank_actions: RankActions
     """the actions of every rank, in its own order"""
     starts: tuple[tuple[float, ...], ...]
     """seconds from the beginning of the first action, beside `lists`"""
@@ -70,14 +70,14 @@ class Timeline:
     """whether a run recorded it"""
 
     @classmethod
-    def from_spans(cls, name: str, homes: Sequence[int], spans: Spans, *, note: str = "") -> Timeline:
+    def from_spans(cls, name: str, rank_of_stage: Sequence[int], spans: Spans, *, note: str = "") -> Timeline:
         """The timeline of a run, from the clock readings of its ranks; the earliest of them becomes 0."""
-        columns = [_columns(rank, len(homes), rows) for rank, rows in enumerate(spans)]
+        columns = [_parse_spans(rank, len(rank_of_stage), rows) for rank, rows in enumerate(spans)]
         zero = min((min(starts) for _, starts, _ in columns if starts), default=0.0)
         return cls(
             name=name,
-            homes=tuple(homes),
-            lists=tuple(tuple(actions) for actions, _, _ in columns),
+            rank_of_stage=tuple(rank_of_stage),
+            rank_actions=tuple(tuple(actions) for actions, _, _ in columns),
             starts=tuple(tuple(start - zero for start in starts) for _, starts, _ in columns),
             ends=tuple(tuple(end - zero for end in ends) for _, _, ends in columns),
             note=note,
@@ -86,23 +86,25 @@ class Timeline:
 
     @property
     def ranks(self) -> int:
-        return len(self.lists)
+        return len(self.rank_actions)
 
     @cached_property
     def microbatches(self) -> int:
-        return len({action.index for actions in self.lists for action in actions if action.kind is Kind.FORWARD})
+        return len(
+            {action.index for actions in self.rank_actions for action in actions if action.kind is ActionKind.FORWARD}
+        )
 
     @cached_property
     def slices(self) -> int:
-        return 1 + max((action.part for actions in self.lists for action in actions), default=0)
+        return 1 + max((action.slice_index for actions in self.rank_actions for action in actions), default=0)
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:
         """Which of its rank's stages every stage is: 0 for the first."""
-        return tuple(self.homes[:stage].count(home) for stage, home in enumerate(self.homes))
+        return tuple(self.rank_of_stage[:stage].count(home) for stage, home in enumerate(self.rank_of_stage))
 
-    def spans(self, rank: int) -> Iterator[Span]:
-        return map(Span, self.lists[rank], self.starts[rank], self.ends[rank])
+    def spans(self, rank: int) -> Iterator[ActionSpan]:
+        return map(ActionSpan, self.rank_actions[rank], self.starts[rank], self.ends[rank])
 
     @cached_property
     def duration(self) -> float:
@@ -110,7 +112,7 @@ class Timeline:
 
     def busy(self, rank: int) -> float:
         """Seconds of forward and backward."""
-        spans = zip(self.lists[rank], self.starts[rank], self.ends[rank], strict=True)
+        spans = zip(self.rank_actions[rank], self.starts[rank], self.ends[rank], strict=True)
         return sum(end - start for action, start, end in spans if action.kind in COMPUTE)
 
     @cached_property
@@ -122,49 +124,51 @@ class Timeline:
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
         """For every rank, the most activations that it holds at once."""
-        return tuple(round(self.peak(rank)) for rank in range(self.ranks))
+        return tuple(round(self.peak_memory(rank)) for rank in range(self.ranks))
 
     @cached_property
-    def versions(self) -> tuple[int, ...]:
+    def weight_versions(self) -> tuple[int, ...]:
         """For every rank, the most versions of its weights at once: the one in force and those that are kept."""
-        return tuple(1 + round(self.peak(rank, activations=0.0, versions=1.0)) for rank in range(self.ranks))
+        return tuple(1 + round(self.peak_memory(rank, activations=0.0, versions=1.0)) for rank in range(self.ranks))
 
-    def memory(self, rank: int, activations: PerStage = 1.0, versions: PerStage = 0.0) -> list[tuple[float, float]]:
+    def memory_over_time(
+        self, rank: int, activations: PerStage = 1.0, versions: PerStage = 0.0
+    ) -> list[tuple[float, float]]:
         """What a rank holds over time: from each time on, so much. The first entry is at 0.
 
         `activations` are the bytes that one F of a stage leaves for its backward; `versions` those of a stage's weights
         that are kept beside the ones in force.
         """
         steps: dict[float, float] = {0.0: 0.0}
-        for time, level in self._levels(rank, activations, versions):
+        for time, level in self._memory_changes(rank, activations, versions):
             steps[time] = level
         return list(steps.items())
 
-    def peak(self, rank: int, activations: PerStage = 1.0, versions: PerStage = 0.0) -> float:
+    def peak_memory(self, rank: int, activations: PerStage = 1.0, versions: PerStage = 0.0) -> float:
         """The most that a rank holds at any time."""
-        return max(level for _, level in self._levels(rank, activations, versions))
+        return max(level for _, level in self._memory_changes(rank, activations, versions))
 
-    def _levels(self, rank: int, activations: PerStage, versions: PerStage) -> Iterator[tuple[float, float]]:
+    def _memory_changes(self, rank: int, activations: PerStage, versions: PerStage) -> Iterator[tuple[float, float]]:
         """What the rank holds from each time on; [Note: what a timeline says]."""
-        sizes, kept = per_stage(activations, len(self.homes)), per_stage(versions, len(self.homes))
+        sizes, kept = per_stage(activations, len(self.rank_of_stage)), per_stage(versions, len(self.rank_of_stage))
         changes: list[tuple[float, float]] = []
         held: set[tuple[int, ...]] = set()
         level = 0.0
-        columns = zip(self.lists[rank], self.starts[rank], self.ends[rank], strict=True)
+        columns = zip(self.rank_actions[rank], self.starts[rank], self.ends[rank], strict=True)
         for (stage, kind, index, part, _), start, end in columns:
             if kind is FORWARD:
                 held.add((stage, index, part))
                 changes.append((start, sizes[stage]))
-            elif kind in RELEASES:
+            elif kind in RELEASING_KINDS:
                 if (stage, index, part) in held:
                     held.remove((stage, index, part))
                 else:
                     level += sizes[stage]  # from before the window
                 changes.append((end, -sizes[stage]))
-            elif kind is Kind.KEEP:
+            elif kind is ActionKind.STASH:
                 held.add((stage, index))
                 changes.append((start, kept[stage]))
-            elif kind is Kind.DROP:
+            elif kind is ActionKind.DROP_STASHED:
                 level += 0.0 if (stage, index) in held else kept[stage]
                 changes.append((end, -kept[stage]))
         yield 0.0, level
@@ -177,7 +181,7 @@ class Timeline:
             "name": self.name,
             "measured": self.measured,
             "note": self.note,
-            "homes": list(self.homes),
+            "homes": list(self.rank_of_stage),
             "ranks": [[[str(a), start, end] for a, start, end in self.spans(rank)] for rank in range(self.ranks)],
         }
 
@@ -185,12 +189,12 @@ class Timeline:
     def from_json(cls, value: Any) -> Timeline:
         try:
             homes = tuple(int(home) for home in value["homes"])
-            columns = [_columns(rank, len(homes), rows) for rank, rows in enumerate(value["ranks"])]
-            _check_homes(homes, len(columns))
+            columns = [_parse_spans(rank, len(homes), rows) for rank, rows in enumerate(value["ranks"])]
+            _check_rank_of_stage(homes, len(columns))
             return cls(
                 name=str(value["name"]),
-                homes=homes,
-                lists=tuple(tuple(actions) for actions, _, _ in columns),
+                rank_of_stage=homes,
+                rank_actions=tuple(tuple(actions) for actions, _, _ in columns),
                 starts=tuple(tuple(starts) for _, starts, _ in columns),
                 ends=tuple(tuple(ends) for _, _, ends in columns),
                 note=str(value.get("note", "")),
@@ -209,16 +213,16 @@ def per_stage(value: PerStage, stages: int) -> tuple[float, ...]:
     return (float(value),) * stages
 
 
-def write(folder: Path, planned: Timeline | None, measured: Timeline | None) -> None:
+def write_timelines(folder: Path, planned: Timeline | None, measured: Timeline | None) -> None:
     """Puts both into a run's directory."""
     both = {"planned": planned, "measured": measured}
     text = json.dumps({key: timeline.to_json() for key, timeline in both.items() if timeline is not None})
-    (folder / FILE).write_text(text + "\n", encoding="utf-8")
+    (folder / TIMELINE_FILE).write_text(text + "\n", encoding="utf-8")
 
 
-def read(folder: Path) -> tuple[Timeline | None, Timeline | None]:
+def read_timelines(folder: Path) -> tuple[Timeline | None, Timeline | None]:
     """What was planned and what was measured, where a run's directory has them."""
-    path = folder / FILE
+    path = folder / TIMELINE_FILE
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         planned, measured = (found.get(key) for key in ("planned", "measured"))
@@ -234,14 +238,14 @@ def read(folder: Path) -> tuple[Timeline | None, Timeline | None]:
     )
 
 
-def _check_homes(homes: Sequence[int], ranks: int) -> None:
-    if not homes:
+def _check_rank_of_stage(rank_of_stage: Sequence[int], ranks: int) -> None:
+    if not rank_of_stage:
         raise ValueError("a timeline has no stages (homes is empty); give the rank of every stage")
-    if wrong := [home for home in homes if not 0 <= home < ranks]:
+    if wrong := [home for home in rank_of_stage if not 0 <= home < ranks]:
         raise ValueError(f"a stage is on a rank that is not there (homes: {wrong[0]}, {ranks} ranks); give its list")
 
 
-def _columns(
+def _parse_spans(
     rank: int, stages: int, rows: Iterable[tuple[Action | str, float, float]]
 ) -> tuple[list[Action], list[float], list[float]]:
     actions: list[Action] = []

@@ -23,9 +23,9 @@ class _Room(ModuleType):
 
     def __call__(self, model: str, cluster: str = "here", **options: Any) -> list[Plan]:
         """Plans, best first; none where nothing fits. Options are those of `echelon plan`."""
-        from echelon.planning.planner import answer
+        from echelon.planning.planner import find_plans
 
-        return list(answer(model, cluster, **options).plans)
+        return list(find_plans(model, cluster, **options).plans)
 
 
 sys.modules[__name__].__class__ = _Room

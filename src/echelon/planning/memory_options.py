@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from echelon.memory.compression import cost as compression_cost
-from echelon.memory.compression.cost import NONE, Saved
+from echelon.memory.compression.cost import NONE, SavedElements
 
 
 @dataclass(frozen=True, kw_only=True)
-class Thrift:
+class MemoryOptions:
     compress: str = NONE
     """one of memory/compression/cost.py's kinds. But for `none` and `lossless` they change what is learnt: only where asked"""
     partition: bool = False
@@ -20,17 +20,17 @@ class Thrift:
     """bytes of parameters that are gathered or reduced at once, at most; 0: any"""
 
     @property
-    def packs(self) -> bool:
+    def compresses(self) -> bool:
         return self.compress != NONE
 
-    def packed(self, size: float, flags: float, element_bytes: int) -> float:
+    def compressed_bytes(self, size: float, mask_bytes: float, element_bytes: int) -> float:
         """What is kept of so many bytes of values and so many masks of a byte each."""
-        return compression_cost.kept_bytes(
-            Saved(values=size / element_bytes, flags=flags), self.compress, element_bytes
+        return compression_cost.compressed_bytes(
+            SavedElements(values=size / element_bytes, masks=mask_bytes), self.compress, element_bytes
         )
 
-    def moved(self, size: float, flags: float, element_bytes: int) -> float:
+    def compression_traffic(self, size: float, mask_bytes: float, element_bytes: int) -> float:
         """Bytes that packing and unpacking them reads and writes."""
-        return compression_cost.moved_bytes(
-            Saved(values=size / element_bytes, flags=flags), self.compress, element_bytes
+        return compression_cost.extra_traffic_bytes(
+            SavedElements(values=size / element_bytes, masks=mask_bytes), self.compress, element_bytes
         )

@@ -6,43 +6,43 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from echelon.layout import check, grammar
-from echelon.layout.validation_error import Fault, FaultError
+from echelon.layout import check_layout, grammar
+from echelon.layout.validation_error import ValidationError, ValidationIssue
 from echelon.optim import cost
-from echelon.optim.update_rule import Rule
+from echelon.optim.update_rule import UpdateRule
 from echelon.planning.calibrate import correction as corrections
-from echelon.planning.calibrate.constants import IMBALANCE
+from echelon.planning.calibrate.constants import DEFAULT_IMBALANCE
 from echelon.planning.cluster import cluster as clusters
-from echelon.planning.cost.param_group_traffic import MOMENTS
-from echelon.planning.explain.reasons import explained, infeasible, time_to
-from echelon.planning.memory_options import Thrift
+from echelon.planning.cost.param_group_traffic import NUM_MOMENTS
+from echelon.planning.explain.reasons import explain_infeasible, explain_plan, training_cost
+from echelon.planning.memory_options import MemoryOptions
 from echelon.planning.model.model_shape import RuleFacts
-from echelon.planning.model.model_sources import shape_of
+from echelon.planning.model.model_sources import resolve_shape
 from echelon.planning.priced_plan import Plan, price
-from echelon.planning.scenario import NOTHING
-from echelon.planning.search.layout_families import OBJECTIVES, Wish
-from echelon.planning.search.layout_search import nearest, search
+from echelon.planning.scenario import DEFAULT_MEMORY_OPTIONS
+from echelon.planning.search.layout_families import OBJECTIVES, PlanRequest
+from echelon.planning.search.layout_search import least_memory_plan, search_plans
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 PRECISIONS = ("bf16", "fp16", "fp8", "fp4", "fp32")
-SEQUENCES = 4096
+MAX_DEFAULT_SEQ_LEN = 4096
 """tokens of a sequence, where nothing is said, at most"""
-PER_DEVICE = 16
+DEFAULT_SEQUENCES_PER_DEVICE = 16
 """sequences of a step for each device, where nothing is said"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class PlanResult:
     """Plans, best first, and what there is to say of them."""
 
     plans: tuple[Plan, ...]
-    words: tuple[str, ...] = ()
+    explanation: tuple[str, ...] = ()
     """why nothing fits"""
     nearest: Plan | None = None
     """where nothing fits, what needs the least"""
 
 
-def answer(
+def find_plans(
     model: str,
     cluster: str,
     *,
@@ -57,10 +57,10 @@ def answer(
     correct: str = "",
     tokens: float = 0.0,
     imbalance: float = 0.0,
-    rule: Rule | None = None,
-    thrift: Thrift = NOTHING,
+    rule: UpdateRule | None = None,
+    thrift: MemoryOptions = DEFAULT_MEMORY_OPTIONS,
     host: float | None = None,
-) -> Answer:
+) -> PlanResult:
     """Plans for a model on a cluster. With `layout`, that one alone; with `fixed`, those that have these keys.
 
     Without a batch, 16 sequences for each device; without a length, the model's longest, at most 4,096. With `correct`,
@@ -70,50 +70,58 @@ def answer(
     `host` the share of the states that leave the device where the layout lets them.
     """
     if not 0 <= tokens < float("inf"):
-        raise FaultError([Fault(key="tokens", value=str(tokens), rule="is not a number of tokens", legal="> 0")])
-    wish = _wish(model, cluster, batch, seq_len, fixed, precision, objective, plan_only, correct, imbalance)
+        raise ValidationError(
+            [ValidationIssue(key="tokens", value=str(tokens), message="is not a number of tokens", legal="> 0")]
+        )
+    wish = _parse_request(model, cluster, batch, seq_len, fixed, precision, objective, plan_only, correct, imbalance)
     if rule is not None:
-        wish = replace(wish, rule=rule, moment_bytes=cost.element_bytes(rule) / MOMENTS)
-    wish = replace(wish, thrift=thrift, host=host)
-    found = _answer(wish, model, layout, top)
+        wish = replace(wish, optimizer=rule, moment_bytes=cost.state_bytes_per_element(rule) / NUM_MOMENTS)
+    wish = replace(wish, memory_options=thrift, host_share=host)
+    found = _find_plans(wish, model, layout, top)
     if layout and imbalance and found.plans[0].layout.ep == 1:
         why = "has no effect on ep=1: a rank that has all experts works on as many rows, whichever they are for"
-        raise FaultError([Fault(key="imbalance", value=f"{imbalance:g}", rule=why, hint="leave it out, or give ep")])
+        raise ValidationError(
+            [ValidationIssue(key="imbalance", value=f"{imbalance:g}", message=why, hint="leave it out, or give ep")]
+        )
     if correct:
-        found = replace(found, plans=tuple(corrections.explained(plan, correct) for plan in found.plans))
+        found = replace(found, plans=tuple(corrections.note_correction(plan, correct) for plan in found.plans))
     if tokens:
-        told = (replace(plan, reasons=(*plan.reasons, time_to(plan, tokens))) for plan in found.plans)
+        told = (replace(plan, reasons=(*plan.reasons, training_cost(plan, tokens))) for plan in found.plans)
         found = replace(found, plans=tuple(told))
     return found
 
 
-def _answer(wish: Wish, model: str, layout: str, top: int) -> Answer:
+def _find_plans(request: PlanRequest, model: str, layout: str, top: int) -> PlanResult:
     if layout:
-        if wish.fixed:
-            fixed = ",".join(f"{key}={value}" for key, value in wish.fixed.items())
+        if request.fixed:
+            fixed = ",".join(f"{key}={value}" for key, value in request.fixed.items())
             rule = "has no effect beside --layout, which prices one layout"
-            raise FaultError([Fault(key="fix", value=fixed, rule=rule, hint="leave it out")])
-        return Answer(plans=(priced(wish, layout),))
-    plans = search(wish, top=top)
+            raise ValidationError([ValidationIssue(key="fix", value=fixed, message=rule, hint="leave it out")])
+        return PlanResult(plans=(price_layout(request, layout),))
+    plans = search_plans(request, top=top)
     if plans:
-        return Answer(plans=(explained(wish, plans), *plans[1:]))
-    least = nearest(wish)
+        return PlanResult(plans=(explain_plan(request, plans), *plans[1:]))
+    least = least_memory_plan(request)
     if least is None:
-        rule = f"cannot be divided over {wish.cluster.devices} devices with a batch of {wish.batch}"
+        rule = f"cannot be divided over {request.cluster.devices} devices with a batch of {request.batch}"
         hint = "change the batch, or fix fewer keys"
-        raise FaultError([Fault(key="model", value=model, rule=rule, hint=hint)])
-    return Answer(plans=(), words=tuple(infeasible(least)), nearest=least)
+        raise ValidationError([ValidationIssue(key="model", value=model, message=rule, hint=hint)])
+    return PlanResult(plans=(), explanation=tuple(explain_infeasible(least)), nearest=least)
 
 
-def priced(wish: Wish, text: str) -> Plan:
+def price_layout(request: PlanRequest, text: str) -> Plan:
     """One layout, as it is written; it must fill the cluster and the batch, whether or not it fits the memory."""
-    layout = check(
-        text, world=wish.cluster.devices, batch=wish.batch, seq_len=wish.seq_len, model=RuleFacts(wish.shape)
+    layout = check_layout(
+        text,
+        world=request.cluster.devices,
+        batch=request.batch,
+        seq_len=request.seq_len,
+        model=RuleFacts(request.shape),
     )
-    return price(wish.case(layout))
+    return price(request.scenario(layout))
 
 
-def _wish(
+def _parse_request(
     model: str,
     cluster: str,
     batch: int,
@@ -124,73 +132,79 @@ def _wish(
     plan_only: bool,
     correct: str,
     imbalance: float,
-) -> Wish:
+) -> PlanRequest:
     """All that is wrong is told at once."""
-    faults: list[Fault] = []
-    shape = _or_faults(lambda: shape_of(model), faults)
-    found = _or_faults(lambda: clusters.parse(cluster), faults)
-    ratio = _or_faults(lambda: corrections.ratio_of(correct, found), faults) if correct else 1.0
-    read = grammar.read(fixed)
-    faults += read.faults
+    faults: list[ValidationIssue] = []
+    shape = _collect_faults(lambda: resolve_shape(model), faults)
+    found = _collect_faults(lambda: clusters.parse_cluster(cluster), faults)
+    ratio = _collect_faults(lambda: corrections.read_correction(correct, found), faults) if correct else 1.0
+    read = grammar.parse_pairs(fixed)
+    faults += read.issues
     if precision not in PRECISIONS:
-        faults.append(Fault(key="precision", value=precision, rule="is not known", legal=", ".join(PRECISIONS)))
+        faults.append(
+            ValidationIssue(key="precision", value=precision, message="is not known", legal=", ".join(PRECISIONS))
+        )
     if objective not in OBJECTIVES:
-        faults.append(Fault(key="objective", value=objective, rule="is not known", legal=", ".join(OBJECTIVES)))
+        faults.append(
+            ValidationIssue(key="objective", value=objective, message="is not known", legal=", ".join(OBJECTIVES))
+        )
     for key, value in (("batch", batch), ("seq-len", seq_len)):
         if value < 0:
-            faults.append(Fault(key=key, value=str(value), rule="is less than 1", legal=">= 1"))
+            faults.append(ValidationIssue(key=key, value=str(value), message="is less than 1", legal=">= 1"))
     if imbalance and not 1 <= imbalance < float("inf"):
         rule = "is not the rows of the busiest rank to the mean"
-        faults.append(Fault(key="imbalance", value=f"{imbalance:g}", rule=rule, legal=">= 1"))
+        faults.append(ValidationIssue(key="imbalance", value=f"{imbalance:g}", message=rule, legal=">= 1"))
     elif imbalance and shape is not None and not shape.experts:
         rule = f"has no effect: {shape.name} has no experts"
-        faults.append(Fault(key="imbalance", value=f"{imbalance:g}", rule=rule, hint="leave it out"))
+        faults.append(ValidationIssue(key="imbalance", value=f"{imbalance:g}", message=rule, hint="leave it out"))
     # Rotary positions have no end; a table of positions has.
     if shape is not None and shape.position_parameters and seq_len > shape.max_seq_len:
         rule = f"is longer than {shape.name} allows"
-        faults.append(Fault(key="seq-len", value=str(seq_len), rule=rule, legal=f"1 to {shape.max_seq_len}"))
+        faults.append(
+            ValidationIssue(key="seq-len", value=str(seq_len), message=rule, legal=f"1 to {shape.max_seq_len}")
+        )
     if found is not None and precision in ("fp8", "fp4") and precision not in found.device.flops:
         legal = ", ".join(kind for kind in PRECISIONS if kind in found.device.flops)
         rule = f"cannot be multiplied by {found.device.name}"
-        faults.append(Fault(key="precision", value=precision, rule=rule, legal=legal))
+        faults.append(ValidationIssue(key="precision", value=precision, message=rule, legal=legal))
     if faults or shape is None or found is None:
-        raise FaultError(faults)
-    return Wish(
+        raise ValidationError(faults)
+    return PlanRequest(
         shape=shape,
         cluster=found,
-        batch=batch or PER_DEVICE * found.devices,
-        seq_len=seq_len or min(shape.max_seq_len or SEQUENCES, SEQUENCES),
+        batch=batch or DEFAULT_SEQUENCES_PER_DEVICE * found.devices,
+        seq_len=seq_len or min(shape.max_seq_len or MAX_DEFAULT_SEQ_LEN, MAX_DEFAULT_SEQ_LEN),
         precision=precision,
-        fixed=dict(read.given),
+        fixed=dict(read.values),
         plan_only=plan_only,
         objective=objective,
         correction=ratio or 1.0,
-        imbalance=imbalance or IMBALANCE,
+        imbalance=imbalance or DEFAULT_IMBALANCE,
     )
 
 
-def _or_faults(make: Callable[[], Made], faults: list[Fault]) -> Made | None:
+def _collect_faults(make: Callable[[], T], faults: list[ValidationIssue]) -> T | None:
     try:
         return make()
-    except FaultError as error:
-        faults += error.faults
+    except ValidationError as error:
+        faults += error.issues
         return None
 
 
-def command_of(plan: Plan, model: str, settings: Sequence[str] = ()) -> str:
+def train_command(plan: Plan, model: str, settings: Sequence[str] = ()) -> str:
     """What trains it, with these settings; nothing where that cannot be trained yet."""
     if not plan.runnable or model.endswith(".json"):
         return ""
-    layout, cluster = plan.layout, plan.case.cluster
+    layout, cluster = plan.layout, plan.scenario.cluster
     here = min(cluster.per_node, layout.world)
     nodes = -(-layout.world // here)
     chosen = {
         "model": model,
         "layout": str(layout),
         "batch": layout.batch,
-        "seq_len": plan.case.seq_len,
-        "dtype": {"fp32": "float32", "fp16": "float16"}.get(plan.case.precision, "bfloat16"),
-        **({"precision.compute": "fp8"} if plan.case.precision == "fp8" else {}),
+        "seq_len": plan.scenario.seq_len,
+        "dtype": {"fp32": "float32", "fp16": "float16"}.get(plan.scenario.precision, "bfloat16"),
+        **({"precision.compute": "fp8"} if plan.scenario.precision == "fp8" else {}),
     }
     given = " ".join(f"--set {text}" for text in (*(f"{key}={value}" for key, value in chosen.items()), *settings))
     several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT " if nodes > 1 else ""

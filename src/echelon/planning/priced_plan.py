@@ -7,23 +7,23 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 
 from echelon.layout import Layout
-from echelon.pipeline.schedules import FAMILIES, make
+from echelon.pipeline.schedules import FAMILIES, make_schedule
 from echelon.pipeline.simulate import Durations, simulate
 from echelon.pipeline.timeline import Timeline
-from echelon.planning.calibrate.calibration import constants_of
-from echelon.planning.calibrate.constants import FITTED, Constants
-from echelon.planning.cost.expert_traffic import bytes_of_a_token
-from echelon.planning.cost.memory_model import Memory, of_stage, worst
-from echelon.planning.cost.recompute_cost import repeated_of
-from echelon.planning.cost.step_time import Times, microbatch, repeated, times
-from echelon.planning.cost.work import Work, work_of
-from echelon.planning.scenario import Case
+from echelon.planning.calibrate.calibration import constants_for
+from echelon.planning.calibrate.constants import FITTED_CONSTANTS, Constants
+from echelon.planning.cost.expert_traffic import all_to_all_bytes_per_token
+from echelon.planning.cost.memory_model import RankMemory, peak_memory, stage_memory
+from echelon.planning.cost.recompute_cost import recompute_shares
+from echelon.planning.cost.step_time import StepTimes, microbatch_time, recompute_time, step_times
+from echelon.planning.cost.work import StepWork, count_work
+from echelon.planning.scenario import Scenario
 
-ACTIONS = 4_000
+MAX_SIMULATED_ACTIONS = 4_000
 """that a price may simulate; longer steps are simulated in part, and go on as they have begun"""
-ROUNDING = 1e-12
+NEGLIGIBLE_SECONDS = 1e-12
 """seconds that are none"""
-SETTLED = 16
+STEADY_MICROBATCHES = 16
 """microbatches after which every schedule repeats itself, or twice as many as there are ranks"""
 
 
@@ -31,10 +31,10 @@ SETTLED = 16
 class Plan:
     """What a layout is predicted to do."""
 
-    case: Case
+    scenario: Scenario
     times: dict[str, float]
     """seconds of a step by cause"""
-    memory: Memory
+    memory: RankMemory
     """of the fullest rank"""
     bubble: float
     """share of the pipeline's time in which ranks wait"""
@@ -44,7 +44,7 @@ class Plan:
 
     @property
     def layout(self) -> Layout:
-        return self.case.layout
+        return self.scenario.layout
 
     @cached_property
     def seconds(self) -> float:
@@ -60,26 +60,26 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.memory.total <= self.case.cluster.memory
+        return self.memory.total <= self.scenario.cluster.memory
 
     @property
     def runnable(self) -> bool:
         """Today, by `train`."""
-        return self.case.runnable
+        return self.scenario.runnable
 
     @property
     def tokens_per_s(self) -> float:
-        return self.case.batch_tokens / self.seconds
+        return self.scenario.batch_tokens / self.seconds
 
     @property
     def mfu(self) -> float:
         """Against the peak in 16 bits, of the devices in use."""
-        return self._utilisation(self.case.shape.train_flops(self.case.seq_len))
+        return self._utilisation(self.scenario.shape.train_flops(self.scenario.seq_len))
 
     @property
     def hfu(self) -> float:
         """With what recomputation repeats."""
-        shape, seq_len, again = self.case.shape, self.case.seq_len, repeated_of(self.case)
+        shape, seq_len, again = self.scenario.shape, self.scenario.seq_len, recompute_shares(self.scenario)
         layers = shape.flops(seq_len) - 2.0 * shape.head_parameters
         attention = sum(n * layer.attention.flops(seq_len) for layer, n in shape.layers if layer.attention)
         more = again.forward * layers + again.attention * attention
@@ -87,17 +87,17 @@ class Plan:
 
     def _utilisation(self, flops: float) -> float:
         """`flops` are executed per token."""
-        return flops * self.tokens_per_s / (self.case.cluster.device.peak("bf16") * self.layout.world)
+        return flops * self.tokens_per_s / (self.scenario.cluster.device.peak("bf16") * self.layout.world)
 
     def to_json(self) -> dict[str, object]:
         """The keys of `echelon plan --json`."""
         return {
             "layout": str(self.layout),
-            "precision": self.case.precision,
-            "parameters": self.case.shape.parameters,
-            "active_parameters": self.case.shape.active_parameters,
-            "imbalance": self.case.imbalance if self.case.shape.experts else None,
-            "all_to_all_bytes": bytes_of_a_token(self.case),
+            "precision": self.scenario.precision,
+            "parameters": self.scenario.shape.parameters,
+            "active_parameters": self.scenario.shape.active_parameters,
+            "imbalance": self.scenario.imbalance if self.scenario.shape.experts else None,
+            "all_to_all_bytes": all_to_all_bytes_per_token(self.scenario),
             "runnable": self.runnable,
             "fits": self.fits,
             "step_s": self.seconds,
@@ -114,128 +114,132 @@ class Plan:
         }
 
 
-def price(case: Case, c: Constants = FITTED) -> Plan:
+def price(scenario: Scenario, c: Constants = FITTED_CONSTANTS) -> Plan:
     """The plan of one case, its pipeline simulated."""
-    work, c = work_of(case), constants_of(case, c)
-    seconds = times(work, c)
-    found = {field.name: case.correction * float(getattr(seconds, field.name)) for field in fields(Times)}
+    work, c = count_work(scenario), constants_for(scenario, c)
+    seconds = step_times(work, c)
+    found = {field.name: scenario.correction * float(getattr(seconds, field.name)) for field in fields(StepTimes)}
     bubble = 0.0
-    if case.layout.pp > 1:
-        duration, bubble = _pipeline(case, work, c)
+    if scenario.layout.pp > 1:
+        duration, bubble = _simulate_pipeline(scenario, work, c)
         # The schedule itself says what waiting for other stages, and for the fullest of them, comes to.
         waits = ("imbalance", "bubble", "pp")
-        head = 3 * float(microbatch(work, c).head) * case.layout.accumulate / case.layout.pp
-        found["head"] = case.correction * head
-        computed = sum(found[name] for name in COMPUTED)
+        head = 3 * float(microbatch_time(work, c).head) * scenario.layout.accumulate / scenario.layout.pp
+        found["head"] = scenario.correction * head
+        computed = sum(found[name] for name in STAGE_CAUSES)
         found |= dict.fromkeys(waits, 0.0)
         found["bubble"] = duration - computed
-    spread = math.exp(c.spread_experts if case.shape.experts else c.spread)
+    spread = math.exp(c.spread_experts if scenario.shape.experts else c.spread)
     return Plan(
-        case=case,
-        times={name: seconds for name, seconds in found.items() if abs(seconds) > ROUNDING},
-        memory=worst(case, c),
+        scenario=scenario,
+        times={name: seconds for name, seconds in found.items() if abs(seconds) > NEGLIGIBLE_SECONDS},
+        memory=peak_memory(scenario, c),
         bubble=bubble,
         spread=spread,
     )
 
 
-COMPUTED = ("products", "attention", "passing", "launches", "head", "recompute", "tp", "ep", "cp")
+STAGE_CAUSES = ("products", "attention", "passing", "launches", "head", "recompute", "tp", "ep", "cp")
 """causes that stages spend their actions on"""
 
 
-def durations(case: Case, work: Work, c: Constants = FITTED) -> Durations:
+def action_durations(scenario: Scenario, work: StepWork, c: Constants = FITTED_CONSTANTS) -> Durations:
     """Seconds of every action of every stage."""
-    m = microbatch(work, c)
-    shares = [case.correction * share for share in layer_shares(case)]
-    again = float(repeated(work, m))
+    m = microbatch_time(work, c)
+    shares = [scenario.correction * share for share in layer_shares(scenario)]
+    again = float(recompute_time(work, m))
     # Of the tensor-parallel messages of a layer two are forward, two backward, and two are repeated.
     ahead = 2 / (4 + 2 * work.repeated)
     sent = float(m.tp + m.ep + m.cp)
     forward = float(m.forward) + ahead * sent
-    weights = float(m.weights)
+    weights = float(m.weight_grad)
     inputs = float(m.backward) - weights + again + (1 - ahead) * sent
-    last, head = len(shares) - 1, case.correction * float(m.head)
+    last, head = len(shares) - 1, scenario.correction * float(m.head)
     return Durations(
         forward=tuple(share * forward + head * (stage == last) for stage, share in enumerate(shares)),
         input_grad=tuple(share * inputs + head * (stage == last) for stage, share in enumerate(shares)),
         weight_grad=tuple(share * weights + head * (stage == last) for stage, share in enumerate(shares)),
-        send_forward=case.correction * float(m.pp),
-        send_backward=case.correction * float(m.pp),
+        send_forward=scenario.correction * float(m.pp),
+        send_backward=scenario.correction * float(m.pp),
     )
 
 
-def layer_shares(case: Case) -> list[float]:
+def layer_shares(scenario: Scenario) -> list[float]:
     """Of every stage, its share of the layers: equal where they divide, else the last stages have fewer."""
-    stages, layers = case.layout.pp * case.layout.vpp, case.shape.num_layers
+    stages, layers = scenario.layout.pp * scenario.layout.vpp, scenario.shape.num_layers
     each, rest = divmod(layers, stages)
     return [(each + (stage < rest)) / layers for stage in range(stages)]
 
 
-def timeline(case: Case, c: Constants = FITTED, *, microbatches: int = 0) -> Timeline:
+def step_timeline(case: Scenario, c: Constants = FITTED_CONSTANTS, *, microbatches: int = 0) -> Timeline:
     """A step, action by action; or one of fewer microbatches."""
     layout = case.layout
-    schedule = make(layout.schedule, layout.pp, microbatches or layout.accumulate, chunks=layout.vpp)
-    return simulate(schedule, durations(case, work_of(case), constants_of(case, c)))
+    schedule = make_schedule(layout.schedule, layout.pp, microbatches or layout.accumulate, chunks=layout.vpp)
+    return simulate(schedule, action_durations(case, count_work(case), constants_for(case, c)))
 
 
-def _pipeline(case: Case, work: Work, c: Constants) -> tuple[float, float]:
+def _simulate_pipeline(case: Scenario, work: StepWork, c: Constants) -> tuple[float, float]:
     """(seconds of a step's passes, share of them in which ranks wait)."""
     layout = case.layout
-    seconds = durations(case, work, c)
+    seconds = action_durations(case, work, c)
     family = FAMILIES.get(layout.schedule)
     chunks = layout.vpp if family is not None and family.chunks is None else 0
 
     def run(count: int) -> tuple[float, float]:
         if family is not None:
-            return _simulated(layout.schedule, layout.pp, count, chunks, seconds)
-        found = simulate(make(layout.schedule, layout.pp, count, chunks=chunks), seconds)  # a file, which may change
+            return _cached_simulation(layout.schedule, layout.pp, count, chunks, seconds)
+        found = simulate(
+            make_schedule(layout.schedule, layout.pp, count, chunks=chunks), seconds
+        )  # a file, which may change
         return found.duration, found.bubble
 
-    first = -(-max(SETTLED, 2 * layout.pp) // layout.pp) * layout.pp
+    first = -(-max(STEADY_MICROBATCHES, 2 * layout.pp) // layout.pp) * layout.pp
     second = first + layout.pp
-    if 3 * layout.pp * layout.vpp * layout.accumulate <= ACTIONS or second >= layout.accumulate:
+    if 3 * layout.pp * layout.vpp * layout.accumulate <= MAX_SIMULATED_ACTIONS or second >= layout.accumulate:
         return run(layout.accumulate)
     short, longer = run(first)[0], run(second)[0]
     duration = longer + (layout.accumulate - second) * (longer - short) / (second - first)
-    busy = layout.accumulate * _busy(seconds) / layout.pp
+    busy = layout.accumulate * _busy_seconds(seconds) / layout.pp
     return duration, max(0.0, 1 - busy / duration)
 
 
 @lru_cache(maxsize=512)
-def _simulated(schedule: str, ranks: int, microbatches: int, chunks: int, seconds: Durations) -> tuple[float, float]:
+def _cached_simulation(
+    schedule: str, ranks: int, microbatches: int, chunks: int, seconds: Durations
+) -> tuple[float, float]:
     """(seconds, bubble). Many layouts of a search have stages that take as long: zero changes nothing here."""
-    found = simulate(_made(schedule, ranks, microbatches, chunks=chunks), seconds)
+    found = simulate(_cached_schedule(schedule, ranks, microbatches, chunks=chunks), seconds)
     return found.duration, found.bubble
 
 
-_made = lru_cache(maxsize=32)(make)
+_cached_schedule = lru_cache(maxsize=32)(make_schedule)
 
 
-def _busy(seconds: Durations) -> float:
+def _busy_seconds(seconds: Durations) -> float:
     """Of all stages, on one microbatch."""
     parts = (seconds.forward, seconds.input_grad, seconds.weight_grad)
     return sum(sum(part) if isinstance(part, tuple) else part for part in parts)
 
 
-def by_rank(case: Case, c: Constants = FITTED) -> list[Memory]:
+def memory_by_stage(case: Scenario, c: Constants = FITTED_CONSTANTS) -> list[RankMemory]:
     """Of one rank of every stage: all ranks of a stage hold the same."""
-    c = constants_of(case, c)
-    return [of_stage(case, stage, c) for stage in range(case.layout.pp)]
+    c = constants_for(case, c)
+    return [stage_memory(case, stage, c) for stage in range(case.layout.pp)]
 
 
-def memory_over_time(case: Case, rank: int, c: Constants = FITTED) -> list[tuple[float, float]]:
+def memory_over_time(case: Scenario, rank: int, c: Constants = FITTED_CONSTANTS) -> list[tuple[float, float]]:
     """(seconds, bytes) of a rank through the passes of a step."""
-    c = constants_of(case, c)
-    found = of_stage(case, rank, c)
+    c = constants_for(case, c)
+    found = stage_memory(case, rank, c)
     still = found.total - found.parts.get("activations", 0)
     if case.layout.pp == 1:
-        return [(0.0, still), (case.correction * times(work_of(case), c).total, found.total)]
-    line = timeline(case, c)
+        return [(0.0, still), (case.correction * step_times(count_work(case), c).total, found.total)]
+    line = step_timeline(case, c)
     in_flight = max(1, line.in_flight[rank])
     each = found.parts.get("activations", 0) / in_flight
-    return [(second, still + size) for second, size in line.memory(rank, each)]
+    return [(second, still + size) for second, size in line.memory_over_time(rank, each)]
 
 
-def changed(case: Case, **keys: int | str) -> Case:
+def with_layout_keys(case: Scenario, **keys: int | str) -> Scenario:
     """The case in a layout with other keys."""
     return replace(case, layout=case.layout.replace(**keys))

@@ -11,7 +11,7 @@ SETTINGS = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precis
 
 
 @contextmanager
-def in_float32() -> Iterator[None]:
+def fp32_accumulation() -> Iterator[None]:
     """Inside, a product of matrices on a GPU that is summed up in parts does not add the parts in 16 bits."""
     matmul = torch.backends.cuda.matmul
     before = [getattr(matmul, name) for name in SETTINGS]

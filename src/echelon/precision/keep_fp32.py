@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.layout.placement import Entry
+from echelon.layout.placement import LogicalParam
 
 
-def widened(model: nn.Module, entries: Iterable[Entry], patterns: Sequence[str]) -> list[Entry]:
+def mark_fp32_entries(model: nn.Module, entries: Iterable[LogicalParam], patterns: Sequence[str]) -> list[LogicalParam]:
     """The entries; those of the modules that the patterns name are wide. A pattern that names nothing is an error."""
     modules = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
     missed = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in modules)]
@@ -29,14 +29,14 @@ def widened(model: nn.Module, entries: Iterable[Entry], patterns: Sequence[str])
         )
     chosen = [name for name in modules if any(fnmatchcase(name, pattern) for pattern in patterns)]
     return [
-        replace(entry, wide=any(name.startswith(module + ".") for name in entry.names for module in chosen))
+        replace(entry, keep_fp32=any(name.startswith(module + ".") for name in entry.names for module in chosen))
         for entry in entries
     ]
 
 
-def holders(entries: Iterable[Entry]) -> set[str]:
+def fp32_modules(entries: Iterable[LogicalParam]) -> set[str]:
     """The modules that hold wide parameters."""
-    return {name.rpartition(".")[0] for entry in entries if entry.wide for name in entry.names}
+    return {name.rpartition(".")[0] for entry in entries if entry.keep_fp32 for name in entry.names}
 
 
 def compute_in_float32(model: nn.Module, names: Iterable[str], compute: torch.dtype) -> None:

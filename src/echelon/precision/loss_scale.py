@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-START, EVERY = 2.0**16, 2000
-MOST, LEAST = 2.0**24, 2.0**-24
+INITIAL_SCALE, GROWTH_INTERVAL = 2.0**16, 2000
+MAX_SCALE, MIN_SCALE = 2.0**24, 2.0**-24
 """between which a dynamic scale stays"""
 
 
@@ -30,14 +30,14 @@ class LossScale:
     """good steps after which it doubles; 0: it does not change"""
 
     @classmethod
-    def dynamic(cls, *, start: float = START, every: int = EVERY) -> LossScale:
+    def dynamic(cls, *, start: float = INITIAL_SCALE, every: int = GROWTH_INTERVAL) -> LossScale:
         return cls(start=start, every=every)
 
     def __post_init__(self) -> None:
         if not 0 < self.start < float("inf") or self.every < 0:
             raise ValueError(
                 f"a loss scale is a number above 0 that doubles every so many steps (start {self.start}, "
-                f"every {self.every}); use for instance start={START:g}, every={EVERY}"
+                f"every {self.every}); use for instance start={INITIAL_SCALE:g}, every={GROWTH_INTERVAL}"
             )
 
     @property
@@ -55,22 +55,22 @@ class LossScale:
         return f"dynamic, from {self.start:g}" if self.is_dynamic else f"{self.start:g}, fixed"
 
 
-class Scaling:
+class LossScaler:
     """The scale of a run, on the device."""
 
     def __init__(self, recipe: LossScale, device: torch.device):
         self.recipe = recipe
-        self.value = torch.tensor(recipe.start, dtype=torch.float64, device=device)
-        self.good = torch.zeros((), dtype=torch.int64, device=device)
+        self.scale = torch.tensor(recipe.start, dtype=torch.float64, device=device)
+        self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
         """good steps since it last changed"""
 
     @torch.no_grad()
-    def after(self, finite: Tensor, live: Tensor) -> None:
+    def update(self, finite: Tensor, had_targets: Tensor) -> None:
         """A step's gradients were all finite, or not. One without a target (not live) says nothing of the scale."""
         if not self.recipe.is_dynamic:
             return
-        good = self.good + live
+        good = self.good_steps + had_targets
         grown = good >= self.recipe.every
-        higher = torch.where(grown, (self.value * 2.0).clamp(max=MOST), self.value)
-        self.value = torch.where(finite, higher, (self.value * 0.5).clamp(min=LEAST))
-        self.good = torch.where(finite & ~grown, good, 0)
+        higher = torch.where(grown, (self.scale * 2.0).clamp(max=MAX_SCALE), self.scale)
+        self.scale = torch.where(finite, higher, (self.scale * 0.5).clamp(min=MIN_SCALE))
+        self.good_steps = torch.where(finite & ~grown, good, 0)

@@ -13,15 +13,15 @@ from importlib.resources import files
 from typing import Any
 
 from echelon.report import load_colours
-from echelon.report.expert_load_history import History, Layer
-from echelon.training.logging.expert_load import short_name
+from echelon.report.expert_load_history import ExpertLoadHistory, LayerLoadHistory
+from echelon.training.logging.expert_load import short_layer_name
 
 TEMPLATE = "expert_load.html"
-ALL, DETAILS = 8, 4
+MAX_ALL_SHOWN, WORST_SHOWN = 8, 4
 """so many layers are all shown at first, of more only the worst"""
 
 
-def as_html(history: History) -> str:
+def as_html(history: ExpertLoadHistory) -> str:
     """A page of its own."""
     title = escape(f"{history.name}: loads of experts")
     page = "body{margin:0;padding:20px 24px 28px;background:#fff}"
@@ -29,22 +29,22 @@ def as_html(history: History) -> str:
     return (
         f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{title}</title>\n'
-        f"<style>{page}</style>\n{section(history)}</html>\n"
+        f"<style>{page}</style>\n{html_section(history)}</html>\n"
     )
 
 
-def section(history: History, *, light: bool = False) -> str:
+def html_section(history: ExpertLoadHistory, *, light: bool = False) -> str:
     """For any page; `light`: in the dark too, beside what has one look only."""
-    worst = history.layers if len(history.layers) <= ALL else history.worst(DETAILS)
+    worst = history.layers if len(history.layers) <= MAX_ALL_SHOWN else history.worst_layers(WORST_SHOWN)
     shown = {layer.name for layer in worst}
     data = {
         "name": f"{history.name}: loads of experts" if history.name else "loads of experts",
         "heading": history.heading(),
-        "edges": load_colours.EDGES,
-        "names": load_colours.NAMES,
-        "nothing": load_colours.NOTHING,
+        "edges": load_colours.LOAD_EDGES,
+        "names": load_colours.LOAD_LABELS,
+        "nothing": load_colours.NO_TOKEN,
         "spans": history.spans,
-        "figures": list(history.layers[0].columns[0].figures),
+        "figures": list(history.layers[0].columns[0].mean_figures),
         "layers": [_layer(layer, layer.name in shown) for layer in history.layers],
     }
     # Inside a script, only "</" could end it.
@@ -58,22 +58,24 @@ def section(history: History, *, light: bool = False) -> str:
     return before + text + after
 
 
-def _layer(layer: Layer, shown: bool) -> dict[str, Any]:
-    loads = bytes(_byte(load) for column in layer.columns for load in column.loads or [0.0] * layer.experts)
-    figures = [column.figures for column in layer.columns]
+def _layer(layer: LayerLoadHistory, shown: bool) -> dict[str, Any]:
+    loads = bytes(
+        _encode_load(load) for column in layer.columns for load in column.relative_loads or [0.0] * layer.experts
+    )
+    figures = [column.mean_figures for column in layer.columns]
     return {
-        "name": short_name(layer.name),
+        "name": short_layer_name(layer.name),
         "experts": layer.experts,
         "shown": shown,
         "last": layer.last["most"],
-        "worst": layer.worst,
+        "worst": layer.worst_max_over_mean,
         "worstStep": layer.worst_step,
-        "never": layer.never(),
+        "never": layer.unused_experts(),
         "lines": [[round(figure[name], 4) for figure in figures] for name in figures[0]],
         "loads": base64.b64encode(loads).decode(),
     }
 
 
-def _byte(load: float) -> int:
+def _encode_load(load: float) -> int:
     """0 for no token, else 1 + 16 for each doubling above 1/128 of the mean."""
     return min(255, max(1, 1 + round(16 * (math.log2(load) + 7)))) if load > 0 else 0

@@ -12,31 +12,40 @@ from html import escape
 from itertools import groupby
 
 from echelon.pipeline.draw.timeline_labels import ticks
-from echelon.report.expert_load_history import History, Layer
-from echelon.report.load_colours import NAMES, NOTHING, ON_DARK, ON_LIGHT, label, load_of, rows_of, step_of
-from echelon.training.logging.expert_load import short_name
+from echelon.report.expert_load_history import ExpertLoadHistory, LayerLoadHistory
+from echelon.report.load_colours import (
+    LOAD_LABELS,
+    NO_TOKEN,
+    ON_DARK,
+    ON_LIGHT,
+    colour_index,
+    expert_rows,
+    row_label,
+    row_load,
+)
+from echelon.training.logging.expert_load import short_layer_name
 
-MARGIN, LEFT, MAP, RIGHT = 24.0, 116.0, 744.0, 116.0
-WIDTH = LEFT + MAP + RIGHT
-ALL, DETAILS, EXPERTS = 8, 4, 256
+MARGIN, LEFT, MAP_WIDTH, RIGHT = 24.0, 116.0, 744.0, 116.0
+WIDTH = LEFT + MAP_WIDTH + RIGHT
+MAX_ALL_SHOWN, WORST_SHOWN, MAX_EXPERT_ROWS = 8, 4, 256
 """so many layers all have maps of their own, of more only the worst; at most so many rows of experts"""
-HIGH, LOW = 14.0, 1.0
+MAX_ROW_HEIGHT, MIN_ROW_HEIGHT = 14.0, 1.0
 """rows of few and of many"""
-THIN = 4.0
+MIN_MARKED_HEIGHT = 4.0
 """a row below this has no room for the line of those without a token: it stays empty"""
 MAP_HEIGHT = 224.0
-STRIP = 30.0
+STRIP_HEIGHT = 30.0
 """of a line below a map"""
 FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
 LIGHT = {"paper": "#ffffff", "ink": "#1c2230", "pale": "#5a6376", "line": "#d5dae3", "empty": "#b3440f"}
 DARK = {"paper": "#11151c", "ink": "#e8ebf1", "pale": "#9aa4b5", "line": "#333b49", "empty": "#f08a52"}
 
-Row = tuple[str, list[int | None]]
+MapRow = tuple[str, list[int | None]]
 """its name, and the steps of the scale of its cells"""
 
 
 @dataclass(frozen=True)
-class _Frame:
+class _StepScale:
     """Where steps are."""
 
     first: int
@@ -44,7 +53,7 @@ class _Frame:
     spans: Sequence[tuple[int, int]]
 
     def x(self, step: float) -> float:
-        return LEFT + MAP * (step - self.first) / (self.last - self.first + 1)
+        return LEFT + MAP_WIDTH * (step - self.first) / (self.last - self.first + 1)
 
     def cells(self, steps: Sequence[int | None]) -> Iterator[tuple[int | None, float, float]]:
         """Runs of neighbours in one colour: which, from where, how wide."""
@@ -54,23 +63,23 @@ class _Frame:
             yield step, start, self.x(self.spans[places[-1]][1] + 1) - start
 
 
-def as_svg(history: History, *, light: bool = False) -> str:
+def as_svg(history: ExpertLoadHistory, *, light: bool = False) -> str:
     """The picture as the text of an SVG file; `light`: in the dark too, beside what has one look only."""
-    frame = _Frame(*history.steps, history.spans)
-    shown = history.layers if len(history.layers) <= ALL else history.worst(DETAILS)
+    frame = _StepScale(*history.steps, history.spans)
+    shown = history.layers if len(history.layers) <= MAX_ALL_SHOWN else history.worst_layers(WORST_SHOWN)
     title = f"loads of experts: {history.heading()}"
     parts = [_text(MARGIN, 42, f"{history.name}: loads of experts" if history.name else "loads of experts", 22, 650)]
-    thin = any(MAP_HEIGHT / layer.experts < THIN for layer in shown)
+    thin = any(MAP_HEIGHT / layer.experts < MIN_MARKED_HEIGHT for layer in shown)
     parts += [_text(MARGIN, 66, history.heading(), 14, look="pale"), *_legend(96, thin)]
     y = 118.0
     if len(history.layers) > 1:
         rows = [
-            (short_name(layer.name), [step_of(column.figures["max/mean"]) for column in layer.columns])
+            (short_layer_name(layer.name), [colour_index(column.mean_figures["max/mean"]) for column in layer.columns])
             for layer in history.layers
         ]
-        notes = [f"{layer.last['most']:.2f}, worst {layer.worst:.2f}" for layer in history.layers]
-        parts.append(_text(LEFT + MAP + 8, y + 26, "last step, worst", 11, look="pale"))
-        more, y = _map("busiest expert of each layer, to the mean", rows, frame, y, notes)
+        notes = [f"{layer.last['most']:.2f}, worst {layer.worst_max_over_mean:.2f}" for layer in history.layers]
+        parts.append(_text(LEFT + MAP_WIDTH + 8, y + 26, "last step, worst", 11, look="pale"))
+        more, y = _heat_map("busiest expert of each layer, to the mean", rows, frame, y, notes)
         parts += more
     if len(shown) < len(history.layers):
         words = f"Below: the {len(shown)} least even of {len(history.layers)} layers, by the second half of the steps."
@@ -99,49 +108,53 @@ def _style(colours: dict[str, str], scale: Sequence[str]) -> str:
 def _legend(y: float, thin: bool) -> Iterator[str]:
     yield _text(MARGIN, y, "load to the mean", 13, look="pale")
     x = MARGIN + 124
-    for step, name in enumerate(NAMES):
+    for step, name in enumerate(LOAD_LABELS):
         yield f'<rect class="s{step}" x="{x:g}" y="{y - 11:g}" width="22" height="14"/>'
         yield _text(x + 27, y, name, 12, look="pale")
         x += 27 + 7 * len(name) + 14
     if thin:
-        yield _text(x, y, f"empty: {NOTHING}", 12, look="pale")
+        yield _text(x, y, f"empty: {NO_TOKEN}", 12, look="pale")
     else:
         yield f'<rect class="empty" x="{x:g}" y="{y - 5:g}" width="22" height="2"/>'
-        yield _text(x + 27, y, NOTHING, 12, look="pale")
+        yield _text(x + 27, y, NO_TOKEN, 12, look="pale")
 
 
-def _layer(layer: Layer, frame: _Frame, y: float) -> tuple[list[str], float]:
+def _layer(layer: LayerLoadHistory, frame: _StepScale, y: float) -> tuple[list[str], float]:
     """A layer from `y` on, and where it ends."""
-    kinds = rows_of(layer.experts, EXPERTS)
-    loads = [column.loads for column in layer.columns]
-    rows: list[Row] = [(label(row), [step_of(load_of(column, row)) for column in loads]) for row in kinds]
-    title = f"{short_name(layer.name)}: experts"
+    kinds = expert_rows(layer.experts, MAX_EXPERT_ROWS)
+    loads = [column.relative_loads for column in layer.columns]
+    rows: list[MapRow] = [(row_label(row), [colour_index(row_load(column, row)) for column in loads]) for row in kinds]
+    title = f"{short_layer_name(layer.name)}: experts"
     if len(kinds) < layer.experts:
         title += ", in each row the busiest"
-    if never := layer.never():
+    if never := layer.unused_experts():
         few = " ".join(map(str, never[:8])) + (f" and {len(never) - 8} more" if len(never) > 8 else "")
         title += f" · no token in the run: {few}"
-    parts, y = _map(title, rows, frame, y, axis=False)
-    for name in layer.columns[0].figures:
+    parts, y = _heat_map(title, rows, frame, y, axis=False)
+    for name in layer.columns[0].mean_figures:
         y += 10
-        parts += _strip(name, [column.figures[name] for column in layer.columns], frame, y)
-        y += STRIP
+        parts += _strip(name, [column.mean_figures[name] for column in layer.columns], frame, y)
+        y += STRIP_HEIGHT
     return parts + list(_axis(frame, y + 4)), y + 24
 
 
-def _map(
-    title: str, rows: Sequence[Row], frame: _Frame, y: float, notes: Sequence[str] = (), *, axis: bool = True
+def _heat_map(
+    title: str, rows: Sequence[MapRow], frame: _StepScale, y: float, notes: Sequence[str] = (), *, axis: bool = True
 ) -> tuple[list[str], float]:
     parts = [_text(MARGIN, y + 26, title, 15, 600)]
     y += 38
-    high = max(LOW, min(HIGH, MAP_HEIGHT / len(rows))) if not notes else max(8.0, min(HIGH, 480 / len(rows)))
+    high = (
+        max(MIN_ROW_HEIGHT, min(MAX_ROW_HEIGHT, MAP_HEIGHT / len(rows)))
+        if not notes
+        else max(8.0, min(MAX_ROW_HEIGHT, 480 / len(rows)))
+    )
     gap = 1.0 if high >= 12 else 0.0
     shapes: dict[str, list[str]] = {}
     every = -(-12 // int(high)) if high < 12 else 1
     for at, (name, steps) in enumerate(rows):
         top = y + at * high
         for step, x, width in frame.cells(steps):
-            if step is None and high < THIN:
+            if step is None and high < MIN_MARKED_HEIGHT:
                 continue
             if step is None:
                 thick = 2.0
@@ -154,7 +167,7 @@ def _map(
             size = min(12.0, max(10.0, high))
             parts.append(_text(LEFT - 10, top + high / 2 + 4, name, size, look="pale", anchor="end"))
             if notes:
-                parts.append(_text(LEFT + MAP + 8, top + high / 2 + 4, notes[at], size, look="pale"))
+                parts.append(_text(LEFT + MAP_WIDTH + 8, top + high / 2 + 4, notes[at], size, look="pale"))
     edges = ' shape-rendering="crispEdges"'
     parts += [f'<path class="{name}"{edges} d="{"".join(found)}"/>' for name, found in sorted(shapes.items())]
     y += len(rows) * high
@@ -164,26 +177,32 @@ def _map(
     return parts, y
 
 
-def _strip(name: str, values: Sequence[float], frame: _Frame, y: float) -> Iterator[str]:
+def _strip(name: str, values: Sequence[float], frame: _StepScale, y: float) -> Iterator[str]:
     """A line over the steps, from 0 (entropy: and to 1) to the most that it reached."""
     top = 1.0 if name == "entropy" else max(values) or 1.0
     number: Callable[[float], str] = (
         (lambda value: f"{value:.1f}") if name in ("dead", "dropped %") else "{:.2f}".format
     )
-    yield f'<rect class="line" x="{LEFT:g}" y="{y + STRIP:g}" width="{MAP:g}" height="1"/>'
+    yield f'<rect class="line" x="{LEFT:g}" y="{y + STRIP_HEIGHT:g}" width="{MAP_WIDTH:g}" height="1"/>'
     places = [
-        (frame.x((start + end + 1) / 2), y + STRIP * (1 - value / top))
+        (frame.x((start + end + 1) / 2), y + STRIP_HEIGHT * (1 - value / top))
         for (start, end), value in zip(frame.spans, values, strict=True)
     ]
     if len(places) == 1:
-        places = [(LEFT, places[0][1]), (LEFT + MAP, places[0][1])]
+        places = [(LEFT, places[0][1]), (LEFT + MAP_WIDTH, places[0][1])]
     yield f'<path class="thin" d="M{"L".join(f"{x:.1f} {high:.1f}" for x, high in places)}"/>'
-    yield _text(LEFT - 10, y + STRIP / 2 + 6, name, 12, look="pale", anchor="end")
-    yield _text(LEFT + MAP + 8, y + STRIP / 2 - 2, f"{number(values[-1])} at the end", 11, look="pale")
-    yield _text(LEFT + MAP + 8, y + STRIP / 2 + 12, f"{number(min(values))} to {number(max(values))}", 11, look="pale")
+    yield _text(LEFT - 10, y + STRIP_HEIGHT / 2 + 6, name, 12, look="pale", anchor="end")
+    yield _text(LEFT + MAP_WIDTH + 8, y + STRIP_HEIGHT / 2 - 2, f"{number(values[-1])} at the end", 11, look="pale")
+    yield _text(
+        LEFT + MAP_WIDTH + 8,
+        y + STRIP_HEIGHT / 2 + 12,
+        f"{number(min(values))} to {number(max(values))}",
+        11,
+        look="pale",
+    )
 
 
-def _axis(frame: _Frame, y: float) -> Iterator[str]:
+def _axis(frame: _StepScale, y: float) -> Iterator[str]:
     round_ = ticks(frame.last - frame.first + 1, 10)
     each = max(1, round(round_[1])) if len(round_) > 1 else frame.last + 1
     later = range(frame.first // each * each + each, frame.last + 1, each)

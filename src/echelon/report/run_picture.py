@@ -13,67 +13,67 @@ from echelon.pipeline import draw, timeline
 from echelon.pipeline.timeline import Timeline
 
 if TYPE_CHECKING:
-    from echelon.report.expert_load_history import History  # what draws loads is read only where there are some
+    from echelon.report.expert_load_history import (
+        ExpertLoadHistory,  # what draws loads is read only where there are some
+    )
 
 
 @dataclass(frozen=True)
-class Picture:
+class RunPicture:
     """One of both at least."""
 
     planned: Timeline | None = None
     """or what was measured, where nothing was planned"""
     measured: Timeline | None = None
-    loads: History | None = None
+    expert_load: ExpertLoadHistory | None = None
 
     @classmethod
-    def of_run(cls, folder: Path) -> Self:
+    def from_run(cls, folder: Path) -> Self:
         """What a run's directory has. A run that was killed has no timeline, but a log."""
-        from echelon.report.expert_load_history import History
+        from echelon.report.expert_load_history import ExpertLoadHistory
 
-        has_timeline = (folder / timeline.FILE).exists()
-        loads = History.read(folder)
+        has_timeline = (folder / timeline.TIMELINE_FILE).exists()
+        loads = ExpertLoadHistory.read(folder)
         if not has_timeline and not loads.layers:
             raise ValueError(
                 f"nothing to draw in the run ({folder}): it has no timeline, which runs with pp > 1 write at their "
                 "end, and no loads of experts, which runs of models with mixtures log"
             )
-        planned, measured = timeline.read(folder) if has_timeline else (None, None)
+        planned, measured = timeline.read_timelines(folder) if has_timeline else (None, None)
         return cls(planned or measured, measured if planned else None, loads if loads.layers else None)
 
     def as_text(self, *, width: int, colour: bool) -> Text:
         parts = []
         if self.planned is not None:
             parts.append(draw.as_text(self.planned, self.measured, width=width, colour=colour))
-        if self.loads is not None:
+        if self.expert_load is not None:
             from echelon.report import expert_load_text
 
-            parts.append(expert_load_text.as_text(self.loads, width=width, colour=colour))
+            parts.append(expert_load_text.as_text(self.expert_load, width=width, colour=colour))
         return Text("\n").join(parts)
 
     def as_svg(self) -> str:
         first = draw.as_svg(self.planned, self.measured) if self.planned is not None else ""
-        if self.loads is None:
+        if self.expert_load is None:
             return first
         from echelon.report import expert_load_svg
 
-        second = expert_load_svg.as_svg(self.loads, light=bool(first))
-        return _below(first, second) if first else second
+        second = expert_load_svg.as_svg(self.expert_load, light=bool(first))
+        return _stack_svgs(first, second) if first else second
 
     def as_html(self) -> str:
         page = draw.as_html(self.planned, self.measured) if self.planned is not None else ""
-        if self.loads is None:
+        if self.expert_load is None:
             return page
         from echelon.report import expert_load_html
 
         if not page:
-            return expert_load_html.as_html(self.loads)
+            return expert_load_html.as_html(self.expert_load)
         before, end, after = page.rpartition("</html>")
-        return (
-            f'{before}<hr style="border:0;height:28px">\n{expert_load_html.section(self.loads, light=True)}{end}{after}'
-        )
+        return f'{before}<hr style="border:0;height:28px">\n{expert_load_html.html_section(self.expert_load, light=True)}{end}{after}'
 
 
-def _below(first: str, second: str) -> str:
+def _stack_svgs(first: str, second: str) -> str:
     """Two pictures in one."""
     sizes = [re.search(r'width="(\d+)" height="(\d+)"', text) for text in (first, second)]
     (width, height), (other, more) = ((int(size[1]), int(size[2])) for size in sizes if size)

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 
-def sent(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def copy_to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """The tensor on a device. From memory that the system may move, a copy to a GPU would wait for the GPU."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, dtype, non_blocking=True)
 
 
-def later(tensor: Tensor) -> Callable[[], list[float]]:
+def start_host_copy(tensor: Tensor) -> Callable[[], list[float]]:
     """Asks for the numbers of a tensor as they are now. Who asks waits for what made them, and for nothing after it."""
     if tensor.device.type != "cuda":
         return tensor.tolist

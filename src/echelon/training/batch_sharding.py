@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from echelon.faults.flight_recorder import here
-from echelon.faults.injector import on_batch
-from echelon.parallel.apply import Parallel
-from echelon.pipeline.execution.runtime import Work
-from echelon.training.async_copy import sent
+from echelon.faults.injector import corrupt_batch
+from echelon.parallel.apply import ParallelModel
+from echelon.pipeline.execution.runtime import MicrobatchInputs
+from echelon.training.async_copy import copy_to_device
 
 Batch = Mapping[str, Tensor]
 """the model's keyword arguments; the first dimension of each is samples"""
@@ -25,18 +25,18 @@ class Microbatch:
     """global sample index of each row"""
 
 
-class Feed:
+class BatchSharder:
     """One rank's part of every batch."""
 
-    def __init__(self, parallel: Parallel):
+    def __init__(self, parallel: ParallelModel):
         self._parallel, self._layout = parallel, parallel.layout
 
-    def rows(self, batch: int) -> Iterator[range]:
+    def row_ranges(self, batch: int) -> Iterator[range]:
         """This rank's rows of a global batch, microbatch by microbatch."""
         dp, accumulate = self._layout.dp, self._layout.accumulate
         size = batch // (dp * accumulate)
         for index in range(accumulate):
-            start = (index * dp + self._parallel.axes.at["dp"]) * size
+            start = (index * dp + self._parallel.axes.coordinates["dp"]) * size
             yield range(start, start + size)
 
     def microbatches(self, batch: Batch, num_steps: int) -> Iterator[Microbatch]:
@@ -52,20 +52,20 @@ class Feed:
                 f"the batch does not divide over dp x accumulate ({rows} rows over {dp} x {accumulate}); "
                 f"use a multiple of {dp * accumulate}"
             )
-        for samples in self.rows(rows):
+        for samples in self.row_ranges(rows):
             inputs = {key: value[samples.start : samples.stop] for key, value in batch.items()}
             yield Microbatch(inputs, torch.arange(samples.start, samples.stop) + num_steps * rows)
 
-    def counted(self, microbatches: Iterable[Microbatch]) -> Iterator[Microbatch]:
+    def check_count(self, microbatches: Iterable[Microbatch]) -> Iterator[Microbatch]:
         """One by one, as they may be made one by one; raises where there are more or fewer than a step has."""
         given = 0
         coming = iter(microbatches)
         while True:
-            with here.loading():
+            with here.data_loading():
                 microbatch = next(coming, None)
             if microbatch is None:
                 break
-            microbatch = Microbatch(on_batch(microbatch.inputs, microbatch.samples), microbatch.samples)
+            microbatch = Microbatch(corrupt_batch(microbatch.inputs, microbatch.samples), microbatch.samples)
             given += 1
             if given > self._layout.accumulate:
                 break
@@ -77,33 +77,35 @@ class Feed:
                 "give so many, or change accumulate in the layout"
             )
 
-    def likely_count(self, microbatch: Microbatch) -> int:
+    def estimate_num_targets(self, microbatch: Microbatch) -> int:
         """Targets of a step before there was any: from the shapes alone, which all ranks know."""
         rows = len(microbatch.samples) * self._layout.dp * self._layout.accumulate
         whole = [value for value in microbatch.inputs.values() if not value.is_floating_point() and value.dim() == 2]
         return rows * max([value.shape[1] for value in whole], default=1)
 
-    def prepared(self, microbatch: Microbatch) -> dict[str, Tensor]:
+    def prepare(self, microbatch: Microbatch) -> dict[str, Tensor]:
         """The microbatch on the device, floats in the compute type; dropout is told which samples these are."""
-        here.enter("forward")
-        self._parallel.stream.samples = self.samples(microbatch)
-        return self._on_device(microbatch)
+        here.enter_phase("forward")
+        self._parallel.rng_stream.samples = self.sample_indices(microbatch)
+        return self._move_to_device(microbatch)
 
-    def works(self, microbatches: Iterable[Microbatch]) -> list[Work]:
+    def pipeline_microbatches(self, microbatches: Iterable[Microbatch]) -> list[MicrobatchInputs]:
         """For a pipeline."""
-        cutting, found = self._parallel.context, []
+        cutting, found = self._parallel.cp_context, []
         for microbatch in microbatches:
-            inputs = self._on_device(microbatch)
-            found.append(Work(inputs, self.samples(microbatch), length=cutting.length if cutting else 0))
+            inputs = self._move_to_device(microbatch)
+            found.append(
+                MicrobatchInputs(inputs, self.sample_indices(microbatch), full_length=cutting.seq_len if cutting else 0)
+            )
         return found
 
-    def samples(self, microbatch: Microbatch) -> Tensor:
-        return sent(microbatch.samples, self._parallel.options.device)
+    def sample_indices(self, microbatch: Microbatch) -> Tensor:
+        return copy_to_device(microbatch.samples, self._parallel.options.device)
 
-    def _on_device(self, microbatch: Microbatch) -> dict[str, Tensor]:
-        options, cutting = self._parallel.options, self._parallel.context
+    def _move_to_device(self, microbatch: Microbatch) -> dict[str, Tensor]:
+        options, cutting = self._parallel.options, self._parallel.cp_context
         whole = {
-            key: sent(value, options.device, options.compute if value.is_floating_point() else None)
+            key: copy_to_device(value, options.device, options.compute_dtype if value.is_floating_point() else None)
             for key, value in microbatch.inputs.items()
         }
-        return whole if cutting is None else cutting.cut(whole)
+        return whole if cutting is None else cutting.shard_inputs(whole)

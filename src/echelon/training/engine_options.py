@@ -7,21 +7,21 @@ from pathlib import Path
 import torch
 
 from echelon.config.run_config import Config
-from echelon.parallel.apply import Options
+from echelon.parallel.apply import ParallelOptions
 from echelon.precision.loss_scale import LossScale
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 MIB = 1 << 20
 
 
-def options_of(config: Config, device: torch.device) -> Options:
+def parallel_options(config: Config, device: torch.device) -> ParallelOptions:
     compute, asked = DTYPES[config.dtype], config.precision
     reduce = {"master": None, "same": compute}.get(asked.reduce, DTYPES.get(asked.reduce))
-    return Options(
+    return ParallelOptions(
         device=device,
-        compute=compute,
-        master=compute if asked.master == "none" else torch.promote_types(compute, torch.float32),
-        reduce=reduce,
+        compute_dtype=compute,
+        master_dtype=compute if asked.master == "none" else torch.promote_types(compute, torch.float32),
+        reduce_dtype=reduce,
         keep_fp32=asked.keep_fp32,
         products=asked.compute,
         kernels=config.kernels,
@@ -31,16 +31,16 @@ def options_of(config: Config, device: torch.device) -> Options:
         prefetch=config.shard.prefetch,
         units=config.shard.units,
         stage_layers=config.pipeline.layers,
-        slices=config.pipeline.slices,
+        slice_lengths=config.pipeline.slices,
         partition=config.memory.partition,
         arena=config.memory.arena,
-        buffer=int(config.memory.buffer * MIB),
-        host=config.memory.host,
-        disk=config.memory.disk or str(Path(config.run or "runs/run").parent / "offload"),
+        max_group_bytes=int(config.memory.buffer * MIB),
+        host_share=config.memory.host,
+        disk_dir=config.memory.disk or str(Path(config.run or "runs/run").parent / "offload"),
     )
 
 
-def loss_scale_of(config: Config) -> LossScale:
+def loss_scale_settings(config: Config) -> LossScale:
     asked = config.precision
     if isinstance(asked.loss_scale, float):
         return LossScale(start=asked.loss_scale)

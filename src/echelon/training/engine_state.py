@@ -9,77 +9,77 @@ import torch
 from torch import Tensor
 
 from echelon.checkpoint.checkpoint_index import CheckpointError
-from echelon.checkpoint.coordination import Together, agree
-from echelon.checkpoint.load import Loaded, load
-from echelon.checkpoint.save import Keep, Saver
-from echelon.checkpoint.storage import storage_of
-from echelon.checkpoint.training_state import Number, State
-from echelon.pipeline.async_.async_runtime import StreamRuntime
+from echelon.checkpoint.coordination import CheckpointGroup, raise_on_all_ranks
+from echelon.checkpoint.load import LoadResult, load_checkpoint
+from echelon.checkpoint.save import CheckpointSaver, RetentionPolicy
+from echelon.checkpoint.storage import open_storage
+from echelon.checkpoint.training_state import ScalarState, TrainingState
+from echelon.pipeline.async_.async_runtime import AsyncRuntime
 from echelon.training.engine import Engine
 
 
-def state_of(engine: Engine) -> State:
+def training_state(engine: Engine) -> TrainingState:
     """One rank's part of everything that a step reads and changes."""
     numbers = {
-        "last_count": _kept(torch.float64, lambda: engine.last_count),
-        "loss_scale": _kept(torch.float64, lambda: engine.scaling.value),
-        "good_steps": _kept(torch.int64, lambda: engine.scaling.good),
+        "last_count": _tensor_number(torch.float64, lambda: engine.last_num_targets),
+        "loss_scale": _tensor_number(torch.float64, lambda: engine.loss_scaler.scale),
+        "good_steps": _tensor_number(torch.int64, lambda: engine.loss_scaler.good_steps),
     }
     runtime = engine.pipeline.runtime if engine.pipeline is not None else None
-    if isinstance(runtime, StreamRuntime):
-        numbers["seed"] = _seed_of(runtime)
-    return State(engine.parallel, engine.optimizer, engine.average, numbers)
+    if isinstance(runtime, AsyncRuntime):
+        numbers["seed"] = _backward_seed_number(runtime)
+    return TrainingState(engine.parallel, engine.optimizer, engine.ema, numbers)
 
 
-def _kept(dtype: torch.dtype, of: Callable[[], Tensor]) -> Number:
+def _tensor_number(dtype: torch.dtype, of: Callable[[], Tensor]) -> ScalarState:
     def write(values: Tensor) -> None:
         of().copy_(values.view(()))
 
-    return Number(dtype, of, write)
+    return ScalarState(dtype, of, write)
 
 
-def _seed_of(runtime: StreamRuntime) -> Number:
+def _backward_seed_number(runtime: AsyncRuntime) -> ScalarState:
     """What backward starts from in an asynchronous schedule."""
 
     def write(values: Tensor) -> None:
-        runtime.seed = float(values)
+        runtime.grad_seed = float(values)
 
-    return Number(torch.float64, lambda: torch.tensor(runtime.seed, dtype=torch.float64), write)
+    return ScalarState(torch.float64, lambda: torch.tensor(runtime.grad_seed, dtype=torch.float64), write)
 
 
-class Saving:
+class EngineCheckpointer:
     """An engine's checkpoints in one place."""
 
-    def __init__(self, engine: Engine, address: str, *, keep: Keep | None = None):
+    def __init__(self, engine: Engine, address: str, *, keep: RetentionPolicy | None = None):
         """`address` is the first rank's: a folder, or what fsspec knows."""
         self._engine, self._keep = engine, keep
-        self._together = Together()
-        self._storage = storage_of(self._together.told(address))
-        self._saver: Saver | None = None
+        self._together = CheckpointGroup()
+        self._storage = open_storage(self._together.broadcast(address))
+        self._saver: CheckpointSaver | None = None
 
     def save(self, facts: Mapping[str, Any]) -> None:
         """Of the state after the last step. What is under way on the host or in a pipeline is ended first."""
-        engine, saver = self._engine, self._ready()
+        engine, saver = self._engine, self._get_saver()
         engine.drain()
-        engine.settle = saver.settle
-        saver.save(engine.num_steps, {**facts, "step": engine.num_steps}, behind=engine.updates_last)
+        engine.before_update = saver.wait_before_update
+        saver.save(engine.num_steps, {**facts, "step": engine.num_steps}, in_background=engine.updates_after_backward)
 
     def steps(self) -> list[int]:
         """Of the checkpoints that are there, as the first rank sees it."""
         found: list[int] = []
         error: Exception | None = None
         try:
-            found = self._storage.steps() if self._together.is_first else []
+            found = self._storage.steps() if self._together.is_rank_zero else []
         except CheckpointError as wrong:
             error = wrong
-        agree(self._together, error)
-        return self._together.told(found)
+        raise_on_all_ranks(self._together, error)
+        return self._together.broadcast(found)
 
-    def load(self, step: int) -> Loaded:
+    def load(self, step: int) -> LoadResult:
         """The engine goes on after that step."""
         self.wait()
         self._engine.drain()
-        found = load(state_of(self._engine), self._storage, step, self._together)
+        found = load_checkpoint(training_state(self._engine), self._storage, step, self._together)
         self._engine.num_steps = step
         return found
 
@@ -88,11 +88,11 @@ class Saving:
         later = [step for step in self.steps() if step > after]
         error: Exception | None = None
         try:
-            for step in later if self._together.is_first else ():
+            for step in later if self._together.is_rank_zero else ():
                 self._storage.set_aside(step)
         except CheckpointError as found:
             error = found
-        agree(self._together, error)
+        raise_on_all_ranks(self._together, error)
         return later
 
     def check(self) -> None:
@@ -111,9 +111,9 @@ class Saving:
         return self._saver.nbytes if self._saver is not None else 0
 
     @property
-    def last(self) -> str | None:
+    def last_address(self) -> str | None:
         """address of the newest checkpoint that this run has written"""
-        return self._saver.last if self._saver is not None else None
+        return self._saver.last_address if self._saver is not None else None
 
     @property
     def hash(self) -> str:
@@ -124,8 +124,10 @@ class Saving:
         if self._saver is None or self._saver.close():
             self._together.close()
 
-    def _ready(self) -> Saver:
+    def _get_saver(self) -> CheckpointSaver:
         if self._saver is None:
             device = self._engine.parallel.options.device
-            self._saver = Saver(state_of(self._engine), self._storage, self._together, device=device, keep=self._keep)
+            self._saver = CheckpointSaver(
+                training_state(self._engine), self._storage, self._together, device=device, retention=self._keep
+            )
         return self._saver

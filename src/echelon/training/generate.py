@@ -12,7 +12,9 @@ from echelon.training.engine import Engine
 
 
 @torch.no_grad()
-def write(engine: Engine, tokenizer: Tokenizer, prompt: str, tokens: int, *, temperature: float = 0.8) -> str:
+def generate_text(
+    engine: Engine, tokenizer: Tokenizer, prompt: str, num_tokens: int, *, temperature: float = 0.8
+) -> str:
     """What the model writes after `prompt`; it stops early at the end of a document."""
     model: Any = engine.model
     length = int(model.config.max_seq_len)
@@ -22,9 +24,9 @@ def write(engine: Engine, tokenizer: Tokenizer, prompt: str, tokens: int, *, tem
     was_training = model.training
     model.eval()
     with engine.outside_gathered():
-        for position in range(tokens):
+        for position in range(num_tokens):
             window = torch.tensor([ids[-length:]], device=device)
-            logits = engine.logits(window, tokenizer.vocab_size)
+            logits = engine.next_token_logits(window, tokenizer.vocab_size)
             # The same numbers on every rank, so that ranks never disagree on the next token.
             chance = rng.uniform(rng.key(seed, "sample"), torch.tensor([position]), torch.float64).to(device)
             shares = (logits / temperature).softmax(-1).cumsum(-1)

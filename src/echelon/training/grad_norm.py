@@ -19,101 +19,105 @@ import torch
 from torch import Tensor
 
 from echelon import compat
-from echelon.parallel.apply import Parallel
-from echelon.parallel.dp.param_group import FlatUnit, norm_of
+from echelon.parallel.apply import ParallelModel
+from echelon.parallel.dp.param_group import ParamGroup, flat_norm
 
 
 @dataclass(frozen=True)
-class Part:
+class GradientSlice:
     """A run of one parameter's elements in a unit's shard, without padding."""
 
-    unit: FlatUnit
-    where: slice
+    group: ParamGroup
+    span: slice
     name: str
     """of the parameter"""
-    counted: bool
+    is_counted: bool
     """by this rank: exactly one rank of each replica counts an element"""
 
 
-def parts_of(parallel: Parallel, *, first: bool = False) -> list[Part]:
+def gradient_slices(parallel: ParallelModel, *, first_replica_only: bool = False) -> list[GradientSlice]:
     """All trainable elements of this rank. Replicas count each for themselves, or with `first` the first alone."""
     return [
-        Part(unit, slice(p.shard_offset + a - p.start, p.shard_offset + b - p.start), p.entry.name, counted)
-        for unit, p in parallel.flat.pieces()
-        if p.entry.trainable
-        for counted in (p.owner and (p.first or not first),)
-        for a, b in p.runs()
+        GradientSlice(unit, slice(p.shard_offset + a - p.start, p.shard_offset + b - p.start), p.param.name, counted)
+        for unit, p in parallel.sharded_model.pieces()
+        if p.param.trainable
+        for counted in (p.is_owner and (p.is_first_replica or not first_replica_only),)
+        for a, b in p.unpadded_runs()
     ]
 
 
 class GradientNorm:
     """Norm over all ranks. Call it after reduction; shards and parts of tp differ, replicas are equal."""
 
-    def __init__(self, parallel: Parallel):
+    def __init__(self, parallel: ParallelModel):
         # Stages of an asynchronous schedule update at different times: each has a norm of its own.
-        together = parallel.layout.pp > 1 and not parallel.policy.versions
+        together = parallel.layout.pp > 1 and not parallel.policy.has_weight_versions
         # Experts lie on other ranks than the rest: then all ranks of a stage count, and each copy once.
-        folded = parallel.folded
-        shards = "replica*shard*cp*tp" if folded else f"{parallel.policy.axis}*tp"
-        self.axis = parallel.axes.axis(f"pp*{shards}" if together else shards)
-        found = parts_of(parallel, first=folded)
+        folded = parallel.has_expert_params
+        shards = "replica*shard*cp*tp" if folded else f"{parallel.policy.shard_axis}*tp"
+        self.axis = parallel.axes.get_or_add(f"pp*{shards}" if together else shards)
+        found = gradient_slices(parallel, first_replica_only=folded)
         # Of one kind after the other, as they are computed; what is counted comes first.
-        order = sorted(found, key=lambda part: (not part.counted, str(_kind(part))))
-        self.parts, self._counted = order, sum(part.counted for part in order)
+        order = sorted(found, key=lambda part: (not part.is_counted, str(_batch_key(part))))
+        self.slices, self._num_counted = order, sum(part.is_counted for part in order)
         for part in order:
-            part.unit.norm_runs.append(part.where)
+            part.group.early_norm_slices.append(part.span)
         self.device = parallel.options.device
 
     @torch.no_grad()
-    def __call__(self, kind: float = 2.0) -> Tensor:
+    def __call__(self, norm_type: float = 2.0) -> Tensor:
         """A float64 scalar, equal on all ranks, on the device. `kind` is 2 or infinity."""
-        return self.measured(kind)[0]
+        return self.norm_and_slice_norms(norm_type)[0]
 
     @torch.no_grad()
-    def measured(self, kind: float = 2.0) -> tuple[Tensor, Tensor]:
+    def norm_and_slice_norms(self, norm_type: float = 2.0) -> tuple[Tensor, Tensor]:
         """The norm, and those of `parts` (float64) on this rank alone."""
-        each = self._norms(self.parts, kind)
-        return self.of_all(each, kind), each
+        each = self._slice_norms(self.slices, norm_type)
+        return self.reduce_norm(each, norm_type), each
 
     @torch.no_grad()
-    def of_unit(self, unit: FlatUnit, each: Tensor) -> None:
+    def add_group(self, group: ParamGroup, slice_norms: Tensor) -> None:
         """Writes the norms of one unit's parts to their places among all of this rank's."""
-        places = [place for place, part in enumerate(self.parts) if part.unit is unit]
-        for place, norm in zip(places, self._norms([self.parts[place] for place in places], 2.0), strict=True):
-            each[place] = norm
+        places = [place for place, part in enumerate(self.slices) if part.group is group]
+        for place, norm in zip(places, self._slice_norms([self.slices[place] for place in places], 2.0), strict=True):
+            slice_norms[place] = norm
 
-    def of_all(self, each: Tensor, kind: float = 2.0) -> Tensor:
+    def reduce_norm(self, slice_norms: Tensor, norm_type: float = 2.0) -> Tensor:
         """The norm over all ranks from those of this rank's parts."""
-        local = torch.linalg.vector_norm(each[: self._counted], kind) if self._counted else each.new_zeros(())
-        if self._counted < len(each):
-            local = local + (each[self._counted :] * 0.0).sum()  # not a number where one is not finite
-        if math.isinf(kind):
+        local = (
+            torch.linalg.vector_norm(slice_norms[: self._num_counted], norm_type)
+            if self._num_counted
+            else slice_norms.new_zeros(())
+        )
+        if self._num_counted < len(slice_norms):
+            local = local + (slice_norms[self._num_counted :] * 0.0).sum()  # not a number where one is not finite
+        if math.isinf(norm_type):
             return self.axis.all_reduce(local, op="max")
         return self.axis.all_reduce(local.square()).sqrt()
 
-    def _norms(self, parts: Sequence[Part], kind: float) -> Tensor:
+    def _slice_norms(self, parts: Sequence[GradientSlice], norm_type: float) -> Tensor:
         """Short types are summed in float32 as they are read: no copy of them is made."""
         found: list[Tensor] = []
-        for (dtype, away), alike in groupby(parts, key=_kind):
+        for (dtype, away), alike in groupby(parts, key=_batch_key):
             if away or self.device.type == "cpu":
-                found += [self._one(part, kind) for part in alike]
+                found += [self._slice_norm(part, norm_type) for part in alike]
             else:
-                slices = [part.unit.grad[part.where] for part in alike]
-                found += compat.norms(slices, kind, torch.promote_types(dtype, torch.float32))
+                slices = [part.group.grad[part.span] for part in alike]
+                found += compat.foreach_norms(slices, norm_type, torch.promote_types(dtype, torch.float32))
         return torch.stack(found).double() if found else torch.zeros(0, dtype=torch.float64, device=self.device)
 
-    def _one(self, part: Part, kind: float) -> Tensor:
+    def _slice_norm(self, part: GradientSlice, norm_type: float) -> Tensor:
         """Of gradients on the host, those that left early have told it before."""
-        if kind == 2.0 and part.unit.norms:
-            return part.unit.norms[part.where.start]
-        return norm_of(part.unit.grad[part.where], kind).to(self.device)
+        if norm_type == 2.0 and part.group.early_norms:
+            return part.group.early_norms[part.span.start]
+        return flat_norm(part.group.grad[part.span], norm_type).to(self.device)
 
 
-def _kind(part: Part) -> tuple[torch.dtype, bool]:
+def _batch_key(part: GradientSlice) -> tuple[torch.dtype, bool]:
     """What is computed at once: of one type, on one device."""
-    return part.unit.gradient_type, part.unit.host is not None
+    return part.group.grad_dtype, part.group.offloaded is not None
 
 
-def clip_factor(norm: Tensor, limit: float) -> Tensor:
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """What all gradients are multiplied by, so that their norm is at most `limit`; 0 turns clipping off."""
-    return (limit / (norm + 1e-6)).clamp(max=1.0) if limit else torch.ones_like(norm)
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)

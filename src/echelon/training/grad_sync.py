@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 from echelon.layout.placement import Piece
-from echelon.parallel.apply import Parallel
-from echelon.parallel.comm.mesh_axis import Axis, sum_together
-from echelon.parallel.dp.param_group import FlatUnit
-from echelon.parallel.dp.sharded_model import Flat
+from echelon.parallel.apply import ParallelModel
+from echelon.parallel.comm.mesh_axis import MeshAxis, all_reduce_coalesced
+from echelon.parallel.dp.param_group import ParamGroup
+from echelon.parallel.dp.sharded_model import ShardedModel
 
-Held = list[tuple[FlatUnit, Piece]]
-Partial = list[tuple[Axis, Held]]
+GradientPieces = list[tuple[ParamGroup, Piece]]
+PiecesByAxis = list[tuple[MeshAxis, GradientPieces]]
 
 
-def partial_gradients(parallel: Parallel) -> Partial:
+def partial_gradients(parallel: ParallelModel) -> PiecesByAxis:
     """By axis, in one order on all ranks."""
-    found: dict[str, list[tuple[FlatUnit, Piece]]] = {}
-    for unit, piece in parallel.flat.pieces():
-        for name in piece.entry.sum_over if piece.start < piece.stop else ():
+    found: dict[str, list[tuple[ParamGroup, Piece]]] = {}
+    for unit, piece in parallel.sharded_model.pieces():
+        for name in piece.param.partial_grad_axes if piece.start < piece.stop else ():
             found.setdefault(name, []).append((unit, piece))
     return [(parallel.axes[name], held) for name, held in sorted(found.items())]
 
 
-def sum_held(axis: Axis, held: Held) -> None:
+def all_reduce_pieces(axis: MeshAxis, pieces: GradientPieces) -> None:
     """Of those on the host, a sum is made on the device."""
-    found = [Flat.view(unit.grad, piece) for unit, piece in held]
-    here = [gradient.to(unit.full.device) for gradient, (unit, _) in zip(found, held, strict=True)]
-    sum_together(axis, here)
+    found = [ShardedModel.piece_view(unit.grad, piece) for unit, piece in pieces]
+    here = [gradient.to(unit.unsharded_param.device) for gradient, (unit, _) in zip(found, pieces, strict=True)]
+    all_reduce_coalesced(axis, here)
     for gradient, summed in zip(found, here, strict=True):
         if gradient is not summed:
             gradient.copy_(summed)

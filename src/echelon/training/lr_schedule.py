@@ -18,10 +18,10 @@ from echelon.config.sections import ScheduleConfig
 
 def learning_rate(step: int, total: int, config: Config) -> float:
     """Learning rate of step `step` (from 0) of `total`."""
-    return config.optimizer.lr * factor(step, total, config.schedule)
+    return config.optimizer.lr * lr_factor(step, total, config.schedule)
 
 
-def factor(step: int, total: int, schedule: ScheduleConfig) -> float:
+def lr_factor(step: int, total: int, schedule: ScheduleConfig) -> float:
     """Share of the peak, in (0, 1] where `schedule.final` is above 0.
 
     The warm-up starts above 0, the peak is reached at step `warmup`, and the last step of a decay is exactly `final`.
@@ -30,7 +30,7 @@ def factor(step: int, total: int, schedule: ScheduleConfig) -> float:
     if step < 0 or total < 1:
         raise ValueError(f"a step is counted from 0 in a run of at least one (step {step} of {total})")
     rising = min(1.0, (step + 1) / (schedule.warmup + 1))
-    return min(rising, SHAPES[schedule.name](step, total, schedule))
+    return min(rising, LR_SHAPES[schedule.name](step, total, schedule))
 
 
 def _cosine(step: int, total: int, schedule: ScheduleConfig) -> float:
@@ -51,4 +51,8 @@ def _constant(step: int, total: int, schedule: ScheduleConfig) -> float:
     return 1.0
 
 
-SHAPES: dict[str, Callable[[int, int, ScheduleConfig], float]] = {"cosine": _cosine, "wsd": _wsd, "constant": _constant}
+LR_SHAPES: dict[str, Callable[[int, int, ScheduleConfig], float]] = {
+    "cosine": _cosine,
+    "wsd": _wsd,
+    "constant": _constant,
+}

@@ -10,15 +10,15 @@ if TYPE_CHECKING:
     from echelon.training.engine import Engine
 
 
-def logits(engine: Engine, tokens: Tensor, size: int) -> Tensor:
+def next_token_logits(engine: Engine, tokens: Tensor, vocab_size: int) -> Tensor:
     """float64 [size]: after the last token of the only row, on every rank."""
     model: Any = engine.model
-    context = engine.parallel.context
+    context = engine.parallel.cp_context
     if engine.pipeline is not None:
-        return engine.pipeline.logits({"tokens": tokens}, size)
+        return engine.pipeline.logits({"tokens": tokens}, vocab_size)
     if context is not None:
-        found = context.last(model.logits(**context.cut({"tokens": tokens}, counted=False)))
+        found = context.last_token(model.logits(**context.shard_inputs({"tokens": tokens}, has_loss=False)))
     else:
         found = model.logits(tokens)[:, -1]
-    said: Tensor = found[0, :size].double()
+    said: Tensor = found[0, :vocab_size].double()
     return said

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 
 from echelon.layout import Layout
-from echelon.optim.per_unit_optimizer import InTurn
-from echelon.optim.update_rule import Rule
-from echelon.parallel.apply import Parallel
-from echelon.parallel.dp.param_group import FlatUnit
+from echelon.optim.per_unit_optimizer import PerGroupOptimizer
+from echelon.optim.update_rule import UpdateRule
+from echelon.parallel.apply import ParallelModel
+from echelon.parallel.dp.param_group import ParamGroup
 from echelon.precision.loss_scale import LossScale
 from echelon.training.grad_norm import GradientNorm
-from echelon.training.grad_sync import Partial, sum_held
+from echelon.training.grad_sync import PiecesByAxis, all_reduce_pieces
 
 
-def refuse(layout: Layout, clip: float, loss_scale: LossScale) -> None:
+def check_in_backward_support(layout: Layout, clip: float, loss_scale: LossScale) -> None:
     """Raises where an update cannot run in backward."""
     if clip:
         raise ValueError(
@@ -46,34 +46,34 @@ def refuse(layout: Layout, clip: float, loss_scale: LossScale) -> None:
         )
 
 
-class InBackward:
+class OptimizerInBackward:
     """The updates of one rank's units, each when its reduction is through."""
 
-    def __init__(self, parallel: Parallel, rule: Rule, norm: GradientNorm, partial: Partial):
-        self.optimizer = InTurn(parallel, rule)
-        self._norm, self._partial = norm, partial
-        self._flat = parallel.flat
-        self._flat.on_reduced = self._update
-        for unit in self._flat.units:
-            unit.lazy = True
-            unit.free_gradients()
+    def __init__(self, parallel: ParallelModel, rule: UpdateRule, grad_norm: GradientNorm, partial: PiecesByAxis):
+        self.optimizer = PerGroupOptimizer(parallel, rule)
+        self._norm, self._partial = grad_norm, partial
+        self._flat = parallel.sharded_model
+        self._flat.on_grad_reduced = self._update_group
+        for unit in self._flat.param_groups:
+            unit.lazy_grads = True
+            unit.free_grads()
         self._lr, self._scale = 0.0, torch.ones((), dtype=torch.float64, device=parallel.options.device)
-        self._live = torch.ones((), dtype=torch.bool, device=parallel.options.device)
-        self._norms = torch.zeros(len(norm.parts), dtype=torch.float64, device=parallel.options.device)
+        self._has_targets = torch.ones((), dtype=torch.bool, device=parallel.options.device)
+        self._norms = torch.zeros(len(grad_norm.slices), dtype=torch.float64, device=parallel.options.device)
 
-    def begin(self, lr: float, scale: Tensor, live: Tensor) -> None:
+    def begin(self, lr: float, scale: Tensor, has_targets: Tensor) -> None:
         """Before the last backward of a step."""
-        self._lr, self._scale, self._live = lr, scale, live
+        self._lr, self._scale, self._has_targets = lr, scale, has_targets
         self._norms = torch.zeros_like(self._norms)
 
-    def norm(self) -> tuple[Tensor, Tensor]:
+    def grad_norm(self) -> tuple[Tensor, Tensor]:
         """Of the step's gradients before they are multiplied by the scale, and those of this rank's parts."""
-        return self._norm.of_all(self._norms), self._norms
+        return self._norm.reduce_norm(self._norms), self._norms
 
-    def _update(self, unit: FlatUnit) -> None:
+    def _update_group(self, unit: ParamGroup) -> None:
         for axis, held in self._partial:
-            sum_held(axis, [(other, piece) for other, piece in held if other is unit])
-        self._norm.of_unit(unit, self._norms)
-        self.optimizer.of(unit).step(self._lr, self._scale, self._live)
-        unit.updated()
-        unit.free_gradients()
+            all_reduce_pieces(axis, [(other, piece) for other, piece in held if other is unit])
+        self._norm.add_group(unit, self._norms)
+        self.optimizer.optimizer_of(unit).step(self._lr, self._scale, self._has_targets)
+        unit.after_update()
+        unit.free_grads()

@@ -38,12 +38,12 @@ class Run:
     path: Path
     """The directory."""
     _log: IO[str] | None = field(default=None, repr=False)
-    _claim: IO[bytes] | None = field(default=None, repr=False)
+    _lock_file: IO[bytes] | None = field(default=None, repr=False)
 
     @classmethod
     def create(cls, config: Config, plan: Mapping[str, Any]) -> Self:
         """A new directory. One that is in use is left alone: the new one gets the suffix -2, -3, …"""
-        wanted = wanted_path(config)
+        wanted = default_run_path(config)
         for number in itertools.count(1):
             path = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
             try:
@@ -58,9 +58,9 @@ class Run:
                     continue
                 raise RunError(f"the run's directory is a file ({path}); set run to another folder") from error
             except OSError as error:
-                raise _unwritable(path, error) from error
+                raise _write_error(path, error) from error
             run = cls(path=path)
-            run.write("plan.json", json.dumps(_finite(plan), indent=2, ensure_ascii=False) + "\n")
+            run.write("plan.json", json.dumps(_json_safe(plan), indent=2, ensure_ascii=False) + "\n")
             run.write("log.jsonl", "")
             return run
         raise AssertionError("unreachable: the numbers do not end")
@@ -76,11 +76,11 @@ class Run:
             )
         return cls(path=path)
 
-    def claim(self) -> bool:
+    def lock(self) -> bool:
         """For this process alone, until it closes the run or ends in any way; False where another process has it."""
-        self._claim = open(self.path / "config.toml", "rb")  # noqa: SIM115 (close() does)
+        self._lock_file = open(self.path / "config.toml", "rb")  # noqa: SIM115 (close() does)
         try:
-            fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         except OSError:
@@ -88,7 +88,7 @@ class Run:
         return True
 
     @property
-    def age(self) -> float:
+    def seconds_since_log(self) -> float:
         """Seconds since something was logged."""
         return time.time() - (self.path / "log.jsonl").stat().st_mtime
 
@@ -102,7 +102,7 @@ class Run:
 
     def log(self, kind: str, **values: Any) -> None:
         """Append one line. Numbers that JSON lacks become the texts "nan", "inf" and "-inf", which `float` reads."""
-        line = json.dumps(_finite({"kind": kind, **values}), ensure_ascii=False, separators=(", ", ": "))
+        line = json.dumps(_json_safe({"kind": kind, **values}), ensure_ascii=False, separators=(", ", ": "))
         try:
             if self._log is None:
                 self._log = _open_to_append(self.path / "log.jsonl")
@@ -110,7 +110,7 @@ class Run:
             self._log.flush()
         except OSError as error:
             self._abandon_log()
-            raise _unwritable(self.path / "log.jsonl", error) from error
+            raise _write_error(self.path / "log.jsonl", error) from error
 
     def records(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
         """The log's lines, of one kind or all. A torn last line (a crash, or a run that is writing now) is left out."""
@@ -128,7 +128,7 @@ class Run:
                     yield record
 
     def close(self) -> None:
-        claim, self._claim = self._claim, None
+        claim, self._lock_file = self._lock_file, None
         if claim is not None:
             claim.close()
         self._close_log()
@@ -150,7 +150,7 @@ class Run:
         try:
             (self.path / name).write_text(text, encoding="utf-8", errors="backslashreplace")
         except OSError as error:
-            raise _unwritable(self.path / name, error) from error
+            raise _write_error(self.path / name, error) from error
 
     def _abandon_log(self) -> None:
         # Closing flushes again what did not fit the first time; that second failure says nothing new.
@@ -179,20 +179,20 @@ def _end_of_last_line(file: IO[bytes], chunk: int = 1 << 16) -> int:
     return 0
 
 
-def _finite(value: Any) -> Any:
+def _json_safe(value: Any) -> Any:
     """`value` with the floats that JSON lacks written as texts."""
     if isinstance(value, int | str):
         return value  # most of a long list
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(name): _finite(item) for name, item in value.items()}
+        return {str(name): _json_safe(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [_json_safe(item) for item in value]
     return value
 
 
-def wanted_path(config: Config) -> Path:
+def default_run_path(config: Config) -> Path:
     """Where a new run would be made now, if nothing were there."""
     return Path(config.run or f"runs/{_file_name(config.model)}-{time.strftime('%Y%m%d-%H%M%S')}")
 
@@ -202,6 +202,6 @@ def _file_name(model: str) -> str:
     return "".join(letter if letter.isalnum() or letter in "-._" else "-" for letter in Path(model).name)
 
 
-def _unwritable(path: Path, error: OSError) -> RunError:
+def _write_error(path: Path, error: OSError) -> RunError:
     reason = (error.strerror or str(error)).lower()
     return RunError(f"cannot write the run ({path}: {reason}); make room there or set run to another folder")

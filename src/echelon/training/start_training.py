@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.config.run_config import Config
 from echelon.faults import injection_spec
-from echelon.faults.graceful_stop import EXIT
+from echelon.faults.graceful_stop import EXIT_STATUS
 from echelon.faults.injection_spec import Injection
-from echelon.layout import Fault, FaultError, Layout
-from echelon.models.user_model import refuse_while_loading, spec_of
+from echelon.layout import Layout, ValidationError, ValidationIssue
+from echelon.models.user_model import factory_spec, refuse_while_loading
 from echelon.training.run_dir import Run
 
 if TYPE_CHECKING:
-    from echelon.training.logging.run_summary import Summary
+    from echelon.training.logging.run_summary import RunSummary
 
-MOST_PER_CORE = 64
+MAX_RANKS_PER_CORE = 64
 """ranks of one machine per core: more is a slip of the keyboard, and would take all its memory"""
 
 
@@ -32,14 +32,14 @@ def train(
     `_` for the dot: `optimizer_lr=1e-3`.
     """
     refuse_while_loading("train")
-    config = read(model, settings, procs)
-    summary = run(config, procs=procs, quiet=quiet)
+    config = build_config(model, settings, procs)
+    summary = run_training(config, procs=procs, quiet=quiet)
     if summary.stopped is not None:
-        raise SystemExit(EXIT)  # somebody wants this process to end, and it has saved
+        raise SystemExit(EXIT_STATUS)  # somebody wants this process to end, and it has saved
     return Run.open(summary.run)
 
 
-def read(model: str | Path | Config | Callable[[], Any], settings: dict[str, Any], procs: int | None) -> Config:
+def build_config(model: str | Path | Config | Callable[[], Any], settings: dict[str, Any], procs: int | None) -> Config:
     if isinstance(model, Config):
         if settings:
             raise ValueError(
@@ -47,81 +47,83 @@ def read(model: str | Path | Config | Callable[[], Any], settings: dict[str, Any
             )
         return model
     names = {key.name.replace(".", "_"): key.name for key in list(Config.keys())}
-    given = [f"{names.get(key, key)}={_text(value)}" for key, value in settings.items()]
+    given = [f"{names.get(key, key)}={_setting_text(value)}" for key, value in settings.items()]
     path = None
     if callable(model):
-        given.append(f"model={spec_of(model)}")
+        given.append(f"model={factory_spec(model)}")
     elif str(model).endswith(".toml"):
         path = model
     else:
         given.append(f"model={model}")
-    return load(path, given, procs)
+    return load_config(path, given, procs)
 
 
-def load(path: str | Path | None, settings: Sequence[str], procs: int | None) -> Config:
+def load_config(path: str | Path | None, settings: Sequence[str], procs: int | None) -> Config:
     """The configuration; its faults and those of `procs` come together."""
     wrong = [] if procs is None else _procs_faults(procs)
     try:
         config = Config.load(path, settings, world=None if wrong else procs)
-    except FaultError as error:
-        raise FaultError([*wrong, *error.faults]) from None
+    except ValidationError as error:
+        raise ValidationError([*wrong, *error.issues]) from None
     if wrong:
-        raise FaultError(wrong)
+        raise ValidationError(wrong)
     return config
 
 
-def _text(value: Any) -> str:
+def _setting_text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return str(list(value)) if isinstance(value, tuple | list) else str(value)
 
 
-def load_resumed(run: str | Path, settings: Sequence[str], procs: int | None) -> Config:
+def load_resumed_config(run: str | Path, settings: Sequence[str], procs: int | None) -> Config:
     """The configuration of a run that goes on, from its directory or that of one of its checkpoints."""
-    from echelon.training.resume import config_of, where
+    from echelon.training.resume import parse_resume_path, resumed_config
 
-    return config_of(where(run)[0], settings, world=procs)
+    return resumed_config(parse_resume_path(run)[0], settings, world=procs)
 
 
-def run(
+def run_training(
     config: Config,
     *,
     procs: int | None = None,
     quiet: bool = False,
     inject: Sequence[str] = (),
     resume: str = "",
-) -> Summary:
+) -> RunSummary:
     """On the ranks a launcher started, if one did; else on `procs` new ones, or as many as the layout names.
 
     `inject` are faults on purpose, e.g. `kill:rank=2,step=7`; `resume` is the directory of a run that goes on, or of
     one of its checkpoints.
     """
     from echelon.launch.world import under_launcher
-    from echelon.training.elastic.supervisor import launched
-    from echelon.training.loop import train_here
-    from echelon.training.resume import refuse_running, where
+    from echelon.training.elastic.supervisor import supervise
+    from echelon.training.loop import train_on_rank
+    from echelon.training.resume import parse_resume_path, refuse_if_running
 
     if procs is None:
         procs = int(os.environ["WORLD_SIZE"]) if under_launcher() else default_procs(config, resume)
     if wrong := _procs_faults(procs):
-        raise FaultError(wrong)
+        raise ValidationError(wrong)
     count = 1 if under_launcher() else procs
     faults = config.faults(world=None if under_launcher() else count)
     if config.device == "cuda" and not under_launcher():
         faults += _device_faults(count)
     injections: tuple[Injection, ...] = ()
     try:
-        injections = injection_spec.read(inject, world=None if _is_restarted() else procs, steps=config.steps)
-    except FaultError as error:
-        faults += error.faults
+        injections = injection_spec.parse_injections(
+            inject, world_size=None if _is_restarted() else procs, steps=config.steps
+        )
+    except ValidationError as error:
+        faults += error.issues
     if faults:
-        raise FaultError(faults)
+        raise ValidationError(faults)
     if resume and not under_launcher():
-        with Run.open(where(resume)[0]) as going_on:
-            refuse_running(going_on)  # before ranks are started
+        with Run.open(parse_resume_path(resume)[0]) as going_on:
+            refuse_if_running(going_on)  # before ranks are started
     if count == 1 and (under_launcher() or not config.elastic.restarts):
-        return train_here(config, quiet, injections, resume)
-    return launched(config, quiet=quiet, inject=injections, resume=resume, procs=count)
+        return train_on_rank(config, quiet, injections, resume)
+    return supervise(config, quiet=quiet, inject=injections, resume=resume, procs=count)
 
 
 def _is_restarted() -> bool:
@@ -129,29 +131,29 @@ def _is_restarted() -> bool:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
-def _procs_faults(procs: int) -> list[Fault]:
+def _procs_faults(procs: int) -> list[ValidationIssue]:
     """Of the number of ranks alone. Under a launcher the ranks are there already."""
-    from echelon.launch.world import cores, under_launcher
+    from echelon.launch.world import available_cores, under_launcher
 
-    most = MOST_PER_CORE * cores()
+    most = MAX_RANKS_PER_CORE * available_cores()
     if under_launcher():
         started = os.environ["WORLD_SIZE"]
         wrong = str(procs) != started
         rule, legal = "is not the number of ranks that the launcher started", f"{started}, or leave it out"
     else:
         wrong = not 1 <= procs <= most
-        rule, legal = f"ranks cannot be started on {cores()} core(s)", f"1 or more, and at most {most} here"
-    return [Fault(key="procs", value=str(procs), rule=rule, legal=legal)] if wrong else []
+        rule, legal = f"ranks cannot be started on {available_cores()} core(s)", f"1 or more, and at most {most} here"
+    return [ValidationIssue(key="procs", value=str(procs), message=rule, legal=legal)] if wrong else []
 
 
-def _device_faults(count: int) -> list[Fault]:
+def _device_faults(count: int) -> list[ValidationIssue]:
     import torch
 
     found = torch.cuda.device_count()
     if found >= count:
         return []
     rule = f"needs one CUDA device for each rank of this machine ({count} ranks, {found} devices)"
-    return [Fault(key="device", value="cuda", rule=rule, legal="cpu, auto, or as many ranks as devices")]
+    return [ValidationIssue(key="device", value="cuda", message=rule, legal="cpu, auto, or as many ranks as devices")]
 
 
 def default_procs(config: Config, resume: str = "") -> int:
@@ -166,6 +168,6 @@ def default_procs(config: Config, resume: str = "") -> int:
     if not resume:
         return 1
     from echelon.training.elastic.attempts import last_layout
-    from echelon.training.resume import where
+    from echelon.training.resume import parse_resume_path
 
-    return Layout.parse(last_layout(Run.open(where(resume)[0]))).world
+    return Layout.parse(last_layout(Run.open(parse_resume_path(resume)[0]))).world

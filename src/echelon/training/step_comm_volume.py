@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from echelon.layout.collective import Collective
-from echelon.memory.checkpointing.cost import Again
+from echelon.memory.checkpointing.cost import RecomputedLayers
 from echelon.memory.offload import cost as offload_cost
-from echelon.models.pipeline_model import inside
-from echelon.moe.moe_layer import Mixture
+from echelon.models.pipeline_model import is_within
+from echelon.moe.moe_layer import MoELayer
 from echelon.parallel.cp import cost as cp_cost
 from echelon.parallel.dp import sync_batchnorm, zero
 from echelon.parallel.ep import cost as ep_cost
@@ -21,158 +21,161 @@ if TYPE_CHECKING:
     from echelon.training.engine import Engine
 
 
-def collectives(engine: Engine, traffic: tensor_parallel.Traffic | None) -> list[Collective]:
+def step_collectives(engine: Engine, traffic: tensor_parallel.TransformerSizes | None) -> list[Collective]:
     """See `Engine.collectives`."""
     layout, pipeline, parallel = engine.layout, engine.pipeline, engine.parallel
-    slices = pipeline.slices(traffic) if pipeline is not None and traffic is not None else ()
+    slices = pipeline.slice_lengths(traffic) if pipeline is not None and traffic is not None else ()
     found: list[Collective] = []
     if traffic is not None:
-        mine = traffic if pipeline is None else replace(pipeline.share(traffic), mixtures=len(_mixtures(engine)))
-        found += _of_experts(engine, mine)
-        again = _again(engine)
-        if parallel.context is not None:
-            found += cp_cost.of_traffic(mine, layout, parallel.context.outer.index, again)
-            mine = replace(mine, seq_len=cp_cost.slice_length(layout, mine.seq_len))
+        mine = (
+            traffic if pipeline is None else replace(pipeline.rank_share(traffic), moe_layers=len(_moe_layers(engine)))
+        )
+        found += _expert_collectives(engine, mine)
+        again = _recompute_counts(engine)
+        if parallel.cp_context is not None:
+            found += cp_cost.transformer_collectives(mine, layout, parallel.cp_context.ring_axis.index, again)
+            mine = replace(mine, seq_len=cp_cost.tokens_per_rank(layout, mine.seq_len))
         for length in slices or (mine.seq_len,):
             sized = replace(mine, seq_len=length)
             if layout.tp_kind == "1d":
                 found += tensor_parallel.collectives(sized, layout, again, partition=parallel.options.partition)
             else:
-                found += grid_parallel.collectives(engine.model, _repeated(engine), sized, layout)
-        found += pipeline.messages(mine) if pipeline is not None else []
-    for name, channels in sync_batchnorm.channels_of(engine.model).items():
+                found += grid_parallel.collectives(engine.model, _recomputed_layers(engine), sized, layout)
+        found += pipeline.p2p_collectives(mine) if pipeline is not None else []
+    for name, channels in sync_batchnorm.sync_batchnorm_channels(engine.model).items():
         found += sync_batchnorm.collectives(
             [channels],
             accumulate=layout.accumulate,
-            element_bytes=max(parallel.options.compute.itemsize, 4),
-            repeated=_is_repeated(engine, name),
+            element_bytes=max(parallel.options.compute_dtype.itemsize, 4),
+            recomputed=_is_recomputed(engine, name),
         )
-    updates = pipeline.updates if pipeline is not None else 1
-    once = _of_an_update(engine, layout.accumulate * max(len(slices), 1) // updates)
+    updates = pipeline.updates_per_step if pipeline is not None else 1
+    once = _update_collectives(engine, layout.accumulate * max(len(slices), 1) // updates)
     found += [replace(item, count=item.count * updates) for item in once]
-    found += pipeline.news() if pipeline is not None else []
+    found += pipeline.update_collectives() if pipeline is not None else []
     if parallel.axes[engine.loss_axis].size > 1:
         size = 24 if pipeline is not None and pipeline.asynchronous else 16
-        found.append(Collective(kind="all_reduce", axis=engine.loss_axis, bytes=size, part="loss and count"))
-    return [*found, *engine.loads.collectives()]
+        found.append(Collective(op="all_reduce", axis=engine.loss_axis, bytes=size, purpose="loss and count"))
+    return [*found, *engine.expert_loads.collectives()]
 
 
-def _repeated(engine: Engine) -> list[str]:
+def _recomputed_layers(engine: Engine) -> list[str]:
     """Layers whose forward is repeated."""
-    return [name for name, form in engine.parallel.recomputed.forms.items() if form == "full"]
+    return [name for name, form in engine.parallel.checkpointing.forms.items() if form == "full"]
 
 
-def _is_repeated(engine: Engine, name: str) -> bool:
-    return any(inside(name, layer) for layer in _repeated(engine))
+def _is_recomputed(engine: Engine, name: str) -> bool:
+    return any(is_within(name, layer) for layer in _recomputed_layers(engine))
 
 
-def _gathered_again(engine: Engine) -> set[str]:
+def _regathered_groups(engine: Engine) -> set[str]:
     """Units inside layers that are repeated (memory.buffer, shard.units)."""
-    repeated, found = _repeated(engine), set()
-    names = [unit.name for unit in engine.parallel.placement.units]
+    repeated, found = _recomputed_layers(engine), set()
+    names = [unit.name for unit in engine.parallel.placement.param_groups]
     for layer in repeated:
-        parts = [name for name in names if name != layer and inside(name, layer)]
+        parts = [name for name in names if name != layer and is_within(name, layer)]
         config = getattr(engine.model, "config", None)
-        if layer in engine.parallel.recomputed.tails and getattr(config, "dropout", 1.0) == 0.0:
+        if layer in engine.parallel.checkpointing.segment_tails and getattr(config, "dropout", 1.0) == 0.0:
             parts = parts[:-1]  # whole when backward begins, and a repetition ends inside it
         found.update(parts)
     return found
 
 
-def _again(engine: Engine) -> Again:
-    found = engine.parallel.recomputed
-    mixed = {layer for layer in found.forms for name in _mixtures(engine) if inside(name, layer)}
-    plain = [layer for layer in _repeated(engine) if layer not in mixed]
-    return Again(
-        plain=len(plain),
-        plain_tails=sum(layer in found.tails for layer in plain),
-        mixed=len(_repeated(engine)) - len(plain),
-        mixed_tails=len(found.tails & mixed),
-        cores=sum("selective" in form for form in found.forms.values()),
+def _recompute_counts(engine: Engine) -> RecomputedLayers:
+    found = engine.parallel.checkpointing
+    mixed = {layer for layer in found.forms for name in _moe_layers(engine) if is_within(name, layer)}
+    plain = [layer for layer in _recomputed_layers(engine) if layer not in mixed]
+    return RecomputedLayers(
+        dense=len(plain),
+        dense_tails=sum(layer in found.segment_tails for layer in plain),
+        moe=len(_recomputed_layers(engine)) - len(plain),
+        moe_tails=len(found.segment_tails & mixed),
+        attention_cores=sum("selective" in form for form in found.forms.values()),
     )
 
 
-def _mixtures(engine: Engine) -> dict[str, Mixture]:
+def _moe_layers(engine: Engine) -> dict[str, MoELayer]:
     """On this rank, by name."""
-    return {name: module for name, module in engine.model.named_modules() if isinstance(module, Mixture)}
+    return {name: module for name, module in engine.model.named_modules() if isinstance(module, MoELayer)}
 
 
-def _of_experts(engine: Engine, traffic: tensor_parallel.Traffic) -> Iterator[Collective]:
+def _expert_collectives(engine: Engine, traffic: tensor_parallel.TransformerSizes) -> Iterator[Collective]:
     """Of gates that drop nothing."""
-    tails = engine.parallel.recomputed.tails
-    for name, mixture in _mixtures(engine).items():
-        routed = ep_cost.Routed(
+    tails = engine.parallel.checkpointing.segment_tails
+    for name, mixture in _moe_layers(engine).items():
+        routed = ep_cost.MoeTraffic(
             layers=1,
             sequences=traffic.batch,
             seq_len=traffic.seq_len,
             width=traffic.width,
             element_bytes=traffic.element_bytes,
             experts=mixture.gate.num_experts,
-            k=mixture.gate.k,
+            top_k=mixture.gate.k,
             score_bytes=traffic.loss_bytes,
             scores=mixture.gate.num_scores,
             dropout=mixture.experts.drop.p > 0,
-            followed=traffic.dropout or not any(inside(name, layer) for layer in tails),
+            recomputes_combine=traffic.dropout or not any(is_within(name, layer) for layer in tails),
         )
-        yield from ep_cost.collectives(engine.layout, routed, repeated=_is_repeated(engine, name))
+        yield from ep_cost.collectives(engine.layout, routed, recomputed=_is_recomputed(engine, name))
 
 
-def _of_an_update(engine: Engine, accumulate: int) -> list[Collective]:
+def _update_collectives(engine: Engine, accumulate: int) -> list[Collective]:
     """What the gradients of so many microbatches and the update they make issue."""
     parallel, pipeline = engine.parallel, engine.pipeline
-    options, units = parallel.options, parallel.placement.units
-    reduce_bytes = options.gradients.itemsize
+    options, units = parallel.options, parallel.placement.param_groups
+    reduce_bytes = options.grad_dtype.itemsize
     found = list(
         zero.collectives(
             units,
             parallel.policy,
             accumulate=accumulate,
-            compute_bytes=options.compute.itemsize,
+            compute_bytes=options.compute_dtype.itemsize,
             reduce_bytes=reduce_bytes,
-            stages=pipeline.uses if pipeline is not None else None,
-            experts=zero.experts_policy(parallel.layout, parallel.policy),
-            repeated=_gathered_again(engine),
-            paged=[unit.name for unit in units if parallel.away.pages(unit)],
+            stage_uses=pipeline.stages_per_param_group if pipeline is not None else None,
+            expert_policy=zero.expert_sharding_policy(parallel.layout, parallel.policy),
+            recomputed=_regathered_groups(engine),
+            paged=[unit.name for unit in units if parallel.offload.is_paged(unit)],
         )
     )
     for some in [[unit] for unit in units] if engine.rule.in_backward else [units]:
-        found += tensor_parallel.partial_sums(some, reduce_bytes, parallel.placement.shard_of)
+        found += tensor_parallel.partial_grad_collectives(some, reduce_bytes, parallel.placement.shard_index)
     if engine.norm.axis.size > 1:
-        found.append(Collective(kind="all_reduce", axis=engine.norm.axis.name, bytes=8, part="norm"))
+        found.append(Collective(op="all_reduce", axis=engine.norm.axis.name, bytes=8, purpose="norm"))
     return [*found, *engine.optimizer.collectives()]
 
 
-def crossing(engine: Engine) -> dict[str, int]:
+def host_transfer_bytes(engine: Engine) -> dict[str, int]:
     """Bytes of gradients and parameters that a step moves between this rank's device and its host."""
     parallel, pipeline = engine.parallel, engine.pipeline
-    options, units = parallel.options, engine.parallel.placement.units
-    host, away = parallel.away.host, [unit for unit in units if unit.name in parallel.away.names]
-    layers = [unit.name for unit in units if not unit.kept]
-    return offload_cost.crossing(
+    options, units = parallel.options, engine.parallel.placement.param_groups
+    host, away = parallel.offload.host, [unit for unit in units if unit.name in parallel.offload.group_names]
+    layers = [unit.name for unit in units if not unit.stays_unsharded]
+    return offload_cost.step_link_bytes(
         away,
-        paged=host is not None and host.paged,
+        with_params=host is not None and host.paged,
         accumulate=parallel.layout.accumulate,
-        compute_bytes=options.compute.itemsize,
-        gradient_bytes={unit.unit.name: unit.gradient_type.itemsize for unit in parallel.flat.units},
+        compute_bytes=options.compute_dtype.itemsize,
+        gradient_bytes={unit.spec.name: unit.grad_dtype.itemsize for unit in parallel.sharded_model.param_groups},
         reshard_after_forward=options.reshard_after_forward,
         last=layers[-1] if layers else "",
-        stages=pipeline.uses if pipeline is not None else None,
-        repeated=_gathered_again(engine),
+        stages=pipeline.stages_per_param_group if pipeline is not None else None,
+        recomputed=_regathered_groups(engine),
     )
 
 
-def held_away(engine: Engine) -> dict[str, int]:
+def offloaded_bytes(engine: Engine) -> dict[str, int]:
     """Bytes of states that this rank holds on its host and on disk."""
     parallel, options = engine.parallel, engine.parallel.options
-    host = parallel.away.host
-    return offload_cost.held(
-        [unit for unit in parallel.placement.units if unit.name in parallel.away.names],
-        paged=host is not None and host.paged,
+    host = parallel.offload.host
+    return offload_cost.off_device_bytes(
+        [unit for unit in parallel.placement.param_groups if unit.name in parallel.offload.group_names],
+        with_params=host is not None and host.paged,
         disk=host is not None and host.disk is not None,
-        compute_bytes=options.compute.itemsize,
-        master_bytes=options.master.itemsize,
-        state_bytes=options.state_bytes,
-        early_bytes={
-            unit.unit.name: unit.gradient_type.itemsize if unit.sends_early else 0 for unit in parallel.flat.units
+        compute_bytes=options.compute_dtype.itemsize,
+        master_bytes=options.master_dtype.itemsize,
+        state_bytes=options.optimizer_bytes_per_element,
+        host_gradient_bytes={
+            unit.spec.name: unit.grad_dtype.itemsize if unit.sends_grad_early else 0
+            for unit in parallel.sharded_model.param_groups
         },
     )

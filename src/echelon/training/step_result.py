@@ -11,49 +11,51 @@ from typing import Any
 class StepResult:
     """What a step did, equal on every rank. Reading it may wait for ranks that are not through with the step yet."""
 
-    def __init__(self, ask: Callable[[], Sequence[float]], norms: Callable[[], list[float]] | None = None):
-        self._ask = ask
-        self.norms = norms or list
+    def __init__(self, read: Callable[[], Sequence[float]], read_norms: Callable[[], list[float]] | None = None):
+        self._read = read
+        self.read_norms = read_norms or list
         """asks for the norms of this rank's parts of gradients, where that is of interest"""
 
     @classmethod
-    def of(cls, loss_sum: float, count: float, norm: float, scale: float = 1.0, next_scale: float = 1.0) -> StepResult:
+    def from_values(
+        cls, loss_sum: float, count: float, norm: float, scale: float = 1.0, next_scale: float = 1.0
+    ) -> StepResult:
         """What is known already."""
         return cls(lambda: (loss_sum, count, norm, scale, next_scale))
 
     def __reduce__(self) -> tuple[Any, tuple[float, ...]]:
         """Between processes what is told travels, not the asking."""
-        return StepResult.of, self._told
+        return StepResult.from_values, self._values
 
     @cached_property
-    def _told(self) -> tuple[float, float, float, float, float]:
+    def _values(self) -> tuple[float, float, float, float, float]:
         """(sum of losses, number of valid targets, norm, loss scale, loss scale of the next step)"""
-        loss_sum, count, norm, scale, next_scale = self._ask()
+        loss_sum, count, norm, scale, next_scale = self._read()
         return loss_sum, count, norm, scale, next_scale
 
     def wait(self) -> None:
         """Until the step is through."""
-        _ = self._told
+        _ = self._values
 
     @property
     def loss(self) -> float:
         """mean over all valid targets of the step; 0 where there is none"""
-        return self._told[0] / max(self._told[1], 1.0)
+        return self._values[0] / max(self._values[1], 1.0)
 
     @property
     def count(self) -> int:
         """valid targets of the step"""
-        return int(self._told[1])
+        return int(self._values[1])
 
     @property
     def norm(self) -> float:
         """of the mean loss's gradient, before clipping"""
-        return self._told[2]
+        return self._values[2]
 
     @property
     def finite(self) -> bool:
         """the loss and all gradients are"""
-        return math.isfinite(self._told[0]) and math.isfinite(self.norm)
+        return math.isfinite(self._values[0]) and math.isfinite(self.norm)
 
     @property
     def skipped(self) -> bool:
@@ -63,9 +65,9 @@ class StepResult:
     @property
     def loss_scale(self) -> float:
         """of this step"""
-        return self._told[3]
+        return self._values[3]
 
     @property
     def next_loss_scale(self) -> float:
         """of the step after it"""
-        return self._told[4]
+        return self._values[4]

@@ -13,35 +13,35 @@ from torch import Tensor, nn
 
 from echelon import data, models
 from echelon.config.run_config import Config
-from echelon.layout import Fault, FaultError
+from echelon.layout import ValidationError, ValidationIssue
 from echelon.models import user_model
 from echelon.models.language_model import LanguageModel
 from echelon.models.model_config import ModelConfig
-from echelon.models.model_dir import is_saved
+from echelon.models.model_dir import is_model_dir
 from echelon.training import generate
 from echelon.training.batch_sharding import Microbatch
 from echelon.training.engine import Engine
-from echelon.training.logging.display import Derived
+from echelon.training.logging.display import ResolvedSetting
 
-CACHE = Path.home() / ".cache" / "echelon" / "tokens"
+TOKEN_CACHE_DIR = Path.home() / ".cache" / "echelon" / "tokens"
 """where text that was tokenised once is kept"""
 
 
-class Task(Protocol):
+class TrainingTask(Protocol):
     """All that the loop asks of what it trains."""
 
     @property
     def name(self) -> str: ...
     @property
-    def shape(self) -> ModelConfig | None:
+    def model_config(self) -> ModelConfig | None:
         """What MFU and the layout's rules need to know; none for a user's module."""
         ...
 
     def build(self) -> nn.Module: ...
 
-    def describe(self) -> list[Derived]: ...
+    def describe(self) -> list[ResolvedSetting]: ...
 
-    def example(self, rows: int) -> dict[str, Tensor]:
+    def example_inputs(self, rows: int) -> dict[str, Tensor]:
         """Some inputs of the model."""
         ...
 
@@ -52,92 +52,94 @@ class Task(Protocol):
         """
         ...
 
-    def evaluation(self, engine: Engine) -> Iterator[Microbatch]:
+    def eval_microbatches(self, engine: Engine) -> Iterator[Microbatch]:
         """This rank's share of the held-out batches; nothing where there are none."""
         ...
 
-    def sample(self, engine: Engine) -> str: ...
+    def sample_text(self, engine: Engine) -> str: ...
 
 
-def task_of(config: Config, first_rank_first: AbstractContextManager[None]) -> Task:
-    if user_model.is_own(config.model):
-        return OwnTask(config)
+def build_task(config: Config, first_rank_first: AbstractContextManager[None]) -> TrainingTask:
+    if user_model.is_user_model(config.model):
+        return UserModelTask(config)
     with first_rank_first:  # the first rank of a machine tokenises, the others find it done
-        return TextTask(config)
+        return LanguageModelTask(config)
 
 
-class TextTask:
+class LanguageModelTask:
     """A named model on tokens, in an order that is a function of the seed."""
 
     def __init__(self, config: Config):
         self.config = config
-        self.shape = shape_of(config)
-        self.name = f"{self.shape.name}: {self.shape.parameters:,} parameters"
+        self.model_config = configured_model(config)
+        self.name = f"{self.model_config.name}: {self.model_config.parameters:,} parameters"
         self.tokenizer = data.load_tokenizer(config.data.tokenizer)
         source = config.data
-        files = [data.prepare(path, CACHE, tokenizer=self.tokenizer) for path in source.path]
+        files = [data.prepare_token_file(path, TOKEN_CACHE_DIR, tokenizer=self.tokenizer) for path in source.path]
         self.dataset = data.TokenDataset(
-            files or [data.default_corpus(CACHE, tokenizer=self.tokenizer)],
+            files or [data.default_corpus(TOKEN_CACHE_DIR, tokenizer=self.tokenizer)],
             source.weights,
             config.seq_len,
             config.seed,
             mask_documents=source.mask_documents,
             eval_fraction=source.eval_fraction,
         )
-        if self.dataset.vocab_size > self.shape.vocab:
-            rule = f"has fewer tokens than the data ({self.shape.vocab} and {self.dataset.vocab_size})"
+        if self.dataset.vocab_size > self.model_config.vocab:
+            rule = f"has fewer tokens than the data ({self.model_config.vocab} and {self.dataset.vocab_size})"
             legal = "a model with a larger vocabulary, or another data.tokenizer"
-            raise FaultError([Fault(key="model", value=self.shape.name, rule=rule, legal=legal)])
+            raise ValidationError(
+                [ValidationIssue(key="model", value=self.model_config.name, message=rule, legal=legal)]
+            )
 
     def build(self) -> nn.Module:
-        model = models.build(self.shape, "meta")
-        if is_saved(self.config.model):
-            from echelon.checkpoint.hf.native_format import start_from
+        model = models.build(self.model_config, "meta")
+        if is_model_dir(self.config.model):
+            from echelon.checkpoint.hf.native_format import init_from_dir
 
             assert isinstance(model, LanguageModel)
-            start_from(model, Path(self.config.model))
+            init_from_dir(model, Path(self.config.model))
         return model
 
-    def describe(self) -> list[Derived]:
+    def describe(self) -> list[ResolvedSetting]:
         found = self.dataset.describe()
-        if is_saved(self.config.model):
+        if is_model_dir(self.config.model):
             found.append(("first weights", self.config.model, "the model is a directory; each rank reads its slices"))
         return found
 
-    def example(self, rows: int) -> dict[str, Tensor]:
+    def example_inputs(self, rows: int) -> dict[str, Tensor]:
         return _tensors(self.dataset.batch(np.arange(rows)))
 
     def microbatches(self, engine: Engine, step: int, batch: int | None = None) -> Iterator[Microbatch]:
         first = (step if batch is None else batch) * self.config.batch
-        for rows in engine.rows(self.config.batch):
+        for rows in engine.row_ranges(self.config.batch):
             indices = np.arange(first + rows.start, first + rows.stop)
             samples = torch.from_numpy(indices + step * self.config.batch - first)
             yield Microbatch(_tensors(self.dataset.batch(indices)), samples)
 
-    def evaluation(self, engine: Engine) -> Iterator[Microbatch]:
+    def eval_microbatches(self, engine: Engine) -> Iterator[Microbatch]:
         for number in range(self.config.eval.batches):
             first = number * self.config.batch
             if first >= self.dataset.num_eval:
                 return
-            for rows in engine.rows(self.config.batch):
+            for rows in engine.row_ranges(self.config.batch):
                 indices = np.arange(first + rows.start, first + rows.stop)
                 yield Microbatch(_tensors(self.dataset.eval_batch(indices)), torch.from_numpy(indices))
 
-    def sample(self, engine: Engine) -> str:
+    def sample_text(self, engine: Engine) -> str:
         wanted = self.config.sample
-        return generate.write(engine, self.tokenizer, wanted.prompt, wanted.tokens) if wanted.tokens else ""
+        return generate.generate_text(engine, self.tokenizer, wanted.prompt, wanted.tokens) if wanted.tokens else ""
 
 
-class OwnTask:
+class UserModelTask:
     """`file.py:factory`, with a function `batch(rows, step)` in the same file that makes the global batch of a step."""
 
-    shape = None
+    model_config = None
 
     def __init__(self, config: Config):
         self.config = config
         self.name = config.model
-        self._factory = user_model.load(config.model)
-        self._batch = user_model.load(config.model.rpartition(":")[0] + ":batch")
+        self._factory = user_model.load_factory(config.model)
+        self._batch = user_model.load_factory(config.model.rpartition(":")[0] + ":batch")
 
     def build(self) -> nn.Module:
         torch.manual_seed(
@@ -146,27 +148,27 @@ class OwnTask:
         model: nn.Module = self._factory()
         return model
 
-    def describe(self) -> list[Derived]:
+    def describe(self) -> list[ResolvedSetting]:
         return [
             ("data", f"{self._batch.__name__}(rows, step)", "made by the file of the model, the same on every rank")
         ]
 
-    def example(self, rows: int) -> dict[str, Tensor]:
+    def example_inputs(self, rows: int) -> dict[str, Tensor]:
         return {key: value[:rows] for key, value in self._batch(self.config.batch, 0).items()}
 
     def microbatches(self, engine: Engine, step: int, batch: int | None = None) -> Iterator[Microbatch]:
         return engine.microbatches(self._batch(self.config.batch, step if batch is None else batch), step)
 
-    def evaluation(self, engine: Engine) -> Iterator[Microbatch]:
+    def eval_microbatches(self, engine: Engine) -> Iterator[Microbatch]:
         return iter(())
 
-    def sample(self, engine: Engine) -> str:
+    def sample_text(self, engine: Engine) -> str:
         return ""
 
 
-def shape_of(config: Config) -> ModelConfig:
+def configured_model(config: Config) -> ModelConfig:
     """The named size, with what the configuration changes of it."""
-    return config.changed(models.find(config.model), seq_len=config.seq_len)
+    return config.override_model(models.find_model(config.model), seq_len=config.seq_len)
 
 
 def _tensors(batch: dict[str, data.token_file.IntArray]) -> dict[str, Tensor]:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import torch
 
 from echelon.layout import Layout
-from echelon.layout.layout import ASYNCHRONOUS
+from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.optim import offload_support
-from echelon.optim.update_rule import Rule
+from echelon.optim.update_rule import UpdateRule
 from echelon.precision.loss_scale import LossScale
 from echelon.training import optimizer_in_backward
 
 
-def refuse(rule: Rule, layout: Layout, *, clip: float, master: torch.dtype, loss_scale: LossScale) -> None:
+def validate_engine(
+    rule: UpdateRule, layout: Layout, *, clip: float, master: torch.dtype, loss_scale: LossScale
+) -> None:
     if rule.in_backward:
-        optimizer_in_backward.refuse(layout, clip, loss_scale)
-    offload_support.check(rule, layout.offload, master="none" if master.itemsize < 4 else "float32")
-    if layout.pp == 1 or layout.schedule not in ASYNCHRONOUS:
+        optimizer_in_backward.check_in_backward_support(layout, clip, loss_scale)
+    offload_support.check_offload(rule, layout.offload, master="none" if master.itemsize < 4 else "float32")
+    if layout.pp == 1 or layout.schedule not in ASYNC_SCHEDULES:
         return
     if rule.ema:
         raise ValueError(

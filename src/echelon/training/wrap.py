@@ -21,56 +21,56 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from echelon import compat
-from echelon.layout import FaultError, Layout, check, rules
+from echelon.layout import Layout, ValidationError, check_layout, rules
 from echelon.layout.placement import Piece
-from echelon.memory.checkpointing.checkpoint_wrapper import repeated
-from echelon.memory.checkpointing.memory_budget import Budgeted
-from echelon.parallel.apply import WORLD, Options, apply
-from echelon.parallel.comm.mesh_axis import Axis, sum_together, world_size
-from echelon.parallel.dp.sharded_model import tensors_in
+from echelon.memory.checkpointing.checkpoint_wrapper import recompute_context
+from echelon.memory.checkpointing.memory_budget import MemoryBudget
+from echelon.parallel.apply import WORLD_AXIS, ParallelOptions, apply
+from echelon.parallel.comm.mesh_axis import MeshAxis, all_reduce_coalesced, world_size
+from echelon.parallel.dp.sharded_model import iter_tensors
 from echelon.training.grad_norm import GradientNorm, clip_factor
 from echelon.training.grad_sync import partial_gradients
 
 
-class Wrapped(nn.Module):
+class WrappedModel(nn.Module):
     """A model on a layout, whose forward and backward do their own communication.
 
     `parameters()` are what the optimizer of this rank updates: the model's own parameters where they are whole
     (zero=0), flat slices of them where they are sharded.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, options: Options):
+    def __init__(self, model: nn.Module, layout: Layout, options: ParallelOptions):
         super().__init__()
         self.layout = layout
         self._parallel = apply(model, layout, options)
         self.module = self._parallel.model
-        self._shards = dict(self._exposed())
-        self._norm = GradientNorm(self._parallel)
-        self._partial = partial_gradients(self._parallel)
-        self._last, self._fresh, self._queued = True, True, False
-        self._begun: bool | None = None
+        self._shards = dict(self._local_parameters())
+        self._grad_norm = GradientNorm(self._parallel)
+        self._partial_gradients = partial_gradients(self._parallel)
+        self._is_last_microbatch, self._starts_step, self._callback_queued = True, True, False
+        self._ends_step: bool | None = None
         """whether the microbatch under way ends a step, as it was when its forward began; none between two"""
         self._samples = 0
         self.module.register_state_dict_pre_hook(self._before_state_dict)
         self.module.register_load_state_dict_pre_hook(self._before_load)
         # Before the units' own hooks: what they gather must not be what was there before the optimizer's step.
         self.module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
-        self._parallel.flat.on_gradient = self._during_backward
-        for unit in self._parallel.flat.units:
-            unit.scale = 1.0 / layout.dp
+        self._parallel.sharded_model.on_grad = self._during_backward
+        for unit in self._parallel.sharded_model.param_groups:
+            unit.grad_scale = 1.0 / layout.dp
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        found = self._parallel.recomputed
-        if isinstance(found, Budgeted) and found.undecided and self.training and torch.is_grad_enabled():
-            self._rehearse(found, args, kwargs)
-        with self._parallel.saving():
+        found = self._parallel.checkpointing
+        if isinstance(found, MemoryBudget) and found.is_undecided and self.training and torch.is_grad_enabled():
+            self._rehearse_memory_budget(found, args, kwargs)
+        with self._parallel.saved_tensor_context():
             return self.module(*args, **kwargs)
 
     @torch.no_grad()
-    def _rehearse(self, found: Budgeted, args: Any, kwargs: Any) -> None:
+    def _rehearse_memory_budget(self, found: MemoryBudget, args: Any, kwargs: Any) -> None:
         """Decides what each layer keeps, by a forward pass that changes nothing."""
-        samples, stream = self._samples, self._parallel.stream
-        with repeated(self.module, stream, stream.samples), found.rehearsal(self._parallel.options.device):
+        samples, stream = self._samples, self._parallel.rng_stream
+        with recompute_context(self.module, stream, stream.samples), found.rehearsal(self._parallel.options.device):
             self.module(*args, **kwargs)
         self._samples = samples
 
@@ -82,11 +82,11 @@ class Wrapped(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """For all but the last microbatch of a step: gradients add up on this rank."""
-        self._last = False
+        self._is_last_microbatch = False
         try:
             yield
         finally:
-            self._last = True
+            self._is_last_microbatch = True
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -97,7 +97,7 @@ class Wrapped(nn.Module):
 
     def clip_grad_norm_(self, limit: float) -> Tensor:
         """Scales all gradients so that their norm over all ranks is at most `limit`; returns the norm before."""
-        norm = self._norm()
+        norm = self._grad_norm()
         factor = clip_factor(norm, limit)
         for parameter in self._shards.values():
             if parameter.grad is not None:
@@ -107,41 +107,41 @@ class Wrapped(nn.Module):
     def full_state_dict(self) -> dict[str, Tensor]:
         """The one-device model's `state_dict`, whole, on every rank. All ranks must call it."""
         found: dict[str, Tensor] = {}
-        flat = self._parallel.flat
+        flat = self._parallel.sharded_model
         for unit, piece in flat.pieces():
-            entry, values = piece.entry, unit.master.values()
+            entry, values = piece.param, unit.master.values()
             local = values.new_zeros(entry.local_numel)
-            if piece.owner and piece.first:
-                local[piece.start : piece.stop] = flat.view(values, piece)
+            if piece.is_owner and piece.is_first_replica:
+                local[piece.start : piece.stop] = flat.piece_view(values, piece)
             whole = values.new_zeros(entry.shape)
             box = tuple(slice(low, high) for low, high in piece.box)
             real = tuple(slice(0, high - low) for low, high in piece.box)
             whole[box] = local.view(entry.local_shape)[real]
-            self._parallel.axes[WORLD].all_reduce(whole)
+            self._parallel.axes[WORLD_AXIS].all_reduce(whole)
             found.update(dict.fromkeys(entry.names, whole))
-        return found | {name: buffer.clone() for name, buffer in self._buffers_kept()}
+        return found | {name: buffer.clone() for name, buffer in self._persistent_buffers()}
 
     @torch.no_grad()
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """The inverse of `full_state_dict`, or a one-device model's `state_dict`: every rank gives all of it, whole."""
         self._check_full(state)
-        flat = self._parallel.flat
-        for unit in flat.units:
-            unit.free()  # what a forward pass without a backward pass left gathered is old
+        flat = self._parallel.sharded_model
+        for unit in flat.param_groups:
+            unit.reshard()  # what a forward pass without a backward pass left gathered is old
 
         def values(piece: Piece) -> Tensor:
-            part = state[piece.entry.name][tuple(slice(low, high) for low, high in piece.box)]
-            padded = part.new_zeros(piece.entry.local_shape)
+            part = state[piece.param.name][tuple(slice(low, high) for low, high in piece.box)]
+            padded = part.new_zeros(piece.param.local_shape)
             padded[tuple(slice(0, size) for size in part.shape)] = part
             return padded.reshape(-1)[piece.start : piece.stop]
 
-        flat.fill(values)
-        for name, buffer in self._buffers_kept():
+        flat.init_values(values)
+        for name, buffer in self._persistent_buffers():
             buffer.copy_(state[name])
 
     def _check_full(self, state: Mapping[str, Tensor]) -> None:
-        entries = self._parallel.placement.entries.values()
-        shapes = {name: tuple(buffer.shape) for name, buffer in self._buffers_kept()}
+        entries = self._parallel.placement.params.values()
+        shapes = {name: tuple(buffer.shape) for name, buffer in self._persistent_buffers()}
         shapes |= {name: entry.shape for entry in entries for name in entry.names}
         wrong = [f"{name} is missing" for name in shapes if name not in state]
         wrong += [f"{name} is not in the model" for name in state if name not in shapes]
@@ -156,7 +156,7 @@ class Wrapped(nn.Module):
                 "or the state_dict() of the model before wrap"
             )
 
-    def _buffers_kept(self) -> Iterator[tuple[str, Tensor]]:
+    def _persistent_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """The buffers that a `state_dict` holds: not those that a module makes anew each time."""
         for home, module in self.module.named_modules(remove_duplicate=False):
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
@@ -164,97 +164,97 @@ class Wrapped(nn.Module):
                     yield f"{home}.{name}" if home else name, buffer
 
     @property
-    def _holds_slices(self) -> bool:
-        entries = self._parallel.placement.entries.values()
-        return self._parallel.policy.shards > 1 or any(entry.local_shape != entry.shape for entry in entries)
+    def _is_sharded(self) -> bool:
+        entries = self._parallel.placement.params.values()
+        return self._parallel.policy.num_shards > 1 or any(entry.local_shape != entry.shape for entry in entries)
 
     def _before_state_dict(self, _module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
         """As of any module where parameters are whole. Slices are refused: a file of them would look like the model."""
-        if self._holds_slices:
+        if self._is_sharded:
             raise ValueError(
                 f"this rank holds slices of the parameters ({self.layout}); "
                 "call model.full_state_dict() on every rank, which gives them whole"
             )
-        for unit in self._parallel.flat.units:
+        for unit in self._parallel.sharded_model.param_groups:
             # Where the optimizer has a copy of its own, the module's is made from it when it is next used: now.
-            unit.updated()
-            unit.gather()
+            unit.after_update()
+            unit.unshard()
 
     def _before_load(self, _module: nn.Module, _state: Any, _prefix: str, metadata: Any, *_rest: Any) -> None:
         """Only parameters that are whole, and the optimizer's own, may be copied into."""
-        units = self._parallel.flat.units
+        units = self._parallel.sharded_model.param_groups
         replaced = bool(metadata.get("assign_to_params_buffers"))
-        if replaced or self._holds_slices or not all(unit.master.in_place for unit in units):
-            why = "assign=True" if replaced else f"{self.layout}, {units[0].full.dtype}"
+        if replaced or self._is_sharded or not all(unit.master.in_place for unit in units):
+            why = "assign=True" if replaced else f"{self.layout}, {units[0].unsharded_param.dtype}"
             raise ValueError(
                 f"the model's parameters are not whole and its optimizer's own here ({why}); "
                 "call model.load_full_state_dict(state) on every rank, with the whole tensors"
             )
 
-    def _exposed(self) -> Iterator[tuple[str, nn.Parameter]]:
-        flat = self._parallel.flat
+    def _local_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        flat = self._parallel.sharded_model
         for unit, piece in flat.pieces():
-            if unit.master.in_place and self._parallel.policy.shards == 1:
-                yield piece.entry.name, unit.parameters[piece.entry.name]
+            if unit.master.in_place and self._parallel.policy.num_shards == 1:
+                yield piece.param.name, unit.parameters[piece.param.name]
             elif piece.start < piece.stop:
-                values = flat.view(unit.master.values(), piece)
-                yield piece.entry.name, nn.Parameter(values, requires_grad=piece.entry.trainable)
+                values = flat.piece_view(unit.master.values(), piece)
+                yield piece.param.name, nn.Parameter(values, requires_grad=piece.param.trainable)
 
     def _before_forward(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        flat = self._parallel.flat
-        if self._fresh:
+        flat = self._parallel.sharded_model
+        if self._starts_step:
             # Whoever changed the parameters since (an optimizer, a person) does not say so.
-            flat.updated()
+            flat.after_update()
         if self.training:
             self._number_samples(args, kwargs)
         if torch.is_grad_enabled():
-            if self._fresh and any(p.grad is not None for p in self._shards.values()):
+            if self._starts_step and any(p.grad is not None for p in self._shards.values()):
                 raise ValueError(
                     "the last step's gradients are still there; call optimizer.zero_grad() before the next step, "
                     "and put all but the last microbatch of a step inside model.no_sync()"
                 )
-            if self._fresh:
-                flat.free_gradients()
-            flat.begin(first=self._fresh, last=self._last)
-            self._begun = self._last
+            if self._starts_step:
+                flat.free_grads()
+            flat.begin_microbatch(first=self._starts_step, last=self._is_last_microbatch)
+            self._ends_step = self._is_last_microbatch
 
     def _number_samples(self, args: Any, kwargs: Any) -> None:
         """For dropout: rows count on from call to call and from rank to rank, so that no two have the same mask."""
-        rows = next((len(tensor) for tensor in tensors_in([args, kwargs]) if tensor.dim()), 0)
+        rows = next((len(tensor) for tensor in iter_tensors([args, kwargs]) if tensor.dim()), 0)
         axis, options = self._parallel.axes["dp"], self._parallel.options
         start = self._samples + axis.index * rows
-        self._parallel.stream.samples = torch.arange(start, start + rows, device=options.device)
+        self._parallel.rng_stream.samples = torch.arange(start, start + rows, device=options.device)
         self._samples += axis.size * rows
 
     def _during_backward(self) -> None:
-        if self._begun is None:
+        if self._ends_step is None:
             raise ValueError(
                 "a second backward pass came after the last one of this step, and its gradients would not be reduced; "
                 "add the losses up and call backward once, or put all but the last pass inside model.no_sync()"
             )
-        if not self._queued:
-            self._queued = True
-            compat.after_backward(self._after_backward)
+        if not self._callback_queued:
+            self._callback_queued = True
+            compat.on_backward_end(self._after_backward)
 
     def _after_backward(self) -> None:
-        assert self._begun is not None
-        last, self._begun, self._queued = self._begun, None, False
-        flat = self._parallel.flat
-        flat.end()
-        self._fresh = last
+        assert self._ends_step is not None
+        last, self._ends_step, self._callback_queued = self._ends_step, None, False
+        flat = self._parallel.sharded_model
+        flat.end_microbatch()
+        self._starts_step = last
         if not last:
             return
-        for axis, held in self._partial:
-            sum_together(axis, [flat.view(unit.grad, piece) for unit, piece in held])
+        for axis, held in self._partial_gradients:
+            all_reduce_coalesced(axis, [flat.piece_view(unit.grad, piece) for unit, piece in held])
         for unit, piece in flat.pieces():
-            if piece.entry.trainable and piece.entry.name in self._shards:
-                parameter = self._shards[piece.entry.name]
-                parameter.grad = flat.view(unit.grad, piece).view(parameter.shape)
+            if piece.param.trainable and piece.param.name in self._shards:
+                parameter = self._shards[piece.param.name]
+                parameter.grad = flat.piece_view(unit.grad, piece).view(parameter.shape)
 
 
 class _GlobalMean(Function):
     @staticmethod
-    def forward(ctx: Any, total: Tensor, count: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: Any, total: Tensor, count: Tensor, axis: MeshAxis) -> Tensor:
         sums = axis.all_reduce(torch.stack([total.detach().double(), count.detach().double()]))
         ctx.factor = float(axis.size / sums[1].clamp(min=1.0))
         return (sums[0] / sums[1].clamp(min=1.0)).to(total.dtype)
@@ -265,16 +265,16 @@ class _GlobalMean(Function):
         return gradients[0] * ctx.factor, None, None
 
 
-def wrap(model: nn.Module, layout: Layout | str = "", **options: Any) -> Wrapped:
+def wrap(model: nn.Module, layout: Layout | str = "", **options: Any) -> WrappedModel:
     """Lays a model out over the ranks of the default process group, in place. The model's own device and type are kept.
 
     Every rank starts from the first rank's values, as with DDP. Options: `reshard_after_forward`, `prefetch`,
     `units`, `seed`.
     """
     if isinstance(layout, str):
-        layout = check(layout, world=world_size())
-    elif faults := rules.faults(layout, world=world_size()):
-        raise FaultError(faults)
+        layout = check_layout(layout, world=world_size())
+    elif faults := rules.find_issues(layout, world=world_size()):
+        raise ValidationError(faults)
     if layout.plan_only:
         raise ValueError("; ".join(layout.plan_only))
     if layout.pp > 1:
@@ -315,22 +315,24 @@ def wrap(model: nn.Module, layout: Layout | str = "", **options: Any) -> Wrapped
     if options.get("kernels", "auto") != "auto":
         raise ValueError(
             "backward is called by your own loop, which wrap cannot make plain (kernels=plain); put "
-            "`with echelon.kernels.dispatch.plain():` around forward and backward, or use echelon.Engine"
+            "`with echelon.kernels.dispatch.plain_torch():` around forward and backward, or use echelon.Engine"
         )
-    chosen = Options(device=first.device, compute=first.dtype, master=master, own_loop=True, **options)
+    chosen = ParallelOptions(
+        device=first.device, compute_dtype=first.dtype, master_dtype=master, user_loop=True, **options
+    )
     if not first.is_meta:
-        _agree(model)
+        _broadcast_from_first_rank(model)
     else:
         chosen = replace(chosen, device=torch.device("cpu"))
-    return Wrapped(model, layout, chosen)
+    return WrappedModel(model, layout, chosen)
 
 
 @torch.no_grad()
-def _agree(model: nn.Module) -> None:
+def _broadcast_from_first_rank(model: nn.Module) -> None:
     """Everyone takes rank 0's parameters and buffers."""
     if world_size() == 1:
         return
-    everyone = Axis(
+    everyone = MeshAxis(
         "world", range(world_size()), torch.distributed.get_rank(), torch.distributed.group.WORLD, frozenset()
     )
     for tensor in [*model.parameters(), *model.buffers()]:

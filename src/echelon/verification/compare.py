@@ -11,13 +11,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from echelon.layout import Layout
-from echelon.layout.layout import ASYNCHRONOUS
+from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.layout.placement import Piece
-from echelon.parallel.apply import Options
+from echelon.parallel.apply import ParallelOptions
 from echelon.training.engine import Engine
 from echelon.training.grad_norm import clip_factor
 from echelon.training.step_result import StepResult
-from echelon.verification.verify_case import Case
+from echelon.verification.verify_case import VerifyCase
 
 
 @dataclass(frozen=True)
@@ -35,79 +35,85 @@ class Difference:
 @dataclass(frozen=True)
 class RankReport:
     differences: tuple[Difference, ...]
-    owned: dict[str, int]
+    owned_elements: dict[str, int]
     """elements of each parameter that this rank counts as its own"""
-    sizes: dict[str, int]
+    parameter_elements: dict[str, int]
     """elements of each whole parameter of which this rank holds something"""
-    names: tuple[str, ...]
+    parameter_names: tuple[str, ...]
     """all parameters, in the order of the model"""
-    skipped: bool
+    collective_skipped: bool
     """the collective that was to be left out was met, and left out"""
 
 
-def run_and_compare(case: Case, layout_text: str, leave_out: str, truth: Path) -> RankReport:
+def run_and_compare(case: VerifyCase, layout_text: str, leave_out: str, truth: Path) -> RankReport:
     layout = Layout.parse(layout_text)
-    options = Options(compute=torch.float64, master=torch.float64, seed=case.seed, leave_out=leave_out)
+    options = ParallelOptions(
+        compute_dtype=torch.float64, master_dtype=torch.float64, seed=case.seed, drop_collective=leave_out
+    )
     engine = Engine(case.build("meta"), layout, case.optimizer, clip=case.clip, options=options)
     engine.model.train()
     found: list[Difference] = []
-    asynchronous = layout.schedule in ASYNCHRONOUS
+    asynchronous = layout.schedule in ASYNC_SCHEDULES
     with safe_open(truth, framework="pt") as record:
         for step in range(case.steps if asynchronous else 0):
-            found += _scalars(step, engine.step(case.batch(step, layout.batch)), record, ("loss",))
+            found += _scalar_differences(step, engine.step(case.batch(step, layout.batch)), record, ("loss",))
         if asynchronous:
             engine.drain()
-            found += _pieces(case.steps - 1, engine, record, "parameter")
+            found += _piece_differences(case.steps - 1, engine, record, "parameter")
         for step in range(0 if asynchronous else case.steps):
             result = engine.step(case.batch(step, layout.batch))
             clipped = float(clip_factor(torch.tensor(result.norm, dtype=torch.float64), case.clip))
-            found += _scalars(step, result, record, ("loss", "norm"))
+            found += _scalar_differences(step, result, record, ("loss", "norm"))
             # By its own norm: whether that is right is asked apart.
-            found += _pieces(step, engine, record, "gradient", scale=1.0 / clipped)
-            found += _pieces(step, engine, record, "parameter")
+            found += _piece_differences(step, engine, record, "gradient", scale=1.0 / clipped)
+            found += _piece_differences(step, engine, record, "parameter")
             for name, buffer in engine.model.named_buffers():
                 whole = record.get_tensor(f"{step}/buffer/{name}")
-                found.append(Difference(step, "buffer", name, error(buffer.double(), whole, whole)))
+                found.append(Difference(step, "buffer", name, relative_error(buffer.double(), whole, whole)))
     owned = {
-        piece.entry.name: sum(stop - start for start, stop in piece.runs()) if piece.owner and piece.first else 0
-        for _, piece in engine.parallel.flat.pieces()
+        piece.param.name: sum(stop - start for start, stop in piece.unpadded_runs())
+        if piece.is_owner and piece.is_first_replica
+        else 0
+        for _, piece in engine.parallel.sharded_model.pieces()
     }
-    entries = engine.parallel.placement.entries
+    entries = engine.parallel.placement.params
     sizes = {name: torch.Size(entry.shape).numel() for name, entry in entries.items()}
-    return RankReport(tuple(found), owned, sizes, engine.names, engine.parallel.axes.skipped)
+    return RankReport(tuple(found), owned, sizes, engine.param_names, engine.parallel.axes.dropped_any)
 
 
-def _pieces(step: int, engine: Engine, record: safe_open, kind: str, scale: float = 1.0) -> list[Difference]:
+def _piece_differences(step: int, engine: Engine, record: safe_open, kind: str, scale: float = 1.0) -> list[Difference]:
     found = []
-    for unit, piece in engine.parallel.flat.pieces():
-        if kind == "parameter" or piece.entry.trainable:
+    for unit, piece in engine.parallel.sharded_model.pieces():
+        if kind == "parameter" or piece.param.trainable:
             values = unit.master.values() if kind == "parameter" else unit.grad
-            held = engine.parallel.flat.view(values, piece) * scale
-            whole = record.get_tensor(f"{step}/{kind}/{piece.entry.name}")
-            found.append(Difference(step, kind, piece.entry.name, error(held, expected(whole, piece), whole)))
+            held = engine.parallel.sharded_model.piece_view(values, piece) * scale
+            whole = record.get_tensor(f"{step}/{kind}/{piece.param.name}")
+            found.append(
+                Difference(step, kind, piece.param.name, relative_error(held, expected_piece(whole, piece), whole))
+            )
     return found
 
 
-def _scalars(step: int, result: StepResult, record: safe_open, kinds: Sequence[str]) -> list[Difference]:
+def _scalar_differences(step: int, result: StepResult, record: safe_open, kinds: Sequence[str]) -> list[Difference]:
     found = []
     for kind in kinds:
         value = getattr(result, kind)
         truth = record.get_tensor(f"{step}/{kind}")
-        found.append(Difference(step, kind, "", error(torch.tensor(value, dtype=torch.float64), truth, truth)))
+        found.append(Difference(step, kind, "", relative_error(torch.tensor(value, dtype=torch.float64), truth, truth)))
     return found
 
 
-def expected(whole: Tensor, piece: Piece) -> Tensor:
+def expected_piece(full_tensor: Tensor, piece: Piece) -> Tensor:
     """What the piece should hold of a logical tensor; padding should hold zero."""
-    part = whole[tuple(slice(low, high) for low, high in piece.box)]
-    padded = whole.new_zeros(piece.entry.local_shape)
+    part = full_tensor[tuple(slice(low, high) for low, high in piece.box)]
+    padded = full_tensor.new_zeros(piece.param.local_shape)
     padded[tuple(slice(0, size) for size in part.shape)] = part
     return padded.reshape(-1)[piece.start : piece.stop]
 
 
-def error(value: Tensor, truth: Tensor, whole: Tensor) -> float:
+def relative_error(value: Tensor, truth: Tensor, full_tensor: Tensor) -> float:
     """max|a-b| / max(1, max|b|); NaN counts as infinite."""
     if value.numel() == 0:
         return 0.0
-    largest = float((value - truth).abs().max()) / max(1.0, float(whole.abs().max()))
+    largest = float((value - truth).abs().max()) / max(1.0, float(full_tensor.abs().max()))
     return largest if largest == largest else float("inf")

@@ -22,14 +22,14 @@ from torch.func import functional_call
 
 from echelon import rng
 from echelon.layout import Layout
-from echelon.models.lm_head import loss_pair
-from echelon.models.pipeline_model import inside
-from echelon.optim.torch_rules import build
-from echelon.pipeline.execution.stage import Stages, cut
-from echelon.pipeline.schedule import loop
-from echelon.verification.verify_case import Case
+from echelon.models.lm_head import check_loss_output
+from echelon.models.pipeline_model import is_within
+from echelon.optim.torch_rules import build_torch_optimizer
+from echelon.pipeline.execution.stage import PipelineStages, cut_into_stages
+from echelon.pipeline.schedule import looped_placement
+from echelon.verification.verify_case import VerifyCase
 
-Weights = dict[str, Tensor]
+WeightSnapshot = dict[str, Tensor]
 
 
 def version_of(schedule: str, stage: int, stages: int, microbatch: int, per_update: int) -> int:
@@ -41,33 +41,33 @@ def version_of(schedule: str, stage: int, stages: int, microbatch: int, per_upda
     return max(0, microbatch // per_update - 1)
 
 
-def write_emulation(case: Case, layout_text: str, rows: int, path: Path) -> None:
+def write_emulation(case: VerifyCase, layout_text: str, num_sequences: int, path: Path) -> None:
     """Runs the rule of a layout's schedule and writes each step's loss, and the weights when all updates are made."""
     layout = Layout.parse(layout_text)
     per_update = layout.accumulate if layout.schedule == "2bw" else 1
     model = case.build("cpu")
-    stream = rng.Stream(case.seed)
-    rng.attach(model, stream)
+    stream = rng.RandomStream(case.seed)
+    rng.attach_stream(model, stream)
     model.train()
-    stage_of = homes(cut(model, loop(layout.pp)), model)
+    stage_of = stage_of_parameters(cut_into_stages(model, looped_placement(layout.pp)), model)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = build(case.optimizer, trainable)
-    made: list[Weights] = [snapshot(model)]
+    optimizer = build_torch_optimizer(case.optimizer, trainable)
+    made: list[WeightSnapshot] = [snapshot(model)]
     record: dict[str, Tensor] = {}
-    size, microbatch = rows // layout.accumulate, 0
-    gradients, count = zeros(trainable), 0
+    size, microbatch = num_sequences // layout.accumulate, 0
+    gradients, count = zero_gradients(trainable), 0
     for step in range(case.steps):
-        batch = case.batch(step, rows)
+        batch = case.batch(step, num_sequences)
         loss, targets = 0.0, 0
-        for start in range(0, rows, size):
+        for start in range(0, num_sequences, size):
             weights = {
                 name: made[version_of(layout.schedule, stage, layout.pp, microbatch, per_update)][name]
                 for name, stage in stage_of.items()
             }
             leaves = {name: value.clone().requires_grad_(name in trainable) for name, value in weights.items()}
-            stream.samples = torch.arange(start, start + size) + step * rows
+            stream.samples = torch.arange(start, start + size) + step * num_sequences
             inputs = {key: value[start : start + size] for key, value in batch.items()}
-            total, valid = loss_pair(functional_call(model, leaves, kwargs=inputs))
+            total, valid = check_loss_output(functional_call(model, leaves, kwargs=inputs))
             if total.requires_grad:
                 # What a microbatch does not use has a gradient of zero.
                 wanted = [leaves[name] for name in trainable]
@@ -79,7 +79,7 @@ def write_emulation(case: Case, layout_text: str, rows: int, path: Path) -> None
             if microbatch % per_update == 0:
                 apply_update(trainable, optimizer, gradients, stage_of, count, case.clip)
                 made.append(snapshot(model))
-                gradients, count = zeros(trainable), 0
+                gradients, count = zero_gradients(trainable), 0
         record[f"{step}/loss"] = torch.tensor(loss / max(targets, 1), dtype=torch.float64)
     record |= {f"{case.steps - 1}/parameter/{name}": value for name, value in made[-1].items()}
     save_file(record, path)
@@ -104,19 +104,19 @@ def apply_update(
     optimizer.step()
 
 
-def zeros(trainable: Mapping[str, nn.Parameter]) -> Weights:
+def zero_gradients(trainable: Mapping[str, nn.Parameter]) -> WeightSnapshot:
     return {name: torch.zeros_like(parameter) for name, parameter in trainable.items()}
 
 
-def snapshot(model: nn.Module) -> Weights:
+def snapshot(model: nn.Module) -> WeightSnapshot:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def homes(stages: Stages, model: nn.Module) -> dict[str, int]:
+def stage_of_parameters(stages: PipelineStages, model: nn.Module) -> dict[str, int]:
     """The stage of every parameter."""
     return {
         name: stage
         for name, _ in model.named_parameters()
         for stage in range(stages.split.stages)
-        if any(inside(name, module) for link in stages.links(stage) for module in link.modules)
+        if any(is_within(name, module) for link in stages.layers(stage) for module in link.modules)
     }

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import chain, product
 
 from echelon.config.sections import OptimizerConfig
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.models import model_config
-from echelon.verification.verifier import PRELOAD, Prover, Report, Verdict
-from echelon.verification.verify_case import ADAMW, Case
-from echelon.verification.verify_request import parse
+from echelon.verification.verifier import PRELOAD, LayoutVerdict, Report, Verifier
+from echelon.verification.verify_case import DEFAULT_ADAMW, VerifyCase
+from echelon.verification.verify_request import parse_layouts
 
 ALL_LAYOUTS = (
     *(f"dp={dp}" for dp in (2, 3, 4, 8)),
@@ -34,7 +34,7 @@ ALL_LAYOUTS = (
 )
 """every layout that is built, at the sizes that fit eight ranks"""
 
-EXPERT_LAYOUTS = (
+ALL_MOE_LAYOUTS = (
     *(f"dp=4,ep={ep},zero={zero}" for ep in (2, 4) for zero in (0, 1, 2, 3)),
     "dp=4,ep=2,etp=2",
     "dp=4,shard=2,ep=2",
@@ -49,47 +49,49 @@ EXPERT_LAYOUTS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variant:
+class VerifyVariant:
     """One case of the full product, with the layouts' own options applied."""
 
     label: str
-    case: Case
+    case: VerifyCase
     accumulate: int
     recompute: str
 
 
-def variants() -> Iterator[Variant]:
+def variants() -> Iterator[VerifyVariant]:
     """Accumulation 1 and 4, tied or not, dropout 0 and 0.1, recompute none and full, GPT and Llama, AdamW and SGD."""
-    rules = {"adamw": ADAMW, "sgd": OptimizerConfig(name="sgd", lr=1e-1, momentum=0.9)}
+    rules = {"adamw": DEFAULT_ADAMW, "sgd": OptimizerConfig(name="sgd", lr=1e-1, momentum=0.9)}
     for family, tied, dropout, (name, rule) in product(("gpt", "llama"), (True, False), (0.0, 0.1), rules.items()):
-        shape = replace(model_config.find(f"{family}-tiny"), tied=tied, dropout=dropout)
+        shape = replace(model_config.find_model(f"{family}-tiny"), tied=tied, dropout=dropout)
         for accumulate, recompute in product((1, 4), ("none", "full", "ops")):
             label = f"{family} {'tied' if tied else 'untied'} dropout={dropout:g} {name}"
-            yield Variant(
-                label=label, case=Case(model=shape, optimizer=rule), accumulate=accumulate, recompute=recompute
+            yield VerifyVariant(
+                label=label, case=VerifyCase(model=shape, optimizer=rule), accumulate=accumulate, recompute=recompute
             )
 
 
-def expert_variants() -> Iterator[Variant]:
+def moe_variants() -> Iterator[VerifyVariant]:
     """The same for mixtures: dropless, with a capacity, and with a shared expert and latent attention."""
     for name, dropout in product(("moe-tiny", "switch-tiny", "deepseek-tiny"), (0.0, 0.1)):
-        shape = model_config.changed(model_config.find(name), dropout=dropout, expert_dropout=dropout)
+        shape = model_config.override_config(model_config.find_model(name), dropout=dropout, expert_dropout=dropout)
         for accumulate, recompute in product((1, 4), ("none", "full", "ops")):
-            yield Variant(
+            yield VerifyVariant(
                 label=f"{name} dropout={dropout:g}",
-                case=Case(model=shape),
+                case=VerifyCase(model=shape),
                 accumulate=accumulate,
                 recompute=recompute,
             )
 
 
-def verify_all(leave_out: str, progress: Callable[[Verdict, str], None]) -> Report:
-    found: list[Verdict] = []
-    with Pool(preload=PRELOAD) as pool:
-        every = chain(product(variants(), [ALL_LAYOUTS]), product(expert_variants(), [EXPERT_LAYOUTS]))
+def verify_all(leave_out: str, progress: Callable[[LayoutVerdict, str], None]) -> Report:
+    found: list[LayoutVerdict] = []
+    with RankPool(preload=PRELOAD) as pool:
+        every = chain(product(variants(), [ALL_LAYOUTS]), product(moe_variants(), [ALL_MOE_LAYOUTS]))
         for variant, layouts in every:
-            prover = Prover(pool, variant.case, leave_out)
-            for layout in parse(layouts, variant.case):
-                found.append(prover.judge(layout.replace(accumulate=variant.accumulate, recompute=variant.recompute)))
+            prover = Verifier(pool, variant.case, leave_out)
+            for layout in parse_layouts(layouts, variant.case):
+                found.append(
+                    prover.verify_layout(layout.replace(accumulate=variant.accumulate, recompute=variant.recompute))
+                )
                 progress(found[-1], variant.label)
     return Report(verdicts=tuple(found))

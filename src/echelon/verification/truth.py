@@ -15,28 +15,32 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from echelon import rng
-from echelon.models.lm_head import loss_pair
-from echelon.optim.torch_rules import build
-from echelon.verification.verify_case import Case
+from echelon.models.lm_head import check_loss_output
+from echelon.optim.torch_rules import build_torch_optimizer
+from echelon.verification.verify_case import VerifyCase
 
 
-def write_truth(case: Case, rows: int, accumulate: int, path: Path) -> None:
+def write_truth(case: VerifyCase, num_sequences: int, accumulate: int, path: Path) -> None:
     """Runs the case on one device and writes every number of every step to a safetensors file."""
     torch.manual_seed(case.seed)
     model = case.build("cpu")
-    stream = rng.Stream(case.seed)
-    rng.attach(model, stream)
+    stream = rng.RandomStream(case.seed)
+    rng.attach_stream(model, stream)
     model.train()
-    optimizer = build(case.optimizer, {name: p for name, p in model.named_parameters() if p.requires_grad})
+    optimizer = build_torch_optimizer(
+        case.optimizer, {name: p for name, p in model.named_parameters() if p.requires_grad}
+    )
     record: dict[str, Tensor] = {}
-    size = rows // accumulate
+    size = num_sequences // accumulate
     for step in range(case.steps):
-        batch = case.batch(step, rows)
+        batch = case.batch(step, num_sequences)
         optimizer.zero_grad()
         loss, count = 0.0, 0
-        for start in range(0, rows, size):
-            stream.samples = torch.arange(start, start + size) + step * rows
-            total, valid = loss_pair(model(**{key: value[start : start + size] for key, value in batch.items()}))
+        for start in range(0, num_sequences, size):
+            stream.samples = torch.arange(start, start + size) + step * num_sequences
+            total, valid = check_loss_output(
+                model(**{key: value[start : start + size] for key, value in batch.items()})
+            )
             if total.requires_grad:
                 total.backward()
             loss, count = loss + total.item(), count + int(valid)

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from echelon.launch.rank_failure import RankError
-from echelon.launch.rank_pool import Pool
+from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
-from echelon.layout.layout import ASYNCHRONOUS
+from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.models.model_config import ModelConfig
 from echelon.verification.compare import Difference, RankReport, run_and_compare
 from echelon.verification.emulation import write_emulation
 from echelon.verification.truth import write_truth
-from echelon.verification.verify_case import Case
-from echelon.verification.verify_request import check_leave_out, default_layouts, make_case, parse
+from echelon.verification.verify_case import VerifyCase
+from echelon.verification.verify_request import check_leave_out, default_layouts, make_case, parse_layouts
 
 TOLERANCE = 1e-10
 PRELOAD = ("echelon.verification.compare", "echelon.verification.truth")
@@ -28,7 +28,7 @@ PRELOAD = ("echelon.verification.compare", "echelon.verification.truth")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class LayoutVerdict:
     """What came of one layout."""
 
     layout: str
@@ -58,7 +58,7 @@ class Verdict:
 class Report:
     """One verdict per layout."""
 
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[LayoutVerdict, ...]
 
     @property
     def passed(self) -> bool:
@@ -74,8 +74,8 @@ def verify(
     *,
     batch: str | Callable[[int, int], Any] = "",
     leave_out: str = "",
-    pool: Pool | None = None,
-    progress: Callable[[Verdict], None] = lambda _: None,
+    pool: RankPool | None = None,
+    progress: Callable[[LayoutVerdict], None] = lambda _: None,
     **case_options: Any,
 ) -> Report:
     """Runs each layout against one device, in float64, on a shrunken model.
@@ -86,43 +86,43 @@ def verify(
     """
     check_leave_out(leave_out)
     case = make_case(model, batch, **case_options)
-    wanted = parse(default_layouts(case) if layouts is None else layouts, case)
+    wanted = parse_layouts(default_layouts(case) if layouts is None else layouts, case)
     if pool is not None:
-        return Prover(pool, case, leave_out).report(wanted, progress)
-    with Pool(preload=PRELOAD) as own:
-        return Prover(own, case, leave_out).report(wanted, progress)
+        return Verifier(pool, case, leave_out).report(wanted, progress)
+    with RankPool(preload=PRELOAD) as own:
+        return Verifier(own, case, leave_out).report(wanted, progress)
 
 
-class Prover:
+class Verifier:
     """Runs cases on a pool, with the truth of each (rows, microbatches) computed once."""
 
-    def __init__(self, pool: Pool, case: Case, leave_out: str = ""):
+    def __init__(self, pool: RankPool, case: VerifyCase, leave_out: str = ""):
         self.pool, self.case, self.leave_out = pool, case, leave_out
         self._folder = Path(tempfile.mkdtemp(prefix="echelon-verify-"))
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        self._truths: dict[tuple[int | str, ...], Path] = {}
-        self._skipped = False
+        self._truth_files: dict[tuple[int | str, ...], Path] = {}
+        self._collective_skipped = False
 
-    def report(self, layouts: Iterable[Layout], progress: Callable[[Verdict], None] = lambda _: None) -> Report:
+    def report(self, layouts: Iterable[Layout], progress: Callable[[LayoutVerdict], None] = lambda _: None) -> Report:
         verdicts = []
         for layout in layouts:
-            verdicts.append(self.judge(layout))
+            verdicts.append(self.verify_layout(layout))
             progress(verdicts[-1])
         if not verdicts:
             raise ValueError('no layout was given, so nothing would be proved; name one, such as "dp=2"')
-        if self.leave_out and not self._skipped:
+        if self.leave_out and not self._collective_skipped:
             raise ValueError(
                 f"nothing was left out: none of the layouts issues {self.leave_out}; name one that they do"
             )
         return Report(verdicts=tuple(verdicts))
 
-    def judge(self, layout: Layout) -> Verdict:
-        started, asked, layout = time.perf_counter(), str(layout), suited(layout)
+    def verify_layout(self, layout: Layout) -> LayoutVerdict:
+        started, asked, layout = time.perf_counter(), str(layout), with_two_sequences(layout)
         try:
             differences = self._differences(layout)
         except RankError as error:
             seconds = time.perf_counter() - started
-            return Verdict(
+            return LayoutVerdict(
                 layout=asked,
                 passed=False,
                 max_error=float("inf"),
@@ -132,59 +132,61 @@ class Prover:
                 trouble=str(error),
             )
         wrong = [d for d in differences if d.error > TOLERANCE]
-        return Verdict(
+        return LayoutVerdict(
             layout=asked,
             passed=not wrong,
             max_error=max(d.error for d in differences),
             first_difference=wrong[0] if wrong else None,
-            axis=self._guilty_axis(layout) if wrong else "",
+            axis=self._find_wrong_axis(layout) if wrong else "",
             seconds=time.perf_counter() - started,
         )
 
     def _differences(self, layout: Layout) -> list[Difference]:
-        case, truth = self._case(layout), self._truth(layout)
+        case, truth = self._case_for(layout), self._truth_file(layout)
         reports: list[RankReport] = self.pool.run(
             run_and_compare, layout.world, case, str(layout), self.leave_out, truth, timeout=120.0
         )
-        self._skipped |= any(report.skipped for report in reports)
+        self._collective_skipped |= any(report.collective_skipped for report in reports)
         found: dict[tuple[int, str, str], Difference] = {}
         for report in reports:
             for difference in report.differences:
                 key = (difference.step, difference.kind, difference.name)
                 if key not in found or difference.error > found[key].error:
                     found[key] = difference
-        sizes = {name: size for report in reports for name, size in report.sizes.items()}
-        for name in reports[0].names:
-            owned = sum(report.owned.get(name, 0) for report in reports)
+        sizes = {name: size for report in reports for name, size in report.parameter_elements.items()}
+        for name in reports[0].parameter_names:
+            owned = sum(report.owned_elements.get(name, 0) for report in reports)
             if owned != sizes.get(name):
                 wrong = f"{name} has {sizes.get(name, 0)} elements and {owned} are owned: the placement record is wrong"
                 raise RankError(wrong, rank=0, reason=wrong)
         # Causes first: an update is wrong where a gradient is, and a parameter says more than a sum over all of them.
         kinds = ("gradient", "parameter", "buffer", "norm", "loss")
-        order = {name: index for index, name in enumerate(reports[0].names)}
+        order = {name: index for index, name in enumerate(reports[0].parameter_names)}
         return sorted(found.values(), key=lambda d: (d.step, kinds.index(d.kind), order.get(d.name, 0)))
 
-    def _case(self, layout: Layout) -> Case:
+    def _case_for(self, layout: Layout) -> VerifyCase:
         """About as many updates for every schedule: rounding grows with each of them."""
-        updates = layout.accumulate if layout.schedule in ASYNCHRONOUS and layout.schedule != "2bw" else 1
+        updates = layout.accumulate if layout.schedule in ASYNC_SCHEDULES and layout.schedule != "2bw" else 1
         return replace(self.case, steps=max(-(-self.case.steps // updates), min(self.case.steps, 3)))
 
-    def _truth(self, layout: Layout) -> Path:
+    def _truth_file(self, layout: Layout) -> Path:
         """What one device computes: by the rule of the schedule, where that is another than everyone's."""
-        rule = (layout.schedule, layout.pp) if layout.schedule in ASYNCHRONOUS else ()
+        rule = (layout.schedule, layout.pp) if layout.schedule in ASYNC_SCHEDULES else ()
         key = (layout.batch, layout.accumulate, *rule)
-        if key not in self._truths:
+        if key not in self._truth_files:
             path = self._folder / f"{'-'.join(map(str, key))}.safetensors"
             if rule:
-                self.pool.run(write_emulation, 1, self._case(layout), str(layout), layout.batch, path, timeout=120.0)
+                self.pool.run(
+                    write_emulation, 1, self._case_for(layout), str(layout), layout.batch, path, timeout=120.0
+                )
             else:
                 self.pool.run(write_truth, 1, self.case, layout.batch, layout.accumulate, path, timeout=120.0)
-            self._truths[key] = path
-        return self._truths[key]
+            self._truth_files[key] = path
+        return self._truth_files[key]
 
-    def _guilty_axis(self, layout: Layout) -> str:
+    def _find_wrong_axis(self, layout: Layout) -> str:
         """The axis that fails alone: splitting over one at a time finds the wrong reduction, whatever the bug is."""
-        shards, replicas = layout.shards, layout.dp // layout.shards
+        shards, replicas = layout.num_shards, layout.dp // layout.num_shards
         none: dict[str, dict[str, int | str]] = {
             "dp": {"dp": 1, "zero": 0, "shard": 1},
             "tp": {"tp": 1, "sp": 0, "tp_kind": "1d", "depth": 1},
@@ -209,16 +211,16 @@ class Prover:
             guilty = list(names)
         else:
             guilty = [axis for axis, part in names.items() if self._fails(part)] or list(names)
-        hybrid = 1 < layout.shards < layout.dp
+        hybrid = 1 < layout.num_shards < layout.dp
         return " x ".join(axis if hybrid or axis in ("tp", "cp", "pp", "ep") else "dp" for axis in guilty)
 
     def _fails(self, layout: Layout) -> bool:
         try:
-            return any(difference.error > TOLERANCE for difference in self._differences(suited(layout)))
+            return any(difference.error > TOLERANCE for difference in self._differences(with_two_sequences(layout)))
         except RankError:
             return True
 
 
-def suited(layout: Layout) -> Layout:
+def with_two_sequences(layout: Layout) -> Layout:
     """The layout with at least two sequences a rank and microbatch, so that a wrong mean over rows shows."""
     return replace(layout, microbatch=2) if layout.microbatch == 1 else layout

@@ -6,27 +6,27 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from echelon.config.sections import OptimizerConfig
-from echelon.models.model_config import IGNORE, ModelConfig
-from echelon.models.user_model import load
+from echelon.models.model_config import IGNORE_INDEX, ModelConfig
+from echelon.models.user_model import load_factory
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-ADAMW = OptimizerConfig(lr=1e-2, eps=1e-6)
+DEFAULT_ADAMW = OptimizerConfig(lr=1e-2, eps=1e-6)
 """where nobody asks for another rule. AdamW turns a difference d of a gradient that is nearly 0 into one of lr·d/eps of
 the parameter: with the usual eps, rounding alone can come near the tolerance"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class VerifyCase:
     """A model, a rule and a few steps, all in float64."""
 
     model: ModelConfig | str
     """a named shape, or `file.py:factory` of the user's own"""
-    batches: str = ""
+    batch_function: str = ""
     """`file.py:function` that makes the user's batches: (rows, seed) to a dict of tensors"""
-    optimizer: OptimizerConfig = ADAMW
+    optimizer: OptimizerConfig = DEFAULT_ADAMW
     clip: float = 1.0
     steps: int = 5
     seq_len: int = 33
@@ -48,25 +48,25 @@ class Case:
         if isinstance(self.model, ModelConfig):
             return models.build(self.model, device, dtype=torch.float64, seed=self.seed)
         torch.manual_seed(self.seed)
-        model: nn.Module = load(self.model)()
+        model: nn.Module = load_factory(self.model)()
         return model.double()
 
-    def batch(self, step: int, rows: int) -> dict[str, Tensor]:
+    def batch(self, step: int, num_sequences: int) -> dict[str, Tensor]:
         """The global batch of a step, the same wherever it is made."""
         import torch
 
         if not isinstance(self.model, ModelConfig):
-            made: dict[str, Any] = load(self.batches)(rows, self.seed + step)
+            made: dict[str, Any] = load_factory(self.batch_function)(num_sequences, self.seed + step)
             return {key: value.double() if value.is_floating_point() else value for key, value in made.items()}
         source = torch.Generator().manual_seed(self.seed + step)
         if self.model.family == "conv":
-            images = torch.randn(rows, 3, 16, 16, generator=source, dtype=torch.float64)
-            return {"images": images, "labels": torch.randint(0, 10, (rows,), generator=source)}
-        tokens = torch.randint(0, self.model.vocab, (rows, self.seq_len + 1), generator=source)
+            images = torch.randn(num_sequences, 3, 16, 16, generator=source, dtype=torch.float64)
+            return {"images": images, "labels": torch.randint(0, 10, (num_sequences,), generator=source)}
+        tokens = torch.randint(0, self.model.vocab, (num_sequences, self.seq_len + 1), generator=source)
         targets = tokens[:, 1:].clone()
         # Ranks and microbatches with different numbers of valid targets tell a mean of means from the mean.
-        targets[torch.rand(targets.shape, generator=source) < 0.3] = IGNORE
-        targets[::3, : self.seq_len // 2] = IGNORE
+        targets[torch.rand(targets.shape, generator=source) < 0.3] = IGNORE_INDEX
+        targets[::3, : self.seq_len // 2] = IGNORE_INDEX
         batch = {"tokens": tokens[:, :-1], "targets": targets}
         if self.packed:
             ends = torch.rand(targets.shape, generator=source) < 3 / self.seq_len

@@ -10,49 +10,49 @@ from typing import Any
 
 from echelon.config.run_config import Config
 from echelon.config.sections import OptimizerConfig
-from echelon.layout import Layout, check_many, grammar
-from echelon.layout.validation_error import Fault, FaultError
+from echelon.layout import Layout, check_layouts, grammar
+from echelon.layout.validation_error import ValidationError, ValidationIssue
 from echelon.models import model_config, user_model
 from echelon.models.model_config import ModelConfig
-from echelon.models.user_model import spec_of
-from echelon.pipeline.schedules import file_fault
+from echelon.models.user_model import factory_spec
+from echelon.pipeline.schedules import schedule_file_error
 from echelon.training.start_training import default_procs
-from echelon.verification.verify_case import Case
+from echelon.verification.verify_case import VerifyCase
 
 DEFAULT_LAYOUTS = (
     "dp=2; dp=3,zero=1; dp=4,zero=2,accumulate=4; dp=2,zero=3; dp=4,zero=3,shard=2; "
     "tp=2; tp=2,sp=0,recompute=full; tp=4,accumulate=4; dp=2,tp=2,zero=1; dp=2,tp=4,zero=3,recompute=full; "
     "pp=2,accumulate=4; pp=2,schedule=zb-v,accumulate=4; dp=2,tp=2,pp=2,accumulate=2"
 )
-OF_EXPERTS = (
+DEFAULT_MOE_LAYOUTS = (
     "dp=2; dp=2,ep=2; dp=4,ep=2,zero=1,accumulate=4; dp=4,ep=2,etp=2,zero=2; dp=4,ep=4,zero=3,recompute=full; "
     "tp=2; dp=2,tp=2,ep=4; cp=2,ep=2; dp=4,ep=4,ep_inner=2; "
     "pp=2,accumulate=4; dp=2,pp=2,ep=2,accumulate=2; tp=2,pp=2,ep=2,schedule=zb-v,accumulate=4"
 )
 """the same for a model with mixtures"""
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send")
 AXES = ("dp", "replica", "shard", "tp", "x", "y", "z", "cp", "ring", "ulysses", "pp", "edp", "ep", "etp")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class VerifyRequest:
     config: Path | None = None
     layouts: str = ""
     model: str = ""
     leave_out: str = ""
 
-    def read(self) -> tuple[Case, list[Layout]]:
+    def resolve(self) -> tuple[VerifyCase, list[Layout]]:
         """The case and its layouts. Raises FaultError with everything that is wrong."""
-        faults: list[Fault] = []
-        config, case, layouts = None, Case(model=""), self.layouts
-        with gathered(faults):
+        faults: list[ValidationIssue] = []
+        config, case, layouts = None, VerifyCase(model=""), self.layouts
+        with collect_faults(faults):
             check_leave_out(self.leave_out)
-        with gathered(faults):
+        with collect_faults(faults):
             config = Config.load(self.config) if self.config else None
         if not layouts and config and config.layout:
             layouts = str(Layout.parse(config.layout, world=default_procs(config)).replace(microbatch=1))
-        with gathered(faults):
+        with collect_faults(faults):
             case = make_case(self.model or (config.model if config else "llama-tiny"))
         if config:
             # In float64 throughout, moments too: those of a shorter type are rounded by chance. Rules that take a sign
@@ -61,73 +61,75 @@ class Request:
             rule = rule if rule.name in ("adamw", "sgd") else OptimizerConfig(lr=rule.lr, groups=rule.groups)
             case = replace(case, optimizer=rule, clip=config.clip)
             if isinstance(case.model, ModelConfig):
-                case = replace(case, model=config.changed(case.model))
+                case = replace(case, model=config.override_model(case.model))
         found: list[Layout] = []
-        with gathered(faults):
-            found = parse(layouts or default_layouts(case), case)
+        with collect_faults(faults):
+            found = parse_layouts(layouts or default_layouts(case), case)
         if faults:
-            raise FaultError(faults)
+            raise ValidationError(faults)
         return case, found
 
 
 @contextmanager
-def gathered(faults: list[Fault]) -> Iterator[None]:
+def collect_faults(faults: list[ValidationIssue]) -> Iterator[None]:
     """What is wrong in one part of a question must not hide what is wrong in the next."""
     try:
         yield
-    except FaultError as error:
-        faults += error.faults
+    except ValidationError as error:
+        faults += error.issues
 
 
 def make_case(
     model: str | ModelConfig | Callable[[], Any], batch: str | Callable[[int, int], Any] = "", **options: Any
-) -> Case:
+) -> VerifyCase:
     user_model.refuse_while_loading("verify")
     if isinstance(model, ModelConfig):
-        return Case(model=model, **options)
-    spec = model if isinstance(model, str) else spec_of(model)
+        return VerifyCase(model=model, **options)
+    spec = model if isinstance(model, str) else factory_spec(model)
     if ":" not in spec:
-        return Case(model=model_config.reduced(model_config.find(spec)), **options)
-    batches = batch if isinstance(batch, str) else spec_of(batch)
+        return VerifyCase(model=model_config.reduced_config(model_config.find_model(spec)), **options)
+    batches = batch if isinstance(batch, str) else factory_spec(batch)
     batches = batches or spec.rpartition(":")[0] + ":batch"
     legal = "a function batch(rows, seed), in the file of the model or named"
-    faults = list(user_model.faults(spec)) or list(user_model.faults(batches, key="batch", legal=legal))
+    faults = list(user_model.validate_spec(spec)) or list(user_model.validate_spec(batches, key="batch", legal=legal))
     if faults:
-        raise FaultError(faults)
-    return Case(model=spec, batches=batches, **options)
+        raise ValidationError(faults)
+    return VerifyCase(model=spec, batch_function=batches, **options)
 
 
-def default_layouts(case: Case) -> str:
+def default_layouts(case: VerifyCase) -> str:
     """What is proved where nothing is asked for."""
     mixed = isinstance(case.model, ModelConfig) and case.model.mixture is not None
-    return OF_EXPERTS if mixed else DEFAULT_LAYOUTS
+    return DEFAULT_MOE_LAYOUTS if mixed else DEFAULT_LAYOUTS
 
 
-def parse(layouts: str | Sequence[str | Layout], case: Case) -> list[Layout]:
+def parse_layouts(layouts: str | Sequence[str | Layout], case: VerifyCase) -> list[Layout]:
     """The layouts, each with its faults checked against the shrunken model; all faults at once."""
     text = layouts if isinstance(layouts, str) else "; ".join(str(layout) for layout in layouts)
     model = case.model if isinstance(case.model, ModelConfig) else None
     # No text would be the layout of one device; nothing that was asked is nothing.
     parts = [part for part in text.split(";") if part.strip()]
     found: list[Layout] = []
-    faults: list[Fault] = []
-    with gathered(faults):
-        found = check_many(text, seq_len=case.seq_len, model=model) if parts else []
+    faults: list[ValidationIssue] = []
+    with collect_faults(faults):
+        found = check_layouts(text, seq_len=case.seq_len, model=model) if parts else []
     # Asked of the keys as they are written, so that a layout with other faults says it too.
-    for layout in (Layout.resolve(grammar.read(part).given) for part in parts):
-        if wrong := file_fault(layout, model.layers if model else 0):
-            faults.append(Fault(key="schedule", value=layout.schedule, rule=f"cannot be run: {wrong}"))
+    for layout in (Layout.resolve(grammar.parse_pairs(part).values) for part in parts):
+        if wrong := schedule_file_error(layout, model.layers if model else 0):
+            faults.append(ValidationIssue(key="schedule", value=layout.schedule, message=f"cannot be run: {wrong}"))
     if faults:
-        raise FaultError(faults)
+        raise ValidationError(faults)
     return found
 
 
 def check_leave_out(text: str) -> None:
     axis, _, kind = text.partition(":")
     some = axis.startswith(("tp/", "x/", "y/", "pp[", "ep*etp/", "ep*etp%"))  # of an axis
-    if text and (not (some or set(axis.split("*")) <= set(AXES)) or kind not in KINDS):
+    if text and (not (some or set(axis.split("*")) <= set(AXES)) or kind not in COLLECTIVES):
         legal = (
             f"AXIS:COLLECTIVE, an axis of {', '.join(AXES)}, a product (shard*tp), tp/2 or pp[0+1] and a collective of "
-            f"{', '.join(KINDS)}"
+            f"{', '.join(COLLECTIVES)}"
         )
-        raise FaultError([Fault(key="leave-out", value=text, rule="names no collective of a run", legal=legal)])
+        raise ValidationError(
+            [ValidationIssue(key="leave-out", value=text, message="names no collective of a run", legal=legal)]
+        )

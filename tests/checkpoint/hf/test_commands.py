@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from echelon.cli import app
-from echelon.cli.conversion_progress import size
+from echelon.cli.conversion_progress import parse_file_size
 
 
 def run(*words: object) -> tuple[int, str, str]:
@@ -64,4 +64,4 @@ def test_help_has_examples(name: str) -> None:
 
 
 def test_sizes() -> None:
-    assert [size(text) for text in ("5GB", "1.5 mb", "20KB")] == [5 * 10**9, 1_500_000, 20_000]
+    assert [parse_file_size(text) for text in ("5GB", "1.5 mb", "20KB")] == [5 * 10**9, 1_500_000, 20_000]

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from echelon.cli import app
 from echelon.config.run_config import Config
-from echelon.training.loop import train_here
+from echelon.training.loop import train_on_rank
 
 
 def export(*words: object) -> tuple[int, str]:
@@ -27,7 +27,7 @@ def config(folder: Path, layout: str, **changes: object) -> Config:
 
 
 def train(asked: Config) -> None:
-    train_here(asked, True)
+    train_on_rank(asked, True)
 
 
 def test_of_any_layout(pool, tmp_path):

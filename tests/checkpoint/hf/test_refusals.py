@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from echelon.checkpoint.hf import logit_check
 from echelon.checkpoint.hf.convert_model import export_model, import_model
-from echelon.layout.validation_error import FaultError
+from echelon.layout.validation_error import ValidationError
 from echelon.models.hf import hf_config_reader, param_names
-from echelon.models.hf.hf_architectures import KINDS
+from echelon.models.hf.hf_architectures import HF_ARCHITECTURES
 
 
 @pytest.fixture(scope="module")
@@ -183,9 +183,9 @@ WRONG: tuple[tuple[str, dict[str, Any], str], ...] = (
 def test_what_our_models_do_not_compute(name: str, change: dict[str, Any], words: str) -> None:
     kind, values = MODELS[name]
     good = {"model_type": kind, "sliding_window": None, **values}
-    hf_config_reader.config_of(good, "fine")
-    with pytest.raises(FaultError, match=words):
-        hf_config_reader.config_of({**good, **change}, "wrong")
+    hf_config_reader.parse_hf_config(good, "fine")
+    with pytest.raises(ValidationError, match=words):
+        hf_config_reader.parse_hf_config({**good, **change}, "wrong")
 
 
 ODD = (None, -1, 0, 1.5, "x", [], {}, True, [1], {"rope_type": 3}, 10**30)
@@ -195,21 +195,34 @@ ODD = (None, -1, 0, 1.5, "x", [], {}, True, [1], {"rope_type": 3}, 10**30)
 def test_whatever_stands_in_a_config(name: str) -> None:
     """It is read or refused, and never a surprise."""
     kind, values = MODELS[name]
-    good = {"model_type": kind, "architectures": [KINDS[kind].architecture], "sliding_window": None, **values}
-    keys = {*good, *KINDS[kind].fixed, "rope_theta", "rope_scaling", "layer_types", "use_sliding_window", "dtype"}
+    good = {
+        "model_type": kind,
+        "architectures": [HF_ARCHITECTURES[kind].architecture],
+        "sliding_window": None,
+        **values,
+    }
+    keys = {
+        *good,
+        *HF_ARCHITECTURES[kind].supported_values,
+        "rope_theta",
+        "rope_scaling",
+        "layer_types",
+        "use_sliding_window",
+        "dtype",
+    }
     for key in keys:
         for value in ODD:
             with suppress(ValueError):
-                hf_config_reader.config_of({**good, key: value}, "odd")
+                hf_config_reader.parse_hf_config({**good, key: value}, "odd")
 
 
 def test_all_faults_of_a_config_come_together() -> None:
     given = {"model_type": "llama", **MODELS["llama"][1], "mlp_bias": True, "hidden_act": "relu", "vocab_size": None}
-    with pytest.raises(FaultError) as found:
-        hf_config_reader.config_of(given, "wrong")
-    assert [fault.key for fault in found.value.faults] == ["hidden_act", "mlp_bias", "vocab_size"]
-    with pytest.raises(FaultError, match=r'model_type=lama .*did you mean "llama"'):
-        hf_config_reader.config_of({"model_type": "lama"}, "wrong")
+    with pytest.raises(ValidationError) as found:
+        hf_config_reader.parse_hf_config(given, "wrong")
+    assert [fault.key for fault in found.value.issues] == ["hidden_act", "mlp_bias", "vocab_size"]
+    with pytest.raises(ValidationError, match=r'model_type=lama .*did you mean "llama"'):
+        hf_config_reader.parse_hf_config({"model_type": "lama"}, "wrong")
 
 
 # -- the check --------------------------------------------------------------------------------------------------------
@@ -228,18 +241,18 @@ def test_a_wrong_key_of_the_config_is_found(tmp_path: Path, monkeypatch: pytest.
     pytest.importorskip("transformers")
     from echelon.checkpoint.hf import convert_model
 
-    right = convert_model.config_json
+    right = convert_model.hf_config
 
     def wrong(*given: Any) -> dict[str, Any]:
         return {**right(*given), "rms_norm_eps": 1e-3}
 
-    monkeypatch.setattr(convert_model, "config_json", wrong)
+    monkeypatch.setattr(convert_model, "hf_config", wrong)
     with pytest.raises(ValueError, match="logits differ"):
         export_model("llama-tiny", tmp_path / "out")
 
 
 def test_a_check_that_does_not_fit_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logit_check, "available", lambda: 100 * 2**30)
+    monkeypatch.setattr(logit_check, "available_host_bytes", lambda: 100 * 2**30)
     with pytest.raises(ValueError, match=r"whole model in memory \(650.5 GiB in float32, 100.0 available; gpt3-175b\)"):
         export_model("gpt3-175b", tmp_path / "out")
 
@@ -247,9 +260,9 @@ def test_a_check_that_does_not_fit_is_refused_first(tmp_path: Path, monkeypatch:
 def test_without_transformers_our_own_import_is_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logit_check.importlib.util, "find_spec", lambda _name: None)
     done = export_model("gpt-tiny", tmp_path / "out")
-    assert done.checked == logit_check.Check("import", 0.0)
-    again = logit_check._again
-    monkeypatch.setattr(logit_check, "_again", lambda *given: again(*given) + 0.1)
+    assert done.check == logit_check.LogitCheck("import", 0.0)
+    again = logit_check._reimport_logits
+    monkeypatch.setattr(logit_check, "_reimport_logits", lambda *given: again(*given) + 0.1)
     with pytest.raises(ValueError, match="logits differ from those of import"):
         export_model("gpt-tiny", tmp_path / "other")
     assert {path.name for path in tmp_path.iterdir()} == {"out"}

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from echelon.checkpoint.hf import convert_model, logit_check, native_format, safetensors_reader, safetensors_writer
 from echelon.checkpoint.hf.convert_model import export_model, import_model
-from echelon.models import find, reduced
+from echelon.models import find_model, reduced_config
 from echelon.models.hf import hf_config_reader, hf_config_writer
-from echelon.planning.model.model_sources import shape_of
+from echelon.planning.model.model_sources import resolve_shape
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
@@ -36,18 +36,18 @@ def test_in_and_out(name: str, tmp_path: Path) -> None:
     model = build(name)
     source = save(model, tmp_path / "theirs", max_shard_size="10KB")
     assert len(list(source.glob("*.safetensors"))) > 1
-    done = import_model(source, tmp_path / "ours", largest=20_000)
-    assert done.saved.model_type == MODELS[name][0]
-    assert done.saved.config.parameters == sum(p.numel() for p in model.parameters())
+    done = import_model(source, tmp_path / "ours", max_shard_bytes=20_000)
+    assert done.model.model_type == MODELS[name][0]
+    assert done.model.config.parameters == sum(p.numel() for p in model.parameters())
     for folder in (source, tmp_path / "ours"):  # planning counts alike
-        assert shape_of(str(folder)).parameters == done.saved.config.parameters
-    tensors, wanted = native_format.tensors_of(tmp_path / "ours"), logits(model)
+        assert resolve_shape(str(folder)).parameters == done.model.config.parameters
+    tensors, wanted = native_format.open_native_tensors(tmp_path / "ours"), logits(model)
     assert float(wanted.std()) > 0.1
-    assert differ(logit_check.logits(done.saved.config, tensors, tokens()), wanted) < 1e-5
-    back = export_model(str(tmp_path / "ours"), tmp_path / "back", largest=15_000)
-    assert back.checked is not None
-    assert back.checked.against == "transformers"
-    assert back.checked.error < 1e-5
+    assert differ(logit_check.native_logits(done.model.config, tensors, tokens()), wanted) < 1e-5
+    back = export_model(str(tmp_path / "ours"), tmp_path / "back", max_shard_bytes=15_000)
+    assert back.check is not None
+    assert back.check.against == "transformers"
+    assert back.check.error < 1e-5
     # What save_pretrained wrote, bit by bit: names, shapes, types and values.
     before, after = stored(source), stored(tmp_path / "back")
     assert before.keys() == after.keys()
@@ -56,14 +56,16 @@ def test_in_and_out(name: str, tmp_path: Path) -> None:
     assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert {k: v.shape for k, v in again.state_dict().items()} == {k: v.shape for k, v in model.state_dict().items()}
     assert torch.equal(logits(again), wanted)
-    assert hf_config_reader.read(tmp_path / "back").config == replace(done.saved.config, name="back")
+    assert hf_config_reader.read_hf_config(tmp_path / "back").config == replace(done.model.config, name="back")
 
 
 def test_gpt2_in_float64(tmp_path: Path) -> None:
     """Other kinds' norms and angles are float32 in transformers, whatever the model's type is."""
     model = build("gpt2").double()
     done = import_model(save(model, tmp_path / "theirs"), tmp_path / "ours")
-    found = logit_check.logits(done.saved.config, native_format.tensors_of(tmp_path / "ours"), tokens(), torch.float64)
+    found = logit_check.native_logits(
+        done.model.config, native_format.open_native_tensors(tmp_path / "ours"), tokens(), torch.float64
+    )
     assert done.dtype == "float64"
     assert differ(found, logits(model)) < 1e-9
 
@@ -74,15 +76,15 @@ OWN = ("gpt-tiny", "llama-tiny", "mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3")
 @pytest.mark.parametrize("name", OWN)
 def test_models_of_our_own_go_out(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
-    small = replace(reduced(find(name)), name=name, layers=2)
+    small = replace(reduced_config(find_model(name)), name=name, layers=2)
     if small.mixture is not None and small.mixture.shared:
         small = replace(small, mixture=replace(small.mixture, shared=2 * small.mixture.ffn))
     monkeypatch.setattr(convert_model, "SIZES", {name: small})
     done = export_model(name, tmp_path / "out", seed=3)
-    assert done.checked is not None
-    assert done.checked.against == "transformers"
-    assert import_model(tmp_path / "out", tmp_path / "in", with_check=True).checked is not None
-    assert done.saved.config.parameters == small.parameters
+    assert done.check is not None
+    assert done.check.against == "transformers"
+    assert import_model(tmp_path / "out", tmp_path / "in", with_check=True).check is not None
+    assert done.model.config.parameters == small.parameters
 
 
 def test_a_model_with_no_kind_of_theirs_is_refused(tmp_path: Path) -> None:
@@ -96,7 +98,7 @@ def test_types(name: str, tmp_path: Path) -> None:
     source = save(build(name), tmp_path / "theirs")
     done = import_model(source, tmp_path / "ours", dtype="bfloat16", with_check=True)
     assert done.dtype == "bfloat16"
-    kinds = {key: x.dtype for key, x in native_format.tensors_of(tmp_path / "ours").items()}
+    kinds = {key: x.dtype for key, x in native_format.open_native_tensors(tmp_path / "ours").items()}
     assert {key for key, kind in kinds.items() if kind != torch.bfloat16} == {
         k for k in kinds if k.endswith("gate.bias")
     }
@@ -119,7 +121,7 @@ def test_older_files(tmp_path: Path) -> None:
     old["h.0.attn.bias"] = torch.ones(1, 1, 64, 64, dtype=torch.bool)
     save_file(old, source / "model.safetensors")
     done = import_model(source, tmp_path / "ours")
-    found = logit_check.logits(done.saved.config, native_format.tensors_of(tmp_path / "ours"), tokens())
+    found = logit_check.native_logits(done.model.config, native_format.open_native_tensors(tmp_path / "ours"), tokens())
     assert differ(found, logits(model)) < 1e-5
 
 
@@ -127,7 +129,7 @@ def test_older_configs() -> None:
     """Before transformers 5: rope_theta by itself, and no number of key heads."""
     given = {"model_type": "llama", "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "rope_theta": 777.0}
     given |= {"num_attention_heads": 4, "intermediate_size": 48, "max_position_embeddings": 64, "rope_scaling": None}
-    config = hf_config_reader.config_of(given, "old").config
+    config = hf_config_reader.parse_hf_config(given, "old").config
     assert (config.theta, config.kv_heads, config.epsilon) == (777.0, 4, 1e-6)
 
 
@@ -225,22 +227,24 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
 def test_published_configs_are_read_and_written(name: str) -> None:
     """As they lie on the hub, by hand: the model has as many parameters as is published."""
     parameters, given = PUBLISHED[name]
-    saved = hf_config_reader.config_of(given, name)
+    saved = hf_config_reader.parse_hf_config(given, name)
     assert saved.config.parameters == parameters
-    written = hf_config_writer.config_json(saved, "bfloat16")
-    assert hf_config_reader.config_of(written, name) == saved
+    written = hf_config_writer.hf_config(saved, "bfloat16")
+    assert hf_config_reader.parse_hf_config(written, name) == saved
     assert written["model_type"] == given["model_type"]
     assert written["architectures"] == given["architectures"]
 
 
 def test_slices_are_read_alone(tmp_path: Path) -> None:
     export_model("gpt-tiny", tmp_path / "out")
-    lazy = safetensors_reader.tensors_of(tmp_path / "out")["transformer.wte.weight"]
+    lazy = safetensors_reader.open_safetensors(tmp_path / "out")["transformer.wte.weight"]
     assert lazy.shape == (257, 64)
     assert torch.equal(lazy[3:5, 10:20], lazy.read()[3:5, 10:20])
 
 
 def test_shards_are_divided_by_size() -> None:
-    specs = [safetensors_writer.Spec(str(i), (size,), torch.bfloat16) for i, size in enumerate((10, 10, 50, 1, 1))]
-    found = safetensors_writer.divided(specs, largest=40)
+    specs = [
+        safetensors_writer.SafetensorSpec(str(i), (size,), torch.bfloat16) for i, size in enumerate((10, 10, 50, 1, 1))
+    ]
+    found = safetensors_writer.split_into_shards(specs, max_shard_bytes=40)
     assert [[spec.name for spec in group] for group in found] == [["0", "1"], ["2"], ["3", "4"]]

@@ -17,12 +17,12 @@ from echelon.checkpoint.hf.convert_model import export_model, import_model
 from echelon.cli import app
 from echelon.config.run_config import Config
 from echelon.models.language_model import LanguageModel
-from echelon.models.model_config import find
-from echelon.parallel.apply import Options
-from echelon.planning.model.model_sources import shape_of
+from echelon.models.model_config import find_model
+from echelon.parallel.apply import ParallelOptions
+from echelon.planning.model.model_sources import resolve_shape
 from echelon.training.engine import Engine
-from echelon.training.loop import train_here
-from echelon.training.start_training import load
+from echelon.training.loop import train_on_rank
+from echelon.training.start_training import load_config
 
 
 @pytest.fixture(scope="module")
@@ -30,36 +30,42 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """moe-tiny with the first values of another seed, in several files."""
     folder = tmp_path_factory.mktemp("stored")
     export_model("moe-tiny", folder / "theirs", seed=7)
-    import_model(folder / "theirs", folder / "ours", largest=100_000)
+    import_model(folder / "theirs", folder / "ours", max_shard_bytes=100_000)
     return folder / "ours"
 
 
 def first(folder: str, layout: str) -> tuple[dict[str, torch.Tensor], int, int]:
     """All parameters as the ranks hold them, and how many elements this rank read and holds."""
     read = []
-    plain = safetensors_reader.Lazy.__getitem__
+    plain = safetensors_reader.LazyTensor.__getitem__
 
-    def counted(self: safetensors_reader.Lazy, part: Any) -> torch.Tensor:
+    def counted(self: safetensors_reader.LazyTensor, part: Any) -> torch.Tensor:
         found = plain(self, part)
         read.append(found.numel())
         return found
 
-    safetensors_reader.Lazy.__getitem__ = counted  # type: ignore[method-assign]
+    safetensors_reader.LazyTensor.__getitem__ = counted  # type: ignore[method-assign]
     try:
-        model = models.build(find(folder), "meta")
+        model = models.build(find_model(folder), "meta")
         assert isinstance(model, LanguageModel)
-        native_format.start_from(model, Path(folder))
-        engine = Engine(model, layout, options=Options(seed=1))
+        native_format.init_from_dir(model, Path(folder))
+        engine = Engine(model, layout, options=ParallelOptions(seed=1))
         record = engine.parallel.placement
-        pieces = [record.piece(unit, entry) for unit in record.units for entry in unit.entries]
-        return whole(engine.parallel, "master"), sum(read), sum(b - a for piece in pieces for a, b in piece.runs())
+        pieces = [record.piece(unit, entry) for unit in record.param_groups for entry in unit.params]
+        return (
+            whole(engine.parallel, "master"),
+            sum(read),
+            sum(b - a for piece in pieces for a, b in piece.unpadded_runs()),
+        )
     finally:
-        safetensors_reader.Lazy.__getitem__ = plain  # type: ignore[method-assign]
+        safetensors_reader.LazyTensor.__getitem__ = plain  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("layout", ["dp=2,zero=3", "tp=2", "dp=2,zero=1,ep=2", "pp=2"])
 def test_ranks_read_their_slices(layout: str, stored: Path, pool: Any) -> None:
-    wanted = {name: tensor.double() for name, tensor in models.build(find("moe-tiny"), seed=7).state_dict().items()}
+    wanted = {
+        name: tensor.double() for name, tensor in models.build(find_model("moe-tiny"), seed=7).state_dict().items()
+    }
     found = pool.run(first, 2, str(stored), layout)
     merged = {name: tensor for part, *_ in found for name, tensor in part.items()}
     assert merged.keys() == wanted.keys()
@@ -78,32 +84,32 @@ def test_a_command_starts_from_it(stored: Path, tmp_path: Path) -> None:
 
 def test_the_directory_is_a_model_everywhere(stored: Path) -> None:
     # What a gate does where nobody says is said in a file.
-    wanted = replace(find("moe-tiny"), name="theirs", ffn=88, mixture=find(str(stored)).mixture)
-    assert find(str(stored)) == wanted
+    wanted = replace(find_model("moe-tiny"), name="theirs", ffn=88, mixture=find_model(str(stored)).mixture)
+    assert find_model(str(stored)) == wanted
     assert wanted.mixture is not None
     assert wanted.mixture.options == (("balance", 0.02),)
-    assert shape_of(str(stored)).parameters == find("moe-tiny").parameters
-    assert isinstance(load(None, [f"model={stored}"], 1), Config)
+    assert resolve_shape(str(stored)).parameters == find_model("moe-tiny").parameters
+    assert isinstance(load_config(None, [f"model={stored}"], 1), Config)
 
 
 def test_what_changes_the_parameters_is_refused(stored: Path, tmp_path: Path) -> None:
-    model = models.build(replace(find(str(stored)), tied=True), "meta")
+    model = models.build(replace(find_model(str(stored)), tied=True), "meta")
     assert isinstance(model, LanguageModel)
     with pytest.raises(ValueError, match=r"not those of its directory .*head.weight.*leave out"):
-        native_format.start_from(model, stored)
+        native_format.init_from_dir(model, stored)
     (tmp_path / "model.json").write_text("{}")
     with pytest.raises(ValueError, match=r"is not a model of ours .*has no 'format'"):
-        find(str(tmp_path))
+        find_model(str(tmp_path))
 
 
 def test_buffers_are_read_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hugging_face_models import build, save
 
     import_model(save(build("deepseek_v3"), tmp_path / "theirs"), tmp_path / "ours")
-    model = models.build(find(str(tmp_path / "ours")), "meta")
+    model = models.build(find_model(str(tmp_path / "ours")), "meta")
     assert isinstance(model, LanguageModel)
-    native_format.start_from(model, tmp_path / "ours")
-    wanted = native_format.tensors_of(tmp_path / "ours")["blocks.1.mlp.gate.bias"].read()
+    native_format.init_from_dir(model, tmp_path / "ours")
+    wanted = native_format.open_native_tensors(tmp_path / "ours")["blocks.1.mlp.gate.bias"].read()
     assert wanted.abs().max() > 0
     assert torch.equal(model.get_buffer("blocks.1.mlp.gate.bias"), wanted)
 
@@ -120,7 +126,7 @@ def test_what_a_run_has_learnt_is_exported_whatever_its_layout_was(pool: Any, tm
     for number, layout in enumerate(("dp=1", "dp=2,zero=3", "tp=2")):
         run = tmp_path / f"run{number}"
         config = Config.load(None, [f"{k}={v}" for k, v in {**asked, "layout": layout, "run": run}.items()])
-        pool.run(train_here, 1 if number == 0 else 2, config, True)
+        pool.run(train_on_rank, 1 if number == 0 else 2, config, True)
         done = CliRunner().invoke(app, ["export", str(run), str(tmp_path / f"out{number}")])
         assert done.exit_code == 0, done.stderr
         assert "logits equal those of transformers" in done.stdout

@@ -10,10 +10,10 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
-FOLDER = Path(".peers")
+PEER_FOLDER = Path(".peers")
 """of unpacked wheels, looked for in the current directory where none is named"""
 
-RECOMPUTE = ("none", "full")
+PEER_RECOMPUTE = ("none", "full")
 """what peers can be told of recomputation"""
 
 
@@ -23,34 +23,40 @@ class Peer:
 
     name: str
     precision: str
-    kind: str
+    device_type: str
     """of device: cuda or cpu"""
     module: str
     """of this package, with a function `prepare`"""
-    needs: tuple[str, ...]
+    packages: tuple[str, ...]
     """packages that must be importable; the first gives its version"""
 
     def missing(self, folder: str) -> list[str]:
         """Packages that can be imported neither from the folder nor from this environment."""
-        return [name for name in self.needs if not _can_import(name, folder)]
+        return [name for name in self.packages if not _can_import(name, folder)]
 
 
 PEERS = (
-    Peer(name="torchtitan", precision="bf16", kind="cuda", module="torchtitan", needs=("torchtitan", "torchdata")),
+    Peer(
+        name="torchtitan",
+        precision="bf16",
+        device_type="cuda",
+        module="torchtitan",
+        packages=("torchtitan", "torchdata"),
+    ),
     Peer(
         name="torchtitan",
         precision="fp8",
-        kind="cuda",
+        device_type="cuda",
         module="torchtitan_float8",
-        needs=("torchtitan", "torchdata", "torchao"),
+        packages=("torchtitan", "torchdata", "torchao"),
     ),
-    Peer(name="transformers", precision="bf16", kind="cuda", module="transformers", needs=("transformers",)),
-    Peer(name="transformers", precision="fp32", kind="cpu", module="transformers", needs=("transformers",)),
+    Peer(name="transformers", precision="bf16", device_type="cuda", module="transformers", packages=("transformers",)),
+    Peer(name="transformers", precision="fp32", device_type="cpu", module="transformers", packages=("transformers",)),
 )
-NAMES = tuple(dict.fromkeys(peer.name for peer in PEERS))
+PEER_NAMES = tuple(dict.fromkeys(peer.name for peer in PEERS))
 
 
-def peer_of(name: str, precision: str) -> Peer:
+def find_peer(name: str, precision: str) -> Peer:
     return next(peer for peer in PEERS if (peer.name, peer.precision) == (name, precision))
 
 

@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from typing import Any
 
 
-class _Anything(type):
+class _StubMeta(type):
     """The class of stand-in classes: their attributes are stand-ins too."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return stand_in(name)
+        return make_stub(name)
 
 
-def stand_in(name: str) -> Any:
+def make_stub(name: str) -> Any:
     def decorated(_self: Any, function: Any = None, *_args: Any, **_options: Any) -> Any:
         return function
 
@@ -30,12 +30,12 @@ def stand_in(name: str) -> Any:
         "__init__": lambda self, *args, **options: None,
         "__class_getitem__": classmethod(lambda cls, item: cls),
         "__call__": decorated,
-        "__getattr__": lambda self, attribute: stand_in(attribute),
+        "__getattr__": lambda self, attribute: make_stub(attribute),
     }
-    return _Anything(name, (), body)
+    return _StubMeta(name, (), body)
 
 
-class _Module(types.ModuleType):
+class _StubModule(types.ModuleType):
     def __init__(self, name: str):
         super().__init__(name)
         self.__path__ = []  # a package: modules below it can be asked for
@@ -43,14 +43,14 @@ class _Module(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        setattr(self, name, stand_in(name))
+        setattr(self, name, make_stub(name))
         return self.__dict__[name]
 
 
-def stand_in_for(names: Sequence[str]) -> None:
+def stub_missing_modules(names: Sequence[str]) -> None:
     """Puts a stand-in in the place of each module that cannot be imported."""
     for name in names:
         try:
             importlib.import_module(name)
         except Exception:  # a package that is there and broken is as good as absent
-            sys.modules[name] = _Module(name)
+            sys.modules[name] = _StubModule(name)

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from echelon.bench.measurement import Request
-from echelon.bench.peers.import_stubs import stand_in_for
-from echelon.bench.step_timing import Step, random_tokens
+from echelon.bench.measurement import Measurement
+from echelon.bench.peers.import_stubs import stub_missing_modules
+from echelon.bench.step_timing import StepFunction, random_tokens
 
 UNUSED = (
     *("datasets", "datasets.distributed", "datasets.iterable_dataset", "tokenizers", "einops", "PIL"),
@@ -31,10 +31,10 @@ BLOCK = 256
 """torchtitan rounds the feed-forward size up to a multiple of this"""
 
 
-def prepare(request: Request, convert: Callable[[Any], None] | None = None) -> Step:
+def prepare(request: Measurement, convert: Callable[[Any], None] | None = None) -> StepFunction:
     """`convert` changes the model on the meta device, before it is compiled and sharded."""
     device = torch.device(request.device)
-    stand_in_for(UNUSED)
+    stub_missing_modules(UNUSED)
     backend = "nccl" if device.type == "cuda" else "gloo"
     alone = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: any that is free
     dist.init_process_group(backend, store=alone, rank=0, world_size=1)
@@ -74,7 +74,7 @@ def _loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(0, 1))
 
 
-def _model(request: Request) -> Any:
+def _model(request: Measurement) -> Any:
     args = importlib.import_module("torchtitan.models.llama3.model.args")
     models = importlib.import_module("torchtitan.models.llama3.model.model")
     ours = request.model

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from echelon.bench.measurement import Request
+from echelon.bench.measurement import Measurement
 from echelon.bench.peers import torchtitan
-from echelon.bench.step_timing import Step
+from echelon.bench.step_timing import StepFunction
 
 
-def prepare(request: Request) -> Step:
+def prepare(request: Measurement) -> StepFunction:
     return torchtitan.prepare(request, convert=_to_float8)
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.bench.measurement import Request
-from echelon.bench.step_timing import Step, random_tokens
+from echelon.bench.measurement import Measurement
+from echelon.bench.step_timing import StepFunction, random_tokens
 
 
-def prepare(request: Request) -> Step:
+def prepare(request: Measurement) -> StepFunction:
     transformers = importlib.import_module("transformers")
     ours = request.model
     config = transformers.LlamaConfig(

@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class StepPart:
     """One category of a step."""
 
     name: str
@@ -20,7 +20,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kernel:
+class KernelTime:
     name: str
     part: str
     calls: float
@@ -45,9 +45,9 @@ class Breakdown:
     """of a step that nobody looked into, the median"""
     copy: float
     """bytes per second of a copy, by which the fewest bytes become seconds"""
-    parts: tuple[Part, ...]
+    parts: tuple[StepPart, ...]
     """of the steps that were looked into; with the idle time they make up the whole"""
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[KernelTime, ...]
     """the longest, by name"""
 
     @property
@@ -60,16 +60,16 @@ class Breakdown:
         return sum(part.floor_s for part in self.parts)
 
 
-def to_json(found: Sequence[Breakdown]) -> dict[str, Any]:
-    return {"profiles": [asdict(one) for one in found]}
+def to_json(breakdowns: Sequence[Breakdown]) -> dict[str, Any]:
+    return {"profiles": [asdict(one) for one in breakdowns]}
 
 
 def from_json(text: str) -> list[Breakdown]:
-    return [made(one) for one in json.loads(text)["profiles"]]
+    return [from_dict(one) for one in json.loads(text)["profiles"]]
 
 
-def made(values: dict[str, Any]) -> Breakdown:
+def from_dict(values: dict[str, Any]) -> Breakdown:
     """From the values of one profile."""
-    parts = tuple(Part(**part) for part in values["parts"])
-    kernels = tuple(Kernel(**kernel) for kernel in values["kernels"])
+    parts = tuple(StepPart(**part) for part in values["parts"])
+    kernels = tuple(KernelTime(**kernel) for kernel in values["kernels"])
     return Breakdown(**{**values, "parts": parts, "kernels": kernels})

@@ -18,7 +18,7 @@ LEFT, BARS = 164, 440
 COLUMNS = {"measured": 704, "floor": 784, "above it": 876}
 """where numbers end"""
 ROW, THICK, THIN = 30, 12, 6
-LETTER = 0.6
+LETTER_WIDTH = 0.6
 """the room of a letter, as a share of the size of the text: the fonts of the reader are unknown"""
 FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
 LIGHT = {"paper": "#ffffff", "ink": "#1c2230", "pale": "#5a6376", "line": "#d5dae3"}
@@ -57,7 +57,7 @@ def _panel(found: Breakdown, y: float) -> tuple[list[str], float]:
     """A profile from `y` on, and where it ends."""
     parts = [_text(MARGIN, y + 28, _title(found), 19, weight=650)]
     y += 28
-    for line in textwrap.wrap(_about(found), int((WIDTH - 2 * MARGIN) / (13 * LETTER))):
+    for line in textwrap.wrap(_subtitle(found), int((WIDTH - 2 * MARGIN) / (13 * LETTER_WIDTH))):
         y += 20
         parts.append(_text(MARGIN, y, line, 13, look="pale"))
     y += 30
@@ -77,7 +77,7 @@ def _panel(found: Breakdown, y: float) -> tuple[list[str], float]:
     return parts, y + ROW + 16
 
 
-def _about(found: Breakdown) -> str:
+def _subtitle(found: Breakdown) -> str:
     words = [f"{found.seq:,} x {found.batch} tokens on {found.device}, torch {found.torch}"]
     if found.recompute != "none":
         words.append(f"recompute={found.recompute}, which the floor does not count")
@@ -94,7 +94,11 @@ def _row(name: str, seconds: float, floor: float, y: float, scale: float, *, wei
         top = middle - (THICK + 1 + THIN) / 2
         yield _bar(LEFT, top, seconds * scale, THICK, "measured")
         yield _bar(LEFT, top + THICK + 1, floor * scale, THIN, "floor")
-    numbers = {"measured": _ms(seconds), "floor": _ms(floor) if floor else "–", "above it": _above(seconds - floor)}
+    numbers = {
+        "measured": _ms(seconds),
+        "floor": _ms(floor) if floor else "–",
+        "above it": _format_excess(seconds - floor),
+    }
     for column, text in numbers.items():
         look = "more" if text.startswith("+") else "ink"
         yield _text(COLUMNS[column], middle + 4.5, text, 13, look=look, anchor="end", weight=weight)
@@ -118,6 +122,6 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.1f}"
 
 
-def _above(seconds: float) -> str:
+def _format_excess(seconds: float) -> str:
     text = f"{seconds * 1e3:+,.1f}"
     return "0.0" if text in ("+0.0", "-0.0") else text.replace("-", "−")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 IDLE, OTHER = "idle", "other"
-PATTERNS = {
+KERNEL_PATTERNS = {
     "attention": r"flash|fmha|sdpa|attention|cudnn",
     "products": r"nvjet|gemm|gemv|xmma|cutlass|cublas|splitk|matmul|scaled_mm",
     "gradient norm": r"lpnorm|norm(two)?ops|(grad|gradients?)_?norm|squares",
@@ -28,13 +28,13 @@ CATEGORIES = (
     *("gradient norm", "optimizer", "casts and copies", OTHER, IDLE),
 )
 """in the order in which they are shown"""
-_TRIED = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in PATTERNS.items()}
+_COMPILED_PATTERNS = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in KERNEL_PATTERNS.items()}
 
 
-def category(kernel: str) -> str:
+def kernel_category(kernel: str) -> str:
     """The part of a step that the kernel belongs to.
 
     >>> category("nvjet_tst_192x192_64x4_2x1_v_bz_coopA_NNT"), category("_swiglu_backward")
     ('products', 'activation')
     """
-    return next((name for name, pattern in _TRIED.items() if pattern.search(kernel)), OTHER)
+    return next((name for name, pattern in _COMPILED_PATTERNS.items() if pattern.search(kernel)), OTHER)

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-ON_THE_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 """what the profiler calls events that take time on a GPU"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class KernelSpan:
     """One run of a kernel."""
 
     name: str
@@ -26,7 +26,7 @@ class Span:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shares:
+class TraceShares:
     """What a trace is made of."""
 
     seconds: dict[str, float]
@@ -35,21 +35,21 @@ class Shares:
     idle: float
 
 
-def spans(trace: Mapping[str, Any]) -> list[Span]:
+def kernel_spans(trace: Mapping[str, Any]) -> list[KernelSpan]:
     """What ran on the device, from the file that `export_chrome_trace` writes, whose times are microseconds."""
     return [
-        Span(name=event["name"], start=event["ts"] / 1e6, end=(event["ts"] + event["dur"]) / 1e6)
+        KernelSpan(name=event["name"], start=event["ts"] / 1e6, end=(event["ts"] + event["dur"]) / 1e6)
         for event in trace["traceEvents"]
-        if event.get("cat") in ON_THE_DEVICE
+        if event.get("cat") in DEVICE_CATEGORIES
     ]
 
 
-def shares(found: Sequence[Span]) -> Shares:
+def share_time(spans: Sequence[KernelSpan]) -> TraceShares:
     """The time from the first start to the last end, divided among what ran."""
     seconds: defaultdict[str, float] = defaultdict(float)
     running: Counter[str] = Counter()
     idle, last = 0.0, 0.0
-    for when, change, name in _changes(found):
+    for when, change, name in _events(spans):
         passed, busy = when - last, running.total()
         if busy:
             for other, count in running.items():
@@ -60,10 +60,10 @@ def shares(found: Sequence[Span]) -> Shares:
         if not running[name]:
             del running[name]
         last = when
-    return Shares(seconds=dict(seconds), calls=dict(Counter(span.name for span in found)), idle=idle)
+    return TraceShares(seconds=dict(seconds), calls=dict(Counter(span.name for span in spans)), idle=idle)
 
 
-def _changes(found: Iterable[Span]) -> list[tuple[float, int, str]]:
+def _events(spans: Iterable[KernelSpan]) -> list[tuple[float, int, str]]:
     """(when, one more or one fewer, of what), in order; ends before starts of the same moment."""
-    both = [((span.start, 1, span.name), (span.end, -1, span.name)) for span in found if span.end > span.start]
+    both = [((span.start, 1, span.name), (span.end, -1, span.name)) for span in spans if span.end > span.start]
     return sorted(change for pair in both for change in pair)

@@ -6,12 +6,12 @@ its own, and nothing twice.
 
 from __future__ import annotations
 
-from echelon.bench.measurement import Request
+from echelon.bench.measurement import Measurement
 
-STATE = {"float32": 4, "bfloat16": 2}
+STATE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def least_bytes(request: Request) -> dict[str, float]:
+def min_bytes(request: Measurement) -> dict[str, float]:
     """Bytes of one step, by category."""
     model, tokens = request.model, request.tokens
     width, ffn, layers = model.width, model.ffn, model.layers
@@ -33,12 +33,12 @@ def least_bytes(request: Request) -> dict[str, float]:
         "gradient norm": 0.0,
         # master weights and two means are read and written, the gradient is read. The weights that products read are
         # the upper halves of the master weights.
-        "optimizer": model.parameters * (2 * 4 + 2 * 2 * STATE[request.states] + element),
-        "casts and copies": _narrowed(request),
+        "optimizer": model.parameters * (2 * 4 + 2 * 2 * STATE_BYTES[request.states] + element),
+        "casts and copies": _fp8_cast_bytes(request),
     }
 
 
-def _narrowed(request: Request) -> float:
+def _fp8_cast_bytes(request: Measurement) -> float:
     """Bytes that become 8 bits: the inputs of a layer's products three times over, read in 16 bits and written in 8."""
     if not request.precision.startswith("fp8"):
         return 0.0

@@ -14,43 +14,43 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from echelon.bench import echelon_step
-from echelon.bench.measurement import Request
+from echelon.bench.measurement import Measurement
 from echelon.bench.profile import kernel_classes
-from echelon.bench.profile.breakdown import Breakdown, Kernel, Part
-from echelon.bench.profile.kernel_trace import Shares, shares, spans
-from echelon.bench.profile.roofline import Floor, floor
-from echelon.bench.step_timing import Step, timed, wait
-from echelon.bench.subprocess_bench import Found, answer
+from echelon.bench.profile.breakdown import Breakdown, KernelTime, StepPart
+from echelon.bench.profile.kernel_trace import TraceShares, kernel_spans, share_time
+from echelon.bench.profile.roofline import Roofline, measure_roofline
+from echelon.bench.step_timing import StepFunction, synchronize, time_steps
+from echelon.bench.subprocess_bench import BenchResult, subprocess_main
 
 STEPS = 3
 """steps in the trace"""
-LONGEST = 60
+MAX_KERNELS = 60
 """kernels that are listed by name"""
-LETTERS = 160
+MAX_NAME_LENGTH = 160
 """of a kernel's name; templates have thousands"""
 
 
-def profiled(request: Request, begun: float) -> Found:
+def profile_step(request: Measurement, process_start: float) -> BenchResult:
     step = echelon_step.prepare(request)
-    timing = timed(step, request, begun=begun)
-    ran = spans(traced(step, torch.device(request.device)))
+    timing = time_steps(step, request, process_start=process_start)
+    ran = kernel_spans(trace_steps(step, torch.device(request.device)))
     if not ran:
         raise RuntimeError("the profiler saw no kernel; is another profiler at work on this device?")
-    found = shares(ran)
+    found = share_time(ran)
     del step  # the floor's matrices need its memory
     gc.collect()
     if request.device == "cuda":
         torch.cuda.empty_cache()
-    return asdict(breakdown(request, timing.step_s, found, floor(request), steps=STEPS))
+    return asdict(make_breakdown(request, timing.step_s, found, measure_roofline(request), steps=STEPS))
 
 
-def traced(step: Step, device: torch.device) -> Mapping[str, Any]:
+def trace_steps(step: StepFunction, device: torch.device) -> Mapping[str, Any]:
     """What the profiler saw of some steps."""
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity]) as profile:
         for _ in range(STEPS):
             step()
-        wait(device)
+        synchronize(device)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
@@ -58,21 +58,23 @@ def traced(step: Step, device: torch.device) -> Mapping[str, Any]:
     return found
 
 
-def breakdown(request: Request, step_s: float, found: Shares, least: Floor, *, steps: int) -> Breakdown:
+def make_breakdown(
+    request: Measurement, step_s: float, shares: TraceShares, roofline: Roofline, *, steps: int
+) -> Breakdown:
     """`found` is of so many steps."""
     kernels = [
-        Kernel(
-            name=name[:LETTERS],
-            part=kernel_classes.category(name),
-            calls=found.calls[name] / steps,
+        KernelTime(
+            name=name[:MAX_NAME_LENGTH],
+            part=kernel_classes.kernel_category(name),
+            calls=shares.calls[name] / steps,
             seconds=seconds / steps,
         )
-        for name, seconds in sorted(found.seconds.items(), key=lambda item: -item[1])
+        for name, seconds in sorted(shares.seconds.items(), key=lambda item: -item[1])
     ]
     measured = dict.fromkeys(kernel_classes.CATEGORIES, 0.0)
     for kernel in kernels:
         measured[kernel.part] += kernel.seconds
-    measured[kernel_classes.IDLE] = found.idle / steps
+    measured[kernel_classes.IDLE] = shares.idle / steps
     return Breakdown(
         shape=request.shape,
         seq=request.seq_len,
@@ -83,13 +85,14 @@ def breakdown(request: Request, step_s: float, found: Shares, least: Floor, *, s
         device=torch.cuda.get_device_name() if request.device == "cuda" else "this machine's processor",
         torch=torch.__version__,
         step_s=step_s,
-        copy=least.copy,
+        copy=roofline.copy_bandwidth,
         parts=tuple(
-            Part(name=name, seconds=seconds, floor_s=least.seconds.get(name, 0.0)) for name, seconds in measured.items()
+            StepPart(name=name, seconds=seconds, floor_s=roofline.seconds.get(name, 0.0))
+            for name, seconds in measured.items()
         ),
-        kernels=tuple(kernels[:LONGEST]),
+        kernels=tuple(kernels[:MAX_KERNELS]),
     )
 
 
 if __name__ == "__main__":
-    answer(profiled)
+    subprocess_main(profile_step)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from echelon.planning.calibrate.calibration import calibrated
-from echelon.planning.calibrate.constants import FITTED
+from echelon.planning.calibrate.calibration import calibrate
+from echelon.planning.calibrate.constants import FITTED_CONSTANTS
 from echelon.planning.cluster.cluster import Cluster
-from echelon.planning.cluster.device_bench import Row, shown
-from echelon.planning.cluster.link_time import measured_link
+from echelon.planning.cluster.device_bench import DeviceMeasurement, format_size
+from echelon.planning.cluster.link_time import fit_link
 
 
 def heading(cluster: Cluster) -> str:
@@ -19,10 +19,10 @@ def heading(cluster: Cluster) -> str:
     return f"[bold]{cluster.devices} x {device.name}[/bold]: {stated} each\n"
 
 
-def table(rows: Sequence[Row], cluster: Cluster) -> Table:
+def device_table(rows: Sequence[DeviceMeasurement], cluster: Cluster) -> Table:
     device = cluster.device
     most = {"matmul": device.peak("bf16"), "attention": device.peak("bf16"), "memory": device.bandwidth}
-    most |= {"host": device.host.bandwidth}
+    most |= {"host": device.host_link.bandwidth}
     found = Table("", "size", "time", "rate", "of the most", box=None, header_style="bold", padding=(0, 2, 0, 0))
     for column in found.columns[1:]:
         column.justify = "right"
@@ -30,32 +30,32 @@ def table(rows: Sequence[Row], cluster: Cluster) -> Table:
     for row in rows:
         name = row.what.replace("_", "-") if row.what != last else ""
         last = row.what
-        share = row.rate / most.get(row.what, cluster.inside.bandwidth)
-        size = shown(row.size) + (f" {row.note}" if row.note else "")
-        found.add_row(f"[cyan]{name}[/cyan]", size, _time(row.seconds), _rate(row), f"{share:.0%}")
+        share = row.rate / most.get(row.what, cluster.intra_node.bandwidth)
+        size = format_size(row.size) + (f" {row.note}" if row.note else "")
+        found.add_row(f"[cyan]{name}[/cyan]", size, _format_time(row.seconds), _format_rate(row), f"{share:.0%}")
     return found
 
 
-def learned(cluster: Cluster) -> list[str]:
+def calibration_lines(cluster: Cluster) -> list[str]:
     """What plans will use in the place of what was fitted to published runs."""
-    found = calibrated(cluster)
+    found = calibrate(cluster)
     names = {
         cluster.device.generation: "share of the peak that large products reach",
         "edge": "elements that partly filled tiles add to each side of a product",
         "best_attention": "share of the peak that attention reaches",
         "streaming": "share of the memory's bandwidth that operators reach",
     }
-    changed = {name: (getattr(FITTED, name), getattr(found, name)) for name in names}
+    changed = {name: (getattr(FITTED_CONSTANTS, name), getattr(found, name)) for name in names}
     lines = [f"  {names[name]}: {new:.3g} (was {old:.3g})" for name, (old, new) in changed.items() if old != new]
-    if cluster.curves and (link := measured_link(cluster.curves, cluster.per_node)):
-        lines.append(f"  between devices: {link.bandwidth / 1e9:.3g} GB/s after {_time(link.latency)}")
+    if cluster.curves and (link := fit_link(cluster.curves, cluster.per_node)):
+        lines.append(f"  between devices: {link.bandwidth / 1e9:.3g} GB/s after {_format_time(link.latency)}")
     return ["", "Plans for this machine use", *lines]
 
 
-def _time(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
 
 
-def _rate(row: Row) -> str:
+def _format_rate(row: DeviceMeasurement) -> str:
     giga, unit = row.rate / 1e9, row.unit
     return f"{giga / 1e3:.3g} T{unit}" if giga >= 1e3 else f"{giga:.3g} G{unit}"

@@ -6,21 +6,21 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
-from echelon.bench.bench_rows import Row
-from echelon.training.logging.metrics import Peak
+from echelon.bench.bench_rows import BenchRow
+from echelon.training.logging.metrics import PeakFlops
 
-TEXT = ("shape", "tokens", "type", "who")
-NUMBERS = ("step", "tokens/s", "MFU", "HFU", "GiB", "first", "ratio")
-AGAIN = " *"
+TEXT_COLUMNS = ("shape", "tokens", "type", "who")
+NUMBER_COLUMNS = ("step", "tokens/s", "MFU", "HFU", "GiB", "first", "ratio")
+RECOMPUTE_MARK = " *"
 """marks who computes layers again"""
-WIDE = 96
+WIDE_TERMINAL = 96
 """columns of a terminal that has room for wider gaps"""
 
 
-def table(rows: Sequence[Row], *, width: int) -> Table:
-    found = Table(box=None, header_style="bold", padding=(0, 2 if width >= WIDE else 1, 0, 0), pad_edge=False)
-    for name in (*TEXT, *NUMBERS):
-        found.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=True)
+def step_table(rows: Sequence[BenchRow], *, width: int) -> Table:
+    found = Table(box=None, header_style="bold", padding=(0, 2 if width >= WIDE_TERMINAL else 1, 0, 0), pad_edge=False)
+    for name in (*TEXT_COLUMNS, *NUMBER_COLUMNS):
+        found.add_column(name, justify="right" if name in NUMBER_COLUMNS else "left", no_wrap=True)
     last = ""
     for row in rows:
         if last and row.shape != last:
@@ -30,11 +30,11 @@ def table(rows: Sequence[Row], *, width: int) -> Table:
     return found
 
 
-def _cells(row: Row) -> list[str]:
-    who = row.who + (AGAIN if row.recompute != "none" else "")
+def _cells(row: BenchRow) -> list[str]:
+    who = row.who + (RECOMPUTE_MARK if row.recompute != "none" else "")
     first = [row.shape, f"{row.seq}x{row.batch}", row.precision, who]
     if row.step_s is None or row.tokens_per_s is None:
-        return [*first, "[red]failed[/red]", *[""] * (len(NUMBERS) - 1)]
+        return [*first, "[red]failed[/red]", *[""] * (len(NUMBER_COLUMNS) - 1)]
     return [
         *first,
         f"{row.step_s * 1e3:.1f} ms",
@@ -47,16 +47,16 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def remarks(rows: Sequence[Row], left_out: Mapping[str, str], peak: Peak) -> list[str]:
+def remarks(rows: Sequence[BenchRow], left_out: Mapping[str, str], peak: PeakFlops) -> list[str]:
     """Below the table: what its words mean, what failed, what was left out, which versions."""
     too = ", in 8 bits too" if any(row.precision.startswith("fp8") for row in rows) else ""
-    found = [f"MFU, HFU: shares of {peak.flops / 1e12:.4g} TFLOP/s ({peak.why}){too}"]
+    found = [f"MFU, HFU: shares of {peak.flops / 1e12:.4g} TFLOP/s ({peak.source}){too}"]
     found.append("first: from the start of the process to the end of its first step")
     if best := sorted({row.peer for row in rows if row.peer}):
         found.append(f"ratio: our tokens per second over the fastest peer's ({', '.join(best)})")
     again = {(f"recompute={row.recompute}", row.who) for row in rows if row.recompute != "none"}
     if again:
-        found.append(f"{AGAIN.strip()}: {', '.join(f'{who} with {word}' for word, who in sorted(again))}")
+        found.append(f"{RECOMPUTE_MARK.strip()}: {', '.join(f'{who} with {word}' for word, who in sorted(again))}")
     for word in sorted({row.states for row in rows} - {"float32"}):
         found.append(f"echelon's optimizer states are in {word}")
     found += [f"failed: {row.shape}, {row.precision}, {row.who}: {row.failed}" for row in rows if row.failed]

@@ -12,14 +12,21 @@ import torch
 
 from echelon import models
 from echelon.checkpoint.hf import native_format, safetensors_reader, safetensors_writer
-from echelon.checkpoint.hf.convert_tensors import Announce, Given, Source, to_ours, to_theirs, type_of
-from echelon.checkpoint.hf.logit_check import Check, check, room
-from echelon.checkpoint.hf.safetensors_writer import LARGEST, Spec, appearing
-from echelon.layout.validation_error import Fault, FaultError, did_you_mean
+from echelon.checkpoint.hf.convert_tensors import (
+    InMemoryTensor,
+    ReportBytes,
+    TensorSource,
+    hf_to_native,
+    native_to_hf,
+    stored_dtype,
+)
+from echelon.checkpoint.hf.logit_check import LogitCheck, check_logits, require_memory
+from echelon.checkpoint.hf.safetensors_writer import MAX_SHARD_BYTES, SafetensorSpec, atomic_directory
+from echelon.layout.validation_error import ValidationError, ValidationIssue, did_you_mean
 from echelon.models.hf import hf_config_reader
-from echelon.models.hf.hf_config_writer import config_json
+from echelon.models.hf.hf_config_writer import hf_config
 from echelon.models.model_config import SIZES
-from echelon.models.model_dir import FILE, Saved, is_saved
+from echelon.models.model_dir import MODEL_FILE, SavedModel, is_model_dir
 
 DTYPES = {
     "float64": torch.float64,
@@ -27,41 +34,41 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-KEEP = "keep"
+KEEP_DTYPE = "keep"
 
-Ours = tuple[Saved, Mapping[str, Source]]
+NativeModel = tuple[SavedModel, Mapping[str, TensorSource]]
 """a model of ours: what it is, and its parameters and lasting buffers by name"""
-Progress = Callable[[int], AbstractContextManager[Announce]]
+Progress = Callable[[int], AbstractContextManager[ReportBytes]]
 """from the bytes of all to what is told those of each"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Carried:
+class ConversionResult:
     """What was written."""
 
     directory: Path
-    saved: Saved
+    model: SavedModel
     files: tuple[str, ...]
     tensors: int
-    bytes: int
+    num_bytes: int
     dtype: str
-    checked: Check | None
+    check: LogitCheck | None
 
-    def facts(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, object]:
         return {
             "directory": str(self.directory),
-            "model_type": self.saved.model_type,
-            "parameters": self.saved.config.parameters,
+            "model_type": self.model.model_type,
+            "parameters": self.model.config.parameters,
             "tensors": self.tensors,
-            "bytes": self.bytes,
+            "bytes": self.num_bytes,
             "dtype": self.dtype,
             "files": list(self.files),
-            "checked": self.checked.against if self.checked else None,
-            "error": self.checked.error if self.checked else None,
+            "checked": self.check.against if self.check else None,
+            "error": self.check.error if self.check else None,
         }
 
 
-def _silent(_total: int) -> AbstractContextManager[Announce]:
+def _no_progress(_total: int) -> AbstractContextManager[ReportBytes]:
     return nullcontext(lambda _bytes: None)
 
 
@@ -69,53 +76,57 @@ def import_model(
     source: Path,
     target: Path,
     *,
-    dtype: str = KEEP,
-    largest: int = LARGEST,
+    dtype: str = KEEP_DTYPE,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     with_check: bool = False,
-    progress: Progress = _silent,
-) -> Carried:
+    progress: Progress = _no_progress,
+) -> ConversionResult:
     """From a directory of Hugging Face's to one of ours."""
-    wanted = _dtype(dtype)
-    saved = hf_config_reader.read(source)
+    wanted = _parse_dtype(dtype)
+    saved = hf_config_reader.read_hf_config(source)
     if with_check:
-        room(saved.config)
-    found = to_ours(safetensors_reader.tensors_of(source), saved.config, wanted)
+        require_memory(saved.config)
+    found = hf_to_native(safetensors_reader.open_safetensors(source), saved.config, wanted)
     specs = found.specs
-    with appearing(target) as folder:
-        with progress(sum(spec.bytes for spec in specs)) as announce:
-            names = native_format.write(folder, saved, specs, found.values(announce), largest)
-        checked = check(saved.config, native_format.tensors_of(folder), source, rounded=wanted) if with_check else None
-    return _carried(target, saved, names, specs, checked)
+    with atomic_directory(target) as folder:
+        with progress(sum(spec.num_bytes for spec in specs)) as announce:
+            names = native_format.write_native_model(folder, saved, specs, found.convert(announce), max_shard_bytes)
+        checked = (
+            check_logits(saved.config, native_format.open_native_tensors(folder), source, cast_to=wanted)
+            if with_check
+            else None
+        )
+    return _make_result(target, saved, names, specs, checked)
 
 
 def export_model(
-    source: str | Ours,
+    source: str | NativeModel,
     target: Path,
     *,
-    dtype: str = KEEP,
-    largest: int = LARGEST,
+    dtype: str = KEEP_DTYPE,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     seed: int = 0,
-    progress: Progress = _silent,
-) -> Carried:
+    progress: Progress = _no_progress,
+) -> ConversionResult:
     """From a directory of ours, or a named size with its first values, to one of Hugging Face's that was checked."""
-    wanted = _dtype(dtype)
-    saved, tensors = _ours(source, seed) if isinstance(source, str) else source
-    room(saved.config)
-    found = to_theirs(tensors, saved.config, wanted)
+    wanted = _parse_dtype(dtype)
+    saved, tensors = _load_native(source, seed) if isinstance(source, str) else source
+    require_memory(saved.config)
+    found = native_to_hf(tensors, saved.config, wanted)
     specs = found.specs
-    config = config_json(saved, _word(specs))
-    with appearing(target) as folder:
-        with progress(sum(spec.bytes for spec in specs)) as announce:
-            names = safetensors_writer.write(folder, specs, found.values(announce), largest)
-        (folder / hf_config_reader.FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        checked = check(saved.config, _rounded(tensors, wanted), folder)
-    kept = Saved(config=saved.config, model_type=str(config["model_type"]))
-    return _carried(target, kept, [hf_config_reader.FILE, *names], specs, checked)
+    config = hf_config(saved, _main_dtype(specs))
+    with atomic_directory(target) as folder:
+        with progress(sum(spec.num_bytes for spec in specs)) as announce:
+            names = safetensors_writer.write_safetensors(folder, specs, found.convert(announce), max_shard_bytes)
+        (folder / hf_config_reader.CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        checked = check_logits(saved.config, _cast_sources(tensors, wanted), folder)
+    kept = SavedModel(config=saved.config, model_type=str(config["model_type"]))
+    return _make_result(target, kept, [hf_config_reader.CONFIG_FILE, *names], specs, checked)
 
 
 @dataclass(frozen=True)
-class _Rounded:
-    source: Source
+class _CastSource:
+    source: TensorSource
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -123,45 +134,53 @@ class _Rounded:
         return self.source.read().to(self.dtype)
 
 
-def _rounded(tensors: Mapping[str, Source], dtype: torch.dtype | None) -> Mapping[str, Source]:
+def _cast_sources(tensors: Mapping[str, TensorSource], dtype: torch.dtype | None) -> Mapping[str, TensorSource]:
     """Ours as they are in what was written."""
     if dtype is None:
         return tensors
-    return {name: _Rounded(x, tuple(x.shape), type_of(name, x.dtype, dtype)) for name, x in tensors.items()}
+    return {name: _CastSource(x, tuple(x.shape), stored_dtype(name, x.dtype, dtype)) for name, x in tensors.items()}
 
 
-def _ours(source: str, seed: int) -> Ours:
-    if is_saved(source):
-        return native_format.config_of(Path(source)), native_format.tensors_of(Path(source))
+def _load_native(source: str, seed: int) -> NativeModel:
+    if is_model_dir(source):
+        return native_format.read_native_model(Path(source)), native_format.open_native_tensors(Path(source))
     if source in SIZES:
-        room(SIZES[source])
+        require_memory(SIZES[source])
         model = models.build(SIZES[source], seed=seed)
-        return Saved(config=SIZES[source]), {name: Given(tensor) for name, tensor in model.state_dict().items()}
-    rule = f"is neither a run, a checkpoint, a directory with {FILE} nor the name of a model size"
+        return SavedModel(config=SIZES[source]), {
+            name: InMemoryTensor(tensor) for name, tensor in model.state_dict().items()
+        }
+    rule = f"is neither a run, a checkpoint, a directory with {MODEL_FILE} nor the name of a model size"
     legal = f"the directory of a run, one that `echelon import` made, or {', '.join(SIZES)}"
-    raise FaultError([Fault(key="source", value=source, rule=rule, legal=legal, hint=did_you_mean(source, SIZES))])
+    raise ValidationError(
+        [ValidationIssue(key="source", value=source, message=rule, legal=legal, hint=did_you_mean(source, SIZES))]
+    )
 
 
-def _dtype(word: str) -> torch.dtype | None:
-    if word != KEEP and word not in DTYPES:
-        rule, legal = "is not a type of weights", ", ".join((KEEP, *DTYPES))
-        raise FaultError([Fault(key="dtype", value=word, rule=rule, legal=legal, hint=did_you_mean(word, DTYPES))])
+def _parse_dtype(word: str) -> torch.dtype | None:
+    if word != KEEP_DTYPE and word not in DTYPES:
+        rule, legal = "is not a type of weights", ", ".join((KEEP_DTYPE, *DTYPES))
+        raise ValidationError(
+            [ValidationIssue(key="dtype", value=word, message=rule, legal=legal, hint=did_you_mean(word, DTYPES))]
+        )
     return DTYPES.get(word)
 
 
-def _word(specs: list[Spec]) -> str:
+def _main_dtype(specs: list[SafetensorSpec]) -> str:
     """The type of most bytes."""
-    held = {word: sum(spec.bytes for spec in specs if spec.dtype == dtype) for word, dtype in DTYPES.items()}
+    held = {word: sum(spec.num_bytes for spec in specs if spec.dtype == dtype) for word, dtype in DTYPES.items()}
     return max(held, key=lambda word: held[word])
 
 
-def _carried(target: Path, saved: Saved, names: list[str], specs: list[Spec], checked: Check | None) -> Carried:
-    return Carried(
+def _make_result(
+    target: Path, saved: SavedModel, names: list[str], specs: list[SafetensorSpec], checked: LogitCheck | None
+) -> ConversionResult:
+    return ConversionResult(
         directory=target,
-        saved=saved,
+        model=saved,
         files=tuple(names),
         tensors=len(specs),
-        bytes=sum(spec.bytes for spec in specs),
-        dtype=_word(specs),
-        checked=checked,
+        num_bytes=sum(spec.num_bytes for spec in specs),
+        dtype=_main_dtype(specs),
+        check=checked,
     )

@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 from echelon import models
-from echelon.checkpoint.hf.safetensors_reader import listed
-from echelon.checkpoint.hf.safetensors_writer import Spec
+from echelon.checkpoint.hf.safetensors_reader import format_names
+from echelon.checkpoint.hf.safetensors_writer import SafetensorSpec
 from echelon.models.hf import param_names
-from echelon.models.hf.param_names import Change, Pair
+from echelon.models.hf.param_names import ParamMapping, TensorTransform
 from echelon.models.model_config import ModelConfig
 
-Announce = Callable[[int], None]
+ReportBytes = Callable[[int], None]
 """told the bytes of what was converted"""
 
-WIDE = (".gate.bias", ".gate.e_score_correction_bias")
+FP32_SUFFIXES = (".gate.bias", ".gate.e_score_correction_bias")
 """of at least float32, whatever the model's type is: a step changes them by less than a shorter type holds"""
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """A tensor that can be read."""
 
     @property
@@ -35,7 +35,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Given:
+class InMemoryTensor:
     """A tensor in memory, as one that can be read."""
 
     tensor: Tensor
@@ -53,66 +53,73 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Line:
+class ConversionStep:
     """A line of the table, in one direction, with what it makes."""
 
     sources: tuple[str, ...]
-    change: Change
-    made: tuple[Spec, ...]
+    transform: TensorTransform
+    outputs: tuple[SafetensorSpec, ...]
 
 
 @dataclass(frozen=True)
 class Conversion:
-    tensors: Mapping[str, Source]
-    lines: Sequence[Line]
+    tensors: Mapping[str, TensorSource]
+    steps: Sequence[ConversionStep]
 
     @property
-    def specs(self) -> list[Spec]:
-        return [spec for line in self.lines for spec in line.made]
+    def specs(self) -> list[SafetensorSpec]:
+        return [spec for line in self.steps for spec in line.outputs]
 
-    def values(self, announce: Announce = lambda _bytes: None) -> Iterator[tuple[str, Tensor]]:
+    def convert(self, report: ReportBytes = lambda _bytes: None) -> Iterator[tuple[str, Tensor]]:
         """In the order of the specs."""
-        for line in self.lines:
-            found = line.change([self.tensors[name].read() for name in line.sources])
-            for spec, tensor in zip(line.made, found, strict=True):
+        for line in self.steps:
+            found = line.transform([self.tensors[name].read() for name in line.sources])
+            for spec, tensor in zip(line.outputs, found, strict=True):
                 yield spec.name, tensor.to(spec.dtype)
-                announce(spec.bytes)
+                report(spec.num_bytes)
 
 
-def to_ours(tensors: Mapping[str, Source], config: ModelConfig, dtype: torch.dtype | None = None) -> Conversion:
+def hf_to_native(
+    tensors: Mapping[str, TensorSource], config: ModelConfig, dtype: torch.dtype | None = None
+) -> Conversion:
     """Strict: every name of theirs, and no other, in the shape that the config says. None keeps the types."""
-    prefix = param_names.prefix(tensors, config)
+    prefix = param_names.missing_prefix(tensors, config)
     tensors = {prefix + name: tensor for name, tensor in tensors.items()}
     lines = [
-        (pair.theirs, theirs, pair.ours, ours, pair.back)
-        for pair, ours, theirs in _shaped(config, stacked=param_names.is_stacked(tensors))
+        (pair.hf, theirs, pair.native, ours, pair.from_hf)
+        for pair, ours, theirs in _mappings_with_shapes(config, stacked=param_names.has_stacked_experts(tensors))
     ]
-    return _conversion(tensors, lines, param_names.beside(tensors, config), dtype, config)
+    return _build_conversion(tensors, lines, param_names.ignored_names(tensors, config), dtype, config)
 
 
-def to_theirs(tensors: Mapping[str, Source], config: ModelConfig, dtype: torch.dtype | None = None) -> Conversion:
+def native_to_hf(
+    tensors: Mapping[str, TensorSource], config: ModelConfig, dtype: torch.dtype | None = None
+) -> Conversion:
     """As published files have them."""
-    lines = [(pair.ours, ours, pair.theirs, theirs, pair.out) for pair, ours, theirs in _shaped(config, stacked=False)]
-    return _conversion(tensors, lines, {"head.weight"} if config.tied else set(), dtype, config)
+    lines = [
+        (pair.native, ours, pair.hf, theirs, pair.to_hf)
+        for pair, ours, theirs in _mappings_with_shapes(config, stacked=False)
+    ]
+    return _build_conversion(tensors, lines, {"head.weight"} if config.tied else set(), dtype, config)
 
 
-def _shaped(
+def _mappings_with_shapes(
     config: ModelConfig, *, stacked: bool
-) -> Iterator[tuple[Pair, list[tuple[int, ...]], list[tuple[int, ...]]]]:
+) -> Iterator[tuple[ParamMapping, list[tuple[int, ...]], list[tuple[int, ...]]]]:
     """Every line with the shapes of both sides, found on the meta device."""
     ours = models.build(config, "meta").state_dict()
-    for pair in param_names.pairs(config, stacked=stacked):
-        given = [ours[name] for name in pair.ours]
-        yield pair, [tuple(x.shape) for x in given], [tuple(x.shape) for x in pair.out(given)]
+    for pair in param_names.param_mappings(config, stacked=stacked):
+        given = [ours[name] for name in pair.native]
+        yield pair, [tuple(x.shape) for x in given], [tuple(x.shape) for x in pair.to_hf(given)]
 
 
 Shapes = Sequence[tuple[int, ...]]
 
 
-def _conversion(
-    tensors: Mapping[str, Source],
-    lines: Sequence[tuple[tuple[str, ...], Shapes, tuple[str, ...], Shapes, Change]],
-    beside: set[str],
+def _build_conversion(
+    tensors: Mapping[str, TensorSource],
+    lines: Sequence[tuple[tuple[str, ...], Shapes, tuple[str, ...], Shapes, TensorTransform]],
+    ignored: set[str],
     dtype: torch.dtype | None,
     config: ModelConfig,
 ) -> Conversion:
@@ -123,10 +130,10 @@ def _conversion(
         if name in tensors and tuple(tensors[name].shape) != shape
     ]
     said = [
-        f"{what}: {listed(found)}"
+        f"{what}: {format_names(found)}"
         for what, found in (
             ("missing", sorted(wanted.keys() - tensors.keys())),
-            ("not known", sorted(tensors.keys() - wanted.keys() - beside)),
+            ("not known", sorted(tensors.keys() - wanted.keys() - ignored)),
             ("of another shape", wrong),
         )
         if found
@@ -139,12 +146,15 @@ def _conversion(
     made = []
     for sources, _, targets, shapes, change in lines:
         own = reduce(torch.promote_types, (tensors[name].dtype for name in sources))
-        specs = [Spec(name, shape, type_of(name, own, dtype)) for name, shape in zip(targets, shapes, strict=True)]
-        made.append(Line(sources, change, tuple(specs)))
+        specs = [
+            SafetensorSpec(name, shape, stored_dtype(name, own, dtype))
+            for name, shape in zip(targets, shapes, strict=True)
+        ]
+        made.append(ConversionStep(sources, change, tuple(specs)))
     return Conversion(tensors, made)
 
 
-def type_of(name: str, own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+def stored_dtype(name: str, current: torch.dtype, requested: torch.dtype | None) -> torch.dtype:
     """Of a tensor with this name, where another type may be asked for."""
-    found = own if asked is None else asked
-    return torch.promote_types(found, torch.float32) if name.endswith(WIDE) else found
+    found = current if requested is None else requested
+    return torch.promote_types(found, torch.float32) if name.endswith(FP32_SUFFIXES) else found

@@ -13,29 +13,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echelon.checkpoint.hf import safetensors_reader, safetensors_writer
-from echelon.checkpoint.hf.safetensors_reader import Lazy, listed
-from echelon.models.model_dir import FILE, Saved, read
+from echelon.checkpoint.hf.safetensors_reader import LazyTensor, format_names
+from echelon.models.model_dir import MODEL_FILE, SavedModel, read_model_dir
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from echelon.checkpoint.hf.safetensors_writer import Spec
+    from echelon.checkpoint.hf.safetensors_writer import SafetensorSpec
     from echelon.models.language_model import LanguageModel
 
 
-def config_of(folder: Path) -> Saved:
+def read_native_model(folder: Path) -> SavedModel:
     """What the directory holds. Raises ValueError where it is not one of ours."""
-    return read(folder)
+    return read_model_dir(folder)
 
 
-def tensors_of(folder: Path) -> Mapping[str, Lazy]:
+def open_native_tensors(folder: Path) -> Mapping[str, LazyTensor]:
     """Parameters, and buffers that are kept, by name. A tied head is not among them: it is the embedding."""
-    return safetensors_reader.tensors_of(folder)
+    return safetensors_reader.open_safetensors(folder)
 
 
-def start_from(model: LanguageModel, folder: Path) -> None:
+def init_from_dir(model: LanguageModel, folder: Path) -> None:
     """Makes a model on the meta device read its first values from a directory, slice by slice, when they are wanted."""
-    found = tensors_of(folder)
+    found = open_native_tensors(folder)
     state = {name: tuple(x.shape) for name, x in model.state_dict().items()}
     if model.config.tied:
         state.pop("head.weight")
@@ -44,7 +44,7 @@ def start_from(model: LanguageModel, folder: Path) -> None:
     )
     if wrong:
         raise ValueError(
-            f"the model's parameters are not those of its directory ({folder}: {listed(wrong)}); "
+            f"the model's parameters are not those of its directory ({folder}: {format_names(wrong)}); "
             "leave out what changes the model (tied, gate), or import it again"
         )
     model.stored = found
@@ -54,10 +54,14 @@ def start_from(model: LanguageModel, folder: Path) -> None:
                 setattr(module, name, found[f"{path}.{name}"].read())
 
 
-def write(
-    folder: Path, saved: Saved, specs: Sequence[Spec], values: Iterable[tuple[str, Tensor]], largest: int
+def write_native_model(
+    folder: Path,
+    model: SavedModel,
+    specs: Sequence[SafetensorSpec],
+    values: Iterable[tuple[str, Tensor]],
+    max_shard_bytes: int,
 ) -> list[str]:
     """Into a directory that is there. Gives the names of the files."""
-    names = safetensors_writer.write(folder, specs, values, largest)
-    (folder / FILE).write_text(json.dumps(asdict(saved), indent=2) + "\n", encoding="utf-8")
-    return [FILE, *names]
+    names = safetensors_writer.write_safetensors(folder, specs, values, max_shard_bytes)
+    (folder / MODEL_FILE).write_text(json.dumps(asdict(model), indent=2) + "\n", encoding="utf-8")
+    return [MODEL_FILE, *names]

@@ -15,12 +15,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-ONE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 """what files of pickles are named by habit"""
 
-TYPES = {
+SAFETENSORS_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -30,7 +30,7 @@ TYPES = {
 
 
 @dataclass(frozen=True)
-class Lazy:
+class LazyTensor:
     """A tensor that is still on disk."""
 
     file: Path
@@ -49,37 +49,37 @@ class Lazy:
         return found
 
 
-class Tensors(Mapping[str, Lazy]):
+class LazyTensors(Mapping[str, LazyTensor]):
     """By name. The files stay open, mapped, as long as this lives."""
 
-    def __init__(self, found: Mapping[str, Lazy]) -> None:
-        self._found = dict(found)
+    def __init__(self, found: Mapping[str, LazyTensor]) -> None:
+        self._tensors = dict(found)
 
-    def __getitem__(self, name: str) -> Lazy:
-        return self._found[name]
+    def __getitem__(self, name: str) -> LazyTensor:
+        return self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._found)
+        return iter(self._tensors)
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._tensors)
 
 
-def tensors_of(folder: Path) -> Tensors:
+def open_safetensors(folder: Path) -> LazyTensors:
     """Every tensor of a directory: of one file, or of the files that an index names. Raises with all that is wrong."""
     # Where both are, one file goes first, as in transformers.
-    where = _index(folder) if (folder / INDEX).is_file() and not (folder / ONE).is_file() else None
-    if where is None and not (folder / ONE).is_file():
-        raise ValueError(_nothing(folder))
-    files = sorted(set(where.values())) if where is not None else [ONE]
+    where = _read_index(folder) if (folder / INDEX_FILE).is_file() and not (folder / SINGLE_FILE).is_file() else None
+    if where is None and not (folder / SINGLE_FILE).is_file():
+        raise ValueError(_missing_weights(folder))
+    files = sorted(set(where.values())) if where is not None else [SINGLE_FILE]
     wrong = [
-        f"a shard that the index names is missing ({folder / name})" for name in files if not _is_there(folder, name)
+        f"a shard that the index names is missing ({folder / name})" for name in files if not _has_file(folder, name)
     ]
-    found: dict[str, Lazy] = {}
+    found: dict[str, LazyTensor] = {}
     for name in files:
-        if _is_there(folder, name):
+        if _has_file(folder, name):
             try:
-                found |= _opened(folder / name)
+                found |= _open_file(folder / name)
             except ValueError as error:
                 wrong.append(str(error))
     if wrong:
@@ -88,23 +88,23 @@ def tensors_of(folder: Path) -> Tensors:
         missing = sorted(name for name, file in where.items() if name not in found or found[name].file.name != file)
         extra = sorted(found.keys() - where.keys())
         both = (("not where the index says", missing), ("not in the index", extra))
-        said = "; ".join(f"{what}: {listed(names)}" for what, names in both if names)
+        said = "; ".join(f"{what}: {format_names(names)}" for what, names in both if names)
         if said:
-            raise ValueError(f"the index and the files differ ({folder / INDEX}: {said}); fetch the model again")
-    return Tensors(found)
+            raise ValueError(f"the index and the files differ ({folder / INDEX_FILE}: {said}); fetch the model again")
+    return LazyTensors(found)
 
 
-def listed(names: list[str], most: int = 8) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def format_names(names: list[str], limit: int = 8) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
-def _is_there(folder: Path, name: str) -> bool:
+def _has_file(folder: Path, name: str) -> bool:
     return (folder / name).is_file()
 
 
-def _index(folder: Path) -> dict[str, str]:
+def _read_index(folder: Path) -> dict[str, str]:
     """Names of tensors to names of files, which are in the folder itself."""
-    file = folder / INDEX
+    file = folder / INDEX_FILE
     try:
         given = json.loads(file.read_text(encoding="utf-8"))
         found = given["weight_map"]
@@ -116,42 +116,45 @@ def _index(folder: Path) -> dict[str, str]:
     outside = sorted({name for name in found.values() if Path(name).name != name or not name.endswith(".safetensors")})
     if outside:
         raise ValueError(
-            f"the index names what is not a safetensors file of its folder ({file}: {listed(outside)}); "
+            f"the index names what is not a safetensors file of its folder ({file}: {format_names(outside)}); "
             "only safetensors are opened: save the model again with save_pretrained"
         )
     return {str(name): str(place) for name, place in found.items()}
 
 
-def _opened(file: Path) -> dict[str, Lazy]:
+def _open_file(file: Path) -> dict[str, LazyTensor]:
     try:
         source: Any = safe_open(str(file), framework="pt")
         names = list(source.keys())
         facts = {name: source.get_slice(name) for name in names}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"not a whole safetensors file ({file}: {error})") from None
-    other = sorted({facts[name].get_dtype() for name in names} - TYPES.keys())
+    other = sorted({facts[name].get_dtype() for name in names} - SAFETENSORS_DTYPES.keys())
     if other:
         # Whole numbers are masks of older files, which nobody reads; packed or narrow weights must not pass as weights.
-        kept = {name for name in names if facts[name].get_dtype() in TYPES}
+        kept = {name for name in names if facts[name].get_dtype() in SAFETENSORS_DTYPES}
         packed = sorted(n for n in set(names) - kept if not n.endswith((".attn.bias", ".attn.masked_bias")))
         if packed:
             raise ValueError(
-                f"weights of types that are not read ({file}: {listed(packed)} as {', '.join(other)}; "
-                f"read are {', '.join(TYPES)}): save the model unquantised"
+                f"weights of types that are not read ({file}: {format_names(packed)} as {', '.join(other)}; "
+                f"read are {', '.join(SAFETENSORS_DTYPES)}): save the model unquantised"
             )
         names = [name for name in names if name in kept]
     return {
-        name: Lazy(file, name, tuple(facts[name].get_shape()), TYPES[facts[name].get_dtype()], source) for name in names
+        name: LazyTensor(
+            file, name, tuple(facts[name].get_shape()), SAFETENSORS_DTYPES[facts[name].get_dtype()], source
+        )
+        for name in names
     }
 
 
-def _nothing(folder: Path) -> str:
+def _missing_weights(folder: Path) -> str:
     if not folder.is_dir():
         return f"there is no such directory ({folder}); give one with config.json and model.safetensors"
-    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
     if pickles:
         return (
-            f"the weights are pickles, which can run code when they are opened ({folder}: {listed(pickles)}); save "
+            f"the weights are pickles, which can run code when they are opened ({folder}: {format_names(pickles)}); save "
             "them as safetensors where you trust them: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
         )
-    return f"no weights were found ({folder} has neither {ONE} nor {INDEX}); give the directory of a whole model"
+    return f"no weights were found ({folder} has neither {SINGLE_FILE} nor {INDEX_FILE}); give the directory of a whole model"

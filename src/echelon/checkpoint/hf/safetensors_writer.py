@@ -19,16 +19,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from echelon.checkpoint.hf.safetensors_reader import INDEX, ONE, TYPES
+from echelon.checkpoint.hf.safetensors_reader import INDEX_FILE, SAFETENSORS_DTYPES, SINGLE_FILE
 
-LARGEST = 5 * 10**9
+MAX_SHARD_BYTES = 5 * 10**9
 """bytes of a shard, where nobody says; Hugging Face's own"""
 
-_WORDS = {dtype: word for word, dtype in TYPES.items()}
+_DTYPE_NAMES = {dtype: word for word, dtype in SAFETENSORS_DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Spec:
+class SafetensorSpec:
     """What is known of a tensor before its values are."""
 
     name: str
@@ -36,54 +36,57 @@ class Spec:
     dtype: torch.dtype
 
     @property
-    def bytes(self) -> int:
+    def num_bytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def divided(specs: Iterable[Spec], largest: int) -> list[list[Spec]]:
+def split_into_shards(specs: Iterable[SafetensorSpec], max_shard_bytes: int) -> list[list[SafetensorSpec]]:
     """In order, as many to a file as fit; a tensor that is larger has a file of its own."""
-    found: list[list[Spec]] = [[]]
+    found: list[list[SafetensorSpec]] = [[]]
     size = 0
     for spec in specs:
-        if found[-1] and size + spec.bytes > largest:
+        if found[-1] and size + spec.num_bytes > max_shard_bytes:
             found.append([])
             size = 0
         found[-1].append(spec)
-        size += spec.bytes
+        size += spec.num_bytes
     return found
 
 
-def write(
-    folder: Path, specs: Sequence[Spec], values: Iterable[tuple[str, Tensor]], largest: int = LARGEST
+def write_safetensors(
+    folder: Path,
+    specs: Sequence[SafetensorSpec],
+    values: Iterable[tuple[str, Tensor]],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[str]:
     """Values come in the order of the specs. Gives the files' names."""
-    groups = divided(specs, largest)
-    names = [ONE] if len(groups) == 1 else [_shard(number, len(groups)) for number in range(len(groups))]
+    groups = split_into_shards(specs, max_shard_bytes)
+    names = [SINGLE_FILE] if len(groups) == 1 else [_shard_name(number, len(groups)) for number in range(len(groups))]
     stream = iter(values)
     for group, name in zip(groups, names, strict=True):
         _write_file(folder / name, group, stream)
     assert next(stream, None) is None, "more values than specs"
     if len(names) > 1:
         places = {spec.name: name for group, name in zip(groups, names, strict=True) for spec in group}
-        total = sum(spec.bytes for spec in specs)
+        total = sum(spec.num_bytes for spec in specs)
         parameters = sum(torch.Size(spec.shape).numel() for spec in specs)
         index = {"metadata": {"total_parameters": parameters, "total_size": total}, "weight_map": places}
-        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return names
 
 
-def _shard(number: int, count: int) -> str:
+def _shard_name(number: int, count: int) -> str:
     return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _write_file(path: Path, specs: Sequence[Spec], values: Iterator[tuple[str, Tensor]]) -> None:
+def _write_file(path: Path, specs: Sequence[SafetensorSpec], values: Iterator[tuple[str, Tensor]]) -> None:
     """See [Note: streaming]."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     place = 0
     for spec in specs:
-        ends = [place, place + spec.bytes]
-        header[spec.name] = {"dtype": _WORDS[spec.dtype], "shape": list(spec.shape), "data_offsets": ends}
-        place += spec.bytes
+        ends = [place, place + spec.num_bytes]
+        header[spec.name] = {"dtype": _DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": ends}
+        place += spec.num_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # values start at a multiple of their size
     with path.open("wb") as file:
@@ -99,7 +102,7 @@ def _write_file(path: Path, specs: Sequence[Spec], values: Iterator[tuple[str, T
 
 
 @contextmanager
-def appearing(folder: Path) -> Iterator[Path]:
+def atomic_directory(folder: Path) -> Iterator[Path]:
     """A directory to write to, which takes the name `folder` if all goes well, and is gone if not."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"the directory is there already, with files in it ({folder}); give another, or remove it")

@@ -13,38 +13,38 @@ from torch import Tensor
 from torch.autograd import Function
 
 from echelon.kernels import dispatch
-from echelon.kernels.tensor_spec import Lying, rows_of
+from echelon.kernels.tensor_spec import TensorSpec, as_rows
 
 
-def ours(x: Tensor) -> bool:
+def use_triton(x: Tensor) -> bool:
     """Our kernels of this room take the tensor."""
-    return x.is_cuda and dispatch.allowed()
+    return x.is_cuda and dispatch.triton_enabled()
 
 
-def relu(x: Tensor, *, in_place: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def relu_with_bitmask(x: Tensor, *, in_place: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """(ReLU of x, its bits [rows, bytes of a row], how many are above zero in each block). x lies in rows.
 
     The numbers are made by our kernel only, for what follows it (sparse.py); beside plain torch there are none.
     """
-    found: tuple[Tensor, Tensor, Tensor] = _Relu.apply(x, in_place)
+    found: tuple[Tensor, Tensor, Tensor] = _ReluWithBitmask.apply(x, in_place)
     return found
 
 
-class _Relu(Function):
+class _ReluWithBitmask(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, in_place: bool) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.lying = Lying.of(x)
+        ctx.spec = TensorSpec.from_tensor(x)
         if in_place:
             ctx.mark_dirty(x)
-        if ours(x):
+        if use_triton(x):
             from echelon.kernels.activations import bitmask_triton
 
-            y, rows = x if in_place else torch.empty_like(x), rows_of(x)
-            bits, counts = bitmask_triton.rectify(rows, rows if in_place else rows_of(y))
+            y, rows = x if in_place else torch.empty_like(x), as_rows(x)
+            bits, counts = bitmask_triton.relu(rows, rows if in_place else as_rows(y))
         else:
             y = x.relu_() if in_place else torch.relu(x)
             # What is not a number is let through, as torch does.
-            bits, counts = pack_plain((rows_of(y) <= 0).logical_not_()), torch.empty(0, dtype=torch.int32)
+            bits, counts = pack_plain((as_rows(y) <= 0).logical_not_()), torch.empty(0, dtype=torch.int32)
         ctx.save_for_backward(bits)
         ctx.mark_non_differentiable(bits, counts)
         ctx.set_materialize_grads(False)  # zeros for bits and numbers, which nobody reads
@@ -54,41 +54,43 @@ class _Relu(Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:
         if gradients[0] is None:
             return None, None
-        masked: Any = _Masked.apply if torch.is_grad_enabled() else _masked  # it may be a backward of a backward
-        return masked(gradients[0], ctx.saved_tensors[0], ctx.lying), None
+        masked: Any = (
+            _MaskGradient.apply if torch.is_grad_enabled() else _mask_gradient
+        )  # it may be a backward of a backward
+        return masked(gradients[0], ctx.saved_tensors[0], ctx.spec), None
 
 
-class _Masked(Function):
+class _MaskGradient(Function):
     """The gradient where the bits are set, else zero. It is its own backward."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, bits: Tensor, lying: Lying) -> Tensor:
+    def forward(ctx: Any, gradient: Tensor, bits: Tensor, lying: TensorSpec) -> Tensor:
         ctx.save_for_backward(bits)
-        ctx.lying = lying
-        return _masked(gradient, bits, lying)
+        ctx.spec = lying
+        return _mask_gradient(gradient, bits, lying)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        out: Tensor = _Masked.apply(gradients[0], ctx.saved_tensors[0], ctx.lying)
+        out: Tensor = _MaskGradient.apply(gradients[0], ctx.saved_tensors[0], ctx.spec)
         return out, None, None
 
 
-def _masked(gradient: Tensor, bits: Tensor, lying: Lying) -> Tensor:
-    gradient = lying.like(gradient)
+def _mask_gradient(gradient: Tensor, bits: Tensor, spec: TensorSpec) -> Tensor:
+    gradient = spec.match_strides(gradient)
     out = torch.empty_like(gradient)
-    if ours(gradient):
+    if use_triton(gradient):
         from echelon.kernels.activations import bitmask_triton
 
-        bitmask_triton.masked(rows_of(gradient), bits, rows_of(out))
+        bitmask_triton.mask_gradient(as_rows(gradient), bits, as_rows(out))
     else:
-        flat = rows_of(gradient)
-        rows_of(out).copy_(torch.where(unpack_plain(bits, flat.shape[1]), flat, 0))
+        flat = as_rows(gradient)
+        as_rows(out).copy_(torch.where(unpack_plain(bits, flat.shape[1]), flat, 0))
     return out
 
 
 def pack(flags: Tensor) -> Tensor:
     """bool [rows, n] to uint8 [rows, n / 8 rounded up]"""
-    if ours(flags):
+    if use_triton(flags):
         from echelon.kernels.activations import bitmask_triton
 
         return bitmask_triton.pack(flags)
@@ -97,7 +99,7 @@ def pack(flags: Tensor) -> Tensor:
 
 def unpack(bits: Tensor, out: Tensor) -> None:
     """The inverse of `pack`, into bool [rows, n]."""
-    if ours(bits):
+    if use_triton(bits):
         from echelon.kernels.activations import bitmask_triton
 
         bitmask_triton.unpack(bits, out)

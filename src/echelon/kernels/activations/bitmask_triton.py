@@ -10,11 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from echelon.kernels.launch_cache import launch
-from echelon.kernels.tensor_spec import cut
+from echelon.kernels.tensor_spec import split_row
 
 
 @triton.jit
-def _bits_place(row, chunks, CHUNK: tl.constexpr):
+def _bits_offsets(row, chunks, CHUNK: tl.constexpr):
     """(elements, which of them there are, bytes, which of them there are) of the program"""
     program = tl.program_id(0)
     line, start = (program // chunks).to(tl.int64), program % chunks * CHUNK  # division of 64 bits is slow
@@ -24,7 +24,7 @@ def _bits_place(row, chunks, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _bits_blocks(chunks, blocks, CHUNK: tl.constexpr, SIZE: tl.constexpr):
+def _bits_block_offsets(chunks, blocks, CHUNK: tl.constexpr, SIZE: tl.constexpr):
     """(blocks, which of them there are) of the program"""
     program = tl.program_id(0)
     block = program % chunks * (CHUNK // SIZE) + tl.arange(0, CHUNK // SIZE)
@@ -32,35 +32,35 @@ def _bits_blocks(chunks, blocks, CHUNK: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _bits_written(bits_ptr, at, inside, flags):
+def _store_bits(bits_ptr, at, inside, flags):
     """flags [n, 8], 0 or 1, as bytes"""
     byte = tl.sum(flags << tl.arange(0, 8)[None, :], axis=1)
     tl.store(bits_ptr + at, byte.to(tl.uint8), mask=inside)
 
 
 @triton.jit
-def _bits_read(bits_ptr, at, inside):
+def _load_bits(bits_ptr, at, inside):
     byte = tl.load(bits_ptr + at, mask=inside, other=0).to(tl.int32)
     return (byte[:, None] >> tl.arange(0, 8)[None, :]) & 1
 
 
 @triton.jit
 def _bits_relu(x_ptr, y_ptr, bits_ptr, counts_ptr, row, chunks, blocks, CHUNK: tl.constexpr, SIZE: tl.constexpr):
-    at, inside, byte, there = _bits_place(row, chunks, CHUNK)
+    at, inside, byte, there = _bits_offsets(row, chunks, CHUNK)
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
     shut = x <= 0  # not so of what is not a number
     tl.store(y_ptr + at, tl.where(shut, 0.0, x), mask=inside)
     flags = tl.where(shut, 0, 1)
-    _bits_written(bits_ptr, byte, there, flags)
+    _store_bits(bits_ptr, byte, there, flags)
     count = tl.sum(tl.reshape(tl.sum(flags, axis=1), (CHUNK // SIZE, SIZE // 8)), axis=1)
-    block, some = _bits_blocks(chunks, blocks, CHUNK, SIZE)
+    block, some = _bits_block_offsets(chunks, blocks, CHUNK, SIZE)
     tl.store(counts_ptr + block, count, mask=some)
 
 
 @triton.jit
 def _bits_masked(gradient_ptr, bits_ptr, out_ptr, row, chunks, CHUNK: tl.constexpr):
-    at, inside, byte, there = _bits_place(row, chunks, CHUNK)
-    flags = _bits_read(bits_ptr, byte, there) != 0
+    at, inside, byte, there = _bits_offsets(row, chunks, CHUNK)
+    flags = _load_bits(bits_ptr, byte, there) != 0
     # All of it is read: with a condition on each element, elements would be read one by one.
     gradient = tl.load(gradient_ptr + at, mask=inside, other=0.0)
     tl.store(out_ptr + at, tl.where(flags, gradient, 0.0), mask=inside)
@@ -68,42 +68,42 @@ def _bits_masked(gradient_ptr, bits_ptr, out_ptr, row, chunks, CHUNK: tl.constex
 
 @triton.jit
 def _bits_pack(flags_ptr, bits_ptr, row, chunks, CHUNK: tl.constexpr):
-    at, inside, byte, there = _bits_place(row, chunks, CHUNK)
-    _bits_written(bits_ptr, byte, there, tl.load(flags_ptr + at, mask=inside, other=0).to(tl.int32))
+    at, inside, byte, there = _bits_offsets(row, chunks, CHUNK)
+    _store_bits(bits_ptr, byte, there, tl.load(flags_ptr + at, mask=inside, other=0).to(tl.int32))
 
 
 @triton.jit
 def _bits_unpack(bits_ptr, flags_ptr, row, chunks, CHUNK: tl.constexpr):
-    at, inside, byte, there = _bits_place(row, chunks, CHUNK)
-    tl.store(flags_ptr + at, _bits_read(bits_ptr, byte, there).to(tl.uint8), mask=inside)
+    at, inside, byte, there = _bits_offsets(row, chunks, CHUNK)
+    tl.store(flags_ptr + at, _load_bits(bits_ptr, byte, there).to(tl.uint8), mask=inside)
 
 
-def _launch(kernel: Any, of: Tensor, *tensors: Tensor) -> None:
-    rows, row = of.shape
-    at = cut(row)
-    launch(kernel, rows * at.chunks, *tensors, row, at.chunks, CHUNK=at.chunk)
+def _launch(kernel: Any, like: Tensor, *tensors: Tensor) -> None:
+    rows, row = like.shape
+    at = split_row(row)
+    launch(kernel, rows * at.num_chunks, *tensors, row, at.num_chunks, CHUNK=at.chunk_size)
 
 
-def _empty(of: Tensor) -> Tensor:
-    return torch.empty(of.shape[0], (of.shape[1] + 7) // 8, dtype=torch.uint8, device=of.device)
+def _empty_bitmask(like: Tensor) -> Tensor:
+    return torch.empty(like.shape[0], (like.shape[1] + 7) // 8, dtype=torch.uint8, device=like.device)
 
 
-def rectify(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def relu(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Writes ReLU of x [rows, n] into y, which may be x; (its bits, how many are set in each block)."""
     rows, row = x.shape
-    at = cut(row)
-    bits, counts = _empty(x), x.new_empty(rows * at.blocks, dtype=torch.int32)
-    numbers = (row, at.chunks, at.blocks)
-    launch(_bits_relu, rows * at.chunks, x, y, bits, counts, *numbers, CHUNK=at.chunk, SIZE=at.block)
+    at = split_row(row)
+    bits, counts = _empty_bitmask(x), x.new_empty(rows * at.num_blocks, dtype=torch.int32)
+    numbers = (row, at.num_chunks, at.num_blocks)
+    launch(_bits_relu, rows * at.num_chunks, x, y, bits, counts, *numbers, CHUNK=at.chunk_size, SIZE=at.block_size)
     return bits, counts
 
 
-def masked(gradient: Tensor, bits: Tensor, out: Tensor) -> None:
+def mask_gradient(gradient: Tensor, bits: Tensor, out: Tensor) -> None:
     _launch(_bits_masked, gradient, gradient, bits, out)
 
 
 def pack(flags: Tensor) -> Tensor:
-    bits = _empty(flags)
+    bits = _empty_bitmask(flags)
     _launch(_bits_pack, flags, flags.view(torch.uint8), bits)
     return bits
 

@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from echelon.kernels.activations.blockwise_cast import SMALLEST, Kind, no_scales
+from echelon.kernels.activations.blockwise_cast import MIN_SCALE, BlockFormat, empty_scales
 from echelon.kernels.launch_cache import launch
-from echelon.kernels.tensor_spec import cut
+from echelon.kernels.tensor_spec import split_row
 
 
 @triton.jit
-def _blockwise_codes(x, most, smallest, INT: tl.constexpr, SCALED: tl.constexpr):
+def _quantize_codes(x, most, smallest, INT: tl.constexpr, SCALED: tl.constexpr):
     """(values in the range of the kind's type, scales [blocks]) of float32 [blocks, n]"""
     scale = tl.full((x.shape[0],), 1.0, tl.float32)
     if SCALED:
@@ -32,7 +32,7 @@ def _blockwise_codes(x, most, smallest, INT: tl.constexpr, SCALED: tl.constexpr)
 
 
 @triton.jit
-def _blockwise_place(row, chunks, CHUNK: tl.constexpr, SIZE: tl.constexpr):
+def _blockwise_offsets(row, chunks, CHUNK: tl.constexpr, SIZE: tl.constexpr):
     """(row's number, elements, which of them there are, blocks, which of them there are), in the row"""
     program = tl.program_id(0)
     line, start = (program // chunks).to(tl.int64), program % chunks * CHUNK
@@ -47,9 +47,9 @@ def _blockwise_encode(
     x_ptr, codes_ptr, scales_ptr, row, chunks, blocks, most, smallest,
     INT: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    line, at, inside, block, there = _blockwise_place(row, chunks, CHUNK, SIZE)
+    line, at, inside, block, there = _blockwise_offsets(row, chunks, CHUNK, SIZE)
     x = tl.load(x_ptr + line * row + at, mask=inside, other=0.0).to(tl.float32)
-    codes, scale = _blockwise_codes(x, most, smallest, INT, SCALED)
+    codes, scale = _quantize_codes(x, most, smallest, INT, SCALED)
     tl.store(codes_ptr + line * row + at, codes.to(codes_ptr.dtype.element_ty), mask=inside)
     if SCALED:
         tl.store(scales_ptr + line * blocks + block, scale, mask=there)
@@ -60,26 +60,39 @@ def _blockwise_decode(
     codes_ptr, scales_ptr, out_ptr, row, chunks, blocks,
     SCALED: tl.constexpr, CHUNK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    line, at, inside, block, there = _blockwise_place(row, chunks, CHUNK, SIZE)
+    line, at, inside, block, there = _blockwise_offsets(row, chunks, CHUNK, SIZE)
     x = tl.load(codes_ptr + line * row + at, mask=inside, other=0.0).to(tl.float32)
     if SCALED:
         x = x * tl.load(scales_ptr + line * blocks + block, mask=there, other=0.0)[:, None]
     tl.store(out_ptr + line * row + at, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def encode(x: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+def encode(x: Tensor, block_format: BlockFormat) -> tuple[Tensor, Tensor]:
     rows, row = x.shape
-    at = cut(row)
-    codes = x.new_empty(rows, row, dtype=kind.dtype)
-    scales = x.new_empty(rows, at.blocks, dtype=torch.float32) if kind.scaled else no_scales(x)
-    numbers, form = (row, at.chunks, at.blocks), {"CHUNK": at.chunk, "SIZE": at.block}
-    kinds = {"INT": kind.dtype == torch.int8, "SCALED": kind.scaled}
-    launch(_blockwise_encode, rows * at.chunks, x, codes, scales, *numbers, kind.most, SMALLEST, **kinds, **form)
+    at = split_row(row)
+    codes = x.new_empty(rows, row, dtype=block_format.dtype)
+    scales = x.new_empty(rows, at.num_blocks, dtype=torch.float32) if block_format.has_scales else empty_scales(x)
+    numbers, form = (row, at.num_chunks, at.num_blocks), {"CHUNK": at.chunk_size, "SIZE": at.block_size}
+    kinds = {"INT": block_format.dtype == torch.int8, "SCALED": block_format.has_scales}
+    launch(
+        _blockwise_encode,
+        rows * at.num_chunks,
+        x,
+        codes,
+        scales,
+        *numbers,
+        block_format.max_value,
+        MIN_SCALE,
+        **kinds,
+        **form,
+    )
     return codes, scales
 
 
-def decode(codes: Tensor, scales: Tensor, kind: Kind, out: Tensor) -> None:
+def decode(codes: Tensor, scales: Tensor, block_format: BlockFormat, out: Tensor) -> None:
     rows, row = out.shape
-    at = cut(row)
-    numbers, form = (row, at.chunks, at.blocks), {"CHUNK": at.chunk, "SIZE": at.block}
-    launch(_blockwise_decode, rows * at.chunks, codes, scales, out, *numbers, SCALED=kind.scaled, **form)
+    at = split_row(row)
+    numbers, form = (row, at.num_chunks, at.num_blocks), {"CHUNK": at.chunk_size, "SIZE": at.block_size}
+    launch(
+        _blockwise_decode, rows * at.num_chunks, codes, scales, out, *numbers, SCALED=block_format.has_scales, **form
+    )

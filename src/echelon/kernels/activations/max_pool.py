@@ -13,48 +13,50 @@ from torch import Tensor
 from torch.autograd import Function
 
 from echelon.kernels.activations import bitmask
-from echelon.kernels.activations.pool_indices import Window, decode, regular
-from echelon.kernels.tensor_spec import Lying
+from echelon.kernels.activations.pool_indices import PoolWindow, decode, has_regular_strides
+from echelon.kernels.tensor_spec import TensorSpec
 
 
-def takes(x: Tensor, window: Window) -> bool:
+def supports(x: Tensor, window: PoolWindow) -> bool:
     """Our kernels pool the tensor."""
-    return window.side_by_side and x.dim() == 4 and bitmask.ours(x) and regular(x)
+    return window.is_non_overlapping and x.dim() == 4 and bitmask.use_triton(x) and has_regular_strides(x)
 
 
-def maximum(x: Tensor, window: Window) -> Tensor:
-    out: Tensor = _Maximum.apply(x, window)
+def max_pool(x: Tensor, window: PoolWindow) -> Tensor:
+    out: Tensor = _MaxPool.apply(x, window)
     return out
 
 
-class _Maximum(Function):
+class _MaxPool(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, window: Window) -> Tensor:
+    def forward(ctx: Any, x: Tensor, window: PoolWindow) -> Tensor:
         from echelon.kernels.activations import max_pool_triton
 
         rows, channels, down, across = x.shape
         size = (rows, channels, down // window.kernel[0], across // window.kernel[1])
         lying = torch.contiguous_format if x.is_contiguous() else torch.channels_last
         out, codes = (torch.empty(size, dtype=t, device=x.device, memory_format=lying) for t in (x.dtype, torch.uint8))
-        max_pool_triton.maximum(x, window, out, codes)
+        max_pool_triton.max_pool(x, window, out, codes)
         ctx.save_for_backward(codes)
-        ctx.window, ctx.input, ctx.output = window, Lying.of(x), Lying.of(out)
+        ctx.window, ctx.input, ctx.output = window, TensorSpec.from_tensor(x), TensorSpec.from_tensor(out)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        spread: Any = _Spread.apply if torch.is_grad_enabled() else _spread  # it may be a backward of a backward
-        return spread(ctx.output.like(gradients[0]), ctx.saved_tensors[0], ctx.window, ctx.input), None
+        spread: Any = (
+            _MaxPoolGradient.apply if torch.is_grad_enabled() else _scatter_gradient
+        )  # it may be a backward of a backward
+        return spread(ctx.output.match_strides(gradients[0]), ctx.saved_tensors[0], ctx.window, ctx.input), None
 
 
-class _Spread(Function):
+class _MaxPoolGradient(Function):
     """The gradient at the place of each maximum, else zero."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, codes: Tensor, window: Window, lying: Lying) -> Tensor:
+    def forward(ctx: Any, gradient: Tensor, codes: Tensor, window: PoolWindow, lying: TensorSpec) -> Tensor:
         ctx.save_for_backward(codes)
         ctx.window = window
-        return _spread(gradient, codes, window, lying)
+        return _scatter_gradient(gradient, codes, window, lying)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
@@ -63,11 +65,11 @@ class _Spread(Function):
         return picked.view(indices.shape), None, None, None
 
 
-def _spread(gradient: Tensor, codes: Tensor, window: Window, lying: Lying) -> Tensor:
+def _scatter_gradient(gradient: Tensor, codes: Tensor, window: PoolWindow, spec: TensorSpec) -> Tensor:
     from echelon.kernels.activations import max_pool_triton
 
-    out = lying.empty()
+    out = spec.empty()
     if out.shape[2] % window.kernel[0] or out.shape[3] % window.kernel[1]:
         out.zero_()  # what lies in no window
-    max_pool_triton.spread(gradient, codes, window, out)
+    max_pool_triton.scatter_gradient(gradient, codes, window, out)
     return out

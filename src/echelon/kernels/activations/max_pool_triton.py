@@ -8,14 +8,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from echelon.kernels.activations.pool_indices import Window
+from echelon.kernels.activations.pool_indices import PoolWindow
 from echelon.kernels.launch_cache import launch
 
 GROUPS = 256
 
 
 @triton.jit
-def _pool_place(size, inner, down, across, height, width, DOWN: tl.constexpr, ACROSS: tl.constexpr,
+def _pool_offsets(size, inner, down, across, height, width, DOWN: tl.constexpr, ACROSS: tl.constexpr,
                 GROUPS: tl.constexpr, EACH: tl.constexpr):  # fmt: skip
     """(outputs, which of them there are, the first input of each one's window): [groups, EACH]"""
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
@@ -33,7 +33,7 @@ def _pool_place(size, inner, down, across, height, width, DOWN: tl.constexpr, AC
 @triton.jit
 def _pool_maximum(x_ptr, out_ptr, codes_ptr, size, inner, down, across, height, width,
                   DOWN: tl.constexpr, ACROSS: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr):  # fmt: skip
-    at, inside, first = _pool_place(size, inner, down, across, height, width, DOWN, ACROSS, GROUPS, EACH)
+    at, inside, first = _pool_offsets(size, inner, down, across, height, width, DOWN, ACROSS, GROUPS, EACH)
     best = tl.load(x_ptr + first, mask=inside, other=0.0)
     code = tl.zeros((GROUPS, EACH), tl.int32)
     for place in tl.static_range(1, DOWN * ACROSS):
@@ -47,9 +47,9 @@ def _pool_maximum(x_ptr, out_ptr, codes_ptr, size, inner, down, across, height, 
 
 
 @triton.jit
-def _pool_spread(gradient_ptr, codes_ptr, out_ptr, size, inner, down, across, height, width,
+def _pool_backward(gradient_ptr, codes_ptr, out_ptr, size, inner, down, across, height, width,
                  DOWN: tl.constexpr, ACROSS: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr):  # fmt: skip
-    at, inside, first = _pool_place(size, inner, down, across, height, width, DOWN, ACROSS, GROUPS, EACH)
+    at, inside, first = _pool_offsets(size, inner, down, across, height, width, DOWN, ACROSS, GROUPS, EACH)
     gradient = tl.load(gradient_ptr + at, mask=inside, other=0.0)
     code = tl.load(codes_ptr + at, mask=inside, other=0).to(tl.int32)
     for place in tl.static_range(DOWN * ACROSS):
@@ -57,7 +57,7 @@ def _pool_spread(gradient_ptr, codes_ptr, out_ptr, size, inner, down, across, he
         tl.store(out_ptr + first + step, tl.where(code == place, gradient, 0.0), mask=inside)
 
 
-def _launch(kernel: Any, whole: Tensor, pooled: Tensor, window: Window, *tensors: Tensor) -> None:
+def _launch(kernel: Any, whole: Tensor, pooled: Tensor, window: PoolWindow, *tensors: Tensor) -> None:
     inner = 1 if whole.is_contiguous() else whole.shape[1]
     each = 8 if inner % 8 == 0 else 1
     numbers = (pooled.numel(), inner, *pooled.shape[2:], *whole.shape[2:])
@@ -66,10 +66,10 @@ def _launch(kernel: Any, whole: Tensor, pooled: Tensor, window: Window, *tensors
     launch(kernel, programs, *tensors, *numbers, DOWN=down, ACROSS=across, GROUPS=GROUPS, EACH=each)
 
 
-def maximum(x: Tensor, window: Window, out: Tensor, codes: Tensor) -> None:
+def max_pool(x: Tensor, window: PoolWindow, out: Tensor, codes: Tensor) -> None:
     _launch(_pool_maximum, x, out, window, x, out, codes)
 
 
-def spread(gradient: Tensor, codes: Tensor, window: Window, out: Tensor) -> None:
+def scatter_gradient(gradient: Tensor, codes: Tensor, window: PoolWindow, out: Tensor) -> None:
     """Writes all that lies in a window."""
-    _launch(_pool_spread, out, gradient, window, gradient, codes, out)
+    _launch(_pool_backward, out, gradient, window, gradient, codes, out)

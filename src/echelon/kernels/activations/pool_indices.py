@@ -11,7 +11,7 @@ from echelon.kernels.activations import bitmask
 
 
 @dataclass(frozen=True, kw_only=True)
-class Window:
+class PoolWindow:
     """Of a pooling: pairs are (down, across)."""
 
     width: int
@@ -20,52 +20,52 @@ class Window:
     stride: tuple[int, int]
     padding: tuple[int, int]
     dilation: tuple[int, int]
-    ceil: bool = False
+    ceil_mode: bool = False
     """windows at the edge may reach over it"""
 
     @property
-    def side_by_side(self) -> bool:
+    def is_non_overlapping(self) -> bool:
         """No element is in two of them, and none reaches over the edge."""
-        return self.stride == self.kernel and self.padding == (0, 0) and self.dilation == (1, 1) and not self.ceil
+        return self.stride == self.kernel and self.padding == (0, 0) and self.dilation == (1, 1) and not self.ceil_mode
 
 
-def encode(indices: Tensor, window: Window) -> Tensor:
+def encode(indices: Tensor, window: PoolWindow) -> Tensor:
     """int64 [..., down, across], places in an image, to uint8 of the same shape, places in a window."""
     out = torch.empty_like(indices, dtype=torch.uint8)
-    if bitmask.ours(indices) and out.stride() == indices.stride() and regular(indices):
+    if bitmask.use_triton(indices) and out.stride() == indices.stride() and has_regular_strides(indices):
         from echelon.kernels.activations import pool_indices_triton
 
         pool_indices_triton.encode(indices, window, out)
     else:
-        down, across = _first(indices, window)
+        down, across = _window_origins(indices, window)
         row = (indices // window.width - down) // window.dilation[0]
         column = (indices % window.width - across) // window.dilation[1]
         out.copy_(row * window.kernel[1] + column)
     return out
 
 
-def decode(codes: Tensor, window: Window) -> Tensor:
+def decode(codes: Tensor, window: PoolWindow) -> Tensor:
     """The inverse of `encode`."""
     out = torch.empty_like(codes, dtype=torch.int64)
-    if bitmask.ours(codes) and out.stride() == codes.stride() and regular(codes):
+    if bitmask.use_triton(codes) and out.stride() == codes.stride() and has_regular_strides(codes):
         from echelon.kernels.activations import pool_indices_triton
 
         pool_indices_triton.decode(codes, window, out)
     else:
-        down, across = _first(codes, window)
+        down, across = _window_origins(codes, window)
         row = down + codes // window.kernel[1] * window.dilation[0]
         out.copy_(row * window.width + across + codes % window.kernel[1] * window.dilation[1])
     return out
 
 
-def _first(like: Tensor, window: Window) -> tuple[Tensor, Tensor]:
+def _window_origins(like: Tensor, window: PoolWindow) -> tuple[Tensor, Tensor]:
     """The row and the column of the image at which each window begins, outside of it where there is padding."""
     down = torch.arange(like.shape[-2], device=like.device).unsqueeze(-1) * window.stride[0] - window.padding[0]
     across = torch.arange(like.shape[-1], device=like.device) * window.stride[1] - window.padding[1]
     return down, across
 
 
-def regular(x: Tensor) -> bool:
+def has_regular_strides(x: Tensor) -> bool:
     """Channels lie outermost or innermost, and 32 bits count the elements: division is slow with more."""
     if x.numel() >= 1 << 31:
         return False

@@ -6,13 +6,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from echelon.kernels.activations.pool_indices import Window
+from echelon.kernels.activations.pool_indices import PoolWindow
 
 BLOCK = 1024
 
 
 @triton.jit
-def _places_first(at, inner, down, across, stride_0, stride_1, padding_0, padding_1):
+def _places_origins(at, inner, down, across, stride_0, stride_1, padding_0, padding_1):
     """The row and the column at which each window begins."""
     window = at // inner
     return window // across % down * stride_0 - padding_0, window % across * stride_1 - padding_1
@@ -25,7 +25,7 @@ def _places_encode(
     DILATION_0: tl.constexpr, DILATION_1: tl.constexpr, KERNEL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row, column = _places_first(at, inner, down, across, STRIDE_0, STRIDE_1, PADDING_0, PADDING_1)
+    row, column = _places_origins(at, inner, down, across, STRIDE_0, STRIDE_1, PADDING_0, PADDING_1)
     index = tl.load(indices_ptr + at, mask=at < size, other=0).to(tl.int32)
     code = (index // width - row) // DILATION_0 * KERNEL + (index % width - column) // DILATION_1
     tl.store(codes_ptr + at, code.to(tl.uint8), mask=at < size)
@@ -38,28 +38,28 @@ def _places_decode(
     DILATION_0: tl.constexpr, DILATION_1: tl.constexpr, KERNEL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row, column = _places_first(at, inner, down, across, STRIDE_0, STRIDE_1, PADDING_0, PADDING_1)
+    row, column = _places_origins(at, inner, down, across, STRIDE_0, STRIDE_1, PADDING_0, PADDING_1)
     code = tl.load(codes_ptr + at, mask=at < size, other=0).to(tl.int32)
     index = (row + code // KERNEL * DILATION_0) * width + column + code % KERNEL * DILATION_1
     tl.store(indices_ptr + at, index.to(tl.int64), mask=at < size)
 
 
-def _numbers(x: Tensor, window: Window) -> tuple[int, ...]:
+def _sizes(x: Tensor, window: PoolWindow) -> tuple[int, ...]:
     inner = 1 if x.is_contiguous() else x.shape[1]
     return x.numel(), inner, x.shape[-2], x.shape[-1], window.width
 
 
-def _constants(window: Window) -> dict[str, int]:
+def _constants(window: PoolWindow) -> dict[str, int]:
     pairs = {"STRIDE": window.stride, "PADDING": window.padding, "DILATION": window.dilation}
     found = {f"{name}_{dim}": pair[dim] for name, pair in pairs.items() for dim in (0, 1)}
     return found | {"KERNEL": window.kernel[1], "BLOCK": BLOCK}
 
 
-def encode(indices: Tensor, window: Window, out: Tensor) -> None:
+def encode(indices: Tensor, window: PoolWindow, out: Tensor) -> None:
     grid = (triton.cdiv(indices.numel(), BLOCK),)
-    _places_encode[grid](indices, out, *_numbers(indices, window), **_constants(window))
+    _places_encode[grid](indices, out, *_sizes(indices, window), **_constants(window))
 
 
-def decode(codes: Tensor, window: Window, out: Tensor) -> None:
+def decode(codes: Tensor, window: PoolWindow, out: Tensor) -> None:
     grid = (triton.cdiv(codes.numel(), BLOCK),)
-    _places_decode[grid](codes, out, *_numbers(codes, window), **_constants(window))
+    _places_decode[grid](codes, out, *_sizes(codes, window), **_constants(window))

@@ -19,16 +19,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from echelon.kernels.activations.bitmask_triton import _bits_blocks, _bits_place
-from echelon.kernels.activations.blockwise_cast import SMALLEST, Kind, no_scales
-from echelon.kernels.activations.blockwise_cast_triton import _blockwise_codes
-from echelon.kernels.activations.sparse_values import Values
+from echelon.kernels.activations.bitmask_triton import _bits_block_offsets, _bits_offsets
+from echelon.kernels.activations.blockwise_cast import MIN_SCALE, BlockFormat, empty_scales
+from echelon.kernels.activations.blockwise_cast_triton import _quantize_codes
+from echelon.kernels.activations.sparse_values import SparseValues
 from echelon.kernels.launch_cache import launch
-from echelon.kernels.tensor_spec import cut
+from echelon.kernels.tensor_spec import split_row
 
 
 @triton.jit
-def _sparse_place(bits_ptr, ends_ptr, byte_at, there, block, some, CHUNK: tl.constexpr, SIZE: tl.constexpr):
+def _sparse_offsets(bits_ptr, ends_ptr, byte_at, there, block, some, CHUNK: tl.constexpr, SIZE: tl.constexpr):
     """(where each element's value is, which elements have one): [bytes, 8]
 
     All eight places are counted at once, each in a part of a number of 64 bits.
@@ -54,13 +54,13 @@ def _sparse_compact(
     x_ptr, bits_ptr, ends_ptr, values_ptr, scales_ptr, row, chunks, blocks, most, smallest,
     NARROW: tl.constexpr, INT: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    at, inside, byte, there = _bits_place(row, chunks, CHUNK)
+    at, inside, byte, there = _bits_offsets(row, chunks, CHUNK)
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
-    block, some = _bits_blocks(chunks, blocks, CHUNK, SIZE)
-    place, has = _sparse_place(bits_ptr, ends_ptr, byte, there, block, some, CHUNK, SIZE)
+    block, some = _bits_block_offsets(chunks, blocks, CHUNK, SIZE)
+    place, has = _sparse_offsets(bits_ptr, ends_ptr, byte, there, block, some, CHUNK, SIZE)
     if NARROW:
         wide = tl.reshape(x.to(tl.float32), (CHUNK // SIZE, SIZE))
-        codes, scale = _blockwise_codes(wide, most, smallest, INT, SCALED)
+        codes, scale = _quantize_codes(wide, most, smallest, INT, SCALED)
         codes = tl.reshape(codes.to(values_ptr.dtype.element_ty), (CHUNK // 8, 8))
         tl.store(values_ptr + place, codes, mask=has)
         if SCALED:
@@ -74,9 +74,9 @@ def _sparse_expand(
     values_ptr, bits_ptr, ends_ptr, scales_ptr, out_ptr, row, chunks, blocks,
     SCALED: tl.constexpr, CHUNK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    at, inside, byte, there = _bits_place(row, chunks, CHUNK)
-    block, some = _bits_blocks(chunks, blocks, CHUNK, SIZE)
-    place, has = _sparse_place(bits_ptr, ends_ptr, byte, there, block, some, CHUNK, SIZE)
+    at, inside, byte, there = _bits_offsets(row, chunks, CHUNK)
+    block, some = _bits_block_offsets(chunks, blocks, CHUNK, SIZE)
+    place, has = _sparse_offsets(bits_ptr, ends_ptr, byte, there, block, some, CHUNK, SIZE)
     x = tl.load(values_ptr + place, mask=has, other=0.0)
     if SCALED:
         scale = tl.load(scales_ptr + block, mask=some, other=0.0)
@@ -84,22 +84,24 @@ def _sparse_expand(
     tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def compact(x: Tensor, bits: Tensor, total: int, ends: Tensor, kind: Kind | None) -> Values:
+def compact(x: Tensor, bits: Tensor, total: int, block_ends: Tensor, block_format: BlockFormat | None) -> SparseValues:
     rows, row = x.shape
-    at = cut(row)
-    scaled = kind is not None and kind.scaled
-    values = x.new_empty(total, dtype=x.dtype if kind is None else kind.dtype)
-    scales = x.new_empty(rows, at.blocks, dtype=torch.float32) if scaled else no_scales(x)
-    numbers = (row, at.chunks, at.blocks, kind.most if kind else 0.0, SMALLEST)
-    narrow = {"NARROW": kind is not None, "INT": values.dtype == torch.int8, "SCALED": scaled}
-    tensors = (x, bits, ends, values, scales)
-    launch(_sparse_compact, rows * at.chunks, *tensors, *numbers, **narrow, CHUNK=at.chunk, SIZE=at.block)
-    return Values(values, scales, ends)
+    at = split_row(row)
+    scaled = block_format is not None and block_format.has_scales
+    values = x.new_empty(total, dtype=x.dtype if block_format is None else block_format.dtype)
+    scales = x.new_empty(rows, at.num_blocks, dtype=torch.float32) if scaled else empty_scales(x)
+    numbers = (row, at.num_chunks, at.num_blocks, block_format.max_value if block_format else 0.0, MIN_SCALE)
+    narrow = {"NARROW": block_format is not None, "INT": values.dtype == torch.int8, "SCALED": scaled}
+    tensors = (x, bits, block_ends, values, scales)
+    launch(_sparse_compact, rows * at.num_chunks, *tensors, *numbers, **narrow, CHUNK=at.chunk_size, SIZE=at.block_size)
+    return SparseValues(values, scales, block_ends)
 
 
-def expand(found: Values, bits: Tensor, kind: Kind | None, out: Tensor) -> None:
+def expand(sparse: SparseValues, bits: Tensor, block_format: BlockFormat | None, out: Tensor) -> None:
     rows, row = out.shape
-    at = cut(row)
-    tensors, numbers = (found.values, bits, found.ends, found.scales, out), (row, at.chunks, at.blocks)
-    scaled = kind is not None and kind.scaled
-    launch(_sparse_expand, rows * at.chunks, *tensors, *numbers, SCALED=scaled, CHUNK=at.chunk, SIZE=at.block)
+    at = split_row(row)
+    tensors, numbers = (sparse.values, bits, sparse.block_ends, sparse.scales, out), (row, at.num_chunks, at.num_blocks)
+    scaled = block_format is not None and block_format.has_scales
+    launch(
+        _sparse_expand, rows * at.num_chunks, *tensors, *numbers, SCALED=scaled, CHUNK=at.chunk_size, SIZE=at.block_size
+    )

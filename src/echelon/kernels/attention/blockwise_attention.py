@@ -30,17 +30,23 @@ from torch import Tensor
 from echelon.kernels import dispatch
 from echelon.kernels.attention import sdpa_lse
 
-HELD = 512 << 20
+MAX_PENDING_BYTES = 512 << 20
 """bytes of parts that wait to be brought together"""
-MOST = 8
+MAX_PENDING = 8
 """of them: a kernel is compiled for each number"""
-CHUNK = 1 << 26
+MAX_SCORES = 1 << 26
 """scores that plain torch holds at a time: rows are taken so many at once"""
 
 
 @torch.no_grad()
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Tensor | None = None, factor: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    dropout_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out [B, H, Tq, D], lse [B, H, Tq] in 32 bits or more) of q [B, H, Tq, D] and k, v [B, KV, Tk, D].
 
@@ -48,25 +54,25 @@ def attend(
     probabilities are multiplied by after the softmax (dropout); both broadcast to [B, H, Tq, Tk]. Rows that see nothing
     give 0 and -inf. In memory `out` is [B, Tq, H, D].
     """
-    _check(q, k, causal)
-    if factor is None and (kernel := sdpa_lse.find(q, k, v, mask, causal)) is not None:
+    _check_shapes(q, k, causal)
+    if dropout_mask is None and (kernel := sdpa_lse.find_kernel(q, k, v, mask, causal)) is not None:
         return kernel.attend(q, k, v, mask, causal)
-    out, lse = _empty(q, q.dtype), q.new_empty(q.shape[:3], dtype=wide(q.dtype))
+    out, lse = _empty_tokens_first(q, q.dtype), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
     hidden = None if mask is None else mask.logical_not()
-    for rows, keys in _chunks(q, k, causal):
+    for rows, keys in _query_chunks(q, k, causal):
         scores = _scores(q[:, :, rows], k[:, :, keys])
-        _hide_(scores, _part(hidden, q, k, rows, keys), causal, rows, keys)
+        _mask_scores_(scores, _mask_block(hidden, q, k, rows, keys), causal, rows, keys)
         found = scores.logsumexp(-1)
-        weights = _weights_(scores, found)
-        if (kept := _part(factor, q, k, rows, keys)) is not None:
+        weights = _softmax_(scores, found)
+        if (kept := _mask_block(dropout_mask, q, k, rows, keys)) is not None:
             weights *= kept
-        product = _grouped(weights, k) @ v[:, :, keys].to(weights.dtype)
+        product = _group_heads(weights, k) @ v[:, :, keys].to(weights.dtype)
         out[:, :, rows], lse[:, :, rows] = product.view(*found.shape, -1), found
     return out, lse
 
 
 @torch.no_grad()
-def attend_back(
+def attend_backward(
     gradient: Tensor,
     q: Tensor,
     k: Tensor,
@@ -76,40 +82,40 @@ def attend_back(
     *,
     causal: bool = False,
     mask: Tensor | None = None,
-    factor: Tensor | None = None,
+    dropout_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One block's part of (dq, dk, dv), given the whole attention's out and lse, and the gradient of that out."""
-    _check(q, k, causal)
-    if factor is None and (kernel := sdpa_lse.find(q, k, v, mask, causal)) is not None:
-        return kernel.attend_back(gradient, q, k, v, out, lse, mask, causal)
+    _check_shapes(q, k, causal)
+    if dropout_mask is None and (kernel := sdpa_lse.find_kernel(q, k, v, mask, causal)) is not None:
+        return kernel.attend_backward(gradient, q, k, v, out, lse, mask, causal)
     dtype = lse.dtype
-    dq = _empty(q, q.dtype)
+    dq = _empty_tokens_first(q, q.dtype)
     dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (k, v))
     hidden = None if mask is None else mask.logical_not()
-    for rows, keys in _chunks(q, k, causal):
+    for rows, keys in _query_chunks(q, k, causal):
         queries, block_k, block_v = q[:, :, rows], k[:, :, keys], v[:, :, keys].to(dtype)
         scores = _scores(queries, block_k)
-        _hide_(scores, _part(hidden, q, k, rows, keys), causal, rows, keys)
-        weights = _weights_(scores, lse[:, :, rows])
+        _mask_scores_(scores, _mask_block(hidden, q, k, rows, keys), causal, rows, keys)
+        weights = _softmax_(scores, lse[:, :, rows])
         g = gradient[:, :, rows].to(dtype)
-        dweights = (_grouped(g, k) @ block_v.transpose(-1, -2)).view_as(weights)
+        dweights = (_group_heads(g, k) @ block_v.transpose(-1, -2)).view_as(weights)
         used = weights
-        if (kept := _part(factor, q, k, rows, keys)) is not None:
+        if (kept := _mask_block(dropout_mask, q, k, rows, keys)) is not None:
             used = weights * kept
             dweights *= kept
-        dv[:, :, keys] += _grouped(used, k).transpose(-1, -2) @ _grouped(g, k)
+        dv[:, :, keys] += _group_heads(used, k).transpose(-1, -2) @ _group_heads(g, k)
         delta = (g * out[:, :, rows].to(dtype)).sum(-1, keepdim=True)
-        dscores = _grouped(dweights.sub_(delta).mul_(weights).mul_(_scale(q)), k)
+        dscores = _group_heads(dweights.sub_(delta).mul_(weights).mul_(_scale(q)), k)
         dq[:, :, rows] = (dscores @ block_k.to(dtype)).view(queries.shape)
-        dk[:, :, keys] += dscores.transpose(-1, -2) @ _grouped(queries.to(dtype), k)
+        dk[:, :, keys] += dscores.transpose(-1, -2) @ _group_heads(queries.to(dtype), k)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-Part = tuple[Tensor, ...]
+PartialResult = tuple[Tensor, ...]
 """of some rows: out and lse, or a gradient"""
 
 
-class _Parts:
+class _PartialAccumulator:
     """Parts of rows that come one after another and are brought together several at a time.
 
     Each time, the sum is read and written in 32 bits, which costs more than to read a part. So parts wait, as long as
@@ -119,40 +125,42 @@ class _Parts:
 
     def __init__(self, like: Tensor):
         self._like = like
-        self._held: list[tuple[slice, Part]] = []
-        self._total: Part | None = None
+        self._pending: list[tuple[slice, PartialResult]] = []
+        self._total: PartialResult | None = None
 
-    def _add(self, rows: slice, part: Part) -> None:
-        room = HELD - sum(held[0].nbytes for _, held in self._held)
-        if self._held and (room < part[0].nbytes or len(self._held) == MOST):
-            self._settle()
-        self._held.append((slice(*rows.indices(self._like.shape[2])[:2]), part))
+    def _add(self, rows: slice, part: PartialResult) -> None:
+        room = MAX_PENDING_BYTES - sum(held[0].nbytes for _, held in self._pending)
+        if self._pending and (room < part[0].nbytes or len(self._pending) == MAX_PENDING):
+            self._flush()
+        self._pending.append((slice(*rows.indices(self._like.shape[2])[:2]), part))
 
-    def _settle(self) -> None:
-        self._total = self._total or self._nothing()
-        for rows, parts in self._cuts():
+    def _flush(self) -> None:
+        self._total = self._total or self._identity()
+        for rows, parts in self._row_ranges():
             if parts:
-                place = _of(self._total, rows)
-                _join(place, [*parts, place])
-        self._held = []
+                place = _slice_rows(self._total, rows)
+                _combine_parts(place, [*parts, place])
+        self._pending = []
 
-    def _joined(self, to: Part) -> Part:
-        for rows, parts in self._cuts():
-            _join(_of(to, rows), [*parts, _of(self._total, rows)] if self._total else parts)
-        return to
+    def _combine(self, target: PartialResult) -> PartialResult:
+        for rows, parts in self._row_ranges():
+            _combine_parts(
+                _slice_rows(target, rows), [*parts, _slice_rows(self._total, rows)] if self._total else parts
+            )
+        return target
 
-    def _cuts(self) -> Iterator[tuple[slice, list[Part]]]:
+    def _row_ranges(self) -> Iterator[tuple[slice, list[PartialResult]]]:
         """Rows, and what is held of all of them."""
-        edges = {0, self._like.shape[2]}.union(*((rows.start, rows.stop) for rows, _ in self._held))
+        edges = {0, self._like.shape[2]}.union(*((rows.start, rows.stop) for rows, _ in self._pending))
         for start, stop in pairwise(sorted(edges)):
-            inside = [(rows.start, part) for rows, part in self._held if rows.start <= start and stop <= rows.stop]
-            yield slice(start, stop), [_of(part, slice(start - first, stop - first)) for first, part in inside]
+            inside = [(rows.start, part) for rows, part in self._pending if rows.start <= start and stop <= rows.stop]
+            yield slice(start, stop), [_slice_rows(part, slice(start - first, stop - first)) for first, part in inside]
 
-    def _nothing(self) -> Part:
+    def _identity(self) -> PartialResult:
         raise NotImplementedError
 
 
-class Merged(_Parts):
+class AttentionMerger(_PartialAccumulator):
     """The attention of q's rows to the blocks of keys that were added, in any order. See the note at the top."""
 
     @torch.no_grad()
@@ -164,16 +172,20 @@ class Merged(_Parts):
     def result(self) -> tuple[Tensor, Tensor]:
         """(out in q's type, lse); 0 and -inf where nothing was added."""
         q = self._like
-        out, lse = self._joined((_empty(q, q.dtype), q.new_empty(q.shape[:3], dtype=wide(q.dtype))))
+        out, lse = self._combine(
+            (_empty_tokens_first(q, q.dtype), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype)))
+        )
         return out, lse
 
-    def _nothing(self) -> Part:
+    def _identity(self) -> PartialResult:
         q = self._like
         # Of a row whose lse is -inf, out is not read.
-        return _empty(q, wide(q.dtype)), q.new_full(q.shape[:3], -inf, dtype=wide(q.dtype))
+        return _empty_tokens_first(q, accumulation_dtype(q.dtype)), q.new_full(
+            q.shape[:3], -inf, dtype=accumulation_dtype(q.dtype)
+        )
 
 
-class Summed(_Parts):
+class GradientAccumulator(_PartialAccumulator):
     """The sum of what blocks add to the gradient of x, rows of dimension 2 as they come, in 32 bits or more."""
 
     @torch.no_grad()
@@ -184,63 +196,63 @@ class Summed(_Parts):
     @torch.no_grad()
     def result(self) -> Tensor:
         """In x's type; 0 where nothing was added."""
-        return self._joined((_empty(self._like, self._like.dtype),))[0]
+        return self._combine((_empty_tokens_first(self._like, self._like.dtype),))[0]
 
-    def _nothing(self) -> Part:
-        return (_empty(self._like, wide(self._like.dtype)).zero_(),)
+    def _identity(self) -> PartialResult:
+        return (_empty_tokens_first(self._like, accumulation_dtype(self._like.dtype)).zero_(),)
 
 
 @torch.no_grad()
-def add_(total: Tensor, part: Tensor) -> None:
+def accumulate_(total: Tensor, part: Tensor) -> None:
     """total += part, where the total is of a wider type."""
-    _join((total,), [(total,), (part,)])
+    _combine_parts((total,), [(total,), (part,)])
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """What sums of this type are kept in."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def _of(part: Part, rows: slice) -> Part:
+def _slice_rows(part: PartialResult, rows: slice) -> PartialResult:
     return tuple(x[:, :, rows] for x in part)
 
 
-def _join(to: Part, parts: list[Part]) -> None:
+def _combine_parts(target: PartialResult, parts: list[PartialResult]) -> None:
     """Writes what the parts are together; `to` may be one of them."""
-    if parts and dispatch.fits(to[0]) and all(x.stride(-1) == 1 for x in to):
-        from echelon.kernels.attention.blockwise_attention_triton import join
+    if parts and dispatch.use_triton(target[0]) and all(x.stride(-1) == 1 for x in target):
+        from echelon.kernels.attention.blockwise_attention_triton import combine_parts
 
-        join(to, parts)
-    elif len(to) == 1:
-        total = torch.zeros_like(to[0], dtype=wide(to[0].dtype))
+        combine_parts(target, parts)
+    elif len(target) == 1:
+        total = torch.zeros_like(target[0], dtype=accumulation_dtype(target[0].dtype))
         for (part,) in parts:
             total += part
-        to[0].copy_(total)
+        target[0].copy_(total)
     elif not parts:
-        to[0].zero_()
-        to[1].fill_(-inf)
+        target[0].zero_()
+        target[1].fill_(-inf)
     else:
         lse = torch.stack([of_part for _, of_part in parts]).logsumexp(0)
-        base, total = _finite(lse), torch.zeros_like(to[0], dtype=lse.dtype)
+        base, total = _finite_lse(lse), torch.zeros_like(target[0], dtype=lse.dtype)
         for out, of_part in parts:
             weight = (of_part - base).exp_().unsqueeze(-1)
             total += torch.where(weight > 0, weight * out, 0.0)
-        to[0].copy_(total)
-        to[1].copy_(lse)
+        target[0].copy_(total)
+        target[1].copy_(lse)
 
 
-def _weights_(scores: Tensor, lse: Tensor) -> Tensor:
-    return scores.sub_(_finite(lse).unsqueeze(-1)).exp_()
+def _softmax_(scores: Tensor, lse: Tensor) -> Tensor:
+    return scores.sub_(_finite_lse(lse).unsqueeze(-1)).exp_()
 
 
-def _finite(lse: Tensor) -> Tensor:
+def _finite_lse(lse: Tensor) -> Tensor:
     """With 0 for -inf, so that exp(-inf - it) is 0."""
     return lse.masked_fill(lse == -inf, 0.0)
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:
-    dtype = wide(q.dtype)
-    scores = _grouped(q.to(dtype) * _scale(q), k) @ k.to(dtype).transpose(-1, -2)
+    dtype = accumulation_dtype(q.dtype)
+    scores = _group_heads(q.to(dtype) * _scale(q), k) @ k.to(dtype).transpose(-1, -2)
     return scores.view(*q.shape[:3], k.shape[2])
 
 
@@ -248,12 +260,12 @@ def _scale(q: Tensor) -> float:
     return float(q.shape[-1] ** -0.5)
 
 
-def _grouped(x: Tensor, k: Tensor) -> Tensor:
+def _group_heads(x: Tensor, k: Tensor) -> Tensor:
     """[B, KV, H / KV * T, ...] of x [B, H, T, ...]: the heads that read one kv head are rows of one matrix."""
     return x.reshape(x.shape[0], k.shape[1], -1, x.shape[-1])
 
 
-def _hide_(scores: Tensor, hidden: Tensor | None, causal: bool, rows: slice, keys: slice) -> None:
+def _mask_scores_(scores: Tensor, hidden: Tensor | None, causal: bool, rows: slice, keys: slice) -> None:
     if causal:
         row, key = (torch.arange(s.start, s.stop, device=scores.device) for s in (rows, keys))
         scores.masked_fill_(key > row.unsqueeze(-1), -inf)
@@ -261,25 +273,25 @@ def _hide_(scores: Tensor, hidden: Tensor | None, causal: bool, rows: slice, key
         scores.masked_fill_(hidden, -inf)
 
 
-def _part(x: Tensor | None, q: Tensor, k: Tensor, rows: slice, keys: slice) -> Tensor | None:
+def _mask_block(x: Tensor | None, q: Tensor, k: Tensor, rows: slice, keys: slice) -> Tensor | None:
     return None if x is None else x.expand(*q.shape[:3], k.shape[2])[:, :, rows, keys]
 
 
-def _chunks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
+def _query_chunks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
     """Rows of queries, and the keys that they may see."""
     length, keys = q.shape[2], k.shape[2]
-    step = max(CHUNK // max(q.shape[0] * q.shape[1] * keys, 1), 1)
+    step = max(MAX_SCORES // max(q.shape[0] * q.shape[1] * keys, 1), 1)
     for start in range(0, length, step):
         stop = min(start + step, length)
         yield slice(start, stop), slice(0, stop if causal else keys)
 
 
-def _empty(q: Tensor, dtype: torch.dtype) -> Tensor:
+def _empty_tokens_first(q: Tensor, dtype: torch.dtype) -> Tensor:
     """Of q's shape; in memory [B, Tq, H, D], so that the heads of a token are one row for the product after them."""
     batch, heads, length, head_dim = q.shape
     return q.new_empty(batch, length, heads, head_dim, dtype=dtype).transpose(1, 2)
 
 
-def _check(q: Tensor, k: Tensor, causal: bool) -> None:
+def _check_shapes(q: Tensor, k: Tensor, causal: bool) -> None:
     assert q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} query heads are no multiple of {k.shape[1]} kv heads"
     assert not causal or q.shape[2] == k.shape[2], f"causal, but {q.shape[2]} queries and {k.shape[2]} keys"

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from echelon.kernels.row_launch import row_block
 
-ROWS = 32
+ROWS_PER_PROGRAM = 32
 """of a program: with heads of 128, a thread of 4 warps has 32 elements"""
 
 
 @triton.jit
-def _place(length, HEADS: tl.constexpr, TOKENS: tl.constexpr, HEAD_BLOCK: tl.constexpr):
+def _row_offsets(length, HEADS: tl.constexpr, TOKENS: tl.constexpr, HEAD_BLOCK: tl.constexpr):
     """(batch, heads, tokens, which of these there are) of the program's rows"""
     head_blocks: tl.constexpr = (HEADS + HEAD_BLOCK - 1) // HEAD_BLOCK
     program = tl.program_id(0).to(tl.int64)
@@ -26,7 +26,7 @@ def _place(length, HEADS: tl.constexpr, TOKENS: tl.constexpr, HEAD_BLOCK: tl.con
 
 
 @triton.jit
-def _at(stride, batch, head, t, BLOCK: tl.constexpr):
+def _element_offsets(stride, batch, head, t, BLOCK: tl.constexpr):
     return (batch * stride[0] + head * stride[1] + t * stride[2])[:, None] + tl.arange(0, BLOCK)[None, :]
 
 
@@ -36,7 +36,7 @@ def _blocks_merge(
     HEADS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`to` and each part: pointer of out, its strides, pointer of lse, its strides."""
-    batch, head, t, inside = _place(length, HEADS, TOKENS, HEAD_BLOCK)
+    batch, head, t, inside = _row_offsets(length, HEADS, TOKENS, HEAD_BLOCK)
     column = (tl.arange(0, BLOCK) < WIDTH)[None, :]
     largest = tl.full((TOKENS * HEAD_BLOCK,), -float("inf"), tl.float32)
     for i in tl.static_range(len(parts)):
@@ -54,11 +54,11 @@ def _blocks_merge(
         whole += weight
         # What weighs nothing is not read: it need not be written yet.
         seen = (weight > 0)[:, None] & column
-        x = tl.load(ptr + _at(stride, batch, head, t, BLOCK), mask=seen, other=0.0)
+        x = tl.load(ptr + _element_offsets(stride, batch, head, t, BLOCK), mask=seen, other=0.0)
         out += weight[:, None] * x.to(tl.float32)
     ptr, stride, lse_ptr, lse_stride = to
     out = (out / whole[:, None]).to(ptr.dtype.element_ty)
-    tl.store(ptr + _at(stride, batch, head, t, BLOCK), out, mask=inside[:, None] & column)
+    tl.store(ptr + _element_offsets(stride, batch, head, t, BLOCK), out, mask=inside[:, None] & column)
     tl.store(lse_ptr + batch * lse_stride[0] + head * lse_stride[1] + t, largest + tl.log(whole), mask=inside)
 
 
@@ -68,30 +68,30 @@ def _blocks_sum(
     HEADS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`to` and each part: pointer, strides."""
-    batch, head, t, inside = _place(length, HEADS, TOKENS, HEAD_BLOCK)
+    batch, head, t, inside = _row_offsets(length, HEADS, TOKENS, HEAD_BLOCK)
     mask = inside[:, None] & (tl.arange(0, BLOCK) < WIDTH)[None, :]
     out = tl.zeros((TOKENS * HEAD_BLOCK, BLOCK), tl.float32)
     for i in tl.static_range(len(parts)):
         ptr, stride = parts[i]
-        out += tl.load(ptr + _at(stride, batch, head, t, BLOCK), mask=mask, other=0.0).to(tl.float32)
+        out += tl.load(ptr + _element_offsets(stride, batch, head, t, BLOCK), mask=mask, other=0.0).to(tl.float32)
     ptr, stride = to
-    tl.store(ptr + _at(stride, batch, head, t, BLOCK), out.to(ptr.dtype.element_ty), mask=mask)
+    tl.store(ptr + _element_offsets(stride, batch, head, t, BLOCK), out.to(ptr.dtype.element_ty), mask=mask)
 
 
-def join(to: tuple[Tensor, ...], parts: list[tuple[Tensor, ...]]) -> None:
+def combine_parts(target: tuple[Tensor, ...], parts: list[tuple[Tensor, ...]]) -> None:
     """Writes what the parts are together, as `blocks._join`. `to` may be one of the parts."""
-    batch, heads, length, head_dim = to[0].shape
+    batch, heads, length, head_dim = target[0].shape
     # Neighbours in memory go to one program.
-    head_block = min(8, row_block(heads)) if to[0].stride(1) < to[0].stride(2) else 1
-    tokens = ROWS // head_block
-    kernel: Any = _blocks_merge if len(to) > 1 else _blocks_sum
+    head_block = min(8, row_block(heads)) if target[0].stride(1) < target[0].stride(2) else 1
+    tokens = ROWS_PER_PROGRAM // head_block
+    kernel: Any = _blocks_merge if len(target) > 1 else _blocks_sum
     kernel[(triton.cdiv(heads, head_block) * triton.cdiv(length, tokens), batch)](
-        _arguments(to), tuple(_arguments(part) for part in parts), length,
+        _pointers_and_strides(target), tuple(_pointers_and_strides(part) for part in parts), length,
         HEADS=heads, WIDTH=head_dim, TOKENS=tokens, HEAD_BLOCK=head_block, BLOCK=row_block(head_dim), num_warps=4,
     )  # fmt: skip
 
 
-def _arguments(part: tuple[Tensor, ...]) -> tuple[Any, ...]:
+def _pointers_and_strides(part: tuple[Tensor, ...]) -> tuple[Any, ...]:
     """Pointers and strides; the last dimension is dense."""
     dense = [x if x.stride(-1) == 1 else x.contiguous() for x in part]
     return tuple(each for x in dense for each in (x, x.stride()[:-1]))

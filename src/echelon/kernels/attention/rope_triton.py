@@ -29,7 +29,7 @@ def _rope_forward(
 
 
 @triton.jit
-def _turned_back(
+def _rotate_back(
     d_ptr, stride_b, stride_h, stride_t, cos, sin, out, row, t, HEADS: tl.constexpr, HALF: tl.constexpr,
     TURN: tl.constexpr, HEAD_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -63,15 +63,15 @@ def _rope_backward(
     cos = tl.load(cos_ptr + place * HALF + i, mask=i < HALF, other=0.0)
     sin = tl.load(sin_ptr + place * HALF + i, mask=i < HALF, other=0.0)
     out = out_ptr + token * (HEADS + 2 * KV) * 2 * HALF
-    q = _turned_back(dq_ptr, q_b, q_h, q_t, cos, sin, out, row, t, HEADS, HALF, True, HEAD_BLOCK, HALF_BLOCK)
+    q = _rotate_back(dq_ptr, q_b, q_h, q_t, cos, sin, out, row, t, HEADS, HALF, True, HEAD_BLOCK, HALF_BLOCK)
     out += HEADS * 2 * HALF
-    k = _turned_back(dk_ptr, k_b, k_h, k_t, cos, sin, out, row, t, KV, HALF, True, KV_BLOCK, HALF_BLOCK)
+    k = _rotate_back(dk_ptr, k_b, k_h, k_t, cos, sin, out, row, t, KV, HALF, True, KV_BLOCK, HALF_BLOCK)
     out += KV * 2 * HALF
-    v = _turned_back(dv_ptr, v_b, v_h, v_t, cos, sin, out, row, t, KV, HALF, False, KV_BLOCK, HALF_BLOCK)
+    v = _rotate_back(dv_ptr, v_b, v_h, v_t, cos, sin, out, row, t, KV, HALF, False, KV_BLOCK, HALF_BLOCK)
     tl.store(largest_ptr + token, tl.maximum(q, tl.maximum(k, v)))
 
 
-def rotate_(x: Tensor, cos: Tensor, sin: Tensor, heads: int, all_heads: int) -> None:
+def apply_rotary_(x: Tensor, cos: Tensor, sin: Tensor, heads: int, all_heads: int) -> None:
     """Rotates the first `heads` of all heads of x [B, T, all_heads * head_dim] in place."""
     half = cos.shape[-1]
     cos, sin = cos.float().contiguous(), sin.float().contiguous()
@@ -81,7 +81,7 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor, heads: int, all_heads: int) -> 
     )  # fmt: skip
 
 
-def gather_rotated_back(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """(gradient of the product's output [B, T, all heads], largest of each of its rows)"""
     dq, dk, dv = (d if d.stride(-1) == 1 else d.contiguous() for d in (dq, dk, dv))
     batch, heads, length, head_dim = dq.shape

@@ -19,16 +19,16 @@ from torch import Tensor
 from echelon import compat
 from echelon.kernels import dispatch
 
-HIDDEN = -1e30
+MASKED_SCORE = -1e30
 """added to a score that is not to be seen: finite, as a row of nothing else would otherwise give no number"""
 
 
-class Kernel(Protocol):
+class SdpaKernel(Protocol):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
         """As `blocks.attend`."""
         ...
 
-    def attend_back(
+    def attend_backward(
         self,
         gradient: Tensor,
         q: Tensor,
@@ -43,30 +43,30 @@ class Kernel(Protocol):
         ...
 
 
-def find(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Kernel | None:
+def find_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> SdpaKernel | None:
     """The fastest kernel for this, forward and backward, of those that are switched on (`sdpa_kernel`)."""
-    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or dispatch.autocast(q):
+    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or dispatch.autocast_enabled(q):
         return None
     # A kernel is asked whether it has a backward by saying that a gradient is wanted.
-    mask = None if mask is None else _four(mask)
+    mask = None if mask is None else _expand_to_4d(mask)
     asked = torch.backends.cuda.SDPAParams(q.detach().requires_grad_(), k, v, mask, 0.0, causal, True)
     if torch.backends.cuda.can_use_cudnn_attention(asked):
-        return _Cudnn()
+        return _CudnnKernel()
     if mask is None and q.shape[-1] % 8 == 0 and torch.backends.cuda.can_use_flash_attention(asked):
-        return _Flash()
+        return _FlashKernel()
     return None
 
 
-class _Cudnn:
+class _CudnnKernel:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
-        q, k, v = _tokens_first(q), _dense(k), _dense(v)
+        q, k, v = _tokens_first(q), _last_dim_contiguous(k), _last_dim_contiguous(v)
         if mask is None:
             return compat.cudnn_attention(q, k, v, None, causal)
-        out, lse = compat.cudnn_attention(q, k, v, _bias(mask, q), causal)
+        out, lse = compat.cudnn_attention(q, k, v, _mask_to_bias(mask, q), causal)
         blind = mask.any(-1).logical_not()
         return out.masked_fill_(blind.unsqueeze(-1), 0.0), lse.masked_fill_(blind, -inf)
 
-    def attend_back(
+    def attend_backward(
         self,
         gradient: Tensor,
         q: Tensor,
@@ -79,18 +79,18 @@ class _Cudnn:
     ) -> tuple[Tensor, Tensor, Tensor]:
         # See [Note: one layout for one shape].
         gradient, out, lse = _dense_tokens_first(gradient), _dense_tokens_first(out), lse.contiguous()
-        q, k, v = _tokens_first(q), _dense(k), _dense(v)
+        q, k, v = _tokens_first(q), _last_dim_contiguous(k), _last_dim_contiguous(v)
         if mask is None:
-            return compat.cudnn_attention_back(gradient, q, k, v, out, lse, None, causal)
-        lse = lse.masked_fill(lse == -inf, -HIDDEN)  # every weight of a row that sees nothing is 0
-        return compat.cudnn_attention_back(gradient, q, k, v, out, lse, _bias(mask, q), causal)
+            return compat.cudnn_attention_backward(gradient, q, k, v, out, lse, None, causal)
+        lse = lse.masked_fill(lse == -inf, -MASKED_SCORE)  # every weight of a row that sees nothing is 0
+        return compat.cudnn_attention_backward(gradient, q, k, v, out, lse, _mask_to_bias(mask, q), causal)
 
 
-class _Flash:
+class _FlashKernel:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
-        return compat.flash_attention(_tokens_first(q), _dense(k), _dense(v), causal)
+        return compat.flash_attention(_tokens_first(q), _last_dim_contiguous(k), _last_dim_contiguous(v), causal)
 
-    def attend_back(
+    def attend_backward(
         self,
         gradient: Tensor,
         q: Tensor,
@@ -102,16 +102,18 @@ class _Flash:
         causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         gradient, out, lse = _dense_tokens_first(gradient), _dense_tokens_first(out), lse.contiguous()
-        return compat.flash_attention_back(gradient, _tokens_first(q), _dense(k), _dense(v), out, lse, causal)
+        return compat.flash_attention_backward(
+            gradient, _tokens_first(q), _last_dim_contiguous(k), _last_dim_contiguous(v), out, lse, causal
+        )
 
 
-def _bias(mask: Tensor, q: Tensor) -> Tensor:
-    least = max(HIDDEN, torch.finfo(q.dtype).min)
-    mask = _four(mask).expand(-1, -1, q.shape[2], -1)
+def _mask_to_bias(mask: Tensor, q: Tensor) -> Tensor:
+    least = max(MASKED_SCORE, torch.finfo(q.dtype).min)
+    mask = _expand_to_4d(mask).expand(-1, -1, q.shape[2], -1)
     return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(mask.logical_not(), least)
 
 
-def _four(mask: Tensor) -> Tensor:
+def _expand_to_4d(mask: Tensor) -> Tensor:
     """With all four dimensions."""
     return mask[(None,) * (4 - mask.dim())]
 
@@ -125,6 +127,6 @@ def _dense_tokens_first(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _dense(x: Tensor) -> Tensor:
+def _last_dim_contiguous(x: Tensor) -> Tensor:
     """Heads and tokens in any order, numbers of a head beside each other."""
     return x if x.stride(3) == 1 else x.contiguous()

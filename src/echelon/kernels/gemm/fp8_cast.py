@@ -14,55 +14,55 @@ from torch import Tensor
 
 from echelon.kernels import tensor_metadata
 
-SUMMED = 16
+GEMM_ALIGNMENT = 16
 """the dimension that is summed over is padded with zeros to a multiple of this"""
-SMALLEST = 1e-12
+MIN_AMAX = 1e-12
 """largest values below this count as this, so that zeros stay zeros"""
 
 
 @dataclass(frozen=True)
-class Narrow:
+class Fp8Matrix:
     """A matrix in 8 bits: `values` times `inverse` is what it stands for."""
 
     values: Tensor
     """[rows, columns padded], of an 8-bit type"""
-    inverse: Tensor
+    inverse_scale: Tensor
     """float32: a number, or one for each row [rows, 1]"""
 
 
-def padded(size: int) -> int:
-    return -(-size // SUMMED) * SUMMED
+def pad_to_alignment(size: int) -> int:
+    return -(-size // GEMM_ALIGNMENT) * GEMM_ALIGNMENT
 
 
-def largest_of_rows(x: Tensor) -> Tensor:
+def row_amax(x: Tensor) -> Tensor:
     """float32 [rows]; known already where the kernel that made x noted it."""
-    known = tensor_metadata.read(x).largest
+    known = tensor_metadata.read(x).row_amax
     if known is not None:
         return known
     if x.is_cuda:
         from echelon.kernels.gemm import fp8_cast_triton
 
-        return fp8_cast_triton.largest_of_rows(x)
+        return fp8_cast_triton.row_amax(x)
     return x.abs().amax(dim=1).float()
 
 
-def largest_of_columns(x: Tensor) -> Tensor:
+def column_amax(x: Tensor) -> Tensor:
     """float32 [columns]"""
     if x.is_cuda:
         from echelon.kernels.gemm import fp8_cast_triton
 
-        return fp8_cast_triton.largest_of_columns(x)
+        return fp8_cast_triton.column_amax(x)
     largest: Tensor = torch.linalg.vector_norm(x, float("inf"), dim=0, dtype=torch.float32)
     return largest
 
 
-def inverse_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    return largest.clamp_min(SMALLEST) / torch.finfo(dtype).max
+def inverse_scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    return amax.clamp_min(MIN_AMAX) / torch.finfo(dtype).max
 
 
-def narrow(
-    x: Tensor, dtype: torch.dtype, *, rows: Tensor | None = None, columns: Tensor | None = None
-) -> tuple[Narrow | None, Narrow | None]:
+def cast_to_fp8(
+    x: Tensor, dtype: torch.dtype, *, row_inverse: Tensor | None = None, column_inverse: Tensor | None = None
+) -> tuple[Fp8Matrix | None, Fp8Matrix | None]:
     """x [rows, columns] as it lies, and transposed, each with the inverse scale that is given: a number or one a row.
 
     That of the transposed matrix is one for each column of x, [columns, 1].
@@ -70,18 +70,18 @@ def narrow(
     if x.is_cuda:
         from echelon.kernels.gemm import fp8_cast_triton
 
-        plain, turned = fp8_cast_triton.narrow(x, dtype, rows, columns)
+        plain, turned = fp8_cast_triton.cast_to_fp8(x, dtype, row_inverse, column_inverse)
     else:
-        plain = narrow_plain(x, dtype, rows) if rows is not None else None
-        turned = narrow_plain(x.t(), dtype, columns) if columns is not None else None
+        plain = cast_to_fp8_plain(x, dtype, row_inverse) if row_inverse is not None else None
+        turned = cast_to_fp8_plain(x.t(), dtype, column_inverse) if column_inverse is not None else None
     return (
-        Narrow(plain, rows) if plain is not None and rows is not None else None,
-        Narrow(turned, columns) if turned is not None and columns is not None else None,
+        Fp8Matrix(plain, row_inverse) if plain is not None and row_inverse is not None else None,
+        Fp8Matrix(turned, column_inverse) if turned is not None and column_inverse is not None else None,
     )
 
 
-def narrow_plain(x: Tensor, dtype: torch.dtype, inverse: Tensor) -> Tensor:
+def cast_to_fp8_plain(x: Tensor, dtype: torch.dtype, inverse: Tensor) -> Tensor:
     most = torch.finfo(dtype).max
-    out = torch.zeros(x.shape[0], padded(x.shape[1]), dtype=dtype, device=x.device)
+    out = torch.zeros(x.shape[0], pad_to_alignment(x.shape[1]), dtype=dtype, device=x.device)
     out[:, : x.shape[1]] = (x.float() * (1.0 / inverse)).clamp(-most, most).to(dtype)
     return out

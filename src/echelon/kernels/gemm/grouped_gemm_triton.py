@@ -22,10 +22,10 @@ def _fill_after(x, end, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
         tl.store(x + place, 0.0, mask=after[:, None] & (column < width)[None, :])
 
 
-def clear_after(x: Tensor, ends: Tensor) -> Tensor:
+def zero_rows_after(x: Tensor, offsets: Tensor) -> Tensor:
     """x [rows, width] with 0 in the rows from the last of `ends` on, in place."""
     rows, width = x.shape
     grid = (triton.cdiv(rows, ROWS), triton.cdiv(width, COLUMNS))
     with torch.cuda.device_of(x):
-        _fill_after[grid](x, ends[-1:], rows, width, ROWS=ROWS, COLUMNS=COLUMNS)
+        _fill_after[grid](x, offsets[-1:], rows, width, ROWS=ROWS, COLUMNS=COLUMNS)
     return x

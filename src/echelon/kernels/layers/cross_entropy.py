@@ -17,82 +17,84 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from echelon.kernels import dispatch
-from echelon.kernels.gemm.fused_linear import receive
+from echelon.kernels.gemm.fused_linear import write_gradient
 
-IGNORED = -100
+IGNORE_INDEX = -100
 CHUNK_BYTES = 1 << 30
 """of logits at a time: products of fewer rows than this makes are slower"""
 
 
-def head_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The sum of the cross entropies of softmax(x weight^T) [..., V] (fp32, or fp64 where x is)."""
-    if dispatch.fits(x) and weight.dtype == x.dtype and weight.is_contiguous():
-        total: Tensor = _HeadLoss.apply(x, weight, targets, torch.is_grad_enabled())
+    if dispatch.use_triton(x) and weight.dtype == x.dtype and weight.is_contiguous():
+        total: Tensor = _LinearCrossEntropy.apply(x, weight, targets, torch.is_grad_enabled())
         return total
-    return plain_loss(F.linear(x, weight), targets)
+    return cross_entropy_sum(F.linear(x, weight), targets)
 
 
-def plain_loss(logits: Tensor, targets: Tensor) -> Tensor:
+def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
-def chunk_rows(vocabulary: int, element_bytes: int) -> int:
+def tokens_per_chunk(vocab_size: int, element_bytes: int) -> int:
     """Rows of a chunk: a power of two, and at least 256."""
-    fitting = max(CHUNK_BYTES // (vocabulary * element_bytes), 256)
+    fitting = max(CHUNK_BYTES // (vocab_size * element_bytes), 256)
     return 1 << (fitting.bit_length() - 1)
 
 
-Losses = Callable[[Tensor, Tensor, bool], Tensor]
+ChunkLosses = Callable[[Tensor, Tensor, bool], Tensor]
 """(logits of some rows, their targets, whether to put the gradient of the sum in their place) to a loss per row"""
 
 
-def in_chunks(
-    x: Tensor, weight: Tensor, targets: Tensor, losses: Losses, *, rows: int, backward: bool
+def chunked_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, losses: ChunkLosses, *, chunk_tokens: int, backward: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(sum of losses, its gradients with respect to x [R, d] and to the weight [V, d]); empty ones without backward."""
     total = x.new_zeros((), dtype=torch.float32)
     dx = torch.empty_like(x) if backward else x.new_empty(0)
     dw = weight.new_empty(0)
-    for start in range(0, len(x), rows):
-        part = x[start : start + rows]
+    for start in range(0, len(x), chunk_tokens):
+        part = x[start : start + chunk_tokens]
         logits = part @ weight.t()
-        total += losses(logits, targets[start : start + rows], backward).sum()
+        total += losses(logits, targets[start : start + chunk_tokens], backward).sum()
         if not backward:
             continue
-        torch.mm(logits, weight, out=dx[start : start + rows])
+        torch.mm(logits, weight, out=dx[start : start + chunk_tokens])
         # In float16 a sum over many rows overflows, and no loss scale would help: it comes after this.
-        if len(x) <= rows and x.dtype != torch.float16:
+        if len(x) <= chunk_tokens and x.dtype != torch.float16:
             dw = logits.t() @ part
         elif start == 0:
-            dw = _product32(logits.t(), part)
+            dw = _matmul_fp32(logits.t(), part)
         else:
-            _add_product32(dw, logits.t(), part)
+            _addmm_fp32_(dw, logits.t(), part)
     return total, dx, dw
 
 
-def _product32(left: Tensor, right: Tensor) -> Tensor:
+def _matmul_fp32(left: Tensor, right: Tensor) -> Tensor:
     if left.is_cuda and left.dtype != torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
 
 
-def _add_product32(onto: Tensor, left: Tensor, right: Tensor) -> None:
+def _addmm_fp32_(onto: Tensor, left: Tensor, right: Tensor) -> None:
     if left.is_cuda and left.dtype != torch.float32:
         torch.addmm(onto, left, right, out_dtype=torch.float32, out=onto)
     else:
         onto.addmm_(left.float(), right.float())
 
 
-class _HeadLoss(Function):
+class _LinearCrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, keeps: bool) -> Tensor:
-        from echelon.kernels.layers.cross_entropy_triton import losses
+        from echelon.kernels.layers.cross_entropy_triton import cross_entropy_rows
 
         backward = keeps and any(ctx.needs_input_grad[:2])
-        rows = chunk_rows(weight.shape[0], x.element_size())
+        rows = tokens_per_chunk(weight.shape[0], x.element_size())
         flat = x.reshape(-1, x.shape[-1])
-        total, dx, dw = in_chunks(flat, weight, targets.reshape(-1).contiguous(), losses, rows=rows, backward=backward)
+        total, dx, dw = chunked_cross_entropy(
+            flat, weight, targets.reshape(-1).contiguous(), cross_entropy_rows, chunk_tokens=rows, backward=backward
+        )
         ctx.save_for_backward(dx.view_as(x) if backward else dx, dw)
         ctx.weight = weight
         return total
@@ -100,13 +102,13 @@ class _HeadLoss(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        from echelon.kernels.layers.cross_entropy_triton import scaled
+        from echelon.kernels.layers.cross_entropy_triton import scale_into
 
         dx, dw = ctx.saved_tensors
         weight, (scale,) = ctx.weight, gradients
 
         def product(place: Tensor | None) -> Tensor:
-            return scaled(dw, scale, torch.empty_like(weight) if place is None else place)
+            return scale_into(dw, scale, torch.empty_like(weight) if place is None else place)
 
-        of_weight = receive((weight,), product)[0] if ctx.needs_input_grad[1] else None
-        return scaled(dx, scale, torch.empty_like(dx)), of_weight, None, None
+        of_weight = write_gradient((weight,), product)[0] if ctx.needs_input_grad[1] else None
+        return scale_into(dx, scale, torch.empty_like(dx)), of_weight, None, None

@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from echelon.kernels.layers.cross_entropy import IGNORED
+from echelon.kernels.layers.cross_entropy import IGNORE_INDEX
 
 BLOCK = 8192
 """logits at a time"""
-SCALED = 2048
+SCALE_BLOCK = 2048
 """elements of a program that multiplies"""
 
 
@@ -68,18 +68,18 @@ def _loss_scaled(x_ptr, scale_ptr, out_ptr, size, BLOCK: tl.constexpr):
     tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=at < size)
 
 
-def scaled(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+def scale_into(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
     """x times a number, rounded once to the type of `out`; torch's own reads and writes one by one across types."""
-    grid = (triton.cdiv(x.numel(), SCALED),)
-    _loss_scaled[grid](x, scale, out, x.numel(), BLOCK=SCALED, num_warps=4)
+    grid = (triton.cdiv(x.numel(), SCALE_BLOCK),)
+    _loss_scaled[grid](x, scale, out, x.numel(), BLOCK=SCALE_BLOCK, num_warps=4)
     return out
 
 
-def losses(logits: Tensor, targets: Tensor, backward: bool) -> Tensor:
+def cross_entropy_rows(logits: Tensor, targets: Tensor, backward: bool) -> Tensor:
     """The cross entropy of each row; with `backward` its gradient takes the logits' place."""
     out = logits.new_empty(len(logits), dtype=torch.float32)
     _loss_and_gradient[(len(logits),)](
         logits, targets, out, logits.stride(0),
-        WIDTH=logits.shape[1], IGNORED=IGNORED, BACKWARD=backward, BLOCK=BLOCK, num_warps=16,
+        WIDTH=logits.shape[1], IGNORED=IGNORE_INDEX, BACKWARD=backward, BLOCK=BLOCK, num_warps=16,
     )  # fmt: skip
     return out

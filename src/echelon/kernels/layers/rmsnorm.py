@@ -18,39 +18,41 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from echelon.kernels import dispatch, tensor_metadata
-from echelon.kernels.tensor_metadata import Note
+from echelon.kernels.tensor_metadata import TensorMetadata
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, remake: bool = False) -> Tensor:
-    return stream_norm(x, None, weight, eps, remake=remake)[1]
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, recompute: bool = False) -> Tensor:
+    return residual_rms_norm(x, None, weight, eps, recompute=recompute)[1]
 
 
-def stream_norm(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, remake: bool = False
+def residual_rms_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, recompute: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(x + delta, its norm). With `remake`, backward makes the norm again instead of keeping it."""
-    if dispatch.fits(x) and (delta is None or (delta.shape == x.shape and delta.dtype == x.dtype)):
-        s, normed, scale, largest = _StreamNorm.apply(x, delta, weight, eps)
-        again = partial(_again_gpu, s.detach(), scale, weight.detach()) if remake else None
-        return s, tensor_metadata.write(normed, Note(largest=largest, again=again))
+    if dispatch.use_triton(x) and (delta is None or (delta.shape == x.shape and delta.dtype == x.dtype)):
+        s, normed, scale, largest = _ResidualRMSNorm.apply(x, delta, weight, eps)
+        again = partial(_recompute_norm_triton, s.detach(), scale, weight.detach()) if recompute else None
+        return s, tensor_metadata.attach(normed, TensorMetadata(row_amax=largest, recompute=again))
     s = x if delta is None else x + delta
     normed = F.rms_norm(s, weight.shape, weight, eps)
-    if remake:
-        tensor_metadata.write(normed, Note(again=partial(_again, s.detach(), weight.detach(), eps)))
+    if recompute:
+        tensor_metadata.attach(
+            normed, TensorMetadata(recompute=partial(_recompute_norm, s.detach(), weight.detach(), eps))
+        )
     return s, normed
 
 
-def _again(s: Tensor, weight: Tensor, eps: float, _gradient: Tensor | None) -> Tensor:
+def _recompute_norm(s: Tensor, weight: Tensor, eps: float, _gradient: Tensor | None) -> Tensor:
     return F.rms_norm(s, weight.shape, weight, eps)
 
 
-def _again_gpu(s: Tensor, scale: Tensor, weight: Tensor, _gradient: Tensor | None) -> Tensor:
+def _recompute_norm_triton(s: Tensor, scale: Tensor, weight: Tensor, _gradient: Tensor | None) -> Tensor:
     from echelon.kernels.layers.rmsnorm_triton import apply_scale
 
     return apply_scale(s, scale, weight)
 
 
-class _StreamNorm(Function):
+class _ResidualRMSNorm(Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
@@ -75,5 +77,5 @@ class _StreamNorm(Function):
         if of_normed is None:
             return of_stream, of_stream if ctx.has_delta else None, None, None
         dx, dw, largest = backward(of_normed, of_stream, s, scale, weight)
-        tensor_metadata.write(dx, Note(largest=largest))
+        tensor_metadata.attach(dx, TensorMetadata(row_amax=largest))
         return dx, dx if ctx.has_delta else None, dw if ctx.needs_input_grad[2] else None, None

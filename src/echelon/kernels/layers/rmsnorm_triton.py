@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from echelon.kernels.row_launch import programs, row_block, warps
+from echelon.kernels.row_launch import persistent_grid, row_block, warps_per_row
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def _norm_forward(
 
 
 @triton.jit
-def _norm_again(s_ptr, scale_ptr, w_ptr, normed_ptr, width, BLOCK: tl.constexpr):
+def _norm_recompute(s_ptr, scale_ptr, w_ptr, normed_ptr, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < width
@@ -85,7 +85,7 @@ def forward(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tupl
     block = row_block(width)
     _norm_forward[(rows,)](
         x, other, weight, s, normed, scale, largest, width, eps,
-        HAS_DELTA=delta is not None, BLOCK=block, num_warps=warps(block),
+        HAS_DELTA=delta is not None, BLOCK=block, num_warps=warps_per_row(block),
     )  # fmt: skip
     return s, normed, scale, largest
 
@@ -93,23 +93,23 @@ def forward(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tupl
 def apply_scale(s: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
     normed, width = torch.empty_like(s), s.shape[-1]
     block = row_block(width)
-    _norm_again[(s.numel() // width,)](s, scale, weight, normed, width, BLOCK=block, num_warps=warps(block))
+    _norm_recompute[(s.numel() // width,)](s, scale, weight, normed, width, BLOCK=block, num_warps=warps_per_row(block))
     return normed
 
 
 def backward(
-    of_normed: Tensor, of_stream: Tensor | None, s: Tensor, scale: Tensor, weight: Tensor
+    grad_normed: Tensor, grad_residual: Tensor | None, s: Tensor, scale: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(gradient of the stream, of the weight, largest of each row of the first)"""
-    of_normed = of_normed.contiguous()
+    grad_normed = grad_normed.contiguous()
     width, rows = s.shape[-1], s.numel() // s.shape[-1]
     block = row_block(width)
-    count, each = programs(rows, block, s.device)
+    count, each = persistent_grid(rows, block, s.device)
     dx, parts = torch.empty_like(s), s.new_empty(count, width, dtype=torch.float32)
     largest = s.new_empty(rows, dtype=torch.float32)
-    stream: Any = of_normed if of_stream is None else of_stream.contiguous()
+    stream: Any = grad_normed if grad_residual is None else grad_residual.contiguous()
     _norm_backward[(count,)](
-        of_normed, stream, s, scale, weight, dx, parts, largest, rows, width,
-        EACH=triton.cdiv(rows, count), HAS_STREAM=of_stream is not None, BLOCK=block, num_warps=each,
+        grad_normed, stream, s, scale, weight, dx, parts, largest, rows, width,
+        EACH=triton.cdiv(rows, count), HAS_STREAM=grad_residual is not None, BLOCK=block, num_warps=each,
     )  # fmt: skip
     return dx, parts.sum(0).to(weight.dtype), largest

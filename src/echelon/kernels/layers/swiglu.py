@@ -12,19 +12,19 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from echelon.kernels import dispatch, tensor_metadata
-from echelon.kernels.tensor_metadata import Note
+from echelon.kernels.tensor_metadata import TensorMetadata
 
 
-def gated(gate: Tensor, up: Tensor, *, remake: bool = False) -> Tensor:
+def silu_mul(gate: Tensor, up: Tensor, *, recompute: bool = False) -> Tensor:
     """Plain. With `remake`, backward keeps gate and up, and makes the output again."""
-    if not remake:
+    if not recompute:
         return F.silu(gate) * up
-    out: Tensor = _Gated.apply(gate, up)
+    out: Tensor = _SiluMul.apply(gate, up)
     kept_gate, kept_up = gate.detach(), up.detach()
-    return tensor_metadata.write(out, Note(again=lambda _gradient: F.silu(kept_gate) * kept_up))
+    return tensor_metadata.attach(out, TensorMetadata(recompute=lambda _gradient: F.silu(kept_gate) * kept_up))
 
 
-class _Gated(Function):
+class _SiluMul(Function):
     """The product that autograd would make, but for the silu(gate) that it would keep."""
 
     @staticmethod
@@ -40,23 +40,28 @@ class _Gated(Function):
             return torch.autograd.grad(F.silu(gate) * up, (gate, up), gradients[0])
 
 
-def swiglu(both: Tensor, *, remake: bool = False) -> Tensor:
+def swiglu(gate_up: Tensor, *, recompute: bool = False) -> Tensor:
     """[..., 2 f] to [..., f]. With `remake`, backward makes the output again instead of keeping it."""
-    if not dispatch.fits(both):
-        gate, up = both.chunk(2, dim=-1)
-        return gated(gate, up, remake=remake)
-    out, largest = _SwiGLU.apply(both)
-    return tensor_metadata.write(out, Note(largest=largest, again=partial(_again, both.detach()) if remake else None))
+    if not dispatch.use_triton(gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return silu_mul(gate, up, recompute=recompute)
+    out, largest = _SwiGLU.apply(gate_up)
+    return tensor_metadata.attach(
+        out,
+        TensorMetadata(row_amax=largest, recompute=partial(_recompute_swiglu, gate_up.detach()) if recompute else None),
+    )
 
 
-def _again(both: Tensor, gradient: Tensor | None) -> Tensor:
+def _recompute_swiglu(gate_up: Tensor, gradient: Tensor | None) -> Tensor:
     from echelon.kernels.layers import swiglu_triton
 
     if gradient is None:
-        return swiglu_triton.forward(both)[0]
+        return swiglu_triton.forward(gate_up)[0]
     # One reading of both halves gives the output and what backward would come to.
-    behind, largest, out = swiglu_triton.backward(gradient, both, output=True)
-    tensor_metadata.write(gradient, Note(behind=tensor_metadata.write(behind, Note(largest=largest))))
+    behind, largest, out = swiglu_triton.backward(gradient, gate_up, output=True)
+    tensor_metadata.attach(
+        gradient, TensorMetadata(input_gradient=tensor_metadata.attach(behind, TensorMetadata(row_amax=largest)))
+    )
     return out
 
 
@@ -75,8 +80,8 @@ class _SwiGLU(Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         from echelon.kernels.layers import swiglu_triton
 
-        behind = tensor_metadata.read(gradients[0]).behind
+        behind = tensor_metadata.read(gradients[0]).input_gradient
         if behind is not None:
             return behind
         dboth, largest, _ = swiglu_triton.backward(gradients[0], *ctx.saved_tensors)
-        return tensor_metadata.write(dboth, Note(largest=largest))
+        return tensor_metadata.attach(dboth, TensorMetadata(row_amax=largest))

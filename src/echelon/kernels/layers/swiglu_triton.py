@@ -55,21 +55,23 @@ def _swiglu_backward(
     tl.store(largest_ptr + row, tl.max(largest, axis=0))
 
 
-def forward(both: Tensor) -> tuple[Tensor, Tensor]:
+def forward(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """(silu(gate) * up, largest of each row)"""
-    both = both.contiguous()
-    width, rows = both.shape[-1] // 2, both.numel() // both.shape[-1]
-    out = both.new_empty(*both.shape[:-1], width)
-    largest = both.new_empty(rows, dtype=torch.float32)
-    _swiglu_forward[(rows,)](both, out, largest, WIDTH=width, BLOCK=BLOCK, num_warps=WARPS)
+    gate_up = gate_up.contiguous()
+    width, rows = gate_up.shape[-1] // 2, gate_up.numel() // gate_up.shape[-1]
+    out = gate_up.new_empty(*gate_up.shape[:-1], width)
+    largest = gate_up.new_empty(rows, dtype=torch.float32)
+    _swiglu_forward[(rows,)](gate_up, out, largest, WIDTH=width, BLOCK=BLOCK, num_warps=WARPS)
     return out, largest
 
 
-def backward(dout: Tensor, both: Tensor, *, output: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def backward(dout: Tensor, gate_up: Tensor, *, output: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """(gradient of both halves, largest of each of its rows, with `output` what forward gave)"""
-    dout, both = dout.contiguous(), both.contiguous()
-    width, rows = both.shape[-1] // 2, both.numel() // both.shape[-1]
-    dboth, largest = torch.empty_like(both), both.new_empty(rows, dtype=torch.float32)
+    dout, gate_up = dout.contiguous(), gate_up.contiguous()
+    width, rows = gate_up.shape[-1] // 2, gate_up.numel() // gate_up.shape[-1]
+    dboth, largest = torch.empty_like(gate_up), gate_up.new_empty(rows, dtype=torch.float32)
     out = torch.empty_like(dout) if output else dout
-    _swiglu_backward[(rows,)](dout, both, dboth, out, largest, WIDTH=width, OUTPUT=output, BLOCK=BLOCK, num_warps=WARPS)
+    _swiglu_backward[(rows,)](
+        dout, gate_up, dboth, out, largest, WIDTH=width, OUTPUT=output, BLOCK=BLOCK, num_warps=WARPS
+    )
     return dboth, largest, out

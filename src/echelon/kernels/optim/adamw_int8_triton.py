@@ -11,27 +11,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from echelon.kernels.optim.fused_adamw import Place
-from echelon.kernels.optim.fused_adamw_triton import moved
+from echelon.kernels.optim.fused_adamw import ElementIndices
+from echelon.kernels.optim.fused_adamw_triton import adamw_step
 from echelon.kernels.optim.weight_formats_triton import (
     WARPS,
-    as_bits,
-    bits_of,
-    drawn,
-    place_for,
-    places,
-    read,
-    read_weights,
-    write_weights,
+    element_offsets,
+    float_bits,
+    load_fp32,
+    load_weights,
+    random_bits,
+    rounding_indices,
+    store_weights,
+    view_as_int16,
 )
 
-Kept = tuple[Tensor, Tensor, Tensor, Tensor]
+Int8MomentTensors = tuple[Tensor, Tensor, Tensor, Tensor]
 """codes, the largest of each block, the 256 values that codes stand for, and the 255 borders between them"""
 TINY = torch.finfo(torch.float32).tiny
 
 
 @triton.jit
-def _nearest(share, borders_ptr):
+def _nearest_code(share, borders_ptr):
     """How many of the 255 borders lie below: `torch.bucketize`, which counts all of them for what is not a number."""
     code = tl.zeros_like(share).to(tl.int32)
     for bit in tl.static_range(8):
@@ -41,7 +41,7 @@ def _nearest(share, borders_ptr):
 
 
 @triton.jit
-def _read_blocks(kept, at, inside, EACH: tl.constexpr):
+def _dequantize_blocks(kept, at, inside, EACH: tl.constexpr):
     codes_ptr, largest_ptr, values_ptr, _ = kept
     code = tl.load(codes_ptr + at, mask=inside, other=0).to(tl.int32)
     share = tl.load(values_ptr + code, mask=inside, other=0.0)
@@ -49,50 +49,50 @@ def _read_blocks(kept, at, inside, EACH: tl.constexpr):
 
 
 @triton.jit
-def _write_blocks(kept, at, inside, size, x, tiny, BLOCKS: tl.constexpr, EACH: tl.constexpr):
+def _quantize_blocks(kept, at, inside, size, x, tiny, BLOCKS: tl.constexpr, EACH: tl.constexpr):
     codes_ptr, largest_ptr, _, borders_ptr = kept
     # As bits: a maximum of floats would pass over what is not a number, whose bits are the largest of all.
     # Elements that are not there were read as 0, and still are.
-    bits = tl.reshape(bits_of(tl.abs(x)), (BLOCKS, EACH))
+    bits = tl.reshape(float_bits(tl.abs(x)), (BLOCKS, EACH))
     largest = tl.max(bits, axis=1).to(tl.float32, bitcast=True)
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     tl.store(largest_ptr + block, largest, mask=block * EACH < size)
     inverse = tl.div_rn(1.0, tl.where(largest < tiny, tiny, largest))
     inverse = tl.reshape(tl.broadcast_to(inverse[:, None], (BLOCKS, EACH)), (BLOCKS * EACH,))
-    tl.store(codes_ptr + at, _nearest(x * inverse, borders_ptr).to(tl.uint8), mask=inside)
+    tl.store(codes_ptr + at, _nearest_code(x * inverse, borders_ptr).to(tl.uint8), mask=inside)
 
 
 @triton.jit
-def _adamw8(
+def _adamw_int8(
     high_ptr, low_ptr, mean, square, gradient_ptr, numbers_ptr, step_ptr, place_ptr, size, tiny,
     BLOCKS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     """`mean` and `square`: pointers of what is kept."""
     if tl.load(numbers_ptr + 9) == 0:
         return
-    at, inside = places(size, BLOCKS * EACH)
-    m, v = _read_blocks(mean, at, inside, EACH), _read_blocks(square, at, inside, EACH)
-    w = read_weights(high_ptr, low_ptr, at, inside)
-    w, m, v = moved(w, m, v, read(gradient_ptr, at, inside), tl.load(numbers_ptr + 7), numbers_ptr)
-    write_weights(high_ptr, low_ptr, at, inside, w, drawn(at, step_ptr, place_ptr))
-    _write_blocks(mean, at, inside, size, m, tiny, BLOCKS, EACH)
-    _write_blocks(square, at, inside, size, v, tiny, BLOCKS, EACH)
+    at, inside = element_offsets(size, BLOCKS * EACH)
+    m, v = _dequantize_blocks(mean, at, inside, EACH), _dequantize_blocks(square, at, inside, EACH)
+    w = load_weights(high_ptr, low_ptr, at, inside)
+    w, m, v = adamw_step(w, m, v, load_fp32(gradient_ptr, at, inside), tl.load(numbers_ptr + 7), numbers_ptr)
+    store_weights(high_ptr, low_ptr, at, inside, w, random_bits(at, step_ptr, place_ptr))
+    _quantize_blocks(mean, at, inside, size, m, tiny, BLOCKS, EACH)
+    _quantize_blocks(square, at, inside, size, v, tiny, BLOCKS, EACH)
 
 
 def update(
     high: Tensor,
     low: Tensor | None,
-    mean: Kept,
-    square: Kept,
+    exp_avg: Int8MomentTensors,
+    exp_avg_sq: Int8MomentTensors,
     gradient: Tensor,
-    numbers: Tensor,
+    constants: Tensor,
     step: Tensor,
     *,
-    each: int,
-    place: Place,
+    block_size: int,
+    indices: ElementIndices,
 ) -> None:
     """As in optim/rules/adamw_int8.py, for arithmetic in float32; `each` is the size of a block."""
-    _adamw8[(triton.cdiv(len(high), WARPS * each),)](
-        as_bits(high), low, mean, square, as_bits(gradient), numbers, step, place_for(high, low=low, place=place),
-        len(high), TINY, BLOCKS=WARPS, EACH=each, num_warps=WARPS, enable_fp_fusion=False,
+    _adamw_int8[(triton.cdiv(len(high), WARPS * block_size),)](
+        view_as_int16(high), low, exp_avg, exp_avg_sq, view_as_int16(gradient), constants, step, rounding_indices(high, low=low, indices=indices),
+        len(high), TINY, BLOCKS=WARPS, EACH=block_size, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip

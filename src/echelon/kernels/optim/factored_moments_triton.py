@@ -13,15 +13,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from echelon.kernels.optim.fused_adamw import Place
-from echelon.kernels.optim.weight_formats_triton import as_bits, drawn, place_for, read, read_weights, write_weights
+from echelon.kernels.optim.fused_adamw import ElementIndices
+from echelon.kernels.optim.weight_formats_triton import (
+    load_fp32,
+    load_weights,
+    random_bits,
+    rounding_indices,
+    store_weights,
+    view_as_int16,
+)
 
 ROWS, COLUMNS = 32, 128
 WARPS = 4
 
 
 @triton.jit
-def _tile(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _tile_offsets(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """(its elements, which of them there are, its rows, its columns)"""
     across = tl.cdiv(columns, COLUMNS)
     row = (tl.program_id(0) // across) * ROWS + tl.arange(0, ROWS)
@@ -31,7 +38,7 @@ def _tile(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _sides(row_ptr, column_ptr, row, column, real_rows, real_columns):
+def _load_row_column(row_ptr, column_ptr, row, column, real_rows, real_columns):
     """(numbers of the tile's rows, of its columns); 0 of padding"""
     of_rows = tl.load(row_ptr + row, mask=row < real_rows, other=0.0)
     of_columns = tl.load(column_ptr + column, mask=column < real_columns, other=0.0)
@@ -39,7 +46,7 @@ def _sides(row_ptr, column_ptr, row, column, real_rows, real_columns):
 
 
 @triton.jit
-def _put(
+def _store_partials(
     row_ptr, column_ptr, of_rows, of_columns, row, column, rows, columns, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """What the tile gives: [columns / COLUMNS, rows] and [rows / ROWS, columns]"""
@@ -53,11 +60,11 @@ def _factored_sums(
     high_ptr, low_ptr, gradient_ptr, scale_ptr, row_ptr, column_ptr, squares_ptr, rows, columns, real_rows,
     real_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    at, inside, row, column = _tile(rows, columns, ROWS, COLUMNS)
+    at, inside, row, column = _tile_offsets(rows, columns, ROWS, COLUMNS)
     real = inside & (row < real_rows)[:, None] & (column < real_columns)[None, :]
-    g = read(gradient_ptr, at, real) * tl.load(scale_ptr).to(tl.float32)
-    _put(row_ptr, column_ptr, tl.sum(g * g, 1), tl.sum(g * g, 0), row, column, rows, columns, COLUMNS)
-    w = read_weights(high_ptr, low_ptr, at, real)
+    g = load_fp32(gradient_ptr, at, real) * tl.load(scale_ptr).to(tl.float32)
+    _store_partials(row_ptr, column_ptr, tl.sum(g * g, 1), tl.sum(g * g, 0), row, column, rows, columns, COLUMNS)
+    w = load_weights(high_ptr, low_ptr, at, real)
     tl.store(squares_ptr + tl.program_id(0), tl.sum(tl.sum(w * w, 1)))
 
 
@@ -66,102 +73,110 @@ def _factored_size(
     gradient_ptr, scale_ptr, row_ptr, column_ptr, squares_ptr, rows, columns, real_rows, real_columns,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    at, inside, row, column = _tile(rows, columns, ROWS, COLUMNS)
-    of_rows, of_columns = _sides(row_ptr, column_ptr, row, column, real_rows, real_columns)
-    towards = read(gradient_ptr, at, inside) * tl.load(scale_ptr).to(tl.float32) * (of_rows * of_columns)
+    at, inside, row, column = _tile_offsets(rows, columns, ROWS, COLUMNS)
+    of_rows, of_columns = _load_row_column(row_ptr, column_ptr, row, column, real_rows, real_columns)
+    towards = load_fp32(gradient_ptr, at, inside) * tl.load(scale_ptr).to(tl.float32) * (of_rows * of_columns)
     tl.store(squares_ptr + tl.program_id(0), tl.sum(tl.sum(towards * towards, 1)))
 
 
 @triton.jit
-def _factored_move(
+def _factored_adafactor(
     high_ptr, low_ptr, gradient_ptr, moment_ptr, scale_ptr, live_ptr, row_ptr, column_ptr, factor_ptr, step_ptr,
     place_ptr, rows, columns, real_rows, real_columns, decay, momentum, rest, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     if tl.load(live_ptr) == 0:
         return
-    at, inside, row, column = _tile(rows, columns, ROWS, COLUMNS)
-    of_rows, of_columns = _sides(row_ptr, column_ptr, row, column, real_rows, real_columns)
-    towards = read(gradient_ptr, at, inside) * tl.load(scale_ptr).to(tl.float32) * (of_rows * of_columns)
+    at, inside, row, column = _tile_offsets(rows, columns, ROWS, COLUMNS)
+    of_rows, of_columns = _load_row_column(row_ptr, column_ptr, row, column, real_rows, real_columns)
+    towards = load_fp32(gradient_ptr, at, inside) * tl.load(scale_ptr).to(tl.float32) * (of_rows * of_columns)
     towards = towards * tl.load(factor_ptr)
     if moment_ptr is not None:
         towards = tl.load(moment_ptr + at, mask=inside, other=0.0) * momentum + towards * rest
         tl.store(moment_ptr + at, towards, mask=inside)
-    w = read_weights(high_ptr, low_ptr, at, inside)
-    write_weights(high_ptr, low_ptr, at, inside, w - towards - w * decay, drawn(at, step_ptr, place_ptr))
+    w = load_weights(high_ptr, low_ptr, at, inside)
+    store_weights(high_ptr, low_ptr, at, inside, w - towards - w * decay, random_bits(at, step_ptr, place_ptr))
 
 
 @triton.jit
-def _factored_bounded(
+def _factored_sm3(
     high_ptr, low_ptr, gradient_ptr, moment_ptr, scale_ptr, live_ptr, row_ptr, column_ptr, new_row_ptr, new_column_ptr,
     step_ptr, place_ptr, rows, columns, real_rows, real_columns, lr, decay, momentum, rest,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    at, inside, row, column = _tile(rows, columns, ROWS, COLUMNS)
-    of_rows, of_columns = _sides(row_ptr, column_ptr, row, column, real_rows, real_columns)
-    g = read(gradient_ptr, at, inside) * tl.load(scale_ptr).to(tl.float32)
+    at, inside, row, column = _tile_offsets(rows, columns, ROWS, COLUMNS)
+    of_rows, of_columns = _load_row_column(row_ptr, column_ptr, row, column, real_rows, real_columns)
+    g = load_fp32(gradient_ptr, at, inside) * tl.load(scale_ptr).to(tl.float32)
     v = tl.where(inside, tl.minimum(of_rows, of_columns) + g * g, 0.0)
-    _put(new_row_ptr, new_column_ptr, tl.max(v, 1), tl.max(v, 0), row, column, rows, columns, COLUMNS)
+    _store_partials(new_row_ptr, new_column_ptr, tl.max(v, 1), tl.max(v, 0), row, column, rows, columns, COLUMNS)
     if tl.load(live_ptr) == 0:
         return
     towards = tl.where(v > 0, g / tl.sqrt_rn(v), 0.0)
     if moment_ptr is not None:
         towards = tl.load(moment_ptr + at, mask=inside, other=0.0) * momentum + towards * rest
         tl.store(moment_ptr + at, towards, mask=inside)
-    w = read_weights(high_ptr, low_ptr, at, inside)
-    write_weights(high_ptr, low_ptr, at, inside, w - (towards + w * decay) * lr, drawn(at, step_ptr, place_ptr))
+    w = load_weights(high_ptr, low_ptr, at, inside)
+    store_weights(high_ptr, low_ptr, at, inside, w - (towards + w * decay) * lr, random_bits(at, step_ptr, place_ptr))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tiles:
+class MatrixTiles:
     """A rectangle of a matrix, as it lies: weights, and the gradient that is multiplied by `scale`."""
 
     high: Tensor
     """the weights, or with `low` their upper halves; in bfloat16 alone they are rounded by `step` and `place`"""
     low: Tensor | None
     gradient: Tensor
-    scale: Tensor
+    grad_scale: Tensor
     step: Tensor | None
-    place: Place | None
-    sizes: tuple[int, int]
-    real: tuple[int, int]
+    indices: ElementIndices | None
+    shape: tuple[int, int]
+    unpadded: tuple[int, int]
     """rows and columns that are no padding; they come first"""
 
-    def sums(self) -> tuple[Tensor, Tensor, Tensor]:
+    def gradient_sums(self) -> tuple[Tensor, Tensor, Tensor]:
         """Sums of squares of the gradient over rows and over columns, and of the weights."""
-        sides, squares = self._sides(), self._room(*self._grid)
+        sides, squares = self._empty_partials(), self._empty(*self._grid)
         _factored_sums[self._grid](
-            as_bits(self.high), self.low, as_bits(self.gradient), self.scale, *sides, squares, **self._numbers
+            view_as_int16(self.high),
+            self.low,
+            view_as_int16(self.gradient),
+            self.grad_scale,
+            *sides,
+            squares,
+            **self._launch_args,
         )
-        return *self._put_together(sides, "sum"), squares.sum()
+        return *self._reduce_partials(sides, "sum"), squares.sum()
 
-    def size(self, rows: Tensor, columns: Tensor) -> Tensor:
+    def update_sum_squares(self, rows: Tensor, columns: Tensor) -> Tensor:
         """The sum of squares of the gradient times numbers of rows and of columns."""
-        squares = self._room(*self._grid)
-        _factored_size[self._grid](as_bits(self.gradient), self.scale, rows, columns, squares, **self._numbers)
+        squares = self._empty(*self._grid)
+        _factored_size[self._grid](
+            view_as_int16(self.gradient), self.grad_scale, rows, columns, squares, **self._launch_args
+        )
         return squares.sum()
 
-    def move(
+    def adafactor_update(
         self,
         rows: Tensor,
         columns: Tensor,
         factor: Tensor,
-        live: Tensor,
+        do_update: Tensor,
         *,
         decay: float,
         moment: Tensor | None,
         momentum: float,
     ) -> None:
         """Adafactor's weights move by what `size` has measured, times `factor`, where `live` is true."""
-        _factored_move[self._grid](
-            *self._written(moment, live), rows, columns, factor, *self._chance,
-            decay=decay, momentum=momentum, rest=1 - momentum, **self._numbers,
+        _factored_adafactor[self._grid](
+            *self._update_args(moment, do_update), rows, columns, factor, *self._rounding_args,
+            decay=decay, momentum=momentum, rest=1 - momentum, **self._launch_args,
         )  # fmt: skip
 
-    def bounded(
+    def sm3_update(
         self,
         rows: Tensor,
         columns: Tensor,
-        live: Tensor,
+        do_update: Tensor,
         *,
         lr: float,
         decay: float,
@@ -169,44 +184,44 @@ class Tiles:
         momentum: float,
     ) -> tuple[Tensor, Tensor]:
         """SM3's weights move where `live` is true; gives the new bounds of rows and of columns."""
-        sides = self._sides()
-        _factored_bounded[self._grid](
-            *self._written(moment, live), rows, columns, *sides, *self._chance,
-            lr=lr, decay=decay, momentum=momentum, rest=1 - momentum, **self._numbers,
+        sides = self._empty_partials()
+        _factored_sm3[self._grid](
+            *self._update_args(moment, do_update), rows, columns, *sides, *self._rounding_args,
+            lr=lr, decay=decay, momentum=momentum, rest=1 - momentum, **self._launch_args,
         )  # fmt: skip
-        return self._put_together(sides, "amax")
+        return self._reduce_partials(sides, "amax")
 
-    def _written(self, moment: Tensor | None, live: Tensor) -> tuple[Tensor | None, ...]:
-        return as_bits(self.high), self.low, as_bits(self.gradient), moment, self.scale, live
-
-    @property
-    def _chance(self) -> tuple[Tensor | None, Tensor | None]:
-        return self.step, place_for(self.high, low=self.low, place=self.place)
+    def _update_args(self, moment: Tensor | None, do_update: Tensor) -> tuple[Tensor | None, ...]:
+        return view_as_int16(self.high), self.low, view_as_int16(self.gradient), moment, self.grad_scale, do_update
 
     @property
-    def _numbers(self) -> dict[str, int | bool]:
-        sizes = dict(zip(("rows", "columns", "real_rows", "real_columns"), (*self.sizes, *self.real), strict=True))
+    def _rounding_args(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.step, rounding_indices(self.high, low=self.low, indices=self.indices)
+
+    @property
+    def _launch_args(self) -> dict[str, int | bool]:
+        sizes = dict(zip(("rows", "columns", "real_rows", "real_columns"), (*self.shape, *self.unpadded), strict=True))
         return {**sizes, "ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": WARPS, "enable_fp_fusion": False}
 
     @property
-    def _tiles(self) -> tuple[int, int]:
+    def _num_tiles(self) -> tuple[int, int]:
         """(down, across)"""
-        return triton.cdiv(self.sizes[0], ROWS), triton.cdiv(self.sizes[1], COLUMNS)
+        return triton.cdiv(self.shape[0], ROWS), triton.cdiv(self.shape[1], COLUMNS)
 
     @property
     def _grid(self) -> tuple[int]:
-        down, across = self._tiles
+        down, across = self._num_tiles
         return (down * across,)
 
-    def _room(self, *shape: int) -> Tensor:
+    def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.high.device)
 
-    def _sides(self) -> tuple[Tensor, Tensor]:
+    def _empty_partials(self) -> tuple[Tensor, Tensor]:
         """Room for what tiles give for rows, and for columns."""
-        down, across = self._tiles
-        return self._room(across, self.sizes[0]), self._room(down, self.sizes[1])
+        down, across = self._num_tiles
+        return self._empty(across, self.shape[0]), self._empty(down, self.shape[1])
 
-    def _put_together(self, sides: tuple[Tensor, Tensor], how: str) -> tuple[Tensor, Tensor]:
+    def _reduce_partials(self, sides: tuple[Tensor, Tensor], how: str) -> tuple[Tensor, Tensor]:
         """By `sum` or `amax`, of real rows and columns."""
         of_rows, of_columns = (getattr(side, how)(0) for side in sides)
-        return of_rows[: self.real[0]], of_columns[: self.real[1]]
+        return of_rows[: self.unpadded[0]], of_columns[: self.unpadded[1]]

@@ -30,11 +30,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from echelon.kernels.optim.split_fp32 import QUIET_NAN, joined, split_into
+from echelon.kernels.optim.split_fp32 import QUIET_NAN, join_halves, split_halves
 
 
 @dataclass(frozen=True)
-class Place:
+class ElementIndices:
     """Which random bits elements have: those of consecutive places, or of a box of a whole parameter.
 
     The box is a tensor of at most three dims, of which elements are a run that begins at `start` in row-major order:
@@ -50,10 +50,10 @@ class Place:
     strides: tuple[int, int] = (0, 0)
     base: int = 0
 
-    def after(self, count: int) -> Place:
+    def advance(self, count: int) -> ElementIndices:
         return replace(self, start=self.start + count)
 
-    def of(self, count: int, device: torch.device) -> Tensor:
+    def compute(self, count: int, device: torch.device) -> Tensor:
         """int64 [count]: the places of so many elements."""
         index = torch.arange(self.start, self.start + count, device=device)
         middle, inner = self.sizes
@@ -63,43 +63,60 @@ class Place:
         return self.base + (rows // middle) * self.strides[0] + (rows % middle) * self.strides[1] + column
 
 
-BETA1, REST1, BETA2, REST2, EPS, SIZE, ROOT, SHRINK, SCALE, LIVE = range(10)
+(
+    BETA1,
+    ONE_MINUS_BETA1,
+    BETA2,
+    ONE_MINUS_BETA2,
+    EPS,
+    STEP_SIZE,
+    RSQRT_CORRECTION,
+    DECAY_FACTOR,
+    GRAD_SCALE,
+    DO_UPDATE,
+) = range(10)
 """places in `numbers`; SIZE is lr / (1 - beta1^t), ROOT 1 / sqrt(1 - beta2^t), SHRINK 1 - lr decay"""
 CHUNK = 1 << 20
 """elements at a time, which bounds what is made on the way"""
-MASK = 0xFFFFFFFF
-SECOND = 0x9E3779B9
+MASK32 = 0xFFFFFFFF
+SECOND_HASH = 0x9E3779B9
 
 
-def numbers_of(
-    rule: Tensor, lr: float, weight_decay: float, step: Tensor, scale: Tensor, live: Tensor, dtype: torch.dtype
+def step_constants(
+    betas_and_eps: Tensor,
+    lr: float,
+    weight_decay: float,
+    step: Tensor,
+    grad_scale: Tensor,
+    do_update: Tensor,
+    dtype: torch.dtype,
 ) -> Tensor:
     """What a step needs to know, made on the device. `rule` is float64 (beta1, beta2, eps), `step` counts from 1."""
-    betas = rule[:2]
+    betas = betas_and_eps[:2]
     corrections = 1.0 - betas**step
-    found = torch.empty(10, dtype=torch.float64, device=rule.device)
+    found = torch.empty(10, dtype=torch.float64, device=betas_and_eps.device)
     found[BETA1:EPS:2] = betas
-    found[REST1:EPS:2] = 1.0 - betas
-    found[EPS] = rule[2]
-    found[SIZE] = lr / corrections[0]
-    found[ROOT] = corrections[1].rsqrt()
-    found[SHRINK].fill_(1.0 - lr * weight_decay)  # an assignment would wait for the device
-    found[SCALE] = scale
-    found[LIVE] = live
+    found[ONE_MINUS_BETA1:EPS:2] = 1.0 - betas
+    found[EPS] = betas_and_eps[2]
+    found[STEP_SIZE] = lr / corrections[0]
+    found[RSQRT_CORRECTION] = corrections[1].rsqrt()
+    found[DECAY_FACTOR].fill_(1.0 - lr * weight_decay)  # an assignment would wait for the device
+    found[GRAD_SCALE] = grad_scale
+    found[DO_UPDATE] = do_update
     return found.to(dtype)
 
 
 def update(
     high: Tensor,
     low: Tensor | None,
-    mean: Tensor,
-    square: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
     gradient: Tensor,
-    numbers: Tensor,
+    constants: Tensor,
     step: Tensor,
     *,
-    decayed: int,
-    place: Place,
+    num_decayed: int,
+    indices: ElementIndices,
 ) -> None:
     """Updates flat tensors of one length, of which the first `decayed` elements decay.
 
@@ -107,12 +124,12 @@ def update(
     `place` numbers the elements, and `step` the step, for the hash.
     """
     # Two ranges, since the second does not decay.
-    for begin, end, decays in ((0, decayed, True), (decayed, len(high), False)):
+    for begin, end, decays in ((0, num_decayed, True), (num_decayed, len(high), False)):
         for start in range(begin, end, CHUNK):
             part = slice(start, min(start + CHUNK, end))
             beside = None if low is None else low[part]
-            moments = (mean[part], square[part])
-            _update_chunk(high[part], beside, moments, gradient[part], numbers, step, decays, place.after(start))
+            moments = (exp_avg[part], exp_avg_sq[part])
+            _update_chunk(high[part], beside, moments, gradient[part], constants, step, decays, indices.advance(start))
 
 
 def _update_chunk(
@@ -120,34 +137,34 @@ def _update_chunk(
     low: Tensor | None,
     moments: tuple[Tensor, Tensor],
     gradient: Tensor,
-    numbers: Tensor,
+    constants: Tensor,
     step: Tensor,
     decays: bool,
-    place: Place,
+    indices: ElementIndices,
 ) -> None:
-    dtype, live = numbers.dtype, numbers[LIVE] != 0
-    before = high.to(dtype) if low is None else joined(high, low)
-    w, *found = moved(before, moments[0].to(dtype), moments[1].to(dtype), gradient, numbers, decays)
+    dtype, live = constants.dtype, constants[DO_UPDATE] != 0
+    before = high.to(dtype) if low is None else join_halves(high, low)
+    w, *found = adamw_step(before, moments[0].to(dtype), moments[1].to(dtype), gradient, constants, decays)
     short = {high.dtype, moments[0].dtype} - {dtype} if low is None else {moments[0].dtype} - {dtype}
-    bits = random_bits(len(high), place, step) if short else None
+    bits = random_bits(len(high), indices, step) if short else None
     # A product with 0 would not do: what is not written may be infinite.
     write_weights(high, low, torch.where(live, w, before), bits)
     for held, moment, shift in zip(moments, found, (0, 16), strict=True):
         if bits is not None and held.dtype != dtype:
-            moment = rounded_by_chance(moment, (bits >> shift) & 0xFFFF)
+            moment = stochastic_round(moment, (bits >> shift) & 0xFFFF)
         held.copy_(torch.where(live, moment, held))
 
 
-def moved(
-    before: Tensor, mean: Tensor, square: Tensor, gradient: Tensor, numbers: Tensor, decays: bool = True
+def adamw_step(
+    weights: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, constants: Tensor, decays: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(weights, mean, square) after the step"""
-    beta1, rest1, beta2, rest2, eps, size, root, shrink, scale, _ = numbers.unbind()
-    dtype = numbers.dtype
+    beta1, rest1, beta2, rest2, eps, size, root, shrink, scale, _ = constants.unbind()
+    dtype = constants.dtype
     g = gradient.to(dtype) * scale
-    m = mean * beta1 + g * rest1
-    v = square * beta2 + g * g * rest2
-    w = before * shrink if decays else before
+    m = exp_avg * beta1 + g * rest1
+    v = exp_avg_sq * beta2 + g * g * rest2
+    w = weights * shrink if decays else weights
     # torch rounds a root on a CPU to one of the two nearest floats; by way of float64 it is the nearest.
     return w - m * size / (v.double().sqrt().to(dtype) * root + eps), m, v
 
@@ -155,31 +172,31 @@ def moved(
 def write_weights(high: Tensor, low: Tensor | None, w: Tensor, bits: Tensor | None) -> None:
     """`bits` are for weights in bfloat16 alone; those that need no rounding stay what they are."""
     if low is not None:
-        split_into(w, high, low)
+        split_halves(w, high, low)
     elif high.dtype == w.dtype or bits is None:
         high.copy_(w)
     else:
-        high.copy_(rounded_by_chance(w, second(bits)))
+        high.copy_(stochastic_round(w, second_hash_bits(bits)))
 
 
-def random_bits(count: int, place: Place, step: Tensor) -> Tensor:
+def random_bits(count: int, indices: ElementIndices, step: Tensor) -> Tensor:
     """int64 [count] of 32 random bits, by element and step."""
-    return hashed((place.of(count, step.device) & MASK) ^ hashed((step ^ place.key) & MASK))
+    return hash32((indices.compute(count, step.device) & MASK32) ^ hash32((step ^ indices.key) & MASK32))
 
 
-def second(bits: Tensor) -> Tensor:
+def second_hash_bits(bits: Tensor) -> Tensor:
     """16 random bits more, of 32."""
-    return hashed(bits ^ SECOND) & 0xFFFF
+    return hash32(bits ^ SECOND_HASH) & 0xFFFF
 
 
-def hashed(x: Tensor) -> Tensor:
+def hash32(x: Tensor) -> Tensor:
     """32 bits of an int64, well mixed. (The constants are Ellis's, found by search for the least bias.)"""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK32
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK32
     return x ^ (x >> 16)
 
 
-def rounded_by_chance(x: Tensor, bits: Tensor) -> Tensor:
+def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
     """bfloat16 of a float: away from zero where the part that is cut off exceeds 16 random bits."""
     x = x.float()
     whole = torch.where(x.isnan(), QUIET_NAN, x.view(torch.int32))

@@ -6,23 +6,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from echelon.kernels.optim.fused_adamw import Place
+from echelon.kernels.optim.fused_adamw import ElementIndices
 from echelon.kernels.optim.weight_formats_triton import (
     BLOCK,
     WARPS,
-    as_bits,
-    drawn,
-    place_for,
-    places,
-    read,
-    read_weights,
-    write,
-    write_weights,
+    element_offsets,
+    load_fp32,
+    load_weights,
+    random_bits,
+    rounding_indices,
+    store_rounded,
+    store_weights,
+    view_as_int16,
 )
 
 
 @triton.jit
-def moved(w, mean, square, gradient, shrink, numbers_ptr):
+def adamw_step(w, mean, square, gradient, shrink, numbers_ptr):
     """(weights, mean, square) after the step"""
     g = gradient * tl.load(numbers_ptr + 8)
     m = mean * tl.load(numbers_ptr + 0) + g * tl.load(numbers_ptr + 1)
@@ -38,32 +38,32 @@ def _adamw(
 ):  # fmt: skip
     if tl.load(numbers_ptr + 9) == 0:
         return
-    at, inside = places(size, BLOCK)
-    w = read_weights(high_ptr, low_ptr, at, inside)
-    mean, square = read(mean_ptr, at, inside), read(square_ptr, at, inside)
+    at, inside = element_offsets(size, BLOCK)
+    w = load_weights(high_ptr, low_ptr, at, inside)
+    mean, square = load_fp32(mean_ptr, at, inside), load_fp32(square_ptr, at, inside)
     shrink = tl.where(at < decayed, tl.load(numbers_ptr + 7), 1.0)
-    w, m, v = moved(w, mean, square, read(gradient_ptr, at, inside), shrink, numbers_ptr)
-    chance = drawn(at, step_ptr, place_ptr)
-    write_weights(high_ptr, low_ptr, at, inside, w, chance)
-    write(mean_ptr, at, inside, m, chance, 0)
-    write(square_ptr, at, inside, v, chance, 16)
+    w, m, v = adamw_step(w, mean, square, load_fp32(gradient_ptr, at, inside), shrink, numbers_ptr)
+    chance = random_bits(at, step_ptr, place_ptr)
+    store_weights(high_ptr, low_ptr, at, inside, w, chance)
+    store_rounded(mean_ptr, at, inside, m, chance, 0)
+    store_rounded(square_ptr, at, inside, v, chance, 16)
 
 
 def update(
     high: Tensor,
     low: Tensor | None,
-    mean: Tensor,
-    square: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
     gradient: Tensor,
-    numbers: Tensor,
+    constants: Tensor,
     step: Tensor,
     *,
-    decayed: int,
-    place: Place,
+    num_decayed: int,
+    indices: ElementIndices,
 ) -> None:
     """As in adamw.py, for arithmetic in float32."""
-    where = place_for(high, mean, low=low, place=place)
+    where = rounding_indices(high, exp_avg, low=low, indices=indices)
     _adamw[(triton.cdiv(len(high), BLOCK),)](
-        as_bits(high), low, as_bits(mean), as_bits(square), as_bits(gradient), numbers, step, where, len(high), decayed,
+        view_as_int16(high), low, view_as_int16(exp_avg), view_as_int16(exp_avg_sq), view_as_int16(gradient), constants, step, where, len(high), num_decayed,
         BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip

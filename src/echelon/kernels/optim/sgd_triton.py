@@ -6,17 +6,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from echelon.kernels.optim.fused_adamw import Place
+from echelon.kernels.optim.fused_adamw import ElementIndices
 from echelon.kernels.optim.weight_formats_triton import (
     BLOCK,
     WARPS,
-    as_bits,
-    drawn,
-    place_for,
-    places,
-    read,
-    read_weights,
-    write_weights,
+    element_offsets,
+    load_fp32,
+    load_weights,
+    random_bits,
+    rounding_indices,
+    store_weights,
+    view_as_int16,
 )
 
 
@@ -27,34 +27,34 @@ def _sgd(
 ):  # fmt: skip
     if tl.load(live_ptr) == 0:
         return
-    at, inside = places(size, BLOCK)
-    w = read_weights(high_ptr, low_ptr, at, inside)
-    towards = read(gradient_ptr, at, inside) * tl.load(scale_ptr).to(tl.float32)
+    at, inside = element_offsets(size, BLOCK)
+    w = load_weights(high_ptr, low_ptr, at, inside)
+    towards = load_fp32(gradient_ptr, at, inside) * tl.load(scale_ptr).to(tl.float32)
     towards = towards + w * tl.where(at < decayed, decay, 0.0)
     if moment_ptr is not None:
         towards = towards + tl.load(moment_ptr + at, mask=inside, other=0.0) * momentum
         tl.store(moment_ptr + at, towards, mask=inside)
-    write_weights(high_ptr, low_ptr, at, inside, w - towards * lr, drawn(at, step_ptr, place_ptr))
+    store_weights(high_ptr, low_ptr, at, inside, w - towards * lr, random_bits(at, step_ptr, place_ptr))
 
 
 def update(
     high: Tensor,
     low: Tensor | None,
-    moment: Tensor | None,
+    momentum_buffer: Tensor | None,
     gradient: Tensor,
-    scale: Tensor,
-    live: Tensor,
+    grad_scale: Tensor,
+    do_update: Tensor,
     step: Tensor | None,
     *,
     lr: float,
-    decay: float,
-    decayed: int,
+    weight_decay: float,
+    num_decayed: int,
     momentum: float,
-    place: Place,
+    indices: ElementIndices,
 ) -> None:
     """As lion_gpu.py's."""
     _sgd[(triton.cdiv(len(high), BLOCK),)](
-        as_bits(high), low, moment, as_bits(gradient), scale, live, step, place_for(high, low=low, place=place),
-        len(high), decayed, lr, decay, momentum,
+        view_as_int16(high), low, momentum_buffer, view_as_int16(gradient), grad_scale, do_update, step, rounding_indices(high, low=low, indices=indices),
+        len(high), num_decayed, lr, weight_decay, momentum,
         BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip

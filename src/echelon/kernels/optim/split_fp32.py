@@ -18,21 +18,21 @@ from echelon.kernels import dispatch
 QUIET_NAN = 0x7FC00000
 
 
-def joined(high: Tensor, low: Tensor) -> Tensor:
+def join_halves(high: Tensor, low: Tensor) -> Tensor:
     """The float32 values of bfloat16 and int16 halves."""
-    if dispatch.updates(high.device):
+    if dispatch.use_triton_update(high.device):
         from echelon.kernels.optim import split_fp32_triton
 
-        return split_fp32_triton.joined(high, low)
+        return split_fp32_triton.join_halves(high, low)
     return ((high.view(torch.int16).to(torch.int32) << 16) + low).view(torch.float32)
 
 
-def split_into(values: Tensor, high: Tensor, low: Tensor) -> None:
+def split_halves(values: Tensor, high: Tensor, low: Tensor) -> None:
     """The inverse: writes both halves of float32 values."""
-    if dispatch.updates(high.device):
+    if dispatch.use_triton_update(high.device):
         from echelon.kernels.optim import split_fp32_triton
 
-        split_fp32_triton.split_into(values, high, low)
+        split_fp32_triton.split_halves(values, high, low)
         return
     bits = torch.where(values.isnan(), QUIET_NAN, values.view(torch.int32))
     upper = (bits + 0x8000) >> 16

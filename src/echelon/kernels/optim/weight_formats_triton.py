@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from echelon.kernels.optim.fused_adamw import Place
+from echelon.kernels.optim.fused_adamw import ElementIndices
 
 BLOCK = 1024
 """elements of a program: 8 of each thread's, one load of 16 bytes in 16 bits"""
@@ -24,27 +24,27 @@ WARPS = 4
 
 
 @triton.jit
-def bits_of(x):
+def float_bits(x):
     """int32 of float32, every NaN the quiet one."""
     return tl.where(x != x, 0x7FC00000, x.to(tl.int32, bitcast=True))
 
 
 @triton.jit
-def _hashed(x):
+def _hash32(x):
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
 
 
 @triton.jit
-def places(size, BLOCK: tl.constexpr):
+def element_offsets(size, BLOCK: tl.constexpr):
     """(the program's elements, which of them there are)"""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     return at, at < size
 
 
 @triton.jit
-def drawn(at, step_ptr, place_ptr):
+def random_bits(at, step_ptr, place_ptr):
     """32 random bits of each element, where something is rounded."""
     chance = 0
     if place_ptr is not None:
@@ -53,13 +53,13 @@ def drawn(at, step_ptr, place_ptr):
         if inner > 0:
             rows, middle = place // inner, tl.load(place_ptr + 2)
             place = (rows // middle) * tl.load(place_ptr + 4) + (rows % middle) * tl.load(place_ptr + 5) + place % inner
-        turned = _hashed(tl.load(step_ptr).to(tl.uint32) ^ tl.load(place_ptr + 1).to(tl.uint32))
-        chance = _hashed((place + tl.load(place_ptr + 6)).to(tl.uint32) ^ turned)
+        turned = _hash32(tl.load(step_ptr).to(tl.uint32) ^ tl.load(place_ptr + 1).to(tl.uint32))
+        chance = _hash32((place + tl.load(place_ptr + 6)).to(tl.uint32) ^ turned)
     return chance
 
 
 @triton.jit
-def read(ptr, at, inside):
+def load_fp32(ptr, at, inside):
     """In float32."""
     x = tl.load(ptr + at, mask=inside, other=0)
     if ptr.dtype.element_ty == tl.int16:
@@ -68,16 +68,16 @@ def read(ptr, at, inside):
 
 
 @triton.jit
-def write(ptr, at, inside, x, chance, SHIFT: tl.constexpr):
+def store_rounded(ptr, at, inside, x, chance, SHIFT: tl.constexpr):
     """bfloat16 is rounded by 16 of the bits that were drawn."""
     if ptr.dtype.element_ty == tl.int16:
-        x = ((bits_of(x) + ((chance >> SHIFT) & 0xFFFF).to(tl.int32)) >> 16).to(tl.int16)
+        x = ((float_bits(x) + ((chance >> SHIFT) & 0xFFFF).to(tl.int32)) >> 16).to(tl.int16)
     tl.store(ptr + at, x, mask=inside)
 
 
 @triton.jit
-def read_weights(high_ptr, low_ptr, at, inside):
-    w = read(high_ptr, at, inside)
+def load_weights(high_ptr, low_ptr, at, inside):
+    w = load_fp32(high_ptr, at, inside)
     if low_ptr is not None:
         low = tl.load(low_ptr + at, mask=inside, other=0).to(tl.int32)
         w = (w.to(tl.int32, bitcast=True) + low).to(tl.float32, bitcast=True)
@@ -85,32 +85,34 @@ def read_weights(high_ptr, low_ptr, at, inside):
 
 
 @triton.jit
-def write_weights(high_ptr, low_ptr, at, inside, w, chance):
+def store_weights(high_ptr, low_ptr, at, inside, w, chance):
     if low_ptr is not None:
-        bits = bits_of(w)
+        bits = float_bits(w)
         upper = (bits + 0x8000) >> 16
         tl.store(high_ptr + at, upper.to(tl.int16), mask=inside)
         tl.store(low_ptr + at, (bits - (upper << 16)).to(tl.int16), mask=inside)
     else:
         if high_ptr.dtype.element_ty == tl.int16:
-            chance = _hashed(chance ^ 0x9E3779B9)  # the first bits are the moments'
-        write(high_ptr, at, inside, w, chance, 0)
+            chance = _hash32(chance ^ 0x9E3779B9)  # the first bits are the moments'
+        store_rounded(high_ptr, at, inside, w, chance, 0)
 
 
-def as_bits(tensor: Tensor) -> Tensor:
+def view_as_int16(tensor: Tensor) -> Tensor:
     return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
 
 
-def place_for(*written: Tensor | None, place: Place | None, low: Tensor | None = None) -> Tensor | None:
+def rounding_indices(
+    *written: Tensor | None, indices: ElementIndices | None, low: Tensor | None = None
+) -> Tensor | None:
     """`place_ptr`, if one of these tensors is rounded; the first is the weights, which with `low` are not."""
     rounded = [tensor for tensor in written[low is not None :] if tensor is not None and tensor.dtype == torch.bfloat16]
     if not rounded:
         return None
-    assert place is not None
-    return _on_device(place, rounded[0].device)
+    assert indices is not None
+    return _indices_tensor(indices, rounded[0].device)
 
 
 @cache
-def _on_device(place: Place, device: torch.device) -> Tensor:
+def _indices_tensor(indices: ElementIndices, device: torch.device) -> Tensor:
     """Made once: seven numbers as arguments would be seven more of every start, and of every kernel's kinds."""
-    return torch.tensor([place.start, place.key, *place.sizes, *place.strides, place.base], device=device)
+    return torch.tensor([indices.start, indices.key, *indices.sizes, *indices.strides, indices.base], device=device)

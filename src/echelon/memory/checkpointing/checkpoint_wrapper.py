@@ -28,51 +28,51 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
-from echelon.memory.checkpointing.rng_snapshot import Drawn
-from echelon.memory.checkpointing.saved_inputs import Keep, whole
-from echelon.rng import Stream
+from echelon.memory.checkpointing.rng_snapshot import RngSnapshot
+from echelon.memory.checkpointing.saved_inputs import SaveInput, save_as_is
+from echelon.rng import RandomStream
 
-Form = tuple[torch.Size, torch.dtype]
+ShapeAndDtype = tuple[torch.Size, torch.dtype]
 
 
-def _nothing(_module: nn.Module) -> None:
+def _no_hook(_module: nn.Module) -> None:
     """Nobody asked to be told."""
 
 
-class Segment:
+class CheckpointSegment:
     """Modules that are repeated together, in the order in which they are called."""
 
-    def __init__(self, stream: Stream, keep: Keep = whole):
-        self.stream, self.keep = stream, keep
-        self.layers: list[Layer] = []
-        self.ready: Callable[[nn.Module], None] = _nothing
+    def __init__(self, stream: RandomStream, save_input: SaveInput = save_as_is):
+        self.stream, self.save_input = stream, save_input
+        self.layers: list[CheckpointedLayer] = []
+        self.before_recompute: Callable[[nn.Module], None] = _no_hook
         """called before a module is repeated: its parameters must be there"""
-        self._last: _Frame | None = None
+        self._last_call: _LayerCall | None = None
         """the call before, where the next layer's belongs to the same pass"""
 
     def add(self, name: str, module: nn.Module) -> None:
-        self.layers.append(Layer(self, len(self.layers), name, module))
+        self.layers.append(CheckpointedLayer(self, len(self.layers), name, module))
 
-    def before(self, layer: Layer, given: Any) -> _Frame | None:
+    def previous_call(self, layer: CheckpointedLayer, given: Any) -> _LayerCall | None:
         """The call of the layer before, in the same pass; none where a pass begins."""
-        last = self._last
+        last = self._last_call
         if last is None or last.layer.index != layer.index - 1:
             return None  # also where layers were left out: the segment then begins here
-        if not any(last.made_number(tensor) is not None for tensor in tensors_in(given)):
+        if not any(last.output_index(tensor) is not None for tensor in iter_tensors(given)):
             raise ValueError(
                 f"{layer.name} reads nothing that {last.layer.name} made: something is computed between them, which "
                 "nobody could repeat; put it into a layer, or use recompute=full"
             )
         return last
 
-    def after(self, frame: _Frame) -> None:
-        self._last = frame if frame.layer.index < len(self.layers) - 1 else None
+    def finish_call(self, frame: _LayerCall) -> None:
+        self._last_call = frame if frame.layer.index < len(self.layers) - 1 else None
 
 
-class Layer:
+class CheckpointedLayer:
     """One module of a segment; it takes the place of the module's forward."""
 
-    def __init__(self, segment: Segment, index: int, name: str, module: nn.Module):
+    def __init__(self, segment: CheckpointSegment, index: int, name: str, module: nn.Module):
         self.segment, self.index, self.name, self.module = segment, index, name, module
         self.forward: Callable[..., Any] = module.forward
         module.forward = self
@@ -81,62 +81,62 @@ class Layer:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         given = (args, kwargs)
-        frame = _Frame(self, self.segment.before(self, given), given)
+        frame = _LayerCall(self, self.segment.previous_call(self, given), given)
         with saved_tensors_hooks(frame.pack, frame.unpack):
             out = self.forward(*args, **kwargs)
-        frame.mark(out)
-        self.segment.after(frame)
+        frame.mark_outputs(out)
+        self.segment.finish_call(frame)
         return out
 
-    def restore(self) -> None:
+    def unwrap(self) -> None:
         """The module is as it was."""
         self.module.forward = self.forward
 
 
-class _Frame:
+class _LayerCall:
     """One call of a layer: how to call it again, and what came of it.
 
     It holds the call before it and not the other way round: a cycle would keep inputs until the collector comes by.
     """
 
-    def __init__(self, layer: Layer, before: _Frame | None, given: Any):
-        self.layer, self.before = layer, before
+    def __init__(self, layer: CheckpointedLayer, before: _LayerCall | None, given: Any):
+        self.layer, self.previous = layer, before
         self.token = object()
-        self.forms: list[Form] = []
+        self.saved_forms: list[ShapeAndDtype] = []
         """of what autograd saved"""
-        self.found: dict[int, Tensor] = {}
+        self.recomputed: dict[int, Tensor] = {}
         """of it, what a repetition has made and nobody has asked for yet"""
         kept: list[Tensor] = []
-        self._back: list[tuple[Callable[[Tensor], Tensor], bool]] = []
-        self._given = mapped(given, lambda tensor: self._take(tensor, kept))
+        self._restore_input: list[tuple[Callable[[Tensor], Tensor], bool]] = []
+        self._given = map_tensors(given, lambda tensor: self._save_argument(tensor, kept))
         anchor = torch.empty(0, requires_grad=True)
         # Held is the tensor, not its grad_fn: before torch 2.12 that lets go of what it saved when the tensor goes.
-        self._saved: Any = _Save.apply(anchor, *kept) if kept else None
+        self._saved: Any = _SaveInputs.apply(anchor, *kept) if kept else None
         self._samples = layer.segment.stream.samples
-        self._drawn = Drawn()
-        self._casts = _casts()
-        self._counted = 0
+        self._rng = RngSnapshot()
+        self._autocast = _autocast_settings()
+        self._num_recomputed = 0
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def _take(self, tensor: Tensor, kept: list[Tensor]) -> Any:
+    def _save_argument(self, tensor: Tensor, kept: list[Tensor]) -> Any:
         """What stands for a tensor among the arguments."""
-        number = self.before.made_number(tensor) if self.before is not None else None
+        number = self.previous.output_index(tensor) if self.previous is not None else None
         if number is not None:
-            return _Made(number, tensor.requires_grad)
-        keep = self.layer.segment.keep if tensor.requires_grad and tensor.is_floating_point() else whole
+            return _OutputSlot(number, tensor.requires_grad)
+        keep = self.layer.segment.save_input if tensor.requires_grad and tensor.is_floating_point() else save_as_is
         stored, back = keep(tensor.detach())
         kept.append(stored)
-        self._back.append((back, tensor.requires_grad))
-        return _Input(len(self._back) - 1)
+        self._restore_input.append((back, tensor.requires_grad))
+        return _InputSlot(len(self._restore_input) - 1)
 
-    def mark(self, out: Any) -> None:
+    def mark_outputs(self, out: Any) -> None:
         """So that the next layer knows what it reads."""
-        for number, tensor in enumerate(tensors_in(out)):
+        for number, tensor in enumerate(iter_tensors(out)):
             marked: Any = tensor
             marked.made = (self.token, number, tensor._version)
 
-    def made_number(self, tensor: Tensor) -> int | None:
+    def output_index(self, tensor: Tensor) -> int | None:
         """Which of this layer's outputs a tensor is."""
         token, number, version = getattr(tensor, "made", (None, 0, 0))
         if token is not self.token:
@@ -149,92 +149,92 @@ class _Frame:
         return int(number)
 
     def pack(self, tensor: Tensor) -> int:
-        self.forms.append((tensor.shape, tensor.dtype))
-        return len(self.forms) - 1
+        self.saved_forms.append((tensor.shape, tensor.dtype))
+        return len(self.saved_forms) - 1
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def unpack(self, number: int) -> Tensor:
-        if number not in self.found:
-            self._repeat()
-        return self.found.pop(number)
+        if number not in self.recomputed:
+            self._recompute_pass()
+        return self.recomputed.pop(number)
 
-    def _repeat(self) -> None:
+    def _recompute_pass(self) -> None:
         """This call and those before it in its pass."""
-        calls: list[_Frame] = [self]
-        while calls[-1].before is not None:
-            calls.append(calls[-1].before)
+        calls: list[_LayerCall] = [self]
+        while calls[-1].previous is not None:
+            calls.append(calls[-1].previous)
         made: list[Tensor] = []
         for call in reversed(calls):
-            made = call.again(made, stops=call is self)
+            made = call.recompute(made, stop_early=call is self)
 
-    def again(self, made: Sequence[Tensor], *, stops: bool) -> list[Tensor]:
+    def recompute(self, previous_outputs: Sequence[Tensor], *, stop_early: bool) -> list[Tensor]:
         """Runs the layer again, on what the one before it `made`; until everything is found if it `stops`."""
-        layer, self._counted, self.found = self.layer, 0, {}
+        layer, self._num_recomputed, self.recomputed = self.layer, 0, {}
         stored = self._saved.grad_fn.saved_tensors if self._saved is not None else ()
 
         def put_back(value: Any) -> Any:
-            if isinstance(value, _Made):
-                return made[value.number].detach().requires_grad_(value.differentiable)
-            back, differentiable = self._back[value.number]
+            if isinstance(value, _OutputSlot):
+                return previous_outputs[value.index].detach().requires_grad_(value.differentiable)
+            back, differentiable = self._restore_input[value.number]
             return back(stored[value.number]).detach().requires_grad_(differentiable)
 
-        args, kwargs = mapped(self._given, put_back, (_Input, _Made))
-        layer.segment.ready(layer.module)
+        args, kwargs = map_tensors(self._given, put_back, (_InputSlot, _OutputSlot))
+        layer.segment.before_recompute(layer.module)
 
         def note(tensor: Tensor) -> None:
-            self._note(tensor)
-            if stops and self._counted == len(self.forms):
-                raise _Enough
+            self._record(tensor)
+            if stop_early and self._num_recomputed == len(self.saved_forms):
+                raise _RecomputeDone
 
         with ExitStack() as inside:
-            inside.enter_context(repeated(layer.module, layer.segment.stream, self._samples, self._drawn))
-            for cast in self._casts:
+            inside.enter_context(recompute_context(layer.module, layer.segment.stream, self._samples, self._rng))
+            for cast in self._autocast:
                 inside.enter_context(torch.autocast(**cast))
             inside.enter_context(torch.enable_grad())
             try:
-                with saved_tensors_hooks(note, _never):
+                with saved_tensors_hooks(note, _no_backward):
                     out = layer.forward(*args, **kwargs)
-            except _Enough:
+            except _RecomputeDone:
                 return []
-        if self._counted != len(self.forms):
-            self._differs(f"{len(self.forms)} tensors at first, then {self._counted}")
-        return list(tensors_in(out))
+        if self._num_recomputed != len(self.saved_forms):
+            self._raise_mismatch(f"{len(self.saved_forms)} tensors at first, then {self._num_recomputed}")
+        return list(iter_tensors(out))
 
-    def _note(self, tensor: Tensor) -> None:
-        number, self._counted = self._counted, self._counted + 1
-        if number >= len(self.forms):
-            self._differs(f"{len(self.forms)} tensors at first, then more")
-        if self.forms[number] != (tensor.shape, tensor.dtype):
-            self._differs(f"{self.forms[number]} at first, then {(tensor.shape, tensor.dtype)}")
-        self.found[number] = tensor.detach()
+    def _record(self, tensor: Tensor) -> None:
+        number, self._num_recomputed = self._num_recomputed, self._num_recomputed + 1
+        if number >= len(self.saved_forms):
+            self._raise_mismatch(f"{len(self.saved_forms)} tensors at first, then more")
+        if self.saved_forms[number] != (tensor.shape, tensor.dtype):
+            self._raise_mismatch(f"{self.saved_forms[number]} at first, then {(tensor.shape, tensor.dtype)}")
+        self.recomputed[number] = tensor.detach()
 
-    def _differs(self, how: str) -> None:
+    def _raise_mismatch(self, how: str) -> None:
         raise ValueError(
             f"{self.layer.name} did something else when it was repeated ({how}); a layer must depend on nothing but "
             "what it is given (no generator of its own, no counter), or use recompute=none"
         )
 
 
-class _Input:
+class _InputSlot:
     def __init__(self, number: int):
-        self.number = number
+        self.index = number
 
 
-class _Made:
+class _OutputSlot:
     def __init__(self, number: int, differentiable: bool):
-        self.number, self.differentiable = number, differentiable
+        self.index, self.differentiable = number, differentiable
 
 
-class _Enough(Exception):
+class _RecomputeDone(Exception):
     """Everything that was asked for is there."""
 
 
-def _never(_nothing: Any) -> Tensor:
+def _no_backward(_nothing: Any) -> Tensor:
     raise AssertionError("nobody goes backward through a repetition")
 
 
-class _Save(Function):
+class _SaveInputs(Function):
     """Nothing but a place where autograd, and hooks on it, keep tensors."""
 
     @staticmethod
@@ -247,32 +247,32 @@ class _Save(Function):
         raise AssertionError("no gradient comes here")
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def iter_tensors(value: Any) -> Iterator[Tensor]:
     """Of a tensor, or of a tuple, a list or a dictionary of such."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from tensors_in(item)
+            yield from iter_tensors(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from tensors_in(item)
+            yield from iter_tensors(item)
 
 
-def mapped(value: Any, change: Callable[[Any], Any], kinds: type | tuple[type, ...] = Tensor) -> Any:
+def map_tensors(value: Any, change: Callable[[Any], Any], types: type | tuple[type, ...] = Tensor) -> Any:
     """The same with each tensor, or each of some other kinds, changed."""
-    if isinstance(value, kinds):
+    if isinstance(value, types):
         return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(item, change, kinds) for item in value))
+        return type(value)(*(map_tensors(item, change, types) for item in value))
     if type(value) in (tuple, list):
-        return type(value)(mapped(item, change, kinds) for item in value)
+        return type(value)(map_tensors(item, change, types) for item in value)
     if type(value) is dict:
-        return {key: mapped(item, change, kinds) for key, item in value.items()}
+        return {key: map_tensors(item, change, types) for key, item in value.items()}
     return value
 
 
-def _casts() -> list[dict[str, Any]]:
+def _autocast_settings() -> list[dict[str, Any]]:
     """How autocast is set, to be set so again: backward may run outside of it."""
     found = []
     for device in ("cpu", "cuda"):
@@ -288,16 +288,18 @@ def _casts() -> list[dict[str, Any]]:
 
 
 @contextmanager
-def repeated(module: nn.Module, stream: Stream, samples: Tensor | None, drawn: Drawn | None = None) -> Iterator[None]:
+def recompute_context(
+    module: nn.Module, stream: RandomStream, samples: Tensor | None, rng: RngSnapshot | None = None
+) -> Iterator[None]:
     """Around a forward that was done before: the same masks, and what was counted then is not counted again.
 
     `drawn` are torch's generators as they were then; after it they are as they were before.
     """
     now, stream.samples = stream.samples, samples
-    before = Drawn()
-    if drawn is not None:
-        drawn.restore()
-    parts: list[Any] = [part for part in module.modules() if _counts(part)]
+    before = RngSnapshot()
+    if rng is not None:
+        rng.restore()
+    parts: list[Any] = [part for part in module.modules() if _tracks_statistics(part)]
     counting = [(part, part.momentum, part.num_batches_tracked.clone()) for part in parts]
     for part in parts:
         part.momentum = 0.0
@@ -316,6 +318,6 @@ def repeated(module: nn.Module, stream: Stream, samples: Tensor | None, drawn: D
             part.num_batches_tracked.copy_(count)
 
 
-def _counts(module: Any) -> bool:
+def _tracks_statistics(module: Any) -> bool:
     """Keeps running statistics, as every BatchNorm does."""
     return isinstance(getattr(module, "num_batches_tracked", None), Tensor)

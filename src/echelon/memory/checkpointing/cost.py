@@ -20,65 +20,65 @@ if TYPE_CHECKING:
     from echelon.layout import Layout
 
 GIB = 1 << 30
-OPERATORS = 0.45
+ELEMENTWISE_SHARE = 0.45
 """share of a layer's activations that operators between products made, where nobody counted them"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Repeats:
+class RecomputeWork:
     forward: float = 0.0
     """share of the layers' forward that is done again"""
     attention: float = 0.0
     """share of attention, beside that"""
-    passing: float = 0.0
+    elementwise: float = 0.0
     """share of the operators between products, beside that"""
-    kept: float = 1.0
+    saved: float = 1.0
     """share of a layer's activations that is kept"""
     inputs: float = 0.0
     """inputs that are kept, per layer"""
-    together: int = 0
+    segment_layers: int = 0
     """layers that are repeated at once"""
-    drops_scores: bool = False
+    discards_scores: bool = False
     """attention's scores are not kept"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Again:
+class RecomputedLayers:
     """How many of a rank's layers are repeated in backward, for counting messages."""
 
-    plain: int = 0
+    dense: int = 0
     """without experts"""
-    plain_tails: int = 0
+    dense_tails: int = 0
     """of them, the last of their segments: what they give is not made again"""
-    mixed: int = 0
+    moe: int = 0
     """with experts"""
-    mixed_tails: int = 0
-    cores: int = 0
+    moe_tails: int = 0
+    attention_cores: int = 0
     """layers of which attention's core alone is repeated"""
 
     @property
     def layers(self) -> int:
-        return self.plain + self.mixed
+        return self.dense + self.moe
 
     @property
     def segments(self) -> int:
-        return self.plain_tails + self.mixed_tails
+        return self.dense_tails + self.moe_tails
 
     @classmethod
-    def of(cls, recompute: str, *, layers: int, mixtures: int = 0, in_flight: int = 1) -> Again:
+    def from_policy(cls, recompute: str, *, layers: int, moe_layers: int = 0, in_flight: int = 1) -> RecomputedLayers:
         """Of so many layers of one stage, `mixtures` of them with experts, and these at the end."""
         kind = recompute.partition(":")[0]
         if kind == "selective":
-            return cls(cores=layers)
+            return cls(attention_cores=layers)
         if kind not in ("full", "every", "sqrt"):
             return cls()
-        length, plain = segment_length(recompute, layers=layers, in_flight=in_flight), layers - mixtures
+        length, plain = segment_length(recompute, layers=layers, in_flight=in_flight), layers - moe_layers
         tails = [min(start + length, layers) for start in range(0, layers, length)]
         first = sum(tail <= plain for tail in tails)
-        return cls(plain=plain, plain_tails=first, mixed=mixtures, mixed_tails=len(tails) - first)
+        return cls(dense=plain, dense_tails=first, moe=moe_layers, moe_tails=len(tails) - first)
 
 
-def idle_reason(layout: Layout) -> dict[str, str]:
+def ineffective_options(layout: Layout) -> dict[str, str]:
     """Switches that would do nothing in a layout, each with why (kept.py)."""
     kind = layout.recompute.partition(":")[0]
     if kind not in ("full", "every", "sqrt", "budget"):
@@ -94,7 +94,7 @@ def idle_reason(layout: Layout) -> dict[str, str]:
     return found
 
 
-def partitioned(elements: int, ranks: int) -> int:
+def partition_numel(elements: int, ranks: int) -> int:
     """Elements of a slice, padding included."""
     return -(-elements // ranks)
 
@@ -108,16 +108,16 @@ def segment_length(recompute: str, *, layers: float, in_flight: float = 1) -> in
     return max(1, min(length, math.ceil(layers)))
 
 
-def repeats(
+def recompute_work(
     recompute: str,
     *,
     layers: float,
-    whole: float,
-    entry: float,
-    operators: float = OPERATORS,
-    passing: float = 1.0,
-    written_out: bool = False,
-) -> Repeats:
+    layer_bytes: float,
+    input_bytes: float,
+    elementwise_share: float = ELEMENTWISE_SHARE,
+    elementwise_cost: float = 1.0,
+    materialized_scores: bool = False,
+) -> RecomputeWork:
     """`layers` are those in flight on a rank, `whole` the bytes of one's activations, `entry` those of its input.
 
     Of a model that was counted: `operators` is the share of its activations that operators between products made, and
@@ -127,23 +127,23 @@ def repeats(
     kind, _, number = recompute.partition(":")
     if kind in ("full", "every", "sqrt"):
         every = segment_length(recompute, layers=layers)
-        return Repeats(forward=1.0, kept=0.0, inputs=1 / every, together=every)
+        return RecomputeWork(forward=1.0, saved=0.0, inputs=1 / every, segment_layers=every)
     if kind == "selective":
-        return Repeats(attention=0.5 if written_out else 1.0, passing=0.5, drops_scores=True)
+        return RecomputeWork(attention=0.5 if materialized_scores else 1.0, elementwise=0.5, discards_scores=True)
     if kind == "ops":
-        return Repeats(passing=passing, kept=1 - operators)
+        return RecomputeWork(elementwise=elementwise_cost, saved=1 - elementwise_share)
     if kind == "budget":
         room = float(number.removesuffix("GiB")) * GIB / max(layers, 1.0)
-        less = (1 - operators) * whole
+        less = (1 - elementwise_share) * layer_bytes
         if room >= less:
-            share = min(1.0, max(0.0, (whole - room) / max(whole - less, 1.0)))
-            return Repeats(passing=share * passing, kept=1 - share * operators)
-        share = min(1.0, (less - room) / max(less - entry, 1.0))
-        return Repeats(
+            share = min(1.0, max(0.0, (layer_bytes - room) / max(layer_bytes - less, 1.0)))
+            return RecomputeWork(elementwise=share * elementwise_cost, saved=1 - share * elementwise_share)
+        share = min(1.0, (less - room) / max(less - input_bytes, 1.0))
+        return RecomputeWork(
             forward=share,
-            passing=(1 - share) * passing,
-            kept=(1 - share) * (1 - operators),
+            elementwise=(1 - share) * elementwise_cost,
+            saved=(1 - share) * (1 - elementwise_share),
             inputs=share,
-            together=1,
+            segment_layers=1,
         )
-    return Repeats()
+    return RecomputeWork()

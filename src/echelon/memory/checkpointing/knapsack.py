@@ -20,81 +20,87 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-STEPS = 4096
-PER_LAYER = 128
+BUDGET_STEPS = 4096
+STEPS_PER_LAYER = 128
 """steps, at least"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class CheckpointOption:
     """One thing that a layer can do."""
 
     form: str
-    kept: float
+    saved_bytes: float
     """bytes that stay until backward"""
-    inside: float
+    backward_bytes: float
     """bytes that are there while it goes backward, those kept among them"""
-    cost: float
+    seconds: float
     """seconds to make again what was not kept"""
 
 
-def peak(ways: Sequence[Way], in_flight: Sequence[int]) -> float:
+def peak_bytes(options: Sequence[CheckpointOption], in_flight: Sequence[int]) -> float:
     """The most bytes that are there at once, with one way for each layer; see the note."""
-    total = sum(way.kept * count for way, count in zip(ways, in_flight, strict=True))
+    total = sum(way.saved_bytes * count for way, count in zip(options, in_flight, strict=True))
     if max(in_flight, default=1) > 1:
-        return total + max((way.inside - way.kept for way in ways), default=0.0)
+        return total + max((way.backward_bytes - way.saved_bytes for way in options), default=0.0)
     fullest, before = total, 0.0
-    for way in ways:
-        fullest = max(fullest, before + way.inside)
-        before += way.kept
+    for way in options:
+        fullest = max(fullest, before + way.backward_bytes)
+        before += way.saved_bytes
     return fullest
 
 
-def solve(layers: Sequence[Sequence[Way]], in_flight: Sequence[int], budget: float) -> list[Way] | None:
+def solve_knapsack(
+    layers: Sequence[Sequence[CheckpointOption]], in_flight: Sequence[int], budget: float
+) -> list[CheckpointOption] | None:
     """One way for each layer, which together cost the least of those that fit; none where none do."""
     found = _solve(layers, in_flight, budget)
     if found is None:
         return None
-    neat = _in_order(layers, in_flight, found)
-    return neat if peak(neat, in_flight) <= budget else found
+    neat = _reorder_alike(layers, in_flight, found)
+    return neat if peak_bytes(neat, in_flight) <= budget else found
 
 
-def _in_order(layers: Sequence[Sequence[Way]], in_flight: Sequence[int], found: Sequence[Way]) -> list[Way]:
+def _reorder_alike(
+    layers: Sequence[Sequence[CheckpointOption]], in_flight: Sequence[int], found: Sequence[CheckpointOption]
+) -> list[CheckpointOption]:
     """Of layers that are alike, the first keep the least."""
-    alike: dict[tuple[tuple[Way, ...], int], list[int]] = {}
+    alike: dict[tuple[tuple[CheckpointOption, ...], int], list[int]] = {}
     for index, (ways, count) in enumerate(zip(layers, in_flight, strict=True)):
         alike.setdefault((tuple(ways), count), []).append(index)
     neat = list(found)
     for places in alike.values():
-        for place, way in zip(places, sorted((found[p] for p in places), key=lambda way: way.kept), strict=True):
+        for place, way in zip(places, sorted((found[p] for p in places), key=lambda way: way.saved_bytes), strict=True):
             neat[place] = way
     return neat
 
 
-def _solve(layers: Sequence[Sequence[Way]], in_flight: Sequence[int], budget: float) -> list[Way] | None:
+def _solve(
+    layers: Sequence[Sequence[CheckpointOption]], in_flight: Sequence[int], budget: float
+) -> list[CheckpointOption] | None:
     if max(in_flight, default=1) == 1:
-        return _best(layers, in_flight, budget, orderly=True)
-    extras = sorted({way.inside - way.kept for ways in layers for way in ways})
-    found: list[Way] | None = None
+        return _dynamic_program(layers, in_flight, budget, one_in_flight=True)
+    extras = sorted({way.backward_bytes - way.saved_bytes for ways in layers for way in ways})
+    found: list[CheckpointOption] | None = None
     for extra in extras:
-        some = [[way for way in ways if way.inside - way.kept <= extra] for ways in layers]
+        some = [[way for way in ways if way.backward_bytes - way.saved_bytes <= extra] for ways in layers]
         if budget > extra and all(some):
-            one = _best(some, in_flight, budget - extra, orderly=False)
-            if one is not None and (found is None or cost(one) < cost(found)):
+            one = _dynamic_program(some, in_flight, budget - extra, one_in_flight=False)
+            if one is not None and (found is None or total_seconds(one) < total_seconds(found)):
                 found = one
     return found
 
 
-def cost(ways: Sequence[Way]) -> float:
-    return sum(way.cost for way in ways)
+def total_seconds(options: Sequence[CheckpointOption]) -> float:
+    return sum(way.seconds for way in options)
 
 
-def _best(
-    layers: Sequence[Sequence[Way]], in_flight: Sequence[int], budget: float, *, orderly: bool
-) -> list[Way] | None:
+def _dynamic_program(
+    layers: Sequence[Sequence[CheckpointOption]], in_flight: Sequence[int], budget: float, *, one_in_flight: bool
+) -> list[CheckpointOption] | None:
     import numpy as np
 
-    steps = max(STEPS, PER_LAYER * len(layers))
+    steps = max(BUDGET_STEPS, STEPS_PER_LAYER * len(layers))
     unit = budget / steps
     best = np.full(steps + 1, np.inf)
     best[0] = 0.0
@@ -102,11 +108,11 @@ def _best(
     for ways, count in zip(layers, in_flight, strict=True):
         now, choice = np.full(steps + 1, np.inf), np.zeros(steps + 1, dtype=np.int8)
         for number, way in enumerate(ways):
-            size = _rounded_up(way.kept * count, unit)
-            room = steps - max(size, _rounded_up(way.inside, unit) if orderly else 0)
+            size = _rounded_up(way.saved_bytes * count, unit)
+            room = steps - max(size, _rounded_up(way.backward_bytes, unit) if one_in_flight else 0)
             if room < 0:
                 continue
-            tried = best[: room + 1] + way.cost
+            tried = best[: room + 1] + way.seconds
             place = slice(size, size + room + 1)
             better = tried < now[place]
             now[place][better] = tried[better]

@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 
 
-class Drawn:
+class RngSnapshot:
     def __init__(self) -> None:
-        self._host = torch.get_rng_state()
+        self._cpu_state = torch.get_rng_state()
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        self._there = None if self._device is None else torch.cuda.get_rng_state(self._device)
+        self._cuda_state = None if self._device is None else torch.cuda.get_rng_state(self._device)
 
     def restore(self) -> None:
-        torch.set_rng_state(self._host)
-        if self._device is not None and self._there is not None:
-            torch.cuda.set_rng_state(self._there, self._device)
+        torch.set_rng_state(self._cpu_state)
+        if self._device is not None and self._cuda_state is not None:
+            torch.cuda.set_rng_state(self._cuda_state, self._device)

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from echelon.kernels.activations import bitmask, blockwise_cast, pool_indices, sparse_values
-from echelon.kernels.activations.blockwise_cast import Kind
-from echelon.kernels.activations.pool_indices import Window
-from echelon.kernels.activations.sparse_values import Count, Values
-from echelon.kernels.tensor_spec import Lying, rows_of
+from echelon.kernels.activations.blockwise_cast import BlockFormat
+from echelon.kernels.activations.pool_indices import PoolWindow
+from echelon.kernels.activations.sparse_values import NonzeroCount, SparseValues
+from echelon.kernels.tensor_spec import TensorSpec, as_rows
 
-SPARSE_BELOW = 0.9
+MAX_SPARSE_SHARE = 0.9
 """of what all values would take, where only those that are not zero are kept"""
 
 
-class Stored(Protocol):
+class SavedTensorFormat(Protocol):
     def restore(self) -> Tensor: ...
 
     def tensors(self) -> Iterator[Tensor]:
@@ -28,20 +28,20 @@ class Stored(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class UncompressedTensor:
     """As it is."""
 
     tensor: Tensor
     version: int
-    counts: bool = True
+    is_counted: bool = True
     """it is no parameter, which is there anyway"""
 
     @property
-    def changed(self) -> bool:
+    def is_modified(self) -> bool:
         return self.tensor._version != self.version
 
     def restore(self) -> Tensor:
-        if self.changed:
+        if self.is_modified:
             raise RuntimeError(
                 f"a tensor that backward needs was changed in place after forward read it ({tuple(self.tensor.shape)}, "
                 f"version {self.tensor._version} instead of {self.version}); use the operation that makes a new tensor"
@@ -49,37 +49,37 @@ class Kept:
         return self.tensor
 
     def tensors(self) -> Iterator[Tensor]:
-        if self.counts:
+        if self.is_counted:
             yield self.tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Shape:
+class SpecOnlyTensor:
     """Only how it lay: its values are never read."""
 
-    lying: Lying
+    spec: TensorSpec
 
     def restore(self) -> Tensor:
-        return self.lying.empty()
+        return self.spec.empty()
 
     def tensors(self) -> Iterator[Tensor]:
         return iter(())
 
 
 @dataclass(frozen=True, eq=False)
-class Flags:
+class BitmaskTensor:
     """True and false, as bits."""
 
-    lying: Lying
+    spec: TensorSpec
     bits: Tensor
 
     @classmethod
-    def of(cls, x: Tensor) -> Flags:
-        return cls(Lying.of(x), bitmask.pack(rows_of(x)))
+    def from_tensor(cls, x: Tensor) -> BitmaskTensor:
+        return cls(TensorSpec.from_tensor(x), bitmask.pack(as_rows(x)))
 
     def restore(self) -> Tensor:
-        out = self.lying.empty()
-        bitmask.unpack(self.bits, rows_of(out))
+        out = self.spec.empty()
+        bitmask.unpack(self.bits, as_rows(out))
         return out
 
     def tensors(self) -> Iterator[Tensor]:
@@ -87,11 +87,11 @@ class Flags:
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
+class PoolIndexTensor:
     """Indices of maxima, as places in their windows."""
 
     codes: Tensor
-    window: Window
+    window: PoolWindow
 
     def restore(self) -> Tensor:
         return pool_indices.decode(self.codes, self.window)
@@ -101,21 +101,21 @@ class Places:
 
 
 @dataclass(frozen=True, eq=False)
-class Narrow:
+class QuantizedTensor:
     """Values in fewer bits."""
 
-    lying: Lying
+    spec: TensorSpec
     codes: Tensor
     scales: Tensor
-    kind: Kind
+    block_format: BlockFormat
 
     @classmethod
-    def of(cls, x: Tensor, kind: Kind) -> Narrow:
-        return cls(Lying.of(x), *blockwise_cast.encode(rows_of(x), kind), kind)
+    def from_tensor(cls, x: Tensor, block_format: BlockFormat) -> QuantizedTensor:
+        return cls(TensorSpec.from_tensor(x), *blockwise_cast.encode(as_rows(x), block_format), block_format)
 
     def restore(self) -> Tensor:
-        out = self.lying.empty()
-        blockwise_cast.decode(self.codes, self.scales, self.kind, rows_of(out))
+        out = self.spec.empty()
+        blockwise_cast.decode(self.codes, self.scales, self.block_format, as_rows(out))
         return out
 
     def tensors(self) -> Iterator[Tensor]:
@@ -123,73 +123,79 @@ class Narrow:
 
 
 @dataclass(frozen=True, eq=False)
-class Sparse:
+class SparseTensor:
     """What is not zero, in its own type or in fewer bits."""
 
-    lying: Lying
+    spec: TensorSpec
     bits: Tensor
-    values: Values
-    kind: Kind | None
+    values: SparseValues
+    block_format: BlockFormat | None
 
     def restore(self) -> Tensor:
-        out = self.lying.empty()
-        sparse_values.expand(self.values, self.bits, self.kind, rows_of(out))
+        out = self.spec.empty()
+        sparse_values.expand(self.values, self.bits, self.block_format, as_rows(out))
         return out
 
     def tensors(self) -> Iterator[Tensor]:
-        yield from (self.bits, self.values.values, self.values.scales, self.values.ends)
+        yield from (self.bits, self.values.values, self.values.scales, self.values.block_ends)
 
 
 @dataclass(eq=False)
-class Rectified:
+class ReluOutputTensor:
     """ReLU's output: as it is until it is known how many of its values are not zero, then in fewer bytes if it can be.
 
     Who waited for the number at once would let the device run dry. So it is asked for here, and whoever has given the
     device more to do calls `settle`.
     """
 
-    now: Stored
+    current: SavedTensorFormat
     bits: Tensor
-    count: Count
-    kind: Kind | None
+    count: NonzeroCount
+    block_format: BlockFormat | None
 
     @classmethod
-    def of(cls, whole: Kept, bits: Tensor, counts: Tensor, kind: Kind | None) -> Rectified:
-        return cls(whole, bits, sparse_values.count(bits, counts, rows_of(whole.tensor).shape[1]), kind)
+    def from_output(
+        cls, output: UncompressedTensor, bits: Tensor, counts: Tensor, block_format: BlockFormat | None
+    ) -> ReluOutputTensor:
+        return cls(
+            output, bits, sparse_values.count_nonzero(bits, counts, as_rows(output.tensor).shape[1]), block_format
+        )
 
-    def settle(self) -> None:
-        if not isinstance(self.now, Kept) or self.now.changed:  # which is an error, and told where it is read
+    def compress(self) -> None:
+        if (
+            not isinstance(self.current, UncompressedTensor) or self.current.is_modified
+        ):  # which is an error, and told where it is read
             return
-        x, total = self.now.tensor, self.count.wait()
-        if total < SPARSE_BELOW * x.numel():
-            values = sparse_values.compact(rows_of(x), self.bits, total, self.count.ends, self.kind)
-            self.now = Sparse(Lying.of(x), self.bits, values, self.kind)
-        elif self.kind is not None:
-            self.now = Narrow.of(x, self.kind)
+        x, total = self.current.tensor, self.count.wait()
+        if total < MAX_SPARSE_SHARE * x.numel():
+            values = sparse_values.compact(as_rows(x), self.bits, total, self.count.block_ends, self.block_format)
+            self.current = SparseTensor(TensorSpec.from_tensor(x), self.bits, values, self.block_format)
+        elif self.block_format is not None:
+            self.current = QuantizedTensor.from_tensor(x, self.block_format)
 
     def restore(self) -> Tensor:
-        return self.now.restore()
+        return self.current.restore()
 
     def tensors(self) -> Iterator[Tensor]:
-        return self.now.tensors()
+        return self.current.tensors()
 
 
 @dataclass(frozen=True, eq=False)
-class View:
+class StoredView:
     """All of a tensor that is stored, seen in another shape."""
 
-    whole: Stored
+    base: SavedTensorFormat
     size: tuple[int, ...]
     stride: tuple[int, ...]
 
     def restore(self) -> Tensor:
-        return self.whole.restore().as_strided(self.size, self.stride)
+        return self.base.restore().as_strided(self.size, self.stride)
 
     def tensors(self) -> Iterator[Tensor]:
-        return self.whole.tensors()
+        return self.base.tensors()
 
 
-def total_bytes(stored: Iterator[Stored]) -> int:
+def total_bytes(stored: Iterator[SavedTensorFormat]) -> int:
     """What the forms keep alive, every storage once."""
     found: dict[int, int] = {}
     for one in stored:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from echelon.memory.offload.host_worker import Worker
+from echelon.memory.offload.host_worker import HostWorker
 
 CHUNK = 1 << 26
 """bytes of one read or write"""
@@ -35,7 +35,7 @@ class DiskError(ValueError):
     """Something is wrong with a file or its disk."""
 
 
-class Store:
+class DiskStore:
     """A list of tensors in a pair of files."""
 
     def __init__(self, path: Path):
@@ -44,7 +44,7 @@ class Store:
         self._files = [os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600) for name in self.paths]
         weakref.finalize(self, _close, self._files)
         self.reserved = 0
-        self.kept = 0
+        self.committed = 0
         """the generation that a failure leaves"""
         self.latest = 0
         """the one that was written last"""
@@ -57,20 +57,20 @@ class Store:
             try:
                 os.posix_fallocate(file, 0, nbytes)
             except OSError as error:
-                raise _explained(error, path, nbytes) from error
+                raise _disk_error(error, path, nbytes) from error
         self.reserved = nbytes
 
     def load(self, tensors: Sequence[Tensor]) -> None:
         """Reads the generation that was written last."""
         file, path, offset = self._files[self.latest], self.paths[self.latest], 0
         for tensor in tensors:
-            view = _bytes(tensor)
+            view = _as_memoryview(tensor)
             done = 0
             while done < len(view):
                 try:
                     count = os.preadv(file, [view[done : done + CHUNK]], offset + done)
                 except OSError as error:
-                    raise _explained(error, path, len(view)) from error
+                    raise _disk_error(error, path, len(view)) from error
                 if count == 0:
                     raise DiskError(
                         f"a file of states is shorter than what was written ({path}: {offset + done:,} bytes of "
@@ -81,16 +81,16 @@ class Store:
 
     def save(self, tensors: Sequence[Tensor]) -> None:
         """Writes the other generation than the kept one."""
-        target = 1 - self.kept
+        target = 1 - self.committed
         file, path, offset = self._files[target], self.paths[target], 0
         for tensor in tensors:
-            view = _bytes(tensor)
+            view = _as_memoryview(tensor)
             done = 0
             while done < len(view):
                 try:
                     count = os.pwrite(file, view[done : done + CHUNK], offset + done)
                 except OSError as error:
-                    raise _explained(error, path, len(view)) from error
+                    raise _disk_error(error, path, len(view)) from error
                 if count == 0:
                     raise DiskError(f"a write to a file of states ended short ({path}); the states before it are kept")
                 done += count
@@ -99,14 +99,14 @@ class Store:
 
     def commit(self) -> None:
         """What was written last is what a failure leaves."""
-        self.kept = self.latest
+        self.committed = self.latest
 
-    def take_back(self) -> None:
+    def roll_back(self) -> None:
         """What was written since then does not count."""
-        self.latest = self.kept
+        self.latest = self.committed
 
 
-class Disk:
+class DiskFolder:
     """A rank's folder of stores, with a thread that reads and one that writes. It goes with its last user."""
 
     def __init__(self, folder: Path, name: str):
@@ -116,15 +116,15 @@ class Disk:
             folder.mkdir(parents=True, exist_ok=True)
             self.folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=folder))
         except OSError as error:
-            raise _explained(error, folder, 0) from error
-        self.reader, self.writer = Worker("echelon-read"), Worker("echelon-write")
-        self.failed: list[BaseException] = []
+            raise _disk_error(error, folder, 0) from error
+        self.reader, self.writer = HostWorker("echelon-read"), HostWorker("echelon-write")
+        self.errors: list[BaseException] = []
         """files are left where they are after an error"""
-        self._finalizer = weakref.finalize(self, _clean, self.folder, made, self.failed)
+        self._finalizer = weakref.finalize(self, _clean, self.folder, made, self.errors)
 
-    def store(self, name: str) -> Store:
+    def open_store(self, name: str) -> DiskStore:
         """A pair of files, by a unit's name."""
-        return Store(self.folder / name)
+        return DiskStore(self.folder / name)
 
     def close(self) -> None:
         """When everything is read and written: the files are gone, unless something went wrong."""
@@ -132,26 +132,26 @@ class Disk:
         self.writer.stop()
         self._finalizer()
 
-    def check(self, nbytes: int) -> None:
+    def check_free_space(self, nbytes: int) -> None:
         """There is room for so many bytes, or an error that says how many there are."""
-        free = _free(self.folder)
+        free = _free_bytes(self.folder)
         if nbytes > free:
-            raise DiskError(_full(self.folder, nbytes, free))
+            raise DiskError(_disk_full_text(self.folder, nbytes, free))
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def _as_memoryview(tensor: Tensor) -> memoryview:
     """Its memory. (numpy would take it over, and then it could not be let go of.)"""
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def _free(path: Path) -> int:
+def _free_bytes(path: Path) -> int:
     found = os.statvfs(path)
     return found.f_bavail * found.f_frsize
 
 
-def _explained(error: OSError, path: Path, nbytes: int) -> DiskError:
+def _disk_error(error: OSError, path: Path, nbytes: int) -> DiskError:
     if error.errno == errno.ENOSPC:
-        return DiskError(_full(path, nbytes, _free(path.parent)))
+        return DiskError(_disk_full_text(path, nbytes, _free_bytes(path.parent)))
     if error.errno in (errno.EDQUOT, errno.EFBIG):
         return DiskError(
             f"a file of states may not be so long ({path}: {nbytes:,} bytes needed; {(error.strerror or '').lower()}); "
@@ -160,7 +160,7 @@ def _explained(error: OSError, path: Path, nbytes: int) -> DiskError:
     return DiskError(f"a file of states cannot be used ({path}: {(error.strerror or str(error)).lower()})")
 
 
-def _full(path: Path, nbytes: int, free: int) -> str:
+def _disk_full_text(path: Path, nbytes: int, free: int) -> str:
     return (
         f"the disk is full ({path}: {nbytes:,} bytes needed, {free:,} free); free some space, name a folder on another "
         "disk (memory.disk), or let fewer states leave the device (memory.host)"

@@ -25,11 +25,11 @@ from torch import Tensor
 
 DOWN, UP = "down", "up"
 """to the host, and back"""
-REGISTERED = 1 << 20
+MIN_REGISTERED_BYTES = 1 << 20
 """bytes from which memory is locked as it is; torch would round its size up to a power of two"""
 
 
-class Moving:
+class CopyEvent:
     """A copy under way, or a mark: what was queued when it was made. Without an event it is through."""
 
     def __init__(self, event: Any = None):
@@ -40,20 +40,20 @@ class Moving:
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
 
-    def done(self) -> None:
+    def synchronize(self) -> None:
         """Returns when the copy is through."""
         if self._event is not None:
             self._event.synchronize()
 
-    def before(self, stream: Any) -> None:
+    def block_stream(self, stream: Any) -> None:
         if self._event is not None:
             stream.wait_event(self._event)
 
 
-THROUGH = Moving()
+COMPLETED = CopyEvent()
 
 
-class Link:
+class HostLink:
     """One device's way to its host."""
 
     def __init__(self, device: torch.device):
@@ -61,73 +61,87 @@ class Link:
         if self.on_gpu and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
-        self.moved: Counter[tuple[str, str]] = Counter()
+        self.bytes_moved: Counter[tuple[str, str]] = Counter()
         """bytes, by way and by what they are"""
         self._lock = threading.Lock()
         self._streams: dict[str, Any] = {}
         if self.on_gpu:
             self._streams = {way: torch.cuda.Stream(device) for way in (DOWN, UP)}
 
-    def enter(self) -> None:
+    def set_device(self) -> None:
         """A new thread works with this device. It would begin with the first, and take some of its memory."""
         if self.on_gpu:
             torch.cuda.set_device(self.device)
 
-    def room(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def empty_pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory on the host that copies may use beside compute."""
         if not self.on_gpu:
             return torch.empty(numel, dtype=dtype)
-        if numel * dtype.itemsize < REGISTERED:
+        if numel * dtype.itemsize < MIN_REGISTERED_BYTES:
             return torch.empty(numel, dtype=dtype, pin_memory=True)
-        return _locked(torch.empty(numel, dtype=dtype))
+        return _pin(torch.empty(numel, dtype=dtype))
 
-    def mark(self) -> Moving:
+    def record_event(self) -> CopyEvent:
         """What this thread has given the device so far."""
         if not self.on_gpu:
-            return THROUGH
-        return Moving(_event(torch.cuda.current_stream(self.device)))
+            return COMPLETED
+        return CopyEvent(_event(torch.cuda.current_stream(self.device)))
 
-    def down(
-        self, source: Tensor, target: Tensor, kind: str, *, after: Moving | None = None, factor: Tensor | None = None
-    ) -> Moving:
+    def copy_to_host(
+        self,
+        source: Tensor,
+        target: Tensor,
+        category: str,
+        *,
+        after: CopyEvent | None = None,
+        factor: Tensor | None = None,
+    ) -> CopyEvent:
         """From the device to the host; with a `factor` the source is multiplied by it first, where it lies."""
-        return self._copy(DOWN, source, target, kind, after, factor)
+        return self._copy(DOWN, source, target, category, after, factor)
 
-    def up(self, source: Tensor, target: Tensor, kind: str, *, after: Moving | None = None) -> Moving:
+    def copy_to_device(
+        self, source: Tensor, target: Tensor, category: str, *, after: CopyEvent | None = None
+    ) -> CopyEvent:
         """From the host to the device. Without `after` it waits for everything that this thread has queued."""
-        return self._copy(UP, source, target, kind, after, None)
+        return self._copy(UP, source, target, category, after, None)
 
-    def ask(self, tensor: Tensor) -> Callable[[], list[float]]:
+    def read_async(self, tensor: Tensor) -> Callable[[], list[float]]:
         """Asks for a few numbers as they are now. Whoever reads them waits for what made them."""
         there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.on_gpu)
         there.copy_(tensor, non_blocking=True)
-        come = self.mark()
+        come = self.record_event()
 
         def read() -> list[float]:
-            come.done()
+            come.synchronize()
             return there.tolist()  # type: ignore[no-any-return]
 
         return read
 
     @torch.no_grad()
     def _copy(
-        self, way: str, source: Tensor, target: Tensor, kind: str, after: Moving | None, factor: Tensor | None
-    ) -> Moving:
+        self,
+        direction: str,
+        source: Tensor,
+        target: Tensor,
+        category: str,
+        after: CopyEvent | None,
+        factor: Tensor | None,
+    ) -> CopyEvent:
         with self._lock:
-            self.moved[way, kind] += source.nbytes
-        mark = self.mark() if after is None else after
-        with self._on(way) as _:
+            self.bytes_moved[direction, category] += source.nbytes
+        mark = self.record_event() if after is None else after
+        with self._stream_context(direction) as _:
             if self.on_gpu:
-                mark.before(self._streams[way])
+                mark.block_stream(self._streams[direction])
             if factor is not None:
                 source.mul_(factor)
             target.copy_(source, non_blocking=True)
             if not self.on_gpu:
-                return THROUGH
-            return Moving(_event(self._streams[way]))
+                return COMPLETED
+            return CopyEvent(_event(self._streams[direction]))
 
-    def _on(self, way: str) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._streams[way]) if self.on_gpu else nullcontext()
+    def _stream_context(self, direction: str) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._streams[direction]) if self.on_gpu else nullcontext()
 
 
 def _event(stream: Any) -> Any:
@@ -137,7 +151,7 @@ def _event(stream: Any) -> Any:
     return event
 
 
-def _locked(tensor: Tensor) -> Tensor:
+def _pin(tensor: Tensor) -> Tensor:
     """The tensor, or one like it, whose memory the system may no longer move, until it is freed."""
     cudart: Any = torch.cuda.cudart()
     if int(cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)):
@@ -147,45 +161,45 @@ def _locked(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class Room:
+class HostBuffer:
     """One of some buffers on the host that are used in turn."""
 
     def __init__(self, memory: Tensor):
         self.memory = memory
-        self.moving = THROUGH
+        self.pending_copy = COMPLETED
         """what is still reading it"""
 
-    def of(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def view(self, numel: int, dtype: torch.dtype) -> Tensor:
         """As a tensor of so many elements."""
         return self.memory[: numel * dtype.itemsize].view(dtype)
 
 
-class Rooms:
+class HostBufferQueue:
     """So many of them, for whichever thread asks. They are made when they are first needed."""
 
-    def __init__(self, link: Link, count: int, nbytes: int):
-        self._make: Callable[[], Tensor] = lambda: link.room(nbytes, torch.uint8)
+    def __init__(self, link: HostLink, count: int, nbytes: int):
+        self._make: Callable[[], Tensor] = lambda: link.empty_pinned(nbytes, torch.uint8)
         self._left, self._lock = count, threading.Lock()
-        self._free: queue.SimpleQueue[Room] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[HostBuffer] = queue.SimpleQueue()
 
-    def take(self) -> Room:
+    def acquire(self) -> HostBuffer:
         """A free one; waits until there is one."""
         with self._lock:
             fresh = self._free.empty() and self._left > 0
             self._left -= fresh
-        room = Room(self._make()) if fresh else self._free.get()
-        room.moving.done()
-        room.moving = THROUGH
+        room = HostBuffer(self._make()) if fresh else self._free.get()
+        room.pending_copy.synchronize()
+        room.pending_copy = COMPLETED
         return room
 
-    def take_if_free(self) -> Room | None:
+    def try_acquire(self) -> HostBuffer | None:
         """A free one, or none."""
         with self._lock:
             if self._left <= 0 and self._free.empty():
                 return None
-        return self.take()
+        return self.acquire()
 
-    def give_back(self, room: Room, moving: Moving = THROUGH) -> None:
+    def release(self, buffer: HostBuffer, copy: CopyEvent = COMPLETED) -> None:
         """It is free when `moving` is through."""
-        room.moving = moving
-        self._free.put(room)
+        buffer.pending_copy = copy
+        self._free.put(buffer)

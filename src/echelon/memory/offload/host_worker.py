@@ -16,21 +16,21 @@ from typing import Any
 Job = Callable[[], None]
 
 
-class Turn:
+class JobHandle:
     """Something that a worker has promised."""
 
-    def __init__(self, what: str = "", *, done: bool = False):
-        self.what = what
+    def __init__(self, description: str = "", *, done: bool = False):
+        self.description = description
         self.error: BaseException | None = None
         self._event = threading.Event()
         if done:
             self._event.set()
 
     @property
-    def is_over(self) -> bool:
+    def is_done(self) -> bool:
         return self._event.is_set()
 
-    def end(self, error: BaseException | None = None) -> None:
+    def finish(self, error: BaseException | None = None) -> None:
         self.error = error
         self._event.set()
 
@@ -39,27 +39,27 @@ class Turn:
         self._event.wait()
         if self.error is not None:
             kind = ValueError if isinstance(self.error, ValueError) else RuntimeError
-            raise kind(f"{self.what} failed on the host: {self.error}") from self.error
+            raise kind(f"{self.description} failed on the host: {self.error}") from self.error
 
 
-NOTHING = Turn(done=True)
+FINISHED = JobHandle(done=True)
 
 
-class Worker:
+class HostWorker:
     """The thread."""
 
     def __init__(self, name: str):
-        self._jobs: queue.SimpleQueue[tuple[Job, Turn] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Job, JobHandle] | None] = queue.SimpleQueue()
         self._failed: list[BaseException] = []
         self._thread = threading.Thread(target=_work, args=(self._jobs, self._failed), name=name, daemon=True)
         self._thread.start()
-        self._finalizer = weakref.finalize(self, _end, self._jobs, self._thread)
+        self._finalizer = weakref.finalize(self, _stop, self._jobs, self._thread)
 
-    def give(self, what: str, job: Job) -> Turn:
+    def submit(self, description: str, job: Job) -> JobHandle:
         """A job for the thread; `what` says in an error what it was."""
         if not self._finalizer.alive:
-            raise ValueError(f"nobody is left to do {what} (the engine is closed); make another engine")
-        turn = Turn(what)
+            raise ValueError(f"nobody is left to do {description} (the engine is closed); make another engine")
+        turn = JobHandle(description)
         self._jobs.put((job, turn))
         return turn
 
@@ -68,7 +68,7 @@ class Worker:
         self._finalizer()
 
 
-def _work(jobs: queue.SimpleQueue[tuple[Job, Turn] | None], failed: list[BaseException]) -> None:
+def _work(jobs: queue.SimpleQueue[tuple[Job, JobHandle] | None], failed: list[BaseException]) -> None:
     while (given := jobs.get()) is not None:
         job, turn = given
         if not failed:
@@ -77,11 +77,11 @@ def _work(jobs: queue.SimpleQueue[tuple[Job, Turn] | None], failed: list[BaseExc
             except BaseException as error:  # whoever waits for it raises it
                 traceback.clear_frames(error.__traceback__)  # or they would keep what the job held
                 failed.append(error)
-        turn.end(failed[0] if failed else None)
+        turn.finish(failed[0] if failed else None)
         del given, job, turn  # nothing is kept while the thread waits
 
 
-def _end(jobs: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
+def _stop(jobs: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
     jobs.put(None)
     if thread is not threading.current_thread():
         thread.join()

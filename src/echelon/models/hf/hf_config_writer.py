@@ -4,37 +4,37 @@ from __future__ import annotations
 
 from typing import Any
 
-from echelon.layout.validation_error import Fault, FaultError
-from echelon.models.hf.hf_architectures import COMPUTES, KINDS, LATENT_EPSILON
-from echelon.models.hf.hf_config_reader import LLAMA3
+from echelon.layout.validation_error import ValidationError, ValidationIssue
+from echelon.models.hf.hf_architectures import EQUIVALENT_TYPES, HF_ARCHITECTURES, MLA_EPSILON
+from echelon.models.hf.hf_config_reader import LLAMA3_ROPE_KEYS
 from echelon.models.model_config import ModelConfig
-from echelon.models.model_dir import Saved
-from echelon.models.moe_config import MixtureConfig
+from echelon.models.model_dir import SavedModel
+from echelon.models.moe_config import MoEConfig
 
 
-def config_json(saved: Saved, dtype: str) -> dict[str, Any]:
+def hf_config(model: SavedModel, dtype: str) -> dict[str, Any]:
     """Raises ValueError where transformers has no model that computes the same."""
-    from echelon.models.hf.param_names import architecture
+    from echelon.models.hf.param_names import hf_model_type
 
-    config, computed = saved.config, architecture(saved.config)
-    kind = saved.model_type if COMPUTES.get(saved.model_type) == computed else computed
-    if wrong := _not_theirs(config, kind):
-        raise FaultError(wrong)
-    head = {"architectures": [KINDS[kind].architecture], "model_type": kind, "dtype": dtype}
+    config, computed = model.config, hf_model_type(model.config)
+    kind = model.model_type if EQUIVALENT_TYPES.get(model.model_type) == computed else computed
+    if wrong := _unsupported(config, kind):
+        raise ValidationError(wrong)
+    head = {"architectures": [HF_ARCHITECTURES[kind].architecture], "model_type": kind, "dtype": dtype}
     return {**head, **(_gpt2(config) if kind == "gpt2" else _rotary(config, kind))}
 
 
-def _not_theirs(config: ModelConfig, kind: str) -> list[Fault]:
+def _unsupported(config: ModelConfig, kind: str) -> list[ValidationIssue]:
     """What ours compute and theirs do not."""
     found = []
 
     def fault(key: str, value: object, rule: str, legal: str = "") -> None:
-        found.append(Fault(key=key, value=str(value), rule=f"{rule} ({kind})", legal=legal))
+        found.append(ValidationIssue(key=key, value=str(value), message=f"{rule} ({kind})", legal=legal))
 
     if not config.causal:
         fault("causal", "false", "is not what transformers' models of text do", "true")
-    if config.latent is not None and config.epsilon != LATENT_EPSILON:
-        fault("epsilon", config.epsilon, "is not that of transformers' latent attention", f"{LATENT_EPSILON:g}")
+    if config.latent is not None and config.epsilon != MLA_EPSILON:
+        fault("epsilon", config.epsilon, "is not that of transformers' latent attention", f"{MLA_EPSILON:g}")
     if config.latent is not None and config.mixture is None:
         fault("mixture", "none", "is missing, and transformers' latent attention comes with experts")
     if config.mixture is None:
@@ -86,7 +86,7 @@ def _rotary(config: ModelConfig, kind: str) -> dict[str, Any]:
         "hidden_act": "silu",
         "max_position_embeddings": config.max_seq_len,
         "rms_norm_eps": config.epsilon,
-        **_angles(config),
+        **_rope(config),
         "tie_word_embeddings": config.tied,
         "attention_dropout": 0.0,
         "bos_token_id": None,
@@ -98,7 +98,7 @@ def _rotary(config: ModelConfig, kind: str) -> dict[str, Any]:
         found["mlp_bias"] = False
     if kind in ("mistral", "mixtral"):
         found["sliding_window"] = None
-    if KINDS[kind].switch:
+    if HF_ARCHITECTURES[kind].sliding_window_flag:
         found["use_sliding_window"] = False
     if config.latent is not None:
         latent = config.latent
@@ -107,15 +107,15 @@ def _rotary(config: ModelConfig, kind: str) -> dict[str, Any]:
         found |= {"v_head_dim": latent.value_dim}
     elif kind != "qwen2":
         found["head_dim"] = config.head_dim
-    return {**found, **(_mixture(config, config.mixture, kind) if config.mixture is not None else {})}
+    return {**found, **(_moe(config, config.mixture, kind) if config.mixture is not None else {})}
 
 
-def _angles(config: ModelConfig) -> dict[str, Any]:
+def _rope(config: ModelConfig) -> dict[str, Any]:
     """As transformers 5 reads them, and as it did before."""
     stretch = config.stretch
     if stretch is None:
         return {"rope_theta": config.theta, "rope_parameters": {"rope_type": "default", "rope_theta": config.theta}}
-    said = dict(zip(LLAMA3, (stretch.factor, stretch.low, stretch.high, stretch.first), strict=True))
+    said = dict(zip(LLAMA3_ROPE_KEYS, (stretch.factor, stretch.low, stretch.high, stretch.first), strict=True))
     how = {"rope_type": "llama3", **said}
     return {
         "rope_theta": config.theta,
@@ -124,7 +124,7 @@ def _angles(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _mixture(config: ModelConfig, mixture: MixtureConfig, kind: str) -> dict[str, Any]:
+def _moe(config: ModelConfig, mixture: MoEConfig, kind: str) -> dict[str, Any]:
     options: dict[str, Any] = dict(mixture.options)
     found: dict[str, Any] = {"num_experts_per_tok": round(mixture.k)}
     if kind in ("mixtral", "qwen3_moe"):
@@ -135,7 +135,7 @@ def _mixture(config: ModelConfig, mixture: MixtureConfig, kind: str) -> dict[str
         return {**found, "num_local_experts": mixture.experts, "intermediate_size": mixture.ffn}
     found["moe_intermediate_size"] = mixture.ffn
     if kind == "qwen3_moe":
-        dense = [layer for layer in range(config.layers) if not mixture.is_mixture(layer)]
+        dense = [layer for layer in range(config.layers) if not mixture.is_moe_layer(layer)]
         found |= {"num_experts": mixture.experts, "norm_topk_prob": bool(options.get("normalise", False))}
         return {**found, "decoder_sparse_step": 1, "mlp_only_layers": dense}
     third = kind == "deepseek_v3"

@@ -19,7 +19,7 @@ EXPANSION = 4
 HIDDEN = 4096
 
 
-class Vision(nn.Module):
+class ImageClassifier(nn.Module):
     """Features, then a head over all of them."""
 
     def __init__(self, features: nn.Sequential, head: nn.Sequential) -> None:
@@ -40,37 +40,44 @@ class Vision(nn.Module):
         return out
 
 
-def alexnet(classes: int = 1000, side: int = 224, share: float = 1.0, dropout: float = 0.5) -> Vision:
-    c64, c192, c384, c256 = (_part(channels, share) for channels in (64, 192, 384, 256))
+def alexnet(
+    classes: int = 1000, side: int = 224, width_multiplier: float = 1.0, dropout: float = 0.5
+) -> ImageClassifier:
+    c64, c192, c384, c256 = (_scale_channels(channels, width_multiplier) for channels in (64, 192, 384, 256))
     layers: list[nn.Module] = [nn.Conv2d(3, c64, 11, stride=4, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2)]
     layers += [nn.Conv2d(c64, c192, 5, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2)]
     layers += [nn.Conv2d(c192, c384, 3, padding=1), nn.ReLU(inplace=True)]
     layers += [nn.Conv2d(c384, c256, 3, padding=1), nn.ReLU(inplace=True)]
     layers += [nn.Conv2d(c256, c256, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2)]
-    return _with_head(layers, c256, side, classes, _part(HIDDEN, share), dropout)
+    return _with_head(layers, c256, side, classes, _scale_channels(HIDDEN, width_multiplier), dropout)
 
 
-def vgg16(classes: int = 1000, side: int = 224, share: float = 1.0, dropout: float = 0.5) -> Vision:
+def vgg16(classes: int = 1000, side: int = 224, width_multiplier: float = 1.0, dropout: float = 0.5) -> ImageClassifier:
     layers: list[nn.Module] = []
     channels = 3
     for stage in VGG_16:
         for width in stage:
-            layers += [nn.Conv2d(channels, _part(width, share), 3, padding=1), nn.ReLU(inplace=True)]
-            channels = _part(width, share)
+            layers += [
+                nn.Conv2d(channels, _scale_channels(width, width_multiplier), 3, padding=1),
+                nn.ReLU(inplace=True),
+            ]
+            channels = _scale_channels(width, width_multiplier)
         layers.append(nn.MaxPool2d(2))
-    return _with_head(layers, channels, side, classes, _part(HIDDEN, share), dropout)
+    return _with_head(layers, channels, side, classes, _scale_channels(HIDDEN, width_multiplier), dropout)
 
 
-def resnet50(classes: int = 1000, share: float = 1.0) -> Vision:
-    channels = _part(64, share)
+def resnet50(classes: int = 1000, width_multiplier: float = 1.0) -> ImageClassifier:
+    channels = _scale_channels(64, width_multiplier)
     layers: list[nn.Module] = [nn.Conv2d(3, channels, 7, stride=2, padding=3, bias=False), nn.BatchNorm2d(channels)]
     layers += [nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, padding=1)]
     for number, (width, blocks) in enumerate(RESNET_50):
         for block in range(blocks):
-            layers.append(Bottleneck(channels, _part(width, share), 2 if number and not block else 1))
-            channels = EXPANSION * _part(width, share)
+            layers.append(
+                Bottleneck(channels, _scale_channels(width, width_multiplier), 2 if number and not block else 1)
+            )
+            channels = EXPANSION * _scale_channels(width, width_multiplier)
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
-    return Vision(nn.Sequential(*layers), head)
+    return ImageClassifier(nn.Sequential(*layers), head)
 
 
 class Bottleneck(nn.Module):
@@ -95,11 +102,13 @@ class Bottleneck(nn.Module):
         return out
 
 
-def _part(channels: int, share: float) -> int:
+def _scale_channels(channels: int, share: float) -> int:
     return max(1, int(channels * share))
 
 
-def _with_head(layers: list[nn.Module], channels: int, side: int, classes: int, hidden: int, dropout: float) -> Vision:
+def _with_head(
+    layers: list[nn.Module], channels: int, side: int, classes: int, hidden: int, dropout: float
+) -> ImageClassifier:
     features = channels * _side_after(layers, side) ** 2
     head = nn.Sequential(
         nn.Flatten(),
@@ -107,18 +116,18 @@ def _with_head(layers: list[nn.Module], channels: int, side: int, classes: int, 
         *(nn.Linear(hidden, hidden), nn.ReLU(inplace=True), nn.Dropout(dropout)),
         nn.Linear(hidden, classes),
     )
-    return Vision(nn.Sequential(*layers), head)
+    return ImageClassifier(nn.Sequential(*layers), head)
 
 
 def _side_after(layers: list[nn.Module], side: int) -> int:
     for layer in layers:
         if isinstance(layer, nn.Conv2d | nn.MaxPool2d):
-            kernel, stride, padding = (_across(x) for x in (layer.kernel_size, layer.stride, layer.padding))
+            kernel, stride, padding = (_last_dim(x) for x in (layer.kernel_size, layer.stride, layer.padding))
             side = (side + 2 * padding - kernel) // stride + 1
     if side < 1:
         raise ValueError("the images are too small for the network; use a larger side")
     return side
 
 
-def _across(size: Any) -> int:
+def _last_dim(size: Any) -> int:
     return int(size[-1] if isinstance(size, tuple) else size)

@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.models.lm_head import loss_sum
-from echelon.models.model_config import KERNEL, ModelConfig
-from echelon.models.pipeline_model import Chain, Link
-from echelon.rng import ONES, ZEROS, Init, Normal
+from echelon.models.model_config import KERNEL_WEIGHTS, ModelConfig
+from echelon.models.pipeline_model import PipelineLayer, PipelineModel
+from echelon.rng import ONES, ZEROS, Init, normal_init
 
 
-class Block(nn.Module):
+class ConvBlock(nn.Module):
     """A convolution, normalised; then the image is halved."""
 
     def __init__(self, channels_in: int, channels_out: int) -> None:
@@ -28,7 +28,7 @@ class ConvNet(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.blocks = nn.ModuleList(Block(i, o) for i, o in config.convolutions)
+        self.blocks = nn.ModuleList(ConvBlock(i, o) for i, o in config.convolutions)
         self.drop = nn.Dropout(config.dropout)
         self.head = nn.Linear(config.convolutions[-1][1], config.vocab)
 
@@ -39,22 +39,25 @@ class ConvNet(nn.Module):
         x = images
         for block in self.blocks:
             x = block(x)
-        return self._classes(x)
+        return self._classify(x)
 
-    def _classes(self, x: Tensor) -> Tensor:
+    def _classify(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.drop(x.mean((2, 3))))
         return out
 
-    def chain(self) -> Chain:
-        blocks = (Link(f"blocks.{i}", (f"blocks.{i}",), partial(self._block, i)) for i in range(len(self.blocks)))
-        return Chain(links=(*blocks, Link("head", ("drop", "head"), self._end)))
+    def chain(self) -> PipelineModel:
+        blocks = (
+            PipelineLayer(f"blocks.{i}", (f"blocks.{i}",), partial(self._block_layer, i))
+            for i in range(len(self.blocks))
+        )
+        return PipelineModel(layers=(*blocks, PipelineLayer("head", ("drop", "head"), self._head_layer)))
 
-    def _block(self, index: int, x: Tensor | None, _shared: None, images: Tensor, labels: Tensor) -> Tensor:
+    def _block_layer(self, index: int, x: Tensor | None, _shared: None, images: Tensor, labels: Tensor) -> Tensor:
         out: Tensor = self.blocks[index](images if x is None else x)
         return out
 
-    def _end(self, x: Tensor, _shared: None, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        return loss_sum(self._classes(x), labels)
+    def _head_layer(self, x: Tensor, _shared: None, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return loss_sum(self._classify(x), labels)
 
     def initial(self, name: str) -> Init:
         """How the parameter of this name starts."""
@@ -63,6 +66,6 @@ class ConvNet(nn.Module):
         if ".norm." in name:
             return ONES
         if name == "head.weight":
-            return Normal(0.02)
+            return normal_init(0.02)
         block = int(name.split(".")[1])
-        return Normal(math.sqrt(2 / (KERNEL * self.config.convolutions[block][0])))
+        return normal_init(math.sqrt(2 / (KERNEL_WEIGHTS * self.config.convolutions[block][0])))

@@ -31,11 +31,11 @@ import math
 import torch
 from torch import Tensor
 
-OVER = 1.5
+OVER_RELAXATION = 1.5
 """length of a step, where 1 goes to the best u or v for the other; towards 2 the steps no longer settle"""
 
 
-def shift(x: Tensor, total: float) -> Tensor:
+def solve_shift(x: Tensor, total: float) -> Tensor:
     """[..]: the t with sum of min(1, exp(x - t)) = total along the last dim; the total is at most the dim's size."""
     steps = math.ceil(total)
     largest, indices = x.topk(steps, dim=-1)
@@ -46,18 +46,18 @@ def shift(x: Tensor, total: float) -> Tensor:
     return (rest - left.log()).amin(-1)
 
 
-def prices(s: Tensor, k: int, cap: float, entropy: float, rounds: int) -> tuple[Tensor, Tensor]:
+def dual_prices(s: Tensor, k: int, cap: float, entropy: float, rounds: int) -> tuple[Tensor, Tensor]:
     """(u [.., e], v [.., n]) of scores [.., e, n].
 
     Rows sum to k exactly. After 100 rounds at an entropy of 0.001, columns of softmax scores exceed the cap by 1e-3 at
     most, and by 2e-2 where the cap is the mean, so that every column is full.
     """
     x = s / entropy
-    u = shift(x, k)
+    u = solve_shift(x, k)
     v = torch.zeros_like(x[..., 0, :])
     full = min(cap, x.shape[-2])
     for _ in range(rounds):
-        best = shift((x - u.unsqueeze(-1)).transpose(-1, -2), full)
-        v = (v + OVER * (best - v)).clamp(min=0)
-        u = u + OVER * (shift(x - v.unsqueeze(-2), k) - u)
-    return shift(x - v.unsqueeze(-2), k) * entropy, v * entropy
+        best = solve_shift((x - u.unsqueeze(-1)).transpose(-1, -2), full)
+        v = (v + OVER_RELAXATION * (best - v)).clamp(min=0)
+        u = u + OVER_RELAXATION * (solve_shift(x - v.unsqueeze(-2), k) - u)
+    return solve_shift(x - v.unsqueeze(-2), k) * entropy, v * entropy

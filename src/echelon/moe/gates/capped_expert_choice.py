@@ -12,9 +12,9 @@ import math
 
 from torch import Tensor
 
-from echelon.moe.gates.balanced_assignment import prices
+from echelon.moe.gates.balanced_assignment import dual_prices
 from echelon.moe.gates.expert_choice import ExpertChoice
-from echelon.moe.gates.gate import refuse
+from echelon.moe.gates.gate import raise_errors
 
 
 class CappedExpertChoice(ExpertChoice):
@@ -34,7 +34,7 @@ class CappedExpertChoice(ExpertChoice):
         wrong = [] if cap >= k else [f"tokens have k experts on average, above the cap (k={k}, cap={cap}); raise it"]
         if entropy <= 0 or rounds < 1:
             wrong.append(f"entropy must be above 0 and rounds 1 or more (entropy={entropy}, rounds={rounds})")
-        refuse("CappedExpertChoice", wrong)
+        raise_errors("CappedExpertChoice", wrong)
         super().__init__(width, num_experts, k, local_groups=local_groups)
         self.cap, self.entropy, self.rounds = cap, entropy, rounds
 
@@ -43,4 +43,4 @@ class CappedExpertChoice(ExpertChoice):
         # So few tokens that each expert takes one: then some must have more experts than the cap.
         cap = max(self.cap, math.ceil(taken * num_experts / num_tokens))
         # In a row, A grows with S - v, which still tells apart what A rounds to 0 or 1.
-        return s - prices(s, taken, cap, self.entropy, self.rounds)[1].unsqueeze(1)
+        return s - dual_prices(s, taken, cap, self.entropy, self.rounds)[1].unsqueeze(1)

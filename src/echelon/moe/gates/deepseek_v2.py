@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from echelon.moe.gates.affinity import normalised
+from echelon.moe.gates.affinity import normalise
 from echelon.moe.gates.gate import TokenGate
-from echelon.moe.gates.group_limited import limited, wrong_limit
-from echelon.moe.gates.stable_top_k import spread, top
-from echelon.moe.routing import Routing, by_token
+from echelon.moe.gates.group_limited import group_limit_errors, limit_groups
+from echelon.moe.gates.stable_top_k import scatter_dense, stable_top_k
+from echelon.moe.routing import Routing, token_choice_routing
 
 
 class DeepSeekV2(TokenGate):
@@ -38,7 +38,7 @@ class DeepSeekV2(TokenGate):
         normalise: bool = False,
         scale: float = 1.0,
     ) -> None:
-        super().__init__(width, num_experts, k, wrong=wrong_limit(num_experts, k, num_groups, group_limit))
+        super().__init__(width, num_experts, k, errors=group_limit_errors(num_experts, k, num_groups, group_limit))
         self.num_groups, self.group_limit = num_groups, group_limit
         self.balance_experts, self.balance_devices = balance_experts, balance_devices
         self.balance_communication = balance_communication
@@ -46,15 +46,15 @@ class DeepSeekV2(TokenGate):
 
     def choose(self, scores: Tensor) -> Routing:
         s = scores.softmax(-1)
-        _, experts = top(limited(s.detach(), self.num_groups, self.group_limit, best=1), self.k)
+        _, experts = stable_top_k(limit_groups(s.detach(), self.num_groups, self.group_limit, best=1), self.k)
         weights = s.gather(-1, experts)
         loss = self._loss(s, experts)
         if self.normalise:
-            weights = normalised(weights)
-        return by_token(experts, self.scale * weights, loss, self.num_experts)
+            weights = normalise(weights)
+        return token_choice_routing(experts, self.scale * weights, loss, self.num_experts)
 
     def _loss(self, s: Tensor, experts: Tensor) -> Tensor:
-        chosen = spread(experts, s.new_ones(experts.shape), self.num_experts)  # [G, T, N]
+        chosen = scatter_dense(experts, s.new_ones(experts.shape), self.num_experts)  # [G, T, N]
         f = self.num_experts / self.k * chosen.mean(1)
         p = s.mean(1)
         f_device: Tensor = f.unflatten(-1, (self.num_groups, -1)).mean(-1)

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from echelon.moe.gates.affinity import normalised
-from echelon.moe.gates.gate import refuse
-from echelon.moe.gates.group_limited import limited, wrong_limit
+from echelon.moe.gates.affinity import normalise
+from echelon.moe.gates.gate import raise_errors
+from echelon.moe.gates.group_limited import group_limit_errors, limit_groups
 from echelon.moe.gates.loss_free import LossFree
-from echelon.moe.gates.stable_top_k import top
-from echelon.moe.routing import count
+from echelon.moe.gates.stable_top_k import stable_top_k
+from echelon.moe.routing import count_assignments
 
 
 class DeepSeekV3(LossFree):
@@ -39,14 +39,18 @@ class DeepSeekV3(LossFree):
         normalise: bool = True,
         scale: float = 1.0,
     ) -> None:
-        refuse("DeepSeekV3", wrong_limit(num_experts, k, num_groups, group_limit))
+        raise_errors("DeepSeekV3", group_limit_errors(num_experts, k, num_groups, group_limit))
         super().__init__(width, num_experts, k, speed=speed, score=score, normalise=normalise, scale=scale)
         self.num_groups, self.group_limit, self.balance = num_groups, group_limit, balance
 
     def candidates(self, biased: Tensor) -> Tensor:
-        return limited(biased, self.num_groups, self.group_limit, best=max(1, self.k // self.group_limit))
+        return limit_groups(biased, self.num_groups, self.group_limit, best=max(1, self.k // self.group_limit))
 
     def loss(self, s: Tensor) -> Tensor:
-        _, experts = top(s, self.k)
-        f = self.num_experts / (self.k * s.shape[1]) * count(experts.flatten(1), self.num_experts).to(s.dtype)
-        return self.balance * (f * normalised(s).mean(1)).sum(-1)
+        _, experts = stable_top_k(s, self.k)
+        f = (
+            self.num_experts
+            / (self.k * s.shape[1])
+            * count_assignments(experts.flatten(1), self.num_experts).to(s.dtype)
+        )
+        return self.balance * (f * normalise(s).mean(1)).sum(-1)

@@ -7,19 +7,19 @@ import math
 import torch
 from torch import Tensor
 
-from echelon.moe.routing import count
+from echelon.moe.routing import count_assignments
 
 
-def capacity(factor: float, num_choices: int, num_experts: int) -> int:
+def expert_capacity(factor: float, num_choices: int, num_experts: int) -> int:
     """Places of an expert in a group: its fair share of all choices of all tokens, times a factor, rounded up."""
     # 1.1 x 10 is 11.000000000000002 and must not become 12.
     return max(1, math.ceil(factor * num_choices / num_experts - 1e-9))
 
 
-def places(experts: Tensor, num_experts: int) -> Tensor:
+def positions_in_expert(experts: Tensor, num_experts: int) -> Tensor:
     """[G, N] of experts in the order in which they come -> how many before each one went to the same expert."""
     order = experts.sort(dim=-1, stable=True).indices
-    counts = count(experts, num_experts)
+    counts = count_assignments(experts, num_experts)
     # In the sorted list an expert's assignments stand together, from the sum of the counts before it on. Choices that
     # were not made (the number of experts) stand behind all others.
     ends = counts.cumsum(-1)

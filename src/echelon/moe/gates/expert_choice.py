@@ -12,8 +12,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from echelon.moe.gates.gate import Gate
-from echelon.moe.gates.stable_top_k import top
-from echelon.moe.routing import Routing, by_expert
+from echelon.moe.gates.stable_top_k import stable_top_k
+from echelon.moe.routing import Routing, expert_choice_routing
 
 
 class ExpertChoice(Gate):
@@ -25,7 +25,7 @@ class ExpertChoice(Gate):
         wrong = []
         if not 0 < k <= num_experts:
             wrong.append(f"k is not above 0 and at most {num_experts}, the experts (k={k}); change one")
-        super().__init__(width, num_experts, k, local_groups=local_groups, wrong=wrong)
+        super().__init__(width, num_experts, k, local_groups=local_groups, errors=wrong)
 
     def tokens_per_expert(self, num_tokens: int) -> int:
         """The paper's k in a group of this size, rounded down, at least 1."""
@@ -34,8 +34,8 @@ class ExpertChoice(Gate):
     def choose(self, scores: Tensor) -> Routing:
         s = scores.softmax(-1).transpose(1, 2)  # [G, e, n]
         taken = self.tokens_per_expert(s.shape[-1])
-        _, tokens = top(self.preferences(s.detach(), taken), taken)
-        return by_expert(tokens, s.gather(-1, tokens), s.shape[-1])
+        _, tokens = stable_top_k(self.preferences(s.detach(), taken), taken)
+        return expert_choice_routing(tokens, s.gather(-1, tokens), s.shape[-1])
 
     def preferences(self, s: Tensor, taken: int) -> Tensor:
         """[G, e, n]: by what an expert compares tokens."""

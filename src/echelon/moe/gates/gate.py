@@ -31,16 +31,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.moe.routing import Routing
-from echelon.rng import Init, Normal
+from echelon.rng import Init, normal_init
 
-STD = 0.02
+ROUTER_INIT_STD = 0.02
 """standard deviation of a router's first values, where the gate's paper has no rule of its own"""
 
 
-def refuse(gate: str, wrong: Sequence[str]) -> None:
+def raise_errors(gate: str, errors: Sequence[str]) -> None:
     """Raises all that is wrong with a gate's arguments at once, if anything is."""
-    if wrong:
-        raise ValueError(f"gate {gate}: " + "; also ".join(wrong))
+    if errors:
+        raise ValueError(f"gate {gate}: " + "; also ".join(errors))
 
 
 class Gate(nn.Module):
@@ -64,7 +64,7 @@ class Gate(nn.Module):
         *,
         local_groups: int = 1,
         init: Init | None = None,
-        wrong: Sequence[str] = (),
+        errors: Sequence[str] = (),
     ) -> None:
         super().__init__()
         found = [
@@ -72,24 +72,24 @@ class Gate(nn.Module):
             for name, value in (("width", width), ("num_experts", num_experts), ("local_groups", local_groups))
             if value < 1
         ]
-        refuse(type(self).__name__, (*found, *wrong))
+        raise_errors(type(self).__name__, (*found, *errors))
         self.width, self.num_experts, self.k = width, num_experts, k
         self.local_groups = local_groups
         """parts into which a group is cut, which are routed one by one"""
-        self._first: dict[str, Init] = {}
-        self.add_router("weight", num_experts, init or Normal(STD))
+        self._param_init: dict[str, Init] = {}
+        self.add_router("weight", num_experts, init or normal_init(ROUTER_INIT_STD))
 
     def add_router(self, name: str, rows: int, init: Init) -> None:
         """A parameter [rows, width]. Its first values come from a seed of torch's generator, as any module's do."""
         parameter = nn.Parameter(torch.empty(rows, self.width))
         self.register_parameter(name, parameter)
-        self._first[name] = init
+        self._param_init[name] = init
         if not parameter.is_meta:
             init.fill(parameter, int(torch.randint(1 << 62, (), device="cpu")), name)
 
     def initial(self, name: str) -> Init:
         """How the parameter or buffer of this name starts."""
-        return self._first[name]
+        return self._param_init[name]
 
     def scores(self, x: Tensor) -> Tensor:
         """[G, T, S]: what is computed of each token alone."""
@@ -153,8 +153,8 @@ class TokenGate(Gate):
         *,
         local_groups: int = 1,
         init: Init | None = None,
-        wrong: Sequence[str] = (),
+        errors: Sequence[str] = (),
     ) -> None:
         if not 1 <= k <= num_experts:
-            wrong = (f"k is not in 1 .. {num_experts} (k={k}, num_experts={num_experts}); change one", *wrong)
-        super().__init__(width, num_experts, k, local_groups=local_groups, init=init, wrong=wrong)
+            errors = (f"k is not in 1 .. {num_experts} (k={k}, num_experts={num_experts}); change one", *errors)
+        super().__init__(width, num_experts, k, local_groups=local_groups, init=init, errors=errors)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from echelon.moe.gates.stable_top_k import spread, top
+from echelon.moe.gates.stable_top_k import scatter_dense, stable_top_k
 
 
-def limited(scores: Tensor, num_groups: int, limit: int, best: int) -> Tensor:
+def limit_groups(scores: Tensor, num_groups: int, limit: int, best: int) -> Tensor:
     """Scores [.., E] with minus infinity outside the `limit` groups whose `best` highest scores have the largest sum.
 
     A group is a run of neighbouring experts: a property of the model, wherever its experts are kept.
@@ -15,14 +15,14 @@ def limited(scores: Tensor, num_groups: int, limit: int, best: int) -> Tensor:
     if limit == num_groups:
         return scores
     grouped = scores.unflatten(-1, (num_groups, -1))
-    rank = top(grouped, best)[0].sum(-1)
-    values, groups = top(rank, limit)
-    chosen = spread(groups, values.new_ones(values.shape), num_groups) > 0
+    rank = stable_top_k(grouped, best)[0].sum(-1)
+    values, groups = stable_top_k(rank, limit)
+    chosen = scatter_dense(groups, values.new_ones(values.shape), num_groups) > 0
     out: Tensor = grouped.masked_fill(~chosen.unsqueeze(-1), float("-inf")).flatten(-2)
     return out
 
 
-def wrong_limit(num_experts: int, k: int, num_groups: int, limit: int) -> list[str]:
+def group_limit_errors(num_experts: int, k: int, num_groups: int, limit: int) -> list[str]:
     if num_groups < 1 or num_experts % num_groups:
         return [f"num_groups does not divide the experts ({num_experts} experts, num_groups={num_groups}); change one"]
     if not 1 <= limit <= num_groups:

@@ -19,11 +19,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from echelon.moe.gates.expert_capacity import capacity, places
+from echelon.moe.gates.expert_capacity import expert_capacity, positions_in_expert
 from echelon.moe.gates.gate import TokenGate
-from echelon.moe.gates.stable_top_k import top
-from echelon.moe.routing import Routing, by_token, count
-from echelon.rng import Draws
+from echelon.moe.gates.stable_top_k import stable_top_k
+from echelon.moe.routing import Routing, count_assignments, token_choice_routing
+from echelon.rng import RandomDraws
 
 ORDERS = ("choices", "tokens")
 
@@ -49,10 +49,10 @@ class GShard(TokenGate):
         wrong = [] if k == 2 else [f"a token has two experts (k={k}); use k=2, or another gate"]
         if order not in ORDERS:
             wrong.append(f"order is not one of {', '.join(ORDERS)} (order={order}); use one of them")
-        super().__init__(width, num_experts, k, local_groups=local_groups, wrong=wrong)
+        super().__init__(width, num_experts, k, local_groups=local_groups, errors=wrong)
         self.capacity_factor, self.balance, self.order = capacity_factor, balance, order
         self.leaks_future = order == "choices" and capacity_factor is not None
-        self.random = Draws() if random_second else None
+        self.random = RandomDraws() if random_second else None
 
     def scores(self, x: Tensor) -> Tensor:
         """Logits, and the uniform number that the second choice is compared with (0: it is always made)."""
@@ -68,20 +68,20 @@ class GShard(TokenGate):
     def choose(self, scores: Tensor) -> Routing:
         tokens, num_experts = scores.shape[1], self.num_experts
         g, drawn = scores[..., :-1].softmax(-1), scores[..., -1]
-        values, experts = top(g, 2)
+        values, experts = stable_top_k(g, 2)
         weights = values / values.sum(-1, keepdim=True)
 
-        c = count(experts[..., 0], num_experts).to(g.dtype)
+        c = count_assignments(experts[..., 0], num_experts).to(g.dtype)
         loss = self.balance / num_experts * (c / tokens * g.mean(1)).sum(-1)
 
         made = 2 * weights[..., 1] > drawn
         experts = torch.stack((experts[..., 0], torch.where(made, experts[..., 1], num_experts)), dim=-1)
         if self.capacity_factor is None:
-            return by_token(experts, weights, loss, num_experts)
+            return token_choice_routing(experts, weights, loss, num_experts)
         if self.order == "tokens":
-            place = places(experts.flatten(1), num_experts).view_as(experts)
+            place = positions_in_expert(experts.flatten(1), num_experts).view_as(experts)
         else:
             in_line = experts.transpose(1, 2)
-            place = places(in_line.flatten(1), num_experts).view_as(in_line).transpose(1, 2)
-        kept = place < capacity(self.capacity_factor, 2 * tokens, num_experts)
-        return by_token(experts, weights, loss, num_experts, kept)
+            place = positions_in_expert(in_line.flatten(1), num_experts).view_as(in_line).transpose(1, 2)
+        kept = place < expert_capacity(self.capacity_factor, 2 * tokens, num_experts)
+        return token_choice_routing(experts, weights, loss, num_experts, kept)

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from echelon.moe.gate_properties import squarest
+from echelon.moe.gate_properties import most_square_divisor
 from echelon.moe.gates.gate import TokenGate
 from echelon.moe.gates.load_balance_loss import cv_squared
-from echelon.moe.gates.noisy_top_k import Level, chances, with_noise
-from echelon.moe.gates.stable_top_k import spread, top
-from echelon.moe.routing import Routing, by_token
-from echelon.rng import ZEROS, Draws
+from echelon.moe.gates.noisy_top_k import NoisyLogits, add_noise, selection_probability
+from echelon.moe.gates.stable_top_k import scatter_dense, stable_top_k
+from echelon.moe.routing import Routing, token_choice_routing
+from echelon.rng import ZEROS, RandomDraws
 
 
 class Hierarchical(TokenGate):
@@ -40,20 +40,20 @@ class Hierarchical(TokenGate):
         w_importance: float = 0.1,
         w_load: float = 0.1,
     ) -> None:
-        a = squarest(num_experts) if num_groups is None else num_groups
-        super().__init__(width, num_experts, k, init=ZEROS, wrong=_wrong(num_experts, k, a, k_groups))
+        a = most_square_divisor(num_experts) if num_groups is None else num_groups
+        super().__init__(width, num_experts, k, init=ZEROS, errors=_argument_errors(num_experts, k, a, k_groups))
         self.num_groups, self.k_groups = a, k_groups
         self.add_router("noise_weight", num_experts, ZEROS)
         self.add_router("group_weight", a, ZEROS)
         self.add_router("group_noise_weight", a, ZEROS)
         self.w_importance, self.w_load = w_importance, w_load
-        self.noise = Draws()
+        self.noise = RandomDraws()
 
     def scores(self, x: Tensor) -> Tensor:
         """Of groups and experts together: logits, logits with noise, how far the noise spans."""
         routers = (self.group_weight, self.weight, self.group_noise_weight, self.noise_weight)
         clean, raw = self.logits(x, *routers).chunk(2, dim=-1)
-        return with_noise(clean, raw, self.noise if self.training else None)
+        return add_noise(clean, raw, self.noise if self.training else None)
 
     @property
     def num_scores(self) -> int:
@@ -62,32 +62,34 @@ class Hierarchical(TokenGate):
     def choose(self, scores: Tensor) -> Routing:
         a, b, inside = self.num_groups, self.num_experts // self.num_groups, self.k // self.k_groups
         kinds = scores.unflatten(-1, (3, a + self.num_experts))
-        primary = Level(*kinds[..., :a].unbind(-2))
-        secondary = Level(*kinds[..., a:].unflatten(-1, (a, b)).unbind(-3))
+        primary = NoisyLogits(*kinds[..., :a].unbind(-2))
+        secondary = NoisyLogits(*kinds[..., a:].unflatten(-1, (a, b)).unbind(-3))
 
-        values, groups = top(primary.noisy, self.k_groups)
+        values, groups = stable_top_k(primary.noisy, self.k_groups)
         g_primary = values.softmax(-1)  # [G, T, k_groups]
-        values, members = top(secondary.noisy, inside)
+        values, members = stable_top_k(secondary.noisy, inside)
         g_groups = values.softmax(-1)  # [G, T, a, k in a group]: of every group, chosen or not
 
         at = groups.unsqueeze(-1).expand(*groups.shape, inside)
         weights = (g_primary.unsqueeze(-1) * g_groups.gather(2, at)).flatten(2)
         experts = (groups.unsqueeze(-1) * b + members.gather(2, at)).flatten(2)
 
-        importance = spread(experts, weights, self.num_experts).sum(1)
+        importance = scatter_dense(experts, weights, self.num_experts).sum(1)
         loss = self.w_importance * cv_squared(importance)
         loss = loss + self.w_load * cv_squared(self._load(primary, secondary, groups, inside))
-        return by_token(experts, weights, loss, self.num_experts)
+        return token_choice_routing(experts, weights, loss, self.num_experts)
 
-    def _load(self, primary: Level, secondary: Level, groups: Tensor, inside: int) -> Tensor:
+    def _load(self, primary: NoisyLogits, secondary: NoisyLogits, groups: Tensor, inside: int) -> Tensor:
         """[G, E]"""
-        sees = spread(groups, primary.clean.new_ones(groups.shape), self.num_groups)  # [G, T, a]: the token is in X_i
-        of_groups = chances(primary, self.k_groups).sum(1)
-        of_members = (chances(secondary, inside) * sees.unsqueeze(-1)).sum(1)
+        sees = scatter_dense(
+            groups, primary.clean.new_ones(groups.shape), self.num_groups
+        )  # [G, T, a]: the token is in X_i
+        of_groups = selection_probability(primary, self.k_groups).sum(1)
+        of_members = (selection_probability(secondary, inside) * sees.unsqueeze(-1)).sum(1)
         return (of_groups.unsqueeze(-1) * of_members / sees.sum(1).clamp(min=1).unsqueeze(-1)).flatten(1)
 
 
-def _wrong(num_experts: int, k: int, num_groups: int, k_groups: int) -> list[str]:
+def _argument_errors(num_experts: int, k: int, num_groups: int, k_groups: int) -> list[str]:
     if num_groups < 1 or num_experts % num_groups:
         return [f"num_groups does not divide the experts ({num_experts} experts, num_groups={num_groups}); change one"]
     if not 1 <= k_groups <= num_groups:

@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from echelon.moe.gates.affinity import affinity, normalised, wrong_affinity
+from echelon.moe.gates.affinity import affinity, normalise, score_function_errors
 from echelon.moe.gates.gate import TokenGate
-from echelon.moe.gates.stable_top_k import top
-from echelon.moe.routing import Routing, by_token
+from echelon.moe.gates.stable_top_k import stable_top_k
+from echelon.moe.routing import Routing, token_choice_routing
 from echelon.rng import ZEROS
 
 
@@ -36,10 +36,10 @@ class LossFree(TokenGate):
         normalise: bool = False,
         scale: float = 1.0,
     ) -> None:
-        super().__init__(width, num_experts, k, wrong=wrong_affinity(score))
+        super().__init__(width, num_experts, k, errors=score_function_errors(score))
         self.speed, self.score, self.normalise, self.scale = speed, score, normalise, scale
         self.register_buffer("bias", torch.zeros(num_experts))
-        self._first["bias"] = ZEROS
+        self._param_init["bias"] = ZEROS
 
     @torch.no_grad()
     def end_step(self, load: Tensor) -> None:
@@ -48,11 +48,11 @@ class LossFree(TokenGate):
 
     def choose(self, scores: Tensor) -> Routing:
         s = affinity(scores, self.score)
-        _, experts = top(self.candidates(s.detach() + self.bias), self.k)
+        _, experts = stable_top_k(self.candidates(s.detach() + self.bias), self.k)
         weights = s.gather(-1, experts)
         if self.normalise:
-            weights = normalised(weights)
-        return by_token(experts, self.scale * weights, self.loss(s), self.num_experts)
+            weights = normalise(weights)
+        return token_choice_routing(experts, self.scale * weights, self.loss(s), self.num_experts)
 
     def candidates(self, biased: Tensor) -> Tensor:
         """What the choice is made by; minus infinity is never chosen."""

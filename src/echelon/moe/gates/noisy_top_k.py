@@ -21,20 +21,20 @@ from torch import Tensor, nn
 
 from echelon.moe.gates.gate import TokenGate
 from echelon.moe.gates.load_balance_loss import cv_squared
-from echelon.moe.gates.stable_top_k import spread, top
-from echelon.moe.routing import Routing, by_token
-from echelon.rng import ZEROS, Draws
+from echelon.moe.gates.stable_top_k import scatter_dense, stable_top_k
+from echelon.moe.routing import Routing, token_choice_routing
+from echelon.rng import ZEROS, RandomDraws
 
-LEAST_NOISE = 1e-6
+MIN_NOISE_STD = 1e-6
 """softplus underflows to 0, by which P would be divided"""
 
 
-class Level(NamedTuple):
+class NoisyLogits(NamedTuple):
     """What one choice among noisy logits is made of."""
 
     clean: Tensor
     noisy: Tensor
-    spans: Tensor
+    std: Tensor
     """how far the noise spans: its standard deviation"""
 
 
@@ -45,41 +45,41 @@ class NoisyTopK(TokenGate):
         super().__init__(width, num_experts, k, init=ZEROS)
         self.add_router("noise_weight", num_experts, ZEROS)
         self.w_importance, self.w_load = w_importance, w_load
-        self.noise = Draws()
+        self.noise = RandomDraws()
 
     def scores(self, x: Tensor) -> Tensor:
         """x·Wg, H(x) and the softplus."""
         clean, raw = self.logits(x, self.weight, self.noise_weight).chunk(2, dim=-1)
-        return with_noise(clean, raw, self.noise if self.training else None)
+        return add_noise(clean, raw, self.noise if self.training else None)
 
     @property
     def num_scores(self) -> int:
         return 3 * self.num_experts
 
     def choose(self, scores: Tensor) -> Routing:
-        level = Level(*scores.chunk(3, dim=-1))
-        values, experts = top(level.noisy, self.k)
+        level = NoisyLogits(*scores.chunk(3, dim=-1))
+        values, experts = stable_top_k(level.noisy, self.k)
         weights = values.softmax(-1)
-        importance = spread(experts, weights, self.num_experts).sum(1)
-        load = chances(level, self.k).sum(1)
+        importance = scatter_dense(experts, weights, self.num_experts).sum(1)
+        load = selection_probability(level, self.k).sum(1)
         loss = self.w_importance * cv_squared(importance) + self.w_load * cv_squared(load)
-        return by_token(experts, weights, loss, self.num_experts)
+        return token_choice_routing(experts, weights, loss, self.num_experts)
 
 
-def with_noise(clean: Tensor, raw: Tensor, noise: Draws | None) -> Tensor:
+def add_noise(clean: Tensor, raw: Tensor, noise: RandomDraws | None) -> Tensor:
     """[.., 3 E]: a level, side by side."""
-    spans = F.softplus(raw).clamp(min=LEAST_NOISE)
+    spans = F.softplus(raw).clamp(min=MIN_NOISE_STD)
     return torch.cat((clean, clean if noise is None else clean + noise.normal(clean) * spans, spans), dim=-1)
 
 
-def chances(level: Level, k: int) -> Tensor:
+def selection_probability(level: NoisyLogits, k: int) -> Tensor:
     """P(x, i) for each token and expert."""
     size = level.noisy.shape[-1]
     if k == size:
         return torch.ones_like(level.noisy)
-    values, experts = top(level.noisy, k + 1)
-    chosen = spread(experts[..., :k], torch.ones_like(values[..., :k]), size) > 0
+    values, experts = stable_top_k(level.noisy, k + 1)
+    chosen = scatter_dense(experts[..., :k], torch.ones_like(values[..., :k]), size) > 0
     # Without one of the best k, the next best moves up to be the k-th.
     others = torch.where(chosen, values[..., k:], values[..., k - 1 : k])
-    out: Tensor = torch.special.ndtr((level.clean - others) / level.spans)
+    out: Tensor = torch.special.ndtr((level.clean - others) / level.std)
     return out

@@ -17,11 +17,11 @@ import math
 import torch
 from torch import Tensor
 
-from echelon.moe.gates.expert_capacity import capacity, places
+from echelon.moe.gates.expert_capacity import expert_capacity, positions_in_expert
 from echelon.moe.gates.gate import TokenGate
-from echelon.moe.gates.stable_top_k import top
-from echelon.moe.routing import Routing, by_token, count
-from echelon.rng import Draws, Truncated
+from echelon.moe.gates.stable_top_k import stable_top_k
+from echelon.moe.routing import Routing, count_assignments, token_choice_routing
+from echelon.rng import RandomDraws, truncated_normal_init
 
 INIT_SCALE = 0.1
 """s: variance of first values times fan-in (section 2.4, table 3)"""
@@ -40,10 +40,10 @@ class Switch(TokenGate):
         local_groups: int = 1,
     ) -> None:
         wrong = [] if k == 1 else [f"a token has one expert (k={k}); use k=1, or another gate"]
-        init = Truncated(math.sqrt(INIT_SCALE / max(width, 1)))
-        super().__init__(width, num_experts, k, local_groups=local_groups, init=init, wrong=wrong)
+        init = truncated_normal_init(math.sqrt(INIT_SCALE / max(width, 1)))
+        super().__init__(width, num_experts, k, local_groups=local_groups, init=init, errors=wrong)
         self.capacity_factor, self.balance, self.jitter = capacity_factor, balance, jitter
-        self.noise = Draws()
+        self.noise = RandomDraws()
 
     def scores(self, x: Tensor) -> Tensor:
         if self.training and self.jitter:
@@ -54,10 +54,12 @@ class Switch(TokenGate):
     def choose(self, scores: Tensor) -> Routing:
         tokens, num_experts = scores.shape[1], self.num_experts
         p = scores.softmax(-1)
-        weights, experts = top(p, 1)
-        f = count(experts.flatten(1), num_experts).to(p.dtype) / tokens
+        weights, experts = stable_top_k(p, 1)
+        f = count_assignments(experts.flatten(1), num_experts).to(p.dtype) / tokens
         loss = self.balance * num_experts * (f * p.mean(1)).sum(-1)
         if self.capacity_factor is None:
-            return by_token(experts, weights, loss, num_experts)
-        kept = places(experts.flatten(1), num_experts) < capacity(self.capacity_factor, tokens, num_experts)
-        return by_token(experts, weights, loss, num_experts, kept.unsqueeze(-1))
+            return token_choice_routing(experts, weights, loss, num_experts)
+        kept = positions_in_expert(experts.flatten(1), num_experts) < expert_capacity(
+            self.capacity_factor, tokens, num_experts
+        )
+        return token_choice_routing(experts, weights, loss, num_experts, kept.unsqueeze(-1))

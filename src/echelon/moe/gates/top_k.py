@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from echelon.moe.gates.affinity import affinity, normalised, wrong_affinity
-from echelon.moe.gates.expert_capacity import capacity, places
+from echelon.moe.gates.affinity import affinity, normalise, score_function_errors
+from echelon.moe.gates.expert_capacity import expert_capacity, positions_in_expert
 from echelon.moe.gates.gate import TokenGate
-from echelon.moe.gates.stable_top_k import top
-from echelon.moe.routing import Routing, by_token, count
+from echelon.moe.gates.stable_top_k import stable_top_k
+from echelon.moe.routing import Routing, count_assignments, token_choice_routing
 
 
 class Mixtral(TokenGate):
@@ -36,24 +36,24 @@ class Mixtral(TokenGate):
         score: str = "softmax",
         capacity_factor: float | None = None,
     ) -> None:
-        super().__init__(width, num_experts, k, wrong=wrong_affinity(score))
+        super().__init__(width, num_experts, k, errors=score_function_errors(score))
         self.balance, self.normalise, self.score = balance, normalise, score
         self.capacity_factor = capacity_factor
 
     def choose(self, scores: Tensor) -> Routing:
         tokens, num_experts = scores.shape[1], self.num_experts
         s = affinity(scores, self.score)
-        weights, experts = top(s, self.k)
-        f = count(experts.flatten(1), num_experts).to(s.dtype) / tokens
-        shares = s if self.score == "softmax" else normalised(s)
+        weights, experts = stable_top_k(s, self.k)
+        f = count_assignments(experts.flatten(1), num_experts).to(s.dtype) / tokens
+        shares = s if self.score == "softmax" else normalise(s)
         loss = self.balance * num_experts * (f * shares.mean(1)).sum(-1)
         if self.normalise:
-            weights = normalised(weights)
+            weights = normalise(weights)
         if self.capacity_factor is None:
-            return by_token(experts, weights, loss, num_experts)
-        place = places(experts.flatten(1), num_experts).view_as(experts)
-        kept = place < capacity(self.capacity_factor, self.k * tokens, num_experts)
-        return by_token(experts, weights, loss, num_experts, kept)
+            return token_choice_routing(experts, weights, loss, num_experts)
+        place = positions_in_expert(experts.flatten(1), num_experts).view_as(experts)
+        kept = place < expert_capacity(self.capacity_factor, self.k * tokens, num_experts)
+        return token_choice_routing(experts, weights, loss, num_experts, kept)
 
 
 class Qwen(Mixtral):

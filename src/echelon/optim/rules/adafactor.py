@@ -27,152 +27,165 @@ import torch
 from torch import Tensor
 
 from echelon.layout.collective import Collective
-from echelon.optim.matrix_shards import Rectangle
-from echelon.optim.optimizer_state import Kept, elements, number_of_held, of_sides
-from echelon.optim.param_shards import Held, of, tiles_of
-from echelon.optim.reduced_stats import Shared, Sides
-from echelon.optim.update_rule import Rule, momentum_of
+from echelon.optim.matrix_shards import MatrixRectangle
+from echelon.optim.optimizer_state import OptimizerState, element_state, row_column_states, shard_counts
+from echelon.optim.param_shards import ParamShard, matrix_tiles, state_rectangle
+from echelon.optim.reduced_stats import ReducedStats, RowColumnStats
+from echelon.optim.update_rule import UpdateRule, resolve_momentum
 
-EPS1, EPS2, LIMIT, DECAY = 1e-30, 1e-3, 1.0, 0.8
+EPS1, EPS2, CLIP_THRESHOLD, DECAY_EXPONENT = 1e-30, 1e-3, 1.0, 0.8
 
 
 class Adafactor:
-    def __init__(self, held: Sequence[Held], rule: Rule, device: torch.device):
-        self._momentum = momentum_of(rule)
-        self._factored = [one for one in held if one.stack.factored]
-        self._plain = [one for one in held if not one.stack.factored]
-        self._held = [*self._factored, *self._plain]
-        self._sums = Shared(
-            self._held,
-            [(one.stack.sides if one.stack.factored else 0) + one.stack.matrices for one in self._held],
+    def __init__(self, shards: Sequence[ParamShard], rule: UpdateRule, device: torch.device):
+        self._momentum = resolve_momentum(rule)
+        self._factored = [one for one in shards if one.stack.is_factored]
+        self._unfactored = [one for one in shards if not one.stack.is_factored]
+        self._shards = [*self._factored, *self._unfactored]
+        self._sum_stats = ReducedStats(
+            self._shards,
+            [
+                (one.stack.num_row_column_stats if one.stack.is_factored else 0) + one.stack.num_matrices
+                for one in self._shards
+            ],
         )
-        self._sides = Sides(self._factored)
-        self._sizes = Shared(self._held, [one.stack.matrices for one in self._held])
+        self._row_column_stats = RowColumnStats(self._factored)
+        self._size_stats = ReducedStats(self._shards, [one.stack.num_matrices for one in self._shards])
         self._step = torch.zeros((), dtype=torch.int64, device=device)
-        self._means = self._sides.shared.zeros()
+        self._means = self._row_column_stats.stats.zeros()
         """R and C of all matrices"""
-        self._squares: dict[Held, Tensor] = {}
-        self._moments: dict[Held, Tensor] = {}
+        self._exp_avg_sq: dict[ParamShard, Tensor] = {}
+        self._momentum_buffers: dict[ParamShard, Tensor] = {}
 
     @torch.no_grad()
-    def step(self, lr: float, scale: Tensor, live: Tensor) -> None:
-        self._step += live
-        self._begin()
-        b = 1.0 - self._step.double() ** -DECAY
-        sums = self._sums.combine(self._local_sums(scale))
-        sizes = self._take_in(sums, b, scale, live)
-        squares = self._sizes.zeros()
-        for one in self._held:
-            mine = self._sizes.of(squares, one)
-            for part in one.parts if one.piece.counts else ():
-                mine[part.matrix] += self._size(one, part, scale)
-        self._sizes.combine(squares)
-        for one in self._held:
+    def step(self, lr: float, grad_scale: Tensor, do_update: Tensor) -> None:
+        self._step += do_update
+        self._init_state()
+        b = 1.0 - self._step.double() ** -DECAY_EXPONENT
+        sums = self._sum_stats.all_reduce(self._local_sums(grad_scale))
+        sizes = self._update_means(sums, b, grad_scale, do_update)
+        squares = self._size_stats.zeros()
+        for one in self._shards:
+            mine = self._size_stats.view(squares, one)
+            for part in one.rectangles if one.piece.counts_in_stage else ():
+                mine[part.matrix_index] += self._update_sum_squares(one, part, grad_scale)
+        self._size_stats.all_reduce(squares)
+        for one in self._shards:
             elements = one.stack.rows * one.stack.columns
-            rms = (self._sizes.of(squares, one) / elements).sqrt()
-            weights = (self._sizes.of(sizes, one) / elements).sqrt().clamp(min=EPS2)
-            factor = weights * (lr * one.lr) / (rms / LIMIT).clamp(min=1.0)
-            for part in one.parts:
-                self._apply(one, part, factor[part.matrix], lr * one.lr, scale, live)
+            rms = (self._size_stats.view(squares, one) / elements).sqrt()
+            weights = (self._size_stats.view(sizes, one) / elements).sqrt().clamp(min=EPS2)
+            factor = weights * (lr * one.lr_factor) / (rms / CLIP_THRESHOLD).clamp(min=1.0)
+            for part in one.rectangles:
+                self._apply(one, part, factor[part.matrix_index], lr * one.lr_factor, grad_scale, do_update)
 
     def _local_sums(self, scale: Tensor) -> Tensor:
         """What this rank's parts give: squares of rows, of columns, of weights."""
-        sums = self._sums.zeros()
-        for one in self._held:
-            mine, stack = self._sums.of(sums, one), one.stack
-            for part in one.parts if one.piece.counts else ():
-                size = mine[mine.numel() - stack.matrices + part.matrix]
-                if not stack.factored:
-                    size += one.values(part)[part.real].square().sum()
+        sums = self._sum_stats.zeros()
+        for one in self._shards:
+            mine, stack = self._sum_stats.view(sums, one), one.stack
+            for part in one.rectangles if one.piece.counts_in_stage else ():
+                size = mine[mine.numel() - stack.num_matrices + part.matrix_index]
+                if not stack.is_factored:
+                    size += one.read_rectangle(part)[part.unpadded].square().sum()
                     continue
-                rows = mine[: stack.matrices * stack.rows].view(stack.matrices, stack.rows)
-                columns = mine[stack.matrices * stack.rows : stack.sides].view(stack.matrices, stack.columns)
-                of_rows, of_columns, of_weights = self._sums_of(one, part, scale)
-                rows[part.matrix, slice(*part.rows)] += of_rows
-                columns[part.matrix, slice(*part.columns)] += of_columns
+                rows = mine[: stack.num_matrices * stack.rows].view(stack.num_matrices, stack.rows)
+                columns = mine[stack.num_matrices * stack.rows : stack.num_row_column_stats].view(
+                    stack.num_matrices, stack.columns
+                )
+                of_rows, of_columns, of_weights = self._rectangle_sums(one, part, scale)
+                rows[part.matrix_index, slice(*part.rows)] += of_rows
+                columns[part.matrix_index, slice(*part.columns)] += of_columns
                 size += of_weights
         return sums
 
-    def _sums_of(self, one: Held, part: Rectangle, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if one.has_kernels:
-            return tiles_of(one, part, scale).sums()
-        squares = one.gradient(part, scale)[part.real].square()
-        return squares.sum(1), squares.sum(0), one.values(part)[part.real].square().sum()
+    def _rectangle_sums(self, one: ParamShard, part: MatrixRectangle, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if one.use_triton:
+            return matrix_tiles(one, part, scale).gradient_sums()
+        squares = one.scaled_gradient(part, scale)[part.unpadded].square()
+        return squares.sum(1), squares.sum(0), one.read_rectangle(part)[part.unpadded].square().sum()
 
-    def _size(self, one: Held, part: Rectangle, scale: Tensor) -> Tensor:
+    def _update_sum_squares(self, one: ParamShard, part: MatrixRectangle, scale: Tensor) -> Tensor:
         """The squares of U, before it is made smaller."""
-        if one.stack.factored and one.has_kernels:
-            return tiles_of(one, part, scale).size(*self._roots(one, part))
-        return self._towards(one, part, scale)[part.real].square().sum()
+        if one.stack.is_factored and one.use_triton:
+            return matrix_tiles(one, part, scale).update_sum_squares(*self._rsqrt_factors(one, part))
+        return self._update_direction(one, part, scale)[part.unpadded].square().sum()
 
-    def _take_in(self, sums: Tensor, b: Tensor, scale: Tensor, live: Tensor) -> Tensor:
+    def _update_means(self, sums: Tensor, b: Tensor, scale: Tensor, live: Tensor) -> Tensor:
         """The new means; gives the squares of the weights."""
-        sizes = self._sizes.zeros()
-        for one in self._held:
-            mine, stack = self._sums.of(sums, one), one.stack
-            self._sizes.of(sizes, one).copy_(mine[mine.numel() - stack.matrices :])
-            if stack.factored:
-                split = stack.matrices * stack.rows
-                found = torch.cat([mine[:split] / stack.columns, mine[split : stack.sides] / stack.rows]) + EPS1
-                _blend(self._sides.shared.of(self._means, one), found, b, live)
-        for one, square in self._squares.items():
-            for part in one.parts:
-                _blend(of(square, part), one.gradient(part, scale).square() + EPS1, b, live)
+        sizes = self._size_stats.zeros()
+        for one in self._shards:
+            mine, stack = self._sum_stats.view(sums, one), one.stack
+            self._size_stats.view(sizes, one).copy_(mine[mine.numel() - stack.num_matrices :])
+            if stack.is_factored:
+                split = stack.num_matrices * stack.rows
+                found = (
+                    torch.cat([mine[:split] / stack.columns, mine[split : stack.num_row_column_stats] / stack.rows])
+                    + EPS1
+                )
+                _update_mean(self._row_column_stats.stats.view(self._means, one), found, b, live)
+        for one, square in self._exp_avg_sq.items():
+            for part in one.rectangles:
+                _update_mean(state_rectangle(square, part), one.scaled_gradient(part, scale).square() + EPS1, b, live)
         return sizes
 
-    def _towards(self, one: Held, part: Rectangle, scale: Tensor) -> Tensor:
+    def _update_direction(self, one: ParamShard, part: MatrixRectangle, scale: Tensor) -> Tensor:
         """U, before it is made smaller; padding is 0."""
-        g = one.gradient(part, scale)
-        if not one.stack.factored:
-            return g * of(self._squares[one], part).clamp(min=EPS1).rsqrt()
-        rows, columns = self._roots(one, part)
-        real = g[part.real]
+        g = one.scaled_gradient(part, scale)
+        if not one.stack.is_factored:
+            return g * state_rectangle(self._exp_avg_sq[one], part).clamp(min=EPS1).rsqrt()
+        rows, columns = self._rsqrt_factors(one, part)
+        real = g[part.unpadded]
         real *= rows[:, None] * columns
         return g
 
-    def _roots(self, one: Held, part: Rectangle) -> tuple[Tensor, Tensor]:
+    def _rsqrt_factors(self, one: ParamShard, part: MatrixRectangle) -> tuple[Tensor, Tensor]:
         """1 / sqrt(V), as a number of each row and one of each column."""
-        rows = self._sides.rows(self._means, one)[part.matrix]
-        columns = self._sides.columns(self._means, one)[part.matrix]
+        rows = self._row_column_stats.rows(self._means, one)[part.matrix_index]
+        columns = self._row_column_stats.columns(self._means, one)[part.matrix_index]
         # Roots first: the product of two numbers around eps1 would be 0.
         return (rows[slice(*part.rows)] / rows.mean()).rsqrt(), columns[slice(*part.columns)].rsqrt()
 
-    def _apply(self, one: Held, part: Rectangle, factor: Tensor, lr: float, scale: Tensor, live: Tensor) -> None:
-        if one.stack.factored and one.has_kernels:
-            moment = self._moments[one][part.start : part.stop] if self._momentum else None
-            tiles_of(one, part, scale).move(
-                *(*self._roots(one, part), factor, live),
-                decay=lr * one.decay,
+    def _apply(
+        self, one: ParamShard, part: MatrixRectangle, factor: Tensor, lr: float, scale: Tensor, live: Tensor
+    ) -> None:
+        if one.stack.is_factored and one.use_triton:
+            moment = self._momentum_buffers[one][part.start : part.stop] if self._momentum else None
+            matrix_tiles(one, part, scale).adafactor_update(
+                *(*self._rsqrt_factors(one, part), factor, live),
+                decay=lr * one.weight_decay,
                 moment=moment,
                 momentum=self._momentum,
             )
             return
-        before, towards = one.values(part), self._towards(one, part, scale) * factor
+        before, towards = one.read_rectangle(part), self._update_direction(one, part, scale) * factor
         if self._momentum:
-            moment = of(self._moments[one], part)
+            moment = state_rectangle(self._momentum_buffers[one], part)
             towards = moment * self._momentum + towards * (1 - self._momentum)
             moment.copy_(torch.where(live, towards, moment))
-        one.set(part, torch.where(live, before - towards - before * (lr * one.decay), before))
+        one.write_rectangle(part, torch.where(live, before - towards - before * (lr * one.weight_decay), before))
 
-    def _begin(self) -> None:
-        if not self._squares and not self._moments:
-            self._squares = {one: one.zeros() for one in self._plain}
-            self._moments = {one: one.zeros() for one in self._held} if self._momentum else {}
+    def _init_state(self) -> None:
+        if not self._exp_avg_sq and not self._momentum_buffers:
+            self._exp_avg_sq = {one: one.zeros() for one in self._unfactored}
+            self._momentum_buffers = {one: one.zeros() for one in self._shards} if self._momentum else {}
 
-    def kept(self) -> Iterator[Kept]:
-        self._begin()
-        yield from number_of_held("step", self._held, self._step)
-        yield from of_sides(self._sides, self._factored, self._means)
-        for kind, states in (("square", self._squares), ("momentum", self._moments)):
-            yield from (elements(kind, one.unit, one.piece, state) for one, state in states.items())
+    def named_states(self) -> Iterator[OptimizerState]:
+        self._init_state()
+        yield from shard_counts("step", self._shards, self._step)
+        yield from row_column_states(self._row_column_stats, self._factored, self._means)
+        for kind, states in (("square", self._exp_avg_sq), ("momentum", self._momentum_buffers)):
+            yield from (element_state(kind, one.param_group, one.piece, state) for one, state in states.items())
 
     def states(self) -> list[Tensor]:
-        return [self._step, self._means, *self._squares.values(), *self._moments.values()]
+        return [self._step, self._means, *self._exp_avg_sq.values(), *self._momentum_buffers.values()]
 
     def collectives(self) -> list[Collective]:
-        return [*self._sums.collectives("squares of rows and columns"), *self._sizes.collectives("size of the update")]
+        return [
+            *self._sum_stats.collectives("squares of rows and columns"),
+            *self._size_stats.collectives("size of the update"),
+        ]
 
 
-def _blend(mean: Tensor, found: Tensor, b: Tensor, live: Tensor) -> None:
+def _update_mean(mean: Tensor, found: Tensor, b: Tensor, live: Tensor) -> None:
     b = b.to(mean.dtype)
     mean.copy_(torch.where(live, mean * b + found * (1 - b), mean))

@@ -16,66 +16,68 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from echelon.optim.optimizer_state import Kept, of_runs
-from echelon.optim.param_shards import Run, is_rounded
-from echelon.parallel.dp.param_group import FlatUnit
+from echelon.optim.optimizer_state import OptimizerState, segment_states
+from echelon.optim.param_shards import FlatSegment, uses_stochastic_rounding
+from echelon.parallel.dp.param_group import ParamGroup
 
-YES = torch.ones((), dtype=torch.bool)
+TRUE = torch.ones((), dtype=torch.bool)
 
 
-class Average:
-    def __init__(self, runs: Sequence[Run], decay: float):
-        self._runs, self._decay = runs, decay
-        self._values = [run.values(slice(0, run.size)).clone() for run in runs]
-        self._aside: dict[int, Tensor] = {}
-        self._here = []
-        for run, average in zip(runs, self._values, strict=True):
-            host = run.unit.host
+class WeightEMA:
+    def __init__(self, segments: Sequence[FlatSegment], decay: float):
+        self._segments, self._decay = segments, decay
+        self._averages = [run.read(slice(0, run.size)).clone() for run in segments]
+        self._saved_weights: dict[int, Tensor] = {}
+        self._on_device = []
+        for run, average in zip(segments, self._averages, strict=True):
+            host = run.param_group.offloaded
             if host is None:
-                self._here.append((run, average))
+                self._on_device.append((run, average))
             else:
-                host.followers.append(partial(_towards, replace(run, unit=cast(FlatUnit, host)), average, decay, YES))
+                host.after_update_hooks.append(
+                    partial(_update_ema, replace(run, param_group=cast(ParamGroup, host)), average, decay, TRUE)
+                )
 
     @torch.no_grad()
-    def step(self, live: Tensor) -> None:
+    def step(self, do_update: Tensor) -> None:
         """After an update; where `live` is false there was none."""
-        for run, average in self._here:
-            _towards(run, average, self._decay, live)
+        for run, average in self._on_device:
+            _update_ema(run, average, self._decay, do_update)
 
     @torch.no_grad()
     def swap(self) -> None:
         """The weights become the average, and the average the weights."""
-        for index, (run, average) in enumerate(zip(self._runs, self._values, strict=True)):
-            if is_rounded(run.unit):
-                self._lay_aside(index)
+        for index, (run, average) in enumerate(zip(self._segments, self._averages, strict=True)):
+            if uses_stochastic_rounding(run.param_group):
+                self._swap_rounded(index)
                 continue
             for part, _ in run.chunks():
-                weights = run.values(part).clone()
-                run.set(part, average[part])
+                weights = run.read(part).clone()
+                run.write(part, average[part])
                 average[part] = weights
 
-    def _lay_aside(self, index: int) -> None:
-        master, where = self._runs[index].unit.master, self._runs[index].where
-        weights = self._aside.pop(index, None)
+    def _swap_rounded(self, index: int) -> None:
+        master, where = self._segments[index].param_group.master, self._segments[index].shard_slice
+        weights = self._saved_weights.pop(index, None)
         if weights is None:
-            self._aside[index] = master.values(where).clone()
-        master.set(where.start, self._values[index] if weights is None else weights)
+            self._saved_weights[index] = master.values(where).clone()
+        master.set_values(where.start, self._averages[index] if weights is None else weights)
 
-    def kept(self) -> Iterator[Kept]:
-        return of_runs("average", self._runs, self._values)
+    def named_states(self) -> Iterator[OptimizerState]:
+        return segment_states("average", self._segments, self._averages)
 
     def states(self) -> list[Tensor]:
-        return self._values
+        return self._averages
 
 
 @torch.no_grad()
-def _towards(run: Run, average: Tensor, decay: float, live: Tensor) -> None:
-    if run.has_kernels:
+def _update_ema(segment: FlatSegment, average: Tensor, decay: float, do_update: Tensor) -> None:
+    if segment.use_triton:
         from echelon.kernels.optim import ema_triton
 
-        ema_triton.towards(average, *run.weights, live, 1 - decay)
+        ema_triton.update_ema(average, *segment.weights, do_update, 1 - decay)
         return
-    for part, _ in run.chunks():
+    for part, _ in segment.chunks():
         mine = average[part]
-        towards = (run.values(part) - mine) * (1 - decay)
-        mine.copy_(torch.where(live, mine + towards, mine))
+        towards = (segment.read(part) - mine) * (1 - decay)
+        mine.copy_(torch.where(do_update, mine + towards, mine))

@@ -16,59 +16,59 @@ import torch
 from torch import Tensor
 
 from echelon.layout.collective import Collective
-from echelon.optim.optimizer_state import Kept, of_runs
-from echelon.optim.param_shards import Run
-from echelon.optim.update_rule import Rule, betas_of
+from echelon.optim.optimizer_state import OptimizerState, segment_states
+from echelon.optim.param_shards import FlatSegment
+from echelon.optim.update_rule import UpdateRule, resolve_betas
 
 
 class Lion:
-    def __init__(self, runs: Sequence[Run], rule: Rule):
-        self._runs, self._betas = runs, betas_of(rule)
-        self._means: list[Tensor] = []
+    def __init__(self, segments: Sequence[FlatSegment], rule: UpdateRule):
+        self._segments, self._betas = segments, resolve_betas(rule)
+        self._exp_avgs: list[Tensor] = []
 
     @torch.no_grad()
-    def step(self, lr: float, scale: Tensor, live: Tensor) -> None:
-        self._begin()
-        for run, means in zip(self._runs, self._means, strict=True):
-            if run.has_kernels:
-                self._with_a_kernel(run, means, lr * run.lr, scale, live)
+    def step(self, lr: float, grad_scale: Tensor, do_update: Tensor) -> None:
+        self._init_state()
+        for run, means in zip(self._segments, self._exp_avgs, strict=True):
+            if run.use_triton:
+                self._update_triton(run, means, lr * run.lr_factor, grad_scale, do_update)
                 continue
             for part, decay in run.chunks():
-                self._update(run, means[part], part, lr * run.lr, decay, scale, live)
+                self._update_plain(run, means[part], part, lr * run.lr_factor, decay, grad_scale, do_update)
 
-    def _with_a_kernel(self, run: Run, mean: Tensor, lr: float, scale: Tensor, live: Tensor) -> None:
+    def _update_triton(self, run: FlatSegment, mean: Tensor, lr: float, scale: Tensor, live: Tensor) -> None:
         from echelon.kernels.optim import lion_triton
 
         lion_triton.update(
             *(*run.weights, mean, run.gradient, scale, live, run.step),
             lr=lr,
-            decay=run.decay,
-            decayed=run.decayed,
+            weight_decay=run.weight_decay,
+            num_decayed=run.num_decayed,
             betas=self._betas,
-            place=run.place,
+            indices=run.indices,
         )
 
-    def _update(
-        self, run: Run, mean: Tensor, part: slice, lr: float, decay: float, scale: Tensor, live: Tensor
+    def _update_plain(
+        self, run: FlatSegment, mean: Tensor, part: slice, lr: float, decay: float, scale: Tensor, live: Tensor
     ) -> None:
         beta1, beta2 = self._betas
-        before = run.values(part)
+        before = run.read(part)
         g = run.gradient[part].to(before.dtype) * scale.to(before.dtype)
         c = mean * beta1 + g * (1 - beta1)
         after = before - (c.sign() + before * decay) * lr
-        run.set(part, torch.where(live, after, before))
+        run.write(part, torch.where(live, after, before))
         mean.copy_(torch.where(live, mean * beta2 + g * (1 - beta2), mean))
 
-    def _begin(self) -> None:
-        if not self._means:
-            self._means = [run.zeros() for run in self._runs]
+    def _init_state(self) -> None:
+        if not self._exp_avgs:
+            self._exp_avgs = [run.zeros() for run in self._segments]
 
-    def kept(self) -> Iterator[Kept]:
-        self._begin()
-        return of_runs("mean", self._runs, self._means)
+    def named_states(self) -> Iterator[OptimizerState]:
+        self._init_state()
+        return segment_states("mean", self._segments, self._exp_avgs)
 
     def states(self) -> list[Tensor]:
-        return self._means
+        return self._exp_avgs
 
     def collectives(self) -> list[Collective]:
         return []

@@ -8,61 +8,61 @@ import torch
 from torch import Tensor
 
 from echelon.layout.collective import Collective
-from echelon.optim.optimizer_state import Kept, of_runs
-from echelon.optim.param_shards import Run
-from echelon.optim.update_rule import Rule, momentum_of
+from echelon.optim.optimizer_state import OptimizerState, segment_states
+from echelon.optim.param_shards import FlatSegment
+from echelon.optim.update_rule import UpdateRule, resolve_momentum
 
 
-class PlainSGD:
+class FusedSGD:
     """As `torch.optim.SGD`: weight decay is a part of the gradient, and of the momentum."""
 
-    def __init__(self, runs: Sequence[Run], rule: Rule):
-        self._runs, self._momentum = runs, momentum_of(rule)
-        self._moments: list[Tensor] = []
+    def __init__(self, segments: Sequence[FlatSegment], rule: UpdateRule):
+        self._segments, self._momentum = segments, resolve_momentum(rule)
+        self._momentum_buffers: list[Tensor] = []
 
     @torch.no_grad()
-    def step(self, lr: float, scale: Tensor, live: Tensor) -> None:
-        self._begin()
-        for index, run in enumerate(self._runs):
-            moment = self._moments[index] if self._moments else None
-            if run.has_kernels:
-                self._with_a_kernel(run, moment, lr * run.lr, scale, live)
+    def step(self, lr: float, grad_scale: Tensor, do_update: Tensor) -> None:
+        self._init_state()
+        for index, run in enumerate(self._segments):
+            moment = self._momentum_buffers[index] if self._momentum_buffers else None
+            if run.use_triton:
+                self._update_triton(run, moment, lr * run.lr_factor, grad_scale, do_update)
                 continue
             for part, decay in run.chunks():
-                self._update(run, moment, part, lr * run.lr, decay, scale, live)
+                self._update_plain(run, moment, part, lr * run.lr_factor, decay, grad_scale, do_update)
 
-    def _with_a_kernel(self, run: Run, moment: Tensor | None, lr: float, scale: Tensor, live: Tensor) -> None:
+    def _update_triton(self, run: FlatSegment, moment: Tensor | None, lr: float, scale: Tensor, live: Tensor) -> None:
         from echelon.kernels.optim import sgd_triton
 
         sgd_triton.update(
             *(*run.weights, moment, run.gradient, scale, live, run.step),
             lr=lr,
-            decay=run.decay,
-            decayed=run.decayed,
+            weight_decay=run.weight_decay,
+            num_decayed=run.num_decayed,
             momentum=self._momentum,
-            place=run.place,
+            indices=run.indices,
         )
 
-    def _update(
-        self, run: Run, moment: Tensor | None, part: slice, lr: float, decay: float, scale: Tensor, live: Tensor
+    def _update_plain(
+        self, run: FlatSegment, moment: Tensor | None, part: slice, lr: float, decay: float, scale: Tensor, live: Tensor
     ) -> None:
-        before = run.values(part)
+        before = run.read(part)
         towards = run.gradient[part].to(before.dtype) * scale.to(before.dtype) + before * decay
         if moment is not None:
             towards += moment[part] * self._momentum
             moment[part] = torch.where(live, towards, moment[part])
-        run.set(part, torch.where(live, before - towards * lr, before))
+        run.write(part, torch.where(live, before - towards * lr, before))
 
-    def _begin(self) -> None:
-        if not self._moments and self._momentum:
-            self._moments = [run.zeros() for run in self._runs]
+    def _init_state(self) -> None:
+        if not self._momentum_buffers and self._momentum:
+            self._momentum_buffers = [run.zeros() for run in self._segments]
 
-    def kept(self) -> Iterator[Kept]:
-        self._begin()
-        return of_runs("momentum", self._runs if self._momentum else (), self._moments)
+    def named_states(self) -> Iterator[OptimizerState]:
+        self._init_state()
+        return segment_states("momentum", self._segments if self._momentum else (), self._momentum_buffers)
 
     def states(self) -> list[Tensor]:
-        return self._moments
+        return self._momentum_buffers
 
     def collectives(self) -> list[Collective]:
         return []

@@ -20,102 +20,104 @@ import torch
 from torch import Tensor
 
 from echelon.layout.collective import Collective
-from echelon.optim.matrix_shards import Rectangle
-from echelon.optim.optimizer_state import Kept, elements, of_sides
-from echelon.optim.param_shards import Held, of, tiles_of
-from echelon.optim.reduced_stats import Sides
-from echelon.optim.update_rule import Rule, momentum_of
+from echelon.optim.matrix_shards import MatrixRectangle
+from echelon.optim.optimizer_state import OptimizerState, element_state, row_column_states
+from echelon.optim.param_shards import ParamShard, matrix_tiles, state_rectangle
+from echelon.optim.reduced_stats import RowColumnStats
+from echelon.optim.update_rule import UpdateRule, resolve_momentum
 
 
 class SM3:
-    def __init__(self, held: Sequence[Held], rule: Rule):
-        self._momentum = momentum_of(rule)
-        self._held = held
-        self._factored = [one for one in held if one.stack.factored]
-        self._sides = Sides(self._factored)
-        self._bounds = self._sides.shared.zeros()
+    def __init__(self, shards: Sequence[ParamShard], rule: UpdateRule):
+        self._momentum = resolve_momentum(rule)
+        self._shards = shards
+        self._factored = [one for one in shards if one.stack.is_factored]
+        self._stats = RowColumnStats(self._factored)
+        self._bounds = self._stats.stats.zeros()
         """r and c of all matrices"""
-        self._squares: dict[Held, Tensor] = {}
-        self._moments: dict[Held, Tensor] = {}
+        self._second_moments: dict[ParamShard, Tensor] = {}
+        self._momentum_buffers: dict[ParamShard, Tensor] = {}
 
     @torch.no_grad()
-    def step(self, lr: float, scale: Tensor, live: Tensor) -> None:
-        self._begin()
-        largest = self._sides.shared.zeros()
-        for one in self._held:
-            for part in one.parts:
-                if one.stack.factored and one.has_kernels:
-                    found = self._with_a_kernel(one, part, lr * one.lr, scale, live)
+    def step(self, lr: float, grad_scale: Tensor, do_update: Tensor) -> None:
+        self._init_state()
+        largest = self._stats.stats.zeros()
+        for one in self._shards:
+            for part in one.rectangles:
+                if one.stack.is_factored and one.use_triton:
+                    found = self._update_triton(one, part, lr * one.lr_factor, grad_scale, do_update)
                 else:
-                    found = self._update(one, part, lr * one.lr, scale, live)
-                if one.stack.factored and found[0].numel() and found[1].numel():
-                    rows = self._sides.rows(largest, one)[part.matrix, slice(*part.rows)]
-                    columns = self._sides.columns(largest, one)[part.matrix, slice(*part.columns)]
+                    found = self._update_plain(one, part, lr * one.lr_factor, grad_scale, do_update)
+                if one.stack.is_factored and found[0].numel() and found[1].numel():
+                    rows = self._stats.rows(largest, one)[part.matrix_index, slice(*part.rows)]
+                    columns = self._stats.columns(largest, one)[part.matrix_index, slice(*part.columns)]
                     torch.maximum(rows, found[0], out=rows)
                     torch.maximum(columns, found[1], out=columns)
-        self._sides.shared.combine(largest, op="max")
-        self._bounds.copy_(torch.where(live, largest, self._bounds))
+        self._stats.stats.all_reduce(largest, op="max")
+        self._bounds.copy_(torch.where(do_update, largest, self._bounds))
 
-    def _with_a_kernel(
-        self, one: Held, part: Rectangle, lr: float, scale: Tensor, live: Tensor
+    def _update_triton(
+        self, one: ParamShard, part: MatrixRectangle, lr: float, scale: Tensor, live: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The largest v of rows, and of columns."""
-        moment = self._moments[one][part.start : part.stop] if self._momentum else None
-        return tiles_of(one, part, scale).bounded(
+        moment = self._momentum_buffers[one][part.start : part.stop] if self._momentum else None
+        return matrix_tiles(one, part, scale).sm3_update(
             *(*self._bounds_of(one, part), live),
             lr=lr,
-            decay=one.decay,
+            decay=one.weight_decay,
             moment=moment,
             momentum=self._momentum,
         )
 
-    def _update(self, one: Held, part: Rectangle, lr: float, scale: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
+    def _update_plain(
+        self, one: ParamShard, part: MatrixRectangle, lr: float, scale: Tensor, live: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """The same in plain torch; nothing of what keeps v itself."""
-        g = one.gradient(part, scale)
+        g = one.scaled_gradient(part, scale)
         v = self._second_moment(one, part, g)
         self._apply(one, part, torch.where(v > 0, g * v.rsqrt(), 0.0), lr, live)
-        if not one.stack.factored:
-            kept = of(self._squares[one], part)
+        if not one.stack.is_factored:
+            kept = state_rectangle(self._second_moments[one], part)
             kept.copy_(torch.where(live, v, kept))
             return v[:0, 0], v[0, :0]
-        real = v[part.real]
+        real = v[part.unpadded]
         return (real.amax(1), real.amax(0)) if real.numel() else (real[:0, 0], real[0, :0])
 
-    def _second_moment(self, one: Held, part: Rectangle, g: Tensor) -> Tensor:
+    def _second_moment(self, one: ParamShard, part: MatrixRectangle, g: Tensor) -> Tensor:
         """v, with padding 0."""
-        if not one.stack.factored:
-            return of(self._squares[one], part) + g.square()
+        if not one.stack.is_factored:
+            return state_rectangle(self._second_moments[one], part) + g.square()
         v = torch.zeros_like(g)
         rows, columns = self._bounds_of(one, part)
-        v[part.real] = torch.minimum(rows[:, None], columns) + g[part.real].square()
+        v[part.unpadded] = torch.minimum(rows[:, None], columns) + g[part.unpadded].square()
         return v
 
-    def _bounds_of(self, one: Held, part: Rectangle) -> tuple[Tensor, Tensor]:
-        rows = self._sides.rows(self._bounds, one)[part.matrix, slice(*part.rows)]
-        columns = self._sides.columns(self._bounds, one)[part.matrix, slice(*part.columns)]
+    def _bounds_of(self, one: ParamShard, part: MatrixRectangle) -> tuple[Tensor, Tensor]:
+        rows = self._stats.rows(self._bounds, one)[part.matrix_index, slice(*part.rows)]
+        columns = self._stats.columns(self._bounds, one)[part.matrix_index, slice(*part.columns)]
         return rows, columns
 
-    def _apply(self, one: Held, part: Rectangle, towards: Tensor, lr: float, live: Tensor) -> None:
-        before = one.values(part)
+    def _apply(self, one: ParamShard, part: MatrixRectangle, towards: Tensor, lr: float, live: Tensor) -> None:
+        before = one.read_rectangle(part)
         if self._momentum:
-            moment = of(self._moments[one], part)
+            moment = state_rectangle(self._momentum_buffers[one], part)
             towards = moment * self._momentum + towards * (1 - self._momentum)
             moment.copy_(torch.where(live, towards, moment))
-        one.set(part, torch.where(live, before - (towards + before * one.decay) * lr, before))
+        one.write_rectangle(part, torch.where(live, before - (towards + before * one.weight_decay) * lr, before))
 
-    def _begin(self) -> None:
-        if not self._squares and not self._moments:
-            self._squares = {one: one.zeros() for one in self._held if not one.stack.factored}
-            self._moments = {one: one.zeros() for one in self._held} if self._momentum else {}
+    def _init_state(self) -> None:
+        if not self._second_moments and not self._momentum_buffers:
+            self._second_moments = {one: one.zeros() for one in self._shards if not one.stack.is_factored}
+            self._momentum_buffers = {one: one.zeros() for one in self._shards} if self._momentum else {}
 
-    def kept(self) -> Iterator[Kept]:
-        self._begin()
-        yield from of_sides(self._sides, self._factored, self._bounds)
-        for kind, states in (("square", self._squares), ("momentum", self._moments)):
-            yield from (elements(kind, one.unit, one.piece, state) for one, state in states.items())
+    def named_states(self) -> Iterator[OptimizerState]:
+        self._init_state()
+        yield from row_column_states(self._stats, self._factored, self._bounds)
+        for kind, states in (("square", self._second_moments), ("momentum", self._momentum_buffers)):
+            yield from (element_state(kind, one.param_group, one.piece, state) for one, state in states.items())
 
     def states(self) -> list[Tensor]:
-        return [self._bounds, *self._squares.values(), *self._moments.values()]
+        return [self._bounds, *self._second_moments.values(), *self._momentum_buffers.values()]
 
     def collectives(self) -> list[Collective]:
-        return self._sides.shared.collectives("maxima of rows and columns")
+        return self._stats.stats.collectives("maxima of rows and columns")

@@ -14,20 +14,20 @@ from torch import Tensor
 
 from echelon import compat
 from echelon.faults import flight_recorder
-from echelon.faults.flight_recorder import Lane, Recorded, Waited, here
+from echelon.faults.flight_recorder import OperationSequence, RecordedWork, Waitable, here
 from echelon.layout import Mesh
 
-flight_recorder.hide(__file__)
+flight_recorder.hide_call_sites_in(__file__)
 
 
-class Done:
+class CompletedWork:
     """The handle of a collective that had nothing to do."""
 
     def wait(self) -> None:
         return None
 
 
-class Several:
+class BatchedWork:
     """The handle of messages that are waited for together."""
 
     def __init__(self, works: Sequence[dist.Work]):
@@ -38,10 +38,10 @@ class Several:
             work.wait()
 
 
-Pending = Done | Recorded
+PendingWork = CompletedWork | RecordedWork
 
 
-class Axis:
+class MeshAxis:
     """One rank's view of one mesh axis. On an axis of one rank every collective is free."""
 
     def __init__(
@@ -50,9 +50,9 @@ class Axis:
         ranks: Sequence[int],
         rank: int,
         group: dist.ProcessGroup | None,
-        left_out: frozenset[str],
+        dropped_ops: frozenset[str],
         make_group: Callable[[], dist.ProcessGroup | None] | None = None,
-        lane: Lane | None = None,
+        lane: OperationSequence | None = None,
         label: str = "",
     ):
         self.name = name
@@ -62,74 +62,76 @@ class Axis:
         self.size = len(self.ranks)
         self.index = self.ranks.index(rank)
         self.group = group
-        self.left_out = left_out
+        self.dropped_ops = dropped_ops
         self.make_group = make_group
-        self.lane = lane or Lane(name, ranks)
-        self.skipped = False
+        self.lane = lane or OperationSequence(name, ranks)
+        self.dropped_any = False
         """a collective was really left out"""
 
     def __repr__(self) -> str:
         return f"Axis({self.name}, {self.index} of {self.size})"
 
-    def idle(self, kind: str) -> bool:
+    def is_idle(self, op: str) -> bool:
         """True where there is nobody to talk to, or where a test left this collective out to see it missed."""
         if self.size == 1:
             return True
-        left_out = kind in self.left_out
-        if here.leaves_out is not None:
-            left_out |= here.leaves_out(here.step, kind, self.label)
-        self.skipped |= left_out
+        left_out = op in self.dropped_ops
+        if here.should_skip is not None:
+            left_out |= here.should_skip(here.step, op, self.label)
+        self.dropped_any |= left_out
         return left_out
 
-    def _noted(self, kind: str, tensor: Tensor, start: Callable[[], Waited], *, gives: Tensor, gets: Tensor) -> Pending:
+    def _record(
+        self, op: str, tensor: Tensor, start: Callable[[], Waitable], *, sends: Tensor, receives: Tensor
+    ) -> PendingWork:
         """Starts an operation, and writes down that it does (faults/flight_recorder.py)."""
-        slot = here.begin(kind, self.label, self.lane, tensor.shape, tensor.dtype)
-        if here.on_sent is not None:
-            here.on_sent(kind, self.label, gives)
-        brings = (kind, self.label, gets) if here.on_received is not None else None
-        return Recorded(here, slot, start(), tensor.is_cuda, brings)
+        slot = here.record_start(op, self.label, self.lane, tensor.shape, tensor.dtype)
+        if here.on_send is not None:
+            here.on_send(op, self.label, sends)
+        brings = (op, self.label, receives) if here.on_receive is not None else None
+        return RecordedWork(here, slot, start(), tensor.is_cuda, brings)
 
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Tensor:
         """Sums (or takes the maximum) in place."""
         self.start_all_reduce(tensor, op=op).wait()
         return tensor
 
-    def start_all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Pending:
-        if self.idle("all_reduce"):
-            return Done()
+    def start_all_reduce(self, tensor: Tensor, *, op: str = "sum") -> PendingWork:
+        if self.is_idle("all_reduce"):
+            return CompletedWork()
         reduce = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
-        return self._noted(
+        return self._record(
             "all_reduce",
             tensor,
             lambda: dist.all_reduce(tensor, op=reduce, group=self.group, async_op=True),
-            gives=tensor,
-            gets=tensor,
+            sends=tensor,
+            receives=tensor,
         )
 
-    def start_all_gather(self, whole: Tensor, part: Tensor) -> Pending:
+    def start_all_gather(self, full: Tensor, shard: Tensor) -> PendingWork:
         """`whole` becomes every rank's `part`, in the order of the axis; `part` may be its own slice of `whole`."""
-        if self.idle("all_gather"):
-            mine = part.clone() if self.size > 1 else part
-            own = whole.narrow(0, self.index * part.shape[0], part.shape[0])
+        if self.is_idle("all_gather"):
+            mine = shard.clone() if self.size > 1 else shard
+            own = full.narrow(0, self.index * shard.shape[0], shard.shape[0])
             if self.size > 1:
-                whole.zero_()  # left out on purpose: what others would have sent is missing, the same way every time
+                full.zero_()  # left out on purpose: what others would have sent is missing, the same way every time
             if own.data_ptr() != mine.data_ptr():
                 own.copy_(mine)
-            return Done()
-        start = partial(compat.start_all_gather, whole, part, self.group)
-        return self._noted("all_gather", whole, start, gives=part, gets=whole)
+            return CompletedWork()
+        start = partial(compat.start_all_gather, full, shard, self.group)
+        return self._record("all_gather", full, start, sends=shard, receives=full)
 
-    def start_reduce_scatter(self, part: Tensor, whole: Tensor) -> Pending:
+    def start_reduce_scatter(self, shard: Tensor, full: Tensor) -> PendingWork:
         """`part` becomes this rank's slice of the sum of all ranks' `whole`; it may be that slice of `whole` itself."""
-        if self.idle("reduce_scatter"):
-            own = whole.narrow(0, self.index * part.shape[0], part.shape[0])
-            if own.data_ptr() != part.data_ptr():
-                part.copy_(own)
-            return Done()
-        start = partial(compat.start_reduce_scatter, part, whole, self.group)
-        return self._noted("reduce_scatter", whole, start, gives=whole, gets=part)
+        if self.is_idle("reduce_scatter"):
+            own = full.narrow(0, self.index * shard.shape[0], shard.shape[0])
+            if own.data_ptr() != shard.data_ptr():
+                shard.copy_(own)
+            return CompletedWork()
+        start = partial(compat.start_reduce_scatter, shard, full, self.group)
+        return self._record("reduce_scatter", full, start, sends=full, receives=shard)
 
-    def again(self) -> dist.ProcessGroup | None:
+    def new_process_group(self) -> dist.ProcessGroup | None:
         """A second process group of the same ranks. All ranks of the mesh must ask for it."""
         return None if self.make_group is None else self.make_group()
 
@@ -138,65 +140,73 @@ class Axis:
         self.start_broadcast(tensor, 0).wait()
         return tensor
 
-    def start_broadcast(self, tensor: Tensor, source: int) -> Pending:
+    def start_broadcast(self, tensor: Tensor, source: int) -> PendingWork:
         """Everyone gets the values of the rank at place `source`."""
-        if self.idle("broadcast"):
+        if self.is_idle("broadcast"):
             if self.index != source:
                 tensor.zero_()  # left out on purpose: what the source would have sent is missing
-            return Done()
+            return CompletedWork()
         first = self.ranks[source]
-        return self._noted(
+        return self._record(
             "broadcast",
             tensor,
             lambda: dist.broadcast(tensor, src=first, group=self.group, async_op=True),
-            gives=tensor if self.index == source else tensor.new_empty(0),
-            gets=tensor,
+            sends=tensor if self.index == source else tensor.new_empty(0),
+            receives=tensor,
         )
 
-    def start_reduce(self, tensor: Tensor, target: int) -> Pending:
+    def start_reduce(self, tensor: Tensor, target: int) -> PendingWork:
         """The rank at place `target` gets the sum; what the others then hold means nothing."""
-        if self.idle("reduce"):
-            return Done()
+        if self.is_idle("reduce"):
+            return CompletedWork()
         to = self.ranks[target]
         gets = tensor if self.index == target else tensor.new_empty(0)
         start = partial(dist.reduce, tensor, dst=to, group=self.group, async_op=True)
-        return self._noted("reduce", tensor, start, gives=tensor, gets=gets)
+        return self._record("reduce", tensor, start, sends=tensor, receives=gets)
 
     def start_all_to_all(
-        self, received: Tensor, sent: Tensor, received_rows: list[int] | None = None, sent_rows: list[int] | None = None
-    ) -> Pending:
+        self,
+        received: Tensor,
+        sent: Tensor,
+        received_splits: list[int] | None = None,
+        sent_splits: list[int] | None = None,
+    ) -> PendingWork:
         """Slice i of `sent` goes to rank i, whose slice comes to the same place of `received`.
 
         Slices are of equal size, or of so many rows.
         """
-        if self.idle("all_to_all"):
+        if self.is_idle("all_to_all"):
             received.zero_() if received.shape != sent.shape else received.copy_(sent)
-            return Done()
-        return self._noted(
+            return CompletedWork()
+        return self._record(
             "all_to_all",
             sent,
-            lambda: dist.all_to_all_single(received, sent, received_rows, sent_rows, group=self.group, async_op=True),
-            gives=sent,
-            gets=received,
+            lambda: dist.all_to_all_single(
+                received, sent, received_splits, sent_splits, group=self.group, async_op=True
+            ),
+            sends=sent,
+            receives=received,
         )
 
-    def start_shift(self, received: Tensor, sent: Tensor, by: int = 1) -> Pending:
+    def start_shift(self, received: Tensor, sent: Tensor, offset: int = 1) -> PendingWork:
         """`sent` goes `by` ranks on, around the end; `received` becomes what the rank so many before sends."""
-        if self.idle("send"):
+        if self.is_idle("send"):
             received.zero_() if received.shape != sent.shape else received.copy_(sent)
-            return Done()
-        to, source = (self.ranks[(self.index + step) % self.size] for step in (by, -by))
+            return CompletedWork()
+        to, source = (self.ranks[(self.index + step) % self.size] for step in (offset, -offset))
         both = [
             dist.P2POp(dist.isend, sent, to, group=self.group),
             dist.P2POp(dist.irecv, received, source, group=self.group),
         ]
-        return self._noted("shift", sent, lambda: Several(dist.batch_isend_irecv(both)), gives=sent, gets=received)
+        return self._record(
+            "shift", sent, lambda: BatchedWork(dist.batch_isend_irecv(both)), sends=sent, receives=received
+        )
 
 
-ALONE = "alone"
+SINGLE_RANK = "alone"
 """the axis of one rank"""
 
-_live: weakref.WeakSet[Axes] = weakref.WeakSet()
+_live: weakref.WeakSet[MeshAxes] = weakref.WeakSet()
 
 
 @atexit.register
@@ -207,7 +217,7 @@ def _release_all() -> None:
     gc.collect()
 
 
-class Axes:
+class MeshAxes:
     """Every axis of a mesh from one rank, with its process groups made once, in the same order everywhere.
 
     Names are those of the mesh (`tp`, `shard`, `replica`, `dp`, ...), products of them joined by `*` (`shard*tp`),
@@ -215,38 +225,38 @@ class Axes:
     the ranks at places 0 and 3 of pp that hold copies of a tied weight.
     """
 
-    def __init__(self, mesh: Mesh, rank: int, names: Sequence[str], *, leave_out: str = ""):
+    def __init__(self, mesh: Mesh, rank: int, names: Sequence[str], *, drop_collective: str = ""):
         self.mesh = mesh
         self.rank = rank
-        self.at = mesh.coordinates(rank)
-        self._broken_axis, _, self._broken_kind = leave_out.partition(":")
-        self._axes: dict[str, Axis] = {}
-        self._made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
-        self._lanes: dict[tuple[tuple[int, ...], ...], Lane] = {}
+        self.coordinates = mesh.coordinates(rank)
+        self._dropped_axis, _, self._dropped_op = drop_collective.partition(":")
+        self._axes: dict[str, MeshAxis] = {}
+        self._process_groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
+        self._lanes: dict[tuple[tuple[int, ...], ...], OperationSequence] = {}
         for name in names:
             self.add(name)
         _live.add(self)
 
     def release(self) -> None:
         """Lets go of the process groups."""
-        self._made.clear()
+        self._process_groups.clear()
         for axis in self._axes.values():
             axis.group = axis.make_group = None
 
-    def __getitem__(self, name: str) -> Axis:
+    def __getitem__(self, name: str) -> MeshAxis:
         return self._axes[name]
 
-    def axis(self, name: str) -> Axis:
+    def get_or_add(self, name: str) -> MeshAxis:
         """An axis that may be this rank alone."""
-        if name == ALONE:
-            return Axis(ALONE, (self.rank,), self.rank, None, frozenset())
+        if name == SINGLE_RANK:
+            return MeshAxis(SINGLE_RANK, (self.rank,), self.rank, None, frozenset())
         self.add(name)
         return self[name]
 
     @property
-    def skipped(self) -> bool:
+    def dropped_any(self) -> bool:
         """A collective was really left out, on some axis."""
-        return any(axis.skipped for axis in self._axes.values())
+        return any(axis.dropped_any for axis in self._axes.values())
 
     def add(self, name: str) -> None:
         """Makes an axis. All ranks must add the same names in the same order."""
@@ -254,12 +264,12 @@ class Axes:
             return
         groups = enumerate_groups(self.mesh, name)
         ranks = next(group for group in groups if self.rank in group)
-        if groups not in self._made:
-            self._made[groups] = self._join(groups)
-            self._lanes[groups] = here.lane(ranks)
-        left_out = frozenset({self._broken_kind} if name == self._broken_axis else ())
-        self._axes[name] = Axis(
-            *(name, ranks, self.rank, self._made[groups], left_out, partial(self._new, groups)),
+        if groups not in self._process_groups:
+            self._process_groups[groups] = self._find_process_group(groups)
+            self._lanes[groups] = here.new_sequence(ranks)
+        left_out = frozenset({self._dropped_op} if name == self._dropped_axis else ())
+        self._axes[name] = MeshAxis(
+            *(name, ranks, self.rank, self._process_groups[groups], left_out, partial(self._new_process_group, groups)),
             lane=self._lanes[groups],
             label=self._label(name),
         )
@@ -270,14 +280,14 @@ class Axes:
             return "dp"
         return name
 
-    def _join(self, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
+    def _find_process_group(self, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
         if all(len(group) == 1 for group in groups):
             return None
         if len(groups) == 1:
             return dist.group.WORLD
-        return self._new(groups)
+        return self._new_process_group(groups)
 
-    def _new(self, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
+    def _new_process_group(self, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
         mine: dist.ProcessGroup | None = None
         for ranks in (several for several in groups if len(several) > 1):  # by every rank, member or not
             group = dist.new_group(list(ranks))
@@ -321,7 +331,7 @@ def world_rank() -> int:
 
 
 @torch.no_grad()
-def sum_together(axis: Axis, tensors: Sequence[Tensor]) -> None:
+def all_reduce_coalesced(axis: MeshAxis, tensors: Sequence[Tensor]) -> None:
     """Sums many small flat tensors over an axis with one collective, in place."""
     if axis.size == 1 or not tensors:
         return

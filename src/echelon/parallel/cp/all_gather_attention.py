@@ -15,59 +15,59 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from echelon.kernels.attention.blockwise_attention import add_, wide
-from echelon.parallel.comm.mesh_axis import Axis
-from echelon.parallel.cp.block_attention import Gradients, Marks, Queries, own
-from echelon.parallel.cp.zigzag import Block, Zigzag
+from echelon.kernels.attention.blockwise_attention import accumulate_, accumulation_dtype
+from echelon.parallel.comm.mesh_axis import MeshAxis
+from echelon.parallel.cp.block_attention import BlockwiseBackward, BlockwiseForward, MaskSpec, copy_if_shared
+from echelon.parallel.cp.zigzag import AttentionBlock, ZigzagOrder
 
-TOKENS = 3
+TOKEN_DIM = 3
 """the dimension of tokens in keys and values [2, B, H, T, head_dim]"""
 
 
-class Gather:
+class AllGatherAttention:
     """One rank's place among those that gather, for sequences of one length."""
 
-    def __init__(self, axis: Axis, order: Zigzag, *, causal: bool, device: torch.device):
+    def __init__(self, axis: MeshAxis, order: ZigzagOrder, *, causal: bool, device: torch.device):
         self.axis, self.order, self.causal = axis, order, causal
-        self.natural = torch.arange(order.padded, device=device)
-        each = [torch.tensor(order.group_places(member), device=device) for member in range(axis.size)]
-        self.mine, self.places = each[axis.index], torch.cat(each)
+        self.sequence_positions = torch.arange(order.padded_len, device=device)
+        each = [torch.tensor(order.ring_positions(member), device=device) for member in range(axis.size)]
+        self.local_positions, self.gathered_positions = each[axis.index], torch.cat(each)
         """where each gathered token is in the sequence"""
-        self.inverse = self.places.argsort()
+        self.inverse = self.gathered_positions.argsort()
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, marks: Marks) -> Tensor:
-        q = own(q, k)
-        out: Tensor = _Gathered.apply(q, torch.stack((k, v)), self, marks)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> Tensor:
+        q = copy_if_shared(q, k)
+        out: Tensor = _AllGatherAttentionFunction.apply(q, torch.stack((k, v)), self, mask)
         return out
 
     @property
-    def blocks(self) -> Iterator[Block]:
-        return self.order.blocks_of_all(self.axis.index, causal=self.causal)
+    def blocks(self) -> Iterator[AttentionBlock]:
+        return self.order.gathered_blocks(self.axis.index, causal=self.causal)
 
-    def whole(self, kv: Tensor) -> Tensor:
+    def gather_kv(self, kv: Tensor) -> Tensor:
         """All keys and values, in the sequence's order."""
         gathered = kv.new_empty(self.axis.size, *kv.shape)
         self.axis.start_all_gather(gathered.view(-1), kv.contiguous().view(-1)).wait()
-        together = gathered.movedim(0, TOKENS).flatten(TOKENS, TOKENS + 1)
-        return together.index_select(TOKENS, self.inverse)
+        together = gathered.movedim(0, TOKEN_DIM).flatten(TOKEN_DIM, TOKEN_DIM + 1)
+        return together.index_select(TOKEN_DIM, self.inverse)
 
-    def scattered(self, whole: Tensor) -> Tensor:
+    def reduce_scatter_grads(self, grads: Tensor) -> Tensor:
         """This rank's part of the sum of all ranks' gradients of all keys and values."""
-        parts = whole.index_select(TOKENS, self.places).unflatten(TOKENS, (self.axis.size, -1))
-        sent = parts.movedim(TOKENS, 0).contiguous()
+        parts = grads.index_select(TOKEN_DIM, self.gathered_positions).unflatten(TOKEN_DIM, (self.axis.size, -1))
+        sent = parts.movedim(TOKEN_DIM, 0).contiguous()
         mine = torch.empty_like(sent[0])
         self.axis.start_reduce_scatter(mine.view(-1), sent.view(-1)).wait()
         return mine
 
 
-class _Gathered(Function):
+class _AllGatherAttentionFunction(Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, gather: Gather, marks: Marks) -> Tensor:
-        ctx.gather, ctx.marks = gather, marks
-        k, v = gather.whole(kv)
-        queries = Queries(q, marks)
+    def forward(ctx: Any, q: Tensor, kv: Tensor, gather: AllGatherAttention, marks: MaskSpec) -> Tensor:
+        ctx.gather, ctx.mask = gather, marks
+        k, v = gather.gather_kv(kv)
+        queries = BlockwiseForward(q, marks)
         for block in gather.blocks:
-            queries.see(block, k, v, gather.natural)
+            queries.add_block(block, k, v, gather.sequence_positions)
         out, lse = queries.merged.result()
         ctx.save_for_backward(q, kv, out, lse)
         return out
@@ -76,11 +76,11 @@ class _Gathered(Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         q, kv, out, lse = ctx.saved_tensors
-        gather: Gather = ctx.gather
-        k, v = whole = gather.whole(kv)
-        found = Gradients(gradients[0], q, out, lse, ctx.marks)
-        total = torch.zeros_like(whole, dtype=wide(kv.dtype))
+        gather: AllGatherAttention = ctx.gather
+        k, v = whole = gather.gather_kv(kv)
+        found = BlockwiseBackward(gradients[0], q, out, lse, ctx.mask)
+        total = torch.zeros_like(whole, dtype=accumulation_dtype(kv.dtype))
         for block in gather.blocks:
-            for sums, part in zip(total, found.see(block, k, v, gather.natural), strict=True):
-                add_(sums[:, :, block.keys], part)
-        return found.dq.result(), gather.scattered(total).to(kv.dtype), None, None
+            for sums, part in zip(total, found.add_block(block, k, v, gather.sequence_positions), strict=True):
+                accumulate_(sums[:, :, block.keys], part)
+        return found.dq.result(), gather.reduce_scatter_grads(total).to(kv.dtype), None, None

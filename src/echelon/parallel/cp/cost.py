@@ -20,14 +20,14 @@ from math import lcm
 
 from echelon.layout import Layout
 from echelon.layout.collective import Collective
-from echelon.layout.rules import tp_side
-from echelon.memory.checkpointing.cost import Again
-from echelon.parallel.cp.zigzag import Zigzag
-from echelon.parallel.tp.tensor_parallel import Traffic
+from echelon.layout.rules import head_parallel_size
+from echelon.memory.checkpointing.cost import RecomputedLayers
+from echelon.parallel.cp.zigzag import ZigzagOrder
+from echelon.parallel.tp.tensor_parallel import TransformerSizes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Widths:
+class AttentionWidths:
     """What attention has of a token on one rank of tp, in elements."""
 
     queries: int
@@ -39,55 +39,57 @@ class Widths:
     """of all query heads; 0: as many as queries"""
 
     @classmethod
-    def of(cls, side: int, *, heads: int, kv_heads: int, head_dim: int, value_dim: int) -> Widths:
+    def per_rank(cls, num_ranks: int, *, heads: int, kv_heads: int, head_dim: int, value_dim: int) -> AttentionWidths:
         """On each of `side` ranks that divide the heads of a model."""
-        mine = max(kv_heads // side, 1)
+        mine = max(kv_heads // num_ranks, 1)
         return cls(
-            queries=heads * head_dim // side,
+            queries=heads * head_dim // num_ranks,
             keys_and_values=2 * mine * head_dim,
             kv_heads=mine,
-            results=heads * value_dim // side,
+            results=heads * value_dim // num_ranks,
         )
 
 
-def slice_length(layout: Layout, seq_len: int) -> int:
+def tokens_per_rank(layout: Layout, seq_len: int) -> int:
     """Tokens of a sequence on one rank of cp, padding included."""
-    return Zigzag(layout.cp // layout.ulysses, layout.ulysses, seq_len).padded // layout.cp
+    return ZigzagOrder(layout.cp // layout.ulysses, layout.ulysses, seq_len).padded_len // layout.cp
 
 
-def of_traffic(traffic: Traffic, layout: Layout, place: int = -1, again: Again | None = None) -> Iterable[Collective]:
+def transformer_collectives(
+    sizes: TransformerSizes, layout: Layout, ring_index: int = -1, recomputed: RecomputedLayers | None = None
+) -> Iterable[Collective]:
     """What a step of a transformer issues over cp."""
-    side, head_dim = tp_side(layout) or 1, traffic.head_dim or traffic.width // traffic.heads
+    side, head_dim = head_parallel_size(layout) or 1, sizes.head_dim or sizes.width // sizes.heads
     return collectives(
         layout,
-        Widths.of(
+        AttentionWidths.per_rank(
             side,
-            heads=traffic.heads,
-            kv_heads=traffic.kv_heads,
+            heads=sizes.heads,
+            kv_heads=sizes.kv_heads,
             head_dim=head_dim,
-            value_dim=traffic.value_dim or head_dim,
+            value_dim=sizes.value_dim or head_dim,
         ),
-        layers=traffic.layers,
-        batch=-(-traffic.batch // (layout.tp // side)),  # a grid divides sequences by what it does not divide heads by
-        seq_len=traffic.seq_len,
-        element_bytes=traffic.element_bytes,
-        causal=traffic.causal,
-        place=place,
-        repeated=again,
+        layers=sizes.layers,
+        batch=-(-sizes.batch // (layout.tp // side)),  # a grid divides sequences by what it does not divide heads by
+        seq_len=sizes.seq_len,
+        element_bytes=sizes.element_bytes,
+        causal=sizes.causal,
+        ring_index=ring_index,
+        recomputed=recomputed,
     )
 
 
 def collectives(
     layout: Layout,
-    widths: Widths,
+    widths: AttentionWidths,
     *,
     layers: int,
     batch: int,
     seq_len: int,
     element_bytes: int,
     causal: bool = True,
-    place: int = -1,
-    repeated: Again | None = None,
+    ring_index: int = -1,
+    recomputed: RecomputedLayers | None = None,
 ) -> Iterable[Collective]:
     """What a step issues over cp for so many layers; `batch` sequences are in a microbatch. `repeated` says which
     layers are, where the layout does not.
@@ -98,55 +100,65 @@ def collectives(
     if layout.cp == 1:
         return
     outer = layout.cp // layout.ulysses
-    tokens = batch * slice_length(layout, seq_len)
+    tokens = batch * tokens_per_rank(layout, seq_len)
     copies = lcm(layout.ulysses, widths.kv_heads) // widths.kv_heads  # to every rank that has a query of theirs
     moved = tokens * widths.keys_and_values * copies
     times = layers * layout.accumulate
-    repeated = repeated or Again.of(layout.recompute, layers=layers)
-    whole, again = (count * layout.accumulate for count in (repeated.layers, repeated.layers + repeated.cores))
+    recomputed = recomputed or RecomputedLayers.from_policy(layout.recompute, layers=layers)
+    whole, again = (
+        count * layout.accumulate for count in (recomputed.layers, recomputed.layers + recomputed.attention_cores)
+    )
     if layout.ulysses > 1:
-        yield from ulysses(
+        yield from ulysses_collectives(
             "ulysses" if outer > 1 else "cp",
-            there_bytes=(tokens * widths.queries + moved) * element_bytes,
-            back_bytes=tokens * (widths.results or widths.queries) * element_bytes,
-            times=times,
-            again=(again, whole),
+            qkv_bytes=(tokens * widths.queries + moved) * element_bytes,
+            output_bytes=tokens * (widths.results or widths.queries) * element_bytes,
+            num_attentions=times,
+            num_recomputed=(again, whole),
         )
     axis, size = "ring" if layout.ulysses > 1 else "cp", moved * element_bytes
     if layout.cp_kind == "gather":
         summed = moved * max(element_bytes, 4)
-        yield from gather(axis, outer, kv_bytes=size, gradient_bytes=summed, times=times, again=again)
+        yield from all_gather_collectives(
+            axis, outer, kv_bytes=size, gradient_bytes=summed, num_attentions=times, num_recomputed=again
+        )
     elif outer > 1:
-        before = (place if place >= 0 else (outer - 1) // 2) if causal else 0
-        yield from ring(axis, outer, kv_bytes=size, before=before, times=times, again=again)
+        before = (ring_index if ring_index >= 0 else (outer - 1) // 2) if causal else 0
+        yield from ring_collectives(
+            axis, outer, kv_bytes=size, num_earlier=before, num_attentions=times, num_recomputed=again
+        )
 
 
 # Of `times` attentions in a step, and `again` more where forward is repeated; bytes are of a rank's tokens.
 
 
-def ring(axis: str, ranks: int, *, kv_bytes: int, before: int, times: int, again: int) -> Iterable[Collective]:
+def ring_collectives(
+    axis: str, ranks: int, *, kv_bytes: int, num_earlier: int, num_attentions: int, num_recomputed: int
+) -> Iterable[Collective]:
     """ring.py: once around forward and once backward; gradients go home, of ranks `before` this one those of half."""
-    count = (ranks - 1) * (2 * times + again)
-    yield Collective(kind="send", axis=axis, bytes=kv_bytes, count=count, hidden=True, part="keys and values")
-    for size, others in ((kv_bytes // 2, before), (kv_bytes, ranks - 1 - before)):
-        yield Collective(kind="send", axis=axis, bytes=size, count=others * times, hidden=True, part="their gradients")
+    count = (ranks - 1) * (2 * num_attentions + num_recomputed)
+    yield Collective(op="send", axis=axis, bytes=kv_bytes, count=count, overlapped=True, purpose="keys and values")
+    for size, others in ((kv_bytes // 2, num_earlier), (kv_bytes, ranks - 1 - num_earlier)):
+        yield Collective(
+            op="send", axis=axis, bytes=size, count=others * num_attentions, overlapped=True, purpose="their gradients"
+        )
 
 
-def gather(
-    axis: str, ranks: int, *, kv_bytes: int, gradient_bytes: int, times: int, again: int
+def all_gather_collectives(
+    axis: str, ranks: int, *, kv_bytes: int, gradient_bytes: int, num_attentions: int, num_recomputed: int
 ) -> Iterable[Collective]:
     """gather.py: all at once, in forward and again in backward, whose gradients are scattered."""
-    count = 2 * times + again
-    yield Collective(kind="all_gather", axis=axis, bytes=ranks * kv_bytes, count=count, part="keys and values")
+    count = 2 * num_attentions + num_recomputed
+    yield Collective(op="all_gather", axis=axis, bytes=ranks * kv_bytes, count=count, purpose="keys and values")
     yield Collective(
-        kind="reduce_scatter", axis=axis, bytes=ranks * gradient_bytes, count=times, part="their gradients"
+        op="reduce_scatter", axis=axis, bytes=ranks * gradient_bytes, count=num_attentions, purpose="their gradients"
     )
 
 
-def ulysses(
-    axis: str, *, there_bytes: int, back_bytes: int, times: int, again: tuple[int, int]
+def ulysses_collectives(
+    axis: str, *, qkv_bytes: int, output_bytes: int, num_attentions: int, num_recomputed: tuple[int, int]
 ) -> Iterable[Collective]:
     """ulysses.py: there and back, in forward and in backward. A core that is repeated alone need not come back."""
-    there, back = (2 * times + more for more in again)
-    yield Collective(kind="all_to_all", axis=axis, bytes=there_bytes, count=there, part="heads")
-    yield Collective(kind="all_to_all", axis=axis, bytes=back_bytes, count=back, part="heads")
+    there, back = (2 * num_attentions + more for more in num_recomputed)
+    yield Collective(op="all_to_all", axis=axis, bytes=qkv_bytes, count=there, purpose="heads")
+    yield Collective(op="all_to_all", axis=axis, bytes=output_bytes, count=back, purpose="heads")

@@ -25,26 +25,26 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from echelon.kernels.attention.blockwise_attention import Summed
-from echelon.parallel.comm.mesh_axis import Axis, Pending
-from echelon.parallel.cp.block_attention import Gradients, Marks, Queries, own
-from echelon.parallel.cp.zigzag import Block, Zigzag
+from echelon.kernels.attention.blockwise_attention import GradientAccumulator
+from echelon.parallel.comm.mesh_axis import MeshAxis, PendingWork
+from echelon.parallel.cp.block_attention import BlockwiseBackward, BlockwiseForward, MaskSpec, copy_if_shared
+from echelon.parallel.cp.zigzag import AttentionBlock, ZigzagOrder
 
 
-class Ring:
+class RingAttention:
     """One rank's place in a ring, for sequences of one length."""
 
-    def __init__(self, axis: Axis, order: Zigzag, *, causal: bool, device: torch.device):
+    def __init__(self, axis: MeshAxis, order: ZigzagOrder, *, causal: bool, device: torch.device):
         self.axis, self.order, self.causal = axis, order, causal
-        self.places = [torch.tensor(order.group_places(member), device=device) for member in range(axis.size)]
-        self.mine = self.places[axis.index]
+        self.positions = [torch.tensor(order.ring_positions(member), device=device) for member in range(axis.size)]
+        self.local_positions = self.positions[axis.index]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, marks: Marks) -> Tensor:
-        q = own(q, k)
-        out: Tensor = _Around.apply(q, torch.stack((k, v)), self, marks)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> Tensor:
+        q = copy_if_shared(q, k)
+        out: Tensor = _RingAttentionFunction.apply(q, torch.stack((k, v)), self, mask)
         return out
 
-    def arrivals(self, kv: Tensor) -> Iterator[tuple[Block, Tensor, Tensor]]:
+    def kv_blocks(self, kv: Tensor) -> Iterator[tuple[AttentionBlock, Tensor, Tensor]]:
         """(block, keys and values, where they are) of every step; the next ones travel while a block is at work."""
         size, mine = self.axis.size, self.axis.index
         for step in range(size):
@@ -52,19 +52,19 @@ class Ring:
             if step < size - 1:
                 arriving = torch.empty_like(kv)
                 pending = self.axis.start_shift(arriving, kv)
-            yield self.order.block(mine, theirs, causal=self.causal), kv, self.places[theirs]
+            yield self.order.block(mine, theirs, causal=self.causal), kv, self.positions[theirs]
             if step < size - 1:
                 pending.wait()
                 kv = arriving
 
 
-class _Around(Function):
+class _RingAttentionFunction(Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, ring: Ring, marks: Marks) -> Tensor:
-        ctx.ring, ctx.marks = ring, marks
-        queries = Queries(q, marks)
-        for block, (k, v), places in ring.arrivals(kv):
-            queries.see(block, k, v, places)
+    def forward(ctx: Any, q: Tensor, kv: Tensor, ring: RingAttention, marks: MaskSpec) -> Tensor:
+        ctx.ring, ctx.mask = ring, marks
+        queries = BlockwiseForward(q, marks)
+        for block, (k, v), places in ring.kv_blocks(kv):
+            queries.add_block(block, k, v, places)
         out, lse = queries.merged.result()
         ctx.save_for_backward(q, kv, out, lse)
         return out
@@ -73,10 +73,10 @@ class _Around(Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         q, kv, out, lse = ctx.saved_tensors
-        ring: Ring = ctx.ring
-        found, home = Gradients(gradients[0], q, out, lse, ctx.marks), Home(ring, kv)
-        for step, (block, (k, v), places) in enumerate(ring.arrivals(kv)):
-            parts = found.see(block, k, v, places)
+        ring: RingAttention = ctx.ring
+        found, home = BlockwiseBackward(gradients[0], q, out, lse, ctx.mask), KeyValueGrads(ring, kv)
+        for step, (block, (k, v), places) in enumerate(ring.kv_blocks(kv)):
+            parts = found.add_block(block, k, v, places)
             if step:
                 home.send(step, parts)
             else:
@@ -84,13 +84,13 @@ class _Around(Function):
         return found.dq.result(), home.result(), None, None
 
 
-class Home:
+class KeyValueGrads:
     """The gradients of a rank's own keys and values, to which every rank has a part."""
 
-    def __init__(self, ring: Ring, kv: Tensor):
+    def __init__(self, ring: RingAttention, kv: Tensor):
         self.ring, self.kv = ring, kv
-        self.totals = [Summed(x) for x in kv]
-        self._coming: tuple[slice, Tensor, Tensor, Pending] | None = None
+        self.totals = [GradientAccumulator(x) for x in kv]
+        self._receiving: tuple[slice, Tensor, Tensor, PendingWork] | None = None
 
     def add(self, keys: slice, parts: Iterable[Tensor]) -> None:
         for total, part in zip(self.totals, parts, strict=True):
@@ -101,20 +101,20 @@ class Home:
 
         What was sent a step ago had a block's time to arrive.
         """
-        self._take()
+        self._receive()
         axis, order = self.ring.axis, self.ring.order
         sent = torch.stack(parts)
         keys = order.block((axis.index + step) % axis.size, axis.index, causal=self.ring.causal).keys
         received = torch.empty_like(self.kv[:, :, :, keys])
-        self._coming = keys, received, sent, axis.start_shift(received, sent, by=-step)
+        self._receiving = keys, received, sent, axis.start_shift(received, sent, offset=-step)
 
-    def _take(self) -> None:
-        if self._coming is not None:
-            keys, received, _, pending = self._coming
+    def _receive(self) -> None:
+        if self._receiving is not None:
+            keys, received, _, pending = self._receiving
             pending.wait()
             self.add(keys, received)
-            self._coming = None
+            self._receiving = None
 
     def result(self) -> Tensor:
-        self._take()
+        self._receive()
         return torch.stack([total.result() for total in self.totals])

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from echelon.parallel.comm.mesh_axis import Axis
+from echelon.parallel.comm.mesh_axis import MeshAxis
 
 
-def out(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
+def shard_heads(q: Tensor, k: Tensor, v: Tensor, axis: MeshAxis) -> tuple[Tensor, Tensor, Tensor]:
     """From [B, heads, T, head_dim] of a rank's tokens to [B, heads / ranks, ranks x T, head_dim]."""
     if q.shape[1] % axis.size:
         legal = ", ".join(str(n) for n in range(1, q.shape[1] + 1) if q.shape[1] % n == 0)
@@ -32,22 +32,22 @@ def out(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Te
     parts = (q, k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1))
     # The heads of one rank after the other, so that all three travel as one message.
     each = [part.unflatten(1, (axis.size, -1)) for part in parts]
-    together = _Exchange.apply(torch.cat(each, dim=2).flatten(1, 2), axis, True)
+    together = _HeadAllToAll.apply(torch.cat(each, dim=2).flatten(1, 2), axis, True)
     found = together.split([part.shape[2] for part in each], dim=1)
     return found[0], found[1], found[2]
 
 
-def back(y: Tensor, axis: Axis) -> Tensor:
+def unshard_heads(y: Tensor, axis: MeshAxis) -> Tensor:
     """The inverse, for the result."""
-    found: Tensor = _Exchange.apply(y, axis, False)
+    found: Tensor = _HeadAllToAll.apply(y, axis, False)
     return found
 
 
-class _Exchange(Function):
+class _HeadAllToAll(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, outwards: bool) -> Tensor:
-        ctx.axis, ctx.outwards = axis, outwards
-        return _tokens_for_heads(x, axis) if outwards else _heads_for_tokens(x, axis)
+    def forward(ctx: Any, x: Tensor, axis: MeshAxis, to_heads: bool) -> Tensor:
+        ctx.axis, ctx.outwards = axis, to_heads
+        return _tokens_for_heads(x, axis) if to_heads else _heads_for_tokens(x, axis)
 
     @staticmethod
     @once_differentiable
@@ -56,14 +56,14 @@ class _Exchange(Function):
         return turn(gradients[0], ctx.axis), None, None
 
 
-def _tokens_for_heads(x: Tensor, axis: Axis) -> Tensor:
+def _tokens_for_heads(x: Tensor, axis: MeshAxis) -> Tensor:
     sent = x.unflatten(1, (axis.size, -1)).movedim(1, 0).contiguous()
     received = torch.empty_like(sent)
     axis.start_all_to_all(received, sent).wait()
     return received.movedim(0, 2).flatten(2, 3)
 
 
-def _heads_for_tokens(x: Tensor, axis: Axis) -> Tensor:
+def _heads_for_tokens(x: Tensor, axis: MeshAxis) -> Tensor:
     sent = x.unflatten(2, (axis.size, -1)).movedim(2, 0).contiguous()
     received = torch.empty_like(sent)
     axis.start_all_to_all(received, sent).wait()

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Block:
+class AttentionBlock:
     """Queries of a rank that see keys of another, or of all: each query each key, or those up to its own place."""
 
     queries: slice
@@ -36,7 +36,7 @@ class Block:
     causal: bool
 
     @property
-    def pairs(self) -> int:
+    def num_pairs(self) -> int:
         """How many queries see how many keys."""
         queries: int = self.queries.stop - self.queries.start
         keys: int = self.keys.stop - self.keys.start
@@ -44,56 +44,62 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Zigzag:
+class ZigzagOrder:
     """A sequence of `length` tokens on `ring` groups of `inner` ranks."""
 
-    ring: int
-    inner: int
-    length: int
+    ring_size: int
+    ulysses_size: int
+    seq_len: int
 
     @property
-    def chunk(self) -> int:
+    def chunk_len(self) -> int:
         """Tokens of a chunk, padding included; two of them divide by the ranks of a group."""
-        grain = self.inner if self.inner % 2 else self.inner // 2
-        tokens = -(-self.length // (2 * self.ring))
+        grain = self.ulysses_size if self.ulysses_size % 2 else self.ulysses_size // 2
+        tokens = -(-self.seq_len // (2 * self.ring_size))
         return -(-tokens // grain) * grain
 
     @property
-    def padded(self) -> int:
-        return 2 * self.ring * self.chunk
+    def padded_len(self) -> int:
+        return 2 * self.ring_size * self.chunk_len
 
-    def chunks(self, ring: int) -> tuple[int, int]:
+    def chunk_ids(self, ring_rank: int) -> tuple[int, int]:
         """Of one group, in the order in which it holds them."""
-        return ring, 2 * self.ring - 1 - ring
+        return ring_rank, 2 * self.ring_size - 1 - ring_rank
 
-    def group_places(self, ring: int) -> list[int]:
+    def ring_positions(self, ring_rank: int) -> list[int]:
         """Where the tokens of a group are in the sequence."""
-        return [place for c in self.chunks(ring) for place in range(c * self.chunk, (c + 1) * self.chunk)]
+        return [
+            place for c in self.chunk_ids(ring_rank) for place in range(c * self.chunk_len, (c + 1) * self.chunk_len)
+        ]
 
-    def places(self, rank: int) -> list[int]:
+    def rank_positions(self, rank: int) -> list[int]:
         """Where the tokens of a rank of cp are in the sequence."""
-        ring, inner = divmod(rank, self.inner)
-        mine = self.padded // (self.ring * self.inner)
-        return self.group_places(ring)[inner * mine : (inner + 1) * mine]
+        ring, inner = divmod(rank, self.ulysses_size)
+        mine = self.padded_len // (self.ring_size * self.ulysses_size)
+        return self.ring_positions(ring)[inner * mine : (inner + 1) * mine]
 
     # -- who sees what ------------------------------------------------------------------------------------------------
 
-    def block(self, mine: int, theirs: int, *, causal: bool) -> Block:
+    def block(self, query_rank: int, key_rank: int, *, causal: bool) -> AttentionBlock:
         """What group `mine` sees of group `theirs`."""
-        both, first, second = slice(0, 2 * self.chunk), slice(0, self.chunk), slice(self.chunk, 2 * self.chunk)
+        both, first, second = (
+            slice(0, 2 * self.chunk_len),
+            slice(0, self.chunk_len),
+            slice(self.chunk_len, 2 * self.chunk_len),
+        )
         if not causal:
-            return Block(both, both, False)
-        if theirs == mine:
-            return Block(both, both, True)
-        return Block(both, first, False) if theirs < mine else Block(second, both, False)
+            return AttentionBlock(both, both, False)
+        if key_rank == query_rank:
+            return AttentionBlock(both, both, True)
+        return AttentionBlock(both, first, False) if key_rank < query_rank else AttentionBlock(second, both, False)
 
-    def blocks_of_all(self, mine: int, *, causal: bool) -> Iterator[Block]:
+    def gathered_blocks(self, query_rank: int, *, causal: bool) -> Iterator[AttentionBlock]:
         """What group `mine` sees of the whole sequence in its own order."""
         if not causal:
-            yield Block(slice(0, 2 * self.chunk), slice(0, self.padded), False)
+            yield AttentionBlock(slice(0, 2 * self.chunk_len), slice(0, self.padded_len), False)
             return
-        for half, chunk in enumerate(self.chunks(mine)):
-            queries, start = slice(half * self.chunk, (half + 1) * self.chunk), chunk * self.chunk
+        for half, chunk in enumerate(self.chunk_ids(query_rank)):
+            queries, start = slice(half * self.chunk_len, (half + 1) * self.chunk_len), chunk * self.chunk_len
             if start:
-                yield Block(queries, slice(0, start), False)
-            yield Block(queries, slice(start, start + self.chunk), True)
+                yield AttentionBlock(queries, slice(0, start), False)
+            yield AttentionBlock(queries, slice(start, start + self.chunk_len), True)

@@ -26,349 +26,361 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from echelon.layout.placement import Entry, Unit
-from echelon.memory.offload.host_transfer import Moving
-from echelon.parallel.comm.mesh_axis import Axis, Done, Pending
-from echelon.parallel.dp.master_weights import Master, master_of
-from echelon.parallel.dp.offloaded_param_group import Host, HostMaster, HostUnit
-from echelon.parallel.dp.zero import Policy
+from echelon.layout.placement import LogicalParam, ParamGroupSpec
+from echelon.memory.offload.host_transfer import CopyEvent
+from echelon.parallel.comm.mesh_axis import CompletedWork, MeshAxis, PendingWork
+from echelon.parallel.dp.master_weights import MasterWeights, make_master_weights
+from echelon.parallel.dp.offloaded_param_group import HostMasterWeights, OffloadedParamGroup, OffloadHost
+from echelon.parallel.dp.zero import ShardingPolicy
 
-ROW = 4096
+NORM_CHUNK = 4096
 """elements of a norm that float32 adds up at once, on a CPU"""
 
 
-class FlatUnit:
+class ParamGroup:
     """One unit's buffers on one rank, and the moves between them."""
 
     def __init__(
         self,
-        unit: Unit,
-        policy: Policy,
-        shard: Axis,
-        replica: Axis,
+        spec: ParamGroupSpec,
+        policy: ShardingPolicy,
+        shard_axis: MeshAxis,
+        replica_axis: MeshAxis,
         *,
         device: torch.device,
-        compute: torch.dtype,
-        master: torch.dtype,
-        reduce: torch.dtype,
-        host: Host | None = None,
+        compute_dtype: torch.dtype,
+        master_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        host: OffloadHost | None = None,
     ):
-        if unit.wide:
-            compute, master, reduce = (torch.promote_types(kind, torch.float32) for kind in (compute, master, reduce))
-        self.unit, self.policy, self.shard, self.replica = unit, policy, shard, replica
-        size = unit.shard_numel
-        self._own = slice(shard.index * size, (shard.index + 1) * size) if policy.shards > 1 else slice(0, size)
-        self.full = torch.zeros(unit.shards * size, dtype=compute, device=device)
-        split = compute == torch.bfloat16 and policy.splits_master(
-            compute_bytes=compute.itemsize, master_bytes=master.itemsize
+        if spec.keep_fp32:
+            compute_dtype, master_dtype, reduce_dtype = (
+                torch.promote_types(kind, torch.float32) for kind in (compute_dtype, master_dtype, reduce_dtype)
+            )
+        self.spec, self.policy, self.shard_axis, self.replica_axis = spec, policy, shard_axis, replica_axis
+        size = spec.shard_numel
+        self._local_shard = (
+            slice(shard_axis.index * size, (shard_axis.index + 1) * size) if policy.num_shards > 1 else slice(0, size)
         )
-        self.gradient_type = compute if policy.gradients_stay_short(unit) else reduce
-        own = self.full[self._own]
-        self.host: HostUnit | None = None
+        self.unsharded_param = torch.zeros(spec.num_shards * size, dtype=compute_dtype, device=device)
+        split = compute_dtype == torch.bfloat16 and policy.splits_master_weights(
+            compute_bytes=compute_dtype.itemsize, master_bytes=master_dtype.itemsize
+        )
+        self.grad_dtype = compute_dtype if policy.grads_stay_in_compute_dtype(spec) else reduce_dtype
+        own = self.unsharded_param[self._local_shard]
+        self.offloaded: OffloadedParamGroup | None = None
         """its states, where they live on the host"""
         if host is not None:
-            here = None if policy.paged else own if policy.stays else torch.zeros_like(own)
-            self.host = HostUnit(
-                unit,
+            here = None if policy.params_on_host else own if policy.keeps_param_shard else torch.zeros_like(own)
+            self.offloaded = OffloadedParamGroup(
+                spec,
                 policy,
                 host,
-                here=here,
-                compute=compute,
-                master=master,
-                gradient_type=self.gradient_type,
-                early=policy.gradients_are_final(unit) and not policy.paged,
+                device_shard=here,
+                compute_dtype=compute_dtype,
+                master_dtype=master_dtype,
+                grad_dtype=self.grad_dtype,
+                sends_grad_early=policy.grads_are_final(spec) and not policy.params_on_host,
             )
-        self.master: Master | HostMaster = (
-            master_of(own, master, split=split, in_place=policy.stays) if self.host is None else HostMaster(self.host)
+        self.master: MasterWeights | HostMasterWeights = (
+            make_master_weights(own, master_dtype, split=split, in_place=policy.keeps_param_shard)
+            if self.offloaded is None
+            else HostMasterWeights(self.offloaded)
         )
-        self.parameters = {entry.name: self._view(entry) for entry in unit.entries}
+        self.parameters = {entry.name: self._param_view(entry) for entry in spec.params}
         self.version = 0
         """grows whenever the parameters' values change"""
-        self._nbytes = self.full.untyped_storage().nbytes()
-        self.whole = False
-        self._gathering: Pending | Moving | None = None
-        if policy.free_parameters:
-            self.full.untyped_storage().resize_(0)
+        self._nbytes = self.unsharded_param.untyped_storage().nbytes()
+        self.is_unsharded = False
+        self._unshard_work: PendingWork | CopyEvent | None = None
+        if policy.reshards_params:
+            self.unsharded_param.untyped_storage().resize_(0)
 
-        self.lazy = device.type == "cuda"
+        self.lazy_grads = device.type == "cuda"
         """gradients have memory only from the first of a step to `free_gradients`: see the note at the top"""
-        self.gradients: Tensor | None = None
-        self._grad: Tensor | None = None
-        self.scale = 1.0
+        self.grad_buffer: Tensor | None = None
+        self._grad_shard: Tensor | None = None
+        self.grad_scale = 1.0
         """what arriving gradients are multiplied by"""
-        self.on_reduce: Callable[[FlatUnit], None] | None = None
+        self.before_reduce: Callable[[ParamGroup], None] | None = None
         """who looks at this rank's own gradients, just before they are added to those of others"""
-        self._written: set[str] = set()
-        self._places: dict[str, Tensor] = {}
-        self._arrived = 0
-        self._expected = sum(entry.trainable for entry in unit.entries)
-        self._trainable = sum(entry.local_numel for entry in unit.entries if entry.trainable)
-        self.all_trainable = self._expected == len(unit.entries)
-        self._scattered_before = False
-        self._incoming: Tensor | None = None
-        self._sending: Tensor | None = None
-        self._reducing: Pending = Done()
-        self.norm_runs: list[slice] = []
+        self._written_params: set[str] = set()
+        self._grad_views: dict[str, Tensor] = {}
+        self._num_ready = 0
+        self._num_trainable = sum(entry.trainable for entry in spec.params)
+        self._trainable_numel = sum(entry.local_numel for entry in spec.params if entry.trainable)
+        self.all_trainable = self._num_trainable == len(spec.params)
+        self._has_scattered = False
+        self._scattered_grad: Tensor | None = None
+        self._sent_grad_buffer: Tensor | None = None
+        self._reduce_work: PendingWork = CompletedWork()
+        self.early_norm_slices: list[slice] = []
         """parts of the gradient whose norms are taken before it leaves the device"""
-        self.norms: dict[int, Tensor] = {}
+        self.early_norms: dict[int, Tensor] = {}
         """those norms, by where the parts begin"""
-        if not self.lazy and not policy.paged:
+        if not self.lazy_grads and not policy.params_on_host:
             self.grad.zero_()
 
-    def _view(self, entry: Entry) -> nn.Parameter:
-        offset = self.unit.offsets[entry.name]
-        data = self.full.data[offset : offset + entry.local_numel].view(entry.local_shape)
-        return nn.Parameter(data, requires_grad=entry.trainable)
+    def _param_view(self, param: LogicalParam) -> nn.Parameter:
+        offset = self.spec.offsets[param.name]
+        data = self.unsharded_param.data[offset : offset + param.local_numel].view(param.local_shape)
+        return nn.Parameter(data, requires_grad=param.trainable)
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
-    def start_gather(self, *, wait: bool = False) -> None:
+    def start_unshard(self, *, wait: bool = False) -> None:
         """With `wait` also where the host is not through with it; ranks that gather together always wait."""
-        if self.whole or self._gathering is not None:
+        if self.is_unsharded or self._unshard_work is not None:
             return
-        if self.host is not None and self.policy.shards == 1 and not wait and not self.host.is_ready():
+        if self.offloaded is not None and self.policy.num_shards == 1 and not wait and not self.offloaded.is_ready():
             return
-        if self.policy.free_parameters:
-            self.full.untyped_storage().resize_(self._nbytes)
-        own = self.full[self._own]
-        part = self.master.part(own)
-        coming = Done() if self.host is None else self.host.coming
-        if self.policy.shards > 1:
+        if self.policy.reshards_params:
+            self.unsharded_param.untyped_storage().resize_(self._nbytes)
+        own = self.unsharded_param[self._local_shard]
+        part = self.master.param_shard(own)
+        coming = CompletedWork() if self.offloaded is None else self.offloaded.param_copy
+        if self.policy.num_shards > 1:
             coming.wait()
-            self._gathering = self.shard.start_all_gather(self.full, part)
+            self._unshard_work = self.shard_axis.start_all_gather(self.unsharded_param, part)
             return
         if part.data_ptr() != own.data_ptr():
             own.copy_(part)
-        self._gathering = coming
+        self._unshard_work = coming
 
-    def gather(self) -> None:
-        self.start_gather(wait=True)
-        if self._gathering is not None:
-            self._gathering.wait()
-            self._gathering, self.whole = None, True
+    def unshard(self) -> None:
+        self.start_unshard(wait=True)
+        if self._unshard_work is not None:
+            self._unshard_work.wait()
+            self._unshard_work, self.is_unsharded = None, True
 
-    def free(self) -> None:
-        self._catch_up()
-        if self.policy.free_parameters and self.whole:
-            self.full.untyped_storage().resize_(0)
-            self.whole = False
+    def reshard(self) -> None:
+        self._finish_prefetch()
+        if self.policy.reshards_params and self.is_unsharded:
+            self.unsharded_param.untyped_storage().resize_(0)
+            self.is_unsharded = False
 
-    def _catch_up(self) -> None:
-        if self._gathering is not None:  # gathered ahead, but its module was not called
-            self.gather()
+    def _finish_prefetch(self) -> None:
+        if self._unshard_work is not None:  # gathered ahead, but its module was not called
+            self.unshard()
 
-    def fork(self) -> None:
+    def fork_param_buffer(self) -> None:
         """New buffers for the parameters; what was is left to whoever holds it. The master is a shard of its own."""
         assert not self.master.in_place
-        self.full = torch.empty_like(self.full)
-        self.parameters = {entry.name: self._view(entry) for entry in self.unit.entries}
-        self.whole = False
+        self.unsharded_param = torch.empty_like(self.unsharded_param)
+        self.parameters = {entry.name: self._param_view(entry) for entry in self.spec.params}
+        self.is_unsharded = False
         self.version += 1
 
-    def updated(self) -> None:
+    def after_update(self) -> None:
         """The optimizer changed the shard: what others hold of it is old."""
-        self._catch_up()
-        if self.host is not None:
-            self.host.forget()
-            self.host.rest()
+        self._finish_prefetch()
+        if self.offloaded is not None:
+            self.offloaded.drop_read_ahead()
+            self.offloaded.flush()
         self.version += 1
-        if self.master.in_place and self.policy.shards == 1:
-            self.whole = True
-        elif not self.policy.free_parameters:
-            self.whole = False
+        if self.master.in_place and self.policy.num_shards == 1:
+            self.is_unsharded = True
+        elif not self.policy.reshards_params:
+            self.is_unsharded = False
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     @property
     def grad(self) -> Tensor:
         """The reduced shard, as it is now: ask again after every step. Zero where no gradient came."""
-        if self.host is not None:
-            if self.policy.paged or self.host.has_gradient:
-                return self.host.gradient()
-            self.host.turn.wait()
-        if self._grad is not None:
-            return self._grad
-        fresh = self.gradients is None or self.policy.scatter_every_microbatch
-        grad = self._grad_buffer()
+        if self.offloaded is not None:
+            if self.policy.params_on_host or self.offloaded.has_grad:
+                return self.offloaded.wait_grad()
+            self.offloaded.update_turn.wait()
+        if self._grad_shard is not None:
+            return self._grad_shard
+        fresh = self.grad_buffer is None or self.policy.reduce_scatter_every_microbatch
+        grad = self._get_grad_shard()
         return grad.zero_() if fresh else grad
 
-    def _grad_buffer(self) -> Tensor:
-        if self._grad is None:
-            if self.policy.scatter_every_microbatch:
-                size, device = self.unit.shard_numel, self.full.device
-                self._grad = torch.empty(size, dtype=self.gradient_type, device=device)
+    def _get_grad_shard(self) -> Tensor:
+        if self._grad_shard is None:
+            if self.policy.reduce_scatter_every_microbatch:
+                size, device = self.spec.shard_numel, self.unsharded_param.device
+                self._grad_shard = torch.empty(size, dtype=self.grad_dtype, device=device)
             else:
-                self._grad = self._gradient_buffer()[self._own]
-        return self._grad
+                self._grad_shard = self._get_grad_buffer()[self._local_shard]
+        return self._grad_shard
 
-    def _gradient_buffer(self) -> Tensor:
-        if self.gradients is None:
-            self.gradients = torch.empty(self.full.shape, dtype=self.gradient_type, device=self.full.device)
-            self.gradients[self._trainable :].zero_()  # what is frozen, and padding: nothing else will write there
-        return self.gradients
+    def _get_grad_buffer(self) -> Tensor:
+        if self.grad_buffer is None:
+            self.grad_buffer = torch.empty(
+                self.unsharded_param.shape, dtype=self.grad_dtype, device=self.unsharded_param.device
+            )
+            self.grad_buffer[
+                self._trainable_numel :
+            ].zero_()  # what is frozen, and padding: nothing else will write there
+        return self.grad_buffer
 
-    def free_gradients(self) -> None:
+    def free_grads(self) -> None:
         """The optimizer has used them."""
-        if self.lazy:
-            self.gradients = self._grad = None
-            self._places.clear()
+        if self.lazy_grads:
+            self.grad_buffer = self._grad_shard = None
+            self._grad_views.clear()
 
     def begin_step(self) -> None:
-        if self.host is not None:
-            self.host.begin_step()
-        self.norms.clear()
-        self._written.clear()
-        self._scattered_before = False
+        if self.offloaded is not None:
+            self.offloaded.begin_step()
+        self.early_norms.clear()
+        self._written_params.clear()
+        self._has_scattered = False
 
     def begin_microbatch(self) -> None:
-        self._arrived = 0
+        self._num_ready = 0
 
-    def arrive(self, entry: Entry, gradient: Tensor) -> None:
+    def accumulate_grad(self, param: LogicalParam, grad: Tensor) -> None:
         """Puts one parameter's gradient into its place."""
-        place = self._place(entry)
-        if entry.name in self._written:
-            place.add_(gradient, alpha=self.scale)
-        elif self.scale == 1.0:
-            place.copy_(gradient)
+        place = self._grad_view(param)
+        if param.name in self._written_params:
+            place.add_(grad, alpha=self.grad_scale)
+        elif self.grad_scale == 1.0:
+            place.copy_(grad)
         else:
-            place.copy_(gradient).mul_(self.scale)
-        self._written.add(entry.name)
+            place.copy_(grad).mul_(self.grad_scale)
+        self._written_params.add(param.name)
 
-    def arrive_product(self, entry: Entry, left: Tensor, right: Tensor) -> None:
+    def accumulate_matmul_grad(self, param: LogicalParam, left: Tensor, right: Tensor) -> None:
         """The same for a matrix that is left x right: where types agree the product is made in its place."""
-        place = self._place(entry)
+        place = self._grad_view(param)
         if place.dtype != left.dtype:
-            self.arrive(entry, left @ right)
+            self.accumulate_grad(param, left @ right)
             return
-        torch.addmm(place, left, right, beta=float(entry.name in self._written), alpha=self.scale, out=place)
-        self._written.add(entry.name)
+        torch.addmm(
+            place, left, right, beta=float(param.name in self._written_params), alpha=self.grad_scale, out=place
+        )
+        self._written_params.add(param.name)
 
-    def place_to_write(self, entries: Sequence[Entry]) -> Tensor | None:
+    def claim_grad_view(self, params: Sequence[LogicalParam]) -> Tensor | None:
         """Where the gradients of matrices are to be written, one below the other: they count as written.
 
         None where that is not all there is to do: they do not lie side by side, some gradient of theirs is there
         already, or it must be cast or multiplied.
         """
-        if self.scale != 1.0 or self.gradient_type != self.full.dtype:
+        if self.grad_scale != 1.0 or self.grad_dtype != self.unsharded_param.dtype:
             return None
-        if len(entries) == 1 and entries[0].name not in self._written:
-            self._written.add(entries[0].name)
-            return self._place(entries[0])
-        start, width = self.unit.offsets[entries[0].name], entries[0].local_shape[1:]
+        if len(params) == 1 and params[0].name not in self._written_params:
+            self._written_params.add(params[0].name)
+            return self._grad_view(params[0])
+        start, width = self.spec.offsets[params[0].name], params[0].local_shape[1:]
         end = start
-        for entry in entries:
-            aside = self.unit.offsets[entry.name] != end or entry.local_shape[1:] != width
-            if aside or entry.name in self._written:
+        for entry in params:
+            aside = self.spec.offsets[entry.name] != end or entry.local_shape[1:] != width
+            if aside or entry.name in self._written_params:
                 return None
             end += entry.local_numel
-        self._written.update(entry.name for entry in entries)
-        return self._gradient_buffer()[start:end].view(-1, *width)
+        self._written_params.update(entry.name for entry in params)
+        return self._get_grad_buffer()[start:end].view(-1, *width)
 
-    def gradient_of(self, entry: Entry) -> Tensor:
+    def local_grad(self, param: LogicalParam) -> Tensor:
         """This rank's own, of a parameter, until they are reduced."""
-        return self._place(entry)
+        return self._grad_view(param)
 
-    def _place(self, entry: Entry) -> Tensor:
-        place = self._places.get(entry.name)
+    def _grad_view(self, param: LogicalParam) -> Tensor:
+        place = self._grad_views.get(param.name)
         if place is None:
-            offset = self.unit.offsets[entry.name]
-            place = self._gradient_buffer()[offset : offset + entry.local_numel].view(entry.local_shape)
-            self._places[entry.name] = place
+            offset = self.spec.offsets[param.name]
+            place = self._get_grad_buffer()[offset : offset + param.local_numel].view(param.local_shape)
+            self._grad_views[param.name] = place
         return place
 
-    def note(self) -> bool:
+    def mark_param_ready(self) -> bool:
         """A parameter's gradients of this microbatch are all there; true when it was the last parameter."""
-        self._arrived += 1
-        return self.complete
+        self._num_ready += 1
+        return self.grads_ready
 
     @property
-    def complete(self) -> bool:
-        return self._arrived == self._expected
+    def grads_ready(self) -> bool:
+        return self._num_ready == self._num_trainable
 
-    def start_reduce(self) -> None:
-        gradients = self._gradient_buffer()
-        if len(self._written) < self._expected:
-            for entry in self.unit.entries:
-                if entry.trainable and entry.name not in self._written:
-                    self._place(entry).zero_()
-        if self.on_reduce is not None:
-            self.on_reduce(self)
-        if self.policy.paged:
-            self._start_to_host(gradients)
+    def start_grad_reduction(self) -> None:
+        gradients = self._get_grad_buffer()
+        if len(self._written_params) < self._num_trainable:
+            for entry in self.spec.params:
+                if entry.trainable and entry.name not in self._written_params:
+                    self._grad_view(entry).zero_()
+        if self.before_reduce is not None:
+            self.before_reduce(self)
+        if self.policy.params_on_host:
+            self._start_host_reduction(gradients)
             return
-        grad = self._grad_buffer()
-        if self.policy.scatter_every_microbatch:
-            self._incoming = torch.empty_like(grad) if self._scattered_before else grad
-            self._scattered_before = True
-            self._reducing = self.shard.start_reduce_scatter(self._incoming, gradients)
+        grad = self._get_grad_shard()
+        if self.policy.reduce_scatter_every_microbatch:
+            self._scattered_grad = torch.empty_like(grad) if self._has_scattered else grad
+            self._has_scattered = True
+            self._reduce_work = self.shard_axis.start_reduce_scatter(self._scattered_grad, gradients)
             # Gradients that arrive while these are on their way go into a buffer of their own.
-            self._sending, self.gradients = gradients, None
-            self._places.clear()
-            self._written.clear()
-        elif self.policy.shards > 1:
-            self._reducing = self.shard.start_reduce_scatter(grad, gradients)
+            self._sent_grad_buffer, self.grad_buffer = gradients, None
+            self._grad_views.clear()
+            self._written_params.clear()
+        elif self.policy.num_shards > 1:
+            self._reduce_work = self.shard_axis.start_reduce_scatter(grad, gradients)
         else:
-            self._reducing = self.replica.start_all_reduce(grad)
+            self._reduce_work = self.replica_axis.start_all_reduce(grad)
 
-    def _start_to_host(self, gradients: Tensor) -> None:
-        self._incoming = gradients[self._own]
-        if self.policy.shards > 1:
-            self._incoming = torch.empty_like(self._incoming)
-            self._reducing = self.shard.start_reduce_scatter(self._incoming, gradients)
-        self._sending, self.gradients = gradients, None
-        self._places.clear()
-        self._written.clear()
+    def _start_host_reduction(self, gradients: Tensor) -> None:
+        self._scattered_grad = gradients[self._local_shard]
+        if self.policy.num_shards > 1:
+            self._scattered_grad = torch.empty_like(self._scattered_grad)
+            self._reduce_work = self.shard_axis.start_reduce_scatter(self._scattered_grad, gradients)
+        self._sent_grad_buffer, self.grad_buffer = gradients, None
+        self._grad_views.clear()
+        self._written_params.clear()
 
-    def settle(self, *, last: bool) -> None:
+    def finish_reduce_scatter(self, *, last: bool) -> None:
         """Takes the scattered sum in; in the step's last microbatch the replicas' sum starts."""
-        if self.policy.paged:
-            self._settle_on_host()
+        if self.policy.params_on_host:
+            self._finish_host_reduction()
             return
-        if self.policy.shards == 1:
+        if self.policy.num_shards == 1:
             return
-        self._reducing.wait()
-        self._reducing = Done()
-        if self._incoming is not None and self._incoming is not self._grad:
-            self.grad.add_(self._incoming)
-        self._incoming = self._sending = None
+        self._reduce_work.wait()
+        self._reduce_work = CompletedWork()
+        if self._scattered_grad is not None and self._scattered_grad is not self._grad_shard:
+            self.grad.add_(self._scattered_grad)
+        self._scattered_grad = self._sent_grad_buffer = None
         if last:
-            self._reducing = self.replica.start_all_reduce(self.grad)
+            self._reduce_work = self.replica_axis.start_all_reduce(self.grad)
 
-    def _settle_on_host(self) -> None:
-        if self._incoming is None:
+    def _finish_host_reduction(self) -> None:
+        if self._scattered_grad is None:
             return
-        assert self.host is not None
-        self._reducing.wait()
-        self._reducing = Done()
-        self.replica.all_reduce(self._incoming)
-        self.host.add(self._incoming)
-        self._incoming = self._sending = None
+        assert self.offloaded is not None
+        self._reduce_work.wait()
+        self._reduce_work = CompletedWork()
+        self.replica_axis.all_reduce(self._scattered_grad)
+        self.offloaded.add_grad(self._scattered_grad)
+        self._scattered_grad = self._sent_grad_buffer = None
 
-    def finish_reduce(self) -> None:
-        self._reducing.wait()
-        self._reducing = Done()
-        if self.sends_early and self.host is not None and not self.host.has_gradient:
-            self.norms = {part.start: norm_of(self.grad[part]) for part in self.norm_runs}
-            self.host.send(self.grad)
-            self.gradients = self._grad = None
-            self._places.clear()
+    def finish_grad_reduction(self) -> None:
+        self._reduce_work.wait()
+        self._reduce_work = CompletedWork()
+        if self.sends_grad_early and self.offloaded is not None and not self.offloaded.has_grad:
+            self.early_norms = {part.start: flat_norm(self.grad[part]) for part in self.early_norm_slices}
+            self.offloaded.send_grad(self.grad)
+            self.grad_buffer = self._grad_shard = None
+            self._grad_views.clear()
 
     @property
-    def sends_early(self) -> bool:
+    def sends_grad_early(self) -> bool:
         """Its gradient leaves for the host as soon as it is there."""
-        return self.host is not None and self.host.early
+        return self.offloaded is not None and self.offloaded.sends_grad_early
 
 
-def norm_of(values: Tensor, kind: float = 2.0) -> Tensor:
+def flat_norm(values: Tensor, p: float = 2.0) -> Tensor:
     """Short types are summed in float32 as they are read: no copy of them is made.
 
     A CPU adds squares up one after another, so that float32 is off by a hundredth after a hundred million: not in rows.
     """
     dtype = torch.promote_types(values.dtype, torch.float32)
-    if values.device.type == "cpu" and dtype == torch.float32 and kind == 2.0:
-        whole = len(values) // ROW * ROW
-        rows = torch.linalg.vector_norm(values[:whole].view(-1, ROW), dim=1, dtype=dtype)
+    if values.device.type == "cpu" and dtype == torch.float32 and p == 2.0:
+        whole = len(values) // NORM_CHUNK * NORM_CHUNK
+        rows = torch.linalg.vector_norm(values[:whole].view(-1, NORM_CHUNK), dim=1, dtype=dtype)
         rest = torch.linalg.vector_norm(values[whole:], dtype=dtype)
         values = torch.cat([rows, rest[None]]).double()
-    found: Tensor = torch.linalg.vector_norm(values, kind, dtype=torch.promote_types(values.dtype, torch.float32))
+    found: Tensor = torch.linalg.vector_norm(values, p, dtype=torch.promote_types(values.dtype, torch.float32))
     return found.to(dtype)

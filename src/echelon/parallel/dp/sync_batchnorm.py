@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from echelon.layout.collective import Collective
-from echelon.parallel.comm.mesh_axis import Axis
+from echelon.parallel.comm.mesh_axis import MeshAxis
 
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
 
-class _Sum(Function):
+class _AllReduceSum(Function):
     """The sum over ranks; every rank's loss depends on it, so its gradient is a sum over ranks too."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: MeshAxis) -> Tensor:
         ctx.axis = axis
         return axis.all_reduce(x.clone())
 
@@ -33,7 +33,7 @@ class _Sum(Function):
         return ctx.axis.all_reduce(gradients[0].clone()), None
 
 
-class SynchronisedBatchNorm(nn.Module):
+class SyncBatchNorm(nn.Module):
     """Takes the place of a BatchNorm and keeps its parameters, buffers and names."""
 
     weight: nn.Parameter | None
@@ -42,7 +42,7 @@ class SynchronisedBatchNorm(nn.Module):
     running_var: Tensor | None
     num_batches_tracked: Tensor | None
 
-    def __init__(self, plain: BatchNorm, axis: Axis):
+    def __init__(self, plain: BatchNorm, axis: MeshAxis):
         super().__init__()
         self.axis, self.eps, self.momentum = axis, plain.eps, plain.momentum
         self.num_features = plain.num_features
@@ -68,10 +68,10 @@ class SynchronisedBatchNorm(nn.Module):
     def _statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
         dims = [dim for dim in range(x.dim()) if dim != 1]
         rows = x.new_full((1,), x.numel() // x.shape[1])
-        sums: Tensor = _Sum.apply(torch.cat([x.sum(dims), rows]), self.axis)
+        sums: Tensor = _AllReduceSum.apply(torch.cat([x.sum(dims), rows]), self.axis)
         count, mean = sums[-1].detach(), sums[:-1] / sums[-1].detach()
         deviation = x - mean.view(1, -1, *([1] * (x.dim() - 2)))
-        variance: Tensor = _Sum.apply(deviation.square().sum(dims), self.axis) / count
+        variance: Tensor = _AllReduceSum.apply(deviation.square().sum(dims), self.axis) / count
         if self.running_mean is not None and self.training:
             self._track(mean.detach(), variance.detach() * count / (count - 1))
         return mean, variance
@@ -87,35 +87,33 @@ class SynchronisedBatchNorm(nn.Module):
         self.running_var.lerp_(variance.to(self.running_var.dtype), share)
 
 
-def synchronise(model: nn.Module, axis: Axis) -> int:
+def convert_sync_batchnorm(model: nn.Module, axis: MeshAxis) -> int:
     """Replaces every BatchNorm of a model; returns how many."""
     count = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, BatchNorm):
-                setattr(parent, name, SynchronisedBatchNorm(child, axis))
+                setattr(parent, name, SyncBatchNorm(child, axis))
                 count += 1
     return count
 
 
 def collectives(
-    channels: Iterable[int], *, accumulate: int, element_bytes: int, repeated: bool = False
+    channels: Iterable[int], *, accumulate: int, element_bytes: int, recomputed: bool = False
 ) -> Iterable[Collective]:
     """Per layer and microbatch: (channels + 1) and channels elements, in forward, its repetition, and backward."""
-    passes = 3 if repeated else 2
+    passes = 3 if recomputed else 2
     for count in channels:
         for size in (count + 1, count):
             yield Collective(
-                kind="all_reduce",
+                op="all_reduce",
                 axis="dp",
                 bytes=size * element_bytes,
                 count=passes * accumulate,
-                part="batch statistics",
+                purpose="batch statistics",
             )
 
 
-def channels_of(model: nn.Module) -> dict[str, int]:
+def sync_batchnorm_channels(model: nn.Module) -> dict[str, int]:
     """The channels of every synchronised BatchNorm, by its name."""
-    return {
-        name: module.num_features for name, module in model.named_modules() if isinstance(module, SynchronisedBatchNorm)
-    }
+    return {name: module.num_features for name, module in model.named_modules() if isinstance(module, SyncBatchNorm)}

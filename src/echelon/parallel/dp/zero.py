@@ -23,110 +23,114 @@ from typing import TYPE_CHECKING
 
 from echelon.layout import Layout
 from echelon.layout.collective import Collective
-from echelon.layout.layout import ASYNCHRONOUS
-from echelon.layout.placement import Unit
+from echelon.layout.layout import ASYNC_SCHEDULES
+from echelon.layout.placement import ParamGroupSpec
 
 if TYPE_CHECKING:
     from torch import nn
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
+class ShardingPolicy:
     """What a ZeRO stage asks of the flat units."""
 
-    shards: int
+    num_shards: int
     """ranks that divide a unit between them"""
-    replicas: int
+    num_replicas: int
     """groups of such ranks that hold the same shards"""
-    axis: str = "shard"
+    shard_axis: str = "shard"
     """the mesh axis of the ranks that divide a unit"""
     replica_axis: str = "replica"
     """the mesh axis of the ranks that hold the same shards"""
-    scatter_every_microbatch: bool
+    reduce_scatter_every_microbatch: bool
     """gradients leave their full-size buffer after each microbatch (2, 3) or once a step (0, 1)"""
-    free_parameters: bool
+    reshards_params: bool
     """gathered parameters are freed after use (3)"""
     reshard_after_forward: bool = True
     """with `free_parameters`: free after forward and gather again for backward; otherwise once, after backward"""
     prefetch: int = 1
     """with `free_parameters`: how many units are gathered ahead of the one in use; otherwise all are, once a step"""
 
-    paged: bool = False
+    params_on_host: bool = False
     """parameters and gradients live on the host: fetched before each use and freed after it, sent every microbatch"""
-    versions: bool = False
+    has_weight_versions: bool = False
     """updates come while older versions of the parameters are in use (asynchronous schedules)"""
-    sums_gradients: bool = True
+    accumulates_grads: bool = True
     """a gradient is added up before it is used: over microbatches, over ranks, or by the user's own loop"""
-    own_loop: bool = False
+    user_loop: bool = False
     """the loop and the optimizer are the user's: they are given master values and gradients of one type"""
 
     @property
-    def stays(self) -> bool:
+    def keeps_param_shard(self) -> bool:
         """A rank's own slice of the parameters lies where it is from step to step, for the optimizer to change."""
-        return not self.free_parameters and not self.versions
+        return not self.reshards_params and not self.has_weight_versions
 
-    def splits_master(self, *, compute_bytes: int, master_bytes: int) -> bool:
+    def splits_master_weights(self, *, compute_bytes: int, master_bytes: int) -> bool:
         """Master values are kept as bfloat16 and the rest of their bits (master.py)."""
-        return (compute_bytes, master_bytes) == (2, 4) and not self.own_loop
+        return (compute_bytes, master_bytes) == (2, 4) and not self.user_loop
 
-    def gradients_are_final(self, unit: Unit) -> bool:
+    def grads_are_final(self, group: ParamGroupSpec) -> bool:
         """Each gradient of a unit comes once a step, as it is used: nothing is gained by a longer type than its own."""
-        return not self.sums_gradients and not any(entry.sum_over for entry in unit.entries)
+        return not self.accumulates_grads and not any(entry.partial_grad_axes for entry in group.params)
 
-    def gradients_stay_short(self, unit: Unit) -> bool:
+    def grads_stay_in_compute_dtype(self, group: ParamGroupSpec) -> bool:
         """Where a gradient lies on the device nothing is added to it: it is final, or it is added up on the host."""
-        return self.gradients_are_final(unit) or (self.paged and self.shards * self.replicas == 1)
+        return self.grads_are_final(group) or (self.params_on_host and self.num_shards * self.num_replicas == 1)
 
     @property
-    def settle_early(self) -> bool:
+    def finishes_reduce_scatter_early(self) -> bool:
         """A unit's reduction is taken in while later ones run: to free its buffer, or to start the replicas' sum."""
-        return self.paged or (self.shards > 1 and (self.scatter_every_microbatch or self.replicas > 1))
+        return self.params_on_host or (
+            self.num_shards > 1 and (self.reduce_scatter_every_microbatch or self.num_replicas > 1)
+        )
 
-    def on_the_host(self) -> Policy:
+    def with_params_on_host(self) -> ShardingPolicy:
         """The same for a unit whose parameters live on the host."""
-        return replace(self, paged=True, scatter_every_microbatch=True, free_parameters=True)
+        return replace(self, params_on_host=True, reduce_scatter_every_microbatch=True, reshards_params=True)
 
 
-def policy(layout: Layout, *, reshard_after_forward: bool = True, prefetch: int = 1, own_loop: bool = False) -> Policy:
+def sharding_policy(
+    layout: Layout, *, reshard_after_forward: bool = True, prefetch: int = 1, user_loop: bool = False
+) -> ShardingPolicy:
     spread = layout.cp > 1 and bool(layout.zero) and layout.shard == layout.dp
-    shards = layout.shards * (layout.cp if spread else 1)
-    return Policy(
-        shards=shards,
-        replicas=layout.dp * layout.cp // shards,
-        axis="shard*cp" if spread else "shard",
+    shards = layout.num_shards * (layout.cp if spread else 1)
+    return ShardingPolicy(
+        num_shards=shards,
+        num_replicas=layout.dp * layout.cp // shards,
+        shard_axis="shard*cp" if spread else "shard",
         replica_axis="replica*cp" if layout.cp > 1 and not spread else "replica",
-        scatter_every_microbatch=layout.zero >= 2 and shards > 1,
-        free_parameters=layout.zero == 3 and shards > 1,
+        reduce_scatter_every_microbatch=layout.zero >= 2 and shards > 1,
+        reshards_params=layout.zero == 3 and shards > 1,
         reshard_after_forward=reshard_after_forward,
         prefetch=prefetch,
-        versions=layout.pp > 1 and layout.schedule in ASYNCHRONOUS,
-        sums_gradients=layout.dp * layout.cp * layout.pp * layout.accumulate > 1 or own_loop,
-        own_loop=own_loop,
+        has_weight_versions=layout.pp > 1 and layout.schedule in ASYNC_SCHEDULES,
+        accumulates_grads=layout.dp * layout.cp * layout.pp * layout.accumulate > 1 or user_loop,
+        user_loop=user_loop,
     )
 
 
-def experts_policy(layout: Layout, dense: Policy) -> Policy:
+def expert_sharding_policy(layout: Layout, dense: ShardingPolicy) -> ShardingPolicy:
     """The same for experts, of which ep x etp ranks have different ones: the others divide them, or copy them."""
     copies = layout.dp * layout.cp * layout.tp // (layout.ep * layout.etp)
     shards = copies if layout.zero else 1
     return replace(
         dense,
-        shards=shards,
-        replicas=copies // shards,
-        axis="edp" if layout.zero else "alone",
+        num_shards=shards,
+        num_replicas=copies // shards,
+        shard_axis="edp" if layout.zero else "alone",
         replica_axis="alone" if layout.zero else "edp",
-        scatter_every_microbatch=layout.zero >= 2 and shards > 1,
-        free_parameters=layout.zero == 3 and shards > 1,
-        sums_gradients=dense.sums_gradients or copies > 1,
+        reduce_scatter_every_microbatch=layout.zero >= 2 and shards > 1,
+        reshards_params=layout.zero == 3 and shards > 1,
+        accumulates_grads=dense.accumulates_grads or copies > 1,
     )
 
 
-def layers(model: nn.Module) -> tuple[str, ...]:
+def layer_names(model: nn.Module) -> tuple[str, ...]:
     """The model's layers: the elements of its outermost lists of modules, or where there is no list its children."""
-    return _listed(model) or tuple(name for name, _ in model.named_children())
+    return _listed_layers(model) or tuple(name for name, _ in model.named_children())
 
 
-def _listed(model: nn.Module) -> tuple[str, ...]:
+def _listed_layers(model: nn.Module) -> tuple[str, ...]:
     found = [
         f"{name}.{key}" if name else key
         for name, module in model.named_modules()
@@ -136,7 +140,7 @@ def _listed(model: nn.Module) -> tuple[str, ...]:
     return tuple(name for name in found if not any(name.startswith(other + ".") for other in found))
 
 
-def choose_units(model: nn.Module, patterns: Sequence[str] = (), *, limit: int = 0) -> dict[str, bool]:
+def choose_param_groups(model: nn.Module, patterns: Sequence[str] = (), *, max_numel: int = 0) -> dict[str, bool]:
     """The modules that form units of their own, each with whether it is kept whole from forward to backward.
 
     Those that the patterns name; or without patterns the elements of lists of layers, and what is as large as one. What
@@ -149,18 +153,22 @@ def choose_units(model: nn.Module, patterns: Sequence[str] = (), *, limit: int =
     """
     modules = {name: module for name, module in model.named_modules() if name}
     if patterns:
-        return dict.fromkeys(_outermost(_matching(modules, patterns)), False)
-    listed = _listed(model)
+        return dict.fromkeys(_outermost(_matching_modules(modules, patterns)), False)
+    listed = _listed_layers(model)
     children = [name for name, _ in model.named_children() if not any(_inside(layer, name) for layer in listed)]
     sizes = {name: sum(p.numel() for p in modules[name].parameters()) for name in [*listed, *children]}
     enough = max(max((sizes[name] for name in listed or children), default=0) / 2, 1)
     chosen = {name: name not in listed for name in _outermost(n for n in modules if sizes.get(n, 0) >= enough)}
-    if not limit:
+    if not max_numel:
         return chosen
-    return {part: kept for name, kept in chosen.items() for part in ([name] if kept else _cut(modules, name, limit))}
+    return {
+        part: kept
+        for name, kept in chosen.items()
+        for part in ([name] if kept else _split_module(modules, name, max_numel))
+    }
 
 
-def _cut(modules: Mapping[str, nn.Module], name: str, limit: int) -> list[str]:
+def _split_module(modules: Mapping[str, nn.Module], name: str, limit: int) -> list[str]:
     """The largest parts of a module of no more than `limit` elements, or that own parameters themselves.
 
     What is a hundred times smaller rides in the root's unit."""
@@ -170,11 +178,13 @@ def _cut(modules: Mapping[str, nn.Module], name: str, limit: int) -> list[str]:
     if size <= limit or own:
         return [name] if 100 * size >= limit else []
     if type(module).__name__ in ("ModuleList", "ModuleDict") or any(True for _ in module.children()):
-        return [part for child, _ in module.named_children() for part in _cut(modules, f"{name}.{child}", limit)]
+        return [
+            part for child, _ in module.named_children() for part in _split_module(modules, f"{name}.{child}", limit)
+        ]
     return [name]
 
 
-def _matching(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -> list[str]:
+def _matching_modules(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -> list[str]:
     missed = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in modules)]
     if missed:
         known = ", ".join(list(modules)[:9])
@@ -196,15 +206,15 @@ def _inside(name: str, other: str) -> bool:
 
 
 def collectives(
-    units: Sequence[Unit],
-    plan: Policy,
+    groups: Sequence[ParamGroupSpec],
+    policy: ShardingPolicy,
     *,
     accumulate: int,
     compute_bytes: int,
     reduce_bytes: int,
-    stages: Mapping[str, int] | None = None,
-    experts: Policy | None = None,
-    repeated: Collection[str] = (),
+    stage_uses: Mapping[str, int] | None = None,
+    expert_policy: ShardingPolicy | None = None,
+    recomputed: Collection[str] = (),
     paged: Container[str] = (),
 ) -> Iterable[Collective]:
     """What one step issues, unit by unit. `compute_bytes` and `reduce_bytes` are the sizes of one element.
@@ -215,58 +225,66 @@ def collectives(
     In a pipeline `stages` says how many of a rank's stages use each unit. There a unit is reduced after each of them,
     what is kept is gathered once a step, and layers are freed after every use.
     """
-    last = max((index for index, unit in enumerate(units) if not unit.kept and stages is None), default=-1)
-    dense = plan
-    for index, unit in enumerate(units):
-        plan = experts if unit.folded and experts is not None else dense
-        plan = plan.on_the_host() if unit.name in paged else plan
-        whole, part = unit.shards * unit.shard_numel, unit.shard_numel
-        if plan.shards > 1:
+    last = max(
+        (index for index, unit in enumerate(groups) if not unit.stays_unsharded and stage_uses is None), default=-1
+    )
+    dense = policy
+    for index, unit in enumerate(groups):
+        policy = expert_policy if unit.is_expert and expert_policy is not None else dense
+        policy = policy.with_params_on_host() if unit.name in paged else policy
+        whole, part = unit.num_shards * unit.shard_numel, unit.shard_numel
+        if policy.num_shards > 1:
             # The last layer is not freed in between: backward needs it first.
-            again = (plan.reshard_after_forward or stages is not None) and not unit.kept and index != last
-            gathers = (2 if again else 1) * accumulate if plan.free_parameters else 1
-            if plan.free_parameters and again and unit.name in repeated:
+            again = (
+                (policy.reshard_after_forward or stage_uses is not None) and not unit.stays_unsharded and index != last
+            )
+            gathers = (2 if again else 1) * accumulate if policy.reshards_params else 1
+            if policy.reshards_params and again and unit.name in recomputed:
                 gathers += accumulate
-            if stages is not None and unit.kept:
+            if stage_uses is not None and unit.stays_unsharded:
                 gathers = 1
-            scatters = accumulate * (stages[unit.name] if stages else 1) if plan.scatter_every_microbatch else 1
+            scatters = (
+                accumulate * (stage_uses[unit.name] if stage_uses else 1)
+                if policy.reduce_scatter_every_microbatch
+                else 1
+            )
             yield Collective(
-                kind="all_gather",
-                axis=plan.axis,
-                bytes=whole * unit.bytes_of(compute_bytes),
+                op="all_gather",
+                axis=policy.shard_axis,
+                bytes=whole * unit.element_bytes(compute_bytes),
                 count=gathers,
-                hidden=index > 0,
-                part="parameters",
+                overlapped=index > 0,
+                purpose="parameters",
             )
             yield Collective(
-                kind="reduce_scatter",
-                axis=plan.axis,
-                bytes=whole * unit.bytes_of(reduce_bytes),
+                op="reduce_scatter",
+                axis=policy.shard_axis,
+                bytes=whole * unit.element_bytes(reduce_bytes),
                 count=scatters,
-                hidden=index > 0,
-                part="gradients",
+                overlapped=index > 0,
+                purpose="gradients",
             )
-        if plan.replicas > 1:
+        if policy.num_replicas > 1:
             yield Collective(
-                kind="all_reduce",
-                axis=plan.replica_axis,
-                bytes=part * unit.bytes_of(reduce_bytes),
-                count=accumulate * (stages[unit.name] if stages else 1) if plan.paged else 1,
-                hidden=index > 0,
-                part="gradients",
+                op="all_reduce",
+                axis=policy.replica_axis,
+                bytes=part * unit.element_bytes(reduce_bytes),
+                count=accumulate * (stage_uses[unit.name] if stage_uses else 1) if policy.params_on_host else 1,
+                overlapped=index > 0,
+                purpose="gradients",
             )
 
 
 def state_bytes(
-    units: Sequence[Unit],
-    plan: Policy,
+    groups: Sequence[ParamGroupSpec],
+    policy: ShardingPolicy,
     *,
     compute_bytes: int,
     master_bytes: int,
     moments: int = 0,
     moment_bytes: float | None = None,
     reduce_bytes: int = 0,
-    versions: int = 1,
+    num_versions: int = 1,
     float16: bool = False,
 ) -> dict[str, int]:
     """Bytes a rank holds between steps, by category; `moments` is the number of optimizer values per element.
@@ -278,26 +296,26 @@ def state_bytes(
     are not between steps, but at the end of backward.
     """
     found = dict.fromkeys(("parameters", "master", "gradients", "optimizer", "versions"), 0)
-    for unit in units:
-        compute, master = unit.bytes_of(compute_bytes), unit.bytes_of(master_bytes)
-        whole, part = unit.shards * unit.shard_numel, unit.shard_numel
-        split = plan.splits_master(compute_bytes=compute, master_bytes=master) and not float16
+    for unit in groups:
+        compute, master = unit.element_bytes(compute_bytes), unit.element_bytes(master_bytes)
+        whole, part = unit.num_shards * unit.shard_numel, unit.shard_numel
+        split = policy.splits_master_weights(compute_bytes=compute, master_bytes=master) and not float16
         beside = compute == master or split
-        held = part if plan.scatter_every_microbatch else whole
-        reduced = unit.bytes_of(reduce_bytes or master_bytes)
-        found["parameters"] += 0 if plan.free_parameters else whole * compute
-        found["master"] += part * (master - compute if beside and plan.stays else master)
-        found["gradients"] += held * (compute if plan.gradients_are_final(unit) else reduced)
-        found["versions"] += (versions - 1) * whole * compute
-    trainable = sum(unit.shard_numel for unit in units)
-    if not all(entry.trainable for unit in units for entry in unit.entries):
-        trainable = _trainable(units)
+        held = part if policy.reduce_scatter_every_microbatch else whole
+        reduced = unit.element_bytes(reduce_bytes or master_bytes)
+        found["parameters"] += 0 if policy.reshards_params else whole * compute
+        found["master"] += part * (master - compute if beside and policy.keeps_param_shard else master)
+        found["gradients"] += held * (compute if policy.grads_are_final(unit) else reduced)
+        found["versions"] += (num_versions - 1) * whole * compute
+    trainable = sum(unit.shard_numel for unit in groups)
+    if not all(entry.trainable for unit in groups for entry in unit.params):
+        trainable = _trainable_numel(groups)
     found["optimizer"] = round(moments * trainable * (master_bytes if moment_bytes is None else moment_bytes))
     return found
 
 
-def _trainable(units: Sequence[Unit]) -> int:
+def _trainable_numel(units: Sequence[ParamGroupSpec]) -> int:
     return max(
         sum(stop - start for unit in units for start, stop in unit.decay_ranges(shard))
-        for shard in range(units[0].shards)
+        for shard in range(units[0].num_shards)
     )

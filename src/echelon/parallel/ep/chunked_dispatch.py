@@ -25,83 +25,83 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from echelon.moe.experts import Experts
-from echelon.parallel.comm.mesh_axis import Axis
-from echelon.parallel.ep.token_all_to_all import Leg
+from echelon.parallel.comm.mesh_axis import MeshAxis
+from echelon.parallel.ep.token_all_to_all import TokenAllToAll
 
 
-def most(table: Tensor, etp: int) -> int:
+def max_received_tokens(token_counts: Tensor, etp: int) -> int:
     """Rows that the fullest rank receives, by a leg's table."""
-    return int(_runs(table, etp).sum(0).max())
+    return int(_tokens_per_part(token_counts, etp).sum(0).max())
 
 
-def num_rounds(table: Tensor, etp: int, limit: int) -> int:
+def num_chunks(token_counts: Tensor, etp: int, limit: int) -> int:
     """The fewest rounds in which no rank has more than `limit` rows at a time, or than one of each sender."""
-    runs, limit = _runs(table, etp), max(limit, len(table))
-    rounds = max(1, -(-most(table, etp) // limit))
+    runs, limit = _tokens_per_part(token_counts, etp), max(limit, len(token_counts))
+    rounds = max(1, -(-max_received_tokens(token_counts, etp) // limit))
     while int((-(-runs // rounds)).sum(0).max()) > limit:
         rounds += 1
     return rounds
 
 
-def through(
-    experts: Experts, rows: Tensor, keys: Tensor | None, axis: Axis, table: Tensor, *, etp: int, limit: int
+def run_in_chunks(
+    experts: Experts, tokens: Tensor, keys: Tensor | None, axis: MeshAxis, token_counts: Tensor, *, etp: int, limit: int
 ) -> Tensor:
     """[total, width]: what the experts make of this rank's rows, in their order."""
-    rounds = Rounds(axis, table, etp, num_rounds(table, etp, limit))
+    rounds = DispatchChunks(axis, token_counts, etp, num_chunks(token_counts, etp, limit))
 
     def run(called: Experts) -> Tensor:
-        out: Tensor = _InRounds.apply(rows, called.up, called.down, keys, called, rounds)
+        out: Tensor = _ChunkedExperts.apply(tokens, called.up, called.down, keys, called, rounds)
         return out
 
-    made: Tensor = experts(rows, rows.new_empty(0), through=run)
+    made: Tensor = experts(tokens, tokens.new_empty(0), through=run)
     return made
 
 
-def _runs(table: Tensor, etp: int) -> Tensor:
+def _tokens_per_part(table: Tensor, etp: int) -> Tensor:
     """[ranks, parts]: rows from each rank to those that have a part of the experts."""
     ranks, experts = table.shape
     return table.view(ranks, ranks // etp, experts * etp // ranks).sum(2)
 
 
 @dataclass(frozen=True)
-class Rounds:
+class DispatchChunks:
     """All rounds of a layer; one at a time is made, for what it takes to know the way of its rows is as much as they
     are many."""
 
-    axis: Axis
-    table: Tensor
+    axis: MeshAxis
+    token_counts: Tensor
     etp: int
-    number: int
+    num_chunks: int
 
-    def each(self, device: torch.device) -> Iterator[Round]:
-        ranks, experts = self.table.shape
+    def chunks(self, device: torch.device) -> Iterator[DispatchChunk]:
+        ranks, experts = self.token_counts.shape
         mine = self.axis.index
-        each = self.table.view(ranks, ranks // self.etp, experts * self.etp // ranks)
+        each = self.token_counts.view(ranks, ranks // self.etp, experts * self.etp // ranks)
         ends = each.cumsum(2)
         runs = ends[..., -1:]
         starts = (runs[mine].cumsum(0) - runs[mine]).flatten().tolist()
-        for turn in range(self.number):
-            first, last = runs * turn // self.number, runs * (turn + 1) // self.number
+        for turn in range(self.num_chunks):
+            first, last = runs * turn // self.num_chunks, runs * (turn + 1) // self.num_chunks
             taken = (ends.minimum(last) - (ends - each).maximum(first)).clamp(min=0).reshape(ranks, experts)
             slices = zip(starts, first[mine].flatten().tolist(), last[mine].flatten().tolist(), strict=True)
             index = torch.cat([torch.arange(start + low, start + high) for start, low, high in slices]).to(device)
-            yield Round(Leg(self.axis, taken, len(index), device, etp=self.etp), index)
+            yield DispatchChunk(TokenAllToAll(self.axis, taken, len(index), device, etp=self.etp), index)
 
 
 @dataclass(frozen=True)
-class Round:
-    leg: Leg
+class DispatchChunk:
+    all_to_all: TokenAllToAll
     index: Tensor
     """which of this rank's rows it takes"""
 
-    def arrived(self, x: Tensor) -> Tensor:
-        return self.leg.out(x.index_select(0, self.index))
+    def dispatch(self, x: Tensor) -> Tensor:
+        return self.all_to_all.dispatch(x.index_select(0, self.index))
 
-    def bring_home(self, made: Tensor, to: Tensor) -> None:
-        to.index_copy_(0, self.index, self.leg.back(made))
+    def combine_into(self, made: Tensor, to: Tensor) -> None:
+        to.index_copy_(0, self.index, self.all_to_all.combine(made))
 
 
-class _InRounds(Function):
+class _ChunkedExperts(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -110,15 +110,15 @@ class _InRounds(Function):
         down: Tensor,
         keys: Tensor | None,
         experts: Experts,
-        rounds: Rounds,
+        rounds: DispatchChunks,
     ) -> Tensor:
         ctx.save_for_backward(rows, up, down, keys)
         ctx.experts, ctx.rounds = experts, rounds
         out = torch.zeros_like(rows)
-        for part in rounds.each(rows.device):
-            own = None if keys is None else part.arrived(keys)
-            made = experts.with_weights(part.arrived(rows), up, down, part.leg.ends, own)
-            part.bring_home(made, out)
+        for part in rounds.chunks(rows.device):
+            own = None if keys is None else part.dispatch(keys)
+            made = experts.apply_weights(part.dispatch(rows), up, down, part.all_to_all.expert_ends, own)
+            part.combine_into(made, out)
         return out
 
     @staticmethod
@@ -132,8 +132,8 @@ class _InRounds(Function):
             own = None if keys is None else part.arrived(keys)
             x, gradient = part.arrived(rows).requires_grad_(), part.arrived(gradients[0])
             with torch.enable_grad():
-                made = ctx.experts.with_weights(x, *weights, part.leg.ends, own)
+                made = ctx.experts.apply_weights(x, *weights, part.all_to_all.ends, own)
             dx, *found = torch.autograd.grad(made, (x, *weights), gradient)
-            part.bring_home(dx, home)
+            part.combine_into(dx, home)
             sums = [total.add_(more) for total, more in zip(sums, found, strict=True)] if sums else found
         return home, *sums, None, None, None

@@ -16,15 +16,15 @@ from dataclasses import dataclass
 
 from echelon.layout import Layout
 from echelon.layout.collective import Collective
-from echelon.parallel.cp.cost import slice_length
-from echelon.parallel.ep.expert_parallel import TOGETHER
+from echelon.parallel.cp.cost import tokens_per_rank
+from echelon.parallel.ep.expert_parallel import EP_ETP_AXIS
 
-NUMBER = 8
+INT64_BYTES = 8
 """bytes of a count, of an expert's number, and of a key of dropout"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Routed:
+class MoeTraffic:
     """What a rank's layers with experts see of a microbatch."""
 
     layers: int
@@ -34,7 +34,7 @@ class Routed:
     width: int
     element_bytes: int
     experts: int
-    k: float
+    top_k: float
     """experts of a token that take it: fewer where some are dropped"""
     score_bytes: int
     """of one score or weight: 4, or 8 under float64"""
@@ -42,67 +42,67 @@ class Routed:
     """of a token; 0: as many as experts"""
     dropout: bool = False
     """inside the experts"""
-    followed: bool = False
+    recomputes_combine: bool = False
     """by dropout, or by a layer that is repeated together with it: recomputation then repeats its last message too"""
-    nodes: float = 0.0
+    nodes_per_token: float = 0.0
     """that a token goes to, where it goes by way of them; 0: as many as k experts lie on that are picked without aim"""
 
-    def tokens(self, layout: Layout) -> float:
+    def tokens_per_rank(self, layout: Layout) -> float:
         """On a rank, padding aside."""
         return self.sequences * self.seq_len / (layout.cp * layout.tp)
 
 
-def nodes_of(k: float, nodes: int) -> float:
+def expected_nodes(k: float, nodes: int) -> float:
     """How many of some nodes k experts lie on that are picked without aim."""
     return float(nodes * (1 - (1 - 1 / nodes) ** k))
 
 
-def collectives(layout: Layout, routed: Routed, *, repeated: bool | None = None) -> Iterator[Collective]:
+def collectives(layout: Layout, traffic: MoeTraffic, *, recomputed: bool | None = None) -> Iterator[Collective]:
     """Of a step on one rank, rounds aside. `repeated` says whether the layers are, where the layout does not."""
-    if repeated is None:
-        repeated = layout.recompute.partition(":")[0] in ("full", "every", "sqrt")
-    passes = 2 if repeated else 1  # forward ones
-    for item, times in (*_scores(layout, routed, passes), *_rows(layout, routed, passes)):
-        count = item.count * times * routed.layers * layout.accumulate
-        yield Collective(kind=item.kind, axis=item.axis, bytes=item.bytes, count=count, part=item.part)
+    if recomputed is None:
+        recomputed = layout.recompute.partition(":")[0] in ("full", "every", "sqrt")
+    passes = 2 if recomputed else 1  # forward ones
+    for item, times in (*_score_collectives(layout, traffic, passes), *_token_collectives(layout, traffic, passes)):
+        count = item.count * times * traffic.layers * layout.accumulate
+        yield Collective(op=item.op, axis=item.axis, bytes=item.bytes, count=count, purpose=item.purpose)
 
 
-Several = Iterator[tuple[Collective, int]]
+RepeatedCollectives = Iterator[tuple[Collective, int]]
 """messages of one layer and microbatch, and how often each is sent"""
 
 
-def _scores(layout: Layout, routed: Routed, passes: int) -> Several:
+def _score_collectives(layout: Layout, routed: MoeTraffic, passes: int) -> RepeatedCollectives:
     each = (routed.scores or routed.experts) * routed.score_bytes * routed.sequences
-    here = -(-slice_length(layout, routed.seq_len) // layout.tp)
+    here = -(-tokens_per_rank(layout, routed.seq_len) // layout.tp)
     for axis, ranks in (("tp", layout.tp), ("cp", layout.cp * layout.tp)):
         if getattr(layout, axis) > 1:
-            yield Collective(kind="all_gather", axis=axis, bytes=ranks * here * each, part="scores"), passes
+            yield Collective(op="all_gather", axis=axis, bytes=ranks * here * each, purpose="scores"), passes
     if layout.cp > 1:
-        yield Collective(kind="all_reduce", axis="cp", bytes=routed.seq_len * each, part="scores"), 1
+        yield Collective(op="all_reduce", axis="cp", bytes=routed.seq_len * each, purpose="scores"), 1
 
 
-def _rows(layout: Layout, routed: Routed, passes: int) -> Several:
-    ranks, tokens = layout.ep * layout.etp, routed.tokens(layout)
+def _token_collectives(layout: Layout, routed: MoeTraffic, passes: int) -> RepeatedCollectives:
+    ranks, tokens = layout.ep * layout.etp, routed.tokens_per_rank(layout)
     if ranks == 1:
         return
     nodes = ranks // layout.ep_inner if layout.ep_inner > 1 else 0
-    counts = ranks * (routed.experts + nodes + 1) * NUMBER
-    yield Collective(kind="all_gather", axis=TOGETHER, bytes=counts, part="counts"), passes
+    counts = ranks * (routed.experts + nodes + 1) * INT64_BYTES
+    yield Collective(op="all_gather", axis=EP_ETP_AXIS, bytes=counts, purpose="counts"), passes
     row = routed.width * routed.element_bytes
-    near = f"{TOGETHER}/{layout.ep_inner}" if nodes else TOGETHER
+    near = f"{EP_ETP_AXIS}/{layout.ep_inner}" if nodes else EP_ETP_AXIS
     if nodes:
-        far = f"{TOGETHER}%{layout.ep_inner}"
-        crossing = tokens * (routed.nodes or nodes_of(routed.k, nodes))
-        each = max(1, round(routed.k))
-        returns = passes if routed.followed else 1
-        yield _to(far, crossing * row, "tokens"), passes + returns + 2
-        yield _to(far, crossing * each * routed.score_bytes, "weights"), passes + 1
-        yield _to(far, crossing * each * NUMBER, "numbers"), passes * (1 + routed.dropout)
-    sent = tokens * routed.k * layout.etp
-    yield _to(near, sent * row, "tokens"), 2 * (passes + 1)
+        far = f"{EP_ETP_AXIS}%{layout.ep_inner}"
+        crossing = tokens * (routed.nodes_per_token or expected_nodes(routed.top_k, nodes))
+        each = max(1, round(routed.top_k))
+        returns = passes if routed.recomputes_combine else 1
+        yield _all_to_all(far, crossing * row, "tokens"), passes + returns + 2
+        yield _all_to_all(far, crossing * each * routed.score_bytes, "weights"), passes + 1
+        yield _all_to_all(far, crossing * each * INT64_BYTES, "numbers"), passes * (1 + routed.dropout)
+    sent = tokens * routed.top_k * layout.etp
+    yield _all_to_all(near, sent * row, "tokens"), 2 * (passes + 1)
     if routed.dropout:
-        yield _to(near, sent * NUMBER, "keys"), passes
+        yield _all_to_all(near, sent * INT64_BYTES, "keys"), passes
 
 
-def _to(axis: str, size: float, part: str) -> Collective:
-    return Collective(kind="all_to_all", axis=axis, bytes=round(size), part=part)
+def _all_to_all(axis: str, size: float, part: str) -> Collective:
+    return Collective(op="all_to_all", axis=axis, bytes=round(size), purpose=part)

@@ -13,62 +13,62 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from echelon.layout import Layout
-from echelon.layout.placement import Cut, Entry
+from echelon.layout.placement import DimSplit, LogicalParam
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from echelon.parallel.comm.mesh_axis import Axes
-    from echelon.parallel.cp.context_parallel import Context
-    from echelon.parallel.tp.tp_collectives import Boundary
+    from echelon.parallel.comm.mesh_axis import MeshAxes
+    from echelon.parallel.cp.context_parallel import ContextParallel
+    from echelon.parallel.tp.tp_collectives import RegionBoundary
 
-TOGETHER = "ep*etp"
+EP_ETP_AXIS = "ep*etp"
 """the ranks that hold all experts between them"""
-CEILING = 2.0
+MAX_LOAD_FACTOR = 2.0
 """rows of experts that a rank has at a time, at most, to those of an even load: see rounds.py"""
 
 
-def split(
+def apply_expert_parallel(
     model: nn.Module,
-    entries: Iterable[Entry],
+    params: Iterable[LogicalParam],
     layout: Layout,
-    axes: Axes,
-    boundary: Boundary | None,
-    context: Context | None,
-) -> list[Entry]:
+    axes: MeshAxes,
+    boundary: RegionBoundary | None,
+    context: ContextParallel | None,
+) -> list[LogicalParam]:
     """Makes every mixture of a model reach experts and tokens elsewhere, and says how experts are cut."""
-    from echelon.moe.moe_layer import Mixture
-    from echelon.parallel.ep.token_dispatch import Dispatch
+    from echelon.moe.moe_layer import MoELayer
+    from echelon.parallel.ep.token_dispatch import AllToAllTokenDispatcher
 
-    found = {name: module for name, module in model.named_modules() if isinstance(module, Mixture)}
+    found = {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}
     if not found:
         if layout.ep * layout.etp > 1:
             raise ValueError(
                 f"{type(model).__name__} has no experts to divide (ep={layout.ep}, etp={layout.etp}); "
                 "use a model with mixtures (moe-tiny, mixtral-8x7b), or ep=1"
             )
-        return list(entries)
+        return list(params)
     if layout.tp > 1 and (layout.tp_kind != "1d" or not layout.sp):
         raise ValueError(
             f"experts need tokens that are divided over tp by position (tp={layout.tp}, tp_kind={layout.tp_kind}, "
             f"sp={layout.sp}); use tp_kind=1d and sp=1"
         )
     if layout.ep * layout.etp * layout.cp * layout.tp == 1:
-        return list(entries)
-    changed = {name: entry for entry in entries for name in entry.names}
+        return list(params)
+    changed = {name: entry for entry in params for name in entry.names}
     for name, mixture in found.items():
         experts = mixture.gate.num_experts
         if experts % layout.ep:
             raise ValueError(f"ep={layout.ep} does not divide the {experts} experts of {name}; use a divisor of them")
-        mixture.spread = Dispatch(layout, axes, boundary, context, experts=experts)
-        mixture.experts.first_unit = axes.at["etp"] * -(-mixture.experts.up.shape[2] // layout.etp)
-        parts = Cut(axis="ep", dim=0, parts=layout.ep)
+        mixture.dispatcher = AllToAllTokenDispatcher(layout, axes, boundary, context, experts=experts)
+        mixture.experts.first_unit = axes.coordinates["etp"] * -(-mixture.experts.up.shape[2] // layout.etp)
+        parts = DimSplit(axis="ep", dim=0, num_parts=layout.ep)
         for key in ("up", "down"):
-            cuts = (parts, Cut(axis="etp", dim=2, parts=layout.etp))
-            entry = replace(changed[f"{name}.experts.{key}"], cuts=cuts, folded=True)
+            cuts = (parts, DimSplit(axis="etp", dim=2, num_parts=layout.etp))
+            entry = replace(changed[f"{name}.experts.{key}"], splits=cuts, is_expert=True)
             changed.update(dict.fromkeys(entry.names, entry))
         if layout.tp > 1:
             for key, _ in mixture.gate.named_parameters():
-                entry = replace(changed[f"{name}.gate.{key}"], sum_over=("tp",))
+                entry = replace(changed[f"{name}.gate.{key}"], partial_grad_axes=("tp",))
                 changed.update(dict.fromkeys(entry.names, entry))
-    return [changed[entry.name] for entry in entries]
+    return [changed[entry.name] for entry in params]

@@ -24,26 +24,26 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from echelon.parallel.comm.mesh_axis import Axis, Done, Pending
+from echelon.parallel.comm.mesh_axis import CompletedWork, MeshAxis, PendingWork
 
 
-class Leg:
+class TokenAllToAll:
     """The way between this rank's `total` rows, of which the last may go nowhere, and the rows of its experts."""
 
-    def __init__(self, axis: Axis, table: Tensor, total: int, device: torch.device, *, etp: int = 1):
-        self.axis, self.total, self.etp = axis, total, etp
-        ranks, experts = table.shape
-        by_part = table.view(ranks, ranks // etp, experts * etp // ranks)
+    def __init__(self, axis: MeshAxis, token_counts: Tensor, num_tokens: int, device: torch.device, *, etp: int = 1):
+        self.axis, self.num_tokens, self.etp = axis, num_tokens, etp
+        ranks, experts = token_counts.shape
+        by_part = token_counts.view(ranks, ranks // etp, experts * etp // ranks)
         runs, mine = by_part.sum(2), by_part[:, axis.index // etp]
-        self._runs: list[int] = runs[axis.index].tolist()
-        self._sent: list[int] = runs[axis.index].repeat_interleave(etp).tolist()
-        self._received: list[int] = runs[:, axis.index // etp].tolist()
-        self.ends = mine.sum(0).cumsum(0).to(device, torch.int32)
+        self._send_splits_per_part: list[int] = runs[axis.index].tolist()
+        self._send_splits: list[int] = runs[axis.index].repeat_interleave(etp).tolist()
+        self._receive_splits: list[int] = runs[:, axis.index // etp].tolist()
+        self.expert_ends = mine.sum(0).cumsum(0).to(device, torch.int32)
         """where each expert's run of arrived rows ends"""
         self._by_expert: Tensor | None = None
         if mine.shape[1] > 1:
             each = torch.arange(mine.shape[1], device=device).repeat(ranks)
-            sizes, arrived = mine.flatten().to(device), sum(self._received)
+            sizes, arrived = mine.flatten().to(device), sum(self._receive_splits)
             expert = torch.repeat_interleave(each, sizes, output_size=arrived)
             order = torch.argsort(expert, stable=True)
             place = torch.empty_like(order).scatter_(0, order, torch.arange(arrived, device=device))
@@ -51,77 +51,79 @@ class Leg:
 
     # -- without a gradient -------------------------------------------------------------------------------------------
 
-    def out(self, rows: Tensor) -> Tensor:
+    def dispatch(self, tokens: Tensor) -> Tensor:
         """What arrives here, by expert."""
-        return self._end(*self._begin(rows, outward=True), outward=True)
+        return self._finish(*self._start(tokens, dispatching=True), dispatching=True)
 
-    def back(self, made: Tensor) -> Tensor:
+    def combine(self, expert_output: Tensor) -> Tensor:
         """[total, ...]: what comes home; 0 for rows that went nowhere."""
-        return self._end(*self._begin(made, outward=False), outward=False)
+        return self._finish(*self._start(expert_output, dispatching=False), dispatching=False)
 
-    def _begin(self, x: Tensor, *, outward: bool) -> tuple[Tensor, Pending]:
-        if outward:
-            x = x[: sum(self._runs)]
+    def _start(self, x: Tensor, *, dispatching: bool) -> tuple[Tensor, PendingWork]:
+        if dispatching:
+            x = x[: sum(self._send_splits_per_part)]
             if self.etp > 1:
-                x = torch.cat([run for run in x.split(self._runs) for _ in range(self.etp)])
+                x = torch.cat([run for run in x.split(self._send_splits_per_part) for _ in range(self.etp)])
         elif self._by_expert is not None:
             x = x.index_select(0, self._by_sender)
-        sent, received = (self._sent, self._received) if outward else (self._received, self._sent)
+        sent, received = (
+            (self._send_splits, self._receive_splits) if dispatching else (self._receive_splits, self._send_splits)
+        )
         arriving = x.new_empty(sum(received), *x.shape[1:])
         return arriving, self.axis.start_all_to_all(arriving, x.contiguous(), received, sent)
 
-    def _end(self, arriving: Tensor, pending: Pending, *, outward: bool) -> Tensor:
+    def _finish(self, arriving: Tensor, pending: PendingWork, *, dispatching: bool) -> Tensor:
         pending.wait()
-        if outward:
+        if dispatching:
             return arriving if self._by_expert is None else arriving.index_select(0, self._by_expert)
         if self.etp > 1:
-            runs = arriving.split(self._sent)
+            runs = arriving.split(self._send_splits)
             arriving = torch.cat([sum(runs[i + 1 : i + self.etp], runs[i]) for i in range(0, len(runs), self.etp)])
-        missing = self.total - len(arriving)
+        missing = self.num_tokens - len(arriving)
         return torch.cat([arriving, arriving.new_zeros(missing, *arriving.shape[1:])]) if missing else arriving
 
     # -- with one -----------------------------------------------------------------------------------------------------
 
-    def start_out(self, rows: Tensor) -> Callable[[], Tensor]:
+    def start_dispatch(self, tokens: Tensor) -> Callable[[], Tensor]:
         """Begins at once; who asks waits, and gets what arrived."""
-        return _flight(rows, self, outward=True)
+        return _start_async(tokens, self, outward=True)
 
-    def start_back(self, made: Tensor) -> Callable[[], Tensor]:
-        return _flight(made, self, outward=False)
-
-
-class _Flight:
-    def __init__(self, leg: Leg, outward: bool):
-        self.leg, self.outward = leg, outward
-        self.under_way: tuple[Tensor, Pending] = (torch.empty(0), Done())
-
-    def begin(self, x: Tensor, *, gradient: bool = False) -> None:
-        self.under_way = self.leg._begin(x, outward=self.outward != gradient)
-
-    def end(self, *, gradient: bool = False) -> Tensor:
-        arriving, pending = self.under_way
-        self.under_way = (torch.empty(0), Done())
-        return self.leg._end(arriving, pending, outward=self.outward != gradient)
+    def start_combine(self, expert_output: Tensor) -> Callable[[], Tensor]:
+        return _start_async(expert_output, self, outward=False)
 
 
-def _flight(x: Tensor, leg: Leg, *, outward: bool) -> Callable[[], Tensor]:
-    flight = _Flight(leg, outward)
-    begun = _Begin.apply(x, flight)
+class _AsyncAllToAll:
+    def __init__(self, leg: TokenAllToAll, outward: bool):
+        self.all_to_all, self.dispatching = leg, outward
+        self.pending: tuple[Tensor, PendingWork] = (torch.empty(0), CompletedWork())
+
+    def start(self, x: Tensor, *, backward: bool = False) -> None:
+        self.pending = self.all_to_all._start(x, dispatching=self.dispatching != backward)
+
+    def finish(self, *, backward: bool = False) -> Tensor:
+        arriving, pending = self.pending
+        self.pending = (torch.empty(0), CompletedWork())
+        return self.all_to_all._finish(arriving, pending, dispatching=self.dispatching != backward)
+
+
+def _start_async(x: Tensor, leg: TokenAllToAll, *, outward: bool) -> Callable[[], Tensor]:
+    flight = _AsyncAllToAll(leg, outward)
+    begun = _StartAllToAll.apply(x, flight)
 
     def end() -> Tensor:
-        out: Tensor = _End.apply(begun, flight)
+        out: Tensor = _FinishAllToAll.apply(begun, flight)
         return out
 
     return end
 
 
-class _Begin(Function):
+class _StartAllToAll(Function):
     """The message is not among autograd's tensors: nobody may look at it before it is there."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: _Flight) -> Tensor:
+    def forward(ctx: Any, x: Tensor, flight: _AsyncAllToAll) -> Tensor:
         ctx.flight = flight
-        flight.begin(x)
+        flight.start(x)
         return x.new_empty(0)
 
     @staticmethod
@@ -130,11 +132,11 @@ class _Begin(Function):
         return ctx.flight.end(gradient=True), None
 
 
-class _End(Function):
+class _FinishAllToAll(Function):
     @staticmethod
-    def forward(ctx: Any, begun: Tensor, flight: _Flight) -> Tensor:
+    def forward(ctx: Any, begun: Tensor, flight: _AsyncAllToAll) -> Tensor:
         ctx.flight = flight
-        return flight.end()
+        return flight.finish()
 
     @staticmethod
     @once_differentiable

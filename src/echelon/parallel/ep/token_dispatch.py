@@ -33,95 +33,115 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from echelon.layout import Layout
-from echelon.moe.moe_layer import Mixture
+from echelon.moe.moe_layer import MoELayer
 from echelon.moe.routing import Routing
-from echelon.moe.token_permutation import Sorted
-from echelon.parallel.comm.mesh_axis import Axes
-from echelon.parallel.cp.context_parallel import Context
-from echelon.parallel.cp.zigzag import Zigzag
-from echelon.parallel.ep.chunked_dispatch import most, through
-from echelon.parallel.ep.expert_parallel import CEILING, TOGETHER
-from echelon.parallel.ep.hierarchical_all_to_all import Hops
-from echelon.parallel.ep.token_all_to_all import Leg
-from echelon.parallel.tp.tp_collectives import Boundary
-from echelon.rng import Draws
+from echelon.moe.token_permutation import TokenPermutation
+from echelon.parallel.comm.mesh_axis import MeshAxes
+from echelon.parallel.cp.context_parallel import ContextParallel
+from echelon.parallel.cp.zigzag import ZigzagOrder
+from echelon.parallel.ep.chunked_dispatch import max_received_tokens, run_in_chunks
+from echelon.parallel.ep.expert_parallel import EP_ETP_AXIS, MAX_LOAD_FACTOR
+from echelon.parallel.ep.hierarchical_all_to_all import HierarchicalAllToAll
+from echelon.parallel.ep.token_all_to_all import TokenAllToAll
+from echelon.parallel.tp.tp_collectives import RegionBoundary
+from echelon.rng import RandomDraws
 
 
-class Dispatch:
+class AllToAllTokenDispatcher:
     """One rank's way to all experts and to the rest of its groups."""
 
-    def __init__(self, layout: Layout, axes: Axes, boundary: Boundary | None, context: Context | None, *, experts: int):
-        axes.add(TOGETHER)
-        self.axis, self.etp = axes[TOGETHER], layout.etp
-        self.hops: Hops | None = None
+    def __init__(
+        self,
+        layout: Layout,
+        axes: MeshAxes,
+        boundary: RegionBoundary | None,
+        context: ContextParallel | None,
+        *,
+        experts: int,
+    ):
+        axes.add(EP_ETP_AXIS)
+        self.axis, self.etp = axes[EP_ETP_AXIS], layout.etp
+        self.hierarchical: HierarchicalAllToAll | None = None
         if layout.ep_inner > 1:
-            near, far = f"{TOGETHER}/{layout.ep_inner}", f"{TOGETHER}%{layout.ep_inner}"
-            self.hops = Hops(axes.axis(far), axes.axis(near), etp=layout.etp, experts=experts)
-        self.ceiling = CEILING
+            near, far = f"{EP_ETP_AXIS}/{layout.ep_inner}", f"{EP_ETP_AXIS}%{layout.ep_inner}"
+            self.hierarchical = HierarchicalAllToAll(
+                axes.get_or_add(far), axes.get_or_add(near), etp=layout.etp, experts=experts
+            )
+        self.max_load_factor = MAX_LOAD_FACTOR
         self.tp, self.cp = axes["tp"], axes["cp"] if context is not None else None
         self.boundary, self.context = boundary, context
 
     # -- whole groups -------------------------------------------------------------------------------------------------
 
-    def route(self, mixture: Mixture, x: Tensor) -> Routing:
+    def route(self, mixture: MoELayer, x: Tensor) -> Routing:
         gate = mixture.gate
         if self.tp.size == 1 and self.cp is None:
             found: Routing = gate(x)
             return found
-        at = self._places(x)
-        mine, length = at.places[self.mine], at.length
+        at = self._positions(x)
+        mine, length = at.positions[self.sequence_shard_index], at.length
         for module in (*gate.modules(), mixture.experts.drop):
-            if isinstance(module, Draws):
+            if isinstance(module, RandomDraws):
                 module.window = {**module.window, 1: (mine, length)}
-        routing: Routing = gate(x, lambda scores: gate.route(_Gathered.apply(scores, self, at)))
+        routing: Routing = gate(x, lambda scores: gate.route(_GatherScores.apply(scores, self, at)))
         rows = torch.arange(len(x), device=x.device).unsqueeze(1) * length
-        return routing.keep(torch.where(mine < length, rows + mine, len(x) * length).flatten())
+        return routing.select_tokens(torch.where(mine < length, rows + mine, len(x) * length).flatten())
 
     @property
-    def mine(self) -> int:
+    def sequence_shard_index(self) -> int:
         """This rank's place among those that have parts of its sequences."""
         return (self.cp.index if self.cp is not None else 0) * self.tp.size + self.tp.index
 
-    def _places(self, x: Tensor) -> Places:
+    def _positions(self, x: Tensor) -> TokenPositions:
         local = x.shape[1]
         if self.context is None:
             length = self.boundary.length if self.boundary is not None else local
-            return _in_order(self.tp.size, local, length, x.device)
-        return _spread(self.context.order, self.context.axis.size, self.tp.size, local, self.context.length, x.device)
+            return _contiguous_positions(self.tp.size, local, length, x.device)
+        return _zigzag_positions(
+            self.context.order, self.context.axis.size, self.tp.size, local, self.context.seq_len, x.device
+        )
 
     # -- experts ------------------------------------------------------------------------------------------------------
 
-    def start(self, mixture: Mixture, x: Tensor, routing: Routing) -> Callable[[], Tensor]:
+    def start(self, mixture: MoELayer, x: Tensor, routing: Routing) -> Callable[[], Tensor]:
         if self.axis.size == 1:
             # Where experts chose, those of tokens elsewhere are in the list; elsewhere it is as long as it must be.
-            return mixture.at_hand(x, routing, trim=not routing.per_token)
-        experts, order = mixture.experts, Sorted.of(routing)
-        to_nodes = self.hops.to_nodes(routing) if self.hops is not None else None
-        tokens, census = self._census(len(x), [order.counts] if to_nodes is None else [order.counts, to_nodes.counts])
+            return mixture.compute_locally(x, routing, trim=not routing.choices_per_token)
+        experts, order = mixture.experts, TokenPermutation.from_routing(routing)
+        to_nodes = self.hierarchical.sort_by_node(routing) if self.hierarchical is not None else None
+        tokens, census = self._gather_counts(
+            len(x), [order.counts] if to_nodes is None else [order.counts, to_nodes.counts]
+        )
         table = census[:, : len(order.counts)].contiguous()
-        order = order.first(int(table[self.axis.index].sum()))
-        limit = self.limit(mixture, tokens)
-        arriving = most(table, self.etp) if self.hops is None else self.hops.most(census)
+        order = order.truncate(int(table[self.axis.index].sum()))
+        limit = self.max_tokens_at_once(mixture, tokens)
+        arriving = (
+            max_received_tokens(table, self.etp)
+            if self.hierarchical is None
+            else self.hierarchical.max_received(census)
+        )
         if arriving > limit:
-            return lambda: order.received(
-                through(experts, order.sent(x), order.keys, self.axis, table, etp=self.etp, limit=limit),
+            return lambda: order.unpermute(
+                run_in_chunks(
+                    experts, order.permute(x), order.dropout_keys, self.axis, table, etp=self.etp, limit=limit
+                ),
                 routing.weights,
             )
-        if self.hops is not None:
+        if self.hierarchical is not None:
             assert to_nodes is not None
-            return self.hops.start(experts, x, routing, to_nodes, census)
-        rows = order.sent(x)
-        leg = Leg(self.axis, table, len(rows), x.device, etp=self.etp)
-        arrived = leg.start_out(rows)
-        keys = None if order.keys is None else leg.out(order.keys)
-        return lambda: order.received(leg.start_back(experts(arrived(), leg.ends, keys))(), routing.weights)
+            return self.hierarchical.start(experts, x, routing, to_nodes, census)
+        rows = order.permute(x)
+        leg = TokenAllToAll(self.axis, table, len(rows), x.device, etp=self.etp)
+        arrived = leg.start_dispatch(rows)
+        keys = None if order.dropout_keys is None else leg.dispatch(order.dropout_keys)
+        return lambda: order.unpermute(leg.start_combine(experts(arrived(), leg.expert_ends, keys))(), routing.weights)
 
-    def limit(self, mixture: Mixture, tokens: int) -> int:
+    def max_tokens_at_once(self, mixture: MoELayer, tokens: int) -> int:
         """Rows of experts that are here at a time at most: see [Note: a ceiling] in rounds.py. `tokens` are those of
         the rank that has most."""
-        return math.ceil(self.ceiling * mixture.gate.k * tokens * self.etp)
+        return math.ceil(self.max_load_factor * mixture.gate.k * tokens * self.etp)
 
-    def _census(self, tokens: int, counts: list[Tensor]) -> tuple[int, Tensor]:
+    def _gather_counts(self, tokens: int, counts: list[Tensor]) -> tuple[int, Tensor]:
         """(most tokens of a rank, [ranks, counts]): everyone's, on the host. All ranks see the same, and so decide the
         same."""
         mine = torch.cat([*counts, counts[0].new_tensor([tokens])])
@@ -132,34 +152,36 @@ class Dispatch:
 
 
 @dataclass(frozen=True)
-class Places:
+class TokenPositions:
     """Where each rank's tokens are in a sequence."""
 
-    places: Tensor
+    positions: Tensor
     """[ranks, T]; padding is beyond the sequence's length"""
     length: int
-    padded: int
+    padded_len: int
     """above every place"""
 
 
 @lru_cache(maxsize=8)
-def _in_order(ranks: int, local: int, length: int, device: torch.device) -> Places:
-    return Places(torch.arange(ranks * local, device=device).view(ranks, local), length, ranks * local)
+def _contiguous_positions(ranks: int, local: int, length: int, device: torch.device) -> TokenPositions:
+    return TokenPositions(torch.arange(ranks * local, device=device).view(ranks, local), length, ranks * local)
 
 
 @lru_cache(maxsize=8)
-def _spread(order: Zigzag, cp: int, tp: int, local: int, length: int, device: torch.device) -> Places:
-    each = torch.tensor([order.places(rank) for rank in range(cp)], device=device)
+def _zigzag_positions(
+    order: ZigzagOrder, cp: int, tp: int, local: int, length: int, device: torch.device
+) -> TokenPositions:
+    each = torch.tensor([order.rank_positions(rank) for rank in range(cp)], device=device)
     padding = tp * local - each.shape[1]
-    each = torch.nn.functional.pad(each, (0, padding), value=order.padded)  # sequence parallelism's
-    return Places(each.view(-1, local), length, order.padded + 1)
+    each = torch.nn.functional.pad(each, (0, padding), value=order.padded_len)  # sequence parallelism's
+    return TokenPositions(each.view(-1, local), length, order.padded_len + 1)
 
 
-class _Gathered(Function):
+class _GatherScores(Function):
     """Scores of whole sequences, from each rank's."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, dispatch: Dispatch, at: Places) -> Tensor:
+    def forward(ctx: Any, scores: Tensor, dispatch: AllToAllTokenDispatcher, at: TokenPositions) -> Tensor:
         ctx.dispatch, ctx.at = dispatch, at
         found = scores.contiguous()
         for axis in (dispatch.tp, dispatch.cp):
@@ -167,9 +189,9 @@ class _Gathered(Function):
                 whole = found.new_empty(axis.size, *found.shape)
                 axis.start_all_gather(whole.view(-1), found.view(-1)).wait()
                 found = whole
-        parts = found.view(len(at.places), *scores.shape).transpose(0, 1).flatten(1, 2)
-        out = parts.new_empty(len(scores), at.padded, scores.shape[2])
-        return out.index_copy_(1, at.places.flatten(), parts)[:, : at.length].contiguous()
+        parts = found.view(len(at.positions), *scores.shape).transpose(0, 1).flatten(1, 2)
+        out = parts.new_empty(len(scores), at.padded_len, scores.shape[2])
+        return out.index_copy_(1, at.positions.flatten(), parts)[:, : at.length].contiguous()
 
     @staticmethod
     @once_differentiable

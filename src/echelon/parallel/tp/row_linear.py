@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from echelon.kernels.gemm.fused_linear import SAME, Arithmetic, product
-from echelon.parallel.tp.tp_collectives import Boundary
+from echelon.kernels.gemm.fused_linear import PLAIN_GEMMS, LinearGemms, fused_linear
+from echelon.parallel.tp.tp_collectives import RegionBoundary
 
 
 class RowLinear(nn.Module):
     bias: nn.Parameter | None
-    arithmetic: Arithmetic = SAME
+    arithmetic: LinearGemms = PLAIN_GEMMS
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, boundary: Boundary):
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, boundary: RegionBoundary):
         super().__init__()
         self.weight, self.boundary = weight, boundary
         self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.boundary.leave(product(x, (self.weight,), (None,), self.arithmetic))
+        y = self.boundary.leave(fused_linear(x, (self.weight,), (None,), self.arithmetic))
         return y if self.bias is None else y + self.bias  # after the sum: the bias is added once

@@ -18,7 +18,7 @@ from echelon.layout import Layout
 from echelon.layout.collective import Collective
 
 
-def boundary_collectives(
+def sequence_parallel_collectives(
     layout: Layout,
     batch: int,
     seq_len: int,
@@ -31,4 +31,4 @@ def boundary_collectives(
     for kind, counts in (("all_gather", gathered), ("reduce_scatter", scattered)):
         for elements, count in counts.items():
             size = tokens * elements * element_bytes
-            yield Collective(kind=kind, axis="tp", bytes=size, count=count * layout.accumulate, part="activations")
+            yield Collective(op=kind, axis="tp", bytes=size, count=count * layout.accumulate, purpose="activations")

@@ -32,46 +32,48 @@ from typing import TYPE_CHECKING, Any, cast
 
 from echelon.layout import Layout
 from echelon.layout.collective import Collective
-from echelon.layout.placement import Cut, Entry, Unit
-from echelon.memory.checkpointing.cost import Again, partitioned
+from echelon.layout.placement import DimSplit, LogicalParam, ParamGroupSpec
+from echelon.memory.checkpointing.cost import RecomputedLayers, partition_numel
 from echelon.parallel.tp import sequence_parallel as sequence
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from echelon.models.model_config import ModelConfig
-    from echelon.parallel.comm.mesh_axis import Axis
-    from echelon.parallel.tp.tp_collectives import Boundary
+    from echelon.parallel.comm.mesh_axis import MeshAxis
+    from echelon.parallel.tp.tp_collectives import RegionBoundary
 
-Table = Mapping[str, str]
-WORDS = ("region", "column", "column/heads", "row", "vocabulary", "head", "heads", "sequence", "positions", "inside")
+RoleTable = Mapping[str, str]
+ROLES = ("region", "column", "column/heads", "row", "vocabulary", "head", "heads", "sequence", "positions", "inside")
 
 
-def split(
-    model: nn.Module, entries: Iterable[Entry], table: Table, axis: Axis, *, sequence_parallel: bool
-) -> tuple[list[Entry], Boundary]:
+def apply_tensor_parallel(
+    model: nn.Module, params: Iterable[LogicalParam], table: RoleTable, axis: MeshAxis, *, sequence_parallel: bool
+) -> tuple[list[LogicalParam], RegionBoundary]:
     """Changes the modules of a one-device model for one rank of `axis`, and says how each parameter is cut."""
-    from echelon.parallel.tp.tp_collectives import Sliced, Whole
+    from echelon.parallel.tp.tp_collectives import FullSequenceBoundary, SequenceParallelBoundary
 
-    boundary: Boundary = Sliced(axis) if sequence_parallel else Whole(axis)
-    words = match(model, table)
+    boundary: RegionBoundary = SequenceParallelBoundary(axis) if sequence_parallel else FullSequenceBoundary(axis)
+    words = match_roles(model, table)
     if sequence_parallel and "vocabulary" not in words.values():
         raise ValueError(
             f"sequence parallelism begins at an embedding, and the table of {type(model).__name__} calls no module "
             '"vocabulary" (sp=1); use sp=0'
         )
-    plan = _Split(model, axis, boundary, {name: entry for entry in entries for name in entry.names}, sequence_parallel)
+    plan = _TensorParallelSplitter(
+        model, axis, boundary, {name: entry for entry in params for name in entry.names}, sequence_parallel
+    )
     for name, word in words.items():
-        plan.change(name, word)
-    return [plan.entries[entry.name] for entry in entries], boundary
+        plan.apply_role(name, word)
+    return [plan.params[entry.name] for entry in params], boundary
 
 
-def match(model: nn.Module, table: Table) -> dict[str, str]:
+def match_roles(model: nn.Module, table: RoleTable) -> dict[str, str]:
     """The word for each module that a pattern names. A pattern without a match and an unknown word are errors."""
     problems = [
-        f"{word!r} of {pattern!r} is not one of {', '.join(WORDS)}"
+        f"{word!r} of {pattern!r} is not one of {', '.join(ROLES)}"
         for pattern, word in table.items()
-        if word not in WORDS
+        if word not in ROLES
     ]
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     found: dict[str, str] = {}
@@ -85,30 +87,35 @@ def match(model: nn.Module, table: Table) -> dict[str, str]:
     return found
 
 
-class _Split:
+class _TensorParallelSplitter:
     """The changes to one model, module by module."""
 
     def __init__(
-        self, model: nn.Module, axis: Axis, boundary: Boundary, entries: dict[str, Entry], sequence_parallel: bool
+        self,
+        model: nn.Module,
+        axis: MeshAxis,
+        boundary: RegionBoundary,
+        params: dict[str, LogicalParam],
+        sequence_parallel: bool,
     ):
-        self.model, self.axis, self.boundary, self.entries = model, axis, boundary, entries
+        self.model, self.axis, self.boundary, self.params = model, axis, boundary, params
         self.sequence_parallel = sequence_parallel
 
-    def change(self, name: str, word: str) -> None:
+    def apply_role(self, name: str, role: str) -> None:
         module = self.model.get_submodule(name)
         actions: dict[str, Callable[[str, Any], None]] = {
             "region": self._region,
             "column": lambda n, m: self._column(n, m, grain=1),
             "column/heads": lambda n, m: self._column(n, m, grain=self._parent(n).head_dim),
             "row": self._row,
-            "vocabulary": self._vocabulary,
+            "vocabulary": self._embedding,
             "head": self._head,
-            "heads": lambda _, m: m.register_forward_pre_hook(self._window),
+            "heads": lambda _, m: m.register_forward_pre_hook(self._set_dropout_window),
             "sequence": self._sequence,
             "positions": self._positions,
             "inside": self._inside,
         }
-        actions[word](name, module)
+        actions[role](name, module)
 
     def _region(self, name: str, module: nn.Module) -> None:
         module.register_forward_pre_hook(lambda _, args: (self.boundary.enter(args[0]), *args[1:]))
@@ -119,67 +126,67 @@ class _Split:
             raise ValueError(
                 f"tp={tp} does not divide the outputs of {name} ({pieces} of {grain}); use a divisor of {pieces}"
             )
-        cut = Cut(axis="tp", dim=0, parts=min(tp, pieces), copies=max(tp // pieces, 1))
+        cut = DimSplit(axis="tp", dim=0, num_parts=min(tp, pieces), num_copies=max(tp // pieces, 1))
         for attribute in ("weight", "bias"):
-            self._cut(f"{name}.{attribute}", cut)
+            self._split_param(f"{name}.{attribute}", cut)
 
     def _row(self, name: str, module: nn.Linear) -> None:
         from echelon.parallel.tp.row_linear import RowLinear
 
         if module.in_features % self.axis.size:
             raise ValueError(f"tp={self.axis.size} does not divide the inputs of {name} ({module.in_features})")
-        self._cut(f"{name}.weight", Cut(axis="tp", dim=1, parts=self.axis.size))
+        self._split_param(f"{name}.weight", DimSplit(axis="tp", dim=1, num_parts=self.axis.size))
         self._replace(name, RowLinear(cast("nn.Parameter", module.weight), module.bias, self.boundary))
         self._between_regions(f"{name}.bias")
 
-    def _vocabulary(self, name: str, module: nn.Embedding) -> None:
-        from echelon.parallel.tp.vocab_parallel import VocabularyEmbedding
+    def _embedding(self, name: str, module: nn.Embedding) -> None:
+        from echelon.parallel.tp.vocab_parallel import VocabParallelEmbedding
 
-        self._cut(f"{name}.weight", Cut(axis="tp", dim=0, parts=self.axis.size))
+        self._split_param(f"{name}.weight", DimSplit(axis="tp", dim=0, num_parts=self.axis.size))
         vocabulary = module.num_embeddings
-        self._replace(name, VocabularyEmbedding(cast("nn.Parameter", module.weight), self.boundary, vocabulary))
+        self._replace(name, VocabParallelEmbedding(cast("nn.Parameter", module.weight), self.boundary, vocabulary))
 
     def _head(self, name: str, module: Any) -> None:
-        from echelon.parallel.tp.vocab_parallel import VocabularyHead
+        from echelon.parallel.tp.vocab_parallel import VocabParallelHead
 
-        self._cut(f"{name}.weight", Cut(axis="tp", dim=0, parts=self.axis.size))
-        vocabulary = self.entries[f"{name}.weight"].shape[0]
-        self._replace(name, VocabularyHead(module.weight, self.boundary, vocabulary))
+        self._split_param(f"{name}.weight", DimSplit(axis="tp", dim=0, num_parts=self.axis.size))
+        vocabulary = self.params[f"{name}.weight"].shape[0]
+        self._replace(name, VocabParallelHead(module.weight, self.boundary, vocabulary))
 
     def _sequence(self, name: str, module: nn.Module) -> None:
         for parameter, _ in module.named_parameters():
             self._between_regions(f"{name}.{parameter}")
         if self.sequence_parallel and hasattr(module, "window"):
-            module.register_forward_pre_hook(self._window)
+            module.register_forward_pre_hook(self._set_dropout_window)
 
     def _positions(self, name: str, module: nn.Module) -> None:
-        from echelon.parallel.tp.tp_collectives import own_slice
+        from echelon.parallel.tp.tp_collectives import local_sequence_slice
 
         if self.sequence_parallel:
-            module.register_forward_pre_hook(lambda _, args: (own_slice(args[0], self.axis), *args[1:]))
+            module.register_forward_pre_hook(lambda _, args: (local_sequence_slice(args[0], self.axis), *args[1:]))
             self._between_regions(f"{name}.weight")
 
     def _inside(self, name: str, module: nn.Module) -> None:
         for parameter, _ in module.named_parameters():
-            self._update(f"{name}.{parameter}", sum_over=("tp",))
+            self._update_param(f"{name}.{parameter}", sum_over=("tp",))
 
-    def _window(self, module: Any, args: tuple[Tensor, ...]) -> None:
+    def _set_dropout_window(self, module: Any, args: tuple[Tensor, ...]) -> None:
         """Tells a dropout which part of dimension 1 (positions or heads) it sees: its mask is that part."""
         local = args[0].shape[1]
         module.window = {1: (self.axis.index * local, self.axis.size * local)}
 
     def _between_regions(self, name: str) -> None:
-        if self.sequence_parallel and name in self.entries:
-            self._update(name, sum_over=("tp",))
+        if self.sequence_parallel and name in self.params:
+            self._update_param(name, sum_over=("tp",))
 
-    def _cut(self, name: str, cut: Cut) -> None:
-        if name in self.entries:
-            extra = (f"tp/{cut.copies}",) if cut.copies > 1 else ()
-            self._update(name, cuts=(cut,), sum_over=extra)
+    def _split_param(self, name: str, cut: DimSplit) -> None:
+        if name in self.params:
+            extra = (f"tp/{cut.num_copies}",) if cut.num_copies > 1 else ()
+            self._update_param(name, cuts=(cut,), sum_over=extra)
 
-    def _update(self, name: str, **changes: Any) -> None:
-        changed = replace(self.entries[name], **changes)
-        self.entries.update(dict.fromkeys(changed.names, changed))
+    def _update_param(self, name: str, **changes: Any) -> None:
+        changed = replace(self.params[name], **changes)
+        self.params.update(dict.fromkeys(changed.names, changed))
 
     def _parent(self, name: str) -> Any:
         return self.model.get_submodule(name.rpartition(".")[0])
@@ -189,7 +196,7 @@ class _Split:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traffic:
+class TransformerSizes:
     """The sizes that the communication of a transformer depends on."""
 
     layers: int
@@ -203,9 +210,9 @@ class Traffic:
     element_bytes: int
     loss_bytes: int
     """bytes of one element of the loss's arithmetic: 4, or 8 under float64"""
-    first: bool = True
+    has_embedding: bool = True
     """this rank has the embedding"""
-    last: bool = True
+    has_head: bool = True
     """this rank has the head"""
     heads: int = 1
     kv_heads: int = 1
@@ -214,22 +221,22 @@ class Traffic:
     """elements of a head's query and key; 0: width / heads"""
     value_dim: int = 0
     """elements of a head's value; 0: as many"""
-    narrow: int = 0
+    attention_input_width: int = 0
     """elements of a token that enter attention's region; 0: the width"""
-    mixtures: int = 0
+    moe_layers: int = 0
     """of the layers, those with experts"""
-    mixed_from: int | None = None
+    first_moe_layer: int | None = None
     """number of the whole model's first layer with experts: behind it, balance losses go from layer to layer"""
-    shared: bool = False
+    has_shared_expert: bool = False
     """these have an expert that every token passes through: a region as a plain layer's second one"""
     causal: bool = True
 
     @classmethod
-    def of(cls, config: ModelConfig, *, batch: int, seq_len: int, element_bytes: int) -> Traffic:
+    def from_config(cls, config: ModelConfig, *, batch: int, seq_len: int, element_bytes: int) -> TransformerSizes:
         """Of a whole model of ours."""
         latent, mixture = config.latent, config.mixture
         narrow = (latent.query_rank or config.width) + latent.kv_rank + latent.rope_dim if latent else 0
-        mixed = [layer for layer in range(config.layers) if mixture and mixture.is_mixture(layer)]
+        mixed = [layer for layer in range(config.layers) if mixture and mixture.is_moe_layer(layer)]
         return cls(
             layers=config.layers,
             width=config.width,
@@ -242,16 +249,16 @@ class Traffic:
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
             value_dim=config.value_dim,
-            narrow=narrow,
-            mixtures=len(mixed),
-            mixed_from=min(mixed, default=None),
-            shared=bool(mixture and mixture.shared),
+            attention_input_width=narrow,
+            moe_layers=len(mixed),
+            first_moe_layer=min(mixed, default=None),
+            has_shared_expert=bool(mixture and mixture.shared),
             causal=config.causal,
         )
 
 
 def collectives(
-    traffic: Traffic, layout: Layout, again: Again | None = None, *, partition: bool = False
+    sizes: TransformerSizes, layout: Layout, recomputed: RecomputedLayers | None = None, *, partition: bool = False
 ) -> Iterable[Collective]:
     """What one step issues over tp for a transformer, apart from the once-a-step sums of `partial_sums`.
 
@@ -259,79 +266,81 @@ def collectives(
     """
     if layout.tp == 1:
         return
-    steps, t = layout.accumulate, traffic
-    again = again or Again.of(layout.recompute, layers=t.layers, mixtures=t.mixtures)
-    crossed = _Crossings.of(t, again)
-    if partition and again.segments:
-        size = partitioned(t.batch * t.seq_len * t.width, layout.tp) * layout.tp * t.element_bytes
-        count = again.segments * steps
-        yield Collective(kind="all_gather", axis="tp", bytes=size, count=count, part="kept inputs")
+    steps, t = layout.accumulate, sizes
+    recomputed = recomputed or RecomputedLayers.from_policy(layout.recompute, layers=t.layers, moe_layers=t.moe_layers)
+    crossed = _RegionCrossings.count(t, recomputed)
+    if partition and recomputed.segments:
+        size = partition_numel(t.batch * t.seq_len * t.width, layout.tp) * layout.tp * t.element_bytes
+        count = recomputed.segments * steps
+        yield Collective(op="all_gather", axis="tp", bytes=size, count=count, purpose="kept inputs")
     if layout.sp:
         gathered, scattered = crossed.gathered(), crossed.scattered()
-        yield from sequence.boundary_collectives(layout, t.batch, t.seq_len, t.element_bytes, gathered, scattered)
+        yield from sequence.sequence_parallel_collectives(
+            layout, t.batch, t.seq_len, t.element_bytes, gathered, scattered
+        )
     else:
         for elements, count in crossed.reduced().items():
             size = t.batch * t.seq_len * elements * t.element_bytes
-            yield Collective(kind="all_reduce", axis="tp", bytes=size, count=count * steps, part="activations")
-    if not t.last:
+            yield Collective(op="all_reduce", axis="tp", bytes=size, count=count * steps, purpose="activations")
+    if not t.has_head:
         return
     numbers = 2 * layout.tp * t.batch * t.seq_len * t.loss_bytes
-    yield Collective(kind="all_gather", axis="tp", bytes=numbers, count=steps, part="loss")
+    yield Collective(op="all_gather", axis="tp", bytes=numbers, count=steps, purpose="loss")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Crossings:
+class _RegionCrossings:
     """How often a microbatch enters and leaves regions, by the elements of a token that do. Backward, all do again."""
 
     enter: Counter[int]
     leave: Counter[int]
-    enter_again: Counter[int]
+    reenter: Counter[int]
     """where blocks are recomputed"""
-    leave_again: Counter[int]
+    releave: Counter[int]
 
     @classmethod
-    def of(cls, t: Traffic, again: Again) -> _Crossings:
-        plain = t.layers - t.mixtures
-        shared = t.mixtures * t.shared
+    def count(cls, t: TransformerSizes, again: RecomputedLayers) -> _RegionCrossings:
+        plain = t.layers - t.moe_layers
+        shared = t.moe_layers * t.has_shared_expert
         # Recomputing a block repeats what enters, and what leaves its first region; what leaves its last one only where
         # another block is repeated after it, dropout after it needs the result, or experts come after it.
-        last = again.plain if t.dropout else again.plain - again.plain_tails
+        last = again.dense if t.dropout else again.dense - again.dense_tails
         return cls(
-            enter=_regions(t, t.layers, plain + shared) + Counter({t.width: t.last}),
-            leave=Counter({t.width: t.layers + plain + shared + t.first}),
-            enter_again=_regions(t, again.layers, again.plain + again.mixed * t.shared),
-            leave_again=Counter({t.width: again.layers + last + again.mixed * t.shared}),
+            enter=_region_inputs(t, t.layers, plain + shared) + Counter({t.width: t.has_head}),
+            leave=Counter({t.width: t.layers + plain + shared + t.has_embedding}),
+            reenter=_region_inputs(t, again.layers, again.dense + again.moe * t.has_shared_expert),
+            releave=Counter({t.width: again.layers + last + again.moe * t.has_shared_expert}),
         )
 
     def reduced(self) -> Counter[int]:
         """Leaving is an all-reduce forward, entering one backward."""
-        return self.leave + self.enter + self.leave_again
+        return self.leave + self.enter + self.releave
 
     def gathered(self) -> Counter[int]:
         """Entering gathers forward, leaving backward."""
-        return self.enter + self.leave + self.enter_again
+        return self.enter + self.leave + self.reenter
 
     def scattered(self) -> Counter[int]:
         """Leaving scatters forward, entering backward."""
-        return self.leave + self.enter + self.leave_again
+        return self.leave + self.enter + self.releave
 
 
-def _regions(t: Traffic, attentions: int, others: int) -> Counter[int]:
+def _region_inputs(t: TransformerSizes, attentions: int, others: int) -> Counter[int]:
     found = Counter({t.width: others})
-    found[t.narrow or t.width] += attentions
+    found[t.attention_input_width or t.width] += attentions
     return found
 
 
-def partial_sums(
-    units: Iterable[Unit], reduce_bytes: int, shard_of: Callable[[Unit], int] = lambda _: 0
+def partial_grad_collectives(
+    groups: Iterable[ParamGroupSpec], reduce_bytes: int, shard_index: Callable[[ParamGroupSpec], int] = lambda _: 0
 ) -> Iterable[Collective]:
     """One all-reduce a step and axis for gradients of which each tp rank has only a part."""
     sizes: dict[str, int] = {}
-    for unit in units:
-        for entry in unit.entries:
-            for axis in entry.sum_over:
-                start, stop = unit.interval(entry, shard_of(unit))
-                sizes[axis] = sizes.get(axis, 0) + (stop - start) * unit.bytes_of(reduce_bytes)
+    for unit in groups:
+        for entry in unit.params:
+            for axis in entry.partial_grad_axes:
+                start, stop = unit.shard_interval(entry, shard_index(unit))
+                sizes[axis] = sizes.get(axis, 0) + (stop - start) * unit.element_bytes(reduce_bytes)
     for axis, size in sizes.items():
         if size:
-            yield Collective(kind="all_reduce", axis=axis, bytes=size, part="partial gradients")
+            yield Collective(op="all_reduce", axis=axis, bytes=size, purpose="partial gradients")

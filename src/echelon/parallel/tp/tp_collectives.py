@@ -21,16 +21,16 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from echelon.kernels import tensor_metadata
-from echelon.kernels.tensor_metadata import Note
-from echelon.parallel.comm.mesh_axis import Axis
+from echelon.kernels.tensor_metadata import TensorMetadata
+from echelon.parallel.comm.mesh_axis import MeshAxis
 
-SEQUENCE = 1
+SEQUENCE_DIM = 1
 """the tensor dimension of positions: activations are [batch, sequence, ...]"""
 
 
-class _Copy(Function):
+class _CopyToRegion(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: MeshAxis) -> Tensor:
         ctx.axis = axis
         return x.view_as(x)
 
@@ -39,9 +39,9 @@ class _Copy(Function):
         return ctx.axis.all_reduce(gradients[0].contiguous()), None
 
 
-class _Reduce(Function):
+class _ReduceFromRegion(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: MeshAxis) -> Tensor:
         # The product that made x does not need it in backward, so it may be summed where it lies, and autograd need not
         # know (`.data`): it has no way to follow a change of what a function of ours returned.
         axis.all_reduce(x.data)
@@ -52,9 +52,9 @@ class _Reduce(Function):
         return gradients[0], None
 
 
-class _Gather(Function):
+class _GatherSequence(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, length: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: MeshAxis, length: int) -> Tensor:
         ctx.axis = axis
         return all_gather_sequence(x, axis, length)
 
@@ -63,10 +63,10 @@ class _Gather(Function):
         return reduce_scatter_sequence(gradients[0], ctx.axis), None, None
 
 
-class _Scatter(Function):
+class _ScatterSequence(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis, ctx.length = axis, x.shape[SEQUENCE]
+    def forward(ctx: Any, x: Tensor, axis: MeshAxis) -> Tensor:
+        ctx.axis, ctx.length = axis, x.shape[SEQUENCE_DIM]
         return reduce_scatter_sequence(x, axis)
 
     @staticmethod
@@ -74,67 +74,67 @@ class _Scatter(Function):
         return all_gather_sequence(gradients[0], ctx.axis, ctx.length), None
 
 
-class Whole:
+class FullSequenceBoundary:
     """Outside the region every rank holds the whole sequence (sp=0)."""
 
-    def __init__(self, axis: Axis):
+    def __init__(self, axis: MeshAxis):
         self.axis = axis
         self.length = 0
         """not needed here: nothing is padded"""
 
     def enter(self, x: Tensor) -> Tensor:
-        out: Tensor = _Copy.apply(x, self.axis)
+        out: Tensor = _CopyToRegion.apply(x, self.axis)
         # It is the same tensor, so who can make it again still can; its gradient is a part of a sum, and says nothing.
         known = tensor_metadata.read(x)
-        again = known.again
+        again = known.recompute
         if again is None:
             return out
-        return tensor_metadata.write(out, Note(largest=known.largest, again=lambda _part: again(None)))
+        return tensor_metadata.attach(out, TensorMetadata(row_amax=known.row_amax, recompute=lambda _part: again(None)))
 
     def leave(self, x: Tensor) -> Tensor:
-        out: Tensor = _Reduce.apply(x, self.axis)
+        out: Tensor = _ReduceFromRegion.apply(x, self.axis)
         return out
 
 
-class Sliced:
+class SequenceParallelBoundary:
     """Outside the region a rank holds a slice of the sequence (sp=1)."""
 
-    def __init__(self, axis: Axis):
+    def __init__(self, axis: MeshAxis):
         self.axis = axis
         self.length = 0
         """the true length of the sequence at hand, noted where it was last seen whole"""
 
     def enter(self, x: Tensor) -> Tensor:
-        out: Tensor = _Gather.apply(x, self.axis, self.length)
+        out: Tensor = _GatherSequence.apply(x, self.axis, self.length)
         return out
 
     def leave(self, x: Tensor) -> Tensor:
-        self.length = x.shape[SEQUENCE]
-        out: Tensor = _Scatter.apply(x, self.axis)
+        self.length = x.shape[SEQUENCE_DIM]
+        out: Tensor = _ScatterSequence.apply(x, self.axis)
         return out
 
 
-Boundary = Whole | Sliced
+RegionBoundary = FullSequenceBoundary | SequenceParallelBoundary
 
 
-def slice_length(length: int, axis: Axis) -> int:
+def positions_per_rank(length: int, axis: MeshAxis) -> int:
     """How many positions each rank holds of a sequence, padding included."""
     return -(-length // axis.size)
 
 
-def all_gather_sequence(x: Tensor, axis: Axis, length: int) -> Tensor:
+def all_gather_sequence(x: Tensor, axis: MeshAxis, length: int) -> Tensor:
     """[batch, slice, ...] on each rank to [batch, length, ...] on all."""
-    batch, part = x.shape[0], x.shape[SEQUENCE]
+    batch, part = x.shape[0], x.shape[SEQUENCE_DIM]
     whole = x.new_empty(axis.size * batch, *x.shape[1:])
     axis.start_all_gather(whole, x.contiguous()).wait()
     whole = whole.view(axis.size, batch, *x.shape[1:]).transpose(0, 1)
     return whole.reshape(batch, axis.size * part, *x.shape[2:])[:, :length].contiguous()
 
 
-def reduce_scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
+def reduce_scatter_sequence(x: Tensor, axis: MeshAxis) -> Tensor:
     """The sum over ranks of [batch, length, ...], of which each keeps [batch, slice, ...]."""
-    batch, length, rest = x.shape[0], x.shape[SEQUENCE], x.shape[2:]
-    part = slice_length(length, axis)
+    batch, length, rest = x.shape[0], x.shape[SEQUENCE_DIM], x.shape[2:]
+    part = positions_per_rank(length, axis)
     if part * axis.size != length:
         x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, part * axis.size - length))
     x = x.reshape(batch, axis.size, part, *rest).transpose(0, 1).reshape(axis.size * batch, part, *rest)
@@ -143,9 +143,9 @@ def reduce_scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
     return out
 
 
-def own_slice(x: Tensor, axis: Axis) -> Tensor:
+def local_sequence_slice(x: Tensor, axis: MeshAxis) -> Tensor:
     """This rank's slice of a sequence that every rank holds; padding repeats the last position."""
-    length = x.shape[SEQUENCE]
-    part = slice_length(length, axis)
+    length = x.shape[SEQUENCE_DIM]
+    part = positions_per_rank(length, axis)
     index = torch.arange(axis.index * part, (axis.index + 1) * part, device=x.device).clamp_(max=length - 1)
-    return x.index_select(SEQUENCE, index)
+    return x.index_select(SEQUENCE_DIM, index)

@@ -13,55 +13,57 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from echelon.kernels.layers.cross_entropy import IGNORED
-from echelon.parallel.comm.mesh_axis import Axis
-from echelon.parallel.tp.tp_collectives import Boundary
+from echelon.kernels.layers.cross_entropy import IGNORE_INDEX
+from echelon.parallel.comm.mesh_axis import MeshAxis
+from echelon.parallel.tp.tp_collectives import RegionBoundary
 
 
-class VocabularyEmbedding(nn.Module):
+class VocabParallelEmbedding(nn.Module):
     """Looks up the rows this rank holds; the sum over ranks has every row."""
 
-    def __init__(self, weight: nn.Parameter, boundary: Boundary, vocabulary: int):
+    def __init__(self, weight: nn.Parameter, boundary: RegionBoundary, vocab_size: int):
         super().__init__()
-        self.weight, self.boundary, self.axis, self.vocabulary = weight, boundary, boundary.axis, vocabulary
+        self.weight, self.boundary, self.axis, self.vocab_size = weight, boundary, boundary.axis, vocab_size
 
     def forward(self, ids: Tensor) -> Tensor:
         rows = self.weight.shape[0]
         local = ids - self.axis.index * rows
         # An id that is no token is not hidden: the look-up fails, as it does on one device.
-        elsewhere = ((local < 0) | (local >= rows)) & (ids >= 0) & (ids < self.vocabulary)
+        elsewhere = ((local < 0) | (local >= rows)) & (ids >= 0) & (ids < self.vocab_size)
         out = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
         return self.boundary.leave(out.masked_fill(elsewhere[..., None], 0.0))
 
 
-class VocabularyHead(nn.Module):
+class VocabParallelHead(nn.Module):
     """The language head: hidden states to (loss sum, count) without any rank holding all logits."""
 
-    def __init__(self, weight: nn.Parameter, boundary: Boundary, vocabulary: int):
+    def __init__(self, weight: nn.Parameter, boundary: RegionBoundary, vocab_size: int):
         super().__init__()
-        self.weight, self.boundary, self.axis, self.vocabulary = weight, boundary, boundary.axis, vocabulary
+        self.weight, self.boundary, self.axis, self.vocab_size = weight, boundary, boundary.axis, vocab_size
 
     def forward(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         logits = F.linear(self.boundary.enter(hidden), self.weight)
-        return sliced_losses(logits, targets, self.axis, self.vocabulary).sum(), (targets != IGNORED).sum()
+        return vocab_parallel_cross_entropy(logits, targets, self.axis, self.vocab_size).sum(), (
+            targets != IGNORE_INDEX
+        ).sum()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """All logits, gathered: for text samples, not for training."""
         local = F.linear(self.boundary.enter(hidden.to(self.weight.dtype)), self.weight)
         whole = local.new_empty(self.axis.size, *local.shape)
         self.axis.start_all_gather(whole.view(-1), local.view(-1)).wait()
-        return torch.cat(whole.unbind(0), dim=-1)[..., : self.vocabulary]
+        return torch.cat(whole.unbind(0), dim=-1)[..., : self.vocab_size]
 
 
-def sliced_losses(logits: Tensor, targets: Tensor, axis: Axis, vocabulary: int) -> Tensor:
+def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, axis: MeshAxis, vocab_size: int) -> Tensor:
     """The loss of each target, from this rank's slice of the logits [..., rows]; padding follows the vocabulary."""
     rows = logits.shape[-1]
-    real = min(max(vocabulary - axis.index * rows, 0), rows)
-    losses: Tensor = _CrossEntropy.apply(logits, targets, axis, real, vocabulary)
+    real = min(max(vocab_size - axis.index * rows, 0), rows)
+    losses: Tensor = _VocabParallelCrossEntropy.apply(logits, targets, axis, real, vocab_size)
     return losses
 
 
-class _CrossEntropy(Function):
+class _VocabParallelCrossEntropy(Function):
     """Losses from slices of the logits, with one small all-gather.
 
     1. Each rank: softmax over its own real logits, and their logarithm of the sum of exponentials, `own`.
@@ -70,10 +72,10 @@ class _CrossEntropy(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, axis: Axis, real: int, vocabulary: int) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, axis: MeshAxis, real: int, vocabulary: int) -> Tensor:
         exact = torch.promote_types(logits.dtype, torch.float32)
         local = targets - axis.index * logits.shape[-1]
-        valid = targets != IGNORED
+        valid = targets != IGNORE_INDEX
         here = (local >= 0) & (local < real) & valid
         local = local.masked_fill(~here, 0)
         # A target that is no token is not hidden either: no rank has such a row, and the look-up below fails.

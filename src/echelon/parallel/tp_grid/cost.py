@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 from echelon.layout import Layout
 from echelon.layout.collective import Collective
-from echelon.layout.rules import tp_side
+from echelon.layout.rules import head_parallel_size
 
 
 @dataclass(frozen=True, kw_only=True)
-class Product:
+class LinearSizes:
     """A linear layer."""
 
     inputs: int
@@ -34,20 +34,20 @@ class Product:
     """the axis over which the input's columns are divided"""
     target: str
     """the axis over which the output's are"""
-    follows: bool = False
+    shares_input: bool = False
     """another layer reads the same input, and has it brought for both"""
 
 
 @dataclass(frozen=True)
-class Norm:
-    sums: int
+class NormSizes:
+    reduced: int
     """numbers for each token that are summed: forward where none are gathered, and backward"""
-    gathers: int
+    gathered: int
     """numbers for each token that are gathered forward"""
 
 
 @dataclass(frozen=True)
-class Table:
+class EmbeddingSizes:
     """An embedding."""
 
     rows: int
@@ -55,21 +55,21 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Head:
+class HeadSizes:
     """A language head with its loss."""
 
     rows: int
     columns: int
 
 
-Part = Product | Norm | Table | Head
+ModuleSizes = LinearSizes | NormSizes | EmbeddingSizes | HeadSizes
 
-Message = tuple[str, str, int, int]
+CollectiveSize = tuple[str, str, int, int]
 """kind, axis, elements, how many of them"""
 
 
 @dataclass(frozen=True)
-class Grid:
+class GridShape:
     """A grid, and how many ranks it has along each axis."""
 
     z: int
@@ -77,58 +77,58 @@ class Grid:
     x: int
 
     @property
-    def rows(self) -> int:
+    def batch_parts(self) -> int:
         """Ways in which a microbatch's sequences are divided."""
         return self.z * self.y
 
-    def rows_here(self, batch: int) -> int:
+    def local_batch(self, batch: int) -> int:
         """Sequences of a microbatch on one rank, padding included."""
-        return -(-batch // self.rows)
+        return -(-batch // self.batch_parts)
 
 
-def grid_of(layout: Layout) -> Grid:
-    side = tp_side(layout)
+def grid_shape(layout: Layout) -> GridShape:
+    side = head_parallel_size(layout)
     assert side is not None
-    return Grid(layout.tp // side**2, side, side)
+    return GridShape(layout.tp // side**2, side, side)
 
 
-def block(layout: Layout, batch: int, width: int) -> tuple[int, int]:
+def local_activation_shape(layout: Layout, batch: int, width: int) -> tuple[int, int]:
     """(sequences, columns) of a microbatch between regions on one rank; all where tp is no grid."""
     if layout.tp_kind == "1d":
         return batch, width
-    grid = grid_of(layout)
-    return grid.rows_here(batch), -(-width // grid.x)
+    grid = grid_shape(layout)
+    return grid.local_batch(batch), -(-width // grid.x)
 
 
-def padded_rows(layout: Layout, rows: int) -> int:
+def padded_vocab_rows(layout: Layout, rows: int) -> int:
     """Rows of a table on all ranks together: a cube divides a rank's part once more."""
-    side = grid_of(layout).x
+    side = grid_shape(layout).x
     here = -(-rows // side)
     return (-(-here // side) * side if layout.tp_kind == "3d" else here) * side
 
 
-def weight_ranks(layout: Layout) -> int:
+def num_weight_shards(layout: Layout) -> int:
     """Ranks of tp that hold different parts of a weight: all but those of 2.5d's layers, which hold copies."""
     return layout.tp // layout.depth
 
 
-def product(layout: Layout, inputs: int, outputs: int, *, leaves: bool, follows: bool) -> Product:
+def linear_sizes(layout: Layout, inputs: int, outputs: int, *, leaves_region: bool, shares_input: bool) -> LinearSizes:
     """A linear layer of so many inputs and outputs, at a region's beginning or where it leaves it."""
-    side, region = grid_of(layout).x, _KINDS[layout.tp_kind].region
-    source, target = (region, "x") if leaves else ("x", region)
+    side, region = grid_shape(layout).x, _COSTS[layout.tp_kind].region
+    source, target = (region, "x") if leaves_region else ("x", region)
     here = -(-inputs // side), -(-outputs // side)
-    return Product(inputs=here[0], outputs=here[1], source=source, target=target, follows=follows)
+    return LinearSizes(inputs=here[0], outputs=here[1], source=source, target=target, shares_input=shares_input)
 
 
-def ends(layout: Layout, vocabulary: int, width: int) -> tuple[Table, Head]:
+def embedding_and_head_sizes(layout: Layout, vocab_size: int, width: int) -> tuple[EmbeddingSizes, HeadSizes]:
     """The embedding and the language head of so many rows and columns."""
-    side = grid_of(layout).x
-    sizes = -(-vocabulary // side), -(-width // side)
-    return Table(*sizes), Head(*sizes)
+    side = grid_shape(layout).x
+    sizes = -(-vocab_size // side), -(-width // side)
+    return EmbeddingSizes(*sizes), HeadSizes(*sizes)
 
 
 def collectives(
-    parts: Iterable[tuple[Part, int]],
+    modules: Iterable[tuple[ModuleSizes, int]],
     layout: Layout,
     *,
     batch: int,
@@ -141,113 +141,115 @@ def collectives(
     `batch` is the sequences of a microbatch, and `loss_bytes` an element of what is never in a short type: statistics
     of norms, and the loss.
     """
-    grid = grid_of(layout)
-    kind = _KINDS[layout.tp_kind](grid)
-    tokens = grid.rows_here(batch) * seq_len
-    for part, again in parts:
-        size = loss_bytes if isinstance(part, Norm) else element_bytes
+    grid = grid_shape(layout)
+    kind = _COSTS[layout.tp_kind](grid)
+    tokens = grid.local_batch(batch) * seq_len
+    for part, again in modules:
+        size = loss_bytes if isinstance(part, NormSizes) else element_bytes
         word = type(part).__name__.lower()
         for repeats, messages in ((1 + again, kind.forward(part, tokens)), (1, kind.backward(part, tokens))):
             for name, axis, elements, count in messages:
                 # Of several steps, all but one run beside the product of another's blocks.
                 for steps, hidden in ((1, False), (count - 1, True)):
                     times = steps * repeats * layout.accumulate
-                    yield Collective(kind=name, axis=axis, bytes=elements * size, count=times, hidden=hidden, part=word)
-        if isinstance(part, Head):
+                    yield Collective(
+                        op=name, axis=axis, bytes=elements * size, count=times, overlapped=hidden, purpose=word
+                    )
+        if isinstance(part, HeadSizes):
             numbers = 2 * grid.x * tokens * loss_bytes
-            yield Collective(kind="all_gather", axis=kind.region, bytes=numbers, count=layout.accumulate, part="loss")
+            yield Collective(op="all_gather", axis=kind.region, bytes=numbers, count=layout.accumulate, purpose="loss")
 
 
-class _Summa:
+class _SummaCost:
     region = "x"
     """the axis over which columns inside a region are divided, and the vocabulary"""
 
-    def __init__(self, grid: Grid):
+    def __init__(self, grid: GridShape):
         self.grid, self.side = grid, grid.x
 
-    def forward(self, part: Part, n: int) -> Iterator[Message]:
+    def forward(self, part: ModuleSizes, n: int) -> Iterator[CollectiveSize]:
         q = self.side
-        if isinstance(part, Product):
-            if not part.follows:
+        if isinstance(part, LinearSizes):
+            if not part.shares_input:
                 yield "broadcast", "x", n * part.inputs, q
             yield "broadcast", "y", part.inputs * part.outputs, q
-        elif isinstance(part, Table):
+        elif isinstance(part, EmbeddingSizes):
             yield "broadcast", "y", part.rows * part.columns, q
-        elif isinstance(part, Head):
+        elif isinstance(part, HeadSizes):
             yield "broadcast", "y", part.rows * part.columns, q
             yield "reduce", "x", n * part.rows, q
         else:
             yield from _norm_forward(part, n, self.grid)
 
-    def backward(self, part: Part, n: int) -> Iterator[Message]:
+    def backward(self, part: ModuleSizes, n: int) -> Iterator[CollectiveSize]:
         q = self.side
-        if isinstance(part, Product):
-            for axis, elements in (("x", n * part.inputs), ("y", part.inputs * part.outputs))[part.follows :]:
+        if isinstance(part, LinearSizes):
+            for axis, elements in (("x", n * part.inputs), ("y", part.inputs * part.outputs))[part.shares_input :]:
                 yield "broadcast", axis, elements, q
                 yield "reduce", axis, elements, q
-        elif isinstance(part, Table):
+        elif isinstance(part, EmbeddingSizes):
             yield "reduce", "y", part.rows * part.columns, q
-        elif isinstance(part, Head):
+        elif isinstance(part, HeadSizes):
             yield "broadcast", "x", n * part.rows, q
             yield "broadcast", "y", part.rows * part.columns, q
             yield "reduce", "y", part.rows * part.columns, q
         else:
-            yield "all_reduce", "x", part.sums * n, 1
+            yield "all_reduce", "x", part.reduced * n, 1
 
 
-class _Cube:
+class _Cost3D:
     region = "y"
 
-    def __init__(self, grid: Grid):
+    def __init__(self, grid: GridShape):
         self.grid, self.side = grid, grid.z
 
-    def forward(self, part: Part, n: int) -> Iterator[Message]:
+    def forward(self, part: ModuleSizes, n: int) -> Iterator[CollectiveSize]:
         p = self.side
-        if isinstance(part, Product):
-            if not part.follows:
+        if isinstance(part, LinearSizes):
+            if not part.shares_input:
                 yield "all_gather", part.target, p * n * part.inputs, 1
             yield "all_gather", "z", self._padded(part.outputs) * part.inputs, 1
             yield "reduce_scatter", part.source, p * n * part.outputs, 1
-        elif isinstance(part, Table):
+        elif isinstance(part, EmbeddingSizes):
             yield "all_gather", "z", self._padded(part.rows) * part.columns, 1
             yield "reduce_scatter", "y", p * n * part.columns, 1
-        elif isinstance(part, Head):
-            yield from self.forward(_as_product(part), n)
+        elif isinstance(part, HeadSizes):
+            yield from self.forward(_as_linear(part), n)
         else:
             yield from _norm_forward(part, n, self.grid)
 
-    def backward(self, part: Part, n: int) -> Iterator[Message]:
+    def backward(self, part: ModuleSizes, n: int) -> Iterator[CollectiveSize]:
         p = self.side
-        if isinstance(part, Product):
+        if isinstance(part, LinearSizes):
             weight = self._padded(part.outputs) * part.inputs
             yield "all_gather", part.source, p * n * part.outputs, 1
             yield "all_gather", "z", weight, 1
             yield "reduce_scatter", "z", weight, 1
-            if not part.follows:
+            if not part.shares_input:
                 yield "all_gather", part.target, p * n * part.inputs, 1
                 yield "reduce_scatter", part.target, p * n * part.inputs, 1
-        elif isinstance(part, Table):
+        elif isinstance(part, EmbeddingSizes):
             yield "all_gather", "y", p * n * part.columns, 1
             yield "reduce_scatter", "z", self._padded(part.rows) * part.columns, 1
-        elif isinstance(part, Head):
-            yield from self.backward(_as_product(part), n)
+        elif isinstance(part, HeadSizes):
+            yield from self.backward(_as_linear(part), n)
         else:
-            yield "all_reduce", "x", part.sums * n, 1
+            yield "all_reduce", "x", part.reduced * n, 1
 
     def _padded(self, rows: int) -> int:
         """Rows of a block that is divided once more, over z."""
         return -(-rows // self.side) * self.side
 
 
-_KINDS: dict[str, type[_Summa | _Cube]] = {"2d": _Summa, "2.5d": _Summa, "3d": _Cube}
+_COSTS: dict[str, type[_SummaCost | _Cost3D]] = {"2d": _SummaCost, "2.5d": _SummaCost, "3d": _Cost3D}
 
 
-def _as_product(head: Head) -> Product:
-    return Product(inputs=head.columns, outputs=head.rows, source="x", target="y")
+def _as_linear(head: HeadSizes) -> LinearSizes:
+    return LinearSizes(inputs=head.columns, outputs=head.rows, source="x", target="y")
 
 
-def _norm_forward(part: Norm, n: int, grid: Grid) -> Iterator[Message]:
-    if part.gathers:
-        yield "all_gather", "x", grid.x * part.gathers * n, 1
+def _norm_forward(part: NormSizes, n: int, grid: GridShape) -> Iterator[CollectiveSize]:
+    if part.gathered:
+        yield "all_gather", "x", grid.x * part.gathered * n, 1
     else:
-        yield "all_reduce", "x", part.sums * n, 1
+        yield "all_reduce", "x", part.reduced * n, 1

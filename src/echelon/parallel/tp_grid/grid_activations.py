@@ -11,32 +11,32 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from echelon.parallel.comm.mesh_axis import Axis
+from echelon.parallel.comm.mesh_axis import MeshAxis
 
 
 @dataclass(frozen=True)
-class Side:
-    rows: Axis
+class ActivationSharding:
+    batch_axis: MeshAxis
     """the axis over which the microbatch's sequences are divided"""
-    columns: Axis
+    column_axis: MeshAxis
     """the axis over which the last dimension is"""
 
-    def rows_here(self, whole: int) -> int:
+    def local_batch(self, batch: int) -> int:
         """How many of so many sequences each rank has, padding included."""
-        return -(-whole // self.rows.size)
+        return -(-batch // self.batch_axis.size)
 
-    def index(self, here: int, whole: int, device: torch.device) -> Tensor:
+    def sequence_index(self, local_batch: int, batch: int, device: torch.device) -> Tensor:
         """Which sequences of the microbatch this rank's are; padding repeats the last one."""
-        first = self.rows.index * here
-        return torch.arange(first, first + here, device=device).clamp_(max=whole - 1)
+        first = self.batch_axis.index * local_batch
+        return torch.arange(first, first + local_batch, device=device).clamp_(max=batch - 1)
 
-    def cut(self, x: Tensor, padding: int) -> Tensor:
+    def local_sequences(self, x: Tensor, padding: int) -> Tensor:
         """This rank's sequences of a tensor that every rank holds."""
-        here = self.rows_here(len(x))
-        return taken(x, self.rows.index * here, here, padding)
+        here = self.local_batch(len(x))
+        return padded_slice(x, self.batch_axis.index * here, here, padding)
 
 
-def taken(x: Tensor, first: int, count: int, padding: int) -> Tensor:
+def padded_slice(x: Tensor, first: int, count: int, padding: int) -> Tensor:
     """x[first : first + count]; what lies beyond the end of x is padding."""
     part = x[first : first + count]
     missing = count - len(part)

@@ -20,7 +20,7 @@ from echelon.parallel.tp_grid import cost as tp_grid_cost
 Tensors = Sequence[Tensor]
 
 
-class Product(Protocol):
+class GridMatmul(Protocol):
     """x W^T, for each of some W, of matrices in blocks, of which each rank holds one: x [tokens, inputs], W as stored.
 
     `outputs` are the columns of each result on a rank.
@@ -42,13 +42,13 @@ class GridLinear(nn.Module):
         self,
         weight: nn.Parameter,
         bias: nn.Parameter | None,
-        product: Product,
-        real_inputs: int,
-        cost: tp_grid_cost.Product,
+        matmul: GridMatmul,
+        unpadded_inputs: int,
+        cost: tp_grid_cost.LinearSizes,
     ):
         """`real_inputs` are those of the weight's block that are no padding."""
         super().__init__()
-        self.weight, self.product, self.real_inputs, self.cost = weight, product, real_inputs, cost
+        self.weight, self.matmul, self.unpadded_inputs, self.cost = weight, matmul, unpadded_inputs, cost
         self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,28 +58,28 @@ class GridLinear(nn.Module):
     def together(x: Tensor, layers: Sequence[GridLinear]) -> tuple[Tensor, ...]:
         """The outputs of layers that read the same input."""
         weights, outputs = [layer.weight for layer in layers], [layer.cost.outputs for layer in layers]
-        found = multiply(x, weights, layers[0].product, outputs, layers[0].real_inputs)
+        found = grid_matmul(x, weights, layers[0].matmul, outputs, layers[0].unpadded_inputs)
         pairs = zip(found, layers, strict=True)
         return tuple(y if layer.bias is None else y + layer.bias for y, layer in pairs)
 
 
-def multiply(
-    x: Tensor, weights: Tensors, product: Product, outputs: Sequence[int], real_inputs: int
+def grid_matmul(
+    x: Tensor, weights: Tensors, matmul: GridMatmul, outputs: Sequence[int], unpadded_inputs: int
 ) -> tuple[Tensor, ...]:
     """[..., inputs] to each [..., outputs]. Of the inputs so many are real; the weights of the others stay zero."""
-    found: tuple[Tensor, ...] = _Multiply.apply(x, product, outputs, real_inputs, *weights)
+    found: tuple[Tensor, ...] = _GridMatmulFunction.apply(x, matmul, outputs, unpadded_inputs, *weights)
     return found
 
 
-class _Multiply(Function):
+class _GridMatmulFunction(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, product: Product, outputs: Sequence[int], real_inputs: int, *weights: Tensor
+        ctx: Any, x: Tensor, product: GridMatmul, outputs: Sequence[int], real_inputs: int, *weights: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.product, ctx.outputs, ctx.real_inputs, ctx.num_weights = product, outputs, real_inputs, len(weights)
-        ctx.again, ctx.shape = tensor_metadata.read(x).again, x.shape
+        ctx.matmul, ctx.outputs, ctx.unpadded_inputs, ctx.num_weights = product, outputs, real_inputs, len(weights)
+        ctx.again, ctx.shape = tensor_metadata.read(x).recompute, x.shape
         ctx.save_for_backward(*weights, *((x,) if ctx.again is None else ()))
-        return tuple(y.view(*x.shape[:-1], -1) for y in product.forward(_flat(x), weights, outputs))
+        return tuple(y.view(*x.shape[:-1], -1) for y in product.forward(_flatten_tokens(x), weights, outputs))
 
     @staticmethod
     @once_differentiable
@@ -87,19 +87,21 @@ class _Multiply(Function):
         kept = ctx.saved_tensors
         weights = kept[: ctx.num_weights]
         x = ctx.again(None) if len(kept) == ctx.num_weights else kept[-1]
-        dx, dws = ctx.product.backward([_flat(dy) for dy in gradients], _flat(x), weights, ctx.outputs)
-        for dw in dws if ctx.real_inputs < x.shape[-1] else ():
-            dw[:, ctx.real_inputs :] = 0.0  # an activation may make something of padding, which is not to be learnt
-        ctx.again = _gone  # it held tensors, which autograd does not know of
+        dx, dws = ctx.matmul.backward(
+            [_flatten_tokens(dy) for dy in gradients], _flatten_tokens(x), weights, ctx.outputs
+        )
+        for dw in dws if ctx.unpadded_inputs < x.shape[-1] else ():
+            dw[:, ctx.unpadded_inputs :] = 0.0  # an activation may make something of padding, which is not to be learnt
+        ctx.again = _graph_freed  # it held tensors, which autograd does not know of
         return dx.view(ctx.shape), None, None, None, *dws
 
 
-def _gone(_gradient: Tensor | None) -> Tensor:
+def _graph_freed(_gradient: Tensor | None) -> Tensor:
     raise RuntimeError(
         "what recompute=ops makes again is let go of after one backward pass; "
         "use recompute=none to go backward twice (retain_graph)"
     )
 
 
-def _flat(x: Tensor) -> Tensor:
+def _flatten_tokens(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).contiguous()

@@ -19,34 +19,34 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from echelon.kernels import tensor_metadata
-from echelon.kernels.tensor_metadata import Note
-from echelon.parallel.comm.mesh_axis import Axis
+from echelon.kernels.tensor_metadata import TensorMetadata
+from echelon.parallel.comm.mesh_axis import MeshAxis
 from echelon.parallel.tp_grid import cost as tp_grid_cost
 
 
-class Columns:
+class ColumnShards:
     """A dimension of `width` columns over an axis: how many of this rank's are real."""
 
-    def __init__(self, axis: Axis, width: int):
-        self.axis, self.width, self.here = axis, width, -(-width // axis.size)
-        self.counts = [min(max(width - place * self.here, 0), self.here) for place in range(axis.size)]
-        self.real = self.counts[axis.index]
+    def __init__(self, axis: MeshAxis, width: int):
+        self.axis, self.width, self.padded_width = axis, width, -(-width // axis.size)
+        self.widths = [min(max(width - place * self.padded_width, 0), self.padded_width) for place in range(axis.size)]
+        self.local_width = self.widths[axis.index]
         self._weights: Tensor | None = None
 
-    def weights(self, like: Tensor) -> Tensor:
+    def widths_on(self, like: Tensor) -> Tensor:
         """The counts on a device, brought there once: nobody waits for it in a step."""
         if self._weights is None or (self._weights.device, self._weights.dtype) != (like.device, like.dtype):
-            self._weights = like.new_tensor(self.counts)
+            self._weights = like.new_tensor(self.widths)
         return self._weights
 
 
 class GridRMSNorm(nn.Module):
     remake = False
     """backward makes the output again instead of keeping it (memory/checkpointing/checkpoint_policy.py)"""
-    cost = tp_grid_cost.Norm(sums=1, gathers=0)
+    cost = tp_grid_cost.NormSizes(reduced=1, gathered=0)
     weight: nn.Parameter | None
 
-    def __init__(self, weight: nn.Parameter | None, columns: Columns, epsilon: float | None):
+    def __init__(self, weight: nn.Parameter | None, columns: ColumnShards, epsilon: float | None):
         """Without an `epsilon` it is that of the input's type, as torch has it."""
         super().__init__()
         self.register_parameter("weight", weight)
@@ -55,10 +55,13 @@ class GridRMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor
         epsilon = torch.finfo(x.dtype).eps if self.epsilon is None else self.epsilon
-        out, scale = _RMSNorm.apply(x, self.weight, self.columns, epsilon)
+        out, scale = _GridRMSNormFunction.apply(x, self.weight, self.columns, epsilon)
         if self.remake:
-            tensor_metadata.write(
-                out, Note(again=partial(_scaled, x.detach(), None, scale, self.weight, None, self.columns))
+            tensor_metadata.attach(
+                out,
+                TensorMetadata(
+                    recompute=partial(_apply_norm, x.detach(), None, scale, self.weight, None, self.columns)
+                ),
             )
         return out
 
@@ -74,11 +77,11 @@ class GridStreamNorm(GridRMSNorm):
 
 class GridLayerNorm(nn.Module):
     remake = False
-    cost = tp_grid_cost.Norm(sums=2, gathers=2)
+    cost = tp_grid_cost.NormSizes(reduced=2, gathered=2)
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
-    def __init__(self, weight: nn.Parameter | None, bias: nn.Parameter | None, columns: Columns, epsilon: float):
+    def __init__(self, weight: nn.Parameter | None, bias: nn.Parameter | None, columns: ColumnShards, epsilon: float):
         super().__init__()
         self.register_parameter("weight", weight)
         self.register_parameter("bias", bias)
@@ -86,20 +89,20 @@ class GridLayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor
-        out, mean, scale = _LayerNorm.apply(x, self.weight, self.bias, self.columns, self.epsilon)
+        out, mean, scale = _GridLayerNormFunction.apply(x, self.weight, self.bias, self.columns, self.epsilon)
         if self.remake:
-            again = partial(_scaled, x.detach(), mean, scale, self.weight, self.bias, self.columns)
-            tensor_metadata.write(out, Note(again=again))
+            again = partial(_apply_norm, x.detach(), mean, scale, self.weight, self.bias, self.columns)
+            tensor_metadata.attach(out, TensorMetadata(recompute=again))
         return out
 
 
-def _scaled(
+def _apply_norm(
     x: Tensor,
     mean: Tensor | None,
     scale: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    columns: Columns,
+    columns: ColumnShards,
     _gradient: Tensor | None = None,
 ) -> Tensor:
     """The norm of x, from its statistics."""
@@ -115,16 +118,18 @@ def _normalized(x: Tensor, mean: Tensor | None, scale: Tensor) -> Tensor:
     return (wide if mean is None else wide - mean) * scale
 
 
-class _RMSNorm(Function):
+class _GridRMSNormFunction(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, columns: Columns, epsilon: float) -> tuple[Tensor, Tensor]:
-        real = _real(x, columns)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, columns: ColumnShards, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        real = _unpadded_columns(x, columns)
         squares = columns.axis.all_reduce((real * real).sum(-1, keepdim=True))
         scale = (squares / columns.width + epsilon).rsqrt()
         ctx.save_for_backward(x, weight, scale)
         ctx.columns = columns
         ctx.mark_non_differentiable(scale)
-        return _scaled(x, None, scale, weight, None, columns), scale
+        return _apply_norm(x, None, scale, weight, None, columns), scale
 
     @staticmethod
     @once_differentiable
@@ -134,20 +139,20 @@ class _RMSNorm(Function):
         g = dy if weight is None else dy * weight
         along = ctx.columns.axis.all_reduce((g * n).sum(-1, keepdim=True)) / ctx.columns.width
         dx = ((g - n * along) * scale).to(x.dtype)
-        return _zero_padding(dx, ctx.columns), _of_vector(dy * n, weight), None, None
+        return _zero_padding(dx, ctx.columns), _vector_grad(dy * n, weight), None, None
 
 
-class _LayerNorm(Function):
+class _GridLayerNormFunction(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, columns: Columns, epsilon: float
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, columns: ColumnShards, epsilon: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        mean, squares = _moments(x, columns)
+        mean, squares = _mean_and_squares(x, columns)
         scale = (squares / columns.width + epsilon).rsqrt()
         ctx.save_for_backward(x, weight, bias, mean, scale)
         ctx.columns = columns
         ctx.mark_non_differentiable(mean, scale)
-        return _scaled(x, mean, scale, weight, bias, columns), mean, scale
+        return _apply_norm(x, mean, scale, weight, bias, columns), mean, scale
 
     @staticmethod
     @once_differentiable
@@ -158,38 +163,38 @@ class _LayerNorm(Function):
         sums = torch.stack([g.sum(-1, keepdim=True), (g * n).sum(-1, keepdim=True)])
         shift, along = (ctx.columns.axis.all_reduce(sums) / ctx.columns.width).unbind(0)
         dx = ((g - shift - n * along) * scale).to(x.dtype)
-        return _zero_padding(dx, ctx.columns), _of_vector(dy * n, weight), _of_vector(dy, bias), None, None
+        return _zero_padding(dx, ctx.columns), _vector_grad(dy * n, weight), _vector_grad(dy, bias), None, None
 
 
-def _moments(x: Tensor, columns: Columns) -> tuple[Tensor, Tensor]:
+def _mean_and_squares(x: Tensor, columns: ColumnShards) -> tuple[Tensor, Tensor]:
     """The mean of all columns, and the sum of the squares around it, from those of each rank's columns.
 
     [..., 1] each. The sum around the common mean is each rank's own, plus its count times the square of how far its
     mean is off: no difference of two large numbers.
     """
-    real, axis = _real(x, columns), columns.axis
+    real, axis = _unpadded_columns(x, columns), columns.axis
     own = real.new_zeros(2, *x.shape[:-1], 1)
-    if columns.real:
+    if columns.local_width:
         own[0] = real.mean(-1, keepdim=True)
         own[1] = (real - own[0]).square().sum(-1, keepdim=True)
     every = own.new_empty(axis.size, *own.shape)
     axis.start_all_gather(every.view(-1), own.view(-1)).wait()
-    counts = columns.weights(own).view(-1, *[1] * x.dim())
+    counts = columns.widths_on(own).view(-1, *[1] * x.dim())
     mean = (every[:, 0] * counts).sum(0) / columns.width
     return mean, (every[:, 1] + counts * (every[:, 0] - mean).square()).sum(0)
 
 
-def _real(x: Tensor, columns: Columns) -> Tensor:
+def _unpadded_columns(x: Tensor, columns: ColumnShards) -> Tensor:
     """The columns that are no padding, in the type of the statistics."""
-    return x[..., : columns.real].to(torch.promote_types(x.dtype, torch.float32))
+    return x[..., : columns.local_width].to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _zero_padding(x: Tensor, columns: Columns) -> Tensor:
-    if columns.real < columns.here:
-        x[..., columns.real :] = 0.0
+def _zero_padding(x: Tensor, columns: ColumnShards) -> Tensor:
+    if columns.local_width < columns.padded_width:
+        x[..., columns.local_width :] = 0.0
     return x
 
 
-def _of_vector(gradient: Tensor, vector: Tensor | None) -> Tensor | None:
+def _vector_grad(gradient: Tensor, vector: Tensor | None) -> Tensor | None:
     """The gradient of a weight or bias: the sum over all tokens."""
     return None if vector is None else gradient.flatten(0, -2).sum(0).to(vector.dtype)

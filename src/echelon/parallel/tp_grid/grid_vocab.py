@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from echelon.kernels.layers.cross_entropy import IGNORED
-from echelon.parallel.comm.mesh_axis import Axis
-from echelon.parallel.tp.vocab_parallel import sliced_losses
+from echelon.kernels.layers.cross_entropy import IGNORE_INDEX
+from echelon.parallel.comm.mesh_axis import MeshAxis
+from echelon.parallel.tp.vocab_parallel import vocab_parallel_cross_entropy
 from echelon.parallel.tp_grid import cost as tp_grid_cost
-from echelon.parallel.tp_grid.grid_activations import Side
-from echelon.parallel.tp_grid.grid_linear import Product, multiply
+from echelon.parallel.tp_grid.grid_activations import ActivationSharding
+from echelon.parallel.tp_grid.grid_linear import GridMatmul, grid_matmul
 
 
-class LookUp(Protocol):
+class GridLookup(Protocol):
     """Rows of a table in blocks, of which each rank holds one."""
 
-    def ids(self, ids: Tensor) -> Tensor:
+    def local_ids(self, ids: Tensor) -> Tensor:
         """The tokens that this rank looks up, of all of a microbatch."""
         ...
 
@@ -41,53 +41,64 @@ class LookUp(Protocol):
 class GridEmbedding(nn.Module):
     """Every rank is given all tokens, and has its own sequences and columns of what is looked up."""
 
-    def __init__(self, weight: nn.Parameter, look_up: LookUp, size: int, cost: tp_grid_cost.Table):
+    def __init__(self, weight: nn.Parameter, lookup: GridLookup, size: int, cost: tp_grid_cost.EmbeddingSizes):
         super().__init__()
-        self.weight, self.look_up, self.size, self.cost = weight, look_up, size, cost
+        self.weight, self.lookup, self.size, self.cost = weight, lookup, size, cost
 
     def forward(self, ids: Tensor) -> Tensor:
-        out: Tensor = _LookUp.apply(self.weight, self.look_up.ids(ids), self.look_up, self.size)
+        out: Tensor = _GridLookupFunction.apply(self.weight, self.lookup.local_ids(ids), self.lookup, self.size)
         return out
 
 
 class GridHead(nn.Module):
     """The language head: hidden states to (loss sum, count) of this rank's sequences."""
 
-    def __init__(self, weight: nn.Parameter, product: Product, side: Side, vocabulary: int, cost: tp_grid_cost.Head):
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        matmul: GridMatmul,
+        sharding: ActivationSharding,
+        vocab_size: int,
+        cost: tp_grid_cost.HeadSizes,
+    ):
         super().__init__()
-        self.weight, self.product, self.side = weight, product, side
-        self.vocabulary, self.cost = vocabulary, cost
+        self.weight, self.matmul, self.sharding = weight, matmul, sharding
+        self.vocab_size, self.cost = vocab_size, cost
 
     def forward(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Every rank is given all targets."""
-        mine = self.side.cut(targets, IGNORED)
-        losses = sliced_losses(self._slice(hidden), mine, self.side.columns, self.vocabulary)
-        return losses.sum(), (mine != IGNORED).sum()
+        mine = self.sharding.local_sequences(targets, IGNORE_INDEX)
+        losses = vocab_parallel_cross_entropy(
+            self._local_logits(hidden), mine, self.sharding.column_axis, self.vocab_size
+        )
+        return losses.sum(), (mine != IGNORE_INDEX).sum()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """All logits of all sequences, padding too, gathered: for text samples, not for training."""
-        columns = torch.cat(_everyone(self.side.columns, self._slice(hidden.to(self.weight.dtype))).unbind(0), dim=-1)
-        return _everyone(self.side.rows, columns).flatten(0, 1)[..., : self.vocabulary]
+        columns = torch.cat(
+            _all_gather(self.sharding.column_axis, self._local_logits(hidden.to(self.weight.dtype))).unbind(0), dim=-1
+        )
+        return _all_gather(self.sharding.batch_axis, columns).flatten(0, 1)[..., : self.vocab_size]
 
-    def _slice(self, hidden: Tensor) -> Tensor:
-        return multiply(hidden, [self.weight], self.product, [self.cost.rows], hidden.shape[-1])[0]
+    def _local_logits(self, hidden: Tensor) -> Tensor:
+        return grid_matmul(hidden, [self.weight], self.matmul, [self.cost.rows], hidden.shape[-1])[0]
 
 
-class _LookUp(Function):
+class _GridLookupFunction(Function):
     @staticmethod
-    def forward(ctx: Any, table: Tensor, ids: Tensor, look_up: LookUp, size: int) -> Tensor:
+    def forward(ctx: Any, table: Tensor, ids: Tensor, look_up: GridLookup, size: int) -> Tensor:
         ctx.save_for_backward(table, ids)
-        ctx.look_up, ctx.size = look_up, size
+        ctx.lookup, ctx.size = look_up, size
         return look_up.forward(ids, table, size)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         table, ids = ctx.saved_tensors
-        return ctx.look_up.backward(gradients[0], ids, table, ctx.size), None, None, None
+        return ctx.lookup.backward(gradients[0], ids, table, ctx.size), None, None, None
 
 
-def places(ids: Tensor, first: int, count: int, size: int) -> tuple[Tensor, Tensor]:
+def local_row_index(ids: Tensor, first: int, count: int, size: int) -> tuple[Tensor, Tensor]:
     """(place among the rows first .. first + count - 1 of a table, or 0; whether the row is elsewhere).
 
     An id that is no row of the table is not hidden: it has a place where there is none.
@@ -97,7 +108,7 @@ def places(ids: Tensor, first: int, count: int, size: int) -> tuple[Tensor, Tens
     return local.masked_fill(elsewhere, 0), elsewhere
 
 
-def _everyone(axis: Axis, part: Tensor) -> Tensor:
+def _all_gather(axis: MeshAxis, part: Tensor) -> Tensor:
     """[ranks of the axis, *part.shape]"""
     whole = part.new_empty(axis.size, *part.shape)
     axis.start_all_gather(whole.view(-1), part.reshape(-1)).wait()

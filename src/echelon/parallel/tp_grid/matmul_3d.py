@@ -26,121 +26,124 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.nn import functional as F
 
-from echelon.layout.placement import Cut
-from echelon.parallel.comm.mesh_axis import Axes, Axis, Pending
-from echelon.parallel.tp_grid.grid_activations import Side, taken
+from echelon.layout.placement import DimSplit
+from echelon.parallel.comm.mesh_axis import MeshAxes, MeshAxis, PendingWork
+from echelon.parallel.tp_grid.grid_activations import ActivationSharding, padded_slice
 from echelon.parallel.tp_grid.grid_linear import Tensors
-from echelon.parallel.tp_grid.grid_vocab import places
+from echelon.parallel.tp_grid.grid_vocab import local_row_index
 
 
-class Cube:
+class Grid3D:
     """A cube of p x p x p ranks."""
 
-    copied: tuple[str, ...] = ()
+    replicated_axes: tuple[str, ...] = ()
     """axes over which weights are copied"""
 
-    def __init__(self, axes: Axes):
+    def __init__(self, axes: MeshAxes):
         self.z = axes["z"]
-        self.stream = Side(axes["z*y"], axes["x"])
-        self.region = Side(axes["z*x"], axes["y"])
+        self.residual = ActivationSharding(axes["z*y"], axes["x"])
+        self.region = ActivationSharding(axes["z*x"], axes["y"])
 
-    def weight_cuts(self, outputs: Cut, source: Side) -> tuple[Cut, ...]:
+    def weight_cuts(self, outputs: DimSplit, source: ActivationSharding) -> tuple[DimSplit, ...]:
         """How a linear's weight is divided; `outputs` says how its outputs are."""
-        along = Cut(axis=self.z.name, dim=0, parts=self.z.size)
-        return outputs, along, Cut(axis=source.columns.name, dim=1, parts=source.columns.size)
+        along = DimSplit(axis=self.z.name, dim=0, num_parts=self.z.size)
+        return outputs, along, DimSplit(axis=source.column_axis.name, dim=1, num_parts=source.column_axis.size)
 
-    def table_cuts(self) -> tuple[Cut, ...]:
-        columns = self.region.columns
-        return self.weight_cuts(Cut(axis=columns.name, dim=0, parts=columns.size), self.stream)
+    def table_cuts(self) -> tuple[DimSplit, ...]:
+        columns = self.region.column_axis
+        return self.weight_cuts(DimSplit(axis=columns.name, dim=0, num_parts=columns.size), self.residual)
 
-    def product(self, source: Side, target: Side) -> Through:
-        return Through(target.columns, source.columns, self.z)
+    def matmul(self, source: ActivationSharding, target: ActivationSharding) -> Matmul3D:
+        return Matmul3D(target.column_axis, source.column_axis, self.z)
 
-    def head(self) -> Through:
-        return self.product(self.stream, self.region)
+    def head_matmul(self) -> Matmul3D:
+        return self.matmul(self.residual, self.region)
 
-    def look_up(self, rows: int) -> LookUp:
-        return LookUp(self.stream, self.region.columns, self.z, rows)
+    def lookup(self, rows: int) -> Lookup3D:
+        return Lookup3D(self.residual, self.region.column_axis, self.z, rows)
 
 
-class Through:
+class Matmul3D:
     """x W^T with W [out over `gathered` and again over z, in over `summed`]."""
 
-    def __init__(self, gathered: Axis, summed: Axis, z: Axis):
+    def __init__(self, gathered: MeshAxis, summed: MeshAxis, z: MeshAxis):
         self.gathered, self.summed, self.z = gathered, summed, z
 
     def forward(self, x: Tensor, weights: Tensors, outputs: Sequence[int]) -> list[Tensor]:
-        rows, matrices = Gathered(self.gathered, x), [Gathered(self.z, weight) for weight in weights]
+        rows, matrices = PendingAllGather(self.gathered, x), [PendingAllGather(self.z, weight) for weight in weights]
         going = []
         for matrix, columns in zip(matrices, outputs, strict=True):
-            going.append(Scattered(self.summed, rows.whole @ matrix.whole[:columns].t()))
-        return [scattered.part for scattered in going]
+            going.append(PendingReduceScatter(self.summed, rows.result @ matrix.result[:columns].t()))
+        return [scattered.result for scattered in going]
 
     def backward(
         self, dys: Tensors, x: Tensor, weights: Tensors, outputs: Sequence[int]
     ) -> tuple[Tensor, list[Tensor]]:
-        above, matrices = [Gathered(self.summed, dy) for dy in dys], [Gathered(self.z, weight) for weight in weights]
-        rows = Gathered(self.gathered, x)
-        of_input = above[0].whole @ matrices[0].whole[: outputs[0]]
+        above, matrices = (
+            [PendingAllGather(self.summed, dy) for dy in dys],
+            [PendingAllGather(self.z, weight) for weight in weights],
+        )
+        rows = PendingAllGather(self.gathered, x)
+        of_input = above[0].result @ matrices[0].result[: outputs[0]]
         for dy, matrix, columns in zip(above[1:], matrices[1:], outputs[1:], strict=True):
-            of_input.addmm_(dy.whole, matrix.whole[:columns])
-        dx = Scattered(self.gathered, of_input)
+            of_input.addmm_(dy.result, matrix.result[:columns])
+        dx = PendingReduceScatter(self.gathered, of_input)
         going = []
         for dy, weight, columns in zip(above, weights, outputs, strict=True):
-            dw = F.pad(dy.whole.t() @ rows.whole, (0, 0, 0, self.z.size * len(weight) - columns))
-            going.append(Scattered(self.z, dw))
-        return dx.part, [scattered.part for scattered in going]
+            dw = F.pad(dy.result.t() @ rows.result, (0, 0, 0, self.z.size * len(weight) - columns))
+            going.append(PendingReduceScatter(self.z, dw))
+        return dx.result, [scattered.result for scattered in going]
 
 
-class LookUp:
+class Lookup3D:
     """Rows of a table that lies as a weight does: each rank looks up what its rows have, for all tokens of its z."""
 
-    def __init__(self, stream: Side, y: Axis, z: Axis, rows: int):
+    def __init__(self, stream: ActivationSharding, y: MeshAxis, z: MeshAxis, rows: int):
         self.stream, self.y, self.z, self.rows = stream, y, z, rows
 
-    def ids(self, ids: Tensor) -> Tensor:
+    def local_ids(self, ids: Tensor) -> Tensor:
         """The tokens that this rank looks up, of all of a microbatch."""
-        count = self.y.size * self.stream.rows_here(len(ids))
-        return taken(ids, self.z.index * count, count, padding=0)
+        count = self.y.size * self.stream.local_batch(len(ids))
+        return padded_slice(ids, self.z.index * count, count, padding=0)
 
     def forward(self, ids: Tensor, table: Tensor, size: int) -> Tensor:
-        local, elsewhere = places(ids, self.y.index * self.rows, self.rows, size)
-        found = F.embedding(local, Gathered(self.z, table).whole[: self.rows])
-        return Scattered(self.y, found.masked_fill_(elsewhere[..., None], 0.0)).part
+        local, elsewhere = local_row_index(ids, self.y.index * self.rows, self.rows, size)
+        found = F.embedding(local, PendingAllGather(self.z, table).result[: self.rows])
+        return PendingReduceScatter(self.y, found.masked_fill_(elsewhere[..., None], 0.0)).result
 
     def backward(self, dy: Tensor, ids: Tensor, table: Tensor, size: int) -> Tensor:
-        local, elsewhere = places(ids, self.y.index * self.rows, self.rows, size)
-        above = Gathered(self.y, dy).whole.masked_fill(elsewhere[..., None], 0.0).flatten(0, -2)
+        local, elsewhere = local_row_index(ids, self.y.index * self.rows, self.rows, size)
+        above = PendingAllGather(self.y, dy).result.masked_fill(elsewhere[..., None], 0.0).flatten(0, -2)
         whole = table.new_zeros(self.z.size * len(table), table.shape[1])
-        return Scattered(self.z, whole.index_add_(0, local.flatten(), above)).part
+        return PendingReduceScatter(self.z, whole.index_add_(0, local.flatten(), above)).result
 
 
-class Gathered:
+class PendingAllGather:
     """All ranks' parts, one below the other: on their way from the start, there when asked for."""
 
-    def __init__(self, axis: Axis, part: Tensor):
+    def __init__(self, axis: MeshAxis, part: Tensor):
         part = part.detach().contiguous()
-        self._whole = part.new_empty(axis.size * len(part), *part.shape[1:])
-        self._coming: Pending | None = axis.start_all_gather(self._whole, part)
+        self._result = part.new_empty(axis.size * len(part), *part.shape[1:])
+        self._work: PendingWork | None = axis.start_all_gather(self._result, part)
 
     @property
-    def whole(self) -> Tensor:
-        if self._coming is not None:
-            self._coming.wait()
-            self._coming = None
-        return self._whole
+    def result(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._result
 
 
-class Scattered:
+class PendingReduceScatter:
     """This rank's part of a sum over all ranks: on its way from the start, there when asked for."""
 
-    def __init__(self, axis: Axis, whole: Tensor):
-        self._part = whole.new_empty(len(whole) // axis.size, *whole.shape[1:])
-        self._coming: Pending | None = axis.start_reduce_scatter(self._part, whole.contiguous())
+    def __init__(self, axis: MeshAxis, whole: Tensor):
+        self._result = whole.new_empty(len(whole) // axis.size, *whole.shape[1:])
+        self._work: PendingWork | None = axis.start_reduce_scatter(self._result, whole.contiguous())
 
     @property
-    def part(self) -> Tensor:
-        if self._coming is not None:
-            self._coming.wait()
-            self._coming = None
-        return self._part
+    def result(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._result

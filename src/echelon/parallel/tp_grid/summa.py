@@ -30,48 +30,48 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from echelon.layout.placement import Cut
-from echelon.parallel.comm.mesh_axis import Axes, Axis, Pending
-from echelon.parallel.tp_grid.grid_activations import Side
+from echelon.layout.placement import DimSplit
+from echelon.parallel.comm.mesh_axis import MeshAxes, MeshAxis, PendingWork
+from echelon.parallel.tp_grid.grid_activations import ActivationSharding
 from echelon.parallel.tp_grid.grid_linear import Tensors
-from echelon.parallel.tp_grid.grid_vocab import places
+from echelon.parallel.tp_grid.grid_vocab import local_row_index
 
 
-class Summa:
+class SummaGrid:
     """A grid of q x q ranks, or several layers of it."""
 
-    def __init__(self, axes: Axes):
+    def __init__(self, axes: MeshAxes):
         self.x, self.y = axes["x"], axes["y"]
-        self.stream = self.region = Side(axes["z*y"], axes["x"])
-        self.copied = ("z",) if axes["z"].size > 1 else ()
+        self.residual = self.region = ActivationSharding(axes["z*y"], axes["x"])
+        self.replicated_axes = ("z",) if axes["z"].size > 1 else ()
         """axes over which weights are copied"""
 
-    def weight_cuts(self, outputs: Cut, source: Side) -> tuple[Cut, ...]:
+    def weight_cuts(self, outputs: DimSplit, source: ActivationSharding) -> tuple[DimSplit, ...]:
         """How a linear's weight is divided; `outputs` says how its outputs are."""
-        return outputs, Cut(axis="y", dim=1, parts=self.y.size)
+        return outputs, DimSplit(axis="y", dim=1, num_parts=self.y.size)
 
-    def table_cuts(self) -> tuple[Cut, ...]:
-        return Cut(axis="y", dim=0, parts=self.y.size), Cut(axis="x", dim=1, parts=self.x.size)
+    def table_cuts(self) -> tuple[DimSplit, ...]:
+        return DimSplit(axis="y", dim=0, num_parts=self.y.size), DimSplit(axis="x", dim=1, num_parts=self.x.size)
 
-    def product(self, source: Side, target: Side) -> Straight:
-        return Straight(self.x, self.y)
+    def matmul(self, source: ActivationSharding, target: ActivationSharding) -> SummaMatmul:
+        return SummaMatmul(self.x, self.y)
 
-    def head(self) -> Turned:
-        return Turned(self.x, self.y)
+    def head_matmul(self) -> SummaTransposedMatmul:
+        return SummaTransposedMatmul(self.x, self.y)
 
-    def look_up(self, rows: int) -> LookUp:
-        return LookUp(self.stream, self.y)
+    def lookup(self, rows: int) -> SummaLookup:
+        return SummaLookup(self.residual, self.y)
 
 
-class Straight:
+class SummaMatmul:
     """x W^T with W [out over x, in over y]: A B."""
 
-    def __init__(self, x: Axis, y: Axis):
+    def __init__(self, x: MeshAxis, y: MeshAxis):
         self.x, self.y = x, y
 
     def forward(self, x: Tensor, weights: Tensors, outputs: Sequence[int]) -> list[Tensor]:
         found = [x.new_zeros(len(x), len(weight)) for weight in weights]
-        for (left,), blocks in zip(Arriving(self.x, [x]), Arriving(self.y, weights), strict=True):
+        for (left,), blocks in zip(BroadcastBlocks(self.x, [x]), BroadcastBlocks(self.y, weights), strict=True):
             for out, block in zip(found, blocks, strict=True):
                 out.addmm_(left, block.t())
         return found
@@ -79,18 +79,20 @@ class Straight:
     def backward(
         self, dys: Tensors, x: Tensor, weights: Tensors, outputs: Sequence[int]
     ) -> tuple[Tensor, list[Tensor]]:
-        (dx,) = met(self.x, ([_sum_of_products(dys, blocks)] for blocks in Arriving(self.y, weights)))
-        return dx, met(self.y, ([dy.t() @ block for dy in dys] for (block,) in Arriving(self.x, [x])))
+        (dx,) = reduce_blocks(self.x, ([_sum_of_matmuls(dys, blocks)] for blocks in BroadcastBlocks(self.y, weights)))
+        return dx, reduce_blocks(self.y, ([dy.t() @ block for dy in dys] for (block,) in BroadcastBlocks(self.x, [x])))
 
 
-class Turned:
+class SummaTransposedMatmul:
     """x E^T with E [rows over y, columns over x] and x's columns over x: A B^T."""
 
-    def __init__(self, x: Axis, y: Axis):
+    def __init__(self, x: MeshAxis, y: MeshAxis):
         self.x, self.y = x, y
 
     def forward(self, x: Tensor, weights: Tensors, outputs: Sequence[int]) -> list[Tensor]:
-        return met(self.x, ([x @ block.t() for block in blocks] for blocks in Arriving(self.y, weights)))
+        return reduce_blocks(
+            self.x, ([x @ block.t() for block in blocks] for blocks in BroadcastBlocks(self.y, weights))
+        )
 
     def backward(
         self, dys: Tensors, x: Tensor, weights: Tensors, outputs: Sequence[int]
@@ -98,56 +100,58 @@ class Turned:
         dx = torch.zeros_like(x)
 
         def of_weights() -> Iterator[list[Tensor]]:
-            for lefts, blocks in zip(Arriving(self.x, dys), Arriving(self.y, weights), strict=True):
-                dx.add_(_sum_of_products(lefts, blocks))
+            for lefts, blocks in zip(BroadcastBlocks(self.x, dys), BroadcastBlocks(self.y, weights), strict=True):
+                dx.add_(_sum_of_matmuls(lefts, blocks))
                 yield [left.t() @ x for left in lefts]
 
-        return dx, met(self.y, of_weights())
+        return dx, reduce_blocks(self.y, of_weights())
 
 
-def _sum_of_products(lefts: Tensors, rights: Tensors) -> Tensor:
+def _sum_of_matmuls(lefts: Tensors, rights: Tensors) -> Tensor:
     out = lefts[0] @ rights[0]
     for left, right in zip(lefts[1:], rights[1:], strict=True):
         out.addmm_(left, right)
     return out
 
 
-class LookUp:
+class SummaLookup:
     """Rows of a table [rows over y, columns over x]: blocks of rows go along y, and each rank finds its own tokens."""
 
-    def __init__(self, stream: Side, y: Axis):
+    def __init__(self, stream: ActivationSharding, y: MeshAxis):
         self.stream, self.y = stream, y
 
-    def ids(self, ids: Tensor) -> Tensor:
+    def local_ids(self, ids: Tensor) -> Tensor:
         """The tokens that this rank looks up, of all of a microbatch."""
-        return self.stream.cut(ids, padding=0)
+        return self.stream.local_sequences(ids, padding=0)
 
     def forward(self, ids: Tensor, table: Tensor, size: int) -> Tensor:
         out = table.new_zeros(*ids.shape, table.shape[1])
-        for k, (block,) in enumerate(Arriving(self.y, [table])):
-            local, elsewhere = places(ids, k * len(table), len(table), size)
+        for k, (block,) in enumerate(BroadcastBlocks(self.y, [table])):
+            local, elsewhere = local_row_index(ids, k * len(table), len(table), size)
             out += F.embedding(local, block).masked_fill_(elsewhere[..., None], 0.0)
         return out
 
     def backward(self, dy: Tensor, ids: Tensor, table: Tensor, size: int) -> Tensor:
         def of_blocks() -> Iterator[list[Tensor]]:
             for k in range(self.y.size):
-                local, elsewhere = places(ids, k * len(table), len(table), size)
+                local, elsewhere = local_row_index(ids, k * len(table), len(table), size)
                 found = dy.masked_fill(elsewhere[..., None], 0.0).flatten(0, -2)
                 yield [torch.zeros_like(table).index_add_(0, local.flatten(), found)]
 
-        return met(self.y, of_blocks())[0]
+        return reduce_blocks(self.y, of_blocks())[0]
 
 
-class Arriving:
+class BroadcastBlocks:
     """Every rank's blocks, one rank after another: the next ones are on their way while some are used."""
 
-    def __init__(self, axis: Axis, own: Sequence[Tensor]):
-        self.axis, self.own = axis, [block.detach().contiguous() for block in own]
+    def __init__(self, axis: MeshAxis, own: Sequence[Tensor]):
+        self.axis, self.local_blocks = axis, [block.detach().contiguous() for block in own]
         self._next = self._start(0)
 
-    def _start(self, place: int) -> list[tuple[Tensor, Pending]]:
-        blocks = self.own if place == self.axis.index else [torch.empty_like(block) for block in self.own]
+    def _start(self, place: int) -> list[tuple[Tensor, PendingWork]]:
+        blocks = (
+            self.local_blocks if place == self.axis.index else [torch.empty_like(block) for block in self.local_blocks]
+        )
         return [(block, self.axis.start_broadcast(block, place)) for block in blocks]
 
     def __iter__(self) -> Iterator[list[Tensor]]:
@@ -160,13 +164,13 @@ class Arriving:
             yield [block for block, _ in coming]
 
 
-def met(axis: Axis, parts: Iterable[list[Tensor]]) -> list[Tensor]:
+def reduce_blocks(axis: MeshAxis, parts: Iterable[list[Tensor]]) -> list[Tensor]:
     """The sums over an axis of its ranks' k-th parts, k this rank's place: some are on their way while others are made.
 
     Parts may be several tensors each, and so is what becomes of them.
     """
     mine: list[Tensor] = []
-    going: list[Pending] = []
+    going: list[PendingWork] = []
     for place, several in enumerate(parts):
         for pending in going:
             pending.wait()

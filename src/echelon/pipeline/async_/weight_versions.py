@@ -12,47 +12,47 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from echelon.parallel.dp.sharded_model import Flat
-from echelon.pipeline.actions import NEWEST
+from echelon.parallel.dp.sharded_model import ShardedModel
+from echelon.pipeline.actions import LATEST
 
-Parameters = list[dict[str, nn.Parameter]]
+GroupParameters = list[dict[str, nn.Parameter]]
 """of every unit, by name"""
 
 
-class Versions:
-    def __init__(self, flat: Flat):
-        self.flat = flat
-        self.newest = 0
-        self.kept: dict[int, Parameters] = {}
+class WeightVersions:
+    def __init__(self, sharded_model: ShardedModel):
+        self.sharded_model = sharded_model
+        self.latest = 0
+        self.stashed: dict[int, GroupParameters] = {}
 
-    def keep(self, version: int) -> None:
-        assert version == self.newest
-        for unit in self.flat.units:
-            unit.gather()
-        self.kept[version] = [unit.parameters for unit in self.flat.units]
+    def stash(self, version: int) -> None:
+        assert version == self.latest
+        for unit in self.sharded_model.param_groups:
+            unit.unshard()
+        self.stashed[version] = [unit.parameters for unit in self.sharded_model.param_groups]
 
     def drop(self, version: int) -> None:
-        del self.kept[version]
+        del self.stashed[version]
 
-    def updated(self, version: int) -> None:
+    def advance(self, version: int) -> None:
         """The optimizer has written what is now this version."""
-        assert version == self.newest + 1
-        if self.newest in self.kept:
-            for unit in self.flat.units:
-                unit.fork()
-                self.flat.put(unit)
-        self.flat.updated()
-        self.newest = version
+        assert version == self.latest + 1
+        if self.latest in self.stashed:
+            for unit in self.sharded_model.param_groups:
+                unit.fork_param_buffer()
+                self.sharded_model.register_params(unit)
+        self.sharded_model.after_update()
+        self.latest = version
 
     @contextmanager
-    def use(self, version: int) -> Iterator[None]:
+    def using(self, version: int) -> Iterator[None]:
         """The modules hold this version's parameters."""
-        if version in (NEWEST, self.newest):
+        if version in (LATEST, self.latest):
             yield
             return
-        now = [unit.parameters for unit in self.flat.units]
-        self.flat.put_parameters(self.kept[version])
+        now = [unit.parameters for unit in self.sharded_model.param_groups]
+        self.sharded_model.swap_params(self.stashed[version])
         try:
             yield
         finally:
-            self.flat.put_parameters(now)
+            self.sharded_model.swap_params(now)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from echelon.pipeline.actions import Kind
+from echelon.pipeline.actions import ActionKind
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class ActionStyle:
     """One kind of action."""
 
     name: str
@@ -20,34 +20,34 @@ class Look:
     """of a rank's first chunk, as #rrggbb"""
 
 
-LOOKS = {
-    Kind.FORWARD: Look(name="forward", colour="#1f5fa8"),
-    Kind.BACKWARD: Look(name="backward", colour="#c8551b"),
-    Kind.INPUT: Look(name="input gradient", colour="#f2b632"),
-    Kind.WEIGHT: Look(name="weight gradient", colour="#3fa796"),
-    Kind.UPDATE: Look(name="update", colour="#7b2d6f"),
+ACTION_STYLES = {
+    ActionKind.FORWARD: ActionStyle(name="forward", colour="#1f5fa8"),
+    ActionKind.BACKWARD: ActionStyle(name="backward", colour="#c8551b"),
+    ActionKind.INPUT_GRAD: ActionStyle(name="input gradient", colour="#f2b632"),
+    ActionKind.WEIGHT_GRAD: ActionStyle(name="weight gradient", colour="#3fa796"),
+    ActionKind.UPDATE: ActionStyle(name="update", colour="#7b2d6f"),
 }
 """the kinds that are drawn as cells, in the order of the legend"""
-IDLE = "#eef1f5"
-LIGHT, DARK = "#ffffff", "#1c2230"
+IDLE_COLOUR = "#eef1f5"
+LIGHT_INK, DARK_INK = "#ffffff", "#1c2230"
 """ink on a cell"""
-LINK = "#8a93a5"
+TRANSFER_COLOUR = "#8a93a5"
 """a message on its way"""
 
 
-def fill(kind: Kind, chunk: int = 0, chunks: int = 1) -> str:
+def cell_colour(kind: ActionKind, chunk: int = 0, chunks: int = 1) -> str:
     """The colour of a cell of a rank's `chunk`, of `chunks`."""
     # The lightest still stands out from idle. Updates of all chunks come together and may lie on one another.
-    share = 0.55 * chunk / max(1, chunks - 1) if kind is not Kind.UPDATE else 0.0
-    return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts(LOOKS[kind].colour))
+    share = 0.55 * chunk / max(1, chunks - 1) if kind is not ActionKind.UPDATE else 0.0
+    return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in rgb(ACTION_STYLES[kind].colour))
 
 
-def ink(background: str) -> str:
+def text_colour(background: str) -> str:
     """The colour of text that can be read on a cell."""
-    red, green, blue = parts(background)
-    return DARK if 0.299 * red + 0.587 * green + 0.114 * blue > 125 else LIGHT
+    red, green, blue = rgb(background)
+    return DARK_INK if 0.299 * red + 0.587 * green + 0.114 * blue > 125 else LIGHT_INK
 
 
-def parts(colour: str) -> tuple[int, int, int]:
+def rgb(colour: str) -> tuple[int, int, int]:
     """Red, green and blue, 0 to 255."""
     return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import math
 
-from echelon.pipeline.actions import Kind
-from echelon.pipeline.draw.action_colours import LOOKS
-from echelon.pipeline.timeline import Span, Timeline
+from echelon.pipeline.actions import ActionKind
+from echelon.pipeline.draw.action_colours import ACTION_STYLES
+from echelon.pipeline.timeline import ActionSpan, Timeline
 
 
-def shown(timeline: Timeline, rank: int, scale: float, columns: int, squeezed: bool) -> list[Span | None]:
+def column_spans(
+    timeline: Timeline, rank: int, scale: float, columns: int, is_squeezed: bool
+) -> list[ActionSpan | None]:
     """For every column the span that it shows; None where the rank is idle."""
-    shares: list[dict[Kind | None, float]] = [{None: 1.0} for _ in range(columns)]
-    largest: list[dict[Kind, tuple[float, Span]]] = [{} for _ in range(columns)]
+    shares: list[dict[ActionKind | None, float]] = [{None: 1.0} for _ in range(columns)]
+    largest: list[dict[ActionKind, tuple[float, ActionSpan]]] = [{} for _ in range(columns)]
     for span in timeline.spans(rank):
         kind = span.action.kind
-        if kind not in LOOKS or span.end <= span.start:
+        if kind not in ACTION_STYLES or span.end <= span.start:
             continue
         start, end = span.start * scale, span.end * scale
         for column in range(int(start), min(columns, math.ceil(end))):
@@ -29,12 +31,12 @@ def shown(timeline: Timeline, rank: int, scale: float, columns: int, squeezed: b
             shares[column][None] -= share
             if share > largest[column].get(kind, (0.0, span))[0]:
                 largest[column][kind] = share, span
-    found: list[Span | None] = []
-    owed: dict[Kind | None, float] = {}
+    found: list[ActionSpan | None] = []
+    owed: dict[ActionKind | None, float] = {}
     for share_of, largest_of in zip(shares, largest, strict=True):
         # What a squeezed column does not show, it owes to the next.
         owed = {kind: share + owed.get(kind, 0.0) for kind, share in share_of.items() if share > 1e-6}
         choice = max(owed, key=lambda kind: owed[kind])
-        owed = {**owed, choice: owed[choice] - 1} if squeezed else {}
+        owed = {**owed, choice: owed[choice] - 1} if is_squeezed else {}
         found.append(None if choice is None else largest_of[choice][1])
     return found

@@ -26,11 +26,11 @@ def as_html(planned: Timeline, measured: Timeline | None = None) -> str:
         "heading": timeline_labels.heading(planned),
         "note": planned.note,
         "duration": max(timeline.duration for timeline in timelines),
-        "cell": timeline_labels.shortest(timelines),
+        "cell": timeline_labels.reference_duration(timelines),
         "seconds": timeline_labels.in_seconds(timelines),
-        "looks": _looks(timelines),
-        "idle": action_colours.IDLE,
-        "link": action_colours.LINK if timeline_labels.shows_links(timelines) else "",
+        "looks": _styles(timelines),
+        "idle": action_colours.IDLE_COLOUR,
+        "link": action_colours.TRANSFER_COLOUR if timeline_labels.has_transfers(timelines) else "",
         "panels": [_panel(timeline, timelines) for timeline in timelines],
     }
     # Inside a script, only "</" could end it.
@@ -41,18 +41,18 @@ def as_html(planned: Timeline, measured: Timeline | None = None) -> str:
     return before.replace("TITLE", escape(f"{planned.name}: {timeline_labels.heading(planned)}")) + text + after
 
 
-def _looks(timelines: list[Timeline]) -> list[dict[str, Any]]:
+def _styles(timelines: list[Timeline]) -> list[dict[str, Any]]:
     chunks = max(1 + max(timeline.chunks) for timeline in timelines)
     fills = {
-        kind: [action_colours.fill(kind, chunk, chunks) for chunk in range(chunks)]
-        for kind in timeline_labels.kinds(timelines)
+        kind: [action_colours.cell_colour(kind, chunk, chunks) for chunk in range(chunks)]
+        for kind in timeline_labels.drawn_kinds(timelines)
     }
     return [
         {
             "kind": kind,
-            "name": action_colours.LOOKS[kind].name,
+            "name": action_colours.ACTION_STYLES[kind].name,
             "fills": fills[kind],
-            "inks": list(map(action_colours.ink, fills[kind])),
+            "inks": list(map(action_colours.text_colour, fills[kind])),
         }
         for kind in fills
     ]
@@ -63,12 +63,12 @@ def _panel(timeline: Timeline, timelines: list[Timeline]) -> dict[str, Any]:
     digits = 7 - math.floor(math.log10(timeline.duration)) if timeline.duration else 0
     return {
         "caption": timeline_labels.caption(timeline) if len(timelines) > 1 else "",
-        "figures": timeline_labels.figures(timeline, timeline_labels.in_seconds(timelines)),
+        "figures": timeline_labels.summary_figures(timeline, timeline_labels.in_seconds(timelines)),
         "chunks": timeline.chunks,
         "inFlight": timeline.in_flight,
         "ranks": [
             {
-                "actions": " ".join(map(str, timeline.lists[rank])),
+                "actions": " ".join(map(str, timeline.rank_actions[rank])),
                 "starts": [round(start, digits) for start in timeline.starts[rank]],
                 "ends": [round(end, digits) for end in timeline.ends[rank]],
             }

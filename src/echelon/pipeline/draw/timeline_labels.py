@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from echelon.pipeline.actions import COMPUTE, SENDS, Action, Kind
-from echelon.pipeline.draw.action_colours import LOOKS
+from echelon.pipeline.actions import COMPUTE, SENDS, Action, ActionKind
+from echelon.pipeline.draw.action_colours import ACTION_STYLES
 from echelon.pipeline.timeline import Timeline
 
 
@@ -25,15 +25,15 @@ def _plural(word: str, number: int) -> str:
     return word if number == 1 else word + ("es" if word.endswith("ch") else "s")
 
 
-def figures(timeline: Timeline, seconds: bool, *, every_rank: bool = False) -> list[str]:
+def summary_figures(timeline: Timeline, seconds: bool, *, every_rank: bool = False) -> list[str]:
     """The numbers of a timeline; those that every rank has, one by one or the most of any."""
-    found = [f"bubble {percent(timeline.bubble)}", _each("in flight", timeline.in_flight, every_rank)]
-    if max(timeline.versions) > 1:
-        found.append(_each("versions of weights", timeline.versions, every_rank))
-    return [*found, f"duration {clock(timeline.duration, seconds)}"]
+    found = [f"bubble {percent(timeline.bubble)}", _per_rank("in flight", timeline.in_flight, every_rank)]
+    if max(timeline.weight_versions) > 1:
+        found.append(_per_rank("versions of weights", timeline.weight_versions, every_rank))
+    return [*found, f"duration {format_time(timeline.duration, seconds)}"]
 
 
-def _each(noun: str, counts: Sequence[int], every_rank: bool) -> str:
+def _per_rank(noun: str, counts: Sequence[int], every_rank: bool) -> str:
     if every_rank and len(counts) <= 16:
         return f"{noun} {' '.join(map(str, counts))}"
     return f"at most {max(counts)} {noun}"
@@ -52,7 +52,7 @@ def in_seconds(timelines: Sequence[Timeline]) -> bool:
     return any(timeline.measured for timeline in timelines)
 
 
-def clock(value: float, seconds: bool) -> str:
+def format_time(value: float, seconds: bool) -> str:
     if not seconds:
         return f"{value:.6g}"
     for size, unit in ((1.0, "s"), (1e-3, "ms")):
@@ -63,24 +63,24 @@ def clock(value: float, seconds: bool) -> str:
 
 def label(action: Action) -> str:
     """What stands in a cell: the microbatch, with its slice."""
-    if action.kind is Kind.UPDATE:
+    if action.kind is ActionKind.UPDATE:
         return "U"
-    return f"{action.index}.{action.part}" if action.part else str(action.index)
+    return f"{action.index}.{action.slice_index}" if action.slice_index else str(action.index)
 
 
-def kinds(timelines: Sequence[Timeline]) -> list[Kind]:
+def drawn_kinds(timelines: Sequence[Timeline]) -> list[ActionKind]:
     """The kinds of cells that a picture of these timelines shows."""
     seen = {
         action.kind
         for timeline in timelines
         for rank in range(timeline.ranks)
         for action, start, end in timeline.spans(rank)
-        if end > start or action.kind is Kind.UPDATE
+        if end > start or action.kind is ActionKind.UPDATE
     }
-    return [kind for kind in LOOKS if kind in seen]
+    return [kind for kind in ACTION_STYLES if kind in seen]
 
 
-def shows_links(timelines: Sequence[Timeline]) -> bool:
+def has_transfers(timelines: Sequence[Timeline]) -> bool:
     """Whether there are messages that take time."""
     return any(
         action.kind in SENDS and end > start
@@ -90,7 +90,7 @@ def shows_links(timelines: Sequence[Timeline]) -> bool:
     )
 
 
-def shortest(timelines: Sequence[Timeline]) -> float:
+def reference_duration(timelines: Sequence[Timeline]) -> float:
     """The cell that a picture should have room for: the shortest of a plan; the middle one of a measurement."""
     timeline = min(timelines, key=lambda timeline: timeline.measured)
     cells = sorted(
@@ -102,10 +102,10 @@ def shortest(timelines: Sequence[Timeline]) -> float:
     return cells[len(cells) // 2 if timeline.measured else 0] if cells else 1.0
 
 
-def ticks(duration: float, most: int) -> list[float]:
+def ticks(duration: float, max_ticks: int) -> list[float]:
     """Round times from 0 to `duration`, at most so many."""
     if duration <= 0:
         return [0.0]
-    power = 10.0 ** math.floor(math.log10(duration / most))
-    step = next(power * factor for factor in (1, 2, 5, 10, 20) if duration / (power * factor) <= most)
+    power = 10.0 ** math.floor(math.log10(duration / max_ticks))
+    step = next(power * factor for factor in (1, 2, 5, 10, 20) if duration / (power * factor) <= max_ticks)
     return [step * number for number in range(math.floor(duration / step * (1 + 1e-9)) + 1)]

@@ -18,12 +18,12 @@ from itertools import groupby
 
 from rich.text import Text
 
-from echelon.pipeline.actions import Kind
+from echelon.pipeline.actions import ActionKind
 from echelon.pipeline.draw import action_colours, timeline_labels
-from echelon.pipeline.draw.time_columns import shown
-from echelon.pipeline.timeline import Span, Timeline
+from echelon.pipeline.draw.time_columns import column_spans
+from echelon.pipeline.timeline import ActionSpan, Timeline
 
-WIDEST = 6
+MAX_CELL_WIDTH = 6
 """columns of the shortest cell"""
 BOLD = "bold"
 
@@ -40,35 +40,37 @@ def as_text(planned: Timeline, measured: Timeline | None = None, *, width: int =
     for timeline in timelines:
         if len(timelines) > 1:
             text.append(
-                f"{timeline_labels.caption(timeline)}: {_figures(timeline, seconds)}\n", style=BOLD if colour else ""
+                f"{timeline_labels.caption(timeline)}: {_summary(timeline, seconds)}\n", style=BOLD if colour else ""
             )
         for rank in range(timeline.ranks):
             text.append(f"{f'rank {rank}':<{margin}}")
-            text.append(_row(timeline, shown(timeline, rank, scale, columns, squeezed), colour, squeezed)).append("\n")
+            text.append(
+                _rank_row(timeline, column_spans(timeline, rank, scale, columns, squeezed), colour, squeezed)
+            ).append("\n")
     text.append(_legend(timelines, colour)).append("\n")
     if len(timelines) == 1:
-        text.append(f"{_figures(planned, seconds)}\n", style=BOLD if colour else "")
+        text.append(f"{_summary(planned, seconds)}\n", style=BOLD if colour else "")
     if planned.note:
         text.append(f"note: {planned.note}\n")
     return text
 
 
-def _figures(timeline: Timeline, seconds: bool) -> str:
-    return ", ".join(timeline_labels.figures(timeline, seconds, every_rank=True)).replace("µ", "u")
+def _summary(timeline: Timeline, seconds: bool) -> str:
+    return ", ".join(timeline_labels.summary_figures(timeline, seconds, every_rank=True)).replace("µ", "u")
 
 
-def _scale(timelines: Sequence[Timeline], room: int) -> tuple[int, float, bool]:
+def _scale(timelines: Sequence[Timeline], max_columns: int) -> tuple[int, float, bool]:
     """The columns of the picture, those of a second, and whether single cells are lost."""
     duration = max(timeline.duration for timeline in timelines)
     if not duration:
-        return room, 1.0, False
-    cell = timeline_labels.shortest(timelines)
-    whole = min(WIDEST, math.floor(room * cell / duration * (1 + 1e-9)))
-    scale = whole / cell if whole else room / duration
-    return min(room, math.ceil(duration * scale - 1e-6)), scale, not whole
+        return max_columns, 1.0, False
+    cell = timeline_labels.reference_duration(timelines)
+    whole = min(MAX_CELL_WIDTH, math.floor(max_columns * cell / duration * (1 + 1e-9)))
+    scale = whole / cell if whole else max_columns / duration
+    return min(max_columns, math.ceil(duration * scale - 1e-6)), scale, not whole
 
 
-def _row(timeline: Timeline, columns: Sequence[Span | None], colour: bool, squeezed: bool) -> Text:
+def _rank_row(timeline: Timeline, columns: Sequence[ActionSpan | None], colour: bool, squeezed: bool) -> Text:
     row = Text()
     chunks = 1 + max(timeline.chunks)
     for _, group in groupby(columns, key=id):
@@ -81,40 +83,42 @@ def _row(timeline: Timeline, columns: Sequence[Span | None], colour: bool, squee
         name = "" if squeezed else timeline_labels.label(span.action)
         if not colour:
             letter = span.action.kind.lower() if chunk % 2 else str(span.action.kind)
-            text = letter + name if len(name) < width and span.action.kind is not Kind.UPDATE else letter
+            text = letter + name if len(name) < width and span.action.kind is not ActionKind.UPDATE else letter
             row.append(letter * width if squeezed else text.ljust(width, "-"))
             continue
-        back = action_colours.fill(span.action.kind, chunk, chunks)
+        back = action_colours.cell_colour(span.action.kind, chunk, chunks)
         text = name.center(width) if width > len(name) + 1 else name.ljust(width)
         # Numbers that fill their cells would run into each other: every second one is bold.
         bold = "bold " if span.action.index % 2 else ""
-        row.append(text if len(name) <= width else " " * width, style=f"{bold}{action_colours.ink(back)} on {back}")
+        row.append(
+            text if len(name) <= width else " " * width, style=f"{bold}{action_colours.text_colour(back)} on {back}"
+        )
     return row
 
 
 def _legend(timelines: Sequence[Timeline], colour: bool) -> Text:
     chunks = max(1 + max(timeline.chunks) for timeline in timelines)
     text = Text()
-    for kind in timeline_labels.kinds(timelines):
-        look = action_colours.LOOKS[kind]
-        if kind is Kind.UPDATE and not _updates_last(timelines):
+    for kind in timeline_labels.drawn_kinds(timelines):
+        look = action_colours.ACTION_STYLES[kind]
+        if kind is ActionKind.UPDATE and not _updates_take_time(timelines):
             continue
-        style = f"bold {action_colours.ink(look.colour)} on {look.colour}" if colour else ""
+        style = f"bold {action_colours.text_colour(look.colour)} on {look.colour}" if colour else ""
         text.append(f" {kind} " if colour else str(kind), style=style).append(f" {look.name}  ")
     text.append("empty: idle" if colour else ". idle")
     if chunks > 1 and colour:
         text.append("  chunks ")
         for chunk in range(chunks):
-            back = action_colours.fill(Kind.FORWARD, chunk, chunks)
-            text.append(f" {chunk} ", style=f"{action_colours.ink(back)} on {back}")
+            back = action_colours.cell_colour(ActionKind.FORWARD, chunk, chunks)
+            text.append(f" {chunk} ", style=f"{action_colours.text_colour(back)} on {back}")
     elif chunks > 1:
         text.append(f"  small letters: chunk{'s' if chunks > 3 else ''} {' '.join(map(str, range(1, chunks, 2)))}")
     return text
 
 
-def _updates_last(timelines: Sequence[Timeline]) -> bool:
+def _updates_take_time(timelines: Sequence[Timeline]) -> bool:
     return any(
-        action.kind is Kind.UPDATE and end > start
+        action.kind is ActionKind.UPDATE and end > start
         for timeline in timelines
         for rank in range(timeline.ranks)
         for action, start, end in timeline.spans(rank)

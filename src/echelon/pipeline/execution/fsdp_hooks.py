@@ -9,69 +9,69 @@ ranks of dp follow the same schedule, so they meet in the same order.
 
 from __future__ import annotations
 
-from echelon.parallel.dp.param_group import FlatUnit
-from echelon.parallel.dp.sharded_model import Flat
+from echelon.parallel.dp.param_group import ParamGroup
+from echelon.parallel.dp.sharded_model import ShardedModel
 
 
-class Units:
+class StageParamGroups:
     """The flat units of a rank's stages; `part` is the place of a stage among them."""
 
-    def __init__(self, flat: Flat):
-        self.flat = flat
-        self._open: dict[int, set[int]] = {}
+    def __init__(self, sharded_model: ShardedModel):
+        self.sharded_model = sharded_model
+        self._awaiting_backward: dict[int, set[int]] = {}
 
     def begin_step(self) -> None:
-        for unit in self.flat.units:
+        for unit in self.sharded_model.param_groups:
             unit.begin_step()
-        self._open = {
-            number: {part for part, found in enumerate(self.flat.parts) if unit in found}
-            for number, unit in enumerate(self.flat.units)
+        self._awaiting_backward = {
+            number: {part for part, found in enumerate(self.sharded_model.stage_groups) if unit in found}
+            for number, unit in enumerate(self.sharded_model.param_groups)
         }
 
-    def ready(self, part: int) -> None:
+    def unshard(self, local_stage: int) -> None:
         """Before a forward or backward: what the stage keeps is whole."""
-        for unit in self.flat.parts[part]:
-            if unit.unit.kept:
-                unit.start_gather()
-        for unit in self.flat.parts[part]:
-            if unit.unit.kept or not unit.policy.free_parameters:
-                unit.gather()
+        for unit in self.sharded_model.stage_groups[local_stage]:
+            if unit.spec.stays_unsharded:
+                unit.start_unshard()
+        for unit in self.sharded_model.stage_groups[local_stage]:
+            if unit.spec.stays_unsharded or not unit.policy.reshards_params:
+                unit.unshard()
 
-    def gather_layers(self, part: int) -> None:
+    def unshard_layers(self, local_stage: int) -> None:
         """Before a second half of backward that reads parameters: the layers' hooks do not see it."""
-        for unit in self.flat.parts[part]:
-            unit.gather()
+        for unit in self.sharded_model.stage_groups[local_stage]:
+            unit.unshard()
 
-    def begin_backward(self, part: int) -> None:
-        for unit in self.flat.parts[part]:
+    def begin_backward(self, local_stage: int) -> None:
+        for unit in self.sharded_model.stage_groups[local_stage]:
             unit.begin_microbatch()
 
-    def end_backward(self, part: int, *, last: bool) -> None:
+    def end_backward(self, local_stage: int, *, last: bool) -> None:
         """After a backward whose gradients are all there. `last` is of the step."""
-        for number, unit in reversed(list(enumerate(self.flat.units))):
-            if unit not in self.flat.parts[part]:
+        for number, unit in reversed(list(enumerate(self.sharded_model.param_groups))):
+            if unit not in self.sharded_model.stage_groups[local_stage]:
                 continue
             if last:
-                self._open[number].discard(part)
-            if unit.policy.scatter_every_microbatch:
-                unit.settle(last=False)
-                unit.start_reduce()
-            elif not self._open[number]:
-                unit.start_reduce()
-        self.free_layers(part)
+                self._awaiting_backward[number].discard(local_stage)
+            if unit.policy.reduce_scatter_every_microbatch:
+                unit.finish_reduce_scatter(last=False)
+                unit.start_grad_reduction()
+            elif not self._awaiting_backward[number]:
+                unit.start_grad_reduction()
+        self.reshard_layers(local_stage)
 
-    def free_layers(self, part: int) -> None:
-        for unit in self.flat.parts[part]:
-            if not unit.unit.kept:
-                unit.free()
+    def reshard_layers(self, local_stage: int) -> None:
+        for unit in self.sharded_model.stage_groups[local_stage]:
+            if not unit.spec.stays_unsharded:
+                unit.reshard()
 
-    def finish(self) -> None:
+    def finish_step(self) -> None:
         """At the step's end: every gradient is reduced, and what was kept for the step is freed."""
-        for unit in self._in_order():
-            unit.settle(last=True)
-        for unit in self._in_order():
-            unit.finish_reduce()
-            unit.free()
+        for unit in self._in_backward_order():
+            unit.finish_reduce_scatter(last=True)
+        for unit in self._in_backward_order():
+            unit.finish_grad_reduction()
+            unit.reshard()
 
-    def _in_order(self) -> list[FlatUnit]:
-        return self.flat.units[::-1]
+    def _in_backward_order(self) -> list[ParamGroup]:
+        return self.sharded_model.param_groups[::-1]

@@ -15,77 +15,82 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.layout import Layout, Mesh
-from echelon.models.lm_head import loss_pair
-from echelon.models.pipeline_model import Link, chain_of, inside
+from echelon.models.lm_head import check_loss_output
+from echelon.models.pipeline_model import PipelineLayer, get_pipeline_model, is_within
 from echelon.parallel.init_weights import move_buffers
-from echelon.pipeline.execution.stage_io import Alias, put_together, taken_apart
-from echelon.pipeline.layer_profile import LinkProfile, Profile
-from echelon.pipeline.partition import Split
-from echelon.pipeline.schedules import of_layout
-from echelon.pipeline.stage_replication import by_profile
+from echelon.pipeline.execution.stage_io import NonLeafAlias, pack_tensors, unpack_tensors
+from echelon.pipeline.layer_profile import LayerProfile, PipelineProfile
+from echelon.pipeline.partition import StageSplit
+from echelon.pipeline.schedules import schedule_for_layout
+from echelon.pipeline.stage_replication import split_by_profile
 
 REPEATS = 3
 """times that everything is tried, after once to warm up; the shortest is the truest"""
 
 
-def profile_of(
+def measure_profile(
     model: nn.Module, inputs: Mapping[str, Tensor], *, device: torch.device, dtype: torch.dtype, repeats: int = REPEATS
-) -> Profile:
+) -> PipelineProfile:
     """Tries every link on these inputs. The model is used up: its weights are gone afterwards."""
-    chain = chain_of(model)
+    chain = get_pipeline_model(model)
     move_buffers(model, device, dtype)
     here = {key: value.to(device, dtype if value.is_floating_point() else None) for key, value in inputs.items()}
     shared, found = chain.shared(**here), []
     carried: object = None
-    for link in chain.links:
-        weights = _filled(model, link, device, dtype)
-        trial = _Trial(link, carried, shared, here, weights)
-        carried = trial.given_on
+    for link in chain.layers:
+        weights = _materialize_layer(model, link, device, dtype)
+        trial = _LayerTrial(link, carried, shared, here, weights)
+        carried = trial.output
         found.append(trial.profile(device, repeats))
-        _emptied(model, weights)
-    return Profile(links=tuple(found), source="measured")
+        _free_layer(model, weights)
+    return PipelineProfile(links=tuple(found), source="measured")
 
 
-class _Trial:
+class _LayerTrial:
     """One link with its inputs, weights and outputs."""
 
     def __init__(
-        self, link: Link, carried: object, shared: object, inputs: Mapping[str, Tensor], weights: list[Tensor]
+        self,
+        layer: PipelineLayer,
+        activations: object,
+        shared: object,
+        inputs: Mapping[str, Tensor],
+        weights: list[Tensor],
     ):
-        self.link, self.weights = link, weights
-        holder, tensors = taken_apart(carried, link.name) if carried is not None else (tuple, ())
-        self.carried = tuple(tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in tensors)
+        self.layer, self.weights = layer, weights
+        holder, tensors = unpack_tensors(activations, layer.name) if activations is not None else (tuple, ())
+        self.inputs = tuple(tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in tensors)
 
         def run() -> object:
-            again = [Alias.apply(tensor) for tensor in self.carried]
-            return link.run(put_together(holder, again) if again else None, shared, **inputs)
+            again = [NonLeafAlias.apply(tensor) for tensor in self.inputs]
+            return layer.run(pack_tensors(holder, again) if again else None, shared, **inputs)
 
         self.run = run
-        self.given_on: object = None
+        self.output: object = None
         self.outputs = self.forward()
 
     def forward(self) -> tuple[Tensor, ...]:
-        out = self.given_on = self.run()
+        out = self.output = self.run()
         # The last link gives the loss and the number of targets: of these only the loss has a gradient.
         if isinstance(out, tuple) and len(out) == 2 and isinstance(out[0], Tensor) and out[0].dim() == 0:
-            return (loss_pair(out)[0],)
-        return taken_apart(out, self.link.name)[1]
+            return (check_loss_output(out)[0],)
+        return unpack_tensors(out, self.layer.name)[1]
 
-    def profile(self, device: torch.device, repeats: int) -> LinkProfile:
+    def profile(self, device: torch.device, repeats: int) -> LayerProfile:
         made = [tensor for tensor in self.outputs if tensor.requires_grad]
         seeds = [torch.ones_like(tensor) for tensor in made]
-        wanted = [tensor for tensor in self.carried if tensor.requires_grad]
+        wanted = [tensor for tensor in self.inputs if tensor.requires_grad]
         weights = [weight for weight in self.weights if weight.requires_grad]
 
         def backward(to: list[Tensor]) -> None:
             if made and to:
                 torch.autograd.grad(made, to, seeds, retain_graph=True, allow_unused=True)
 
-        forward_s = _shortest(self.forward, device, repeats)
-        input_s = _shortest(lambda: backward(wanted), device, repeats)
-        both_s = _shortest(lambda: backward([*wanted, *weights]), device, repeats)
-        return LinkProfile(
-            name=self.link.name,
+        forward_s = _min_time(self.forward, device, repeats)
+        input_s = _min_time(lambda: backward(wanted), device, repeats)
+        both_s = _min_time(lambda: backward([*wanted, *weights]), device, repeats)
+        return LayerProfile(
+            name=self.layer.name,
             forward_s=forward_s,
             input_s=input_s,
             weight_s=max(both_s - input_s, 0.0),
@@ -94,28 +99,30 @@ class _Trial:
         )
 
 
-def everywhere(profile: Callable[[], Profile]) -> Profile:
+def broadcast_profile(measure: Callable[[], PipelineProfile]) -> PipelineProfile:
     """The first rank's profile, on every rank: all must cut alike."""
-    told = [profile().to_json() if dist.get_rank() == 0 else ""]
+    told = [measure().to_json() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(told)
-    return Profile.from_json(told[0])
+    return PipelineProfile.from_json(told[0])
 
 
-def measured_split(profile: Profile, layout: Layout, device: torch.device) -> Split:
+def measure_split(profile: PipelineProfile, layout: Layout, device: torch.device) -> StageSplit:
     """The stages of a layout by a profile of its layers and the speed of the wires, which is tried; on every rank."""
-    homes = of_layout(layout).homes
+    homes = schedule_for_layout(layout).rank_of_stage
     size = max(link.activation_bytes for link in profile.links)
-    wires = speeds(homes, Mesh(layout).groups("pp")[0], size, device)
-    return by_profile(profile, len(homes), wires, homes=homes)
+    wires = measure_bandwidths(homes, Mesh(layout).groups("pp")[0], size, device)
+    return split_by_profile(profile, len(homes), wires, rank_of_stage=homes)
 
 
-def speeds(homes: Sequence[int], ranks: Sequence[int], size: int, device: torch.device) -> list[float]:
+def measure_bandwidths(
+    rank_of_stage: Sequence[int], ranks: Sequence[int], size: int, device: torch.device
+) -> list[float]:
     """Bytes per second of `size` bytes and as many back, between each two consecutive stages; every rank must ask.
 
     `homes` are places among `ranks`. Between two stages at home on one rank nothing is sent: there the speed is 1.
     """
     found = []
-    for here, there in pairwise(ranks[home] for home in homes):
+    for here, there in pairwise(ranks[home] for home in rank_of_stage):
         seconds = torch.full((1,), float("inf"), dtype=torch.float64, device=device)
         message = torch.zeros(max(size, 1), dtype=torch.uint8, device=device)
         for _ in range(1 + REPEATS if here != there else 0):
@@ -123,7 +130,7 @@ def speeds(homes: Sequence[int], ranks: Sequence[int], size: int, device: torch.
             if dist.get_rank() == here:
                 dist.send(message, there)
                 dist.recv(message, there)
-                _wait(device)
+                _synchronize(device)
                 seconds.clamp_(max=time.perf_counter() - begun)
             elif dist.get_rank() == there:
                 dist.recv(message, here)
@@ -133,11 +140,13 @@ def speeds(homes: Sequence[int], ranks: Sequence[int], size: int, device: torch.
     return found
 
 
-def _filled(model: nn.Module, link: Link, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+def _materialize_layer(
+    model: nn.Module, layer: PipelineLayer, device: torch.device, dtype: torch.dtype
+) -> list[Tensor]:
     """The link's parameters, on the device; those that were nowhere get random values."""
     found: list[Tensor] = []
-    for name in _parameters(model, link):
-        module, last = _holder(model, name)
+    for name in _parameter_names(model, layer):
+        module, last = _parent_module(model, name)
         old = getattr(module, last)
         data = torch.randn(old.shape, device=device, dtype=dtype) * 0.02 if old.is_meta else old.to(device, dtype)
         setattr(module, last, nn.Parameter(data, requires_grad=old.requires_grad))
@@ -145,33 +154,33 @@ def _filled(model: nn.Module, link: Link, device: torch.device, dtype: torch.dty
     return found
 
 
-def _emptied(model: nn.Module, weights: list[Tensor]) -> None:
+def _free_layer(model: nn.Module, weights: list[Tensor]) -> None:
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if any(parameter is weight for weight in weights):
                 setattr(module, name, nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad))
 
 
-def _parameters(model: nn.Module, link: Link) -> list[str]:
+def _parameter_names(model: nn.Module, layer: PipelineLayer) -> list[str]:
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    return [name for name in names if any(inside(name, other) for other in link.modules)]
+    return [name for name in names if any(is_within(name, other) for other in layer.modules)]
 
 
-def _holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+def _parent_module(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, _, last = name.rpartition(".")
     return model.get_submodule(path), last
 
 
-def _shortest(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+def _min_time(work: Callable[[], object], device: torch.device, repeats: int) -> float:
     seconds = []
     for _ in range(1 + repeats):
         begun = time.perf_counter()
         work()
-        _wait(device)
+        _synchronize(device)
         seconds.append(time.perf_counter() - begun)
     return min(seconds[1:])
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

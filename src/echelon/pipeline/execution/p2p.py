@@ -26,14 +26,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.faults import flight_recorder
-from echelon.faults.flight_recorder import Recorded, here
-from echelon.parallel.comm.mesh_axis import Axis
-from echelon.pipeline.execution.stage_io import HOLDERS
+from echelon.faults.flight_recorder import RecordedWork, here
+from echelon.parallel.comm.mesh_axis import MeshAxis
+from echelon.pipeline.execution.stage_io import CONTAINERS
 
-flight_recorder.hide(__file__)
+flight_recorder.hide_call_sites_in(__file__)
 
-HEADER = 64
-DTYPES = (
+HEADER_SIZE = 64
+TRANSFER_DTYPES = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
     *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
 )
@@ -44,169 +44,171 @@ _next_tag: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
-class Form:
+class TransferSpec:
     """What a message looks like."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     differentiable: tuple[bool, ...]
-    length: int
+    full_length: int
     """positions of the whole sequence, where sequence parallelism sends slices of it"""
-    holder: type = tuple
+    container: type = tuple
     """what the tensors were in (handed.py)"""
 
-    def encoded(self) -> Tensor:
-        if unknown := [str(dtype) for dtype in self.dtypes if dtype not in DTYPES]:
+    def encode(self) -> Tensor:
+        if unknown := [str(dtype) for dtype in self.dtypes if dtype not in TRANSFER_DTYPES]:
             raise ValueError(
                 f"a link hands on a tensor of a type that no message carries ({unknown[0]}); "
-                f"use one of {', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)}"
+                f"use one of {', '.join(str(dtype).removeprefix('torch.') for dtype in TRANSFER_DTYPES)}"
             )
-        numbers = [len(self.shapes), self.length, HOLDERS.index(self.holder)]
+        numbers = [len(self.shapes), self.full_length, CONTAINERS.index(self.container)]
         for shape, dtype, differentiable in zip(self.shapes, self.dtypes, self.differentiable, strict=True):
-            numbers += [DTYPES.index(dtype), int(differentiable), len(shape), *shape]
-        if len(numbers) > HEADER:
+            numbers += [TRANSFER_DTYPES.index(dtype), int(differentiable), len(shape), *shape]
+        if len(numbers) > HEADER_SIZE:
             raise ValueError(
                 f"a link hands on more tensors than a message can describe ({len(self.shapes)}); cut elsewhere"
             )
-        return torch.tensor(numbers + [0] * (HEADER - len(numbers)))
+        return torch.tensor(numbers + [0] * (HEADER_SIZE - len(numbers)))
 
     @classmethod
-    def decoded(cls, header: Tensor) -> Form:
+    def decode(cls, header: Tensor) -> TransferSpec:
         numbers = deque(header.tolist())
         count, length, holder = (numbers.popleft() for _ in range(3))
         shapes, dtypes, differentiable = [], [], []
         for _ in range(count):
-            dtypes.append(DTYPES[numbers.popleft()])
+            dtypes.append(TRANSFER_DTYPES[numbers.popleft()])
             differentiable.append(bool(numbers.popleft()))
             shapes.append(tuple(numbers.popleft() for _ in range(numbers.popleft())))
-        return cls(tuple(shapes), tuple(dtypes), tuple(differentiable), length, HOLDERS[holder])
+        return cls(tuple(shapes), tuple(dtypes), tuple(differentiable), length, CONTAINERS[holder])
 
-    def empty(self, device: torch.device) -> tuple[Tensor, ...]:
+    def allocate(self, device: torch.device) -> tuple[Tensor, ...]:
         return tuple(
             torch.empty(shape, dtype=dtype, device=device)
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         )
 
 
-class Arriving:
+class PendingReceive:
     """A message that was asked for. Until its header is there, only the header is under way."""
 
-    def __init__(self, pipes: Pipes, channel: int, sender: int, kind: Hashable):
-        self._pipes, self._channel, self._sender, self._kind = pipes, channel, sender, kind
+    def __init__(self, p2p: P2PChannels, channel: int, sender: int, shape_key: Hashable):
+        self._p2p, self._channel, self._sender, self._shape_key = p2p, channel, sender, shape_key
         self._header: Tensor | None = None
-        self._works: list[Recorded] = []
+        self._works: list[RecordedWork] = []
         self.tensors: tuple[Tensor, ...] = ()
-        self.form: Form | None = None
+        self.spec: TransferSpec | None = None
 
     def start(self) -> None:
         """Asks for what is known to come next."""
         if self._works:
             return
-        self.form = self._pipes.form(self._channel, self._kind)
-        if self.form is None:
-            self._header = torch.empty(HEADER, dtype=torch.int64, device=self._pipes.device)
-            self._works = [self._ask(self._header)]
+        self.spec = self._p2p.spec(self._channel, self._shape_key)
+        if self.spec is None:
+            self._header = torch.empty(HEADER_SIZE, dtype=torch.int64, device=self._p2p.device)
+            self._works = [self._irecv(self._header)]
         else:
-            self.tensors = self.form.empty(self._pipes.device)
-            self._works = [self._ask(tensor) for tensor in self.tensors]
+            self.tensors = self.spec.allocate(self._p2p.device)
+            self._works = [self._irecv(tensor) for tensor in self.tensors]
 
     def wait(self) -> None:
         self.start()
         for work in self._works:
             work.wait()
         if self._header is not None:
-            self._pipes.learn(self._channel, self._kind, Form.decoded(self._header))
+            self._p2p.remember_spec(self._channel, self._shape_key, TransferSpec.decode(self._header))
             self._header, self._works = None, []
             self.wait()
 
-    def _ask(self, tensor: Tensor) -> Recorded:
-        return self._pipes.ask(tensor, self._sender, self._channel)
+    def _irecv(self, tensor: Tensor) -> RecordedWork:
+        return self._p2p.irecv(tensor, self._sender, self._channel)
 
 
-class Pipes:
+class P2PChannels:
     """One rank's ends of the channels."""
 
-    def __init__(self, axis: Axis, device: torch.device, channels: int):
+    def __init__(self, axis: MeshAxis, device: torch.device, channels: int):
         self.axis, self.device = axis, device
         assert axis.group is not None
         self._first_tag = _next_tag.get(axis.group, 0)
         _next_tag[axis.group] = self._first_tag + channels
-        self._groups = [axis.group if device.type == "cpu" else axis.again() for _ in range(channels)]
-        self._lanes = [here.lane(axis.ranks, f" channel {channel}") for channel in range(channels)]
-        self._forms: dict[tuple[int, Hashable], Form] = {}
-        self._asked: dict[int, deque[Arriving]] = {}
-        self._sending: list[tuple[Recorded, Tensor]] = []
-        self._before: deque[list[tuple[Recorded, Tensor]]] = deque()
+        self._groups = [axis.group if device.type == "cpu" else axis.new_process_group() for _ in range(channels)]
+        self._lanes = [here.new_sequence(axis.ranks, f" channel {channel}") for channel in range(channels)]
+        self._specs: dict[tuple[int, Hashable], TransferSpec] = {}
+        self._pending: dict[int, deque[PendingReceive]] = {}
+        self._sending: list[tuple[RecordedWork, Tensor]] = []
+        self._earlier_sends: deque[list[tuple[RecordedWork, Tensor]]] = deque()
 
-    def form(self, channel: int, kind: Hashable) -> Form | None:
-        return self._forms.get((channel, kind))
+    def spec(self, channel: int, shape_key: Hashable) -> TransferSpec | None:
+        return self._specs.get((channel, shape_key))
 
-    def learn(self, channel: int, kind: Hashable, form: Form) -> None:
-        self._forms[channel, kind] = form
+    def remember_spec(self, channel: int, shape_key: Hashable, spec: TransferSpec) -> None:
+        self._specs[channel, shape_key] = spec
 
-    def send(self, channel: int, to: int, kind: Hashable, tensors: Sequence[Tensor], form: Form) -> None:
+    def send(
+        self, channel: int, receiver: int, shape_key: Hashable, tensors: Sequence[Tensor], spec: TransferSpec
+    ) -> None:
         """Starts sending to a place on the axis; `kind` is the microbatch's, which the other end knows too."""
-        known = self.form(channel, kind)
+        known = self.spec(channel, shape_key)
         if known is None:
-            self.learn(channel, kind, form)
-            self._start(form.encoded().to(self.device), to, channel)
-        elif known != form:
+            self.remember_spec(channel, shape_key, spec)
+            self._isend(spec.encode().to(self.device), receiver, channel)
+        elif known != spec:
             raise ValueError(
-                f"a stage handed on another shape than for the same inputs before ({form.shapes}, was {known.shapes}); "
+                f"a stage handed on another shape than for the same inputs before ({spec.shapes}, was {known.shapes}); "
                 "shapes may depend on nothing but the shapes of the inputs"
             )
         for tensor in tensors:
-            self._start(tensor.contiguous(), to, channel)
+            self._isend(tensor.contiguous(), receiver, channel)
 
-    def _start(self, tensor: Tensor, to: int, channel: int) -> None:
+    def _isend(self, tensor: Tensor, receiver: int, channel: int) -> None:
         # The tensor is kept until it is sent: isend does not copy.
         tag = self._first_tag + channel
-        slot = self._begin("send", tensor, to, channel)
-        if here.on_sent is not None:
-            here.on_sent("send", self.axis.label, tensor)
-        work = dist.isend(tensor, self.axis.ranks[to], group=self._groups[channel], tag=tag)
+        slot = self._record_start("send", tensor, receiver, channel)
+        if here.on_send is not None:
+            here.on_send("send", self.axis.label, tensor)
+        work = dist.isend(tensor, self.axis.ranks[receiver], group=self._groups[channel], tag=tag)
         assert work is not None
-        self._sending.append((Recorded(here, slot, work, tensor.is_cuda), tensor))
+        self._sending.append((RecordedWork(here, slot, work, tensor.is_cuda), tensor))
 
-    def _begin(self, op: str, tensor: Tensor, other: int, channel: int) -> int:
-        peer, lane = str(self.axis.ranks[other]), self._lanes[channel]
-        return here.begin(op, self.axis.label, lane, tensor.shape, tensor.dtype, peer)
+    def _record_start(self, op: str, tensor: Tensor, peer_index: int, channel: int) -> int:
+        peer, lane = str(self.axis.ranks[peer_index]), self._lanes[channel]
+        return here.record_start(op, self.axis.label, lane, tensor.shape, tensor.dtype, peer)
 
-    def receive(self, channel: int, sender: int, kind: Hashable) -> Arriving:
+    def receive(self, channel: int, sender: int, shape_key: Hashable) -> PendingReceive:
         """Asks for the next message of a channel."""
-        waiting = self._asked.setdefault(channel, deque())
-        arriving = Arriving(self, channel, sender, kind)
+        waiting = self._pending.setdefault(channel, deque())
+        arriving = PendingReceive(self, channel, sender, shape_key)
         waiting.append(arriving)
         if all(other.tensors for other in waiting if other is not arriving):  # else a header is awaited before it
             arriving.start()
         return arriving
 
-    def take(self, channel: int, arriving: Arriving) -> Arriving:
+    def wait_for(self, channel: int, pending: PendingReceive) -> PendingReceive:
         """Waits for a message, and for those of the channel before it."""
-        waiting = self._asked[channel]
+        waiting = self._pending[channel]
         while waiting:
             first = waiting.popleft()
             first.wait()
-            if first is arriving:
+            if first is pending:
                 break
-        return arriving
+        return pending
 
-    def ask(self, tensor: Tensor, sender: int, channel: int) -> Recorded:
+    def irecv(self, tensor: Tensor, sender: int, channel: int) -> RecordedWork:
         tag = self._first_tag + channel
-        slot = self._begin("receive", tensor, sender, channel)
+        slot = self._record_start("receive", tensor, sender, channel)
         work = dist.irecv(tensor, self.axis.ranks[sender], group=self._groups[channel], tag=tag)
         assert work is not None
-        brings = ("receive", self.axis.label, tensor) if here.on_received is not None else None
-        return Recorded(here, slot, work, tensor.is_cuda, brings)
+        brings = ("receive", self.axis.label, tensor) if here.on_receive is not None else None
+        return RecordedWork(here, slot, work, tensor.is_cuda, brings)
 
     def flush(self) -> None:
         """Waits until everything that was sent is out."""
-        self.retire(0)
+        self.flush_older(0)
 
-    def retire(self, windows: int) -> None:
+    def flush_older(self, windows: int) -> None:
         """Waits for what was sent before the last calls: in an endless stream, what came later may not be taken yet."""
-        self._before.append(self._sending)
+        self._earlier_sends.append(self._sending)
         self._sending = []
-        while len(self._before) > windows:
-            for work, _ in self._before.popleft():
+        while len(self._earlier_sends) > windows:
+            for work, _ in self._earlier_sends.popleft():
                 work.wait()

@@ -13,65 +13,70 @@ from torch import Tensor, nn
 from echelon.faults.flight_recorder import here
 from echelon.layout import Layout, Mesh
 from echelon.layout.collective import Collective
-from echelon.layout.layout import ASYNCHRONOUS
-from echelon.parallel.apply import Options, Parallel, apply
+from echelon.layout.layout import ASYNC_SCHEDULES
+from echelon.parallel.apply import ParallelModel, ParallelOptions, apply
 from echelon.parallel.comm.mesh_axis import world_rank
-from echelon.parallel.tp.tensor_parallel import Traffic
+from echelon.parallel.tp.tensor_parallel import TransformerSizes
 from echelon.parallel.tp_grid import cost as tp_grid_cost
-from echelon.pipeline.actions import SENDS, Action, Kind
-from echelon.pipeline.async_.async_runtime import StreamRuntime, Update
-from echelon.pipeline.execution.runtime import Runtime, Work
-from echelon.pipeline.execution.stage import cut
-from echelon.pipeline.execution.timeline_recording import timelines
+from echelon.pipeline.actions import SENDS, Action, ActionKind
+from echelon.pipeline.async_.async_runtime import AsyncRuntime, UpdateFunction
+from echelon.pipeline.execution.runtime import MicrobatchInputs, PipelineRuntime
+from echelon.pipeline.execution.stage import cut_into_stages
+from echelon.pipeline.execution.timeline_recording import planned_and_measured
 from echelon.pipeline.lower import lower
 from echelon.pipeline.schedule import Schedule
-from echelon.pipeline.schedules import make, of_layout
+from echelon.pipeline.schedules import make_schedule, schedule_for_layout
 from echelon.pipeline.simulate import simulate
 from echelon.pipeline.slices.slice_runtime import SliceRuntime
 from echelon.pipeline.timeline import Timeline
-from echelon.pipeline.validate import joined
+from echelon.pipeline.validate import join_windows
 
 
 class Pipeline:
     """One rank's part of a pipelined model."""
 
-    def __init__(self, model: nn.Module, layout: Layout, options: Options):
-        self.schedule = lower(of_layout(layout))
-        self.stages = cut(model, self.schedule.homes, options.stage_layers, options.link_costs)
+    def __init__(self, model: nn.Module, layout: Layout, options: ParallelOptions):
+        self.schedule = lower(schedule_for_layout(layout))
+        self.stages = cut_into_stages(model, self.schedule.rank_of_stage, options.stage_layers, options.layer_costs)
         rank = Mesh(layout).coordinates(world_rank())["pp"]
-        held = replace(self.stages.held(rank), in_flight=in_flight(self.schedule, rank, layout))
+        held = replace(self.stages.stage_modules(rank), in_flight=peak_in_flight(self.schedule, rank, layout))
         self.parallel = apply(model, layout, options, held)
-        links = [self.stages.links(stage) for stage in range(self.schedule.stages)]
-        self.asynchronous = layout.schedule in ASYNCHRONOUS
-        self._gathers = here.lane(range(layout.world))
-        self.runtime: Runtime
+        links = [self.stages.layers(stage) for stage in range(self.schedule.stages)]
+        self.asynchronous = layout.schedule in ASYNC_SCHEDULES
+        self._gathers = here.new_sequence(range(layout.world))
+        self.runtime: PipelineRuntime
         if self.asynchronous:
-            refuse_copies(self.parallel)
-            every = layout.accumulate // self.updates
-            self.runtime = StreamRuntime(self.parallel, self.stages.chain, links, self.schedule, per_update=every)
+            reject_tied_weights(self.parallel)
+            every = layout.accumulate // self.updates_per_step
+            self.runtime = AsyncRuntime(
+                self.parallel, self.stages.pipeline_model, links, self.schedule, microbatches_per_update=every
+            )
         elif layout.schedule == "terapipe":
-            given = options.slices
-            self.runtime = SliceRuntime(self.parallel, self.stages.chain, links, self.schedule, given=given)
+            given = options.slice_lengths
+            self.runtime = SliceRuntime(
+                self.parallel, self.stages.pipeline_model, links, self.schedule, fixed_lengths=given
+            )
         else:
-            self.runtime = Runtime(self.parallel, self.stages.chain, links, self.schedule)
+            self.runtime = PipelineRuntime(self.parallel, self.stages.pipeline_model, links, self.schedule)
 
     # -- cost ---------------------------------------------------------------------------------------------------------
 
     @property
-    def uses(self) -> dict[str, int]:
+    def stages_per_param_group(self) -> dict[str, int]:
         """How many of this rank's stages use each unit."""
         return {
-            unit.unit.name: sum(unit in part for part in self.parallel.flat.parts) for unit in self.parallel.flat.units
+            unit.spec.name: sum(unit in part for part in self.parallel.sharded_model.stage_groups)
+            for unit in self.parallel.sharded_model.param_groups
         }
 
     @property
-    def updates(self) -> int:
+    def updates_per_step(self) -> int:
         """Updates of a step: PipeDream's two make one of every microbatch."""
         layout = self.parallel.layout
         return layout.accumulate if self.asynchronous and layout.schedule != "2bw" else 1
 
     @property
-    def versions(self) -> int:
+    def peak_weight_versions(self) -> int:
         """The most versions of its weights that this rank holds at once."""
         layout = self.parallel.layout
         if not self.asynchronous:
@@ -79,120 +84,131 @@ class Pipeline:
         # After as many microbatches as there are stages, and two steps more, a stream only repeats itself.
         steps = range(2 + -(-layout.pp // layout.accumulate))
         windows = [
-            make(layout.schedule, layout.pp, layout.accumulate, first=step * layout.accumulate, drain=False)
+            make_schedule(
+                layout.schedule, layout.pp, layout.accumulate, first_microbatch=step * layout.accumulate, drain=False
+            )
             for step in steps
         ]
-        return simulate(joined(windows)).versions[self.runtime.rank]
+        return simulate(join_windows(windows)).weight_versions[self.runtime.rank]
 
-    def news(self) -> list[Collective]:
+    def update_collectives(self) -> list[Collective]:
         """What tells the stages of an asynchronous schedule how many targets an update has."""
-        return self.runtime.news(self.updates) if isinstance(self.runtime, StreamRuntime) else []
+        return self.runtime.update_collectives(self.updates_per_step) if isinstance(self.runtime, AsyncRuntime) else []
 
-    def share(self, traffic: Traffic) -> Traffic:
+    def rank_share(self, traffic: TransformerSizes) -> TransformerSizes:
         """A transformer's traffic on this rank alone."""
-        stages, last = self.schedule.of(self.runtime.rank), self.schedule.stages - 1
-        links = sum(len(self.stages.split.links[stage]) for stage in stages)
-        return replace(traffic, layers=links - (0 in stages) - (last in stages), first=0 in stages, last=last in stages)
+        stages, last = self.schedule.stages_on(self.runtime.rank), self.schedule.stages - 1
+        links = sum(len(self.stages.split.layers[stage]) for stage in stages)
+        return replace(
+            traffic, layers=links - (0 in stages) - (last in stages), has_embedding=0 in stages, has_head=last in stages
+        )
 
-    def slices(self, traffic: Traffic) -> tuple[int, ...]:
+    def slice_lengths(self, traffic: TransformerSizes) -> tuple[int, ...]:
         """The lengths of a sequence's slices; none where sequences are whole."""
-        return self.runtime.parts(traffic.seq_len) if isinstance(self.runtime, SliceRuntime) else ()
+        return self.runtime.slice_lengths(traffic.seq_len) if isinstance(self.runtime, SliceRuntime) else ()
 
-    def scheduled(self, seq_len: int) -> Schedule:
+    def schedule_for(self, seq_len: int) -> Schedule:
         """The schedule of a step; only TeraPipe's depends on the length of the sequences."""
-        return self.runtime.scheduled(seq_len) if isinstance(self.runtime, SliceRuntime) else self.schedule
+        return self.runtime.schedule_for(seq_len) if isinstance(self.runtime, SliceRuntime) else self.schedule
 
-    def messages(self, traffic: Traffic) -> list[Collective]:
+    def p2p_collectives(self, traffic: TransformerSizes) -> list[Collective]:
         """What this rank sends to other stages of a transformer in a step."""
-        layout, slices = self.parallel.layout, self.slices(traffic)
-        schedule = self.scheduled(traffic.seq_len)
-        actions = [action for action in schedule.lists[self.runtime.rank] if action.kind in SENDS]
-        sends = Counter(action.part for action in actions)
-        rows, columns = tp_grid_cost.block(layout, traffic.batch, traffic.width)
+        layout, slices = self.parallel.layout, self.slice_lengths(traffic)
+        schedule = self.schedule_for(traffic.seq_len)
+        actions = [action for action in schedule.rank_actions[self.runtime.rank] if action.kind in SENDS]
+        sends = Counter(action.slice_index for action in actions)
+        rows, columns = tp_grid_cost.local_activation_shape(layout, traffic.batch, traffic.width)
         found = []
         for part, count in sorted(sends.items()):
             length = slices[part] if slices else traffic.seq_len
             positions = -(-length // layout.tp) if layout.sp else length
             size = rows * positions * columns * traffic.element_bytes
-            found.append(Collective(kind="send", axis="pp", bytes=size, count=count, hidden=True, part="activations"))
-        mixed = sum(self._has_losses(action, traffic) for action in actions)
+            found.append(
+                Collective(op="send", axis="pp", bytes=size, count=count, overlapped=True, purpose="activations")
+            )
+        mixed = sum(self._carries_balance_losses(action, traffic) for action in actions)
         size = traffic.batch * traffic.loss_bytes
-        return [*found, Collective(kind="send", axis="pp", bytes=size, count=mixed, hidden=True, part="balance losses")]
+        return [
+            *found,
+            Collective(op="send", axis="pp", bytes=size, count=mixed, overlapped=True, purpose="balance losses"),
+        ]
 
-    def _has_losses(self, action: Action, traffic: Traffic) -> bool:
+    def _carries_balance_losses(self, action: Action, traffic: TransformerSizes) -> bool:
         """What is sent comes from behind a layer with experts, or goes back there."""
-        stages = action.stage + (action.kind is Kind.SEND_FORWARD)
-        layers = sum(len(self.stages.split.links[stage]) for stage in range(stages)) - 1  # the first is the embedding
-        return traffic.mixed_from is not None and layers > traffic.mixed_from
+        stages = action.stage + (action.kind is ActionKind.SEND_FORWARD)
+        layers = sum(len(self.stages.split.layers[stage]) for stage in range(stages)) - 1  # the first is the embedding
+        return traffic.first_moe_layer is not None and layers > traffic.first_moe_layer
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
-    def train(self, works: Sequence[Work], seed: float | Tensor) -> Tensor:
+    def train(self, microbatches: Sequence[MicrobatchInputs], grad_seed: float | Tensor) -> Tensor:
         """(sum of losses, number of valid targets) of this rank; gradients of the sum times `seed` are reduced."""
-        return self.runtime.train(works, seed)
+        return self.runtime.train(microbatches, grad_seed)
 
-    def window(self, works: Sequence[Work], update: Update, lr: float) -> Tensor:
+    def train_window(self, microbatches: Sequence[MicrobatchInputs], update: UpdateFunction, lr: float) -> Tensor:
         """The same for an asynchronous schedule, which updates as it goes."""
-        assert isinstance(self.runtime, StreamRuntime)
+        assert isinstance(self.runtime, AsyncRuntime)
         self.runtime.update = update
-        return self.runtime.window(works, lr)
+        return self.runtime.train_window(microbatches, lr)
 
-    def start_from(self, scale: float, count: float) -> None:
+    def set_loss_scale(self, scale: float, count: float) -> None:
         """Before the first window of an asynchronous schedule: the loss scale, and the targets to expect."""
-        assert isinstance(self.runtime, StreamRuntime)
-        self.runtime.start_from(scale, count)
+        assert isinstance(self.runtime, AsyncRuntime)
+        self.runtime.set_loss_scale(scale, count)
 
     def drain(self) -> None:
         """What an asynchronous schedule has under way is brought to its end."""
-        if isinstance(self.runtime, StreamRuntime):
+        if isinstance(self.runtime, AsyncRuntime):
             self.runtime.drain()
 
-    def record(self) -> None:
+    def start_recording(self) -> None:
         """The next step's actions are recorded."""
         self.runtime.spans = []
 
-    def recorded(self) -> tuple[Timeline, Timeline] | None:
+    def finish_recording(self) -> tuple[Timeline, Timeline] | None:
         """(planned, measured) of the step that was recorded, on every rank; ends the recording."""
         mine, self.runtime.spans = self.runtime.spans, None
-        at = self.parallel.axes.at
+        at = self.parallel.axes.coordinates
         shown = mine if at["dp"] == at["tp"] == at["cp"] == 0 else None
         every: list[list[tuple[str, float, float]] | None] = [None] * self.parallel.layout.world
-        with here.doing("all_gather", "world", self._gathers):
+        with here.blocking_operation("all_gather", "world", self._gathers):
             dist.all_gather_object(every, shown)
         spans = [found for found in every if found is not None]  # ranks of pp are in the order of the world's
-        schedule = self.runtime.window_lists() if isinstance(self.runtime, StreamRuntime) else self.runtime.schedule
-        return timelines(schedule, spans) if all(spans) else None
+        schedule = self.runtime.last_window() if isinstance(self.runtime, AsyncRuntime) else self.runtime.schedule
+        return planned_and_measured(schedule, spans) if all(spans) else None
 
-    def evaluate(self, works: Sequence[Work]) -> Tensor:
-        return self.runtime.evaluate(works, lower(forwards(self.schedule.homes, len(works))))
+    def evaluate(self, microbatches: Sequence[MicrobatchInputs]) -> Tensor:
+        return self.runtime.evaluate(
+            microbatches, lower(forward_only_schedule(self.schedule.rank_of_stage, len(microbatches)))
+        )
 
     def logits(self, inputs: Mapping[str, Tensor], size: int) -> Tensor:
         """[size]: what the model says comes after the last position of the only row, on every rank."""
-        device, context = self.parallel.options.device, self.parallel.context
+        device, context = self.parallel.options.device, self.parallel.cp_context
         if context is not None:
-            inputs = context.cut(inputs, counted=False)
+            inputs = context.shard_inputs(inputs, has_loss=False)
         number = torch.zeros(1, dtype=torch.int64, device=device)
-        work = Work(inputs, number, length=context.length if context else 0)
-        found = self.runtime.logits(work, lower(forwards(self.schedule.homes, 1)))
+        work = MicrobatchInputs(inputs, number, full_length=context.seq_len if context else 0)
+        found = self.runtime.logits(work, lower(forward_only_schedule(self.schedule.rank_of_stage, 1)))
         told = torch.zeros(size, dtype=torch.float64, device=device)
         if found is not None:
-            told += (found[:, -1] if context is None else context.last(found))[0, :size]
+            told += (found[:, -1] if context is None else context.last_token(found))[0, :size]
         return self.parallel.axes["pp"].all_reduce(told)
 
 
-def in_flight(schedule: Schedule, rank: int, layout: Layout) -> tuple[tuple[int, ...], ...]:
+def peak_in_flight(schedule: Schedule, rank: int, layout: Layout) -> tuple[tuple[int, ...], ...]:
     """How many microbatches each of a rank's stages has between forward and backward, at moments that no other exceeds.
 
     An asynchronous schedule never runs empty: a stage has as many under way as there are stages from it to the end."""
-    mine = schedule.of(rank)
-    if layout.schedule in ASYNCHRONOUS:
+    mine = schedule.stages_on(rank)
+    if layout.schedule in ASYNC_SCHEDULES:
         return (tuple(schedule.stages - stage for stage in mine),)
     now, found = Counter[int](), set()
-    for action in schedule.lists[rank]:
-        if action.kind is Kind.FORWARD:
+    for action in schedule.rank_actions[rank]:
+        if action.kind is ActionKind.FORWARD:
             now[action.stage] += 1
             found.add(tuple(-(-now[stage] // schedule.slices) for stage in mine))
-        elif action.kind in (Kind.BACKWARD, Kind.WEIGHT):
+        elif action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD):
             now[action.stage] -= 1
     return tuple(
         sorted(
@@ -203,9 +219,9 @@ def in_flight(schedule: Schedule, rank: int, layout: Layout) -> tuple[tuple[int,
     )
 
 
-def refuse_copies(parallel: Parallel) -> None:
+def reject_tied_weights(parallel: ParallelModel) -> None:
     """Stages that update on their own cannot hold one weight together."""
-    tied = [entry.name for entry in parallel.placement.entries.values() if entry.holders]
+    tied = [entry.name for entry in parallel.placement.params.values() if entry.tied_pp_ranks]
     if tied:
         raise ValueError(
             f"schedule={parallel.layout.schedule} updates every stage on its own, and {tied[0]} is on several stages; "
@@ -213,19 +229,19 @@ def refuse_copies(parallel: Parallel) -> None:
         )
 
 
-def forwards(homes: Sequence[int], microbatches: int) -> Schedule:
+def forward_only_schedule(rank_of_stage: Sequence[int], microbatches: int) -> Schedule:
     """Every forward and nothing else, for evaluation."""
     return Schedule(
         name="forward",
-        homes=tuple(homes),
+        rank_of_stage=tuple(rank_of_stage),
         microbatches=microbatches,
-        lists=tuple(
+        rank_actions=tuple(
             tuple(
-                Action(stage, Kind.FORWARD, m)
+                Action(stage, ActionKind.FORWARD, m)
                 for m in range(microbatches)
-                for stage, home in enumerate(homes)
+                for stage, home in enumerate(rank_of_stage)
                 if home == rank
             )
-            for rank in range(max(homes) + 1)
+            for rank in range(max(rank_of_stage) + 1)
         ),
     )

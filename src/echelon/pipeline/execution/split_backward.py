@@ -20,13 +20,13 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from echelon.kernels.gemm.fused_linear import SAME, product
+from echelon.kernels.gemm.fused_linear import PLAIN_GEMMS, fused_linear
 
-Product = tuple[Tensor, Tensor, Tensor]
+WeightGradInputs = tuple[Tensor, Tensor, Tensor]
 """a weight, the input it was applied to, the gradient of the output"""
 
 
-class _Linear(Function):
+class _SplitBackwardLinear(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -35,38 +35,38 @@ class _Linear(Function):
         bias: Tensor | None,
         _anchor: Tensor,
         whole: tuple[Tensor],
-        later: list[Product],
+        later: list[WeightGradInputs],
     ) -> Tensor:
         # The weight comes without its history and, in a tuple, with it. The first half must not walk that history: what
         # made the weight (weight normalisation, say) would have let go of its own inputs before the second half comes.
         ctx.save_for_backward(x, values)
-        ctx.whole, ctx.later, ctx.has_bias = whole, later, bias is not None
+        ctx.whole, ctx.deferred, ctx.has_bias = whole, later, bias is not None
         return F.linear(x, values, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None, None]:
         (gradient,) = gradients
         x, values = ctx.saved_tensors
-        ctx.later.append((*ctx.whole, x, gradient))
-        bias = _rows(gradient).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        ctx.deferred.append((*ctx.whole, x, gradient))
+        bias = _flatten_tokens(gradient).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
         return gradient @ values if ctx.needs_input_grad[0] else None, None, bias, None, None, None
 
 
-class Deferred(TorchFunctionMode):
+class DeferWeightGrads(TorchFunctionMode):
     """Linears called inside put their weights' gradients off, onto `later`."""
 
-    def __init__(self, later: list[Product]):
+    def __init__(self, deferred: list[WeightGradInputs]):
         super().__init__()
-        self.later = later
+        self.deferred = deferred
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is F.linear and torch.is_grad_enabled():
             return self._linear(*args, **(kwargs or {}))
-        if func is product and torch.is_grad_enabled():
+        if func is fused_linear and torch.is_grad_enabled():
             x, weights, biases, arithmetic = args
-            if arithmetic is not SAME:
+            if arithmetic is not PLAIN_GEMMS:
                 raise ValueError(
                     "weights' gradients cannot be put off where products are in 8 bits (precision.compute); "
                     "use schedule=1f1b or interleaved"
@@ -79,30 +79,32 @@ class Deferred(TorchFunctionMode):
         if not weight.requires_grad:
             return F.linear(input, weight, bias)
         anchor = weight.new_empty(0).requires_grad_()  # backward must come by, also where nothing else asks for it
-        out: Tensor = _Linear.apply(input, weight.detach(), bias, anchor, (weight,), self.later)
+        out: Tensor = _SplitBackwardLinear.apply(input, weight.detach(), bias, anchor, (weight,), self.deferred)
         return out
 
 
-def run(
-    later: list[Product], deliver: Callable[[Tensor, Tensor, Tensor], None], ready: Callable[[], None] = lambda: None
+def compute_weight_grads(
+    deferred: list[WeightGradInputs],
+    accumulate: Callable[[Tensor, Tensor, Tensor], None],
+    unshard: Callable[[], None] = lambda: None,
 ) -> None:
     """The second half: every product that was put off. `deliver` is given a parameter and the two matrices whose
     product is its gradient.
 
     A weight that was computed has a history, which reads parameters and may be recomputed: `ready` is called before.
     """
-    while later:
-        weight, x, gradient = later.pop(0)
-        left, right = _rows(gradient).t(), _rows(x)
+    while deferred:
+        weight, x, gradient = deferred.pop(0)
+        left, right = _flatten_tokens(gradient).t(), _flatten_tokens(x)
         if weight.is_leaf:
-            deliver(weight, left, right)
+            accumulate(weight, left, right)
         else:
-            ready()
-            with Deferred(later):
-                backward([weight], [left @ right])
+            unshard()
+            with DeferWeightGrads(deferred):
+                backward_inside_mode([weight], [left @ right])
 
 
-def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+def backward_inside_mode(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """`torch.autograd.backward`, inside the mode that is in force, also in the threads that it runs in.
 
     Given tensors, torch hands the call itself to the mode, outside of which it then runs. Given places in the graph it
@@ -111,5 +113,5 @@ def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     torch.autograd.backward([get_gradient_edge(tensor) for tensor in outputs], list(gradients))
 
 
-def _rows(x: Tensor) -> Tensor:
+def _flatten_tokens(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])

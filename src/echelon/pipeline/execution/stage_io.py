@@ -12,29 +12,29 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
-HOLDERS: tuple[type, ...] = (Tensor, tuple, list)
+CONTAINERS: tuple[type, ...] = (Tensor, tuple, list)
 
 
-def taken_apart(carried: Any, link: str) -> tuple[type, tuple[Tensor, ...]]:
+def unpack_tensors(value: Any, layer_name: str) -> tuple[type, tuple[Tensor, ...]]:
     """(what holds them, the tensors) of what a link gave."""
-    holder = next((kind for kind in HOLDERS if isinstance(carried, kind)), None)
-    tensors = (carried,) if holder is Tensor else tuple(carried) if holder else ()
+    holder = next((kind for kind in CONTAINERS if isinstance(value, kind)), None)
+    tensors = (value,) if holder is Tensor else tuple(value) if holder else ()
     wrong = [part for part in tensors if not isinstance(part, Tensor)]
     if not tensors or wrong:
         inside = f"a {holder.__name__} with {type(wrong[0]).__name__} in it" if holder and wrong else None
         raise ValueError(
-            f"a link handed on {inside or type(carried).__name__} ({link}), which no message carries; "
+            f"a link handed on {inside or type(value).__name__} ({layer_name}), which no message carries; "
             "give a tensor or a tuple of tensors"
         )
     return holder or tuple, tensors
 
 
-def put_together(holder: type, tensors: Sequence[Tensor]) -> Any:
+def pack_tensors(container: type, tensors: Sequence[Tensor]) -> Any:
     """The inverse."""
-    return tensors[0] if holder is Tensor else holder(tensors)
+    return tensors[0] if container is Tensor else container(tensors)
 
 
-class Alias(Function):
+class NonLeafAlias(Function):
     """The same values, not as a leaf: a link may change in place what it is given, and torch forbids that of leaves."""
 
     @staticmethod

@@ -9,41 +9,41 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from echelon.layout.layout import ASYNCHRONOUS
-from echelon.pipeline.actions import Action, Kind
+from echelon.layout.layout import ASYNC_SCHEDULES
+from echelon.pipeline.actions import Action, ActionKind
 from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.simulate import Durations, simulate
 from echelon.pipeline.timeline import Timeline
 
-Spans = Sequence[Sequence[tuple[str, float, float]]]
+RankSpans = Sequence[Sequence[tuple[str, float, float]]]
 """of every rank of pp: (an action's text, its start, its end), in seconds of one clock"""
 
 
-def timelines(schedule: Schedule, spans: Spans) -> tuple[Timeline, Timeline]:
+def planned_and_measured(schedule: Schedule, spans: RankSpans) -> tuple[Timeline, Timeline]:
     """(planned, measured) of one step."""
-    if schedule.name not in ASYNCHRONOUS:
+    if schedule.name not in ASYNC_SCHEDULES:
         # Whoever holds the optimizer makes a synchronous step's updates after it. What the runtime took to pass them by
         # is not theirs.
         spans = [
-            [(text, start, start if Action.parse(text).kind is Kind.UPDATE else end) for text, start, end in rank]
+            [(text, start, start if Action.parse(text).kind is ActionKind.UPDATE else end) for text, start, end in rank]
             for rank in spans
         ]
-    measured = Timeline.from_spans(schedule.name, schedule.homes, spans, note=schedule.note)
-    return simulate(schedule, durations(schedule.stages, spans)), measured
+    measured = Timeline.from_spans(schedule.name, schedule.rank_of_stage, spans, note=schedule.note)
+    return simulate(schedule, mean_durations(schedule.stages, spans)), measured
 
 
-def durations(stages: int, spans: Spans) -> Durations:
+def mean_durations(stages: int, spans: RankSpans) -> Durations:
     """The mean seconds of each kind of action on each stage."""
-    found: dict[tuple[Kind, int], list[float]] = {}
+    found: dict[tuple[ActionKind, int], list[float]] = {}
     for rank in spans:
         for text, start, end in rank:
             action = Action.parse(text)
             found.setdefault((action.kind, action.stage), []).append(end - start)
     means = {key: fmean(values) for key, values in found.items()}
 
-    def per_stage(kind: Kind) -> tuple[float, ...]:
-        whole = {stage: means.get((Kind.BACKWARD, stage), 0.0) for stage in range(stages)}
-        other = Kind.WEIGHT if kind is Kind.INPUT else Kind.INPUT
+    def per_stage(kind: ActionKind) -> tuple[float, ...]:
+        whole = {stage: means.get((ActionKind.BACKWARD, stage), 0.0) for stage in range(stages)}
+        other = ActionKind.WEIGHT_GRAD if kind is ActionKind.INPUT_GRAD else ActionKind.INPUT_GRAD
         # A backward in one piece says nothing of its halves, unless the schedule has one of them too.
         halves = [
             max(whole[stage] - means[other, stage], 0.0) if (other, stage) in means else whole[stage] / 2
@@ -52,8 +52,8 @@ def durations(stages: int, spans: Spans) -> Durations:
         return tuple(means.get((kind, stage), halves[stage]) for stage in range(stages))
 
     return Durations(
-        forward=tuple(means.get((Kind.FORWARD, stage), 0.0) for stage in range(stages)),
-        input_grad=per_stage(Kind.INPUT),
-        weight_grad=per_stage(Kind.WEIGHT),
-        update=tuple(means.get((Kind.UPDATE, stage), 0.0) for stage in range(stages)),
+        forward=tuple(means.get((ActionKind.FORWARD, stage), 0.0) for stage in range(stages)),
+        input_grad=per_stage(ActionKind.INPUT_GRAD),
+        weight_grad=per_stage(ActionKind.WEIGHT_GRAD),
+        update=tuple(means.get((ActionKind.UPDATE, stage), 0.0) for stage in range(stages)),
     )

@@ -27,14 +27,14 @@ from echelon.pipeline.schedules import (
     zb_v,
 )
 
-__all__ = ["FAMILIES", "FILE", "Family", "file_fault", "make", "of_layout"]
+__all__ = ["FAMILIES", "FILE_PREFIX", "ScheduleFamily", "make_schedule", "schedule_file_error", "schedule_for_layout"]
 
-FILE = "file:"
+FILE_PREFIX = "file:"
 """what stands before the path of a schedule that the user wrote"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
+class ScheduleFamily:
     """One kind of schedule."""
 
     name: str
@@ -60,44 +60,44 @@ class Family:
 
 
 # fmt: off
-FAMILIES: dict[str, Family] = {family.name: family for family in (
-    Family(name="naive", title="naive layer split: one microbatch at a time through all stages",
+FAMILIES: dict[str, ScheduleFamily] = {family.name: family for family in (
+    ScheduleFamily(name="naive", title="naive layer split: one microbatch at a time through all stages",
            build=naive.build, bubble=naive.bubble, in_flight=naive.in_flight),
-    Family(name="gpipe", title="GPipe: all microbatches forward, then all backward",
+    ScheduleFamily(name="gpipe", title="GPipe: all microbatches forward, then all backward",
            build=gpipe.build, bubble=gpipe.bubble, in_flight=gpipe.in_flight),
-    Family(name="1f1b", title="1F1B (PipeDream-flush): GPipe's bubble with as many microbatches in flight as stages",
+    ScheduleFamily(name="1f1b", title="1F1B (PipeDream-flush): GPipe's bubble with as many microbatches in flight as stages",
            build=one_f_one_b.build, bubble=one_f_one_b.bubble, in_flight=one_f_one_b.in_flight),
-    Family(name="interleaved", title="interleaved 1F1B: several chunks per rank, a bubble smaller by their number",
+    ScheduleFamily(name="interleaved", title="interleaved 1F1B: several chunks per rank, a bubble smaller by their number",
            build=interleaved.build, bubble=interleaved.bubble, in_flight=interleaved.in_flight, chunks=None),
-    Family(name="zb-h1", title="zero bubble, H1: weight gradients fill the bubble, with the memory of 1F1B",
+    ScheduleFamily(name="zb-h1", title="zero bubble, H1: weight gradients fill the bubble, with the memory of 1F1B",
            build=zb_h1.build, bubble=zb_h1.bubble, in_flight=zb_h1.in_flight, splits_backward=True),
-    Family(name="zb-v", title="zero bubble, V: two chunks there and back, no rank waits in between",
+    ScheduleFamily(name="zb-v", title="zero bubble, V: two chunks there and back, no rank waits in between",
            build=zb_v.build, bubble=zb_v.bubble, in_flight=zb_v.in_flight, chunks=2, splits_backward=True),
-    Family(name="dualpipe-v", title="DualPipe-V: forwards of one direction beside backwards of the other",
+    ScheduleFamily(name="dualpipe-v", title="DualPipe-V: forwards of one direction beside backwards of the other",
            build=dualpipe_v.build, bubble=dualpipe_v.bubble, in_flight=dualpipe_v.in_flight, chunks=2,
            splits_backward=True),
-    Family(name="pipedream", title="PipeDream: no flush, each microbatch keeps the weights of its forward",
+    ScheduleFamily(name="pipedream", title="PipeDream: no flush, each microbatch keeps the weights of its forward",
            build=pipedream.build, bubble=pipedream.bubble, in_flight=pipedream.in_flight, asynchronous=True),
-    Family(name="pipedream-vsync", title="PipeDream with vertical sync: one version of the weights on all stages",
+    ScheduleFamily(name="pipedream-vsync", title="PipeDream with vertical sync: one version of the weights on all stages",
            build=pipedream_vsync.build, bubble=pipedream_vsync.bubble, in_flight=pipedream_vsync.in_flight,
            asynchronous=True),
-    Family(name="2bw", title="PipeDream-2BW: no flush, two versions of the weights",
+    ScheduleFamily(name="2bw", title="PipeDream-2BW: no flush, two versions of the weights",
            build=two_bw.build, bubble=two_bw.bubble, in_flight=two_bw.in_flight, asynchronous=True),
-    Family(name="terapipe", title="TeraPipe: a pipeline over slices of a sequence's tokens",
+    ScheduleFamily(name="terapipe", title="TeraPipe: a pipeline over slices of a sequence's tokens",
            build=terapipe.build, bubble=terapipe.bubble, in_flight=terapipe.in_flight, has_slices=True),
 )}
 # fmt: on
 """Every schedule that has a name, in the order of the layout's grammar."""
 
 
-def make(
+def make_schedule(
     name: str,
     ranks: int,
     microbatches: int,
     *,
     chunks: int = 0,
     slices: int = 1,
-    first: int = 0,
+    first_microbatch: int = 0,
     drain: bool = True,
 ) -> Schedule:
     """The schedule of a name, or of a file: `file:PATH`.
@@ -108,33 +108,36 @@ def make(
     no windows.
     """
     family = FAMILIES.get(name)
-    faults = [*_sizes(ranks, microbatches, chunks, slices, first), *_fits(name, family, chunks, slices)]
+    faults = [
+        *_size_errors(ranks, microbatches, chunks, slices, first_microbatch),
+        *_option_errors(name, family, chunks, slices),
+    ]
     if faults:
         raise ValueError("\n".join(faults))
     if family is None:
         asked = 0 if slices == 1 else slices
-        path = name.removeprefix(FILE)
-        return schedule_file.build(path, ranks=ranks, chunks=chunks, microbatches=microbatches, slices=asked)
+        path = name.removeprefix(FILE_PREFIX)
+        return schedule_file.load_schedule(path, ranks=ranks, chunks=chunks, microbatches=microbatches, slices=asked)
     chunks = chunks or family.chunks or 2
     if family.asynchronous:
-        return family.build(ranks, chunks, microbatches, first=first, drain=drain)
+        return family.build(ranks, chunks, microbatches, first=first_microbatch, drain=drain)
     if family.has_slices:
         return family.build(ranks, chunks, microbatches, slices=slices)
     return family.build(ranks, chunks, microbatches)
 
 
-def of_layout(layout: Layout) -> Schedule:
+def schedule_for_layout(layout: Layout) -> Schedule:
     """The schedule of a step that is run; TeraPipe's before its sequences are sliced."""
-    is_file = layout.schedule.startswith(FILE)
+    is_file = layout.schedule.startswith(FILE_PREFIX)
     # A file says by itself how many chunks it has. What the layout says must agree; 1 is what it says of itself.
     chunks = 0 if is_file and layout.vpp == 1 else layout.vpp
-    schedule = make(layout.schedule, layout.pp, layout.accumulate, chunks=chunks)
+    schedule = make_schedule(layout.schedule, layout.pp, layout.accumulate, chunks=chunks)
     if is_file:
-        schedule_file.check_runs(schedule)
+        schedule_file.check_runnable(schedule)
     return schedule
 
 
-def _sizes(ranks: int, microbatches: int, chunks: int, slices: int, first: int) -> list[str]:
+def _size_errors(ranks: int, microbatches: int, chunks: int, slices: int, first: int) -> list[str]:
     given = {"ranks": ranks, "microbatches": microbatches, "slices": slices, "chunks": chunks, "first": first}
     least = {"chunks": 0, "first": 0}
     return [
@@ -144,12 +147,12 @@ def _sizes(ranks: int, microbatches: int, chunks: int, slices: int, first: int) 
     ]
 
 
-def _fits(name: str, family: Family | None, chunks: int, slices: int) -> list[str]:
+def _option_errors(name: str, family: ScheduleFamily | None, chunks: int, slices: int) -> list[str]:
     """What a schedule of this name cannot be."""
     faults = []
     if family is None:
-        if not name.startswith(FILE):
-            remedy = f"choose one of {', '.join(FAMILIES)}, {FILE}PATH"
+        if not name.startswith(FILE_PREFIX):
+            remedy = f"choose one of {', '.join(FAMILIES)}, {FILE_PREFIX}PATH"
             hint = did_you_mean(name, FAMILIES)
             faults.append(f"unknown schedule ({name!r}); {remedy}{'; ' if hint else ''}{hint}")
         return faults
@@ -163,12 +166,12 @@ def _fits(name: str, family: Family | None, chunks: int, slices: int) -> list[st
     return faults
 
 
-def file_fault(layout: Layout, layers: int = 0) -> str:
+def schedule_file_error(layout: Layout, layers: int = 0) -> str:
     """What is wrong with the file of a layout's schedule, if it is one and something is. `layers`: of the model."""
-    if not layout.schedule.startswith(FILE) or layout.pp == 1:
+    if not layout.schedule.startswith(FILE_PREFIX) or layout.pp == 1:
         return ""
     try:
-        stages = of_layout(layout).stages
+        stages = schedule_for_layout(layout).stages
     except ValueError as error:
         return str(error)
     return f"its {stages} stages leave some without a layer (the model has {layers})" if 0 < layers < stages else ""

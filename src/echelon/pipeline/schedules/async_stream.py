@@ -27,71 +27,81 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from echelon.pipeline.actions import Action, Kind
-from echelon.pipeline.schedule import Schedule, loop
+from echelon.pipeline.actions import Action, ActionKind
+from echelon.pipeline.schedule import Schedule, looped_placement
 
-NEVER = -1
+UNUSED = -1
 """the last use of a version that nobody uses any more"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class WeightVersionRule:
     """What a stage does with its weights in an endless stream."""
 
     lag: int
     """how many forwards the stage runs before its first backward, beside the one that it follows"""
     version: Callable[[int], int]
     """the version of the weights that a microbatch uses; it never falls"""
-    last: Callable[[int], int]
+    last_microbatch: Callable[[int], int]
     """the last microbatch that uses a version"""
-    batch: int = 1
+    microbatches_per_update: int = 1
     """microbatches whose gradients make one update"""
 
 
-def stream(
+def stream_schedule(
     name: str,
     ranks: int,
     microbatches: int,
-    rule: Callable[[int], Rule],
+    rule: Callable[[int], WeightVersionRule],
     *,
-    first: int,
+    first_microbatch: int,
     drain: bool,
     note: str = "",
 ) -> Schedule:
     """The window of microbatches from `first` on, with a rule for each stage. See [Note: an endless stream]."""
-    lists = tuple(tuple(_window(stage, rule(stage), first, first + microbatches, drain)) for stage in range(ranks))
-    return Schedule(name=name, homes=loop(ranks), microbatches=microbatches, lists=lists, note=note)
+    lists = tuple(
+        tuple(_window(stage, rule(stage), first_microbatch, first_microbatch + microbatches, drain))
+        for stage in range(ranks)
+    )
+    return Schedule(
+        name=name, rank_of_stage=looped_placement(ranks), microbatches=microbatches, rank_actions=lists, note=note
+    )
 
 
-def _window(stage: int, rule: Rule, first: int, end: int, drain: bool) -> Iterator[Action]:
-    for m in range(first, end):
-        yield Action(stage, Kind.FORWARD, m, version=rule.version(m))
+def _window(
+    stage: int, rule: WeightVersionRule, first_microbatch: int, end_microbatch: int, drain: bool
+) -> Iterator[Action]:
+    for m in range(first_microbatch, end_microbatch):
+        yield Action(stage, ActionKind.FORWARD, m, version=rule.version(m))
         if m >= rule.lag:
-            yield from _backward(stage, rule, m - rule.lag, rule.last)
+            yield from _backward(stage, rule, m - rule.lag, rule.last_microbatch)
     if drain:
-        yield from _drain(stage, rule, end)
+        yield from _drain(stage, rule, end_microbatch)
 
 
-def _backward(stage: int, rule: Rule, m: int, last: Callable[[int], int]) -> Iterator[Action]:
+def _backward(stage: int, rule: WeightVersionRule, m: int, last_microbatch: Callable[[int], int]) -> Iterator[Action]:
     """A backward and what follows from it. See [Note: kept versions]; `last` is the last use of a version."""
-    used, in_force = rule.version(m), m // rule.batch
-    yield Action(stage, Kind.BACKWARD, m, version=used)
-    if used < in_force and last(used) == m:
-        yield Action(stage, Kind.DROP, used)
-    if (m + 1) % rule.batch == 0:
-        if last(in_force) > m:
-            yield Action(stage, Kind.KEEP, in_force)
-        yield Action(stage, Kind.UPDATE, in_force + 1)
+    used, in_force = rule.version(m), m // rule.microbatches_per_update
+    yield Action(stage, ActionKind.BACKWARD, m, version=used)
+    if used < in_force and last_microbatch(used) == m:
+        yield Action(stage, ActionKind.DROP_STASHED, used)
+    if (m + 1) % rule.microbatches_per_update == 0:
+        if last_microbatch(in_force) > m:
+            yield Action(stage, ActionKind.STASH, in_force)
+        yield Action(stage, ActionKind.UPDATE, in_force + 1)
 
 
-def _drain(stage: int, rule: Rule, end: int) -> Iterator[Action]:
+def _drain(stage: int, rule: WeightVersionRule, end_microbatch: int) -> Iterator[Action]:
     """The backwards that are left when no microbatch comes any more."""
-    newest, first = rule.version(end - 1), max(0, end - rule.lag)
-    for version in range(newest + 1 if first < end else newest, first // rule.batch):
-        is_kept = rule.last(version) >= (version + 1) * rule.batch
-        if is_kept and rule.last(version) >= first:
-            yield Action(stage, Kind.DROP, version)
-    for m in range(first, end):
+    newest, first = rule.version(end_microbatch - 1), max(0, end_microbatch - rule.lag)
+    for version in range(newest + 1 if first < end_microbatch else newest, first // rule.microbatches_per_update):
+        is_kept = rule.last_microbatch(version) >= (version + 1) * rule.microbatches_per_update
+        if is_kept and rule.last_microbatch(version) >= first:
+            yield Action(stage, ActionKind.DROP_STASHED, version)
+    for m in range(first, end_microbatch):
         yield from _backward(
-            stage, rule, m, lambda version: min(rule.last(version), end - 1) if version <= newest else NEVER
+            stage,
+            rule,
+            m,
+            lambda version: min(rule.last_microbatch(version), end_microbatch - 1) if version <= newest else UNUSED,
         )

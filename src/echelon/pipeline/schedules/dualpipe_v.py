@@ -31,20 +31,22 @@ from __future__ import annotations
 from fractions import Fraction
 
 from echelon.pipeline.actions import Action
-from echelon.pipeline.schedule import Schedule, vee
-from echelon.pipeline.schedules.phases import Phases
-from echelon.pipeline.schedules.sync_step import left_out, step
+from echelon.pipeline.schedule import Schedule, v_placement
+from echelon.pipeline.schedules.phases import PhaseBuilder
+from echelon.pipeline.schedules.sync_step import sync_schedule, truncation_note
 
 
 def build(ranks: int, chunks: int, microbatches: int) -> Schedule:
     whole = max(microbatches, 2 * ranks)
-    lists = [_list(rank, ranks, whole) for rank in range(ranks)]
-    return step("dualpipe-v", vee(ranks), microbatches, lists, note=left_out(microbatches, whole))
+    lists = [_rank_actions(rank, ranks, whole) for rank in range(ranks)]
+    return sync_schedule(
+        "dualpipe-v", v_placement(ranks), microbatches, lists, note=truncation_note(microbatches, whole)
+    )
 
 
-def _list(rank: int, ranks: int, microbatches: int) -> list[Action]:
+def _rank_actions(rank: int, ranks: int, microbatches: int) -> list[Action]:
     behind = ranks - rank - 1
-    phases = Phases(rank, 2 * ranks - 1 - rank)
+    phases = PhaseBuilder(rank, 2 * ranks - 1 - rank)
     phases.repeat(2 * behind, "F0")
     phases.repeat(rank + 1, "F0 F1")
     phases.repeat(behind, "I1 W F1")

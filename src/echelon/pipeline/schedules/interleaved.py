@@ -21,23 +21,25 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from echelon.pipeline.actions import Action, Kind
-from echelon.pipeline.schedule import Schedule, loop
-from echelon.pipeline.schedules.sync_step import left_out, step
+from echelon.pipeline.actions import Action, ActionKind
+from echelon.pipeline.schedule import Schedule, looped_placement
+from echelon.pipeline.schedules.sync_step import sync_schedule, truncation_note
 
 
 def build(ranks: int, chunks: int, microbatches: int) -> Schedule:
     whole = -(-microbatches // ranks) * ranks
-    lists = [_list(rank, ranks, chunks, whole) for rank in range(ranks)]
-    return step("interleaved", loop(ranks, chunks), microbatches, lists, note=left_out(microbatches, whole))
+    lists = [_rank_actions(rank, ranks, chunks, whole) for rank in range(ranks)]
+    return sync_schedule(
+        "interleaved", looped_placement(ranks, chunks), microbatches, lists, note=truncation_note(microbatches, whole)
+    )
 
 
-def _list(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
+def _rank_actions(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
     groups = [range(first, first + ranks) for first in range(0, microbatches, ranks)]
     there = [chunk * ranks + rank for chunk in range(chunks)]
-    forwards = [Action(stage, Kind.FORWARD, m) for group in groups for stage in there for m in group]
-    backwards = [Action(stage, Kind.BACKWARD, m) for group in groups for stage in reversed(there) for m in group]
-    ahead = _ahead(rank, ranks, chunks)
+    forwards = [Action(stage, ActionKind.FORWARD, m) for group in groups for stage in there for m in group]
+    backwards = [Action(stage, ActionKind.BACKWARD, m) for group in groups for stage in reversed(there) for m in group]
+    ahead = _num_warmup(rank, ranks, chunks)
     actions = forwards[:ahead]
     for turn, backward in enumerate(backwards):
         actions += forwards[ahead + turn : ahead + turn + 1]  # empty when the forwards are used up
@@ -45,7 +47,7 @@ def _list(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]
     return actions
 
 
-def _ahead(rank: int, ranks: int, chunks: int) -> int:
+def _num_warmup(rank: int, ranks: int, chunks: int) -> int:
     """Forwards before the first pair: all chunks but the last, then there and back to the last rank."""
     return (chunks - 1) * ranks + 2 * (ranks - rank - 1)
 
@@ -60,11 +62,13 @@ def bubble(ranks: int, chunks: int, microbatches: int) -> Fraction | None:
 
 def in_flight(ranks: int, chunks: int, microbatches: int) -> tuple[int, ...]:
     """The forwards up to the first backward; of those, the ones that are not left out."""
-    return tuple(_present(_ahead(rank, ranks, chunks) + 1, ranks, chunks, microbatches) for rank in range(ranks))
+    return tuple(
+        _count_requested(_num_warmup(rank, ranks, chunks) + 1, ranks, chunks, microbatches) for rank in range(ranks)
+    )
 
 
-def _present(places: int, ranks: int, chunks: int, microbatches: int) -> int:
+def _count_requested(num_forwards: int, ranks: int, chunks: int, microbatches: int) -> int:
     """How many of a rank's first forwards are of microbatches that were asked for."""
-    groups, rest = divmod(places, ranks * chunks)
+    groups, rest = divmod(num_forwards, ranks * chunks)
     size = max(0, min(ranks, microbatches - groups * ranks))
     return min(groups * ranks, microbatches) * chunks + rest // ranks * size + min(rest % ranks, size)

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from echelon.pipeline.actions import Action, Kind
-from echelon.pipeline.schedule import Schedule, loop
-from echelon.pipeline.schedules.sync_step import step
+from echelon.pipeline.actions import Action, ActionKind
+from echelon.pipeline.schedule import Schedule, looped_placement
+from echelon.pipeline.schedules.sync_step import sync_schedule
 
 
 def build(ranks: int, chunks: int, microbatches: int) -> Schedule:
-    both = (Kind.FORWARD, Kind.BACKWARD)
+    both = (ActionKind.FORWARD, ActionKind.BACKWARD)
     lists = [[Action(rank, kind, m) for m in range(microbatches) for kind in both] for rank in range(ranks)]
-    return step("naive", loop(ranks), microbatches, lists)
+    return sync_schedule("naive", looped_placement(ranks), microbatches, lists)
 
 
 def bubble(ranks: int, chunks: int, microbatches: int) -> Fraction:

@@ -14,23 +14,23 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from echelon.pipeline.actions import Action, Kind
-from echelon.pipeline.schedule import Schedule, loop
-from echelon.pipeline.schedules.sync_step import step
+from echelon.pipeline.actions import Action, ActionKind
+from echelon.pipeline.schedule import Schedule, looped_placement
+from echelon.pipeline.schedules.sync_step import sync_schedule
 
 
 def build(ranks: int, chunks: int, microbatches: int) -> Schedule:
-    lists = [_list(rank, ranks - rank - 1, microbatches) for rank in range(ranks)]
-    return step("1f1b", loop(ranks), microbatches, lists)
+    lists = [_rank_actions(rank, ranks - rank - 1, microbatches) for rank in range(ranks)]
+    return sync_schedule("1f1b", looped_placement(ranks), microbatches, lists)
 
 
-def _list(rank: int, ahead: int, microbatches: int) -> list[Action]:
+def _rank_actions(rank: int, num_warmup: int, microbatches: int) -> list[Action]:
     """`ahead` forwards come before the first pair: as many as there are ranks behind this one."""
-    forwards = [Action(rank, Kind.FORWARD, m) for m in range(microbatches)]
-    actions = forwards[:ahead]
+    forwards = [Action(rank, ActionKind.FORWARD, m) for m in range(microbatches)]
+    actions = forwards[:num_warmup]
     for m in range(microbatches):
-        actions += forwards[ahead + m : ahead + m + 1]  # empty when the forwards are used up
-        actions.append(Action(rank, Kind.BACKWARD, m))
+        actions += forwards[num_warmup + m : num_warmup + m + 1]  # empty when the forwards are used up
+        actions.append(Action(rank, ActionKind.BACKWARD, m))
     return actions
 
 

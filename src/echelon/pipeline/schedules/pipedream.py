@@ -22,15 +22,17 @@ from __future__ import annotations
 from fractions import Fraction
 
 from echelon.pipeline.schedule import Schedule
-from echelon.pipeline.schedules.async_stream import Rule, stream
+from echelon.pipeline.schedules.async_stream import WeightVersionRule, stream_schedule
 
 
-def build(ranks: int, chunks: int, microbatches: int, *, first: int = 0, drain: bool = True) -> Schedule:
-    def rule(stage: int) -> Rule:
+def build(ranks: int, chunks: int, microbatches: int, *, first_microbatch: int = 0, drain: bool = True) -> Schedule:
+    def rule(stage: int) -> WeightVersionRule:
         lag = ranks - 1 - stage
-        return Rule(lag=lag, version=lambda m: max(0, m - lag), last=lambda version: version + lag)
+        return WeightVersionRule(
+            lag=lag, version=lambda m: max(0, m - lag), last_microbatch=lambda version: version + lag
+        )
 
-    return stream("pipedream", ranks, microbatches, rule, first=first, drain=drain)
+    return stream_schedule("pipedream", ranks, microbatches, rule, first_microbatch=first_microbatch, drain=drain)
 
 
 def bubble(ranks: int, chunks: int, microbatches: int) -> Fraction:

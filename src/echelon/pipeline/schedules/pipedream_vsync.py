@@ -14,16 +14,18 @@ Stage 1 of 3, four microbatches (K keeps a version, D drops it, U makes the next
 from __future__ import annotations
 
 from echelon.pipeline.schedule import Schedule
-from echelon.pipeline.schedules.async_stream import Rule, stream
+from echelon.pipeline.schedules.async_stream import WeightVersionRule, stream_schedule
 from echelon.pipeline.schedules.pipedream import bubble, in_flight
 
 __all__ = ["bubble", "build", "in_flight"]
 
 
-def build(ranks: int, chunks: int, microbatches: int, *, first: int = 0, drain: bool = True) -> Schedule:
+def build(ranks: int, chunks: int, microbatches: int, *, first_microbatch: int = 0, drain: bool = True) -> Schedule:
     behind = ranks - 1
 
-    def rule(stage: int) -> Rule:
-        return Rule(lag=behind - stage, version=lambda m: max(0, m - behind), last=lambda version: version + behind)
+    def rule(stage: int) -> WeightVersionRule:
+        return WeightVersionRule(
+            lag=behind - stage, version=lambda m: max(0, m - behind), last_microbatch=lambda version: version + behind
+        )
 
-    return stream("pipedream-vsync", ranks, microbatches, rule, first=first, drain=drain)
+    return stream_schedule("pipedream-vsync", ranks, microbatches, rule, first_microbatch=first_microbatch, drain=drain)

@@ -18,23 +18,25 @@ from collections.abc import Container, Iterator
 from itertools import islice
 from pathlib import Path
 
-from echelon.pipeline.actions import NEWEST, Action, Kind
+from echelon.pipeline.actions import LATEST, Action, ActionKind
 from echelon.pipeline.schedule import Schedule
-from echelon.pipeline.validate import find
+from echelon.pipeline.validate import find_faults
 
-_LINE = re.compile(r"rank\s+(\d{1,9})\s*,\s*stages?\s+(\d{1,9}(?:[\s,]+\d{1,9})*)\s*:(.*)")
+_LINE_PATTERN = re.compile(r"rank\s+(\d{1,9})\s*,\s*stages?\s+(\d{1,9}(?:[\s,]+\d{1,9})*)\s*:(.*)")
 
-FEW = 5
+MAX_LISTED = 5
 """of many faults of one kind, those that are told"""
 
 
-def build(path: str | Path, *, ranks: int = 0, chunks: int = 0, microbatches: int = 0, slices: int = 0) -> Schedule:
+def load_schedule(
+    path: str | Path, *, ranks: int = 0, chunks: int = 0, microbatches: int = 0, slices: int = 0
+) -> Schedule:
     """Reads a schedule and checks it. What is asked for beside the path must be what the file has; 0 asks nothing."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"the schedule cannot be read ({path}: {error}); give a text file") from error
-    schedule = parse(text, name=f"file:{path}")
+    schedule = parse_schedule(text, name=f"file:{path}")
     asked = {"ranks": ranks, "stages": ranks * chunks, "microbatches": microbatches, "slices": slices}
     faults = [
         f"it has {has} {noun}, but {want} are asked for"
@@ -42,32 +44,35 @@ def build(path: str | Path, *, ranks: int = 0, chunks: int = 0, microbatches: in
         if want and want != (has := getattr(schedule, noun))
     ]
     if faults:
-        _refuse(schedule.name, faults, "ask for what the file has, or choose another schedule")
+        _raise_errors(schedule.name, faults, "ask for what the file has, or choose another schedule")
     return schedule
 
 
-def parse(text: str, name: str = "file") -> Schedule:
+def parse_schedule(text: str, name: str = "file") -> Schedule:
     """The schedule that a text says, or all its faults at once, each with its line."""
-    reading = _Reading()
+    reading = _ScheduleParser()
     for number, line in enumerate(text.splitlines(), 1):
         if content := line.partition("#")[0].strip():
-            reading.take(number, content)
-    faults = reading.faults or reading.gaps()
+            reading.parse_line(number, content)
+    faults = reading.errors or reading.placement_errors()
     if faults:
-        _refuse(name, faults, "write a line per rank, as in rank 0, stages 0: 0F0 0B0 0U1")
+        _raise_errors(name, faults, "write a line per rank, as in rank 0, stages 0: 0F0 0B0 0U1")
     schedule = reading.schedule(name)
-    wrong = [f"line {reading.line[fault.rank]}: {fault}" if fault.rank >= 0 else str(fault) for fault in find(schedule)]
+    wrong = [
+        f"line {reading.line_of_rank[fault.rank]}: {fault}" if fault.rank >= 0 else str(fault)
+        for fault in find_faults(schedule)
+    ]
     if wrong:
-        _refuse(name, wrong, "change its lists")
+        _raise_errors(name, wrong, "change its lists")
     return schedule
 
 
-def check_runs(schedule: Schedule) -> None:
+def check_runnable(schedule: Schedule) -> None:
     """Refuses what can be drawn and not run."""
-    every = [action for actions in schedule.lists for action in actions]
-    updates = Counter(action.stage for action in every if action.kind is Kind.UPDATE)
+    every = [action for actions in schedule.rank_actions for action in actions]
+    updates = Counter(action.stage for action in every if action.kind is ActionKind.UPDATE)
     faults = []
-    if any(action.kind in (Kind.KEEP, Kind.DROP) or action.version != NEWEST for action in every):
+    if any(action.kind in (ActionKind.STASH, ActionKind.DROP_STASHED) or action.version != LATEST for action in every):
         faults.append("it says which versions of the weights are used (K, D, @)")
     if several := [stage for stage, count in updates.items() if count > 1]:
         faults.append(f"it updates more than once (stage {several[0]})")
@@ -75,60 +80,60 @@ def check_runs(schedule: Schedule) -> None:
         faults.append(f"it cuts microbatches into slices ({schedule.slices})")
     if faults:
         remedy = "a file is run where its step is synchronous; draw it, or choose pipedream, 2bw or terapipe"
-        _refuse(schedule.name, faults, remedy)
+        _raise_errors(schedule.name, faults, remedy)
 
 
-def _refuse(name: str, faults: list[str], remedy: str) -> None:
-    raise ValueError("\n  ".join([f"the schedule cannot be used ({name}, {len(faults)} faults); {remedy}:", *faults]))
+def _raise_errors(name: str, errors: list[str], remedy: str) -> None:
+    raise ValueError("\n  ".join([f"the schedule cannot be used ({name}, {len(errors)} faults); {remedy}:", *errors]))
 
 
-class _Reading:
+class _ScheduleParser:
     """What the lines say so far."""
 
     def __init__(self) -> None:
-        self.faults: list[str] = []
-        self.line: dict[int, int] = {}
+        self.errors: list[str] = []
+        self.line_of_rank: dict[int, int] = {}
         """where each rank is written"""
-        self.stages: dict[int, list[int]] = {}
-        self.lists: dict[int, list[Action]] = {}
+        self.stages_of_rank: dict[int, list[int]] = {}
+        self.actions_of_rank: dict[int, list[Action]] = {}
 
-    def take(self, number: int, content: str) -> None:
-        match = _LINE.fullmatch(content)
+    def parse_line(self, number: int, content: str) -> None:
+        match = _LINE_PATTERN.fullmatch(content)
         if match is None:
-            self.faults.append(f"line {number}: is not rank, stages and actions ({content[:40]!r})")
+            self.errors.append(f"line {number}: is not rank, stages and actions ({content[:40]!r})")
             return
         rank = int(match[1])
-        if rank in self.line:
-            self.faults.append(f"line {number}: rank {rank} is on line {self.line[rank]} already")
+        if rank in self.line_of_rank:
+            self.errors.append(f"line {number}: rank {rank} is on line {self.line_of_rank[rank]} already")
             return
-        self.line[rank] = number
-        self.stages[rank] = [int(stage) for stage in re.split(r"[\s,]+", match[2])]
-        self.lists[rank] = []
+        self.line_of_rank[rank] = number
+        self.stages_of_rank[rank] = [int(stage) for stage in re.split(r"[\s,]+", match[2])]
+        self.actions_of_rank[rank] = []
         for word in match[3].split():
             try:
-                self.lists[rank].append(Action.parse(word))
+                self.actions_of_rank[rank].append(Action.parse(word))
             except ValueError as error:
-                self.faults.append(f"line {number}: {error}")
+                self.errors.append(f"line {number}: {error}")
 
-    def gaps(self) -> list[str]:
+    def placement_errors(self) -> list[str]:
         """Ranks and stages that are missing, or there twice."""
-        stages = Counter(stage for held in self.stages.values() for stage in held)
-        faults = [f"rank {rank} has no line" for rank in _missing(max(self.line, default=0), self.line)]
+        stages = Counter(stage for held in self.stages_of_rank.values() for stage in held)
+        faults = [f"rank {rank} has no line" for rank in _missing(max(self.line_of_rank, default=0), self.line_of_rank)]
         faults += [f"stage {stage} is on no rank" for stage in _missing(max(stages, default=0), stages)]
         return faults + [f"stage {stage} is there {count} times" for stage, count in stages.items() if count > 1]
 
     def schedule(self, name: str) -> Schedule:
-        homes = {stage: rank for rank, held in self.stages.items() for stage in held}
-        every = [action for actions in self.lists.values() for action in actions]
+        homes = {stage: rank for rank, held in self.stages_of_rank.items() for stage in held}
+        every = [action for actions in self.actions_of_rank.values() for action in actions]
         return Schedule(
             name=name,
-            homes=tuple(homes[stage] for stage in range(len(homes))),
-            microbatches=1 + max((action.index for action in every if action.kind is Kind.FORWARD), default=0),
-            lists=tuple(tuple(self.lists[rank]) for rank in range(len(self.lists))),
-            slices=1 + max((action.part for action in every), default=0),
+            rank_of_stage=tuple(homes[stage] for stage in range(len(homes))),
+            microbatches=1 + max((action.index for action in every if action.kind is ActionKind.FORWARD), default=0),
+            rank_actions=tuple(tuple(self.actions_of_rank[rank]) for rank in range(len(self.actions_of_rank))),
+            slices=1 + max((action.slice_index for action in every), default=0),
         )
 
 
-def _missing(largest: int, there: Container[int]) -> Iterator[int]:
+def _missing(largest: int, present: Container[int]) -> Iterator[int]:
     """The first few numbers that are not there: a file may name a stage of any number."""
-    return islice((number for number in range(largest + 1) if number not in there), FEW)
+    return islice((number for number in range(largest + 1) if number not in present), MAX_LISTED)

@@ -20,13 +20,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
-Cuts = tuple[float, tuple[int, ...]]
+CutPath = tuple[float, tuple[int, ...]]
 """a sum of times and the cuts that give it"""
 
-INFINITE = float("inf")
+INFINITY = float("inf")
 
 
-def choose_slices(length: int, stages: int, time: Callable[[int, int], float], granularity: int = 1) -> tuple[int, ...]:
+def choose_slice_lengths(
+    length: int, stages: int, slice_time: Callable[[int, int], float], granularity: int = 1
+) -> tuple[int, ...]:
     """The lengths of the slices of a sequence that `stages` stages finish soonest. See [Note: the slicer].
 
     `time(tokens, before)` is what a slice takes on one stage, behind so many other tokens. Slices are multiples of
@@ -37,14 +39,14 @@ def choose_slices(length: int, stages: int, time: Callable[[int, int], float], g
             f"nothing to slice (length={length}, stages={stages}, granularity={granularity}); give 1 or more of each"
         )
     cuts = [*range(0, length, granularity), length]
-    times = [[time(end - start, start) for start in cuts[:place]] for place, end in enumerate(cuts)]
+    times = [[slice_time(end - start, start) for start in cuts[:place]] for place, end in enumerate(cuts)]
     candidates = sorted({seconds for row in times for seconds in row})
-    best: float = INFINITE
+    best: float = INFINITY
     chosen: tuple[int, ...] = ()
 
     def attempt(candidate: int) -> float:
         nonlocal best, chosen
-        total, places = _shortest(times, candidates[candidate])
+        total, places = _shortest_path(times, candidates[candidate])
         if total + (stages - 1) * candidates[candidate] < best:
             best, chosen = total + (stages - 1) * candidates[candidate], places
         return total
@@ -59,13 +61,13 @@ def choose_slices(length: int, stages: int, time: Callable[[int, int], float], g
     return tuple(cuts[end] - cuts[start] for start, end in pairwise(chosen))
 
 
-def _shortest(times: list[list[float]], limit: float) -> Cuts:
+def _shortest_path(times: list[list[float]], limit: float) -> CutPath:
     """The least sum of times where none is above the limit, and its cuts; infinite where there is none."""
     reached: list[float] = [0.0]
     came_from = [0]
     for row in times[1:]:
         ways = (
-            (reached[start] + seconds if seconds <= limit else INFINITE, start) for start, seconds in enumerate(row)
+            (reached[start] + seconds if seconds <= limit else INFINITY, start) for start, seconds in enumerate(row)
         )
         total, start = min(ways)
         reached.append(total)

@@ -16,31 +16,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from echelon.pipeline.actions import Action, Kind
+from echelon.pipeline.actions import Action, ActionKind
 from echelon.pipeline.schedule import Schedule
 
 
-def left_out(asked: int, written: int) -> str:
+def truncation_note(requested: int, scheduled: int) -> str:
     """The note of a schedule that was written for more microbatches than were asked for."""
-    if asked == written:
+    if requested == scheduled:
         return ""
-    return (
-        f"{asked} microbatches: the schedule for {written} with {written - asked} left out, so the bubble may be larger"
-    )
+    return f"{requested} microbatches: the schedule for {scheduled} with {scheduled - requested} left out, so the bubble may be larger"
 
 
-def step(
+def sync_schedule(
     name: str,
-    homes: tuple[int, ...],
+    rank_of_stage: tuple[int, ...],
     microbatches: int,
-    lists: Iterable[Iterable[Action]],
+    rank_actions: Iterable[Iterable[Action]],
     *,
     slices: int = 1,
     note: str = "",
 ) -> Schedule:
     """A synchronous schedule: every list without surplus microbatches, then one update for each stage of its rank."""
-    kept = [[action for action in actions if action.index < microbatches] for actions in lists]
-    for stage, home in enumerate(homes):
-        kept[home].append(Action(stage, Kind.UPDATE, 1))
+    kept = [[action for action in actions if action.index < microbatches] for actions in rank_actions]
+    for stage, home in enumerate(rank_of_stage):
+        kept[home].append(Action(stage, ActionKind.UPDATE, 1))
     whole = tuple(tuple(actions) for actions in kept)
-    return Schedule(name=name, homes=homes, microbatches=microbatches, lists=whole, slices=slices, note=note)
+    return Schedule(
+        name=name, rank_of_stage=rank_of_stage, microbatches=microbatches, rank_actions=whole, slices=slices, note=note
+    )

@@ -17,20 +17,20 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from echelon.pipeline.actions import Action, Kind
-from echelon.pipeline.schedule import Schedule, loop
-from echelon.pipeline.schedules.sync_step import step
+from echelon.pipeline.actions import Action, ActionKind
+from echelon.pipeline.schedule import Schedule, looped_placement
+from echelon.pipeline.schedules.sync_step import sync_schedule
 
 
 def build(ranks: int, chunks: int, microbatches: int, slices: int = 1) -> Schedule:
-    lists = [_list(rank, microbatches, slices) for rank in range(ranks)]
-    return step("terapipe", loop(ranks), microbatches, lists, slices=slices)
+    lists = [_rank_actions(rank, microbatches, slices) for rank in range(ranks)]
+    return sync_schedule("terapipe", looped_placement(ranks), microbatches, lists, slices=slices)
 
 
-def _list(rank: int, microbatches: int, slices: int) -> list[Action]:
+def _rank_actions(rank: int, microbatches: int, slices: int) -> list[Action]:
     there, back = range(slices), range(slices - 1, -1, -1)
-    forwards = [Action(rank, Kind.FORWARD, m, part) for m in range(microbatches) for part in there]
-    return forwards + [Action(rank, Kind.BACKWARD, m, part) for m in range(microbatches) for part in back]
+    forwards = [Action(rank, ActionKind.FORWARD, m, part) for m in range(microbatches) for part in there]
+    return forwards + [Action(rank, ActionKind.BACKWARD, m, part) for m in range(microbatches) for part in back]
 
 
 def bubble(ranks: int, chunks: int, microbatches: int, slices: int = 1) -> Fraction:

@@ -19,39 +19,51 @@ from __future__ import annotations
 from fractions import Fraction
 
 from echelon.pipeline.schedule import Schedule
-from echelon.pipeline.schedules.async_stream import Rule, stream
+from echelon.pipeline.schedules.async_stream import WeightVersionRule, stream_schedule
 
 
 def build(
-    ranks: int, chunks: int, microbatches: int, *, first: int = 0, drain: bool = True, batch: int = 0
+    ranks: int,
+    chunks: int,
+    microbatches: int,
+    *,
+    first_microbatch: int = 0,
+    drain: bool = True,
+    microbatches_per_update: int = 0,
 ) -> Schedule:
     """`batch` microbatches make an update; 0: those of the window."""
-    batch = batch or microbatches
-    if drain and (first + microbatches) % batch:
+    microbatches_per_update = microbatches_per_update or microbatches
+    if drain and (first_microbatch + microbatches) % microbatches_per_update:
         raise ValueError(
-            f"a stream of 2bw ends inside a batch (microbatch {first + microbatches}, batches of {batch}); "
-            f"end it at a multiple of {batch}"
+            f"a stream of 2bw ends inside a batch (microbatch {first_microbatch + microbatches}, batches of {microbatches_per_update}); "
+            f"end it at a multiple of {microbatches_per_update}"
         )
 
-    def rule(stage: int) -> Rule:
-        return Rule(
-            lag=min(ranks - 1 - stage, batch),
-            version=lambda m: max(0, m // batch - 1),
-            last=lambda version: (version + 2) * batch - 1,
-            batch=batch,
+    def rule(stage: int) -> WeightVersionRule:
+        return WeightVersionRule(
+            lag=min(ranks - 1 - stage, microbatches_per_update),
+            version=lambda m: max(0, m // microbatches_per_update - 1),
+            last_microbatch=lambda version: (version + 2) * microbatches_per_update - 1,
+            microbatches_per_update=microbatches_per_update,
         )
 
-    is_short = batch < ranks - 1
-    note = f"batches of fewer than {ranks - 1} microbatches ({batch}): stages wait for weights" if is_short else ""
-    return stream("2bw", ranks, microbatches, rule, first=first, drain=drain, note=note)
+    is_short = microbatches_per_update < ranks - 1
+    note = (
+        f"batches of fewer than {ranks - 1} microbatches ({microbatches_per_update}): stages wait for weights"
+        if is_short
+        else ""
+    )
+    return stream_schedule("2bw", ranks, microbatches, rule, first_microbatch=first_microbatch, drain=drain, note=note)
 
 
-def bubble(ranks: int, chunks: int, microbatches: int, batch: int = 0) -> Fraction | None:
+def bubble(ranks: int, chunks: int, microbatches: int, microbatches_per_update: int = 0) -> Fraction | None:
     """Of a whole run of so many microbatches; None where it has several batches and they are too short."""
-    is_short = 0 < batch < min(microbatches, ranks - 1)
+    is_short = 0 < microbatches_per_update < min(microbatches, ranks - 1)
     return None if is_short else Fraction(ranks - 1, microbatches + ranks - 1)
 
 
-def in_flight(ranks: int, chunks: int, microbatches: int, batch: int = 0) -> tuple[int, ...]:
+def in_flight(ranks: int, chunks: int, microbatches: int, microbatches_per_update: int = 0) -> tuple[int, ...]:
     """In a whole run of so many microbatches."""
-    return tuple(min(microbatches, ranks - rank, (batch or microbatches) + 1) for rank in range(ranks))
+    return tuple(
+        min(microbatches, ranks - rank, (microbatches_per_update or microbatches) + 1) for rank in range(ranks)
+    )

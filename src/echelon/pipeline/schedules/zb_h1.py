@@ -18,22 +18,24 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from echelon.pipeline.actions import Action, Kind
-from echelon.pipeline.schedule import Schedule, loop
-from echelon.pipeline.schedules.sync_step import step
+from echelon.pipeline.actions import Action, ActionKind
+from echelon.pipeline.schedule import Schedule, looped_placement
+from echelon.pipeline.schedules.sync_step import sync_schedule
 
 
 def build(ranks: int, chunks: int, microbatches: int) -> Schedule:
-    lists = [_list(rank, ranks - rank - 1, microbatches) for rank in range(ranks)]
-    return step("zb-h1", loop(ranks), microbatches, lists)
+    lists = [_rank_actions(rank, ranks - rank - 1, microbatches) for rank in range(ranks)]
+    return sync_schedule("zb-h1", looped_placement(ranks), microbatches, lists)
 
 
-def _list(rank: int, ahead: int, microbatches: int) -> list[Action]:
-    forwards, weights = ([Action(rank, kind, m) for m in range(microbatches)] for kind in (Kind.FORWARD, Kind.WEIGHT))
-    actions = forwards[:ahead]
+def _rank_actions(rank: int, num_warmup: int, microbatches: int) -> list[Action]:
+    forwards, weights = (
+        [Action(rank, kind, m) for m in range(microbatches)] for kind in (ActionKind.FORWARD, ActionKind.WEIGHT_GRAD)
+    )
+    actions = forwards[:num_warmup]
     for m in range(microbatches):
-        actions += forwards[ahead + m : ahead + m + 1]  # empty when the forwards are used up
-        actions.append(Action(rank, Kind.INPUT, m))
+        actions += forwards[num_warmup + m : num_warmup + m + 1]  # empty when the forwards are used up
+        actions.append(Action(rank, ActionKind.INPUT_GRAD, m))
         if m >= rank:
             actions.append(weights[m - rank])
     return actions + weights[max(0, microbatches - rank) :]

@@ -8,30 +8,30 @@ from typing import Any
 
 from torch import Tensor
 
-from echelon.models.pipeline_model import Chain, Link
-from echelon.parallel.apply import Parallel
-from echelon.pipeline.execution.runtime import Runtime, Work
+from echelon.models.pipeline_model import PipelineLayer, PipelineModel
+from echelon.parallel.apply import ParallelModel
+from echelon.pipeline.execution.runtime import MicrobatchInputs, PipelineRuntime
 from echelon.pipeline.lower import lower
 from echelon.pipeline.schedule import Schedule
-from echelon.pipeline.schedules import make
-from echelon.pipeline.slices.token_slices import Slices, length_of, lengths, sliced
+from echelon.pipeline.schedules import make_schedule
+from echelon.pipeline.slices.token_slices import SliceState, sequence_length, slice_lengths, slice_microbatch
 
 
-class SliceRuntime(Runtime):
+class SliceRuntime(PipelineRuntime):
     """The one stage of a rank. The number of slices follows from the length of the sequences."""
 
     def __init__(
         self,
-        parallel: Parallel,
-        chain: Chain,
-        stages: Sequence[Sequence[Link]],
+        parallel: ParallelModel,
+        pipeline_model: PipelineModel,
+        stage_layers: Sequence[Sequence[PipelineLayer]],
         schedule: Schedule,
         *,
-        given: tuple[int, ...] = (),
+        fixed_lengths: tuple[int, ...] = (),
     ):
-        super().__init__(parallel, chain, stages, schedule)
-        self.slices, self.given = Slices(parallel), given
-        if not self.slices.pasts or chain.cut is None:
+        super().__init__(parallel, pipeline_model, stage_layers, schedule)
+        self.slice_state, self.fixed_lengths = SliceState(parallel), fixed_lengths
+        if not self.slice_state.kv_caches or pipeline_model.slice_shared is None:
             raise ValueError(
                 "schedule=terapipe needs attention that takes a sequence piece by piece (models/attention.py), and "
                 "a chain that can cut what is shared (`Chain.cut`); use schedule=1f1b"
@@ -42,43 +42,51 @@ class SliceRuntime(Runtime):
                 "use schedule=1f1b"
             )
 
-    def parts(self, length: int) -> tuple[int, ...]:
+    def slice_lengths(self, length: int) -> tuple[int, ...]:
         """The lengths of the slices of a sequence."""
-        return lengths(length, self.schedule.stages, self.parallel.model, self.given)
+        return slice_lengths(length, self.schedule.stages, self.parallel.model, self.fixed_lengths)
 
-    def scheduled(self, length: int) -> Schedule:
+    def schedule_for(self, length: int) -> Schedule:
         """The schedule for sequences of a length."""
-        count = len(self.parts(length))
+        count = len(self.slice_lengths(length))
         if self.schedule.slices != count:
-            made = make("terapipe", self.schedule.ranks, self.schedule.microbatches, slices=count)
-            self.schedule = lower(replace(made, note=f"slices of {', '.join(map(str, self.parts(length)))} tokens"))
+            made = make_schedule("terapipe", self.schedule.ranks, self.schedule.microbatches, slices=count)
+            self.schedule = lower(
+                replace(made, note=f"slices of {', '.join(map(str, self.slice_lengths(length)))} tokens")
+            )
         return self.schedule
 
-    def train(self, works: Sequence[Work], seed: float | Tensor) -> Tensor:
-        length = length_of(works)
-        self.scheduled(length)
-        found = super().train([part for work in works for part in sliced(work, self.parts(length))], seed)
-        self.slices.at = None
+    def train(self, microbatches: Sequence[MicrobatchInputs], grad_seed: float | Tensor) -> Tensor:
+        length = sequence_length(microbatches)
+        self.schedule_for(length)
+        found = super().train(
+            [part for work in microbatches for part in slice_microbatch(work, self.slice_lengths(length))], grad_seed
+        )
+        self.slice_state.current = None
         return found
 
-    def _set(self, work: Work, stage: int, m: int) -> None:
-        super()._set(work, stage, m)
-        self.slices.at = (m // self.schedule.slices, work.part) if work.whole is not None else None
-        self.slices.span = work.span
+    def _set_microbatch(self, microbatch: MicrobatchInputs, stage: int, m: int) -> None:
+        super()._set_microbatch(microbatch, stage, m)
+        self.slice_state.current = (
+            (m // self.schedule.slices, microbatch.slice_index) if microbatch.full_inputs is not None else None
+        )
+        self.slice_state.span = microbatch.span
 
-    def _shared(self, work: Work) -> Any:
-        if work.whole is None:
-            return super()._shared(work)
-        assert self.chain.cut is not None
-        return self.chain.cut(self.chain.shared(**work.whole), *work.span[:2])
+    def _shared(self, microbatch: MicrobatchInputs) -> Any:
+        if microbatch.full_inputs is None:
+            return super()._shared(microbatch)
+        assert self.pipeline_model.slice_shared is not None
+        return self.pipeline_model.slice_shared(
+            self.pipeline_model.shared(**microbatch.full_inputs), *microbatch.span[:2]
+        )
 
-    def _roots(
+    def _backward_roots(
         self, m: int, outputs: list[Tensor], gradients: Sequence[Tensor]
     ) -> tuple[list[Tensor], Sequence[Tensor]]:
         microbatch, part = divmod(m, self.schedule.slices)
-        more = self.slices.roots(microbatch, part)
+        more = self.slice_state.kv_gradients(microbatch, part)
         return [*outputs, *(tensor for tensor, _ in more)], [*gradients, *(gradient for _, gradient in more)]
 
-    def _close(self, stage: int, m: int, index: int) -> None:
-        super()._close(stage, m, index)
-        self.slices.drop(*divmod(m, self.schedule.slices))
+    def _end_backward(self, stage: int, m: int, index: int) -> None:
+        super()._end_backward(stage, m, index)
+        self.slice_state.release(*divmod(m, self.schedule.slices))

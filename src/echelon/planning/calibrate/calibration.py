@@ -19,55 +19,55 @@ from functools import lru_cache
 
 import numpy as np
 
-from echelon.planning.calibrate.constants import FITTED, OWN, Constants
+from echelon.planning.calibrate.constants import FITTED_CONSTANTS, NATIVE_OVERRIDES, Constants
 from echelon.planning.cluster.cluster import Cluster
-from echelon.planning.cluster.link_time import measured_link
-from echelon.planning.cost.step_time import NARROW_HEADS
-from echelon.planning.cost.work import GENERATIONS, HOPPER, WIDE_HEAD
-from echelon.planning.scenario import Case
+from echelon.planning.cluster.link_time import fit_link
+from echelon.planning.cost.step_time import NARROW_HEAD_SPEED
+from echelon.planning.cost.work import GENERATIONS, HOPPER, WIDE_HEAD_DIM
+from echelon.planning.scenario import Scenario
 
-PROCESSOR = {"edge": 8.0, "context": 0.4, "step": 0.0}
+CPU_CONSTANTS = {"edge": 8.0, "context": 0.4, "step": 0.0}
 """of a processor, whose host is itself: numbers of a vector register; GiB of a process that has torch; no device to
 wait for between steps"""
 
 
-def constants_of(case: Case, c: Constants = FITTED) -> Constants:
+def constants_for(scenario: Scenario, c: Constants = FITTED_CONSTANTS) -> Constants:
     """Of our own program, where its kernels run, or of others; on this machine, where it was measured."""
-    return calibrated(case.cluster, _own(c) if case.has_kernels else c)
+    return calibrate(scenario.cluster, _native_constants(c) if scenario.has_kernels else c)
 
 
 @lru_cache(maxsize=32)
-def _own(c: Constants) -> Constants:
-    return replace(c, **OWN)
+def _native_constants(c: Constants) -> Constants:
+    return replace(c, **NATIVE_OVERRIDES)
 
 
-def calibrated(cluster: Cluster, c: Constants = FITTED) -> Constants:
+def calibrate(cluster: Cluster, c: Constants = FITTED_CONSTANTS) -> Constants:
     """The constants of this cluster's devices; see [Note: what replaces what]."""
     if cluster.curves is None and cluster.device.generation != "cpu":
         return c
-    return _calibrated(cluster, c)
+    return _calibrate(cluster, c)
 
 
 @lru_cache(maxsize=32)
-def _calibrated(cluster: Cluster, c: Constants) -> Constants:
+def _calibrate(cluster: Cluster, c: Constants) -> Constants:
     device, curves = cluster.device, cluster.curves
-    found = dict(PROCESSOR) if device.generation == "cpu" else {}
+    found = dict(CPU_CONSTANTS) if device.generation == "cpu" else {}
     if curves is None:
         return replace(c, **found)
     if curves.matmul:
-        rate, edge = product_rate(curves.matmul, found.get("edge", c.edge))
+        rate, edge = fit_matmul_rate(curves.matmul, found.get("edge", c.edge))
         found |= {device.generation: rate / device.peak("bf16"), "edge": edge}
     if curves.attention:
-        found["best_attention"] = attention_rate(curves.attention) / device.peak("bf16")
+        found["best_attention"] = fit_attention_rate(curves.attention) / device.peak("bf16")
     if curves.memory:
         found["streaming"] = curves.memory / device.bandwidth
-    if link := measured_link(curves, cluster.per_node):
+    if link := fit_link(curves, cluster.per_node):
         old = c.links_old if GENERATIONS.index(device.generation) < HOPPER else 1.0
-        found["inside"] = link.bandwidth / (cluster.inside.bandwidth * old)
+        found["inside"] = link.bandwidth / (cluster.intra_node.bandwidth * old)
     return replace(c, **found)
 
 
-def product_rate(rows: Sequence[tuple[int, int, int, float]], usual_edge: float) -> tuple[float, float]:
+def fit_matmul_rate(rows: Sequence[tuple[int, int, int, float]], usual_edge: float) -> tuple[float, float]:
     """(FLOPs per second of endlessly large products, elements that each dimension is longer) of the least squares.
 
     Of what the formula is off, as a share of what was measured. Products that differ too little say nothing about
@@ -84,7 +84,7 @@ def product_rate(rows: Sequence[tuple[int, int, int, float]], usual_edge: float)
     return float((longer @ longer) / longer.sum()), usual_edge
 
 
-def attention_rate(rows: Sequence[tuple[int, int, float]]) -> float:
+def fit_attention_rate(rows: Sequence[tuple[int, int, float]]) -> float:
     """FLOPs per second over all rows, had each as many to do, with heads of 128 elements or more."""
-    paces = [(1.0 if head_dim >= WIDE_HEAD else NARROW_HEADS) / rate for _, head_dim, rate in rows]
+    paces = [(1.0 if head_dim >= WIDE_HEAD_DIM else NARROW_HEAD_SPEED) / rate for _, head_dim, rate in rows]
     return len(paces) / sum(paces)

@@ -92,12 +92,12 @@ class Constants:
     """the same with experts"""
 
 
-FITTED = Constants()
-IMBALANCE = 1.3
+FITTED_CONSTANTS = Constants()
+DEFAULT_IMBALANCE = 1.3
 """rows of experts on the busiest rank, to the mean, where nothing is said. Of the busiest expert Wang et al. (2024)
 publish 1.04 with a bias that balances and 1.5 to 1.7 with a loss; published pairs of runs with and without forced
 balance (Qwen3-235B) differ as 1.5 to 1.9 would. Between both: the geometric mean"""
-OWN: dict[str, float] = {
+NATIVE_OVERRIDES: dict[str, float] = {
     "hopper": 0.706,
     "hopper_fp8": 0.666,
     "best_attention": 0.553,

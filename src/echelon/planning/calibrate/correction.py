@@ -15,21 +15,21 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from echelon.layout.validation_error import Fault, FaultError
+from echelon.layout.validation_error import ValidationError, ValidationIssue
 from echelon.planning.cluster.cluster import Cluster
 from echelon.planning.priced_plan import Plan
 
-FILE = "measured.json"
+MEASURED_FILE = "measured.json"
 
 
-def compared(predicted: Mapping[str, Any], seconds: Sequence[float], memory: int) -> dict[str, Any]:
+def compare_prediction(predicted: Mapping[str, Any], seconds: Sequence[float], memory: int) -> dict[str, Any]:
     """What the file holds, from the seconds of every step. The first one allocates, and does not count."""
     step = median(seconds[1:] or seconds)
     ratio = step / predicted["step_s"] if "step_s" in predicted else None
     return {"step_s": step, "memory_bytes": memory, "predicted": dict(predicted), "ratio": ratio}
 
 
-def told(measured: Mapping[str, Any]) -> str:
+def format_measured(measured: Mapping[str, Any]) -> str:
     """The file in a line."""
     predicted = measured["predicted"]
     if "step_s" not in predicted:
@@ -41,37 +41,39 @@ def _digits(seconds: float) -> str:
     return f"{seconds:.2f}" if seconds >= 1 else f"{seconds:.2g}"
 
 
-def ratio_of(run: str, cluster: Cluster | None = None) -> float:
+def read_correction(run: str, cluster: Cluster | None = None) -> float:
     """What plans for the cluster are to be multiplied by, as a run found. Refuses a run that cannot say."""
-    path = Path(run) / FILE
+    path = Path(run) / MEASURED_FILE
     legal = "the folder of a run that ended, of a named model"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         ratio, predicted = found["ratio"], found["predicted"]
     except OSError as error:
         rule = f"is not a run that ended ({path}: {(error.strerror or str(error)).lower()})"
-        raise FaultError([Fault(key="correct", value=run, rule=rule, legal=legal)]) from error
+        raise ValidationError([ValidationIssue(key="correct", value=run, message=rule, legal=legal)]) from error
     except (ValueError, KeyError, TypeError) as error:
-        rule = f"has a damaged {FILE} ({error!r})"
-        raise FaultError([Fault(key="correct", value=run, rule=rule, legal=legal)]) from error
+        rule = f"has a damaged {MEASURED_FILE} ({error!r})"
+        raise ValidationError([ValidationIssue(key="correct", value=run, message=rule, legal=legal)]) from error
     if ratio is None:
         rule = f"was not predicted ({predicted.get('reason', 'no reason given')})"
-        raise FaultError([Fault(key="correct", value=run, rule=rule, legal=legal)])
+        raise ValidationError([ValidationIssue(key="correct", value=run, message=rule, legal=legal)])
     if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not (math.isfinite(ratio) and ratio > 0):
-        rule = f"has a damaged {FILE} (ratio={ratio})"
-        raise FaultError([Fault(key="correct", value=run, rule=rule, legal="a ratio > 0")])
+        rule = f"has a damaged {MEASURED_FILE} (ratio={ratio})"
+        raise ValidationError([ValidationIssue(key="correct", value=run, message=rule, legal="a ratio > 0")])
     if cluster is not None and cluster.curves is not None:
         rule = "was predicted without measured curves, which this cluster has: both would correct the same times"
         hint = "leave out --correct, or give the cluster by its name"
-        raise FaultError([Fault(key="correct", value=run, rule=rule, hint=hint)])
+        raise ValidationError([ValidationIssue(key="correct", value=run, message=rule, hint=hint)])
     kind = predicted.get("device", "")
     if cluster is not None and kind and kind != cluster.device.name:
         rule = f"ran on {kind}, and this is a plan for {cluster.device.name}"
-        raise FaultError([Fault(key="correct", value=run, rule=rule, legal=f"a run on {cluster.device.name}")])
+        raise ValidationError(
+            [ValidationIssue(key="correct", value=run, message=rule, legal=f"a run on {cluster.device.name}")]
+        )
     return float(ratio)
 
 
-def explained(plan: Plan, run: str) -> Plan:
+def note_correction(plan: Plan, run: str) -> Plan:
     """The plan, which says that its times are corrected."""
-    said = f"Times are corrected by {plan.case.correction:.3g}, measured in {run}."
+    said = f"Times are corrected by {plan.scenario.correction:.3g}, measured in {run}."
     return replace(plan, reasons=(said, *plan.reasons))

@@ -33,13 +33,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from echelon.layout import Layout
-from echelon.planning.cluster.cluster import DISK, HOST_MEMORY, Cluster, Part
-from echelon.planning.cluster.device_kinds import GIB, KINDS, Device
+from echelon.planning.cluster.cluster import DISK_BANDWIDTH, HOST_MEMORY, Cluster, NodeGroup
+from echelon.planning.cluster.device_kinds import DEVICE_KINDS, GIB, DeviceKind
 from echelon.planning.model.model_shape import Latent, ModelShape
-from echelon.planning.model.transformer_shape import transformer
-from echelon.planning.scenario import Case
+from echelon.planning.model.transformer_shape import transformer_shape
+from echelon.planning.scenario import Scenario
 
-TYPES = {
+PRECISIONS = {
     "fp16": "fp16",
     "bf16": "bf16",
     "amp_bf16": "bf16",
@@ -59,16 +59,16 @@ SCHEDULES = {
 }
 
 
-NEEDED = ("source_id", "hidden", "seq_len", "gpu", "gpus", "tp", "pp", "global_batch")
+REQUIRED_COLUMNS = ("source_id", "hidden", "seq_len", "gpu", "gpus", "tp", "pp", "global_batch")
 """columns without which no row can be asked"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class PublishedRun:
     """One run: what planning is given, and what was measured of it."""
 
     source: str
-    case: Case
+    scenario: Scenario
     seconds: float
     """of a step, as measured; 0: not stated, or out of memory"""
     peak_bytes: float
@@ -78,41 +78,41 @@ class Question:
     """runs with the same differ only in layout and kernel"""
 
 
-class Unusable(ValueError):
+class UnusableRow(ValueError):
     """A row that no planner could be asked about, with the reason."""
 
 
-def read(path: Path | str) -> list[Mapping[str, str]]:
+def read_runs(path: Path | str) -> list[Mapping[str, str]]:
     try:
         with open(path, encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"the table cannot be read ({path}: {error}); give a CSV file") from error
-    missing = [name for name in NEEDED if rows and name not in rows[0]]
+    missing = [name for name in REQUIRED_COLUMNS if rows and name not in rows[0]]
     if missing or not rows:
         raise ValueError(f"the table lacks {', '.join(missing) or 'rows'} ({path}); docs/planning.md names its columns")
     return list(rows)
 
 
-def question(row: Mapping[str, str]) -> Question:
+def parse_run(row: Mapping[str, str]) -> PublishedRun:
     """What a row asks. Raises `Unusable` with the reason where it cannot be asked."""
-    get = _Cells(row)
+    get = _RowCells(row)
     note = row.get("note", "").lower()
     if "lora" in note or "sft" in note:
-        raise Unusable("fine-tuning")
+        raise UnusableRow("fine-tuning")
     if "proxy" in row.get("model_name", "").lower() or "truncated" in note:
-        raise Unusable("a truncated model")
+        raise UnusableRow("a truncated model")
     missing = [key for key in ("hidden", "seq_len", "gpus", "global_batch", "tp", "pp") if not get.number(key)]
     missing += ["layers"] if not (get.number("layers") or get.number("params_b")) else []
     if missing:
-        raise Unusable(f"no {missing[0]}")
+        raise UnusableRow(f"no {missing[0]}")
     device = _device(row["gpu"])
-    precision = TYPES.get(row.get("precision", "").lower().split("-")[0].removeprefix("mx"), "")
+    precision = PRECISIONS.get(row.get("precision", "").lower().split("-")[0].removeprefix("mx"), "")
     precision = precision or ("fp16" if device.generation == "volta" else "bf16")
     modern = device.generation not in ("volta", "ampere")
-    tp, pp, cp = get.whole("tp", 1), get.whole("pp", 1), get.whole("cp", 1)
-    dp = get.whole("dp", max(1, get.whole("gpus", 1) // (tp * pp * cp)))
-    vpp = get.whole("vpp", _chunks(get.whole("layers", 1), pp) if modern else 1)
+    tp, pp, cp = get.integer("tp", 1), get.integer("pp", 1), get.integer("cp", 1)
+    dp = get.integer("dp", max(1, get.integer("gpus", 1) // (tp * pp * cp)))
+    vpp = get.integer("vpp", _chunks(get.integer("layers", 1), pp) if modern else 1)
     schedule = SCHEDULES.get(row.get("schedule", "").lower(), "interleaved" if vpp > 1 else "1f1b")
     attention = _attention(row, device, precision)
     shape = _shape(get, row)
@@ -120,37 +120,41 @@ def question(row: Mapping[str, str]) -> Question:
     recompute = row.get("recompute", "") or (
         "full" if attention in ("plain", "fused") and shape.parameters * 18 > 4 * device.memory else "none"
     )
-    zero = get.whole("zero_stage", 1 if dp > 1 and device.generation != "volta" else 0, zero=True)
-    microbatch, batch, seq_len = get.whole("micro_batch", 1), get.whole("global_batch", 1), get.whole("seq_len", 1)
+    zero = get.integer("zero_stage", 1 if dp > 1 and device.generation != "volta" else 0, zero=True)
+    microbatch, batch, seq_len = (
+        get.integer("micro_batch", 1),
+        get.integer("global_batch", 1),
+        get.integer("seq_len", 1),
+    )
     layout = Layout(
         dp=dp,
         zero=zero,
         tp=tp,
         pp=pp,
         cp=cp,
-        sp=int(bool(get.whole("sequence_parallel", int(tp > 1 and modern), zero=True)) and tp > 1),
-        ep=get.whole("ep", 1) if shape.experts else 1,
+        sp=int(bool(get.integer("sequence_parallel", int(tp > 1 and modern), zero=True)) and tp > 1),
+        ep=get.integer("ep", 1) if shape.experts else 1,
         schedule=schedule,
         vpp=2 if schedule in ("zb-v", "dualpipe-v") else vpp if schedule == "interleaved" else 1,
         microbatch=microbatch,
         accumulate=max(1, round(batch / (dp * microbatch))),
         recompute=recompute if recompute in ("none", "full", "selective") else "full",
     )
-    case = Case(
+    case = Scenario(
         shape=shape,
         cluster=_cluster(row, device, get),
         layout=layout,
         seq_len=seq_len,
         precision=precision,
-        attention=attention,
+        attention_kernel=attention,
         fused_norms="RMS" in row.get("kernel", "") or not row.get("kernel"),
         program="others",
         imbalance=1.0,
         reduce_bytes=4 if zero < 2 and (modern or (precision == "fp16" and device.generation == "ampere")) else 2,
     )
-    found = Question(
+    found = PublishedRun(
         source=row["source_id"].removesuffix("_oom"),
-        case=case,
+        scenario=case,
         seconds=0.0 if oom else _seconds(get, shape, note),
         peak_bytes=get.number("peak_mem_gib") * GIB,
         out_of_memory=oom,
@@ -159,23 +163,23 @@ def question(row: Mapping[str, str]) -> Question:
         ),
     )
     if not oom and not found.seconds:
-        raise Unusable("no time")
+        raise UnusableRow("no time")
     return found
 
 
-def questions(rows: Iterable[Mapping[str, str]]) -> tuple[list[Question], dict[str, int]]:
+def parse_runs(rows: Iterable[Mapping[str, str]]) -> tuple[list[PublishedRun], dict[str, int]]:
     """Those that can be asked, and why others cannot."""
-    found: list[Question] = []
+    found: list[PublishedRun] = []
     skipped: dict[str, int] = {}
     for row in rows:
         try:
-            found.append(question(row))
-        except Unusable as reason:
+            found.append(parse_run(row))
+        except UnusableRow as reason:
             skipped[str(reason)] = skipped.get(str(reason), 0) + 1
     return found, skipped
 
 
-class _Cells:
+class _RowCells:
     """A row's numbers."""
 
     def __init__(self, row: Mapping[str, str]):
@@ -186,39 +190,45 @@ class _Cells:
         try:
             return float(self.row.get(key) or 0)
         except ValueError:
-            raise Unusable(f"{key} is not a number") from None
+            raise UnusableRow(f"{key} is not a number") from None
 
-    def whole(self, key: str, default: int, *, zero: bool = False) -> int:
+    def integer(self, key: str, default: int, *, zero: bool = False) -> int:
         """`zero`: 0 is a value too."""
         if not self.row.get(key):
             return default
         return int(self.number(key)) if zero else int(self.number(key)) or default
 
 
-def _device(gpu: str) -> Device:
+def _device(gpu: str) -> DeviceKind:
     name = gpu.lower()
     for kind in ("gb300", "gb200", "b300", "b200", "h200", "h800", "h100", "v100"):
         if kind in name:
-            return KINDS[kind]
+            return DEVICE_KINDS[kind]
     if "a100" in name or "a800" in name:
-        return KINDS["a100-40" if "40" in name else "a100-80"]
-    raise Unusable(f"a device that is not known ({gpu})")
+        return DEVICE_KINDS["a100-40" if "40" in name else "a100-80"]
+    raise UnusableRow(f"a device that is not known ({gpu})")
 
 
-def _cluster(row: Mapping[str, str], device: Device, get: _Cells) -> Cluster:
+def _cluster(row: Mapping[str, str], device: DeviceKind, get: _RowCells) -> Cluster:
     stated = re.search(r"nvlink domain (\d+)", row.get("note", "").lower())
-    per_node = int(stated[1]) if stated else device.domain if device.domain > 8 else get.whole("gpus_per_node", 8)
-    devices = get.whole("gpus", 1)
+    per_node = (
+        int(stated[1])
+        if stated
+        else device.nvlink_domain
+        if device.nvlink_domain > 8
+        else get.integer("gpus_per_node", 8)
+    )
+    devices = get.integer("gpus", 1)
     per_node = min(per_node, devices)
     node = _node_bandwidth(row.get("inter_node_bw", ""))
-    outside = replace(device.outside, bandwidth=node / min(per_node, 8)) if node else device.outside
+    outside = replace(device.inter_node, bandwidth=node / min(per_node, 8)) if node else device.inter_node
     return Cluster(
         name=f"{devices}x{device.name}",
-        parts=(Part(device=device, nodes=max(1, round(devices / per_node)), per_node=per_node),),
-        inside=device.inside,
-        outside=outside,
+        node_groups=(NodeGroup(device=device, nodes=max(1, round(devices / per_node)), per_node=per_node),),
+        intra_node=device.intra_node,
+        inter_node=outside,
         host_memory=HOST_MEMORY,
-        disk_bandwidth=DISK,
+        disk_bandwidth=DISK_BANDWIDTH,
     )
 
 
@@ -240,7 +250,7 @@ def _node_bandwidth(text: str) -> float:
     return 0.0
 
 
-def _attention(row: Mapping[str, str], device: Device, precision: str) -> str:
+def _attention(row: Mapping[str, str], device: DeviceKind, precision: str) -> str:
     stated, kernel = row.get("flash_attention", ""), row.get("kernel", "")
     if kernel == "torch":
         return "plain"
@@ -253,36 +263,36 @@ def _attention(row: Mapping[str, str], device: Device, precision: str) -> str:
     return "flash2" if device.generation == "ampere" or row.get("precision", "").startswith("amp") else "best"
 
 
-def _shape(get: _Cells, row: Mapping[str, str]) -> ModelShape:
-    width, gated = get.whole("hidden", 1), row.get("gated_mlp") == "1"
-    inside = get.number("params_b") * 1e9 - get.whole("vocab", 51200) * width
-    layers = get.whole("layers", max(1, round(inside / (12 * width**2))))
-    experts = get.whole("experts", 0)
-    heads = get.whole("heads", max(1, width // 128))
+def _shape(get: _RowCells, row: Mapping[str, str]) -> ModelShape:
+    width, gated = get.integer("hidden", 1), row.get("gated_mlp") == "1"
+    inside = get.number("params_b") * 1e9 - get.integer("vocab", 51200) * width
+    layers = get.integer("layers", max(1, round(inside / (12 * width**2))))
+    experts = get.integer("experts", 0)
+    heads = get.integer("heads", max(1, width // 128))
     latent = DEEPSEEK if experts >= 64 and not row.get("kv_heads") else None
-    ffn = get.whole("ffn_hidden", int(width * 8 / 3) if gated else 4 * width)
-    return transformer(
+    ffn = get.integer("ffn_hidden", int(width * 8 / 3) if gated else 4 * width)
+    return transformer_shape(
         row.get("model_name", ""),
         layers=layers,
         width=width,
         heads=heads,
-        kv_heads=get.whole("kv_heads", heads),
+        kv_heads=get.integer("kv_heads", heads),
         head_dim=128 if experts >= 64 and latent is None else 0,
         ffn=ffn,
-        gated=gated,
-        vocab=get.whole("vocab", 51200),
+        gated_mlp=gated,
+        vocab=get.integer("vocab", 51200),
         biases=not gated,
         dropout=False,
         experts=experts,
-        top_k=get.whole("top_k", 2),
-        expert_ffn=get.whole("expert_ffn", ffn),
-        shared_ffn=get.whole("expert_ffn", ffn) if latent else 0,
+        top_k=get.integer("top_k", 2),
+        expert_ffn=get.integer("expert_ffn", ffn),
+        shared_ffn=get.integer("expert_ffn", ffn) if latent else 0,
         dense_layers=3 if latent and layers > 3 else 0,
         latent=latent,
     )
 
 
-def _seconds(get: _Cells, shape: ModelShape, note: str) -> float:
+def _seconds(get: _RowCells, shape: ModelShape, note: str) -> float:
     """Of a step: stated, or from tokens per second, or from FLOPs, which sources count with full attention."""
     if get.number("step_time_s"):
         return get.number("step_time_s")

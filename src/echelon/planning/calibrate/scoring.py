@@ -17,18 +17,18 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from echelon.planning.calibrate.constants import FITTED, Constants
-from echelon.planning.calibrate.published_runs import Question
-from echelon.planning.cost.memory_model import worst
+from echelon.planning.calibrate.constants import FITTED_CONSTANTS, Constants
+from echelon.planning.calibrate.published_runs import PublishedRun
+from echelon.planning.cost.memory_model import peak_memory
 from echelon.planning.priced_plan import Plan, price
 
 Array = NDArray[np.float64]
-SEVERAL = 3
+MIN_ROWS = 3
 """rows from which a source, or a group of runs, counts"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Errors:
+class TimeErrors:
     """Of step times: |predicted / measured - 1|."""
 
     rows: int
@@ -65,35 +65,35 @@ class Score:
         return asdict(self)
 
 
-def errors(sources: Sequence[str], predicted: Array, measured: Array) -> dict[str, Errors]:
+def time_errors(sources: Sequence[str], predicted: Array, measured: Array) -> dict[str, TimeErrors]:
     """By source."""
     wrong = np.abs(predicted / measured - 1)
     found = {}
     for source in sorted(set(sources)):
         own = wrong[[i for i, other in enumerate(sources) if other == source]]
-        found[source] = Errors(rows=len(own), median=float(np.median(own)), p90=float(np.quantile(own, 0.9)))
+        found[source] = TimeErrors(rows=len(own), median=float(np.median(own)), p90=float(np.quantile(own, 0.9)))
     return found
 
 
-def score(
-    questions: Sequence[Question],
+def score_runs(
+    runs: Sequence[PublishedRun],
     skipped: dict[str, int],
-    c: Constants = FITTED,
+    c: Constants = FITTED_CONSTANTS,
     *,
-    track: Callable[[Iterable[Question]], Iterable[Question]] = iter,
+    track: Callable[[Iterable[PublishedRun]], Iterable[PublishedRun]] = iter,
 ) -> Score:
     """Prices every question."""
-    plans = [(question, price(question.case, c) if question.seconds else None) for question in track(questions)]
+    plans = [(question, price(question.scenario, c) if question.seconds else None) for question in track(runs)]
     timed = [(question, plan) for question, plan in plans if plan is not None]
     sources = [question.source for question, _ in timed]
-    wrong = errors(
+    wrong = time_errors(
         sources,
         np.array([plan.seconds for _, plan in timed]),
         np.array([question.seconds for question, _ in timed]),
     )
-    fits = {source: fit_accuracy([q for q in questions if q.source == source], c) for source in all_sources(questions)}
+    fits = {source: fit_accuracy([q for q in runs if q.source == source], c) for source in all_sources(runs)}
     regrets = {source: regret([pair for pair in timed if pair[0].source == source]) for source in wrong}
-    several = [one for one in wrong.values() if one.rows >= SEVERAL]
+    several = [one for one in wrong.values() if one.rows >= MIN_ROWS]
     known = [value for value in fits.values() if value is not None]
     groups = [value for value in regrets.values() if value is not None]
     return Score(
@@ -105,7 +105,7 @@ def score(
                 fit_accuracy=fits[source],
                 regret=regrets.get(source),
             )
-            for source in all_sources(questions)
+            for source in all_sources(runs)
         },
         time_median=statistics.mean(one.median for one in several) if several else float("nan"),
         time_p90=statistics.mean(one.p90 for one in several) if several else float("nan"),
@@ -117,27 +117,27 @@ def score(
     )
 
 
-def all_sources(questions: Sequence[Question]) -> list[str]:
-    return sorted({question.source for question in questions})
+def all_sources(runs: Sequence[PublishedRun]) -> list[str]:
+    return sorted({question.source for question in runs})
 
 
-def fit_accuracy(questions: Sequence[Question], c: Constants = FITTED) -> float | None:
+def fit_accuracy(runs: Sequence[PublishedRun], c: Constants = FITTED_CONSTANTS) -> float | None:
     """Balanced over those that fitted and those that did not; none where one of the two is missing."""
     right: dict[bool, list[bool]] = {True: [], False: []}
-    for question in questions:
-        fits = worst(question.case, c).total <= question.case.cluster.memory
+    for question in runs:
+        fits = peak_memory(question.scenario, c).total <= question.scenario.cluster.memory
         right[question.out_of_memory].append(fits != question.out_of_memory)
     if not all(right.values()):
         return None
     return statistics.mean(statistics.mean(map(float, side)) for side in right.values())
 
 
-def regret(timed: Sequence[tuple[Question, Plan]]) -> float | None:
+def regret(timed: Sequence[tuple[PublishedRun, Plan]]) -> float | None:
     """Mean over the groups of several runs; none where there are none."""
     groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for question, plan in timed:
         groups[question.group].append((plan.seconds, question.seconds))
     losses = [
-        min(runs)[1] / min(measured for _, measured in runs) - 1 for runs in groups.values() if len(runs) >= SEVERAL
+        min(runs)[1] / min(measured for _, measured in runs) - 1 for runs in groups.values() if len(runs) >= MIN_ROWS
     ]
     return statistics.mean(losses) if losses else None

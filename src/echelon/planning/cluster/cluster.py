@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
-from echelon.layout.validation_error import Fault, FaultError, did_you_mean
-from echelon.planning.cluster.device_kinds import GIB, KINDS, Device, Link
+from echelon.layout.validation_error import ValidationError, ValidationIssue, did_you_mean
+from echelon.planning.cluster.device_kinds import DEVICE_KINDS, GIB, DeviceKind, LinkSpec
 
 NETWORKS = {"ib": 0.0, "eth": 100e9 / 8, "roce": 400e9 / 8}
 """bytes per second that a host can send; ib: as it comes with the kind of device"""
@@ -27,17 +27,17 @@ HOST_DEVICES = 8
 """devices that share a host and its network card, at most: an NVLink domain may have several hosts"""
 HOST_MEMORY = 128 * GIB
 """of a host, per device, where nothing else is said"""
-DISK = 1e9
+DISK_BANDWIDTH = 1e9
 """bytes per second to and from disk, per device, where nothing else is said"""
-MOST = 1_000_000
+MAX_DEVICES = 1_000_000
 """devices; more are a slip of the keyboard"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class NodeGroup:
     """Nodes of one kind."""
 
-    device: Device
+    device: DeviceKind
     nodes: int
     per_node: int
     """devices of a node, or of an NVLink domain"""
@@ -48,7 +48,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curves:
+class MeasuredCurves:
     """What was measured, for devices of one kind in one node. What is empty or 0 was not."""
 
     matmul: tuple[tuple[int, int, int, float], ...] = ()
@@ -77,169 +77,179 @@ class Cluster:
 
     name: str
     """as given"""
-    parts: tuple[Part, ...]
+    node_groups: tuple[NodeGroup, ...]
     """the nodes; several where kinds are mixed or nodes differ in size"""
-    inside: Link
+    intra_node: LinkSpec
     """between devices of a node, the slowest"""
-    outside: Link
+    inter_node: LinkSpec
     """between nodes, the slowest; bytes per second and device"""
     host_memory: int
     """bytes of a node's host, the smallest"""
     disk_bandwidth: float
     """bytes per second of a node"""
-    curves: Curves | None = None
+    curves: MeasuredCurves | None = None
 
     @property
     def devices(self) -> int:
-        return sum(part.devices for part in self.parts)
+        return sum(part.devices for part in self.node_groups)
 
     @property
     def nodes(self) -> int:
-        return sum(part.nodes for part in self.parts)
+        return sum(part.nodes for part in self.node_groups)
 
     @cached_property
     def per_node(self) -> int:
         """Devices of a node, of those that most devices are in: a rest that fills no node is left to itself."""
-        return max(self.parts, key=lambda part: (part.devices, part.per_node)).per_node
+        return max(self.node_groups, key=lambda part: (part.devices, part.per_node)).per_node
 
     @cached_property
-    def device(self) -> Device:
+    def device(self) -> DeviceKind:
         """The slowest kind, which everyone waits for."""
-        return min((part.device for part in self.parts), key=lambda device: (device.peak("bf16"), device.bandwidth))
+        return min(
+            (part.device for part in self.node_groups), key=lambda device: (device.peak("bf16"), device.bandwidth)
+        )
 
     @cached_property
     def memory(self) -> int:
         """Bytes of the smallest device."""
-        return min(part.device.memory for part in self.parts)
+        return min(part.device.memory for part in self.node_groups)
 
     @property
     def price(self) -> float:
         """US dollars an hour, all devices together."""
-        return sum(part.devices * part.device.price for part in self.parts)
+        return sum(part.devices * part.device.price for part in self.node_groups)
 
     @property
     def watts(self) -> float:
         """At full load, all devices together."""
-        return sum(part.devices * part.device.watts for part in self.parts)
+        return sum(part.devices * part.device.watts for part in self.node_groups)
 
 
-def joined(name: str, parts: Sequence[Part], links: Sequence[Link] = ()) -> Cluster:
+def build_cluster(name: str, parts: Sequence[NodeGroup], links: Sequence[LinkSpec] = ()) -> Cluster:
     """The cluster of these nodes, joined as their devices usually are, or by the slowest of `links` if given."""
-    outside = links or [part.device.outside for part in parts]
+    outside = links or [part.device.inter_node for part in parts]
     smallest = min(parts, key=lambda part: part.per_node)
     # The memory of a processor is that of its host.
-    each = KINDS["cpu"].memory if smallest.device.generation == "cpu" else HOST_MEMORY
+    each = DEVICE_KINDS["cpu"].memory if smallest.device.generation == "cpu" else HOST_MEMORY
     return Cluster(
         name=name,
-        parts=tuple(parts),
-        inside=min((part.device.inside for part in parts), key=_speed),
-        outside=min(outside, key=_speed),
+        node_groups=tuple(parts),
+        intra_node=min((part.device.intra_node for part in parts), key=_speed),
+        inter_node=min(outside, key=_speed),
         host_memory=each * smallest.per_node,
-        disk_bandwidth=DISK * smallest.per_node,
+        disk_bandwidth=DISK_BANDWIDTH * smallest.per_node,
     )
 
 
-def _speed(link: Link) -> tuple[float, float]:
+def _speed(link: LinkSpec) -> tuple[float, float]:
     return link.bandwidth, -link.latency
 
 
-def parse(text: str) -> Cluster:
+def parse_cluster(text: str) -> Cluster:
     """The cluster that a text means. Raises FaultError with all that is wrong with it."""
-    from echelon.planning.cluster.cluster_file import read  # it makes clusters
+    from echelon.planning.cluster.cluster_file import read_cluster_file  # it makes clusters
 
     text = text.strip()
     if text == "here":
-        return here()
+        return local_cluster()
     if text.endswith(".toml") or os.path.isfile(text):
-        return read(text)
-    pieces = [_piece(piece.strip()) for piece in text.split("+")]
-    faults = [found for found in pieces if isinstance(found, Fault)]
+        return read_cluster_file(text)
+    pieces = [_parse_group(piece.strip()) for piece in text.split("+")]
+    faults = [found for found in pieces if isinstance(found, ValidationIssue)]
     if faults:
-        raise FaultError(faults)
-    parts = [part for piece in pieces if not isinstance(piece, Fault) for part in piece[0]]
-    links = [piece[1] for piece in pieces if not isinstance(piece, Fault)]
-    return joined(text, parts, links)
+        raise ValidationError(faults)
+    parts = [part for piece in pieces if not isinstance(piece, ValidationIssue) for part in piece[0]]
+    links = [piece[1] for piece in pieces if not isinstance(piece, ValidationIssue)]
+    return build_cluster(text, parts, links)
 
 
-_PIECE = re.compile(r"(?P<count>-?\d{1,12})\s*[x*]\s*(?P<kind>[a-z0-9._-]+)(:(?P<network>\w*))?", re.IGNORECASE)
+_GROUP = re.compile(r"(?P<count>-?\d{1,12})\s*[x*]\s*(?P<kind>[a-z0-9._-]+)(:(?P<network>\w*))?", re.IGNORECASE)
 _LEGAL = "COUNTxKIND[:ib|:eth|:roce] such as 8xh100, several joined by +, a TOML file, or here"
 
 
-def _piece(text: str) -> tuple[list[Part], Link] | Fault:
+def _parse_group(text: str) -> tuple[list[NodeGroup], LinkSpec] | ValidationIssue:
     """The nodes of one kind and what joins them, or what is wrong."""
-    match = _PIECE.fullmatch(text)
+    match = _GROUP.fullmatch(text)
     if match is None:
-        meant = next((kind for kind in KINDS if text.lower().endswith(kind)), "")
+        meant = next((kind for kind in DEVICE_KINDS if text.lower().endswith(kind)), "")
         hint = f'did you mean "{re.match(r"[0-9]*", text)[0] or 1}x{meant}"?' if meant else ""  # type: ignore[index]
-        return Fault(key="cluster", value=text, rule="cannot be read", legal=_LEGAL, hint=hint)
+        return ValidationIssue(key="cluster", value=text, message="cannot be read", legal=_LEGAL, hint=hint)
     count, kind, network = int(match["count"]), match["kind"].lower(), (match["network"] or "ib").lower()
-    if not 1 <= count <= MOST:
-        return Fault(key="cluster", value=text, rule="has no number of devices", legal=f"1 to {MOST}")
-    if kind not in KINDS:
-        return _unknown(text, "a kind of device", kind, KINDS)
+    if not 1 <= count <= MAX_DEVICES:
+        return ValidationIssue(
+            key="cluster", value=text, message="has no number of devices", legal=f"1 to {MAX_DEVICES}"
+        )
+    if kind not in DEVICE_KINDS:
+        return _unknown(text, "a kind of device", kind, DEVICE_KINDS)
     if network not in NETWORKS:
         return _unknown(text, "a network", network, NETWORKS)
-    parts = list(nodes_of(KINDS[kind], count))
-    return parts, _network(network, parts)
+    parts = list(split_into_nodes(DEVICE_KINDS[kind], count))
+    return parts, _network_link(network, parts)
 
 
-def _unknown(text: str, what: str, word: str, words: dict[str, Device] | dict[str, float]) -> Fault:
+def _unknown(text: str, what: str, word: str, words: dict[str, DeviceKind] | dict[str, float]) -> ValidationIssue:
     rule = f"does not name {what} ({word})"
-    return Fault(key="cluster", value=text, rule=rule, legal=", ".join(words), hint=did_you_mean(word, words))
+    return ValidationIssue(
+        key="cluster", value=text, message=rule, legal=", ".join(words), hint=did_you_mean(word, words)
+    )
 
 
-def nodes_of(device: Device, count: int) -> Iterator[Part]:
+def split_into_nodes(device: DeviceKind, count: int) -> Iterator[NodeGroup]:
     """Full nodes as they are sold, and one with the rest."""
-    full, rest = divmod(count, device.domain)
+    full, rest = divmod(count, device.nvlink_domain)
     if full:
-        yield Part(device=device, nodes=full, per_node=device.domain)
+        yield NodeGroup(device=device, nodes=full, per_node=device.nvlink_domain)
     if rest:
-        yield Part(device=device, nodes=1, per_node=rest)
+        yield NodeGroup(device=device, nodes=1, per_node=rest)
 
 
-def _network(name: str, parts: Sequence[Part]) -> Link:
+def _network_link(name: str, parts: Sequence[NodeGroup]) -> LinkSpec:
     """What each device has of it when all devices of a host send at once."""
     if not NETWORKS[name]:
-        return parts[0].device.outside
+        return parts[0].device.inter_node
     sharing = min(max(part.per_node for part in parts), HOST_DEVICES)
-    return Link(bandwidth=NETWORKS[name] / sharing, latency=ETHERNET_LATENCY)
+    return LinkSpec(bandwidth=NETWORKS[name] / sharing, latency=ETHERNET_LATENCY)
 
 
 # -- this machine -----------------------------------------------------------------------------------------------------
 
 
-def here(device: str = "auto") -> Cluster:
-    """The devices of this machine, one node; its cores, where it has no other or `device` is cpu."""
+def local_cluster() -> Cluster:
+    """The devices of this machine, one node; its cores, where it has no other."""
     import torch  # seconds; only where the machine is asked
 
-    if device == "cpu" or not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         memory = _physical_memory()
-        cpu = replace(KINDS["cpu"], memory=memory // cores)
-        return replace(joined("here", [Part(device=cpu, nodes=1, per_node=cores)]), host_memory=memory)
+        cpu = replace(DEVICE_KINDS["cpu"], memory=memory // cores)
+        return replace(build_cluster("here", [NodeGroup(device=cpu, nodes=1, per_node=cores)]), host_memory=memory)
     found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    unknown = sorted({properties.name for properties in found if not kind_of(properties.name, properties.total_memory)})
+    unknown = sorted(
+        {properties.name for properties in found if not device_kind(properties.name, properties.total_memory)}
+    )
     if unknown:
         rule = f"has devices that planning does not know ({', '.join(unknown)})"
         hint = "describe them in a TOML file, as echelon.planning.cluster.cluster_file says"
-        raise FaultError([Fault(key="cluster", value="here", rule=rule, legal=", ".join(KINDS), hint=hint)])
-    kinds = sorted((kind_of(p.name, p.total_memory), p.total_memory) for p in found)
+        raise ValidationError(
+            [ValidationIssue(key="cluster", value="here", message=rule, legal=", ".join(DEVICE_KINDS), hint=hint)]
+        )
+    kinds = sorted((device_kind(p.name, p.total_memory), p.total_memory) for p in found)
     parts = [
-        Part(device=replace(KINDS[kind], memory=memory), nodes=1, per_node=len(list(same)))
+        NodeGroup(device=replace(DEVICE_KINDS[kind], memory=memory), nodes=1, per_node=len(list(same)))
         for (kind, memory), same in groupby(kinds)
     ]
-    return replace(joined("here", parts), host_memory=_physical_memory())
+    return replace(build_cluster("here", parts), host_memory=_physical_memory())
 
 
-def kind_of(name: str, memory: int) -> str:
+def device_kind(name: str, memory: int) -> str:
     """The kind of a device by the name that its driver gives, or "".
 
     >>> kind_of("NVIDIA A100-SXM4-80GB", 80 << 30), kind_of("NVIDIA H200", 140 << 30)
     ('a100-80', 'h200')
     """
     words = re.split(r"[^a-z0-9]+", name.lower())
-    found = [kind for kind in KINDS if kind.partition("-")[0] in words]
-    return min(found, key=lambda kind: abs(KINDS[kind].memory - memory), default="")
+    found = [kind for kind in DEVICE_KINDS if kind.partition("-")[0] in words]
+    return min(found, key=lambda kind: abs(DEVICE_KINDS[kind].memory - memory), default="")
 
 
 def _physical_memory() -> int:

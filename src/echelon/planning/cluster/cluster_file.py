@@ -36,86 +36,91 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from echelon.layout.validation_error import Fault, FaultError, did_you_mean
-from echelon.planning.cluster.cluster import MOST, Cluster, Curves, Part, joined
-from echelon.planning.cluster.device_kinds import GIB, KINDS, Device, Link
+from echelon.layout.validation_error import ValidationError, ValidationIssue, did_you_mean
+from echelon.planning.cluster.cluster import MAX_DEVICES, Cluster, MeasuredCurves, NodeGroup, build_cluster
+from echelon.planning.cluster.device_kinds import DEVICE_KINDS, GIB, DeviceKind, LinkSpec
 
 GENERATIONS = ("volta", "ampere", "hopper", "blackwell", "cpu")
 DTYPES = ("bf16", "fp16", "fp8", "fp4", "fp32")
 
 
 @dataclass(frozen=True)
-class Number:
+class NumberField:
     """What a key may hold."""
 
     shift: int = 0
     """decimal places from the file's unit to bytes, seconds, FLOPs"""
-    whole: bool = False
-    binary: bool = False
+    integer: bool = False
+    in_gib: bool = False
     """in GiB"""
-    zero: bool = False
+    allows_zero: bool = False
     """whether 0 is a value"""
-    most: float = 1e30
+    maximum: float = 1e30
 
     @property
     def legal(self) -> str:
-        bound = f"{'>= 0' if self.zero else '> 0'}{f' and <= {self.most:g}' if self.most < 1e30 else ''}"
-        return f"a {'whole number' if self.whole else 'number'} {bound}"
+        bound = f"{'>= 0' if self.allows_zero else '> 0'}{f' and <= {self.maximum:g}' if self.maximum < 1e30 else ''}"
+        return f"a {'whole number' if self.integer else 'number'} {bound}"
 
-    def read(self, value: Any) -> float | int | None:
+    def parse(self, value: Any) -> float | int | None:
         """In base units, or nothing where it is nonsense."""
         if isinstance(value, bool) or not isinstance(value, int | Decimal) or not Decimal(value).is_finite():
             return None
         number = Decimal(value)
-        if number < 0 or (number == 0 and not self.zero) or number > self.most or (self.whole and number % 1):
+        if (
+            number < 0
+            or (number == 0 and not self.allows_zero)
+            or number > self.maximum
+            or (self.integer and number % 1)
+        ):
             return None
-        if self.whole:
+        if self.integer:
             return int(number)
-        found = round(number * GIB) if self.binary else float(number.scaleb(self.shift))
-        return found if found or self.zero else None
+        found = round(number * GIB) if self.in_gib else float(number.scaleb(self.shift))
+        return found if found or self.allows_zero else None
 
-    def write(self, value: float | int) -> str:
-        if self.binary:
+    def format(self, value: float | int) -> str:
+        if self.in_gib:
             return str(Decimal(value) / GIB)
-        return str(value) if self.whole else str(Decimal(repr(value)).scaleb(-self.shift))
+        return str(value) if self.integer else str(Decimal(repr(value)).scaleb(-self.shift))
 
 
-COUNT = Number(whole=True, most=MOST)
-GBPS, SECONDS = Number(shift=9), Number(zero=True, most=1e9)
-LINK = {"bandwidth_gbps": GBPS, "latency_us": Number(shift=-6, zero=True, most=1e12)}
-HOST = {"memory_gib": Number(binary=True, most=1e9), "disk_gbps": GBPS}
+COUNT = NumberField(integer=True, maximum=MAX_DEVICES)
+GBPS, SECONDS = NumberField(shift=9), NumberField(allows_zero=True, maximum=1e9)
+LINK = {"bandwidth_gbps": GBPS, "latency_us": NumberField(shift=-6, allows_zero=True, maximum=1e12)}
+HOST = {"memory_gib": NumberField(in_gib=True, maximum=1e9), "disk_gbps": GBPS}
 DEVICE = {
-    **{f"{dtype}_tflops": Number(shift=12) for dtype in DTYPES},
-    "memory_gib": Number(binary=True, most=1e9),
-    "memory_tbps": Number(shift=12),
+    **{f"{dtype}_tflops": NumberField(shift=12) for dtype in DTYPES},
+    "memory_gib": NumberField(in_gib=True, maximum=1e9),
+    "memory_tbps": NumberField(shift=12),
     **{f"{level}_{key}": number for level in ("inside", "outside", "host") for key, number in LINK.items()},
     "domain": COUNT,
-    "watts": Number(zero=True),
-    "price": Number(zero=True),
+    "watts": NumberField(allows_zero=True),
+    "price": NumberField(allows_zero=True),
 }
 """numbers of a kind of device: price in US dollars an hour; domain: devices joined by `inside`, as they are sold"""
 OPTIONAL = {"bf16_tflops", "fp16_tflops", "fp8_tflops", "fp4_tflops", "domain", "watts", "price"}
-SIZE, TERA, BYTES = Number(whole=True), Number(shift=12), Number(whole=True, most=1e15)
-COLUMNS = {
+SIZE, TERA, BYTES = NumberField(integer=True), NumberField(shift=12), NumberField(integer=True, maximum=1e15)
+CURVE_COLUMNS = {
     "matmul": (SIZE, SIZE, SIZE, TERA),
     "attention": (SIZE, SIZE, TERA),
     **dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"), (BYTES, SECONDS)),
 }
 RATES = {"memory_tbps": TERA, "host_gbps": GBPS}
-TOP = ("name", "part", "inside", "outside", "host", "curves")
+TOP_LEVEL_KEYS = ("name", "part", "inside", "outside", "host", "curves")
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-class Reader:
+class TableReader:
     """Takes values out of a table and keeps what is wrong with them."""
 
     def __init__(self) -> None:
-        self.faults: list[Fault] = []
+        self.faults: list[ValidationIssue] = []
 
     def fault(self, key: str, value: Any, rule: str, legal: str = "", hint: str = "") -> None:
-        self.faults.append(Fault(key=key, value=_shown(value), rule=rule, legal=legal, hint=hint))
+        self.faults.append(ValidationIssue(key=key, value=_format_value(value), message=rule, legal=legal, hint=hint))
 
     def table(self, given: Any, where: str, known: Mapping[str, Any] | tuple[str, ...]) -> dict[str, Any]:
         """The keys of a table that are known; the others are faults."""
@@ -128,15 +133,15 @@ class Reader:
             self.fault(prefix + key, given[key], "is not a key of a cluster file", ", ".join(known), hint)
         return {key: value for key, value in given.items() if key in known}
 
-    def numbers(self, given: dict[str, Any], where: str, known: Mapping[str, Number]) -> dict[str, Any]:
+    def numbers(self, given: dict[str, Any], where: str, known: Mapping[str, NumberField]) -> dict[str, Any]:
         found = {}
         for key, number in known.items():
             if key in given and (value := self.number(given[key], f"{where}.{key}", number)) is not None:
                 found[key] = value
         return found
 
-    def number(self, value: Any, key: str, number: Number) -> float | int | None:
-        found = number.read(value)
+    def number(self, value: Any, key: str, number: NumberField) -> float | int | None:
+        found = number.parse(value)
         if found is None:
             self.fault(key, value, "is not a number that it can be", number.legal)
         return found
@@ -152,88 +157,96 @@ class Reader:
             self.fault(where, "", f"lacks {', '.join(keys)}", hint="add them")
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return str(value) if isinstance(value, str | int | Decimal) else json.dumps(value, default=str)[:80]
 
 
-def read(path: str) -> Cluster:
+def read_cluster_file(path: str) -> Cluster:
     """The cluster of a file."""
     legal = "a TOML file that can be read; the docstring of echelon.planning.cluster.cluster_file shows one"
     try:
         text = Path(path).read_text(encoding="utf-8")
         given = tomllib.loads(text, parse_float=Decimal)
     except (OSError, ValueError) as error:
-        fault = Fault(key="cluster", value=path, rule=f"cannot be read ({error})", legal=legal)
-        raise FaultError([fault]) from error
-    return from_table(given, Path(path).stem)
+        fault = ValidationIssue(key="cluster", value=path, message=f"cannot be read ({error})", legal=legal)
+        raise ValidationError([fault]) from error
+    return cluster_from_table(given, Path(path).stem)
 
 
-def from_toml(text: str) -> Cluster:
+def cluster_from_toml(text: str) -> Cluster:
     """The cluster of a file's text."""
-    return from_table(tomllib.loads(text, parse_float=Decimal), "cluster")
+    return cluster_from_table(tomllib.loads(text, parse_float=Decimal), "cluster")
 
 
-def from_table(given: dict[str, Any], name: str) -> Cluster:
-    reader = Reader()
-    found = reader.table(given, "", TOP)
+def cluster_from_table(given: dict[str, Any], name: str) -> Cluster:
+    reader = TableReader()
+    found = reader.table(given, "", TOP_LEVEL_KEYS)
     name = reader.text(found.get("name", name), "name", "any text")
     listed = found.get("part", [])
     if not isinstance(listed, list) or not listed:
         reader.fault("part", listed, "lists no devices", "one table [[part]] per kind and size of node")
         listed = []
-    parts = [_part(reader, part, f"part[{index}]") for index, part in enumerate(listed)]
+    parts = [_node_group(reader, part, f"part[{index}]") for index, part in enumerate(listed)]
     tables = {key: reader.table(found.get(key, {}), key, LINK) for key in ("inside", "outside")}
     links = {key: reader.numbers(table, key, LINK) for key, table in tables.items()}
     host = reader.numbers(reader.table(found.get("host", {}), "host", HOST), "host", HOST)
     curves = _curves(reader, found["curves"]) if "curves" in found else None
     if reader.faults:
-        raise FaultError(reader.faults)
-    usual = joined(name, [part for part in parts if part])
+        raise ValidationError(reader.faults)
+    usual = build_cluster(name, [part for part in parts if part])
     return replace(
         usual,
-        inside=_link(usual.inside, links["inside"]),
-        outside=_link(usual.outside, links["outside"]),
+        intra_node=_link(usual.intra_node, links["inside"]),
+        inter_node=_link(usual.inter_node, links["outside"]),
         host_memory=host.get("memory_gib", usual.host_memory),
         disk_bandwidth=host.get("disk_gbps", usual.disk_bandwidth),
         curves=curves,
     )
 
 
-def _link(usual: Link, given: Mapping[str, Any], prefix: str = "") -> Link:
-    return Link(
+def _link(usual: LinkSpec, given: Mapping[str, Any], prefix: str = "") -> LinkSpec:
+    return LinkSpec(
         bandwidth=given.get(f"{prefix}bandwidth_gbps", usual.bandwidth),
         latency=given.get(f"{prefix}latency_us", usual.latency),
     )
 
 
-def _part(reader: Reader, given: Any, where: str) -> Part | None:
+def _node_group(reader: TableReader, given: Any, where: str) -> NodeGroup | None:
     known = ("kind", "name", "generation", "nodes", "per_node", *DEVICE)
     table = reader.table(given, where, known)
     nodes = reader.number(table.get("nodes", 1), f"{where}.nodes", COUNT)
     per_node = reader.number(table["per_node"], f"{where}.per_node", COUNT) if "per_node" in table else 0
     numbers = reader.numbers(table, where, DEVICE)
-    device = _known(reader, table, where, numbers) if "kind" in table else _custom(reader, table, where, numbers)
+    device = (
+        _known_device(reader, table, where, numbers)
+        if "kind" in table
+        else _custom_device(reader, table, where, numbers)
+    )
     if device is None or nodes is None or per_node is None:
         return None
     if "kind" not in table and "domain" not in table:
-        device = replace(device, domain=int(per_node))
-    return Part(device=device, nodes=int(nodes), per_node=int(per_node) or device.domain)
+        device = replace(device, nvlink_domain=int(per_node))
+    return NodeGroup(device=device, nodes=int(nodes), per_node=int(per_node) or device.nvlink_domain)
 
 
-def _known(reader: Reader, table: dict[str, Any], where: str, numbers: dict[str, Any]) -> Device | None:
+def _known_device(reader: TableReader, table: dict[str, Any], where: str, numbers: dict[str, Any]) -> DeviceKind | None:
     for key in {"name", "generation"} & table.keys():
         reader.fault(f"{where}.{key}", table[key], "does not go with kind", hint="leave one of them out")
-    kind = reader.text(table["kind"], f"{where}.kind", ", ".join(KINDS))
-    if kind and kind not in KINDS:
-        hint = did_you_mean(kind, KINDS) or "give a device of your own a `name` in place of `kind`"
-        reader.fault(f"{where}.kind", kind, "is not a kind of device", ", ".join(KINDS), hint)
-    return _device(KINDS[kind], numbers) if kind in KINDS else None
+    kind = reader.text(table["kind"], f"{where}.kind", ", ".join(DEVICE_KINDS))
+    if kind and kind not in DEVICE_KINDS:
+        hint = did_you_mean(kind, DEVICE_KINDS) or "give a device of your own a `name` in place of `kind`"
+        reader.fault(f"{where}.kind", kind, "is not a kind of device", ", ".join(DEVICE_KINDS), hint)
+    return _device(DEVICE_KINDS[kind], numbers) if kind in DEVICE_KINDS else None
 
 
-def _custom(reader: Reader, table: dict[str, Any], where: str, numbers: dict[str, Any]) -> Device | None:
+def _custom_device(
+    reader: TableReader, table: dict[str, Any], where: str, numbers: dict[str, Any]
+) -> DeviceKind | None:
     before = len(reader.faults)
     if "name" not in table:
-        reader.fault(where, "", "lacks its kind", ", ".join(KINDS), "or a `name` and the numbers of your own device")
+        reader.fault(
+            where, "", "lacks its kind", ", ".join(DEVICE_KINDS), "or a `name` and the numbers of your own device"
+        )
         return None
     name = reader.text(table["name"], f"{where}.name", "any text")
     generation = table.get("generation", "")
@@ -244,25 +257,25 @@ def _custom(reader: Reader, table: dict[str, Any], where: str, numbers: dict[str
     reader.missing(where, [*lacking, *(["per_node"] if "per_node" not in table else [])])
     if len(reader.faults) > before or any(key not in numbers for key in table.keys() & DEVICE.keys()):
         return None
-    nothing = Link(bandwidth=0.0, latency=0.0)
+    nothing = LinkSpec(bandwidth=0.0, latency=0.0)
     # Links of no speed are never seen: a device of one's own has all of their numbers.
-    blank = Device(
+    blank = DeviceKind(
         name=name,
         generation=generation,
         flops={},
         memory=0,
         bandwidth=0.0,
-        inside=nothing,
-        domain=1,
-        outside=nothing,
-        host=nothing,
+        intra_node=nothing,
+        nvlink_domain=1,
+        inter_node=nothing,
+        host_link=nothing,
         watts=0.0,
         price=0.0,
     )
     return _device(blank, numbers)
 
 
-def _device(usual: Device, numbers: Mapping[str, Any]) -> Device:
+def _device(usual: DeviceKind, numbers: Mapping[str, Any]) -> DeviceKind:
     """The usual one with the numbers that are given."""
     given = {dtype: numbers[f"{dtype}_tflops"] for dtype in DTYPES if f"{dtype}_tflops" in numbers}
     return replace(
@@ -270,24 +283,24 @@ def _device(usual: Device, numbers: Mapping[str, Any]) -> Device:
         flops={**usual.flops, **given},
         memory=numbers.get("memory_gib", usual.memory),
         bandwidth=numbers.get("memory_tbps", usual.bandwidth),
-        inside=_link(usual.inside, numbers, "inside_"),
-        outside=_link(usual.outside, numbers, "outside_"),
-        host=_link(usual.host, numbers, "host_"),
-        domain=numbers.get("domain", usual.domain),
+        intra_node=_link(usual.intra_node, numbers, "inside_"),
+        inter_node=_link(usual.inter_node, numbers, "outside_"),
+        host_link=_link(usual.host_link, numbers, "host_"),
+        nvlink_domain=numbers.get("domain", usual.nvlink_domain),
         watts=numbers.get("watts", usual.watts),
         price=numbers.get("price", usual.price),
     )
 
 
-def _curves(reader: Reader, given: Any) -> Curves:
-    table = reader.table(given, "curves", (*COLUMNS, *RATES))
+def _curves(reader: TableReader, given: Any) -> MeasuredCurves:
+    table = reader.table(given, "curves", (*CURVE_COLUMNS, *RATES))
     rates = reader.numbers(table, "curves", RATES)
-    rows = {key: tuple(_rows(reader, table[key], key)) for key in COLUMNS if key in table}
-    return Curves(memory=rates.get("memory_tbps", 0.0), host=rates.get("host_gbps", 0.0), **rows)
+    rows = {key: tuple(_rows(reader, table[key], key)) for key in CURVE_COLUMNS if key in table}
+    return MeasuredCurves(memory=rates.get("memory_tbps", 0.0), host=rates.get("host_gbps", 0.0), **rows)
 
 
-def _rows(reader: Reader, given: Any, key: str) -> Iterator[tuple[Any, ...]]:
-    columns = COLUMNS[key]
+def _rows(reader: TableReader, given: Any, key: str) -> Iterator[tuple[Any, ...]]:
+    columns = CURVE_COLUMNS[key]
     for index, row in enumerate(given if isinstance(given, list) else [given]):
         where = f"curves.{key}[{index}]"
         if not isinstance(row, list) or len(row) != len(columns):
@@ -299,15 +312,15 @@ def _rows(reader: Reader, given: Any, key: str) -> Iterator[tuple[Any, ...]]:
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def to_toml(cluster: Cluster) -> str:
+def cluster_to_toml(cluster: Cluster) -> str:
     """A file that is read as the same cluster."""
     lines = [f"name = {_quoted(cluster.name)}"]
-    for part in cluster.parts:
+    for part in cluster.node_groups:
         lines += ["", "[[part]]", *_device_lines(part.device), f"nodes = {part.nodes}", f"per_node = {part.per_node}"]
-    for key, link in (("inside", cluster.inside), ("outside", cluster.outside)):
+    for key, link in (("inside", cluster.intra_node), ("outside", cluster.inter_node)):
         lines += ["", f"[{key}]", *_link_lines(link)]
     host = {"memory_gib": cluster.host_memory, "disk_gbps": cluster.disk_bandwidth}
-    lines += ["", "[host]", *(f"{key} = {HOST[key].write(value)}" for key, value in host.items())]
+    lines += ["", "[host]", *(f"{key} = {HOST[key].format(value)}" for key, value in host.items())]
     if cluster.curves:
         lines += ["", "[curves]", *_curve_lines(cluster.curves)]
     return "\n".join(lines) + "\n"
@@ -317,39 +330,39 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _link_lines(link: Link, prefix: str = "") -> list[str]:
+def _link_lines(link: LinkSpec, prefix: str = "") -> list[str]:
     values = {"bandwidth_gbps": link.bandwidth, "latency_us": link.latency}
-    return [f"{prefix}{key} = {LINK[key].write(value)}" for key, value in values.items()]
+    return [f"{prefix}{key} = {LINK[key].format(value)}" for key, value in values.items()]
 
 
-def _device_lines(device: Device) -> list[str]:
-    if device == KINDS.get(device.name):
+def _device_lines(device: DeviceKind) -> list[str]:
+    if device == DEVICE_KINDS.get(device.name):
         return [f"kind = {_quoted(device.name)}"]
     numbers: dict[str, float | int] = {
         f"{dtype}_tflops": device.flops[dtype] for dtype in DTYPES if dtype in device.flops
     }
-    numbers |= {"memory_gib": device.memory, "memory_tbps": device.bandwidth, "domain": device.domain}
+    numbers |= {"memory_gib": device.memory, "memory_tbps": device.bandwidth, "domain": device.nvlink_domain}
     numbers |= {"watts": device.watts, "price": device.price}
     return [
         f"name = {_quoted(device.name)}",
         f"generation = {_quoted(device.generation)}",
-        *(f"{key} = {DEVICE[key].write(value)}" for key, value in numbers.items()),
-        *_link_lines(device.inside, "inside_"),
-        *_link_lines(device.outside, "outside_"),
-        *_link_lines(device.host, "host_"),
+        *(f"{key} = {DEVICE[key].format(value)}" for key, value in numbers.items()),
+        *_link_lines(device.intra_node, "inside_"),
+        *_link_lines(device.inter_node, "outside_"),
+        *_link_lines(device.host_link, "host_"),
     ]
 
 
-def _curve_lines(curves: Curves) -> Iterator[str]:
+def _curve_lines(curves: MeasuredCurves) -> Iterator[str]:
     for field in fields(curves):
         value = getattr(curves, field.name)
-        if field.name in COLUMNS and value:
+        if field.name in CURVE_COLUMNS and value:
             rows = (
-                ", ".join(number.write(cell) for number, cell in zip(COLUMNS[field.name], row, strict=True))
+                ", ".join(number.format(cell) for number, cell in zip(CURVE_COLUMNS[field.name], row, strict=True))
                 for row in value
             )
             yield f"{field.name} = [{', '.join(f'[{row}]' for row in rows)}]"
     if curves.memory:
-        yield f"memory_tbps = {TERA.write(curves.memory)}"
+        yield f"memory_tbps = {TERA.format(curves.memory)}"
     if curves.host:
-        yield f"host_gbps = {GBPS.write(curves.host)}"
+        yield f"host_gbps = {GBPS.format(curves.host)}"

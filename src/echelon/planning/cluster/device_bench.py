@@ -13,20 +13,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from echelon.planning.cluster.cluster import Cluster, Curves
-from echelon.planning.cluster.link_time import COLLECTIVES, measured_link, on_the_wire
-from echelon.planning.cost.step_time import FLASH_BACKWARD
+from echelon.planning.cluster.cluster import Cluster, MeasuredCurves
+from echelon.planning.cluster.link_time import COLLECTIVES, fit_link, wire_bytes
+from echelon.planning.cost.step_time import FLASH_BACKWARD_RATIO
 
 if TYPE_CHECKING:
     import torch
 
-OnRanks = Callable[..., list[list[float]]]
+RunOnRanks = Callable[..., list[list[float]]]
 """calls a function with arguments on so many ranks of one process group, and returns what each came to: a pool's"""
-MOST_RANKS = 8
+MAX_RANKS = 8
 """cores that exchange messages"""
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 # fmt: off
-PRODUCTS = {
+MATMUL_SHAPES = {
     "cpu": ((64, 64, 64), (128, 64, 192), (128, 128, 128), (256, 128, 512), (256, 256, 256), (512, 128, 128),
             (512, 256, 768), (512, 512, 512), (1024, 256, 256), (1024, 512, 1024), (2048, 512, 512),
             (1024, 1024, 1024)),
@@ -34,7 +34,7 @@ PRODUCTS = {
              (8192, 2048, 2048), (4096, 4096, 4096), (8192, 4096, 6144), (8192, 4096, 14336), (8192, 14336, 4096),
              (16384, 8192, 8192), (16384, 8192, 28672)),
 }
-ATTENTION = {
+ATTENTION_SHAPES = {
     "cpu": ((128, 64), (256, 64), (512, 64), (512, 128), (1024, 128)),
     "cuda": ((1024, 64), (2048, 64), (4096, 64), (1024, 128), (2048, 128), (4096, 128), (8192, 128), (16384, 128)),
 }
@@ -42,16 +42,16 @@ ATTENTION = {
 """(m, k, n) of a product, (length, head_dim) of attention; smaller ones say what kernels cost at their edges"""
 ATTENTION_TOKENS = {"cpu": 512, "cuda": 16384}
 ATTENTION_WIDTH = {"cpu": 256, "cuda": 2048}
-STREAMED = {"cpu": 256 * MIB, "cuda": GIB}
+STREAM_BYTES = {"cpu": 256 * MIB, "cuda": GIB}
 """bytes that an operator reads, and writes: no cache holds them"""
-PINNED = 256 * MIB
-MESSAGES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
-ROOM = 8
+PINNED_BYTES = 256 * MIB
+MESSAGE_SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+MEMORY_DIVISOR = 8
 """a measurement takes at most one part in so many of the device's memory"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class DeviceMeasurement:
     """One measurement."""
 
     what: str
@@ -69,11 +69,11 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class BenchStep:
     """A part of the whole, for a bar to move by."""
 
     name: str
-    run: Callable[[], list[Row]]
+    run: Callable[[], list[DeviceMeasurement]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,29 +89,29 @@ class _Probe:
     note: str = ""
 
 
-def steps(cluster: Cluster, *, quick: bool, on_ranks: OnRanks) -> list[Step]:
+def bench_steps(cluster: Cluster, *, quick: bool, on_ranks: RunOnRanks) -> list[BenchStep]:
     """All there is to measure on this machine, in order."""
     import torch
 
     device = torch.device("cuda" if cluster.device.generation != "cpu" else "cpu")
     dtype = {"cpu": torch.float32, "volta": torch.float16}.get(cluster.device.generation, torch.bfloat16)
     found = [
-        Step(name=f"{probe.what} {shown(probe.size)}", run=partial(_measured, probe, device, quick))
-        for probe in _probes(device, dtype, cluster.memory // ROOM)
+        BenchStep(name=f"{probe.what} {format_size(probe.size)}", run=partial(_measure_probe, probe, device, quick))
+        for probe in _probes(device, dtype, cluster.memory // MEMORY_DIVISOR)
     ]
-    ranks = min(cluster.per_node, MOST_RANKS) if device.type == "cpu" else cluster.per_node
+    ranks = min(cluster.per_node, MAX_RANKS) if device.type == "cpu" else cluster.per_node
     if ranks > 1:
-        sizes = [size for size in MESSAGES if size <= (4 if quick else 64) * MIB]
+        sizes = [size for size in MESSAGE_SIZES if size <= (4 if quick else 64) * MIB]
         found += [
-            Step(name=kind, run=partial(_between, kind, ranks, sizes, quick, device.type, on_ranks))
+            BenchStep(name=kind, run=partial(_measure_collective, kind, ranks, sizes, quick, device.type, on_ranks))
             for kind in COLLECTIVES
         ]
     return found
 
 
-def curves_of(rows: Sequence[Row]) -> Curves:
+def to_curves(rows: Sequence[DeviceMeasurement]) -> MeasuredCurves:
     """The rows as a cluster keeps them."""
-    by: dict[str, list[Row]] = {}
+    by: dict[str, list[DeviceMeasurement]] = {}
     for row in rows:
         by.setdefault(row.what, []).append(row)
     rates: dict[str, Any] = {
@@ -120,7 +120,7 @@ def curves_of(rows: Sequence[Row]) -> Curves:
     seconds: dict[str, Any] = {
         name: tuple((row.size[0], row.seconds) for row in by.get(name, ())) for name in COLLECTIVES
     }
-    return Curves(
+    return MeasuredCurves(
         memory=max((row.rate for row in by.get("memory", ())), default=0.0),
         host=min((row.rate for row in by.get("host", ())), default=0.0),  # of both ways, the slower
         **rates,
@@ -128,19 +128,21 @@ def curves_of(rows: Sequence[Row]) -> Curves:
     )
 
 
-def described(cluster: Cluster, curves: Curves) -> Cluster:
+def with_curves(cluster: Cluster, curves: MeasuredCurves) -> Cluster:
     """The cluster with its curves. A processor's peaks are nowhere stated: they are what was measured."""
     if cluster.device.generation == "cpu" and curves.matmul and curves.memory:
         peak = max(row[-1] for row in curves.matmul)
         flops, bandwidth = {"fp32": peak, "bf16": peak}, curves.memory
         parts = tuple(
-            replace(part, device=replace(part.device, flops=flops, bandwidth=bandwidth)) for part in cluster.parts
+            replace(part, device=replace(part.device, flops=flops, bandwidth=bandwidth)) for part in cluster.node_groups
         )
-        cluster = replace(cluster, parts=parts, inside=measured_link(curves, cluster.per_node) or cluster.inside)
+        cluster = replace(
+            cluster, node_groups=parts, intra_node=fit_link(curves, cluster.per_node) or cluster.intra_node
+        )
     return replace(cluster, curves=curves)
 
 
-def shown(size: Sequence[int]) -> str:
+def format_size(size: Sequence[int]) -> str:
     """`4096 x 4096 x 4096`, or `64 KiB`."""
     if len(size) > 1:
         return " x ".join(f"{count}" for count in size)
@@ -189,29 +191,41 @@ def _probes(device: torch.device, dtype: torch.dtype, room: int) -> Iterator[_Pr
         return lambda: host.copy_(there, non_blocking=True) if to_host else there.copy_(host, non_blocking=True)
 
     kind = device.type
-    for m, k, n in PRODUCTS[kind]:
+    for m, k, n in MATMUL_SHAPES[kind]:
         if 2 * (m * k + k * n + m * n) * dtype.itemsize <= room:
             yield _Probe(what="matmul", size=(m, k, n), work=6.0 * m * k * n, prepare=partial(product, m, k, n))
-    for length, head_dim in ATTENTION[kind]:
+    for length, head_dim in ATTENTION_SHAPES[kind]:
         rows, heads = max(1, ATTENTION_TOKENS[kind] // length), ATTENTION_WIDTH[kind] // head_dim
         if 10 * rows * heads * length * head_dim * dtype.itemsize <= room:
             causal = 2.0 * rows * heads * length * length * head_dim
             prepare = partial(attention, length, head_dim, rows, heads)
-            yield _Probe(what="attention", size=(length, head_dim), work=(1 + FLASH_BACKWARD) * causal, prepare=prepare)
-    size = min(STREAMED[kind], room // 2)
+            yield _Probe(
+                what="attention", size=(length, head_dim), work=(1 + FLASH_BACKWARD_RATIO) * causal, prepare=prepare
+            )
+    size = min(STREAM_BYTES[kind], room // 2)
     yield _Probe(what="memory", size=(size,), work=2.0 * size, prepare=partial(stream, size), note="read and written")
     if kind == "cuda":
         for to_host, note in ((False, "to the device"), (True, "to the host")):
-            yield _Probe(what="host", size=(PINNED,), work=PINNED, prepare=partial(copy, PINNED, to_host), note=note)
+            yield _Probe(
+                what="host",
+                size=(PINNED_BYTES,),
+                work=PINNED_BYTES,
+                prepare=partial(copy, PINNED_BYTES, to_host),
+                note=note,
+            )
 
 
-def _measured(probe: _Probe, device: torch.device, quick: bool) -> list[Row]:
-    with _one_thread():
-        seconds = _on_cuda(probe.prepare(), quick) if device.type == "cuda" else _on_cpu(probe.prepare(), quick)
-    return [Row(what=probe.what, size=probe.size, seconds=seconds, rate=probe.work / seconds, note=probe.note)]
+def _measure_probe(probe: _Probe, device: torch.device, quick: bool) -> list[DeviceMeasurement]:
+    with _single_thread():
+        seconds = (
+            _time_on_cuda(probe.prepare(), quick) if device.type == "cuda" else _time_on_cpu(probe.prepare(), quick)
+        )
+    return [
+        DeviceMeasurement(what=probe.what, size=probe.size, seconds=seconds, rate=probe.work / seconds, note=probe.note)
+    ]
 
 
-def _on_cpu(once: Callable[[], object], quick: bool) -> float:
+def _time_on_cpu(once: Callable[[], object], quick: bool) -> float:
     """Seconds of this thread, the best of at least three: while others have the core, its clock stands still."""
     once()
     found: list[float] = []
@@ -223,7 +237,7 @@ def _on_cpu(once: Callable[[], object], quick: bool) -> float:
     return min(found)
 
 
-def _on_cuda(once: Callable[[], object], quick: bool) -> float:
+def _time_on_cuda(once: Callable[[], object], quick: bool) -> float:
     """Seconds of the best of several rounds: in a round the device never waits for the host."""
     import torch
 
@@ -243,7 +257,7 @@ def _on_cuda(once: Callable[[], object], quick: bool) -> float:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def _single_thread() -> Iterator[None]:
     import torch
 
     before = torch.get_num_threads()
@@ -257,17 +271,21 @@ def _one_thread() -> Iterator[None]:
 # -- several ----------------------------------------------------------------------------------------------------------
 
 
-def _between(kind: str, ranks: int, sizes: list[int], quick: bool, device: str, on_ranks: OnRanks) -> list[Row]:
+def _measure_collective(
+    collective: str, ranks: int, sizes: list[int], quick: bool, device: str, on_ranks: RunOnRanks
+) -> list[DeviceMeasurement]:
     """A collective over its sizes; it takes as long as its slowest rank."""
-    found = on_ranks(exchanged, ranks, kind, sizes, 5 if quick else 10, device)
+    found = on_ranks(time_collective, ranks, collective, sizes, 5 if quick else 10, device)
     rows = zip(sizes, (max(seconds) for seconds in zip(*found, strict=True)), strict=True)
     return [
-        Row(what=kind, size=(size,), seconds=seconds, rate=on_the_wire(kind, size, ranks) / seconds)
+        DeviceMeasurement(
+            what=collective, size=(size,), seconds=seconds, rate=wire_bytes(collective, size, ranks) / seconds
+        )
         for size, seconds in rows
     ]
 
 
-def exchanged(kind: str, sizes: list[int], repeats: int, device: str) -> list[float]:
+def time_collective(collective: str, sizes: list[int], repeats: int, device: str) -> list[float]:
     """On every rank of a process group of the CPU: seconds of a collective, the best of several, by size."""
     import torch
     import torch.distributed as dist
@@ -280,7 +298,7 @@ def exchanged(kind: str, sizes: list[int], repeats: int, device: str) -> list[fl
     found = []
     for size in sizes:
         whole = torch.zeros(size // 4 // ranks * ranks, device=device)
-        once = _collective(kind, whole, rank, ranks, group)
+        once = _collective_call(collective, whole, rank, ranks, group)
         best = float("inf")
         for repeat in range(repeats + 1):
             dist.barrier()
@@ -294,7 +312,7 @@ def exchanged(kind: str, sizes: list[int], repeats: int, device: str) -> list[fl
     return found
 
 
-def _collective(kind: str, whole: torch.Tensor, rank: int, ranks: int, group: Any) -> Callable[[], object]:
+def _collective_call(collective: str, whole: torch.Tensor, rank: int, ranks: int, group: Any) -> Callable[[], object]:
     import torch
     import torch.distributed as dist
 
@@ -315,4 +333,4 @@ def _collective(kind: str, whole: torch.Tensor, rank: int, ranks: int, group: An
         "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
         "send": send,
     }
-    return calls[kind]
+    return calls[collective]

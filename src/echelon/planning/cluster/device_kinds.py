@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from echelon.layout.validation_error import Fault, FaultError, did_you_mean
+from echelon.layout.validation_error import ValidationError, ValidationIssue, did_you_mean
 
 GIB = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class LinkSpec:
     """What joins devices of one level."""
 
     bandwidth: float
@@ -24,7 +24,7 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
+class DeviceKind:
     """One kind of device."""
 
     name: str
@@ -36,13 +36,13 @@ class Device:
     """bytes"""
     bandwidth: float
     """of its memory, bytes per second"""
-    inside: Link
+    intra_node: LinkSpec
     """between devices of a node (or of one NVLink domain)"""
-    domain: int
+    nvlink_domain: int
     """devices that are joined by `inside`, as they are usually sold"""
-    outside: Link
+    inter_node: LinkSpec
     """between nodes, InfiniBand as it usually comes with it"""
-    host: Link
+    host_link: LinkSpec
     """to the memory of its host, PCIe or better"""
     watts: float
     """at full load, for plans by energy"""
@@ -68,17 +68,17 @@ def _nvidia(
     host: float = 25,
     watts: float,
     price: float,
-) -> Device:
-    return Device(
+) -> DeviceKind:
+    return DeviceKind(
         name=name,
         generation=generation,
         flops={key: value * 1e12 for key, value in tera.items()},
         memory=int(gib * GIB),
         bandwidth=memory * 1e12,
-        inside=Link(bandwidth=inside * 1e9, latency=3e-5),
-        outside=Link(bandwidth=outside * 1e9, latency=4e-5),
-        domain=domain,
-        host=Link(bandwidth=host * 1e9, latency=1e-5),
+        intra_node=LinkSpec(bandwidth=inside * 1e9, latency=3e-5),
+        inter_node=LinkSpec(bandwidth=outside * 1e9, latency=4e-5),
+        nvlink_domain=domain,
+        host_link=LinkSpec(bandwidth=host * 1e9, latency=1e-5),
         watts=watts,
         price=price,
     )
@@ -92,7 +92,7 @@ _GB200 = {"bf16": 2450, "fp16": 2450, "fp8": 4900, "fp4": 9800, "fp32": 1200}
 _GB300 = {"bf16": 2450, "fp16": 2450, "fp8": 4900, "fp4": 14700, "fp32": 1200}
 
 # fmt: off
-KINDS: dict[str, Device] = {device.name: device for device in (
+DEVICE_KINDS: dict[str, DeviceKind] = {device.name: device for device in (
     _nvidia("v100", "volta", {"fp16": 125, "fp32": 15.7}, 16, 0.90, 150, 12.5 / 8, host=12, watts=300, price=1.0),
     _nvidia("a100-40", "ampere", _AMPERE, 40, 1.555, 300, 25, watts=400, price=1.2),
     _nvidia("a100-80", "ampere", _AMPERE, 80, 2.039, 300, 25, watts=400, price=1.5),
@@ -105,30 +105,30 @@ KINDS: dict[str, Device] = {device.name: device for device in (
     _nvidia("gb300", "blackwell", _GB300, 275, 8.0, 900, 100, domain=72, host=200, watts=1400, price=6.0),
 )}
 # fmt: on
-KINDS["cpu"] = Device(
+DEVICE_KINDS["cpu"] = DeviceKind(
     name="cpu",
     generation="cpu",
     flops={"fp32": 5e10, "bf16": 5e10},
     memory=4 * GIB,
     bandwidth=1e10,
-    inside=Link(bandwidth=1e9, latency=1e-4),
-    domain=8,
-    outside=Link(bandwidth=1e8, latency=2e-4),
-    host=Link(bandwidth=1e10, latency=1e-6),
+    intra_node=LinkSpec(bandwidth=1e9, latency=1e-4),
+    nvlink_domain=8,
+    inter_node=LinkSpec(bandwidth=1e8, latency=2e-4),
+    host_link=LinkSpec(bandwidth=1e10, latency=1e-6),
     watts=10,
     price=0.05,
 )
 
 
-def find(name: str) -> Device:
+def find_device(name: str) -> DeviceKind:
     """The kind of a name."""
-    if name in KINDS:
-        return KINDS[name]
-    fault = Fault(
+    if name in DEVICE_KINDS:
+        return DEVICE_KINDS[name]
+    fault = ValidationIssue(
         key="cluster",
         value=name,
-        rule="is not a kind of device",
-        legal=", ".join(KINDS),
-        hint=did_you_mean(name, KINDS),
+        message="is not a kind of device",
+        legal=", ".join(DEVICE_KINDS),
+        hint=did_you_mean(name, DEVICE_KINDS),
     )
-    raise FaultError([fault])
+    raise ValidationError([fault])

@@ -10,31 +10,31 @@ from typing import Any
 
 import numpy as np
 
-from echelon.planning.cluster.cluster import Cluster, Curves
-from echelon.planning.cluster.device_kinds import Link
+from echelon.planning.cluster.cluster import Cluster, MeasuredCurves
+from echelon.planning.cluster.device_kinds import LinkSpec
 
-ON_THE_WIRE = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
+WIRE_FACTOR = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
 """times (n - 1) / n of the bytes pass each rank's link; a send or broadcast passes once"""
-COLLECTIVES = (*ON_THE_WIRE, "send")
+COLLECTIVES = (*WIRE_FACTOR, "send")
 """curves that are measured"""
-ROUNDED = 0.1
+OVERLAP_SOFTNESS = 0.1
 """share of what is hidden that is seen where it just is"""
 
 
-def on_the_wire(kind: str, size: float, ranks: int) -> float:
+def wire_bytes(collective: str, size: float, ranks: int) -> float:
     """Bytes that pass a rank's link."""
-    return size * (ON_THE_WIRE[kind] * (ranks - 1) / ranks if kind in ON_THE_WIRE else 1.0)
+    return size * (WIRE_FACTOR[collective] * (ranks - 1) / ranks if collective in WIRE_FACTOR else 1.0)
 
 
 @lru_cache(maxsize=32)
-def measured_link(curves: Curves, ranks: int) -> Link | None:
+def fit_link(curves: MeasuredCurves, ranks: int) -> LinkSpec | None:
     """The link that agrees best with all collectives over `ranks` devices; none where they say too little.
 
     Least squares of what `latency + bytes on the wire / bandwidth` is off, as a share of what was measured: small
     messages say the latency, large ones the bandwidth.
     """
     rows = [
-        (on_the_wire(kind, size, ranks), seconds)
+        (wire_bytes(kind, size, ranks), seconds)
         for kind in COLLECTIVES
         for size, seconds in getattr(curves, kind)
         if seconds > 0 and (ranks > 1 or kind == "send")
@@ -45,16 +45,16 @@ def measured_link(curves: Curves, ranks: int) -> Link | None:
     (latency, pace), *_ = np.linalg.lstsq(np.stack([1 / seconds, wire / seconds], axis=1), np.ones(len(wire)))
     if latency < 0:
         latency, pace = 0.0, np.linalg.lstsq((wire / seconds)[:, None], np.ones(len(wire)))[0][0]
-    return Link(bandwidth=float(1 / pace), latency=float(latency)) if pace > 0 else None
+    return LinkSpec(bandwidth=float(1 / pace), latency=float(latency)) if pace > 0 else None
 
 
-def latency_of(cluster: Cluster) -> float:
+def intra_node_latency(cluster: Cluster) -> float:
     """Of a message between devices of a node: as measured, or as the link's kind has it."""
-    found = measured_link(cluster.curves, cluster.per_node) if cluster.curves else None
-    return found.latency if found else cluster.inside.latency
+    found = fit_link(cluster.curves, cluster.per_node) if cluster.curves else None
+    return found.latency if found else cluster.intra_node.latency
 
 
-def beyond(this: Any, that: Any) -> Any:
+def exposed_time(communication: Any, compute: Any) -> Any:
     """How much this is longer than that, which runs beside it: without a corner, for they do not run evenly."""
-    more, corner = this - that, ROUNDED * this
+    more, corner = communication - compute, OVERLAP_SOFTNESS * communication
     return 0.5 * (more + np.sqrt(more * more + corner * corner))

@@ -15,121 +15,140 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-from echelon.memory.checkpointing.cost import OPERATORS, partitioned
-from echelon.parallel.ep.expert_parallel import CEILING
+from echelon.memory.checkpointing.cost import ELEMENTWISE_SHARE, partition_numel
+from echelon.parallel.ep.expert_parallel import MAX_LOAD_FACTOR
 from echelon.pipeline.schedules import FAMILIES
-from echelon.planning.calibrate.constants import FITTED
-from echelon.planning.cost.cp_traffic import beside
-from echelon.planning.cost.kernel_traffic import ROW_BYTES, KernelCounts
-from echelon.planning.model.model_shape import Layer
-from echelon.planning.scenario import Case
+from echelon.planning.calibrate.constants import FITTED_CONSTANTS
+from echelon.planning.cost.cp_traffic import saved_cp_bytes
+from echelon.planning.cost.kernel_traffic import NORM_STAT_BYTES, LayerCounts
+from echelon.planning.model.model_shape import LayerShape
+from echelon.planning.scenario import Scenario
 
-SCORE_BYTES = 7
+UNFUSED_SCORE_BYTES = 7
 """of a score that is written out: before and after the softmax, after dropout, and its mask"""
-WIDE = 4
+FP32_BYTES = 4
 """of one of ours, after the softmax. With dropout there is a mask of one byte, and what is left of it"""
-NARROW_SAVED = 0.75
+LOW_PRECISION_SAVED = 0.75
 """bytes that activations take where products are narrow, to those in 16 bits: inputs of products are kept narrow"""
 
 
-def tensors(case: Case, layer: Layer, form: str = "none") -> float:
+def saved_tensor_bytes(case: Scenario, layer: LayerShape, form: str = "none") -> float:
     """Bytes that backward needs of one layer and one microbatch, but for attention's scores; not of `full`."""
-    counts = counts_of(case, layer)
+    counts = layer_counts(case, layer)
     if counts is not None:
-        return _counted(case, layer, counts, form)
-    layout, whole = case.layout, case.sliced
-    elements = layer.saved / whole + layer.saved_split / layout.tp
+        return _counted_bytes(case, layer, counts, form)
+    layout, whole = case.layout, case.sp_degree
+    elements = layer.saved_elements / whole + layer.saved_elements_tp / layout.tp
     # A row goes to each of etp ranks, which have a part of what is inside its expert.
-    elements += min(case.crowd, CEILING) * (layout.etp * layer.sent + layer.saved_experts) / layout.tp
-    elements += 0 if case.fused_norms else FITTED.loose_saved * case.shape.width / whole
-    narrow = NARROW_SAVED if case.is_narrow else 1.0
-    share = 1 - OPERATORS if "ops" in form else 1.0
+    elements += (
+        min(case.expert_load, MAX_LOAD_FACTOR)
+        * (layout.etp * layer.dispatched_elements + layer.saved_elements_experts)
+        / layout.tp
+    )
+    elements += 0 if case.fused_norms else FITTED_CONSTANTS.loose_saved * case.shape.width / whole
+    narrow = LOW_PRECISION_SAVED if case.is_low_precision else 1.0
+    share = 1 - ELEMENTWISE_SHARE if "ops" in form else 1.0
     return share * elements * case.tokens * case.element_bytes * narrow
 
 
-def counts_of(case: Case, layer: Layer) -> KernelCounts | None:
+def layer_counts(case: Scenario, layer: LayerShape) -> LayerCounts | None:
     """What is known of a layer of a model of ours."""
     if case.has_kernels:
-        return layer.kernels
-    return layer.plain if case.is_plain else None
+        return layer.fused
+    return layer.unfused if case.is_unfused else None
 
 
-def _counted(case: Case, layer: Layer, counts: KernelCounts, form: str) -> float:
+def _counted_bytes(case: Scenario, layer: LayerShape, counts: LayerCounts, form: str) -> float:
     layout, attention, selects = case.layout, layer.attention, "selective" in form
-    kept = counts.bytes_kept(
-        element_bytes=case.element_bytes, narrow=case.is_narrow, remakes="ops" in form, selects=selects
+    kept = counts.bytes_saved(
+        element_bytes=case.element_bytes,
+        low_precision=case.is_low_precision,
+        recompute_ops="ops" in form,
+        selective=selects,
     )
-    here = kept.on_rank(case.sliced, layout.tp, etp=layout.etp, crowd=min(case.crowd, CEILING)) + ROW_BYTES
+    here = (
+        kept.per_rank(case.sp_degree, layout.tp, etp=layout.etp, expert_load=min(case.expert_load, MAX_LOAD_FACTOR))
+        + NORM_STAT_BYTES
+    )
     if layout.sp and layout.tp > 1 and layout.tp_kind == "1d":
-        here += counts.bytes_gathered(
-            layout.tp, element_bytes=case.element_bytes, narrow=case.is_narrow, remakes="ops" in form
+        here += counts.gathered_bytes(
+            layout.tp,
+            element_bytes=case.element_bytes,
+            low_precision=case.is_low_precision,
+            recompute_ops="ops" in form,
         )
     copies = 0.0
     if attention is not None:
-        copies = beside(case)
-        if case.writes_scores and not selects:  # keys and values for every head; and the result is where it is read
+        copies = saved_cp_bytes(case)
+        if (
+            case.materializes_scores and not selects
+        ):  # keys and values for every head; and the result is where it is read
             repeated = (attention.heads - attention.kv_heads) * (attention.head_dim + attention.value_dim)
-            here += case.element_bytes * (repeated - counts.apart.split) / layout.tp
+            here += case.element_bytes * (repeated - counts.attention_copy.tp) / layout.tp
         elif not selects:
             here += 4 * attention.heads / layout.tp  # logarithms, of each row
     return here * case.tokens + copies
 
 
-def scores(case: Case, layer: Layer) -> float:
+def score_bytes(case: Scenario, layer: LayerShape) -> float:
     """Bytes of attention's scores, where they are written out."""
-    if not case.writes_scores or layer.attention is None:
+    if not case.materializes_scores or layer.attention is None:
         return 0.0
     every = layer.attention.heads / case.layout.tp * case.tokens * case.seq_len
-    if counts_of(case, layer) is None:
-        return SCORE_BYTES * every
+    if layer_counts(case, layer) is None:
+        return UNFUSED_SCORE_BYTES * every
     if not case.shape.dropout:
-        return WIDE * every
+        return FP32_BYTES * every
     seen = case.seq_len * case.seq_len  # a byte for each pair of tokens: which may see which
-    return (WIDE + 1 + case.element_bytes) * every + seen
+    return (FP32_BYTES + 1 + case.element_bytes) * every + seen
 
 
-def entry(case: Case) -> float:
+def layer_input_bytes(case: Scenario) -> float:
     """Bytes of a layer's input."""
-    return case.tokens * case.shape.width * case.element_bytes / case.sliced
+    return case.tokens * case.shape.width * case.element_bytes / case.sp_degree
 
 
-def kept(case: Case, layer: Layer, form: str) -> float:
+def saved_bytes(case: Scenario, layer: LayerShape, form: str) -> float:
     """Bytes of one layer and microbatch that stay until backward."""
     if form == "full":
-        return kept_entry(case)
-    values = tensors(case, layer, form) + (0.0 if "selective" in form else scores(case, layer))
-    return _packed(case, values, masks(case, layer, form)) if case.thrift.packs else values
+        return saved_input_bytes(case)
+    values = saved_tensor_bytes(case, layer, form) + (0.0 if "selective" in form else score_bytes(case, layer))
+    return (
+        _compressed_bytes(case, values, dropout_mask_bytes(case, layer, form))
+        if case.memory_options.compresses
+        else values
+    )
 
 
-def kept_entry(case: Case) -> float:
+def saved_input_bytes(case: Scenario) -> float:
     """Bytes of a layer's input as it is kept."""
-    found = entry(case)
-    if divides(case):
-        found = partitioned(round(found), case.layout.tp)
-    return _packed(case, found, 0.0) if case.thrift.packs else found
+    found = layer_input_bytes(case)
+    if partitions_inputs(case):
+        found = partition_numel(round(found), case.layout.tp)
+    return _compressed_bytes(case, found, 0.0) if case.memory_options.compresses else found
 
 
-def divides(case: Case) -> bool:
+def partitions_inputs(case: Scenario) -> bool:
     """`memory.partition` has something to do: every rank of tp has the same inputs."""
     layout = case.layout
-    return case.thrift.partition and layout.tp > 1 and layout.tp_kind == "1d" and not layout.sp
+    return case.memory_options.partition and layout.tp > 1 and layout.tp_kind == "1d" and not layout.sp
 
 
-def masks(case: Case, layer: Layer, form: str) -> float:
+def dropout_mask_bytes(case: Scenario, layer: LayerShape, form: str) -> float:
     """Of the bytes kept, masks of dropout: a byte each."""
     if not case.shape.dropout:
         return 0.0
-    stream = 2 * case.shape.width * case.tokens / case.sliced
-    if layer.attention is None or not case.writes_scores or "selective" in form:
+    stream = 2 * case.shape.width * case.tokens / case.sp_degree
+    if layer.attention is None or not case.materializes_scores or "selective" in form:
         return stream
     return stream + layer.attention.heads / case.layout.tp * case.tokens * case.seq_len
 
 
-def _packed(case: Case, size: float, flags: float) -> float:
-    return case.thrift.packed(size - flags, flags, case.element_bytes)
+def _compressed_bytes(case: Scenario, size: float, mask_bytes: float) -> float:
+    return case.memory_options.compressed_bytes(size - mask_bytes, mask_bytes, case.element_bytes)
 
 
-def layers_in_flight(case: Case, rank: int) -> float:
+def layers_in_flight(case: Scenario, rank: int) -> float:
     """Layers times microbatches that the schedule has a rank hold at once."""
     layout = case.layout
     family = FAMILIES.get(layout.schedule)

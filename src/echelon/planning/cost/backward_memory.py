@@ -18,35 +18,39 @@ then it is not there at the first two. Beside all of these is the gradient of th
 
 from __future__ import annotations
 
-from echelon.parallel.ep.expert_parallel import CEILING
-from echelon.planning.cost.activation_memory import tensors
+from echelon.parallel.ep.expert_parallel import MAX_LOAD_FACTOR
+from echelon.planning.cost.activation_memory import saved_tensor_bytes
 from echelon.planning.cost.param_group_traffic import gradient_bytes
-from echelon.planning.model.model_shape import COLUMNS, Layer
-from echelon.planning.scenario import Case
+from echelon.planning.model.model_shape import COLUMN_PARALLEL, LayerShape
+from echelon.planning.scenario import Scenario
 
-WORKING = 0.45
+WORKING_RATIO = 0.45
 """times the activations of a layer that its backward needs while it runs, where our kernels do: the gradients of what
 the activation reads are the most of it"""
-PLAIN_WORKING = 0.32
+UNFUSED_WORKING_RATIO = 0.32
 """the same where torch's own operators run: measured on a processor (tests/planning/test_recomputing.py)"""
-SCORE_ROOM = 38
+SCORE_WORKING_BYTES = 38
 """bytes of a score that come and go where scores are written out: its gradient before and after dropout and softmax,
 in two types, and what these read. What lies behind attention in the layer has gone by then"""
-STREAMS = 2
+RESIDUAL_GRADIENTS = 2
 
 
-def room(case: Case, layer: Layer, *, held: bool) -> float:
+def backward_bytes(case: Scenario, layer: LayerShape, *, gradients_resident: bool) -> float:
     """Bytes at its fullest. `held`: gradients have memory throughout."""
-    written = _scores(case, layer)
-    if not layer.is_mixture or not case.has_kernels:
-        return max((WORKING if case.has_kernels else PLAIN_WORKING) * tensors(case, layer), written)
+    written = _score_backward_bytes(case, layer)
+    if not layer.is_moe or not case.has_kernels:
+        return max(
+            (WORKING_RATIO if case.has_kernels else UNFUSED_WORKING_RATIO) * saved_tensor_bytes(case, layer), written
+        )
     layout, size = case.layout, case.element_bytes
-    up, down = sorted((product for product in layer.products if product.experts), key=lambda one: one.split != COLUMNS)
+    up, down = sorted(
+        (product for product in layer.matmuls if product.experts), key=lambda one: one.split != COLUMN_PARALLEL
+    )
     ranks = layout.ep * layout.etp
-    home = case.tokens * size * up.share / layout.tp
-    rows = min(case.crowd, CEILING) * home * layout.etp
+    home = case.tokens * size * up.token_share / layout.tp
+    rows = min(case.expert_load, MAX_LOAD_FACTOR) * home * layout.etp
     width, inner, both = up.inputs, down.inputs / layout.etp, up.outputs / layout.etp
-    missing = 0.0 if held else layer.expert_parameters / ranks * gradient_bytes(case)
+    missing = 0.0 if gradients_resident else layer.expert_parameters / ranks * gradient_bytes(case)
     down_weight, up_weight = (product.parameters * size / ranks for product in (down, up))
     moments = (
         (2 * home + max(home, rows)) * width - missing,
@@ -55,17 +59,17 @@ def room(case: Case, layer: Layer, *, held: bool) -> float:
         rows * both - home * width,
         rows * (width - inner) + up_weight - home * width,
     )
-    return max(moments) + STREAMS * case.tokens * case.shape.width * size / case.sliced
+    return max(moments) + RESIDUAL_GRADIENTS * case.tokens * case.shape.width * size / case.sp_degree
 
 
-def _scores(case: Case, layer: Layer) -> float:
+def _score_backward_bytes(case: Scenario, layer: LayerShape) -> float:
     """While attention goes backward, where scores are written out."""
     attention = layer.attention
-    if not case.writes_scores or attention is None:
+    if not case.materializes_scores or attention is None:
         return 0.0
     own = attention.heads * (attention.head_dim + 2 * attention.value_dim)
     own += attention.kv_heads * (attention.head_dim + attention.value_dim)
-    before = case.element_bytes * case.tokens * (own / case.layout.tp + 3 * case.shape.width / case.sliced)
-    each = SCORE_ROOM if case.shape.dropout else 3 * case.element_bytes
+    before = case.element_bytes * case.tokens * (own / case.layout.tp + 3 * case.shape.width / case.sp_degree)
+    each = SCORE_WORKING_BYTES if case.shape.dropout else 3 * case.element_bytes
     found = each * attention.heads / case.layout.tp * case.tokens * case.seq_len
-    return found - max(0.0, tensors(case, layer) - before)
+    return found - max(0.0, saved_tensor_bytes(case, layer) - before)

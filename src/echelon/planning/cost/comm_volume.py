@@ -13,20 +13,20 @@ from echelon.layout.collective import Collective
 from echelon.parallel.dp import zero
 from echelon.parallel.tp import tensor_parallel
 from echelon.parallel.tp_grid import cost as tp_grid_cost
-from echelon.planning.cluster.link_time import on_the_wire
-from echelon.planning.cost.activation_memory import divides
-from echelon.planning.cost.param_group_traffic import data_ranks, largest_unit, policy_of, units_of
-from echelon.planning.cost.recompute_cost import SEGMENTS, again_of
-from echelon.planning.model.model_shape import COLUMNS, ROWS, Product
-from echelon.planning.scenario import Case
+from echelon.planning.cluster import link_time
+from echelon.planning.cost.activation_memory import partitions_inputs
+from echelon.planning.cost.param_group_traffic import data_parallel_ranks, gathered_numel, param_groups, sharding_policy
+from echelon.planning.cost.recompute_cost import FULL_LAYER_POLICIES, recomputed_layers
+from echelon.planning.model.model_shape import COLUMN_PARALLEL, ROW_PARALLEL, MatmulShape
+from echelon.planning.scenario import Scenario
 
 
-def messages(case: Case) -> list[Collective]:
+def tp_collectives(case: Scenario) -> list[Collective]:
     """Of one microbatch through all layers, over tp, from the strategies' own cost functions."""
     layout, shape = case.layout, case.shape
     once = replace(layout, accumulate=1)  # what cost functions say of a step is then of a microbatch
     size = case.element_bytes
-    traffic = tensor_parallel.Traffic(
+    traffic = tensor_parallel.TransformerSizes(
         layers=shape.num_layers,
         width=shape.width,
         batch=layout.microbatch,
@@ -34,23 +34,25 @@ def messages(case: Case) -> list[Collective]:
         dropout=shape.dropout,
         element_bytes=size,
         loss_bytes=4,
-        narrow=shape.attention.narrow if shape.attention else 0,
-        mixtures=shape.mixtures,
-        shared=any(layer.has_shared for layer, _ in shape.layers),
+        attention_input_width=shape.attention.latent_width if shape.attention else 0,
+        moe_layers=shape.num_moe_layers,
+        has_shared_expert=any(layer.has_shared_expert for layer, _ in shape.layers),
     )
     if layout.tp_kind != "1d":
-        return list(_grid_messages(case, traffic))
-    return list(tensor_parallel.collectives(traffic, once, again_of(case), partition=divides(case)))
+        return list(_grid_collectives(case, traffic))
+    return list(tensor_parallel.collectives(traffic, once, recomputed_layers(case), partition=partitions_inputs(case)))
 
 
-def _grid_messages(case: Case, traffic: tensor_parallel.Traffic) -> Iterator[Collective]:
+def _grid_collectives(case: Scenario, traffic: tensor_parallel.TransformerSizes) -> Iterator[Collective]:
     """Of one microbatch over a grid of tp; layers of 2.5d share out among microbatches what they sum once a step."""
     layout, shape = case.layout, case.shape
-    again = int(layout.recompute.partition(":")[0] in SEGMENTS)
-    norm: tp_grid_cost.Part = tp_grid_cost.Norm(sums=1, gathers=0)
-    kinds = [([(part, 0) for part in (norm, *tp_grid_cost.ends(layout, shape.vocab, shape.width))], 1)]
+    again = int(layout.recompute.partition(":")[0] in FULL_LAYER_POLICIES)
+    norm: tp_grid_cost.ModuleSizes = tp_grid_cost.NormSizes(reduced=1, gathered=0)
+    kinds = [
+        ([(part, 0) for part in (norm, *tp_grid_cost.embedding_and_head_sizes(layout, shape.vocab, shape.width))], 1)
+    ]
     for layer, n in shape.layers:
-        kinds.append(([(part, again) for part in (norm, norm, *_grid_products(layer.products, layout))], n))
+        kinds.append(([(part, again) for part in (norm, norm, *_grid_matmuls(layer.matmuls, layout))], n))
     for found, n in kinds:
         for item in tp_grid_cost.collectives(
             found,
@@ -62,52 +64,56 @@ def _grid_messages(case: Case, traffic: tensor_parallel.Traffic) -> Iterator[Col
         ):
             yield replace(item, count=item.count * n)
     if layout.depth > 1:
-        weights = sum(unit.shard_numel * n for unit, n in units_of(case, 0)) * case.reduce_bytes
-        yield Collective(kind="all_reduce", axis="z", bytes=int(weights / layout.accumulate), part="copied weights")
+        weights = sum(unit.shard_numel * n for unit, n in param_groups(case, 0)) * case.reduce_bytes
+        yield Collective(op="all_reduce", axis="z", bytes=int(weights / layout.accumulate), purpose="copied weights")
 
 
-def _grid_products(products: Sequence[Product], layout: Layout) -> Iterator[tp_grid_cost.Part]:
+def _grid_matmuls(gemms: Sequence[MatmulShape], layout: Layout) -> Iterator[tp_grid_cost.ModuleSizes]:
     """Products by columns that come one after another (q, k, v; gate, up) read the same input."""
     before = ""
-    for p in products:
-        follows = p.split == before == COLUMNS
-        yield tp_grid_cost.product(layout, p.inputs, p.outputs, leaves=p.split == ROWS, follows=follows)
+    for p in gemms:
+        follows = p.split == before == COLUMN_PARALLEL
+        yield tp_grid_cost.linear_sizes(
+            layout, p.inputs, p.outputs, leaves_region=p.split == ROW_PARALLEL, shares_input=follows
+        )
         before = p.split
 
 
-def tensor_wire(collectives: Iterable[Collective], layout: Layout) -> float:
+def tp_wire_bytes(collectives: Iterable[Collective], layout: Layout) -> float:
     """Bytes that pass a rank's link, over all axes of tp."""
     if layout.tp_kind == "1d":
-        return wire(collectives, layout.tp)
-    sides = tp_grid_cost.grid_of(layout)
-    return sum(wire([item], getattr(sides, item.axis)) for item in collectives)
+        return wire_bytes(collectives, layout.tp)
+    sides = tp_grid_cost.grid_shape(layout)
+    return sum(wire_bytes([item], getattr(sides, item.axis)) for item in collectives)
 
 
-def wire(collectives: Iterable[Collective], ranks: int) -> float:
+def wire_bytes(collectives: Iterable[Collective], ranks: int) -> float:
     """Bytes that pass a rank's link."""
-    return sum(on_the_wire(item.kind, item.bytes, ranks) * item.count for item in collectives)
+    return sum(link_time.wire_bytes(item.op, item.bytes, ranks) * item.count for item in collectives)
 
 
-def cut_and_repeated(case: Case, numel: int) -> bool:
-    return largest_unit(case, numel) < numel and case.layout.recompute.partition(":")[0] in SEGMENTS
+def is_split_and_recomputed(case: Scenario, numel: int) -> bool:
+    return gathered_numel(case, numel) < numel and case.layout.recompute.partition(":")[0] in FULL_LAYER_POLICIES
 
 
-def gradient_wire(case: Case) -> float:
+def dp_wire_bytes(case: Scenario) -> float:
     """Bytes that a step sends over dp for parameters and gradients, by shard.py's own cost function."""
     layout, total = case.layout, 0.0
-    policy = policy_of(case)
-    for unit, n in units_of(case, 0):
-        replicas = data_ranks(case, unit.name) // unit.shards
-        own = replace(policy, shards=unit.shards, replicas=replicas)
+    policy = sharding_policy(case)
+    for unit, n in param_groups(case, 0):
+        replicas = data_parallel_ranks(case, unit.name) // unit.num_shards
+        own = replace(policy, num_shards=unit.num_shards, num_replicas=replicas)
         issued = zero.collectives(
             [unit],
             own,
             accumulate=layout.accumulate,
             compute_bytes=case.element_bytes,
             reduce_bytes=case.reduce_bytes,
-            stages={unit.name: 1},
+            stage_uses={unit.name: 1},
             # A layer that memory.buffer has cut is gathered module by module when it is repeated, and once more after.
-            repeated={unit.name} if cut_and_repeated(case, unit.shards * unit.shard_numel) else (),
+            recomputed={unit.name} if is_split_and_recomputed(case, unit.num_shards * unit.shard_numel) else (),
         )
-        total += n * sum(wire([item], replicas if item.axis == own.replica_axis else unit.shards) for item in issued)
+        total += n * sum(
+            wire_bytes([item], replicas if item.axis == own.replica_axis else unit.num_shards) for item in issued
+        )
     return total

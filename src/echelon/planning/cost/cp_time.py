@@ -21,50 +21,52 @@ from typing import Any
 import numpy as np
 
 from echelon.planning.calibrate.constants import Constants
-from echelon.planning.cluster.link_time import beyond
-from echelon.planning.cost.work import HOPPER, Work
+from echelon.planning.cluster.link_time import exposed_time
+from echelon.planning.cost.work import HOPPER, StepWork
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reaching:
+class CpTime:
     """Of one microbatch through all layers, recomputation included."""
 
     hop: Any
     """that keys and values take to the next rank of a ring"""
     block: Any
     """that a block of attention takes beside it, forward"""
-    shown: Any
+    exposed: Any
     """that messages take and attention does not hide"""
-    merging: Any
+    merge: Any
     """that results and gradients of blocks take to be brought together, and what arrives to be put in order"""
 
     @property
     def total(self) -> Any:
-        return self.shown + self.merging
+        return self.exposed + self.merge
 
 
-def reaching(work: Work, c: Constants, forward: Any, backward: Any) -> Reaching:
+def cp_time(work: StepWork, c: Constants, forward: Any, backward: Any) -> CpTime:
     """Given the seconds of attention, forward and backward. See [Note: around the ring]."""
-    inside, outside = speeds(work, c)
+    inside, outside = link_bandwidths(work, c)
     steps, link = work.ring_steps, np.where(work.ring_near > 0, inside, outside)
     latency = np.where(steps > 1, work.latency * work.layers, 0.0)
     hop, gradients = work.ring_bytes / link + latency, work.ring_gradients / link + latency
     stream = work.memory * c.streaming
     merging, merging_back = work.cp_moved / stream, work.cp_moved_back / stream
     block, block_back = (forward + merging) / steps, (backward + merging_back) / steps
-    around = (steps - 1) * beyond(hop, block)
-    around_back = beyond(hop, block_back) + np.maximum(steps - 2, 0) * beyond(hop + gradients, block_back) + gradients
+    around = (steps - 1) * exposed_time(hop, block)
+    around_back = (
+        exposed_time(hop, block_back) + np.maximum(steps - 2, 0) * exposed_time(hop + gradients, block_back) + gradients
+    )
     together = np.maximum(work.cp_inside / inside, work.cp_outside / outside) + work.latency * work.cp_messages
     again = 1 + work.repeated + work.repeated_attention
-    return Reaching(
+    return CpTime(
         hop=hop,
         block=block,
-        shown=again * around + around_back + together,
-        merging=again * merging + merging_back,
+        exposed=again * around + around_back + together,
+        merge=again * merging + merging_back,
     )
 
 
-def speeds(work: Work, c: Constants) -> tuple[Any, Any]:
+def link_bandwidths(work: StepWork, c: Constants) -> tuple[Any, Any]:
     """Bytes per second of links inside a node and between nodes."""
     reached = np.where(work.generation < HOPPER, c.links_old, 1.0)
     return work.inside * c.inside * reached, work.outside * c.outside * reached

@@ -23,121 +23,121 @@ from dataclasses import dataclass, replace
 from math import lcm
 
 from echelon.layout.collective import Collective
-from echelon.layout.rules import tp_side
+from echelon.layout.rules import head_parallel_size
 from echelon.parallel.cp import cost as cp_cost
-from echelon.planning.cluster.link_time import on_the_wire
-from echelon.planning.model.model_shape import Attention
-from echelon.planning.scenario import Case
+from echelon.planning.cluster.link_time import wire_bytes
+from echelon.planning.model.model_shape import AttentionShape
+from echelon.planning.scenario import Scenario
 
-WIDE = 4
+FP32_BYTES = 4
 """bytes of an element that is added up"""
-HELD, MOST = 512 << 20, 8
+MERGE_BUFFER_BYTES, MAX_PENDING_BLOCKS = 512 << 20, 8
 """bytes of results that wait to be brought together, and how many of them (as kernels/attention/blockwise_attention.py has it, which loads
 torch)"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reach:
+class CpTraffic:
     """Of one microbatch through all layers, on one rank."""
 
-    steps: int = 1
+    ring_steps: int = 1
     """of the ring, blocks of attention; 1: there is no ring"""
-    sent: float = 0.0
+    ring_bytes: float = 0.0
     """bytes of keys and values that go on in each step but the last"""
-    sent_back: float = 0.0
+    ring_grad_bytes: float = 0.0
     """of their gradients"""
-    near: bool = True
+    ring_in_node: bool = True
     """the ring is inside a node"""
-    inside: float = 0.0
+    intra_node_bytes: float = 0.0
     """bytes of collectives that pass a rank's link inside its node"""
-    outside: float = 0.0
+    inter_node_bytes: float = 0.0
     """that pass its link between nodes"""
-    messages: float = 0.0
-    by_blocks: bool = False
+    num_collectives: float = 0.0
+    is_blockwise: bool = False
     """attention is several calls whose results are merged"""
-    moved: float = 0.0
+    memory_bytes: float = 0.0
     """bytes through memory beside attention, forward"""
-    moved_back: float = 0.0
+    memory_bytes_backward: float = 0.0
 
 
-def reach_of(case: Case) -> Reach:
-    attention = attention_of(case)
+def cp_traffic(case: Scenario) -> CpTraffic:
+    attention = model_attention(case)
     if case.layout.cp == 1 or attention is None:
-        return Reach()
-    layout, found = case.layout, collectives(case, attention)
+        return CpTraffic()
+    layout, found = case.layout, cp_collectives(case, attention)
     # Ranks send gradients of all keys that they have seen or of half: some rank in every step those of all.
     sends = {"keys and values": 0.0, "their gradients": 0.0}
     for item in found:
-        if item.kind == "send":
-            sends[item.part] = max(sends[item.part], float(item.bytes * case.shape.num_layers))
-    together = [item for item in found if item.kind != "send"]
-    links = [_links(case, item) for item in together]
-    forward, backward = _moved(case, attention)
-    every = _tokens(case) * case.shape.num_layers
-    return Reach(
-        steps=1 if layout.cp_kind == "gather" else layout.cp // layout.ulysses,
-        sent=sends["keys and values"],
-        sent_back=sends["their gradients"],
-        near=layout.tp * layout.cp <= case.cluster.per_node,
-        inside=sum(near for near, _ in links),
-        outside=sum(far for _, far in links),
-        messages=sum(item.count for item in together),
-        by_blocks=layout.ulysses < layout.cp,
-        moved=every * forward,
-        moved_back=every * backward,
+        if item.op == "send":
+            sends[item.purpose] = max(sends[item.purpose], float(item.bytes * case.shape.num_layers))
+    together = [item for item in found if item.op != "send"]
+    links = [_link_bytes(case, item) for item in together]
+    forward, backward = _memory_traffic(case, attention)
+    every = _attention_tokens(case) * case.shape.num_layers
+    return CpTraffic(
+        ring_steps=1 if layout.cp_kind == "gather" else layout.cp // layout.ulysses,
+        ring_bytes=sends["keys and values"],
+        ring_grad_bytes=sends["their gradients"],
+        ring_in_node=layout.tp * layout.cp <= case.cluster.per_node,
+        intra_node_bytes=sum(near for near, _ in links),
+        inter_node_bytes=sum(far for _, far in links),
+        num_collectives=sum(item.count for item in together),
+        is_blockwise=layout.ulysses < layout.cp,
+        memory_bytes=every * forward,
+        memory_bytes_backward=every * backward,
     )
 
 
-def collectives(case: Case, attention: Attention) -> list[Collective]:
+def cp_collectives(case: Scenario, attention: AttentionShape) -> list[Collective]:
     """What one microbatch issues over cp, by the strategy's own cost function."""
     return list(
         cp_cost.collectives(
             replace(case.layout, accumulate=1),
-            widths_of(case, attention),
+            attention_widths(case, attention),
             layers=case.shape.num_layers,
-            batch=-(-case.layout.microbatch // _others(case)),
+            batch=-(-case.layout.microbatch // _grid_batch_split(case)),
             seq_len=case.seq_len,
             element_bytes=case.element_bytes,
         )
     )
 
 
-def bytes_sent(case: Case) -> float:
+def cp_bytes_per_token(case: Scenario) -> float:
     """By a rank, for each of its tokens and each layer, there and back."""
-    attention = attention_of(case)
+    attention = model_attention(case)
     if attention is None:
         return 0.0
-    every = _tokens(case) * case.shape.num_layers
-    found = collectives(case, attention)
-    return sum(item.count * on_the_wire(item.kind, item.bytes, _ranks(case, item)) for item in found) / every
+    every = _attention_tokens(case) * case.shape.num_layers
+    found = cp_collectives(case, attention)
+    return sum(item.count * wire_bytes(item.op, item.bytes, _group_size(case, item)) for item in found) / every
 
 
-def _ranks(case: Case, item: Collective) -> int:
+def _group_size(case: Scenario, item: Collective) -> int:
     return case.layout.ulysses if item.axis == "ulysses" else case.layout.cp
 
 
-def _others(case: Case) -> int:
+def _grid_batch_split(case: Scenario) -> int:
     """Ranks of tp that have the same heads, of other sequences: on a grid."""
-    return case.layout.tp // (tp_side(case.layout) or 1)
+    return case.layout.tp // (head_parallel_size(case.layout) or 1)
 
 
-def _tokens(case: Case) -> float:
+def _attention_tokens(case: Scenario) -> float:
     """Whose attention a rank works on."""
-    return case.tokens / _others(case)
+    return case.tokens / _grid_batch_split(case)
 
 
-def attention_of(case: Case) -> Attention | None:
+def model_attention(case: Scenario) -> AttentionShape | None:
     return case.shape.attention
 
 
-def attended(case: Case, attention: Attention) -> Attention:
+def computed_attention(case: Scenario, attention: AttentionShape) -> AttentionShape:
     """As it is computed: values that travel with keys are as wide as these."""
     return replace(attention, value_dim=attention.head_dim) if case.layout.cp > 1 else attention
 
 
-def widths_of(case: Case, attention: Attention) -> cp_cost.Widths:
-    return cp_cost.Widths.of(
-        tp_side(case.layout) or 1,
+def attention_widths(case: Scenario, attention: AttentionShape) -> cp_cost.AttentionWidths:
+    return cp_cost.AttentionWidths.per_rank(
+        head_parallel_size(case.layout) or 1,
         heads=attention.heads,
         kv_heads=attention.kv_heads,
         head_dim=attention.head_dim,
@@ -145,14 +145,14 @@ def widths_of(case: Case, attention: Attention) -> cp_cost.Widths:
     )
 
 
-def _links(case: Case, item: Collective) -> tuple[float, float]:
+def _link_bytes(case: Scenario, item: Collective) -> tuple[float, float]:
     """Bytes of a rank (inside its node, between nodes). See [Note: links]."""
-    layout, ranks = case.layout, _ranks(case, item)
+    layout, ranks = case.layout, _group_size(case, item)
     members = max(1, min(ranks, case.cluster.per_node // layout.tp))
-    wire = item.count * on_the_wire(item.kind, item.bytes, ranks)
+    wire = item.count * wire_bytes(item.op, item.bytes, ranks)
     if members == ranks:
         return wire, 0.0
-    if item.kind == "all_to_all":
+    if item.op == "all_to_all":
         far = item.count * item.bytes * (ranks - members) / ranks
         return wire - far, far
     return wire, wire / members
@@ -162,28 +162,30 @@ def _links(case: Case, item: Collective) -> tuple[float, float]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Elements:
+class _TokenElements:
     """Of a token on one rank: bytes of a number, elements of queries, and of keys and values where attention is.
 
     Values are as wide as keys there, and so is what blocks give; `out` are the elements of the result.
     """
 
-    size: int
+    element_bytes: int
     q: int
     kv: int
     out: int
 
     @classmethod
-    def of(cls, case: Case, attention: Attention) -> _Elements:
-        widths, ulysses = widths_of(case, attention), case.layout.ulysses
+    def from_scenario(cls, case: Scenario, attention: AttentionShape) -> _TokenElements:
+        widths, ulysses = attention_widths(case, attention), case.layout.ulysses
         copies = lcm(ulysses, widths.kv_heads) // widths.kv_heads
-        return cls(size=case.element_bytes, q=widths.queries, kv=widths.keys_and_values * copies, out=widths.results)
+        return cls(
+            element_bytes=case.element_bytes, q=widths.queries, kv=widths.keys_and_values * copies, out=widths.results
+        )
 
 
-def _moved(case: Case, attention: Attention) -> tuple[float, float]:
+def _memory_traffic(case: Scenario, attention: AttentionShape) -> tuple[float, float]:
     """Bytes per token and layer, forward and backward, beside what attention itself does. See [Note: moved]."""
-    layout, x = case.layout, _Elements.of(case, attention)
-    size, steps = x.size, layout.cp // layout.ulysses
+    layout, x = case.layout, _TokenElements.from_scenario(case, attention)
+    size, steps = x.element_bytes, layout.cp // layout.ulysses
     forward = backward = 0.0
     if layout.ulysses > 1:
         # Heads put together, put in order, and again when they have arrived; the result there and back.
@@ -192,48 +194,52 @@ def _moved(case: Case, attention: Attention) -> tuple[float, float]:
         return forward, backward
     blocks = 2 if layout.cp_kind == "gather" else steps
     # The result of every block, and in backward the gradient of its queries.
-    forward += 2 * size * x.kv + x.q * _together(case, blocks, x.q)
-    backward += x.q * _together(case, blocks, x.q)
+    forward += 2 * size * x.kv + x.q * _merge_bytes(case, blocks, x.q)
+    backward += x.q * _merge_bytes(case, blocks, x.q)
     if layout.cp_kind == "gather":
         # Everyone's keys and values are put in order when they have arrived, their gradients before they leave.
         forward += 4 * size * layout.cp * x.kv
-        backward += x.kv * (layout.cp * (4 * size + 5 * WIDE) + (layout.cp + 0.5) * (2 * WIDE + size) + WIDE + size)
+        backward += x.kv * (
+            layout.cp * (4 * size + 5 * FP32_BYTES) + (layout.cp + 0.5) * (2 * FP32_BYTES + size) + FP32_BYTES + size
+        )
     else:
         # Gradients that go home, and those that come.
-        backward += x.kv * (2 * size * steps + _together(case, steps, x.kv // 2))
+        backward += x.kv * (2 * size * steps + _merge_bytes(case, steps, x.kv // 2))
     return forward, backward
 
 
-def _together(case: Case, parts: int, elements: int) -> float:
+def _merge_bytes(case: Scenario, num_blocks: int, elements: int) -> float:
     """Bytes to bring parts together, for each of so many elements of a token."""
-    in_between = -(-parts // _waiting(case, elements)) - 1
-    return (parts + 1) * case.element_bytes + in_between * 2 * WIDE
+    in_between = -(-num_blocks // _pending_blocks(case, elements)) - 1
+    return (num_blocks + 1) * case.element_bytes + in_between * 2 * FP32_BYTES
 
 
-def _waiting(case: Case, elements: int) -> int:
+def _pending_blocks(case: Scenario, elements: int) -> int:
     """Parts of so many elements of a token that may wait to be brought together."""
     if case.program == "others":  # they add each part as it comes
         return 1
-    return max(1, min(MOST, int(HELD / (_tokens(case) * case.element_bytes * elements))))
+    return max(
+        1, min(MAX_PENDING_BLOCKS, int(MERGE_BUFFER_BYTES / (_attention_tokens(case) * case.element_bytes * elements)))
+    )
 
 
-def beside(case: Case) -> float:
+def saved_cp_bytes(case: Scenario) -> float:
     """Bytes of a layer and microbatch that backward needs beside what attention on whole sequences keeps.
 
     Keys and values that travel are a copy of those in the product that made them; a result that was exchanged is one of
     that which attention keeps.
     """
-    attention = attention_of(case)
+    attention = model_attention(case)
     if case.layout.cp == 1 or attention is None or not case.has_kernels:
         return 0.0
-    x, ulysses = _Elements.of(case, attention), case.layout.ulysses
-    own = widths_of(case, attention).keys_and_values
+    x, ulysses = _TokenElements.from_scenario(case, attention), case.layout.ulysses
+    own = attention_widths(case, attention).keys_and_values
     elements = x.kv if ulysses < case.layout.cp else 0
     elements += x.q + x.kv - own if ulysses > 1 else 0
-    return _tokens(case) * x.size * elements
+    return _attention_tokens(case) * x.element_bytes * elements
 
 
-def room(case: Case) -> float:
+def cp_working_bytes(case: Scenario) -> float:
     """Bytes that come and go while a layer's attention runs backward, beside what attention on whole sequences needs.
 
     ring       the slice at hand and the one that arrives, gradients that go home and that come, and those that wait
@@ -242,21 +248,21 @@ def room(case: Case) -> float:
 
     Beside the first two, gradients of queries wait to be brought together.
     """
-    attention = attention_of(case)
+    attention = model_attention(case)
     if case.layout.cp == 1 or attention is None:
         return 0.0
-    layout, x, tokens = case.layout, _Elements.of(case, attention), _tokens(case)
-    exchanged = 3.0 * x.size * (x.q + x.kv) if layout.ulysses > 1 else 0.0
+    layout, x, tokens = case.layout, _TokenElements.from_scenario(case, attention), _attention_tokens(case)
+    exchanged = 3.0 * x.element_bytes * (x.q + x.kv) if layout.ulysses > 1 else 0.0
     steps = layout.cp // layout.ulysses
     if steps == 1:
         return tokens * exchanged
     if layout.cp_kind == "gather":
-        return tokens * (_held(case, 2, x.q) * x.q + layout.cp * (x.size + 3 * WIDE) * x.kv)
-    slices = (4 * x.size + _held(case, steps, x.kv // 2)) * x.kv
-    return tokens * max(exchanged, _held(case, steps, x.q) * x.q + slices)
+        return tokens * (_pending_bytes(case, 2, x.q) * x.q + layout.cp * (x.element_bytes + 3 * FP32_BYTES) * x.kv)
+    slices = (4 * x.element_bytes + _pending_bytes(case, steps, x.kv // 2)) * x.kv
+    return tokens * max(exchanged, _pending_bytes(case, steps, x.q) * x.q + slices)
 
 
-def _held(case: Case, parts: int, elements: int) -> float:
+def _pending_bytes(case: Scenario, num_blocks: int, elements: int) -> float:
     """Bytes of each element that wait, and of their sum."""
-    waiting = _waiting(case, elements)
-    return min(parts, waiting) * case.element_bytes + (WIDE if parts > waiting else 0)
+    waiting = _pending_blocks(case, elements)
+    return min(num_blocks, waiting) * case.element_bytes + (FP32_BYTES if num_blocks > waiting else 0)

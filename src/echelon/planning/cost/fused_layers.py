@@ -34,169 +34,171 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from echelon.planning.cost.kernel_traffic import KernelCounts, Part
-from echelon.planning.model.model_shape import Attention, Latent
+from echelon.planning.cost.kernel_traffic import LayerCounts, ShardedCount
+from echelon.planning.model.model_shape import AttentionShape, Latent
 
-TURNED, TURNED_BACK = 1.55 * 19, 1.55 * 26
+ROPE_TRAFFIC, ROPE_BACKWARD_TRAFFIC = 1.55 * 19, 1.55 * 26
 """elements moved for each that is turned, forward and backward: see [Note: turned in plain torch]"""
-HEAD_NORMS, HEAD_NORMS_BACK = 5 * 2, 9.5 * 3
+QK_NORM_TRAFFIC, QK_NORM_BACKWARD_TRAFFIC = 5 * 2, 9.5 * 3
 """of queries and keys, for each element: see [Note: slow operators]"""
-WEIGHED = 2.4 * 2
+GATE_SCALE_TRAFFIC = 2.4 * 2
 """for each element of a result that is multiplied by its weight, or of a gradient"""
-SCORED = 16
+GATE_SCORE_TRAFFIC = 16
 """elements moved for each score of a gate, forward, and as many backward: in 32 bits, its order in 64"""
-SCORE_BYTES = 12
+SAVED_SCORE_BYTES = 12
 """kept of each score: the softmax's output, and its place in the order, of which the first k are used"""
-PLACE_BYTES = 32
+SAVED_INDEX_BYTES = 32
 """kept of each row that is sent: its token, where it was and is in the list (64 bits each), its weight twice"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class LayerFamily:
     """A family's layers: who counts each part of them."""
 
-    stream: Callable[[int, bool], KernelCounts]
+    residual: Callable[[int, bool], LayerCounts]
     """of the width, and whether there is dropout: norms and additions"""
-    attention: Callable[[int, Attention, Latent | None], KernelCounts]
-    feed_forward: Callable[[int, int], KernelCounts]
+    attention: Callable[[int, AttentionShape, Latent | None], LayerCounts]
+    feed_forward: Callable[[int, int], LayerCounts]
     """of the width and the hidden size"""
 
 
 # -- Llama ------------------------------------------------------------------------------------------------------------
 
 
-def _llama_stream(width: int, dropout: bool) -> KernelCounts:
-    masks = _masks(width, dropout)
-    return KernelCounts(
-        kept=Part(whole=2 * width),
-        kept_bytes=_mask_bytes(width, dropout),
+def _llama_residual(width: int, dropout: bool) -> LayerCounts:
+    masks = _dropout_traffic(width, dropout)
+    return LayerCounts(
+        saved=ShardedCount(sp=2 * width),
+        saved_bytes=_dropout_mask_bytes(width, dropout),
         # The first norm reads the stream and writes; the second adds to the stream too, as the layer's end does.
-        forward=Part(whole=9 * width) + 2 * masks,
+        forward=ShardedCount(sp=9 * width) + 2 * masks,
         # Norms read two gradients and the stream, and write.
-        backward=Part(whole=8 * width) + 2 * masks,
+        backward=ShardedCount(sp=8 * width) + 2 * masks,
     )
 
 
-def _turned(width: int, attention: Attention, _: Latent | None) -> KernelCounts:
+def _fused_qkv_attention(width: int, attention: AttentionShape, _: Latent | None) -> LayerCounts:
     """One product makes queries, keys and values; queries and keys are turned where they lie."""
-    q, k, v, out = _elements(attention)
-    return KernelCounts(
-        kept=Part(split=q + k + v + out),
-        entered=width,
-        remade=Part(whole=width),
-        inputs=Part(whole=width, split=out),
-        outputs=Part(whole=width, split=q + k + v),
-        forward=Part(split=2 * (q + k)),
+    q, k, v, out = _qkv_elements(attention)
+    return LayerCounts(
+        saved=ShardedCount(tp=q + k + v + out),
+        tp_input=width,
+        recomputable=ShardedCount(sp=width),
+        gemm_inputs=ShardedCount(sp=width, tp=out),
+        gemm_outputs=ShardedCount(sp=width, tp=q + k + v),
+        forward=ShardedCount(tp=2 * (q + k)),
         # Gradients of q, k and v become one tensor.
-        backward=Part(split=2 * (q + k + v)),
-        again=Part(whole=2 * width),
+        backward=ShardedCount(tp=2 * (q + k + v)),
+        recompute=ShardedCount(sp=2 * width),
     )
 
 
-def _normed(width: int, attention: Attention, _: Latent | None) -> KernelCounts:
+def _qk_norm_attention(width: int, attention: AttentionShape, _: Latent | None) -> LayerCounts:
     """Three products; queries and keys are kept before their norms, and when they are turned."""
-    q, k, v, out = _elements(attention)
-    return KernelCounts(
-        kept=Part(split=2 * (q + k) + v + out),
-        entered=width,
-        remade=Part(whole=width),
-        core=Part(split=q + k),
-        core_again=Part(split=(HEAD_NORMS + TURNED) * (q + k)),
-        inputs=Part(whole=3 * width, split=out),
-        outputs=Part(whole=width, split=q + k + v),
-        forward=Part(split=(HEAD_NORMS + TURNED) * (q + k)),
+    q, k, v, out = _qkv_elements(attention)
+    return LayerCounts(
+        saved=ShardedCount(tp=2 * (q + k) + v + out),
+        tp_input=width,
+        recomputable=ShardedCount(sp=width),
+        core_saved=ShardedCount(tp=q + k),
+        core_recompute=ShardedCount(tp=(QK_NORM_TRAFFIC + ROPE_TRAFFIC) * (q + k)),
+        gemm_inputs=ShardedCount(sp=3 * width, tp=out),
+        gemm_outputs=ShardedCount(sp=width, tp=q + k + v),
+        forward=ShardedCount(tp=(QK_NORM_TRAFFIC + ROPE_TRAFFIC) * (q + k)),
         # The gradients of what three products read are added up.
-        backward=Part(whole=6 * width, split=(HEAD_NORMS_BACK + TURNED_BACK) * (q + k) + 2 * v),
-        again=Part(whole=2 * width),
+        backward=ShardedCount(sp=6 * width, tp=(QK_NORM_BACKWARD_TRAFFIC + ROPE_BACKWARD_TRAFFIC) * (q + k) + 2 * v),
+        recompute=ShardedCount(sp=2 * width),
     )
 
 
-def _latent(width: int, attention: Attention, latent: Latent | None) -> KernelCounts:
+def _latent_attention(width: int, attention: AttentionShape, latent: Latent | None) -> LayerCounts:
     """Narrow vectors before their norms, and side by side; queries and keys put together; values where they lie."""
     assert latent is not None
-    q, k, v, out = _elements(attention)
+    q, k, v, out = _qkv_elements(attention)
     normed, turned = latent.query_rank + latent.kv_rank, attention.heads * latent.rope_dim
-    narrow, made = attention.narrow, attention.heads * latent.nope_dim + v
-    return KernelCounts(
-        kept=Part(whole=narrow + normed, split=q + k + made + out),
-        entered=narrow,
-        remade=Part(whole=width),
+    narrow, made = attention.latent_width, attention.heads * latent.nope_dim + v
+    return LayerCounts(
+        saved=ShardedCount(sp=narrow + normed, tp=q + k + made + out),
+        tp_input=narrow,
+        recomputable=ShardedCount(sp=width),
         # Queries as the product made them take as much as those that are turned.
-        core=Part(split=k),
-        core_again=Part(split=TURNED * turned + 2 * (q + k)),
-        inputs=Part(whole=2 * width + narrow, split=out),
-        outputs=Part(whole=width + narrow, split=q + made),
-        forward=Part(whole=2 * (normed + latent.kv_rank + narrow), split=TURNED * turned + 2 * (q + k)),
-        backward=Part(whole=3 * (normed + width) + 4 * narrow, split=TURNED_BACK * turned + 2 * (q + k + made)),
-        again=Part(whole=2 * width),
+        core_saved=ShardedCount(tp=k),
+        core_recompute=ShardedCount(tp=ROPE_TRAFFIC * turned + 2 * (q + k)),
+        gemm_inputs=ShardedCount(sp=2 * width + narrow, tp=out),
+        gemm_outputs=ShardedCount(sp=width + narrow, tp=q + made),
+        forward=ShardedCount(sp=2 * (normed + latent.kv_rank + narrow), tp=ROPE_TRAFFIC * turned + 2 * (q + k)),
+        backward=ShardedCount(
+            sp=3 * (normed + width) + 4 * narrow, tp=ROPE_BACKWARD_TRAFFIC * turned + 2 * (q + k + made)
+        ),
+        recompute=ShardedCount(sp=2 * width),
     )
 
 
-def _swiglu(width: int, ffn: int) -> KernelCounts:
+def _swiglu(width: int, ffn: int) -> LayerCounts:
     """Gate and up are read, one is written."""
-    return KernelCounts(
-        kept=Part(split=2 * ffn),
-        entered=width,
-        remade=Part(whole=width, split=ffn),
-        inputs=Part(whole=width, split=ffn),
-        outputs=Part(whole=width, split=2 * ffn),
-        forward=Part(split=3 * ffn),
-        backward=Part(split=5 * ffn),
-        again=Part(whole=2 * width, split=ffn),
+    return LayerCounts(
+        saved=ShardedCount(tp=2 * ffn),
+        tp_input=width,
+        recomputable=ShardedCount(sp=width, tp=ffn),
+        gemm_inputs=ShardedCount(sp=width, tp=ffn),
+        gemm_outputs=ShardedCount(sp=width, tp=2 * ffn),
+        forward=ShardedCount(tp=3 * ffn),
+        backward=ShardedCount(tp=5 * ffn),
+        recompute=ShardedCount(sp=2 * width, tp=ffn),
     )
 
 
 # -- GPT: norms, activation and additions are torch's own; q, k and v are products of their own, with biases ----------
 
 
-def _gpt_stream(width: int, dropout: bool) -> KernelCounts:
-    masks = _masks(width, dropout)
-    return KernelCounts(
-        kept=Part(whole=2 * width),
-        kept_bytes=_mask_bytes(width, dropout),
-        forward=Part(whole=10 * width) + 2 * masks,
+def _gpt_residual(width: int, dropout: bool) -> LayerCounts:
+    masks = _dropout_traffic(width, dropout)
+    return LayerCounts(
+        saved=ShardedCount(sp=2 * width),
+        saved_bytes=_dropout_mask_bytes(width, dropout),
+        forward=ShardedCount(sp=10 * width) + 2 * masks,
         # Norms, additions where the stream forks and of the gradients from q, k and v, and sums for the biases.
-        backward=Part(whole=20 * width) + 2 * masks,
+        backward=ShardedCount(sp=20 * width) + 2 * masks,
     )
 
 
-def _apart(width: int, attention: Attention, _: Latent | None) -> KernelCounts:
-    q, k, v, out = _elements(attention)
-    return KernelCounts(
-        kept=Part(split=q + k + v + out),
-        entered=width,
-        remade=Part(whole=width),
-        inputs=Part(whole=3 * width, split=out),
-        outputs=Part(whole=width, split=q + k + v),
-        backward=Part(split=q + k + v),
-        again=Part(whole=2 * width),
+def _gpt_attention(width: int, attention: AttentionShape, _: Latent | None) -> LayerCounts:
+    q, k, v, out = _qkv_elements(attention)
+    return LayerCounts(
+        saved=ShardedCount(tp=q + k + v + out),
+        tp_input=width,
+        recomputable=ShardedCount(sp=width),
+        gemm_inputs=ShardedCount(sp=3 * width, tp=out),
+        gemm_outputs=ShardedCount(sp=width, tp=q + k + v),
+        backward=ShardedCount(tp=q + k + v),
+        recompute=ShardedCount(sp=2 * width),
     )
 
 
-def _gelu(width: int, ffn: int) -> KernelCounts:
-    return KernelCounts(
-        kept=Part(split=ffn),
-        entered=width,
-        remade=Part(whole=width, split=ffn),
-        inputs=Part(whole=width, split=ffn),
-        outputs=Part(whole=width, split=ffn),
-        forward=Part(split=2 * ffn),
-        backward=Part(split=4 * ffn),
-        again=Part(whole=2 * width, split=2 * ffn),
+def _gelu(width: int, ffn: int) -> LayerCounts:
+    return LayerCounts(
+        saved=ShardedCount(tp=ffn),
+        tp_input=width,
+        recomputable=ShardedCount(sp=width, tp=ffn),
+        gemm_inputs=ShardedCount(sp=width, tp=ffn),
+        gemm_outputs=ShardedCount(sp=width, tp=ffn),
+        forward=ShardedCount(tp=2 * ffn),
+        backward=ShardedCount(tp=4 * ffn),
+        recompute=ShardedCount(sp=2 * width, tp=2 * ffn),
     )
 
 
-def _masks(width: int, dropout: bool) -> Part:
+def _dropout_traffic(width: int, dropout: bool) -> ShardedCount:
     """Three of one byte, half an element."""
-    return Part(whole=1.5 * width if dropout else 0)
+    return ShardedCount(sp=1.5 * width if dropout else 0)
 
 
-def _mask_bytes(width: int, dropout: bool) -> Part:
+def _dropout_mask_bytes(width: int, dropout: bool) -> ShardedCount:
     """Kept: of what each of both parts adds to the stream. Those of probabilities are with the scores."""
-    return Part(whole=2 * width if dropout else 0)
+    return ShardedCount(sp=2 * width if dropout else 0)
 
 
-def _elements(attention: Attention) -> tuple[int, int, int, int]:
+def _qkv_elements(attention: AttentionShape) -> tuple[int, int, int, int]:
     """Of queries, keys, values and attention's output."""
     heads, kv_heads = attention.heads, attention.kv_heads
     return (
@@ -207,29 +209,33 @@ def _elements(attention: Attention) -> tuple[int, int, int, int]:
     )
 
 
-GPT = Parts(stream=_gpt_stream, attention=_apart, feed_forward=_gelu)
-LLAMA = Parts(stream=_llama_stream, attention=_turned, feed_forward=_swiglu)
-NORMED = Parts(stream=_llama_stream, attention=_normed, feed_forward=_swiglu)
-LATENT = Parts(stream=_llama_stream, attention=_latent, feed_forward=_swiglu)
+GPT = LayerFamily(residual=_gpt_residual, attention=_gpt_attention, feed_forward=_gelu)
+LLAMA = LayerFamily(residual=_llama_residual, attention=_fused_qkv_attention, feed_forward=_swiglu)
+LLAMA_QK_NORM = LayerFamily(residual=_llama_residual, attention=_qk_norm_attention, feed_forward=_swiglu)
+LLAMA_MLA = LayerFamily(residual=_llama_residual, attention=_latent_attention, feed_forward=_swiglu)
 
 
 # -- mixtures ---------------------------------------------------------------------------------------------------------
 
 
-def mixture(
-    width: int, ffn: int, *, experts: int, top_k: int, gated: bool, shared: KernelCounts | None = None
-) -> KernelCounts:
+def moe_feed_forward(
+    width: int, ffn: int, *, experts: int, top_k: int, gated: bool, shared_expert: LayerCounts | None = None
+) -> LayerCounts:
     """The feed-forward part of a mixture layer, in 16 bits or more. See [Note: a mixture]."""
     sent, inner, up = top_k * width, top_k * ffn, 2 if gated else 1
-    found = KernelCounts(
-        kept=Part(whole=sent, rows=sent, inner=(up + 1) * inner),
-        kept_bytes=Part(whole=4 * width + SCORE_BYTES * experts + PLACE_BYTES * top_k),
-        forward=Part(whole=6 * width + SCORED * experts + (WEIGHED + 5) * sent, inner=(up + 1) * inner),
-        backward=Part(whole=11 * width + SCORED * experts + (WEIGHED + 9) * sent, inner=(2 * up + 1) * inner),
+    found = LayerCounts(
+        saved=ShardedCount(sp=sent, routed=sent, expert=(up + 1) * inner),
+        saved_bytes=ShardedCount(sp=4 * width + SAVED_SCORE_BYTES * experts + SAVED_INDEX_BYTES * top_k),
+        forward=ShardedCount(
+            sp=6 * width + GATE_SCORE_TRAFFIC * experts + (GATE_SCALE_TRAFFIC + 5) * sent, expert=(up + 1) * inner
+        ),
+        backward=ShardedCount(
+            sp=11 * width + GATE_SCORE_TRAFFIC * experts + (GATE_SCALE_TRAFFIC + 9) * sent, expert=(2 * up + 1) * inner
+        ),
         # What arrives is put by expert, what leaves by rank.
-        travelling=Part(rows=4 * sent),
+        dispatch=ShardedCount(routed=4 * sent),
     )
-    if shared is None:
+    if shared_expert is None:
         return found
-    added = Part(whole=3 * width)
-    return found + shared + KernelCounts(forward=added, backward=added)
+    added = ShardedCount(sp=3 * width)
+    return found + shared_expert + LayerCounts(forward=added, backward=added)

@@ -21,108 +21,110 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-ROW_BYTES = 16
+NORM_STAT_BYTES = 16
 """of a token beside a layer: each norm's scale and largest value, in 32 bits"""
-WEIGHT_CASTS = 8
+FP8_CAST_BYTES = 8
 """bytes moved per weight to have it in 8 bits: read three times in 16, for its largest value and to be written twice"""
-GRADIENT_SUMS = 10
+GRAD_ACCUMULATE_BYTES = 10
 """bytes moved per weight to add its gradient, of 16 bits, to those before it, in 32"""
-GRADIENT_COPIES = 4
+EXPERT_GRAD_COPY_BYTES = 4
 """bytes moved per weight of an expert to put its gradient in its place: grouped products do not write there"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ShardedCount:
     """Of a layer and a token, by what divides it."""
 
-    whole: float = 0.0
+    sp: float = 0.0
     """sequence parallelism alone"""
-    split: float = 0.0
+    tp: float = 0.0
     """tensor parallelism"""
-    rows: float = 0.0
+    routed: float = 0.0
     """of rows where their experts are: each goes to all of etp ranks, and to busier ones go more of them"""
-    inner: float = 0.0
+    expert: float = 0.0
     """inside experts: the same, but each of etp ranks has a part"""
 
-    def on_rank(self, sliced: float, tp: float, *, etp: int = 1, crowd: float = 1.0) -> float:
+    def per_rank(self, sp_degree: float, tp: float, *, etp: int = 1, expert_load: float = 1.0) -> float:
         """`crowd` are the rows of experts on a rank, to those of an even load."""
-        return self.whole / sliced + (self.split + crowd * (etp * self.rows + self.inner)) / tp
+        return self.sp / sp_degree + (self.tp + expert_load * (etp * self.routed + self.expert)) / tp
 
-    def __add__(self, other: Part) -> Part:
-        return Part(
-            whole=self.whole + other.whole,
-            split=self.split + other.split,
-            rows=self.rows + other.rows,
-            inner=self.inner + other.inner,
+    def __add__(self, other: ShardedCount) -> ShardedCount:
+        return ShardedCount(
+            sp=self.sp + other.sp,
+            tp=self.tp + other.tp,
+            routed=self.routed + other.routed,
+            expert=self.expert + other.expert,
         )
 
-    def __rmul__(self, times: float) -> Part:
-        return Part(
-            whole=times * self.whole, split=times * self.split, rows=times * self.rows, inner=times * self.inner
+    def __rmul__(self, times: float) -> ShardedCount:
+        return ShardedCount(
+            sp=times * self.sp, tp=times * self.tp, routed=times * self.routed, expert=times * self.expert
         )
 
 
-NOTHING = Part()
+ZERO = ShardedCount()
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelCounts:
+class LayerCounts:
     """Elements per token of one layer of a model of ours, or of a part of it."""
 
-    kept: Part = NOTHING
+    saved: ShardedCount = ZERO
     """backward reads them, and they cannot be made again"""
-    kept_bytes: Part = NOTHING
+    saved_bytes: ShardedCount = ZERO
     """bytes of those whose type is always the same: 32 bits of a gate, places of rows"""
-    remade: Part = NOTHING
+    recomputable: ShardedCount = ZERO
     """backward reads them, and they can be made again"""
-    entered: float = 0.0
+    tp_input: float = 0.0
     """of both, what enters regions of tensor parallelism: under sequence parallelism it is gathered, and kept so"""
-    core: Part = NOTHING
+    core_saved: ShardedCount = ZERO
     """of those kept, what attention's core makes of what the projections gave: the rest of it is its logarithms"""
-    apart: Part = NOTHING
+    attention_copy: ShardedCount = ZERO
     """attention's result where it does not lie as the product behind it reads it, which keeps a copy"""
-    core_again: Part = NOTHING
+    core_recompute: ShardedCount = ZERO
     """that operators read and write to make these again, attention itself aside"""
-    inputs: Part = NOTHING
+    gemm_inputs: ShardedCount = ZERO
     """that products read"""
-    outputs: Part = NOTHING
+    gemm_outputs: ShardedCount = ZERO
     """that products write"""
-    forward: Part = NOTHING
+    forward: ShardedCount = ZERO
     """that operators between products read and write"""
-    backward: Part = NOTHING
-    again: Part = NOTHING
+    backward: ShardedCount = ZERO
+    recompute: ShardedCount = ZERO
     """that operators read and write to make what can be made again, beside backward"""
-    travelling: Part = NOTHING
+    dispatch: ShardedCount = ZERO
     """that operators read and write in forward, and in backward, where rows go to experts elsewhere"""
 
-    def __add__(self, other: KernelCounts) -> KernelCounts:
+    def __add__(self, other: LayerCounts) -> LayerCounts:
         names = (field.name for field in fields(self))
-        return KernelCounts(**{name: getattr(self, name) + getattr(other, name) for name in names})
+        return LayerCounts(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
-    def bytes_gathered(self, tp: int, *, element_bytes: int, narrow: bool, remakes: bool) -> float:
+    def gathered_bytes(self, tp: int, *, element_bytes: int, low_precision: bool, recompute_ops: bool) -> float:
         """Kept of what enters regions, beyond a rank's slice of it. A gathered tensor is not made again."""
-        slices = 0.0 if remakes and self.remade.whole else 1 / tp
-        return (1 if narrow else element_bytes) * self.entered * (1 - slices)
+        slices = 0.0 if recompute_ops and self.recomputable.sp else 1 / tp
+        return (1 if low_precision else element_bytes) * self.tp_input * (1 - slices)
 
-    def bytes_kept(self, *, element_bytes: int, narrow: bool, remakes: bool, selects: bool = False) -> Part:
+    def bytes_saved(
+        self, *, element_bytes: int, low_precision: bool, recompute_ops: bool, selective: bool = False
+    ) -> ShardedCount:
         """Until backward. `narrow`: products are in 8 bits; `remakes`: what can be made again is; `selects`: what
         attention's core makes is. See [Note: kept]."""
-        found = element_bytes * self.kept + self.kept_bytes
-        found += element_bytes * (-1 * self.core if selects else self.apart)
-        if remakes:
+        found = element_bytes * self.saved + self.saved_bytes
+        found += element_bytes * (-1 * self.core_saved if selective else self.attention_copy)
+        if recompute_ops:
             return found
-        return found + (self.inputs if narrow else element_bytes * self.remade)
+        return found + (self.gemm_inputs if low_precision else element_bytes * self.recomputable)
 
     def bytes_moved(
-        self, *, element_bytes: int, narrow: bool, remakes: bool, travels: bool = False
-    ) -> tuple[Part, Part, Part]:
+        self, *, element_bytes: int, low_precision: bool, recompute_ops: bool, dispatched: bool = False
+    ) -> tuple[ShardedCount, ShardedCount, ShardedCount]:
         """In forward, in backward, and to make things again. See [Note: moved]."""
         forward, backward = element_bytes * self.forward, element_bytes * self.backward
-        again = element_bytes * self.again if remakes else Part()
-        if travels:
-            forward, backward = (part + element_bytes * self.travelling for part in (forward, backward))
-        if narrow:
-            forward += (3 if remakes else 4) * self.inputs
-            backward += 4 * self.outputs
-            again += (3 if remakes else 0) * self.inputs
+        again = element_bytes * self.recompute if recompute_ops else ShardedCount()
+        if dispatched:
+            forward, backward = (part + element_bytes * self.dispatch for part in (forward, backward))
+        if low_precision:
+            forward += (3 if recompute_ops else 4) * self.gemm_inputs
+            backward += 4 * self.gemm_outputs
+            again += (3 if recompute_ops else 0) * self.gemm_inputs
         return forward, backward, again

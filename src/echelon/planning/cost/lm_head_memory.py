@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 from echelon.planning.cost.param_group_traffic import gradient_bytes
-from echelon.planning.scenario import Case
+from echelon.planning.scenario import Scenario
 
 LOGIT_BYTES = 12
 """of a logit in the compute type and in 32 bits, and of its gradient likewise"""
-CHUNK_BYTES, FEWEST_ROWS = 1 << 30, 256
+LOSS_CHUNK_BYTES, MIN_CHUNK_TOKENS = 1 << 30, 256
 """of the logits that our loss has at a time, and rows of them at least (kernels/layers/cross_entropy.py)"""
-CHUNKS = 2
+LIVE_CHUNKS = 2
 """that are there at once, where there are several: the one before is let go when the next is made"""
-NORMED = 3
+NORM_TENSORS = 3
 """tensors of all tokens that are there: what the last norm reads, what it writes, and the gradient of that"""
 
 
-def head_bytes(case: Case, held: bool) -> float:
+def lm_head_bytes(case: Scenario, gradients_resident: bool) -> float:
     """At the head's fullest. `held`: its gradient has room of its own throughout, and is counted there."""
     vocab, width, size = case.shape.vocab, case.shape.width, case.element_bytes
     if not (case.has_kernels and case.layout.tp == 1):
-        last_norm = NORMED * case.tokens * width * size / case.sliced if case.is_plain else 0.0
+        last_norm = NORM_TENSORS * case.tokens * width * size / case.sp_degree if case.is_unfused else 0.0
         return case.tokens * vocab / case.layout.tp * LOGIT_BYTES + last_norm
-    rows = chunk_rows(vocab, size)
+    rows = loss_chunk_tokens(vocab, size)
     several = case.tokens > rows
     hidden = case.tokens * width * size
     of_weight = vocab * width * (4 if several else size)
-    chunks = min(case.tokens, CHUNKS * rows) * vocab * size
+    chunks = min(case.tokens, LIVE_CHUNKS * rows) * vocab * size
     # Backward hands both gradients on, times that of the loss: the weight's to its place.
-    handed = hidden + (0 if held else vocab * width * gradient_bytes(case))
-    return NORMED * hidden + of_weight + max(chunks, handed)
+    handed = hidden + (0 if gradients_resident else vocab * width * gradient_bytes(case))
+    return NORM_TENSORS * hidden + of_weight + max(chunks, handed)
 
 
-def chunk_rows(vocab: int, element_bytes: int) -> int:
+def loss_chunk_tokens(vocab: int, element_bytes: int) -> int:
     """As kernels/layers/cross_entropy.py has it, which loads torch."""
-    fitting = max(CHUNK_BYTES // (vocab * element_bytes), FEWEST_ROWS)
+    fitting = max(LOSS_CHUNK_BYTES // (vocab * element_bytes), MIN_CHUNK_TOKENS)
     return 1 << (fitting.bit_length() - 1)

@@ -28,33 +28,33 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from echelon.layout.layout import ASYNCHRONOUS
+from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.memory.offload import cost as offload_cost
-from echelon.memory.offload.cost import has_states, left
+from echelon.memory.offload.cost import offloads_optimizer, resident_bytes
 from echelon.parallel.dp import zero
-from echelon.planning.calibrate.constants import FITTED, Constants
+from echelon.planning.calibrate.constants import FITTED_CONSTANTS, Constants
 from echelon.planning.cluster.cluster import HOST_DEVICES
 from echelon.planning.cluster.device_kinds import GIB
 from echelon.planning.cost import backward_memory, optimizer_update
-from echelon.planning.cost.activation_memory import entry, layers_in_flight, tensors
-from echelon.planning.cost.cp_traffic import room
-from echelon.planning.cost.lm_head_memory import head_bytes
+from echelon.planning.cost.activation_memory import layer_input_bytes, layers_in_flight, saved_tensor_bytes
+from echelon.planning.cost.cp_traffic import cp_working_bytes
+from echelon.planning.cost.lm_head_memory import lm_head_bytes
 from echelon.planning.cost.param_group_traffic import (
-    MOMENTS,
-    fullest_share,
+    NUM_MOMENTS,
+    dense_parameters,
+    gathered_numel,
     gradient_bytes,
-    largest_unit,
-    own_parameters,
-    policy_of,
-    units_of,
+    max_layer_share,
+    param_groups,
+    sharding_policy,
 )
-from echelon.planning.cost.recompute_cost import Doing, doing, kept_of, made_again
-from echelon.planning.model.model_shape import Layer
-from echelon.planning.scenario import Case
+from echelon.planning.cost.recompute_cost import RecomputePlan, recompute_plan, recomputed_bytes, saved_layer_bytes
+from echelon.planning.model.model_shape import LayerShape
+from echelon.planning.scenario import Scenario
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class RankMemory:
     """One rank's bytes at its fullest."""
 
     stage: int
@@ -67,192 +67,204 @@ class Memory:
         return sum(self.parts.values())
 
 
-def worst(case: Case, c: Constants = FITTED) -> Memory:
+def peak_memory(case: Scenario, c: Constants = FITTED_CONSTANTS) -> RankMemory:
     """Of the fullest rank."""
-    return max((of_stage(case, stage, c) for stage in stages_to_ask(case)), key=lambda memory: memory.total)
+    return max((stage_memory(case, stage, c) for stage in stages_to_check(case)), key=lambda memory: memory.total)
 
 
-def fits(case: Case, c: Constants = FITTED) -> bool:
+def fits(case: Scenario, c: Constants = FITTED_CONSTANTS) -> bool:
     """No rank needs more than a device has."""
-    return all(of_stage(case, stage, c).total <= case.cluster.memory for stage in stages_to_ask(case))
+    return all(stage_memory(case, stage, c).total <= case.cluster.memory for stage in stages_to_check(case))
 
 
-def stages_to_ask(case: Case) -> list[int]:
+def stages_to_check(case: Scenario) -> list[int]:
     """The first, the second and the last: others hold no more."""
     return sorted({0, min(1, case.layout.pp - 1), case.layout.pp - 1})
 
 
-def of_stage(case: Case, stage: int, c: Constants = FITTED) -> Memory:
-    still = _still(case, stage, c)
-    moments = [still | moment for moment in _moments(case, stage, still.pop("gradients"), c)]
-    parts = _fullest(moments)
+def stage_memory(case: Scenario, stage: int, c: Constants = FITTED_CONSTANTS) -> RankMemory:
+    still = _persistent_bytes(case, stage, c)
+    moments = [still | moment for moment in _peak_candidates(case, stage, still.pop("gradients"), c)]
+    parts = _peak(moments)
     if case.layout.offload != "none":
-        share = _share(case, stage, moments)
-        stay = _fullest(_left(case, stage, moments, share))
-        away = share * _on_host(case, stage, still["optimizer"]) + max(
+        share = _offload_share(case, stage, moments)
+        stay = _peak(_after_offload(case, stage, moments, share))
+        away = share * _host_bytes(case, stage, still["optimizer"]) + max(
             0, parts.get("activations", 0) - stay.get("activations", 0)
         )
         host = case.cluster.host_memory / min(case.cluster.per_node, HOST_DEVICES)
         parts = {**stay, "beyond the host": max(0, int(away - host))}
-    return Memory(stage=stage, parts={name: size for name, size in parts.items() if size})
+    return RankMemory(stage=stage, parts={name: size for name, size in parts.items() if size})
 
 
-def share_away(case: Case, stage: int = 0, c: Constants = FITTED) -> float:
+def offloaded_share(case: Scenario, stage: int = 0, c: Constants = FITTED_CONSTANTS) -> float:
     """Of the states, those that leave the device."""
-    still = _still(case, stage, c)
-    moments = [still | moment for moment in _moments(case, stage, still.pop("gradients"), c)]
-    return _share(case, stage, moments)
+    still = _persistent_bytes(case, stage, c)
+    moments = [still | moment for moment in _peak_candidates(case, stage, still.pop("gradients"), c)]
+    return _offload_share(case, stage, moments)
 
 
-def _share(case: Case, stage: int, moments: Sequence[Mapping[str, float]]) -> float:
+def _offload_share(case: Scenario, stage: int, candidates: Sequence[Mapping[str, float]]) -> float:
     """As `memory.host` asks; otherwise as few as make a rank fit."""
-    if not has_states(case.layout.offload):
+    if not offloads_optimizer(case.layout.offload):
         return 0.0
-    if case.host is not None:
-        return case.host
+    if case.host_share is not None:
+        return case.host_share
     if not case.on_gpu:
         return 1.0
-    none, every = (sum(_fullest(_left(case, stage, moments, share)).values()) for share in (0.0, 1.0))
+    none, every = (sum(_peak(_after_offload(case, stage, candidates, share)).values()) for share in (0.0, 1.0))
     needed = (none - case.cluster.memory) / max(1, none - every)
     return min(1.0, math.ceil(max(0.0, needed) * 1000) / 1000)
 
 
-def _on_host(case: Case, stage: int, optimizer: float) -> float:
+def _host_bytes(case: Scenario, stage: int, optimizer_bytes: float) -> float:
     """Bytes of states, and of gradients that come down: a master value is whole there, and half of one on a device."""
-    units, kinds = units_of(case, stage), case.layout.offload
-    if not has_states(kinds):
+    units, kinds = param_groups(case, stage), case.layout.offload
+    if not offloads_optimizer(kinds):
         return 0.0
-    early = 0 if offload_cost.pages(kinds) or policy_of(case).sums_gradients else case.element_bytes
+    early = 0 if offload_cost.offloads_params(kinds) or sharding_policy(case).accumulates_grads else case.element_bytes
     size = sum(n * unit.shard_numel for unit, n in units)
     return sum(
         n
-        * offload_cost.held(
+        * offload_cost.off_device_bytes(
             [unit],
-            paged=offload_cost.pages(kinds),
+            with_params=offload_cost.offloads_params(kinds),
             disk="disk" in kinds.split("+"),
             compute_bytes=case.element_bytes,
             master_bytes=case.master_bytes,
-            state_bytes=optimizer / size,
-            early_bytes={unit.name: early},
+            state_bytes=optimizer_bytes / size,
+            host_gradient_bytes={unit.name: early},
         )["host"]
         for unit, n in units
     )
 
 
-def _left(case: Case, stage: int, moments: Sequence[Mapping[str, float]], share: float) -> list[dict[str, int]]:
-    sizes = {unit.name: n * unit.shard_numel for unit, n in units_of(case, stage)}
+def _after_offload(
+    case: Scenario, stage: int, candidates: Sequence[Mapping[str, float]], share: float
+) -> list[dict[str, int]]:
+    sizes = {unit.name: n * unit.shard_numel for unit, n in param_groups(case, stage)}
     found = partial(
-        left,
+        resident_bytes,
         case.layout.offload,
         layers=layers_in_flight(case, stage),
-        ends=sizes.get("ends", 0) / max(1, sum(sizes.values())),
-        share=share,
-        final=not policy_of(case).sums_gradients,
+        outside_share=sizes.get("ends", 0) / max(1, sum(sizes.values())),
+        offloaded_share=share,
+        final=not sharding_policy(case).accumulates_grads,
     )
-    return [found(moment) for moment in moments]
+    return [found(moment) for moment in candidates]
 
 
-def _fullest(moments: Iterable[Mapping[str, float]]) -> dict[str, int]:
-    return {name: int(size) for name, size in max(moments, key=lambda moment: sum(moment.values())).items()}
+def _peak(candidates: Iterable[Mapping[str, float]]) -> dict[str, int]:
+    return {name: int(size) for name, size in max(candidates, key=lambda moment: sum(moment.values())).items()}
 
 
-def _still(case: Case, stage: int, c: Constants) -> dict[str, float]:
+def _persistent_bytes(case: Scenario, stage: int, c: Constants) -> dict[str, float]:
     """What does not come and go, and every gradient."""
-    found = states(case, stage)
-    found["parameters"] += _narrow_weights(case)
-    return {**found, "buffers": int(_buffers(case, stage)), "reserve": int(c.context * GIB)}
+    found = state_bytes_by_category(case, stage)
+    found["parameters"] += _low_precision_weights(case)
+    return {**found, "buffers": int(_comm_buffer_bytes(case, stage)), "reserve": int(c.context * GIB)}
 
 
-def _moments(case: Case, stage: int, gradients: float, c: Constants) -> Iterator[dict[str, float]]:
+def _peak_candidates(case: Scenario, stage: int, gradients: float, c: Constants) -> Iterator[dict[str, float]]:
     """What comes and goes, at each moment that may be the fullest: see [Note: the fullest moment]."""
-    layout, done = case.layout, doing(case)
-    in_turn = optimizer_update.lets_go(case)
-    gradients = min(gradients, optimizer_update.living_gradients(case)) if in_turn else gradients
+    layout, done = case.layout, recompute_plan(case)
+    in_turn = optimizer_update.updates_in_backward(case)
+    gradients = min(gradients, optimizer_update.live_gradient_bytes(case)) if in_turn else gradients
     lazy = case.program != "others" and case.on_gpu
     held = not lazy or layout.accumulate * layout.pp > 1
     has_head = stage == layout.pp - 1
-    activations = _activations(case, stage, done, c)
-    logits = head_bytes(case, held) if has_head else 0.0
-    working = max(_working(case, layer, c, done, held) for layer, _ in case.shape.layers)
+    activations = _activation_bytes(case, stage, done, c)
+    logits = lm_head_bytes(case, held) if has_head else 0.0
+    working = max(_working_bytes(case, layer, c, done, held) for layer, _ in case.shape.layers)
     if not lazy:
         # The head has let go of its logits before a layer's backward begins: the larger of the two counts.
         beyond = max(0.0, int(working) - int(logits))
         yield {"gradients": gradients, "activations": activations, "logits": logits, "working": beyond}
         return
     yield {"gradients": gradients if held else 0, "activations": activations, "logits": logits}
-    first = gradients if held else min(gradients, _first_gradients(case))
+    first = gradients if held else min(gradients, _first_gradient_bytes(case))
     yield {"gradients": first, "activations": activations, "working": working}
     embedding = case.shape.embedding_parameters / layout.tp if stage == 0 else 0.0
     late = 0.0 if held or case.shape.tied else min(gradients, embedding * gradient_bytes(case))
     one = activations / max(1.0, layers_in_flight(case, stage))
     yield {"gradients": gradients - late, "activations": one, "working": working}
-    yield {"gradients": gradients, "activations": entry(case), "working": embedding * case.element_bytes}
+    yield {"gradients": gradients, "activations": layer_input_bytes(case), "working": embedding * case.element_bytes}
 
 
-def states(case: Case, stage: int) -> dict[str, int]:
+def state_bytes_by_category(case: Scenario, stage: int) -> dict[str, int]:
     """What lies on a rank between steps, and every gradient, by shard.py's own function."""
-    policy = policy_of(case)
+    policy = sharding_policy(case)
     found: dict[str, float] = {}
-    for unit, n in units_of(case, stage):
+    for unit, n in param_groups(case, stage):
         held = zero.state_bytes(
             [unit],
-            replace(policy, shards=unit.shards),
+            replace(policy, num_shards=unit.num_shards),
             compute_bytes=case.element_bytes,
             master_bytes=case.master_bytes,
-            moments=MOMENTS,
+            moments=NUM_MOMENTS,
             moment_bytes=case.moment_bytes,
             reduce_bytes=case.reduce_bytes,
-            versions=_versions(case, stage),
+            num_versions=_weight_versions(case, stage),
             float16=case.precision == "fp16",
         )
         for name, size in held.items():
             found[name] = found.get(name, 0) + n * size
-    if case.rule is not None:
-        found["optimizer"] = optimizer_update.state_bytes(case, case.rule, stage)
+    if case.optimizer is not None:
+        found["optimizer"] = optimizer_update.optimizer_state_bytes(case, case.optimizer, stage)
     return {name: int(size) for name, size in found.items()}
 
 
-def _versions(case: Case, stage: int) -> int:
+def _weight_versions(case: Scenario, stage: int) -> int:
     """Of the weights, at once."""
     layout = case.layout
-    if layout.schedule not in ASYNCHRONOUS or layout.pp == 1:
+    if layout.schedule not in ASYNC_SCHEDULES or layout.pp == 1:
         return 1
     return 2 if layout.schedule == "2bw" else layout.pp if layout.schedule == "pipedream-vsync" else layout.pp - stage
 
 
-def _narrow_weights(case: Case) -> int:
+def _low_precision_weights(case: Scenario) -> int:
     """Of the layers' weights in 8 bits, as they lie and transposed, which several microbatches share."""
-    if not (case.has_kernels and case.is_narrow and case.layout.accumulate > 1 and case.layout.zero < 3):
+    if not (case.has_kernels and case.is_low_precision and case.layout.accumulate > 1 and case.layout.zero < 3):
         return 0
-    return int(2 * fullest_share(case) * sum(n * own_parameters(layer, case.layout) for layer, n in case.shape.layers))
+    return int(
+        2 * max_layer_share(case) * sum(n * dense_parameters(layer, case.layout) for layer, n in case.shape.layers)
+    )
 
 
-def _working(case: Case, layer: Layer, c: Constants, done: Doing, held: bool) -> float:
+def _working_bytes(
+    case: Scenario, layer: LayerShape, c: Constants, recompute: RecomputePlan, gradients_resident: bool
+) -> float:
     """Bytes that come and go while a layer runs; of those that are repeated, their activations too."""
-    counted = case.has_kernels or case.is_plain
-    own = backward_memory.room(case, layer, held=held) if counted else c.working * tensors(case, layer)
-    reaching = room(case) if layer.attention else 0.0
-    return own + made_again(case, layer, done) + reaching
+    counted = case.has_kernels or case.is_unfused
+    own = (
+        backward_memory.backward_bytes(case, layer, gradients_resident=gradients_resident)
+        if counted
+        else c.working * saved_tensor_bytes(case, layer)
+    )
+    reaching = cp_working_bytes(case) if layer.attention else 0.0
+    return own + recomputed_bytes(case, layer, recompute) + reaching
 
 
-def _activations(case: Case, stage: int, done: Doing, c: Constants) -> float:
+def _activation_bytes(case: Scenario, stage: int, recompute: RecomputePlan, c: Constants) -> float:
     """Of a rank at its fullest: those that the schedule keeps until backward."""
     shape = case.shape
-    each = sum(n * kept_of(case, layer, done) for layer, n in shape.layers) / shape.num_layers
+    each = sum(n * saved_layer_bytes(case, layer, recompute) for layer, n in shape.layers) / shape.num_layers
     # What our models keep is counted to the byte.
-    return layers_in_flight(case, stage) * each * (1 if case.has_kernels or case.is_plain else 1 + c.slack)
+    return layers_in_flight(case, stage) * each * (1 if case.has_kernels or case.is_unfused else 1 + c.slack)
 
 
-def _first_gradients(case: Case) -> float:
+def _first_gradient_bytes(case: Scenario) -> float:
     """Of the head and of the last layer."""
-    last = own_parameters(case.shape.layers[-1][0], case.layout)
+    last = dense_parameters(case.shape.layers[-1][0], case.layout)
     return (case.shape.head_parameters / case.layout.tp + last) * gradient_bytes(case)
 
 
-def _buffers(case: Case, stage: int) -> float:
+def _comm_buffer_bytes(case: Scenario, stage: int) -> float:
     """Parameters gathered ahead under zero 3; gradients in a buffer of their own under 2 and 3."""
-    largest = max((largest_unit(case, unit.shards * unit.shard_numel) for unit, _ in units_of(case, stage)), default=0)
-    policy = policy_of(case)
-    if policy.free_parameters:
+    largest = max(
+        (gathered_numel(case, unit.num_shards * unit.shard_numel) for unit, _ in param_groups(case, stage)), default=0
+    )
+    policy = sharding_policy(case)
+    if policy.reshards_params:
         return largest * (2 * case.element_bytes + case.reduce_bytes)
-    return largest * case.reduce_bytes if policy.scatter_every_microbatch else 0.0
+    return largest * case.reduce_bytes if policy.reduce_scatter_every_microbatch else 0.0

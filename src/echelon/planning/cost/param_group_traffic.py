@@ -6,106 +6,118 @@ import math
 from dataclasses import replace
 
 from echelon.layout import Layout
-from echelon.layout.placement import Entry, Unit
+from echelon.layout.placement import LogicalParam, ParamGroupSpec
 from echelon.parallel.dp import zero
 from echelon.parallel.tp_grid import cost as tp_grid_cost
-from echelon.planning.cost.kernel_traffic import GRADIENT_COPIES, GRADIENT_SUMS, WEIGHT_CASTS
-from echelon.planning.model.model_shape import Layer, Product
-from echelon.planning.scenario import Case
+from echelon.planning.cost.kernel_traffic import EXPERT_GRAD_COPY_BYTES, FP8_CAST_BYTES, GRAD_ACCUMULATE_BYTES
+from echelon.planning.model.model_shape import LayerShape, MatmulShape
+from echelon.planning.scenario import Scenario
 
-EXPERTS = "experts"
+EXPERT_GROUP = "experts"
 """the unit of a mixture layer's experts"""
-MOMENTS = 2
+NUM_MOMENTS = 2
 
 
-def units_of(case: Case, stage: int) -> list[tuple[Unit, float]]:
+def param_groups(case: Scenario, stage: int) -> list[tuple[ParamGroupSpec, float]]:
     """The flat units of a rank, with how many there are of each: a unit for each kind of layer, and the rest.
 
     Stages have the fullest one's share of every kind of layer. Stage 0 has the embedding, the last the head; with one
     stage, both.
     """
     layout, shape = case.layout, case.shape
-    shards = zero.policy(layout).shards
-    found: list[tuple[Unit, float]] = []
+    shards = zero.sharding_policy(layout).num_shards
+    found: list[tuple[ParamGroupSpec, float]] = []
     for layer, n in shape.layers:
-        mine = n * fullest_share(case)
-        own = own_parameters(layer, layout)
-        found.append((_unit(layer.name, own, shards), mine))
-        if layer.is_mixture:
+        mine = n * max_layer_share(case)
+        own = dense_parameters(layer, layout)
+        found.append((_param_group(layer.name, own, shards), mine))
+        if layer.is_moe:
             experts = math.ceil(layer.expert_parameters / (layout.ep * layout.etp))
-            found.append((_unit(EXPERTS, experts, data_ranks(case, EXPERTS) if layout.zero else 1), mine))
+            found.append(
+                (
+                    _param_group(EXPERT_GROUP, experts, data_parallel_ranks(case, EXPERT_GROUP) if layout.zero else 1),
+                    mine,
+                )
+            )
     ends = 0
     if stage == 0:
         ends += shape.embedding_parameters
     if stage == layout.pp - 1:
         ends += shape.other_parameters + (0 if shape.tied and layout.pp == 1 else shape.head_parameters)
     if ends:
-        found.append((_unit("ends", math.ceil(ends / tp_grid_cost.weight_ranks(layout)), shards), 1))
+        found.append((_param_group("ends", math.ceil(ends / tp_grid_cost.num_weight_shards(layout)), shards), 1))
     return found
 
 
-def fullest_share(case: Case) -> float:
+def max_layer_share(case: Scenario) -> float:
     """Of the layers, on the rank that has the most of them."""
     stages, layers = case.layout.pp * case.layout.vpp, case.shape.num_layers
     return math.ceil(layers / stages) * case.layout.vpp / layers
 
 
-def own_parameters(layer: Layer, layout: Layout) -> int:
+def dense_parameters(layer: LayerShape, layout: Layout) -> int:
     """Of a layer on one rank of tp, without its experts."""
-    ranks, others = tp_grid_cost.weight_ranks(layout), tp_grid_cost.block(layout, 1, layer.other_parameters)[1]
-    return others + sum(-(-count // ranks) if divided else count for count, divided in layer.own_products)
+    ranks, others = (
+        tp_grid_cost.num_weight_shards(layout),
+        tp_grid_cost.local_activation_shape(layout, 1, layer.other_parameters)[1],
+    )
+    return others + sum(-(-count // ranks) if divided else count for count, divided in layer.dense_matmuls)
 
 
-def _unit(name: str, numel: int, shards: int) -> Unit:
-    return Unit(name=name, entries=(Entry(name=name, names=(name,), shape=(numel,)),), shards=shards)
+def _param_group(name: str, numel: int, shards: int) -> ParamGroupSpec:
+    return ParamGroupSpec(
+        name=name, params=(LogicalParam(name=name, names=(name,), shape=(numel,)),), num_shards=shards
+    )
 
 
-def largest_unit(case: Case, numel: int) -> int:
+def gathered_numel(case: Scenario, numel: int) -> int:
     """Elements that are gathered or reduced at once of a unit of so many: `memory.buffer` cuts it, down to a module."""
-    limit = case.thrift.buffer // case.element_bytes
+    limit = case.memory_options.buffer // case.element_bytes
     if not limit or numel <= limit:
         return numel
-    ranks = tp_grid_cost.weight_ranks(case.layout)
-    modules = [side * p.inputs // ranks for layer, _ in case.shape.layers for p in layer.products for side in _sides(p)]
+    ranks = tp_grid_cost.num_weight_shards(case.layout)
+    modules = [
+        side * p.inputs // ranks for layer, _ in case.shape.layers for p in layer.matmuls for side in _fused_outputs(p)
+    ]
     return min(numel, max(limit, *modules))
 
 
-def _sides(product: Product) -> tuple[int, ...]:
-    return product.parts or (product.outputs,)
+def _fused_outputs(product: MatmulShape) -> tuple[int, ...]:
+    return product.fused_outputs or (product.outputs,)
 
 
-def data_ranks(case: Case, unit: str) -> int:
+def data_parallel_ranks(case: Scenario, group: str) -> int:
     """Ranks that hold the same parameters of a unit, or shards of them."""
     layout = case.layout
     data = layout.dp * layout.cp
-    return max(1, data * layout.tp // (layout.ep * layout.etp)) if unit == EXPERTS else data
+    return max(1, data * layout.tp // (layout.ep * layout.etp)) if group == EXPERT_GROUP else data
 
 
 # -- states -----------------------------------------------------------------------------------------------------------
 
 
-def policy_of(case: Case) -> zero.Policy:
+def sharding_policy(case: Scenario) -> zero.ShardingPolicy:
     """When units move, and in which types their states are kept: other programs keep all of them in whole."""
-    found = zero.policy(case.layout, own_loop=case.program == "others")
+    found = zero.sharding_policy(case.layout, user_loop=case.program == "others")
     # Norms have a part of their gradients on each rank of tp (sequence.py, grid.py).
     if case.layout.tp > 1 and (case.layout.sp or case.layout.tp_kind != "1d"):
-        return replace(found, sums_gradients=True)
+        return replace(found, accumulates_grads=True)
     return found
 
 
-def gradient_bytes(case: Case) -> int:
+def gradient_bytes(case: Scenario) -> int:
     """Of an element of a gradient, where it is kept."""
-    return case.reduce_bytes if policy_of(case).sums_gradients else case.element_bytes
+    return case.reduce_bytes if sharding_policy(case).accumulates_grads else case.element_bytes
 
 
-def update_bytes(case: Case) -> float:
+def adamw_traffic(case: Scenario) -> float:
     """Moved per parameter by our update: master and moments are read and written, gradients read for their norm too."""
     if not case.has_kernels:
         return 0.0
-    return 2 * (case.master_bytes + MOMENTS * case.moment_bytes) + 2 * gradient_bytes(case)
+    return 2 * (case.master_bytes + NUM_MOMENTS * case.moment_bytes) + 2 * gradient_bytes(case)
 
 
-def weight_bytes(case: Case) -> float:
+def weight_traffic(case: Scenario) -> float:
     """Moved for the layers' weights in a microbatch, beside products and the update, where our kernels run.
 
     Weights are in 8 bits once a step, where several microbatches keep them, and in each microbatch otherwise.
@@ -113,7 +125,10 @@ def weight_bytes(case: Case) -> float:
     if not case.has_kernels:
         return 0.0
     layout, layers = case.layout, case.shape.layers
-    sums = GRADIENT_SUMS if gradient_bytes(case) > case.element_bytes else 0.0
-    each = sums + (WEIGHT_CASTS / layout.accumulate if case.is_narrow else 0.0)
+    sums = GRAD_ACCUMULATE_BYTES if gradient_bytes(case) > case.element_bytes else 0.0
+    each = sums + (FP8_CAST_BYTES / layout.accumulate if case.is_low_precision else 0.0)
     experts = sum(n * layer.expert_parameters for layer, n in layers) / (layout.ep * layout.etp)
-    return each * sum(n * own_parameters(layer, layout) for layer, n in layers) + (sums or GRADIENT_COPIES) * experts
+    return (
+        each * sum(n * dense_parameters(layer, layout) for layer, n in layers)
+        + (sums or EXPERT_GRAD_COPY_BYTES) * experts
+    )

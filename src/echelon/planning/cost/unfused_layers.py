@@ -11,28 +11,30 @@ GPT's norms, activation and attention are torch's own everywhere.
 from __future__ import annotations
 
 from echelon.planning.cost import fused_layers
-from echelon.planning.cost.kernel_traffic import KernelCounts, Part
-from echelon.planning.model.model_shape import Attention, Latent
+from echelon.planning.cost.kernel_traffic import LayerCounts, ShardedCount
+from echelon.planning.model.model_shape import AttentionShape, Latent
 
 
-def more(parts: fused_layers.Parts, width: int, attention: Attention, latent: Latent | None) -> KernelCounts:
+def extra_attention(
+    family: fused_layers.LayerFamily, width: int, attention: AttentionShape, latent: Latent | None
+) -> LayerCounts:
     """Of the stream and of attention."""
-    if parts is fused_layers.GPT:
-        return KernelCounts()
+    if family is fused_layers.GPT:
+        return LayerCounts()
     q, k = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
     out = attention.heads * attention.value_dim
-    found = KernelCounts(kept=Part(whole=2 * width), apart=Part(split=out))
-    if parts is fused_layers.NORMED:
-        return found + KernelCounts(kept=Part(split=q + k), core=Part(split=q + k))
+    found = LayerCounts(saved=ShardedCount(sp=2 * width), attention_copy=ShardedCount(tp=out))
+    if family is fused_layers.LLAMA_QK_NORM:
+        return found + LayerCounts(saved=ShardedCount(tp=q + k), core_saved=ShardedCount(tp=q + k))
     if latent is not None:
-        return found + KernelCounts(kept=Part(whole=latent.query_rank + latent.kv_rank))
+        return found + LayerCounts(saved=ShardedCount(sp=latent.query_rank + latent.kv_rank))
     return found
 
 
-def more_inside(parts: fused_layers.Parts, ffn: int) -> KernelCounts:
+def extra_feed_forward(family: fused_layers.LayerFamily, ffn: int) -> LayerCounts:
     """Of the feed-forward part."""
-    return KernelCounts() if parts is fused_layers.GPT else KernelCounts(remade=Part(split=ffn))
+    return LayerCounts() if family is fused_layers.GPT else LayerCounts(recomputable=ShardedCount(tp=ffn))
 
 
-def more_of_experts(ffn: int, *, top_k: int, gated: bool) -> KernelCounts:
-    return KernelCounts(kept=Part(inner=top_k * ffn)) if gated else KernelCounts()
+def extra_experts(ffn: int, *, top_k: int, gated: bool) -> LayerCounts:
+    return LayerCounts(saved=ShardedCount(expert=top_k * ffn)) if gated else LayerCounts()

@@ -14,50 +14,55 @@ from typing import Any
 import numpy as np
 
 from echelon.layout import Layout
-from echelon.layout.layout import ASYNCHRONOUS
+from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.memory.offload import cost as offload_cost
-from echelon.memory.offload.cost import Moved, moved
-from echelon.parallel.ep.expert_parallel import CEILING
+from echelon.memory.offload.cost import OffloadTraffic, offload_traffic
+from echelon.parallel.ep.expert_parallel import MAX_LOAD_FACTOR
 from echelon.parallel.tp_grid import cost as tp_grid_cost
 from echelon.planning.cluster.cluster import HOST_DEVICES
-from echelon.planning.cluster.link_time import latency_of
+from echelon.planning.cluster.link_time import intra_node_latency
 from echelon.planning.cost import optimizer_update
-from echelon.planning.cost.comm_volume import gradient_wire, messages, tensor_wire
-from echelon.planning.cost.cp_traffic import attended, reach_of
-from echelon.planning.cost.elementwise_traffic import passing_of
-from echelon.planning.cost.expert_traffic import to_experts
-from echelon.planning.cost.memory_model import share_away
+from echelon.planning.cost.comm_volume import dp_wire_bytes, tp_collectives, tp_wire_bytes
+from echelon.planning.cost.cp_traffic import computed_attention, cp_traffic
+from echelon.planning.cost.elementwise_traffic import elementwise_traffic
+from echelon.planning.cost.expert_traffic import expert_traffic
+from echelon.planning.cost.memory_model import offloaded_share
 from echelon.planning.cost.param_group_traffic import (
-    MOMENTS,
-    fullest_share,
+    NUM_MOMENTS,
     gradient_bytes,
-    policy_of,
-    units_of,
-    weight_bytes,
+    max_layer_share,
+    param_groups,
+    sharding_policy,
+    weight_traffic,
 )
-from echelon.planning.cost.recompute_cost import doing, kept_of, moved_to_keep, repeated_of
-from echelon.planning.model.model_shape import COLUMNS, ROUTER, ROWS, Product
-from echelon.planning.scenario import KERNELS, Case
+from echelon.planning.cost.recompute_cost import (
+    compression_traffic,
+    recompute_plan,
+    recompute_shares,
+    saved_layer_bytes,
+)
+from echelon.planning.model.model_shape import COLUMN_PARALLEL, ROUTER, ROW_PARALLEL, MatmulShape
+from echelon.planning.scenario import ATTENTION_KERNELS, Scenario
 
 Number = Any
 """a number, or an array of them"""
 GENERATIONS = ("cpu", "volta", "ampere", "hopper", "blackwell")
 CPU, VOLTA, AMPERE, HOPPER, BLACKWELL = range(len(GENERATIONS))
-SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", *ASYNCHRONOUS)
+BUBBLE_SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", *ASYNC_SCHEDULES)
 """whose bubbles are told apart"""
-NARROW = {"fp8": 1, "fp4": 2}
+LOW_PRECISION = {"fp8": 1, "fp4": 2}
 """types narrower than 16 bits; others are 0"""
-TILE = 64
+GEMM_TILE = 64
 """elements: products are fast where it divides their dimensions"""
-WIDE_HEAD = 128
+WIDE_HEAD_DIM = 128
 """elements from which a head is wide"""
-LOSS_BYTES, CHUNK_LOSS_BYTES = 8.0, 2.0
+LOGIT_TRAFFIC, FUSED_LOGIT_TRAFFIC = 8.0, 2.0
 """moved per logit, forward and for each of both gradients; where the head's loss is our kernel, which reads twice and
 writes once in all"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class StepWork:
     # the devices
     generation: Number
     peak: Number
@@ -193,24 +198,28 @@ class Work:
     disk_seconds: Number
 
 
-def stacked(works: Sequence[Work]) -> Work:
+def stack_work(works: Sequence[StepWork]) -> StepWork:
     """Many as one, an array for each number."""
-    return Work(**{field.name: np.array([getattr(work, field.name) for work in works]) for field in fields(Work)})
+    return StepWork(
+        **{field.name: np.array([getattr(work, field.name) for work in works]) for field in fields(StepWork)}
+    )
 
 
-def works_of(cases: Sequence[Case], *, once_a_step: bool = True) -> Work:
+def count_stacked_work(scenarios: Sequence[Scenario], *, include_per_step: bool = True) -> StepWork:
     """Of cases that do the same on every microbatch, as one. Without what is `once_a_step`, sooner: a bound."""
-    if cases[0].layout.depth > 1 or cases[0].layout.recompute.startswith("budget"):  # these do not do the same
-        return stacked([work_of(case) for case in cases])
-    steps = [_of_step(case, once_a_step) for case in cases]
-    return Work(**_of_microbatch(cases[0]), **{name: np.array([step[name] for step in steps]) for name in steps[0]})
+    if scenarios[0].layout.depth > 1 or scenarios[0].layout.recompute.startswith("budget"):  # these do not do the same
+        return stack_work([count_work(case) for case in scenarios])
+    steps = [_step_work(case, include_per_step) for case in scenarios]
+    return StepWork(
+        **_microbatch_work(scenarios[0]), **{name: np.array([step[name] for step in steps]) for name in steps[0]}
+    )
 
 
-def work_of(case: Case, *, once_a_step: bool = True) -> Work:
-    return Work(**_of_microbatch(case), **_of_step(case, once_a_step))
+def count_work(scenario: Scenario, *, include_per_step: bool = True) -> StepWork:
+    return StepWork(**_microbatch_work(scenario), **_step_work(scenario, include_per_step))
 
 
-def _of_microbatch(case: Case) -> dict[str, Any]:
+def _microbatch_work(case: Scenario) -> dict[str, Any]:
     """What layouts that differ in pp, dp, zero and schedule have in common."""
     layout, shape, cluster = case.layout, case.shape, case.cluster
     device = cluster.device
@@ -221,152 +230,156 @@ def _of_microbatch(case: Case) -> dict[str, Any]:
     )
     head_dim = 0
     for layer, n in shape.layers:
-        for product in layer.products:
-            flops, edges = _product(product, tokens, case)
+        for product in layer.matmuls:
+            flops, edges = _gemm_work(product, tokens, case)
             if case.has_kernels and product.name == ROUTER:
-                counts["router_flops"] += n * flops / case.sliced
+                counts["router_flops"] += n * flops / case.sp_degree
                 continue
             kind = "expert_" if product.experts else ""
             counts[kind + "flops"] += n * flops
             counts[kind + "edges"] += n * edges
-            if not product.experts and _is_odd(product, layout):
+            if not product.experts and _is_misaligned(product, layout):
                 counts["odd_flops"] += n * flops
         if layer.attention is not None:
-            attention = attended(case, layer.attention)
+            attention = computed_attention(case, layer.attention)
             counts["attention_flops"] += n * attention.flops(case.seq_len) * tokens / tp
             counts["scores"] += n * layer.attention.heads / tp * tokens * case.seq_len
             head_dim = max(head_dim, layer.attention.head_dim)
     columns = shape.vocab / tp
     head = 2.0 * tokens * shape.width * columns
     per_node = cluster.per_node
-    sent, reach, routed = messages(case), reach_of(case), to_experts(case)
-    again, passing = repeated_of(case), passing_of(case)
+    sent, reach, routed = tp_collectives(case), cp_traffic(case), expert_traffic(case)
+    again, passing = recompute_shares(case), elementwise_traffic(case)
     return {
         **counts,
         "generation": GENERATIONS.index(device.generation),
         "peak": device.peak(case.precision),
         "peak16": device.peak("bf16"),
         "memory": device.bandwidth,
-        "inside": cluster.inside.bandwidth,
-        "outside": cluster.outside.bandwidth,
-        "latency": latency_of(cluster),
-        "narrow": NARROW.get(case.precision, 0) if case.precision in device.flops else 0,
+        "inside": cluster.intra_node.bandwidth,
+        "outside": cluster.inter_node.bandwidth,
+        "latency": intra_node_latency(cluster),
+        "narrow": LOW_PRECISION.get(case.precision, 0) if case.precision in device.flops else 0,
         "head_flops": head,
         "head_edges": head * (1 / tokens + 1 / shape.width + 1 / columns),
-        "loss_bytes": tokens * columns * (CHUNK_LOSS_BYTES if case.has_kernels and tp == 1 else LOSS_BYTES),
-        "kernel": KERNELS.index("plain" if case.writes_scores and case.attention == "best" else case.attention),
-        "wide_heads": head_dim >= WIDE_HEAD,
+        "loss_bytes": tokens * columns * (FUSED_LOGIT_TRAFFIC if case.has_kernels and tp == 1 else LOGIT_TRAFFIC),
+        "kernel": ATTENTION_KERNELS.index(
+            "plain" if case.materializes_scores and case.attention_kernel == "best" else case.attention_kernel
+        ),
+        "wide_heads": head_dim >= WIDE_HEAD_DIM,
         "passed": passing.others,
         "norms": passing.norms,
-        "passed_backward": passing.backward,
+        "passed_backward": passing.backward_ratio,
         "fused_norms": case.fused_norms,
-        "packed": moved_to_keep(case),
+        "packed": compression_traffic(case),
         "layers": shape.num_layers,
-        "mixtures": shape.mixtures,
+        "mixtures": shape.num_moe_layers,
         "tp": tp,
-        "tp_bytes": tensor_wire(sent, layout),
-        "tp_hidden": tensor_wire([item for item in sent if item.hidden], layout),
+        "tp_bytes": tp_wire_bytes(sent, layout),
+        "tp_hidden": tp_wire_bytes([item for item in sent if item.overlapped], layout),
         "tp_messages": sum(item.count for item in sent),
         "tp_near": tp <= per_node,
         "tp_members": min(tp, per_node),
-        "ep_inside": routed.inside,
-        "ep_outside": routed.outside,
-        "ep_messages": routed.messages,
-        "ring_steps": reach.steps,
-        "ring_bytes": reach.sent,
-        "ring_gradients": reach.sent_back,
-        "ring_near": reach.near,
-        "cp_inside": reach.inside,
-        "cp_outside": reach.outside,
-        "cp_messages": reach.messages,
-        "by_blocks": reach.by_blocks,
-        "cp_moved": reach.moved,
-        "cp_moved_back": reach.moved_back,
+        "ep_inside": routed.intra_node_bytes,
+        "ep_outside": routed.inter_node_bytes,
+        "ep_messages": routed.num_collectives,
+        "ring_steps": reach.ring_steps,
+        "ring_bytes": reach.ring_bytes,
+        "ring_gradients": reach.ring_grad_bytes,
+        "ring_near": reach.ring_in_node,
+        "cp_inside": reach.intra_node_bytes,
+        "cp_outside": reach.inter_node_bytes,
+        "cp_messages": reach.num_collectives,
+        "by_blocks": reach.is_blockwise,
+        "cp_moved": reach.memory_bytes,
+        "cp_moved_back": reach.memory_bytes_backward,
         "repeated": again.forward,
         "repeated_attention": again.attention,
-        "repeated_passing": again.passing,
-        "repeated_experts": case.crowd > CEILING,  # in rounds nothing is kept (rounds.py)
+        "repeated_passing": again.elementwise,
+        "repeated_experts": case.expert_load > MAX_LOAD_FACTOR,  # in rounds nothing is kept (rounds.py)
     }
 
 
-def _of_step(case: Case, once_a_step: bool) -> dict[str, Any]:
+def _step_work(case: Scenario, include_per_step: bool) -> dict[str, Any]:
     """The rest: how microbatches follow each other, and what is done once a step, if that is asked for."""
     layout, shape, cluster = case.layout, case.shape, case.cluster
     per_node, ranks, stages = cluster.per_node, layout.dp * layout.cp, layout.pp * layout.vpp
-    updated, away, sending = 0.0, Moved(), optimizer_update.Sending()
-    if once_a_step:
-        units = units_of(case, 0)
+    updated, away, sending = 0.0, OffloadTraffic(), optimizer_update.UpdateComm()
+    if include_per_step:
+        units = param_groups(case, 0)
         updated = sum(unit.shard_numel * n for unit, n in units)
-        sending = optimizer_update.sending(case) if case.rule is not None else sending
+        sending = optimizer_update.update_comm(case) if case.optimizer is not None else sending
         if layout.offload != "none":
-            done = doing(case)
-            away = moved(
+            done = recompute_plan(case)
+            away = offload_traffic(
                 layout.offload,
-                updated=updated,
-                activations=sum(n * kept_of(case, layer, done) for layer, n in shape.layers) / layout.pp,
+                shard_params=updated,
+                activation_bytes=sum(n * saved_layer_bytes(case, layer, done) for layer, n in shape.layers) / layout.pp,
                 accumulate=layout.accumulate,
                 compute_bytes=case.element_bytes,
                 gradient_bytes=gradient_bytes(case),
-                state_bytes=4 + MOMENTS * case.moment_bytes,
-                share=share_away(case),
+                state_bytes=4 + NUM_MOMENTS * case.moment_bytes,
+                offloaded_share=offloaded_share(case),
             )
     device_host = min(per_node, HOST_DEVICES)
-    own = not policy_of(case).sums_gradients or offload_cost.pages(layout.offload)
-    states = case.rule.states if case.rule is not None else "float32"
+    own = not sharding_policy(case).accumulates_grads or offload_cost.offloads_params(layout.offload)
+    states = case.optimizer.states if case.optimizer is not None else "float32"
     return {
-        "weight_bytes": weight_bytes(case),
-        "pp_bytes": case.tokens * shape.width * case.element_bytes / case.sliced if layout.pp > 1 else 0.0,
+        "weight_bytes": weight_traffic(case),
+        "pp_bytes": case.tokens * shape.width * case.element_bytes / case.sp_degree if layout.pp > 1 else 0.0,
         "pp_near": layout.tp * ranks * layout.pp <= per_node,  # dp lies inside pp in the mesh
-        "dp_bytes": gradient_wire(case) if once_a_step else 0.0,
+        "dp_bytes": dp_wire_bytes(case) if include_per_step else 0.0,
         "dp_near": layout.tp * ranks <= per_node,
         "dp_members": max(1.0, min(per_node / layout.tp, ranks)),
         "dp": ranks,
         "pp": layout.pp,
         "vpp": layout.vpp,
         "accumulate": layout.accumulate,
-        "streams": policy_of(case).scatter_every_microbatch,
-        "slowest": fullest_share(case),
+        "streams": sharding_policy(case).reduce_scatter_every_microbatch,
+        "slowest": max_layer_share(case),
         "even": shape.num_layers % stages == 0,
-        "schedule": SCHEDULES.index(layout.schedule) if layout.schedule in SCHEDULES else 0,
-        "updated": updated - away.updated,
-        "update_bytes": optimizer_update.moved_bytes(case) * (updated - away.updated),
+        "schedule": BUBBLE_SCHEDULES.index(layout.schedule) if layout.schedule in BUBBLE_SCHEDULES else 0,
+        "updated": updated - away.host_updated_params,
+        "update_bytes": optimizer_update.update_traffic(case) * (updated - away.host_updated_params),
         "update_flops": sending.flops,
-        "update_sent": sending.bytes,
-        "update_messages": sending.messages,
+        "update_sent": sending.wire_bytes,
+        "update_messages": sending.num_collectives,
         "update_near": layout.tp * ranks <= per_node,
-        "host": (cluster.curves.host if cluster.curves else 0.0) or cluster.device.host.bandwidth,
-        "host_bytes": away.link,
-        "host_updated": away.updated,
-        "host_updates": 1 / offload_cost.update_seconds(case.moment_bytes, states, own=own) / device_host,
-        "disk_seconds": away.disk / (cluster.disk_bandwidth / device_host),
+        "host": (cluster.curves.host if cluster.curves else 0.0) or cluster.device.host_link.bandwidth,
+        "host_bytes": away.link_bytes,
+        "host_updated": away.host_updated_params,
+        "host_updates": 1
+        / offload_cost.host_update_seconds(case.moment_bytes, states, gradient_on_host=own)
+        / device_host,
+        "disk_seconds": away.disk_bytes / (cluster.disk_bandwidth / device_host),
     }
 
 
-def _product(product: Product, tokens: float, case: Case) -> tuple[float, float]:
+def _gemm_work(gemm: MatmulShape, tokens: float, case: Scenario) -> tuple[float, float]:
     """(FLOPs, edges) of a product, forward, on one rank."""
-    layout, inputs, outputs = case.layout, float(product.inputs), float(product.outputs)
-    if product.experts:
+    layout, inputs, outputs = case.layout, float(gemm.inputs), float(gemm.outputs)
+    if gemm.experts:
         # Experts are spread over ep ranks, each of which sends its tokens: every expert gets those of all of them.
-        mine = case.crowd * tokens * layout.etp / layout.tp
-        rows = max(1.0, mine * product.share * layout.ep / product.experts)
-        outputs = outputs / layout.etp if product.split == COLUMNS else outputs
-        inputs = inputs / layout.etp if product.split == ROWS else inputs
-        flops = 2.0 * mine * product.share * inputs * outputs
+        mine = case.expert_load * tokens * layout.etp / layout.tp
+        rows = max(1.0, mine * gemm.token_share * layout.ep / gemm.experts)
+        outputs = outputs / layout.etp if gemm.split == COLUMN_PARALLEL else outputs
+        inputs = inputs / layout.etp if gemm.split == ROW_PARALLEL else inputs
+        flops = 2.0 * mine * gemm.token_share * inputs * outputs
         return flops, flops * (1 / rows + 1 / inputs + 1 / outputs)
     if layout.tp_kind != "1d":
-        sides = tp_grid_cost.grid_of(layout)
-        rows = sides.z if layout.tp_kind == "3d" else sides.rows
+        sides = tp_grid_cost.grid_shape(layout)
+        rows = sides.z if layout.tp_kind == "3d" else sides.batch_parts
         flops = 2.0 * tokens * inputs * outputs / layout.tp
         return flops, flops * (rows / tokens + sides.x / inputs + sides.x / outputs)
-    if product.split == COLUMNS:
+    if gemm.split == COLUMN_PARALLEL:
         outputs /= layout.tp
-    elif product.split == ROWS:
+    elif gemm.split == ROW_PARALLEL:
         inputs /= layout.tp
     flops = 2.0 * tokens * inputs * outputs
     return flops, flops * (1 / tokens + 1 / inputs + 1 / outputs)
 
 
-def _is_odd(product: Product, layout: Layout) -> bool:
-    inputs = product.inputs // layout.tp if product.split == ROWS else product.inputs
-    outputs = product.outputs // layout.tp if product.split == COLUMNS else product.outputs
-    return bool(inputs % TILE or outputs % TILE)
+def _is_misaligned(gemm: MatmulShape, layout: Layout) -> bool:
+    inputs = gemm.inputs // layout.tp if gemm.split == ROW_PARALLEL else gemm.inputs
+    outputs = gemm.outputs // layout.tp if gemm.split == COLUMN_PARALLEL else gemm.outputs
+    return bool(inputs % GEMM_TILE or outputs % GEMM_TILE)

@@ -7,141 +7,141 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from echelon.layout import Layout
-from echelon.layout.rules import Facts, broken
-from echelon.planning.calibrate.calibration import constants_of
-from echelon.planning.calibrate.constants import FITTED, Constants
+from echelon.layout.rules import LayoutConstraints, find_violations
+from echelon.planning.calibrate.calibration import constants_for
+from echelon.planning.calibrate.constants import FITTED_CONSTANTS, Constants
 from echelon.planning.cluster.device_kinds import GIB
-from echelon.planning.cost.cp_time import reaching
-from echelon.planning.cost.cp_traffic import bytes_sent
-from echelon.planning.cost.step_time import FLASH_BACKWARD, microbatch
-from echelon.planning.cost.work import work_of
+from echelon.planning.cost.cp_time import cp_time
+from echelon.planning.cost.cp_traffic import cp_bytes_per_token
+from echelon.planning.cost.step_time import FLASH_BACKWARD_RATIO, microbatch_time
+from echelon.planning.cost.work import count_work
 from echelon.planning.model.model_shape import RuleFacts
 from echelon.planning.priced_plan import Plan, price
-from echelon.planning.scenario import Case
-from echelon.planning.search.layout_families import LEAST_GRID, Wish, context_kinds, tensor_kinds
+from echelon.planning.scenario import Scenario
+from echelon.planning.search.layout_families import MIN_GRID_TP, PlanRequest, cp_kinds, tp_kinds
 
-CONTEXT = ("ring", "gather", "ulysses", "ring-ulysses")
-TENSOR = ("1d", "2d", "2.5d", "3d")
-SAME = 0.005
+CP_KINDS = ("ring", "gather", "ulysses", "ring-ulysses")
+TP_KINDS = ("1d", "2d", "2.5d", "3d")
+EQUAL_WITHIN = 0.005
 """share of a step by which plans may differ and be called equal"""
 
 
-def reasons(wish: Wish, plan: Plan, c: Constants = FITTED) -> Iterator[str]:
+def kind_reasons(request: PlanRequest, plan: Plan, c: Constants = FITTED_CONSTANTS) -> Iterator[str]:
     if plan.layout.cp > 1:
-        yield from _of_context(wish, plan, c)
-    if plan.layout.tp_kind != "1d" or plan.layout.tp >= LEAST_GRID:
-        yield from _of_tensor(wish, plan, c)
+        yield from _cp_reasons(request, plan, c)
+    if plan.layout.tp_kind != "1d" or plan.layout.tp >= MIN_GRID_TP:
+        yield from _tp_reasons(request, plan, c)
 
 
 # -- context ----------------------------------------------------------------------------------------------------------
 
 
-def _of_context(wish: Wish, plan: Plan, c: Constants) -> Iterator[str]:
+def _cp_reasons(request: PlanRequest, plan: Plan, c: Constants) -> Iterator[str]:
     layout = plan.layout
-    yield f"cp={layout.cp} as {_context_name(layout)} sends {_context_bytes(plan.case, c)}."
-    legal = context_kinds(_free(wish, "cp_kind", "ulysses"), layout.tp, layout.cp)
-    for kind in CONTEXT:
+    yield f"cp={layout.cp} as {_cp_name(layout)} sends {_cp_traffic(plan.scenario, c)}."
+    legal = cp_kinds(_without_fixed(request, "cp_kind", "ulysses"), layout.tp, layout.cp)
+    for kind in CP_KINDS:
         cases = [
-            replace(plan.case, layout=replace(layout, cp_kind=kind, ulysses=inner))
+            replace(plan.scenario, layout=replace(layout, cp_kind=kind, ulysses=inner))
             for name, inner in legal
             if name == kind != layout.cp_kind
         ]
         if cases:
             other = min((price(case, c) for case in cases), key=lambda found: (not found.fits, found.seconds))
-            yield f"As {_context_name(other.layout)} it {_verdict(plan, other)}: {_context_bytes(other.case, c)}."
+            yield f"As {_cp_name(other.layout)} it {_verdict(plan, other)}: {_cp_traffic(other.scenario, c)}."
         elif kind != layout.cp_kind and kind not in dict(legal):
-            yield f"{kind} cannot be: {_why_not(wish, layout, kind)}."
+            yield f"{kind} cannot be: {_broken_rule(request, layout, kind)}."
 
 
-def _context_name(layout: Layout) -> str:
+def _cp_name(layout: Layout) -> str:
     return f"ring-ulysses of {layout.ulysses}" if layout.cp_kind == "ring-ulysses" else layout.cp_kind
 
 
-def _context_bytes(case: Case, c: Constants) -> str:
+def _cp_traffic(scenario: Scenario, c: Constants) -> str:
     """What is sent, over which links, and what hides it."""
-    layout, per_node = case.layout, case.cluster.per_node
-    sent = f"{_size(bytes_sent(case))} a token and layer"
+    layout, per_node = scenario.layout, scenario.cluster.per_node
+    sent = f"{_format_bytes(cp_bytes_per_token(scenario))} a token and layer"
     near = layout.tp * layout.cp <= per_node
     where = "inside a node" if near else "between nodes"
     if layout.cp_kind in ("gather", "ulysses"):
         return f"{sent} {where}, and nothing hides it"
-    c, work = constants_of(case, c), work_of(case)
-    attention = microbatch(work, c).attention
-    found = reaching(work, c, attention, FLASH_BACKWARD * attention)
-    hop, block = (float(x) / case.shape.num_layers for x in (found.hop, found.block))
+    c, work = constants_for(scenario, c), count_work(scenario)
+    attention = microbatch_time(work, c).attention
+    found = cp_time(work, c, attention, FLASH_BACKWARD_RATIO * attention)
+    hop, block = (float(x) / scenario.shape.num_layers for x in (found.hop, found.block))
     hidden = "attention hides it" if hop < block else "attention hides a part of it"
-    beside = f"{hidden}: a hop takes {_short(hop)}, the block beside it {_short(block)}"
+    beside = f"{hidden}: a hop takes {_format_seconds(hop)}, the block beside it {_format_seconds(block)}"
     if layout.cp_kind == "ring":
         return f"{sent} {where}, and {beside}"
     inner = "inside a node" if layout.tp * layout.ulysses <= per_node else "between nodes"
     return f"{sent}, heads {inner}, which nothing hides, keys and values {where}, and {beside}"
 
 
-def _short(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds >= 0.99e-3 else f"{seconds * 1e6:.0f} us"
 
 
-def _why_not(wish: Wish, layout: Layout, kind: str) -> str:
+def _broken_rule(request: PlanRequest, layout: Layout, kind: str) -> str:
     """The rule that a kind breaks; of inner degrees, that none divides the heads."""
     if kind == "ring-ulysses":
         return f"no part of cp={layout.cp} that fits a node beside tp={layout.tp} divides the heads of a rank"
-    facts = Facts(seq_len=wish.seq_len, model=RuleFacts(wish.shape))
-    found = broken(replace(layout, cp_kind=kind, ulysses=layout.cp if kind == "ulysses" else 1), facts)
-    return next((f"cp={layout.cp} {rule.rule}" for rule in found.values()), f"cp={layout.cp}")
+    facts = LayoutConstraints(seq_len=request.seq_len, model=RuleFacts(request.shape))
+    found = find_violations(replace(layout, cp_kind=kind, ulysses=layout.cp if kind == "ulysses" else 1), facts)
+    return next((f"cp={layout.cp} {rule.message}" for rule in found.values()), f"cp={layout.cp}")
 
 
 # -- tensor -----------------------------------------------------------------------------------------------------------
 
 
-def _of_tensor(wish: Wish, plan: Plan, c: Constants) -> Iterator[str]:
+def _tp_reasons(request: PlanRequest, plan: Plan, c: Constants) -> Iterator[str]:
     layout = plan.layout
-    yield f"tp={layout.tp} as {_tensor_name(layout)} sends {_tensor_bytes(plan.case)}."
-    legal = tensor_kinds(_free(wish, "tp_kind", "depth"), layout.tp)
-    for kind in TENSOR:
-        layouts = [_of_kind(layout, kind, depth) for name, depth in legal if name == kind != layout.tp_kind]
+    yield f"tp={layout.tp} as {_tp_name(layout)} sends {_tp_traffic(plan.scenario)}."
+    legal = tp_kinds(_without_fixed(request, "tp_kind", "depth"), layout.tp)
+    for kind in TP_KINDS:
+        layouts = [_with_tp_kind(layout, kind, depth) for name, depth in legal if name == kind != layout.tp_kind]
         if layouts:
-            plans = (price(replace(plan.case, layout=one), c) for one in layouts)
+            plans = (price(replace(plan.scenario, layout=one), c) for one in layouts)
             other = min(plans, key=lambda found: (not found.fits, found.seconds))
-            yield f"As {_tensor_name(other.layout)} it {_verdict(plan, other)}: {_tensor_bytes(other.case)}."
+            yield f"As {_tp_name(other.layout)} it {_verdict(plan, other)}: {_tp_traffic(other.scenario)}."
 
 
-def _of_kind(layout: Layout, kind: str, depth: int) -> Layout:
+def _with_tp_kind(layout: Layout, kind: str, depth: int) -> Layout:
     given = {key: value for key, value in layout.explicit.items() if key not in ("sp", "tp_kind", "depth")}
     return Layout.resolve({**given, "tp_kind": kind, "depth": depth})
 
 
-def _tensor_name(layout: Layout) -> str:
+def _tp_name(layout: Layout) -> str:
     if layout.tp_kind == "1d":
         return "1d with sequence parallelism" if layout.sp else "1d"
     return f"2.5d of depth {layout.depth}" if layout.depth > 1 else layout.tp_kind
 
 
-def _tensor_bytes(case: Case) -> str:
-    work, layers = work_of(case), case.shape.num_layers
-    every = case.layout.microbatch * case.seq_len / case.layout.cp * layers
-    where = "inside a node" if case.layout.tp <= case.cluster.per_node else "between nodes"
+def _tp_traffic(scenario: Scenario) -> str:
+    work, layers = count_work(scenario), scenario.shape.num_layers
+    every = scenario.layout.microbatch * scenario.seq_len / scenario.layout.cp * layers
+    where = "inside a node" if scenario.layout.tp <= scenario.cluster.per_node else "between nodes"
     messages = work.tp_messages / layers
-    padded = case.tokens * case.layout.cp / (case.layout.microbatch * case.seq_len)
+    padded = scenario.tokens * scenario.layout.cp / (scenario.layout.microbatch * scenario.seq_len)
     more = f", and {padded - 1:.0%} of its sequences are padding" if padded > 1 else ""
-    return f"{_size(work.tp_bytes / every)} a token and layer in {messages:.0f} messages {where}{more}"
+    return f"{_format_bytes(work.tp_bytes / every)} a token and layer in {messages:.0f} messages {where}{more}"
 
 
 # -- both -------------------------------------------------------------------------------------------------------------
 
 
-def _free(wish: Wish, *keys: str) -> Wish:
+def _without_fixed(request: PlanRequest, *keys: str) -> PlanRequest:
     """Without what was asked for: that is to be compared with the others."""
-    return replace(wish, fixed={key: value for key, value in wish.fixed.items() if key not in keys})
+    return replace(request, fixed={key: value for key, value in request.fixed.items() if key not in keys})
 
 
-def _size(count: float) -> str:
+def _format_bytes(count: float) -> str:
     return f"{count / 2**20:.3g} MiB" if count >= 1000 * 2**10 else f"{count / 2**10:.3g} KiB"
 
 
 def _verdict(plan: Plan, other: Plan) -> str:
     if not other.fits:
-        return f"would need {(other.memory.total - other.case.cluster.memory) / GIB:.1f} GiB more than a device has"
+        return f"would need {(other.memory.total - other.scenario.cluster.memory) / GIB:.1f} GiB more than a device has"
     change = other.seconds / plan.seconds - 1
-    if abs(change) < SAME:
+    if abs(change) < EQUAL_WITHIN:
         return "would be as fast"
     return f"would be {abs(change):.0%} {'slower' if change > 0 else 'faster'}"

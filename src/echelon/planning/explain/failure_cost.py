@@ -38,23 +38,23 @@ COMMIT_S = 0.3
 """from the last byte of a file to the checkpoint: measured"""
 WRITE_BOX_S, READ_BOX_S = 1.6e-5, 1.6e-5
 """of the index for each box of a tensor, when it is written and when it is read: measured"""
-BOXES = 3
+BOXES_PER_SEGMENT = 3
 """that a stretch of a flat unit is cut into: the rest of a row, whole rows, the start of a row"""
 START_S = 11.0
 """from a rank's death to the first step of new processes, without reading their state: measured"""
-STORE = 2e12
+SHARED_STORE_BANDWIDTH = 2e12
 """bytes per second of a file system that all share: what Llama 3 reports of its own"""
 GROUP_S = 30.0 / 10_000
 """for each device, to make groups of all of them: MegaScale reports less than 30 s for more than 10,000"""
 REPLACE_S = 120.0
 """until a spare machine stands in for one that is gone: assumed"""
-PATIENCE = 10
+TIMEOUT_STEPS = 10
 """steps that a collective may take before it is given up"""
-LEAST_TIMEOUT = 30.0
+MIN_TIMEOUT = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recovery:
+class RecoveryTimes:
     """Seconds."""
 
     save: float
@@ -73,7 +73,7 @@ class Recovery:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spent:
+class TimeShares:
     """Shares of a run's time."""
 
     useful: float
@@ -84,18 +84,18 @@ class Spent:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Goodput:
+class PredictedGoodput:
     """What failures are predicted to cost a plan."""
 
-    between: float
+    mtbf: float
     """seconds from one failure to the next, in the mean"""
-    every: int
+    checkpoint_steps: int
     """steps between checkpoints"""
-    interval: float
+    checkpoint_seconds: float
     """seconds between checkpoints"""
     timeout: float
-    recovery: Recovery
-    spent: Spent
+    recovery: RecoveryTimes
+    shares: TimeShares
     """the mean of the simulated runs"""
     low: float
     high: float
@@ -103,87 +103,89 @@ class Goodput:
 
     def to_json(self) -> dict[str, object]:
         return {
-            "goodput": self.spent.useful,
+            "goodput": self.shares.useful,
             "goodput_low": self.low,
             "goodput_high": self.high,
-            "failure_s": self.between,
-            "checkpoint_every": self.every,
-            "checkpoint_s": self.interval,
+            "failure_s": self.mtbf,
+            "checkpoint_every": self.checkpoint_steps,
+            "checkpoint_s": self.checkpoint_seconds,
             "timeout_s": self.timeout,
             "recovery_s": asdict(self.recovery),
-            "spent": asdict(self.spent),
+            "spent": asdict(self.shares),
         }
 
 
-def goodput_of(plan: Plan, *, device_hours: float = DEVICE_HOURS, days: float = 54.0, runs: int = 20) -> Goodput:
+def predict_goodput(
+    plan: Plan, *, device_hours: float = DEVICE_HOURS, days: float = 54.0, runs: int = 20
+) -> PredictedGoodput:
     """Of a plan on its whole cluster, by simulated runs; the same every time."""
-    between = device_hours * HOUR / plan.case.cluster.devices
-    recovery = recovery_of(plan)
-    seconds = interval(between, recovery)
+    between = device_hours * HOUR / plan.scenario.cluster.devices
+    recovery = estimate_recovery(plan)
+    seconds = checkpoint_interval(between, recovery)
     every = max(1, round(seconds / plan.seconds))
     seconds = every * plan.seconds
-    found = [simulated(between, recovery, seconds, days * DAY, seed) for seed in range(runs)]
-    spent = Spent(**{name: sum(getattr(one, name) for one in found) / runs for name in vars(found[0])})
+    found = [simulate_run(between, recovery, seconds, days * DAY, seed) for seed in range(runs)]
+    spent = TimeShares(**{name: sum(getattr(one, name) for one in found) / runs for name in vars(found[0])})
     shares = [one.useful for one in found]
-    return Goodput(
-        between=between,
-        every=every,
-        interval=seconds,
+    return PredictedGoodput(
+        mtbf=between,
+        checkpoint_steps=every,
+        checkpoint_seconds=seconds,
         timeout=recovery.detect,
         recovery=recovery,
-        spent=spent,
+        shares=spent,
         low=min(shares),
         high=max(shares),
     )
 
 
-def recovery_of(plan: Plan) -> Recovery:
+def estimate_recovery(plan: Plan) -> RecoveryTimes:
     """See the second note."""
-    layout, cluster, shape = plan.layout, plan.case.cluster, plan.case.shape
-    writers = layout.tp * layout.pp * layout.shards * (layout.cp if layout.zero else 1)
-    rule = plan.case.rule
-    total = shape.parameters * (4 + cost.element_bytes(rule) if rule is not None else ELEMENT_BYTES)
+    layout, cluster, shape = plan.layout, plan.scenario.cluster, plan.scenario.shape
+    writers = layout.tp * layout.pp * layout.num_shards * (layout.cp if layout.zero else 1)
+    rule = plan.scenario.optimizer
+    total = shape.parameters * (4 + cost.state_bytes_per_element(rule) if rule is not None else ELEMENT_BYTES)
     each, at_once = total / writers, min(writers, cluster.per_node)
-    disk = max(each * at_once / cluster.disk_bandwidth, total / STORE)
+    disk = max(each * at_once / cluster.disk_bandwidth, total / SHARED_STORE_BANDWIDTH)
     stretches = (shape.num_layers / layout.pp + 2) * ELEMENT_BYTES / 4
-    boxes = writers * stretches * BOXES
-    link = (cluster.curves.host if cluster.curves else 0.0) or cluster.device.host.bandwidth
-    return Recovery(
+    boxes = writers * stretches * BOXES_PER_SEGMENT
+    link = (cluster.curves.host if cluster.curves else 0.0) or cluster.device.host_link.bandwidth
+    return RecoveryTimes(
         save=SAVE_S + each / link,
         exists=disk + COMMIT_S + WRITE_BOX_S * boxes,
-        detect=max(LEAST_TIMEOUT, PATIENCE * plan.seconds),
+        detect=max(MIN_TIMEOUT, TIMEOUT_STEPS * plan.seconds),
         replace=REPLACE_S,
         restart=START_S + GROUP_S * cluster.devices + READ_BOX_S * boxes + disk + plan.seconds,
     )
 
 
-def interval(between: float, recovery: Recovery) -> float:
+def checkpoint_interval(mtbf: float, recovery: RecoveryTimes) -> float:
     """Seconds from one save to the next, by Daly's formula; no save begins before the last one is through."""
     save = recovery.save
-    if save >= 2 * between:
-        return between
-    ratio = save / (2 * between)
-    best = math.sqrt(2 * save * between) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save
+    if save >= 2 * mtbf:
+        return mtbf
+    ratio = save / (2 * mtbf)
+    best = math.sqrt(2 * save * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save
     return max(best, recovery.exists)
 
 
-def expected(between: float, recovery: Recovery, seconds: float) -> float:
+def expected_goodput(mtbf: float, recovery: RecoveryTimes, interval: float) -> float:
     """The useful share to first order: see the first note."""
-    return 1 - recovery.save / seconds - (seconds / 2 + recovery.exists + recovery.down) / between
+    return 1 - recovery.save / interval - (interval / 2 + recovery.exists + recovery.down) / mtbf
 
 
-def simulated(between: float, recovery: Recovery, seconds: float, length: float, seed: int = 0) -> Spent:
+def simulate_run(mtbf: float, recovery: RecoveryTimes, interval: float, length: float, seed: int = 0) -> TimeShares:
     """A run of some length, failure by failure; failures come at any time, also while one is being mended."""
     chance = random.Random(seed)
     now = useful = saving = lost = down = 0.0
-    cycle = seconds + recovery.save
+    cycle = interval + recovery.save
     while now < length:
-        lasts = min(chance.expovariate(1 / between), length - now)
+        lasts = min(chance.expovariate(1 / mtbf), length - now)
         is_over = now + lasts >= length
         begun = int(lasts // cycle)
         there = begun if is_over else max(int((lasts - recovery.exists) // cycle), 0)
         # The run's end loses nothing: its last step is saved.
-        kept = lasts - begun * recovery.save if is_over else there * seconds
+        kept = lasts - begun * recovery.save if is_over else there * interval
         useful += kept
         saving += begun * recovery.save
         lost += lasts - kept - begun * recovery.save
@@ -192,8 +194,8 @@ def simulated(between: float, recovery: Recovery, seconds: float, length: float,
             break
         left = recovery.down
         while left > 0 and now < length:
-            next_one = chance.expovariate(1 / between)
+            next_one = chance.expovariate(1 / mtbf)
             spent = min(left, next_one, length - now)
             now, down = now + spent, down + spent
             left = recovery.down if next_one < left else 0.0
-    return Spent(useful=useful / now, saving=saving / now, lost=lost / now, down=down / now)
+    return TimeShares(useful=useful / now, saving=saving / now, lost=lost / now, down=down / now)

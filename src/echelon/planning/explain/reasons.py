@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from echelon.layout import FaultError, Layout
-from echelon.layout.rules import Facts, broken
-from echelon.planning.calibrate.constants import FITTED, Constants
-from echelon.planning.cluster.cluster import Cluster, Part
+from echelon.layout import Layout, ValidationError
+from echelon.layout.rules import LayoutConstraints, find_violations
+from echelon.planning.calibrate.constants import FITTED_CONSTANTS, Constants
+from echelon.planning.cluster.cluster import Cluster, NodeGroup
 from echelon.planning.cluster.device_kinds import GIB
 from echelon.planning.explain import explain_kinds
 from echelon.planning.model.model_shape import RuleFacts
-from echelon.planning.priced_plan import Plan, changed, price
-from echelon.planning.scenario import Case
-from echelon.planning.search.layout_families import Wish, cuts
-from echelon.planning.search.layout_search import search
+from echelon.planning.priced_plan import Plan, price, with_layout_keys
+from echelon.planning.scenario import Scenario
+from echelon.planning.search.layout_families import PlanRequest, can_split_sequence
+from echelon.planning.search.layout_search import search_plans
 
 CAUSES = {
     "tp": "tensor-parallel messages that compute does not hide",
@@ -33,74 +33,79 @@ CAUSES = {
     "head": "the output layer, for which the other stages wait",
 }
 """what a step spends beside products and attention, in words"""
-REACHING = {
+CP_CAUSES = {
     "ring": "keys and values on their way around the ring, and merging what its blocks give",
     "gather": "gathering keys and values, and scattering their gradients",
     "ulysses": "exchanging heads for tokens",
     "ring-ulysses": "exchanging heads for tokens, and merging what the blocks of the ring give",
 }
 """the same of each kind of context parallelism"""
-OTHERWISE = {"products": "less efficient products"}
+OTHER_CAUSES = {"products": "less efficient products"}
 """what else may take longer"""
-MUCH = 0.03
+WORTH_NAMING = 0.03
 """share of a step from which a cause is worth a sentence"""
-FULL = 0.85
+MEMORY_BOUND = 0.85
 """share of the memory from which it binds"""
 
 
-def explained(wish: Wish, plans: Sequence[Plan], c: Constants = FITTED) -> Plan:
+def explain_plan(request: PlanRequest, plans: Sequence[Plan], c: Constants = FITTED_CONSTANTS) -> Plan:
     """The best plan with its reasons."""
     best = plans[0]
-    reasons = [*_binds(best), *explain_kinds.reasons(wish, best, c), *_neighbours(wish, best, c), *_buys(wish, best, c)]
+    reasons = [
+        *_limits(best),
+        *explain_kinds.kind_reasons(request, best, c),
+        *_neighbours(request, best, c),
+        *_upgrades(request, best, c),
+    ]
     return replace(best, reasons=tuple(reasons))
 
 
 def _cause(name: str, layout: Layout) -> str:
-    return REACHING[layout.cp_kind] if name == "cp" and layout.cp > 1 else CAUSES[name]
+    return CP_CAUSES[layout.cp_kind] if name == "cp" and layout.cp > 1 else CAUSES[name]
 
 
-def _binds(plan: Plan) -> Iterator[str]:
+def _limits(plan: Plan) -> Iterator[str]:
     """What keeps the step from being shorter."""
     layout, share = plan.layout, {name: seconds / plan.seconds for name, seconds in plan.times.items()}
     if layout.world == 1:
         yield "One device holds the model: no parallelism is needed."
-    idle = plan.case.cluster.devices - layout.world
+    idle = plan.scenario.cluster.devices - layout.world
     if idle:
-        yield f"{idle} of {plan.case.cluster.devices} devices stay idle: no split of all of them is faster."
+        yield f"{idle} of {plan.scenario.cluster.devices} devices stay idle: no split of all of them is faster."
     useful = sum(share.get(name, 0.0) for name in ("products", "attention", "head"))
     yield f"Products and attention take {useful:.0%} of a step."
     waste = [name for name in CAUSES if name != "head" or layout.pp > 1]
-    costly = sorted((name for name in waste if share.get(name, 0.0) >= MUCH), key=lambda name: -share[name])
+    costly = sorted((name for name in waste if share.get(name, 0.0) >= WORTH_NAMING), key=lambda name: -share[name])
     for name in costly[:3]:
         yield f"{share[name]:.0%} of a step go to {_cause(name, layout)}."
-    used = plan.memory.total / plan.case.cluster.memory
-    if used >= FULL:
+    used = plan.memory.total / plan.scenario.cluster.memory
+    if used >= MEMORY_BOUND:
         largest = sorted(plan.memory.parts.items(), key=lambda item: -item[1])[:2]
         terms = " and ".join(f"{name} ({size / GIB:.1f} GiB)" for name, size in largest)
         yield f"Memory binds: {used:.0%} of the fullest device is used, most of it by {terms}."
 
 
-def _neighbours(wish: Wish, plan: Plan, c: Constants) -> Iterator[str]:
+def _neighbours(request: PlanRequest, plan: Plan, c: Constants) -> Iterator[str]:
     """What one other choice would do."""
-    for words, case in _other_cases(wish, plan.case):
+    for words, case in _neighbour_scenarios(request, plan.scenario):
         other = price(case, c)
         if not other.fits:
-            over = other.memory.total / GIB - other.case.cluster.memory / GIB
+            over = other.memory.total / GIB - other.scenario.cluster.memory / GIB
             yield f"{words} would need {over:.1f} GiB more than a device has."
-        elif abs(other.seconds / plan.seconds - 1) < explain_kinds.SAME:
+        elif abs(other.seconds / plan.seconds - 1) < explain_kinds.EQUAL_WITHIN:
             yield f"{words} would be as fast."
         elif other.seconds > plan.seconds:
             causes = {
                 name: other.times.get(name, 0.0) - plan.times.get(name, 0.0) for name in {**plan.times, **other.times}
             }
             name = max(causes, key=lambda cause: causes[cause])
-            why = _cause(name, other.layout) if name in CAUSES else OTHERWISE.get(name, name)
+            why = _cause(name, other.layout) if name in CAUSES else OTHER_CAUSES.get(name, name)
             yield f"{words} would be {other.seconds / plan.seconds - 1:.0%} slower: more of {why}."
 
 
-def _other_cases(wish: Wish, case: Case) -> Iterator[tuple[str, Case]]:
-    layout = case.layout
-    facts = Facts(seq_len=wish.seq_len, model=RuleFacts(wish.shape))
+def _neighbour_scenarios(request: PlanRequest, scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
+    layout = scenario.layout
+    facts = LayoutConstraints(seq_len=request.seq_len, model=RuleFacts(request.shape))
     tries: list[dict[str, int | str]] = []
     if layout.dp % 2 == 0:
         tries.append({"tp": 2 * layout.tp, "dp": layout.dp // 2})
@@ -109,20 +114,23 @@ def _other_cases(wish: Wish, case: Case) -> Iterator[tuple[str, Case]]:
         tries.append({"tp": layout.tp // 2, "dp": 2 * layout.dp})
     if layout.pp % 2 == 0:
         tries.append({"pp": layout.pp // 2, "dp": 2 * layout.dp})
-    if layout.dp % 2 == 0 and cuts(wish, 2 * layout.cp):
+    if layout.dp % 2 == 0 and can_split_sequence(request, 2 * layout.cp):
         tries.append({"cp": 2 * layout.cp, "dp": layout.dp // 2})
     if layout.cp % 2 == 0:
         tries.append({"cp": layout.cp // 2, "dp": 2 * layout.dp})
-    if case.shape.experts:
-        tries += [{"ep": ep} for ep in (layout.ep // 2, 2 * layout.ep) if ep and not case.shape.experts % ep]
+    if scenario.shape.experts:
+        tries += [{"ep": ep} for ep in (layout.ep // 2, 2 * layout.ep) if ep and not scenario.shape.experts % ep]
     if layout.dp * layout.cp > 1:
         tries += [{"zero": zero} for zero in (layout.zero - 1, layout.zero + 1) if 0 <= zero <= 3]
-    ways = ("none", "ops", "full") if case.is_counted else ("none", "full")
+    ways = ("none", "ops", "full") if scenario.has_counted_layers else ("none", "full")
     tries += [{"recompute": kind} for kind in ways if kind != layout.recompute]
     for keys in tries:
         made = _neighbour(layout, keys)
-        if made is not None and not broken(made, facts):
-            yield ",".join(f"{key}={value}" for key, value in keys.items() if key != "dp"), replace(case, layout=made)
+        if made is not None and not find_violations(made, facts):
+            yield (
+                ",".join(f"{key}={value}" for key, value in keys.items() if key != "dp"),
+                replace(scenario, layout=made),
+            )
 
 
 def _neighbour(layout: Layout, keys: dict[str, int | str]) -> Layout | None:
@@ -141,52 +149,52 @@ def _neighbour(layout: Layout, keys: dict[str, int | str]) -> Layout | None:
         return None
     try:
         return Layout.resolve({**given, "accumulate": per_rank // layout.microbatch})
-    except FaultError:
+    except ValidationError:
         return None
 
 
-def _buys(wish: Wish, plan: Plan, c: Constants) -> Iterator[str]:
+def _upgrades(request: PlanRequest, plan: Plan, c: Constants) -> Iterator[str]:
     """What one change of the machine or of the model would buy."""
-    cluster = wish.cluster
+    cluster = request.cluster
     # The same microbatch: a quick search says enough about what a change is worth.
     like: dict[str, int | str] = {"microbatch": plan.layout.microbatch} if plan.layout.pp > 1 else {}
-    wish = replace(wish, fixed={**like, **wish.fixed})
-    faster = replace(cluster, outside=replace(cluster.outside, bandwidth=2 * cluster.outside.bandwidth))
+    request = replace(request, fixed={**like, **request.fixed})
+    faster = replace(cluster, inter_node=replace(cluster.inter_node, bandwidth=2 * cluster.inter_node.bandwidth))
     tries = [
-        ("half more memory on every device", replace(wish, cluster=_with_memory(cluster, 1.5))),
-        ("links of twice the speed between nodes", replace(wish, cluster=faster)),
+        ("half more memory on every device", replace(request, cluster=_scale_memory(cluster, 1.5))),
+        ("links of twice the speed between nodes", replace(request, cluster=faster)),
     ]
-    if wish.seq_len % 2 == 0:
-        tries.append(("half the sequence", replace(wish, seq_len=wish.seq_len // 2, batch=2 * wish.batch)))
-    if plan.case.crowd > 1:
-        even = price(replace(plan.case, imbalance=1.0), c).seconds
-        said = f"imbalance {plan.case.imbalance:g} is assumed"
+    if request.seq_len % 2 == 0:
+        tries.append(("half the sequence", replace(request, seq_len=request.seq_len // 2, batch=2 * request.batch)))
+    if plan.scenario.expert_load > 1:
+        even = price(replace(plan.scenario, imbalance=1.0), c).seconds
+        said = f"imbalance {plan.scenario.imbalance:g} is assumed"
         yield f"With as many rows on every rank of ep it would be {plan.seconds / even - 1:.0%} faster: {said}."
     for words, other in tries:
         if cluster.devices <= cluster.per_node and "links" in words:
             continue
-        found = search(other, top=1, c=c)
+        found = search_plans(other, top=1, c=c)
         if found and found[0].seconds < 0.98 * plan.seconds:
             gain = plan.seconds / found[0].seconds - 1
             yield f"With {words} the best layout would be {gain:.0%} faster: {found[0].layout}."
 
 
-def _with_memory(cluster: Cluster, times: float) -> Cluster:
+def _scale_memory(cluster: Cluster, times: float) -> Cluster:
     parts = tuple(
-        Part(
+        NodeGroup(
             device=replace(part.device, memory=int(times * part.device.memory)),
             nodes=part.nodes,
             per_node=part.per_node,
         )
-        for part in cluster.parts
+        for part in cluster.node_groups
     )
-    return replace(cluster, parts=parts)
+    return replace(cluster, node_groups=parts)
 
 
-def time_to(plan: Plan, tokens: float) -> str:
+def training_cost(plan: Plan, tokens: float) -> str:
     """How long so many tokens take, and what they cost."""
     days = tokens / plan.tokens_per_s / 86400
-    device, devices = plan.case.cluster.device, plan.layout.world
+    device, devices = plan.scenario.cluster.device, plan.layout.world
     dollars, megawatt_hours = days * 24 * devices * device.price, days * 24 * devices * device.watts / 1e6
     return (
         f"{tokens:.3g} tokens take {days:.3g} days on {devices} devices: about {dollars:,.0f} US dollars and "
@@ -194,29 +202,29 @@ def time_to(plan: Plan, tokens: float) -> str:
     )
 
 
-def infeasible(plan: Plan, c: Constants = FITTED) -> list[str]:
+def explain_infeasible(plan: Plan, c: Constants = FITTED_CONSTANTS) -> list[str]:
     """Why nothing fits, from the plan that needs the least, and one change that does."""
     parts = sorted(plan.memory.parts.items(), key=lambda item: -item[1])
     terms = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in parts[:3])
-    have = plan.case.cluster.memory / GIB
+    have = plan.scenario.cluster.memory / GIB
     found = [
         f"Nothing fits. The least that a device would need is {plan.memory.total / GIB:.1f} GiB, and it has {have:.0f} "
         f"GiB ({plan.layout}).",
         f"The largest terms: {terms}.",
     ]
-    return [*found, *_repairs(plan, c)]
+    return [*found, *_remedies(plan, c)]
 
 
-def _repairs(plan: Plan, c: Constants) -> Iterator[str]:
+def _remedies(plan: Plan, c: Constants) -> Iterator[str]:
     """One change that makes room."""
-    case, devices = plan.case, plan.case.cluster.devices
+    case, devices = plan.scenario, plan.scenario.cluster.devices
     seq_len = case.seq_len
     while seq_len > 256:
         seq_len //= 2
         if price(replace(case, seq_len=seq_len), c).fits:
             yield f"Sequences of {seq_len:,} would fit."
             break
-    away = replace(case, layout=changed(case, offload="optimizer").layout)
+    away = replace(case, layout=with_layout_keys(case, offload="optimizer").layout)
     if case.layout.offload == "none" and price(away, c).fits:
         seconds = price(away, c).seconds
         yield f"With optimizer states on the host it would fit, at {seconds:.3g} s a step: {away.layout}."
@@ -224,9 +232,10 @@ def _repairs(plan: Plan, c: Constants) -> Iterator[str]:
         grown = replace(
             case,
             cluster=replace(
-                case.cluster, parts=tuple(replace(part, nodes=more * part.nodes) for part in case.cluster.parts)
+                case.cluster,
+                node_groups=tuple(replace(part, nodes=more * part.nodes) for part in case.cluster.node_groups),
             ),
-            layout=changed(case, dp=more * case.layout.dp, zero=3).layout,
+            layout=with_layout_keys(case, dp=more * case.layout.dp, zero=3).layout,
         )
         if price(grown, c).fits:
             yield f"{more * devices} devices would do, with {grown.layout}."

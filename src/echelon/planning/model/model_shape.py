@@ -16,15 +16,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from echelon.planning.cost.kernel_traffic import KernelCounts
+from echelon.planning.cost.kernel_traffic import LayerCounts
 
-COLUMNS, ROWS, WHOLE = "columns", "rows", ""
+COLUMN_PARALLEL, ROW_PARALLEL, UNSPLIT = "columns", "rows", ""
 ROUTER = "router"
 """the product that scores experts"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Product:
+class MatmulShape:
     """tokens x inputs times inputs x outputs."""
 
     name: str
@@ -34,9 +34,9 @@ class Product:
     """`columns`, `rows`, or `` where tensor parallelism leaves it whole"""
     experts: int = 0
     """matrices of this kind, of which a token uses `share` of one each; 0: not an expert's"""
-    parts: tuple[int, ...] = ()
+    fused_outputs: tuple[int, ...] = ()
     """outputs of each parameter that it is made of: queries, keys and values; gate and up. Empty: it is one"""
-    share: float = 1.0
+    token_share: float = 1.0
     """tokens that pass one such matrix, per token of the layer: top_k for all experts of a layer together"""
 
     @cached_property
@@ -46,11 +46,11 @@ class Product:
     @property
     def flops(self) -> float:
         """Forward, per token."""
-        return 2.0 * self.inputs * self.outputs * self.share
+        return 2.0 * self.inputs * self.outputs * self.token_share
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attention:
+class AttentionShape:
     """softmax(q k) v."""
 
     heads: int
@@ -59,7 +59,7 @@ class Attention:
     """of queries and keys"""
     value_dim: int
     """of values"""
-    narrow: int = 0
+    latent_width: int = 0
     """elements of a token that queries, keys and values are made of; 0: the model's width"""
     causal: bool = True
 
@@ -70,66 +70,66 @@ class Attention:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
+class LayerShape:
     """One kind of layer."""
 
     name: str
-    products: tuple[Product, ...]
-    attention: Attention | None = None
+    matmuls: tuple[MatmulShape, ...]
+    attention: AttentionShape | None = None
     other_parameters: int = 0
     """norms, biases: whole on every tp rank"""
-    saved: float = 0.0
+    saved_elements: float = 0.0
     """elements per token that backward needs and tensor parallelism does not divide (sequence parallelism does)"""
-    saved_split: float = 0.0
+    saved_elements_tp: float = 0.0
     """elements per token that backward needs and tensor parallelism divides"""
-    sent: float = 0.0
+    dispatched_elements: float = 0.0
     """elements per token that go to experts, to all that it uses; backward needs them where they arrive"""
-    saved_experts: float = 0.0
+    saved_elements_experts: float = 0.0
     """elements per token that backward needs inside experts, for all experts that a token uses"""
-    passed: float = 0.0
+    moved_elements: float = 0.0
     """elements per token that operators between the products read and write, forward; not divided by tp"""
-    passed_split: float = 0.0
+    moved_elements_tp: float = 0.0
     """the same, divided by tp"""
-    passed_experts: float = 0.0
+    moved_elements_experts: float = 0.0
     """the same where experts are, for all that a token uses"""
     other_flops: float = 0.0
     """forward, per token: products without weights that are not attention, as counted where a module is traced"""
-    kernels: KernelCounts | None = None
+    fused: LayerCounts | None = None
     """what our kernels keep and move of it; none where it is not of a model of ours"""
-    plain: KernelCounts | None = None
+    unfused: LayerCounts | None = None
     """what our model keeps of it where torch's own operators run"""
 
     @cached_property
     def parameters(self) -> int:
-        return sum(product.parameters for product in self.products) + self.other_parameters
+        return sum(product.parameters for product in self.matmuls) + self.other_parameters
 
     @cached_property
     def expert_parameters(self) -> int:
-        return sum(product.parameters for product in self.products if product.experts)
+        return sum(product.parameters for product in self.matmuls if product.experts)
 
     @cached_property
-    def own_products(self) -> tuple[tuple[int, bool], ...]:
+    def dense_matmuls(self) -> tuple[tuple[int, bool], ...]:
         """(parameters, whether tensor parallelism divides them) of all products but those of experts."""
-        return tuple((product.parameters, bool(product.split)) for product in self.products if not product.experts)
+        return tuple((product.parameters, bool(product.split)) for product in self.matmuls if not product.experts)
 
     @property
     def active_parameters(self) -> float:
         """That one token uses."""
-        return sum(product.flops / 2 for product in self.products) + self.other_parameters
+        return sum(product.flops / 2 for product in self.matmuls) + self.other_parameters
 
     @property
-    def is_mixture(self) -> bool:
+    def is_moe(self) -> bool:
         return self.expert_parameters > 0
 
     @property
-    def has_shared(self) -> bool:
+    def has_shared_expert(self) -> bool:
         """Beside its experts it has one that every token passes through, which tensor parallelism divides."""
-        return self.is_mixture and sum(p.split == ROWS and not p.experts for p in self.products) > 1
+        return self.is_moe and sum(p.split == ROW_PARALLEL and not p.experts for p in self.matmuls) > 1
 
     def flops(self, seq_len: int) -> float:
         """Forward, per token."""
         own = self.attention.flops(seq_len) if self.attention else 0.0
-        return own + self.other_flops + sum(product.flops for product in self.products)
+        return own + self.other_flops + sum(product.flops for product in self.matmuls)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ class ModelShape:
     width: int
     """elements per token that a layer hands to the next"""
     vocab: int
-    layers: tuple[tuple[Layer, int], ...]
+    layers: tuple[tuple[LayerShape, int], ...]
     """(kind, how many in a row), in order"""
     tied: bool = False
     max_seq_len: int = 0
@@ -152,12 +152,12 @@ class ModelShape:
     experts: int = 0
     """of a mixture layer"""
     top_k: int = 0
-    can_cut: bool = True
+    supports_cp: bool = True
     """context parallelism can cut its sequences"""
     dropout: bool = False
     """on attention's probabilities too, which are then written out in our models"""
 
-    def each(self) -> Iterator[Layer]:
+    def iter_layers(self) -> Iterator[LayerShape]:
         """Every layer."""
         for layer, count in self.layers:
             for _ in range(count):
@@ -168,19 +168,19 @@ class ModelShape:
         return sum(count for _, count in self.layers)
 
     @cached_property
-    def mixtures(self) -> int:
+    def num_moe_layers(self) -> int:
         """Layers with experts."""
-        return sum(n for layer, n in self.layers if layer.is_mixture)
+        return sum(n for layer, n in self.layers if layer.is_moe)
 
     @cached_property
-    def attention(self) -> Attention | None:
+    def attention(self) -> AttentionShape | None:
         """Of the first layer that has one."""
         return next((layer.attention for layer, _ in self.layers if layer.attention), None)
 
     @cached_property
-    def has_kernels(self) -> bool:
+    def is_native(self) -> bool:
         """It is a model of ours, written with our kernels."""
-        return all(layer.kernels is not None for layer, _ in self.layers)
+        return all(layer.fused is not None for layer, _ in self.layers)
 
     @property
     def embedding_parameters(self) -> int:

@@ -6,46 +6,50 @@ import os
 from dataclasses import asdict, replace
 from functools import partial
 
-from echelon.layout.validation_error import Fault, FaultError, did_you_mean
+from echelon.layout.validation_error import ValidationError, ValidationIssue, did_you_mean
 from echelon.models import user_model
-from echelon.models.model_config import SIZES, ModelConfig, find
-from echelon.models.model_dir import is_saved
+from echelon.models.model_config import SIZES, ModelConfig, find_model
+from echelon.models.model_dir import is_model_dir
 from echelon.planning.cost import fused_layers
 from echelon.planning.model import hf_shape
 from echelon.planning.model.model_shape import Latent, ModelShape
-from echelon.planning.model.transformer_shape import transformer
+from echelon.planning.model.transformer_shape import transformer_shape
 
 
-def names() -> list[str]:
+def model_names() -> list[str]:
     """Every size that has a name."""
     return [name for name, config in SIZES.items() if config.family != "conv"]
 
 
-def shape_of(text: str) -> ModelShape:
+def resolve_shape(model: str) -> ModelShape:
     """The shape that a text means. Raises FaultError with all that is wrong with it."""
-    text = text.strip()
-    if text in SIZES:
-        return of_config(SIZES[text])
-    if is_saved(text):
-        return of_config(find(text))
-    if text.endswith(".json") or os.path.isfile(os.path.join(text, "config.json")):
-        return hf_shape.read(text)
-    if ":" in text:
-        return _traced(text)
-    legal = f"{', '.join(names())}, a Hugging Face config.json, or module.py:factory"
+    model = model.strip()
+    if model in SIZES:
+        return config_shape(SIZES[model])
+    if is_model_dir(model):
+        return config_shape(find_model(model))
+    if model.endswith(".json") or os.path.isfile(os.path.join(model, "config.json")):
+        return hf_shape.read_hf_shape(model)
+    if ":" in model:
+        return _traced_shape(model)
+    legal = f"{', '.join(model_names())}, a Hugging Face config.json, or module.py:factory"
     rule = "is not the name of a model size"
-    raise FaultError([Fault(key="model", value=text, rule=rule, legal=legal, hint=did_you_mean(text, names()))])
+    raise ValidationError(
+        [ValidationIssue(key="model", value=model, message=rule, legal=legal, hint=did_you_mean(model, model_names()))]
+    )
 
 
-def of_config(config: ModelConfig) -> ModelShape:
+def config_shape(config: ModelConfig) -> ModelShape:
     """The shape of one of our models."""
     if config.family == "conv":
         rule = "is a convolutional network, and planning knows layers that pass tokens"
-        raise FaultError([Fault(key="model", value=config.name, rule=rule, legal=", ".join(names()))])
+        raise ValidationError(
+            [ValidationIssue(key="model", value=config.name, message=rule, legal=", ".join(model_names()))]
+        )
     gpt, latent, mixture = config.family == "gpt", config.latent, config.mixture
     norms = latent.query_rank + latent.kv_rank if latent else 2 * config.head_dim if config.head_norms else 0
     found = partial(
-        transformer,
+        transformer_shape,
         config.name,
         layers=config.layers,
         width=config.width,
@@ -53,7 +57,7 @@ def of_config(config: ModelConfig) -> ModelShape:
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
         ffn=config.ffn,
-        gated=not gpt,
+        gated_mlp=not gpt,
         vocab=config.vocab,
         biases=gpt,
         dropout=config.dropout > 0,
@@ -62,8 +66,8 @@ def of_config(config: ModelConfig) -> ModelShape:
         learned_positions=gpt,
         causal=config.causal,
         latent=Latent(**asdict(latent)) if latent else None,
-        more_parameters=norms + (config.heads + 2 * config.kv_heads) * config.head_dim * config.qkv_bias,
-        parts=_parts(config),
+        extra_parameters=norms + (config.heads + 2 * config.kv_heads) * config.head_dim * config.qkv_bias,
+        parts=_layer_parts(config),
     )
     if mixture is None:
         return found()
@@ -78,20 +82,22 @@ def of_config(config: ModelConfig) -> ModelShape:
     )
 
 
-def _parts(config: ModelConfig) -> fused_layers.Parts:
+def _layer_parts(config: ModelConfig) -> fused_layers.LayerFamily:
     if config.latent is not None:
-        return fused_layers.LATENT
+        return fused_layers.LLAMA_MLA
     if config.head_norms:
-        return fused_layers.NORMED
+        return fused_layers.LLAMA_QK_NORM
     return fused_layers.GPT if config.family == "gpt" else fused_layers.LLAMA
 
 
-def _traced(text: str) -> ModelShape:
-    batches = text.rpartition(":")[0] + ":batch"
+def _traced_shape(spec: str) -> ModelShape:
+    batches = spec.rpartition(":")[0] + ":batch"
     legal = "a function batch(rows, step) in the file of the model"
-    faults = list(user_model.faults(text)) or [replace(fault, legal=legal) for fault in user_model.faults(batches)]
+    faults = list(user_model.validate_spec(spec)) or [
+        replace(fault, legal=legal) for fault in user_model.validate_spec(batches)
+    ]
     if faults:
-        raise FaultError(faults)
-    from echelon.planning.model.trace_module import trace  # torch takes seconds
+        raise ValidationError(faults)
+    from echelon.planning.model.trace_module import trace_module  # torch takes seconds
 
-    return trace(text)
+    return trace_module(spec)

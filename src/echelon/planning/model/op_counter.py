@@ -27,18 +27,18 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from echelon.compat import operator_mode
-from echelon.planning.model.model_shape import COLUMNS, ROWS, WHOLE
+from echelon.compat import torch_dispatch_mode
+from echelon.planning.model.model_shape import COLUMN_PARALLEL, ROW_PARALLEL, UNSPLIT
 
 aten = torch.ops.aten
-PAIRS = {aten.mm: (0, 1), aten.bmm: (0, 1), aten.addmm: (1, 2), aten.baddbmm: (1, 2)}
+MATMUL_OPERANDS = {aten.mm: (0, 1), aten.bmm: (0, 1), aten.addmm: (1, 2), aten.baddbmm: (1, 2)}
 """products, with the places of their two factors"""
-ELEMENT = 2
+ELEMENT_BYTES = 2
 """bytes of an element in a plan; what is no floating point (masks, indices) keeps its bytes in any precision"""
 
 
 @dataclass(frozen=True)
-class Used:
+class WeightUse:
     """A matrix of a parameter that something was multiplied with."""
 
     weight: str
@@ -50,7 +50,7 @@ class Used:
 
 
 @dataclass(frozen=True)
-class Square:
+class WeightlessMatmul:
     """A product without weights: m x k times k x n, `count` times."""
 
     count: int
@@ -64,7 +64,7 @@ class Square:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attended:
+class AttentionCall:
     """Attention, of all heads of all sequences of a batch."""
 
     count: int
@@ -83,59 +83,59 @@ class Attended:
 
 
 @dataclass
-class Tally:
+class SectionCounts:
     """What one section of a model did. Elements and rows are of the whole batch."""
 
-    rows: dict[Used, int] = field(default_factory=dict)
+    matmul_rows: dict[WeightUse, int] = field(default_factory=dict)
     """that passed each matrix"""
-    tables: dict[str, int] = field(default_factory=dict)
+    lookup_rows: dict[str, int] = field(default_factory=dict)
     """rows that were looked up, by the name of the table"""
-    squares: list[Square] = field(default_factory=list)
-    attended: list[Attended] = field(default_factory=list)
-    saved: float = 0.0
-    saved_split: float = 0.0
-    shared: float = 0.0
+    weightless_matmuls: list[WeightlessMatmul] = field(default_factory=list)
+    attention_calls: list[AttentionCall] = field(default_factory=list)
+    saved_elements: float = 0.0
+    saved_elements_tp: float = 0.0
+    shared_elements: float = 0.0
     """elements that it saves and did not make: masks, angles"""
-    passed: float = 0.0
-    passed_split: float = 0.0
+    moved_elements: float = 0.0
+    moved_elements_tp: float = 0.0
 
 
-class Counter(operator_mode()):  # type: ignore[misc]
+class OpCounter(torch_dispatch_mode()):  # type: ignore[misc]
     """Sees every operator while it is entered, and adds it to the section of the moment."""
 
     def __init__(self, weights: Mapping[str, Tensor], splits: Mapping[str, str]) -> None:
         super().__init__()
-        self.tallies: dict[str, Tally] = {}
+        self.sections: dict[str, SectionCounts] = {}
         self.splits = splits
-        self._weights = {_key(weight): name for name, weight in weights.items()}
+        self._weights = {_storage_key(weight): name for name, weight in weights.items()}
         # Norms may be kept wide; the products' type is that of the most elements.
         sizes: dict[int, int] = {}
         for weight in weights.values():
             sizes[weight.element_size()] = sizes.get(weight.element_size(), 0) + weight.numel()
         self._width = max(sizes, key=lambda size: sizes[size], default=4)
         self._section = ""
-        self._born: dict[int, str] = {}
-        self._divided: set[int] = set()
+        self._section_of: dict[int, str] = {}
+        self._tp_split: set[int] = set()
         self._saved: set[int] = set()
         self._alive: list[torch.UntypedStorage] = []  # one that is freed could lend its key to another
-        self._quiet = False
+        self._paused = False
 
     @property
-    def tally(self) -> Tally:
-        return self.tallies.setdefault(self._section, Tally())
+    def section_counts(self) -> SectionCounts:
+        return self.sections.setdefault(self._section, SectionCounts())
 
-    def enter(self, section: str, carried: object = None) -> None:
+    def enter_section(self, section: str, carried: object = None) -> None:
         """What comes belongs to the section. What it is handed by the section before is its own too."""
         self._section = section
-        for tensor in _tensors((carried,)):
-            self._born[_key(tensor)] = section
+        for tensor in _iter_tensors((carried,)):
+            self._section_of[_storage_key(tensor)] = section
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _never))
-            stack.enter_context(_StandIns(self))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack_saved, _no_backward))
+            stack.enter_context(_KernelStubs(self))
             stack.enter_context(self)
             yield
 
@@ -143,96 +143,104 @@ class Counter(operator_mode()):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if not self._quiet:
-            given, made = [*_tensors(args), *_tensors((kwargs or {}).values())], list(_tensors((out,)))
-            self._see(func.overloadpacket, args, given, made)
+        if not self._paused:
+            given, made = [*_iter_tensors(args), *_iter_tensors((kwargs or {}).values())], list(_iter_tensors((out,)))
+            self._record_op(func.overloadpacket, args, given, made)
         return out
 
-    def _see(self, operator: Any, args: Any, given: list[Tensor], made: list[Tensor]) -> None:
-        named = [self._weights[_key(tensor)] for tensor in given if _key(tensor) in self._weights]
+    def _record_op(self, operator: Any, args: Any, given: list[Tensor], made: list[Tensor]) -> None:
+        named = [self._weights[_storage_key(tensor)] for tensor in given if _storage_key(tensor) in self._weights]
         if given and len(named) == len(given):
-            self._weights |= {_key(self._keep(tensor)): named[0] for tensor in made}
+            self._weights |= {_storage_key(self._hold_storage(tensor)): named[0] for tensor in made}
             return
-        split = WHOLE
-        if operator in PAIRS:
-            first, second = PAIRS[operator]
-            split = self._product(args[first], args[second])
+        split = UNSPLIT
+        if operator in MATMUL_OPERANDS:
+            first, second = MATMUL_OPERANDS[operator]
+            split = self._record_matmul(args[first], args[second])
         elif operator is aten.convolution:
-            split = self._convolution(args[0], args[1], made[0], transposed=args[6])
-        elif operator is aten.embedding and _key(args[0]) in self._weights:
-            name = self._weights[_key(args[0])]
-            self.tally.tables[name] = max(self.tally.tables.get(name, 0), args[1].numel())
-        moved = operator not in PAIRS and operator is not aten.convolution
-        self._made(given, made, split, moved=moved, in_place=operator.__name__.endswith("_"))
+            split = self._record_convolution(args[0], args[1], made[0], transposed=args[6])
+        elif operator is aten.embedding and _storage_key(args[0]) in self._weights:
+            name = self._weights[_storage_key(args[0])]
+            self.section_counts.lookup_rows[name] = max(self.section_counts.lookup_rows.get(name, 0), args[1].numel())
+        moved = operator not in MATMUL_OPERANDS and operator is not aten.convolution
+        self._record_outputs(given, made, split, moved=moved, in_place=operator.__name__.endswith("_"))
 
-    def _made(
-        self, given: list[Tensor], made: list[Tensor], split: str = WHOLE, *, moved: bool = True, in_place: bool = False
+    def _record_outputs(
+        self,
+        given: list[Tensor],
+        made: list[Tensor],
+        split: str = UNSPLIT,
+        *,
+        moved: bool = True,
+        in_place: bool = False,
     ) -> None:
         """What came out of an operator: where it was born, whether it is divided, what moved through memory."""
-        before = {_key(tensor) for tensor in given}
-        fresh = [tensor for tensor in made if _key(tensor) not in before or in_place]
-        divided = split == COLUMNS or (split != ROWS and bool(before & self._divided))
+        before = {_storage_key(tensor) for tensor in given}
+        fresh = [tensor for tensor in made if _storage_key(tensor) not in before or in_place]
+        divided = split == COLUMN_PARALLEL or (split != ROW_PARALLEL and bool(before & self._tp_split))
         for tensor in fresh:
-            key = _key(self._keep(tensor))
-            self._born.setdefault(key, self._section)
+            key = _storage_key(self._hold_storage(tensor))
+            self._section_of.setdefault(key, self._section)
             if divided:
-                self._divided.add(key)
+                self._tp_split.add(key)
         if fresh and moved:
-            amount = sum(self._elements(t, t.numel()) for t in (*given, *fresh) if _key(t) not in self._weights)
+            amount = sum(self._elements(t, t.numel()) for t in (*given, *fresh) if _storage_key(t) not in self._weights)
             if divided:
-                self.tally.passed_split += amount
+                self.section_counts.moved_elements_tp += amount
             else:
-                self.tally.passed += amount
+                self.section_counts.moved_elements += amount
 
-    def _product(self, a: Tensor, b: Tensor) -> str:
+    def _record_matmul(self, a: Tensor, b: Tensor) -> str:
         """Counts a times b; gives how tensor parallelism divides the weight."""
         (m, k), n, count = a.shape[-2:], b.shape[-1], a.shape[0] if a.dim() == 3 else 1
-        if _key(b) in self._weights:
+        if _storage_key(b) in self._weights:
             weight, inputs, outputs, rows = b, k, n, m * count
-        elif _key(a) in self._weights:
+        elif _storage_key(a) in self._weights:
             weight, inputs, outputs, rows = a, k, m, n * count
         else:
-            self.tally.squares.append(Square(count, m, k, n))
-            return WHOLE
+            self.section_counts.weightless_matmuls.append(WeightlessMatmul(count, m, k, n))
+            return UNSPLIT
         # One matrix that is repeated for a batch is not many experts.
         own = weight.untyped_storage().nbytes() // weight.element_size() >= weight.numel() and weight.stride(0) != 0
-        return self._use(weight, inputs, outputs, rows, experts=count if weight.dim() == 3 and count > 1 and own else 0)
+        return self._record_weight(
+            weight, inputs, outputs, rows, experts=count if weight.dim() == 3 and count > 1 and own else 0
+        )
 
-    def _convolution(self, x: Tensor, weight: Tensor, out: Tensor, *, transposed: bool) -> str:
-        if _key(weight) not in self._weights:
-            return WHOLE
+    def _record_convolution(self, x: Tensor, weight: Tensor, out: Tensor, *, transposed: bool) -> str:
+        if _storage_key(weight) not in self._weights:
+            return UNSPLIT
         across = x if transposed else out
         rows = across.numel() // across.shape[1]
         if transposed:
-            return self._use(weight, weight.shape[0], prod(weight.shape[1:]), rows)
-        return self._use(weight, prod(weight.shape[1:]), weight.shape[0], rows)
+            return self._record_weight(weight, weight.shape[0], prod(weight.shape[1:]), rows)
+        return self._record_weight(weight, prod(weight.shape[1:]), weight.shape[0], rows)
 
-    def _use(self, weight: Tensor, inputs: int, outputs: int, rows: int, experts: int = 0) -> str:
-        name = self._weights[_key(weight)]
-        used = Used(name, int(weight.storage_offset()), inputs, outputs, experts)
-        self.tally.rows[used] = self.tally.rows.get(used, 0) + rows
-        return self.splits.get(name, WHOLE)
+    def _record_weight(self, weight: Tensor, inputs: int, outputs: int, rows: int, experts: int = 0) -> str:
+        name = self._weights[_storage_key(weight)]
+        used = WeightUse(name, int(weight.storage_offset()), inputs, outputs, experts)
+        self.section_counts.matmul_rows[used] = self.section_counts.matmul_rows.get(used, 0) + rows
+        return self.splits.get(name, UNSPLIT)
 
     # -- what is saved ------------------------------------------------------------------------------------------------
 
-    def _pack(self, tensor: Tensor) -> None:
+    def _pack_saved(self, tensor: Tensor) -> None:
         """Backward never comes. A tensor that is given back here is held by the graph that it holds, for ever."""
-        key = _key(self._keep(tensor))
+        key = _storage_key(self._hold_storage(tensor))
         if key in self._saved or key in self._weights:
             return
         self._saved.add(key)
         amount = self._elements(tensor, tensor.untyped_storage().nbytes() // tensor.element_size())
-        if self._born.get(key) != self._section:
-            self.tally.shared += amount
-        elif key in self._divided:
-            self.tally.saved_split += amount
+        if self._section_of.get(key) != self._section:
+            self.section_counts.shared_elements += amount
+        elif key in self._tp_split:
+            self.section_counts.saved_elements_tp += amount
         else:
-            self.tally.saved += amount
+            self.section_counts.saved_elements += amount
 
     def _elements(self, tensor: Tensor, count: int) -> float:
-        return count * tensor.element_size() / (self._width if tensor.dtype.is_floating_point else ELEMENT)
+        return count * tensor.element_size() / (self._width if tensor.dtype.is_floating_point else ELEMENT_BYTES)
 
-    def _keep(self, tensor: Tensor) -> Tensor:
+    def _hold_storage(self, tensor: Tensor) -> Tensor:
         self._alive.append(tensor.untyped_storage())
         return tensor
 
@@ -249,8 +257,8 @@ class Counter(operator_mode()):  # type: ignore[misc]
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        self.tally.attended.append(
-            Attended(
+        self.section_counts.attention_calls.append(
+            AttentionCall(
                 count=prod(query.shape[:-2]),
                 kv_count=prod(key.shape[:-2]),
                 queries=query.shape[-2],
@@ -260,56 +268,56 @@ class Counter(operator_mode()):  # type: ignore[misc]
                 causal=is_causal,
             )
         )
-        out: Tensor = _Attention.apply(self, query, key, value, attn_mask)
+        out: Tensor = _AttentionStub.apply(self, query, key, value, attn_mask)
         return out
 
     def rms_norm(
         self, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
     ) -> Tensor:
-        out: Tensor = _Norm.apply(self, input, weight)
+        out: Tensor = _RMSNormStub.apply(self, input, weight)
         return out
 
-    def kernel(self, given: list[Tensor], made: list[Tensor], *, moved: bool) -> None:
+    def record_kernel(self, given: list[Tensor], made: list[Tensor], *, moved: bool) -> None:
         """What a stand-in makes, before it is saved."""
-        self._made(given, made, moved=moved)
+        self._record_outputs(given, made, moved=moved)
 
     @contextmanager
-    def quiet(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Operators of ours are not the model's."""
-        self._quiet = True
+        self._paused = True
         try:
             yield
         finally:
-            self._quiet = False
+            self._paused = False
 
 
-class _Attention(torch.autograd.Function):
+class _AttentionStub(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, counter: Counter, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        with counter.quiet():
+    def forward(ctx: Any, counter: OpCounter, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        with counter.paused():
             # As flash attention lays it out: tokens before heads, so that what follows reads it without a copy.
             first, last = q.shape[:-2], (q.shape[-2], v.shape[-1])
             out = q.new_empty((*first[:-1], last[0], *first[-1:], last[1])).transpose(-2, -3)
             sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
-        counter.kernel([q, k, v], [out, sums], moved=False)
+        counter.record_kernel([q, k, v], [out, sums], moved=False)
         ctx.save_for_backward(q, k, v, out, sums, mask)
         return out
 
 
-class _Norm(torch.autograd.Function):
+class _RMSNormStub(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, counter: Counter, x: Tensor, weight: Tensor | None) -> Tensor:
-        with counter.quiet():
+    def forward(ctx: Any, counter: OpCounter, x: Tensor, weight: Tensor | None) -> Tensor:
+        with counter.paused():
             out, roots = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
-        counter.kernel([x], [out, roots], moved=True)
+        counter.record_kernel([x], [out, roots], moved=True)
         ctx.save_for_backward(x, weight, roots)
         return out
 
 
-class _StandIns(TorchFunctionMode):
+class _KernelStubs(TorchFunctionMode):
     """Gives attention and RMSNorm to the counter before they fall apart into operators."""
 
-    def __init__(self, counter: Counter) -> None:
+    def __init__(self, counter: OpCounter) -> None:
         super().__init__()
         self._kernels = {
             F.scaled_dot_product_attention: counter.attention,
@@ -321,20 +329,20 @@ class _StandIns(TorchFunctionMode):
         return self._kernels.get(func, func)(*args, **(kwargs or {}))
 
 
-def _never(_packed: None) -> Tensor:
+def _no_backward(_packed: None) -> Tensor:
     raise RuntimeError("a trace has no backward")
 
 
-def _key(tensor: Tensor) -> int:
+def _storage_key(tensor: Tensor) -> int:
     key: int = StorageWeakRef(tensor.untyped_storage()).cdata
     return key
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def _iter_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from _iter_tensors(value)
         elif isinstance(value, dict):
-            yield from _tensors(value.values())
+            yield from _iter_tensors(value.values())

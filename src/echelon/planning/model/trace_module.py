@@ -23,25 +23,25 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from echelon.layout.validation_error import Fault, FaultError
+from echelon.layout.validation_error import ValidationError, ValidationIssue
 from echelon.models import user_model
-from echelon.models.pipeline_model import chain_of, inside
-from echelon.models.tp_splits import split_of
-from echelon.parallel.tp.tensor_parallel import match
-from echelon.planning.model.model_shape import COLUMNS, ROWS, WHOLE, ModelShape
-from echelon.planning.model.traced_shape import Counts, Section, assembled
+from echelon.models.pipeline_model import get_pipeline_model, is_within
+from echelon.models.tp_splits import get_tp_split
+from echelon.parallel.tp.tensor_parallel import match_roles
+from echelon.planning.model.model_shape import COLUMN_PARALLEL, ROW_PARALLEL, UNSPLIT, ModelShape
+from echelon.planning.model.traced_shape import ModuleCounts, Section, build_shape
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from echelon.planning.model.op_counter import Counter
+    from echelon.planning.model.op_counter import OpCounter
 
-ROWS_TRACED = 2
+TRACED_SEQUENCES = 2
 """sequences of a user's batch; one could be taken for a dimension that is not there"""
 BEFORE, AFTER = "before the layers", "after the layers"
 
 
-def trace(model: str | nn.Module, inputs: Mapping[str, Tensor] | None = None, *, name: str = "") -> ModelShape:
+def trace_module(model: str | nn.Module, inputs: Mapping[str, Tensor] | None = None, *, name: str = "") -> ModelShape:
     """The shape of a module, given with inputs of its forward, or of `file.py:factory`.
 
     The file has a function `batch(rows, step)` too, which gives the inputs. A module and its inputs stay as they are.
@@ -49,47 +49,47 @@ def trace(model: str | nn.Module, inputs: Mapping[str, Tensor] | None = None, *,
     """
     if isinstance(model, str):
         name = name or model
-        model, inputs = _loaded(model)
+        model, inputs = _load_model(model)
     name = name or type(model).__name__
     if inputs is None:
         rule, hint = "is traced without inputs", "give `inputs`, the keyword arguments of its forward"
-        raise FaultError([Fault(key="model", value=name, rule=rule, hint=hint)])
+        raise ValidationError([ValidationIssue(key="model", value=name, message=rule, hint=hint)])
     if not isinstance(inputs, Mapping):
         rule = f"has a batch that is not keyword arguments ({type(inputs).__name__})"
         hint = "let batch(rows, step) return a dictionary of the forward's arguments"
-        raise FaultError([Fault(key="model", value=name, rule=rule, hint=hint)])
-    module, given = on_meta(model), {key: _meta(value) for key, value in inputs.items()}
-    sections = _sections(module)
+        raise ValidationError([ValidationIssue(key="model", value=name, message=rule, hint=hint)])
+    module, given = meta_copy(model), {key: _to_meta(value) for key, value in inputs.items()}
+    sections = _find_sections(module)
     weights = dict(module.named_parameters())
-    counter = _counter(module, weights)
+    counter = _make_counter(module, weights)
     try:
-        width = _run(module, given, sections, counter)
+        width = _run_sections(module, given, sections, counter)
     except Exception as error:
         rule = f"cannot be run on the meta device ({_first_line(error)})"
         hint = "tracing runs the forward pass without values: what decides shapes by values cannot be traced"
-        raise FaultError([Fault(key="model", value=name, rule=rule, hint=hint)]) from error
-    tokens, seq_len = _tokens(inputs)
-    owners = _owners(module, weights, sections)
-    counts = Counts(
+        raise ValidationError([ValidationIssue(key="model", value=name, message=rule, hint=hint)]) from error
+    tokens, seq_len = _count_tokens(inputs)
+    owners = _param_sections(module, weights, sections)
+    counts = ModuleCounts(
         sections=sections,
-        tallies=counter.tallies,
+        tallies=counter.sections,
         weights={key: tuple(weight.shape) for key, weight in weights.items()},
         owners=owners,
         splits=counter.splits,
         tokens=tokens,
         seq_len=seq_len,
         width=width // tokens,
-        can_cut=_can_cut(module),
+        supports_cp=_supports_cp(module),
     )
-    return assembled(name, counts)
+    return build_shape(name, counts)
 
 
-def _loaded(spec: str) -> tuple[nn.Module, Mapping[str, Tensor]]:
+def _load_model(spec: str) -> tuple[nn.Module, Mapping[str, Tensor]]:
     import torch
 
     try:
-        factory, batch = user_model.load(spec), user_model.load(spec.rpartition(":")[0] + ":batch")
-        inputs = batch(ROWS_TRACED, 0)
+        factory, batch = user_model.load_factory(spec), user_model.load_factory(spec.rpartition(":")[0] + ":batch")
+        inputs = batch(TRACED_SEQUENCES, 0)
         try:
             with torch.device("meta"):
                 return factory(), inputs
@@ -97,14 +97,14 @@ def _loaded(spec: str) -> tuple[nn.Module, Mapping[str, Tensor]]:
             return factory(), inputs
     except Exception as error:
         rule = f"cannot be built ({_first_line(error)})"
-        raise FaultError([Fault(key="model", value=spec, rule=rule)]) from error
+        raise ValidationError([ValidationIssue(key="model", value=spec, message=rule)]) from error
 
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
-def on_meta(model: nn.Module) -> nn.Module:
+def meta_copy(model: nn.Module) -> nn.Module:
     """A copy in training mode, whose tensors have shapes only. What is shared in the model is shared in the copy."""
     import torch
     from torch import Tensor, nn
@@ -119,11 +119,11 @@ def on_meta(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo).train()
 
 
-def _meta(value: Any) -> Any:
+def _to_meta(value: Any) -> Any:
     return value.to("meta") if hasattr(value, "to") else value
 
 
-def _tokens(inputs: Mapping[str, Any]) -> tuple[int, int]:
+def _count_tokens(inputs: Mapping[str, Any]) -> tuple[int, int]:
     """How many tokens a batch has, and how many of them are a sequence."""
     import torch
 
@@ -135,44 +135,51 @@ def _tokens(inputs: Mapping[str, Any]) -> tuple[int, int]:
     return (tensors[0].shape[0] if tensors else 1), 1
 
 
-def _can_cut(module: nn.Module) -> bool:
+def _supports_cp(module: nn.Module) -> bool:
     """As context parallelism asks for it (parallel/cp/context_parallel.py): attention that it knows, and positions from outside."""
-    from echelon.models.attention import Core
+    from echelon.models.attention import CoreAttention
 
     takes = inspect.signature(module.forward).parameters.values()
     given = any(p.name == "positions" or p.kind is p.VAR_KEYWORD for p in takes)
-    return given and any(isinstance(found, Core) for found in module.modules())
+    return given and any(isinstance(found, CoreAttention) for found in module.modules())
 
 
 # -- sections ---------------------------------------------------------------------------------------------------------
 
 
-def _sections(module: nn.Module) -> list[Section]:
+def _find_sections(module: nn.Module) -> list[Section]:
     if hasattr(module, "chain"):
-        links = chain_of(module).links
+        links = get_pipeline_model(module).layers
         return [
-            Section(name=link.name, kind=_kind(module, link.modules) or link.name, modules=link.modules)
+            Section(name=link.name, class_name=_class_name(module, link.modules) or link.name, modules=link.modules)
             for link in links
         ]
-    found = _longest(module)
+    found = _longest_module_list(module)
     if not found:
-        return [Section(name="", kind=type(module).__name__, modules=("",), kept=True)]
-    items = [Section(name=name, kind=_kind(module, (name,)), modules=(name,), kept=True) for name in found]
-    return [Section(name=BEFORE, kind="before", modules=()), *items, Section(name=AFTER, kind="after", modules=())]
+        return [Section(name="", class_name=type(module).__name__, modules=("",), always_layer=True)]
+    items = [
+        Section(name=name, class_name=_class_name(module, (name,)), modules=(name,), always_layer=True)
+        for name in found
+    ]
+    return [
+        Section(name=BEFORE, class_name="before", modules=()),
+        *items,
+        Section(name=AFTER, class_name="after", modules=()),
+    ]
 
 
-def _kind(module: nn.Module, names: tuple[str, ...]) -> str:
+def _class_name(module: nn.Module, names: tuple[str, ...]) -> str:
     modules = dict(module.named_modules(remove_duplicate=False))
     return type(modules[names[0]]).__name__ if len(names) == 1 and names[0] in modules else ""
 
 
-def _longest(module: nn.Module) -> list[str]:
+def _longest_module_list(module: nn.Module) -> list[str]:
     """The names of the items of the longest list of one class; lists inside such lists are parts of layers."""
     from torch import nn
 
     lists: dict[str, list[str]] = {}
     for name, found in module.named_modules():
-        if any(inside(name, outer) for outer in lists) or not isinstance(found, nn.ModuleList | nn.Sequential):
+        if any(is_within(name, outer) for outer in lists) or not isinstance(found, nn.ModuleList | nn.Sequential):
             continue
         one_class = len({type(item) for item in found}) == 1 and len(found) > 1
         if one_class and any(True for _ in found.parameters()):
@@ -180,55 +187,55 @@ def _longest(module: nn.Module) -> list[str]:
     return max(lists.values(), key=len, default=[])
 
 
-def _owners(module: nn.Module, weights: Mapping[str, Tensor], sections: list[Section]) -> dict[str, str]:
+def _param_sections(module: nn.Module, weights: Mapping[str, Tensor], sections: list[Section]) -> dict[str, str]:
     """The section of each parameter: the first that has it. A parameter of several names goes by its first."""
     first = {id(weight): name for name, weight in weights.items()}
     found: dict[str, str] = {}
     for section in sections:
         for name, weight in module.named_parameters(remove_duplicate=False):
-            if any(not owner or inside(name, owner) for owner in section.modules):
+            if any(not owner or is_within(name, owner) for owner in section.modules):
                 found.setdefault(first[id(weight)], section.name)
     return found
 
 
-def _run(module: nn.Module, inputs: dict[str, Any], sections: list[Section], counter: Counter) -> int:
+def _run_sections(module: nn.Module, inputs: dict[str, Any], sections: list[Section], counter: OpCounter) -> int:
     """Runs the module, section by section; gives the most elements that one hands to the next."""
     handed = [0]
 
     def enter(name: str, carried: Any) -> None:
-        handed.append(_elements(carried if isinstance(carried, tuple | list) else (carried,)))
-        counter.enter(name, carried)
+        handed.append(_num_elements(carried if isinstance(carried, tuple | list) else (carried,)))
+        counter.enter_section(name, carried)
 
     with counter.counting():
-        counter.enter(sections[0].name, tuple(inputs.values()))
+        counter.enter_section(sections[0].name, tuple(inputs.values()))
         if hasattr(module, "chain"):
-            chain = chain_of(module)
-            counter.enter("shared by the links")
+            chain = get_pipeline_model(module)
+            counter.enter_section("shared by the links")
             shared, carried = chain.shared(**inputs), None
-            for link in chain.links:
+            for link in chain.layers:
                 enter(link.name, carried)
                 carried = link.run(carried, shared, **inputs)
             return max(handed)
         for section in sections:
-            if section.kept and section.name:
+            if section.always_layer and section.name:
                 item = module.get_submodule(section.name)
                 item.register_forward_pre_hook(lambda _, args, name=section.name: enter(name, args[:1]))
                 item.register_forward_hook(lambda *_: enter(AFTER, _[-1]))
         module(**inputs)
-    return max(handed) or _elements(inputs.values())
+    return max(handed) or _num_elements(inputs.values())
 
 
-def _elements(values: Iterable[Any]) -> int:
+def _num_elements(values: Iterable[Any]) -> int:
     return sum(value.numel() for value in values if hasattr(value, "numel") and value.dtype.is_floating_point)
 
 
-def _counter(module: nn.Module, weights: Mapping[str, Tensor]) -> Counter:
-    from echelon.planning.model.op_counter import Counter
+def _make_counter(module: nn.Module, weights: Mapping[str, Tensor]) -> OpCounter:
+    from echelon.planning.model.op_counter import OpCounter
 
     try:
-        words = match(module, split_of(module))
+        words = match_roles(module, get_tp_split(module))
     except ValueError:  # a module without a table is not divided
         words = {}
-    divided = {"column": COLUMNS, "row": ROWS}
-    splits = {name: divided.get(words.get(name.rpartition(".")[0], "").partition("/")[0], WHOLE) for name in weights}
-    return Counter(weights, splits)
+    divided = {"column": COLUMN_PARALLEL, "row": ROW_PARALLEL}
+    splits = {name: divided.get(words.get(name.rpartition(".")[0], "").partition("/")[0], UNSPLIT) for name in weights}
+    return OpCounter(weights, splits)

@@ -29,83 +29,87 @@ from dataclasses import asdict, replace
 import numpy as np
 
 from echelon.layout import Layout
-from echelon.layout.rules import Facts, broken
-from echelon.planning.calibrate.calibration import constants_of
-from echelon.planning.calibrate.constants import FITTED, Constants
-from echelon.planning.cost.memory_model import fits, worst
-from echelon.planning.cost.step_time import times
-from echelon.planning.cost.work import work_of, works_of
+from echelon.layout.rules import LayoutConstraints, find_violations
+from echelon.planning.calibrate.calibration import constants_for
+from echelon.planning.calibrate.constants import FITTED_CONSTANTS, Constants
+from echelon.planning.cost.memory_model import fits, peak_memory
+from echelon.planning.cost.step_time import step_times
+from echelon.planning.cost.work import count_stacked_work, count_work
 from echelon.planning.model.model_shape import RuleFacts
 from echelon.planning.priced_plan import Plan, price
-from echelon.planning.scenario import Case
-from echelon.planning.search.bounds import bounds, least_bytes, rate
-from echelon.planning.search.layout_families import Branch, Wish, layouts, members
-from echelon.planning.search.memory_variants import AWAY, longer, variants
+from echelon.planning.scenario import Scenario
+from echelon.planning.search.bounds import branch_bounds, min_memory_bytes, objective_values
+from echelon.planning.search.layout_families import LayoutBranch, PlanRequest, all_layouts, branch_layouts
+from echelon.planning.search.memory_variants import OFFLOAD_OPTIONS, memory_variants, with_segments
 
-FINALISTS = 48
+MIN_FINALISTS = 48
 """that are simulated, at least: where layers do not divide, the formula is up to a tenth off"""
-BUDGETS = 12
+NUM_BUDGET_TRIALS = 12
 """of the best, those that are tried with a budget"""
-GAIN = 0.01
+MIN_BUDGET_GAIN = 0.01
 """share by which a budget must be faster than the best other way to recompute in the same layout, to be told"""
-Rated = tuple[float, str, Case]
+RatedScenario = tuple[float, str, Scenario]
 """what the objective asks to be small, the layout's text, the case"""
 
 
-def search(wish: Wish, *, top: int = 10, c: Constants = FITTED) -> list[Plan]:
+def search_plans(request: PlanRequest, *, top: int = 10, c: Constants = FITTED_CONSTANTS) -> list[Plan]:
     """The best plans that fit; none where nothing does. See [Note: nothing that could win is left out]."""
-    if len({part.device.name for part in wish.cluster.parts}) > 1:
-        return _of_parts(wish, top, c)
-    found = _search(wish, wish, top, c)
-    kind = "" if found else next(_away(wish, c), "")
-    return _search(wish, replace(wish, fixed={**wish.fixed, "offload": kind}), top, c) if kind else found
+    if len({part.device.name for part in request.cluster.node_groups}) > 1:
+        return _search_mixed_cluster(request, top, c)
+    found = _search(request, request, top, c)
+    kind = "" if found else next(_offload_that_fits(request, c), "")
+    return _search(request, replace(request, fixed={**request.fixed, "offload": kind}), top, c) if kind else found
 
 
-def _away(wish: Wish, c: Constants) -> Iterator[str]:
+def _offload_that_fits(wish: PlanRequest, c: Constants) -> Iterator[str]:
     """What may leave the devices for something to fit; nothing where that does not help, or is fixed."""
-    least = None if "offload" in wish.fixed else nearest(wish, c)
-    if least is None or not least.case.on_gpu:
+    least = None if "offload" in wish.fixed else least_memory_plan(wish, c)
+    if least is None or not least.scenario.on_gpu:
         return
-    for kind in AWAY:
-        case = replace(least.case, layout=replace(least.case.layout, offload=kind))
-        if case.agrees and _is_legal(wish, case.layout) and fits(case, c):
+    for kind in OFFLOAD_OPTIONS:
+        case = replace(least.scenario, layout=replace(least.scenario.layout, offload=kind))
+        if case.is_compatible and _is_legal(wish, case.layout) and fits(case, c):
             yield kind
 
 
-def _search(wish: Wish, asked: Wish, top: int, c: Constants) -> list[Plan]:
+def _search(wish: PlanRequest, asked: PlanRequest, top: int, c: Constants) -> list[Plan]:
     """What is asked fixes more than what is wished: the best are tried with other kinds of that too."""
-    c, enough = constants_of(wish.case(Layout()), c), max(FINALISTS, 2 * top)
-    best: list[Rated] = []
-    for bound in bounds(asked, c):
-        if len(best) == enough and bound.rated > best[-1][0]:
+    c, enough = constants_for(wish.scenario(Layout()), c), max(MIN_FINALISTS, 2 * top)
+    best: list[RatedScenario] = []
+    for bound in branch_bounds(asked, c):
+        if len(best) == enough and bound.objective > best[-1][0]:
             break
         limit = best[-1][0] if len(best) == enough else math.inf
-        found = _fitting(asked, bound.branch, bound.activations, c, limit)
+        found = _fitting_scenarios(asked, bound.branch, bound.activation_bytes, c, limit)
         best = sorted([*best, *found], key=lambda one: one[:2])[:enough]
-    best = _refined(wish, best, c, enough)
+    best = _refine(wish, best, c, enough)
     plans = [price(case, c) for _, _, case in best]
-    plans.sort(key=lambda plan: (rank_of(wish, plan), str(plan.layout)))
+    plans.sort(key=lambda plan: (plan_objective(wish, plan), str(plan.layout)))
     return plans[:top]
 
 
-def _of_parts(wish: Wish, top: int, c: Constants) -> list[Plan]:
+def _search_mixed_cluster(wish: PlanRequest, top: int, c: Constants) -> list[Plan]:
     """Of a cluster of several kinds: on all of it, as fast as its slowest, or on the devices of one kind alone."""
-    kinds = {part.device.name: part.device for part in wish.cluster.parts}
-    slowest = replace(wish.cluster, parts=tuple(replace(p, device=wish.cluster.device) for p in wish.cluster.parts))
+    kinds = {part.device.name: part.device for part in wish.cluster.node_groups}
+    slowest = replace(
+        wish.cluster, node_groups=tuple(replace(p, device=wish.cluster.device) for p in wish.cluster.node_groups)
+    )
     alone = [
         replace(
             wish.cluster,
-            parts=tuple(part for part in wish.cluster.parts if part.device.name == name),
-            inside=device.inside,
-            outside=device.outside,
+            node_groups=tuple(part for part in wish.cluster.node_groups if part.device.name == name),
+            intra_node=device.intra_node,
+            inter_node=device.inter_node,
         )
         for name, device in kinds.items()
     ]
-    found = [plan for cluster in (slowest, *alone) for plan in search(replace(wish, cluster=cluster), top=top, c=c)]
-    return sorted(found, key=lambda plan: (rank_of(wish, plan), str(plan.layout)))[:top]
+    found = [
+        plan for cluster in (slowest, *alone) for plan in search_plans(replace(wish, cluster=cluster), top=top, c=c)
+    ]
+    return sorted(found, key=lambda plan: (plan_objective(wish, plan), str(plan.layout)))[:top]
 
 
-def _refined(wish: Wish, best: list[Rated], c: Constants, enough: int) -> list[Rated]:
+def _refine(wish: PlanRequest, best: list[RatedScenario], c: Constants, enough: int) -> list[RatedScenario]:
     """With other kinds of what the best are.
 
     These are tried on the best layouts only: together with all others they would be too many to list.
@@ -116,56 +120,62 @@ def _refined(wish: Wish, best: list[Rated], c: Constants, enough: int) -> list[R
         alike[replace(case.layout, recompute="none")] = rated
     for number, (_, _, case) in enumerate(best):
         before = alike[replace(case.layout, recompute="none")]
-        for other in variants(wish, case, c, budget=number < BUDGETS):
+        for other in memory_variants(wish, case, c, budget=number < NUM_BUDGET_TRIALS):
             text = str(other.layout)
             if text in found or not _is_legal(wish, other.layout) or not fits(other, c):
                 continue
-            rated = float(rate(wish, [other.layout.world], np.array([times(work_of(other), c).total]))[0])
-            if rated < (1 - GAIN) * before or "budget" not in text:
+            rated = float(
+                objective_values(wish, [other.layout.world], np.array([step_times(count_work(other), c).total]))[0]
+            )
+            if rated < (1 - MIN_BUDGET_GAIN) * before or "budget" not in text:
                 found[text] = (rated, text, other)
     return sorted(found.values(), key=lambda one: one[:2])[:enough]
 
 
-def _fitting(wish: Wish, branch: Branch, activations: float, c: Constants, limit: float) -> Iterator[Rated]:
+def _fitting_scenarios(
+    wish: PlanRequest, branch: LayoutBranch, activations: float, c: Constants, limit: float
+) -> Iterator[RatedScenario]:
     """Those of a branch that fit, with what the objective asks to be small; none at or above the limit."""
     cases = [
-        wish.case(layout)
-        for layout in members(wish, branch, asdict(branch.family))
-        if least_bytes(wish, layout, activations) <= wish.cluster.memory
+        wish.scenario(layout)
+        for layout in branch_layouts(wish, branch, asdict(branch.family))
+        if min_memory_bytes(wish, layout, activations) <= wish.cluster.memory
     ]
     # Most are too slow before parameters and gradients are sent: those need not be counted.
     for once_a_step in (False, True):
         if not cases:
             return
-        seconds = times(works_of(cases, once_a_step=once_a_step), c).total
-        rated = rate(wish, [branch.world] * len(cases), seconds)
+        seconds = step_times(count_stacked_work(cases, include_per_step=once_a_step), c).total
+        rated = objective_values(wish, [branch.world] * len(cases), seconds)
         found = [(r, case) for r, case in zip(rated.tolist(), cases, strict=True) if r < limit]
         cases = [case for _, case in found]
     for r, case in found:
         if not _is_legal(wish, case.layout):
             continue
-        fitting = case if fits(case, c) else longer(wish, case, c)
+        fitting = case if fits(case, c) else with_segments(wish, case, c)
         if fitting is not None:
             yield r, str(fitting.layout), fitting
 
 
-def _is_legal(wish: Wish, layout: Layout) -> bool:
+def _is_legal(wish: PlanRequest, layout: Layout) -> bool:
     """The layout breaks no rule of the grammar, of the model or of the batch."""
-    facts = Facts(world=layout.world, batch=wish.batch, seq_len=wish.seq_len, model=RuleFacts(wish.shape))
-    return not broken(layout, facts)
+    facts = LayoutConstraints(world=layout.world, batch=wish.batch, seq_len=wish.seq_len, model=RuleFacts(wish.shape))
+    return not find_violations(layout, facts)
 
 
-def nearest(wish: Wish, c: Constants = FITTED) -> Plan | None:
+def least_memory_plan(request: PlanRequest, c: Constants = FITTED_CONSTANTS) -> Plan | None:
     """Where nothing fits: the plan that needs the least memory."""
     # The least memory is where nothing that costs memory is chosen: small microbatches, full recomputation.
     lean: dict[str, int | str] = {"microbatch": 1, "recompute": "full", "schedule": "1f1b"}
-    asked = replace(wish, fixed={**lean, **wish.fixed})
-    cases = [wish.case(layout) for layout in layouts(asked)] or [wish.case(layout) for layout in layouts(wish)]
+    asked = replace(request, fixed={**lean, **request.fixed})
+    cases = [request.scenario(layout) for layout in all_layouts(asked)] or [
+        request.scenario(layout) for layout in all_layouts(request)
+    ]
     if not cases:
         return None
-    c = constants_of(cases[0], c)
-    return price(min(cases, key=lambda case: (worst(case, c).total, str(case.layout))), c)
+    c = constants_for(cases[0], c)
+    return price(min(cases, key=lambda case: (peak_memory(case, c).total, str(case.layout))), c)
 
 
-def rank_of(wish: Wish, plan: Plan) -> float:
-    return float(rate(wish, [plan.layout.world], np.array([plan.seconds]))[0])
+def plan_objective(request: PlanRequest, plan: Plan) -> float:
+    return float(objective_values(request, [plan.layout.world], np.array([plan.seconds]))[0])

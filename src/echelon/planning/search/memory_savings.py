@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
-from echelon.layout.rules import Facts, broken
-from echelon.optim.named_rule import Named
-from echelon.planning.calibrate.calibration import constants_of
-from echelon.planning.calibrate.constants import FITTED, Constants
-from echelon.planning.cost.activation_memory import divides
-from echelon.planning.cost.recompute_cost import SEGMENTS
+from echelon.layout.rules import LayoutConstraints, find_violations
+from echelon.optim.named_rule import DefaultRule
+from echelon.planning.calibrate.calibration import constants_for
+from echelon.planning.calibrate.constants import FITTED_CONSTANTS, Constants
+from echelon.planning.cost.activation_memory import partitions_inputs
+from echelon.planning.cost.recompute_cost import FULL_LAYER_POLICIES
 from echelon.planning.model.model_shape import RuleFacts
 from echelon.planning.priced_plan import Plan, price
-from echelon.planning.scenario import Case
+from echelon.planning.scenario import Scenario
 from echelon.planning.search.memory_variants import with_budget
 
-CATEGORIES = {
+SAVING_CATEGORIES = {
     "states": ("parameters", "master", "optimizer", "versions"),
     "gradients": ("gradients",),
     "activations": ("activations", "working", "logits"),
@@ -30,18 +30,18 @@ CATEGORIES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saving:
+class MemorySaving:
     """One technique, to the plan as it is."""
 
     technique: str
     """the setting that asks for it"""
     saved: Mapping[str, int]
     """bytes by category, on the rank that is then the fullest; less than 0: it needs more"""
-    seconds: float
+    added_seconds: float
     """that a step takes longer; less than 0: it is faster"""
     plan: Plan
     """with it"""
-    changes: str
+    training_effect: str
     """what it changes in training beside speed; nothing, mostly"""
 
     @property
@@ -53,98 +53,102 @@ class Saving:
             "technique": self.technique,
             "saved_bytes": self.total,
             "saved": dict(self.saved),
-            "added_s": self.seconds,
+            "added_s": self.added_seconds,
             "step_s": self.plan.seconds,
             "memory_bytes": self.plan.memory.total,
             "fits": self.plan.fits,
             "runnable": self.plan.runnable,
-            "changes": self.changes,
+            "changes": self.training_effect,
         }
 
 
-Change = Callable[[Case, Constants], Case | None]
+ScenarioChange = Callable[[Scenario, Constants], Scenario | None]
 """the case with a technique; none where it has it already, or it would do nothing"""
-OF_ONE_RULE = ("betas", "eps", "momentum", "states")
+RULE_SPECIFIC_KEYS = ("betas", "eps", "momentum", "states")
 """what another rule has values of its own for"""
-ROUNDED = "values are rounded"
-ANOTHER = "another rule"
+ROUNDED_VALUES = "values are rounded"
+OTHER_OPTIMIZER = "another rule"
 
 
-def _recompute(kind: str) -> Change:
-    def change(case: Case, c: Constants) -> Case | None:
+def _recompute(kind: str) -> ScenarioChange:
+    def change(case: Scenario, c: Constants) -> Scenario | None:
         return None if kind == case.layout.recompute else replace(case, layout=replace(case.layout, recompute=kind))
 
     return change
 
 
-def _budget(case: Case, c: Constants) -> Case | None:
-    return with_budget(case, c) if case.layout.recompute.partition(":")[0] in SEGMENTS else None
+def _budget(case: Scenario, c: Constants) -> Scenario | None:
+    return with_budget(case, c) if case.layout.recompute.partition(":")[0] in FULL_LAYER_POLICIES else None
 
 
-def _optimizer(**keys: str | bool) -> Change:
-    def change(case: Case, c: Constants) -> Case | None:
-        now = case.rule or Named()
+def _optimizer(**keys: str | bool) -> ScenarioChange:
+    def change(case: Scenario, c: Constants) -> Scenario | None:
+        now = case.optimizer or DefaultRule()
         if all(getattr(now, key) == value for key, value in keys.items()):
             return None
         if keys.get("in_backward") and case.layout.accumulate * case.layout.pp > 1:
             return None  # gradients of several microbatches are all there
         if "states" in keys and now.name != "adamw":
             return None  # a setting of AdamW
-        given = {key: getattr(now, key) for key in asdict(Named()) if key not in OF_ONE_RULE or "name" not in keys}
-        return replace(case, rule=Named(**{**given, **keys}))
+        given = {
+            key: getattr(now, key)
+            for key in asdict(DefaultRule())
+            if key not in RULE_SPECIFIC_KEYS or "name" not in keys
+        }
+        return replace(case, optimizer=DefaultRule(**{**given, **keys}))
 
     return change
 
 
-def _compress(kind: str) -> Change:
-    def change(case: Case, c: Constants) -> Case | None:
-        if case.thrift.compress == kind:
+def _compress(kind: str) -> ScenarioChange:
+    def change(case: Scenario, c: Constants) -> Scenario | None:
+        if case.memory_options.compress == kind:
             return None
-        found = replace(case, thrift=replace(case.thrift, compress=kind))
+        found = replace(case, memory_options=replace(case.memory_options, compress=kind))
         return found if price(found, c).memory.total != price(case, c).memory.total else None
 
     return change
 
 
-def _partition(case: Case, c: Constants) -> Case | None:
-    found = replace(case, thrift=replace(case.thrift, partition=True))
-    repeats = case.layout.recompute.partition(":")[0] in (*SEGMENTS, "budget")
-    return found if repeats and divides(found) and not divides(case) else None
+def _partition(case: Scenario, c: Constants) -> Scenario | None:
+    found = replace(case, memory_options=replace(case.memory_options, partition=True))
+    repeats = case.layout.recompute.partition(":")[0] in (*FULL_LAYER_POLICIES, "budget")
+    return found if repeats and partitions_inputs(found) and not partitions_inputs(case) else None
 
 
-def _offload(kind: str) -> Change:
-    def change(case: Case, c: Constants) -> Case | None:
+def _offload(kind: str) -> ScenarioChange:
+    def change(case: Scenario, c: Constants) -> Scenario | None:
         if case.layout.offload != "none":
             return None
-        return replace(case, layout=replace(case.layout, offload=kind), host=1.0)  # all that can leave
+        return replace(case, layout=replace(case.layout, offload=kind), host_share=1.0)  # all that can leave
 
     return change
 
 
-def _master(case: Case, c: Constants) -> Case | None:
+def _master(case: Scenario, c: Constants) -> Scenario | None:
     return replace(case, master_bytes=2) if case.precision == "bf16" and case.master_bytes > 2 else None
 
 
 @dataclass(frozen=True)
 class Technique:
     setting: str
-    change: Change
-    changes: str = ""
+    change: ScenarioChange
+    training_effect: str = ""
 
 
 TECHNIQUES = (
     *(Technique(f"recompute={kind}", _recompute(kind)) for kind in ("none", "ops", "selective", "full", "sqrt")),
     Technique("recompute=budget", _budget),
-    Technique("optimizer.states=bfloat16", _optimizer(states="bfloat16"), ROUNDED),
-    Technique("optimizer.states=int8", _optimizer(states="int8"), ROUNDED),
-    Technique("optimizer.name=lion", _optimizer(name="lion"), ANOTHER),
-    Technique("optimizer.name=adafactor", _optimizer(name="adafactor"), ANOTHER),
-    Technique("optimizer.name=muon", _optimizer(name="muon"), ANOTHER),
-    Technique("precision.master=none", _master, ROUNDED),
+    Technique("optimizer.states=bfloat16", _optimizer(states="bfloat16"), ROUNDED_VALUES),
+    Technique("optimizer.states=int8", _optimizer(states="int8"), ROUNDED_VALUES),
+    Technique("optimizer.name=lion", _optimizer(name="lion"), OTHER_OPTIMIZER),
+    Technique("optimizer.name=adafactor", _optimizer(name="adafactor"), OTHER_OPTIMIZER),
+    Technique("optimizer.name=muon", _optimizer(name="muon"), OTHER_OPTIMIZER),
+    Technique("precision.master=none", _master, ROUNDED_VALUES),
     Technique("optimizer.in_backward=true", _optimizer(in_backward=True), "no clipping"),
     Technique("compress=lossless", _compress("lossless")),
     *(
-        Technique(f"compress=lossless+{kind}", _compress(f"lossless+{kind}"), ROUNDED)
+        Technique(f"compress=lossless+{kind}", _compress(f"lossless+{kind}"), ROUNDED_VALUES)
         for kind in ("fp16", "fp8", "int8")
     ),
     Technique("memory.partition=true", _partition),
@@ -153,33 +157,33 @@ TECHNIQUES = (
 """in the order in which they are told"""
 
 
-def savings(plan: Plan, c: Constants = FITTED) -> tuple[Saving, ...]:
+def memory_savings(plan: Plan, c: Constants = FITTED_CONSTANTS) -> tuple[MemorySaving, ...]:
     """What every technique would do that can do something for the plan."""
-    return tuple(_found(plan, constants_of(plan.case, c)))
+    return tuple(_priced_savings(plan, constants_for(plan.scenario, c)))
 
 
-def _found(plan: Plan, c: Constants) -> Iterator[Saving]:
-    facts = Facts(seq_len=plan.case.seq_len, model=RuleFacts(plan.case.shape))
-    before = by_category(plan)
+def _priced_savings(plan: Plan, c: Constants) -> Iterator[MemorySaving]:
+    facts = LayoutConstraints(seq_len=plan.scenario.seq_len, model=RuleFacts(plan.scenario.shape))
+    before = grouped_memory(plan)
     for technique in TECHNIQUES:
-        case = technique.change(plan.case, c)
-        if case is None or broken(case.layout, facts) or not case.agrees:
+        case = technique.change(plan.scenario, c)
+        if case is None or find_violations(case.layout, facts) or not case.is_compatible:
             continue
         other = price(case, c)
-        after = by_category(other)
+        after = grouped_memory(other)
         setting = technique.setting
         if setting == "recompute=budget":
             setting = f"recompute={case.layout.recompute}"
-        yield Saving(
+        yield MemorySaving(
             technique=setting,
-            saved={name: before[name] - after[name] for name in CATEGORIES},
-            seconds=other.seconds - plan.seconds,
+            saved={name: before[name] - after[name] for name in SAVING_CATEGORIES},
+            added_seconds=other.seconds - plan.seconds,
             plan=other,
-            changes=technique.changes,
+            training_effect=technique.training_effect,
         )
 
 
-def by_category(plan: Plan) -> dict[str, int]:
+def grouped_memory(plan: Plan) -> dict[str, int]:
     """Of the fullest rank."""
     parts = plan.memory.parts
-    return {name: sum(parts.get(part, 0) for part in members) for name, members in CATEGORIES.items()}
+    return {name: sum(parts.get(part, 0) for part in members) for name, members in SAVING_CATEGORIES.items()}

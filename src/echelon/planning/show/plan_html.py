@@ -21,16 +21,16 @@ DRAWN = 12
 """plans whose step is drawn; a page of more would be slow to open"""
 
 
-def page(plans: Sequence[Plan], *, title: str, command: str = "", explanation: Sequence[str] = ()) -> str:
+def plans_html(plans: Sequence[Plan], *, title: str, command: str = "", explanation: Sequence[str] = ()) -> str:
     """The page as the text of an HTML file, of plans best first. `command` runs the first, `explanation` is of it."""
     parts = {
         "TITLE": escape(title),
-        "QUESTION": escape(plan_labels.question(plans[0])) if plans else "",
-        "DARK_INKS": step_svg.dark_inks(),
-        "TABLE": "".join(_table(plans)) if plans else "<p>No plan.</p>" + _told(explanation),
+        "QUESTION": escape(plan_labels.describe_request(plans[0])) if plans else "",
+        "DARK_INKS": step_svg.dark_mode_style(),
+        "TABLE": "".join(_table(plans)) if plans else "<p>No plan.</p>" + _reasons(explanation),
         # The best is the last, so that a style can hide it when another is the target of a link.
         "PLANS": "".join(
-            _plan(plan, number, plan_labels.command_of(plan, plans[0], command), explanation if number == 0 else ())
+            _plan(plan, number, plan_labels.command_for(plan, plans[0], command), explanation if number == 0 else ())
             for number, plan in reversed(list(enumerate(plans)))
         ),
         "COMPARED": "".join(_compared(plans)) if len(plans) > 1 else "",
@@ -46,7 +46,7 @@ def _layout(plan: Plan) -> str:
 
 
 def _marks(plan: Plan) -> str:
-    return "".join(f' <span class="mark {colour}">{mark}</span>' for mark, colour in plan_labels.marks(plan))
+    return "".join(f' <span class="mark {colour}">{mark}</span>' for mark, colour in plan_labels.warning_marks(plan))
 
 
 # -- the table --------------------------------------------------------------------------------------------------------
@@ -67,15 +67,15 @@ def _table(plans: Sequence[Plan]) -> Iterator[str]:
 
 
 def _cells(plan: Plan) -> dict[str, str]:
-    share = plan_labels.fill(plan)
+    share = plan_labels.memory_share(plan)
     level = "over" if not plan.fits else "near" if share > plan_labels.NEARLY_FULL else "well"
     gauge = f'<span class="gauge {level}"><span style="width:{100 * min(1.0, share):.1f}%"></span></span>'
     return {
-        "step": f"<b>{plan_labels.seconds(plan.seconds)}</b>",
-        "80 % of runs": plan_labels.interval(plan),
-        "tokens/s": plan_labels.short(plan.tokens_per_s),
+        "step": f"<b>{plan_labels.format_seconds(plan.seconds)}</b>",
+        "80 % of runs": plan_labels.format_interval(plan),
+        "tokens/s": plan_labels.format_count(plan.tokens_per_s),
         "MFU": plan_labels.percent(plan.mfu),
-        "memory": f"{gauge}{plan_labels.gib(plan.memory.total)} <small>{100 * share:.0f} %</small>",
+        "memory": f"{gauge}{plan_labels.format_bytes(plan.memory.total)} <small>{100 * share:.0f} %</small>",
         "bubble": plan_labels.percent(plan.bubble),
     }
 
@@ -86,20 +86,20 @@ def _cells(plan: Plan) -> dict[str, str]:
 def _plan(plan: Plan, number: int, command: str, explanation: Sequence[str]) -> str:
     best = " best chosen" if number == 0 else ""
     figures = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in plan_labels.figures(plan)
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in plan_labels.key_figures(plan)
     )
-    causes = plan_labels.largest_first(plan_labels.bars(plan.times, plan_labels.CAUSES))
-    categories = plan_labels.largest_first(plan_labels.bars(plan.memory.parts, plan_labels.CATEGORIES))
-    times = _bars(causes, plan_labels.alike([bar.value for bar in causes]))
-    sizes = _bars(categories, [plan_labels.gib(bar.value) for bar in categories])
-    of = f"{plan_labels.gib(plan.memory.total)} of {plan_labels.gib(plan.case.cluster.memory)}"
+    causes = plan_labels.largest_first(plan_labels.labelled_bars(plan.times, plan_labels.CAUSES))
+    categories = plan_labels.largest_first(plan_labels.labelled_bars(plan.memory.parts, plan_labels.CATEGORIES))
+    times = _bars(causes, plan_labels.format_seconds_aligned([bar.value for bar in causes]))
+    sizes = _bars(categories, [plan_labels.format_bytes(bar.value) for bar in categories])
+    of = f"{plan_labels.format_bytes(plan.memory.total)} of {plan_labels.format_bytes(plan.scenario.cluster.memory)}"
     return (
         f'<section class="plan{best}" id="plan-{number + 1}"><h2><span class="number">{number + 1}</span> '
         f"{_layout(plan)}{_marks(plan)}</h2>"
-        f'<dl class="figures">{figures}</dl>{_run(plan, command)}{_told(plan_labels.told(plan, explanation))}'
+        f'<dl class="figures">{figures}</dl>{_run(plan, command)}{_reasons(plan_labels.all_reasons(plan, explanation))}'
         f'<div class="beside"><div><h3>Time of a step by cause</h3>{times}</div>'
         f"<div><h3>Memory by category</h3>{sizes}"
-        f'<p class="quiet">{escape(of)}, of {escape(plan_labels.fullest(plan))}.</p></div></div>'
+        f'<p class="quiet">{escape(of)}, of {escape(plan_labels.describe_fullest_rank(plan))}.</p></div></div>'
         f"{_step(plan, number)}</section>"
     )
 
@@ -107,11 +107,11 @@ def _plan(plan: Plan, number: int, command: str, explanation: Sequence[str]) -> 
 def _step(plan: Plan, number: int) -> str:
     if number >= DRAWN:
         return f'<p class="quiet">The steps of the first {DRAWN} plans are drawn.</p>'
-    picture = step_svg.pipeline(plan, number + 1)
+    picture = step_svg.pipeline_picture(plan, number + 1)
     without = (
         '<p class="quiet">One stage (pp=1): each rank works through its microbatches one by one, without a bubble.</p>'
     )
-    return f"<h3>Memory over time</h3>{step_svg.memory(plan)}<h3>The pipeline, rank by rank</h3>{picture or without}"
+    return f"<h3>Memory over time</h3>{step_svg.memory_picture(plan)}<h3>The pipeline, rank by rank</h3>{picture or without}"
 
 
 def _run(plan: Plan, command: str) -> str:
@@ -126,16 +126,16 @@ def _run(plan: Plan, command: str) -> str:
     )
 
 
-def _told(lines: Sequence[str]) -> str:
+def _reasons(lines: Sequence[str]) -> str:
     items = "".join(f"<li>{escape(line)}</li>" for line in lines)
     return f'<h3>Why</h3><ul class="told">{items}</ul>' if items else ""
 
 
-def _bars(bars: Sequence[plan_labels.Bar], values: Sequence[str]) -> str:
+def _bars(bars: Sequence[plan_labels.LabelledBar], values: Sequence[str]) -> str:
     most = max((bar.value for bar in bars), default=1.0)
     rows = "".join(
-        f'<li title="{escape(bar.word.meaning)}"><span class="name">{escape(bar.word.name)}</span>'
-        f'<span class="track"><i style="width:{100 * bar.value / most:.2f}%;background:{bar.word.colour}"></i></span>'
+        f'<li title="{escape(bar.label.meaning)}"><span class="name">{escape(bar.label.name)}</span>'
+        f'<span class="track"><i style="width:{100 * bar.value / most:.2f}%;background:{bar.label.colour}"></i></span>'
         f'<b>{value}</b><span class="share">{100 * bar.share:.1f} %</span></li>'
         for bar, value in zip(bars, values, strict=True)
     )
@@ -150,33 +150,33 @@ def _compared(plans: Sequence[Plan]) -> Iterator[str]:
     longest = SLOWEST * plans[0].seconds
     near = [(n, plan) for n, plan in enumerate(plans) if n < 2 or plan.seconds <= longest][:COMPARED]
     longest = max(plan.high for _, plan in near)
-    causes = [plan_labels.bars(plan.times, plan_labels.CAUSES) for _, plan in near]
+    causes = [plan_labels.labelled_bars(plan.times, plan_labels.CAUSES) for _, plan in near]
     yield '<section class="beside compared"><div><h2>Time, side by side</h2>'
     for (number, plan), bars in zip(near, causes, strict=True):
         where = f"left:{100 * plan.low / longest:.2f}%;width:{100 * (plan.high - plan.low) / longest:.2f}%"
-        stack = _stack(bars, plan.seconds / longest, plan_labels.alike([bar.value for bar in bars]))
-        spread = f'<u style="{where}" title="80 % of runs: {plan_labels.interval(plan)}"></u>'
-        yield _row(plan, number, stack + spread, plan_labels.seconds(plan.seconds))
+        stack = _stack(bars, plan.seconds / longest, plan_labels.format_seconds_aligned([bar.value for bar in bars]))
+        spread = f'<u style="{where}" title="80 % of runs: {plan_labels.format_interval(plan)}"></u>'
+        yield _row(plan, number, stack + spread, plan_labels.format_seconds(plan.seconds))
     yield _legend(causes)
     left_out = f" Of {len(plans)} plans, {len(near)} are compared." if len(near) < len(plans) else ""
     yield f'<p class="quiet">The thin line: where 80 % of runs lie.{left_out}</p></div>'
-    limit = plans[0].case.cluster.memory
+    limit = plans[0].scenario.cluster.memory
     # What takes more than two devices is cut off: its number stands beside it.
     most = min(2 * limit, max(limit * 1.02, *(plan.memory.total for _, plan in near)))
-    categories = [plan_labels.bars(plan.memory.parts, plan_labels.CATEGORIES) for _, plan in near]
+    categories = [plan_labels.labelled_bars(plan.memory.parts, plan_labels.CATEGORIES) for _, plan in near]
     yield "<div><h2>Memory, side by side</h2>"
     for (number, plan), bars in zip(near, categories, strict=True):
-        stack = _stack(bars, plan.memory.total / most, [plan_labels.gib(bar.value) for bar in bars])
+        stack = _stack(bars, plan.memory.total / most, [plan_labels.format_bytes(bar.value) for bar in bars])
         line = f'<s style="left:{100 * limit / most:.2f}%"></s>'
-        yield _row(plan, number, stack + line, plan_labels.gib(plan.memory.total))
+        yield _row(plan, number, stack + line, plan_labels.format_bytes(plan.memory.total))
     yield _legend(categories)
-    yield f'<p class="quiet">The dashed line: what a device has, {plan_labels.gib(limit)}.</p></div></section>'
+    yield f'<p class="quiet">The dashed line: what a device has, {plan_labels.format_bytes(limit)}.</p></div></section>'
 
 
-def _stack(bars: Sequence[plan_labels.Bar], length: float, values: Sequence[str]) -> str:
+def _stack(bars: Sequence[plan_labels.LabelledBar], length: float, values: Sequence[str]) -> str:
     return "".join(
-        f'<i style="width:{100 * length * bar.share:.3f}%;background:{bar.word.colour}" '
-        f'title="{escape(bar.word.name)}: {value}"></i>'
+        f'<i style="width:{100 * length * bar.share:.3f}%;background:{bar.label.colour}" '
+        f'title="{escape(bar.label.name)}: {value}"></i>'
         for bar, value in zip(bars, values, strict=True)
     )
 
@@ -186,9 +186,9 @@ def _row(plan: Plan, number: int, stack: str, value: str) -> str:
     return f'<div class="compare" data-plan="{number + 1}">{name}<b>{value}</b><span class="stack">{stack}</span></div>'
 
 
-def _legend(stacks: Sequence[Sequence[plan_labels.Bar]]) -> str:
+def _legend(stacks: Sequence[Sequence[plan_labels.LabelledBar]]) -> str:
     """Every part of any of the stacks, once."""
-    seen = {bar.word.name: bar.word.colour for stack in stacks for bar in stack}
+    seen = {bar.label.name: bar.label.colour for stack in stacks for bar in stack}
     order = {
         word.name: place for place, word in enumerate([*plan_labels.CAUSES.values(), *plan_labels.CATEGORIES.values()])
     }
@@ -202,7 +202,7 @@ def _legend(stacks: Sequence[Sequence[plan_labels.Bar]]) -> str:
 
 def _glossary(plans: Sequence[Plan]) -> Iterator[str]:
     """What the words of these plans mean."""
-    from echelon.layout.grammar import ROWS
+    from echelon.layout.grammar import KEYS_BY_NAME
 
     keys = {key for plan in plans for key in plan.layout.explicit}
     groups = {
@@ -210,13 +210,16 @@ def _glossary(plans: Sequence[Plan]) -> Iterator[str]:
         "Categories of memory": _meanings(
             plan_labels.CATEGORIES, {name for plan in plans for name in plan.memory.parts}
         ),
-        "Keys of a layout": [(key.name, key.meaning) for key in ROWS.values() if key.name in keys],
-        "Numbers": [*plan_labels.NUMBERS, *(plan_labels.OF_EXPERTS if plans and plans[0].case.shape.experts else [])],
+        "Keys of a layout": [(key.name, key.meaning) for key in KEYS_BY_NAME.values() if key.name in keys],
+        "Numbers": [
+            *plan_labels.COLUMN_MEANINGS,
+            *(plan_labels.MOE_MEANINGS if plans and plans[0].scenario.shape.experts else []),
+        ],
     }
     for heading, entries in groups.items():
         listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(meaning)}</dd>" for name, meaning in entries)
         yield f"<div><h3>{heading}</h3><dl>{listed}</dl></div>"
 
 
-def _meanings(table: dict[str, plan_labels.Word], names: set[str]) -> list[tuple[str, str]]:
+def _meanings(table: dict[str, plan_labels.Label], names: set[str]) -> list[tuple[str, str]]:
     return [(word.name, word.meaning) for name, word in table.items() if name in names]

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from echelon.planning.cluster.device_kinds import GIB
-from echelon.planning.priced_plan import Plan, by_rank
+from echelon.planning.priced_plan import Plan, memory_by_stage
 from echelon.planning.show import plan_labels
 
 EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -34,53 +34,55 @@ NARROW_LAYOUT, WIDE_LAYOUT = 21, 48
 ASCII_HEAD = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 
 
-def shown(plans: Sequence[Plan], *, width: int, command: str = "", explanation: Sequence[str] = ()) -> RenderableType:
+def plans_text(
+    plans: Sequence[Plan], *, width: int, command: str = "", explanation: Sequence[str] = ()
+) -> RenderableType:
     """The plans, best first, for a console of this width. `command` runs the first of them."""
-    return _Shown(plans=tuple(plans), width=width, command=command, explanation=tuple(explanation))
+    return _PlanReport(plans=tuple(plans), width=width, command=command, explanation=tuple(explanation))
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Shown:
+class _PlanReport:
     plans: tuple[Plan, ...]
     width: int
     command: str
     explanation: tuple[str, ...]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        pen = _Pen(width=min(self.width, options.max_width), is_ascii=options.ascii_only)
+        pen = _ConsoleWriter(width=min(self.width, options.max_width), is_ascii=options.ascii_only)
         if not self.plans:
             yield Text("no plan")
             yield from pen.bullets(self.explanation)
             return
         best = self.plans[0]
-        yield Text(pen.plain(plan_labels.question(best)), style="bold")
+        yield Text(pen.to_ascii(plan_labels.describe_request(best)), style="bold")
         yield from pen.table(self.plans)
         yield Rule(style="dim", characters="-" if pen.is_ascii else "─")
         yield from pen.best(best)
-        yield from pen.bullets(plan_labels.told(best, self.explanation))
+        yield from pen.bullets(plan_labels.all_reasons(best, self.explanation))
         yield from pen.run(best, self.command)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Pen:
+class _ConsoleWriter:
     """Draws for one console."""
 
     width: int
     is_ascii: bool
 
-    def plain(self, text: str) -> str:
+    def to_ascii(self, text: str) -> str:
         return text.replace("–", "-").replace("•", "*").encode("ascii", "replace").decode() if self.is_ascii else text
 
     def table(self, plans: Sequence[Plan]) -> Iterator[RenderableType]:
         """One row for each; what has no room is left out, from the right."""
         first = len(str(len(plans)))
         columns = dict(WIDE)
-        on_one_line = self._room(first, columns) >= WIDE_LAYOUT
+        on_one_line = self._layout_width(first, columns) >= WIDE_LAYOUT
         if not on_one_line:
             columns = dict(NARROW)
-        while len(columns) > 1 and self._room(first, columns) < NARROW_LAYOUT:
+        while len(columns) > 1 and self._layout_width(first, columns) < NARROW_LAYOUT:
             columns.popitem()
-        room = max(8, min(self._room(first, columns), max(len(str(plan.layout)) for plan in plans)))
+        room = max(8, min(self._layout_width(first, columns), max(len(str(plan.layout)) for plan in plans)))
         table = Table(
             box=ASCII_HEAD if self.is_ascii else box.SIMPLE_HEAD,
             padding=(0, 0, 0, 1),
@@ -103,14 +105,16 @@ class _Pen:
         yield table
         yield Text()
 
-    def _room(self, first: int, columns: dict[str, int]) -> int:
+    def _layout_width(self, first: int, columns: dict[str, int]) -> int:
         """That the layout has, of what two columns between columns leave."""
         return self.width - first - 2 - sum(columns.values()) - 2 * len(columns)
 
     def _layout(self, plan: Plan, room: int, *, is_best: bool) -> Text:
-        text = Text("\n").join(Text(line, style="bold" if is_best else "") for line in folded(str(plan.layout), room))
+        text = Text("\n").join(
+            Text(line, style="bold" if is_best else "") for line in fold_layout(str(plan.layout), room)
+        )
         column = len(text.plain.rpartition("\n")[2])
-        for mark, style in plan_labels.marks(plan):
+        for mark, style in plan_labels.warning_marks(plan):
             is_beside = column + 2 + len(mark) <= room
             text.append("  " if is_beside else "\n").append(mark, style=style)
             column = (column + 2 if is_beside else 0) + len(mark)
@@ -118,16 +122,21 @@ class _Pen:
 
     def _cells(self, plan: Plan, on_one_line: bool) -> dict[str, Text]:
         between = "  " if on_one_line else "\n"
-        share = plan_labels.fill(plan)
+        share = plan_labels.memory_share(plan)
         style = "red" if not plan.fits else "yellow" if share > plan_labels.NEARLY_FULL else "green"
         return {
             "step": Text.assemble(
-                (plan_labels.seconds(plan.seconds), "bold"), between, (self.plain(plan_labels.interval(plan)), "dim")
+                (plan_labels.format_seconds(plan.seconds), "bold"),
+                between,
+                (self.to_ascii(plan_labels.format_interval(plan)), "dim"),
             ),
-            "tokens/s": Text(plan_labels.short(plan.tokens_per_s)),
+            "tokens/s": Text(plan_labels.format_count(plan.tokens_per_s)),
             "MFU": Text(plan_labels.percent(plan.mfu)),
             "memory": Text.assemble(
-                plan_labels.gib(plan.memory.total), between, (self._gauge(share), style), f" {100 * share:.0f} %"
+                plan_labels.format_bytes(plan.memory.total),
+                between,
+                (self._gauge(share), style),
+                f" {100 * share:.0f} %",
             ),
             "bubble": Text(plan_labels.percent(plan.bubble)),
         }
@@ -140,22 +149,27 @@ class _Pen:
     def best(self, plan: Plan) -> Iterator[RenderableType]:
         """Time and memory of one plan, as bars."""
         yield Text.assemble("best: ", (str(plan.layout), "bold"))
-        figures = ", ".join(f"{name} {value}" for name, value in plan_labels.figures(plan))
-        yield Text(self.plain(figures), style="dim")
+        figures = ", ".join(f"{name} {value}" for name, value in plan_labels.key_figures(plan))
+        yield Text(self.to_ascii(figures), style="dim")
         yield Text("\ntime of a step by cause", style="bold cyan")
-        causes = plan_labels.largest_first(plan_labels.bars(plan.times, plan_labels.CAUSES))
-        yield self._bars(causes, plan_labels.alike([bar.value for bar in causes]))
-        of = f"{plan_labels.gib(plan.memory.total)} of {plan_labels.gib(plan.case.cluster.memory)}"
-        yield Text(f"\nmemory of {plan_labels.fullest(plan)}: {of}", style="bold cyan" if plan.fits else "bold red")
-        categories = plan_labels.largest_first(plan_labels.bars(plan.memory.parts, plan_labels.CATEGORIES))
-        yield self._bars(categories, [plan_labels.gib(bar.value) for bar in categories])
+        causes = plan_labels.largest_first(plan_labels.labelled_bars(plan.times, plan_labels.CAUSES))
+        yield self._bars(causes, plan_labels.format_seconds_aligned([bar.value for bar in causes]))
+        of = (
+            f"{plan_labels.format_bytes(plan.memory.total)} of {plan_labels.format_bytes(plan.scenario.cluster.memory)}"
+        )
+        yield Text(
+            f"\nmemory of {plan_labels.describe_fullest_rank(plan)}: {of}",
+            style="bold cyan" if plan.fits else "bold red",
+        )
+        categories = plan_labels.largest_first(plan_labels.labelled_bars(plan.memory.parts, plan_labels.CATEGORIES))
+        yield self._bars(categories, [plan_labels.format_bytes(bar.value) for bar in categories])
         if 1 < plan.layout.pp <= MOST_STAGES:
             yield Text("\nGiB on a rank of each stage", style="bold cyan")
             yield self._stages(plan)
 
     def _stages(self, plan: Plan) -> Table:
         """Memory by category and stage, the fullest marked."""
-        ranks = by_rank(plan.case)
+        ranks = memory_by_stage(plan.scenario)
         fullest = max(range(len(ranks)), key=lambda stage: ranks[stage].total)
         table = Table.grid(padding=(0, 2), pad_edge=False)
         table.add_column()
@@ -170,8 +184,8 @@ class _Pen:
         table.add_row("  together", *(f"{rank.total / GIB:.1f}" for rank in ranks), style="bold")
         return table
 
-    def _bars(self, bars: Sequence[plan_labels.Bar], values: Sequence[str]) -> Table:
-        longest = max((len(bar.word.name) for bar in bars), default=0)
+    def _bars(self, bars: Sequence[plan_labels.LabelledBar], values: Sequence[str]) -> Table:
+        longest = max((len(bar.label.name) for bar in bars), default=0)
         room = self.width - longest - max(map(len, values), default=0) - 7 - 8
         most = max((bar.value for bar in bars), default=1.0)
         table = Table.grid(padding=(0, 2), pad_edge=False)
@@ -181,7 +195,7 @@ class _Pen:
         for bar, value in zip(bars, values, strict=True):
             long = self._bar(bar.value / most, min(60, room)) if room >= 4 else ""
             share = f"{100 * bar.share:.1f} %"
-            table.add_row(f"  {bar.word.name}", Text(value, style="bold"), share, Text(long, style=bar.word.colour))
+            table.add_row(f"  {bar.label.name}", Text(value, style="bold"), share, Text(long, style=bar.label.colour))
         return table
 
     def _bar(self, share: float, columns: int) -> str:
@@ -197,7 +211,7 @@ class _Pen:
         table.add_column(no_wrap=True)
         table.add_column(max_width=max(20, min(self.width, 110) - 4))
         for line in lines:
-            table.add_row(Text(self.plain("  •"), style="cyan"), Text(self.plain(line)))
+            table.add_row(Text(self.to_ascii("  •"), style="cyan"), Text(self.to_ascii(line)))
         yield Text("\nwhy", style="bold cyan")
         yield table
 
@@ -208,10 +222,10 @@ class _Pen:
             yield from (Text(f"  {line}") for line in plan.layout.plan_only)
         elif command:
             yield Text("\nrun it", style="bold cyan")
-            yield Text("\n".join(continued(command, self.width)), style="green", overflow="fold")
+            yield Text("\n".join(wrap_command(command, self.width)), style="green", overflow="fold")
 
 
-def folded(layout: str, width: int) -> list[str]:
+def fold_layout(layout: str, width: int) -> list[str]:
     """A layout on lines of at most this width, broken behind commas; a longer key is cut."""
     lines = [""]
     for piece in re.findall(r"[^,]+,?", layout):
@@ -224,7 +238,7 @@ def folded(layout: str, width: int) -> list[str]:
     return lines
 
 
-def continued(command: str, width: int) -> list[str]:
+def wrap_command(command: str, width: int) -> list[str]:
     """A command on lines that a shell joins to the same words: broken before options, else inside a word."""
     if len(command) + 2 <= width:
         return [f"  {command}"]

@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from echelon.config.run_config import Config
-from echelon.faults.injection_spec import Injection, later
+from echelon.faults.injection_spec import Injection, injections_of_later_attempt
 from echelon.launch import scratch_dir
-from echelon.launch.rendezvous import AGENT, Meeting, meet, under_agent
-from echelon.layout import FaultError, Layout
-from echelon.training.elastic.replan import Change, change_of, suits
+from echelon.launch.rendezvous import AGENT_VARIABLE, Rendezvous, join_rendezvous, under_agent
+from echelon.layout import Layout, ValidationError
+from echelon.training.elastic.replan import LayoutChange, can_run, plan_layout_change
 from echelon.training.logging.display import Display
-from echelon.training.resume import where
-from echelon.training.run_dir import Run, RunError, wanted_path
+from echelon.training.resume import parse_resume_path
+from echelon.training.run_dir import Run, RunError, default_run_path
 
-UNNAMED = "none"
+UNNAMED_RUN_ID = "none"
 """the id of torchrun's runs that were given none"""
 RESTART, REPLAN = "restart", "replan"
 
@@ -40,96 +40,113 @@ class Attempt:
     config: Config
     resume: str = ""
     """the run that goes on; empty for a new one"""
-    number: int = 0
+    restart_count: int = 0
     """of restarts before it"""
-    ranks: int | None = None
+    active_ranks: int | None = None
     """the first so many train, where others idle"""
-    change: Change | None = None
-    began: int | None = None
+    layout_change: LayoutChange | None = None
+    initial_ranks: int | None = None
     """ranks of the first attempt, where this is a later one"""
 
-    def facts(self) -> dict[str, str]:
+    def log_fields(self) -> dict[str, str]:
         """For a run's plan, and each of its starts."""
-        return {"elastic": os.environ[AGENT]} if under_agent() else {}
+        return {"elastic": os.environ[AGENT_VARIABLE]} if under_agent() else {}
 
-    def strikes(self, inject: Sequence[Injection], world: int) -> tuple[Injection, ...]:
+    def injections(self, inject: Sequence[Injection], world: int) -> tuple[Injection, ...]:
         """Faults on purpose are for the first attempt; only who is gone stays gone."""
-        return later(inject, world, began=self.began or world) if self.number else tuple(inject)
+        return (
+            injections_of_later_attempt(inject, world, first_world_size=self.initial_ranks or world)
+            if self.restart_count
+            else tuple(inject)
+        )
 
-    def tell(self, run: Run | None, display: Display) -> None:
+    def log_changes(self, run: Run | None, display: Display) -> None:
         """What happened between the last attempt and this one."""
-        if self.number and run is not None and scratch_dir.folder() is None:
+        if self.restart_count and run is not None and scratch_dir.scratch_dir() is None:
             of = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-            run.log(RESTART, number=self.number, of=of, time=time.time(), **_last_word(run))
-        if self.change is not None:
-            display.note(str(self.change))
+            run.log(RESTART, number=self.restart_count, of=of, time=time.time(), **_last_failure(run))
+        if self.layout_change is not None:
+            display.print_note(str(self.layout_change))
             if run is not None:
-                run.log(REPLAN, **self.change.record())
+                run.log(REPLAN, **self.layout_change.record())
 
 
-def met(config: Config, resume: str) -> tuple[Attempt, Meeting[Attempt] | None]:
+def join_attempt(config: Config, resume: str) -> tuple[Attempt, Rendezvous[Attempt] | None]:
     """What this attempt is, as the first rank found; all ranks ask. Without torch's agent: the first and only one."""
     import torch.distributed as dist
 
     if not under_agent() or dist.is_initialized():
         return Attempt(config=config, resume=resume), None
     world = int(os.environ["WORLD_SIZE"])
-    meeting = meet(lambda: attempt_of(config, resume, world), timeout=config.timeout)
-    return meeting.told, meeting
+    meeting = join_rendezvous(lambda: determine_attempt(config, resume, world), timeout=config.timeout)
+    return meeting.decision, meeting
 
 
-def attempt_of(config: Config, resume: str, world: int) -> Attempt:
+def determine_attempt(config: Config, resume: str, world: int) -> Attempt:
     """On the first rank."""
     number = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    path = run_of(config, resume, os.environ[AGENT], restarted=number > 0)
-    goes_on = goes_on_with(path, resume, os.environ[AGENT])
-    run = Run.open(where(goes_on)[0]) if goes_on else None
+    path = find_run(config, resume, os.environ[AGENT_VARIABLE], restarted=number > 0)
+    goes_on = resume_target(path, resume, os.environ[AGENT_VARIABLE])
+    run = Run.open(parse_resume_path(goes_on)[0]) if goes_on else None
     if path is not None and not number:
         number = 1  # agents count for themselves, and not where machines come and go
     began = Layout.parse(str(run.plan["layout"])).world if run is not None else None
-    found = Attempt(config=config, resume=goes_on, number=number, began=began)
+    found = Attempt(config=config, resume=goes_on, restart_count=number, initial_ranks=began)
     if not config.elastic.replan:
         return found
     before = last_layout(run) if run is not None else config.layout
     ranks = Layout.parse(before, world=None if before else world).world
     there = f"{world} rank{'s are' if world > 1 else ' is'}"
     why = f"{there} left" if run is not None and world < ranks else f"{there} there"
-    if suits(config, world):  # in the layout that was asked for, perhaps again
-        again = Change(before=before, after=config.layout or f"dp={world}", left=world, seconds=None, why=why)
+    if can_run(config, world):  # in the layout that was asked for, perhaps again
+        again = LayoutChange(
+            old_layout=before,
+            new_layout=config.layout or f"dp={world}",
+            available_ranks=world,
+            step_seconds=None,
+            reason=why,
+        )
         is_told = (
-            run is None or ranks == world or scratch_dir.folder() is not None
+            run is None or ranks == world or scratch_dir.scratch_dir() is not None
         )  # the launcher of this machine told it
-        return found if is_told else replace(found, change=again)
-    change = change_of(config, before, world, why=why)
+        return found if is_told else replace(found, layout_change=again)
+    change = plan_layout_change(config, before, world, reason=why)
     if change is None:
         return found  # refused, with what is wrong
-    config = replace(config, layout=change.after)
-    return replace(found, config=config, ranks=change.ranks, change=change if change.after != before else None)
+    config = replace(config, layout=change.new_layout)
+    return replace(
+        found,
+        config=config,
+        active_ranks=change.used_ranks,
+        layout_change=change if change.new_layout != before else None,
+    )
 
 
-def run_of(config: Config, resume: str, run_id: str, *, restarted: bool) -> Path | None:
+def find_run(config: Config, resume: str, run_id: str, *, restarted: bool) -> Path | None:
     """The directory of the run that an attempt before this one began or went on with. See the note."""
     if resume:
-        given = where(resume)[0]
-        return given if restarted or (run_id != UNNAMED and _is_of(given, run_id)) else None
-    if not restarted and (run_id == UNNAMED or scratch_dir.folder() is not None):
+        given = parse_resume_path(resume)[0]
+        return given if restarted or (run_id != UNNAMED_RUN_ID and _is_unfinished_run(given, run_id)) else None
+    if not restarted and (run_id == UNNAMED_RUN_ID or scratch_dir.scratch_dir() is not None):
         return None
-    wanted = wanted_path(config)
+    wanted = default_run_path(config)
     pattern = f"{wanted.name}*" if config.run else f"{wanted.name.rsplit('-', 2)[0]}-*"
-    found = [path for path in wanted.parent.glob(pattern) if _is_of(path, run_id)]
+    found = [path for path in wanted.parent.glob(pattern) if _is_unfinished_run(path, run_id)]
     return max(found, key=lambda path: (path / "plan.json").stat().st_mtime_ns, default=None)
 
 
-def goes_on_with(path: Path | None, resume: str, run_id: str) -> str:
+def resume_target(path: Path | None, resume: str, run_id: str) -> str:
     """A run, or the checkpoint that was asked for: nobody went on from that where no attempt has come so far."""
-    if path is None or (where(resume)[1] is not None and run_id != UNNAMED and not _is_of(path, run_id)):
+    if path is None or (
+        parse_resume_path(resume)[1] is not None and run_id != UNNAMED_RUN_ID and not _is_unfinished_run(path, run_id)
+    ):
         return resume
     return str(path)
 
 
-def _is_of(path: Path, run_id: str) -> bool:
+def _is_unfinished_run(path: Path, run_id: str) -> bool:
     """It has this id, and is not through."""
-    with suppress(RunError, FaultError, OSError, ValueError):
+    with suppress(RunError, ValidationError, OSError, ValueError):
         run = Run.open(path)
         ids, ended = {run.plan.get("elastic")}, False
         for record in run.records():
@@ -148,7 +165,7 @@ def last_layout(run: Run) -> str:
     return layout
 
 
-def _last_word(run: Run) -> dict[str, Any]:
+def _last_failure(run: Run) -> dict[str, Any]:
     """What was said of the failure, since the last attempt began."""
     found: dict[str, Any] = {}
     for record in run.records():

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch.utils import deterministic
 
-CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+CUBLAS_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def prepare() -> None:
+def set_cublas_workspace() -> None:
     """Before the first product of a process, when cuBLAS reads it."""
-    os.environ.setdefault(*CUBLAS)
+    os.environ.setdefault(*CUBLAS_WORKSPACE)
 
 
 @contextmanager
-def repeatable() -> Iterator[None]:
+def deterministic_kernels() -> Iterator[None]:
     """Torch's deterministic kernels. An operator that has none is an error that names it."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = deterministic

@@ -34,9 +34,9 @@ from typing import Any
 from echelon.config.sections import SpikeConfig
 from echelon.training.step_result import StepResult
 
-FLOOR = 0.02
+MIN_RELATIVE_SPREAD = 0.02
 """of the median: the least deviation that is reckoned with"""
-TO_SIGMA = 1.4826
+MAD_TO_SIGMA = 1.4826
 """median deviations of a bell curve in its standard deviation"""
 
 
@@ -67,7 +67,7 @@ class Spike:
         )
 
 
-class Diverged(ValueError):
+class DivergedError(ValueError):
     """Too many steps in a row updated nothing."""
 
     def __init__(self, text: str, first: int, last: int):
@@ -75,65 +75,67 @@ class Diverged(ValueError):
         self.first, self.last = first, last
 
 
-def limit_of(losses: Sequence[float], factor: float) -> tuple[float, float]:
+def spike_limit(losses: Sequence[float], factor: float) -> tuple[float, float]:
     """(median, limit) of a history."""
     middle = median(losses)
-    spread = TO_SIGMA * median(abs(loss - middle) for loss in losses)
-    return middle, middle + factor * max(spread, FLOOR * abs(middle))
+    spread = MAD_TO_SIGMA * median(abs(loss - middle) for loss in losses)
+    return middle, middle + factor * max(spread, MIN_RELATIVE_SPREAD * abs(middle))
 
 
-class Spikes:
+class SpikeDetector:
     """What a run remembers of its losses."""
 
-    def __init__(self, asked: SpikeConfig):
-        self.asked = asked
-        self.recent: deque[float] = deque(maxlen=asked.window)
+    def __init__(self, config: SpikeConfig):
+        self.config = config
+        self.recent_losses: deque[float] = deque(maxlen=config.window)
         """losses of the last steps that updated something"""
         self.rollbacks = 0
 
     @property
-    def looks(self) -> bool:
-        return self.asked.action != "none"
+    def is_enabled(self) -> bool:
+        return self.config.action != "none"
 
     @property
-    def goes_back(self) -> bool:
-        return self.asked.action == "rollback"
+    def rolls_back(self) -> bool:
+        return self.config.action == "rollback"
 
-    def see(self, step: int, result: StepResult) -> Spike | None:
+    def observe(self, step: int, result: StepResult) -> Spike | None:
         """A step is through. A loss from which the run goes back is none of its history."""
-        if not self.looks or result.skipped:
+        if not self.is_enabled or result.skipped:
             return None
         found = None
-        if len(self.recent) == self.asked.window:
-            middle, limit = limit_of(self.recent, self.asked.factor)
+        if len(self.recent_losses) == self.config.window:
+            middle, limit = spike_limit(self.recent_losses, self.config.factor)
             if result.loss > limit:
                 found = Spike(first=step, last=step, loss=result.loss, median=middle, limit=limit)
-        if found is None or not self.goes_back:
-            self.recent.append(result.loss)
+        if found is None or not self.rolls_back:
+            self.recent_losses.append(result.loss)
         return found
 
-    def of(self, error: Diverged, result: StepResult) -> Spike:
+    def spike_from_divergence(self, error: DivergedError, result: StepResult) -> Spike:
         """Steps with gradients that are not finite, as one spike."""
-        middle, limit = limit_of(self.recent, self.asked.factor) if self.recent else (float("nan"), float("nan"))
+        middle, limit = (
+            spike_limit(self.recent_losses, self.config.factor) if self.recent_losses else (float("nan"), float("nan"))
+        )
         return Spike(
             first=error.first, last=error.last, loss=result.loss, median=middle, limit=limit, reason=str(error)
         )
 
-    def count(self, spike: Spike) -> None:
+    def count_rollback(self, spike: Spike) -> None:
         """One more way back, if there is one left."""
-        if self.rollbacks == self.asked.rollbacks:
+        if self.rollbacks == self.config.rollbacks:
             raise ValueError(
                 f"{spike}; the run has gone back {self.rollbacks} time(s) already (spike.rollbacks), and ends here. "
                 "Lower optimizer.lr, set clip, look at the data of the batches that were skipped, or allow more"
             )
         self.rollbacks += 1
 
-    def facts(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {"losses": list(self.recent), "rollbacks": self.rollbacks} if self.looks else {}
+        return {"losses": list(self.recent_losses), "rollbacks": self.rollbacks} if self.is_enabled else {}
 
-    def restore(self, facts: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As they were at a checkpoint; ways back since then stay counted."""
-        self.recent.clear()
-        self.recent.extend(facts.get("losses", ()))
-        self.rollbacks = max(self.rollbacks, int(facts.get("rollbacks", 0)))
+        self.recent_losses.clear()
+        self.recent_losses.extend(state.get("losses", ()))
+        self.rollbacks = max(self.rollbacks, int(state.get("rollbacks", 0)))

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from echelon.models.linear_layer import Linear
-from echelon.parallel.dp.sharded_model import tensors_in
+from echelon.parallel.dp.sharded_model import iter_tensors
 
-See = Callable[[str, Tensor], None]
+OutputCallback = Callable[[str, Tensor], None]
 """takes a module's name, and a floating-point tensor that it gave"""
 
 
-def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+def hookable_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Those that can be watched, by their names."""
     return {
         name: module
@@ -30,24 +30,26 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 @contextmanager
-def outputs(model: nn.Module, see: See, enter: Callable[[str], None] = lambda name: None) -> Iterator[None]:
+def watch_outputs(
+    model: nn.Module, on_output: OutputCallback, on_enter: Callable[[str], None] = lambda name: None
+) -> Iterator[None]:
     """Every output is shown, when it is made; `enter` is told of modules that begin."""
 
     def before(name: str) -> Callable[..., None]:
-        return lambda _module, _args: enter(name)
+        return lambda _module, _args: on_enter(name)
 
     def after(name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            for tensor in tensors_in(output):
+            for tensor in iter_tensors(output):
                 if tensor.is_floating_point():
                     with torch.no_grad():
-                        see(name, tensor.detach())
+                        on_output(name, tensor.detach())
 
         return hook
 
     handles = []
     try:
-        for name, module in modules_of(model).items():
+        for name, module in hookable_modules(model).items():
             handles.append(module.register_forward_pre_hook(before(name)))
             handles.append(module.register_forward_hook(after(name)))
         yield

@@ -26,21 +26,21 @@ from torch import Tensor
 
 from echelon.config.sections import ReplayConfig
 from echelon.faults.flight_recorder import here
-from echelon.parallel.apply import WORLD
+from echelon.parallel.apply import WORLD_AXIS
 from echelon.training.batch_sharding import Microbatch
 from echelon.training.engine import Engine
-from echelon.training.guard.deterministic import repeatable
-from echelon.training.guard.step_checksums import Event, Witness, differences, first_difference
-from echelon.training.logging.rank_stats import position
+from echelon.training.guard.deterministic import deterministic_kernels
+from echelon.training.guard.step_checksums import ChecksumEvent, StepChecksums, differences, first_difference
+from echelon.training.logging.rank_stats import mesh_position
 
-WRONG = {1: "the first pass was wrong", 2: "the second pass was wrong", 0: "all three passes differ"}
+VERDICTS = {1: "the first pass was wrong", 2: "the second pass was wrong", 0: "all three passes differ"}
 
-Compute = Callable[[Sequence[Microbatch]], Tensor]
+ComputePass = Callable[[Sequence[Microbatch]], Tensor]
 """a pass: (sum of losses, number of targets) of this rank; gradients are reduced"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class CorruptionFinding:
     """What one rank saw first of a difference between two passes."""
 
     rank: int
@@ -56,9 +56,9 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Corruption:
+class SilentCorruption:
     step: int
-    findings: tuple[Finding, ...]
+    findings: tuple[CorruptionFinding, ...]
     """of the ranks where it began; of all that saw it where none of them made it itself"""
     ranks: int
     """that saw a difference"""
@@ -75,91 +75,91 @@ class Corruption:
         told = f"; {also} other rank(s) only saw what came of it" if also else ""
         return (
             f"silent data corruption: step {self.step}, computed again from the same state, differed on rank "
-            f"{one.rank} ({one.at}) of {one.host}{more}, first in {one.what}; {WRONG[one.wrong]}{told}"
+            f"{one.rank} ({one.at}) of {one.host}{more}, first in {one.what}; {VERDICTS[one.wrong]}{told}"
         )
 
 
-class Replay:
+class ReplayCheck:
     """The checks of a run, on one rank. `Engine.replay` asks it at every step."""
 
-    def __init__(self, engine: Engine, asked: ReplayConfig, tell: Callable[[Corruption, str], None]):
+    def __init__(self, engine: Engine, config: ReplayConfig, report: Callable[[SilentCorruption, str], None]):
         """`tell` is given what was found, and what the run goes on with, on every rank."""
-        self._engine, self._asked, self._tell = engine, asked, tell
-        self.tolerance = asked.tolerance
+        self._engine, self._asked, self._tell = engine, config, report
+        self.tolerance = config.tolerance
         exact = not self.tolerance and engine.parallel.options.device.type == "cuda"
-        self._kernels = repeatable if exact else nullcontext
-        self._tried = False
-        engine.replay = self
+        self._kernels = deterministic_kernels if exact else nullcontext
+        self._probed = False
+        engine.replay_check = self
 
-    def __call__(self, microbatches: Sequence[Microbatch], compute: Compute) -> Tensor:
+    def __call__(self, microbatches: Sequence[Microbatch], compute: ComputePass) -> Tensor:
         engine = self._engine
-        tried, self._tried = self._tried, True
+        tried, self._probed = self._probed, True
         if (engine.num_steps + 1) % self._asked.every:
             if tried:
                 return compute(microbatches)
             with self._kernels():  # whether every operator has such a kernel shows in the first step, not in a late one
                 return compute(microbatches)
-        before = Before(engine)
-        first, totals = self._passed(microbatches, compute)
+        before = StepSnapshot(engine)
+        first, totals = self._run_pass(microbatches, compute)
         values = [first.values()]
-        with unrecorded(engine):
+        with pause_timeline_recording(engine):
             before.restore()
-            _, totals = self._passed(microbatches, compute, values)
+            _, totals = self._run_pass(microbatches, compute, values)
             place = first_difference(values[0], values[1], self.tolerance)
-            if not self._anywhere(place >= 0):
+            if not self._any_rank(place >= 0):
                 return totals
             before.restore()
-            _, totals = self._passed(microbatches, compute, values)
-        self._tell_of(first.events, place, values)
+            _, totals = self._run_pass(microbatches, compute, values)
+        self._report_corruption(first.events, place, values)
         return totals
 
-    def _passed(
-        self, microbatches: Sequence[Microbatch], compute: Compute, values: list[Tensor] | None = None
-    ) -> tuple[Witness, Tensor]:
-        witness = Witness(bits=not self.tolerance)
-        self._engine.parallel.flat.updated()  # parameters are gathered in every pass, not in the first alone
-        with self._kernels(), witness.of(self._engine.parallel):
+    def _run_pass(
+        self, microbatches: Sequence[Microbatch], compute: ComputePass, values: list[Tensor] | None = None
+    ) -> tuple[StepChecksums, Tensor]:
+        witness = StepChecksums(bits=not self.tolerance)
+        self._engine.parallel.sharded_model.after_update()  # parameters are gathered in every pass, not in the first alone
+        with self._kernels(), witness.recording(self._engine.parallel):
             totals = compute(microbatches).clone()
-        witness.see("its own sum of losses", "loss", totals)
+        witness.add("its own sum of losses", "loss", totals)
         if values is not None:
             values.append(witness.values())
         return witness, totals
 
-    def _anywhere(self, found: bool) -> bool:
+    def _any_rank(self, found: bool) -> bool:
         """On some rank."""
         told = torch.tensor(float(found), device=self._engine.parallel.options.device)
-        return bool(self._engine.parallel.axes[WORLD].all_reduce(told, op="max"))
+        return bool(self._engine.parallel.axes[WORLD_AXIS].all_reduce(told, op="max"))
 
-    def _tell_of(self, events: Sequence[Event], place: int, values: Sequence[Tensor]) -> None:
+    def _report_corruption(self, events: Sequence[ChecksumEvent], place: int, values: Sequence[Tensor]) -> None:
         parallel = self._engine.parallel
-        axis, mesh = parallel.axes[WORLD], parallel.axes.mesh
-        mine: Finding | None = None
+        axis, mesh = parallel.axes[WORLD_AXIS], parallel.axes.mesh
+        mine: CorruptionFinding | None = None
         if place >= 0:
             event, rank = events[place], axis.ranks[axis.index]
-            mine = Finding(
+            mine = CorruptionFinding(
                 rank=rank,
-                at=position(mesh, rank),
+                at=mesh_position(mesh, rank),
                 host=socket.gethostname(),
                 what=event.what,
                 layer=event.layer,
-                own=event.own,
-                wrong=self._wrong(place, values),
+                own=event.is_local,
+                wrong=self._wrong_pass(place, values),
             )
-        every: list[Finding | None] = [mine]
+        every: list[CorruptionFinding | None] = [mine]
         if axis.size > 1:
             every = [None] * axis.size
-            with here.doing("all_gather", WORLD, axis.lane):
+            with here.blocking_operation("all_gather", WORLD_AXIS, axis.lane):
                 dist.all_gather_object(every, mine, group=axis.group)
         saw = [one for one in every if one is not None]
         began = tuple(one for one in saw if one.own) or tuple(saw)
-        found = Corruption(step=self._engine.num_steps + 1, findings=began, ranks=len(saw))
+        found = SilentCorruption(step=self._engine.num_steps + 1, findings=began, ranks=len(saw))
         if self._asked.action == "stop":
             self._tell(found, "")
             raise ValueError(f"{found}. Nothing was updated from it; take that machine out, and resume the run")
         trusted = all(one.wrong for one in began)
         self._tell(found, "the update is made from the third pass" + ("" if trusted else ", which may be wrong too"))
 
-    def _wrong(self, place: int, values: Sequence[Tensor]) -> int:
+    def _wrong_pass(self, place: int, values: Sequence[Tensor]) -> int:
         """Which of the first two passes the third does not agree with, where it agrees with one."""
         # All of a pass is compared: by itself, what is made of rounding would agree with nothing.
         first, second, third = values
@@ -170,13 +170,13 @@ class Replay:
         return 0
 
 
-class Before:
+class StepSnapshot:
     """What a pass changes besides gradients, as it was before the first."""
 
     def __init__(self, engine: Engine):
         device = engine.parallel.options.device
         self._buffers = [(buffer, buffer.clone()) for buffer in engine.model.buffers()]
-        self._mixtures = [(mixture, mixture.tally) for mixture in engine.loads.here.values()]
+        self._mixtures = [(mixture, mixture.expert_load) for mixture in engine.expert_loads.local_layers.values()]
         self._random = torch.get_rng_state()
         self._on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._device = device
@@ -186,14 +186,14 @@ class Before:
         for buffer, value in self._buffers:
             buffer.copy_(value)
         for mixture, tally in self._mixtures:
-            mixture.tally = tally
+            mixture.expert_load = tally
         torch.set_rng_state(self._random)
         if self._on_device is not None:
             torch.cuda.set_rng_state(self._on_device, self._device)
 
 
 @contextmanager
-def unrecorded(engine: Engine) -> Iterator[None]:
+def pause_timeline_recording(engine: Engine) -> Iterator[None]:
     """A timeline is of the first pass."""
     if engine.pipeline is None:
         yield

@@ -26,56 +26,56 @@ import torch
 from torch import Tensor
 
 from echelon.faults.flight_recorder import here
-from echelon.parallel.apply import Parallel
-from echelon.parallel.dp.param_group import FlatUnit
-from echelon.training.guard.module_outputs import outputs
+from echelon.parallel.apply import ParallelModel
+from echelon.parallel.dp.param_group import ParamGroup
+from echelon.training.guard.module_outputs import watch_outputs
 
-FAINT = 1e-4
+NEGLIGIBLE_NORM = 1e-4
 """of the median of all norms: below it they are compared with this"""
-WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+INT_DTYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 @dataclass(frozen=True)
-class Event:
+class ChecksumEvent:
     what: str
     """in words"""
     layer: str
     """the module or parameter that it was at"""
-    own: bool
+    is_local: bool
     """made here, and not got from another rank"""
 
 
-class Witness:
+class StepChecksums:
     """Of one pass."""
 
     def __init__(self, *, bits: bool):
         """With `bits`, equal means equal bits."""
         self._bits = bits
-        self.events: list[Event] = []
+        self.events: list[ChecksumEvent] = []
         self._values: list[Tensor] = []
-        self._at = ""
+        self._current_name = ""
         self._backward = False
 
     @contextmanager
-    def of(self, parallel: Parallel) -> Iterator[None]:
+    def recording(self, parallel: ParallelModel) -> Iterator[None]:
         """Everything that is made inside is written down."""
         with ExitStack() as stack:
-            stack.enter_context(outputs(parallel.model, self._output, self._enter))
-            for unit in parallel.flat.units:
-                unit.on_reduce = self._gradients
-            here.on_sent, here.on_received = self._sent, self._received
+            stack.enter_context(watch_outputs(parallel.model, self._output, self._enter))
+            for unit in parallel.sharded_model.param_groups:
+                unit.before_reduce = self._gradients
+            here.on_send, here.on_receive = self._sent, self._received
             try:
                 yield
             finally:
-                here.on_sent = here.on_received = None
-                for unit in parallel.flat.units:
-                    unit.on_reduce = None
+                here.on_send = here.on_receive = None
+                for unit in parallel.sharded_model.param_groups:
+                    unit.before_reduce = None
 
-    def see(self, what: str, layer: str, value: Tensor, *, own: bool = True) -> None:
+    def add(self, what: str, layer: str, value: Tensor, *, is_local: bool = True) -> None:
         if not value.is_floating_point():
             return  # the first message of a shape is preceded by its sizes, in one pass only
-        self.events.append(Event(what, layer, own))
-        self._values.append(sum_of(value) if self._bits else norm_of(value))
+        self.events.append(ChecksumEvent(what, layer, is_local))
+        self._values.append(bit_checksum(value) if self._bits else float64_norm(value))
 
     def values(self) -> Tensor:
         """Of all events."""
@@ -83,36 +83,36 @@ class Witness:
         return torch.stack(self._values) if self._values else torch.zeros(0, dtype=dtype)
 
     def _enter(self, name: str) -> None:
-        self._at, self._backward = name, False
+        self._current_name, self._backward = name, False
 
     def _output(self, name: str, value: Tensor) -> None:
-        self.see(f"the output of {name}", name, value)
+        self.add(f"the output of {name}", name, value)
 
-    def _gradients(self, unit: FlatUnit) -> None:
-        for entry in unit.unit.entries:
+    def _gradients(self, unit: ParamGroup) -> None:
+        for entry in unit.spec.params:
             if entry.trainable:
-                self._at, self._backward = entry.name, True
-                self.see(f"its own gradient of {entry.name}", entry.name, unit.gradient_of(entry))
+                self._current_name, self._backward = entry.name, True
+                self.add(f"its own gradient of {entry.name}", entry.name, unit.local_grad(entry))
 
     def _sent(self, op: str, axis: str, value: Tensor) -> None:
-        self.see(f"what it gave to {op} over {axis}, {self._place}", self._at, value)
+        self.add(f"what it gave to {op} over {axis}, {self._location}", self._current_name, value)
 
     def _received(self, op: str, axis: str, value: Tensor) -> None:
-        self.see(f"what it got by {op} over {axis}, {self._place}", self._at, value, own=False)
+        self.add(f"what it got by {op} over {axis}, {self._location}", self._current_name, value, is_local=False)
 
     @property
-    def _place(self) -> str:
+    def _location(self) -> str:
         if here.phase == "backward":
-            return f"in backward behind {self._at}" if self._backward else "at the beginning of backward"
-        return f"in {self._at}" if self._at else "at the beginning"
+            return f"in backward behind {self._current_name}" if self._backward else "at the beginning of backward"
+        return f"in {self._current_name}" if self._current_name else "at the beginning"
 
 
-def sum_of(value: Tensor) -> Tensor:
+def bit_checksum(value: Tensor) -> Tensor:
     """int64: of the bits of a floating-point tensor."""
-    return value.detach().contiguous().view(WORDS[value.element_size()]).sum(dtype=torch.int64)
+    return value.detach().contiguous().view(INT_DTYPES[value.element_size()]).sum(dtype=torch.int64)
 
 
-def norm_of(value: Tensor) -> Tensor:
+def float64_norm(value: Tensor) -> Tensor:
     """float64: of a tensor, in any of the orders in which it may be added up."""
     found: Tensor = torch.linalg.vector_norm(value.detach().flatten(), dtype=torch.float64)
     return found
@@ -125,7 +125,9 @@ def differences(one: Tensor, other: Tensor, tolerance: float) -> Tensor:
     if tolerance:
         finite = torch.isfinite(one_) & torch.isfinite(other_)
         usual = torch.where(finite, one_.abs(), 0.0).median() if many else 0.0
-        apart = (one_ - other_).abs() > tolerance * torch.maximum(one_.abs(), other_.abs()).clamp(min=FAINT * usual)
+        apart = (one_ - other_).abs() > tolerance * torch.maximum(one_.abs(), other_.abs()).clamp(
+            min=NEGLIGIBLE_NORM * usual
+        )
         return torch.where(finite, apart, torch.isfinite(one_) != torch.isfinite(other_))
     return one_ != other_
 

@@ -22,10 +22,10 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from echelon.training.logging.expert_load import Balance
+from echelon.training.logging.expert_load import LoadBalance
 
-LEVELS = "▁▂▃▄▅▆▇█"
-ASCII_LEVELS = "_.-:=+*#"
+SPARK_LEVELS = "▁▂▃▄▅▆▇█"
+ASCII_SPARK_LEVELS = "_.-:=+*#"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Progress:
     """Share of the peak that was executed."""
     memory: int
     """Peak bytes of the fullest rank."""
-    experts: Balance | None = None
+    experts: LoadBalance | None = None
     """How evenly experts were used; none where the model has no experts."""
 
     def record(self) -> dict[str, float]:
@@ -52,7 +52,7 @@ class Progress:
         return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "experts"}
 
 
-Derived = tuple[str, str, str]
+ResolvedSetting = tuple[str, str, str]
 """A number that was chosen for the user: name, value, why."""
 
 
@@ -65,23 +65,23 @@ class Display:
         *,
         quiet: bool = False,
         console: Console | None = None,
-        seconds: float = 5.0,
+        print_every_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total = total
         self._console = Console(quiet=True) if quiet else console or Console()
         self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal and not quiet
-        self._seconds, self._clock = seconds, clock
+        self._print_every_s, self._clock = print_every_s, clock
         self._live: Live | None = None
-        self._now: Progress | None = None
-        self._losses = History()
+        self._progress: Progress | None = None
+        self._losses = LossHistory()
         # The pace of the last steps, not of the whole run: the first step compiles and allocates.
         self._times: deque[tuple[float, int]] = deque(maxlen=50)
-        self._printed = -math.inf
+        self._last_print = -math.inf
 
     def __enter__(self) -> Self:
         if self._is_live:
-            self._live = Live(get_renderable=self._picture, console=self._console, refresh_per_second=4)
+            self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4)
             self._live.start()
         return self
 
@@ -92,53 +92,53 @@ class Display:
             self._live.stop()
             self._live = None
 
-    def header(self, title: str, derived: Sequence[Derived]) -> None:
+    def print_settings(self, title: str, settings: Sequence[ResolvedSetting]) -> None:
         """Every derived number, once, before the first step."""
         if not self._is_live:
-            self._line(title)
-            for name, value, why in derived:
-                self._line(f"  {name}: {value}" + (f" ({why})" if why else ""))
+            self._print_line(title)
+            for name, value, why in settings:
+                self._print_line(f"  {name}: {value}" + (f" ({why})" if why else ""))
             return
         table = Table.grid(padding=(0, 2))
         table.add_column(style="cyan", no_wrap=True)
         table.add_column(style="bold")
         table.add_column(style="dim", ratio=1)
-        for cells in derived:
+        for cells in settings:
             table.add_row(*(Text(cell) for cell in cells))
         self._console.print(Panel(table, title=Text(title, style="bold"), title_align="left", border_style="cyan"))
 
-    def step(self, progress: Progress) -> None:
+    def show_step(self, progress: Progress) -> None:
         """A step is done."""
-        is_first, self._now = self._now is None, progress
+        is_first, self._progress = self._progress is None, progress
         self._losses.add(progress.loss)
         now = self._clock()
         self._times.append((now, progress.step))
         is_edge = is_first or progress.step >= self._total
-        if not self._is_live and (is_edge or now - self._printed >= self._seconds):
-            self._printed = now
+        if not self._is_live and (is_edge or now - self._last_print >= self._print_every_s):
+            self._last_print = now
             experts = [f"{name} {value}" for name, value, _ in progress.experts.figures()] if progress.experts else []
             figures = [f"{name} {value}" for name, value in self._figures()]
-            self._line("  ".join([f"step {progress.step}/{self._total}", *figures, *experts]))
+            self._print_line("  ".join([f"step {progress.step}/{self._total}", *figures, *experts]))
 
-    def evaluation(self, step: int, loss: float) -> None:
+    def print_evaluation(self, step: int, loss: float) -> None:
         """The loss on held-back text."""
-        line = f"evaluation at step {step}: loss {number(loss)}, perplexity {number(perplexity(loss))}"
-        self._line(line, style="green")
+        line = f"evaluation at step {step}: loss {format_number(loss)}, perplexity {format_number(perplexity(loss))}"
+        self._print_line(line, style="green")
 
-    def note(self, text: str) -> None:
+    def print_note(self, text: str) -> None:
         """Something that happened and that the user should know."""
-        self._line(f"note: {text}", style="yellow")
+        self._print_line(f"note: {text}", style="yellow")
 
-    def summary(self, title: str, rows: Sequence[tuple[str, str]], *, prompt: str = "", sample: str = "") -> None:
+    def print_summary(self, title: str, rows: Sequence[tuple[str, str]], *, prompt: str = "", sample: str = "") -> None:
         """The end: results, and the text that the model wrote after `prompt`."""
         if not self._is_live:
-            self._line(title)
+            self._print_line(title)
             for name, value in rows:
-                self._line(f"  {name}: {value}")
+                self._print_line(f"  {name}: {value}")
             if sample:
-                self._line("  sample:")
+                self._print_line("  sample:")
                 for line in self._printable(prompt + sample).splitlines():
-                    self._line(f"    | {line}")
+                    self._print_line(f"    | {line}")
             return
         table = Table.grid(padding=(0, 2))
         table.add_column(style="cyan", no_wrap=True)
@@ -154,18 +154,18 @@ class Display:
         )
 
     def _figures(self) -> list[tuple[str, str]]:
-        assert self._now is not None
+        assert self._progress is not None
         return [
-            ("loss", number(self._now.loss)),
-            ("tokens/s", short(self._now.tokens_per_s)),
-            ("MFU", percent(self._now.mfu)),
-            ("HFU", percent(self._now.hfu)),
-            ("memory", size(self._now.memory)),
-            ("left", duration(self._seconds_left())),
+            ("loss", format_number(self._progress.loss)),
+            ("tokens/s", format_count(self._progress.tokens_per_s)),
+            ("MFU", format_percent(self._progress.mfu)),
+            ("HFU", format_percent(self._progress.hfu)),
+            ("memory", format_bytes(self._progress.memory)),
+            ("left", format_duration(self._seconds_left())),
         ]
 
-    def _picture(self) -> RenderableType:
-        if self._now is None:
+    def _render(self) -> RenderableType:
+        if self._progress is None:
             return Text("waiting for the first step", style="dim")
         bar = Table.grid(padding=(0, 1), expand=True)
         for _ in range(2):
@@ -174,12 +174,14 @@ class Display:
         bar.add_column(no_wrap=True, justify="right")
         bar.add_row(
             Text("step", style="cyan"),
-            Text(f"{self._now.step}/{self._total}", style="bold"),
-            ProgressBar(total=self._total, completed=self._now.step, complete_style="cyan", finished_style="green"),
-            Text(f"{self._now.step / self._total:4.0%}", style="bold"),
+            Text(f"{self._progress.step}/{self._total}", style="bold"),
+            ProgressBar(
+                total=self._total, completed=self._progress.step, complete_style="cyan", finished_style="green"
+            ),
+            Text(f"{self._progress.step / self._total:4.0%}", style="bold"),
         )
         loss, *others = (Text.assemble((name, "cyan"), (f" {value}", "bold")) for name, value in self._figures())
-        levels = ASCII_LEVELS if self._console.options.ascii_only else LEVELS
+        levels = ASCII_SPARK_LEVELS if self._console.options.ascii_only else SPARK_LEVELS
         loss.append(" " + sparkline(self._losses.means, 24, levels), style="magenta")
         figures = Text("   ").join([loss, *others])
         lines = [figures] if figures.cell_len <= self._console.width else [loss, Text("   ").join(others)]
@@ -187,10 +189,10 @@ class Display:
 
     def _experts(self) -> list[Text]:
         """How evenly experts are used, on as many lines as it needs; what deserves a look is yellow."""
-        if self._now is None or self._now.experts is None:
+        if self._progress is None or self._progress.experts is None:
             return []
         lines = [Text.assemble(("experts", "cyan"))]
-        for name, value, stands_out in self._now.experts.figures():
+        for name, value, stands_out in self._progress.experts.figures():
             cell = Text.assemble((name, "cyan"), (f" {value}", "bold yellow" if stands_out else "bold"))
             if lines[-1].cell_len + 3 + cell.cell_len > self._console.width:
                 lines.append(Text("       "))
@@ -201,7 +203,7 @@ class Display:
         (start, first), (end, last) = self._times[0], self._times[-1]
         return (end - start) / (last - first) * (self._total - last) if last > first else math.nan
 
-    def _line(self, text: str, style: str = "") -> None:
+    def _print_line(self, text: str, style: str = "") -> None:
         self._console.print(Text(text, style=style), soft_wrap=not self._is_live)
 
     def _printable(self, text: str) -> str:
@@ -210,12 +212,12 @@ class Display:
         return shown.encode(self._console.encoding, "replace").decode(self._console.encoding)
 
 
-class History:
+class LossHistory:
     """The losses of a whole run in bounded room: means of equal shares, whose length doubles as the run grows."""
 
-    def __init__(self, room: int = 240) -> None:
+    def __init__(self, capacity: int = 240) -> None:
         self.means: list[float] = []
-        self._room, self._length = room, 1
+        self._room, self._length = capacity, 1
         self._share: list[float] = []
 
     def add(self, value: float) -> None:
@@ -230,7 +232,7 @@ class History:
             self._length *= 2
 
 
-def sparkline(values: Sequence[float], width: int, levels: str = LEVELS) -> str:
+def sparkline(values: Sequence[float], width: int, levels: str = SPARK_LEVELS) -> str:
     """The values as a row of at most `width` bars, each the mean of its share; "!" where a value is not finite."""
     columns = min(width, len(values))
     shares = [values[i * len(values) // columns : (i + 1) * len(values) // columns] for i in range(columns)]
@@ -250,15 +252,15 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     return f"{value:.4g}" if abs(value) >= 1000 or not math.isfinite(value) else f"{value:.3f}"
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     return f"{100 * share:.1f} %" if math.isfinite(share) else "-"
 
 
-def short(count: float) -> str:
+def format_count(count: float) -> str:
     """12.3k for 12,345."""
     if not math.isfinite(count):
         return "-"
@@ -268,11 +270,11 @@ def short(count: float) -> str:
     return f"{count:.0f}"
 
 
-def size(count: int) -> str:
+def format_bytes(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     if not math.isfinite(seconds):
         return "-"
     minutes, rest = divmod(round(seconds), 60)

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 
 @dataclass(frozen=True)
-class Load:
+class ExpertLoad:
     """Of one layer in one step."""
 
     layer: str
@@ -27,7 +27,7 @@ class Load:
     """of each expert, before any was dropped"""
 
     @classmethod
-    def of(cls, layer: str, counts: Sequence[int], dropped: int) -> Self:
+    def from_counts(cls, layer: str, counts: Sequence[int], dropped: int) -> Self:
         total, experts = sum(counts), len(counts)
         # A sum over no token or one expert has no shares to be uneven.
         entropy = 1.0
@@ -44,7 +44,7 @@ class Load:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Balance:
+class LoadBalance:
     """All layers of a step: the worst of each figure, and the layer that has it."""
 
     most: float
@@ -64,7 +64,7 @@ class Balance:
     assigned: int
 
     @classmethod
-    def of(cls, loads: Sequence[Load]) -> Self:
+    def from_loads(cls, loads: Sequence[ExpertLoad]) -> Self:
         """Of at least one layer."""
         most = max(loads, key=lambda load: load.most)
         least = min(loads, key=lambda load: load.entropy)
@@ -87,7 +87,7 @@ class Balance:
     def dropped_share(self) -> float:
         return self.dropped / self.assigned if self.assigned else 0.0
 
-    def facts(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "dropped_share": self.dropped_share}
 
     def figures(self) -> list[tuple[str, str, bool]]:
@@ -102,7 +102,7 @@ class Balance:
         ]
 
 
-def keeps_counts(step: int) -> bool:
+def logs_counts(step: int) -> bool:
     """Whether the log has the counts of every expert in this step: of all up to 1000, then of every tenth, hundredth, …
 
     A table of 60 layers with 256 experts is 60 kB. The figures of a layer are there in every step.
@@ -110,7 +110,7 @@ def keeps_counts(step: int) -> bool:
     return step % int(10 ** max(0, len(str(step)) - 3)) == 0
 
 
-def short_name(layer: str) -> str:
+def short_layer_name(layer: str) -> str:
     """`blocks.7` for `blocks.7.mlp`."""
     parts = layer.split(".")
     numbers = [place for place, part in enumerate(parts) if part.isdigit()]
@@ -118,7 +118,7 @@ def short_name(layer: str) -> str:
 
 
 def _in(layer: str) -> str:
-    return f" ({short_name(layer)})" if layer else ""
+    return f" ({short_layer_name(layer)})" if layer else ""
 
 
 def _percent(share: float) -> str:

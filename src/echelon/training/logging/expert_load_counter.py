@@ -13,19 +13,19 @@ from torch import Tensor, nn
 
 from echelon.layout import Layout
 from echelon.layout.collective import Collective
-from echelon.layout.layout import ASYNCHRONOUS
-from echelon.moe.moe_layer import Mixture
-from echelon.parallel.apply import Parallel
-from echelon.parallel.comm.mesh_axis import Pending
-from echelon.training.async_copy import later
-from echelon.training.logging.expert_load import Load
+from echelon.layout.layout import ASYNC_SCHEDULES
+from echelon.moe.moe_layer import MoELayer
+from echelon.parallel.apply import ParallelModel
+from echelon.parallel.comm.mesh_axis import PendingWork
+from echelon.training.async_copy import start_host_copy
+from echelon.training.logging.expert_load import ExpertLoad
 
 
-def mixtures_of(model: nn.Module, layout: Layout) -> dict[str, int]:
+def experts_per_moe_layer(model: nn.Module, layout: Layout) -> dict[str, int]:
     """The mixtures of a whole model and how many experts each has: to be asked before stages take their parts."""
-    found = {name: part.gate for name, part in model.named_modules() if isinstance(part, Mixture)}
+    found = {name: part.gate for name, part in model.named_modules() if isinstance(part, MoELayer)}
     by_load = [name for name, gate in found.items() if gate.balances_by_load]
-    if by_load and layout.pp > 1 and layout.schedule in ASYNCHRONOUS:
+    if by_load and layout.pp > 1 and layout.schedule in ASYNC_SCHEDULES:
         raise ValueError(
             f"a gate that balances by the loads of a step ({by_load[0]}.gate) has none in schedule={layout.schedule}, "
             "where stages are at different steps; use schedule=1f1b, or a gate with a balance loss"
@@ -33,72 +33,72 @@ def mixtures_of(model: nn.Module, layout: Layout) -> dict[str, int]:
     return {name: gate.num_experts for name, gate in found.items()}
 
 
-class Loads:
+class ExpertLoadCounter:
     """The mixtures of a model, on this rank and elsewhere."""
 
-    def __init__(self, parallel: Parallel, mixtures: dict[str, int]):
-        self.mixtures = mixtures
-        self.here = {name: part for name, part in parallel.model.named_modules() if isinstance(part, Mixture)}
-        self.width = max(mixtures.values(), default=0) + 1
-        self.axis = parallel.axes.axis("pp*dp" if parallel.layout.pp > 1 else "dp") if mixtures else None
+    def __init__(self, parallel: ParallelModel, num_experts: dict[str, int]):
+        self.num_experts = num_experts
+        self.local_layers = {name: part for name, part in parallel.model.named_modules() if isinstance(part, MoELayer)}
+        self.row_width = max(num_experts.values(), default=0) + 1
+        self.axis = parallel.axes.get_or_add("pp*dp" if parallel.layout.pp > 1 else "dp") if num_experts else None
         self.device = parallel.options.device
-        self.last: Tensor | None = None
+        self.last_table: Tensor | None = None
         """[layers, E + 1] of the last step, on the device"""
-        self._pending: Pending | None = None
+        self._pending: PendingWork | None = None
         """of the last step, where nobody waited for it"""
 
-    def end_step(self, live: Tensor) -> None:
+    def end_step(self, updated: Tensor) -> None:
         """After an update, or in its place where there is none (`live` is false). Every rank must call it."""
         if self.axis is None:
             return
-        self.last = self.axis.all_reduce(self._table())
-        for row, (name, experts) in enumerate(self.mixtures.items()):
-            if name in self.here:
-                self.here[name].end_step(self.last[row, :experts] * live)
+        self.last_table = self.axis.all_reduce(self._count_table())
+        for row, (name, experts) in enumerate(self.num_experts.items()):
+            if name in self.local_layers:
+                self.local_layers[name].end_step(self.last_table[row, :experts] * updated)
 
     def end_window(self) -> None:
         """After a step of an asynchronous schedule, which stages end at different times: nobody waits for another."""
         if self.axis is None:
             return
-        self.last = self._table()
-        self._pending = self.axis.start_all_reduce(self.last)
-        for part in self.here.values():
-            part.tally = None  # gates that balance by loads are refused: see `mixtures_of`
+        self.last_table = self._count_table()
+        self._pending = self.axis.start_all_reduce(self.last_table)
+        for part in self.local_layers.values():
+            part.expert_load = None  # gates that balance by loads are refused: see `mixtures_of`
 
-    def _table(self) -> Tensor:
-        table = torch.zeros(len(self.mixtures), self.width, dtype=torch.int64, device=self.device)
-        for row, name in enumerate(self.mixtures):
-            part = self.here.get(name)
-            if part is not None and part.tally is not None:
-                table[row, : len(part.tally) - 1] = part.tally[:-1]
-                table[row, -1] = part.tally[-1]
+    def _count_table(self) -> Tensor:
+        table = torch.zeros(len(self.num_experts), self.row_width, dtype=torch.int64, device=self.device)
+        for row, name in enumerate(self.num_experts):
+            part = self.local_layers.get(name)
+            if part is not None and part.expert_load is not None:
+                table[row, : len(part.expert_load) - 1] = part.expert_load[:-1]
+                table[row, -1] = part.expert_load[-1]
         return table
 
-    def ask(self) -> Callable[[], list[Load]]:
+    def start_read(self) -> Callable[[], list[ExpertLoad]]:
         """Asks for the loads of every layer in the step that has just been queued; who asks waits for it alone."""
-        if self.last is None:
+        if self.last_table is None:
             return list
-        last, pending = self.last.flatten(), self._pending
+        last, pending = self.last_table.flatten(), self._pending
         if pending is not None and last.is_cuda:
             pending.wait()  # of the device, not of the host
-        told = later(last)
+        told = start_host_copy(last)
 
-        def ask() -> list[Load]:
+        def ask() -> list[ExpertLoad]:
             if pending is not None and not last.is_cuda:
                 pending.wait()
-            return self._loads([int(value) for value in told()])
+            return self._to_expert_loads([int(value) for value in told()])
 
         return ask
 
-    def _loads(self, table: list[int]) -> list[Load]:
+    def _to_expert_loads(self, table: list[int]) -> list[ExpertLoad]:
         found = []
-        for row, (name, experts) in enumerate(self.mixtures.items()):
-            *counts, dropped = table[row * self.width : (row + 1) * self.width]
-            found.append(Load.of(name, counts[:experts], dropped))
+        for row, (name, experts) in enumerate(self.num_experts.items()):
+            *counts, dropped = table[row * self.row_width : (row + 1) * self.row_width]
+            found.append(ExpertLoad.from_counts(name, counts[:experts], dropped))
         return found
 
     def collectives(self) -> list[Collective]:
         if self.axis is None or self.axis.size == 1:
             return []
-        size = len(self.mixtures) * self.width * 8
-        return [Collective(kind="all_reduce", axis=self.axis.name, bytes=size, part="loads of experts")]
+        size = len(self.num_experts) * self.row_width * 8
+        return [Collective(op="all_reduce", axis=self.axis.name, bytes=size, purpose="loads of experts")]

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from echelon.memory.checkpointing.cost import Repeats
+from echelon.memory.checkpointing.cost import RecomputeWork
 
 if TYPE_CHECKING:
     import torch
@@ -44,12 +44,12 @@ BF16_PEAK = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Peak:
+class PeakFlops:
     """The most FLOP/s one device can do."""
 
     flops: float
     """FLOP/s."""
-    why: str
+    source: str
     """Where the number comes from."""
 
 
@@ -63,13 +63,17 @@ def hfu(flops_per_token: float, tokens_per_s: float, peak: float, *, recomputed:
     return mfu(flops_per_token + recomputed, tokens_per_s, peak)
 
 
-def recomputed_flops(again: Repeats, block_flops_per_token: float, attention_flops_per_token: float = 0.0) -> float:
+def recomputed_flops(
+    recompute_shares: RecomputeWork, block_flops_per_token: float, attention_flops_per_token: float = 0.0
+) -> float:
     """FLOPs per token that recomputation executes again. Those of the blocks exclude the output layer, those of
     attention (scores and values) are among them. A forward is a third of a step."""
-    return (again.forward * block_flops_per_token + again.attention * attention_flops_per_token) / 3
+    return (
+        recompute_shares.forward * block_flops_per_token + recompute_shares.attention * attention_flops_per_token
+    ) / 3
 
 
-def peak_flops(device: torch.device) -> Peak:
+def peak_flops(device: torch.device) -> PeakFlops:
     """Peak of one device: from the table for a known GPU; for any other it is measured, in about 0.2 s."""
     import torch
 
@@ -80,16 +84,16 @@ def peak_flops(device: torch.device) -> Peak:
     return measure_peak(device, torch.float32)
 
 
-def known_peak(device_name: str) -> Peak | None:
+def known_peak(device_name: str) -> PeakFlops | None:
     """Peak of a GPU by the name its driver reports, e.g. "NVIDIA A100-SXM4-80GB"."""
     words = [kind for kind in BF16_PEAK if re.search(rf"\b{re.escape(kind)}\b", device_name)]
     if not words:
         return None
     kind = max(words, key=len)
-    return Peak(flops=BF16_PEAK[kind], why=f"dense bf16 peak of {kind}")
+    return PeakFlops(flops=BF16_PEAK[kind], source=f"dense bf16 peak of {kind}")
 
 
-def measure_peak(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.2) -> Peak:
+def measure_peak(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.2) -> PeakFlops:
     """The best of repeated square matmuls, with the threads this process has now."""
     import torch
 
@@ -110,7 +114,7 @@ def measure_peak(device: torch.device, dtype: torch.dtype, *, seconds: float = 0
     while time.perf_counter() < end:
         best = min(best, once())
     name = str(dtype).removeprefix("torch.")
-    return Peak(flops=2 * size**3 / best, why=f"measured here: {name} matmul of {size} x {size}")
+    return PeakFlops(flops=2 * size**3 / best, source=f"measured here: {name} matmul of {size} x {size}")
 
 
 def peak_memory(device: torch.device) -> int:

@@ -9,28 +9,28 @@ from statistics import median
 import torch
 
 from echelon.faults.flight_recorder import here
-from echelon.faults.stragglers import Share, Straggler, starved, straggler
+from echelon.faults.stragglers import RankStepTime, Straggler, data_starvation, find_straggler
 from echelon.layout import Mesh
-from echelon.parallel.comm.mesh_axis import Axis
-from echelon.training.async_copy import later
+from echelon.parallel.comm.mesh_axis import MeshAxis
+from echelon.training.async_copy import start_host_copy
 
-EVERY = 10
+COLLECT_EVERY = 10
 """steps between two looks: each is a collective"""
-LISTED = 64
+MAX_LISTED_RANKS = 64
 """ranks up to which the log lists every one"""
-ENOUGH = 4
+MIN_STEPS = 4
 """steps that must be seen before a rank is called slow"""
-WIDTH = 5
+VALUES_PER_RANK = 5
 
 
 @dataclass(frozen=True)
-class Look:
+class RankStats:
     """What was seen."""
 
-    memory: int
+    peak_memory: int
     steps: int
     """that the shares are means of; none in the first look"""
-    shares: Sequence[Share]
+    shares: Sequence[RankStepTime]
     straggler: Straggler | None
     starved: float
 
@@ -39,33 +39,33 @@ class Look:
         found: dict[str, object] = {"steps": self.steps, "slow": None}
         if self.straggler is not None:
             found["slow"] = vars(self.straggler)
-        if len(self.shares) <= LISTED:
+        if len(self.shares) <= MAX_LISTED_RANKS:
             found |= {name: [getattr(s, name) for s in self.shares] for name in ("work", "data", "waiting")}
         return found
 
 
-class Looks:
+class RankStatsCollector:
     """One rank's part of the looks."""
 
-    def __init__(self, axis: Axis, device: torch.device, mesh: Mesh):
+    def __init__(self, axis: MeshAxis, device: torch.device, mesh: Mesh):
         self._axis, self._device, self._mesh = axis, device, mesh
         self._stages = [mesh.coordinates(rank)["pp"] for rank in range(axis.size)]
         self._steps: list[tuple[float, float, float]] = []
         """(work, waiting, data) of the steps since the last look"""
-        self._mark = (0.0, 0.0)
+        self._recorded_totals = (0.0, 0.0)
         self._first = True
 
-    def step(self, seconds: float) -> tuple[float, float]:
+    def add_step(self, seconds: float) -> tuple[float, float]:
         """A step took so long: of it, waiting for ranks and for data."""
-        here.poll()
-        waited, loaded = here.waited - self._mark[0], here.loaded - self._mark[1]
-        self._mark = (here.waited, here.loaded)
+        here.poll_device_waits()
+        waited, loaded = here.wait_s - self._recorded_totals[0], here.data_wait_s - self._recorded_totals[1]
+        self._recorded_totals = (here.wait_s, here.data_wait_s)
         if not self._first:  # the first step allocates
             self._steps.append((max(seconds - waited - loaded, 0.0), waited, loaded))
         self._first = False
         return waited, loaded
 
-    def ask(self, memory: int) -> Callable[[], Look]:
+    def start_gather(self, memory: int) -> Callable[[], RankStats]:
         """All ranks must; the answer is read later, as a step's result is."""
         count = len(self._steps)
         # Medians: one step that the system interrupted says nothing of a rank.
@@ -73,31 +73,37 @@ class Looks:
         self._steps = []
         mine = [float(memory), float(count), work, loaded, waited]
         part = torch.tensor(mine, dtype=torch.float64, device=self._device)
-        whole = torch.empty(WIDTH * self._axis.size, dtype=torch.float64, device=self._device)
+        whole = torch.empty(VALUES_PER_RANK * self._axis.size, dtype=torch.float64, device=self._device)
         pending = self._axis.start_all_gather(whole, part)
         if whole.is_cuda:
             pending.wait()  # of the device, not of the host
-            told = later(whole)
-            return lambda: self._seen(told())
+            told = start_host_copy(whole)
+            return lambda: self._to_stats(told())
 
-        def ask() -> Look:
+        def ask() -> RankStats:
             pending.wait()
-            return self._seen(whole.tolist())
+            return self._to_stats(whole.tolist())
 
         return ask
 
-    def _seen(self, numbers: Sequence[float]) -> Look:
-        rows = [numbers[start : start + WIDTH] for start in range(0, len(numbers), WIDTH)]
-        shares = [Share(work, data, waiting) for _, _, work, data, waiting in rows]
+    def _to_stats(self, numbers: Sequence[float]) -> RankStats:
+        rows = [numbers[start : start + VALUES_PER_RANK] for start in range(0, len(numbers), VALUES_PER_RANK)]
+        shares = [RankStepTime(work, data, waiting) for _, _, work, data, waiting in rows]
         steps = int(min(row[1] for row in rows))
-        slow = straggler(shares, self._stages) if steps >= ENOUGH else None
-        return Look(int(max(row[0] for row in rows)), steps, shares, slow, starved(shares) if steps >= ENOUGH else 0.0)
+        slow = find_straggler(shares, self._stages) if steps >= MIN_STEPS else None
+        return RankStats(
+            int(max(row[0] for row in rows)),
+            steps,
+            shares,
+            slow,
+            data_starvation(shares) if steps >= MIN_STEPS else 0.0,
+        )
 
-    def position(self, rank: int) -> str:
-        return position(self._mesh, rank)
+    def mesh_position(self, rank: int) -> str:
+        return mesh_position(self._mesh, rank)
 
 
-def position(mesh: Mesh, rank: int) -> str:
+def mesh_position(mesh: Mesh, rank: int) -> str:
     """Where a rank stands, in words: `dp 1, tp 0`; only axes with more than one rank."""
     at = mesh.coordinates(rank)
     names = [name for name in ("pp", "dp", "cp", "tp") if getattr(mesh.layout, name) > 1]

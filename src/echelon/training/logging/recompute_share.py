@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from echelon.memory.checkpointing.cost import Repeats, repeats
-from echelon.memory.checkpointing.memory_budget import Budgeted
+from echelon.memory.checkpointing.cost import RecomputeWork, recompute_work
+from echelon.memory.checkpointing.memory_budget import MemoryBudget
 from echelon.models.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from echelon.training.engine import Engine
 
 
-def repeats_of(engine: Engine) -> Repeats:
-    found, layout = engine.parallel.recomputed, engine.layout
-    if isinstance(found, Budgeted):
-        return found.repeats
+def recompute_shares(engine: Engine) -> RecomputeWork:
+    found, layout = engine.parallel.checkpointing, engine.layout
+    if isinstance(found, MemoryBudget):
+        return found.recompute_work
     shape = getattr(engine.model, "config", None)
     # With dropout on them, probabilities are written out.
     written_out = isinstance(shape, ModelConfig) and shape.dropout > 0 and layout.cp == 1
     layers = max(len(found.forms), 1)
-    return repeats(layout.recompute, layers=layers, whole=1.0, entry=0.0, written_out=written_out)
+    return recompute_work(
+        layout.recompute, layers=layers, layer_bytes=1.0, input_bytes=0.0, materialized_scores=written_out
+    )

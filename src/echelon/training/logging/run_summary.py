@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Summary:
+class RunSummary:
     """What a run came to; the keys of `train --json`."""
 
     run: str
@@ -30,7 +30,7 @@ class Summary:
     stopped: int | None = None
     """the step after which it stopped because it was asked to (SIGTERM); none where it came to its end"""
 
-    def facts(self) -> dict[str, Any]:
+    def log_fields(self) -> dict[str, Any]:
         """For the log and `--json`: of experts only where there are some, of a stop only where there was one."""
         rare = ("experts", "stopped")
         return {name: value for name, value in asdict(self).items() if name not in rare or value is not None}

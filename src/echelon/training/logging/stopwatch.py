@@ -12,16 +12,16 @@ from __future__ import annotations
 import time
 
 
-class Stopwatch:
+class StepStopwatch:
     def __init__(self) -> None:
-        self._under_way = 0
-        self._since = 0.0
+        self._num_in_flight = 0
+        self._interval_start = 0.0
 
     def begin(self) -> None:
         """A step begins, perhaps behind others."""
-        if not self._under_way:
-            self._since = time.perf_counter()
-        self._under_way += 1
+        if not self._num_in_flight:
+            self._interval_start = time.perf_counter()
+        self._num_in_flight += 1
 
     def end(self, count: int = 1) -> float:
         """So many of the oldest steps under way have ended: the seconds that each took, evenly where they are several.
@@ -29,6 +29,6 @@ class Stopwatch:
         When each of them ended is not known where they are waited for together.
         """
         now = time.perf_counter()
-        seconds, self._since = now - self._since, now
-        self._under_way -= count
+        seconds, self._interval_start = now - self._interval_start, now
+        self._num_in_flight -= count
         return seconds / max(count, 1)
