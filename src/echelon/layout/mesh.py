@@ -82,7 +82,7 @@ class Mesh:
             raise ValueError(f"shard does not divide dp (shard={sizes.shard}, dp={sizes.dp}); use a divisor of dp")
         object.__setattr__(self, "axes", axes)
         object.__setattr__(
-            self, "products", {name: parts for name, parts in COMPOSITE_AXES.items() if set(parts) <= set(axes)}
+            self, "composites", {name: parts for name, parts in COMPOSITE_AXES.items() if set(parts) <= set(axes)}
         )
 
     @property
