@@ -87,7 +87,7 @@ def on_backward_end(callback: Callable[[], None]) -> None:
     """Runs `callback` when the backward pass under way ends. Called from a gradient hook. Tried on 2.11 and 2.13."""
     from torch.autograd import Variable
 
-    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined, no-untyped-call]
+    Variable._execution_engine.queue_callback(callback)
 
 
 def torch_dispatch_mode() -> type:

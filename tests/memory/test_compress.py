@@ -175,7 +175,7 @@ def test_bytes_are_what_the_cost_says(compress: str) -> None:
 
 
 @pytest.mark.parametrize("compress", compression_cost.COMPRESSIONS[1:])
-def test_one_ReLU_at_a_time_is_whole_inside_forward_and_none_behind_it(compress: str) -> None:
+def test_one_relu_at_a_time_is_whole_inside_forward_and_none_behind_it(compress: str) -> None:
     net = nn.Sequential(*(layer for _ in range(3) for layer in (conv(8, 8), nn.ReLU())))
     x, each = torch.randn(3, 8, 16, 16), 3 * 8 * 16 * 16
     with torch.no_grad():
@@ -277,7 +277,7 @@ def test_a_change_in_place_is_noticed_or_harmless() -> None:
     assert torch.allclose(x.grad, expected)
 
 
-def test_a_ReLU_that_was_changed_is_not_taken_for_one() -> None:
+def test_a_relu_that_was_changed_is_not_taken_for_one() -> None:
     x = torch.randn(4, 256, requires_grad=True)
     with ec.compressed("lossless") as saving:
         y = (x * 2).relu().add_(1.0)  # with torch's own ReLU an error: its backward would read what was changed

@@ -113,7 +113,7 @@ class SettingText:
         return self.text if expect_text and not isinstance(self.value, str | list) else self.value
 
 
-class TypeMismatch(Exception):
+class TypeMismatchError(Exception):
     """A value that does not fit its annotation."""
 
     def __init__(self, rule: str, remedy: str = "") -> None:
@@ -159,7 +159,7 @@ def parse_values(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], l
         key = table[name]
         try:
             converted = convert(key.hint, value)
-        except TypeMismatch as mismatch:
+        except TypeMismatchError as mismatch:
             legal, remedy = key.legal, mismatch.remedy
             faults.append(
                 ValidationIssue(key=name, value=format_given(value), message=mismatch.rule, legal=legal, hint=remedy)
@@ -270,7 +270,7 @@ def convert(hint: Any, value: Any) -> Any:
     if origin is Literal:
         if value in arguments and isinstance(value, str):
             return value
-        raise TypeMismatch("is not one of the choices", did_you_mean(str(value), arguments))
+        raise TypeMismatchError("is not one of the choices", did_you_mean(str(value), arguments))
     if origin is tuple:
         return _convert_list(arguments, value)
     return _convert_scalar(hint, value)
@@ -282,27 +282,27 @@ def _convert_list(arguments: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
     if arguments[-1] is Ellipsis:
         return tuple(convert(arguments[0], item) for item in items)
     if len(items) != len(arguments):
-        raise TypeMismatch(f"has {len(items)} values, not {len(arguments)}; write them as [a, b]")
+        raise TypeMismatchError(f"has {len(items)} values, not {len(arguments)}; write them as [a, b]")
     return tuple(convert(hint, item) for hint, item in zip(arguments, items, strict=True))
 
 
 def _convert_scalar(hint: Any, value: Any) -> Any:
     if hint is str:
         if not isinstance(value, str):
-            raise TypeMismatch(
+            raise TypeMismatchError(
                 f"is not a text but {_describe_type(type(value))}", f"put it in quotes: {json.dumps(str(value))}"
             )
         if any("\ud800" <= letter <= "\udfff" for letter in value):
-            raise TypeMismatch("is not valid Unicode text")
+            raise TypeMismatchError("is not valid Unicode text")
         return value
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         if not math.isfinite(value):
-            raise TypeMismatch("is not a finite number")
+            raise TypeMismatchError("is not a finite number")
         return float(value)
     if hint is int and isinstance(value, float) and value.is_integer():
-        raise TypeMismatch("is not an integer", f"write {int(value)}")
+        raise TypeMismatchError("is not an integer", f"write {int(value)}")
     if type(value) is not hint:
-        raise TypeMismatch(f"is not {_describe_type(hint)}")
+        raise TypeMismatchError(f"is not {_describe_type(hint)}")
     return value
 
 

@@ -26,6 +26,6 @@ def start_host_copy(tensor: Tensor) -> Callable[[], list[float]]:
 
     def ask() -> list[float]:
         come.synchronize()
-        return here.tolist()  # type: ignore[no-any-return]
+        return here.tolist()
 
     return ask

@@ -185,7 +185,7 @@ class _LayerCall:
         def note(tensor: Tensor) -> None:
             self._record(tensor)
             if stop_early and self._num_recomputed == len(self.saved_forms):
-                raise _RecomputeDone
+                raise _RecomputeDoneError
 
         with ExitStack() as inside:
             inside.enter_context(recompute_context(layer.module, layer.segment.stream, self._samples, self._rng))
@@ -195,7 +195,7 @@ class _LayerCall:
             try:
                 with saved_tensors_hooks(note, _no_backward):
                     out = layer.forward(*args, **kwargs)
-            except _RecomputeDone:
+            except _RecomputeDoneError:
                 return []
         if self._num_recomputed != len(self.saved_forms):
             self._raise_mismatch(f"{len(self.saved_forms)} tensors at first, then {self._num_recomputed}")
@@ -226,7 +226,7 @@ class _OutputSlot:
         self.index, self.differentiable = number, differentiable
 
 
-class _RecomputeDone(Exception):
+class _RecomputeDoneError(Exception):
     """Everything that was asked for is there."""
 
 

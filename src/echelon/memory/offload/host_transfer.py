@@ -113,7 +113,7 @@ class HostLink:
 
         def read() -> list[float]:
             come.synchronize()
-            return there.tolist()  # type: ignore[no-any-return]
+            return there.tolist()
 
         return read
 

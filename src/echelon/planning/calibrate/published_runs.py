@@ -78,7 +78,7 @@ class PublishedRun:
     """runs with the same differ only in layout and kernel"""
 
 
-class UnusableRow(ValueError):
+class UnusableRowError(ValueError):
     """A row that no planner could be asked about, with the reason."""
 
 
@@ -99,13 +99,13 @@ def parse_run(row: Mapping[str, str]) -> PublishedRun:
     get = _RowCells(row)
     note = row.get("note", "").lower()
     if "lora" in note or "sft" in note:
-        raise UnusableRow("fine-tuning")
+        raise UnusableRowError("fine-tuning")
     if "proxy" in row.get("model_name", "").lower() or "truncated" in note:
-        raise UnusableRow("a truncated model")
+        raise UnusableRowError("a truncated model")
     missing = [key for key in ("hidden", "seq_len", "gpus", "global_batch", "tp", "pp") if not get.number(key)]
     missing += ["layers"] if not (get.number("layers") or get.number("params_b")) else []
     if missing:
-        raise UnusableRow(f"no {missing[0]}")
+        raise UnusableRowError(f"no {missing[0]}")
     device = _device(row["gpu"])
     precision = PRECISIONS.get(row.get("precision", "").lower().split("-")[0].removeprefix("mx"), "")
     precision = precision or ("fp16" if device.generation == "volta" else "bf16")
@@ -163,7 +163,7 @@ def parse_run(row: Mapping[str, str]) -> PublishedRun:
         ),
     )
     if not oom and not found.seconds:
-        raise UnusableRow("no time")
+        raise UnusableRowError("no time")
     return found
 
 
@@ -174,7 +174,7 @@ def parse_runs(rows: Iterable[Mapping[str, str]]) -> tuple[list[PublishedRun], d
     for row in rows:
         try:
             found.append(parse_run(row))
-        except UnusableRow as reason:
+        except UnusableRowError as reason:
             skipped[str(reason)] = skipped.get(str(reason), 0) + 1
     return found, skipped
 
@@ -190,7 +190,7 @@ class _RowCells:
         try:
             return float(self.row.get(key) or 0)
         except ValueError:
-            raise UnusableRow(f"{key} is not a number") from None
+            raise UnusableRowError(f"{key} is not a number") from None
 
     def integer(self, key: str, default: int, *, zero: bool = False) -> int:
         """`zero`: 0 is a value too."""
@@ -206,7 +206,7 @@ def _device(gpu: str) -> DeviceKind:
             return DEVICE_KINDS[kind]
     if "a100" in name or "a800" in name:
         return DEVICE_KINDS["a100-40" if "40" in name else "a100-80"]
-    raise UnusableRow(f"a device that is not known ({gpu})")
+    raise UnusableRowError(f"a device that is not known ({gpu})")
 
 
 def _cluster(row: Mapping[str, str], device: DeviceKind, get: _RowCells) -> Cluster:

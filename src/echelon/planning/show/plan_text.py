@@ -191,7 +191,7 @@ class _ConsoleWriter:
         table = Table.grid(padding=(0, 2), pad_edge=False)
         table.add_column(no_wrap=False)
         for justify in ("right", "right", "left"):
-            table.add_column(no_wrap=True, justify=justify)  # type: ignore[arg-type]
+            table.add_column(no_wrap=True, justify=justify)
         for bar, value in zip(bars, values, strict=True):
             long = self._bar(bar.value / most, min(60, room)) if room >= 4 else ""
             share = f"{100 * bar.share:.1f} %"
