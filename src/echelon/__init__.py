@@ -1,13 +1,13 @@
 """Echelon trains a one-device PyTorch model on many devices. This page is the whole public API.
 
-ec.plan(model, cluster)             which layout, how long, how much memory? needs no device
-ec.verify(model, layouts)           does a layout compute what one device computes?
-ec.train(config_or_model, ...)      train, on as many ranks as the layout needs
-ec.wrap(model, layout)              a drop-in for DDP and FSDP in a loop of your own
+ec.plan(model, cluster)             rank layouts by predicted step time and memory; needs no device
+ec.verify(model, layouts)           check that layouts compute what one device computes
+ec.train(config_or_model, ...)      train on as many ranks as the layout needs
+ec.wrap(model, layout)              a drop-in for DDP and FSDP in a custom training loop
 ec.Engine(model, layout).step(b)    one exact step on the global batch
-ec.compressed("lossless+fp8")       what forward leaves for backward in fewer bytes, around any model
-ec.Chain, ec.Link                   where a pipeline may cut a model of your own
-ec.Core, ec.Seen                    its attention, for context parallelism
+ec.compressed("lossless+fp8")       compress the saved activations of any model
+ec.PipelineModel, ec.PipelineLayer  where a pipeline may cut a custom model
+ec.CoreAttention, AttentionContext  the attention of a custom model, for context parallelism
 ec.Layout.parse("dp=2,tp=2")        a layout is data
 """
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from echelon.memory.compression.saved_tensor_compression import compressed
     from echelon.models.attention import AttentionContext, CoreAttention
     from echelon.models.pipeline_model import PipelineLayer, PipelineModel
+    from echelon.planning.planner import plan
     from echelon.training.engine import Engine
     from echelon.training.run_dir import Run
     from echelon.training.start_training import train
@@ -47,29 +48,29 @@ __all__ = [
     "wrap",
 ]
 
-_LATE = {
-    "Chain": "echelon.models.pipeline_model",
-    "Config": "echelon.config.run_config",
-    "Core": "echelon.models.attention",
-    "Engine": "echelon.training.engine",
-    "Link": "echelon.models.pipeline_model",
-    "Report": "echelon.verification.verifier",
-    "Run": "echelon.training.run_dir",
-    "Seen": "echelon.models.attention",
-    "compressed": "echelon.memory.compression.saved_tensor_compression",
-    "verify": "echelon.verification.verifier",
-    "wrap": "echelon.training.wrap",
+_MODULES = {
+    "AttentionContext": "models.attention",
+    "Config": "config.run_config",
+    "CoreAttention": "models.attention",
+    "Engine": "training.engine",
+    "PipelineLayer": "models.pipeline_model",
+    "PipelineModel": "models.pipeline_model",
+    "Report": "verification.verifier",
+    "Run": "training.run_dir",
+    "compressed": "memory.compression.saved_tensor_compression",
+    "plan": "planning.planner",
+    "train": "training.start_training",
+    "verify": "verification.verifier",
+    "wrap": "training.wrap",
 }
 
 
 def __getattr__(name: str) -> object:
-    """Imports on first use: torch takes seconds, and reading a layout needs none of it."""
+    """Import a public name on first use: importing torch takes seconds, and reading a layout needs none of it."""
     from importlib import import_module
 
-    if name in ("plan", "train"):
-        return import_module({"plan": "echelon.planning", "train": "echelon.training"}[name])
-    if name not in _LATE:
+    if name not in _MODULES:
         raise AttributeError(f"module 'echelon' has no attribute {name!r}")
-    value = getattr(import_module(_LATE[name]), name)
+    value = getattr(import_module(f"echelon.{_MODULES[name]}"), name)
     globals()[name] = value
     return value

@@ -49,7 +49,7 @@ class Rank:
             phase="data",
             phase_start=NOW - 6,
             stack=("loader.py:12 in fetch", "loop.py:9 in run"),
-            lanes={lane: (number, tuple(range(self.world))) for lane, number in self.numbers.items()},
+            sequences={lane: (number, tuple(range(self.world))) for lane, number in self.numbers.items()},
             entries=tuple(self.entries),
         )
         return replace(base, **changes)
@@ -94,7 +94,7 @@ def test_the_end_of_a_chain_is_to_blame():
     verdict, text = told([zero.state(), one.state(), two.state(), Rank(3).state()])
     assert (verdict.case, verdict.culprits) == ("absent", (3,))
     assert "rank 0 (dp 0)" in text
-    assert verdict.operation.lane in ("1,3", "2,3")
+    assert verdict.operation.sequence in ("1,3", "2,3")
 
 
 def test_a_stage_that_does_not_send_is_named():
@@ -162,9 +162,11 @@ def test_ranks_in_a_circle():
 
 def test_the_first_that_raised_is_to_blame_and_those_it_broke_are_not():
     states = [
-        Rank(0).did(flag="f").state(how="raised", ending="RuntimeError: peer", lost_peer=True, ended=1.0),
-        Rank(1).state(how="raised", ending="ValueError: no", ended=3.0),
-        Rank(2).state(how="raised", ending="ValueError: first", ended=2.0),
+        Rank(0)
+        .did(flag="f")
+        .state(exit_kind="raised", exit_reason="RuntimeError: peer", lost_peer=True, exit_time=1.0),
+        Rank(1).state(exit_kind="raised", exit_reason="ValueError: no", exit_time=3.0),
+        Rank(2).state(exit_kind="raised", exit_reason="ValueError: first", exit_time=2.0),
         Rank(3).did(flag="w").state(),
     ]
     verdict, text = told(states)
@@ -177,7 +179,7 @@ def test_the_first_that_raised_is_to_blame_and_those_it_broke_are_not():
 def test_a_killed_rank_is_told_with_signal_and_memory(used, words):
     memory = HostMemory(rank_bytes=2 * GIB, used_bytes=used * GIB, limit_bytes=16 * GIB)
     ending = "the process was ended by SIGKILL"
-    states = [Rank(0, 2).did(flag="w").state(), Rank(1, 2).state(how="killed", ending=ending, memory=memory)]
+    states = [Rank(0, 2).did(flag="w").state(), Rank(1, 2).state(exit_kind="killed", exit_reason=ending, memory=memory)]
     verdict, text = told(states)
     assert verdict.case == "killed"
     assert f"2.00 GiB in the rank, {used}.00 GiB of 16.00 GiB on its host" in text
@@ -186,13 +188,15 @@ def test_a_killed_rank_is_told_with_signal_and_memory(used, words):
 
 
 def test_a_rank_without_heartbeats_is_told_as_such():
-    states = [Rank(0, 2).did(flag="w").state(), Rank(1, 2).state(when=NOW - 30)]
+    states = [Rank(0, 2).did(flag="w").state(), Rank(1, 2).state(heartbeat_time=NOW - 30)]
     assert "Its last heartbeat came 30.0 s ago" in told(states)[1]
 
 
 def test_a_rank_whose_connection_broke_is_told_by_its_last_heartbeat():
     # Under torchrun nobody knows how it ended: who lost it speaks before it is ended too.
-    failed = Rank(0, 2).did(flag="f").state(how="raised", ending="RuntimeError: closed by peer", lost_peer=True)
+    failed = (
+        Rank(0, 2).did(flag="f").state(exit_kind="raised", exit_reason="RuntimeError: closed by peer", lost_peer=True)
+    )
     verdict, text = told([failed, Rank(1, 2).state()])
     assert (verdict.case, verdict.culprits) == ("absent", (1,))
     assert "and the connection to it broke. At its last heartbeat, 0.2 s ago, it was in data of step 3." in text

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from echelon.cli import app
-from echelon.faults.flight_recorder import FlightRecorder, here
+from echelon.faults.flight_recorder import FlightRecorder
 from echelon.faults.injection_spec import FAULT_KINDS, parse_injections
 from echelon.faults.injector import (
     InjectedError,
@@ -86,14 +86,14 @@ def test_it_strikes_once_in_its_step_phase_and_rank():
     with injector.activate():
         for step, phase in ((1, "backward"), (2, "forward")):
             recorder.step = step
-            recorder.enter(phase)
+            recorder.enter_phase(phase)
         with pytest.raises(InjectedError, match="rank 0 in backward of step 2"):
-            recorder.enter("backward")
-        recorder.enter("backward")
+            recorder.enter_phase("backward")
+        recorder.enter_phase("backward")
     recorder, injector = armed(["raise:rank=1,step=1"])
     with injector.activate():
         recorder.step = 1
-        recorder.enter("forward")
+        recorder.enter_phase("forward")
     assert recorder.on_phase is None
 
 
@@ -109,13 +109,13 @@ def test_a_slow_rank_works_so_much_longer_and_does_not_load_longer():
     recorder, injector = armed(["slow-rank:rank=0,factor=3"])
     recorder.step = 1
     with injector.activate():
-        recorder.enter("forward")
+        recorder.enter_phase("forward")
         time.sleep(0.05)
         begun = time.time()
         with recorder.data_loading():
             pass
         assert 0.09 < time.time() - begun < 0.5
-        assert recorder.loaded < 0.03
+        assert recorder.data_wait_s < 0.03
 
 
 def write(path, data):
@@ -124,11 +124,12 @@ def write(path, data):
         path.write_bytes(data)
 
 
-def test_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(here, "step", 4)
+def test_files(tmp_path):
+    recorder = FlightRecorder()
+    recorder.step = 4
     data = bytes(range(200))
     asked = parse_injections(["corrupt-file:rank=0,step=4,name=*.bin,byte=7", "full-disk:step=2,name=b*"])
-    with Injector(asked, 0).activate():
+    with Injector(asked, 0, recorder).activate():
         write(tmp_path / "a.txt", data)
         assert (tmp_path / "a.txt").read_bytes() == data
         write(tmp_path / "a.bin", data)
@@ -143,14 +144,15 @@ def test_files(tmp_path, monkeypatch):
     assert (tmp_path / "c.bin").read_bytes() == (tmp_path / "b.txt").read_bytes() == data
 
 
-def test_a_spike_makes_noise_of_one_attempt_at_a_step(monkeypatch):
+def test_a_spike_makes_noise_of_one_attempt_at_a_step():
     """All microbatches of the batch, the same on every rank that reads them; what is no target stays none."""
-    monkeypatch.setattr(here, "step", 3)
+    recorder = FlightRecorder()
+    recorder.step = 3
     inputs = {"tokens": torch.arange(32).view(2, 16), "targets": torch.full((2, 16), -100), "x": torch.ones(2)}
     first, second = torch.tensor([24, 25]), torch.tensor([26, 27])
     found = []
     for rank in (0, 1):
-        with Injector(parse_injections(["spike:step=3"]), rank).activate():
+        with Injector(parse_injections(["spike:step=3"]), rank, recorder).activate():
             for samples in (first, second, first):
                 found.append(corrupt_batch(inputs, samples))
     one, two, again, other, *_ = found
@@ -162,12 +164,13 @@ def test_a_spike_makes_noise_of_one_attempt_at_a_step(monkeypatch):
     assert corrupt_batch(inputs, first) is inputs
 
 
-def test_a_bit_flips_once_on_its_rank(monkeypatch):
-    monkeypatch.setattr(here, "step", 2)
+def test_a_bit_flips_once_on_its_rank():
+    recorder = FlightRecorder()
+    recorder.step = 2
     asked = parse_injections(["flip:rank=1,step=2,layer=blocks.*"])
-    with Injector(asked, 0).activate():
+    with Injector(asked, 0, recorder).activate():
         assert not should_flip_output("blocks.1")
-    with Injector(asked, 1).activate():
+    with Injector(asked, 1, recorder).activate():
         assert pending_flip_patterns() == ["blocks.*"]
         assert [should_flip_output(name) for name in ("embed", "blocks.1", "blocks.2")] == [False, True, False]
     assert pending_flip_patterns() == []

@@ -8,7 +8,6 @@ import pytest
 from counting import CountCollectives
 from laid_out import batch_of, engine_of, tiny
 
-from echelon.faults.flight_recorder import here
 from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 
@@ -16,18 +15,17 @@ Found = tuple[dict[str, int], dict[str, int], set[str], list[str]]
 
 
 def one_step(layout: str) -> Found:
-    here.reset()
     shape = tiny()
     engine = engine_of(shape, layout)
     engine.step(batch_of(shape, 8)).wait()
-    before = max((entry.order for entry in here.entries()), default=-1)
+    before = max((entry.order for entry in engine.recorder.entries()), default=-1)
     counted = CountCollectives()
     with counted:
         engine.step(batch_of(shape, 8)).wait()
     seen: Counter[str] = Counter()
     for (kind, _, _), number in counted.seen.items():
         seen[kind] += number
-    mine = [entry for entry in here.entries() if entry.order > before and entry.op != "receive"]
+    mine = [entry for entry in engine.recorder.entries() if entry.order > before and entry.op != "receive"]
     noted = Counter("send" if entry.op == "shift" else entry.op for entry in mine)
     return dict(seen), dict(noted), {entry.flag for entry in mine}, sorted({entry.site for entry in mine})
 
@@ -39,4 +37,4 @@ def test_every_collective_is_in_the_ring(pool: RankPool, layout: str) -> None:
         assert sum(noted.values()) > 0
         assert flags == {"e"}
         # Whoever asked for it, not the file that all of them go through.
-        assert not any("axis.py" in site or "pipes.py" in site or "faults" in site for site in sites)
+        assert not any("mesh_axis.py" in site or "p2p.py" in site or "faults" in site for site in sites)

@@ -94,13 +94,13 @@ def test_what_a_killed_process_wrote_is_there(tmp_path: Path) -> None:
     code = f"""
 import os, signal
 from pathlib import Path
-from echelon.faults.flight_recorder import Recorder
-recorder = Recorder()
-recorder.keep_in(Path({str(tmp_path / "ring")!r}))
+from echelon.faults.flight_recorder import FlightRecorder
+recorder = FlightRecorder()
+recorder.map_to_file(Path({str(tmp_path / "ring")!r}))
 recorder.step = 3
-recorder.enter("forward")
-slot = recorder.begin("all_reduce", "dp", recorder.lane((0, 1)), (5,), "torch.bfloat16")
-recorder.waits(slot)
+recorder.enter_phase("forward")
+slot = recorder.record_start("all_reduce", "dp", recorder.new_sequence((0, 1)), (5,), "torch.bfloat16")
+recorder.record_wait(slot)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run([sys.executable, "-c", code], timeout=60, env=dict(os.environ))
@@ -178,5 +178,4 @@ def test_groups_of_the_same_ranks_have_names_of_their_own() -> None:
         recorder.new_sequence((0, 1), " channel 1").name,
     ]
     assert len(set(names)) == 3
-    recorder.reset()
-    assert recorder.new_sequence((0, 1)).name == names[0]
+    assert FlightRecorder().new_sequence((0, 1)).name == names[0]

@@ -30,13 +30,13 @@ def ranks(board, count=2, late=False):
 
 def test_the_step_that_the_first_rank_is_about_to_begin_is_the_last(board):
     first, second = ranks(board)
-    first.before(4)
+    first.before_step(4)
     assert not first.should_stop_after(4)
     board.set(STOP_KEY, "SIGTERM")
     assert not second.should_stop_after(4)  # nothing was decided yet
-    second.before(5)  # it does not decide
+    second.before_step(5)  # it does not decide
     assert not second.should_stop_after(5)
-    first.before(5)
+    first.before_step(5)
     # The other may be a step behind, and looks at the same number.
     assert [second.should_stop_after(4), second.should_stop_after(5), first.should_stop_after(5)] == [False, True, True]
 
@@ -44,7 +44,7 @@ def test_the_step_that_the_first_rank_is_about_to_begin_is_the_last(board):
 def test_where_results_are_read_late_it_is_the_next(board):
     first, second = ranks(board, late=True)
     board.set(STOP_KEY, "SIGTERM")
-    first.before(5)
+    first.before_step(5)
     assert [rank.should_stop_after(5) for rank in (first, second)] == [False, False]
     assert [rank.should_stop_after(6) for rank in (first, second)] == [True, True]
 
@@ -52,7 +52,7 @@ def test_where_results_are_read_late_it_is_the_next(board):
 def test_the_word_of_the_launcher_is_seen(board, tmp_path):
     request_stop(tmp_path)
     (one,) = ranks(board, 1)
-    one.before(1)
+    one.before_step(1)
     assert one.should_stop_after(1)
 
 
@@ -72,9 +72,9 @@ def test_one_process_stops_by_itself_and_gives_the_signal_back():
 ENDS = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
-from echelon.faults.state_store import Files
-from echelon.faults.graceful_stop import Stopping
-with Stopping(Files(Path(sys.argv[1])), rank=0, world=2):
+from echelon.faults.state_store import FileStateStore
+from echelon.faults.graceful_stop import GracefulStop
+with GracefulStop(FileStateStore(Path(sys.argv[1])), rank=0, world_size=2):
     for _ in range(int(sys.argv[2])):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.3)

@@ -84,8 +84,8 @@ def members_of(entry: RecorderEntry, states: dict[int, RankState]) -> tuple[int,
     if entry.peers:
         return entry.peers
     for state in states.values():
-        if entry.sequence in state.lanes:
-            return state.lanes[entry.sequence][1]
+        if entry.sequence in state.sequences:
+            return state.sequences[entry.sequence][1]
     return ()
 
 
@@ -145,15 +145,15 @@ def _operation_key(entry: RecorderEntry) -> _OperationKey:
 
 def _find_mismatch(states: Sequence[RankState]) -> tuple[tuple[int, ...], RecorderEntry, RecorderEntry, bool] | None:
     """(culprits, what the others did, what they did instead, whether they left it out), where ranks differ."""
-    lanes: dict[str, dict[int, dict[int, RecorderEntry]]] = {}
+    sequences: dict[str, dict[int, dict[int, RecorderEntry]]] = {}
     for state in states:
         for entry in state.entries:
             if not entry.is_p2p:
-                lanes.setdefault(entry.sequence, {}).setdefault(state.rank, {})[entry.number] = entry
+                sequences.setdefault(entry.sequence, {}).setdefault(state.rank, {})[entry.number] = entry
     found = [
-        split for ranks in lanes.values() if len(ranks) > 1 and (split := _mismatch_in_sequence(ranks)) is not None
+        split for ranks in sequences.values() if len(ranks) > 1 and (split := _mismatch_in_sequence(ranks)) is not None
     ]
-    # The earliest: what follows it on other lanes is its consequence.
+    # The earliest: what follows it on other sequences is its consequence.
     return min(found, key=lambda split: split[1].start_time, default=None)
 
 

@@ -11,8 +11,6 @@ process reads it while this one is stuck.
 
 Numbers count the operations of a lane, which is a process group, or one channel of messages between two ranks. Ranks
 that do the same things in the same order have the same numbers. Any thread may write: a slot belongs to who drew it.
-
-One process is one rank, so there is one ring in a process: `here`.
 """
 
 from __future__ import annotations
@@ -133,13 +131,6 @@ class FlightRecorder:
                 break
         self.sequences[name] = OperationSequence(name, ranks)
         return self.sequences[name]
-
-    def reset(self) -> None:
-        """A run begins: what a process did before it, others did not."""
-        self.sequences.clear()
-        self.step, self.phase, self.phase_start, self.mesh_position = 0, "start", time.time(), ""
-        self.wait_s = self.data_wait_s = 0.0
-        self._buffer = bytearray(BUFFER_BYTES)
 
     def record_start(
         self,
@@ -312,6 +303,3 @@ class RecordedWork:
             raise
         after.record()
         self._recorder.device_waits.append((self._slot, before, after))
-
-
-here = FlightRecorder()

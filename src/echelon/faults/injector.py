@@ -22,7 +22,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from echelon.faults.flight_recorder import FlightRecorder, here
+from echelon.faults.flight_recorder import FlightRecorder
 from echelon.faults.injection_spec import Injection
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Injector:
         self,
         injections: Sequence[Injection],
         rank: int,
-        recorder: FlightRecorder = here,
+        recorder: FlightRecorder,
         on_strike: Callable[[str, int], None] = lambda fault, step: None,
     ):
         """`on_strike` is told each fault and its step, just before."""
@@ -114,8 +114,8 @@ class Injector:
                 return True
         return False
 
-    def on_file_written(self, path: Path, step: int) -> None:
-        """A file was written."""
+    def on_file_written(self, path: Path) -> None:
+        step = self._recorder.step
         for one in [*self._pending]:
             if one.kind not in ("corrupt-file", "full-disk") or one.step > max(step, 1):
                 continue
@@ -129,8 +129,9 @@ class Injector:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
             _flip_byte(path, size // 2 if one.byte is None else min(one.byte, size - 1))
 
-    def should_corrupt_batch(self, step: int, sample: int) -> bool:
-        """All microbatches of a step's batch are wrong, in the first attempt at the step."""
+    def should_corrupt_batch(self, sample: int) -> bool:
+        """Whether to corrupt a microbatch: all of the step's, in the first attempt at the step."""
+        step = self._recorder.step
         if self._take_due(("spike",), step):
             self._scrambled = (step, set())
         at, done = self._scrambled
@@ -140,8 +141,9 @@ class Injector:
         done.add(sample)
         return True
 
-    def should_flip(self, step: int, name: str) -> bool:
-        """What this module or parameter has made is wrong, once."""
+    def should_flip(self, name: str) -> bool:
+        """Whether to flip a bit of this module's output or this parameter's gradient, once."""
+        step = self._recorder.step
         due = [one for one in self._pending if one.kind == "flip" and one.step == step and fnmatch(name, one.layer)]
         if due:
             self._pending.remove(due[0])
@@ -164,7 +166,7 @@ def pending_flip_patterns() -> list[str]:
 
 def should_flip_output(name: str) -> bool:
     """Whether what a module has just made, or the gradient of a parameter, is to be wrong."""
-    return _active is not None and _active.should_flip(here.step, name)
+    return _active is not None and _active.should_flip(name)
 
 
 def corrupt_batch(inputs: Mapping[str, Tensor], samples: Tensor) -> Mapping[str, Tensor]:
@@ -172,7 +174,7 @@ def corrupt_batch(inputs: Mapping[str, Tensor], samples: Tensor) -> Mapping[str,
 
     The noise is a function of the samples' numbers, so ranks that share a microbatch share the noise.
     """
-    if _active is None or not _active.should_corrupt_batch(here.step, int(samples[0])):
+    if _active is None or not _active.should_corrupt_batch(int(samples[0])):
         return inputs
     import torch
 
@@ -194,7 +196,7 @@ def on_file_write(path: str | Path) -> Iterator[None]:
     """Around the writing of one file of a run. A full disk leaves half of it and raises, as a real one does."""
     yield
     if _active is not None:
-        _active.on_file_written(Path(path), here.step)
+        _active.on_file_written(Path(path))
 
 
 def _flip_byte(path: Path, place: int) -> None:

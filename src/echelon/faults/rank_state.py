@@ -36,7 +36,7 @@ class RankState:
     """when the phase began"""
     stack: tuple[str, ...] = ()
     """`file:line in function`, innermost first, of the main thread"""
-    lanes: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    sequences: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     """the number of the last operation of every lane, and its ranks"""
     entries: tuple[RecorderEntry, ...] = ()
     memory: HostMemory = field(default_factory=HostMemory)
@@ -62,8 +62,8 @@ class RankState:
     def last_number(self, sequence: str) -> int | None:
         """How many operations of a lane it has started; none if it does not know the lane."""
         seen = [entry.number for entry in self.entries if entry.sequence == sequence]
-        if sequence in self.lanes:
-            seen.append(self.lanes[sequence][0])
+        if sequence in self.sequences:
+            seen.append(self.sequences[sequence][0])
         return max(seen, default=None)
 
     def with_exit_time(self, when: float) -> RankState:
@@ -72,7 +72,7 @@ class RankState:
 
     def to_json(self, entries: bool = True) -> str:
         found: dict[str, Any] = {**self.__dict__, "memory": asdict(self.memory)}
-        found["lanes"] = {name: [last, format_ranks(ranks)] for name, (last, ranks) in self.lanes.items()}
+        found["sequences"] = {name: [last, format_ranks(ranks)] for name, (last, ranks) in self.sequences.items()}
         found["entries"] = (
             [list(entry.__dict__.values()) for entry in self.entries[-HEARTBEAT_ENTRIES:]] if entries else []
         )
@@ -81,7 +81,7 @@ class RankState:
     @classmethod
     def from_json(cls, text: str) -> RankState:
         found = json.loads(text)
-        found["lanes"] = {name: (last, parse_ranks(ranks)) for name, (last, ranks) in found["lanes"].items()}
+        found["sequences"] = {name: (last, parse_ranks(ranks)) for name, (last, ranks) in found["sequences"].items()}
         rows: list[list[Any]] = [[tuple(v) if isinstance(v, list) else v for v in row] for row in found["entries"]]
         found["entries"] = tuple(RecorderEntry(*row) for row in rows)
         found["memory"] = HostMemory(**found["memory"])
@@ -107,7 +107,7 @@ def capture_rank_state(recorder: FlightRecorder, rank: int) -> RankState:
         phase=recorder.phase,
         phase_start=recorder.phase_start,
         stack=main_thread_stack(),
-        lanes={name: (lane.last_number, lane.ranks) for name, lane in list(recorder.sequences.items())},
+        sequences={name: (lane.last_number, lane.ranks) for name, lane in list(recorder.sequences.items())},
         entries=tuple(recorder.entries()),
         memory=read_host_memory(),
     )

@@ -15,7 +15,7 @@ from echelon import compat
 from echelon.faults.diagnose import Diagnosis
 from echelon.faults.event_log import INJECTED_EVENT, append_event
 from echelon.faults.failure_report import MAX_MISSED_HEARTBEATS, diagnosis_record
-from echelon.faults.flight_recorder import here
+from echelon.faults.flight_recorder import FlightRecorder
 from echelon.faults.heartbeat import DIAGNOSIS_KEY, Heartbeat
 from echelon.faults.rank_state import capture_rank_state
 from echelon.faults.state_store import C10dStateStore, FileStateStore, StateStore
@@ -30,17 +30,18 @@ LINGER_S = 1.0
 
 
 @contextmanager
-def watch_run(world: World, timeout: float) -> Iterator[Watchdog]:
+def watch_run(world: World, timeout: float, recorder: FlightRecorder) -> Iterator[Watchdog]:
     """Around a run of all ranks. Ranks of a group that somebody else made are recorded and not watched."""
-    here.reset()
     board = _open_store(world)
     if board is None:
-        yield Watchdog(None)
+        yield Watchdog(None, recorder)
         return
     if isinstance(board, FileStateStore):
-        here.map_to_file(board.recorder_path(world.rank))
-    watch = Watchdog(board)
-    heart = Heartbeat(here, board, rank=world.rank, world=world.world_size, timeout=timeout, on_diagnosis=watch.report)
+        recorder.map_to_file(board.recorder_path(world.rank))
+    watch = Watchdog(board, recorder)
+    heart = Heartbeat(
+        recorder, board, rank=world.rank, world=world.world_size, timeout=timeout, on_diagnosis=watch.report
+    )
     watch.publish = heart.publish
     heart.start()
     try:
@@ -56,8 +57,9 @@ def watch_run(world: World, timeout: float) -> Iterator[Watchdog]:
 
 
 class Watchdog:
-    def __init__(self, store: StateStore | None):
+    def __init__(self, store: StateStore | None, recorder: FlightRecorder):
         self._board = self.store = store
+        self._recorder = recorder
         self.handles_signals = store is not None or not under_launcher()
         """signals that this process is sent are for the run: nobody else made its group"""
         self._run = ""
@@ -66,7 +68,7 @@ class Watchdog:
 
     def set_mesh_position(self, position: str) -> None:
         """This rank's place in the mesh; all may ask for it from now on, also where no heartbeat ever follows."""
-        here.mesh_position = position
+        self._recorder.mesh_position = position
         self.publish()
 
     def set_run_dir(self, run: Path) -> None:
@@ -105,7 +107,7 @@ def _report_failure(heart: Heartbeat, board: StateStore, error: Exception) -> No
         # torchrun ends the ranks that are left a tenth of a second after one died: not before this one has spoken.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     reason = "".join(traceback.format_exception_only(error)).strip()
-    own = capture_rank_state(here, heart.rank).with_exit("raised", reason, lost_peer=lost)
+    own = capture_rank_state(heart.recorder, heart.rank).with_exit("raised", reason, lost_peer=lost)
     heart.publish(own)
     deadline = time.monotonic() + (
         0.05 if lost else max(LINGER_S, 1.5 * heart.interval if isinstance(board, C10dStateStore) else 0)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from echelon import rng
+from echelon.faults.flight_recorder import FlightRecorder
 from echelon.layout import Layout, Mesh
 from echelon.layout.placement import LogicalParam, ParamGroupSpec, Placement, group_params
 from echelon.memory.checkpointing.checkpoint_policy import CheckpointedLayers, RecomputePolicy, StageLayers
@@ -182,7 +183,11 @@ class StageModules:
 
 
 def apply(
-    model: nn.Module, layout: Layout, options: ParallelOptions, stage_modules: StageModules | None = None
+    model: nn.Module,
+    layout: Layout,
+    options: ParallelOptions,
+    stage_modules: StageModules | None = None,
+    recorder: FlightRecorder | None = None,
 ) -> ParallelModel:
     """Changes `model` in place. Parameters on the meta device are made here, slice by slice, by `model.initial`."""
     mesh = Mesh(layout)
@@ -203,7 +208,13 @@ def apply(
         user_loop=options.user_loop,
     )
     tokens = "*".join(token_axes(layout))
-    axes = MeshAxes(mesh, world_rank(), mesh_axis_names(policy, tokens), drop_collective=options.drop_collective)
+    axes = MeshAxes(
+        mesh,
+        world_rank(),
+        mesh_axis_names(policy, tokens),
+        drop_collective=options.drop_collective,
+        recorder=recorder,
+    )
     boundary: RegionBoundary | None = None
     if layout.tp > 1 and layout.tp_kind == "1d":
         entries, boundary = tensor_parallel.apply_tensor_parallel(

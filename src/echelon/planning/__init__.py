@@ -7,25 +7,3 @@ which is best     price.py (Plan), layouts.py (all of them), search.py, explain.
 how well          rows.py (published runs as questions), score.py
 how it looks      show/
 """
-
-from __future__ import annotations
-
-import sys
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from echelon.planning.priced_plan import Plan
-
-
-class _Room(ModuleType):
-    """Makes `ec.plan(...)` work, as `echelon.training` does: this module is at `echelon.planning`, where users expect it."""
-
-    def __call__(self, model: str, cluster: str = "here", **options: Any) -> list[Plan]:
-        """Plans, best first; none where nothing fits. Options are those of `echelon plan`."""
-        from echelon.planning.planner import find_plans
-
-        return list(find_plans(model, cluster, **options).plans)
-
-
-sys.modules[__name__].__class__ = _Room

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from echelon.layout import check_layout, grammar
 from echelon.layout.validation_error import ValidationError, ValidationIssue
@@ -40,6 +40,19 @@ class PlanResult:
     """why nothing fits"""
     nearest: Plan | None = None
     """where nothing fits, what needs the least"""
+
+
+def plan(model: str, cluster: str = "here", **options: Any) -> list[Plan]:
+    """Rank layouts of a model on a cluster, best first; an empty list where none fits.
+
+    Options are those of `find_plans` and of `echelon plan`. No device is needed.
+
+    >>> import echelon as ec
+    >>> best = ec.plan("llama-8b", "8xh100", batch=64, seq_len=4096)[0]
+    >>> best.fits
+    True
+    """
+    return list(find_plans(model, cluster, **options).plans)
 
 
 def find_plans(

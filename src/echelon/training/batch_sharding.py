@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from echelon.faults.flight_recorder import here
 from echelon.faults.injector import corrupt_batch
 from echelon.parallel.apply import ParallelModel
 from echelon.pipeline.execution.runtime import MicrobatchInputs
@@ -29,7 +28,7 @@ class BatchSharder:
     """One rank's part of every batch."""
 
     def __init__(self, parallel: ParallelModel):
-        self._parallel, self._layout = parallel, parallel.layout
+        self._parallel, self._layout, self._recorder = parallel, parallel.layout, parallel.axes.recorder
 
     def row_ranges(self, batch: int) -> Iterator[range]:
         """This rank's rows of a global batch, microbatch by microbatch."""
@@ -61,7 +60,7 @@ class BatchSharder:
         given = 0
         coming = iter(microbatches)
         while True:
-            with here.data_loading():
+            with self._recorder.data_loading():
                 microbatch = next(coming, None)
             if microbatch is None:
                 break
@@ -85,7 +84,7 @@ class BatchSharder:
 
     def prepare(self, microbatch: Microbatch) -> dict[str, Tensor]:
         """The microbatch on the device, floats in the compute type; dropout is told which samples these are."""
-        here.enter_phase("forward")
+        self._recorder.enter_phase("forward")
         self._parallel.rng_stream.samples = self.sample_indices(microbatch)
         return self._move_to_device(microbatch)
 

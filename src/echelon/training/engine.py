@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.config.sections import OptimizerConfig
-from echelon.faults.flight_recorder import here
+from echelon.faults.flight_recorder import FlightRecorder
 from echelon.kernels import dispatch
 from echelon.layout import Layout, check_layout
 from echelon.layout.collective import Collective
@@ -87,6 +87,7 @@ class Engine:
         clip: float = 0.0,
         options: ParallelOptions | None = None,
         loss_scale: LossScale | None = None,
+        recorder: FlightRecorder | None = None,
     ):
         layout = check_layout(str(layout), world=world_size(), model=model_config_of(model))
         if layout.plan_only:
@@ -105,8 +106,11 @@ class Engine:
         mixtures = experts_per_moe_layer(model, layout)
         self.pipeline: Pipeline | None = None
         if layout.pp > 1:
-            self.pipeline = Pipeline(model, layout, options)
-        self.parallel: ParallelModel = self.pipeline.parallel if self.pipeline else apply(model, layout, options)
+            self.pipeline = Pipeline(model, layout, options, recorder)
+        self.parallel: ParallelModel = (
+            self.pipeline.parallel if self.pipeline else apply(model, layout, options, recorder=recorder)
+        )
+        self.recorder = self.parallel.axes.recorder
         self.model, self.layout = self.parallel.model, layout
         self._batch_sharder = BatchSharder(self.parallel)
         self.norm = GradientNorm(self.parallel)
@@ -212,7 +216,7 @@ class Engine:
             totals = self._forward_backward(microbatches, lr)
         else:
             totals = self.replay_check(list(microbatches), lambda again: self._forward_backward(again, lr))
-        here.enter_phase("update")
+        self.recorder.enter_phase("update")
         if self.optimizer_in_backward is None:
             rest, live = self._reduce_totals(totals)
             self._reduce_partial_gradients()
@@ -332,7 +336,7 @@ class Engine:
                 totals[1] += count
                 if last and self.optimizer_in_backward is not None:
                     self.optimizer_in_backward.begin(lr, *self._reduce_totals(totals))
-                here.enter_phase("backward")
+                self.recorder.enter_phase("backward")
                 if total.requires_grad:
                     total.backward(self._backward_seed.to(total.dtype).expand_as(total))
             flat.end_microbatch()

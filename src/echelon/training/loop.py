@@ -15,7 +15,7 @@ import torch
 
 from echelon.config.pipeline_rules import MEASURE
 from echelon.config.run_config import Config
-from echelon.faults.flight_recorder import here
+from echelon.faults.flight_recorder import FlightRecorder
 from echelon.faults.graceful_stop import GracefulStop
 from echelon.faults.injection_spec import Injection
 from echelon.faults.injector import Injector
@@ -59,17 +59,22 @@ def train_on_rank(
     config = attempt.config
     if config.replay.every:
         deterministic.set_cublas_workspace()
+    recorder = FlightRecorder()
     with (
         join_process_group(config.device, config.timeout, rendezvous=meeting, world_size=attempt.active_ranks) as world,
-        watch_run(world, config.timeout) as watch,
+        watch_run(world, config.timeout, recorder) as watch,
         GracefulStop(
             watch.store, rank=world.rank, world_size=world.world_size, handles_signals=watch.handles_signals
         ) as stopping,
-        Injector(attempt.injections(inject, world.world_size), world.rank, on_strike=watch.record_injection).activate(),
+        Injector(
+            attempt.injections(inject, world.world_size), world.rank, recorder, on_strike=watch.record_injection
+        ).activate(),
     ):
         if attempt.resume and world.rank == 0:
             watch.set_run_dir(parse_resume_path(attempt.resume)[0])  # what is said of a failure has a log from now on
-        summary = TrainingLoop(config, world, quiet=quiet, watch=watch, attempt=attempt, stopping=stopping).run()
+        summary = TrainingLoop(
+            config, world, quiet=quiet, recorder=recorder, watch=watch, attempt=attempt, stopping=stopping
+        ).run()
     if meeting is not None:
         meeting.announce_end()
     return summary
@@ -79,14 +84,22 @@ class TrainingLoop:
     """One rank's part of a run."""
 
     def __init__(
-        self, config: Config, world: World, *, quiet: bool, watch: Watchdog, attempt: Attempt, stopping: GracefulStop
+        self,
+        config: Config,
+        world: World,
+        *,
+        quiet: bool,
+        recorder: FlightRecorder,
+        watch: Watchdog,
+        attempt: Attempt,
+        stopping: GracefulStop,
     ):
         self.config, self.world, self._watch, self.resume = config, world, watch, attempt.resume
-        self._attempt, self._stopping = attempt, stopping
+        self._attempt, self._stopping, self._recorder = attempt, stopping, recorder
         self.started = time.perf_counter()
-        lane = here.new_sequence(range(world.world_size))
+        barriers = recorder.new_sequence(range(world.world_size))
         self.task = build_task(
-            config, world.local_rank_zero_first(lambda: here.blocking_operation("barrier", "world", lane))
+            config, world.local_rank_zero_first(lambda: recorder.blocking_operation("barrier", "world", barriers))
         )
         self.layout = check_layout(
             config.layout,
@@ -109,6 +122,7 @@ class TrainingLoop:
             clip=config.clip,
             options=options,
             loss_scale=loss_scale_settings(config),
+            recorder=recorder,
         )
         self.engine.model.train()
         axes = self.engine.parallel.axes
@@ -263,12 +277,12 @@ class TrainingLoop:
         while step < config.steps:
             self._stopping.before_step(step + 1)
             telling.stopwatch.begin()
-            here.step = step + 1
+            self._recorder.step = step + 1
             lr = learning_rate(step, config.steps, config)
             last = step + 1 == config.steps
             if pipeline is not None and last:
                 pipeline.start_recording()
-            with here.data_loading():
+            with self._recorder.data_loading():
                 batch = self.batch_index.batch_of_step(step + 1)
                 load = partial(self.task.microbatches, self.engine, step, batch - 1)
                 microbatches = load()
@@ -305,7 +319,7 @@ class TrainingLoop:
                 checkpoints.save_at_stop(done)
                 return telling.summary(result, eval_loss=eval_loss, checkpoint=checkpoints.finish(), stopped=done)
             if evaluates:
-                with here.phase_scope("evaluation"):
+                with self._recorder.phase_scope("evaluation"):
                     eval_loss = self.engine.evaluate(self.task.eval_microbatches(self.engine))
                 if eval_loss is not None:
                     self.display.print_evaluation(step + 1, eval_loss)

@@ -11,7 +11,6 @@ from echelon.checkpoint.checkpoint_index import abbreviate
 from echelon.checkpoint.load import LoadResult
 from echelon.checkpoint.save import RetentionPolicy
 from echelon.config.run_config import Config
-from echelon.faults.flight_recorder import here
 from echelon.training.engine import Engine
 from echelon.training.engine_state import EngineCheckpointer
 from echelon.training.resume import CHECKPOINTS_DIR
@@ -124,7 +123,7 @@ class RunCheckpoints:
 
     def _save(self, saving: EngineCheckpointer, step: int) -> None:
         begun = time.perf_counter()
-        with here.phase_scope("save"):
+        with self._engine.recorder.phase_scope("save"):
             saving.wait()
             self._report()
             saving.save(self._facts(step))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from echelon import compat
 from echelon.faults import flight_recorder
-from echelon.faults.flight_recorder import OperationSequence, RecordedWork, Waitable, here
+from echelon.faults.flight_recorder import FlightRecorder, OperationSequence, RecordedWork, Waitable
 from echelon.layout import Mesh
 
 flight_recorder.hide_call_sites_in(__file__)
@@ -52,8 +52,9 @@ class MeshAxis:
         group: dist.ProcessGroup | None,
         dropped_ops: frozenset[str],
         make_group: Callable[[], dist.ProcessGroup | None] | None = None,
-        lane: OperationSequence | None = None,
+        sequence: OperationSequence | None = None,
         label: str = "",
+        recorder: FlightRecorder | None = None,
     ):
         self.name = name
         self.label = label or name
@@ -64,7 +65,8 @@ class MeshAxis:
         self.group = group
         self.dropped_ops = dropped_ops
         self.make_group = make_group
-        self.lane = lane or OperationSequence(name, ranks)
+        self.sequence = sequence or OperationSequence(name, ranks)
+        self.recorder = recorder or FlightRecorder()
         self.dropped_any = False
         """a collective was really left out"""
 
@@ -76,8 +78,8 @@ class MeshAxis:
         if self.size == 1:
             return True
         left_out = op in self.dropped_ops
-        if here.should_skip is not None:
-            left_out |= here.should_skip(here.step, op, self.label)
+        if self.recorder.should_skip is not None:
+            left_out |= self.recorder.should_skip(self.recorder.step, op, self.label)
         self.dropped_any |= left_out
         return left_out
 
@@ -85,11 +87,12 @@ class MeshAxis:
         self, op: str, tensor: Tensor, start: Callable[[], Waitable], *, sends: Tensor, receives: Tensor
     ) -> PendingWork:
         """Starts an operation, and writes down that it does (faults/flight_recorder.py)."""
-        slot = here.record_start(op, self.label, self.lane, tensor.shape, tensor.dtype)
-        if here.on_send is not None:
-            here.on_send(op, self.label, sends)
-        brings = (op, self.label, receives) if here.on_receive is not None else None
-        return RecordedWork(here, slot, start(), tensor.is_cuda, brings)
+        recorder = self.recorder
+        slot = recorder.record_start(op, self.label, self.sequence, tensor.shape, tensor.dtype)
+        if recorder.on_send is not None:
+            recorder.on_send(op, self.label, sends)
+        received = (op, self.label, receives) if recorder.on_receive is not None else None
+        return RecordedWork(recorder, slot, start(), tensor.is_cuda, received)
 
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Tensor:
         """Sums (or takes the maximum) in place."""
@@ -225,14 +228,24 @@ class MeshAxes:
     the ranks at places 0 and 3 of pp that hold copies of a tied weight.
     """
 
-    def __init__(self, mesh: Mesh, rank: int, names: Sequence[str], *, drop_collective: str = ""):
+    def __init__(
+        self,
+        mesh: Mesh,
+        rank: int,
+        names: Sequence[str],
+        *,
+        drop_collective: str = "",
+        recorder: FlightRecorder | None = None,
+    ):
         self.mesh = mesh
+        self.recorder = recorder or FlightRecorder()
+        """records every collective and p2p transfer of this rank; private to these axes unless the caller gives one"""
         self.rank = rank
         self.coordinates = mesh.coordinates(rank)
         self._dropped_axis, _, self._dropped_op = drop_collective.partition(":")
         self._axes: dict[str, MeshAxis] = {}
         self._process_groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
-        self._lanes: dict[tuple[tuple[int, ...], ...], OperationSequence] = {}
+        self._sequences: dict[tuple[tuple[int, ...], ...], OperationSequence] = {}
         for name in names:
             self.add(name)
         _live.add(self)
@@ -249,7 +262,7 @@ class MeshAxes:
     def get_or_add(self, name: str) -> MeshAxis:
         """An axis that may be this rank alone."""
         if name == SINGLE_RANK:
-            return MeshAxis(SINGLE_RANK, (self.rank,), self.rank, None, frozenset())
+            return MeshAxis(SINGLE_RANK, (self.rank,), self.rank, None, frozenset(), recorder=self.recorder)
         self.add(name)
         return self[name]
 
@@ -266,12 +279,13 @@ class MeshAxes:
         ranks = next(group for group in groups if self.rank in group)
         if groups not in self._process_groups:
             self._process_groups[groups] = self._find_process_group(groups)
-            self._lanes[groups] = here.new_sequence(ranks)
+            self._sequences[groups] = self.recorder.new_sequence(ranks)
         left_out = frozenset({self._dropped_op} if name == self._dropped_axis else ())
         self._axes[name] = MeshAxis(
             *(name, ranks, self.rank, self._process_groups[groups], left_out, partial(self._new_process_group, groups)),
-            lane=self._lanes[groups],
+            sequence=self._sequences[groups],
             label=self._label(name),
+            recorder=self.recorder,
         )
 
     def _label(self, name: str) -> str:

@@ -59,7 +59,10 @@ class ContextParallel:
         both = 1 < layout.ulysses < layout.cp
         for name in ("cp", *(("ring", "ulysses") if both else ())):
             axes.add(name)
-        self.axis, alone = axes["cp"], MeshAxis("alone", (axes.rank,), axes.rank, None, frozenset())
+        self.axis, alone = (
+            axes["cp"],
+            MeshAxis("alone", (axes.rank,), axes.rank, None, frozenset(), recorder=axes.recorder),
+        )
         self.ring_axis = axes["ring"] if both else alone if layout.ulysses > 1 else self.axis
         """ranks that reach each other's keys and values"""
         self.ulysses_axis = axes["ulysses"] if both else self.axis if layout.ulysses > 1 else alone
@@ -210,7 +213,8 @@ def _with_new_process_group(axis: MeshAxis) -> MeshAxis:
     """The same ranks with a process group of their own."""
     if axis.size == 1:
         return axis
-    return MeshAxis(axis.name, axis.ranks, axis.ranks[axis.index], axis.new_process_group(), axis.dropped_ops)
+    rank, group = axis.ranks[axis.index], axis.new_process_group()
+    return MeshAxis(axis.name, axis.ranks, rank, group, axis.dropped_ops, recorder=axis.recorder)
 
 
 def _sequential_positions(tokens: Tensor, _documents: Tensor | None) -> Tensor:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.faults import flight_recorder
-from echelon.faults.flight_recorder import RecordedWork, here
+from echelon.faults.flight_recorder import RecordedWork
 from echelon.parallel.comm.mesh_axis import MeshAxis
 from echelon.pipeline.execution.stage_io import CONTAINERS
 
@@ -132,7 +132,7 @@ class P2PChannels:
         self._first_tag = _next_tag.get(axis.group, 0)
         _next_tag[axis.group] = self._first_tag + channels
         self._groups = [axis.group if device.type == "cpu" else axis.new_process_group() for _ in range(channels)]
-        self._lanes = [here.new_sequence(axis.ranks, f" channel {channel}") for channel in range(channels)]
+        self._sequences = [axis.recorder.new_sequence(axis.ranks, f" channel {channel}") for channel in range(channels)]
         self._specs: dict[tuple[int, Hashable], TransferSpec] = {}
         self._pending: dict[int, deque[PendingReceive]] = {}
         self._sending: list[tuple[RecordedWork, Tensor]] = []
@@ -164,15 +164,16 @@ class P2PChannels:
         # The tensor is kept until it is sent: isend does not copy.
         tag = self._first_tag + channel
         slot = self._record_start("send", tensor, receiver, channel)
-        if here.on_send is not None:
-            here.on_send("send", self.axis.label, tensor)
+        recorder = self.axis.recorder
+        if recorder.on_send is not None:
+            recorder.on_send("send", self.axis.label, tensor)
         work = dist.isend(tensor, self.axis.ranks[receiver], group=self._groups[channel], tag=tag)
         assert work is not None
-        self._sending.append((RecordedWork(here, slot, work, tensor.is_cuda), tensor))
+        self._sending.append((RecordedWork(recorder, slot, work, tensor.is_cuda), tensor))
 
     def _record_start(self, op: str, tensor: Tensor, peer_index: int, channel: int) -> int:
-        peer, lane = str(self.axis.ranks[peer_index]), self._lanes[channel]
-        return here.record_start(op, self.axis.label, lane, tensor.shape, tensor.dtype, peer)
+        peer, sequence = str(self.axis.ranks[peer_index]), self._sequences[channel]
+        return self.axis.recorder.record_start(op, self.axis.label, sequence, tensor.shape, tensor.dtype, peer)
 
     def receive(self, channel: int, sender: int, shape_key: Hashable) -> PendingReceive:
         """Asks for the next message of a channel."""
@@ -198,8 +199,9 @@ class P2PChannels:
         slot = self._record_start("receive", tensor, sender, channel)
         work = dist.irecv(tensor, self.axis.ranks[sender], group=self._groups[channel], tag=tag)
         assert work is not None
-        brings = ("receive", self.axis.label, tensor) if here.on_receive is not None else None
-        return RecordedWork(here, slot, work, tensor.is_cuda, brings)
+        recorder = self.axis.recorder
+        received = ("receive", self.axis.label, tensor) if recorder.on_receive is not None else None
+        return RecordedWork(recorder, slot, work, tensor.is_cuda, received)
 
     def flush(self) -> None:
         """Waits until everything that was sent is out."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from echelon.faults.flight_recorder import here
+from echelon.faults.flight_recorder import FlightRecorder
 from echelon.layout import Layout, Mesh
 from echelon.layout.collective import Collective
 from echelon.layout.layout import ASYNC_SCHEDULES
@@ -35,15 +35,17 @@ from echelon.pipeline.validate import join_windows
 class Pipeline:
     """One rank's part of a pipelined model."""
 
-    def __init__(self, model: nn.Module, layout: Layout, options: ParallelOptions):
+    def __init__(
+        self, model: nn.Module, layout: Layout, options: ParallelOptions, recorder: FlightRecorder | None = None
+    ):
         self.schedule = lower(schedule_for_layout(layout))
         self.stages = cut_into_stages(model, self.schedule.rank_of_stage, options.stage_layers, options.layer_costs)
         rank = Mesh(layout).coordinates(world_rank())["pp"]
         held = replace(self.stages.stage_modules(rank), in_flight=peak_in_flight(self.schedule, rank, layout))
-        self.parallel = apply(model, layout, options, held)
+        self.parallel = apply(model, layout, options, held, recorder)
         links = [self.stages.layers(stage) for stage in range(self.schedule.stages)]
         self.asynchronous = layout.schedule in ASYNC_SCHEDULES
-        self._gathers = here.new_sequence(range(layout.world))
+        self._gathers = self.parallel.axes.recorder.new_sequence(range(layout.world))
         self.runtime: PipelineRuntime
         if self.asynchronous:
             reject_tied_weights(self.parallel)
@@ -171,7 +173,7 @@ class Pipeline:
         at = self.parallel.axes.coordinates
         shown = mine if at["dp"] == at["tp"] == at["cp"] == 0 else None
         every: list[list[tuple[str, float, float]] | None] = [None] * self.parallel.layout.world
-        with here.blocking_operation("all_gather", "world", self._gathers):
+        with self.parallel.axes.recorder.blocking_operation("all_gather", "world", self._gathers):
             dist.all_gather_object(every, shown)
         spans = [found for found in every if found is not None]  # ranks of pp are in the order of the world's
         schedule = self.runtime.last_window() if isinstance(self.runtime, AsyncRuntime) else self.runtime.schedule

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.faults.flight_recorder import here
 from echelon.models.lm_head import check_loss_output
 from echelon.models.pipeline_model import PipelineLayer, PipelineModel
 from echelon.parallel.apply import ParallelModel
@@ -85,6 +84,7 @@ class PipelineRuntime:
             schedule,
         )
         axis = parallel.axes["pp"]
+        self._recorder = axis.recorder
         self.rank = axis.index
         self.local_stages = schedule.stages_on(self.rank)
         self._splits_backward = any(action.kind is ActionKind.INPUT_GRAD for action in schedule.rank_actions[self.rank])
@@ -203,7 +203,7 @@ class PipelineRuntime:
     # -- compute ------------------------------------------------------------------------------------------------------
 
     def _forward(self, stage: int, m: int) -> None:
-        here.enter_phase("forward")
+        self._recorder.enter_phase("forward")
         work = self._microbatches[m]
         inputs = self._receive(stage, m, FORWARD) if stage else ()
         self._set_microbatch(work, stage, m)
@@ -232,7 +232,7 @@ class PipelineRuntime:
         self.totals[1] += count
 
     def _backward(self, stage: int, m: int) -> None:
-        here.enter_phase("backward")
+        self._recorder.enter_phase("backward")
         passed = self._saved[stage, m]
         self._set_microbatch(self._microbatches[m], stage, m)
         part = self.local_stages.index(stage)

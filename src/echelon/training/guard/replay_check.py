@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.config.sections import ReplayConfig
-from echelon.faults.flight_recorder import here
 from echelon.parallel.apply import WORLD_AXIS
 from echelon.training.batch_sharding import Microbatch
 from echelon.training.engine import Engine
@@ -148,7 +147,7 @@ class ReplayCheck:
         every: list[CorruptionFinding | None] = [mine]
         if axis.size > 1:
             every = [None] * axis.size
-            with here.blocking_operation("all_gather", WORLD_AXIS, axis.lane):
+            with axis.recorder.blocking_operation("all_gather", WORLD_AXIS, axis.sequence):
                 dist.all_gather_object(every, mine, group=axis.group)
         saw = [one for one in every if one is not None]
         began = tuple(one for one in saw if one.own) or tuple(saw)

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from echelon.faults.flight_recorder import here
 from echelon.parallel.apply import ParallelModel
 from echelon.parallel.dp.param_group import ParamGroup
 from echelon.training.guard.module_outputs import watch_outputs
@@ -63,11 +62,12 @@ class StepChecksums:
             stack.enter_context(watch_outputs(parallel.model, self._output, self._enter))
             for unit in parallel.sharded_model.param_groups:
                 unit.before_reduce = self._gradients
-            here.on_send, here.on_receive = self._sent, self._received
+            recorder = self._recorder = parallel.axes.recorder
+            recorder.on_send, recorder.on_receive = self._sent, self._received
             try:
                 yield
             finally:
-                here.on_send = here.on_receive = None
+                recorder.on_send = recorder.on_receive = None
                 for unit in parallel.sharded_model.param_groups:
                     unit.before_reduce = None
 
@@ -102,7 +102,7 @@ class StepChecksums:
 
     @property
     def _location(self) -> str:
-        if here.phase == "backward":
+        if self._recorder.phase == "backward":
             return f"in backward behind {self._current_name}" if self._backward else "at the beginning of backward"
         return f"in {self._current_name}" if self._current_name else "at the beginning"
 

@@ -8,7 +8,6 @@ from statistics import median
 
 import torch
 
-from echelon.faults.flight_recorder import here
 from echelon.faults.stragglers import RankStepTime, Straggler, data_starvation, find_straggler
 from echelon.layout import Mesh
 from echelon.parallel.comm.mesh_axis import MeshAxis
@@ -57,9 +56,10 @@ class RankStatsCollector:
 
     def add_step(self, seconds: float) -> tuple[float, float]:
         """A step took so long: of it, waiting for ranks and for data."""
-        here.poll_device_waits()
-        waited, loaded = here.wait_s - self._recorded_totals[0], here.data_wait_s - self._recorded_totals[1]
-        self._recorded_totals = (here.wait_s, here.data_wait_s)
+        recorder = self._axis.recorder
+        recorder.poll_device_waits()
+        waited, loaded = recorder.wait_s - self._recorded_totals[0], recorder.data_wait_s - self._recorded_totals[1]
+        self._recorded_totals = (recorder.wait_s, recorder.data_wait_s)
         if not self._first:  # the first step allocates
             self._steps.append((max(seconds - waited - loaded, 0.0), waited, loaded))
         self._first = False
