@@ -1,4 +1,4 @@
-"""A convolutional network that keeps less for backward, in a loop of your own: python examples/vision.py [STEPS]
+"""Compressed saved activations of a CNN in a custom training loop: python examples/vision.py [STEPS]
 
 `with ec.compressed("lossless+fp8"):` goes around the forward pass of any model. The same networks train on any layout:
 `echelon train --set model=examples/vision.py:vgg --set batch=16 --set compress=lossless`.

@@ -41,14 +41,14 @@ def lines_of_code(path):
     return sum(bool(line.split("#")[0].strip()) and number not in strings for number, line in lines)
 
 
-def test_ones_own_module_takes_less_than_thirty_lines():
-    assert 15 < lines_of_code(EXAMPLES / "own_module.py") < 30
+def test_a_custom_model_takes_less_than_thirty_lines():
+    assert 15 < lines_of_code(EXAMPLES / "custom_model.py") < 30
 
 
-def test_own_module_learns_on_two_ranks(tmp_path):
-    done = run(tmp_path, "-W", "error", EXAMPLES / "own_module.py")
+def test_a_custom_model_learns_on_two_ranks(tmp_path):
+    done = run(tmp_path, "-W", "error", EXAMPLES / "custom_model.py")
     assert done.stderr == ""
-    assert "own_module.py:build on 2 x cpu" in done.stdout
+    assert "custom_model.py:build on 2 x cpu" in done.stdout
     losses = json.loads(done.stdout.splitlines()[-1])
     assert losses[-1] < losses[0] / 2
     (folder,) = (tmp_path / "runs").iterdir()
@@ -56,15 +56,15 @@ def test_own_module_learns_on_two_ranks(tmp_path):
     assert sum('"kind": "step"' in line for line in lines) == 60
 
 
-def test_own_module_is_verified():
-    args = ("--model", f"{EXAMPLES}/own_module.py:build", "--layouts", "dp=2; dp=3,zero=3", "--json")
+def test_a_custom_model_is_verified():
+    args = ("--model", f"{EXAMPLES}/custom_model.py:build", "--layouts", "dp=2; dp=3,zero=3", "--json")
     found = json.loads(CliRunner().invoke(app, ["verify", *args]).stdout)
     assert found["passed"]
     assert len(found["layouts"]) == 2
 
 
-def test_own_loop_under_torchrun(tmp_path):
-    done = run(tmp_path, "-m", "torch.distributed.run", "--nproc-per-node", "2", EXAMPLES / "own_loop.py")
+def test_a_custom_loop_runs_under_torchrun(tmp_path):
+    done = run(tmp_path, "-m", "torch.distributed.run", "--nproc-per-node", "2", EXAMPLES / "custom_loop.py")
     shown = re.findall(r"like (DDP|FSDP) +(\S+) +loss (\S+) -> (\S+), (\d+) tensors", done.stdout)
     assert [(name, layout) for name, layout, *_ in shown] == [("DDP", "dp=2"), ("FSDP", "dp=2,zero=3")]
     ddp, fsdp = (tuple(map(float, losses)) for _, _, *losses in shown)
@@ -73,7 +73,7 @@ def test_own_loop_under_torchrun(tmp_path):
     assert ddp[2] == 4
 
 
-def test_vision_keeps_less(tmp_path):
+def test_compression_saves_fewer_bytes_in_a_cnn(tmp_path):
     done = run(tmp_path, "-W", "error", EXAMPLES / "vision.py", "2")
     assert done.stderr == ""
     shown = re.findall(r"(\S+) +(\S+) MiB kept, loss (\S+) -> (\S+)", done.stdout)
@@ -86,15 +86,15 @@ def test_vision_keeps_less(tmp_path):
 @pytest.mark.parametrize(
     ("name", "layouts", "learns"),
     [
-        ("own_tensor_parallel", ["dp=1,tp=2,sp=0", "dp=2,zero=3,tp=2,sp=0"], 0.25),
+        ("custom_tensor_parallel", ["dp=1,tp=2,sp=0", "dp=2,zero=3,tp=2,sp=0"], 0.25),
         (
-            "own_long_sequences",
+            "custom_context_parallel",
             ["dp=1,cp=2", "dp=1,cp=3,cp_kind=gather", "dp=1,cp=4,cp_kind=ulysses", "dp=2,zero=3,cp=2"],
             0.7,
         ),
     ],
 )
-def test_a_module_of_one_s_own_is_verified_and_learns(tmp_path, name, layouts, learns):
+def test_a_custom_model_with_tp_or_cp_is_verified_and_learns(tmp_path, name, layouts, learns):
     done = run(tmp_path, "-W", "error", EXAMPLES / f"{name}.py")
     assert done.stderr == ""
     *verdicts, last = done.stdout.splitlines()

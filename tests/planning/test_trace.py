@@ -271,7 +271,7 @@ def test_a_weight_that_is_computed() -> None:
 
 
 def test_the_example() -> None:
-    found = resolve_shape("examples/own_module.py:build")
+    found = resolve_shape("examples/custom_model.py:build")
     assert found.parameters == 8 * 64 + 64 + 64 + 1
     assert found.flops(1) == 2 * (8 * 64 + 64)
 

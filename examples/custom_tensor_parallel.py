@@ -1,7 +1,7 @@
-"""A module of your own with its matrices divided over two ranks: python examples/own_tensor_parallel.py
+"""Tensor parallelism for a custom model: python examples/custom_tensor_parallel.py
 
-The table `split` says what each module is to tensor parallelism; docs/tensor-parallelism.md explains the words. Nothing
-else of the model knows about ranks, and `ec.verify` proves that the split computes what one device computes.
+The table `split` gives each module its role in tensor parallelism; docs/tensor-parallelism.md explains the roles. Nothing
+else in the model depends on ranks, and `ec.verify` proves that the split computes what one device computes.
 """
 
 import sys
@@ -24,12 +24,12 @@ class FeedForward(nn.Module):
 
 
 class Tagger(nn.Module):
-    """Gives each position of a sequence one of five tags."""
+    """Predicts one of five tags for each position of a sequence."""
 
     split = {  # noqa: RUF012
-        "blocks.*": "region",  # what enters it is whole on both ranks ...
-        "blocks.*.up": "column",  # ... each makes half of the hidden values ...
-        "blocks.*.down": "row",  # ... and the two halves of the output are added on the way out
+        "blocks.*": "region",  # its input is replicated on both ranks ...
+        "blocks.*.up": "column",  # ... each rank computes half of the hidden units ...
+        "blocks.*.down": "row",  # ... and an all-reduce adds the two partial outputs
     }
 
     def __init__(self):
@@ -55,7 +55,7 @@ def batch(rows, step):
 
 
 if __name__ == "__main__":
-    # sp=0: between the blocks every rank holds the whole sequence, since the rest of this model is not divided.
+    # sp=0: between the blocks every rank holds the full sequence, since the rest of this model is not split.
     report = ec.verify(build, "tp=2,sp=0; dp=2,tp=2,sp=0,zero=3")
     for verdict in report.verdicts:
         print("PASS" if verdict.passed else "FAIL", verdict.layout, f"{verdict.max_error:.1e}")

@@ -1,6 +1,6 @@
-"""A loop of your own, as with DDP or FSDP: torchrun --nproc-per-node 2 examples/own_loop.py
+"""A custom training loop, as with DDP or FSDP: torchrun --nproc-per-node 2 examples/custom_loop.py
 
-`ec.wrap(model, "dp=2")` takes the place of `DistributedDataParallel(model)`, and "dp=2,zero=3" that of `fully_shard`.
+`ec.wrap(model, "dp=2")` replaces `DistributedDataParallel(model)`, and "dp=2,zero=3" replaces `fully_shard`.
 """
 
 import torch
@@ -12,7 +12,7 @@ import echelon as ec
 
 
 def train(layout):
-    """Trains on ragged data and returns the loss of each step, over all ranks."""
+    """Train on ragged data and return the global loss of each step."""
     torch.manual_seed(0)
     model = ec.wrap(nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 4)), layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -20,7 +20,7 @@ def train(layout):
     for step in range(30):
         x, y = rows_of_this_rank(step)
         total = F.cross_entropy(model(x), y, reduction="sum")
-        # Ranks have different numbers of rows here, so the mean of their means would not be the mean. This is.
+        # Ranks have different numbers of samples, so the mean of their means is not the global mean. This is.
         loss = model.mean(total, torch.tensor(len(y)))
         loss.backward()
         model.clip_grad_norm_(1.0)

@@ -1,7 +1,7 @@
-"""A module of your own on two ranks: python examples/own_module.py
+"""A custom model on two ranks: python examples/custom_model.py
 
-The module returns (sum of losses, number of targets); Echelon divides once, over all ranks. The same file is proved by
-`echelon verify --model examples/own_module.py:build --layouts "dp=2; dp=3,zero=3"`.
+The model returns (sum of losses, number of targets); Echelon reduces both over all ranks and divides once. To prove it:
+`echelon verify --model examples/custom_model.py:build --layouts "dp=2; dp=3,zero=3"`.
 """
 
 import torch
@@ -24,7 +24,7 @@ def build():
 
 
 def batch(rows, step):
-    """The whole batch of a step, over all ranks; each rank takes its rows of it."""
+    """Return the global batch of a step; each rank takes its share."""
     x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(step))
     return {"x": x, "y": x.sum(-1).tanh()}
 

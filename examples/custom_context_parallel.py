@@ -1,7 +1,7 @@
-"""A module of your own with its sequences divided over ranks: python examples/own_long_sequences.py
+"""Context parallelism for a custom model: python examples/custom_context_parallel.py
 
-Its attention is an `ec.Core`, and its forward takes `positions`: where each token is. On one device both are what you
-would have written anyway; with cp=2 the core reaches the tokens of the other rank. `ec.verify` proves it.
+Its attention is an `ec.CoreAttention`, and its forward takes `positions`, the position of each token. On one device both
+are plain attention; with cp=2 the core attends to the tokens of the other rank. `ec.verify` proves it.
 """
 
 import sys
@@ -14,7 +14,7 @@ import echelon as ec
 
 
 class Reader(nn.Module):
-    """Says for each token whether it has come before in the sequence."""
+    """Predicts for each token whether it occurred earlier in the sequence."""
 
     def __init__(self, words=50, width=32, heads=4, longest=512):
         super().__init__()
@@ -23,7 +23,7 @@ class Reader(nn.Module):
         self.qkv, self.core, self.out = nn.Linear(width, 3 * width), ec.CoreAttention(), nn.Linear(width, 2)
 
     def forward(self, tokens, targets, positions=None):
-        if positions is None:  # one device: all of them, one after another
+        if positions is None:  # one device: consecutive positions
             positions = torch.arange(tokens.shape[1])[None]
         x = self.words(tokens) + self.places(positions)
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
@@ -43,7 +43,7 @@ def batch(rows, step):
 
 
 if __name__ == "__main__":
-    # 37 tokens divide by nothing: padding sees nobody and counts nowhere.
+    # No cp degree divides 37 tokens: Echelon pads, masks the padding and leaves it out of the loss.
     report = ec.verify(build, "cp=2; cp=3,cp_kind=gather; cp=4,cp_kind=ulysses; dp=2,cp=2,zero=3")
     for verdict in report.verdicts:
         print("PASS" if verdict.passed else "FAIL", verdict.layout, f"{verdict.max_error:.1e}")
