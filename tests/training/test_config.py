@@ -97,7 +97,7 @@ def test_a_layout_key_outside_the_layout_is_recognised():
 )
 def test_types_ranges_choices(setting, rule, legal):
     (fault,) = faults_of(setting).values()
-    assert rule in fault.rule
+    assert rule in fault.message
     assert legal in fault.legal
 
 
@@ -113,14 +113,14 @@ def test_a_misspelt_choice_is_recognised():
 def test_a_table_where_a_value_belongs(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text("[steps]\nevery = 3\n")
-    assert "is not an integer" in faults_of(path=file)["steps"].rule
+    assert "is not an integer" in faults_of(path=file)["steps"].message
 
 
 def test_rules_between_keys(tmp_path):
     found = faults_of("data.eval_fraction=0", "data.path=/nowhere", "data.weights=[1, 2]", "data.tokenizer=byte")
-    assert "nothing to evaluate on" in found["eval.every"].rule
-    assert "does not exist" in found["data.path"].rule
-    assert "2 weights, 1 paths" in found["data.weights"].rule
+    assert "nothing to evaluate on" in found["eval.every"].message
+    assert "does not exist" in found["data.path"].message
+    assert "2 weights, 1 paths" in found["data.weights"].message
     assert found["data.tokenizer"].hint == 'did you mean "bytes"?'
 
 
@@ -133,7 +133,7 @@ def test_rotary_positions_have_no_longest_sequence():
 
 
 def test_a_model_that_does_not_read_text():
-    assert "images" in faults_of("model=conv-tiny")["model"].rule
+    assert "images" in faults_of("model=conv-tiny")["model"].message
 
 
 def own(tmp_path):
@@ -145,23 +145,23 @@ def test_keys_without_effect_on_a_module_of_ones_own(tmp_path):
     idle = ["dropout=0.1", "tied=true", "seq_len=8", "data.mask_documents=true", "sample.tokens=0", "eval.every=0"]
     found = faults_of(own(tmp_path), *idle)
     assert found.keys() == {setting.partition("=")[0] for setting in idle}
-    assert all("has no effect with a module of your own" in fault.rule for fault in found.values())
+    assert all("has no effect with a module of your own" in fault.message for fault in found.values())
 
 
 def test_shard_options_have_an_effect_under_zero_3_only():
-    assert "has no effect with zero=1" in faults_of("layout=dp=1,zero=1", "shard.prefetch=2")["shard.prefetch"].rule
+    assert "has no effect with zero=1" in faults_of("layout=dp=1,zero=1", "shard.prefetch=2")["shard.prefetch"].message
     assert Config.load(None, ["layout=zero=3", "shard.prefetch=2", "batch=4"], world=2).shard.prefetch == 2
 
 
 def test_memory_switches_that_would_do_nothing_are_refused():
     given = ("memory.partition=true", "memory.arena=true", "memory.buffer=4")
     found = faults_of("layout=dp=1", *given)
-    assert {name: fault.rule for name, fault in found.items()} == {
+    assert {name: fault.message for name, fault in found.items()} == {
         "memory.partition": "has no effect with recompute=none, which keeps no inputs of layers to repeat them",
         "memory.arena": "has no effect with recompute=none, which keeps no inputs of layers to repeat them",
         "memory.buffer": "has no effect with zero=0, where nothing is gathered",
     }
-    assert "divided over tp already" in faults_of("layout=tp=2,recompute=full", given[0])["memory.partition"].rule
+    assert "divided over tp already" in faults_of("layout=tp=2,recompute=full", given[0])["memory.partition"].message
     memory = Config.load(None, ["layout=tp=2,sp=0,zero=3,recompute=every:2", *given], world=4).memory
     assert (memory.partition, memory.arena, memory.buffer) == (True, True, 4.0)
 
@@ -175,8 +175,8 @@ def test_what_has_no_effect_is_not_written_so_that_the_file_loads_again(tmp_path
 def test_a_run_that_cannot_be_written_and_an_empty_file(tmp_path):
     (tmp_path / "file").touch()
     found = faults_of(f"run={tmp_path}/file/run", f"data.path={tmp_path}/file")
-    assert "is a file" in found["run"].rule
-    assert "is empty" in found["data.path"].rule
+    assert "is a file" in found["run"].message
+    assert "is empty" in found["data.path"].message
 
 
 @pytest.mark.parametrize("text", ["steps = ", "steps = 1\nsteps = 2", "\xff\xfe"])
@@ -184,26 +184,26 @@ def test_a_broken_file_is_reported_together_with_the_settings(tmp_path, text):
     file = tmp_path / "run.toml"
     file.write_text(text, encoding="latin-1")
     found = faults_of("clip=-1", "novalue", path=file)
-    assert "is not valid TOML" in found["config"].rule
+    assert "is not valid TOML" in found["config"].message
     assert {"config", "clip", "set"} <= set(found)
 
 
 def test_a_missing_file_and_a_folder(tmp_path):
-    assert "no such file" in faults_of(path=tmp_path / "none.toml")["config"].rule
-    assert "is a directory" in faults_of(path=tmp_path)["config"].rule
+    assert "no such file" in faults_of(path=tmp_path / "none.toml")["config"].message
+    assert "is a directory" in faults_of(path=tmp_path)["config"].message
 
 
 def test_what_is_not_built_is_refused_as_plan_only(monkeypatch):
     without_offload(monkeypatch)
-    assert "plan only" in faults_of("layout=dp=2,offload=optimizer", world=2)["layout"].rule
+    assert "plan only" in faults_of("layout=dp=2,offload=optimizer", world=2)["layout"].message
     assert {"layout", "tp"} <= set(faults_of("layout=offload=optimizer,tp=8", world=16))
 
 
 def test_what_is_kept_off_the_device_is_configured_where_something_is():
-    assert "has no effect with offload=none" in faults_of("memory.host=0.5")["memory.host"].rule
+    assert "has no effect with offload=none" in faults_of("memory.host=0.5")["memory.host"].message
     assert (
         "has no effect with offload=optimizer"
-        in faults_of("layout=offload=optimizer", "memory.disk=x")["memory.disk"].rule
+        in faults_of("layout=offload=optimizer", "memory.disk=x")["memory.disk"].message
     )
     Config.load(None, ["layout=offload=params+disk", "memory.host=0.5", "memory.disk=x", "shard.prefetch=2"])
     assert "memory.host" in faults_of("layout=offload=optimizer", "memory.host=1.5")
@@ -220,10 +220,10 @@ def test_several_faults_at_once_under_two_seconds_without_torch(tmp_path):
     program = f"""
 import sys
 from echelon.config.run_config import Config
-from echelon.layout.validation_error import FaultError
+from echelon.layout.validation_error import ValidationError
 try:
     Config.load({str(file)!r}, ["layout=tensor_paralel=4", "steps=-1", "schedule.warmup=few"], world=6)
-except FaultError as error:
+except ValidationError as error:
     print(error)
 assert "torch" not in sys.modules
 """
@@ -301,4 +301,4 @@ def test_every_key_is_explained():
 )
 def test_where_no_checkpoint_can_be_written(path, rule):
     """It was found out by the ranks; what was kept in memory went with them."""
-    assert rule in faults_of(f"checkpoint.path={path}", "checkpoint.every=2")["checkpoint.path"].rule
+    assert rule in faults_of(f"checkpoint.path={path}", "checkpoint.every=2")["checkpoint.path"].message

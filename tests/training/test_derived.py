@@ -113,4 +113,4 @@ def test_what_lives_off_the_device_and_what_will_cross_is_told():
 
 
 def half():
-    return float64(host=0.5)
+    return float64(host_share=0.5)

@@ -47,10 +47,10 @@ def without_controls(text):
 
 def test_a_file_gets_one_line_now_and_then():
     now = iter(range(100))
-    out, display = plain(10, seconds=4.0, clock=lambda: float(next(now)))
+    out, display = plain(10, print_every_s=4.0, clock=lambda: float(next(now)))
     with display:
         for step in range(1, 11):
-            display.step(progress(step))
+            display.show_step(progress(step))
     lines = out.getvalue().splitlines()
     assert [line.split()[1] for line in lines] == ["1/10", "5/10", "9/10", "10/10"]
     assert lines[1] == ("step 5/10  loss 2.000  tokens/s 41.2k  MFU 12.3 %  HFU 16.4 %  memory 768 MiB  left 0:05")
@@ -58,14 +58,14 @@ def test_a_file_gets_one_line_now_and_then():
 
 def test_lines_of_a_file_are_not_wrapped():
     out, display = plain()
-    display.note("a long story " * 20)
+    display.print_note("a long story " * 20)
     assert len(out.getvalue().splitlines()) == 1
 
 
 @pytest.mark.parametrize("make", [plain, terminal])
 def test_every_derived_number_and_its_reason_is_shown(make):
     out, display = make()
-    display.header("gpt-tiny, dp=2", DERIVED)
+    display.print_settings("gpt-tiny, dp=2", DERIVED)
     for word in ("gpt-tiny, dp=2", "microbatch", "12", "batch 24 over 2 ranks", "padding", "none"):
         assert word in out.getvalue()
 
@@ -75,8 +75,8 @@ def test_a_terminal_gets_a_bar_a_sparkline_and_the_time_left():
     out, display = terminal(10, clock=lambda: float(next(now)))
     with display:
         for step in range(1, 6):
-            display.step(progress(step, loss=6.0 - step))
-        display.evaluation(5, 1.5)
+            display.show_step(progress(step, loss=6.0 - step))
+        display.print_evaluation(5, 1.5)
     text = without_controls(out.getvalue())
     for words in (
         "step 5/10",
@@ -95,20 +95,20 @@ def test_a_narrow_terminal_breaks_between_figures():
     out, display = terminal(1000, width=80)
     with display:
         for step in range(1, 41):
-            display.step(progress(step))
+            display.show_step(progress(step))
     lines = [line.rstrip() for line in without_controls(out.getvalue()).splitlines()]
     assert any(line.startswith("tokens/s") and "left" in line for line in lines)
 
 
 def test_experts_are_shown_where_there_are_some():
     out, display = plain()
-    display.step(progress(1, experts=UNEVEN))
+    display.show_step(progress(1, experts=UNEVEN))
     figures = "max/mean 2.25 (blocks.11)  entropy 0.50 (blocks.0)  dead 2 of 8 (blocks.0)  dropped 15.6 % (blocks.11)"
     assert out.getvalue().rstrip().endswith(f"left -  {figures}")
     for width in (60, 80, 140):
         out, display = terminal(width=width)
         with display:
-            display.step(progress(1, experts=UNEVEN))
+            display.show_step(progress(1, experts=UNEVEN))
         lines = [line.rstrip() for line in without_controls(out.getvalue()).splitlines()]
         rows = lines[next(place for place, line in enumerate(lines) if line.startswith("experts")) :]
         assert re.sub(" +", " ", " ".join(rows)) == f"experts {figures}".replace("  ", " ")
@@ -117,7 +117,7 @@ def test_experts_are_shown_where_there_are_some():
     for make in (plain, terminal):
         out, display = make()
         with display:
-            display.step(progress(1))
+            display.show_step(progress(1))
         assert "max/mean" not in out.getvalue()
 
 
@@ -131,7 +131,7 @@ def test_a_terminal_shows_something_before_the_first_step():
 @pytest.mark.parametrize("make", [plain, terminal])
 def test_the_summary_shows_results_and_the_text_without_control_characters(make):
     out, display = make()
-    display.summary("done", [("loss", "1.234")], prompt="def ", sample="f(x):\n\treturn [bold]x\x1b[2J\x00")
+    display.print_summary("done", [("loss", "1.234")], prompt="def ", sample="f(x):\n\treturn [bold]x\x1b[2J\x00")
     text = out.getvalue()
     for words in ("done", "loss", "1.234", "def f(x):", "return [bold]x·[2J·"):
         assert words in text
@@ -167,14 +167,14 @@ def test_quiet_prints_nothing(capsys):
 
 def test_a_loss_that_is_not_finite_is_shown_as_such():
     out, display = plain(1)
-    display.step(progress(1, loss=math.nan))
+    display.show_step(progress(1, loss=math.nan))
     assert "loss nan" in out.getvalue()
 
 
 def test_the_cursor_comes_back_after_an_error_in_the_loop():
     out, display = terminal()
     display.__enter__()
-    display.step(progress(1))
+    display.show_step(progress(1))
     display.__exit__(RuntimeError, RuntimeError(), None)
     assert out.getvalue().endswith("\x1b[?25h")
 

@@ -57,10 +57,10 @@ def test_evaluation_covers_what_was_held_back_and_no_more(tokens):
         data=DataConfig(path=(tokens,), eval_fraction=0.1), seq_len=16, batch=4, eval=EvalConfig(every=1, batches=50)
     )
     shown, engine = made(config), engine_of(tiny(), "dp=1,microbatch=4")
-    seen = list(shown.evaluation(engine))
+    seen = list(shown.eval_microbatches(engine))
     rows = sum(len(batch.samples) for batch in seen)
     assert shown.dataset.num_eval <= rows < shown.dataset.num_eval + 4
-    assert len(list(made(Config(data=config.data, seq_len=16, batch=4)).evaluation(engine))) == 4
+    assert len(list(made(Config(data=config.data, seq_len=16, batch=4)).eval_microbatches(engine))) == 4
 
 
 def test_masked_documents_travel_with_the_batch(tokens):
@@ -73,7 +73,7 @@ def test_a_model_with_too_small_a_vocabulary_is_refused(tokens, monkeypatch):
     from echelon.models import model_config
 
     monkeypatch.setattr(model_config, "SIZES", {"small": tiny(vocab=99)})
-    monkeypatch.setattr("echelon.models.find", lambda _: tiny(vocab=99))
+    monkeypatch.setattr("echelon.models.find_model", lambda _: tiny(vocab=99))
     with pytest.raises(ValidationError, match=r"fewer tokens than the data \(99 and 257\)"):
         made(Config(data=DataConfig(path=(tokens,)), seq_len=16))
 
@@ -108,8 +108,8 @@ def test_a_module_of_ones_own(tmp_path):
     shown = made(Config(model=f"{tmp_path / 'own.py'}:build", seed=3, batch=4))
     first, second = shown.build(), shown.build()
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-    assert shown.shape is None
-    assert (shown.sample(None), list(shown.evaluation(None))) == ("", [])
+    assert shown.model_config is None
+    assert (shown.sample_text(None), list(shown.eval_microbatches(None))) == ("", [])
     from echelon.training.engine import Engine
 
     batches = list(shown.microbatches(Engine(first, "dp=1,accumulate=2"), 5))
