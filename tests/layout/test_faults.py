@@ -28,7 +28,7 @@ def test_an_error_lists_every_fault_and_survives_pickling():
     assert isinstance(error, ValueError)
     assert str(error).splitlines() == ["tp=x is bad", "dp=y is worse"]
     copy = pickle.loads(pickle.dumps(error))
-    assert copy.faults == error.issues == tuple(faults)
+    assert copy.issues == error.issues == tuple(faults)
     assert str(copy) == str(error)
 
 

@@ -86,8 +86,8 @@ def test_an_unknown_key():
 def test_a_key_given_twice():
     (fault,) = faults_of("tp=2,dp=2,tp=4")
     assert (fault.key, fault.value) == ("tp", "4")
-    assert "twice" in fault.rule
-    assert "tp=2" in fault.rule
+    assert "twice" in fault.message
+    assert "tp=2" in fault.message
 
 
 @pytest.mark.parametrize("text", ["dp=2,", "dp=2,,tp=2", ",tp=2", "dp=2;tp=2", "dp", "=2"])

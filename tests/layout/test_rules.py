@@ -39,13 +39,13 @@ def legal(fault):
 def test_s12_more_tensor_ranks_than_heads():
     (fault,) = faults_of("tp=8", world=8, batch=8, model=TINY)
     assert (fault.key, fault.value, legal(fault)) == ("tp", "8", [1, 2, 4])
-    assert "4 heads (llama-tiny)" in fault.rule
+    assert "4 heads (llama-tiny)" in fault.message
 
 
 def test_s12_a_world_that_does_not_divide():
     (fault,) = faults_of("tp=4", world=6)
     assert (fault.key, fault.value, legal(fault)) == ("tp", "4", [1, 2, 3, 6])
-    assert "world 6" in fault.rule
+    assert "world 6" in fault.message
     (fault,) = faults_of("tp=4", world=6, model=TINY)
     assert legal(fault) == [1, 2], "legal values satisfy the model too"
 
@@ -65,7 +65,7 @@ def test_s12_several_at_once():
     faults = faults_of("dp=4,tensor_paralel=8,zero=5,shard=3", world=6, batch=10, model=TINY)
     assert [fault.key for fault in faults] == ["tensor_paralel", "zero", "tp", "batch", "shard", "tp"]
     for fault in faults:
-        assert fault.rule
+        assert fault.message
         assert fault.legal
         assert str(fault) in str(ValidationError(faults))
 

@@ -128,11 +128,11 @@ class _ChunkedExperts(Function):
         home = torch.zeros_like(rows)
         weights = [tensor.detach().requires_grad_() for tensor in (up, down)]
         sums: list[Tensor] = []
-        for part in ctx.rounds.each(rows.device):
-            own = None if keys is None else part.arrived(keys)
-            x, gradient = part.arrived(rows).requires_grad_(), part.arrived(gradients[0])
+        for part in ctx.rounds.chunks(rows.device):
+            own = None if keys is None else part.dispatch(keys)
+            x, gradient = part.dispatch(rows).requires_grad_(), part.dispatch(gradients[0])
             with torch.enable_grad():
-                made = ctx.experts.apply_weights(x, *weights, part.all_to_all.ends, own)
+                made = ctx.experts.apply_weights(x, *weights, part.all_to_all.expert_ends, own)
             dx, *found = torch.autograd.grad(made, (x, *weights), gradient)
             part.combine_into(dx, home)
             sums = [total.add_(more) for total, more in zip(sums, found, strict=True)] if sums else found

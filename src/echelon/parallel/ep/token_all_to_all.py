@@ -129,7 +129,7 @@ class _StartAllToAll(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *_gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.flight.end(gradient=True), None
+        return ctx.flight.finish(backward=True), None
 
 
 class _FinishAllToAll(Function):
@@ -141,5 +141,5 @@ class _FinishAllToAll(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.flight.begin(gradients[0], gradient=True)
+        ctx.flight.start(gradients[0], backward=True)
         return gradients[0].new_empty(0), None

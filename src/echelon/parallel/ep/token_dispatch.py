@@ -199,6 +199,6 @@ class _GatherScores(Function):
         gradient, dispatch, length = gradients[0].contiguous(), ctx.dispatch, ctx.at.length
         if dispatch.cp is not None:
             dispatch.cp.all_reduce(gradient)
-        mine = ctx.at.places[dispatch.mine]
+        mine = ctx.at.positions[dispatch.sequence_shard_index]
         own = gradient.index_select(1, mine.clamp(max=length - 1))
         return own.masked_fill((mine >= length).unsqueeze(-1), 0.0), None, None
