@@ -203,9 +203,9 @@ def test_what_sequences_see_is_found_once_for_all_layers() -> None:
     for _ in range(2):
         attn(torch.zeros(2, 4, 8), seen)
     assert given[0] is given[1]
-    assert given[0].place.tolist() == [[8, 9, 10, 11]] * 2, "the third sequence, and padding that repeats it"
+    assert given[0].positions.tolist() == [[8, 9, 10, 11]] * 2, "the third sequence, and padding that repeats it"
     attn(torch.zeros(1, 4, 8), seen)
-    assert given[2].place.tolist() == [[4, 5, 6, 7]]
+    assert given[2].positions.tolist() == [[4, 5, 6, 7]]
 
 
 # -- what a rank holds and moves, beside the papers' formulas ----------------------------------------------------------
@@ -233,8 +233,8 @@ def hold(text: str, recompute: str = "none") -> Held:
     model: Any = parallel.model.train()
     parallel.rng_stream.samples = torch.arange(BATCH)
     inputs = batch_of(SHAPE, BATCH, LENGTH)
-    seen = model.seen(inputs["tokens"])
-    x = model.start(inputs["tokens"], seen).detach().requires_grad_()
+    seen = model.attention_context(inputs["tokens"])
+    x = model.embed_inputs(inputs["tokens"], seen).detach().requires_grad_()
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 

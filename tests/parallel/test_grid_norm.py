@@ -56,7 +56,7 @@ def compare(kind: str, width: int, offset: float, remake: bool) -> dict[str, flo
     module: Any = made[kind]()
     module.remake = remake
     found = module(mine, mine)[1] if kind == "stream" else module(mine)
-    again = found.note[0].again(None) if remake else found
+    again = found.note[0].recompute(None) if remake else found
     found.backward(part(above, columns))
     pairs = {"out": (found, truth), "again": (again, truth), "x": (mine.grad, x.grad)}
     pairs |= {"weight": (w.grad, weight.grad), "bias": (b.grad, bias.grad)}

@@ -119,7 +119,7 @@ def kept_bytes(model: ModelConfig, text: str, length: int) -> int:
     context = engine.parallel.cp_context
     inputs = {"tokens": batch["tokens"]} if context is None else context.shard_inputs({"tokens": batch["tokens"]})
     with saved_tensors_hooks(pack, lambda x: x):
-        hidden = engine.model.hidden(**inputs)
+        hidden = engine.model.hidden_states(**inputs)
     assert hidden.requires_grad
     return sum(size for pointer, size in seen.items() if pointer not in own)
 

@@ -145,4 +145,4 @@ class _SumPerToken(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0].index_select(0, ctx.order.tokens[: ctx.order.used]), None
+        return gradients[0].index_select(0, ctx.order.tokens[: ctx.order.num_sent]), None

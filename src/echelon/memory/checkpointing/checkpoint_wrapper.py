@@ -176,8 +176,8 @@ class _LayerCall:
         def put_back(value: Any) -> Any:
             if isinstance(value, _OutputSlot):
                 return previous_outputs[value.index].detach().requires_grad_(value.differentiable)
-            back, differentiable = self._restore_input[value.number]
-            return back(stored[value.number]).detach().requires_grad_(differentiable)
+            back, differentiable = self._restore_input[value.index]
+            return back(stored[value.index]).detach().requires_grad_(differentiable)
 
         args, kwargs = map_tensors(self._given, put_back, (_InputSlot, _OutputSlot))
         layer.segment.before_recompute(layer.module)

@@ -42,7 +42,7 @@ class MaskSpec:
     def block_options(self, block: AttentionBlock, q: Tensor, key_positions: Tensor) -> dict[str, Any]:
         """The options of `attend` for a block whose keys are at these places."""
         rows, keys = self.query_positions[block.queries], key_positions[block.keys]
-        mask = factor = None
+        mask = dropout_mask = None
         if self.documents is not None:
             mask = (self.documents[:, rows].unsqueeze(2) == self.documents[:, keys].unsqueeze(1)).unsqueeze(1)
         if self.hide_padding:
@@ -51,8 +51,8 @@ class MaskSpec:
         if self.dropout is not None:
             window: PartialDims = {1: self.heads, 2: (rows, self.length), 3: (keys, self.length)}
             shape = (q.shape[0], q.shape[1], len(rows), len(keys))
-            factor = self.dropout.scaled_mask(shape, window, q.new_empty(0, dtype=accumulation_dtype(q.dtype)))
-        return {"causal": block.causal, "mask": mask, "factor": factor}
+            dropout_mask = self.dropout.scaled_mask(shape, window, q.new_empty(0, dtype=accumulation_dtype(q.dtype)))
+        return {"causal": block.causal, "mask": mask, "dropout_mask": dropout_mask}
 
 
 @dataclass

@@ -63,7 +63,7 @@ class ParamGradHook:
         unit, place = self._group(), None
         if unit is not None:
             homes = [getattr(parameter, "home", None) for parameter in parameters]
-            entries = [home.entry for home in homes if home is not None and home._group() is unit]
+            entries = [home.param for home in homes if home is not None and home._group() is unit]
             place = unit.claim_grad_view(entries) if len(entries) == len(homes) else None
         if place is not None:
             product(place)

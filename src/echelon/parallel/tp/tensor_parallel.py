@@ -168,7 +168,7 @@ class _TensorParallelSplitter:
 
     def _inside(self, name: str, module: nn.Module) -> None:
         for parameter, _ in module.named_parameters():
-            self._update_param(f"{name}.{parameter}", sum_over=("tp",))
+            self._update_param(f"{name}.{parameter}", partial_grad_axes=("tp",))
 
     def _set_dropout_window(self, module: Any, args: tuple[Tensor, ...]) -> None:
         """Tells a dropout which part of dimension 1 (positions or heads) it sees: its mask is that part."""
@@ -177,12 +177,12 @@ class _TensorParallelSplitter:
 
     def _between_regions(self, name: str) -> None:
         if self.sequence_parallel and name in self.params:
-            self._update_param(name, sum_over=("tp",))
+            self._update_param(name, partial_grad_axes=("tp",))
 
     def _split_param(self, name: str, cut: DimSplit) -> None:
         if name in self.params:
             extra = (f"tp/{cut.num_copies}",) if cut.num_copies > 1 else ()
-            self._update_param(name, cuts=(cut,), sum_over=extra)
+            self._update_param(name, splits=(cut,), partial_grad_axes=extra)
 
     def _update_param(self, name: str, **changes: Any) -> None:
         changed = replace(self.params[name], **changes)
