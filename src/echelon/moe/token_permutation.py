@@ -133,7 +133,7 @@ class _Permute(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.order.add_up(gradients[0]), None
+        return ctx.order.reduce_tokens(gradients[0]), None
 
 
 class _SumPerToken(Function):
