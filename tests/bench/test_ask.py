@@ -25,7 +25,7 @@ def packages(tmp_path, monkeypatch):
 
 
 def who(found):
-    return [(request.shape, request.precision, request.who, request.recompute) for request in found.requests]
+    return [(request.shape, request.precision, request.who, request.recompute) for request in found.measurements]
 
 
 def test_a_gpu_with_peers(packages):

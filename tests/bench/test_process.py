@@ -34,7 +34,7 @@ def test_a_step_is_measured_in_a_process_of_its_own():
 
 
 def test_a_failure_is_told_in_words(module):
-    text = "from echelon.bench.subprocess_bench import answer\ndef work(request, begun):\n    {}\nanswer(work)\n"
+    text = "from echelon.bench.subprocess_bench import subprocess_main\ndef work(request, begun):\n    {}\nsubprocess_main(work)\n"
     failures = {
         "raise ValueError('no such\\nlayout')": "ValueError: no such layout (work.py, line 3)",
         "import no_such_package": "no_such_package is not installed",
@@ -44,10 +44,8 @@ def test_a_failure_is_told_in_words(module):
 
 
 def test_what_libraries_print_is_not_in_the_answer(module):
-    text = (
-        "import os\nfrom echelon.bench.subprocess_bench import answer\ndef work(request, begun):\n    print('noise')\n"
-    )
-    text += "    os.system('echo more noise')\n    return dict(batch=request.batch, late=begun > 0)\nanswer(work)\n"
+    text = "import os\nfrom echelon.bench.subprocess_bench import subprocess_main\ndef work(request, begun):\n    print('noise')\n"
+    text += "    os.system('echo more noise')\n    return dict(batch=request.batch, late=begun > 0)\nsubprocess_main(work)\n"
     assert run_in_subprocess(module(text), TINY) == {"batch": 2, "late": True}
 
 

@@ -52,7 +52,7 @@ def test_bytes_follow_types():
 
 
 def test_a_request_travels_as_a_line():
-    request = of("8b", recompute="full", device="cuda", packages="a folder")
+    request = of("8b", recompute="full", device="cuda", peer_folder="a folder")
     assert Measurement.from_line(request.to_line()) == request
     assert str(request) == "8b, bf16, echelon"
     assert request.tokens == 8192

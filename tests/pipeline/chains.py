@@ -25,7 +25,7 @@ class Residual(nn.Module):
 
     def forward(self, words, tags):
         carried = None
-        for link in self.chain().links:
+        for link in self.chain().layers:
             carried = link.run(carried, None, words=words, tags=tags)
         return carried
 
@@ -81,12 +81,12 @@ def raises():
 class Unfit(Residual):
     def chain(self):
         chain = super().chain()
-        links = (ec.PipelineLayer("embed", ("embed", "nothing"), self._first), *chain.links[1:])
+        links = (ec.PipelineLayer("embed", ("embed", "nothing"), self._first), *chain.layers[1:])
         return ec.PipelineModel(layers=links)
 
 
 class Named(Residual):
     def chain(self):
         return ec.PipelineModel(
-            layers=tuple(ec.PipelineLayer("same", link.modules, link.run) for link in super().chain().links)
+            layers=tuple(ec.PipelineLayer("same", link.modules, link.run) for link in super().chain().layers)
         )

@@ -49,7 +49,7 @@ class Plain(nn.Module):
 
     def forward(self, **inputs):
         carried = None
-        for link in self.chain().links:
+        for link in self.chain().layers:
             carried = link.run(carried, None, **inputs)
         return carried
 

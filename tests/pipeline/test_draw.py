@@ -217,7 +217,10 @@ def test_an_svg_shows_every_action_once(both):
     cells = [box["class"] for box in boxes(root, "rect") if box.get("rx") and re.match("[FBIWU]", box.get("class", ""))]
     legend = 4 + 2
     count = sum(
-        action.kind in action_colours.ACTION_STYLES for timeline in both for rank in timeline.lists for action in rank
+        action.kind in action_colours.ACTION_STYLES
+        for timeline in both
+        for rank in timeline.rank_actions
+        for action in rank
     )
     assert len(cells) == count + legend
     messages = [box for box in boxes(root, "rect") if box.get("fill") == action_colours.TRANSFER_COLOUR]
@@ -260,7 +263,7 @@ def test_a_page_has_all_it_needs(both):
         assert panel["figures"] == timeline_labels.summary_figures(timeline, seconds=True)
         assert panel["inFlight"] == list(timeline.in_flight)
         for rank, row in enumerate(panel["ranks"]):
-            assert row["actions"].split() == [str(action) for action in timeline.lists[rank]]
+            assert row["actions"].split() == [str(action) for action in timeline.rank_actions[rank]]
             assert row["starts"] == pytest.approx(timeline.starts[rank], abs=1e-6 * timeline.duration)
             assert row["ends"] == pytest.approx(timeline.ends[rank], abs=1e-6 * timeline.duration)
 

@@ -20,9 +20,9 @@ rank 1, stages 1: 1F0 1B0 1F1 1B1 1U1
 
 
 def same(one, other):
-    return (one.rank_of_stage, one.microbatches, one.slices, one.lists) == (
+    return (one.rank_of_stage, one.microbatches, one.slices, one.rank_actions) == (
         *(other.rank_of_stage, other.microbatches, other.slices),
-        other.lists,
+        other.rank_actions,
     )
 
 

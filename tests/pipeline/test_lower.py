@@ -23,10 +23,10 @@ def without_messages(actions):
 def ends(schedule, kinds):
     """The messages of every channel, in the order of one end."""
     found = {}
-    for actions in schedule.lists:
+    for actions in schedule.rank_actions:
         for action in actions:
             if action.kind in kinds:
-                found.setdefault(transfer_channel(action), []).append((action.index, action.part))
+                found.setdefault(transfer_channel(action), []).append((action.index, action.slice_index))
     return found
 
 

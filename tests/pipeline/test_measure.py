@@ -35,7 +35,7 @@ class Uneven(nn.Module):
 
     def forward(self, x):
         pair = None
-        for link in self.chain().links:
+        for link in self.chain().layers:
             pair = link.run(pair, None, x=x)
         return pair
 

@@ -135,7 +135,7 @@ def test_a_fallback_is_noted(name, ranks, microbatches, written):
 @given(streams(), st.booleans())
 def test_windows_are_one_stream(stream, drain):
     name, ranks, sizes = stream
-    more = {"batch": sizes[0]} if name == "2bw" else {}
+    more = {"microbatches_per_update": sizes[0]} if name == "2bw" else {}
     long = FAMILIES[name].build(ranks, 1, sum(sizes), drain=drain, **more)
     whole = join_windows(windows(name, ranks, sizes, drain=drain))
     assert whole.rank_actions == long.rank_actions
@@ -226,8 +226,8 @@ def test_the_drawings_are_true(file, name, ranks, microbatches, more):
 @pytest.mark.parametrize("file", ["pipedream", "pipedream_vsync", "two_bw"])
 def test_the_written_lists_are_true(file):
     module = importlib.import_module(f"echelon.pipeline.schedules.{file}")
-    schedule = module.build(3, 1, 4, **({"batch": 2} if file == "two_bw" else {}))
-    assert f"    {' '.join(map(str, schedule.lists[1]))}\n" in module.__doc__
+    schedule = module.build(3, 1, 4, **({"microbatches_per_update": 2} if file == "two_bw" else {}))
+    assert f"    {' '.join(map(str, schedule.rank_actions[1]))}\n" in module.__doc__
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_wrong_names_and_sizes(arguments, message):
         ("interleaved", {"chunks": 1}, r"too few chunks for interleaved \(chunks=1\); give 2 or more, or choose 1f1b"),
         ("1f1b", {"slices": 2}, r"1f1b has no slices \(slices=2\); give 1, or choose terapipe"),
         ("terapipe", {"slices": 0}, r"slices is too small \(slices=0\); give 1 or more"),
-        ("pipedream", {"first": -1}, r"first is too small \(first=-1\); give 0 or more"),
+        ("pipedream", {"first_microbatch": -1}, r"first is too small \(first=-1\); give 0 or more"),
         ("gpipe", {"chunks": -1}, r"chunks is too small \(chunks=-1\); give 0 or more"),
     ],
 )

@@ -97,7 +97,7 @@ def solved(schedule, durations):
     changed = True
     while changed:
         changed = False
-        for rank, actions in enumerate(schedule.lists):
+        for rank, actions in enumerate(schedule.rank_actions):
             now, lanes = 0.0, {}
             for action in actions:
                 stage, kind, *what = action[:4]

@@ -36,7 +36,7 @@ def test_only_forward_and_backward_are_work():
 @given(schedules())
 def test_in_flight_is_what_the_lists_say(schedule):
     change = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.WEIGHT_GRAD: -1}
-    counted = [accumulate(change.get(action.kind, 0) for action in actions) for actions in schedule.lists]
+    counted = [accumulate(change.get(action.kind, 0) for action in actions) for actions in schedule.rank_actions]
     assert simulate(schedule).in_flight == simulate(lower(schedule)).in_flight == tuple(map(max, counted))
 
 
@@ -81,7 +81,7 @@ def test_clock_readings_start_at_zero(measured, planned):
     assert not planned.measured
     assert measured.starts[0][0] == 0
     assert measured.duration == pytest.approx(1.1 * planned.duration)
-    assert measured.lists == planned.lists
+    assert measured.rank_actions == planned.rank_actions
     with pytest.raises(ValueError, match=r"ends before it starts \(rank 0, 0F0: 2 to 1\)"):
         Timeline.from_spans("x", (0,), [[(Action.parse("0F0"), 2, 1)]])
 

@@ -23,7 +23,9 @@ def parsed(*texts, homes=None, microbatches=1, slices=1):
 
 
 def changed(schedule, rank, actions):
-    return replace(schedule, lists=(*schedule.lists[:rank], tuple(actions), *schedule.lists[rank + 1 :]))
+    return replace(
+        schedule, rank_actions=(*schedule.rank_actions[:rank], tuple(actions), *schedule.rank_actions[rank + 1 :])
+    )
 
 
 @st.composite
@@ -39,7 +41,7 @@ def places(draw, least_ranks=1):
 @given(places())
 def test_a_dropped_action_is_found(found):
     schedule, rank, place = found
-    actions = schedule.lists[rank]
+    actions = schedule.rank_actions[rank]
     assert fault_messages(changed(schedule, rank, [*actions[:place], *actions[place + 1 :]]))
 
 
@@ -47,7 +49,7 @@ def test_a_dropped_action_is_found(found):
 @given(places())
 def test_a_doubled_action_is_found(found):
     schedule, rank, place = found
-    actions = schedule.lists[rank]
+    actions = schedule.rank_actions[rank]
     assert fault_messages(changed(schedule, rank, [*actions[: place + 1], *actions[place:]]))
 
 
@@ -55,11 +57,11 @@ def test_a_doubled_action_is_found(found):
 @given(places(least_ranks=2), st.data())
 def test_an_action_on_another_rank_is_found(found, data):
     schedule, rank, place = found
-    action = schedule.lists[rank][place]
-    broken = changed(schedule, rank, [*schedule.lists[rank][:place], *schedule.lists[rank][place + 1 :]])
+    action = schedule.rank_actions[rank][place]
+    broken = changed(schedule, rank, [*schedule.rank_actions[rank][:place], *schedule.rank_actions[rank][place + 1 :]])
     other = data.draw(st.integers(0, schedule.ranks - 1).filter(lambda other: other != rank))
-    there = data.draw(st.integers(0, len(schedule.lists[other])))
-    broken = changed(broken, other, [*broken.lists[other][:there], action, *broken.lists[other][there:]])
+    there = data.draw(st.integers(0, len(schedule.rank_actions[other])))
+    broken = changed(broken, other, [*broken.rank_actions[other][:there], action, *broken.rank_actions[other][there:]])
     text = f"rank {other}, position {there} ({action}): stage {action.stage} is on rank {rank}"
     assert text in fault_messages(broken)
 
@@ -68,7 +70,7 @@ def test_an_action_on_another_rank_is_found(found, data):
 @given(places())
 def test_an_action_before_what_it_needs_is_found(found):
     schedule, rank, place = found
-    actions = list(schedule.lists[rank])
+    actions = list(schedule.rank_actions[rank])
     needs = Dependencies(schedule).for_action(actions[place])
     first = next((at for at, action in enumerate(actions[:place]) if action_result(action) in needs), None)
     assume(first is not None)
@@ -84,7 +86,7 @@ def test_an_action_before_what_it_needs_is_found(found):
 def test_what_has_no_fault_can_run(found, random):
     """Some actions of a list change places. What the validator lets pass can be run, and lowered without a deadlock."""
     schedule, rank, _ = found
-    actions = list(schedule.lists[rank])
+    actions = list(schedule.rank_actions[rank])
     start = random.randrange(len(actions))
     end = start + random.randint(2, 4)
     actions[start:end] = random.sample(actions[start:end], len(actions[start:end]))

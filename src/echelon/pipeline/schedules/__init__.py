@@ -120,7 +120,7 @@ def make_schedule(
         return schedule_file.load_schedule(path, ranks=ranks, chunks=chunks, microbatches=microbatches, slices=asked)
     chunks = chunks or family.chunks or 2
     if family.asynchronous:
-        return family.build(ranks, chunks, microbatches, first=first_microbatch, drain=drain)
+        return family.build(ranks, chunks, microbatches, first_microbatch=first_microbatch, drain=drain)
     if family.has_slices:
         return family.build(ranks, chunks, microbatches, slices=slices)
     return family.build(ranks, chunks, microbatches)
