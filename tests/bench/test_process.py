@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
@@ -16,7 +17,7 @@ TINY = Measurement(
 @pytest.fixture
 def module(tmp_path, monkeypatch):
     """Makes a module that such a process can run."""
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
 
     def make(text: str) -> str:
         (tmp_path / "work.py").write_text(text)
