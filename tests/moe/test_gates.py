@@ -147,7 +147,7 @@ def test_routing_asks_the_device_nothing(name: str) -> None:
     made, x = any_gate(name), tokens(2, 16, 4, 3)
     with Asks() as asks:
         routing = made(x)
-        kept = routing.keep(torch.arange(3, 20))
+        kept = routing.select_tokens(torch.arange(3, 20))
         torch.autograd.grad(kept.weights.sum() + routing.loss.sum(), made.weight)
         update = getattr(made, "update", None)
         if update is not None:
@@ -171,7 +171,7 @@ def test_shapes_follow_from_shapes(name: str) -> None:
     with torch.device("meta"):
         made = build_gate(name, 4, 8, K.get(name, 2), **options)
         routing = made(torch.empty(2, 16, 4))
-        kept = routing.keep(torch.empty(5, dtype=torch.int64))
+        kept = routing.select_tokens(torch.empty(5, dtype=torch.int64))
     assert routing.experts.shape == (2 * 16 * K.get(name, 2),)
     assert kept.experts.shape == ((5 * K.get(name, 2),) if routing.choices_per_token else routing.experts.shape)
     (routing.weights.sum() + routing.loss.sum()).backward()

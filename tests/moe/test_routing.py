@@ -17,7 +17,7 @@ NAMES = [("mixtral", 2), ("gshard", 2), ("expert-choice", 2), ("switch", 1)]
 @pytest.mark.parametrize("kept", [[3, 17, 4, 20], [0], list(range(23, -1, -1)), []])
 def test_keep_is_the_rows_of_the_tokens(name: str, k: int, kept: list[int]) -> None:
     routing = gate(name, 4, 5, k)(tokens(2, 12, 4, 0))
-    mine = routing.keep(torch.tensor(kept, dtype=torch.int64))
+    mine = routing.select_tokens(torch.tensor(kept, dtype=torch.int64))
     whole = dense(routing, 1)[0]
     assert mine.num_tokens == len(kept)
     assert torch.equal(dense(mine, 1)[0] if kept else torch.zeros(0, 5), whole[kept])
@@ -34,8 +34,8 @@ def test_keep_is_the_rows_of_the_tokens(name: str, k: int, kept: list[int]) -> N
 def test_keep_of_keep() -> None:
     for name, k in NAMES:
         routing = gate(name, 4, 5, k)(tokens(2, 12, 4, 1))
-        once = routing.keep(torch.tensor([9, 2, 5, 14])).keep(torch.tensor([3, 1]))
-        assert torch.equal(dense(once, 1), dense(routing.keep(torch.tensor([14, 2])), 1))
+        once = routing.select_tokens(torch.tensor([9, 2, 5, 14])).keep(torch.tensor([3, 1]))
+        assert torch.equal(dense(once, 1), dense(routing.select_tokens(torch.tensor([14, 2])), 1))
 
 
 def test_keep_carries_the_gradient() -> None:
@@ -43,7 +43,7 @@ def test_keep_carries_the_gradient() -> None:
         made, x = gate(name, 4, 5, k), tokens(2, 12, 4, 2)
         chosen = torch.tensor([1, 20, 7])
         pull = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        ours = torch.autograd.grad((dense(made(x).keep(chosen), 1)[0] * pull).sum(), made.weight)[0]
+        ours = torch.autograd.grad((dense(made(x).select_tokens(chosen), 1)[0] * pull).sum(), made.weight)[0]
         theirs = torch.autograd.grad((dense(made(x), 1)[0, chosen] * pull).sum(), made.weight)[0]
         assert torch.allclose(ours, theirs, rtol=1e-12)
 
