@@ -190,7 +190,7 @@ def test_first_values_follow_the_names(name: str) -> None:
         init = built.initial(key)
         index = torch.arange(p.numel())
         assert torch.equal(p.flatten(), init.values(3, key, index, p.dtype))
-        if init.kind == "normal":
+        if init.distribution == "normal":
             std = 0.02 / 8**0.5 if key.endswith(("o.weight", "down.weight")) else 0.02
             assert abs(float(p.std()) / std - 1) < 0.05
             assert abs(float(p.mean())) < 0.05 * std

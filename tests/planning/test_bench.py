@@ -23,10 +23,10 @@ from echelon.planning.cluster.device_bench import (
 from echelon.planning.cluster.link_time import COLLECTIVES, fit_link
 
 SMALL = {
-    "PRODUCTS": {"cpu": ((32, 32, 32), (64, 128, 64), (256, 256, 256))},
-    "ATTENTION": {"cpu": ((64, 32),)},
-    "STREAMED": {"cpu": 4 << 20},
-    "MESSAGES": (64 << 10, 1 << 20),
+    "MATMUL_SHAPES": {"cpu": ((32, 32, 32), (64, 128, 64), (256, 256, 256))},
+    "ATTENTION_SHAPES": {"cpu": ((64, 32),)},
+    "STREAM_BYTES": {"cpu": 4 << 20},
+    "MESSAGE_SIZES": (64 << 10, 1 << 20),
 }
 
 

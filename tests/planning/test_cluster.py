@@ -111,7 +111,7 @@ def test_devices_by_the_names_of_their_drivers() -> None:
 def test_names_and_files_load_no_torch(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(cluster_to_toml(parse_cluster("12xh100")))
-    code = f"from echelon.planning.cluster.cluster import parse; parse('8xh100'); parse({str(path)!r})"
+    code = f"from echelon.planning.cluster.cluster import parse_cluster as parse; parse('8xh100'); parse({str(path)!r})"
     subprocess.run([sys.executable, "-c", f"import sys; {code}; assert 'torch' not in sys.modules"], check=True)
 
 
@@ -255,10 +255,10 @@ custom = st.builds(
     ),
     memory=st.integers(1, 10**15),
     bandwidth=positive,
-    inside=links,
-    domain=counts,
-    outside=links,
-    host=links,
+    intra_node=links,
+    nvlink_domain=counts,
+    inter_node=links,
+    host_link=links,
     watts=st.floats(0, 1e5),
     price=st.floats(0, 1e3),
 )
@@ -278,9 +278,9 @@ curves = st.builds(
 clusters = st.builds(
     Cluster,
     name=st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip),
-    parts=st.lists(parts, min_size=1, max_size=3).map(tuple),
-    inside=links,
-    outside=links,
+    node_groups=st.lists(parts, min_size=1, max_size=3).map(tuple),
+    intra_node=links,
+    inter_node=links,
     host_memory=st.integers(1, 10**15),
     disk_bandwidth=positive,
     curves=st.none() | curves,
