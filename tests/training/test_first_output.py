@@ -22,11 +22,11 @@ def poisoned(config: Config, name: str, rank: int) -> None:
 
     def run_poisoned(self, *args, **kwargs):
         if self.num_steps == 1 and (dist.get_rank() if dist.is_initialized() else 0) == rank:
-            for unit in self.parallel.sharded_model.units:
+            for unit in self.parallel.sharded_model.param_groups:
                 if name in unit.parameters:
                     with torch.no_grad():
                         unit.master.values().fill_(float("nan"))
-                    unit.updated()
+                    unit.after_update()
         return run(self, *args, **kwargs)
 
     Engine.step_microbatches = run_poisoned

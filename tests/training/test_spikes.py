@@ -100,7 +100,7 @@ def test_batches_may_be_added_until_they_have_been_trained_on():
 
 def test_masks_are_the_steps_and_tokens_the_batchs(tmp_path):
     task = LanguageModelTask(config(tmp_path, "dp=1"))
-    engine: Any = SimpleNamespace(rows=lambda batch: iter([range(batch)]))
+    engine: Any = SimpleNamespace(row_ranges=lambda batch: iter([range(batch)]))
     (own,), (other,) = list(task.microbatches(engine, 5)), list(task.microbatches(engine, 3, 5))
     assert torch.equal(own.inputs["tokens"], other.inputs["tokens"])
     assert own.samples.tolist() == [20, 21, 22, 23]
@@ -142,11 +142,11 @@ def test_falling_and_updating_nothing_are_no_spikes():
 
 def test_a_resumed_history_is_the_same():
     spikes, _ = told([3.0, 2.9, 2.8, 2.7])
-    other = SpikeDetector(spikes.asked)
-    other.load_state_dict(json.loads(json.dumps(spikes.facts())))
+    other = SpikeDetector(spikes.config)
+    other.load_state_dict(json.loads(json.dumps(spikes.state_dict())))
     assert (
         other.observe(5, StepResult.from_values(9.0, 1, 1.0))
-        == spikes.see(5, StepResult.from_values(9.0, 1, 1.0))
+        == spikes.observe(5, StepResult.from_values(9.0, 1, 1.0))
         is not None
     )
 

@@ -303,16 +303,16 @@ def recompute_context(
     counting = [(part, part.momentum, part.num_batches_tracked.clone()) for part in parts]
     for part in parts:
         part.momentum = 0.0
-    tallied: list[Any] = [part for part in module.modules() if hasattr(part, "tally")]
+    tallied: list[Any] = [part for part in module.modules() if hasattr(part, "counts_load")]
     for part in tallied:
-        part.counts = False
+        part.counts_load = False
     try:
         yield
     finally:
         before.restore()
         stream.samples = now
         for part in tallied:
-            part.counts = True
+            part.counts_load = True
         for part, momentum, count in counting:
             part.momentum = momentum
             part.num_batches_tracked.copy_(count)
