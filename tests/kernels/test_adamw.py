@@ -51,11 +51,11 @@ def stepped(
     gradient: Tensor,
     update=fused_adamw.update,
     *,
-    decayed=0,
+    num_decayed=0,
     scale=1.0,
     live=True,
     betas=BETAS,
-    place=FIRST,
+    indices=FIRST,
 ) -> None:
     state.step += live
     rule = torch.tensor([*betas, EPS], dtype=torch.float64, device=DEVICE)
@@ -64,7 +64,7 @@ def stepped(
         rule, LR, DECAY, state.step, factor, torch.tensor(live, device=DEVICE), torch.float32
     )
     update(
-        *(state.high, state.low, state.mean, state.square, gradient, numbers, state.step), decayed=decayed, place=place
+        *(state.high, state.low, state.mean, state.square, gradient, numbers, state.step), num_decayed=num_decayed, indices=indices
     )
 
 
@@ -85,8 +85,8 @@ def test_the_kernel_is_plain_torch_bit_for_bit(size: int, moments: torch.dtype, 
     for number in range(4):
         kind = (torch.float32, torch.bfloat16, torch.float16, torch.bfloat16)[number]
         gradient = (torch.randn(size, device=DEVICE) * 10.0 ** -(2 * number)).to(kind)
-        place = box if number % 2 else ElementIndices(start=2**32 - 5)
-        choices = {"decayed": size * number // 3, "scale": 0.3, "live": number != 2, "place": place}
+        indices = box if number % 2 else ElementIndices(start=2**32 - 5)
+        choices = {"num_decayed": size * number // 3, "scale": 0.3, "live": number != 2, "indices": indices}
         stepped(plain, gradient, **choices)
         stepped(kernel, gradient, fused_adamw_triton.update, **choices)
         for one, other in zip(plain.tensors(), kernel.tensors(), strict=True):
@@ -104,7 +104,7 @@ def test_it_is_torchs_adamw(split: bool) -> None:
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
     for _ in range(10):
         gradient = torch.randn(1000, device=DEVICE)
-        stepped(state, gradient, decayed=600, scale=0.5)
+        stepped(state, gradient, num_decayed=600, scale=0.5)
         decayed.grad, other.grad = gradient[:600] * 0.5, gradient[600:] * 0.5
         optimizer.step()
     wanted = torch.cat([decayed, other]).detach()
@@ -117,9 +117,9 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     whole = first(torch.randn(1000, device=DEVICE), split=True, moments=torch.bfloat16)
     parts, gradient = whole.clone(), torch.randn(1000, device=DEVICE)
-    stepped(whole, gradient, decayed=333)
+    stepped(whole, gradient, num_decayed=333)
     monkeypatch.setattr(fused_adamw, "CHUNK", 64)
-    stepped(parts, gradient, decayed=333)
+    stepped(parts, gradient, num_decayed=333)
     assert all(torch.equal(a, b) for a, b in zip(whole.tensors(), parts.tensors(), strict=True))
 
 

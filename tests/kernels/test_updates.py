@@ -29,8 +29,8 @@ from echelon.training.engine import Engine
 from tests.optim.fed import feed
 
 triton = pytest.importorskip("triton")
-adamw8_gpu = pytest.importorskip("echelon.kernels.optim.adamw_int8_triton")
-tl, _nearest = triton.language, adamw8_gpu._nearest
+adamw_int8_triton = pytest.importorskip("echelon.kernels.optim.adamw_int8_triton")
+tl, _nearest_code = triton.language, adamw_int8_triton._nearest_code
 
 BOX = ElementIndices(start=3, key=0xFEDCBA98, sizes=(4, 5), strides=(77, 11), base=2**32 - 20)
 FORMS = ("whole", "split", "rounded")
@@ -139,7 +139,7 @@ def test_a_block_with_what_is_no_number_is_the_only_one(bad: float, kernels: Cal
 @triton.jit
 def _codes(shares_ptr, borders_ptr, codes_ptr, size):
     at = tl.arange(0, 1024)
-    code = _nearest(tl.load(shares_ptr + at, mask=at < size, other=0.0), borders_ptr)
+    code = _nearest_code(tl.load(shares_ptr + at, mask=at < size, other=0.0), borders_ptr)
     tl.store(codes_ptr + at, code.to(tl.uint8), mask=at < size)
 
 

@@ -42,7 +42,7 @@ def use_triton_update(device: torch.device, dtype: torch.dtype = torch.float32) 
 @contextmanager
 def plain_torch(enabled: bool = True) -> Iterator[None]:
     """Inside, the plain torch runs everywhere. For the whole process: backward runs in threads of its own."""
-    global _allowed
+    global _enabled
     before, _enabled = _enabled, not enabled
     try:
         yield

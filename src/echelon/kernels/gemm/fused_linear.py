@@ -166,7 +166,7 @@ class _FusedLinear(Function):
                         "what recompute=ops makes again is let go of after one backward pass; "
                         "use recompute=none to go backward twice (retain_graph)"
                     )
-                kept = ctx.arithmetic.keep(ctx.again(dx).reshape(-1, ctx.shape[-1]), kept)
+                kept = ctx.arithmetic.save_recomputed(ctx.again(dx).reshape(-1, ctx.shape[-1]), kept)
             found = write_gradient(ctx.weights, of_weight(kept))
         ctx.again = None  # it holds tensors, which autograd does not know of
         of_biases = flat.sum(0).split(ctx.sizes) if ctx.sizes else ()
