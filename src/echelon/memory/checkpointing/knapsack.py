@@ -125,7 +125,7 @@ def _dynamic_program(
     for ways, count, choice in zip(reversed(layers), reversed(in_flight), reversed(chosen), strict=True):
         way = ways[choice[used]]
         found.append(way)
-        used -= _rounded_up(way.kept * count, unit)
+        used -= _rounded_up(way.saved_bytes * count, unit)
     return found[::-1]
 
 

@@ -179,7 +179,7 @@ class SavedTensorCompression(TorchFunctionMode):
     def _relu(self, x: Tensor, in_place: bool) -> Tensor:
         found, which, counts = bitmask.relu_with_bitmask(x, in_place=in_place)
         noted: Any = found
-        noted.relu_outputs = _ReluBits(which, counts, found._version)
+        noted.relu_bits = _ReluBits(which, counts, found._version)
         self.compress_pending(compression_cost.MAX_PENDING_RELUS - 1)  # now that the device has this to do
         return found
 
@@ -238,7 +238,7 @@ class SavedTensorCompression(TorchFunctionMode):
         return self._reuse_stored(x, lambda part: QuantizedTensor.from_tensor(part.contiguous(), kind))
 
     def _compress_dense(self, x: Tensor) -> SavedTensorFormat:
-        known: _ReluBits | None = getattr(x, "rectified", None)
+        known: _ReluBits | None = getattr(x, "relu_bits", None)
         kind = self._format_for(x)
         small = x.is_cuda and x.nbytes < compression_cost.MIN_SPARSE_BYTES
         if known is not None and known.version == x._version and not small:
