@@ -111,7 +111,7 @@ def test_nobody_reads_what_has_not_come_and_nobody_lets_go_of_what_has_not_gone(
     plain = stepped(engine_away(layout.rpartition(",")[0]))
     monkeypatch.setattr(offload_policy, "HostLink", LateLink)
     before = LateLink.made
-    late = stepped(engine_away(layout, host=share))
+    late = stepped(engine_away(layout, host_share=share))
     assert largest_error(whole(late.parallel, "master"), whole(plain.parallel, "master")) <= 1e-10
     assert largest_error(whole(late.parallel), whole(plain.parallel)) <= 1e-10
     losses = [engine.evaluate(engine.microbatches(batch_of(SHAPE, 4, seed=7))) for engine in (plain, late)]

@@ -74,7 +74,7 @@ RANKS = (
 
 def counted(layout: str, share: float) -> tuple[dict[str, int], dict[str, int]]:
     """On a rank: bytes that the second step moved, and what the cost says."""
-    engine = stepped(engine_away(layout, host=share), 1)
+    engine = stepped(engine_away(layout, host_share=share), 1)
     engine.drain()
     before = link_of(engine).bytes_moved.copy()
     stepped(engine, 1)
@@ -118,7 +118,7 @@ def test_paged_gradients_cross_in_their_own_type_and_add_up_in_the_masters() -> 
 
 def test_states_are_held_where_the_cost_says(tmp_path: Path) -> None:
     for layout, place in (("offload=optimizer", "host"), ("offload=params", "host"), ("offload=disk", "disk")):
-        engine = stepped(engine_away(f"dp=1,accumulate=2,{layout}", disk=str(tmp_path)), 1)
+        engine = stepped(engine_away(f"dp=1,accumulate=2,{layout}", disk_dir=str(tmp_path)), 1)
         engine.drain()
         said = step_comm_volume.offloaded_bytes(engine)
         hosts = [unit.offloaded for unit in engine.parallel.sharded_model.param_groups if unit.offloaded is not None]
@@ -160,8 +160,8 @@ def test_as_few_leave_as_must() -> None:
 
 def test_what_a_plan_is_told_moves() -> None:
     numbers = {
-        "updated": 10.0,
-        "activations": 7.0,
+        "shard_params": 10.0,
+        "activation_bytes": 7.0,
         "accumulate": 3,
         "compute_bytes": 2,
         "gradient_bytes": 4,
@@ -180,7 +180,7 @@ def test_what_a_plan_is_told_moves() -> None:
 
 
 def trained(layout: str, share: float) -> dict[str, Tensor]:
-    return whole(stepped(engine_away(layout, host=share)).parallel, "master")
+    return whole(stepped(engine_away(layout, host_share=share)).parallel, "master")
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from echelon.training.engine import Engine
 def test_an_error_on_the_host_is_raised_where_the_unit_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = stepped(engine_away("offload=optimizer"), 1)
     engine.drain()
-    there = engine.optimizer._there  # type: ignore[attr-defined]
+    there = engine.optimizer._host  # type: ignore[attr-defined]
     assert isinstance(there, HostOptimizer)
 
     def broken(*_: object) -> None:
@@ -51,7 +51,7 @@ def test_a_disk_that_is_too_small_is_found_before_the_first_step(
 ) -> None:
     monkeypatch.setattr(disk_store, "_free_bytes", lambda _: 1000)
     with pytest.raises(ValueError, match=r"the disk is full .*bytes needed, 1,000 free.*memory\.disk"):
-        engine_away("offload=disk", disk=str(tmp_path))
+        engine_away("offload=disk", disk_dir=str(tmp_path))
     monkeypatch.undo()
 
     def full(*_: object) -> None:
@@ -59,7 +59,7 @@ def test_a_disk_that_is_too_small_is_found_before_the_first_step(
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(ValueError, match=r"the disk is full .*states\.0: [\d,]+ bytes needed, [\d,]+ free"):
-        engine_away("offload=disk", disk=str(tmp_path))
+        engine_away("offload=disk", disk_dir=str(tmp_path))
     gc.collect()
     assert list(tmp_path.iterdir()) == []
 
@@ -68,7 +68,7 @@ def test_a_disk_that_is_too_small_is_left_as_it_was(tmp_path: Path, monkeypatch:
     """A rank that fails is ended at once: what it had reserved stayed, and there was less room for the next run."""
     monkeypatch.setattr(disk_store, "_free_bytes", lambda _: 1000)
     with pytest.raises(ValueError, match="the disk is full") as held:
-        engine_away("offload=disk", disk=str(tmp_path))
+        engine_away("offload=disk", disk_dir=str(tmp_path))
     assert held.tb is not None  # and with it everything that was made
     assert list(tmp_path.iterdir()) == []
 
@@ -79,7 +79,7 @@ def test_a_limit_is_not_called_a_full_disk(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "posix_fallocate", too_long)
     with pytest.raises(ValueError, match=r"may not be so long .*file too large.*ulimit -f"):
-        engine_away("offload=disk", disk=str(tmp_path))
+        engine_away("offload=disk", disk_dir=str(tmp_path))
 
 
 def test_files_that_the_system_can_let_go_of_are_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def test_a_host_that_is_too_small_is_found_before_anything_is_made(monkeypatch: 
 def test_a_disk_that_fills_up_leaves_the_step_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, fails: str
 ) -> None:
-    engine = stepped(engine_away(f"offload={kind}", disk=str(tmp_path)), 2)
+    engine = stepped(engine_away(f"offload={kind}", disk_dir=str(tmp_path)), 2)
     truth = [value.clone() for value in masters(engine)]
     write, calls = os.pwrite, []
 
@@ -133,7 +133,7 @@ def masters(engine: Engine) -> list[Tensor]:
 
 
 def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
-    engine = stepped(engine_away("offload=disk", disk=str(tmp_path)), 2)
+    engine = stepped(engine_away("offload=disk", disk_dir=str(tmp_path)), 2)
     engine.drain()
     for path in tmp_path.rglob("blocks.2.states.*"):
         os.truncate(path, 800)
@@ -145,7 +145,7 @@ def test_short_reads_and_writes_go_on(tmp_path: Path, monkeypatch: pytest.Monkey
     pread, pwrite = os.preadv, os.pwrite
     monkeypatch.setattr(os, "preadv", lambda file, views, at: pread(file, [views[0][:1000]], at))
     monkeypatch.setattr(os, "pwrite", lambda file, view, at: pwrite(file, view[:999], at))
-    away, plain = engine_away("offload=disk", disk=str(tmp_path)), engine_away("")
+    away, plain = engine_away("offload=disk", disk_dir=str(tmp_path)), engine_away("")
     assert largest_error(*(whole(stepped(engine).parallel, "master") for engine in (away, plain))) == 0.0
 
 
@@ -176,7 +176,7 @@ def test_an_own_loop_has_its_own_update() -> None:
 def test_no_thread_and_no_file_is_left_when_an_engine_goes(tmp_path: Path, kind: str, closed: bool) -> None:
     before = set(threading.enumerate())
     folder = tmp_path / "files"
-    engine = stepped(engine_away(f"offload={kind}", disk=str(folder)))
+    engine = stepped(engine_away(f"offload={kind}", disk_dir=str(folder)))
     gone = weakref.ref(engine)
     if closed:
         engine.drain()

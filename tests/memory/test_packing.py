@@ -19,7 +19,7 @@ def test_bytes_of_a_category_for_plans(category: str) -> None:
                 compression_cost.compressed_bytes(saved, compress, size),
                 compression_cost.uncompressed_bytes(saved, size),
             )
-            assert kept <= plain * (1 + (category == "whole") / 8 / size)
+            assert kept <= plain * (1 + (category == "pending_relu_outputs") / 8 / size)
             assert (compression_cost.extra_traffic_bytes(saved, compress, size) == 0.0) == (kept == plain)
 
 

@@ -37,7 +37,7 @@ def test_the_update_is_that_of_the_device(rule: OptimizerConfig, kind: str) -> N
 
 
 def trained(layout: str, rule: OptimizerConfig, share: float) -> dict[str, torch.Tensor]:
-    return whole(stepped(engine_away(layout, rule, host=share)).parallel, "master")
+    return whole(stepped(engine_away(layout, rule, host_share=share)).parallel, "master")
 
 
 @pytest.mark.parametrize("name", ["lion", "groups"])
@@ -67,7 +67,7 @@ EMA = OptimizerConfig(lr=1e-2, ema=0.8)
 @pytest.mark.parametrize("kind", ["optimizer", "params"])
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_an_average_is_kept_where_the_weights_are(kind: str, share: float) -> None:
-    plain, away = engine_away("", EMA), engine_away(f"offload={kind}", EMA, host=share)
+    plain, away = engine_away("", EMA), engine_away(f"offload={kind}", EMA, host_share=share)
     batch = batch_of(SHAPE, 4, seed=9)
     for step in range(2):
         for engine in (plain, away):
