@@ -64,7 +64,9 @@ def stepped(
         rule, LR, DECAY, state.step, factor, torch.tensor(live, device=DEVICE), torch.float32
     )
     update(
-        *(state.high, state.low, state.mean, state.square, gradient, numbers, state.step), num_decayed=num_decayed, indices=indices
+        *(state.high, state.low, state.mean, state.square, gradient, numbers, state.step),
+        num_decayed=num_decayed,
+        indices=indices,
     )
 
 

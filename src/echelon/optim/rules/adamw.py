@@ -40,7 +40,17 @@ class FusedAdamW:
         for run, (mean, square) in zip(self._segments, self._moments, strict=True):
             high, low = run.weights
             given = numbers[run.lr_factor, run.weight_decay]
-            update(high, low, mean, square, run.gradient, given, self._step, num_decayed=run.num_decayed, indices=run.indices)
+            update(
+                high,
+                low,
+                mean,
+                square,
+                run.gradient,
+                given,
+                self._step,
+                num_decayed=run.num_decayed,
+                indices=run.indices,
+            )
 
     def _init_state(self) -> None:
         if not self._moments:
