@@ -85,7 +85,7 @@ def steps_with(layout, evaluate, drain):
     engine.drain()
     engine.drain()  # nothing is left: it does nothing
     runtime = engine.pipeline.runtime
-    return losses, whole(engine.parallel, "master"), len(runtime.versions.kept) + len(runtime._specs)
+    return losses, whole(engine.parallel, "master"), len(runtime.weight_versions.stashed) + len(runtime._specs)
 
 
 @pytest.mark.parametrize("schedule", ASYNC_SCHEDULES)

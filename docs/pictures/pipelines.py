@@ -96,7 +96,7 @@ def versions() -> str:
 def cut_model() -> str:
     """A real model's chain, cut for 1F1B and for ZB-V."""
     from echelon import models
-    from echelon.pipeline.execution.stage import cut_into_stages
+    from echelon.pipeline.execution.stage_assignment import cut_into_stages
 
     model = models.build(replace(models.find_model("gpt-tiny"), layers=7), "meta")
     c = Canvas(256, "Seven layers on two ranks: 1f1b and zb-v")

@@ -129,5 +129,5 @@ def test_a_profile_of_another_model_is_refused(pool: RankPool, tmp_path):
     for names in (["a", "b"], ["first", *(f"layers.{i}" for i in range(4)), "last"]):
         links = tuple(LayerProfile(name=name, **numbers) for name in names)
         file.write_text(PipelineProfile(links=links, source="predicted").to_json())
-        with pytest.raises(RankError, match=rf"another model \(links {names[0]}, .*, {len(names)} in all; this one"):
+        with pytest.raises(RankError, match=rf"another model \(layers {names[0]}, .*, {len(names)} in all; this one"):
             pool.run(trained, 2, str(file), str(tmp_path / "run"))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.pipeline.execution.runtime import MicrobatchInputs
-from echelon.pipeline.schedules.slice_lengths import choose_slice_lengths
+from echelon.pipeline.slices.slice_lengths import choose_slice_lengths
 from echelon.pipeline.slices.token_slices import sequence_length
 
 

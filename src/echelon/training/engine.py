@@ -49,12 +49,13 @@ from echelon.optim.optimizer_protocol import ShardedOptimizer
 from echelon.optim.param_shards import build_flat_segments
 from echelon.optim.rules.ema import WeightEMA
 from echelon.optim.update_rule import UpdateRule
-from echelon.parallel.apply import ParallelModel, ParallelOptions, apply
+from echelon.parallel.apply import ParallelOptions, apply
 from echelon.parallel.comm.mesh_axis import world_size
 from echelon.parallel.dp.sharded_model import explain_freed_params
 from echelon.parallel.tp.tensor_parallel import TransformerSizes
 from echelon.pipeline.execution.pipeline import Pipeline
 from echelon.pipeline.execution.runtime import MicrobatchInputs
+from echelon.pipeline.execution.stage_assignment import assign_stages
 from echelon.precision import accumulation_dtype
 from echelon.precision.loss_scale import LossScale, LossScaler
 from echelon.training import next_token, step_comm_volume
@@ -104,12 +105,9 @@ class Engine:
         optimizer_groups.check_patterns(self.rule, self.param_names)
         self.nonfinite_locator = NonfiniteLocator(model)
         mixtures = experts_per_moe_layer(model, layout)
-        self.pipeline: Pipeline | None = None
-        if layout.pp > 1:
-            self.pipeline = Pipeline(model, layout, options, recorder)
-        self.parallel: ParallelModel = (
-            self.pipeline.parallel if self.pipeline else apply(model, layout, options, recorder=recorder)
-        )
+        stages = assign_stages(model, layout, options) if layout.pp > 1 else None
+        self.parallel = apply(model, layout, options, stages.modules if stages else None, recorder)
+        self.pipeline = Pipeline(stages, self.parallel) if stages else None
         self.recorder = self.parallel.axes.recorder
         self.model, self.layout = self.parallel.model, layout
         self._batch_sharder = BatchSharder(self.parallel)

@@ -14,7 +14,7 @@ from echelon.checkpoint.load import LoadResult, load_checkpoint
 from echelon.checkpoint.save import CheckpointSaver, RetentionPolicy
 from echelon.checkpoint.storage import open_storage
 from echelon.checkpoint.training_state import ScalarState, TrainingState
-from echelon.pipeline.async_.async_runtime import AsyncRuntime
+from echelon.pipeline.execution.runtime import PipelineRuntime
 from echelon.training.engine import Engine
 
 
@@ -25,9 +25,8 @@ def training_state(engine: Engine) -> TrainingState:
         "loss_scale": _tensor_number(torch.float64, lambda: engine.loss_scaler.scale),
         "good_steps": _tensor_number(torch.int64, lambda: engine.loss_scaler.good_steps),
     }
-    runtime = engine.pipeline.runtime if engine.pipeline is not None else None
-    if isinstance(runtime, AsyncRuntime):
-        numbers["seed"] = _backward_seed_number(runtime)
+    if engine.pipeline is not None and engine.pipeline.asynchronous:
+        numbers["seed"] = _backward_seed_number(engine.pipeline.runtime)
     return TrainingState(engine.parallel, engine.optimizer, engine.ema, numbers)
 
 
@@ -38,7 +37,7 @@ def _tensor_number(dtype: torch.dtype, of: Callable[[], Tensor]) -> ScalarState:
     return ScalarState(dtype, of, write)
 
 
-def _backward_seed_number(runtime: AsyncRuntime) -> ScalarState:
+def _backward_seed_number(runtime: PipelineRuntime) -> ScalarState:
     """What backward starts from in an asynchronous schedule."""
 
     def write(values: Tensor) -> None:

@@ -25,7 +25,7 @@ from echelon.layout import Layout
 from echelon.models.lm_head import check_loss_output
 from echelon.models.pipeline_model import is_within
 from echelon.optim.torch_rules import build_torch_optimizer
-from echelon.pipeline.execution.stage import PipelineStages, cut_into_stages
+from echelon.pipeline.execution.stage_assignment import PipelineStages, cut_into_stages
 from echelon.pipeline.schedule import looped_placement
 from echelon.verification.verify_case import VerifyCase
 

@@ -1,12 +1,14 @@
 """The runtime of asynchronous schedules: an endless stream of microbatches, of which every step is a window.
 
-[Note: what an update needs to know]
+[Note: the scale of an update]
 
-Backward starts, on the last stage, from loss scale / (targets of the update before). What that must be multiplied
-by is known when the update's microbatches are through: the last stage sends it to the others, who have it long before
-they need it, since their gradients come from the last stage too. Nobody waits for an update of another stage.
+Backward starts, on the last stage, from loss scale / (targets of the previous update). The factor that corrects it to
+the targets of this update is known when the last stage has run all microbatches of the update. It sends the factor to
+the other stages, which receive it long before they need it, since their gradients come from the last stage too. No
+stage waits for the update of another.
 
-Norm and clipping are of one stage. An update without a target changes nothing, and still makes a version.
+Gradient norm and clipping are per stage. An update without a valid target changes no weight, and still counts as a
+version.
 """
 
 from __future__ import annotations
@@ -25,14 +27,16 @@ from echelon.pipeline.execution.p2p import TransferSpec
 from echelon.pipeline.execution.runtime import MicrobatchInputs, PipelineRuntime
 from echelon.pipeline.lower import lower
 from echelon.pipeline.schedule import RankActions, Schedule
-from echelon.pipeline.schedules import make_schedule
+from echelon.pipeline.schedules import make_schedule, updates_per_step
+from echelon.pipeline.simulate import simulate
+from echelon.pipeline.validate import join_windows
 
 UpdateFunction = Callable[[float, float], None]
-"""(what to multiply gradients by, learning rate): reduces nothing, changes the optimizer's copy of the weights"""
+"""(gradient scale, learning rate): clips and updates the master weights of this stage"""
 
 
 class AsyncRuntime(PipelineRuntime):
-    """The one stage of a rank."""
+    """Executes the one stage of a rank, window by window."""
 
     def __init__(
         self,
@@ -40,23 +44,23 @@ class AsyncRuntime(PipelineRuntime):
         pipeline_model: PipelineModel,
         stage_layers: Sequence[Sequence[PipelineLayer]],
         schedule: Schedule,
-        *,
-        microbatches_per_update: int,
     ):
         super().__init__(parallel, pipeline_model, stage_layers, schedule)
+        _reject_tied_weights(parallel)
         self.update: UpdateFunction = _no_update
-        self.microbatches_per_update = microbatches_per_update
+        self.updates_per_step = updates_per_step(parallel.layout)
+        self.microbatches_per_update = parallel.layout.accumulate // self.updates_per_step
         self.is_last = self.local_stages == (schedule.stages - 1,)
         self._loss_scale = 1.0
         self.grad_seed: float = 1.0
         self._reset_stream()
 
-    def set_loss_scale(self, scale: float, count: float) -> None:
-        """The loss times this scale is what backward starts from; `count` targets are expected of the first update."""
-        self._loss_scale, self.grad_seed = scale, scale / count
+    def set_loss_scale(self, scale: float, num_targets: float) -> None:
+        """Start backward from the loss times `scale`; the first update is expected to have `num_targets`."""
+        self._loss_scale, self.grad_seed = scale, scale / num_targets
 
     def _reset_stream(self) -> None:
-        """A stream of which nothing has been done yet."""
+        """Begin a new stream from the weights in force."""
         self.weight_versions = WeightVersions(self.parallel.sharded_model)
         self._completed, self._window_size = 0, 0
         self._in_flight: dict[int, tuple[MicrobatchInputs, float]] = {}
@@ -66,42 +70,34 @@ class AsyncRuntime(PipelineRuntime):
 
     # -- windows ------------------------------------------------------------------------------------------------------
 
-    def train_window(self, microbatches: Sequence[MicrobatchInputs], lr: float) -> Tensor:
-        """The next microbatches of the stream; (sum of losses, targets) of this rank's part of them."""
-        self._in_flight.update({number: (work, lr) for number, work in enumerate(microbatches, self._completed)})
+    def train_window(self, microbatches: Sequence[MicrobatchInputs], update: UpdateFunction, lr: float) -> Tensor:
+        """Run the next microbatches of the stream; (sum of losses, number of valid targets) of this rank."""
+        self.update = update
+        self._in_flight.update({m: (microbatch, lr) for m, microbatch in enumerate(microbatches, self._completed)})
         self.totals.zero_()
         self._window_size = len(microbatches)
-        self._run_window(self._window_schedule(drain=False).rank_actions)
+        self._run_window(self._window_schedule(self._completed).rank_actions)
         self._completed += len(microbatches)
         return self.totals
 
     def drain(self) -> None:
-        """The backwards and updates that are left. The stream then starts again, from the weights it has made."""
+        """Run the backwards and updates that are left, and begin a new stream from the resulting weights."""
         if self._completed:
             self._completed -= self._window_size
-            done, whole = (
-                self._window_schedule(drain=False).rank_actions,
-                self._window_schedule(drain=True).rank_actions,
-            )
-            assert all(full[: len(part)] == part for part, full in zip(done, whole, strict=True))
-            self._run_window(tuple(full[len(part) :] for part, full in zip(done, whole, strict=True)))
+            done = self._window_schedule(self._completed).rank_actions
+            drained = self._window_schedule(self._completed, drain=True).rank_actions
+            assert all(full[: len(part)] == part for part, full in zip(done, drained, strict=True))
+            self._run_window(tuple(full[len(part) :] for part, full in zip(done, drained, strict=True)))
         self.p2p.flush()
         self._reset_stream()
 
-    def last_window(self) -> Schedule:
-        """The lists of the last window."""
-        return make_schedule(
-            self.schedule.name,
-            self.schedule.ranks,
-            self._window_size,
-            first_microbatch=self._completed - self._window_size,
-            drain=False,
-        )
+    def recorded_schedule(self) -> Schedule:
+        """The schedule of the last window."""
+        return self._window_schedule(self._completed - self._window_size)
 
-    def _window_schedule(self, *, drain: bool) -> Schedule:
-        return make_schedule(
-            self.schedule.name, self.schedule.ranks, self._window_size, first_microbatch=self._completed, drain=drain
-        )
+    def _window_schedule(self, first_microbatch: int, *, drain: bool = False) -> Schedule:
+        name, ranks = self.schedule.name, self.schedule.ranks
+        return make_schedule(name, ranks, self._window_size, first_microbatch=first_microbatch, drain=drain)
 
     def _run_window(self, rank_actions: RankActions) -> None:
         schedule = Schedule(
@@ -110,21 +106,21 @@ class AsyncRuntime(PipelineRuntime):
             microbatches=self._window_size,
             rank_actions=rank_actions,
         )
-        self._microbatches = {number: work for number, (work, _) in self._in_flight.items()}
+        self._microbatches = {m: microbatch for m, (microbatch, _) in self._in_flight.items()}
         for index, action in enumerate(lower(schedule).rank_actions[self.rank]):
             self._run_action(action, index)
-        # The first stage takes the news of an update as many windows later as there are stages, at most.
+        # The first stage receives the scale of an update at most as many windows later as there are stages.
         self.p2p.flush_older(self.schedule.ranks)
 
     def _run_forwards(self, microbatches: Sequence[MicrobatchInputs], schedule: Schedule) -> None:
-        """Evaluation, beside what is under way."""
-        kept = self._saved, self._specs, self._ready, self._pending_receives
+        """Evaluate without touching the microbatches in flight."""
+        stream = self._saved, self._specs, self._ready, self._pending_receives
         self._saved, self._specs, self._ready, self._pending_receives = {}, {}, {}, {}
         super()._run_forwards(microbatches, schedule)
-        self._saved, self._specs, self._ready, self._pending_receives = kept
+        self._saved, self._specs, self._ready, self._pending_receives = stream
 
     def _flush_sends(self) -> None:
-        """Gradients that are under way are taken in a later window: nobody may wait for them here."""
+        """Wait for nothing: a later window receives the gradients that are in flight."""
 
     # -- actions ------------------------------------------------------------------------------------------------------
 
@@ -143,9 +139,9 @@ class AsyncRuntime(PipelineRuntime):
     def _add_loss(self, total: Tensor, count: Tensor) -> None:
         super()._add_loss(total, count)
         if torch.is_grad_enabled():
-            noted = self._losses.setdefault(self._current_update, torch.zeros_like(self.totals))
-            noted[0] += total
-            noted[1] += count
+            losses = self._losses.setdefault(self._current_update, torch.zeros_like(self.totals))
+            losses[0] += total
+            losses[1] += count
 
     def _backward(self, stage: int, m: int) -> None:
         if m % self.microbatches_per_update == 0:
@@ -155,52 +151,74 @@ class AsyncRuntime(PipelineRuntime):
         super()._backward(stage, m)
 
     def _end_backward(self, stage: int, m: int, index: int) -> None:
-        """Gradients are reduced when those of the update are all there."""
+        """Reduce gradients after the last microbatch of an update."""
         self._release(stage, m)
         if (m + 1) % self.microbatches_per_update == 0:
             self.param_groups.end_backward(0, last=True)
 
     def _update(self, version: int) -> None:
         self.param_groups.finish_step()
-        count, seed = self._update_counts(version - 1)
+        num_targets, grad_seed = self._exchange_update_scale(version - 1)
         _, lr = self._in_flight[version * self.microbatches_per_update - 1]
-        if count:
-            self.update(1.0 / (seed * count), lr)
-            self.grad_seed = self._loss_scale / count
+        if num_targets:
+            self.update(1.0 / (grad_seed * num_targets), lr)
+            self.grad_seed = self._loss_scale / num_targets
         self.weight_versions.advance(version)
-        for number in range((version - 1) * self.microbatches_per_update, version * self.microbatches_per_update):
-            del self._in_flight[number]
+        for m in range((version - 1) * self.microbatches_per_update, version * self.microbatches_per_update):
+            del self._in_flight[m]
 
-    def _update_counts(self, update: int) -> tuple[float, float]:
-        """(targets, what backward started from) of an update, on every stage."""
-        last = self.schedule.stages - 1
-        source = self.schedule.rank_of_stage[last]
-        started = self._grad_seeds.pop(update)
+    def _exchange_update_scale(self, update: int) -> tuple[float, float]:
+        """(number of targets, gradient seed) of an update, sent from the last stage to every other."""
+        last_rank = self.schedule.rank_of_stage[-1]
+        grad_seed = self._grad_seeds.pop(update)
         if not self.is_last:
             channel = 2 * self.schedule.stages + self.rank
-            arriving = self.p2p.wait_for(channel, self.p2p.receive(channel, source, "update"))
-            count, started = arriving.tensors[0].tolist()
-            return count, started
-        noted = self.parallel.token_axis.all_reduce(self._losses.pop(update))
-        count = float(noted[1])
-        news = torch.tensor([count, started], dtype=torch.float64, device=noted.device)
-        form = TransferSpec(((2,),), (torch.float64,), (False,), 0)
+            received = self.p2p.wait_for(channel, self.p2p.receive(channel, last_rank, "update"))
+            num_targets, grad_seed = received.tensors[0].tolist()
+            return num_targets, grad_seed
+        losses = self.parallel.token_axis.all_reduce(self._losses.pop(update))
+        num_targets = float(losses[1])
+        scale = torch.tensor([num_targets, grad_seed], dtype=torch.float64, device=losses.device)
+        spec = TransferSpec(((2,),), (torch.float64,), (False,), 0)
         for rank in range(self.schedule.ranks):
-            if rank != source:
-                self.p2p.send(2 * self.schedule.stages + rank, rank, "update", (news,), form)
-        return count, started
+            if rank != last_rank:
+                self.p2p.send(2 * self.schedule.stages + rank, rank, "update", (scale,), spec)
+        return num_targets, grad_seed
 
-    def update_collectives(self, updates: int) -> list[Collective]:
-        """The cost of `_told`: counts are summed over all tokens on the last stage, which tells the others."""
+    # -- cost ---------------------------------------------------------------------------------------------------------
+
+    def peak_weight_versions(self) -> int:
+        """The most versions of its weights that this rank holds at once."""
+        layout = self.parallel.layout
+        # Two steps after the pipeline has filled, a stream repeats itself.
+        steps = range(2 + -(-layout.pp // layout.accumulate))
+        windows = [
+            make_schedule(
+                layout.schedule, layout.pp, layout.accumulate, first_microbatch=step * layout.accumulate, drain=False
+            )
+            for step in steps
+        ]
+        return simulate(join_windows(windows)).weight_versions[self.rank]
+
+    def update_collectives(self) -> list[Collective]:
+        """The cost of `_exchange_update_scale` in a step."""
         if not self.is_last:
             return []
-        others, tokens = self.schedule.ranks - 1, self.parallel.token_axis
-        sent = Collective(
-            op="send", axis="pp", bytes=16, count=others * updates, overlapped=True, purpose="news of updates"
-        )
-        summed = Collective(op="all_reduce", axis=tokens.name, bytes=16, count=updates, purpose="news of updates")
+        count, tokens, purpose = self.updates_per_step, self.parallel.token_axis, "update scale"
+        sends = (self.schedule.ranks - 1) * count
+        sent = Collective(op="send", axis="pp", bytes=16, count=sends, overlapped=True, purpose=purpose)
+        summed = Collective(op="all_reduce", axis=tokens.name, bytes=16, count=count, purpose=purpose)
         return [sent, summed] if tokens.size > 1 else [sent]
 
 
+def _reject_tied_weights(parallel: ParallelModel) -> None:
+    tied = [param.name for param in parallel.placement.params.values() if param.tied_pp_ranks]
+    if tied:
+        raise ValueError(
+            f"schedule={parallel.layout.schedule} updates every stage on its own, and {tied[0]} is on several stages; "
+            "untie it (tied=false), or use schedule=1f1b"
+        )
+
+
 def _no_update(_scale: float, _lr: float) -> None:
-    raise AssertionError("an asynchronous pipeline was not told how to update")
+    raise AssertionError("an asynchronous pipeline has no update function before its first window")

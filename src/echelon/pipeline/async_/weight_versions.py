@@ -1,8 +1,9 @@
-"""The versions of a stage's weights, for schedules that update before every forward of the old weights is backward.
+"""Weight stashing: older versions of a stage's weights for the microbatches that still need them.
 
-An update writes the optimizer's copy. Where the version in force is still needed, the new one gets buffers of its own,
-and the old ones stay with the graphs that were built on them; otherwise they are refilled where they lie. A forward on
-an older version runs with that version's parameters in the modules. Gradients of all versions arrive at one place.
+An update writes the master weights. If the current version is stashed, the new version gets parameter buffers of its
+own, and the autograd graphs that were built on the old ones keep them alive; otherwise the update refills the buffers
+in place. A forward on an older version runs with that version's parameters in the modules. The gradients of all
+versions add up in one buffer.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from echelon.parallel.dp.sharded_model import ShardedModel
 from echelon.pipeline.actions import LATEST
 
 GroupParameters = list[dict[str, nn.Parameter]]
-"""of every unit, by name"""
+"""the parameters of every parameter group, by name"""
 
 
 class WeightVersions:
+    """The versions of one stage's weights that are alive."""
+
     def __init__(self, sharded_model: ShardedModel):
         self.sharded_model = sharded_model
         self.latest = 0
@@ -27,32 +30,32 @@ class WeightVersions:
 
     def stash(self, version: int) -> None:
         assert version == self.latest
-        for unit in self.sharded_model.param_groups:
-            unit.unshard()
-        self.stashed[version] = [unit.parameters for unit in self.sharded_model.param_groups]
+        for group in self.sharded_model.param_groups:
+            group.unshard()
+        self.stashed[version] = [group.parameters for group in self.sharded_model.param_groups]
 
     def drop(self, version: int) -> None:
         del self.stashed[version]
 
     def advance(self, version: int) -> None:
-        """The optimizer has written what is now this version."""
+        """Make the weights that the optimizer has just written the latest version."""
         assert version == self.latest + 1
         if self.latest in self.stashed:
-            for unit in self.sharded_model.param_groups:
-                unit.fork_param_buffer()
-                self.sharded_model.register_params(unit)
+            for group in self.sharded_model.param_groups:
+                group.fork_param_buffer()
+                self.sharded_model.register_params(group)
         self.sharded_model.after_update()
         self.latest = version
 
     @contextmanager
     def using(self, version: int) -> Iterator[None]:
-        """The modules hold this version's parameters."""
+        """Put this version's parameters into the modules for the time of the context."""
         if version in (LATEST, self.latest):
             yield
             return
-        now = [unit.parameters for unit in self.sharded_model.param_groups]
+        current = [group.parameters for group in self.sharded_model.param_groups]
         self.sharded_model.swap_params(self.stashed[version])
         try:
             yield
         finally:
-            self.sharded_model.swap_params(now)
+            self.sharded_model.swap_params(current)

@@ -1,12 +1,12 @@
-"""One runtime for every schedule: it does what the list says, in the order of the list.
+"""One runtime for every schedule: it executes the actions of its rank in their order.
 
-[Note: what travels]
+[Note: what stages exchange]
 
     stage s, microbatch m     F: inputs -> outputs         the outputs go to stage s + 1, cut off from the graph
                               B: d outputs -> d inputs     the inputs' gradients go to stage s - 1
 
-A message between two ranks is a send and a receive in the lists. Between two stages of one rank there is nothing to
-send: the next stage finds the tensors where the first put them. Nothing here is global: a runtime is its arguments.
+A transfer between two ranks is a send and a receive in their actions. Two stages of one rank exchange tensors in
+memory: the next stage takes them from where the first put them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from echelon.layout.collective import Collective
 from echelon.models.lm_head import check_loss_output
 from echelon.models.pipeline_model import PipelineLayer, PipelineModel
 from echelon.parallel.apply import ParallelModel
@@ -37,38 +38,38 @@ FORWARD, BACKWARD = 0, 1
 
 @dataclass(frozen=True)
 class MicrobatchInputs:
-    """One microbatch's inputs, on the device."""
+    """The inputs of one microbatch (or of one slice of it), on the device."""
 
     inputs: Mapping[str, Tensor]
     samples: Tensor
     full_inputs: Mapping[str, Tensor] | None = None
-    """of a slice: the inputs of the whole sequence"""
+    """of a slice: the inputs of the full sequence"""
     slice_index: int = 0
-    """of a slice: its number"""
+    """of a slice: its position among the slices"""
     span: tuple[int, int, int] = (0, 0, 0)
     """of a slice: its start and stop, and the length of the sequence"""
     full_length: int = 0
-    """under context parallelism: the tokens of the whole sequence"""
+    """under context parallelism: the tokens of the unsharded sequence"""
 
     @property
     def shape_key(self) -> Hashable:
-        """What the shapes of everything that is made of it depend on."""
+        """A key of the shapes of all activations: equal keys mean equal shapes."""
         shapes = tuple((key, tuple(value.shape)) for key, value in sorted(self.inputs.items()))
         return shapes, torch.is_grad_enabled()
 
 
 @dataclass
 class SavedActivations:
-    """What a stage keeps of a microbatch between forward and backward."""
+    """The inputs and outputs of a stage that its backward needs, for one microbatch."""
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     deferred: list[split_backward.WeightGradInputs] = field(default_factory=list)
-    """products of weight gradients that were put off"""
+    """the matmuls of weight gradients that W will compute"""
 
 
 class PipelineRuntime:
-    """The stages of one rank."""
+    """Executes the stages of one rank. Schedule families with another runtime subclass it."""
 
     def __init__(
         self,
@@ -77,12 +78,8 @@ class PipelineRuntime:
         stage_layers: Sequence[Sequence[PipelineLayer]],
         schedule: Schedule,
     ):
-        self.parallel, self.pipeline_model, self.stage_layers, self.schedule = (
-            parallel,
-            pipeline_model,
-            stage_layers,
-            schedule,
-        )
+        self.parallel, self.pipeline_model = parallel, pipeline_model
+        self.stage_layers, self.schedule = stage_layers, schedule
         axis = parallel.axes["pp"]
         self._recorder = axis.recorder
         self.rank = axis.index
@@ -91,10 +88,10 @@ class PipelineRuntime:
         self.param_groups = StageParamGroups(parallel.sharded_model)
         self.p2p = P2PChannels(axis, parallel.options.device, 2 * schedule.stages + schedule.ranks)
         self.spans: list[tuple[str, float, float]] | None = None
-        """(action, start, end) of the actions of a step that is recorded; a recorded step waits for the device"""
+        """(action, start, end) of every action, while a step is recorded; recording synchronizes the device"""
         self._action_start = 0.0
         self._num_slices = 1
-        """of a microbatch, in the schedule that is being run: evaluation does not slice"""
+        """per microbatch, in the schedule that runs now: evaluation does not slice"""
         self._microbatches: Mapping[int, MicrobatchInputs] = {}
         self._saved: dict[tuple[int, int], SavedActivations] = {}
         self._ready: dict[tuple[int, int, int], tuple[Tensor, ...]] = {}
@@ -102,23 +99,46 @@ class PipelineRuntime:
         self._specs: dict[tuple[int, int], TransferSpec] = {}
         self._last_backward: dict[int, int] = {}
         self.grad_seed: float | Tensor = 1.0
-        """what backward starts from; as a tensor it is not known to the host"""
+        """the gradient of the loss; a tensor where the host does not know its value"""
         self._logits_layer: Callable[..., Tensor] | None = None
-        """what runs instead of the last link"""
+        """runs in place of the last layer"""
         self._logits: Tensor | None = None
         self.totals = torch.zeros(2, dtype=torch.float64, device=parallel.options.device)
+
+    # -- what other runtimes change -----------------------------------------------------------------------------------
+
+    def slice_lengths(self, seq_len: int) -> tuple[int, ...]:
+        """The lengths of a sequence's slices; empty where sequences are not sliced."""
+        return ()
+
+    def schedule_for(self, seq_len: int) -> Schedule:
+        """The schedule of a step with sequences of this length."""
+        return self.schedule
+
+    def recorded_schedule(self) -> Schedule:
+        """The schedule of the last step."""
+        return self.schedule
+
+    def peak_weight_versions(self) -> int:
+        """The most versions of its weights that this rank holds at once."""
+        return 1
+
+    def update_collectives(self) -> list[Collective]:
+        """What the updates of a step communicate between stages."""
+        return []
+
+    def drain(self) -> None:
+        """Finish what is in flight between steps."""
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
     def train(self, microbatches: Sequence[MicrobatchInputs], grad_seed: float | Tensor) -> Tensor:
-        """Every action of the schedule but the updates: those of a step need the norm over all stages, so whoever holds
-        the optimizer makes them together at the end. (sum of losses, number of targets) of this rank.
+        """Run every action of a step but the updates; (sum of losses, number of valid targets) of this rank.
+
+        The engine updates all stages at the end of the step: clipping needs the norm over all of them.
         """
-        self._microbatches, self.grad_seed, self._num_slices = (
-            dict(enumerate(microbatches)),
-            grad_seed,
-            self.schedule.slices,
-        )
+        self._microbatches, self.grad_seed = dict(enumerate(microbatches)), grad_seed
+        self._num_slices = self.schedule.slices
         self.totals.zero_()
         self.param_groups.begin_step()
         actions = self.schedule.rank_actions[self.rank]
@@ -132,17 +152,17 @@ class PipelineRuntime:
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[MicrobatchInputs], schedule: Schedule) -> Tensor:
-        """The totals of forwards alone."""
+        """(sum of losses, number of valid targets) of this rank, by forwards alone."""
         self.totals.zero_()
         self._run_forwards(microbatches, schedule)
         return self.totals
 
     @torch.no_grad()
     def logits(self, microbatch: MicrobatchInputs, schedule: Schedule) -> Tensor | None:
-        """What the model says of one batch, on the rank of the last stage."""
+        """The logits of one microbatch, on the rank of the last stage."""
         if self.pipeline_model.logits is None:
             raise ValueError(
-                "the model's chain gives no logits; set `Chain.logits`, or write no text (sample.tokens=0)"
+                "the model's chain gives no logits; set `PipelineModel.logits`, or write no text (sample.tokens=0)"
             )
         self._logits = None
         self._logits_layer = self.pipeline_model.logits
@@ -159,11 +179,11 @@ class PipelineRuntime:
         self._flush_sends()
         self._saved.clear()
         self._specs.clear()
-        for unit in self.parallel.sharded_model.param_groups:
-            unit.reshard()
+        for group in self.parallel.sharded_model.param_groups:
+            group.reshard()
 
     def _flush_sends(self) -> None:
-        """After an evaluation: its messages are out."""
+        """Wait for the sends of an evaluation."""
         self.p2p.flush()
 
     def _run_action(self, action: Action, index: int) -> None:
@@ -173,9 +193,9 @@ class PipelineRuntime:
         if self.spans is not None:
             if self.parallel.options.device.type == "cuda":
                 torch.cuda.synchronize()
-            # A clock may be set back. Then actions seem to take no time, for as long as it was.
-            begun = max([self._action_start, *(end for _, _, end in self.spans[-1:])])
-            self.spans.append((str(action), begun, max(begun, time.time())))
+            # The clock may be set back. Until it has caught up, actions appear to take no time.
+            start = max([self._action_start, *(end for _, _, end in self.spans[-1:])])
+            self.spans.append((str(action), start, max(start, time.time())))
 
     def _dispatch(self, action: Action, index: int) -> None:
         kind, stage, m = action.kind, action.stage, action.index * self._num_slices + action.slice_index
@@ -204,65 +224,65 @@ class PipelineRuntime:
 
     def _forward(self, stage: int, m: int) -> None:
         self._recorder.enter_phase("forward")
-        work = self._microbatches[m]
+        microbatch = self._microbatches[m]
         inputs = self._receive(stage, m, FORWARD) if stage else ()
-        self._set_microbatch(work, stage, m)
+        self._set_microbatch(microbatch, stage, m)
         self.param_groups.unshard(self.local_stages.index(stage))
-        passed = SavedActivations(inputs, ())
-        with self._split_backward(passed), self.parallel.saved_tensor_context():
-            carried: Any = self._stage_input(stage, m, inputs) if stage else None
-            shared = self._shared(work)
+        saved = SavedActivations(inputs, ())
+        with self._split_backward(saved), self.parallel.saved_tensor_context():
+            hidden: Any = self._stage_input(stage, m, inputs) if stage else None
+            shared = self._shared(microbatch)
             last = stage == self.schedule.stages - 1
-            for link in self.stage_layers[stage][:-1] if last and self._logits_layer else self.stage_layers[stage]:
-                carried = link.run(carried, shared, **work.inputs)
+            for layer in self.stage_layers[stage][:-1] if last and self._logits_layer else self.stage_layers[stage]:
+                hidden = layer.run(hidden, shared, **microbatch.inputs)
         if last and self._logits_layer:
-            self._logits = self._logits_layer(carried, shared, **work.inputs)
+            self._logits = self._logits_layer(hidden, shared, **microbatch.inputs)
         elif last:
-            total, count = check_loss_output(carried)
+            total, count = check_loss_output(hidden)
             self._add_loss(total.detach(), count)
-            passed.outputs = (total,)
+            saved.outputs = (total,)
         else:
-            holder, passed.outputs = unpack_tensors(carried, link.name)
-            self._hand_over(stage + 1, m, FORWARD, tuple(_detach(tensor) for tensor in passed.outputs), holder)
-        self._saved[stage, m] = passed
+            container, saved.outputs = unpack_tensors(hidden, layer.name)
+            self._hand_over(stage + 1, m, FORWARD, tuple(_detach(tensor) for tensor in saved.outputs), container)
+        self._saved[stage, m] = saved
 
     def _add_loss(self, total: Tensor, count: Tensor) -> None:
-        """A microbatch's loss is known."""
+        """Add the loss of a microbatch to the totals."""
         self.totals[0] += total
         self.totals[1] += count
 
     def _backward(self, stage: int, m: int) -> None:
         self._recorder.enter_phase("backward")
-        passed = self._saved[stage, m]
+        saved = self._saved[stage, m]
         self._set_microbatch(self._microbatches[m], stage, m)
-        part = self.local_stages.index(stage)
-        self.param_groups.unshard(part)
-        self.param_groups.begin_backward(part)
-        outputs = [tensor for tensor in passed.outputs if tensor.requires_grad]
+        local_stage = self.local_stages.index(stage)
+        self.param_groups.unshard(local_stage)
+        self.param_groups.begin_backward(local_stage)
+        outputs = [tensor for tensor in saved.outputs if tensor.requires_grad]
         if stage == self.schedule.stages - 1:
             gradients: Sequence[Tensor] = [_full_like(tensor, self.grad_seed) for tensor in outputs]
         else:
             gradients = self._receive(stage, m, BACKWARD)
         outputs, gradients = self._backward_roots(m, outputs, gradients)
         if outputs:
-            with self._split_backward(passed):
+            with self._split_backward(saved):
                 split_backward.backward_inside_mode(outputs, gradients)
-        wanted = [tensor for tensor in passed.inputs if tensor.requires_grad]
         if stage:
-            made = tuple(t.grad if t.grad is not None else torch.zeros_like(t) for t in wanted)
-            self._hand_over(stage - 1, m, BACKWARD, made)
-        passed.inputs = passed.outputs = ()
+            inputs = [tensor for tensor in saved.inputs if tensor.requires_grad]
+            input_grads = tuple(t.grad if t.grad is not None else torch.zeros_like(t) for t in inputs)
+            self._hand_over(stage - 1, m, BACKWARD, input_grads)
+        saved.inputs = saved.outputs = ()
 
     def _weight_backward(self, stage: int, m: int) -> None:
-        """The second half of backward: what was put off."""
+        """Compute the weight gradients that the first half of backward deferred."""
         self._set_microbatch(self._microbatches[m], stage, m)
-        ready = partial(self.param_groups.unshard_layers, self.local_stages.index(stage))
+        unshard = partial(self.param_groups.unshard_layers, self.local_stages.index(stage))
         split_backward.compute_weight_grads(
-            self._saved[stage, m].deferred, self.parallel.sharded_model.add_deferred_grad, ready
+            self._saved[stage, m].deferred, self.parallel.sharded_model.add_deferred_grad, unshard
         )
 
     def _stage_input(self, stage: int, m: int, inputs: Sequence[Tensor]) -> Any:
-        """What the stage's first link is given: what the link before it gave."""
+        """What the layer before this stage returned, in the container that it used."""
         return pack_tensors(self._specs[stage, m].container, [NonLeafAlias.apply(tensor) for tensor in inputs])
 
     def _shared(self, microbatch: MicrobatchInputs) -> Any:
@@ -271,7 +291,7 @@ class PipelineRuntime:
     def _backward_roots(
         self, m: int, outputs: list[Tensor], gradients: Sequence[Tensor]
     ) -> tuple[list[Tensor], Sequence[Tensor]]:
-        """What backward starts from."""
+        """The tensors that backward starts from, and their gradients."""
         return outputs, gradients
 
     def _end_backward(self, stage: int, m: int, index: int) -> None:
@@ -279,7 +299,7 @@ class PipelineRuntime:
         self.param_groups.end_backward(self.local_stages.index(stage), last=self._last_backward[stage] == index)
 
     def _release(self, stage: int, m: int) -> None:
-        """After its backward nothing of a microbatch is needed."""
+        """Drop what a stage saved of a microbatch."""
         del self._saved[stage, m]
         self._specs.pop((stage, m), None)
 
@@ -287,20 +307,20 @@ class PipelineRuntime:
         return split_backward.DeferWeightGrads(saved.deferred) if self._splits_backward else nullcontext()
 
     def _set_microbatch(self, microbatch: MicrobatchInputs, stage: int, m: int) -> None:
-        """Dropout, sequence and context parallelism are told which microbatch this is."""
+        """Tell dropout, sequence and context parallelism which microbatch runs."""
         self.parallel.rng_stream.samples = microbatch.samples
         if self.parallel.cp_context is not None:
             self.parallel.cp_context.seq_len = microbatch.full_length
-        form = self._specs.get((stage, m))
-        if self.parallel.tp_boundary is not None and form is not None:
-            self.parallel.tp_boundary.length = form.full_length
+        spec = self._specs.get((stage, m))
+        if self.parallel.tp_boundary is not None and spec is not None:
+            self.parallel.tp_boundary.length = spec.full_length
 
-    # -- handing on ---------------------------------------------------------------------------------------------------
+    # -- transfers ----------------------------------------------------------------------------------------------------
 
     def _hand_over(
         self, stage: int, m: int, direction: int, tensors: tuple[Tensor, ...], container: type = tuple
     ) -> None:
-        """Puts down what another stage needs: it is there at once for one of this rank, others are sent it."""
+        """Make tensors available to another stage: at once on this rank, by a later send on another."""
         self._ready[stage, m, direction] = tensors
         if direction == FORWARD:
             self._specs[stage, m] = self._spec(tensors, container)
@@ -315,32 +335,31 @@ class PipelineRuntime:
         )
 
     def _send(self, stage: int, m: int, direction: int) -> None:
-        to = stage + 1 if direction == FORWARD else stage - 1
-        tensors = self._ready.pop((to, m, direction))
-        form = self._specs.pop((to, m)) if direction == FORWARD else self._spec(tensors)
-        self.p2p.send(
-            2 * stage + direction, self.schedule.rank_of_stage[to], self._microbatches[m].shape_key, tensors, form
-        )
+        receiver = stage + 1 if direction == FORWARD else stage - 1
+        tensors = self._ready.pop((receiver, m, direction))
+        spec = self._specs.pop((receiver, m)) if direction == FORWARD else self._spec(tensors)
+        channel, rank = 2 * stage + direction, self.schedule.rank_of_stage[receiver]
+        self.p2p.send(channel, rank, self._microbatches[m].shape_key, tensors, spec)
 
     def _post_receive(self, stage: int, m: int, direction: int) -> None:
         sender = stage - 1 if direction == FORWARD else stage + 1
         channel = 2 * sender + direction
-        arriving = self.p2p.receive(channel, self.schedule.rank_of_stage[sender], self._microbatches[m].shape_key)
-        self._pending_receives[stage, m, direction] = (channel, arriving)
+        pending = self.p2p.receive(channel, self.schedule.rank_of_stage[sender], self._microbatches[m].shape_key)
+        self._pending_receives[stage, m, direction] = (channel, pending)
 
     def _receive(self, stage: int, m: int, direction: int) -> tuple[Tensor, ...]:
         key = (stage, m, direction)
         if key in self._ready:
             return self._ready.pop(key)
-        channel, arriving = self._pending_receives.pop(key)
-        self.p2p.wait_for(channel, arriving)
-        self._action_start = time.time()  # what came before was waiting
-        assert arriving.spec is not None
+        channel, pending = self._pending_receives.pop(key)
+        self.p2p.wait_for(channel, pending)
+        self._action_start = time.time()  # waiting is not part of the action
+        assert pending.spec is not None
         if direction == FORWARD:
-            self._specs[stage, m] = arriving.spec
-            for tensor, differentiable in zip(arriving.tensors, arriving.spec.differentiable, strict=True):
+            self._specs[stage, m] = pending.spec
+            for tensor, differentiable in zip(pending.tensors, pending.spec.differentiable, strict=True):
                 tensor.requires_grad_(differentiable)
-        return arriving.tensors
+        return pending.tensors
 
 
 def _full_like(tensor: Tensor, value: float | Tensor) -> Tensor:
@@ -350,5 +369,5 @@ def _full_like(tensor: Tensor, value: float | Tensor) -> Tensor:
 
 
 def _detach(tensor: Tensor) -> Tensor:
-    """The same values without their history; backward stops there, and its gradient is handed on."""
+    """The tensor as a leaf: backward of the next stage ends there, and its gradient goes to the stage before."""
     return tensor.detach().requires_grad_(tensor.requires_grad)

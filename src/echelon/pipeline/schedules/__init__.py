@@ -1,4 +1,4 @@
-"""Every schedule under its name: `make("1f1b", ranks, microbatches)`, and the table of families behind it.
+"""Every pipeline schedule under its name: `make_schedule("1f1b", ranks, microbatches)`, and the table of families.
 
 A new schedule is one file with `build`, `bubble` and `in_flight`, and one row of `FAMILIES`.
 """
@@ -27,36 +27,53 @@ from echelon.pipeline.schedules import (
     zb_v,
 )
 
-__all__ = ["FAMILIES", "FILE_PREFIX", "ScheduleFamily", "make_schedule", "schedule_file_error", "schedule_for_layout"]
+__all__ = [
+    "FAMILIES",
+    "FILE_PREFIX",
+    "ScheduleFamily",
+    "make_schedule",
+    "runtime_path",
+    "schedule_file_error",
+    "schedule_for_layout",
+    "updates_per_step",
+]
 
 FILE_PREFIX = "file:"
-"""what stands before the path of a schedule that the user wrote"""
+"""stands before the path of a schedule that the user wrote"""
+
+SYNC_RUNTIME = "echelon.pipeline.execution.runtime.PipelineRuntime"
+ASYNC_RUNTIME = "echelon.pipeline.async_.async_runtime.AsyncRuntime"
+SLICE_RUNTIME = "echelon.pipeline.slices.slice_runtime.SliceRuntime"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleFamily:
-    """One kind of schedule."""
+    """One pipeline schedule, for any number of ranks and microbatches."""
 
     name: str
     """as in the layout"""
     title: str
     """one line for people"""
     build: Callable[..., Schedule]
-    """from (ranks, chunks, microbatches); with slices, first and drain where it has them"""
+    """from (ranks, chunks, microbatches); takes slices, or first_microbatch and drain, where the family has them"""
     bubble: Callable[..., Fraction | None]
-    """from (ranks, chunks, microbatches), with F = I = W = 1, B = 2 and messages that take no time; None where no
-    formula holds. Of a whole run of so many microbatches, where asynchronous"""
+    """from (ranks, chunks, microbatches), with F = I = W = 1, B = 2 and free transfers; None where no formula holds.
+    For an asynchronous family, of a run of `microbatches` in all"""
     in_flight: Callable[..., tuple[int, ...]]
-    """likewise; for each rank the most activations (of a stage and a microbatch, and a slice) that it holds at once,
-    from F until B, or until W where backward has two halves"""
+    """from the same: for each rank the most activations (of a stage, a microbatch and a slice) that it holds at once,
+    from F until B, or until W where backward is split"""
     chunks: int | None = 1
     """stages per rank; None where the user chooses, 2 or more"""
     asynchronous: bool = False
     """whether a run is one endless stream, cut into windows"""
+    updates_every_microbatch: bool = False
+    """whether each microbatch makes an update; otherwise a step makes one"""
     splits_backward: bool = False
     """whether it has I and W"""
     has_slices: bool = False
     """whether it cuts sequences into slices of tokens"""
+    runtime: str = SYNC_RUNTIME
+    """the class that executes it; a path, because the families import no torch"""
 
 
 # fmt: off
@@ -65,9 +82,11 @@ FAMILIES: dict[str, ScheduleFamily] = {family.name: family for family in (
            build=naive.build, bubble=naive.bubble, in_flight=naive.in_flight),
     ScheduleFamily(name="gpipe", title="GPipe: all microbatches forward, then all backward",
            build=gpipe.build, bubble=gpipe.bubble, in_flight=gpipe.in_flight),
-    ScheduleFamily(name="1f1b", title="1F1B (PipeDream-flush): GPipe's bubble with as many microbatches in flight as stages",
+    ScheduleFamily(name="1f1b",
+           title="1F1B (PipeDream-flush): GPipe's bubble with as many microbatches in flight as stages",
            build=one_f_one_b.build, bubble=one_f_one_b.bubble, in_flight=one_f_one_b.in_flight),
-    ScheduleFamily(name="interleaved", title="interleaved 1F1B: several chunks per rank, a bubble smaller by their number",
+    ScheduleFamily(name="interleaved",
+           title="interleaved 1F1B: several chunks per rank, a bubble smaller by their number",
            build=interleaved.build, bubble=interleaved.bubble, in_flight=interleaved.in_flight, chunks=None),
     ScheduleFamily(name="zb-h1", title="zero bubble, H1: weight gradients fill the bubble, with the memory of 1F1B",
            build=zb_h1.build, bubble=zb_h1.bubble, in_flight=zb_h1.in_flight, splits_backward=True),
@@ -77,17 +96,21 @@ FAMILIES: dict[str, ScheduleFamily] = {family.name: family for family in (
            build=dualpipe_v.build, bubble=dualpipe_v.bubble, in_flight=dualpipe_v.in_flight, chunks=2,
            splits_backward=True),
     ScheduleFamily(name="pipedream", title="PipeDream: no flush, each microbatch keeps the weights of its forward",
-           build=pipedream.build, bubble=pipedream.bubble, in_flight=pipedream.in_flight, asynchronous=True),
-    ScheduleFamily(name="pipedream-vsync", title="PipeDream with vertical sync: one version of the weights on all stages",
+           build=pipedream.build, bubble=pipedream.bubble, in_flight=pipedream.in_flight, asynchronous=True,
+           updates_every_microbatch=True, runtime=ASYNC_RUNTIME),
+    ScheduleFamily(name="pipedream-vsync",
+           title="PipeDream with vertical sync: one version of the weights on all stages",
            build=pipedream_vsync.build, bubble=pipedream_vsync.bubble, in_flight=pipedream_vsync.in_flight,
-           asynchronous=True),
+           asynchronous=True, updates_every_microbatch=True, runtime=ASYNC_RUNTIME),
     ScheduleFamily(name="2bw", title="PipeDream-2BW: no flush, two versions of the weights",
-           build=two_bw.build, bubble=two_bw.bubble, in_flight=two_bw.in_flight, asynchronous=True),
+           build=two_bw.build, bubble=two_bw.bubble, in_flight=two_bw.in_flight, asynchronous=True,
+           runtime=ASYNC_RUNTIME),
     ScheduleFamily(name="terapipe", title="TeraPipe: a pipeline over slices of a sequence's tokens",
-           build=terapipe.build, bubble=terapipe.bubble, in_flight=terapipe.in_flight, has_slices=True),
+           build=terapipe.build, bubble=terapipe.bubble, in_flight=terapipe.in_flight, has_slices=True,
+           runtime=SLICE_RUNTIME),
 )}
 # fmt: on
-"""Every schedule that has a name, in the order of the layout's grammar."""
+"""Every named schedule, in the order of the layout's grammar."""
 
 
 def make_schedule(
@@ -100,24 +123,23 @@ def make_schedule(
     first_microbatch: int = 0,
     drain: bool = True,
 ) -> Schedule:
-    """The schedule of a name, or of a file: `file:PATH`.
+    """Build the schedule of a name, or read that of a file: `file:PATH`.
 
-    `chunks` are the stages of a rank; 0: those that the schedule has, 2 where it leaves the choice. `first` and `drain`
-    cut a window from the endless stream of an asynchronous schedule: microbatches `first` to `first + microbatches - 1`
-    of the run; without `drain`, backwards that have not come up yet are left to the next window. Other schedules have
-    no windows.
+    `chunks` are the stages per rank; 0 takes the family's number, or 2 where the user chooses. `first_microbatch` and
+    `drain` cut a window from the endless stream of an asynchronous schedule: `microbatches` of them from
+    `first_microbatch` on; without `drain`, backwards that are not due yet are left to the next window.
     """
     family = FAMILIES.get(name)
-    faults = [
+    errors = [
         *_size_errors(ranks, microbatches, chunks, slices, first_microbatch),
         *_option_errors(name, family, chunks, slices),
     ]
-    if faults:
-        raise ValueError("\n".join(faults))
+    if errors:
+        raise ValueError("\n".join(errors))
     if family is None:
-        asked = 0 if slices == 1 else slices
+        wanted = 0 if slices == 1 else slices
         path = name.removeprefix(FILE_PREFIX)
-        return schedule_file.load_schedule(path, ranks=ranks, chunks=chunks, microbatches=microbatches, slices=asked)
+        return schedule_file.load_schedule(path, ranks=ranks, chunks=chunks, microbatches=microbatches, slices=wanted)
     chunks = chunks or family.chunks or 2
     if family.asynchronous:
         return family.build(ranks, chunks, microbatches, first_microbatch=first_microbatch, drain=drain)
@@ -127,14 +149,25 @@ def make_schedule(
 
 
 def schedule_for_layout(layout: Layout) -> Schedule:
-    """The schedule of a step that is run; TeraPipe's before its sequences are sliced."""
+    """The schedule of one training step; TeraPipe's before its sequences are sliced."""
     is_file = layout.schedule.startswith(FILE_PREFIX)
-    # A file says by itself how many chunks it has. What the layout says must agree; 1 is what it says of itself.
+    # A file fixes its number of chunks. The layout must agree with it, unless vpp is the default of 1.
     chunks = 0 if is_file and layout.vpp == 1 else layout.vpp
     schedule = make_schedule(layout.schedule, layout.pp, layout.accumulate, chunks=chunks)
     if is_file:
         schedule_file.check_runnable(schedule)
     return schedule
+
+
+def runtime_path(schedule: str) -> str:
+    """The dotted path of the runtime class that executes a schedule."""
+    return FAMILIES[schedule].runtime if schedule in FAMILIES else SYNC_RUNTIME
+
+
+def updates_per_step(layout: Layout) -> int:
+    """How many optimizer updates a step makes."""
+    family = FAMILIES.get(layout.schedule)
+    return layout.accumulate if family is not None and family.updates_every_microbatch else 1
 
 
 def _size_errors(ranks: int, microbatches: int, chunks: int, slices: int, first: int) -> list[str]:
@@ -148,26 +181,26 @@ def _size_errors(ranks: int, microbatches: int, chunks: int, slices: int, first:
 
 
 def _option_errors(name: str, family: ScheduleFamily | None, chunks: int, slices: int) -> list[str]:
-    """What a schedule of this name cannot be."""
-    faults = []
+    """Options that a schedule of this name does not support."""
+    errors = []
     if family is None:
         if not name.startswith(FILE_PREFIX):
             remedy = f"choose one of {', '.join(FAMILIES)}, {FILE_PREFIX}PATH"
             hint = did_you_mean(name, FAMILIES)
-            faults.append(f"unknown schedule ({name!r}); {remedy}{'; ' if hint else ''}{hint}")
-        return faults
+            errors.append(f"unknown schedule ({name!r}); {remedy}{'; ' if hint else ''}{hint}")
+        return errors
     if family.chunks is None and chunks == 1:
-        faults.append(f"too few chunks for {name} (chunks=1); give 2 or more, or choose 1f1b")
+        errors.append(f"too few chunks for {name} (chunks=1); give 2 or more, or choose 1f1b")
     elif family.chunks is not None and chunks not in (0, family.chunks):
         other = ", or choose interleaved" if family.chunks == 1 else ""
-        faults.append(f"{name} has another number of chunks per rank (chunks={chunks}); give {family.chunks}{other}")
+        errors.append(f"{name} has another number of chunks per rank (chunks={chunks}); give {family.chunks}{other}")
     if slices != 1 and not family.has_slices:
-        faults.append(f"{name} has no slices (slices={slices}); give 1, or choose terapipe")
-    return faults
+        errors.append(f"{name} has no slices (slices={slices}); give 1, or choose terapipe")
+    return errors
 
 
 def schedule_file_error(layout: Layout, layers: int = 0) -> str:
-    """What is wrong with the file of a layout's schedule, if it is one and something is. `layers`: of the model."""
+    """What is wrong with the schedule file of a layout, or "". `layers` is the number of the model's layers."""
     if not layout.schedule.startswith(FILE_PREFIX) or layout.pp == 1:
         return ""
     try:

@@ -1,8 +1,8 @@
-"""How long TeraPipe's slices of a sequence shall be, by dynamic programming.
+"""TeraPipe's slice lengths, chosen by dynamic programming.
 
-[Note: the slicer]
+[Note: the best slices]
 
-A slice of l tokens behind c others takes time(l, c) on a stage: attention over a long context is slower, and a short
+A slice of l tokens after c others takes time(l, c) on a stage: attention over a long context is slower, and a short
 slice does not fill a device. With d stages a sequence takes
 
     sum of the slices' times  +  (d - 1) x the longest of them
@@ -29,10 +29,10 @@ INFINITY = float("inf")
 def choose_slice_lengths(
     length: int, stages: int, slice_time: Callable[[int, int], float], granularity: int = 1
 ) -> tuple[int, ...]:
-    """The lengths of the slices of a sequence that `stages` stages finish soonest. See [Note: the slicer].
+    """The slice lengths with which `stages` stages finish a sequence soonest. See [Note: the best slices].
 
-    `time(tokens, before)` is what a slice takes on one stage, behind so many other tokens. Slices are multiples of
-    `granularity` tokens; the last one takes what is left.
+    `slice_time(tokens, before)` is what a slice takes on one stage after `before` other tokens. Slices are multiples of
+    `granularity` tokens; the last one takes the rest.
     """
     if length < 1 or stages < 1 or granularity < 1:
         raise ValueError(
