@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from echelon.training.run_dir import Run
+from echelon.training.run.run_dir import Run
 
 
 def trained(settings: Mapping[str, Any], *, steps: int, seed: int) -> tuple[float, list[dict[str, Any]]]:

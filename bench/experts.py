@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon import data, models
+from echelon.config.lr_schedule import learning_rate
 from echelon.config.run_config import Config
 from echelon.config.sections import OptimizerConfig, ScheduleConfig
 from echelon.models.model_config import ModelConfig
@@ -43,7 +44,6 @@ from echelon.models.moe_config import MoEConfig
 from echelon.parallel.apply import ParallelOptions
 from echelon.training.batch_sharding import Microbatch
 from echelon.training.engine import Engine
-from echelon.training.lr_schedule import learning_rate
 
 DENSE, MIXTURE, UNBALANCED = "dense", "mixture", "unbalanced"
 BALANCE = 0.005

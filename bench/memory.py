@@ -34,7 +34,7 @@ from echelon.planning.cluster import cluster
 from echelon.planning.priced_plan import price
 from echelon.training.engine import Engine
 from echelon.training.engine_options import loss_scale_settings, parallel_options
-from echelon.training.prediction import scenario_of
+from echelon.training.run.prediction import scenario_of
 
 GIB = 1 << 30
 CLOSE = 0.05

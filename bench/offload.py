@@ -44,7 +44,7 @@ from echelon.planning.priced_plan import price
 from echelon.planning.scenario import Scenario
 from echelon.training import step_comm_volume
 from echelon.training.engine import Engine, Microbatch
-from echelon.training.prediction import scenario_transient_bytes
+from echelon.training.run.prediction import scenario_transient_bytes
 
 GIB = 1 << 30
 LLAMA_13B = ModelConfig(

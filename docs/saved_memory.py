@@ -13,7 +13,7 @@ from echelon.layout import Layout
 from echelon.models import model_config
 from echelon.planning.cluster import cluster
 from echelon.planning.cost.memory_model import peak_memory
-from echelon.training.prediction import scenario_of
+from echelon.training.run.prediction import scenario_of
 
 GIB = 1 << 30
 FILE = Path(__file__).parents[1] / "bench" / "measured" / "h200-memory.json"

@@ -70,7 +70,7 @@ WITHOUT_TORCH = (
     "echelon.moe",
     "echelon.cli",
     "echelon.config.run_config",
-    "echelon.training.resume",
+    "echelon.training.run.resume",
     "echelon.checkpoint.checkpoint_index",
     "echelon.checkpoint.storage",
     "echelon.verification.verify_request",

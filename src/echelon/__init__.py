@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from echelon.models.pipeline_model import PipelineLayer, PipelineModel
     from echelon.planning.planner import plan
     from echelon.training.engine import Engine
-    from echelon.training.run_dir import Run
+    from echelon.training.run.run_dir import Run
     from echelon.training.start_training import train
     from echelon.training.wrap import wrap
     from echelon.verification.verifier import Report, verify

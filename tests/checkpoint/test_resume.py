@@ -18,8 +18,8 @@ from echelon.faults.injection_spec import parse_injections
 from echelon.launch.rank_failure import RankError
 from echelon.layout import ValidationError
 from echelon.training.loop import train_on_rank
-from echelon.training.resume import parse_resume_path, resumed_config
-from echelon.training.run_dir import Run
+from echelon.training.run.resume import parse_resume_path, resumed_config
+from echelon.training.run.run_dir import Run
 from echelon.training.start_training import default_procs
 from tests.checkpoint.killed import train
 

@@ -20,7 +20,7 @@ from echelon.parallel.apply import ParallelOptions
 from echelon.parallel.dp.master_weights import SplitMasterWeights
 from echelon.training.engine import Engine
 from echelon.training.logging.metrics import PeakFlops
-from echelon.training.resolved_settings import resolved_settings
+from echelon.training.logging.resolved_settings import resolved_settings
 
 STEPS, ROWS, WIDTH = 4, 8, 5
 RULES = {

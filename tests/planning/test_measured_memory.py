@@ -14,7 +14,7 @@ from echelon.models import model_config
 from echelon.planning.cluster import cluster
 from echelon.planning.cluster.device_kinds import GIB
 from echelon.planning.cost.memory_model import peak_memory
-from echelon.training.prediction import scenario_of
+from echelon.training.run.prediction import scenario_of
 
 FILE = Path(__file__).parents[2] / "bench" / "measured" / "h200-memory.json"
 ROWS = json.loads(FILE.read_text(encoding="utf-8"))["rows"]

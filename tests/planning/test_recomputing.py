@@ -24,7 +24,7 @@ from echelon.planning.cost.recompute_cost import recompute_plan, recompute_share
 from echelon.planning.model.model_sources import config_shape
 from echelon.planning.scenario import Scenario
 from echelon.training.engine import Engine
-from echelon.training.logging.recompute_share import recompute_shares as engine_recompute_shares
+from echelon.training.logging.metrics import recompute_shares as engine_recompute_shares
 
 ROWS, LENGTH, LAYERS = 2, 64, 8
 SIZES: dict[str, Any] = {"layers": LAYERS, "width": 64, "heads": 4, "ffn": 160, "max_seq_len": LENGTH}

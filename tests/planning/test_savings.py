@@ -23,7 +23,7 @@ from echelon.planning.scenario import Scenario
 from echelon.planning.search.layout_families import PlanRequest
 from echelon.planning.search.layout_search import search_plans
 from echelon.planning.search.memory_savings import SAVING_CATEGORIES, MemorySaving, memory_savings
-from echelon.training.auto_layout import settings_with_effect
+from echelon.training.run.auto_layout import settings_with_effect
 
 
 def plan_of(layout: str, model: str = "llama-8b", devices: str = "1xh200", **options: object) -> Plan:

@@ -32,7 +32,7 @@ from echelon.planning.search.bounds import branch_bounds, min_memory_bytes
 from echelon.planning.search.layout_families import PlanRequest, all_layouts, branch_layouts
 from echelon.planning.search.layout_search import _is_legal, least_memory_plan, search_plans
 from echelon.planning.search.memory_variants import OFFLOAD_OPTIONS
-from echelon.training.auto_layout import with_planned_layout
+from echelon.training.run.auto_layout import with_planned_layout
 
 
 def wish(model="llama-8b", devices="8xh100", batch=64, seq_len=8192, **options):

@@ -22,7 +22,7 @@ from echelon.precision import accumulation_dtype
 from echelon.training.engine import Engine
 from echelon.training.engine_options import loss_scale_settings, parallel_options
 from echelon.training.logging.metrics import PeakFlops
-from echelon.training.resolved_settings import resolved_settings
+from echelon.training.logging.resolved_settings import resolved_settings
 
 SHAPE = tiny("llama")
 SMALL = replace(model_config.find_model("llama-tiny"), layers=2, width=32, ffn=48, max_seq_len=64)

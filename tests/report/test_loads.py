@@ -10,7 +10,7 @@ import pytest
 from told import record, records
 
 from echelon.report.expert_load_history import ExpertLoadHistory
-from echelon.training.run_dir import RunError
+from echelon.training.run.run_dir import RunError
 
 
 def test_columns_are_steps_until_there_is_no_room() -> None:

@@ -14,7 +14,7 @@ from echelon import data
 from echelon.config.run_config import Config
 from echelon.config.sections import DataConfig, EvalConfig, SampleConfig
 from echelon.launch.rank_failure import RankError
-from echelon.training.run_dir import Run
+from echelon.training.run.run_dir import Run
 from echelon.training.start_training import run_training
 
 TIMEOUT = 4.0

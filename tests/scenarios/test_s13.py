@@ -18,7 +18,7 @@ from echelon.parallel.apply import ParallelOptions
 from echelon.precision.loss_scale import LossScale
 from echelon.training import start_training
 from echelon.training.engine import Engine
-from echelon.training.run_dir import Run
+from echelon.training.run.run_dir import Run
 
 SHAPE = tiny("llama")
 EXPERTS = tiny("llama", mixture=MoEConfig(experts=4, k=2, ffn=12, gate="mixtral"))

@@ -20,7 +20,7 @@ from echelon.models.moe_config import MoEConfig
 from echelon.moe.gates.gate import Gate
 from echelon.report.expert_load_history import ExpertLoadHistory
 from echelon.training.loop import train_on_rank
-from echelon.training.run_dir import Run
+from echelon.training.run.run_dir import Run
 from echelon.verification.verifier import verify
 
 EXPERTS, CHOICES, BATCH, LENGTH, STEPS = 8, 2, 4, 16, 3

@@ -14,7 +14,7 @@ from echelon.parallel.apply import ParallelOptions
 from echelon.precision.loss_scale import LossScale
 from echelon.training.engine import Engine
 from echelon.training.logging.metrics import PeakFlops
-from echelon.training.resolved_settings import resolved_settings
+from echelon.training.logging.resolved_settings import resolved_settings
 
 SHAPE = tiny("llama")
 # dp x accumulate, and with dp=2 also fewer and larger microbatches.

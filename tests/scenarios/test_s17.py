@@ -11,7 +11,7 @@ from echelon.config.run_config import Config
 from echelon.config.sections import DataConfig, EvalConfig, SampleConfig
 from echelon.layout import Layout
 from echelon.training.loop import train_on_rank
-from echelon.training.run_dir import Run
+from echelon.training.run.run_dir import Run
 
 LAYOUTS = ("pp=2,accumulate=2", "pp=4,accumulate=1", "pp=2,schedule=dualpipe-v,accumulate=4", "tp=2,pp=2,accumulate=2")
 

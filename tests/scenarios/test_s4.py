@@ -12,7 +12,7 @@ from echelon.config.run_config import Config
 from echelon.config.sections import OptimizerConfig
 from echelon.layout import Layout
 from echelon.training import start_training
-from echelon.training.run_dir import Run
+from echelon.training.run.run_dir import Run
 
 SHAPE = tiny("gpt", tied=True)
 LAYOUTS = (

@@ -8,7 +8,7 @@ import pytest
 from laid_out import engine_of, tiny
 
 from echelon.layout import Layout, ValidationError, check_layout
-from echelon.training.resolved_settings import _pipeline_settings
+from echelon.training.logging.resolved_settings import _pipeline_settings
 
 HEAD = tiny().vocab * tiny().width
 """the cost of the costliest link: what a balanced split can be off by"""

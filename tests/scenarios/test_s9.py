@@ -17,9 +17,9 @@ from echelon.data.sample_order import epoch_and_sample
 from echelon.launch.world import join_process_group
 from echelon.training.engine import Engine
 from echelon.training.loop import train_on_rank
-from echelon.training.resume import resumed_config
-from echelon.training.run_checkpoints import RunCheckpoints
-from echelon.training.run_dir import Run
+from echelon.training.run.resume import resumed_config
+from echelon.training.run.run_checkpoints import RunCheckpoints
+from echelon.training.run.run_dir import Run
 from echelon.training.task import build_task
 
 SAMPLES, LENGTH, BATCH = 1_000_000, 8, 12

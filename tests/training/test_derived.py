@@ -9,7 +9,7 @@ from echelon.config.sections import OptimizerConfig
 from echelon.layout import Layout
 from echelon.training.engine import Engine
 from echelon.training.logging.metrics import PeakFlops
-from echelon.training.resolved_settings import resolved_settings, tp_traffic
+from echelon.training.logging.resolved_settings import resolved_settings, tp_traffic
 
 
 def rows_of(engine, seq_len=9):

@@ -26,8 +26,8 @@ from echelon.training import loop
 from echelon.training.elastic.attempts import Attempt, resume_target
 from echelon.training.elastic.replan import plan_layout_change
 from echelon.training.loop import train_on_rank
-from echelon.training.resume import resumed_config
-from echelon.training.run_dir import Run
+from echelon.training.run.resume import resumed_config
+from echelon.training.run.run_dir import Run
 from echelon.training.start_training import run_training
 
 STEPS = 9

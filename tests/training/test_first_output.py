@@ -13,7 +13,7 @@ from echelon.launch.rank_failure import RankError
 from echelon.layout import Layout
 from echelon.training.engine import Engine
 from echelon.training.loop import train_on_rank
-from echelon.training.run_dir import Run
+from echelon.training.run.run_dir import Run
 
 
 def poisoned(config: Config, name: str, rank: int) -> None:

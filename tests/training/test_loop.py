@@ -15,7 +15,7 @@ from echelon.config.sections import DataConfig, EvalConfig, OptimizerConfig, Sam
 from echelon.layout import Layout
 from echelon.training.engine import Engine
 from echelon.training.loop import train_on_rank
-from echelon.training.run_dir import Run
+from echelon.training.run.run_dir import Run
 
 TEXT = "".join(f"def line_{number}(x): return x + {number}\n" for number in range(400))
 

@@ -14,9 +14,9 @@ from echelon.launch.world import World
 from echelon.layout import Layout
 from echelon.models import model_config
 from echelon.planning.calibrate.correction import MEASURED_FILE, read_correction
-from echelon.training import prediction
 from echelon.training.loop import train_on_rank
-from echelon.training.run_dir import Run
+from echelon.training.run import prediction
+from echelon.training.run.run_dir import Run
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from echelon.training.guard.deterministic import deterministic_kernels, set_cubl
 from echelon.training.guard.replay_check import ReplayCheck
 from echelon.training.guard.step_checksums import bit_checksum, first_difference
 from echelon.training.loop import train_on_rank
-from echelon.training.run_dir import Run
+from echelon.training.run.run_dir import Run
 
 STEPS = 4
 

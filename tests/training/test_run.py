@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from echelon.config.run_config import Config
-from echelon.training.run_dir import Run, RunError
+from echelon.training.run.run_dir import Run, RunError
 
 PLAN = {"layout": "dp=2", "derived": [{"name": "microbatch", "value": 12}], "bound": math.inf}
 

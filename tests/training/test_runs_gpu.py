@@ -16,8 +16,8 @@ from echelon.config.run_config import Config
 from echelon.faults import injection_spec
 from echelon.faults.graceful_stop import EXIT_STATUS
 from echelon.training.loop import train_on_rank
-from echelon.training.resume import resumed_config
-from echelon.training.run_dir import Run
+from echelon.training.run.resume import resumed_config
+from echelon.training.run.run_dir import Run
 
 STEPS = 12
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echelon.config.lr_schedule import learning_rate, lr_factor
 from echelon.config.run_config import Config
 from echelon.config.sections import OptimizerConfig, ScheduleConfig
-from echelon.training.lr_schedule import learning_rate, lr_factor
 
 SHAPES = ("cosine", "wsd", "constant")
 

@@ -20,12 +20,12 @@ from echelon.config.sections import SpikeConfig
 from echelon.faults import injection_spec
 from echelon.launch.rank_failure import RankError
 from echelon.layout import Layout, ValidationError
-from echelon.training.batch_index import BatchIndex
 from echelon.training.engine import Engine
 from echelon.training.guard.loss_spikes import SpikeDetector
 from echelon.training.loop import train_on_rank
-from echelon.training.resume import resumed_config
-from echelon.training.run_dir import Run
+from echelon.training.run.batch_index import BatchIndex
+from echelon.training.run.resume import resumed_config
+from echelon.training.run.run_dir import Run
 from echelon.training.step_result import StepResult
 from echelon.training.task import LanguageModelTask
 from tests.checkpoint.killed import die

@@ -12,7 +12,7 @@ from echelon.layout import ValidationError
 from echelon.models.user_model import load_factory
 from echelon.training import start_training
 from echelon.training.elastic import supervisor
-from echelon.training.run_dir import Run, RunError
+from echelon.training.run.run_dir import Run, RunError
 
 
 def build():

@@ -40,7 +40,7 @@ def command(
     with report_errors(as_json):
         largest = conversion_progress.parse_file_size(shard_size)
         from echelon.checkpoint.hf.convert_model import export_model
-        from echelon.training.export_model import is_run_or_checkpoint, load_trained_model
+        from echelon.training.run.export_model import is_run_or_checkpoint, load_trained_model
 
         if average and not is_run_or_checkpoint(source):
             raise ValueError(f"only a run has an average of its weights (--average, source {source})")

@@ -81,7 +81,7 @@ def command(
     with report_errors(as_json):
         from echelon.planning import planner
         from echelon.planning.search.memory_savings import memory_savings as savings_of
-        from echelon.training.auto_layout import parse_plan_settings, settings_with_effect
+        from echelon.training.run.auto_layout import parse_plan_settings, settings_with_effect
 
         given = settings or []
         said = parse_plan_settings(given, layout)

@@ -78,7 +78,7 @@ def command(
 def _apply_plan(config: Config, plan: str, procs: int | None, *, quiet: bool) -> Config:
     """The configuration in the layout that the planner chose."""
     from echelon.launch.world import under_launcher
-    from echelon.training.auto_layout import with_planned_layout
+    from echelon.training.run.auto_layout import with_planned_layout
 
     chosen, words = with_planned_layout(config, plan, procs)
     if not quiet and not under_launcher():

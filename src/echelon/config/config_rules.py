@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from echelon.config import guard_rules, pipeline_rules, schema
+from echelon.config import schema
 from echelon.layout import Layout, ValidationError, ValidationIssue, check_layout, did_you_mean, grammar
 from echelon.layout.layout import ASYNC_SCHEDULES, SPLIT_BACKWARD_SCHEDULES
 from echelon.memory.checkpointing.cost import ineffective_options
@@ -16,11 +16,15 @@ from echelon.memory.compression import cost as compression_cost
 from echelon.memory.offload.cost import offloads_optimizer, offloads_params
 from echelon.models import model_config, user_model
 from echelon.models.gate_override import override_gate
+from echelon.models.model_config import ModelConfig
 from echelon.optim import offload_support, optimizer_groups
+from echelon.pipeline.layer_profile import PipelineProfile
 from echelon.pipeline.schedules import schedule_file_error, schedule_for_layout
 
 if TYPE_CHECKING:
     from echelon.config.run_config import Config
+    from echelon.config.sections import PipelineConfig
+
 
 KeyedFault = tuple[tuple[str, ...], ValidationIssue]
 """The keys a rule reads, and the fault it found."""
@@ -30,7 +34,7 @@ def cross_key_faults(config: Config, *, world: int | None, invalid_keys: Set[str
     """`refused` are keys that are known to be wrong: rules that need their values are not asked."""
     rules = [*_data_rules(config), *_model_rules(config), *_precision_rules(config), *_optimizer_rules(config)]
     rules += [*_run_rules(config), *_compress_rules(config), *_elastic_rules(config)]
-    rules += guard_rules.guard_rules(config, Layout.resolve(grammar.parse_pairs(config.layout).values))
+    rules += guard_rules(config, Layout.resolve(grammar.parse_pairs(config.layout).values))
     found = [fault for involved, fault in rules if invalid_keys.isdisjoint(involved)]
     return found + _layout_faults(config, world, invalid_keys)
 
@@ -216,7 +220,7 @@ MOE_KEYS = ("gate", "expert_dropout")
 def keys_without_effect(config: Config) -> dict[str, str]:
     """Keys that do nothing in this configuration, each with why."""
     table = schema.key_table(type(config))
-    idle: dict[str, str] = guard_rules.guard_keys_without_effect(config)
+    idle: dict[str, str] = guard_keys_without_effect(config)
     if user_model.is_user_model(config.model):
         names = [name for name in table if name.startswith(BUILTIN_MODEL_KEYS) and name != "data.skip_batches"]
         idle |= dict.fromkeys(names, "a module of your own, whose file makes the batches")
@@ -329,5 +333,80 @@ def _layout_faults(config: Config, world: int | None, invalid_keys: Set[str]) ->
     if wrong := schedule_file_error(layout, model.layers if model else 0):
         found.append(ValidationIssue(key="schedule", value=layout.schedule, message=f"cannot be run: {wrong}"))
     elif config.pipeline.layers and layout.pp > 1 and model:
-        found += pipeline_rules.stage_faults(config.pipeline.layers, schedule_for_layout(layout).stages, model)
-    return [*found, *pipeline_rules.profile_faults(config.pipeline), *pipeline_rules.slice_faults(config)]
+        found += stage_faults(config.pipeline.layers, schedule_for_layout(layout).stages, model)
+    return [*found, *profile_faults(config.pipeline), *slice_faults(config)]
+
+
+def guard_rules(config: Config, layout: Layout) -> Iterator[tuple[tuple[str, ...], ValidationIssue]]:
+    """The keys a rule reads, and the fault it found."""
+    if config.spike.action == "rollback" and not config.checkpoint.every:
+        rule = "has no checkpoint to go back to (checkpoint.every=0)"
+        legal = "none, warn, or checkpoint.every > 0"
+        yield (
+            ("spike.action", "checkpoint.every"),
+            ValidationIssue(key="spike.action", value="rollback", message=rule, legal=legal),
+        )
+    if config.replay.every:
+        for other, rule, legal in _replay_conflicts(config, layout):
+            value = str(config.replay.every)
+            yield (
+                ("replay.every", other),
+                ValidationIssue(key="replay.every", value=value, message=rule, legal=f"0, or {legal}"),
+            )
+
+
+def _replay_conflicts(config: Config, layout: Layout) -> Iterator[tuple[str, str, str]]:
+    """(key, why a step cannot be computed again before its update, the remedy)."""
+    if layout.pp > 1 and layout.schedule in ASYNC_SCHEDULES:
+        rule = f"cannot repeat a step whose updates come before its end (schedule={layout.schedule})"
+        yield "layout", rule, "layout=...,schedule=1f1b"
+    if config.optimizer.in_backward:
+        yield "optimizer.in_backward", "cannot repeat a step that updates in backward", "optimizer.in_backward=false"
+    if offloads_optimizer(layout.offload) or offloads_params(layout.offload):
+        rule = f"cannot repeat a step whose gradients leave the device as they come (offload={layout.offload})"
+        yield "layout", rule, "layout=... without offload of optimizer, params or disk"
+
+
+def guard_keys_without_effect(config: Config) -> dict[str, str]:
+    """Keys that do nothing, each with why."""
+    if config.replay.every:
+        return {}
+    return dict.fromkeys(("replay.action", "replay.tolerance"), "replay.every=0, which makes no checks")
+
+
+MEASURE = "measure"
+"""the `pipeline.profile` that is made before a run"""
+
+
+def slice_faults(config: Config) -> Iterator[ValidationIssue]:
+    slices = config.pipeline.slices
+    if slices and sum(slices) != config.seq_len:
+        rule = f"does not make up a sequence (seq_len={config.seq_len})"
+        yield ValidationIssue(
+            key="pipeline.slices", value=str(list(slices)), message=rule, legal=f"a sum of {config.seq_len}"
+        )
+
+
+def profile_faults(pipeline: PipelineConfig) -> Iterator[ValidationIssue]:
+    key, given = "pipeline.profile", pipeline.profile
+    if given and pipeline.layers:
+        yield ValidationIssue(
+            key=key, value=given, message="leaves nothing to choose beside pipeline.layers", hint="give one"
+        )
+    if given and given != MEASURE:
+        try:
+            PipelineProfile.from_json(Path(given).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, ValueError) as error:
+            yield ValidationIssue(
+                key=key, value=given, message=f"cannot be read ({error})", legal=f"{MEASURE}, or RUN/profile.json"
+            )
+
+
+def stage_faults(layers: tuple[int, ...], stages: int, model: ModelConfig) -> Iterator[ValidationIssue]:
+    if len(layers) != stages or sum(layers) != model.layers:
+        yield ValidationIssue(
+            key="pipeline.layers",
+            value=str(list(layers)),
+            message=f"does not give the {model.layers} layers of {model.name} to {stages} stages",
+            legal=f"{stages} numbers that sum to {model.layers}",
+        )

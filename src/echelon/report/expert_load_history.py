@@ -15,7 +15,7 @@ from operator import add
 from pathlib import Path
 from typing import Any, Self
 
-from echelon.training.run_dir import Run, RunError
+from echelon.training.run.run_dir import Run, RunError
 
 RECORD_KIND = "experts"
 """of lines in the log"""

@@ -11,7 +11,7 @@ from torch import Tensor
 from echelon.faults.injector import corrupt_batch
 from echelon.parallel.apply import ParallelModel
 from echelon.pipeline.execution.runtime import MicrobatchInputs
-from echelon.training.async_copy import copy_to_device
+from echelon.training.step_result import copy_to_device
 
 Batch = Mapping[str, Tensor]
 """the model's keyword arguments; the first dimension of each is samples"""

@@ -58,16 +58,15 @@ from echelon.pipeline.execution.runtime import MicrobatchInputs
 from echelon.pipeline.execution.stage_assignment import assign_stages
 from echelon.precision import accumulation_dtype
 from echelon.precision.loss_scale import LossScale, LossScaler
-from echelon.training import next_token, step_comm_volume
-from echelon.training.async_copy import start_host_copy
+from echelon.training import step_comm_volume
 from echelon.training.batch_sharding import Batch, BatchSharder, Microbatch
-from echelon.training.grad_norm import GradientNorm, clip_factor
-from echelon.training.grad_sync import all_reduce_pieces, partial_gradients
+from echelon.training.engine_options import validate_engine
+from echelon.training.generate import next_token_logits
+from echelon.training.grad_norm import GradientNorm, all_reduce_pieces, clip_factor, partial_gradients
 from echelon.training.guard.nan_debug import NonfiniteLocator, NonfiniteReport
 from echelon.training.logging.expert_load_counter import ExpertLoadCounter, experts_per_moe_layer
-from echelon.training.optimizer_in_backward import OptimizerInBackward
-from echelon.training.step_result import StepResult
-from echelon.training.validate_engine import validate_engine
+from echelon.training.step_result import StepResult, start_host_copy
+from echelon.training.update_strategies import OptimizerInBackward
 
 
 def model_config_of(model: nn.Module) -> ModelConfig | None:
@@ -394,7 +393,7 @@ class Engine:
     def next_token_logits(self, tokens: Tensor, vocab_size: int) -> Tensor:
         """float64 [size]: what a language model says comes after the last token of the only row, on every rank."""
         with self._kernels():
-            return next_token.next_token_logits(self, tokens, vocab_size)
+            return next_token_logits(self, tokens, vocab_size)
 
     def outside_gathered(self) -> AbstractContextManager[None]:
         """Around calls of `logits`, which is not `forward`: only the layers gather by themselves."""

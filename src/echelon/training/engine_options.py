@@ -7,8 +7,13 @@ from pathlib import Path
 import torch
 
 from echelon.config.run_config import Config
+from echelon.layout import Layout
+from echelon.layout.layout import ASYNC_SCHEDULES
+from echelon.optim import offload_support
+from echelon.optim.update_rule import UpdateRule
 from echelon.parallel.apply import ParallelOptions
 from echelon.precision.loss_scale import LossScale
+from echelon.training import update_strategies
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 MIB = 1 << 20
@@ -47,3 +52,23 @@ def loss_scale_settings(config: Config) -> LossScale:
     if config.loss_scaling == "dynamic":
         return LossScale.dynamic(start=asked.scale_start, every=asked.scale_every)
     return LossScale()
+
+
+def validate_engine(
+    rule: UpdateRule, layout: Layout, *, clip: float, master: torch.dtype, loss_scale: LossScale
+) -> None:
+    if rule.in_backward:
+        update_strategies.check_in_backward_support(layout, clip, loss_scale)
+    offload_support.check_offload(rule, layout.offload, master="none" if master.itemsize < 4 else "float32")
+    if layout.pp == 1 or layout.schedule not in ASYNC_SCHEDULES:
+        return
+    if rule.ema:
+        raise ValueError(
+            f"older versions of the weights are under way when an evaluation would use their average "
+            f"(schedule={layout.schedule}, optimizer.ema={rule.ema:g}); use schedule=1f1b, or ema=0"
+        )
+    if loss_scale.is_dynamic:
+        raise ValueError(
+            f"stages of schedule={layout.schedule} update at different times and could not agree on a loss scale; "
+            "give a fixed one (precision.loss_scale=1024), or use schedule=1f1b"
+        )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from echelon import rng
 from echelon.data import Tokenizer
-from echelon.training.engine import Engine
+
+if TYPE_CHECKING:
+    from echelon.training.engine import Engine
 
 
 @torch.no_grad()
@@ -36,3 +39,17 @@ def generate_text(
             ids.append(choice)
     model.train(was_training)
     return tokenizer.decode(ids[start:])
+
+
+def next_token_logits(engine: Engine, tokens: Tensor, vocab_size: int) -> Tensor:
+    """float64 [size]: after the last token of the only row, on every rank."""
+    model: Any = engine.model
+    context = engine.parallel.cp_context
+    if engine.pipeline is not None:
+        return engine.pipeline.logits({"tokens": tokens}, vocab_size)
+    if context is not None:
+        found = context.last_token(model.logits(**context.shard_inputs({"tokens": tokens}, has_loss=False)))
+    else:
+        found = model.logits(tokens)[:, -1]
+    said: Tensor = found[0, :vocab_size].double()
+    return said

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from echelon.config.pipeline_rules import MEASURE
+from echelon.config.config_rules import MEASURE
+from echelon.config.lr_schedule import learning_rate
 from echelon.config.run_config import Config
 from echelon.faults.flight_recorder import FlightRecorder
 from echelon.faults.graceful_stop import GracefulStop
@@ -27,7 +28,6 @@ from echelon.pipeline import timeline
 from echelon.pipeline.execution.layer_timing import broadcast_profile, measure_profile, measure_split
 from echelon.pipeline.layer_profile import PipelineProfile
 from echelon.planning.calibrate import correction
-from echelon.training.batch_index import BatchIndex
 from echelon.training.elastic.attempts import Attempt, join_attempt
 from echelon.training.engine import Engine
 from echelon.training.engine_options import loss_scale_settings, parallel_options
@@ -37,14 +37,13 @@ from echelon.training.guard.replay_check import ReplayCheck
 from echelon.training.logging import metrics
 from echelon.training.logging.display import Display
 from echelon.training.logging.rank_stats import COLLECT_EVERY, RankStatsCollector, mesh_position
-from echelon.training.logging.run_summary import RunSummary
-from echelon.training.logging.step_logger import PendingStep, StepLogger
-from echelon.training.lr_schedule import learning_rate
-from echelon.training.prediction import predict_run, transient_bytes
-from echelon.training.resolved_settings import resolved_settings
-from echelon.training.resume import parse_resume_path, refuse_if_checkpoints_missing, refuse_if_running
-from echelon.training.run_checkpoints import RunCheckpoints
-from echelon.training.run_dir import Run
+from echelon.training.logging.resolved_settings import resolved_settings
+from echelon.training.logging.step_logger import PendingStep, RunSummary, StepLogger
+from echelon.training.run.batch_index import BatchIndex
+from echelon.training.run.prediction import predict_run, transient_bytes
+from echelon.training.run.resume import parse_resume_path, refuse_if_checkpoints_missing, refuse_if_running
+from echelon.training.run.run_checkpoints import RunCheckpoints
+from echelon.training.run.run_dir import Run
 from echelon.training.task import build_task
 
 

@@ -13,10 +13,10 @@ from echelon.faults.graceful_stop import EXIT_STATUS
 from echelon.faults.injection_spec import Injection
 from echelon.layout import Layout, ValidationError, ValidationIssue
 from echelon.models.user_model import factory_spec, refuse_while_loading
-from echelon.training.run_dir import Run
+from echelon.training.run.run_dir import Run
 
 if TYPE_CHECKING:
-    from echelon.training.logging.run_summary import RunSummary
+    from echelon.training.logging.step_logger import RunSummary
 
 MAX_RANKS_PER_CORE = 64
 """ranks of one machine per core: more is a slip of the keyboard, and would take all its memory"""
@@ -78,7 +78,7 @@ def _setting_text(value: Any) -> str:
 
 def load_resumed_config(run: str | Path, settings: Sequence[str], procs: int | None) -> Config:
     """The configuration of a run that goes on, from its directory or that of one of its checkpoints."""
-    from echelon.training.resume import parse_resume_path, resumed_config
+    from echelon.training.run.resume import parse_resume_path, resumed_config
 
     return resumed_config(parse_resume_path(run)[0], settings, world=procs)
 
@@ -99,7 +99,7 @@ def run_training(
     from echelon.launch.world import under_launcher
     from echelon.training.elastic.supervisor import supervise
     from echelon.training.loop import train_on_rank
-    from echelon.training.resume import parse_resume_path, refuse_if_running
+    from echelon.training.run.resume import parse_resume_path, refuse_if_running
 
     if procs is None:
         procs = int(os.environ["WORLD_SIZE"]) if under_launcher() else default_procs(config, resume)
@@ -168,6 +168,6 @@ def default_procs(config: Config, resume: str = "") -> int:
     if not resume:
         return 1
     from echelon.training.elastic.attempts import last_layout
-    from echelon.training.resume import parse_resume_path
+    from echelon.training.run.resume import parse_resume_path
 
     return Layout.parse(last_layout(Run.open(parse_resume_path(resume)[0]))).world

@@ -28,8 +28,7 @@ from echelon.memory.checkpointing.memory_budget import MemoryBudget
 from echelon.parallel.apply import WORLD_AXIS, ParallelOptions, apply
 from echelon.parallel.comm.mesh_axis import MeshAxis, all_reduce_coalesced, world_size
 from echelon.parallel.dp.sharded_model import iter_tensors
-from echelon.training.grad_norm import GradientNorm, clip_factor
-from echelon.training.grad_sync import partial_gradients
+from echelon.training.grad_norm import GradientNorm, clip_factor, partial_gradients
 
 
 class WrappedModel(nn.Module):

@@ -25,8 +25,8 @@ from echelon.launch.rendezvous import AGENT_VARIABLE, Rendezvous, join_rendezvou
 from echelon.layout import Layout, ValidationError
 from echelon.training.elastic.replan import LayoutChange, can_run, plan_layout_change
 from echelon.training.logging.display import Display
-from echelon.training.resume import parse_resume_path
-from echelon.training.run_dir import Run, RunError, default_run_path
+from echelon.training.run.resume import parse_resume_path
+from echelon.training.run.run_dir import Run, RunError, default_run_path
 
 UNNAMED_RUN_ID = "none"
 """the id of torchrun's runs that were given none"""

@@ -11,7 +11,7 @@ from echelon.layout import Layout, ValidationError, grammar
 from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.models import user_model
 from echelon.planning.search.layout_search import search_plans
-from echelon.training.auto_layout import plan_request_of
+from echelon.training.run.auto_layout import plan_request_of
 
 MAX_PLANS_TRIED = 32
 """plans of the best that are tried: what else a configuration asks for may forbid some"""

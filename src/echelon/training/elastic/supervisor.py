@@ -15,9 +15,9 @@ from echelon.launch import forkserver
 from echelon.launch.rank_failure import RankError
 from echelon.training.elastic.attempts import REPLAN, RESTART, find_run, last_layout, resume_target
 from echelon.training.elastic.replan import LayoutChange, plan_layout_change
-from echelon.training.logging.run_summary import RunSummary
+from echelon.training.logging.step_logger import RunSummary
 from echelon.training.loop import train_on_rank
-from echelon.training.run_dir import Run
+from echelon.training.run.run_dir import Run
 
 
 def supervise(config: Config, *, quiet: bool, inject: Sequence[Injection], resume: str, procs: int) -> RunSummary:

@@ -6,16 +6,22 @@ Where the loss was not finite, the first output of the forward pass that was not
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from echelon.moe.experts import Experts
 from echelon.parallel.apply import WORLD_AXIS, ParallelModel
+from echelon.training.batch_sharding import Microbatch
 from echelon.training.grad_norm import GradientSlice
+from echelon.training.guard.module_outputs import watch_outputs
+from echelon.training.guard.replay_check import StepSnapshot
+
+if TYPE_CHECKING:
+    from echelon.training.engine import Engine
 
 
 class NonfiniteOutput(NamedTuple):
@@ -134,3 +140,28 @@ def _forward_order(module: nn.Module, name: str = "") -> Iterator[str]:
         yield from _forward_order(inside, f"{name}.{child}" if name else child)
     if name:
         yield name
+
+
+def first_nonfinite_output(engine: Engine, microbatches: Iterable[Microbatch]) -> NonfiniteOutput | None:
+    """All ranks must ask, for their own microbatches of a step; none where every output is finite."""
+    names: list[str] = []
+    good: list[Tensor] = []
+
+    def see(name: str, value: Tensor) -> None:
+        names.append(name)
+        good.append(torch.isfinite(value).all())
+
+    before = StepSnapshot(engine)
+    with watch_outputs(engine.model, see):
+        engine.forward_only(microbatches)
+    before.restore()
+    bad = [name for name, fine in zip(names, torch.stack(good).tolist() if good else (), strict=True) if not fine]
+    axis, order = engine.parallel.axes[WORLD_AXIS], engine.nonfinite_locator.modules
+    told = torch.zeros(axis.size, dtype=torch.int64, device=engine.parallel.options.device)
+    told[axis.index] = len(order) - order.index(bad[0]) if bad else 0
+    found = axis.all_reduce(told).tolist()
+    if not any(found):
+        return None
+    # Later modules have smaller numbers, and what they give follows from what they are given.
+    ranks = tuple(axis.ranks[place] for place, number in enumerate(found) if number == max(found))
+    return NonfiniteOutput(order[len(order) - max(found)], ranks)

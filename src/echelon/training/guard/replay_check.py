@@ -18,7 +18,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,12 @@ from torch import Tensor
 from echelon.config.sections import ReplayConfig
 from echelon.parallel.apply import WORLD_AXIS
 from echelon.training.batch_sharding import Microbatch
-from echelon.training.engine import Engine
 from echelon.training.guard.deterministic import deterministic_kernels
 from echelon.training.guard.step_checksums import ChecksumEvent, StepChecksums, differences, first_difference
 from echelon.training.logging.rank_stats import mesh_position
+
+if TYPE_CHECKING:
+    from echelon.training.engine import Engine
 
 VERDICTS = {1: "the first pass was wrong", 2: "the second pass was wrong", 0: "all three passes differ"}
 

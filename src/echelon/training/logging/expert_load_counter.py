@@ -17,8 +17,8 @@ from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.moe.moe_layer import MoELayer
 from echelon.parallel.apply import ParallelModel
 from echelon.parallel.comm.mesh_axis import PendingWork
-from echelon.training.async_copy import start_host_copy
 from echelon.training.logging.expert_load import ExpertLoad
+from echelon.training.step_result import start_host_copy
 
 
 def experts_per_moe_layer(model: nn.Module, layout: Layout) -> dict[str, int]:

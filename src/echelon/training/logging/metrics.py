@@ -11,10 +11,14 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from echelon.memory.checkpointing.cost import RecomputeWork
+from echelon.memory.checkpointing.cost import RecomputeWork, recompute_work
+from echelon.models.model_config import ModelConfig
 
 if TYPE_CHECKING:
     import torch
+
+    from echelon.training.engine import Engine
+
 
 BF16_PEAK = {
     "V100": 125e12,  # fp16: it has no bf16
@@ -128,3 +132,18 @@ def peak_memory(device: torch.device) -> int:
 
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return largest if sys.platform == "darwin" else largest * 1024
+
+
+def recompute_shares(engine: Engine) -> RecomputeWork:
+    from echelon.memory.checkpointing.memory_budget import MemoryBudget
+
+    found, layout = engine.parallel.checkpointing, engine.layout
+    if isinstance(found, MemoryBudget):
+        return found.recompute_work
+    shape = getattr(engine.model, "config", None)
+    # With dropout on them, probabilities are written out.
+    written_out = isinstance(shape, ModelConfig) and shape.dropout > 0 and layout.cp == 1
+    layers = max(len(found.forms), 1)
+    return recompute_work(
+        layout.recompute, layers=layers, layer_bytes=1.0, input_bytes=0.0, materialized_scores=written_out
+    )

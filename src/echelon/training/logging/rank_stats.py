@@ -11,7 +11,7 @@ import torch
 from echelon.faults.stragglers import RankStepTime, Straggler, data_starvation, find_straggler
 from echelon.layout import Mesh
 from echelon.parallel.comm.mesh_axis import MeshAxis
-from echelon.training.async_copy import start_host_copy
+from echelon.training.step_result import start_host_copy
 
 COLLECT_EVERY = 10
 """steps between two looks: each is a collective"""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from echelon.config.run_config import Config
@@ -13,9 +13,8 @@ from echelon.faults.stragglers import StragglerReporter
 from echelon.launch.world import World
 from echelon.training.batch_sharding import Microbatch
 from echelon.training.engine import Engine
-from echelon.training.guard.first_output import first_nonfinite_output
 from echelon.training.guard.loss_spikes import DivergedError, Spike, SpikeDetector
-from echelon.training.guard.nan_debug import NonfiniteReport
+from echelon.training.guard.nan_debug import NonfiniteReport, first_nonfinite_output
 from echelon.training.guard.replay_check import SilentCorruption
 from echelon.training.logging import metrics
 from echelon.training.logging.display import (
@@ -27,12 +26,10 @@ from echelon.training.logging.display import (
     format_percent,
 )
 from echelon.training.logging.expert_load import ExpertLoad, LoadBalance, logs_counts
-from echelon.training.logging.metrics import PeakFlops
+from echelon.training.logging.metrics import PeakFlops, recompute_shares
 from echelon.training.logging.rank_stats import MIN_STEPS, RankStats, RankStatsCollector
-from echelon.training.logging.recompute_share import recompute_shares
-from echelon.training.logging.run_summary import RunSummary
 from echelon.training.logging.stopwatch import StepStopwatch
-from echelon.training.run_dir import Run
+from echelon.training.run.run_dir import Run
 from echelon.training.step_result import StepResult
 from echelon.training.task import TrainingTask
 
@@ -306,3 +303,33 @@ def _nonfinite_text(result: StepResult, not_finite: NonfiniteReport) -> str:
     before, after = result.loss_scale, result.next_loss_scale
     scale = f", loss scale {before:g} -> {after:g}" if before != after else f", loss scale {before:g}"
     return str(not_finite) + (scale if (before, after) != (1.0, 1.0) else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """What a run came to; the keys of `train --json`."""
+
+    run: str
+    """its directory"""
+    steps: int
+    loss: float
+    tokens_per_s: float
+    mfu: float
+    hfu: float
+    goodput: float
+    """share of the time since start-up that went into training steps that were kept"""
+    eval_loss: float | None
+    time: dict[str, float]
+    """what goodput is made of (faults/goodput.py)"""
+    checkpoint: str | None = None
+    """the last checkpoint"""
+    experts: dict[str, Any] | None = None
+    """how evenly experts were used in the last step, and `dropped_in_run`; none where the model has no experts"""
+
+    stopped: int | None = None
+    """the step after which it stopped because it was asked to (SIGTERM); none where it came to its end"""
+
+    def log_fields(self) -> dict[str, Any]:
+        """For the log and `--json`: of experts only where there are some, of a stop only where there was one."""
+        rare = ("experts", "stopped")
+        return {name: value for name, value in asdict(self).items() if name not in rare or value is not None}

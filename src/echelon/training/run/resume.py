@@ -10,7 +10,7 @@ from echelon.checkpoint.storage import STEP_DIR_PATTERN
 from echelon.config import schema
 from echelon.config.run_config import Config
 from echelon.layout import ValidationError, ValidationIssue
-from echelon.training.run_dir import Run, RunError
+from echelon.training.run.run_dir import Run, RunError
 
 CHECKPOINTS_DIR = "checkpoints"
 """in a run's directory"""

@@ -13,7 +13,7 @@ from echelon.checkpoint.save import RetentionPolicy
 from echelon.config.run_config import Config
 from echelon.training.engine import Engine
 from echelon.training.engine_state import EngineCheckpointer
-from echelon.training.resume import CHECKPOINTS_DIR
+from echelon.training.run.resume import CHECKPOINTS_DIR
 
 LogRecord = Callable[[str, dict[str, Any]], None]
 """takes a kind of record, and what is in it"""

@@ -12,8 +12,8 @@ from echelon.checkpoint.storage import STEP_DIR_PATTERN, open_storage
 from echelon.config.run_config import Config
 from echelon.models import user_model
 from echelon.models.model_dir import SavedModel, is_model_dir, read_model_dir
-from echelon.training.resume import CHECKPOINTS_DIR, parse_resume_path
-from echelon.training.run_dir import Run
+from echelon.training.run.resume import CHECKPOINTS_DIR, parse_resume_path
+from echelon.training.run.run_dir import Run
 from echelon.training.task import configured_model
 
 

@@ -23,8 +23,7 @@ from echelon.optim.update_rule import UpdateRule
 from echelon.parallel.apply import ParallelModel
 from echelon.parallel.dp.param_group import ParamGroup
 from echelon.precision.loss_scale import LossScale
-from echelon.training.grad_norm import GradientNorm
-from echelon.training.grad_sync import PiecesByAxis, all_reduce_pieces
+from echelon.training.grad_norm import GradientNorm, PiecesByAxis, all_reduce_pieces
 
 
 def check_in_backward_support(layout: Layout, clip: float, loss_scale: LossScale) -> None:

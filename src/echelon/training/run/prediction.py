@@ -17,7 +17,7 @@ from echelon.planning.cost.param_group_traffic import NUM_MOMENTS
 from echelon.planning.model.model_sources import config_shape
 from echelon.planning.priced_plan import price
 from echelon.planning.scenario import Scenario
-from echelon.training.auto_layout import (
+from echelon.training.run.auto_layout import (
     PRECISION_NAMES,
     master_bytes,
     memory_options_of,
