@@ -23,8 +23,9 @@ from echelon.bench import planner_comparison
 from echelon.planning.calibrate import published_runs
 from echelon.planning.calibrate.constants import FITTED_CONSTANTS, NATIVE_OVERRIDES, Constants
 from echelon.planning.calibrate.scoring import TimeErrors, time_errors
+from echelon.planning.cost.count_work import count_work
 from echelon.planning.cost.step_time import step_times
-from echelon.planning.cost.work import StepWork, count_work, stack_work
+from echelon.planning.cost.step_work import StepWork, stack_work
 
 Array = NDArray[np.float64]
 OTHERS = ("cpu", "alone", "slack", "working", "context", "loose_saved", "spread", "spread_experts")

@@ -17,7 +17,7 @@ from echelon.layout import Layout
 from echelon.planning.cluster import cluster
 from echelon.planning.model.model_sources import resolve_shape
 from echelon.planning.priced_plan import price
-from echelon.planning.search.layout_families import PlanRequest
+from echelon.planning.scenario import PlanRequest
 from echelon.planning.search.layout_search import search_plans
 
 WISH = PlanRequest(

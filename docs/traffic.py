@@ -20,8 +20,7 @@ from echelon.planning.cost.cp_traffic import cp_working_bytes
 from echelon.planning.explain import explain_kinds as explain_kinds
 from echelon.planning.model.model_shape import COLUMN_PARALLEL, ROW_PARALLEL, LayerShape
 from echelon.planning.model.model_sources import resolve_shape
-from echelon.planning.scenario import Scenario
-from echelon.planning.search.layout_families import PlanRequest
+from echelon.planning.scenario import PlanRequest, Scenario
 from echelon.planning.search.layout_search import search_plans
 
 SIZE, LOSS = 2, 4

@@ -12,12 +12,11 @@ from echelon.planning.calibrate.constants import FITTED_CONSTANTS
 from echelon.planning.cluster.cluster import MeasuredCurves, parse_cluster
 from echelon.planning.cluster.device_kinds import DEVICE_KINDS
 from echelon.planning.cluster.link_time import COLLECTIVES, intra_node_latency, wire_bytes
+from echelon.planning.cost.count_work import count_work
 from echelon.planning.cost.step_time import NARROW_HEAD_SPEED, microbatch_time
-from echelon.planning.cost.work import count_work
 from echelon.planning.model.model_sources import resolve_shape
 from echelon.planning.priced_plan import price, step_timeline
-from echelon.planning.scenario import Scenario
-from echelon.planning.search.layout_families import PlanRequest
+from echelon.planning.scenario import PlanRequest, Scenario
 from echelon.planning.search.layout_search import search_plans
 
 SHAPES = [(512, 512, 512), (1024, 4096, 512), (4096, 4096, 4096), (8192, 2048, 16384)]
@@ -101,7 +100,7 @@ def test_collectives_give_the_link_back(cluster):
     constants = calibrate(found.cluster)
     old = constants.links_old if "h100" not in cluster else 1.0
     assert constants.inside * old == pytest.approx(share)
-    assert intra_node_latency(found.cluster) == count_work(found).latency == pytest.approx(latency)
+    assert intra_node_latency(found.cluster) == count_work(found).microbatch.device.latency == pytest.approx(latency)
 
 
 def test_messages_without_a_latency_have_none():

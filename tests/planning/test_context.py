@@ -11,12 +11,14 @@ from echelon.layout import Layout
 from echelon.planning.calibrate.constants import FITTED_CONSTANTS
 from echelon.planning.cluster import cluster
 from echelon.planning.cost import cp_traffic as cp_traffic_module
+from echelon.planning.cost.count_work import count_work
 from echelon.planning.cost.cp_time import cp_time
 from echelon.planning.cost.cp_traffic import cp_bytes_per_token, cp_traffic, cp_working_bytes, saved_cp_bytes
 from echelon.planning.cost.memory_model import peak_memory
+from echelon.planning.cost.reached_rates import reached_rates
 from echelon.planning.cost.recompute_cost import recompute_plan, saved_layer_bytes
 from echelon.planning.cost.step_time import microbatch_time
-from echelon.planning.cost.work import count_work, stack_work
+from echelon.planning.cost.step_work import CpTraffic, RecomputeShares, stack_work
 from echelon.planning.model.model_sources import resolve_shape
 from echelon.planning.priced_plan import price
 from echelon.planning.scenario import Scenario
@@ -105,8 +107,8 @@ def test_what_is_gathered_between_nodes_comes_over_the_links_of_all_ranks_of_a_n
 def test_slow_links_between_nodes_are_felt_where_they_are_used(kind):
     def seconds(layout, factor):
         found = case(f"{layout},cp_kind={kind}", "16xh100")
-        link = replace(found.cluster.outside, bandwidth=found.cluster.outside.bandwidth / factor)
-        return price(replace(found, cluster=replace(found.cluster, outside=link))).times["cp"]
+        link = replace(found.cluster.inter_node, bandwidth=found.cluster.inter_node.bandwidth / factor)
+        return price(replace(found, cluster=replace(found.cluster, inter_node=link))).times["cp"]
 
     assert seconds("cp=8,dp=2", 100) == seconds("cp=8,dp=2", 1)
     assert seconds("cp=16", 100) > 5 * seconds("cp=16", 1)
@@ -116,45 +118,46 @@ def test_slow_links_between_nodes_are_felt_where_they_are_used(kind):
 
 
 def ring(steps, hop, gradients):
-    """Work whose ring's messages take so many seconds over links of 1 byte a second, and nothing else."""
-    found = count_work(case("cp=8"))
-    nothing = {"latency": 0.0, "cp_inside": 0.0, "cp_outside": 0.0, "cp_moved": 0.0, "cp_moved_back": 0.0}
-    sent = {"ring_steps": steps, "ring_bytes": hop, "ring_gradients": gradients, "ring_near": True, "inside": 1.0}
-    return replace(found, **nothing, **sent)
+    """A microbatch whose ring transfers take so many seconds over links of 1 byte a second, and nothing else."""
+    work = count_work(case("cp=8")).microbatch
+    traffic = CpTraffic(ring_steps=steps, ring_bytes=hop, ring_grad_bytes=gradients)
+    return replace(work, cp=traffic, device=replace(work.device, latency=0.0, intra_node_bandwidth=1.0))
 
 
-ONE = replace(FITTED_CONSTANTS, inside=1.0)
+def time_of(work, forward, backward):
+    return cp_time(work, reached_rates(work.device, replace(FITTED_CONSTANTS, inside=1.0)), forward, backward)
 
 
-def test_a_long_block_hides_all_but_the_last_gradients():
-    found = cp_time(ring(4, hop=1.0, gradients=2.0), ONE, 400.0, 1000.0)
+def test_a_long_block_overlaps_all_but_the_last_gradients():
+    found = time_of(ring(4, hop=1.0, gradients=2.0), 400.0, 1000.0)
     assert found.exposed == pytest.approx(2.0, rel=0.01)
     assert (found.hop, found.block, found.merge) == (1.0, 100.0, 0)
 
 
-def test_what_a_hop_takes_longer_than_its_block_is_seen():
+def test_a_hop_longer_than_its_block_is_exposed():
     """Forward 3 hops of 10 s beside blocks of 1 s; backward one of 10 s and two of 30 s beside 2 s, and 20 s home."""
-    found = cp_time(ring(4, hop=10.0, gradients=20.0), ONE, 4.0, 8.0)
+    found = time_of(ring(4, hop=10.0, gradients=20.0), 4.0, 8.0)
     assert found.exposed == pytest.approx(3 * 9 + 8 + 2 * 28 + 20, rel=0.01)
 
 
-def test_a_ring_of_two_sends_once_and_has_nothing_to_hide_its_gradients_with():
-    assert cp_time(ring(2, hop=1.0, gradients=2.0), ONE, 200.0, 500.0).exposed == pytest.approx(2.0, rel=0.01)
-    assert cp_time(ring(1, hop=0.0, gradients=0.0), ONE, 200.0, 500.0).total == 0
+def test_a_ring_of_two_sends_once_and_exposes_its_gradients():
+    assert time_of(ring(2, hop=1.0, gradients=2.0), 200.0, 500.0).exposed == pytest.approx(2.0, rel=0.01)
+    assert time_of(ring(1, hop=0.0, gradients=0.0), 200.0, 500.0).total == 0
 
 
-def test_recomputation_goes_around_once_more():
+def test_recomputation_sends_around_the_ring_once_more():
     work = ring(4, hop=10.0, gradients=0.0)
-    once, twice = (cp_time(replace(work, repeated=n), ONE, 4.0, 8.0).exposed for n in (0.0, 1.0))
+    recomputed = [replace(work, recompute=RecomputeShares(layers=share)) for share in (0.0, 1.0)]
+    once, twice = (time_of(one, 4.0, 8.0).exposed for one in recomputed)
     assert twice - once == pytest.approx(3 * 9, rel=0.01)
 
 
-def test_nothing_hides_what_is_gathered_or_exchanged():
+def test_gathers_and_exchanges_are_exposed():
     for kind in ("gather", "ulysses"):
-        found = count_work(case(f"cp=8,cp_kind={kind}"))
-        slow, fast = (cp_time(found, FITTED_CONSTANTS, seconds, seconds).exposed for seconds in (1e-3, 1e3))
-        sent = found.cp_inside / (found.inside * FITTED_CONSTANTS.inside) + found.cp_messages * found.latency
-        assert slow == fast == pytest.approx(sent)
+        work = count_work(case(f"cp=8,cp_kind={kind}")).microbatch
+        slow, fast = (time_of(work, seconds, seconds).exposed for seconds in (1e-3, 1e3))
+        sent = work.cp.intra_node_bytes / work.device.intra_node_bandwidth
+        assert slow == fast == pytest.approx(sent + work.cp.num_collectives * work.device.latency)
 
 
 def test_arrays_price_as_numbers_do():

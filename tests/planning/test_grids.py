@@ -15,8 +15,8 @@ from echelon.parallel.tp.tensor_parallel import TransformerSizes
 from echelon.parallel.tp_grid import cost as tp_grid_cost
 from echelon.planning.cluster import cluster
 from echelon.planning.cluster.link_time import wire_bytes
+from echelon.planning.cost.count_work import count_work
 from echelon.planning.cost.memory_model import state_bytes_by_category
-from echelon.planning.cost.work import count_work
 from echelon.planning.model.model_sources import resolve_shape
 from echelon.planning.scenario import Scenario, supports_precision
 from echelon.training.engine import Engine
@@ -60,7 +60,7 @@ def test_states_and_messages_of_a_plan_are_those_of_a_run(pool: RankPool, layout
     planned = state_bytes_by_category(case, 0)
     for name, size in held.items():
         assert planned.get(name, 0) == pytest.approx(size, rel=0.02), name
-    assert count_work(case).tp_bytes * case.layout.accumulate == pytest.approx(wire, rel=0.02)
+    assert count_work(case).microbatch.tp.wire_bytes * case.layout.accumulate == pytest.approx(wire, rel=0.02)
 
 
 def test_products_in_8_bits_are_not_for_a_grid() -> None:

@@ -28,8 +28,7 @@ from echelon.planning.cost.memory_model import peak_memory, stage_memory, state_
 from echelon.planning.cost.recompute_cost import recompute_plan, recompute_shares, saved_layer_bytes
 from echelon.planning.model.model_sources import resolve_shape
 from echelon.planning.priced_plan import price
-from echelon.planning.scenario import Scenario
-from echelon.planning.search.layout_families import PlanRequest
+from echelon.planning.scenario import PlanRequest, Scenario
 from echelon.planning.search.layout_search import search_plans
 
 GIB = 2**30

@@ -15,14 +15,15 @@ from echelon.cli import app
 from echelon.layout import Layout
 from echelon.models.attention import CoreAttention
 from echelon.planning.cluster import cluster
+from echelon.planning.cost.count_work import count_work
 from echelon.planning.cost.step_time import microbatch_time
-from echelon.planning.cost.work import count_work
 from echelon.planning.explain.explain_kinds import kind_reasons
 from echelon.planning.explain.reasons import explain_plan
 from echelon.planning.model.model_sources import resolve_shape
 from echelon.planning.model.trace_module import trace_module
 from echelon.planning.priced_plan import price
-from echelon.planning.search.layout_families import PlanRequest, all_layouts, can_split_sequence, cp_kinds, tp_kinds
+from echelon.planning.scenario import PlanRequest
+from echelon.planning.search.layout_families import all_layouts, can_split_sequence, cp_kinds, tp_kinds
 from echelon.planning.search.layout_search import search_plans
 
 LONG = 131072
@@ -153,7 +154,7 @@ def test_the_reasons_compare_the_kinds_with_numbers():
 def test_the_reasons_say_why_a_kind_cannot_be():
     asked = wish("llama-70b", "1024xh100", 32)
     layout = Layout.parse("dp=8,zero=1,tp=8,cp=16,accumulate=4,recompute=full")
-    found = list(kind_reasons(asked, price(asked.case(layout))))
+    found = list(kind_reasons(asked, price(asked.scenario(layout))))
     assert found[0].startswith("cp=16 as ring sends 28.2 KiB a token and layer between nodes, and attention hides it")
     assert "ulysses cannot be: cp=16 does not divide the 8 heads per tp rank (llama-70b)." in found
     assert any(line.startswith("As gather it would be") and "slower" in line for line in found)
@@ -161,7 +162,7 @@ def test_the_reasons_say_why_a_kind_cannot_be():
 
 def test_what_attention_is_too_short_to_hide_is_said():
     asked = wish("llama-1b", "64xh100:eth", 64, 16384)
-    found = list(kind_reasons(asked, price(asked.case(Layout.parse("dp=4,cp=16,accumulate=16")))))
+    found = list(kind_reasons(asked, price(asked.scenario(Layout.parse("dp=4,cp=16,accumulate=16")))))
     assert "attention hides a part of it" in found[0]
 
 
@@ -172,30 +173,34 @@ def test_a_plan_without_cp_says_nothing_of_its_kinds():
 
 def test_the_reasons_compare_grids_with_flat_tp():
     asked = wish("llama-405b", "72xgb200", 64, 8192)
-    plan = price(asked.case(Layout.parse("tp=16,tp_kind=2d,microbatch=8,accumulate=2")))
+    plan = price(asked.scenario(Layout.parse("tp=16,tp_kind=2d,microbatch=8,accumulate=2")))
     found = list(kind_reasons(asked, plan))
     assert found[0].startswith("tp=16 as 2d sends")
     assert "messages inside a node" in found[0]
     assert any("1d with sequence parallelism" in line for line in found)
-    padded = price(asked.case(Layout.parse("tp=16,tp_kind=2d,microbatch=1,accumulate=16")))
+    padded = price(asked.scenario(Layout.parse("tp=16,tp_kind=2d,microbatch=1,accumulate=16")))
     assert "300% of its sequences are padding" in next(kind_reasons(asked, padded))
 
 
 def test_products_hide_the_steps_of_a_square():
     """Of q broadcasts of a product all but one run beside another's; what a cube gathers is waited for."""
     square, cube, flat = (
-        count_work(wish(devices="72xgb200", batch=64, seq_len=8192).case(Layout.parse(f"tp=64,microbatch=16{kind}")))
+        count_work(
+            wish(devices="72xgb200", batch=64, seq_len=8192).scenario(Layout.parse(f"tp=64,microbatch=16{kind}"))
+        )
         for kind in (",tp_kind=2d", ",tp_kind=3d", "")
     )
-    assert 0.8 < square.tp_hidden / square.tp_bytes < 7 / 8
-    assert cube.tp_hidden == flat.tp_hidden == 0
-    assert microbatch_time(replace(square, tp_hidden=0.0)).tp > 1.3 * microbatch_time(square).tp
+    assert 0.8 < square.microbatch.tp.overlapped_bytes / square.microbatch.tp.wire_bytes < 7 / 8
+    assert cube.microbatch.tp.overlapped_bytes == flat.microbatch.tp.overlapped_bytes == 0
+    tp = replace(square.microbatch.tp, overlapped_bytes=0.0)
+    exposed = replace(square, microbatch=replace(square.microbatch, tp=tp))
+    assert microbatch_time(exposed).tp > 1.3 * microbatch_time(square).tp
 
 
 def test_neighbours_cut_more_and_less():
     asked = wish(fixed={"microbatch": 1})
     text = " ".join(
-        explain_plan(asked, [price(asked.case(Layout.parse("dp=4,zero=1,tp=2,cp=8,accumulate=16")))]).reasons
+        explain_plan(asked, [price(asked.scenario(Layout.parse("dp=4,zero=1,tp=2,cp=8,accumulate=16")))]).reasons
     )
     assert "cp=16 would be" in text
     assert "cp=4 would need" in text
@@ -204,7 +209,7 @@ def test_neighbours_cut_more_and_less():
 def test_causes_are_called_by_what_the_kind_does():
     asked = wish(devices="64xh100:eth", batch=64, fixed={"microbatch": 1})
     for kind, words in (("gather", "gathering keys and values"), ("ulysses", "exchanging heads for tokens")):
-        plan = price(asked.case(Layout.parse(f"dp=4,zero=1,cp=16,cp_kind={kind},accumulate=16,recompute=full")))
+        plan = price(asked.scenario(Layout.parse(f"dp=4,zero=1,cp=16,cp_kind={kind},accumulate=16,recompute=full")))
         assert words in " ".join(explain_plan(asked, [plan]).reasons)
 
 

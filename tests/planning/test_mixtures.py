@@ -30,8 +30,7 @@ from echelon.planning.cost.expert_traffic import all_to_all_bytes_per_token, cho
 from echelon.planning.model.model_sources import resolve_shape
 from echelon.planning.planner import find_plans
 from echelon.planning.priced_plan import Plan, price
-from echelon.planning.scenario import Scenario
-from echelon.planning.search.layout_families import PlanRequest
+from echelon.planning.scenario import PlanRequest, Scenario
 from echelon.planning.search.layout_search import search_plans
 from echelon.planning.show import plan_labels
 from echelon.planning.show.plan_html import plans_html
@@ -120,7 +119,7 @@ def test_the_imbalance_is_an_input_and_has_a_default():
         ec.plan("mixtral-8x7b", "64xh100", batch=1024, layout=MIXTRAL, **options)[0]
         for options in ({"imbalance": 1.7}, {}, {"imbalance": 1.0})
     )
-    assert (stated.case.imbalance, usual.case.imbalance) == (1.7, DEFAULT_IMBALANCE)
+    assert (stated.scenario.imbalance, usual.scenario.imbalance) == (1.7, DEFAULT_IMBALANCE)
     assert even.seconds < usual.seconds < stated.seconds
 
 

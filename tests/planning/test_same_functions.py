@@ -13,8 +13,8 @@ from echelon.parallel.apply import ParallelOptions
 from echelon.parallel.dp import zero
 from echelon.parallel.tp.tensor_parallel import TransformerSizes
 from echelon.planning.cluster import cluster
+from echelon.planning.cost.count_work import count_work
 from echelon.planning.cost.memory_model import state_bytes_by_category
-from echelon.planning.cost.work import count_work
 from echelon.planning.model.model_sources import resolve_shape
 from echelon.planning.scenario import Scenario
 from echelon.training.engine import Engine
@@ -65,5 +65,5 @@ def test_states_and_messages_of_a_plan_are_those_of_a_run(pool: RankPool, layout
         # Padding to equal shards, and the rows that a vocabulary of 257 is padded to, are a run's own.
         assert planned.get(name, 0) == pytest.approx(size, rel=0.02), name
     work = count_work(case)
-    assert work.dp_bytes == pytest.approx(over_dp, rel=0.02)
-    assert work.tp_bytes * case.layout.accumulate == pytest.approx(over_tp, rel=0.02)
+    assert work.dp.wire_bytes == pytest.approx(over_dp, rel=0.02)
+    assert work.microbatch.tp.wire_bytes * case.layout.accumulate == pytest.approx(over_tp, rel=0.02)

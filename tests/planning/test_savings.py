@@ -19,8 +19,7 @@ from echelon.planning.cluster.device_kinds import GIB
 from echelon.planning.memory_options import MemoryOptions
 from echelon.planning.model.model_sources import resolve_shape
 from echelon.planning.priced_plan import Plan, price
-from echelon.planning.scenario import Scenario
-from echelon.planning.search.layout_families import PlanRequest
+from echelon.planning.scenario import PlanRequest, Scenario
 from echelon.planning.search.layout_search import search_plans
 from echelon.planning.search.memory_savings import SAVING_CATEGORIES, MemorySaving, memory_savings
 from echelon.training.run.auto_layout import settings_with_effect
@@ -144,7 +143,7 @@ def test_rounding_halves_what_is_kept_and_is_never_searched() -> None:
     assert one.added_seconds > 0
     wish = PlanRequest(shape=plan.scenario.shape, cluster=plan.scenario.cluster, batch=4, seq_len=8192)
     assert {found.scenario.memory_options.compress for found in search_plans(wish)} == {"none"}
-    asked = search_plans(PlanRequest(**{**vars(wish), "thrift": MemoryOptions(compress="lossless+int8")}))
+    asked = search_plans(PlanRequest(**{**vars(wish), "memory_options": MemoryOptions(compress="lossless+int8")}))
     assert {found.scenario.memory_options.compress for found in asked} == {"lossless+int8"}
     assert all(found.layout.recompute != "ops" for found in asked)
 

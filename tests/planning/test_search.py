@@ -19,17 +19,17 @@ from echelon.layout import Layout, check_layout
 from echelon.models import model_config
 from echelon.planning.calibrate.calibration import constants_for
 from echelon.planning.cluster import cluster
+from echelon.planning.cost.count_work import count_work
 from echelon.planning.cost.memory_model import peak_memory, stage_memory
 from echelon.planning.cost.param_group_traffic import param_groups
 from echelon.planning.cost.step_time import step_times
-from echelon.planning.cost.work import count_work
 from echelon.planning.explain.reasons import explain_infeasible, explain_plan
 from echelon.planning.model.model_sources import resolve_shape
 from echelon.planning.planner import PRECISIONS, train_command
 from echelon.planning.priced_plan import price, step_timeline
-from echelon.planning.scenario import Scenario
+from echelon.planning.scenario import PlanRequest, Scenario
 from echelon.planning.search.bounds import branch_bounds, min_memory_bytes
-from echelon.planning.search.layout_families import PlanRequest, all_layouts, branch_layouts
+from echelon.planning.search.layout_families import all_layouts, branch_layouts
 from echelon.planning.search.layout_search import _is_legal, least_memory_plan, search_plans
 from echelon.planning.search.memory_variants import OFFLOAD_OPTIONS
 from echelon.training.run.auto_layout import with_planned_layout
@@ -61,7 +61,7 @@ def test_nothing_that_was_listed_is_faster_and_fits(precision):
     """The search leaves nothing out: price every layout of a small question."""
     asked = wish("llama-1b", "2xh100", 8, 4096, precision=precision)
     best = search_plans(asked)[0]
-    every = [price(asked.case(layout)) for layout in all_layouts(asked)]
+    every = [price(asked.scenario(layout)) for layout in all_layouts(asked)]
     assert best.seconds == min(plan.seconds for plan in every if plan.fits)
 
 
@@ -284,14 +284,14 @@ def test_8_bits_leave_out_schedules_that_put_weights_gradients_off():
     found = [plan.layout for plan in search_plans(asked, top=20)]
     assert found
     assert not {layout.schedule for layout in found} & {"zb-h1", "zb-v", "dualpipe-v"}
-    priced = price(asked.case(Layout.parse("dp=8,pp=8,schedule=zb-h1,accumulate=32")))
+    priced = price(asked.scenario(Layout.parse("dp=8,pp=8,schedule=zb-h1,accumulate=32")))
     assert not priced.runnable
     assert search_plans(replace(asked, plan_only=True, fixed={"schedule": "zb-h1", "pp": 8}), top=1)
 
 
 def test_types_that_cannot_be_trained_in_are_plan_only():
     layout = Layout.parse("dp=8")
-    runnable = {kind for kind in PRECISIONS if price(wish(precision=kind, devices="8xb200").case(layout)).runnable}
+    runnable = {kind for kind in PRECISIONS if price(wish(precision=kind, devices="8xb200").scenario(layout)).runnable}
     assert runnable == {"bf16", "fp16", "fp8", "fp32"}
 
 
@@ -323,7 +323,7 @@ def test_messages_between_nodes_are_priced_by_the_links_between_nodes():
     slow = cluster.parse_cluster("32xh100")
     slow = replace(slow, inter_node=replace(slow.inter_node, bandwidth=1e6))
     layout = Layout.parse("dp=4,tp=2,pp=4,accumulate=16")
-    assert price(replace(near, cluster=slow).case(layout)).seconds > 2 * price(near.case(layout)).seconds
+    assert price(replace(near, cluster=slow).scenario(layout)).seconds > 2 * price(near.scenario(layout)).seconds
 
 
 def test_types_that_a_device_does_not_multiply_are_refused():
@@ -374,12 +374,12 @@ def test_units_hold_every_parameter_once(model):
 )
 def test_no_layout_takes_less_than_the_bounds_say(devices, batch, seq_len, model, precision):
     asked = wish(model, devices, batch, seq_len, precision=precision)
-    c = constants_for(asked.case(Layout()))
+    c = constants_for(asked.scenario(Layout()))
     every = branch_bounds(asked, c)
     assert every == sorted(every)
     for bound in every[::7]:
         for layout in branch_layouts(asked, bound.branch, asdict(bound.branch.family)):
-            found = asked.case(layout)
+            found = asked.scenario(layout)
             assert min_memory_bytes(asked, layout, bound.activation_bytes) <= peak_memory(found, c).total, layout
             assert bound.objective <= (1 + 1e-9) * step_times(count_work(found), c).total, layout
 
@@ -396,7 +396,7 @@ def test_no_layout_takes_less_than_the_bounds_say(devices, batch, seq_len, model
 def test_the_branches_that_stay_closed_hold_none_of_the_best(devices, batch, seq_len, precision):
     """The ten best by formula of all layouts that fit are found, unless simulation puts them behind all that are."""
     asked = wish("llama-8b", devices, batch, seq_len, precision=precision)
-    fitting = [c for c in map(asked.case, all_layouts(asked)) if peak_memory(c).total <= asked.cluster.memory]
+    fitting = [c for c in map(asked.scenario, all_layouts(asked)) if peak_memory(c).total <= asked.cluster.memory]
     legal = [c for c in fitting if _is_legal(asked, c.layout)]
     ranked = sorted(legal, key=lambda c: (float(step_times(count_work(c), constants_for(c)).total), str(c.layout)))
     found = {str(plan.layout): plan.seconds for plan in search_plans(asked, top=20)}

@@ -19,8 +19,7 @@ from echelon.planning.memory_options import MemoryOptions
 from echelon.planning.model.model_shape import RuleFacts
 from echelon.planning.model.model_sources import resolve_shape
 from echelon.planning.priced_plan import Plan, price
-from echelon.planning.scenario import DEFAULT_MEMORY_OPTIONS
-from echelon.planning.search.layout_families import OBJECTIVES, PlanRequest
+from echelon.planning.scenario import DEFAULT_MEMORY_OPTIONS, OBJECTIVES, PlanRequest
 from echelon.planning.search.layout_search import least_memory_plan, search_plans
 
 T = TypeVar("T")

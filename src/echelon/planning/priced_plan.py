@@ -12,11 +12,12 @@ from echelon.pipeline.simulate import Durations, simulate
 from echelon.pipeline.timeline import Timeline
 from echelon.planning.calibrate.calibration import constants_for
 from echelon.planning.calibrate.constants import FITTED_CONSTANTS, Constants
+from echelon.planning.cost.count_work import count_work
 from echelon.planning.cost.expert_traffic import all_to_all_bytes_per_token
 from echelon.planning.cost.memory_model import RankMemory, peak_memory, stage_memory
 from echelon.planning.cost.recompute_cost import recompute_shares
 from echelon.planning.cost.step_time import StepTimes, microbatch_time, recompute_time, step_times
-from echelon.planning.cost.work import StepWork, count_work
+from echelon.planning.cost.step_work import StepWork
 from echelon.planning.scenario import Scenario
 
 MAX_SIMULATED_ACTIONS = 4_000
@@ -82,7 +83,7 @@ class Plan:
         shape, seq_len, again = self.scenario.shape, self.scenario.seq_len, recompute_shares(self.scenario)
         layers = shape.flops(seq_len) - 2.0 * shape.head_parameters
         attention = sum(n * layer.attention.flops(seq_len) for layer, n in shape.layers if layer.attention)
-        more = again.forward * layers + again.attention * attention
+        more = float(again.layers * layers + again.attention * attention)
         return self._utilisation(shape.train_flops(seq_len) + more)
 
     def _utilisation(self, flops: float) -> float:
@@ -149,7 +150,7 @@ def action_durations(scenario: Scenario, work: StepWork, c: Constants = FITTED_C
     shares = [scenario.correction * share for share in layer_shares(scenario)]
     again = float(recompute_time(work, m))
     # Of the tensor-parallel messages of a layer two are forward, two backward, and two are repeated.
-    ahead = 2 / (4 + 2 * work.repeated)
+    ahead = 2 / (4 + 2 * float(work.microbatch.recompute.layers))
     sent = float(m.tp + m.ep + m.cp)
     forward = float(m.forward) + ahead * sent
     weights = float(m.weight_grad)
@@ -233,7 +234,7 @@ def memory_over_time(case: Scenario, rank: int, c: Constants = FITTED_CONSTANTS)
     found = stage_memory(case, rank, c)
     still = found.total - found.parts.get("activations", 0)
     if case.layout.pp == 1:
-        return [(0.0, still), (case.correction * step_times(count_work(case), c).total, found.total)]
+        return [(0.0, still), (case.correction * float(step_times(count_work(case), c).total), found.total)]
     line = step_timeline(case, c)
     in_flight = max(1, line.in_flight[rank])
     each = found.parts.get("activations", 0) / in_flight

@@ -1,8 +1,11 @@
-"""`Case`: what is priced. This model, on this cluster, in this layout, with this arithmetic."""
+"""What is planned: `TrainingSetup`, a model on a cluster with its arithmetic, in one layout (`Scenario`) or in any that a
+`PlanRequest` allows.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 from echelon.layout import Layout
@@ -19,44 +22,47 @@ from echelon.planning.memory_options import MemoryOptions
 from echelon.planning.model.model_shape import ModelShape
 
 ATTENTION_KERNELS = ("plain", "fused", "flash1", "flash2", "best")
-"""how attention is computed: plain operators, a fused softmax over scores that are written out, two versions of flash
-attention, the best kernel of a vendor's library"""
+"""plain operators; a fused softmax over materialized scores; two versions of flash attention; the best kernel of the
+vendor's library"""
 SCORE_WRITING_KERNELS = ("plain", "fused")
-"""of these, those that write scores out"""
+"""kernels that materialize the scores"""
 PROGRAMS = ("echelon", "plain", "others")
-"""what runs it: ours, with our kernels where there is a GPU and the model is one of ours; ours, on torch's operators
-alone; another framework, as published runs were"""
+"""Echelon, with its kernels if there is a GPU and the model is one of its own; Echelon on torch's operators alone;
+another framework, as in published runs"""
 DEFAULT_MEMORY_OPTIONS = MemoryOptions()
+OBJECTIVES = ("time", "cost", "energy", "devices")
+"""seconds, US dollars or joules of a step; the fewest devices, then seconds"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scenario:
+class TrainingSetup:
+    """A model on a cluster, with the arithmetic, optimizer and memory options of its training run."""
+
     shape: ModelShape
     cluster: Cluster
-    layout: Layout
     seq_len: int
     precision: str = "bf16"
-    """of the products: bf16, fp16, fp8, fp4 or fp32"""
+    """dtype of the GEMMs: bf16, fp16, fp8, fp4 or fp32"""
     attention_kernel: str = "best"
-    """one of KERNELS"""
+    """one of ATTENTION_KERNELS"""
     fused_norms: bool = True
-    """norms are one kernel each"""
+    """whether a norm is one kernel"""
     program: str = "echelon"
     """one of PROGRAMS"""
     reduce_bytes: int = 4
-    """of one element of a gradient on its way"""
+    """per element of a gradient that is reduced"""
     moment_bytes: float = 4
-    """of one element of each of the optimizer's two moments; half of what it holds where it holds another number"""
+    """per element of each of AdamW's two moments; half of the state of optimizers with another number of moments"""
     master_bytes: int = 4
-    """of one element of what the optimizer updates: 2 without a master copy"""
+    """per master weight: 2 without master weights"""
     correction: float = 1.0
-    """measured over predicted seconds of a run that was (correct.py): all times are multiplied by it"""
+    """factor on all times: measured over predicted seconds of an earlier run (correction.py)"""
     host_share: float | None = None
-    """with `offload`, the share of the states that leave the device; none: as few as a GPU's memory asks for"""
+    """with `offload`, share of the optimizer state on the host; None: as little as a GPU's memory requires"""
     imbalance: float = DEFAULT_IMBALANCE
-    """rows of experts on the busiest of the ranks that divide them, to the mean"""
+    """max/mean expert load across ep ranks"""
     optimizer: UpdateRule | None = None
-    """the optimizer; none: AdamW with such moments"""
+    """None: AdamW with moments of `moment_bytes`"""
     memory_options: MemoryOptions = DEFAULT_MEMORY_OPTIONS
 
     @cached_property
@@ -65,23 +71,45 @@ class Scenario:
 
     @cached_property
     def has_kernels(self) -> bool:
-        """Our kernels run: what they keep and move is counted (kernels.py), and how fast they are was measured."""
+        """Whether Echelon's kernels run, whose traffic is counted (layer_counts.py) and whose speed was measured."""
         return self.program == "echelon" and self.on_gpu and self.precision != "fp4" and self.has_counted_layers
 
     @cached_property
     def has_counted_layers(self) -> bool:
-        """There are kernels of ours for its layers in its precision: none for experts in 8 bits."""
+        """Whether Echelon has kernels for these layers in this precision: it has none for experts in fp8."""
         return self.shape.is_native and not (self.is_low_precision and self.shape.experts)
 
     @cached_property
     def is_unfused(self) -> bool:
-        """It is a model of ours on torch's own operators: what it keeps is counted too (plain_layers.py)."""
+        """Whether a model of Echelon runs on torch's operators, whose saved tensors are counted too."""
         return self.program != "others" and not self.has_kernels and not self.is_low_precision and self.shape.is_native
+
+    @property
+    def has_layer_counts(self) -> bool:
+        """Whether saved tensors are counted operator by operator, with kernels or without."""
+        return self.has_kernels or self.is_unfused
+
+    @property
+    def is_low_precision(self) -> bool:
+        """Whether GEMMs have fewer than 16 bits."""
+        return self.precision in ("fp8", "fp4")
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an activation; low-precision GEMMs read and write 16 bits."""
+        return 4 if self.precision == "fp32" else 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario(TrainingSetup):
+    """A training setup in one layout: what is priced."""
+
+    layout: Layout
 
     @cached_property
     def materializes_scores(self) -> bool:
-        """Attention's scores are written out: our models do so to drop some of them, where they have whole rows; and
-        torch does on a processor, where values are not as wide as keys."""
+        """Whether attention writes its scores out: Echelon's models do for dropout, on full sequences, and torch does on
+        a CPU if values and keys differ in width."""
         if self.attention_kernel in SCORE_WRITING_KERNELS:
             return True
         if self.program == "others" or not self.shape.is_native or self.layout.cp > 1:
@@ -92,28 +120,23 @@ class Scenario:
 
     @property
     def runnable(self) -> bool:
-        """Today, by `train`: mixtures must be ones that we have a model of, 8 bits need layers of ours."""
-        mixture = self.shape.experts and self.shape.name not in SIZES
+        """Whether `train` runs it: MoE layers and fp8 require models of Echelon."""
+        moe = self.shape.experts and self.shape.name not in SIZES
         known = self.has_counted_layers or self.precision != "fp8"
         trains = self.is_compatible and supports_precision(self.precision, self.layout)
-        return known and not mixture and not self.layout.plan_only and trains
+        return known and not moe and not self.layout.plan_only and trains
 
     @property
     def is_compatible(self) -> bool:
-        """The optimizer and what is done for less memory go with the layout: `train` refuses what does not."""
+        """Whether `train` accepts the optimizer and the memory options in this layout."""
         layout, master = self.layout, "float32" if self.master_bytes > 2 else "none"
         if any(offload_support.offload_faults(self.optimizer or DefaultRule(), layout.offload, master=master)):
             return False
         return not compression_cost.incompatibility(self.memory_options.compress, layout.recompute, layout.offload)
 
     @property
-    def is_low_precision(self) -> bool:
-        """Products are in fewer than 16 bits."""
-        return self.precision in ("fp8", "fp4")
-
-    @property
     def tokens(self) -> float:
-        """Of a microbatch, on one rank of cp; with the sequences that pad it where a grid of tp divides them."""
+        """Tokens of a microbatch on one cp rank, with the sequences that a tp grid pads it by."""
         return self._sequences * self.seq_len / self.layout.cp
 
     @property
@@ -125,29 +148,50 @@ class Scenario:
 
     @property
     def sp_degree(self) -> int:
-        """Ranks that share what lies between the regions of tensor parallelism."""
+        """Ranks that share the activations between tensor-parallel regions."""
         return 1 if self.layout.tp_kind == "1d" and not self.layout.sp else self.layout.tp
 
     @property
     def expert_load(self) -> float:
-        """Rows of experts on the busiest rank, to those of an even load: where a rank has all experts, always 1."""
+        """Tokens of experts on the busiest rank, over those of an even load; 1 if a rank has all experts."""
         return min(self.imbalance, float(self.layout.ep)) if self.shape.experts else 1.0
 
     @property
     def batch_tokens(self) -> int:
-        """Of a step, over all ranks."""
+        """Tokens of a step, over all ranks."""
         return self.layout.batch * self.seq_len
 
-    @property
-    def element_bytes(self) -> int:
-        """Of an activation: products in fp8 and fp4 are between tensors of two bytes."""
-        return 4 if self.precision == "fp32" else 2
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest(TrainingSetup):
+    """A training setup whose layout the planner chooses."""
+
+    batch: int
+    """sequences of a step"""
+    fixed: Mapping[str, int | str] = field(default_factory=dict)
+    """keys of the layout that the user sets"""
+    plan_only: bool = False
+    """whether to rank layouts that `train` cannot run yet"""
+    objective: str = "time"
+    """one of OBJECTIVES"""
+
+    def scenario(self, layout: Layout) -> Scenario:
+        return Scenario(layout=layout, **{name: getattr(self, name) for name in _SETUP_FIELDS})
+
+    def allows(self, layout: Layout) -> bool:
+        """Whether the request admits the layout. If no layout runs in a precision, plans show that instead."""
+        if self.plan_only:
+            return True
+        return not layout.plan_only and (self.precision != "fp8" or supports_precision(self.precision, layout))
+
+
+_SETUP_FIELDS = tuple(one.name for one in fields(TrainingSetup))
 
 
 def supports_precision(precision: str, layout: Layout) -> bool:
-    """`train` has products in this type, in this layout: those in 8 bits cannot put off weights' gradients.
+    """Whether `train` has GEMMs in this precision for this layout.
 
-    Nor are they for a grid of tp, where a rank sees a block of a matrix and not what its scale should be.
+    fp8 GEMMs cannot defer weight gradients, and a rank of a tp grid sees a block of a matrix, without its scale.
     """
     if precision == "fp8":
         return layout.schedule not in SPLIT_BACKWARD_SCHEDULES and layout.tp_kind == "1d"

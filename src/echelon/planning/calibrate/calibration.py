@@ -22,8 +22,9 @@ import numpy as np
 from echelon.planning.calibrate.constants import FITTED_CONSTANTS, NATIVE_OVERRIDES, Constants
 from echelon.planning.cluster.cluster import Cluster
 from echelon.planning.cluster.link_time import fit_link
+from echelon.planning.cost.count_work import WIDE_HEAD_DIM
 from echelon.planning.cost.step_time import NARROW_HEAD_SPEED
-from echelon.planning.cost.work import GENERATIONS, HOPPER, WIDE_HEAD_DIM
+from echelon.planning.cost.step_work import GENERATIONS, HOPPER
 from echelon.planning.scenario import Scenario
 
 CPU_CONSTANTS = {"edge": 8.0, "context": 0.4, "step": 0.0}

@@ -26,6 +26,7 @@ from echelon.layout.collective import Collective
 from echelon.layout.rules import head_parallel_size
 from echelon.parallel.cp import cost as cp_cost
 from echelon.planning.cluster.link_time import wire_bytes
+from echelon.planning.cost.step_work import CpTraffic
 from echelon.planning.model.model_shape import AttentionShape
 from echelon.planning.scenario import Scenario
 
@@ -34,30 +35,6 @@ FP32_BYTES = 4
 MERGE_BUFFER_BYTES, MAX_PENDING_BLOCKS = 512 << 20, 8
 """bytes of results that wait to be brought together, and how many of them (as kernels/attention/blockwise_attention.py has it, which loads
 torch)"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CpTraffic:
-    """Of one microbatch through all layers, on one rank."""
-
-    ring_steps: int = 1
-    """of the ring, blocks of attention; 1: there is no ring"""
-    ring_bytes: float = 0.0
-    """bytes of keys and values that go on in each step but the last"""
-    ring_grad_bytes: float = 0.0
-    """of their gradients"""
-    ring_in_node: bool = True
-    """the ring is inside a node"""
-    intra_node_bytes: float = 0.0
-    """bytes of collectives that pass a rank's link inside its node"""
-    inter_node_bytes: float = 0.0
-    """that pass its link between nodes"""
-    num_collectives: float = 0.0
-    is_blockwise: bool = False
-    """attention is several calls whose results are merged"""
-    memory_bytes: float = 0.0
-    """bytes through memory beside attention, forward"""
-    memory_bytes_backward: float = 0.0
 
 
 def cp_traffic(case: Scenario) -> CpTraffic:

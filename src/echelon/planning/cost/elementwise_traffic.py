@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from echelon.planning.cost.kernel_traffic import ShardedCount
+from echelon.planning.cost.step_work import ElementwiseTraffic
 from echelon.planning.scenario import Scenario
 
 BACKWARD_RATIO = 1.5
 """what operators of others move in backward, to forward"""
 ELEMENT_BYTES = 2
 """bytes of an element, as they are counted here"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ElementwiseTraffic:
-    """Elements of 16 bits on one rank."""
-
-    norms: float
-    """by norms and residuals, forward"""
-    others: float
-    """by all other operators, forward"""
-    backward_ratio: float
-    """in backward, to forward"""
-    recompute_ratio: float
-    """where what operators made is made again: what that moves, to forward"""
-    core_recompute_ratio: float = 0.0
-    """where attention's core is done again: what its operators move, to forward"""
 
 
 def elementwise_traffic(case: Scenario, *, recompute_ops: bool | None = None) -> ElementwiseTraffic:
@@ -39,9 +22,15 @@ def elementwise_traffic(case: Scenario, *, recompute_ops: bool | None = None) ->
             n * tokens * (layer.moved_elements_tp + case.expert_load * layer.moved_elements_experts) / tp
             for layer, n in layers
         )
-        return ElementwiseTraffic(norms=norms, others=others, backward_ratio=BACKWARD_RATIO, recompute_ratio=1.0)
+        return ElementwiseTraffic(
+            norms=norms, other=others, backward_ratio=BACKWARD_RATIO, recompute_ratio=1.0, fused_norms=case.fused_norms
+        )
     forward, backward, again, core = ShardedCount(), ShardedCount(), ShardedCount(), ShardedCount()
-    options = {"narrow": case.is_low_precision, "remakes": recompute_ops, "travels": layout.ep * layout.etp > 1}
+    options = {
+        "low_precision": case.is_low_precision,
+        "recompute_ops": recompute_ops,
+        "dispatched": layout.ep * layout.etp > 1,
+    }
     for layer, n in layers:
         assert layer.fused is not None
         moved = layer.fused.bytes_moved(element_bytes=case.element_bytes, **options)
@@ -53,8 +42,9 @@ def elementwise_traffic(case: Scenario, *, recompute_ops: bool | None = None) ->
     )
     return ElementwiseTraffic(
         norms=tokens * forward.sp / case.sp_degree / ELEMENT_BYTES,
-        others=tokens * (once - forward.sp / case.sp_degree) / ELEMENT_BYTES,
+        other=tokens * (once - forward.sp / case.sp_degree) / ELEMENT_BYTES,
         backward_ratio=back / once,
         recompute_ratio=made / once,
         core_recompute_ratio=prepared / once,
+        fused_norms=case.fused_norms,
     )

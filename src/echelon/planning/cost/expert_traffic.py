@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from echelon.layout.collective import Collective
 from echelon.parallel.ep.cost import MoeTraffic, collectives, expected_nodes
 from echelon.parallel.ep.expert_parallel import EP_ETP_AXIS, MAX_LOAD_FACTOR
 from echelon.planning.cluster.cluster import Cluster
 from echelon.planning.cluster.link_time import wire_bytes
+from echelon.planning.cost.step_work import ExpertTraffic
 from echelon.planning.scenario import Scenario
 
 GATE_SCORE_BYTES = 4
 TOKEN_EXCHANGE = "all_to_all"
 """the kind of messages of which busier ranks have more"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertTraffic:
-    """What passes the links of the busiest rank, for a microbatch through all layers."""
-
-    intra_node_bytes: float = 0.0
-    """bytes between devices of a node"""
-    inter_node_bytes: float = 0.0
-    num_collectives: int = 0
 
 
 def expert_traffic(case: Scenario) -> ExpertTraffic:

@@ -7,7 +7,7 @@ columns are on every rank that may hold a part of their matrix.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from echelon.optim import cost
 from echelon.optim.optimizer_groups import is_muon_matrix
@@ -23,6 +23,7 @@ from echelon.planning.cost.param_group_traffic import (
     param_groups,
     sharding_policy,
 )
+from echelon.planning.cost.step_work import UpdateWork
 from echelon.planning.model.model_shape import LayerShape
 from echelon.planning.scenario import Scenario
 
@@ -127,14 +128,12 @@ def live_gradient_bytes(case: Scenario) -> int:
 # -- time -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class UpdateComm:
-    """What an update does beside moving bytes through memory, once a step."""
-
-    wire_bytes: float = 0.0
-    """on the wire"""
-    num_collectives: int = 0
-    flops: float = 0.0
+def update_work(scenario: Scenario, num_params: float) -> UpdateWork:
+    """Count the update of `num_params` parameters on the device."""
+    memory_bytes = update_traffic(scenario) * num_params
+    if scenario.optimizer is None:
+        return UpdateWork(num_params=num_params, memory_bytes=memory_bytes)
+    return replace(update_comm(scenario), num_params=num_params, memory_bytes=memory_bytes)
 
 
 def update_traffic(case: Scenario) -> float:
@@ -145,7 +144,7 @@ def update_traffic(case: Scenario) -> float:
     return found if case.has_kernels or case.optimizer.name not in ("adamw", "sgd") else 0.0
 
 
-def update_comm(case: Scenario) -> UpdateComm:
+def update_comm(case: Scenario) -> UpdateWork:
     """By the rule's own messages: see optim/reduced_stats.py and optim/rules/muon.py."""
     rule, layout = case.optimizer, case.layout
     assert rule is not None
@@ -154,15 +153,15 @@ def update_comm(case: Scenario) -> UpdateComm:
     if rule.name == "muon":
         return _muon_comm(case, [one for one in held if is_muon_matrix(rule, one.name, one.shape)], ranks)
     if ranks == 1 or rule.name not in ("lamb", "adafactor", "sm3"):
-        return UpdateComm()
+        return UpdateWork()
     stacks = sum(one.count * max(1, one.size // (one.shape[-1] * one.shape[-2])) for one in held if len(one.shape) > 1)
     sides = sum(one.count * _factored_bytes(rule, one) * _local_share(one) for one in held)
     sizes = {"lamb": [8 * stacks], "adafactor": [sides + 4 * stacks, 4 * stacks], "sm3": [sides]}[rule.name]
     wire = sum(wire_bytes("all_reduce", size, ranks) for size in sizes)
-    return UpdateComm(wire_bytes=wire, num_collectives=len(sizes))
+    return UpdateWork(wire_bytes=wire, num_collectives=len(sizes))
 
 
-def _muon_comm(case: Scenario, held: list[ParamMatrix], ranks: int) -> UpdateComm:
+def _muon_comm(case: Scenario, held: list[ParamMatrix], ranks: int) -> UpdateWork:
     """Every part goes to its owner and back, in the products' type; an owner makes whole matrices orthogonal."""
     size = 2 if case.on_gpu and case.element_bytes == 2 else 4
     parts = sum(one.count * one.size / (one.model_ranks * one.shards) for one in held)
@@ -172,4 +171,4 @@ def _muon_comm(case: Scenario, held: list[ParamMatrix], ranks: int) -> UpdateCom
         each = NEWTON_SCHULZ_STEPS * (4.0 * short * short * long + 2.0 * short**3)
         flops += one.count * one.size / (short * long) * each / (one.model_ranks * one.shards)
     sent = 2 * wire_bytes("all_to_all", parts * size, ranks) if ranks > 1 else 0.0
-    return UpdateComm(wire_bytes=sent, num_collectives=2 if ranks > 1 else 0, flops=flops)
+    return UpdateWork(wire_bytes=sent, num_collectives=2 if ranks > 1 else 0, flops=flops)

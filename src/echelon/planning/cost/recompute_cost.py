@@ -16,6 +16,7 @@ from functools import lru_cache
 from echelon.memory.checkpointing.checkpoint_options import LayerMeasurement, checkpoint_options
 from echelon.memory.checkpointing.cost import GIB, RecomputedLayers, segment_length
 from echelon.memory.checkpointing.knapsack import CheckpointOption, solve_knapsack
+from echelon.parallel.ep.expert_parallel import MAX_LOAD_FACTOR
 from echelon.planning.cost.activation_memory import (
     dropout_mask_bytes,
     layer_input_bytes,
@@ -26,6 +27,7 @@ from echelon.planning.cost.activation_memory import (
     score_bytes,
 )
 from echelon.planning.cost.elementwise_traffic import elementwise_traffic
+from echelon.planning.cost.step_work import RecomputeShares
 from echelon.planning.model.model_shape import LayerShape
 from echelon.planning.scenario import Scenario
 
@@ -118,20 +120,10 @@ def compression_traffic(case: Scenario) -> float:
 # -- what is repeated -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecomputeShares:
-    """Shares of the layers' forward that are done again in backward."""
-
-    forward: float = 0.0
-    attention: float = 0.0
-    """beside that"""
-    elementwise: float = 0.0
-    """of operators between products, beside that"""
-
-
 def recompute_shares(case: Scenario) -> RecomputeShares:
+    experts = case.expert_load > MAX_LOAD_FACTOR  # chunked dispatch saves nothing
     if case.layout.recompute == "none":
-        return RecomputeShares()
+        return RecomputeShares(experts=experts)
     done = recompute_plan(case)
     some, core = done.share("ops"), done.share("selective")
     own = case.has_kernels or case.is_unfused
@@ -140,7 +132,7 @@ def recompute_shares(case: Scenario) -> RecomputeShares:
         passing += core * (elementwise_traffic(case).core_recompute_ratio if own else 0.5)
     # A repetition ends with the probabilities: what they make of the values is kept.
     attention = core * (0.5 if own and case.materializes_scores else 1.0)
-    return RecomputeShares(forward=done.full_share, attention=attention, elementwise=passing)
+    return RecomputeShares(layers=done.full_share, attention=attention, elementwise=passing, experts=experts)
 
 
 def recomputed_layers(case: Scenario) -> RecomputedLayers:

@@ -1,289 +1,335 @@
-"""Seconds of a step by cause, from what it does (work.py) and what programs reach (constants.py).
+"""Seconds of a step by cause: its work (step_work.py) over what programs reach of a device (constants.py).
 
 [Note: a step]
 
-    step = accumulate x (the fullest rank's microbatch) + bubble + what of the messages is not hidden + update
+    step = microbatches x (the slowest rank's microbatch) + bubble + exposed communication + update
 
-A product of m x k by k x n takes its FLOPs over what the device reaches, and is longer by partly filled tiles at the
-edges: FLOPs (1 + e/m + e/k + e/n). Operators between products move bytes. Kernels take time to start. A group's
-messages between nodes use the links of all its ranks in a node, up to the speed inside it.
+A GEMM of m x k by k x n takes its FLOPs over the rate that the device reaches, and longer for partly filled tiles at
+its edges: FLOPs (1 + e/m + e/k + e/n). Operators between GEMMs move bytes. The host takes time to launch kernels. A
+group whose ranks span nodes uses the links of all its ranks in a node, up to the bandwidth inside it.
 
-[Note: waiting]
+[Note: bubbles]
 
-With f, i and w the seconds of a rank's forward and of both halves of its backward in one microbatch, of d ranks, m
-microbatches and v chunks, a step is longer than m (f + i + w) by
+With f, i and w the seconds of a rank's forward, input-gradient and weight-gradient passes of one microbatch, on d ranks
+with m microbatches and v chunks, a step is longer than m (f + i + w) by
 
-    1f1b          (d - 1) (f + i + w) / v, and where m < d the holes that are left, (d - m) (v - 1) / v more of them
-    zb-h1         (d - 1) (f + i) - min(d - 1, m - 1) w: weights' gradients fill it, where there are enough of them
-    zb-v          (d - 1) max(f / 2, i - w), but at least the way there and back: (d - 1) (f + i) - (m - 1) f
-    dualpipe-v    the same, the way there and back (d - 1) w / 2 longer
+    1f1b          (d - 1) (f + i + w) / v, and where m < d by (d - m) (v - 1) / v times (f + i + w) more
+    zb-h1         (d - 1) (f + i) - min(d - 1, m - 1) w: weight gradients fill the bubble, as far as there are any
+    zb-v          (d - 1) max(f / 2, i - w), but at least one traversal there and back: (d - 1) (f + i) - (m - 1) f
+    dualpipe-v    the same, with a traversal that is (d - 1) w / 2 longer
 
-as simulating them says (price.py does so with those that are chosen).
+in agreement with the simulator, which priced_plan.py runs for the layouts that the search chooses.
 
-Numbers may be arrays: every line prices one layout or thousands.
+Every number may be an array: each line times one layout or thousands.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 import numpy as np
 
 from echelon.planning.calibrate.constants import FITTED_CONSTANTS, Constants
 from echelon.planning.cluster.link_time import exposed_time
-from echelon.planning.cost.cp_time import cp_time, link_bandwidths
-from echelon.planning.cost.work import AMPERE, CPU, HOPPER, VOLTA, StepWork
+from echelon.planning.cost.cp_time import cp_time
+from echelon.planning.cost.reached_rates import ReachedRates, reached_rates
+from echelon.planning.cost.step_work import HOPPER, GemmWork, MicrobatchWork, Number, StepWork
 
 ONE_F_ONE_B, INTERLEAVED, ZB_H1, ZB_V, DUALPIPE_V = range(5)
 PLAIN_ATTENTION, FUSED_SOFTMAX, FLASH1, FLASH2, BEST_ATTENTION = range(5)
 NARROW_HEAD_SPEED = 0.8
-"""speed of attention with heads of fewer than WIDE_HEAD elements, to others"""
+"""speed of attention with heads below WIDE_HEAD_DIM elements, over that with wider ones"""
 GEMM_BACKWARD_RATIO = 2.0
-"""products of backward, to those of forward"""
 FLASH_BACKWARD_RATIO = 2.5
 UNFUSED_BACKWARD_RATIO = 2.0
 ROUTER_PEAK_SHARE = 0.042
-"""share of the 16-bit peak that routers reach in 32 bits: those of 2,048 by 128 on an H200, where ours were measured"""
+"""of the 16-bit peak that a router reaches in float32: measured for 2,048 by 128 on an H200"""
+
+
+# -- a microbatch -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchTime:
-    """Seconds of one microbatch through all layers and the head, by cause. Forward and backward apart."""
+    """Seconds of one microbatch through all layers and the head, by cause; of forward unless stated otherwise."""
 
-    gemms: Any
-    expert_gemms: Any
-    attention: Any
-    elementwise: Any
-    """operators between products"""
-    elementwise_backward_ratio: Any
-    """what they take in backward, to forward"""
-    weight_traffic: Any
-    """weights and their gradients on their way, beside products, and what is kept in another form: as of backward"""
-    kernel_launches: Any
-    """the host's time to start the kernels of forward, and of backward: it runs beside the device"""
-    head: Any
-    """forward"""
-    tp: Any
-    """of the whole microbatch, recomputation included; what is not hidden"""
-    ep: Any
-    cp: Any
-    """what merges results too (reaching.py)"""
-    pp: Any
-    """one message"""
-    uses_flash: Any
+    gemms: Number
+    expert_gemms: Number
+    attention: Number
+    attention_backward_ratio: Number
+    elementwise: Number
+    """operators between GEMMs"""
+    elementwise_backward_ratio: Number
+    weight_traffic: Number
+    """casts and accumulation of weights' gradients, compression of activations; counted as backward"""
+    kernel_launches: Number
+    """of the host, for forward and again for backward; the device works meanwhile"""
+    head: Number
+    tp: Number
+    """exposed, of forward, backward and recomputation"""
+    ep: Number
+    cp: Number
+    """merging of results included"""
+    pp: Number
+    """one transfer"""
 
     @property
-    def _forward_device(self) -> Any:
+    def forward_device(self) -> Number:
         return self.gemms + self.expert_gemms + self.attention + self.elementwise
 
     @property
-    def _backward_device(self) -> Any:
-        attention = np.where(self.uses_flash, FLASH_BACKWARD_RATIO, UNFUSED_BACKWARD_RATIO) * self.attention
-        return (
-            GEMM_BACKWARD_RATIO * self.weight_grad
-            + attention
-            + self.elementwise_backward_ratio * self.elementwise
-            + self.weight_traffic
+    def backward_device(self) -> Number:
+        attention = self.attention_backward_ratio * self.attention
+        elementwise = self.elementwise_backward_ratio * self.elementwise
+        return GEMM_BACKWARD_RATIO * self.weight_grad + attention + elementwise + self.weight_traffic
+
+    @property
+    def launch_waits(self) -> tuple[Number, Number]:
+        """Seconds that the device waits for the host, in forward and in backward."""
+        forward, backward = (
+            exposed_time(self.kernel_launches, device) for device in (self.forward_device, self.backward_device)
         )
+        return forward, backward
 
     @property
-    def launch_waits(self) -> tuple[Any, Any]:
-        """Of the device for the host, in forward and in backward."""
-        return tuple(
-            exposed_time(self.kernel_launches, device) for device in (self._forward_device, self._backward_device)
-        )
+    def forward(self) -> Number:
+        return self.forward_device + self.launch_waits[0]
 
     @property
-    def forward(self) -> Any:
-        return self._forward_device + self.launch_waits[0]
-
-    @property
-    def weight_grad(self) -> Any:
-        """The part of backward that makes gradients of weights."""
+    def weight_grad(self) -> Number:
+        """Part of backward."""
         return self.gemms + self.expert_gemms
 
     @property
-    def backward(self) -> Any:
-        return self._backward_device + self.launch_waits[1]
+    def backward(self) -> Number:
+        return self.backward_device + self.launch_waits[1]
+
+    @property
+    def communication(self) -> Number:
+        return self.tp + self.ep + self.cp
 
 
 def microbatch_time(work: StepWork, c: Constants = FITTED_CONSTANTS) -> MicrobatchTime:
-    old = work.generation < HOPPER
-    reached16 = np.select(
-        [work.generation == CPU, work.generation == VOLTA, work.generation == AMPERE, work.generation == HOPPER],
-        [c.cpu, c.volta, c.ampere, c.hopper],
-        c.blackwell,
-    )
-    narrow = np.where(work.narrow == 1, np.where(work.generation == HOPPER, c.hopper_fp8, c.blackwell_fp8), c.fp4)
-    rate16 = work.peak16 * reached16
-    rate = np.where(work.narrow > 0, work.peak * narrow, work.peak * reached16)
-    edge = c.edge * work.peak / work.peak16
-    stream = work.memory * c.streaming
-    flash = work.kernel >= FLASH1
-    reached = np.select(
-        [work.kernel == FLASH1, work.kernel == FLASH2],
-        [c.flash1, np.where(work.generation >= HOPPER, c.flash2_hopper, c.flash2)],
-        c.best_attention,
-    ) * np.where(work.wide_heads > 0, 1.0, NARROW_HEAD_SPEED)
-    written = np.where(work.kernel == PLAIN_ATTENTION, c.plain_scores, c.scores) * work.scores / stream
-    attention = np.where(
-        flash, work.attention_flops / (work.peak16 * reached), 2 * work.attention_flops / rate16 + written
-    )
-    attention = attention * np.where(work.by_blocks > 0, c.blocks, 1.0)
-    norms = work.norms * np.where(work.fused_norms > 0, 1.0, c.loose_norms)
-    casts = np.where(work.narrow > 0, c.casts, 0.0) * (work.norms + work.passed) / 2
-    inside, outside = link_bandwidths(work, c)
-    across = np.minimum(inside, outside * work.tp_members)
-    tp_link = np.where(work.tp_near > 0, inside, across)
-    tp = (work.tp_bytes - work.tp_hidden) / tp_link + work.latency * work.tp_messages
-    products = (work.flops + c.odd * work.odd_flops + edge * work.edges) / rate
-    products += work.router_flops / (work.peak16 * ROUTER_PEAK_SHARE)
-    ep = work.ep_inside / inside + work.ep_outside / outside + work.latency * work.ep_messages
+    """Time one microbatch of a step."""
+    m, device = work.microbatch, work.microbatch.device
+    rates = reached_rates(device, c)
+    gemms = _gemm_time(m.dense_gemms, rates.gemm_edge, rates.gemm_flops, c)
+    gemms += m.router_flops / (device.peak_flops_16bit * ROUTER_PEAK_SHARE)
+    attention = _attention_time(m, rates, c)
+    attention_backward = np.where(m.attention.kernel >= FLASH1, FLASH_BACKWARD_RATIO, UNFUSED_BACKWARD_RATIO)
+    head = _gemm_time(m.head_gemm, c.edge, rates.gemm_flops_16bit, c)
     return MicrobatchTime(
-        gemms=products,
-        expert_gemms=(work.expert_flops + c.expert_edge * work.expert_edges) / rate,
+        gemms=gemms,
+        expert_gemms=_gemm_time(m.expert_gemms, c.expert_edge, rates.gemm_flops, c),
         attention=attention,
-        elementwise=(2 * (norms + work.passed) + casts) / stream,
-        elementwise_backward_ratio=work.passed_backward,
-        weight_traffic=(work.weight_bytes + work.packed) / stream,
-        kernel_launches=c.launch * work.layers + c.launch_experts * work.mixtures,
-        head=(work.head_flops + c.edge * work.head_edges) / rate16 + work.loss_bytes / work.memory,
-        tp=np.where(work.tp > 1, tp, 0.0) * np.where(old, 1.0, c.tp_shown)
-        + exposed_time(work.tp_hidden / tp_link, (1 + GEMM_BACKWARD_RATIO) * products),
-        ep=ep * c.ep_shown,
-        cp=cp_time(work, c, attention, np.where(flash, FLASH_BACKWARD_RATIO, UNFUSED_BACKWARD_RATIO) * attention).total,
-        pp=np.where(work.pp > 1, work.pp_bytes / np.where(work.pp_near > 0, inside, outside) + work.latency, 0.0),
-        uses_flash=flash,
+        attention_backward_ratio=attention_backward,
+        elementwise=_elementwise_time(m, rates, c),
+        elementwise_backward_ratio=m.elementwise.backward_ratio,
+        weight_traffic=(work.weight_bytes + m.compression_bytes) / rates.memory_bandwidth,
+        kernel_launches=c.launch * m.num_layers + c.launch_experts * m.num_moe_layers,
+        head=head + m.loss_bytes / device.memory_bandwidth,
+        tp=_exposed_tp_time(m, rates, c, gemms),
+        ep=_exposed_ep_time(m, rates, c),
+        cp=cp_time(m, rates, attention, attention_backward * attention).total,
+        pp=_p2p_time(work, rates),
     )
+
+
+def _gemm_time(work: GemmWork, edge: Number, flops_per_second: Number, c: Constants) -> Number:
+    return (work.flops + c.odd * work.misaligned_flops + edge * work.edge_flops) / flops_per_second
+
+
+def _attention_time(work: MicrobatchWork, rates: ReachedRates, c: Constants) -> Number:
+    """Time forward attention: flash kernels by their FLOPs, others by their GEMMs and the scores that they write."""
+    attention, device = work.attention, work.device
+    flash_share = np.select(
+        [attention.kernel == FLASH1, attention.kernel == FLASH2],
+        [c.flash1, np.where(device.generation >= HOPPER, c.flash2_hopper, c.flash2)],
+        c.best_attention,
+    ) * np.where(attention.wide_heads > 0, 1.0, NARROW_HEAD_SPEED)
+    score_bytes = np.where(attention.kernel == PLAIN_ATTENTION, c.plain_scores, c.scores) * attention.scores
+    seconds = np.where(
+        attention.kernel >= FLASH1,
+        attention.flops / (device.peak_flops_16bit * flash_share),
+        2 * attention.flops / rates.gemm_flops_16bit + score_bytes / rates.memory_bandwidth,
+    )
+    return seconds * np.where(work.cp.is_blockwise > 0, c.blocks, 1.0)
+
+
+def _elementwise_time(work: MicrobatchWork, rates: ReachedRates, c: Constants) -> Number:
+    traffic = work.elementwise
+    norms = traffic.norms * np.where(traffic.fused_norms > 0, 1.0, c.loose_norms)
+    cast_bytes = np.where(work.device.low_precision > 0, c.casts, 0.0) * (traffic.norms + traffic.other) / 2
+    return (2 * (norms + traffic.other) + cast_bytes) / rates.memory_bandwidth
+
+
+def _exposed_tp_time(work: MicrobatchWork, rates: ReachedRates, c: Constants, gemms: Number) -> Number:
+    tp = work.tp
+    bandwidth = rates.group_bandwidth(tp.in_node, tp.ranks_per_node)
+    seconds = (tp.wire_bytes - tp.overlapped_bytes) / bandwidth + rates.latency * tp.num_collectives
+    exposed_share = np.where(work.device.generation < HOPPER, 1.0, c.tp_shown)
+    overlapped: Number = exposed_time(tp.overlapped_bytes / bandwidth, (1 + GEMM_BACKWARD_RATIO) * gemms)
+    return np.where(tp.ranks > 1, seconds, 0.0) * exposed_share + overlapped
+
+
+def _exposed_ep_time(work: MicrobatchWork, rates: ReachedRates, c: Constants) -> Number:
+    ep = work.ep
+    transfers = ep.intra_node_bytes / rates.intra_node_bandwidth + ep.inter_node_bytes / rates.inter_node_bandwidth
+    return (transfers + rates.latency * ep.num_collectives) * c.ep_shown
+
+
+def _p2p_time(work: StepWork, rates: ReachedRates) -> Number:
+    pipeline = work.pipeline
+    link = np.where(pipeline.in_node > 0, rates.intra_node_bandwidth, rates.inter_node_bandwidth)
+    return np.where(pipeline.pp > 1, pipeline.p2p_bytes / link + rates.latency, 0.0)
+
+
+def recompute_time(work: StepWork, m: MicrobatchTime) -> Number:
+    """Seconds of a microbatch's recomputation."""
+    shares = work.microbatch.recompute
+    besides = shares.attention * m.attention + shares.elementwise * m.elementwise
+    return shares.layers * m.forward + besides + shares.experts * m.expert_gemms
+
+
+# -- a step -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """Seconds of a step by cause; they sum to `total`."""
+    """Seconds of a step by cause; they sum to `total`. The names are the keys of `echelon plan --json`."""
 
-    products: Any
-    attention: Any
-    passing: Any
-    launches: Any
-    head: Any
-    recompute: Any
-    tp: Any
-    ep: Any
-    cp: Any
-    pp: Any
-    imbalance: Any
-    """waiting for the fullest stage"""
-    bubble: Any
-    dp: Any
-    """what is not hidden"""
-    update: Any
-    offload: Any
-    """messages to the host that nothing hides, its update, and the disk"""
-    rest: Any
+    products: Number
+    """GEMMs"""
+    attention: Number
+    passing: Number
+    """operators between GEMMs"""
+    launches: Number
+    head: Number
+    recompute: Number
+    tp: Number
+    ep: Number
+    cp: Number
+    pp: Number
+    imbalance: Number
+    """waiting for the slowest stage"""
+    bubble: Number
+    dp: Number
+    update: Number
+    offload: Number
+    """exposed transfers to the host, its update, the disk"""
+    rest: Number
 
     @property
-    def total(self) -> Any:
-        return sum(getattr(self, field.name) for field in fields(self))
-
-
-def recompute_time(work: StepWork, m: MicrobatchTime) -> Any:
-    """Seconds of a microbatch's recomputation."""
-    some = work.repeated_attention * m.attention + work.repeated_passing * m.elementwise
-    return work.repeated * m.forward + some + work.repeated_experts * m.expert_gemms
+    def total(self) -> Number:
+        causes: list[Number] = [getattr(self, field.name) for field in fields(self)]
+        return sum(causes)
 
 
 def step_times(work: StepWork, c: Constants = FITTED_CONSTANTS) -> StepTimes:
-    """Of a step, the pipeline by its formula. `price.py` simulates the real schedule instead."""
-    m = microbatch_time(work, c)
-    again = recompute_time(work, m)
-    layers = m.forward + m.backward + again + m.tp + m.ep + m.cp
-    head = 3 * m.head
-    fullest = np.where(
-        work.pp > 1,
-        np.where(
-            work.even > 0, layers * work.slowest + head, np.maximum(layers * work.slowest, (layers + head) / work.pp)
-        ),
-        layers + head,
-    )
-    mean = layers / work.pp
-    count, stages = work.accumulate, work.pp
-    bubble = _bubble_time(work, m, mean)
-    sends = count * 2 * work.vpp * m.pp * c.pp_shown + 2 * (stages - 1) * m.pp
-    busy = count * fullest + bubble + sends
-    dp = _exposed_dp_time(work, c, busy, m.backward / stages)
-    share = count / stages
-    ends = np.where(stages > 1, np.where(work.even > 0, head, head / stages), head) * count
-    parts = {
+    """Time a step, its bubble by formula. See [Note: a step]."""
+    m, pipeline = microbatch_time(work, c), work.pipeline
+    pp, num_microbatches = pipeline.pp, pipeline.num_microbatches
+    recompute = recompute_time(work, m)
+    layers = m.forward + m.backward + recompute + m.tp + m.ep + m.cp
+    slowest = _slowest_rank_time(work, layers, 3 * m.head)
+    bubble = _bubble_time(work, m, layers / pp)
+    p2p = num_microbatches * 2 * pipeline.vpp * m.pp * c.pp_shown + 2 * (pp - 1) * m.pp
+    busy = num_microbatches * slowest + bubble + p2p
+    share = num_microbatches / pp
+    causes = {
         "products": 3 * (m.gemms + m.expert_gemms) * share,
-        "attention": (1 + np.where(m.uses_flash, FLASH_BACKWARD_RATIO, UNFUSED_BACKWARD_RATIO)) * m.attention * share,
+        "attention": (1 + m.attention_backward_ratio) * m.attention * share,
         "passing": ((1 + m.elementwise_backward_ratio) * m.elementwise + m.weight_traffic) * share,
         "launches": sum(m.launch_waits) * share,
-        "head": ends,
-        "recompute": again * share,
+        "head": _head_time(work, 3 * m.head) * num_microbatches,
+        "recompute": recompute * share,
         "tp": m.tp * share,
         "ep": m.ep * share,
         "cp": m.cp * share,
     }
     return StepTimes(
-        **parts,
-        pp=sends,
-        imbalance=count * fullest - sum(parts.values()),
+        **causes,
+        pp=p2p,
+        imbalance=num_microbatches * slowest - sum(causes.values()),
         bubble=bubble,
-        dp=dp,
-        update=np.where(
-            work.update_bytes > 0,
-            work.update_bytes / (work.memory * c.streaming),
-            c.update * work.updated / work.memory,
-        )
-        + _update_comm_time(work, c),
+        dp=_exposed_dp_time(work, c, busy, m.backward / pp),
+        update=_update_time(work, c),
         offload=_offload_time(work, busy),
-        rest=c.step * np.where(work.dp * work.tp * work.pp > 1, 1.0, c.alone),
+        rest=c.step * np.where(work.dp.ranks * work.microbatch.tp.ranks * pp > 1, 1.0, c.alone),
     )
 
 
-def _update_comm_time(work: StepWork, c: Constants) -> Any:
-    """Seconds of an update's products and messages, which nothing hides: products of bfloat16 on whole matrices."""
-    inside, outside = link_bandwidths(work, c)
-    link = np.where(work.update_near > 0, inside, np.minimum(inside, outside * work.dp_members))
-    return work.update_flops / (work.peak16 * c.ampere) + work.update_sent / link + work.latency * work.update_messages
+def _slowest_rank_time(work: StepWork, layers: Number, head: Number) -> Number:
+    """Seconds of one microbatch on the slowest rank; uneven stages have fewer layers where the head is."""
+    pipeline, share = work.pipeline, work.pipeline.max_layer_share
+    even = layers * share + head
+    uneven = np.maximum(layers * share, (layers + head) / pipeline.pp)
+    return np.where(pipeline.pp > 1, np.where(pipeline.is_even > 0, even, uneven), layers + head)
 
 
-def _bubble_time(work: StepWork, m: MicrobatchTime, mean: Any) -> Any:
-    forward = (m.forward + (m.tp + m.ep + m.cp) / (2 + work.repeated)) / work.pp
-    found = bubble_times(work.pp, work.accumulate, work.vpp, forward, mean, m.weight_grad / work.pp)
-    kinds = [work.schedule <= INTERLEAVED, work.schedule == ZB_H1, work.schedule == ZB_V, work.schedule == DUALPIPE_V]
-    return np.select(kinds, found, 0.0)
+def _head_time(work: StepWork, head: Number) -> Number:
+    """Seconds by which the head makes a microbatch longer."""
+    pipeline = work.pipeline
+    return np.where(pipeline.pp > 1, np.where(pipeline.is_even > 0, head, head / pipeline.pp), head)
 
 
-def bubble_times(pp: Any, accumulate: Any, vpp: Any, forward: Any, microbatch: Any, weight_grad: Any) -> list[Any]:
-    """Seconds that a rank waits in a step under 1f1b, zb-h1, zb-v and dualpipe-v. See [Note: waiting].
+def _bubble_time(work: StepWork, m: MicrobatchTime, microbatch: Number) -> Number:
+    pipeline, schedule = work.pipeline, work.pipeline.schedule
+    forward = (m.forward + (m.tp + m.ep + m.cp) / (2 + work.microbatch.recompute.layers)) / pipeline.pp
+    bubbles = bubble_times(
+        pipeline.pp, pipeline.num_microbatches, pipeline.vpp, forward, microbatch, m.weight_grad / pipeline.pp
+    )
+    return np.select(
+        [schedule <= INTERLEAVED, schedule == ZB_H1, schedule == ZB_V, schedule == DUALPIPE_V], bubbles, 0.0
+    )
 
-    Of one microbatch on a rank: its forward, all of it, and the half of its backward that is for weights.
+
+def bubble_times(
+    pp: Number, num_microbatches: Number, vpp: Number, forward: Number, microbatch: Number, weight_grad: Number
+) -> list[Number]:
+    """Seconds that a rank waits in a step under 1f1b, zb-h1, zb-v and dualpipe-v. See [Note: bubbles].
+
+    `forward`, `microbatch` (forward and backward) and `weight_grad` are seconds of one microbatch on a rank.
     """
-    behind, others, inputs = pp - 1, accumulate - 1, microbatch - forward - weight_grad
-    holes = np.maximum(pp - accumulate, 0) * (vpp - 1)
-    there_and_back = behind * (forward + inputs) - others * forward
-    least = behind * np.maximum(forward / 2, inputs - weight_grad)
+    input_grad = microbatch - forward - weight_grad
+    unfilled = np.maximum(pp - num_microbatches, 0) * (vpp - 1)
+    traversal = (pp - 1) * (forward + input_grad) - (num_microbatches - 1) * forward
+    zb_v = (pp - 1) * np.maximum(forward / 2, input_grad - weight_grad)
     return [
-        (behind + holes) / vpp * microbatch,
-        behind * (forward + inputs) - np.minimum(behind, others) * weight_grad,
-        np.maximum(least, there_and_back),
-        np.maximum(least, there_and_back + behind * weight_grad / 2),
+        (pp - 1 + unfilled) / vpp * microbatch,
+        (pp - 1) * (forward + input_grad) - np.minimum(pp - 1, num_microbatches - 1) * weight_grad,
+        np.maximum(zb_v, traversal),
+        np.maximum(zb_v, traversal + (pp - 1) * weight_grad / 2),
     ]
 
 
-def _offload_time(work: StepWork, busy: Any) -> Any:
-    moving = np.where(work.host_bytes > 0, exposed_time(work.host_bytes / work.host, busy), 0.0)
-    return moving + work.host_updated / work.host_updates + work.disk_seconds
+def _exposed_dp_time(work: StepWork, c: Constants, busy: Number, backward: Number) -> Number:
+    """Time gathers of parameters and reductions of gradients that compute does not hide."""
+    dp, device = work.dp, work.microbatch.device
+    bandwidth = reached_rates(device, c).group_bandwidth(dp.in_node, dp.ranks_per_node)
+    seconds = dp.wire_bytes / bandwidth
+    once_a_step = np.where(device.generation < HOPPER, 0.0, c.dp_hidden * backward)
+    overlap = np.where(dp.every_microbatch > 0, c.stream_hidden * busy, once_a_step)
+    exposed: Number = exposed_time(seconds, overlap)
+    return exposed + np.where(dp.every_microbatch > 0, c.stream_shown * seconds, 0.0)
 
 
-def _exposed_dp_time(work: StepWork, c: Constants, busy: Any, backward: Any) -> Any:
-    """What of the messages of parameters and gradients compute does not hide."""
-    inside, outside = link_bandwidths(work, c)
-    speed = np.where(work.dp_near > 0, inside, np.minimum(inside, outside * work.dp_members))
-    sending = work.dp_bytes / speed
-    hidden = np.where(
-        work.streams > 0, c.stream_hidden * busy, np.where(work.generation < HOPPER, 0.0, c.dp_hidden * backward)
+def _update_time(work: StepWork, c: Constants) -> Number:
+    """Time the update: its memory traffic, Muon's GEMMs in bfloat16 on full matrices, its collectives."""
+    update, dp, device = work.update, work.dp, work.microbatch.device
+    rates = reached_rates(device, c)
+    memory = np.where(
+        update.memory_bytes > 0,
+        update.memory_bytes / rates.memory_bandwidth,
+        c.update * update.num_params / device.memory_bandwidth,
     )
-    return exposed_time(sending, hidden) + np.where(work.streams > 0, c.stream_shown * sending, 0.0)
+    gemms = update.flops / (device.peak_flops_16bit * c.ampere)
+    transfers = update.wire_bytes / rates.group_bandwidth(dp.in_node, dp.ranks_per_node)
+    return memory + (gemms + transfers + rates.latency * update.num_collectives)
+
+
+def _offload_time(work: StepWork, busy: Number) -> Number:
+    offload = work.offload
+    exposed = exposed_time(offload.link_bytes / offload.host_bandwidth, busy)
+    transfers = np.where(offload.link_bytes > 0, exposed, 0.0)
+    return transfers + offload.num_params / offload.params_per_second + offload.disk_seconds

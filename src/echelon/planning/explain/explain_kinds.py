@@ -11,14 +11,15 @@ from echelon.layout.rules import LayoutConstraints, find_violations
 from echelon.planning.calibrate.calibration import constants_for
 from echelon.planning.calibrate.constants import FITTED_CONSTANTS, Constants
 from echelon.planning.cluster.device_kinds import GIB
+from echelon.planning.cost.count_work import count_work
 from echelon.planning.cost.cp_time import cp_time
 from echelon.planning.cost.cp_traffic import cp_bytes_per_token
+from echelon.planning.cost.reached_rates import reached_rates
 from echelon.planning.cost.step_time import FLASH_BACKWARD_RATIO, microbatch_time
-from echelon.planning.cost.work import count_work
 from echelon.planning.model.model_shape import RuleFacts
 from echelon.planning.priced_plan import Plan, price
-from echelon.planning.scenario import Scenario
-from echelon.planning.search.layout_families import MIN_GRID_TP, PlanRequest, cp_kinds, tp_kinds
+from echelon.planning.scenario import PlanRequest, Scenario
+from echelon.planning.search.layout_families import MIN_GRID_TP, cp_kinds, tp_kinds
 
 CP_KINDS = ("ring", "gather", "ulysses", "ring-ulysses")
 TP_KINDS = ("1d", "2d", "2.5d", "3d")
@@ -67,7 +68,8 @@ def _cp_traffic(scenario: Scenario, c: Constants) -> str:
         return f"{sent} {where}, and nothing hides it"
     c, work = constants_for(scenario, c), count_work(scenario)
     attention = microbatch_time(work, c).attention
-    found = cp_time(work, c, attention, FLASH_BACKWARD_RATIO * attention)
+    rates = reached_rates(work.microbatch.device, c)
+    found = cp_time(work.microbatch, rates, attention, FLASH_BACKWARD_RATIO * attention)
     hop, block = (float(x) / scenario.shape.num_layers for x in (found.hop, found.block))
     hidden = "attention hides it" if hop < block else "attention hides a part of it"
     beside = f"{hidden}: a hop takes {_format_seconds(hop)}, the block beside it {_format_seconds(block)}"
@@ -120,10 +122,10 @@ def _tp_traffic(scenario: Scenario) -> str:
     work, layers = count_work(scenario), scenario.shape.num_layers
     every = scenario.layout.microbatch * scenario.seq_len / scenario.layout.cp * layers
     where = "inside a node" if scenario.layout.tp <= scenario.cluster.per_node else "between nodes"
-    messages = work.tp_messages / layers
+    messages = work.microbatch.tp.num_collectives / layers
     padded = scenario.tokens * scenario.layout.cp / (scenario.layout.microbatch * scenario.seq_len)
     more = f", and {padded - 1:.0%} of its sequences are padding" if padded > 1 else ""
-    return f"{_format_bytes(work.tp_bytes / every)} a token and layer in {messages:.0f} messages {where}{more}"
+    return f"{_format_bytes(float(work.microbatch.tp.wire_bytes) / every)} a token and layer in {messages:.0f} messages {where}{more}"
 
 
 # -- both -------------------------------------------------------------------------------------------------------------

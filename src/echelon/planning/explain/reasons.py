@@ -13,8 +13,8 @@ from echelon.planning.cluster.device_kinds import GIB
 from echelon.planning.explain import explain_kinds
 from echelon.planning.model.model_shape import RuleFacts
 from echelon.planning.priced_plan import Plan, price, with_layout_keys
-from echelon.planning.scenario import Scenario
-from echelon.planning.search.layout_families import PlanRequest, can_split_sequence
+from echelon.planning.scenario import PlanRequest, Scenario
+from echelon.planning.search.layout_families import can_split_sequence
 from echelon.planning.search.layout_search import search_plans
 
 CAUSES = {

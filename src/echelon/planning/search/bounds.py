@@ -9,13 +9,14 @@ import numpy as np
 
 from echelon.layout import Layout
 from echelon.planning.calibrate.constants import Constants
+from echelon.planning.cost.count_work import count_work
 from echelon.planning.cost.optimizer_update import updates_in_backward
 from echelon.planning.cost.param_group_traffic import NUM_MOMENTS, gradient_bytes
 from echelon.planning.cost.recompute_cost import FULL_LAYER_POLICIES, recompute_plan, saved_layer_bytes
 from echelon.planning.cost.step_time import bubble_times, microbatch_time, recompute_time
-from echelon.planning.cost.work import count_work, stack_work
-from echelon.planning.scenario import Scenario
-from echelon.planning.search.layout_families import MAX_VPP, LayoutBranch, LayoutFamily, PlanRequest, layout_branches
+from echelon.planning.cost.step_work import stack_work
+from echelon.planning.scenario import PlanRequest, Scenario
+from echelon.planning.search.layout_families import MAX_VPP, LayoutBranch, LayoutFamily, layout_branches
 
 
 @dataclass(frozen=True, order=True)
@@ -49,14 +50,12 @@ def branch_bounds(request: PlanRequest, c: Constants) -> list[BranchBound]:
     m = microbatch_time(works, c)
     sent = m.tp + m.ep + m.cp
     layers = m.forward + m.backward + recompute_time(works, m) + sent
-    forward = m.forward + sent / (2 + works.repeated)
+    forward = m.forward + sent / (2 + works.microbatch.recompute.layers)
     bubble = 0.0
     if "schedule" not in request.fixed:
-        bubble = np.min(
-            bubble_times(pp, accumulate, MAX_VPP, *((part[at] / pp) for part in (forward, layers, m.weight_grad))),
-            axis=0,
-        )
-    seconds = accumulate * (layers + 3 * m.head)[at] / pp + bubble
+        passes = (np.asarray(part)[at] / pp for part in (forward, layers, m.weight_grad))
+        bubble = np.min(np.array(bubble_times(pp, accumulate, MAX_VPP, *passes)), axis=0)
+    seconds = accumulate * np.asarray(layers + 3 * m.head)[at] / pp + bubble
     rated = objective_values(request, [branch.world for _, branch, _ in every], seconds)
     return sorted(BranchBound(r, branch, size) for r, (_, branch, size) in zip(rated.tolist(), every, strict=True))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -15,16 +15,10 @@ from typing import Any
 from echelon.layout import Layout
 from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.layout.rules import head_parallel_size
-from echelon.optim.update_rule import UpdateRule
-from echelon.planning.calibrate.constants import DEFAULT_IMBALANCE
-from echelon.planning.cluster.cluster import Cluster
 from echelon.planning.cost.expert_traffic import choose_ep_inner
-from echelon.planning.memory_options import MemoryOptions
-from echelon.planning.model.model_shape import AttentionShape, ModelShape
-from echelon.planning.scenario import DEFAULT_MEMORY_OPTIONS, Scenario, supports_precision
+from echelon.planning.model.model_shape import AttentionShape
+from echelon.planning.scenario import PlanRequest
 
-OBJECTIVES = ("time", "cost", "energy", "devices")
-"""seconds of a step; US dollars, joules of a step; the fewest devices, then seconds"""
 MAX_VPP = 8
 MAX_MICROBATCH = 16
 MIN_DEVICE_SHARE = 0.7
@@ -36,64 +30,6 @@ MIN_CP_TOKENS, MIN_CP_TOKENS_FEW_SEQUENCES = 8192, 1024
 than devices, so that something else must be divided"""
 MIN_GRID_TP = 16
 """ranks of tp from which on grids are tried: of fewer, flat tp with sequence parallelism moves less"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanRequest:
-    """What is asked."""
-
-    shape: ModelShape
-    cluster: Cluster
-    batch: int
-    """sequences of a step"""
-    seq_len: int
-    precision: str = "bf16"
-    fixed: Mapping[str, int | str] = field(default_factory=dict)
-    """keys of the layout that stay as they are given"""
-    plan_only: bool = False
-    """whether layouts count that cannot be run yet"""
-    objective: str = "time"
-    correction: float = 1.0
-    """measured over predicted seconds of a run that was"""
-    program: str = "echelon"
-    """`echelon`, or `plain` without our kernels"""
-    moment_bytes: float = 4
-    """of one element of each of the optimizer's two moments; half of what it holds where it holds another number"""
-    reduce_bytes: int = 4
-    """of one element of a gradient on its way"""
-    master_bytes: int = 4
-    """of one element of what the optimizer updates: 2 without a master copy"""
-    imbalance: float = DEFAULT_IMBALANCE
-    """rows of experts on the busiest of the ranks that divide them, to the mean"""
-    optimizer: UpdateRule | None = None
-    """the optimizer; none: AdamW with such moments"""
-    memory_options: MemoryOptions = DEFAULT_MEMORY_OPTIONS
-    host_share: float | None = None
-    """with `offload`, the share of the states that leave the device; none: as few as a GPU's memory asks for"""
-
-    def scenario(self, layout: Layout) -> Scenario:
-        return Scenario(
-            shape=self.shape,
-            cluster=self.cluster,
-            layout=layout,
-            seq_len=self.seq_len,
-            precision=self.precision,
-            correction=self.correction,
-            program=self.program,
-            moment_bytes=self.moment_bytes,
-            reduce_bytes=self.reduce_bytes,
-            master_bytes=self.master_bytes,
-            imbalance=self.imbalance,
-            optimizer=self.optimizer,
-            memory_options=self.memory_options,
-            host_share=self.host_share,
-        )
-
-    def allows(self, layout: Layout) -> bool:
-        """It can be run, or need not be. No layout runs in a type that `train` lacks: that is told of the plans."""
-        if self.plan_only:
-            return True
-        return not layout.plan_only and (self.precision != "fp8" or supports_precision(self.precision, layout))
 
 
 @dataclass(frozen=True, kw_only=True, order=True)

@@ -32,14 +32,14 @@ from echelon.layout import Layout
 from echelon.layout.rules import LayoutConstraints, find_violations
 from echelon.planning.calibrate.calibration import constants_for
 from echelon.planning.calibrate.constants import FITTED_CONSTANTS, Constants
+from echelon.planning.cost.count_work import count_stacked_work, count_work
 from echelon.planning.cost.memory_model import fits, peak_memory
 from echelon.planning.cost.step_time import step_times
-from echelon.planning.cost.work import count_stacked_work, count_work
 from echelon.planning.model.model_shape import RuleFacts
 from echelon.planning.priced_plan import Plan, price
-from echelon.planning.scenario import Scenario
+from echelon.planning.scenario import PlanRequest, Scenario
 from echelon.planning.search.bounds import branch_bounds, min_memory_bytes, objective_values
-from echelon.planning.search.layout_families import LayoutBranch, PlanRequest, all_layouts, branch_layouts
+from echelon.planning.search.layout_families import LayoutBranch, all_layouts, branch_layouts
 from echelon.planning.search.memory_variants import OFFLOAD_OPTIONS, memory_variants, with_segments
 
 MIN_FINALISTS = 48
@@ -145,7 +145,7 @@ def _fitting_scenarios(
     for once_a_step in (False, True):
         if not cases:
             return
-        seconds = step_times(count_stacked_work(cases, include_per_step=once_a_step), c).total
+        seconds = np.asarray(step_times(count_stacked_work(cases, include_per_step=once_a_step), c).total)
         rated = objective_values(wish, [branch.world] * len(cases), seconds)
         found = [(r, case) for r, case in zip(rated.tolist(), cases, strict=True) if r < limit]
         cases = [case for _, case in found]

@@ -11,8 +11,7 @@ from echelon.planning.cluster.device_kinds import GIB
 from echelon.planning.cost.activation_memory import layer_input_bytes, layers_in_flight, saved_tensor_bytes, score_bytes
 from echelon.planning.cost.memory_model import fits, stage_memory, stages_to_check
 from echelon.planning.cost.recompute_cost import FULL_LAYER_POLICIES
-from echelon.planning.scenario import Scenario
-from echelon.planning.search.layout_families import PlanRequest
+from echelon.planning.scenario import PlanRequest, Scenario
 
 OFFLOAD_OPTIONS = ("optimizer", "activations", "params", "optimizer+activations", "params+activations")
 """what may leave a GPU where nothing fits, in the order in which the search looks for a kind that makes room"""

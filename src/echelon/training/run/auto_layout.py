@@ -20,7 +20,7 @@ from echelon.planning.explain.reasons import explain_infeasible
 from echelon.planning.memory_options import MemoryOptions
 from echelon.planning.model.model_sources import config_shape
 from echelon.planning.priced_plan import Plan
-from echelon.planning.search.layout_families import PlanRequest
+from echelon.planning.scenario import PlanRequest
 from echelon.planning.search.layout_search import least_memory_plan, search_plans
 
 AUTO = "auto"
