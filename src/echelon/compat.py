@@ -1,6 +1,6 @@
 """Every private torch name the project touches, with the versions it was tried on.
 
-Nothing here is imported at the top: a room that needs one of these pays for that one alone.
+Functions import torch themselves, so that a module pays only for what it uses.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def clear_sharding_cache() -> None:
-    """Forget DTensor's cached sharding decisions. Tried on 2.13.
+    """Clear DTensor's cache of sharding decisions. Tried on 2.13.
 
-    Mesh equality ignores process groups, so after a group is destroyed and made anew the cache returns results that
-    carry the destroyed mesh.
+    Mesh equality ignores process groups: after a group was destroyed and recreated, the cache returns results that
+    refer to the destroyed mesh.
     """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -26,7 +26,7 @@ def clear_sharding_cache() -> None:
 
 
 def start_all_gather(gathered: Tensor, shard: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
-    """An all-gather of equal parts, under way. Public, but renamed: `all_gather_single` from 2.13 on."""
+    """Start an all-gather of equal shards. Public, but renamed: `all_gather_single` from 2.13 on."""
     import torch.distributed as dist
 
     call: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -35,7 +35,7 @@ def start_all_gather(gathered: Tensor, shard: Tensor, group: dist.ProcessGroup |
 
 
 def start_reduce_scatter(shard: Tensor, unreduced: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
-    """A reduce-scatter of equal parts, under way. Public, but renamed: `reduce_scatter_single` from 2.13."""
+    """Start a reduce-scatter to equal shards. Public, but renamed: `reduce_scatter_single` from 2.13."""
     import torch.distributed as dist
 
     call: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -44,31 +44,28 @@ def start_reduce_scatter(shard: Tensor, unreduced: Tensor, group: dist.ProcessGr
 
 
 def dedicated_store() -> Any:
-    """The default group's store, over a connection of its own: a thread may use it while another hangs. Tried on 2.13.
-
-    The function that gives the store is private.
-    """
+    """The default group's store over a new connection, which a thread may use while another hangs. Tried on 2.13."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     store: Any = _get_default_store()
     return store.clone()
 
 
-def observed_elastic_agent(told: Any) -> Any:
-    """torch's agent of one machine's ranks, which says what it does: `told.started()` when it has started them, and
-    `told.failed(failures)`, by rank, before it restarts them; that may raise. Tried on 2.13.
+def observed_elastic_agent(observer: Any) -> Any:
+    """torch's local elastic agent with callbacks: `observer.on_start()` when it has started the ranks, and
+    `observer.on_failure(failures)`, by rank, before it restarts them; that may raise. Tried on 2.13.
 
-    What it does is in private methods, and it tells of a failure only when no restart is left.
+    torch's own agent reports a failure only when no restart is left.
     """
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-    class Told(LocalElasticAgent):
+    class ObservedElasticAgent(LocalElasticAgent):
         _failures: Any = None
 
         def _start_workers(self, worker_group: Any) -> dict[int, Any]:
-            found: dict[int, Any] = super()._start_workers(worker_group)
-            told.started()
-            return found
+            workers: dict[int, Any] = super()._start_workers(worker_group)
+            observer.on_start()
+            return workers
 
         def _monitor_workers(self, worker_group: Any) -> Any:
             result = super()._monitor_workers(worker_group)
@@ -77,14 +74,14 @@ def observed_elastic_agent(told: Any) -> Any:
 
         def _restart_workers(self, worker_group: Any) -> None:
             self._stop_workers(worker_group)
-            told.failed(self._failures)
+            observer.on_failure(self._failures)
             super()._restart_workers(worker_group)
 
-    return Told
+    return ObservedElasticAgent
 
 
 def on_backward_end(callback: Callable[[], None]) -> None:
-    """Runs `callback` when the backward pass under way ends. Called from a gradient hook. Tried on 2.11 and 2.13."""
+    """Run `callback` when the current backward pass ends. Called from a gradient hook. Tried on 2.11 and 2.13."""
     from torch.autograd import Variable
 
     Variable._execution_engine.queue_callback(callback)
@@ -100,23 +97,23 @@ def torch_dispatch_mode() -> type:
 def scaled_mm(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype, out: Tensor | None
 ) -> Tensor:
-    """left times right of 8-bit factors, each times its scale, summed in 32 bits. Tried on 2.11 and 2.13.
+    """An fp8 matmul with one scale per operand and fp32 accumulation. Tried on 2.11 and 2.13.
 
-    The public `torch.nn.functional.scaled_mm` cannot write into a place that it is given.
+    The public `torch.nn.functional.scaled_mm` has no `out`.
     """
     import torch
 
-    more = {} if out is None else {"out": out}
+    out_argument = {} if out is None else {"out": out}
     result: Tensor = torch._scaled_mm(
-        left, right, scale_a=left_scale, scale_b=right_scale, out_dtype=dtype, use_fast_accum=False, **more
+        left, right, scale_a=left_scale, scale_b=right_scale, out_dtype=dtype, use_fast_accum=False, **out_argument
     )
     return result
 
 
 def foreach_norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
-    """The norm of each tensor, summed in `dtype`: on a GPU a few kernels for all of them. Tried on 2.13.
+    """The norm of each tensor, accumulated in `dtype`, in a few fused CUDA kernels. Tried on 2.13.
 
-    The public `torch.nn.utils.get_total_norm` gives their norm together.
+    The public `torch.nn.utils.get_total_norm` returns their total norm.
     """
     import torch
 
@@ -124,15 +121,15 @@ def foreach_norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -
 
 
 def has_hooks_or_patched_forward(module: torch.nn.Module) -> bool:
-    """Somebody would notice if the module's forward were not called: hooks, or a forward of its own. Tried on 2.13."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, kind) for kind in kinds) or "forward" in vars(module)
+    """Whether a module has hooks or a replaced forward, so that its `forward` must be called. Tried on 2.13."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name) for name in hooks) or "forward" in vars(module)
 
 
 def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
-    """(out, lse [B, H, T]) by cuDNN. k and v may have fewer heads than q. Tried on 2.11; 2.13 declares it alike.
+    """cuDNN attention: (out, lse [B, H, T]); k and v may have fewer heads than q. Tried on 2.11, declared alike in 2.13.
 
-    The public function keeps lse to itself.
+    The public function does not return the log-sum-exp.
     """
     import torch
 
@@ -143,21 +140,22 @@ def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal
 def cudnn_attention_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), each in the order in memory of what it is the gradient of. Tried on 2.11.
+    """(dq, dk, dv), each with the strides of its forward input. Tried on 2.11.
 
-    `gradient`, `out` and `lse` must be laid out as in all other calls with such q, k and v (kernels/attention/sdpa_lse.py).
+    `gradient`, `out` and `lse` must have the strides of all other calls with such q, k and v
+    (kernels/attention/sdpa_lse.py).
     """
     import torch
 
-    seed = torch.empty((), dtype=torch.int64, device=q.device)  # of a dropout that there is not
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
+    seed = torch.empty((), dtype=torch.int64, device=q.device)  # dropout is off
+    result: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
         gradient, q, k, v, out, lse.unsqueeze(-1), seed, seed, bias, None, None, q.shape[2], k.shape[2], 0.0, causal
     )
-    return found
+    return result
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """As `cudnn_attention`, by the flash attention that torch carries. Tried on 2.11."""
+    """As `cudnn_attention`, by torch's flash attention. Tried on 2.11."""
     import torch
 
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal)[:2]
@@ -170,15 +168,15 @@ def flash_attention_backward(
     import torch
 
     seed = torch.empty((), dtype=torch.int64, device=q.device)
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
+    result: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
         gradient, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed
     )
-    return found
+    return result
 
 
 def top_saved_tensor_hooks() -> tuple[Any, Any] | None:
-    """The (pack, unpack) that a tensor saved now would meet; none where there are none. Tried on 2.13."""
+    """The innermost saved-tensor hooks (pack, unpack), None without any. Tried on 2.13."""
     import torch
 
-    found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return found
+    result: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return result

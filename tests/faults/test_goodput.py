@@ -15,7 +15,7 @@ def test_one_attempt():
     assert (found.share, found.useful_s, found.wall_s) == (0.6, 6.0, 10.0)
     assert (found.lost_steps, found.restarts) == (0, 0)
     assert (found.waiting_s, round(found.data_s, 6)) == (1.5, 0.3)
-    assert found.summary() == "60.0 % of it in steps that were kept, 25 % of those waiting for other ranks"
+    assert found.summary() == "60.0 % goodput, 25 % of it waiting for other ranks"
 
 
 def test_a_step_that_updated_nothing_is_lost():

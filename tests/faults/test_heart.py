@@ -62,7 +62,7 @@ def test_one_rank_says_once_who_did_not_come(board: StateStore) -> None:
     assert text == board.get(DIAGNOSIS_KEY)
     assert board.get(CULPRIT_KEY) == "2"
     assert (
-        "rank 2 (dp 2) did not come to all_reduce number 1 on axis dp (float32 [8], asked for at faults/test_heart.py:"
+        "rank 2 (dp 2) did not reach all_reduce number 1 on axis dp (float32 [8], called at faults/test_heart.py:"
         in text
     )
     assert "It has been in data of step 5" in text

@@ -52,7 +52,7 @@ def test_all_faults_at_once_with_a_hint():
     lines = str(caught.value).splitlines()
     assert len(lines) == 7
     assert 'did you mean "kill"?' in lines[0]
-    assert "does not say rank" in lines[1]
+    assert "is missing rank" in lines[1]
     assert 'did you mean "seconds"?' in lines[2]
     assert "rank=9 of 4" in lines[3]
     assert "step=0" in lines[4]

@@ -43,5 +43,5 @@ def test_everybody_is_told_and_what_was_left_before_is_not_believed(store):
 
 
 def test_a_rank_that_does_not_come_is_counted(store):
-    with pytest.raises(TimeoutError, match="2 of 3 ranks did not come to the start"):
+    with pytest.raises(TimeoutError, match="2 of 3 ranks did not join the rendezvous"):
         rendezvous._publish_decision(store, 3, lambda: "word", timeout=0.2)

@@ -69,7 +69,7 @@ def test_a_rank_sleeps_in_its_loader(failed):
     text, record, error = failed("dp=2", "sleep:rank=1,step=3")
     has(
         text,
-        r"^rank 1 \(dp 1\) did not come to all_reduce number \d+ on axis dp \(float32 \[\d+\], asked for at "
+        r"^rank 1 \(dp 1\) did not reach all_reduce number \d+ on axis dp \(float32 \[\d+\], called at "
         r"echelon/parallel/dp/param_group.py:\d+ in backward of step 3\)",
         r"It has been in data of step 3 for \d",
         r"Its Python stack, innermost first: echelon/training/loop.py:\d+ in _steps",
@@ -98,7 +98,7 @@ def test_a_rank_skips_a_collective_and_the_next_has_another_size(failed):
     text, record, _ = failed("dp=2", "skip-collective:rank=1,step=3")
     has(
         text,
-        r"^rank 1 \(dp 1\) left out all_reduce number \d+ on axis dp \(float32 \[\d+\], asked for at "
+        r"^rank 1 \(dp 1\) skipped all_reduce number \d+ on axis dp \(float32 \[\d+\], called at "
         r"echelon/parallel/dp/param_group.py:\d+ in backward of step 3\)",
         r"Waiting: rank 0 \(dp 0\)",
     )
@@ -109,10 +109,10 @@ def test_a_rank_skips_a_collective_and_all_hang(failed):
     text, record, _ = failed("tp=2", "skip-collective:rank=0,step=2,op=reduce_scatter")
     has(
         text,
-        r"^rank 0 \(tp 0\) left out reduce_scatter number \d+ on axis tp",
+        r"^rank 0 \(tp 0\) skipped reduce_scatter number \d+ on axis tp",
         r"echelon/parallel/tp/tp_collectives.py:\d+",
     )
-    has(text, r"it went on to all_gather", r"Waiting: rank 1 \(tp 1\)")
+    has(text, r"its operation number \d+ is all_gather", r"Waiting: rank 1 \(tp 1\)")
     assert (record["case"], record["axis"]) == ("skipped", "tp")
 
 
@@ -146,7 +146,7 @@ def test_the_first_rank_is_killed(failed):
 def test_a_process_is_stopped(failed):
     # It gives no heartbeat, and does not answer the launcher either.
     text, record, _ = failed("dp=2,zero=3", "kill:rank=1,step=2,signal=SIGSTOP")
-    has(text, r"^rank 1 \(dp 1\) did not come to \w+ number \d+ on axis dp", r"Its last heartbeat came \d\.\d s ago")
+    has(text, r"^rank 1 \(dp 1\) did not reach \w+ number \d+ on axis dp", r"Its last heartbeat was \d\.\d s ago")
     assert (record["case"], record["ranks"], record["waiting"]) == ("absent", [1], [0])
 
 
@@ -205,7 +205,7 @@ def test_a_users_own_loader_is_slow_and_then_hangs(tmp_path, monkeypatch):
         run_training(config, quiet=True)
     has(
         str(caught.value),
-        r"^rank 1 \(dp 1\) did not come to all_reduce",
+        r"^rank 1 \(dp 1\) did not reach all_reduce",
         rf"innermost first: \S*own.py:{line} in fetch",
     )
     has(str(caught.value), r"It has been in data of step 13", r"Waiting: rank 0 \(dp 0\)")

@@ -1,15 +1,14 @@
-"""What goes wrong in a run, and who did it.
+"""Failure diagnosis, fault injection and graceful stops.
 
-ring.py        what this rank did last: every collective and message, in a few pages of memory that outlive it
-entry.py       one operation of a ring, read back
-state.py       what one rank says of itself: its ring, its step and phase, its Python stack, its memory
-board.py       where ranks leave that for others: files of the launcher, or the store of the process group
-heart.py       the thread that leaves it there, and that looks whether this rank waits for too long
-diagnose.py    from every rank's state to who is to blame; tell.py: in one paragraph
-watch.py       all of that around a run, and autopsy.py from outside, when no rank is left
-stragglers.py  who is slow though all steps take equally long
-goodput.py     the share of time that became training
-injection.py   faults on purpose: what may be asked; inject.py: doing it
-stopping.py    SIGTERM: all ranks stop after the same step
-host.py        the host's memory; log.py: a line in a run's log from outside the loop
+flight_recorder.py  the last collectives and p2p transfers of a rank, in memory that outlives the process
+recorder_entry.py   one operation of the recorder, and the bytes it is stored as
+rank_state.py       a snapshot of one rank: recorder, step and phase, Python stack, host memory (host_memory.py)
+state_store.py      where ranks publish snapshots: files of the launcher, or the process group's store
+heartbeat.py        the thread that publishes snapshots and detects that this rank waits too long
+diagnose.py         every rank's snapshot -> the culprit; failure_report.py: the diagnosis as one paragraph
+watchdog.py         all of that around a run; post_mortem.py: the launcher's diagnosis when every rank is gone
+stragglers.py       the slow rank, although all ranks' steps take equally long
+goodput.py          the share of wall time that became training
+injection_spec.py   injected faults as text; injector.py: the faults themselves
+graceful_stop.py    SIGTERM: all ranks stop after the same step
 """

@@ -1,9 +1,11 @@
-"""A verdict in one paragraph, with all that a person needs to find the line."""
+"""A diagnosis as one paragraph that names rank, operation and line, and as an event of the run's log."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from echelon.faults.diagnose import Diagnosis
@@ -12,15 +14,29 @@ from echelon.faults.rank_state import RankState
 from echelon.faults.recorder_entry import RecorderEntry
 
 MAX_RANKS = 8
-"""ranks that are told one by one"""
+"""ranks that a report lists one by one"""
 MAX_FRAMES = 6
 MAX_MISSED_HEARTBEATS = 3.0
-"""heartbeats that may be missed before that is worth a word"""
+"""heartbeats that a rank may miss before the report mentions it"""
+DIAGNOSIS_EVENT, INJECTED_EVENT = "diagnosis", "injected"
+
+
+def append_event(run: Path, fields: dict[str, Any], kind: str = DIAGNOSIS_EVENT) -> bool:
+    """Append a line to a run's log from outside the loop, if the log is on this node; in one write, since the log's
+    owner may write too."""
+    log = run / "log.jsonl"
+    if not log.is_file():
+        return False
+    line = json.dumps({"kind": kind, "time": time.time(), **fields}, ensure_ascii=False, separators=(", ", ": ")) + "\n"
+    with open(log, "ab", buffering=0) as file:
+        file.write(line.encode("utf-8", "backslashreplace"))
+    return True
 
 
 def format_diagnosis(
     diagnosis: Diagnosis, states: Sequence[RankState], *, interval: float = 1.0, now: float | None = None
 ) -> str:
+    """Format a diagnosis as one paragraph."""
     now = time.time() if now is None else now
     by_rank = {state.rank: state for state in states}
     culprits = [by_rank[rank] for rank in diagnosis.culprits if rank in by_rank]
@@ -34,7 +50,7 @@ def format_diagnosis(
 
 
 def diagnosis_record(diagnosis: Diagnosis, text: str) -> dict[str, Any]:
-    """For the run's log."""
+    """The fields of a diagnosis in the run's log."""
     operation = diagnosis.operation
     return {
         "case": diagnosis.case,
@@ -50,74 +66,71 @@ def diagnosis_record(diagnosis: Diagnosis, text: str) -> dict[str, Any]:
 
 
 def format_rank(state: RankState) -> str:
-    place = state.mesh_position or "its mesh position is not known yet"
-    return f"rank {state.rank} ({place})"
+    return f"rank {state.rank} ({state.mesh_position or 'mesh position not known yet'})"
 
 
-def _format_cause(verdict: Diagnosis, culprits: Sequence[RankState], states: dict[int, RankState]) -> str:
-    operation, instead = verdict.operation, verdict.culprit_operation
+def _format_cause(diagnosis: Diagnosis, culprits: Sequence[RankState], states: dict[int, RankState]) -> str:
+    operation, actual = diagnosis.operation, diagnosis.culprit_operation
     names = _join_names([format_rank(state) for state in culprits])
     first = culprits[0] if culprits else None
-    if verdict.case in ("raised", "killed") and first is not None:
-        how = "raised" if verdict.case == "raised" else "ended without an exception:"
-        at = f"in {first.phase} of step {first.step}" if first.step else f"in {first.phase}, before the first step"
-        memory = f"{_format_memory(first)}." if verdict.case == "killed" else ""
+    if diagnosis.case in ("raised", "killed") and first is not None:
+        how = "raised" if diagnosis.case == "raised" else "ended without an exception:"
+        phase = f"in {first.phase} of step {first.step}" if first.step else f"in {first.phase}, before the first step"
+        memory = f"{_format_memory(first)}." if diagnosis.case == "killed" else ""
         last = _format_last_operation(first)
-        return " ".join(filter(None, [f"{names} {how} {first.exit_reason.splitlines()[0]}, {at}.", memory, last]))
-    if verdict.case == "absent" and operation is not None:
+        return " ".join(filter(None, [f"{names} {how} {first.exit_reason.splitlines()[0]}, {phase}.", memory, last]))
+    if diagnosis.case == "absent" and operation is not None:
         if operation.op == "receive":
             return f"{names} did not send what another rank waits for: {_format_operation(operation)}."
-        verb = "did not come" if len(culprits) == 1 else "did not come, neither of them," if len(culprits) == 2 else ""
         broke = ", and the connection to it broke" if operation.flag == "f" else ""
-        return f"{names} {verb or 'did not come, none of them,'} to {_format_operation(operation)}{broke}."
-    if verdict.case == "skipped" and operation is not None and instead is not None:
+        return f"{names} did not reach {_format_operation(operation)}{broke}."
+    if diagnosis.case == "skipped" and operation is not None and actual is not None:
         return (
-            f"{names} left out {_format_operation(operation)}, or one like it before: as number {operation.number} it went on to "
-            f"{instead.op} ({_format_tensor(instead)}, {instead.site}), which the others do one later."
+            f"{names} skipped {_format_operation(operation)}, or an earlier one like it: its operation number "
+            f"{operation.number} is {actual.op} ({_format_tensor(actual)}, {actual.site}), which the other ranks run "
+            "one later."
         )
-    if verdict.case == "disagree" and operation is not None and instead is not None:
-        others = [s for s in states.values() if s.rank not in verdict.culprits]
-        against = f"{_join_names([format_rank(state) for state in others[:MAX_RANKS]])} did" if others else "it is"
+    if diagnosis.case == "disagree" and operation is not None and actual is not None:
+        others = [s for s in states.values() if s.rank not in diagnosis.culprits]
+        against = f"{_join_names([format_rank(state) for state in others[:MAX_RANKS]])} ran" if others else "it is"
         return (
             f"{names} disagree{'s' if len(culprits) == 1 else ''} about number {operation.number} on axis "
             f"{operation.axis} in step {operation.step}: {against} {operation.op} ({_format_tensor(operation)}, "
-            f"{operation.site}), and {instead.op} ({_format_tensor(instead)}, {instead.site}) elsewhere."
+            f"{operation.site}), and {actual.op} ({_format_tensor(actual)}, {actual.site}) elsewhere."
         )
-    if verdict.case == "circle":
-        return f"{names} wait for each other in different operations: each is in one that another has not come to."
+    if diagnosis.case == "circle":
+        return f"{names} wait for each other in a cycle: each is in an operation that another has not reached."
     named = f" ({_format_operation(operation)})" if operation is not None else ""
-    return f"all ranks came to what they wait for{named}, and it did not end: look at the network between them."
+    return f"all ranks reached the operation they wait for{named}, and it did not complete: check the network."
 
 
 def _format_operation(entry: RecorderEntry) -> str:
-    return f"{entry.description} ({_format_tensor(entry)}, asked for at {entry.site} in {entry.phase} of step {entry.step})"
+    where = f"called at {entry.site} in {entry.phase} of step {entry.step}"
+    return f"{entry.description} ({_format_tensor(entry)}, {where})"
 
 
 def _format_tensor(entry: RecorderEntry) -> str:
     return f"{entry.dtype} {entry.shape}" if entry.dtype else "no tensor"
 
 
-def _format_culprit(state: RankState, case: str, beat: float, now: float) -> str:
+def _format_culprit(state: RankState, case: str, interval: float, now: float) -> str:
     parts = []
     age = now - state.heartbeat_time
     if not state.heartbeat_time:
-        return "It never gave a sign of life."
+        return "It never published a heartbeat."
     if case == "absent":
         parts.append(
             f"It has been in {state.phase} of step {state.step} for {max(now - state.phase_start, 0.0):.1f} s."
         )
-        if age > max(MAX_MISSED_HEARTBEATS * beat, 2.0):
-            parts.append(
-                f"Its last heartbeat came {age:.1f} s ago: its process is stopped, or something in it keeps Python's "
-                "lock."
-            )
+        if age > max(MAX_MISSED_HEARTBEATS * interval, 2.0):
+            parts.append(f"Its last heartbeat was {age:.1f} s ago: its process is stopped, or a thread holds the GIL.")
     if state.exit_kind == "killed" and case != "killed":
-        parts.append(f"Of that its process died: {state.exit_reason}.")
+        parts.append(f"Its process then died: {state.exit_reason}.")
     if case == "lost":
         parts.append(f"At its last heartbeat, {age:.1f} s ago, it was in {state.phase} of step {state.step}.")
     if state.stack and state.exit_kind != "killed" and case != "lost":
-        now_or_then = "Its Python stack" if case == "absent" else "It is now at"
-        parts.append(f"{now_or_then}, innermost first: {' < '.join(state.stack[:MAX_FRAMES])}.")
+        label = "Its Python stack" if case == "absent" else "It is now at"
+        parts.append(f"{label}, innermost first: {' < '.join(state.stack[:MAX_FRAMES])}.")
     elif state.stack:
         when = "Then" if case == "lost" else f"At its last heartbeat, {age:.1f} s ago,"
         parts.append(f"{when} it was at {' < '.join(state.stack[:MAX_FRAMES])}.")
@@ -139,20 +152,19 @@ def _format_memory(state: RankState) -> str:
         return ""
     text = f"Memory at its last heartbeat: {state.memory}"
     if "SIGKILL" in state.exit_reason and state.memory.used_share >= OOM_SHARE:
-        return text + ", so it was probably killed for want of memory"
-    return text + (", so probably not for want of memory" if "SIGKILL" in state.exit_reason else "")
+        return text + ", so it was probably killed for running out of memory"
+    return text + (", so probably not for running out of memory" if "SIGKILL" in state.exit_reason else "")
 
 
-def _format_waiting_ranks(verdict: Diagnosis, states: dict[int, RankState], now: float) -> str:
-    if not verdict.waiting:
+def _format_waiting_ranks(diagnosis: Diagnosis, states: dict[int, RankState], now: float) -> str:
+    if not diagnosis.waiting:
         return "No rank was waiting for it yet."
     shown = []
-    for rank, entry in verdict.waiting[:MAX_RANKS]:
+    for rank, entry in diagnosis.waiting[:MAX_RANKS]:
         until = entry.end_time if entry.flag == "f" else now
-        shown.append(
-            f"{format_rank(states[rank])} for {max(until - entry.wait_start, 0.0):.1f} s in {entry.description} at {entry.site}"
-        )
-    more = len(verdict.waiting) - MAX_RANKS
+        seconds = max(until - entry.wait_start, 0.0)
+        shown.append(f"{format_rank(states[rank])} for {seconds:.1f} s in {entry.description} at {entry.site}")
+    more = len(diagnosis.waiting) - MAX_RANKS
     return f"Waiting: {'; '.join(shown)}{f'; and {more} more' if more > 0 else ''}."
 
 

@@ -1,16 +1,16 @@
-"""What this rank did last: every collective and every message that it started, waited for and ended.
+"""Flight recorder: a ring buffer of the collectives and p2p transfers that a rank started, waited for and finished.
 
-[Note: a black box]
+[Note: a buffer that outlives the process]
 
-A rank that is killed cannot tell what it was doing, and one that hangs cannot be asked. So the ring is bytes of fixed
-size, mapped from a file where the launcher gave a folder: what was written is there after any ending, and another
-process reads it while this one is stuck.
+A killed rank cannot report what it was doing, and a hanging one does not answer. So the recorder is a buffer of fixed
+size, mapped from a file where the launcher provides a directory: it survives any exit, and another process can read it
+while this one hangs.
 
-    slot: flag | order | started | waiting since | ended | op, axis, lane, number, peers, shape, type, step, phase, site
-    end:  step | since | phase
+    slot: flag | order | start | wait start | end | op, axis, sequence, number, peers, shape, dtype, step, phase, site
+    end:  step | phase start | phase
 
-Numbers count the operations of a lane, which is a process group, or one channel of messages between two ranks. Ranks
-that do the same things in the same order have the same numbers. Any thread may write: a slot belongs to who drew it.
+Numbers count the operations of a sequence: a process group, or one p2p channel between two ranks. Ranks that run the
+same operations in the same order assign the same numbers. Any thread may write, because each slot has one writer.
 """
 
 from __future__ import annotations
@@ -48,34 +48,33 @@ _TEXT_BYTES = SLOT_BYTES - SLOT_HEADER.size
 _HIDDEN_FILES = {__file__, contextlib.__file__}
 _SHORT_PATHS: dict[str, str] = {}
 MIN_WAIT_S = 0.5
-"""seconds before a wait is worth a thought"""
+"""seconds below which `longest_wait` ignores a wait"""
 NON_TRAINING_PHASES = ("evaluation", "save")
-"""phases inside of which forward is not training's"""
+"""phases whose forward passes and data loading are not part of a training step"""
 
 
 def hide_call_sites_in(file: str) -> None:
-    """Lines of this file are not whose fault an operation is: its callers are told instead."""
+    """Record the callers of this file's functions as call sites, not the file itself."""
     _HIDDEN_FILES.add(file)
 
 
 def shorten_path(file: str) -> str:
-    """A file's name as people look for it: from our package on, or its last two parts."""
-    found = _SHORT_PATHS.get(file)
-    if found is None:
+    """Shorten a path: from the package `echelon` on, or its last two parts."""
+    short = _SHORT_PATHS.get(file)
+    if short is None:
         parts = Path(file).parts
         start = len(parts) - 1 - parts[::-1].index("echelon") if "echelon" in parts[:-1] else len(parts) - 2
-        found = _SHORT_PATHS[file] = "/".join(parts[max(start, 0) :])
-    return found
+        short = _SHORT_PATHS[file] = "/".join(parts[max(start, 0) :])
+    return short
 
 
 class OperationSequence:
-    """The operations of one group of ranks, counted."""
+    """The numbered operations of one process group or p2p channel."""
 
     def __init__(self, name: str, ranks: Sequence[int]):
         self.name, self.ranks = name, tuple(ranks)
         self.peers = format_ranks(self.ranks)
         self.last_number = 0
-        """the number of its last operation"""
         self._numbers = itertools.count(1)
 
     def next_number(self) -> int:
@@ -84,46 +83,47 @@ class OperationSequence:
 
 
 class Waitable(Protocol):
-    """As torch's `Work`: something to wait for."""
+    """A handle with torch's `Work.wait`."""
 
     def wait(self) -> Any: ...
 
 
 class FlightRecorder:
+    """The last operations of one rank, its step and phase, and the seconds that it waited."""
+
     def __init__(self) -> None:
         self._buffer: bytearray | mmap.mmap = bytearray(BUFFER_BYTES)
         self._order = itertools.count()
         self.step = 0
-        """the step under way, counted from 1; 0 before the first"""
+        """the current step, counted from 1; 0 before the first"""
         self.phase = "start"
         self.phase_start = time.time()
-        """when the phase began"""
         self.mesh_position = ""
-        """where this rank stands on the mesh, in words"""
+        """e.g. `dp 1, tp 0`"""
         self.wait_s = 0.0
-        """seconds in which this rank waited for others"""
+        """seconds that this rank waited for other ranks"""
         self.data_wait_s = 0.0
-        """seconds in which it waited for data"""
+        """seconds that it waited for data"""
         self.sequences: dict[str, OperationSequence] = {}
         self.on_phase: Callable[[int, str], None] | None = None
-        """what an injected fault wants to know"""
+        """hook of the fault injector: (step, phase)"""
         self.should_skip: Callable[[int, str, str], bool] | None = None
-        """whether an injected fault leaves an operation out: (step, op, axis)"""
+        """hook of the fault injector, true to skip an operation: (step, op, axis)"""
         self.on_send: Callable[[str, str, Any], None] | None = None
-        """who looks at what this rank gives to others: (op, axis, tensor)"""
+        """hook that sees every tensor this rank sends: (op, axis, tensor)"""
         self.on_receive: Callable[[str, str, Any], None] | None = None
-        """and at what it gets from them"""
+        """hook that sees every tensor this rank receives: (op, axis, tensor)"""
         self.device_waits: deque[tuple[int, Any, Any]] = deque(maxlen=4096)
-        """(slot, event before, event after) of waits that a GPU does, not the host"""
+        """(slot, event before, event after) of waits of a CUDA stream; the host does not wait"""
 
     def map_to_file(self, path: Path) -> None:
-        """From now on in a file, which outlives this process."""
+        """Record into a file from now on, which outlives this process."""
         with open(path, "w+b") as file:
             file.truncate(BUFFER_BYTES)
             self._buffer = mmap.mmap(file.fileno(), BUFFER_BYTES)
 
     def new_sequence(self, ranks: Sequence[int], channel: str = "") -> OperationSequence:
-        """A new group of ranks; ranks that make the same groups in the same order give them the same names."""
+        """Name a process group or channel. Ranks that create them in the same order give them the same names."""
         base = format_ranks(ranks) + channel
         for number in itertools.count(1):
             name = base if number == 1 else f"{base}#{number}"
@@ -141,17 +141,17 @@ class FlightRecorder:
         dtype: object = "",
         peers: str = "",
     ) -> int:
-        """An operation starts: its slot."""
+        """Record that an operation starts; returns its slot."""
         frame = sys._getframe(1)
         while frame.f_code.co_filename in _HIDDEN_FILES and frame.f_back is not None:
             frame = frame.f_back
         order = next(self._order)
         start = order % NUM_SLOTS * SLOT_BYTES
         site = f"{shorten_path(frame.f_code.co_filename)}:{frame.f_lineno}"
-        # As many peers as fit: the lane's name has the group.
-        who = peers or sequence.peers
+        # A long list of peers is left out: the sequence's name contains the group.
+        peers = peers or sequence.peers
         text = encode_entry(
-            *(op, axis, sequence.name, sequence.next_number(), who if len(who) < 64 else "", str(list(shape))),
+            *(op, axis, sequence.name, sequence.next_number(), peers if len(peers) < 64 else "", str(list(shape))),
             *(str(dtype).removeprefix("torch."), site, self.step, self.phase),
         )[:_TEXT_BYTES]
         buffer = self._buffer
@@ -163,7 +163,7 @@ class FlightRecorder:
     def _mark(self, slot: int, flag: bytes, field: int, now: float) -> None:
         start = slot % NUM_SLOTS * SLOT_BYTES
         if SLOT_HEADER.unpack_from(self._buffer, start)[1] != slot:
-            return  # so many came after it that its slot is another's
+            return  # a later operation has taken the slot
         TIMESTAMP.pack_into(self._buffer, start + 1 + 8 + 8 * field, now)
         self._buffer[start : start + 1] = flag
 
@@ -182,7 +182,7 @@ class FlightRecorder:
 
     @contextmanager
     def blocking_operation(self, op: str, axis: str, sequence: OperationSequence) -> Iterator[None]:
-        """Around an operation that blocks."""
+        """Record the blocking operation inside the block."""
         slot = self.record_start(op, axis, sequence)
         since = self.record_wait(slot)
         try:
@@ -197,7 +197,7 @@ class FlightRecorder:
         PHASE_RECORD.pack_into(self._buffer, NUM_SLOTS * SLOT_BYTES, self.step, self.phase_start, phase.encode()[:16])
 
     def enter_phase(self, phase: str) -> None:
-        """Another phase begins, of the same step."""
+        """Begin another phase of the same step."""
         if self.phase in NON_TRAINING_PHASES and phase in ("forward", "data"):
             return
         self._set_phase(phase)
@@ -206,46 +206,46 @@ class FlightRecorder:
 
     @contextmanager
     def phase_scope(self, phase: str) -> Iterator[None]:
-        """A phase with an end, after which it is the phase before it again."""
-        before, waited, loaded = self.phase, self.wait_s, self.data_wait_s
+        """Run the block in a phase, and return to the previous phase after it."""
+        previous, wait_s, data_wait_s = self.phase, self.wait_s, self.data_wait_s
         self.enter_phase(phase)
         try:
             yield
         finally:
-            self._set_phase(before)
-            if phase in NON_TRAINING_PHASES:  # no part of any step
-                self.wait_s, self.data_wait_s = waited, loaded
+            self._set_phase(previous)
+            if phase in NON_TRAINING_PHASES:  # not part of a training step
+                self.wait_s, self.data_wait_s = wait_s, data_wait_s
 
     @contextmanager
     def data_loading(self) -> Iterator[None]:
-        """Around what fetches data."""
-        begun, waited = time.time(), self.wait_s
+        """Count the seconds of the block as waiting for data."""
+        start, wait_s = time.time(), self.wait_s
         with self.phase_scope("data"):
             yield
-        self.data_wait_s += time.time() - begun - (self.wait_s - waited)
+        self.data_wait_s += time.time() - start - (self.wait_s - wait_s)
 
     def longest_wait(self) -> float:
-        """Seconds that a thread of this rank has waited in one operation; nothing is decoded but times.
+        """Seconds that a thread of this rank has waited in one operation, without decoding the entries.
 
-        A collective's time-out runs from its start, a message's from when somebody waits for it.
+        torch's timeout of a collective runs from its start, that of a p2p transfer from the call of `wait`.
         """
         now, longest = time.time(), 0.0
         for start in range(0, NUM_SLOTS * SLOT_BYTES, SLOT_BYTES):
             if self._buffer[start : start + 1] == WAITING:
                 _, _, started, waiting, _, length = SLOT_HEADER.unpack_from(self._buffer, start)
-                message = bytes(self._buffer[start + SLOT_HEADER.size : start + SLOT_HEADER.size + 5]) in (
+                is_p2p = bytes(self._buffer[start + SLOT_HEADER.size : start + SLOT_HEADER.size + 5]) in (
                     b"send\t",
                     b"recei",
                 )
                 if now - waiting > MIN_WAIT_S and length:
-                    longest = max(longest, now - (waiting if message else started))
+                    longest = max(longest, now - (waiting if is_p2p else started))
         return longest
 
     def entries(self) -> list[RecorderEntry]:
         return read_entries(self._buffer[:])
 
     def poll_device_waits(self) -> None:
-        """Of waits that a GPU does: those that are over have ended."""
+        """Record the end of waits that their CUDA stream has passed."""
         while self.device_waits:
             slot, before, after = self.device_waits[0]
             if not after.query():
@@ -257,7 +257,7 @@ class FlightRecorder:
 
 
 class RecordedWork:
-    """The handle of an operation whose waiting is noted."""
+    """The handle of an operation, which records that it is waited for."""
 
     def __init__(
         self,
@@ -267,7 +267,7 @@ class RecordedWork:
         on_device: bool = False,
         received: tuple[str, str, Any] | None = None,
     ):
-        """`brings` is (op, axis, tensor): what others have made of the tensor when it is through."""
+        """`received` is (op, axis, tensor): what `on_receive` sees when the operation is complete."""
         self._recorder, self._slot, self._work, self._on_device = recorder, slot, work, on_device
         self._received = received
 
@@ -290,7 +290,7 @@ class RecordedWork:
         recorder.record_end(slot, since)
 
     def _wait_on_device(self) -> None:
-        """The host goes on at once, and the GPU's queue waits: events before and after say for how long."""
+        """Make the CUDA stream wait, not the host; events before and after measure for how long."""
         import torch
 
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))

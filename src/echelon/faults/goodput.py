@@ -1,7 +1,7 @@
-"""Goodput: the share of a run's time that became training.
+"""Goodput: the share of a run's wall time that became training.
 
-Useful is the time of steps that were kept. A step is lost where it updated nothing, or where it was done again: after a
-restart, or after the run went back from a spike of its loss. A run's log has all that is needed, over all its attempts.
+Useful time is that of steps whose update counts. A step is lost if it was skipped, or repeated after a restart or
+after a rollback from a loss spike. The run's log covers all attempts.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class RunGoodput:
-    """Seconds, of rank 0."""
+    """Goodput of a run and its parts, in seconds of rank 0."""
 
     wall_s: float
-    """since the run first started, time between attempts included"""
+    """since the run first started, including the time between attempts"""
     useful_s: float
-    """of steps that were kept"""
+    """of steps whose update counts"""
     lost_s: float
-    """of steps that were not"""
+    """of steps that were skipped or repeated"""
     lost_steps: int
     waiting_s: float
     """of useful time, waiting for other ranks"""
@@ -36,9 +36,9 @@ class RunGoodput:
         return asdict(self)
 
     def summary(self) -> str:
-        parts = [f"{100 * self.share:.1f} % of it in steps that were kept"]
+        parts = [f"{100 * self.share:.1f} % goodput"]
         if self.useful_s > 0:
-            parts.append(f"{100 * self.waiting_s / self.useful_s:.0f} % of those waiting for other ranks")
+            parts.append(f"{100 * self.waiting_s / self.useful_s:.0f} % of it waiting for other ranks")
         if self.lost_steps:
             parts.append(f"{self.lost_steps} step{'s' if self.lost_steps > 1 else ''} lost ({self.lost_s:.1f} s)")
         if self.restarts:
@@ -47,29 +47,29 @@ class RunGoodput:
 
 
 def measure_goodput(records: Iterable[Mapping[str, Any]], *, end_time: float) -> RunGoodput:
-    """From the lines of a run's log: its `start`s, `rollback`s and `step`s. `now` is the end, in seconds since 1970."""
-    began, attempts = end_time, 0
-    kept: dict[int, Mapping[str, Any]] = {}
+    """Compute goodput from the `start`, `rollback` and `step` events of a run's log, up to `end_time` (Unix time)."""
+    start_time, attempts = end_time, 0
+    useful: dict[int, Mapping[str, Any]] = {}
     lost: list[Mapping[str, Any]] = []
     for record in records:
         if record["kind"] == "start":
-            began = min(began, float(record["time"]))
+            start_time = min(start_time, float(record["time"]))
             attempts += 1
         if record["kind"] in ("start", "rollback"):
-            # What was done after the step from which the run goes on is done again.
-            lost += [kept.pop(step) for step in [*kept] if step > int(record["after"])]
+            # Steps after the one that the run resumes from are repeated.
+            lost += [useful.pop(step) for step in [*useful] if step > int(record["after"])]
         elif record["kind"] == "step":
             if record["skipped"]:
                 lost.append(record)
             else:
-                kept[int(record["step"])] = record
+                useful[int(record["step"])] = record
     return RunGoodput(
-        wall_s=end_time - began,
-        useful_s=_sum(kept.values(), "seconds"),
+        wall_s=end_time - start_time,
+        useful_s=_sum(useful.values(), "seconds"),
         lost_s=_sum(lost, "seconds"),
         lost_steps=len(lost),
-        waiting_s=_sum(kept.values(), "waiting"),
-        data_s=_sum(kept.values(), "data"),
+        waiting_s=_sum(useful.values(), "waiting"),
+        data_s=_sum(useful.values(), "data"),
         restarts=max(attempts - 1, 0),
     )
 

@@ -1,20 +1,21 @@
-"""SIGTERM: the machine is wanted back. All ranks stop after the same step, and save.
+"""Graceful stop: after a SIGTERM all ranks stop after the same step, and save.
 
-[Note: one step for all, and no message more]
+[Note: agree on the last step without a collective]
 
-Any rank may be sent the signal, at any moment, and must not stop alone.
+Any rank may receive the signal at any moment, and must not stop alone.
 
-1. It leaves the word that a stop is wanted where all can see it: in the launcher's folder, or in the group's store.
-2. The first rank looks for that word before each step. If it is there, it leaves the number of the step to stop after:
-   the one it is about to begin, or the next one where steps are read one late. Then it begins the step.
-3. Every rank looks for that number after each step. A step cannot end on any rank before the first rank began it:
-   its gradients and its loss are everybody's. So the number was there before any rank looked, or is of a later step.
+1. It publishes the request to stop in the state store: the launcher's scratch directory, or the process group's store.
+2. Rank 0 reads the request before each step. If there is one, it publishes the number of the last step: the one it is
+   about to begin, or the next one where results are read one step late. Then it begins the step.
+3. Every rank reads that number after each step. No rank can finish a step before rank 0 began it, because its
+   gradients and its loss are reduced over all ranks. So the number was there before any rank read it, or names a later
+   step.
 
-[Note: whose SIGTERM]
+[Note: two meanings of SIGTERM]
 
-torch sends the same signal to ranks whose peer has failed. Those must end at once. A thread beside the work answers:
-the system wakes it by a pipe also while the main thread hangs in a collective. If a rank of this machine is gone, or
-one anywhere has said that it failed, this process ends; so it does at a second SIGTERM.
+torch sends the same signal to ranks whose peer has failed, and those must exit at once. A background thread handles
+the signal: Python's wakeup pipe reaches it even while the main thread hangs in a collective. If a rank of this node is
+gone, or any rank has published that it failed, this process exits; it also does on a second SIGTERM.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ from echelon.launch.scratch_dir import STOP_KEY
 
 STOP_STEP_KEY = "stop at"
 EXIT_STATUS = 128 + signal.SIGTERM
-"""exit status of a process that stopped because it was asked to"""
+"""exit status of a process that stopped gracefully"""
 
 
 class GracefulStop:
-    """Around a run, on every rank."""
+    """Handles SIGTERM during a run, on every rank."""
 
     def __init__(self, store: StateStore | None, *, rank: int, world_size: int, handles_signals: bool = True):
-        """`board` is none for one process alone; where it does not listen, somebody else answers signals."""
-        self._store, self._rank, self._world = store, rank, world_size
+        """`store` is None for a single process. Without `handles_signals`, other code handles them."""
+        self._store, self._rank, self._world_size = store, rank, world_size
         self._handles_signals = handles_signals and threading.current_thread() is threading.main_thread()
         self._requested = threading.Event()
         self._count = 0
         self._stop_step: int | None = None
         self.reads_results_late = False
-        """results are read one step late, and only then is it sure that the first rank began a step"""
+        """whether the loop reads results one step late: only then has rank 0 certainly begun the step"""
 
     def __enter__(self) -> Self:
         if self._handles_signals:
@@ -65,24 +66,24 @@ class GracefulStop:
         if self._handles_signals:
             signal.set_wakeup_fd(self._pipe_before)
             signal.signal(signal.SIGTERM, self._before)
-            os.close(self._write)  # the thread reads the end
+            os.close(self._write)  # ends the thread's read
             self._thread.join(timeout=2.0)
 
-    # -- what the loop asks, see the first note -----------------------------------------------------------------------
+    # -- called by the loop, see the first note -----------------------------------------------------------------------
 
     def before_step(self, step: int) -> None:
-        """A step is about to begin."""
+        """Publish the last step if a stop was requested, on rank 0."""
         if self._rank or self._stop_step is not None or not self._is_requested():
             return
         self._stop_step = step + self.reads_results_late
         if self._store is not None:
             self._store.set(STOP_STEP_KEY, str(self._stop_step))
-            self._store.get(STOP_STEP_KEY)  # what a store has answered to, it has
+            self._store.get(STOP_STEP_KEY)  # the store answers after it has applied the set
 
     def should_stop_after(self, step: int) -> bool:
-        """A step has ended: whether it was the last one."""
+        """Whether the step that has just ended is the last one."""
         if self._stop_step is None and self._store is not None:
-            with suppress(RuntimeError, OSError):  # a store that is gone: what there is to say of that, others say
+            with suppress(RuntimeError, OSError):  # the store is gone: the next collective reports that
                 text = self._store.get(STOP_STEP_KEY)
                 self._stop_step = int(text) if text else None
         return self._stop_step is not None and step >= self._stop_step
@@ -94,7 +95,7 @@ class GracefulStop:
             return bool(self._store.get(STOP_KEY))
         return False
 
-    # -- the thread beside the work, see the second note --------------------------------------------------------------
+    # -- the signal thread, see the second note -----------------------------------------------------------------------
 
     def _handle_signals(self) -> None:
         while data := os.read(self._read, 1):
@@ -113,17 +114,17 @@ class GracefulStop:
         if self._store is None:
             return False
         with suppress(RuntimeError, OSError):
-            here = socket.gethostname()
-            states = [state for state in self._store.states(self._world) if state.rank != self._rank]
+            host = socket.gethostname()
+            states = [state for state in self._store.states(self._world_size) if state.rank != self._rank]
             return any(
-                state.exit_kind or (state.pid and state.host == here and not process_is_alive(state.pid))
+                state.exit_kind or (state.pid and state.host == host and not process_is_alive(state.pid))
                 for state in states
             )
-        return isinstance(self._store, C10dStateStore)  # a store that is gone took the run with it
+        return isinstance(self._store, C10dStateStore)  # the run has ended with its store
 
 
 def process_is_alive(pid: int) -> bool:
-    """Not a process that ended and that nobody has asked for its exit status either."""
+    """Whether a process is running; a zombie is not."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
@@ -131,9 +132,9 @@ def process_is_alive(pid: int) -> bool:
         return False
     except FileNotFoundError:
         return not Path("/proc/self/stat").exists()
-    except OSError:  # somebody else's
+    except OSError:  # another user's process
         return True
 
 
 def _leave_to_thread(number: int, frame: FrameType | None) -> None:
-    """The thread answers."""
+    """Do nothing: `_handle_signals` reads the signal from the wakeup pipe."""

@@ -1,7 +1,7 @@
-"""The thread beside a rank's work: it leaves heartbeats, and looks whether the rank waits for too long.
+"""The heartbeat thread of a rank: it publishes the rank's state and detects that the rank waits too long.
 
-torch ends a collective that takes longer than the time-out: gloo with an exception, NCCL with the process. Shortly
-before that the first rank that notices says who is to blame, while all of them can still be asked.
+torch ends a collective that exceeds the timeout: gloo raises an exception, NCCL aborts the process. Shortly before
+that, the first rank that notices diagnoses the hang, while every rank still publishes its state.
 """
 
 from __future__ import annotations
@@ -17,38 +17,40 @@ from echelon.faults.rank_state import RankState, capture_rank_state
 from echelon.faults.state_store import StateStore
 
 POLL_S = 0.2
-"""seconds between two looks at this rank's own ring"""
+"""seconds between two checks of this rank's flight recorder"""
 DIAGNOSIS_KEY, CULPRIT_KEY = "diagnosis", "culprit"
 
 OnDiagnosis = Callable[[Diagnosis, str], None]
 
 
 def heartbeat_interval(timeout: float) -> float:
-    """Seconds between heartbeats: ten to a time-out, and neither a burden nor stale."""
+    """Seconds between heartbeats: a tenth of the timeout, at least `POLL_S` and at most 5."""
     return min(max(timeout / 10, POLL_S), 5.0)
 
 
 def diagnosis_delay(timeout: float) -> float:
-    """Seconds of waiting after which the rank asks why: a little before torch ends it."""
+    """Seconds of waiting after which a rank diagnoses the hang: shortly before torch's timeout."""
     return timeout - min(max(0.2 * timeout, 0.2), 5.0)
 
 
 class Heartbeat:
+    """Publishes a rank's state in the background, and the diagnosis of a hang before torch's timeout."""
+
     def __init__(
         self,
         recorder: FlightRecorder,
-        board: StateStore,
+        store: StateStore,
         *,
         rank: int,
-        world: int,
+        world_size: int,
         timeout: float,
         on_diagnosis: OnDiagnosis,
     ):
-        self.recorder, self.board, self.rank, self.world = recorder, board, rank, world
+        self.recorder, self.store, self.rank, self.world_size = recorder, store, rank, world_size
         self.timeout, self.interval = timeout, heartbeat_interval(timeout)
         self._on_diagnosis = on_diagnosis
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="echelon-heart", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="echelon-heartbeat", daemon=True)
         self._has_diagnosed = False
 
     def start(self) -> None:
@@ -61,7 +63,7 @@ class Heartbeat:
             self._thread.join(timeout=2.0)
 
     def publish(self, state: RankState | None = None) -> None:
-        self.board.put(state or capture_rank_state(self.recorder, self.rank))
+        self.store.put(state or capture_rank_state(self.recorder, self.rank))
 
     def _run(self) -> None:
         last = time.monotonic()
@@ -72,7 +74,7 @@ class Heartbeat:
                     last = time.monotonic()
                     self.publish()
                 self._check_own_wait()
-            except Exception:  # the store or the folder is gone: the run is over, or ending
+            except Exception:  # the store or the directory is gone: the run has ended, or is ending
                 if self._stopped.wait(self.interval):
                     return
 
@@ -84,15 +86,15 @@ class Heartbeat:
         self.diagnose()
 
     def diagnose(self, own_state: RankState | None = None) -> str:
-        """Says who is to blame, if nobody did yet; the paragraph of who did."""
-        if not self.board.claim():
-            return self.board.get(DIAGNOSIS_KEY)
-        states = self.board.states(self.world)
+        """Diagnose the failure unless another rank did; returns the report of the rank that did."""
+        if not self.store.claim():
+            return self.store.get(DIAGNOSIS_KEY)
+        states = self.store.states(self.world_size)
         if own_state is not None:
             states[self.rank] = own_state
-        verdict = diagnose(states)
-        text = format_diagnosis(verdict, states, interval=self.interval)
-        self.board.set(CULPRIT_KEY, ",".join(map(str, verdict.culprits)))
-        self.board.set(DIAGNOSIS_KEY, text)
-        self._on_diagnosis(verdict, text)
+        diagnosis = diagnose(states)
+        text = format_diagnosis(diagnosis, states, interval=self.interval)
+        self.store.set(CULPRIT_KEY, ",".join(map(str, diagnosis.culprits)))
+        self.store.set(DIAGNOSIS_KEY, text)
+        self._on_diagnosis(diagnosis, text)
         return text

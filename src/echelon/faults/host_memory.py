@@ -1,4 +1,4 @@
-"""The host's memory: what this process has of it, and how full it is. For the guess why a rank was killed."""
+"""Host memory of this process and of its node, to tell whether a killed rank ran out of memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 OOM_SHARE = 0.9
-"""the share of the limit from which on a SIGKILL is probably the system's, for want of memory"""
+"""the share of the memory limit above which the kernel's out-of-memory killer is the likely cause of a SIGKILL"""
 CGROUP_FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -16,7 +16,7 @@ CGROUP_FILES = (
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
-    """Bytes."""
+    """Resident bytes of the rank, and used bytes of the node or container with its limit."""
 
     rank_bytes: int = 0
     used_bytes: int = 0
@@ -27,17 +27,18 @@ class HostMemory:
         return self.used_bytes / self.limit_bytes if self.limit_bytes else 0.0
 
     def __str__(self) -> str:
-        return f"{_format_bytes(self.rank_bytes)} in the rank, {_format_bytes(self.used_bytes)} of {_format_bytes(self.limit_bytes)} on its host"
+        rank, used, limit = map(_format_bytes, (self.rank_bytes, self.used_bytes, self.limit_bytes))
+        return f"{rank} in the rank, {used} of {limit} on its host"
 
 
 def read_host_memory() -> HostMemory:
-    """Of this process and its host, or of the container that it is in; zeros where the system does not say."""
+    """Read the memory of this process and of its node or container; zeros where the system does not report it."""
     used, limit = _read_meminfo()
-    for most, now in CGROUP_FILES:
-        bound, taken = _read_int(most), _read_int(now)
-        if 0 < bound < (limit or bound + 1):
-            # What a container has read from disk counts as its own until it is needed.
-            limit, used = bound, max(0, taken - _cgroup_cache_bytes())
+    for limit_file, usage_file in CGROUP_FILES:
+        cgroup_limit, cgroup_used = _read_int(limit_file), _read_int(usage_file)
+        if 0 < cgroup_limit < (limit or cgroup_limit + 1):
+            # The usage of a container includes its page cache, which the kernel reclaims.
+            limit, used = cgroup_limit, max(0, cgroup_used - _cgroup_cache_bytes())
     return HostMemory(rank_bytes=_resident_bytes(), used_bytes=used, limit_bytes=limit)
 
 
@@ -46,9 +47,9 @@ def _read_meminfo() -> tuple[int, int]:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return 0, 0
-    found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if len(line.split()) > 1}
-    total = found.get("MemTotal", 0)
-    return total - found.get("MemAvailable", total), total
+    meminfo = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if len(line.split()) > 1}
+    total = meminfo.get("MemTotal", 0)
+    return total - meminfo.get("MemAvailable", total), total
 
 
 def _resident_bytes() -> int:

@@ -1,4 +1,4 @@
-"""A fault on purpose, as text: `kill:rank=2,step=7`. Read strictly, with every fault of every one at once."""
+"""Injected faults as text, e.g. `kill:rank=2,step=7`, parsed strictly: all errors are reported at once."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ SIGNALS = ("SIGKILL", "SIGTERM", "SIGABRT", "SIGSEGV", "SIGSTOP")
 
 @dataclass(frozen=True)
 class InjectionOption:
+    """One option of an injected fault."""
+
     parse: Callable[[str], Any]
     legal: str
     default: Any = None
-    """none: it must be given"""
+    """None: the option is required, unless `is_optional`"""
     is_optional: bool = False
 
 
-def _parse_choice(words: Sequence[str]) -> Callable[[str], str]:
+def _parse_choice(choices: Sequence[str]) -> Callable[[str], str]:
     def read(text: str) -> str:
-        if text not in words:
-            raise ValueError(did_you_mean(text, words))
+        if text not in choices:
+            raise ValueError(did_you_mean(text, choices))
         return text
 
     return read
 
 
-def _parse_number(low: float, kind: type = int) -> Callable[[str], Any]:
+def _parse_number(low: float, convert: type = int) -> Callable[[str], Any]:
     def read(text: str) -> Any:
-        value = kind(text)
+        value = convert(text)
         if not low <= value < float("inf"):
             raise ValueError
         return value
@@ -93,11 +95,13 @@ FAULT_KINDS: dict[str, dict[str, InjectionOption]] = {
     "spike": {"step": STEP},
     "flip": {"rank": RANK, "step": STEP, "layer": InjectionOption(str, "a pattern of module names of the model", "*")},
 }
-"""what may be asked for, and how"""
+"""the kinds of faults and their options"""
 
 
 @dataclass(frozen=True)
 class Injection:
+    """A fault to inject: its kind, and the values of its options, which are attributes too."""
+
     kind: str
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -112,17 +116,15 @@ class Injection:
 
     @property
     def signal_number(self) -> int:
-        """Of its signal."""
+        """The number of its signal."""
         return int(signal.Signals[self.signal])
 
 
 def injections_of_later_attempt(
     injections: Sequence[Injection], world_size: int, *, first_world_size: int
 ) -> tuple[Injection, ...]:
-    """Those of a later attempt of a run that `began` with so many ranks.
-
-    A rank that is gone dies at its start wherever there are as many ranks as it belongs to.
-    """
+    """The injections that strike again in a later attempt: `gone` kills its rank at the start of every attempt that has
+    as many ranks as it names."""
     gone = [one for one in injections if one.kind == "gone" and world_size == (one.of or first_world_size)]
     return tuple(replace(one, options={**one.options, "step": 0}) for one in gone)
 
@@ -130,21 +132,21 @@ def injections_of_later_attempt(
 def parse_injections(
     texts: Sequence[str], *, world_size: int | None = None, steps: int | None = None
 ) -> tuple[Injection, ...]:
-    """All of them, or a FaultError with all that is wrong with them."""
-    found, faults = [], []
+    """Parse all injections, or raise a ValidationError with all of their errors."""
+    parsed, faults = [], []
     for text in texts:
         injection, wrong = _parse_one(text, world_size, steps)
         faults += wrong
-        found += [injection] if not wrong else []
+        parsed += [injection] if not wrong else []
     if faults:
         raise ValidationError(faults)
-    return tuple(found)
+    return tuple(parsed)
 
 
-def _parse_one(text: str, world: int | None, steps: int | None) -> tuple[Injection, list[ValidationIssue]]:
+def _parse_one(text: str, world_size: int | None, steps: int | None) -> tuple[Injection, list[ValidationIssue]]:
     kind, colon, rest = text.partition(":")
     if kind not in FAULT_KINDS:
-        rule, hint = "is no fault that can be injected", did_you_mean(kind, FAULT_KINDS)
+        rule, hint = "is not a known fault", did_you_mean(kind, FAULT_KINDS)
         return Injection(kind), [
             ValidationIssue(key="inject", value=text, message=rule, legal=", ".join(FAULT_KINDS), hint=hint)
         ]
@@ -154,7 +156,7 @@ def _parse_one(text: str, world: int | None, steps: int | None) -> tuple[Injecti
     for part in rest.split(",") if colon else []:
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or name not in known:
-            rule = f'has an option that {kind} does not know ("{part.strip()}")'
+            rule = f'has an unknown option ("{part.strip()}")'
             legal = ", ".join(f"{option}=" for option in known)
             faults.append(
                 ValidationIssue(
@@ -179,22 +181,24 @@ def _parse_one(text: str, world: int | None, steps: int | None) -> tuple[Injecti
             values[name] = None
     faults += [
         ValidationIssue(
-            key="inject", value=text, message=f"does not say {name}", legal=option.legal, hint=f"e.g. {kind}:{name}=1"
+            key="inject", value=text, message=f"is missing {name}", legal=option.legal, hint=f"e.g. {kind}:{name}=1"
         )
         for name, option in known.items()
         if option.default is None and not option.is_optional and name not in given
     ]
-    faults += _out_of_range(text, values, world, steps)
+    faults += _out_of_range(text, values, world_size, steps)
     return Injection(kind, values), faults
 
 
-def _out_of_range(text: str, values: dict[str, Any], world: int | None, steps: int | None) -> list[ValidationIssue]:
-    """What does not exist in this run."""
-    rank, step, found = values.get("rank"), values.get("step"), []
-    if world is not None and rank is not None and rank >= world:
-        rule = f"names a rank that the run does not have (rank={rank} of {world})"
-        found.append(ValidationIssue(key="inject", value=text, message=rule, legal=f"0 to {world - 1}"))
+def _out_of_range(
+    text: str, values: dict[str, Any], world_size: int | None, steps: int | None
+) -> list[ValidationIssue]:
+    """Errors of ranks and steps that the run does not have."""
+    rank, step, issues = values.get("rank"), values.get("step"), []
+    if world_size is not None and rank is not None and rank >= world_size:
+        rule = f"names a rank that the run does not have (rank={rank} of {world_size})"
+        issues.append(ValidationIssue(key="inject", value=text, message=rule, legal=f"0 to {world_size - 1}"))
     if steps is not None and step is not None and step > steps:
         rule = f"names a step that the run does not have (step={step} of {steps})"
-        found.append(ValidationIssue(key="inject", value=text, message=rule, legal=f"1 to {steps}"))
-    return found
+        issues.append(ValidationIssue(key="inject", value=text, message=rule, legal=f"1 to {steps}"))
+    return issues

@@ -1,12 +1,11 @@
-"""Faults on purpose, where they strike: phases of a step, collectives, files that are written.
+"""Fault injection into phases of a step, collectives, batches, module outputs and files.
 
-Who writes files of a run (checkpoints) does so inside `on_write`:
+Code that writes files of a run (checkpoints) does so inside `on_file_write`:
 
-    with on_write(path):
+    with on_file_write(path):
         write(path)
 
-Nothing happens there unless a fault was asked for. The same goes for `on_batch`, around what a step trains on, and for
-`on_output`, which says whether something that a model has made is to be wrong.
+Without an active injector this does nothing; nor do `corrupt_batch` and `should_flip_output`.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SLOWED_PHASES = ("forward", "backward", "update")
-"""phases that a slow rank is slow in"""
+"""phases that `slow-rank` slows down"""
 
 
 class InjectedError(RuntimeError):
-    """Raised on purpose."""
+    """The exception of an injected `raise`."""
 
 
 class Injector:
-    """The faults that were asked for on one rank."""
+    """The injected faults of one rank."""
 
     def __init__(
         self,
@@ -46,17 +45,17 @@ class Injector:
         recorder: FlightRecorder,
         on_strike: Callable[[str, int], None] = lambda fault, step: None,
     ):
-        """`on_strike` is told each fault and its step, just before."""
+        """`on_strike` is called with each fault and its step, just before it strikes."""
         self._on_strike = on_strike
         self._pending = [one for one in injections if one.options.get("rank") in (None, rank)]
         self.rank, self._recorder = rank, recorder
         self._mark = (time.time(), 0.0, 0.0, "")
-        self._scrambled: tuple[int, set[int]] = (0, set())
-        """the step whose batch is wrong, and the first samples of the microbatches that were made so"""
+        self._corrupted: tuple[int, set[int]] = (0, set())
+        """the step whose batch is corrupted, and the first sample of each microbatch that was"""
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        """For the length of a run."""
+        """Inject the faults inside the block."""
         global _active
         if not self._pending:
             yield
@@ -71,7 +70,7 @@ class Injector:
             recorder.on_phase = recorder.should_skip = _active = None
 
     def _take_due(self, kinds: Sequence[str], step: int, **match: str) -> list[Injection]:
-        """Those that are due; each strikes once."""
+        """Remove and return the faults that are due; each strikes once."""
         due = [
             one
             for one in self._pending
@@ -95,14 +94,14 @@ class Injector:
                 raise InjectedError(f"injected into rank {self.rank} in {phase} of step {step} ({one})")
 
     def _slow_down(self, step: int, phase: str) -> None:
-        """What the phase before took, without waiting, takes so much longer."""
-        begun, waited, loaded, before = self._mark
+        """Sleep so that the previous phase, without its waits, takes `factor` times as long."""
+        start, wait_s, data_wait_s, previous = self._mark
         recorder = self._recorder
-        busy = time.time() - begun - (recorder.wait_s - waited) - (recorder.data_wait_s - loaded)
+        busy = time.time() - start - (recorder.wait_s - wait_s) - (recorder.data_wait_s - data_wait_s)
         for one in self._pending:
-            if one.kind == "slow-rank" and step >= one.step and before in SLOWED_PHASES and busy > 0:
+            if one.kind == "slow-rank" and step >= one.step and previous in SLOWED_PHASES and busy > 0:
                 time.sleep((one.factor - 1) * busy)
-                # Where the next phase is loading, its time runs already, and this is none of it.
+                # The recorder already counts the time of the next phase, data loading; this sleep is not part of it.
                 recorder.data_wait_s -= (one.factor - 1) * busy if phase == "data" else 0.0
         self._mark = (time.time(), recorder.wait_s, recorder.data_wait_s, phase)
 
@@ -133,10 +132,10 @@ class Injector:
         """Whether to corrupt a microbatch: all of the step's, in the first attempt at the step."""
         step = self._recorder.step
         if self._take_due(("spike",), step):
-            self._scrambled = (step, set())
-        at, done = self._scrambled
-        if at != step or sample in done:  # the second attempt has the samples of the first
-            self._scrambled = (0, set())
+            self._corrupted = (step, set())
+        corrupted_step, done = self._corrupted
+        if corrupted_step != step or sample in done:  # the second attempt repeats the samples of the first
+            self._corrupted = (0, set())
             return False
         done.add(sample)
         return True
@@ -152,7 +151,7 @@ class Injector:
 
     @property
     def flip_patterns(self) -> list[str]:
-        """Patterns of modules that will be wrong."""
+        """Module and parameter patterns of the pending bit flips."""
         return [one.layer for one in self._pending if one.kind == "flip"]
 
 
@@ -160,17 +159,17 @@ _active: Injector | None = None
 
 
 def pending_flip_patterns() -> list[str]:
-    """Patterns of modules and parameters that are to be wrong on this rank."""
+    """Module and parameter patterns of the pending bit flips on this rank."""
     return _active.flip_patterns if _active is not None else []
 
 
 def should_flip_output(name: str) -> bool:
-    """Whether what a module has just made, or the gradient of a parameter, is to be wrong."""
+    """Whether to flip a bit of a module's output, or of a parameter's gradient."""
     return _active is not None and _active.should_flip(name)
 
 
 def corrupt_batch(inputs: Mapping[str, Tensor], samples: Tensor) -> Mapping[str, Tensor]:
-    """Around every microbatch of training. A spike makes noise of it: any integers, floats a hundred times as large.
+    """Replace a microbatch by noise if a `spike` is due: random integers, floats a hundred times as large.
 
     The noise is a function of the samples' numbers, so ranks that share a microbatch share the noise.
     """
@@ -179,28 +178,28 @@ def corrupt_batch(inputs: Mapping[str, Tensor], samples: Tensor) -> Mapping[str,
     import torch
 
     noise = torch.Generator().manual_seed(int(samples[0]))
-    found = {}
+    corrupted = {}
     for name, value in inputs.items():
         if value.is_floating_point():
-            found[name] = value * 100
+            corrupted[name] = value * 100
         elif name == "documents":
-            found[name] = value
+            corrupted[name] = value
         else:
             drawn = torch.randint(0, max(int(value.max()), 0) + 1, value.shape, generator=noise).to(value)
-            found[name] = torch.where(value < 0, value, drawn)  # below 0: no target
-    return found
+            corrupted[name] = torch.where(value < 0, value, drawn)  # below 0: no target
+    return corrupted
 
 
 @contextmanager
 def on_file_write(path: str | Path) -> Iterator[None]:
-    """Around the writing of one file of a run. A full disk leaves half of it and raises, as a real one does."""
+    """Corrupt the file that the block writes if a fault is due. A full disk leaves half of it and raises ENOSPC."""
     yield
     if _active is not None:
         _active.on_file_written(Path(path))
 
 
 def _flip_byte(path: Path, place: int) -> None:
-    """Changes all bits of one byte."""
+    """Invert all bits of one byte."""
     with contextlib.suppress(IndexError), open(path, "r+b") as file:
         file.seek(place)
         old = file.read(1)

@@ -1,4 +1,4 @@
-"""Who was to blame, asked by the launcher when no rank is left: from the files that they left."""
+"""Post-mortem: the launcher diagnoses a failed run from the files of its ranks, when none of them is left."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from echelon.faults.diagnose import diagnose
-from echelon.faults.event_log import append_event
-from echelon.faults.failure_report import diagnosis_record, format_diagnosis
+from echelon.faults.failure_report import append_event, diagnosis_record, format_diagnosis
 from echelon.faults.heartbeat import CULPRIT_KEY, DIAGNOSIS_KEY
 from echelon.faults.state_store import FileStateStore
 from echelon.faults.watchdog import RUN_KEY
@@ -15,26 +14,26 @@ from echelon.launch import scratch_dir
 from echelon.launch.rank_failure import FailureExplanation, RankFailure, first_failure
 
 MAX_DIAGNOSIS_AGE_S = 60.0
-"""seconds for which a paragraph that a rank left is of this failure: it was said just before torch ended the wait"""
+"""seconds for which a rank's diagnosis belongs to this failure: the rank wrote it just before torch's timeout"""
 
 
-def explain_failure(folder: Path, failures: Sequence[RankFailure], world: int) -> FailureExplanation | None:
-    """One paragraph about a failed run; none where no rank got so far as to be watched."""
+def explain_failure(folder: Path, failures: Sequence[RankFailure], world_size: int) -> FailureExplanation | None:
+    """Explain a failed run in one paragraph; None where no rank had published its state."""
     if not (folder / scratch_dir.FAULTS_DIR).is_dir():
         return None
-    board = FileStateStore(folder / scratch_dir.FAULTS_DIR)
+    store = FileStateStore(folder / scratch_dir.FAULTS_DIR)
     cause = first_failure(failures)
-    said = board.get(DIAGNOSIS_KEY)
-    if said and board.age(DIAGNOSIS_KEY) < MAX_DIAGNOSIS_AGE_S and (cause.lost_peer or cause.died):
-        blamed = board.get(CULPRIT_KEY).partition(",")[0]
-        return FailureExplanation(said, int(blamed) if blamed else None)
-    states = board.states(world)
+    report = store.get(DIAGNOSIS_KEY)
+    if report and store.age(DIAGNOSIS_KEY) < MAX_DIAGNOSIS_AGE_S and (cause.lost_peer or cause.died):
+        culprit = store.get(CULPRIT_KEY).partition(",")[0]
+        return FailureExplanation(report, int(culprit) if culprit else None)
+    states = store.states(world_size)
     for failure in failures:
-        how = "killed" if failure.died else "raised"
-        ended = states[failure.rank].with_exit(how, failure.reason, lost_peer=failure.lost_peer)
-        states[failure.rank] = ended.with_exit_time(failure.time_ns / 1e9)
-    verdict = diagnose(states)
-    text = format_diagnosis(verdict, states)
-    if run := board.get(RUN_KEY):
-        append_event(Path(run), diagnosis_record(verdict, text))
-    return FailureExplanation(text, verdict.culprits[0] if verdict.culprits else None)
+        exit_kind = "killed" if failure.died else "raised"
+        state = states[failure.rank].with_exit(exit_kind, failure.reason, lost_peer=failure.lost_peer)
+        states[failure.rank] = state.with_exit_time(failure.time_ns / 1e9)
+    diagnosis = diagnose(states)
+    text = format_diagnosis(diagnosis, states)
+    if run := store.get(RUN_KEY):
+        append_event(Path(run), diagnosis_record(diagnosis, text))
+    return FailureExplanation(text, diagnosis.culprits[0] if diagnosis.culprits else None)

@@ -1,4 +1,4 @@
-"""What one rank says of itself, as text that travels: written at every heartbeat, read when something is wrong."""
+"""A snapshot of one rank, as JSON: published at every heartbeat, read when a rank fails."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from echelon.faults.host_memory import HostMemory, read_host_memory
 from echelon.faults.recorder_entry import RecorderEntry, format_ranks, parse_ranks
 
 MAX_FRAMES = 12
-"""innermost calls of a stack that are told"""
+"""innermost calls of a stack that a snapshot contains"""
 HIDDEN_FILES = ("/faults/injector.py", "/faults/flight_recorder.py", "/contextlib.py")
 HEARTBEAT_ENTRIES = 24
-"""operations that a heartbeat carries where no file holds the ring"""
+"""operations that a heartbeat contains where no file holds the recorder"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
+    """What one rank was doing at its last heartbeat, and how it ended."""
+
     rank: int
     mesh_position: str = ""
     host: str = ""
@@ -33,70 +35,68 @@ class RankState:
     step: int = 0
     phase: str = "start"
     phase_start: float = 0.0
-    """when the phase began"""
     stack: tuple[str, ...] = ()
     """`file:line in function`, innermost first, of the main thread"""
     sequences: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
-    """the number of the last operation of every lane, and its ranks"""
+    """the number of the last operation of every sequence, and its ranks"""
     entries: tuple[RecorderEntry, ...] = ()
     memory: HostMemory = field(default_factory=HostMemory)
     exit_reason: str = ""
-    """how it ended: the exception's line, or what the launcher saw"""
+    """the exception's line, or how the process ended"""
     exit_kind: str = ""
-    """`raised` an exception, or was `killed`: its process ended without one"""
+    """`raised` an exception, or `killed`: the process ended without one"""
     lost_peer: bool = False
-    """it ended because of another rank"""
+    """whether it ended because of another rank"""
     exit_time: float = 0.0
 
     @property
     def pending_entry(self) -> RecorderEntry | None:
-        """What it waits for: of several threads, the one that has waited longest."""
-        open_ones = [entry for entry in self.entries if entry.is_pending]
-        return min(open_ones, key=lambda entry: entry.wait_start, default=None)
+        """The operation that it has waited for longest, in any thread."""
+        pending = [entry for entry in self.entries if entry.is_pending]
+        return min(pending, key=lambda entry: entry.wait_start, default=None)
 
     @property
     def last_entry(self) -> RecorderEntry | None:
-        """The last operation that it started."""
+        """The operation that it started last."""
         return self.entries[-1] if self.entries else None
 
     def last_number(self, sequence: str) -> int | None:
-        """How many operations of a lane it has started; none if it does not know the lane."""
-        seen = [entry.number for entry in self.entries if entry.sequence == sequence]
+        """The number of the last operation that it started on a sequence; None if it does not know the sequence."""
+        numbers = [entry.number for entry in self.entries if entry.sequence == sequence]
         if sequence in self.sequences:
-            seen.append(self.sequences[sequence][0])
-        return max(seen, default=None)
+            numbers.append(self.sequences[sequence][0])
+        return max(numbers, default=None)
 
-    def with_exit_time(self, when: float) -> RankState:
-        """The same, ended at another time: of several endings the earliest counts."""
-        return replace(self, exit_time=when)
+    def with_exit_time(self, exit_time: float) -> RankState:
+        return replace(self, exit_time=exit_time)
 
     def to_json(self, entries: bool = True) -> str:
-        found: dict[str, Any] = {**self.__dict__, "memory": asdict(self.memory)}
-        found["sequences"] = {name: [last, format_ranks(ranks)] for name, (last, ranks) in self.sequences.items()}
-        found["entries"] = (
+        fields: dict[str, Any] = {**self.__dict__, "memory": asdict(self.memory)}
+        fields["sequences"] = {name: [last, format_ranks(ranks)] for name, (last, ranks) in self.sequences.items()}
+        fields["entries"] = (
             [list(entry.__dict__.values()) for entry in self.entries[-HEARTBEAT_ENTRIES:]] if entries else []
         )
-        return json.dumps(found)
+        return json.dumps(fields)
 
     @classmethod
     def from_json(cls, text: str) -> RankState:
-        found = json.loads(text)
-        found["sequences"] = {name: (last, parse_ranks(ranks)) for name, (last, ranks) in found["sequences"].items()}
-        rows: list[list[Any]] = [[tuple(v) if isinstance(v, list) else v for v in row] for row in found["entries"]]
-        found["entries"] = tuple(RecorderEntry(*row) for row in rows)
-        found["memory"] = HostMemory(**found["memory"])
-        found["stack"] = tuple(found["stack"])
-        return cls(**found)
+        fields = json.loads(text)
+        fields["sequences"] = {name: (last, parse_ranks(ranks)) for name, (last, ranks) in fields["sequences"].items()}
+        rows: list[list[Any]] = [[tuple(v) if isinstance(v, list) else v for v in row] for row in fields["entries"]]
+        fields["entries"] = tuple(RecorderEntry(*row) for row in rows)
+        fields["memory"] = HostMemory(**fields["memory"])
+        fields["stack"] = tuple(fields["stack"])
+        return cls(**fields)
 
-    def with_exit(self, how: str, ending: str, *, lost_peer: bool = False) -> RankState:
-        """The same rank, once it ended."""
+    def with_exit(self, kind: str, reason: str, *, lost_peer: bool = False) -> RankState:
+        """The state after the rank ended."""
         return replace(
-            self, exit_kind=how, exit_reason=ending, lost_peer=lost_peer, exit_time=self.exit_time or time.time()
+            self, exit_kind=kind, exit_reason=reason, lost_peer=lost_peer, exit_time=self.exit_time or time.time()
         )
 
 
 def capture_rank_state(recorder: FlightRecorder, rank: int) -> RankState:
-    """This rank, now. Any thread may ask."""
+    """Capture this rank's state now, from any thread."""
     return RankState(
         rank=rank,
         mesh_position=recorder.mesh_position,
@@ -107,17 +107,17 @@ def capture_rank_state(recorder: FlightRecorder, rank: int) -> RankState:
         phase=recorder.phase,
         phase_start=recorder.phase_start,
         stack=main_thread_stack(),
-        sequences={name: (lane.last_number, lane.ranks) for name, lane in list(recorder.sequences.items())},
+        sequences={name: (one.last_number, one.ranks) for name, one in list(recorder.sequences.items())},
         entries=tuple(recorder.entries()),
         memory=read_host_memory(),
     )
 
 
 def main_thread_stack() -> tuple[str, ...]:
-    """Where the main thread is."""
+    """The main thread's Python stack, innermost first."""
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
     calls: list[str] = []
-    # What a fault on purpose runs through is not where the rank is.
+    # The frames of an injected fault do not show where the rank is.
     while frame is not None and frame.f_code.co_filename.endswith(HIDDEN_FILES):
         frame = frame.f_back
     while frame is not None and len(calls) < MAX_FRAMES:

@@ -1,4 +1,4 @@
-"""One operation of a ring, as it is read back: perhaps by another process, after this one is gone."""
+"""One operation of the flight recorder, and its binary encoding, which another process may read."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from itertools import pairwise
 
 NUM_SLOTS, SLOT_BYTES = 128, 256
 SLOT_HEADER = struct.Struct("<cQdddH")
-"""flag, order, time of start, of waiting, of end, length of the text"""
+"""flag, order, start time, wait start, end time, length of the text"""
 TIMESTAMP = struct.Struct("<d")
 PHASE_RECORD = struct.Struct("<Qd16s")
-"""behind the slots: the step under way, since when it is in its phase, and that"""
+"""after the slots: current step, start of the phase, phase"""
 BUFFER_BYTES = NUM_SLOTS * SLOT_BYTES + PHASE_RECORD.size
 STARTED, WAITING, ENDED, FAILED, EMPTY = b"s", b"w", b"e", b"f", b"\0"
 POINT_TO_POINT = ("send", "receive")
@@ -20,24 +20,26 @@ POINT_TO_POINT = ("send", "receive")
 
 @dataclass(frozen=True)
 class RecorderEntry:
+    """A collective or p2p transfer, as the flight recorder stored it."""
+
     flag: str
-    """s: started, w: a thread waits for it, e: it ended, f: waiting for it failed"""
+    """s: started, w: a thread waits for it, e: ended, f: the wait failed"""
     order: int
     start_time: float
     wait_start: float
-    """when somebody began to wait for it; 0 before"""
+    """when a thread began to wait for it; 0 before"""
     end_time: float
     op: str
     axis: str
     sequence: str
-    """the group of ranks and, of messages, the channel: numbers are counted on it"""
+    """the process group, or p2p channel, that `number` counts the operations of"""
     number: int
     peers: tuple[int, ...]
-    """the ranks that must come to it too"""
+    """the ranks that must run it too"""
     shape: str
     dtype: str
     site: str
-    """file:line of who asked for it"""
+    """file:line of the caller"""
     step: int
     phase: str
 
@@ -47,29 +49,29 @@ class RecorderEntry:
 
     @property
     def is_pending(self) -> bool:
-        """Somebody waits, or waited until it failed."""
+        """Whether a thread waits for it, or waited until it failed."""
         return self.flag in "wf"
 
     @property
     def description(self) -> str:
-        """`all_reduce number 12 on axis dp`."""
+        """E.g. `all_reduce number 12 on axis dp`."""
         return f"{self.op} number {self.number} on axis {self.axis}"
 
     @property
     def signature(self) -> tuple[str, str, str]:
-        """What must be alike on all ranks. Rows of an all-to-all may differ."""
+        """What must be equal on all ranks; the sizes of an all-to-all may differ."""
         return (self.op, "", self.dtype) if self.op == "all_to_all" else (self.op, self.shape, self.dtype)
 
 
 def encode_entry(
-    op: str, axis: str, lane: str, number: int, peers: str, shape: str, dtype: str, site: str, step: int, phase: str
+    op: str, axis: str, sequence: str, number: int, peers: str, shape: str, dtype: str, site: str, step: int, phase: str
 ) -> bytes:
-    text = f"{op}\t{axis}\t{lane}\t{number}\t{peers}\t{shape}\t{dtype}\t{step}\t{phase}\t{site}"
+    text = f"{op}\t{axis}\t{sequence}\t{number}\t{peers}\t{shape}\t{dtype}\t{step}\t{phase}\t{site}"
     return text.encode("utf-8", "replace")
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """`0,1,2,3` or, of many in even steps, `0:64:2`."""
+    """Format ranks as `0,1,2,3` or, for many in even steps, as `0:64:2`."""
     steps = {second - first for first, second in pairwise(ranks)}
     if len(ranks) > 4 and len(steps) == 1 and (step := steps.pop()) > 0:
         return f"{ranks[0]}:{ranks[-1] + 1}:{step}"
@@ -83,14 +85,14 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 
 
 def read_phase(buffer: bytes) -> tuple[int, float, str]:
-    """(step, since when in its phase, phase); (0, 0.0, "") before the first."""
+    """(step, start of the phase, phase); (0, 0.0, "") before the first."""
     step, since, phase = PHASE_RECORD.unpack_from(buffer, NUM_SLOTS * SLOT_BYTES)
     return step, since, phase.rstrip(b"\0").decode()
 
 
 def read_entries(buffer: bytes | bytearray) -> list[RecorderEntry]:
-    """All operations of a ring, oldest first. A slot that is being written now is left out."""
-    found = []
+    """Decode all operations, oldest first, without a slot that is being written now."""
+    decoded = []
     for start in range(0, min(len(buffer) // SLOT_BYTES, NUM_SLOTS) * SLOT_BYTES, SLOT_BYTES):
         flag, order, started, waiting, ended, length = SLOT_HEADER.unpack_from(buffer, start)
         if flag == EMPTY or not length:
@@ -99,12 +101,12 @@ def read_entries(buffer: bytes | bytearray) -> list[RecorderEntry]:
         parts = text.decode("utf-8", "replace").split("\t")
         if len(parts) != 10:
             continue
-        op, axis, lane, number, peers, shape, dtype, step, phase, site = parts
+        op, axis, sequence, number, peers, shape, dtype, step, phase, site = parts
         members = parse_ranks(peers)
-        found.append(
+        decoded.append(
             RecorderEntry(
-                *(flag.decode(), order, started, waiting, ended, op, axis, lane, int(number), members),
+                *(flag.decode(), order, started, waiting, ended, op, axis, sequence, int(number), members),
                 *(shape, dtype, site, int(step), phase),
             )
         )
-    return sorted(found, key=lambda entry: entry.order)
+    return sorted(decoded, key=lambda entry: entry.order)

@@ -1,8 +1,8 @@
-"""Where ranks leave what others may need: who was killed cannot be asked.
+"""Where ranks publish their state, so that it can be read after a rank was killed.
 
-Ranks that our launcher started write files into its folder: the launcher is there when all of them are gone, and reads
-them. Ranks of torchrun and of several machines write into the process group's store, over a connection of their own:
-one that hangs in a collective does not hold it, and no shared disk is needed.
+Ranks of the local launcher write files into its scratch directory, which the launcher reads when all ranks are gone.
+Ranks of torchrun and of several nodes write into the process group's store, over a connection that a hanging
+collective does not hold; no shared disk is needed.
 """
 
 from __future__ import annotations
@@ -18,25 +18,27 @@ from echelon.faults.recorder_entry import read_entries, read_phase
 
 
 class StateStore(Protocol):
+    """Rank states, and named texts, that every rank can read and write."""
+
     def put(self, state: RankState) -> None: ...
 
     def states(self, world: int) -> list[RankState]:
-        """What is known of every rank; of one that never said anything, its number."""
+        """Read every rank's last state; for a rank that never published one, its number alone."""
         ...
 
-    def claim(self, what: str = "diagnosis") -> bool:
-        """True for the first rank that asks."""
+    def claim(self, name: str = "diagnosis") -> bool:
+        """Claim a name; true on the first rank that does."""
         ...
 
     def set(self, name: str, text: str) -> None: ...
 
     def get(self, name: str) -> str:
-        """What somebody set, or ""."""
+        """Read a text, "" where no rank set it."""
         ...
 
 
 class FileStateStore:
-    """In a folder of this machine."""
+    """A state store in a directory of this node."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -46,7 +48,7 @@ class FileStateStore:
         return self.folder / f"rank{rank}.ring"
 
     def put(self, state: RankState) -> None:
-        # Renamed when complete: a reader never sees half of it. The ring has the operations.
+        # Renamed when complete, so that no reader sees half of it. The recorder's file has the operations.
         draft = self.folder / f"rank{state.rank}.draft"
         draft.write_text(state.to_json(entries=False), encoding="utf-8")
         draft.rename(self.folder / f"rank{state.rank}.json")
@@ -59,17 +61,17 @@ class FileStateStore:
         with contextlib.suppress(OSError, ValueError):
             state = RankState.from_json((self.folder / f"rank{rank}.json").read_text(encoding="utf-8"))
         with contextlib.suppress(OSError):
-            # The ring is of this moment, the rest of the last heartbeat.
-            ring = self.recorder_path(rank).read_bytes()
-            step, since, phase = read_phase(ring)
-            state = replace(state, entries=tuple(read_entries(ring)))
+            # The recorder's file is current, the rest is from the last heartbeat.
+            recorded = self.recorder_path(rank).read_bytes()
+            step, phase_start, phase = read_phase(recorded)
+            state = replace(state, entries=tuple(read_entries(recorded)))
             if phase and not state.exit_kind:
-                state = replace(state, step=step, phase_start=since, phase=phase)
+                state = replace(state, step=step, phase_start=phase_start, phase=phase)
         return state
 
-    def claim(self, what: str = "diagnosis") -> bool:
+    def claim(self, name: str = "diagnosis") -> bool:
         try:
-            (self.folder / f"{what}.claim").open("x").close()
+            (self.folder / f"{name}.claim").open("x").close()
         except FileExistsError:
             return False
         return True
@@ -84,13 +86,13 @@ class FileStateStore:
         return path.read_text(encoding="utf-8") if path.exists() else ""
 
     def age(self, name: str) -> float:
-        """Seconds since it was set; endless if it was not."""
+        """Seconds since a text was set; infinite if it was not."""
         path = self.folder / f"{name}.txt"
         return time.time() - path.stat().st_mtime if path.exists() else float("inf")
 
 
 class C10dStateStore:
-    """In the store of the process group, over a connection of its own. `get` of a key that is not there would block."""
+    """A state store in the process group's store, over a connection of its own."""
 
     def __init__(self, store: Any):
         self._store = store
@@ -105,8 +107,8 @@ class C10dStateStore:
         text = self._get(f"faults/rank{rank}")
         return RankState.from_json(text) if text else RankState(rank=rank)
 
-    def claim(self, what: str = "diagnosis") -> bool:
-        return bool(self._store.add(f"faults/claim/{what}", 1) == 1)
+    def claim(self, name: str = "diagnosis") -> bool:
+        return bool(self._store.add(f"faults/claim/{name}", 1) == 1)
 
     def set(self, name: str, text: str) -> None:
         self._store.set(f"faults/{name}", text)
@@ -115,7 +117,7 @@ class C10dStateStore:
         return self._get(f"faults/{name}")
 
     def _get(self, key: str) -> str:
-        if not self._store.check([key]):
+        if not self._store.check([key]):  # `get` would block
             return ""
-        found: bytes = self._store.get(key)
-        return found.decode("utf-8", "replace")
+        value: bytes = self._store.get(key)
+        return value.decode("utf-8", "replace")

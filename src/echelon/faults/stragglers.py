@@ -1,7 +1,8 @@
-"""Who is slow, though all steps take equally long: everybody waits for the slowest at the next collective.
+"""Stragglers: the slow rank, although every rank's steps take equally long, since all wait at the next collective.
 
-So a rank's step is taken apart: waiting for others (the ring knows), waiting for data, and the rest, which is its own
-work. Ranks of one pipeline stage have the same work; where a stage is one rank alone, others are a poorer measure.
+A rank's step is split into waiting for other ranks (which the flight recorder measures), waiting for data, and the
+rest, which is its own work. Ranks of one pipeline stage do the same work; a stage of one rank is compared with other
+stages, which is a weaker measure.
 """
 
 from __future__ import annotations
@@ -11,18 +12,18 @@ from dataclasses import dataclass
 from statistics import median
 
 SLOWDOWN = 1.25
-"""how much longer than its peers a slow rank works"""
+"""a straggler's work over that of its peers, at least"""
 SLOWDOWN_ACROSS_STAGES = 2.0
-"""the same where its peers have other work: stages of a pipeline are not cut evenly"""
+"""the same against ranks of other pipeline stages, whose work differs"""
 MIN_STALL_SHARE = 0.05
-"""of a step that a stall must cost"""
+"""share of a step that a stall must cost"""
 MIN_STALL_S = 1e-3
 """seconds of a step that a stall must cost"""
 
 
 @dataclass(frozen=True)
 class RankStepTime:
-    """Mean seconds of one rank's steps."""
+    """Seconds of one rank's mean step, by what it does."""
 
     work: float
     data: float
@@ -35,27 +36,27 @@ class RankStepTime:
 
 @dataclass(frozen=True)
 class Straggler:
+    """A rank that the others wait for."""
+
     rank: int
     cause: str
     """`work` or `data`"""
     seconds: float
-    """of a step"""
+    """per step"""
     usual: float
-    """what its peers take"""
+    """the median of its peers"""
 
     def description(self, position: str) -> str:
         name = f"rank {self.rank} ({position})" if position else f"rank {self.rank}"
         times = f", {self.seconds / self.usual:.1f} x" if self.usual > MIN_STALL_S else ""
         does = "works" if self.cause == "work" else "waits for data"
-        return (
-            f"{name} is slow: it {does} {_format_ms(self.seconds)} of each step, its peers {_format_ms(self.usual)}{times}; "
-            "the others wait for it"
-        )
+        peers = f"its peers {_format_ms(self.usual)}{times}"
+        return f"{name} is slow: it {does} {_format_ms(self.seconds)} of each step, {peers}; the others wait for it"
 
 
 def find_straggler(step_times: Sequence[RankStepTime], stages: Sequence[int]) -> Straggler | None:
-    """The rank that costs the others most, if one does. `stages` are the pipeline stages of the ranks."""
-    found = []
+    """Find the rank that costs the others most time. `stages` are the pipeline stages of the ranks."""
+    stragglers = []
     for rank, share in enumerate(step_times):
         for cause in ("work", "data"):
             alike = [getattr(s, cause) for r, s in enumerate(step_times) if r != rank and stages[r] == stages[rank]]
@@ -65,21 +66,21 @@ def find_straggler(step_times: Sequence[RankStepTime], stages: Sequence[int]) ->
             usual, mine = median(others), getattr(share, cause)
             factor = SLOWDOWN if alike or cause == "data" else SLOWDOWN_ACROSS_STAGES
             if mine > factor * usual and mine - usual > max(MIN_STALL_S, MIN_STALL_SHARE * share.step):
-                found.append((mine - usual, Straggler(rank, cause, mine, usual)))
-    return max(found, key=lambda pair: pair[0])[1] if found else None
+                stragglers.append((mine - usual, Straggler(rank, cause, mine, usual)))
+    return max(stragglers, key=lambda pair: pair[0])[1] if stragglers else None
 
 
 def data_starvation(step_times: Sequence[RankStepTime]) -> float:
-    """Seconds of a step in which every rank waits for data; 0 where that is not worth a word."""
+    """Seconds of a step in which every rank waits for data; 0 where they are negligible."""
     least = min((share.data for share in step_times), default=0.0)
     step = median(share.step for share in step_times) if step_times else 0.0
     return least if least > max(4 * MIN_STALL_SHARE * step, MIN_STALL_S) else 0.0
 
 
 class StragglerReporter:
-    """What of that is worth a word: a rank that is slow in two looks in a row, once, and when that is over.
+    """Reports a rank that is slow in two measurements in a row, once, and when it is fast again.
 
-    A busy system slows down one rank or the other for a moment, and nobody can do anything about it.
+    A busy system slows down some rank for a moment; that is not reported.
     """
 
     def __init__(self) -> None:
@@ -88,17 +89,17 @@ class StragglerReporter:
         self._starved = False
 
     def report(self, slow: Straggler | None, starved: float, position: Callable[[int], str]) -> list[str]:
-        rank, found = None if slow is None else slow.rank, []
+        rank, notes = None if slow is None else slow.rank, []
         if slow is not None and rank == self._previous and rank != self._reported:
-            found.append(slow.description(position(slow.rank)))
+            notes.append(slow.description(position(slow.rank)))
             self._reported = rank
         elif self._reported not in (None, rank, self._previous):
-            found.append(f"rank {self._reported} ({position(self._reported or 0)}) is as fast as the others again")
+            notes.append(f"rank {self._reported} ({position(self._reported or 0)}) is as fast as the others again")
             self._reported = None
         if starved and not self._starved:
-            found.append(f"all ranks wait for data: {_format_ms(starved)} of each step")
+            notes.append(f"all ranks wait for data: {_format_ms(starved)} of each step")
         self._previous, self._starved = rank, bool(starved)
-        return found
+        return notes
 
 
 def _format_ms(seconds: float) -> str:

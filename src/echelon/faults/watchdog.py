@@ -1,4 +1,4 @@
-"""Diagnosis around a run: heartbeats while it lasts, and a word when a rank fails."""
+"""The watchdog of a run: it publishes heartbeats, and reports the cause when a rank fails."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from pathlib import Path
 
 from echelon import compat
 from echelon.faults.diagnose import Diagnosis
-from echelon.faults.event_log import INJECTED_EVENT, append_event
-from echelon.faults.failure_report import MAX_MISSED_HEARTBEATS, diagnosis_record
+from echelon.faults.failure_report import INJECTED_EVENT, MAX_MISSED_HEARTBEATS, append_event, diagnosis_record
 from echelon.faults.flight_recorder import FlightRecorder
 from echelon.faults.heartbeat import DIAGNOSIS_KEY, Heartbeat
 from echelon.faults.rank_state import capture_rank_state
@@ -24,72 +23,74 @@ from echelon.launch.rank_failure import is_lost_peer
 from echelon.launch.world import World, under_launcher
 
 RUN_KEY = "run"
-"""the name under which rank 0 leaves the run's directory"""
+"""the key under which rank 0 publishes the run's directory"""
 LINGER_S = 1.0
-"""seconds that a rank which failed stays, until somebody is seen to wait for it"""
+"""seconds for which a failed rank stays alive until another rank is seen to wait for it"""
 
 
 @contextmanager
 def watch_run(world: World, timeout: float, recorder: FlightRecorder) -> Iterator[Watchdog]:
-    """Around a run of all ranks. Ranks of a group that somebody else made are recorded and not watched."""
-    board = _open_store(world)
-    if board is None:
+    """Watch a run on this rank. Inside a process group that other code created, nothing is published."""
+    store = _open_store(world)
+    if store is None:
         yield Watchdog(None, recorder)
         return
-    if isinstance(board, FileStateStore):
-        recorder.map_to_file(board.recorder_path(world.rank))
-    watch = Watchdog(board, recorder)
-    heart = Heartbeat(
-        recorder, board, rank=world.rank, world=world.world_size, timeout=timeout, on_diagnosis=watch.report
+    if isinstance(store, FileStateStore):
+        recorder.map_to_file(store.recorder_path(world.rank))
+    watchdog = Watchdog(store, recorder)
+    heartbeat = Heartbeat(
+        recorder, store, rank=world.rank, world_size=world.world_size, timeout=timeout, on_diagnosis=watchdog.report
     )
-    watch.publish = heart.publish
-    heart.start()
+    watchdog.publish = heartbeat.publish
+    heartbeat.start()
     try:
-        yield watch
+        yield watchdog
     except Exception as error:
-        with suppress(Exception):  # what is said of a failure must not hide it
-            _report_failure(heart, board, error)
-        if isinstance(board, C10dStateStore) and is_lost_peer(error) and board.get(DIAGNOSIS_KEY):
-            raise SystemExit(1) from None  # another rank has told why, with the traceback that matters
+        with suppress(Exception):  # an error in the report must not hide the failure
+            _report_failure(heartbeat, store, error)
+        if isinstance(store, C10dStateStore) and is_lost_peer(error) and store.get(DIAGNOSIS_KEY):
+            raise SystemExit(1) from None  # another rank has reported the cause, with the traceback that matters
         raise
     finally:
-        heart.stop()
+        heartbeat.stop()
 
 
 class Watchdog:
+    """One rank's access to the state store of a run."""
+
     def __init__(self, store: StateStore | None, recorder: FlightRecorder):
-        self._board = self.store = store
+        self.store = store
         self._recorder = recorder
         self.handles_signals = store is not None or not under_launcher()
-        """signals that this process is sent are for the run: nobody else made its group"""
+        """whether signals to this process are for the run: false in a process group that other code created"""
         self._run = ""
         self.publish: Callable[[], None] = lambda: None
-        """leaves a heartbeat now"""
+        """publishes a heartbeat now"""
 
     def set_mesh_position(self, position: str) -> None:
-        """This rank's place in the mesh; all may ask for it from now on, also where no heartbeat ever follows."""
+        """Publish this rank's position on the mesh, also for a rank that fails before its next heartbeat."""
         self._recorder.mesh_position = position
         self.publish()
 
     def set_run_dir(self, run: Path) -> None:
-        """Rank 0 tells where the run's log is."""
+        """Publish the run's directory, on rank 0."""
         self._run = str(run.absolute())
-        if self._board is not None:
-            self._board.set(RUN_KEY, self._run)
+        if self.store is not None:
+            self.store.set(RUN_KEY, self._run)
 
     def record_injection(self, fault: str, step: int) -> None:
-        """A fault on purpose strikes: whoever reads the log later must know that it was one."""
-        run = self._run or (self._board.get(RUN_KEY) if self._board is not None else "")
+        """Log an injected fault just before it strikes."""
+        run = self._run or (self.store.get(RUN_KEY) if self.store is not None else "")
         if run:
             append_event(Path(run), {"fault": fault, "step": step}, INJECTED_EVENT)
 
-    def report(self, verdict: Diagnosis, text: str) -> None:
-        """To the run's log, and to people where no launcher of ours does it."""
-        assert self._board is not None
-        if isinstance(self._board, C10dStateStore):
+    def report(self, diagnosis: Diagnosis, text: str) -> None:
+        """Log a diagnosis, and print it where no launcher of ours does."""
+        assert self.store is not None
+        if isinstance(self.store, C10dStateStore):
             print(f"\nechelon: {text}\n", file=sys.stderr, flush=True)
-        if run := self._board.get(RUN_KEY):
-            append_event(Path(run), diagnosis_record(verdict, text))
+        if run := self.store.get(RUN_KEY):
+            append_event(Path(run), diagnosis_record(diagnosis, text))
 
 
 def _open_store(world: World) -> StateStore | None:
@@ -101,36 +102,36 @@ def _open_store(world: World) -> StateStore | None:
     return C10dStateStore(compat.dedicated_store())
 
 
-def _report_failure(heart: Heartbeat, board: StateStore, error: Exception) -> None:
+def _report_failure(heartbeat: Heartbeat, store: StateStore, error: Exception) -> None:
     lost = is_lost_peer(error)
-    if isinstance(board, C10dStateStore):
-        # torchrun ends the ranks that are left a tenth of a second after one died: not before this one has spoken.
+    if isinstance(store, C10dStateStore):
+        # torchrun sends SIGTERM to the other ranks a tenth of a second after one died: block it until the report.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     reason = "".join(traceback.format_exception_only(error)).strip()
-    own = capture_rank_state(heart.recorder, heart.rank).with_exit("raised", reason, lost_peer=lost)
-    heart.publish(own)
+    own_state = capture_rank_state(heartbeat.recorder, heartbeat.rank).with_exit("raised", reason, lost_peer=lost)
+    heartbeat.publish(own_state)
     deadline = time.monotonic() + (
-        0.05 if lost else max(LINGER_S, 1.5 * heart.interval if isinstance(board, C10dStateStore) else 0)
+        0.05 if lost else max(LINGER_S, 1.5 * heartbeat.interval if isinstance(store, C10dStateStore) else 0)
     )
     while time.monotonic() < deadline:
-        others = [state for state in board.states(heart.world) if state.rank != heart.rank]
+        others = [state for state in store.states(heartbeat.world_size) if state.rank != heartbeat.rank]
         if all(state.exit_kind for state in others) or any(e.flag == "w" for s in others for e in s.entries):
             break
         time.sleep(0.05)
-    if isinstance(board, C10dStateStore):
-        heart.stop()
-        heart.diagnose(own)
+    if isinstance(store, C10dStateStore):
+        heartbeat.stop()
+        heartbeat.diagnose(own_state)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     elif lost:
-        _kill_stopped_ranks(heart, board)
+        _kill_stopped_ranks(heartbeat, store)
 
 
-def _kill_stopped_ranks(heart: Heartbeat, board: StateStore) -> None:
-    """A process that is stopped does not answer the launcher, which would wait for half a minute: it is ended here."""
-    for state in board.states(heart.world):
+def _kill_stopped_ranks(heartbeat: Heartbeat, store: StateStore) -> None:
+    """Kill stopped processes, because the launcher would wait half a minute for them."""
+    for state in store.states(heartbeat.world_size):
         is_silent = bool(state.heartbeat_time) and time.time() - state.heartbeat_time > max(
-            MAX_MISSED_HEARTBEATS * heart.interval, 2.0
+            MAX_MISSED_HEARTBEATS * heartbeat.interval, 2.0
         )
-        if state.rank != heart.rank and is_silent and not state.exit_kind:
+        if state.rank != heartbeat.rank and is_silent and not state.exit_kind:
             with suppress(OSError):
                 os.kill(state.pid, signal.SIGKILL)

@@ -1,1 +1,1 @@
-"""Starting ranks: on this machine, under torchrun, and as a pool of warm processes."""
+"""Launching ranks: on this node, under torchrun, and as a pool of warm processes."""

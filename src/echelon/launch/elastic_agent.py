@@ -1,11 +1,11 @@
-"""torch's elastic agent over ranks of this machine: it restarts them, and we say what it does and why.
+"""torch's elastic agent for the ranks of this node: it restarts them, and its observer reports why.
 
-[Note: who is sent SIGTERM, and why]
+[Note: who receives SIGTERM, and why]
 
-1. A rank failed: torch sends SIGTERM to the others. They see that a peer is gone, and end at once (faults/graceful_stop.py).
-2. Somebody sent it to this launcher: the machine is wanted back. Where ranks know how to stop, the launcher leaves a
-   word for them and waits: they save, and end by themselves. A second one ends everything at once, by SIGKILL.
-3. Somebody sent it to all processes: each rank takes it for 2, and the launcher has sent nothing.
+1. A rank failed: torch sends SIGTERM to the others. They find a peer gone, and exit at once (faults/graceful_stop.py).
+2. The scheduler sends it to this launcher. If the function is stoppable, the launcher requests a graceful stop and
+   waits: the ranks save and exit. A second SIGTERM kills every rank.
+3. The scheduler sends it to all processes: each rank handles it as in 2, without the launcher.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from echelon import compat
 from echelon.launch import forkserver, scratch_dir
-from echelon.launch.loopback import ADDRESS
 from echelon.launch.rank_failure import RankError
+from echelon.launch.world import LOOPBACK
 
 POLL_S = 0.1
-"""seconds between two looks at the ranks"""
+"""seconds between two checks of the ranks"""
 RENDEZVOUS_TIMEOUT_S = 900
-"""seconds that an agent waits for others, of which there are none"""
+"""torch requires a timeout, although no other agent joins"""
 
 ErrorFactory = Callable[[Mapping[int, Any], int], RankError]
-"""from what torch saw of failed ranks, and the number of the attempt, to what is known of it"""
+"""(torch's failures by rank, number of the attempt) -> the error to raise"""
 
 
 class AgentObserver:
-    """What the agent tells, and what is done about it."""
+    """Reacts to the agent's starts and failures: counts attempts, forwards stop requests, refuses useless restarts."""
 
     def __init__(
         self,
@@ -51,18 +51,18 @@ class AgentObserver:
         self.attempt = -1
         self.stopping = False
 
-    def started(self) -> None:
+    def on_start(self) -> None:
         self.attempt += 1
         if self._stoppable and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._handle_sigterm)  # in place of the agent's own
-        if self.stopping:  # it was asked for after a failure, when nobody was there to be told
+        if self.stopping:  # requested after a failure, when no rank was running
             self._request_stop()
 
-    def failed(self, failures: Mapping[int, Any]) -> None:
-        """Before a restart."""
+    def on_failure(self, failures: Mapping[int, Any]) -> None:
+        """Raise instead of restarting if the run is stopping, or if the user's input causes the failure."""
         error = self._make_error(failures, self.attempt)
         if self.stopping or (error.failure is not None and error.failure.user_errors):
-            raise error  # it would be the same again
+            raise error
         if self._on_restart is not None:
             self._on_restart(error, self.attempt + 1)
 
@@ -86,15 +86,18 @@ def run_agent(
     max_restarts: int,
     run_id: str,
 ) -> dict[int, Any]:
-    """What each rank returns. Raises ChildFailedError, or SignalException, or what `told` raises."""
+    """Run a function on ranks of this node; returns their values by rank.
+
+    Raises ChildFailedError, SignalException, or what the observer raises.
+    """
     handler = get_rendezvous_handler(
         RendezvousParameters(
             backend="c10d",
-            endpoint=f"{ADDRESS}:0",
+            endpoint=f"{LOOPBACK}:0",
             run_id=run_id,
             min_nodes=1,
             max_nodes=1,
-            local_addr=ADDRESS,
+            local_addr=LOOPBACK,
             timeout=RENDEZVOUS_TIMEOUT_S,
         )
     )
@@ -106,7 +109,7 @@ def run_agent(
         rdzv_handler=handler,
         max_restarts=max_restarts,
         monitor_interval=POLL_S,
-        local_addr=ADDRESS,
+        local_addr=LOOPBACK,
     )
     agent = compat.observed_elastic_agent(observer)(
         spec, logs_specs=DefaultLogsSpecs(log_dir=str(log_dir)), start_method=forkserver.METHOD

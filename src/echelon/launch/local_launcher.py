@@ -1,15 +1,15 @@
-"""Ranks on this machine, through torch's elastic launcher.
+"""Launch ranks on this node through torch's elastic agent.
 
-[Note: whose failure it was]
+[Note: the first failure]
 
-The launcher looks at its ranks ten times a second and reports one that it finds dead, with the time in whole seconds.
-When several are dead by then, that is any of them. So each rank keeps its own record:
+The agent checks its ranks ten times a second and reports one that it finds dead, with the time in whole seconds. When
+several are dead by then, it may report any of them. So each rank writes its own record:
 
 1. A rank that catches an exception writes it to a file, with a time in nanoseconds, and exits.
-2. If the exception reads like the consequence of a lost peer, the rank lingers before it exits. By then the launcher
-   has seen the peer, and has ended this rank too.
-3. Of all records the first one that is not a consequence is told. A rank without a record was killed or aborted: the
-   launcher knows its exit code.
+2. If the exception looks like the consequence of a lost peer, the rank lingers before it exits. By then the agent has
+   seen the peer, and has ended this rank too.
+3. The launcher reports the first record that is not a consequence. A rank without a record was killed or aborted, and
+   the agent knows its exit code.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from echelon.launch import elastic_agent, forkserver, scratch_dir
-from echelon.launch.loopback import use_loopback
 from echelon.launch.rank_failure import FailureExplanation, RankError, RankFailure, first_failure
 from echelon.launch.serialize import deserialize, serialize
+from echelon.launch.world import use_loopback
 
 T = TypeVar("T")
 
 LINGER_S = 2.0
 """Seconds that a rank with a lost peer waits before it exits; see the note."""
 MAX_OUTPUT_LINES = 20
-"""Lines of output told of a rank that died without an exception."""
+"""Lines of output reported of a rank that died without an exception."""
 FATAL_ERROR_PREFIX = "Fatal Python error"
-"""Where the interpreter of an aborted rank begins to tell its stack."""
+"""The line before the stack that the interpreter of an aborted rank prints."""
 
 
 ExplainFailure = Callable[[Path, Sequence[RankFailure], int], FailureExplanation | None]
-"""What may be said of failures by who knows what the ranks left in the launcher's folder; the last is their number."""
+"""(scratch directory of the attempt, failures, number of ranks) -> the diagnosis"""
 OnRestart = Callable[[RankError, int], None]
-"""Is told why ranks are restarted, and for which time."""
+"""called before a restart with its cause and its number"""
 
 
 def launch_ranks(
@@ -65,17 +65,17 @@ def launch_ranks(
     run_id: str = "",
     devices: Sequence[int] = (),
 ) -> T:
-    """Call `function(*args)` on `procs` new ranks of this machine and return what rank 0 returns.
+    """Call `function(*args)` on `num_ranks` new ranks of this node and return what rank 0 returns.
 
-    The ranks find torchrun's environment variables, so `world.join()` makes them a group. Rank 0 writes to the
-    console; the others write to `logs/rank1.log` and so on (default: a folder that is removed at the end). The
+    The ranks have torchrun's environment variables, so `join_process_group()` forms their group. Rank 0 writes to the
+    console, the others to `log_dir/rank1.log` and so on (default: a directory that is removed at the end). The
     function must be importable by name. Raises `RankError` with the first failure; Ctrl-C ends all ranks.
 
-    Up to `restarts` times all ranks are started anew where one failed. A `stoppable` function looks for the word that
-    place.py has of SIGTERM. `devices` are the numbers of the GPUs that ranks may use; none: all of them.
+    After a failure all ranks are restarted, up to `max_restarts` times. A stoppable function stops gracefully on the
+    request that scratch_dir.py describes. `devices` are the GPUs that ranks may use, by default all of them.
     """
     if num_ranks < 1:
-        raise ValueError(f"one rank or more is needed (procs={num_ranks})")
+        raise ValueError(f"at least one rank is required (procs={num_ranks})")
     forkserver.await_imports()
     with tempfile.TemporaryDirectory(prefix="echelon-ranks-") as scratch:
         folder = Path(scratch)
@@ -102,7 +102,7 @@ def launch_ranks(
         except ChildFailedError as error:
             raise error_of(error.failures, told.attempt) from None
         except SignalException as error:
-            # The launcher turns signals into this exception, and has ended the ranks.
+            # The agent raises this on a signal, after it has ended the ranks.
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
             raise SystemExit(128 + (signal.SIGTERM if told.stopping else error.sigval)) from None
@@ -111,8 +111,8 @@ def launch_ranks(
 
 
 def _run_rank(call: bytes, root: str, logs: str, visible: str) -> bytes:
-    """What each rank runs."""
-    # The launcher ends ranks by these signals. The default action is at once and without a traceback.
+    """The entry point of each rank."""
+    # The agent ends ranks by these signals. The default action exits at once and without a traceback.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, forkserver.MASKED_SIGNALS)
@@ -134,7 +134,7 @@ def _run_rank(call: bytes, root: str, logs: str, visible: str) -> bytes:
     except BaseException as error:
         failure = RankFailure.from_exception(error, rank)
         record = folder / f"failure{rank}.json"
-        # Renamed when complete: the launcher may end this rank at any moment.
+        # Renamed when complete, because the agent may end this rank at any moment.
         draft = record.with_suffix(".draft")
         draft.write_text(json.dumps(asdict(failure)))
         draft.rename(record)
@@ -144,7 +144,7 @@ def _run_rank(call: bytes, root: str, logs: str, visible: str) -> bytes:
 
 
 def _visible_devices(devices: Sequence[int]) -> str:
-    """The variable that says which GPUs there are, with these of them."""
+    """CUDA_VISIBLE_DEVICES restricted to these of the visible devices."""
     shown = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return ",".join(shown[number] if number < len(shown) else str(number) for number in devices)
 
@@ -169,7 +169,7 @@ def _make_error(
 def _redirect_output(path: Path) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    # File descriptors, not sys.stdout: what C++ prints when it aborts must arrive too.
+    # Redirect the file descriptors, not sys.stdout, so that C++ output of an abort arrives too.
     with open(path, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -187,14 +187,14 @@ def _collect_failures(seen: Mapping[int, Any], folder: Path, logs: Path) -> list
 def _last_lines(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     fatal = max((number for number, line in enumerate(lines) if line.startswith(FATAL_ERROR_PREFIX)), default=None)
-    # Below it come all the rank's calls and modules: what was printed just before, and the innermost calls, are it.
+    # All of the rank's calls and modules follow: keep the lines just before it, and the innermost calls.
     lines = lines[-MAX_OUTPUT_LINES:] if fatal is None else lines[max(fatal - 3, 0) :][:MAX_OUTPUT_LINES]
     return "\n".join(["its last output:", *lines]) if lines else ""
 
 
 @contextmanager
 def _quiet_elastic_logs() -> Iterator[None]:
-    """The launcher logs a page about a failure that we tell in a few lines."""
+    """Silence the agent's log of a failure, which the launcher reports itself."""
     loggers = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict)]
     loggers = [
         logger for logger in loggers if logger.name.startswith(("torch.distributed.elastic", "torch.multiprocessing"))
@@ -211,7 +211,7 @@ def _quiet_elastic_logs() -> Iterator[None]:
 
 @contextmanager
 def _restored_signal_handlers() -> Iterator[None]:
-    """The launcher takes over these signals and does not give them back."""
+    """Restore the signal handlers that the agent replaces."""
     names = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     before = {name: signal.getsignal(name) for name in names}
     try:

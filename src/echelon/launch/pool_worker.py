@@ -1,19 +1,19 @@
-"""A rank process of the pool: it waits for a case, runs it in a process group of its own, and waits for the next.
+"""A rank process of the pool: it runs one task after another, each in a new process group.
 
-[Note: the talk between pool and rank]
+[Note: the protocol of pool and rank]
 
       pool                                    rank
        | <------------- READY ------------------|   once, after start
-       |--------------- Case ------------------>|
+       |------------- PoolTask ---------------->|
        |                                        |   joins the group, calls the function
-       | <------------ Outcome -----------------|
-       |--------------- LEAVE ----------------->|   only after every rank's outcome was good
+       | <---------- TaskOutcome ---------------|
+       |--------------- LEAVE ----------------->|   only after every rank has succeeded
        |                                        |   destroys the group
        | <------------- READY ------------------|
 
-No rank leaves the group while another still runs, so a case that is good on one rank never breaks the connections of
-its peers. A rank that failed keeps its group and its connections too: its peers stay where they are instead of
-failing in its wake, and the pool ends them all.
+No rank leaves the group while another still runs, so a rank that has finished never breaks the connections of its
+peers. A rank that failed keeps its group and its connections too: its peers do not fail in consequence, and the pool
+ends them all.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from echelon.compat import clear_sharding_cache
 from echelon.launch.forkserver import MASKED_SIGNALS, end_with_parent
-from echelon.launch.loopback import ADDRESS, use_loopback
 from echelon.launch.rank_failure import RankFailure
 from echelon.launch.serialize import deserialize, serialize
+from echelon.launch.world import LOOPBACK, use_loopback
 
 READY = b"ready"
 LEAVE = b"leave"
@@ -44,87 +44,87 @@ LEAVE = b"leave"
 
 @dataclass(frozen=True, kw_only=True)
 class PoolTask:
-    """What one rank is to do."""
+    """A task of one rank."""
 
     name: str
-    """Unique in the pool; the prefix of the case's keys in the store."""
+    """Unique in the pool; the prefix of the task's keys in the store."""
     rank: int
     world: int
     timeout: float
-    """Seconds that a collective may take."""
+    """Seconds, for each collective."""
     sys_path: list[str]
-    """The parent's `sys.path`: what it can import, the rank can import."""
+    """The `sys.path` of the pool's process."""
     call: bytes
-    """A parcel of (function, args, kwargs); opened after `path` is set."""
+    """(function, args, kwargs), serialized; deserialized after `sys_path` is set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOutcome:
-    """What came of it. Exactly one of the two is set."""
+    """The outcome of a task. Exactly one of the two fields is set."""
 
     value: bytes | None = None
-    """A parcel of the function's return value."""
+    """The function's return value, serialized."""
     failure: RankFailure | None = None
 
 
 def serve_tasks(pool: Connection, port: int, stack_file: str) -> None:
-    """Run cases until the pool hangs up. The file `stacks` gets this rank's stack, on SIGUSR1 or when it crashes."""
-    # Ctrl-C reaches every process of the terminal; the pool is the one that answers it.
+    """Run tasks until the pool closes the connection. On SIGUSR1 or a crash, `stack_file` gets this rank's stack."""
+    # Ctrl-C reaches every process of the terminal; the pool handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, MASKED_SIGNALS)
     end_with_parent()
     torch.set_num_threads(1)
     use_loopback()
-    store = TCPStore(ADDRESS, port, is_master=False)
-    # What came with the fork server is never garbage; without this every collection walks all of torch.
+    store = TCPStore(LOOPBACK, port, is_master=False)
+    # Objects of the fork server are never garbage; without this every collection walks all of torch.
     gc.freeze()
     with open(stack_file, "w") as file:
-        # Handlers in C: they answer from inside a blocked collective and from a loop that never lets go. An abort in
-        # one of gloo's threads has no Python stack, so there all threads are written.
+        # Handlers in C run inside a blocked collective and in a loop that holds the GIL. An abort in one of gloo's
+        # threads has no Python stack, so it writes the stacks of all threads.
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
         faulthandler.enable(file=file, all_threads=True)
         try:
             pool.send_bytes(READY)
             while True:
-                case: PoolTask = deserialize(pool.recv_bytes())
-                outcome = _run_task(case, store)
+                task: PoolTask = deserialize(pool.recv_bytes())
+                outcome = _run_task(task, store)
                 pool.send_bytes(serialize(outcome))
                 if pool.recv_bytes() != LEAVE:
-                    raise AssertionError("the pool sent a case to a rank that had not left the last one")
+                    raise AssertionError("the pool sent a task to a rank that had not left the group of the last one")
                 _leave_group()
                 pool.send_bytes(READY)
         except (EOFError, ConnectionError):
             return
 
 
-def _run_task(case: PoolTask, store: Store) -> TaskOutcome:
+def _run_task(task: PoolTask, store: Store) -> TaskOutcome:
     try:
-        sys.path[:] = case.sys_path
-        function, args, kwargs = _deserialize_call(case.call)
-        # A case must not depend on the one before it.
+        sys.path[:] = task.sys_path
+        function, args, kwargs = _deserialize_call(task.call)
+        # A task must not depend on the previous one.
         torch.manual_seed(0)
         torch.set_default_dtype(torch.float32)
         dist.init_process_group(
             backend="gloo",
-            store=PrefixStore(case.name, store),
-            rank=case.rank,
-            world_size=case.world,
-            timeout=timedelta(seconds=case.timeout),
+            store=PrefixStore(task.name, store),
+            rank=task.rank,
+            world_size=task.world,
+            timeout=timedelta(seconds=task.timeout),
         )
         return TaskOutcome(value=serialize(function(*args, **kwargs)))
     except BaseException as error:
-        return TaskOutcome(failure=RankFailure.from_exception(error, case.rank))
+        return TaskOutcome(failure=RankFailure.from_exception(error, task.rank))
 
 
 def _deserialize_call(call: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    opened: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] = deserialize(call)
-    return opened
+    function_and_args: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] = deserialize(call)
+    return function_and_args
 
 
 def _leave_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-    # Models and meshes form cycles that hold groups, and with them sockets and threads.
+    # Models and meshes form reference cycles that hold process groups, and with them sockets and threads.
     gc.collect()
     if "torch.distributed.tensor" in sys.modules:
         clear_sharding_cache()

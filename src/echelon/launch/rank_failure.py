@@ -1,7 +1,7 @@
-"""What went wrong in a rank, and which of several failures was the first.
+"""Failures of ranks, and which of several caused the others.
 
-One fault makes many: when a rank dies, its peers fail a moment later because their connections break. The user needs
-the first failure, with its own traceback, once.
+When a rank dies, its peers fail a moment later because their connections break. The user needs the first failure, with
+its traceback, once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from echelon.layout.validation_error import ValidationError
 
-# What gloo, NCCL and the store say when the other side went away or did not answer.
+# Messages of gloo, NCCL and the store about a peer that is gone or did not answer.
 _LOST_PEER = (
     "connection closed by peer",
     "connection reset by peer",
@@ -31,27 +31,27 @@ _LOST_PEER = (
 
 @dataclass(frozen=True, kw_only=True)
 class RankFailure:
-    """One rank's failure."""
+    """The failure of one rank."""
 
     rank: int
     time_ns: int
-    """`time.monotonic_ns()`; one clock for all processes of a machine."""
+    """`time.monotonic_ns()`, one clock for all processes of a node."""
     reason: str
     """One line: `ValueError: message`, or how the process ended."""
     traceback: str = ""
-    """The rank's own traceback; empty if the process ended without an exception."""
+    """The rank's traceback; empty if the process ended without an exception."""
     lost_peer: bool = False
-    """Whether it reads like the consequence of another rank's failure."""
+    """Whether the error looks like the consequence of another rank's failure."""
     user_errors: tuple[str, ...] = ()
-    """What a ValueError says: every fault, or its one message. Empty for other errors."""
+    """The messages of a ValueError, or of each issue of a ValidationError. Empty for other errors."""
     died: bool = False
     """The process ended without an exception."""
     modules: tuple[str, ...] = ()
-    """Names of the modules whose code the error came through, the one that raised it last."""
+    """The modules of the traceback, the one that raised last."""
 
     @classmethod
     def from_exception(cls, error: BaseException, rank: int) -> RankFailure:
-        """The failure of the rank that caught `error`, now. The frame of whoever caught it is left out."""
+        """The failure of the rank that has just caught `error`, without the frame that caught it."""
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
             error = error.with_traceback(error.__traceback__.tb_next)
         text = "".join(traceback.format_exception(error))
@@ -68,7 +68,7 @@ class RankFailure:
 
     @classmethod
     def from_exit_code(cls, exitcode: int | None, rank: int, output: str = "") -> RankFailure:
-        """The failure of a rank whose process is gone. `output` is what it printed last."""
+        """The failure of a rank whose process ended. `output` is its last output."""
         return cls(
             rank=rank,
             time_ns=time.monotonic_ns(),
@@ -80,16 +80,16 @@ class RankFailure:
 
 @dataclass(frozen=True)
 class FailureExplanation:
-    """What is known of a failed run."""
+    """The diagnosis of a failed run."""
 
     text: str
     """one paragraph"""
     rank: int | None
-    """the rank to blame, if one is"""
+    """the culprit, if there is one"""
 
 
 class RankError(RuntimeError):
-    """A rank failed, died or did not finish. The message ends with that rank's traceback."""
+    """A rank failed, died or timed out. The message ends with that rank's traceback."""
 
     def __init__(self, message: str, *, rank: int, reason: str, failure: RankFailure | None = None) -> None:
         super().__init__(message)
@@ -99,14 +99,14 @@ class RankError(RuntimeError):
 
     @classmethod
     def from_failure(cls, failure: RankFailure, *, world_size: int, function: str, remark: str = "") -> RankError:
-        """The error for one failure of `what`, a function's name, on `world` ranks."""
+        """The error for a failure of `function`, by name, on `world_size` ranks."""
         head = f"rank {failure.rank} of {world_size} failed in {function} ({failure.reason.splitlines()[0]})"
         parts = [head, *filter(None, [remark, failure.traceback])]
         return cls("\n\n".join(parts), rank=failure.rank, reason=failure.reason, failure=failure)
 
     @classmethod
     def from_explanation(cls, explanation: FailureExplanation, failures: Sequence[RankFailure]) -> RankError:
-        """The paragraph, and the culprit's own traceback. Those of ranks that lost a peer say nothing new."""
+        """The error with a diagnosis and the culprit's traceback, without those of ranks that lost a peer."""
         cause = first_failure(failures)
         shown = cause.traceback if explanation.rank == cause.rank and not cause.lost_peer else ""
         text = "\n\n".join(filter(None, [explanation.text, shown]))
@@ -119,13 +119,13 @@ class RankError(RuntimeError):
 
 
 def first_failure(failures: Iterable[RankFailure]) -> RankFailure:
-    """The failure that caused the others: the earliest one that does not read like a consequence, else the earliest."""
+    """The failure that caused the others: the earliest that is not a lost peer, else the earliest."""
     return min(failures, key=lambda failure: (failure.lost_peer, failure.time_ns))
 
 
 def is_lost_peer(error: BaseException | None) -> bool:
-    """Whether an error reads like the consequence of another rank's failure."""
-    # An error raised while another one was handled is a consequence of it.
+    """Whether an error looks like the consequence of another rank's failure."""
+    # An error that was raised while handling another one is a consequence of it.
     while error is not None:
         message = str(error).lower()
         if any(words in message for words in _LOST_PEER):
@@ -135,7 +135,7 @@ def is_lost_peer(error: BaseException | None) -> bool:
 
 
 def user_error_messages(error: BaseException) -> tuple[str, ...]:
-    """What an error says that a user may have caused; nothing for any other."""
+    """The messages of an error that the user's input may have caused; empty for any other."""
     if isinstance(error, ValidationError):
         return tuple(str(fault) for fault in error.issues)
     return (str(error),) if isinstance(error, ValueError) else ()
@@ -152,7 +152,7 @@ def _rebuild_error(message: str, rank: int, reason: str, failure: RankFailure | 
 
 def _describe_exit(exitcode: int | None) -> str:
     if exitcode is None:
-        return "the process ended, nobody knows how"
+        return "the process ended with an unknown exit code"
     if exitcode >= 0:
         return f"the process ended with exit code {exitcode} and without an exception"
     try:

@@ -1,7 +1,7 @@
 """A pool of warm rank processes: start once, run many small distributed programs.
 
-Starting ranks costs seconds, a process group on running ranks costs milliseconds. Tests and `verify` run hundreds of
-programs on up to eight ranks; each gets a fresh process group on ranks that are already there.
+Starting ranks takes seconds, a process group on running ranks takes milliseconds. Tests and `verify` run hundreds of
+programs on up to eight ranks; each gets a new process group on running ranks.
 """
 
 from __future__ import annotations
@@ -24,61 +24,62 @@ from typing import Any, TypeVar
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from echelon.launch import forkserver
-from echelon.launch.loopback import ADDRESS
 from echelon.launch.pool_worker import LEAVE, READY, PoolTask, TaskOutcome, serve_tasks
 from echelon.launch.rank_failure import RankError, RankFailure, first_failure
 from echelon.launch.serialize import deserialize, serialize
+from echelon.launch.world import LOOPBACK
 
 T = TypeVar("T")
 
 START_TIMEOUT_S = 120.0
-"""Seconds for ranks to start, imports included."""
+"""Seconds for ranks to start, including imports."""
 LEAVE_TIMEOUT_S = 10.0
-"""Seconds for ranks to destroy their group after a good case."""
+"""Seconds for ranks to destroy their process group after a successful task."""
 GRACE_S = 0.25
 """Seconds that the other ranks get to report after the first failure."""
 GRACE_FOR_CAUSE_S = 2.0
-"""The same where the failure reads like a consequence: the rank that caused it has not been heard of yet."""
+"""The same after a lost peer, because the rank that caused the failure has not reported yet."""
 MAX_FRAMES = 6
-"""Innermost stack lines shown of a rank that did not finish."""
+"""Innermost stack lines reported of a rank that timed out."""
 
 
 class RankPool:
     """Warm rank processes on this machine, one thread each, for programs of any world size.
 
-    Ranks start when a program first needs them. A program that fails costs its ranks: they are ended, because nobody
-    knows what it left behind, and forked anew for the next program. Not for use by several threads at once.
+    Ranks start when a program first needs them. After a failure the ranks of the program are ended, because their state
+    is unknown, and new ones are forked for the next program. Not thread-safe.
     """
 
     def __init__(self, *, preload: Iterable[str] = ()) -> None:
-        """`preload`: modules that every rank will need, imported once before the first rank starts."""
+        """`preload`: modules that every rank needs, imported once before the first rank starts."""
         self._context = forkserver.forkserver_context(preload)
         self._ranks: list[_PoolRank] = []
-        self._cases = 0
+        self._num_tasks = 0
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._store: TCPStore | None = None
 
     def run(
         self, function: Callable[..., T], world: int, /, *args: Any, timeout: float = 60.0, **kwargs: Any
     ) -> list[T]:
-        """Call `function(*args, **kwargs)` on ranks 0 to world - 1 of a gloo process group; the results by rank.
+        """Call `function(*args, **kwargs)` on ranks 0 to world - 1 of a gloo group; returns the results by rank.
 
-        The function must be importable by name: defined at the top level of a module. `timeout` is in seconds, for
-        the whole call and for each collective in it; starting ranks is not counted. Raises `RankError` with the first
-        failure.
+        The function must be importable by name. `timeout` is in seconds, for the call and for each collective in it,
+        without the start of ranks. Raises `RankError` with the first failure.
         """
         if world < 1:
-            raise ValueError(f"a program needs one rank or more (world={world})")
-        self._cases += 1
+            raise ValueError(f"at least one rank is required (world={world})")
+        self._num_tasks += 1
         name = f"{function.__module__}.{function.__qualname__}"
         call = serialize((function, args, kwargs))
         path = [entry or os.getcwd() for entry in sys.path]
         ranks = self._warm_ranks(world)
         try:
             deadline = time.monotonic() + timeout
-            case = PoolTask(name=f"case{self._cases}", rank=0, world=world, timeout=timeout, sys_path=path, call=call)
+            task = PoolTask(
+                name=f"task{self._num_tasks}", rank=0, world=world, timeout=timeout, sys_path=path, call=call
+            )
             for number, rank in enumerate(ranks):
-                rank.send(serialize(replace(case, rank=number)))
+                rank.send(serialize(replace(task, rank=number)))
             values, failures = _collect(ranks, deadline)
             if failures or len(values) < world:
                 raise _make_error(ranks, values, failures, name=name, timeout=timeout)
@@ -86,14 +87,14 @@ class RankPool:
                 rank.send(LEAVE)
             _await_ready(ranks, LEAVE_TIMEOUT_S)
         except BaseException:
-            # Also on Ctrl-C. What the ranks are in the middle of is unknown.
+            # Also on Ctrl-C: the state of the ranks is unknown.
             for rank in ranks:
                 rank.end()
             raise
         return [deserialize(values[number]) for number in range(world)]
 
     def close(self) -> None:
-        """End all ranks. A closed pool starts new ones if it is used again."""
+        """End all ranks; the pool starts new ones if it is used again."""
         for rank in self._ranks:
             rank.end()
         self._ranks = []
@@ -112,7 +113,7 @@ class RankPool:
 
     def _warm_ranks(self, world: int) -> list[_PoolRank]:
         if self._store is None:
-            self._store = TCPStore(ADDRESS, 0, is_master=True, wait_for_workers=False)
+            self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="echelon-pool-")
         for rank in [rank for rank in self._ranks if not rank.alive]:
@@ -128,7 +129,7 @@ class RankPool:
 
 
 class _PoolRank:
-    """The parent's side of one rank process."""
+    """The pool's handle of one rank process."""
 
     def __init__(self, context: ForkServerContext, port: int, folder: Path) -> None:
         handle, path = tempfile.mkstemp(prefix="stack-", dir=folder)
@@ -136,7 +137,7 @@ class _PoolRank:
         self._stack = Path(path)
         self.connection: Connection
         self.connection, theirs = context.Pipe()
-        # A daemon: if nobody closes the pool, the end of this process does.
+        # A daemon ends with this process, even if the pool is not closed.
         self.process: BaseProcess = context.Process(target=serve_tasks, args=(theirs, port, path), daemon=True)
         self.process.start()
         theirs.close()
@@ -146,7 +147,7 @@ class _PoolRank:
         return not self.connection.closed and self.process.is_alive()
 
     def send(self, message: bytes) -> None:
-        # If it died, whoever waits for its answer finds out, with the exit code.
+        # If the rank died, reading its answer fails and reports the exit code.
         with suppress(ConnectionError):
             self.connection.send_bytes(message)
 
@@ -159,7 +160,7 @@ class _PoolRank:
             self._stack.unlink(missing_ok=True)
 
     def exitcode(self) -> int | None:
-        """How the process ended; it has hung up already."""
+        """The exit code of a process that has closed its connection."""
         self.process.join(timeout=2.0)
         return self.process.exitcode
 
@@ -168,7 +169,7 @@ class _PoolRank:
             os.kill(self.process.pid, signal.SIGUSR1)
 
     def stack(self) -> str:
-        """What its fault handler wrote."""
+        """The stack that the rank's fault handler wrote."""
         return self._stack.read_text().rstrip()
 
 
@@ -182,17 +183,17 @@ def _await_ready(ranks: Sequence[_PoolRank], limit: float) -> None:
         except (EOFError, ConnectionError):
             reason = RankFailure.from_exit_code(rank.exitcode(), number).reason
             raise RankError(
-                f"a rank died between two programs ({reason}); a script that starts ranks must do so under "
+                f"a rank died between two tasks ({reason}); a script that starts ranks must do so under "
                 'if __name__ == "__main__":',
                 rank=number,
                 reason=reason,
             ) from None
         if message != READY:
-            raise AssertionError(f"a rank said {message[:20]!r} instead of that it is ready")
+            raise AssertionError(f"expected {READY!r} from a rank, got {message[:20]!r}")
 
 
 def _collect(ranks: Sequence[_PoolRank], deadline: float) -> tuple[dict[int, bytes], list[RankFailure]]:
-    """Wait for every rank's outcome, until the deadline or until grace after a failure is over."""
+    """Wait for every rank's outcome, until the deadline or until the grace period after a failure ends."""
     values: dict[int, bytes] = {}
     failures: list[RankFailure] = []
     pending = {rank.connection: number for number, rank in enumerate(ranks)}
@@ -227,7 +228,7 @@ def _make_error(
     cause = first_failure(failures) if failures else None
     if cause is not None and not (cause.lost_peer and unfinished):
         return RankError.from_failure(cause, world_size=world, function=name)
-    # Nobody failed of its own accord: some rank did not come.
+    # Every failure is a lost peer or a timeout: some rank hangs.
     numbers = ", ".join(map(str, unfinished))
     where = _read_stacks([(number, ranks[number]) for number in unfinished])
     if cause is not None:
@@ -239,7 +240,7 @@ def _make_error(
 
 
 def _read_stacks(ranks: list[tuple[int, _PoolRank]]) -> str:
-    """Where each of the ranks is now, innermost call first."""
+    """The current stack of each rank, innermost call first."""
     for _, rank in ranks:
         rank.request_stack()
     deadline = time.monotonic() + 0.5

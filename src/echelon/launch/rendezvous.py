@@ -1,18 +1,18 @@
-"""Ranks of one attempt meet before they form a group, and the first one tells what they are up to.
+"""Rendezvous of the ranks of one attempt, before they form a process group: rank 0 publishes a decision to all.
 
-[Note: a store that remembers]
+[Note: stale keys in the store]
 
-Under torch's elastic agent the store outlives the ranks: what those of an earlier attempt left is still there, and the
-agents of several machines count restarts each for itself. So nothing that was left may be taken for an answer:
+Under torch's elastic agent the store outlives the ranks. Keys of an earlier attempt are still there, and the agents of
+several nodes count restarts independently. So no rank may mistake a stale key for an answer:
 
-      first rank                                           another rank
-       |                                                     | sets  join/RANK = a name that nobody had before
+      rank 0                                               another rank
+       |                                                     | sets  join/RANK = a new unique name
        | reads join/RANK of every rank, old or new           |
-       | sets  told/NAME = what it has to tell  -----------> | waits for told/ its own NAME
+       | sets  decision/NAME = the decision  --------------> | waits for decision/ its own NAME
        | waits until ok/TOKEN counts every rank  <---------- | adds one to ok/TOKEN
 
-The first rank answers whoever is written down, again and again, until as many have understood as there are. What they
-are told has a token that is new; all that follows goes by keys that begin with it.
+Rank 0 answers every name that it finds, until all ranks have confirmed. The decision contains a new token, and all
+later keys of the attempt start with it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from echelon.launch.serialize import deserialize, serialize
 T = TypeVar("T")
 
 AGENT_VARIABLE = "TORCHELASTIC_RUN_ID"
-"""the variable that torch's elastic agent sets"""
+"""an environment variable that torch's elastic agent sets"""
 IDLE_TIMEOUT = timedelta(days=365)
-"""a rank that idles does so until the others are through"""
+"""an idle rank waits until the others have finished"""
 POLL_S = 0.02
 END_KEY = "over"
 
@@ -40,18 +40,18 @@ END_KEY = "over"
 @dataclass(frozen=True)
 class Rendezvous(Generic[T]):
     store: Any
-    """of this attempt alone"""
+    """of this attempt only"""
     rank: int
     decision: T
-    """what the first rank decided"""
+    """what rank 0 decided"""
 
     def announce_end(self) -> None:
-        """The first rank says so; who idles may go."""
+        """Release the idle ranks, on rank 0."""
         if self.rank == 0:
             self.store.set(END_KEY, "")
 
     def idle_until_end(self) -> None:
-        """Until the others are through. A machine whose ranks have all gone would leave the run."""
+        """Wait until the others have finished, because a node whose ranks have all exited leaves the run."""
         self.store.wait([END_KEY], IDLE_TIMEOUT)
 
 
@@ -61,7 +61,7 @@ def under_agent() -> bool:
 
 
 def join_rendezvous(decide: Callable[[], T], *, timeout: float) -> Rendezvous[T]:
-    """All ranks that the agent started call this; `decide` is called on the first."""
+    """Join the rendezvous, on all ranks that the agent started; rank 0 calls `decide`."""
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -74,32 +74,32 @@ def join_rendezvous(decide: Callable[[], T], *, timeout: float) -> Rendezvous[T]
         multi_tenant=not by_agent,
         wait_for_workers=False,
     )
-    token, told = _publish_decision(store, size, decide, timeout) if rank == 0 else _receive_decision(store, rank)
-    return Rendezvous(PrefixStore(token, store), rank, told)
+    token, decision = _publish_decision(store, size, decide, timeout) if rank == 0 else _receive_decision(store, rank)
+    return Rendezvous(PrefixStore(token, store), rank, decision)
 
 
 def _publish_decision(store: Any, size: int, decide: Callable[[], T], timeout: float) -> tuple[str, T]:
-    token, told = uuid.uuid4().hex, decide()
-    parcel, answered = serialize((token, told)), set()
+    token, decision = uuid.uuid4().hex, decide()
+    data, answered = serialize((token, decision)), set()
     deadline = time.monotonic() + timeout
     while store.add(f"ok/{token}", 0) < size - 1:
         for other in range(1, size):
             name = store.get(f"join/{other}").decode() if store.check([f"join/{other}"]) else ""
             if name and name not in answered:
                 answered.add(name)
-                store.set(f"told/{name}", parcel)
+                store.set(f"decision/{name}", data)
         if time.monotonic() > deadline:
             missing = size - 1 - store.add(f"ok/{token}", 0)
             raise TimeoutError(
-                f"{missing} of {size} ranks did not come to the start ({timeout:g} s); look at their logs"
+                f"{missing} of {size} ranks did not join the rendezvous ({timeout:g} s); check their logs"
             )
         time.sleep(POLL_S)
-    return token, told
+    return token, decision
 
 
 def _receive_decision(store: Any, rank: int) -> tuple[str, Any]:
     name = uuid.uuid4().hex
     store.set(f"join/{rank}", name)
-    token, told = deserialize(store.get(f"told/{name}"))  # waits for it
+    token, decision = deserialize(store.get(f"decision/{name}"))  # waits for it
     store.add(f"ok/{token}", 1)
-    return str(token), told
+    return str(token), decision

@@ -1,19 +1,19 @@
-"""Where the launcher of this machine keeps what its ranks leave behind: it reads that when they are gone."""
+"""The local launcher's scratch directory, where ranks leave files that the launcher reads when they are gone."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 FAULTS_DIR = "faults"
-"""the part of the folder in which ranks say what they do"""
+"""its subdirectory for the state store of faults/"""
 STOP_KEY = "stop wanted"
-"""the name of the word that ranks shall save and stop: in a file of that part, or in the process group's store"""
+"""the key of a request to stop, in the state store"""
 
 _scratch_dir: Path | None = None
 
 
 def scratch_dir() -> Path | None:
-    """In a rank that `local.start` started: the launcher's folder. None in any other process."""
+    """The launcher's scratch directory, in a rank that `launch_ranks` started; None in any other process."""
     return _scratch_dir
 
 
@@ -23,11 +23,11 @@ def set_scratch_dir(path: Path) -> None:
 
 
 def attempt_dir(root: Path, attempt: int) -> Path:
-    """What ranks of one attempt leave is kept apart: those of the next one start from nothing."""
+    """The directory of one attempt; the next attempt starts with an empty one."""
     return root / f"attempt{attempt}"
 
 
 def request_stop(folder: Path) -> None:
-    """As faults/state_store.py writes words into files."""
+    """Request a graceful stop, in the format of faults/state_store.py."""
     (folder / FAULTS_DIR).mkdir(parents=True, exist_ok=True)
     (folder / FAULTS_DIR / f"{STOP_KEY}.txt").write_text("SIGTERM", encoding="utf-8")

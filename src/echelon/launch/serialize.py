@@ -1,8 +1,7 @@
-"""Values that travel between processes: pickled, with every tensor by value.
+"""Serialization of values between processes: pickle, with every tensor by value.
 
-torch's own pickling of a tensor carries its whole storage, also where the tensor is a small view of it, and
-multiprocessing's carries a file descriptor that lives as long as the sender. A parcel carries the elements and
-nothing else.
+torch pickles the full storage of a tensor, even for a small view of it, and multiprocessing passes a file descriptor
+that lives as long as the sender. Here only the elements are serialized.
 """
 
 from __future__ import annotations
@@ -16,27 +15,27 @@ import torch
 
 
 def serialize(value: Any) -> bytes:
-    """The bytes of a value. Tensors are taken to the CPU; those computed by autograd lose their history."""
+    """Serialize a value. Tensors are copied to the CPU and lose their autograd history."""
     stream = io.BytesIO()
     _Pickler(stream, protocol=5).dump(value)
     return stream.getvalue()
 
 
 def deserialize(data: bytes) -> Any:
-    """The value again. Only for parcels of this program's own processes: unpickling can run code."""
+    """Deserialize a value. Only for data of this program's own processes: unpickling can run code."""
     return pickle.loads(data)
 
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        # Importing DTensor costs a second; where it is not imported, nothing is one.
+        # Importing DTensor costs a second; without the import no value can be one.
         module = sys.modules.get("torch.distributed.tensor")
         if module is not None and isinstance(value, module.DTensor):
             raise TypeError(
                 f"a DTensor cannot leave its ranks (shape {tuple(value.shape)}, placements {value.placements}); "
                 "send value.full_tensor() or value.to_local()"
             )
-        # Other subclasses of Tensor, and layouts without plain elements, keep torch's own pickling.
+        # Other subclasses of Tensor, and layouts without plain elements, use torch's own pickling.
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided or value.is_quantized:
             return NotImplemented
         flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)

@@ -1,17 +1,21 @@
-"""The group of processes that this process belongs to.
+"""The process group that this process belongs to.
 
-torch is imported when a group is joined: `under_launcher` is asked before a configuration is checked, which is quick.
+torch is imported only to join a group: `under_launcher` is called before a configuration is checked, which must be
+quick.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+
+LOOPBACK = "127.0.0.1"
 
 if TYPE_CHECKING:
     import torch
@@ -23,12 +27,12 @@ _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTE
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """What one rank knows of all ranks."""
+    """This rank, the number of ranks, and the rank's device and backend."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    """Its number among the ranks of this machine."""
+    """The rank's number on its node."""
     device: torch.device
     backend: str = ""
     """As torch spells it: `gloo`, or `cpu:gloo,cuda:nccl`. Empty for one process without a process group."""
@@ -37,9 +41,9 @@ class World:
     def local_rank_zero_first(
         self, barrier_context: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> Iterator[None]:
-        """The first rank of each machine runs the block, then the others: what it left on disk is there for them.
+        """Run the block on local rank 0 of each node first, then on the others, which find its files on disk.
 
-        `around` is entered around the barrier.
+        `barrier_context` is entered around the barrier.
         """
         import torch.distributed as dist
 
@@ -53,7 +57,7 @@ class World:
 
 
 def under_launcher() -> bool:
-    """Whether a launcher (torchrun, or `echelon train --procs`) started this process and named its rank."""
+    """Whether a launcher (torchrun, or `echelon train --procs`) started this process and set its rank."""
     return all(name in os.environ for name in _LAUNCHER_VARIABLES)
 
 
@@ -65,12 +69,11 @@ def join_process_group(
     rendezvous: Rendezvous[Any] | None = None,
     world_size: int | None = None,
 ) -> Iterator[World]:
-    """Join the ranks that the launcher started, for the length of a `with` block.
+    """Join the process group of the ranks that the launcher started, for the length of a `with` block.
 
-    Without a launcher this is a world of one, and no process group is made. Inside a process group that exists
-    already, it is that group, which is left as it is. `device` is `auto`, `cpu` or `cuda`; `timeout` is in seconds,
-    for one collective. Ranks that met before form the group by their meeting's store; `ranks` are the first so many
-    that do, where others idle.
+    Without a launcher this is a world of one rank without a process group. An existing process group is used and left
+    unchanged. `device` is `auto`, `cpu` or `cuda`; `timeout` is in seconds per collective. After a rendezvous its store
+    forms the group; `world_size` is the number of ranks that take part where the others idle.
     """
     import torch.distributed as dist
 
@@ -93,12 +96,12 @@ def _new_process_group(
     rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     world_size = ranks or world_size
-    where = _choose_device(device, local_rank=local_rank, local_world_size=local_world_size)
-    # On CUDA too there is a group on the CPU, for checkpoints in the background and for small Python objects.
-    backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
+    torch_device = _choose_device(device, local_rank=local_rank, local_world_size=local_world_size)
+    # On CUDA there is a gloo group too, for background checkpoints and for small Python objects.
+    backend = "cpu:gloo,cuda:nccl" if torch_device.type == "cuda" else "gloo"
     threads = torch.get_num_threads()
-    if where.type == "cuda":
-        torch.cuda.set_device(where)
+    if torch_device.type == "cuda":
+        torch.cuda.set_device(torch_device)
     else:
         torch.set_num_threads(max(1, available_cores() // local_world_size))
     dist.init_process_group(
@@ -107,21 +110,31 @@ def _new_process_group(
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout),
-        device_id=where if where.type == "cuda" else None,
+        device_id=torch_device if torch_device.type == "cuda" else None,
     )
     try:
-        yield World(rank=rank, world_size=world_size, local_rank=local_rank, device=where, backend=backend)
+        yield World(rank=rank, world_size=world_size, local_rank=local_rank, device=torch_device, backend=backend)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        # Models and axes form cycles that hold groups, and a group that lives on has threads. One that wants Python's
-        # lock while the interpreter ends is aborted, and the process with it.
+        # Models and mesh axes form reference cycles that hold process groups. A group that survives has threads, and
+        # one that takes the GIL while the interpreter exits aborts the process.
         gc.collect()
         torch.set_num_threads(threads)
 
 
+def use_loopback() -> None:
+    """Make gloo use the loopback interface in this process, unless the user has named one.
+
+    By default gloo resolves the host name, which fails or takes seconds on a laptop that changes networks.
+    """
+    names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    if names:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
+
+
 def available_cores() -> int:
-    """The cores that this process may use."""
+    """The number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -132,12 +145,12 @@ def _existing_world(device: str) -> World:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     backend = dist.get_backend_config()
-    # A plain gloo group calls itself "cpu:gloo,cuda:gloo", also on a machine without CUDA.
+    # A plain gloo group reports "cpu:gloo,cuda:gloo", also on a node without CUDA.
     on_cuda = "cuda:nccl" in backend
     if device == "cuda" and not on_cuda:
         raise ValueError(f"device=cuda, but the process group is for the CPU (backend={backend}); use device=cpu")
-    where = torch.device("cuda", local_rank) if on_cuda and device != "cpu" else torch.device("cpu")
-    return World(rank=rank, world_size=world_size, local_rank=local_rank, device=where, backend=backend)
+    torch_device = torch.device("cuda", local_rank) if on_cuda and device != "cpu" else torch.device("cpu")
+    return World(rank=rank, world_size=world_size, local_rank=local_rank, device=torch_device, backend=backend)
 
 
 def _choose_device(device: str, *, local_rank: int, local_world_size: int) -> torch.device:
@@ -145,11 +158,11 @@ def _choose_device(device: str, *, local_rank: int, local_world_size: int) -> to
 
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f'unknown device (device="{device}"); use auto, cpu or cuda')
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device == "cuda" and found < local_world_size:
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cuda" and num_devices < local_world_size:
         raise ValueError(
-            f"device=cuda needs one CUDA device per rank of this machine (ranks={local_world_size}, devices={found}); "
-            "use fewer ranks, or device=cpu"
+            f"device=cuda requires one CUDA device per rank of this node (ranks={local_world_size}, "
+            f"devices={num_devices}); use fewer ranks, or device=cpu"
         )
-    use_cuda = device != "cpu" and found >= local_world_size
+    use_cuda = device != "cpu" and num_devices >= local_world_size
     return torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from echelon.config.run_config import Config
-from echelon.faults.event_log import append_event
+from echelon.faults.failure_report import append_event
 from echelon.faults.injection_spec import Injection, injections_of_later_attempt
 from echelon.launch import forkserver
 from echelon.launch.rank_failure import RankError
