@@ -127,7 +127,7 @@ def has_hooks_or_patched_forward(module: torch.nn.Module) -> bool:
 
 
 def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
-    """cuDNN attention: (out, lse [B, H, T]); k and v may have fewer heads than q. Tried on 2.11, declared alike in 2.13.
+    """cuDNN attention: (out, lse [B, H, T]); k and v may have fewer heads than q. Tried on 2.11; same in 2.13.
 
     The public function does not return the log-sum-exp.
     """

@@ -1,15 +1,15 @@
 """Counter-based random numbers: each number is a function of a key and an index, in plain torch operations.
 
 [Note: counters instead of states]
-A generator with a state gives number i after numbers 0 .. i-1: what a rank draws depends on what else it drew. Here
+A stateful generator returns number i after numbers 0 .. i-1: what a rank draws depends on what it drew before. Here
 
     number = mix(index ^ key(seed, name))
 
-and nothing is stored. A rank that holds rows 100 to 199 of a matrix computes those numbers alone, and they are equal to
-the same rows of the whole matrix on one device, bit by bit. Recomputation and resuming draw the same numbers again.
+without any state. A rank that holds rows 100 to 199 of a matrix computes only those numbers, bit-equal to the same rows
+of the full matrix on one device. Recomputation and resuming draw the same numbers again.
 
-    initial weights:  key(seed, parameter name), index = flat index in the whole parameter
-    dropout, draws:   key(seed, call site) -> one key per sample, index = flat index in the whole sample
+    initial weights:  key(seed, parameter name), index = flat index in the full parameter
+    dropout, draws:   key(seed, call site) -> one key per sample, index = flat index in the full sample
 
 The global sample index grows from step to step, so it also stands for the step.
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 CHUNK = 1 << 15
-"""Numbers computed at a time: temporaries of 256 KiB stay inside a CPU's cache."""
+"""Numbers computed at a time: temporaries of 256 KiB fit a CPU's cache."""
 
 CHUNK_CUDA = 1 << 24
 """The same on an accelerator, where a launch costs more than a temporary of 128 MiB."""
@@ -36,10 +36,10 @@ MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 MANTISSA_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
-"""Bits of a uniform number that each dtype holds exactly, so that rounding never gives 1."""
+"""Bits of a uniform number that each dtype represents exactly, so that rounding never gives 1."""
 
 Window = Mapping[int, tuple[int, int]]
-"""The part of a whole tensor that is held here: {dim: (offset, size of the whole dim)}; other dims are whole."""
+"""This rank's slice of a full tensor: {dim: (offset, size of the full dim)}; other dims are not sharded."""
 
 
 def key(seed: int, name: str) -> int:
@@ -82,7 +82,7 @@ def normal(key: int | Tensor, index: Tensor, dtype: torch.dtype = torch.float32)
 
 
 def truncated_normal(key: int | Tensor, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Standard normal numbers on the condition that they are within 2 of 0, by the inverse of the distribution.
+    """Standard normal numbers truncated to [-2, 2], by the inverse of the distribution.
 
     Computed in fp64 and rounded to fp32, as `normal` is.
     """
@@ -104,7 +104,7 @@ def keep_mask(key: int | Tensor, index: Tensor, p: float) -> Tensor:
 
 
 def _shift(x: Tensor, count: int) -> Tensor:
-    """Logical shift to the right; torch's own keeps the sign."""
+    """Logical right shift; torch's own is arithmetic."""
     return (x >> count) & ((1 << (64 - count)) - 1)
 
 
@@ -121,7 +121,7 @@ def _map_chunks(draw: Callable[[Tensor], Tensor], key: int | Tensor, index: Tens
     rows = key.reshape(-1, 1) if isinstance(key, Tensor) else None
     shape = index.shape if rows is None else (len(rows), *index.shape)
     size = (1 if rows is None else len(rows), columns.shape[1])
-    # A compiler fuses the whole chain, so there are no temporaries to bound.
+    # A compiler fuses all operations, so there are no temporaries to bound.
     if size[0] * size[1] <= _chunk_size(index.device) or torch.compiler.is_compiling():
         return draw(columns ^ (key if rows is None else rows)).to(dtype).view(shape)
     out = torch.empty(size, dtype=dtype, device=index.device)
@@ -141,43 +141,43 @@ def _chunk_size(device: torch.device) -> int:
 def logical_index(
     sizes: Sequence[int], window: Window, first: int, last: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Flat indices, inside the whole tensor, of elements first .. last - 1 of the part held here (local `sizes`).
+    """Flat indices in the full tensor of elements first .. last - 1 of this rank's slice (local `sizes`).
 
-    Where the part is padded beyond the end of the whole, the padding's indices mean nothing.
+    The indices of padding beyond the end of the full tensor are meaningless.
     """
     local = torch.arange(first, last, device=device)
-    # Dims outside the innermost one that is cut are taken apart; what lies inside it is contiguous.
-    cut = max([0, *(dim for dim, (_, whole) in window.items() if whole != sizes[dim])])
+    # Only the dims up to the innermost sharded one need index arithmetic; the rest is contiguous.
+    cut = max([0, *(dim for dim, (_, full_size) in window.items() if full_size != sizes[dim])])
     inner = math.prod(sizes[cut + 1 :])
     if cut == 0:
         return local + (window[0][0] * inner if 0 in window else 0)
     index, rest, stride = local % inner, local // inner, inner
     for dim in range(cut, -1, -1):
-        offset, whole = window.get(dim, (0, sizes[dim]))
+        offset, full_size = window.get(dim, (0, sizes[dim]))
         index += (rest % sizes[dim] + offset) * stride
         rest //= sizes[dim]
-        stride *= whole
+        stride *= full_size
     return index
 
 
 PartialDims = dict[int, tuple[int | Tensor, int]]
-"""Like a window, or with the index of each element of a dim in the whole dim, where they are not neighbours"""
+"""Like a window, or with the index of each element in the full dim, where they are not contiguous"""
 
 
 def partial_index(sizes: Sequence[int], parts: PartialDims, device: torch.device | str = "cpu") -> Tensor:
-    """Flat indices, inside the whole tensor, of all elements of the part held here (local `sizes`)."""
+    """Flat indices in the full tensor of all elements of this rank's part (local `sizes`)."""
     index, stride = torch.zeros((), dtype=torch.int64, device=device), 1
     for dim in range(len(sizes) - 1, -1, -1):
-        where, whole = parts.get(dim, (0, sizes[dim]))
-        places = where.to(device) if isinstance(where, Tensor) else where + torch.arange(sizes[dim], device=device)
-        index = (places * stride).view(-1, *[1] * index.dim()) + index
-        stride *= whole
+        where, full_size = parts.get(dim, (0, sizes[dim]))
+        indices = where.to(device) if isinstance(where, Tensor) else where + torch.arange(sizes[dim], device=device)
+        index = (indices * stride).view(-1, *[1] * index.dim()) + index
+        stride *= full_size
     return index.view(-1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Init:
-    """How a parameter's first values are drawn."""
+    """How a parameter is initialised."""
 
     distribution: str
     """normal, truncated (a normal within two standard deviations), zeros or ones."""
@@ -186,14 +186,14 @@ class Init:
     """The standard deviation of a normal, before it is truncated."""
 
     def values(self, seed: int, name: str, index: Tensor, dtype: torch.dtype) -> Tensor:
-        """The first values of the elements with these flat indices in the whole parameter."""
+        """The initial values of the elements with these flat indices in the full parameter."""
         if self.distribution in SAMPLERS:
             return (SAMPLERS[self.distribution](key(seed, name), index) * self.std).to(dtype)
         return torch.full(index.shape, 1.0 if self.distribution == "ones" else 0.0, dtype=dtype, device=index.device)
 
     @torch.no_grad()
     def fill(self, out: Tensor, seed: int, name: str, window: Window | None = None) -> None:
-        """Writes the first values of a whole parameter, or of the part of it that `window` describes, into `out`."""
+        """Write the initial values of a parameter, or of the slice of it that `window` describes, into `out`."""
         if self.distribution not in SAMPLERS:
             out.fill_(1.0 if self.distribution == "ones" else 0.0)
             return
@@ -203,7 +203,7 @@ class Init:
 
 
 def _row_chunks(out: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-    """(first, last, view) of runs of whole rows with at most a chunk of elements, or one row where a row is longer."""
+    """(first, last, view) of blocks of rows with at most a chunk of elements, or one row where a row is longer."""
     if out.dim() == 0:
         yield 0, 1, out
         return
@@ -227,10 +227,11 @@ ONES = Init(distribution="ones")
 
 
 class RandomStream:
-    """What all sites of a model share. The training loop sets `samples` before each microbatch, and again before a
-    backward pass that recomputes it if another microbatch ran in between.
+    """The seed and sample indices that all random sites of a model share.
 
-    It is a plain object, not a thread's or a process's state, because recomputation on CUDA runs in autograd's thread.
+    The training loop sets `samples` before each microbatch, and again before a backward pass that recomputes it if
+    another microbatch ran in between. It is a plain object, not thread-local, because recomputation on CUDA runs in
+    autograd's thread.
     """
 
     def __init__(self, seed: int) -> None:
@@ -240,29 +241,29 @@ class RandomStream:
 
 
 class RandomSite(nn.Module):
-    """A place in a model whose random numbers are functions of (seed, site, global sample index, index in the sample).
+    """A module whose random numbers are functions of (seed, site, global sample index, index in the sample).
 
-    Dim 0 of the tensor they are for is the sample. A module that is called twice in one forward pass gives both calls
-    the same numbers (a counter of calls would be wrong under recomputation); use two modules.
+    Dim 0 of its tensors is the sample. A module that is called twice in one forward pass draws the same numbers twice
+    (a counter of calls would be wrong under recomputation); use two modules.
     """
 
     def __init__(self, site: str, stream: RandomStream | None) -> None:
         super().__init__()
         self.window: PartialDims = {}
-        """Which part of each dim of the input, never dim 0, is here; dims that are whole are left out."""
+        """This rank's part of each sharded dim of the input, never of dim 0."""
         self.rows: slice | Tensor = slice(None)
-        """Which rows of the microbatch are here."""
+        """This rank's rows of the microbatch."""
         self.bind(site, stream)
 
     def bind(self, site: str, stream: RandomStream | None) -> None:
-        """Without a stream it has no numbers of its own."""
+        """Set the site and its stream; without a stream it uses torch's generator."""
         self.site = site
         self.stream = stream
         self._seed = stream.seed if stream else 0
         self._key = key(self._seed, site)
 
     def keys_and_index(self, shape: Sequence[int], window: PartialDims, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The key of each row, and the index of each element in the whole sample."""
+        """The key of each row, and the index of each element in the full sample."""
         assert self.stream is not None
         if self._seed != self.stream.seed:
             self.bind(self.site, self.stream)
@@ -270,7 +271,7 @@ class RandomSite(nn.Module):
         if samples is None or samples.shape != shape[:1]:
             given = "none" if samples is None else f"{tuple(samples.shape)}"
             raise ValueError(
-                f"{type(self).__name__.lower()} {self.site!r} needs the global sample index of each row "
+                f"{type(self).__name__.lower()} {self.site!r} requires the global sample index of each row "
                 f"(input {tuple(shape)}, samples {given}); set stream.samples to an int64 tensor, one number per row"
             )
         index = partial_index(shape[1:], {dim - 1: part for dim, part in window.items()}, device)
@@ -278,7 +279,7 @@ class RandomSite(nn.Module):
 
 
 class Dropout(RandomSite):
-    """Dropout whose mask is a function of its place."""
+    """Dropout whose mask does not depend on the layout."""
 
     stream: RandomStream
 
@@ -293,13 +294,13 @@ class Dropout(RandomSite):
         return torch.where(self.mask(x.shape, self.window, x.device), x * scale, 0)
 
     def scaled_mask(self, shape: Sequence[int], window: PartialDims, like: Tensor) -> Tensor | None:
-        """What a part of an input is multiplied by: 0, or one over the chance to be kept. None where all is kept."""
+        """The factors of a part of an input: 0, or one over the keep probability. None where nothing is dropped."""
         if not self.training or self.p == 0:
             return None
         return self.mask(shape, window, like.device).to(like.dtype) / (1 - self.p)
 
     def mask(self, shape: Sequence[int], window: PartialDims, device: torch.device) -> Tensor:
-        """The mask of a part of an input."""
+        """The mask of a part of an input, true where an element is kept."""
         return keep_mask(*self.keys_and_index(shape, window, device), self.p).view(*shape)
 
     def extra_repr(self) -> str:
@@ -307,9 +308,9 @@ class Dropout(RandomSite):
 
 
 class RandomDraws(RandomSite):
-    """Random numbers for a tensor [sample, ...], of its shape and type.
+    """Random numbers for a tensor [sample, ...], of its shape and dtype.
 
-    Before `attach` gives it a site and a stream it draws from torch's generator.
+    Before `attach_stream` binds it to a site and a stream it draws from torch's generator.
     """
 
     def __init__(self, site: str = "", stream: RandomStream | None = None) -> None:
@@ -338,28 +339,28 @@ UNSUPPORTED_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 
 def attach_stream(model: nn.Module, stream: RandomStream) -> int:
-    """Replaces every `nn.Dropout` of a module tree by a `Dropout`, and gives every `Draws` that has none its stream.
-    The site is the qualified name. Returns how many there were.
+    """Replace every `nn.Dropout` of a module tree by a `Dropout`, and bind every unbound `RandomDraws` to the stream.
+    The site is the qualified name. Returns the number of modules.
 
-    Modules that draw random masks in another way are refused: their masks would change with the layout.
+    Modules that draw random masks in another way are rejected: their masks would change with the layout.
     """
-    refused = []
-    found: list[tuple[nn.Module, str, nn.Dropout, str]] = []
+    unsupported = []
+    dropouts: list[tuple[nn.Module, str, nn.Dropout, str]] = []
     draws = {path: m for path, m in model.named_modules() if isinstance(m, RandomDraws) and m.stream is None}
     for path, module in model.named_modules():
         inside = isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0
         if inside or (isinstance(module, UNSUPPORTED_DROPOUTS) and module.p > 0):
-            refused.append(f"{path or 'the model'} ({type(module).__name__})")
+            unsupported.append(f"{path or 'the model'} ({type(module).__name__})")
         for name, child in module.named_children():
             if isinstance(child, nn.Dropout):
-                found.append((module, name, child, f"{path}.{name}" if path else name))
-    if refused:
+                dropouts.append((module, name, child, f"{path}.{name}" if path else name))
+    if unsupported:
         raise ValueError(
-            f"dropout that is not an nn.Dropout module would change with the layout ({', '.join(refused)}); "
+            f"dropout other than nn.Dropout would change with the layout ({', '.join(unsupported)}); "
             "use nn.Dropout, or set its probability to 0"
         )
-    for parent, name, child, site in found:
+    for parent, name, child, site in dropouts:
         setattr(parent, name, Dropout(child.p, site, stream).train(child.training))
     for site, module in draws.items():
         module.bind(site, stream)
-    return len(found) + len(draws)
+    return len(dropouts) + len(draws)

@@ -41,7 +41,9 @@ def test_one_rank_says_once_who_did_not_come(board: StateStore) -> None:
         recorder.enter_phase("data" if rank == 2 else "backward")
     lanes = [recorder.new_sequence((0, 1, 2)) for recorder in recorders]
     hearts = [
-        Heartbeat(recorder, board, rank=rank, world=3, timeout=TIMEOUT, on_diagnosis=lambda *found: told.append(found))
+        Heartbeat(
+            recorder, board, rank=rank, world_size=3, timeout=TIMEOUT, on_diagnosis=lambda *found: told.append(found)
+        )
         for rank, recorder in enumerate(recorders)
     ]
     for heart in hearts:

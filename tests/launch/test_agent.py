@@ -26,17 +26,17 @@ def is_told(folder, attempt: int) -> bool:
 
 
 def test_ranks_that_are_under_way_are_told_to_stop(told, tmp_path):
-    told.started()
+    told.on_start()
     signal.raise_signal(signal.SIGTERM)
     assert is_told(tmp_path, 0)
     with pytest.raises(RankError):
-        told.failed({})  # no restart of what is to stop
+        told.on_failure({})  # no restart of what is to stop
 
 
 def test_ranks_that_are_started_after_the_signal_are_told_too(told, tmp_path):
     """It came between a failure and the restart: the word was left for ranks that were gone, and the run went on."""
-    told.started()
-    told.failed({})
+    told.on_start()
+    told.on_failure({})
     signal.raise_signal(signal.SIGTERM)
-    told.started()
+    told.on_start()
     assert is_told(tmp_path, 1)

@@ -1,4 +1,4 @@
-"""Weights on disk: logical tensors in safetensors, and JSON; written by every rank, read by any layout.
+"""Checkpoints: logical tensors in safetensors and JSON, written by every rank, read by any layout.
 
-Importing this loads no torch.
+Importing this package loads no torch.
 """

@@ -1,14 +1,14 @@
-"""What is in a checkpoint: its index, as data and as JSON. No torch.
+"""The index of a checkpoint, as data and as JSON. No torch.
 
 [Note: a checkpoint's directory]
 
     step-00000100/
       part-00000.safetensors   boxes of logical tensors, dense, under names like `model.head.weight[0:3,0:64]`
-      part-00001.safetensors   one file for each rank that wrote; who wrote what does not matter to a reader
-      index.json               every tensor: type, shape, check sums, and where each of its boxes lies; facts of the run
+      part-00001.safetensors   one file per rank that wrote; a reader does not need to know which rank wrote what
+      index.json               every tensor: dtype, shape, checksums, and where each of its boxes is stored; metadata
       index.sha256             of index.json, as `sha256sum -c` reads it
 
-A reader looks at nothing else in the directory.
+A reader opens no other file of the directory.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from echelon.checkpoint.tensor_slices import Box, box_shape, intersect, numel
 FORMAT = 1
 INDEX_FILE, DIGEST_FILE = "index.json", "index.sha256"
 PAGE_BYTES = 4096
-"""bytes of a page of memory, and more than a disk's block; a file's tensors begin at one"""
+"""bytes of a memory page, a multiple of a disk's block; the tensors of a file start at one"""
 
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-"""of an element, by safetensors' names of types"""
+"""bytes of an element, by safetensors' dtype names"""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be written, read, or does not fit."""
+    """A checkpoint cannot be written or read, or does not match the model."""
 
 
 @dataclass(frozen=True)
@@ -41,37 +41,40 @@ class StoredSlice:
 
     file: str
     offset: int
-    """first byte, from the start of the file"""
+    """of the first byte, from the start of the file"""
     box: Box
     checksum: tuple[int, int]
-    """check sums (sums.py)"""
+    """see checksums.py"""
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A logical tensor."""
+    """A logical tensor: dtype, shape, and where its boxes are stored."""
 
     dtype: str
-    """as safetensors spells it"""
+    """safetensors' name"""
     shape: tuple[int, ...]
     slices: tuple[StoredSlice, ...]
 
 
 @dataclass(frozen=True)
 class FileRecord:
+    """Size of a file, and the checksum of its header."""
+
     nbytes: int
     header_sha256: str
-    """sha256 of everything before the tensors"""
 
 
 @dataclass(frozen=True)
 class CheckpointIndex:
+    """Everything that a reader needs to know of a checkpoint."""
+
     step: int
     metadata: Mapping[str, Any]
     files: Mapping[str, FileRecord]
     tensors: Mapping[str, TensorRecord]
     hash: str = ""
-    """of the logical state, equal in every layout"""
+    """of the logical state; the same in every layout"""
     format: int = field(default=FORMAT)
 
     def to_json(self) -> str:
@@ -87,14 +90,14 @@ class CheckpointIndex:
             for name, tensor in sorted(self.tensors.items())
         }
         files = {name: {"bytes": file.nbytes, "header": file.header_sha256} for name, file in self.files.items()}
-        whole = {"format": self.format, "step": self.step, "hash": self.hash, "facts": self.metadata}
-        return json.dumps({**whole, "files": files, "tensors": tensors}, separators=(",", ":")) + "\n"
+        header = {"format": self.format, "step": self.step, "hash": self.hash, "facts": self.metadata}
+        return json.dumps({**header, "files": files, "tensors": tensors}, separators=(",", ":")) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> CheckpointIndex:
         read = json.loads(text)
         if read.get("format") != FORMAT:
-            raise CheckpointError(f"this checkpoint's format is not ours (format {read.get('format')}, ours {FORMAT})")
+            raise CheckpointError(f"unknown checkpoint format (expected {FORMAT}, got {read.get('format')})")
         tensors = {}
         for name, tensor in read["tensors"].items():
             slices = tuple(
@@ -108,18 +111,18 @@ class CheckpointIndex:
         return cls(read["step"], read["facts"], files, tensors, read["hash"])
 
     def check_complete(self) -> None:
-        """Every element is stored once, inside its file; raises with what is not."""
+        """Check that every element is stored exactly once, inside its file."""
         wrong = []
         for name, tensor in self.tensors.items():
-            found = sum(numel(stored.box) for stored in tensor.slices)
-            if found != math.prod(tensor.shape) or any_overlap([stored.box for stored in tensor.slices]):
-                wrong.append(f"{name} ({found} of {math.prod(tensor.shape)} elements)")
+            count = sum(numel(stored.box) for stored in tensor.slices)
+            if count != math.prod(tensor.shape) or any_overlap([stored.box for stored in tensor.slices]):
+                wrong.append(f"{name} ({count} of {math.prod(tensor.shape)} elements)")
             for stored in tensor.slices:
                 file, nbytes = self.files.get(stored.file), numel(stored.box) * DTYPE_BYTES[tensor.dtype]
                 if file is None or stored.offset < 0 or stored.offset + nbytes > file.nbytes:
                     wrong.append(f"{name} (outside of {stored.file})")
         if wrong:
-            raise CheckpointError(f"the checkpoint does not hold every element once: {abbreviate(wrong)}")
+            raise CheckpointError(f"the checkpoint does not store every element exactly once: {abbreviate(wrong)}")
 
 
 def _parse_checksum(texts: Sequence[str]) -> tuple[int, int]:
@@ -128,7 +131,7 @@ def _parse_checksum(texts: Sequence[str]) -> tuple[int, int]:
 
 
 def any_overlap(boxes: Sequence[Box]) -> bool:
-    """Two of them share something. Sorted by their first dimension, only neighbours need to be compared."""
+    """Whether two boxes overlap. Sorted by their first dimension, only neighbours need to be compared."""
     order = sorted(boxes)
     for number, box in enumerate(order):
         for other in order[number + 1 :]:
@@ -146,14 +149,14 @@ def digest_line(text: str) -> str:
 def parse_index(text: bytes | bytearray, digest: bytes | bytearray, where: str) -> CheckpointIndex:
     if digest.decode(errors="replace") != digest_line(text.decode(errors="replace")):
         raise CheckpointError(
-            f"the checkpoint is damaged ({where}/{INDEX_FILE} is not what {DIGEST_FILE} says); use another checkpoint"
+            f"the checkpoint is corrupt ({where}/{INDEX_FILE} does not match {DIGEST_FILE}); use another checkpoint"
         )
     return CheckpointIndex.from_json(text.decode())
 
 
 @dataclass(frozen=True)
 class FileRegion:
-    """A box that a rank writes, and where it lies behind the header of its file."""
+    """A box that a rank writes, and its offset after the header of its file."""
 
     name: str
     dtype: str
@@ -167,14 +170,14 @@ class FileRegion:
 
     @property
     def key(self) -> str:
-        """Its name in the file."""
+        """The tensor's name in the file."""
         if box_shape(self.box) == self.shape:
             return self.name
         return f"{self.name}[{','.join(f'{low}:{high}' for low, high in self.box)}]"
 
 
 def safetensors_header(regions: Iterable[FileRegion]) -> bytes:
-    """A safetensors file's first bytes, whole pages of them: blanks at its end say nothing."""
+    """The header of a safetensors file, padded with blanks to full pages."""
     table = {
         region.key: {
             "dtype": region.dtype,

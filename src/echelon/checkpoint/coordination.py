@@ -1,7 +1,7 @@
-"""All ranks' word on a checkpoint, over a group of their own.
+"""Coordination of all ranks during a save or load, over a process group of its own.
 
-A thread in the background and the training loop both send messages; on one group they would be taken for each other's.
-This group is on the CPU (gloo) also where training talks by NCCL, and only one thread at a time uses it.
+The background thread and the training loop both issue collectives; on one group they would be confused. This group is
+gloo even where training uses NCCL, and only one thread at a time uses it.
 """
 
 from __future__ import annotations
@@ -14,45 +14,45 @@ import torch.distributed as dist
 from torch import Tensor
 
 GROUP_TIMEOUT = timedelta(hours=2)
-"""a slow disk is no failure"""
+"""long, because a slow disk is no failure"""
 
 T = TypeVar("T")
 
 
 class CheckpointGroup:
-    """Every rank of the world makes one, in the same order as other groups."""
+    """The process group of checkpoints. Every rank creates one, in the same order as other groups."""
 
     def __init__(self) -> None:
-        several = dist.is_initialized() and dist.get_world_size() > 1
-        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
-        self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT) if several else None
+        is_distributed = dist.is_initialized() and dist.get_world_size() > 1
+        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if is_distributed else (0, 1)
+        self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT) if is_distributed else None
 
     @property
     def is_rank_zero(self) -> bool:
         return self.rank == 0
 
     def gather(self, mine: T) -> list[T]:
-        """Every rank's, on the first rank; nothing elsewhere."""
+        """Gather every rank's value on rank 0; an empty list on the others."""
         if self._group is None:
             return [mine]
-        found: list[T | None] | None = [None] * self.size if self.is_rank_zero else None
-        dist.gather_object(mine, found, dst=0, group=self._group)
-        return [one for one in found or () if one is not None]
+        values: list[T | None] | None = [None] * self.size if self.is_rank_zero else None
+        dist.gather_object(mine, values, dst=0, group=self._group)
+        return [one for one in values or () if one is not None]
 
     def broadcast(self, value: T) -> T:
-        """The first rank's."""
+        """Broadcast rank 0's value."""
         if self._group is None:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self._group)
-        return box[0]
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
 
     def all_gather(self, mine: T) -> list[T]:
-        """The first rank gathers, and tells everybody."""
+        """Gather every rank's value on every rank."""
         return self.broadcast(self.gather(mine))
 
     def all_reduce_sum(self, numbers: Tensor) -> Tensor:
-        """Sums of int64 over the ranks, which wrap around."""
+        """Sum int64 tensors over the ranks, modulo 2^64."""
         if self._group is not None:
             dist.all_reduce(numbers, group=self._group)
         return numbers
@@ -64,15 +64,15 @@ class CheckpointGroup:
 
 
 def raise_on_all_ranks(group: CheckpointGroup, error: Exception | None) -> None:
-    """Raises on every rank what went wrong on some."""
-    words = group.all_gather("" if error is None else f"{type(error).__name__}: {error}")
-    wrong = {word: rank for rank, word in reversed(list(enumerate(words))) if word}
+    """Raise on every rank the first error of any rank."""
+    messages = group.all_gather("" if error is None else f"{type(error).__name__}: {error}")
+    wrong = {message: rank for rank, message in reversed(list(enumerate(messages))) if message}
     if error is not None and len(wrong) == 1:
         raise error
     if wrong:
         from echelon.checkpoint.checkpoint_index import CheckpointError
 
-        first, rank = min(wrong.items(), key=lambda found: found[1])
+        first, rank = min(wrong.items(), key=lambda pair: pair[1])
         kind, _, text = first.partition(": ")
         text = text if kind == CheckpointError.__name__ else first
         raise CheckpointError(text if group.size == 1 else f"{text} (on rank {rank})")

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint, whole: for an export, which is no rank's part of any layout."""
+"""Full tensors of a checkpoint, for an export, independent of any layout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from echelon.checkpoint.tensor_slices import box_shape, numel
 
 @dataclass(frozen=True)
 class FullTensor:
-    """A logical tensor that is still on disk."""
+    """A logical tensor on disk, read on demand."""
 
     storage: Storage
     step: int
@@ -31,7 +31,7 @@ class FullTensor:
         return TORCH_DTYPES[self.record.dtype]
 
     def read(self) -> torch.Tensor:
-        """All of it; what has changed on the disk is refused by name."""
+        """Read the full tensor and check its checksums."""
         values = torch.empty(self.shape, dtype=self.dtype)
         for stored in self.record.slices:
             count = numel(stored.box) * self.dtype.itemsize
@@ -40,7 +40,7 @@ class FullTensor:
             )
             if box_checksum(part, stored.box, self.shape) != stored.checksum:
                 where = f"{self.storage.address}/{step_dir_name(self.step)}/{stored.file}"
-                raise CheckpointError(f"the checkpoint is damaged ({where}: bytes have changed)")
+                raise CheckpointError(f"the checkpoint is corrupt ({where}: bytes have changed)")
             values[tuple(slice(low, high) for low, high in stored.box)] = part.view(box_shape(stored.box))
         return values
 
@@ -48,10 +48,10 @@ class FullTensor:
 def full_tensors(
     storage: Storage, step: int, index: CheckpointIndex, prefixes: Mapping[str, str]
 ) -> dict[str, FullTensor]:
-    """Those whose names begin with one of the kinds, under what stands in its place."""
+    """The tensors whose names start with one of the prefixes, which is replaced by its value."""
     return {
-        instead + name.removeprefix(kind): FullTensor(storage, step, tensor)
-        for kind, instead in prefixes.items()
+        replacement + name.removeprefix(prefix): FullTensor(storage, step, tensor)
+        for prefix, replacement in prefixes.items()
         for name, tensor in index.tensors.items()
-        if name.startswith(kind)
+        if name.startswith(prefix)
     }

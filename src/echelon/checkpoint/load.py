@@ -1,12 +1,12 @@
-"""Loading a checkpoint on any layout: every rank reads the bytes that it holds, and no others.
+"""Loading a checkpoint on any layout: every rank reads the bytes of its own slices, and no others.
 
 [Note: what is checked, and when]
 
-    before    index.json against its digest; names, types and shapes both ways; every file's size and header
-    after     the sums of all that ranks have read (sums.py), added up over them, against those in the index
+    before    index.json against its digest; names, dtypes and shapes both ways; every file's size and header
+    after     the checksums of what all ranks have read (checksums.py), summed over ranks, against those in the index
 
-So a changed byte is noticed without reading more than what is needed. Only then is its tensor read as a whole, to name
-the file. Nothing but the index and the files that it names is opened, and nothing in them can be run.
+So a changed byte is detected without reading more than needed. Only then is the full tensor read, to name the file.
+Only the index and the files that it names are opened, and nothing in them can run code.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 @dataclass(frozen=True)
 class LoadResult:
+    """What was restored."""
+
     index: CheckpointIndex
     hash: str
-    """of the restored state, summed up anew; that of the index"""
+    """of the restored state, computed from what was read; equal to that of the index"""
     bytes_read: int
-    """of tensors that this rank has read"""
+    """of tensors, by this rank"""
     bytes_held: int
-    """of tensors that this rank holds, without padding"""
+    """of the tensors that this rank holds, without padding"""
 
 
 def find_step(storage: Storage, step: int | None = None) -> int:
-    """The step of a checkpoint: the newest where none is asked for."""
+    """The requested step if it has a checkpoint, by default the newest."""
     steps = storage.steps()
     if not steps:
-        raise CheckpointError(f"there is no checkpoint yet ({storage.address}); train with checkpoint.every")
+        raise CheckpointError(f"no checkpoint found ({storage.address}); train with checkpoint.every")
     if step is not None and step not in steps:
-        raise CheckpointError(
-            f"no checkpoint of that step (step {step}; there are {abbreviate([str(s) for s in steps])})"
-        )
+        raise CheckpointError(f"no checkpoint of step {step} (available: {abbreviate([str(s) for s in steps])})")
     return steps[-1] if step is None else step
 
 
@@ -63,7 +63,7 @@ def open_index(storage: Storage, step: int) -> CheckpointIndex:
 
 
 def load_checkpoint(state: TrainingState, storage: Storage, step: int, group: CheckpointGroup) -> LoadResult:
-    """Restores a state in place. Every rank calls it; all raise if one does."""
+    """Restore a state in place, on every rank; all ranks raise if one does."""
     reader = _CheckpointReader(storage, step, group)
     reader.check_names(state)
     reader.check_files()
@@ -71,22 +71,22 @@ def load_checkpoint(state: TrainingState, storage: Storage, step: int, group: Ch
 
 
 class _CheckpointReader:
-    def __init__(self, storage: Storage, step: int, together: CheckpointGroup):
-        self.storage, self.step, self.group = storage, step, together
+    def __init__(self, storage: Storage, step: int, group: CheckpointGroup):
+        self.storage, self.step, self.group = storage, step, group
         self.where = f"{storage.address}/{step_dir_name(step)}"
         error: Exception | None = None
         try:
             self.index = open_index(storage, step)
-        except (CheckpointError, KeyError, TypeError, ValueError) as found:
-            error = found
-        raise_on_all_ranks(together, error)
-        self.tensor_order = {name: place for place, name in enumerate(sorted(self.index.tensors))}
+        except (CheckpointError, KeyError, TypeError, ValueError) as raised:
+            error = raised
+        raise_on_all_ranks(group, error)
+        self.tensor_order = {name: index for index, name in enumerate(sorted(self.index.tensors))}
         self.bytes_read = 0
 
-    # -- before -------------------------------------------------------------------------------------------------------
+    # -- checks before reading ----------------------------------------------------------------------------------------
 
     def check_names(self, state: TrainingState) -> None:
-        """Missing, unexpected, and of another type or shape: all at once."""
+        """Report all tensors that are missing, unexpected, or of another dtype or shape."""
         wrong: dict[str, list[str]] = {"missing": [], "different": []}
         held = int64_zeros(len(self.tensor_order))
         for item in state.items():
@@ -97,27 +97,27 @@ class _CheckpointReader:
             held[self.tensor_order[item.name]] = 1
             if tensor.shape != item.shape or tensor.dtype != SAFETENSORS_DTYPES[item.dtype]:
                 there, here = (
-                    f"{kind} {list(shape)}"
-                    for kind, shape in ((tensor.dtype, tensor.shape), (SAFETENSORS_DTYPES[item.dtype], item.shape))
+                    f"{dtype} {list(shape)}"
+                    for dtype, shape in ((tensor.dtype, tensor.shape), (SAFETENSORS_DTYPES[item.dtype], item.shape))
                 )
-                wrong["different"].append(f"{item.name} (there {there}, here {here})")
+                wrong["different"].append(f"{item.name} (checkpoint {there}, model {here})")
         self.group.all_reduce_sum(held)
         everywhere = self.group.all_gather(wrong)
         missing, different = (
-            sorted({name for found in everywhere for name in found[kind]}) for kind in ("missing", "different")
+            sorted({name for one in everywhere for name in one[problem]}) for problem in ("missing", "different")
         )
-        unexpected = [name for name, place in self.tensor_order.items() if not held[place]]
-        said: list[str] = []
+        unexpected = [name for name, index in self.tensor_order.items() if not held[index]]
+        problems: list[str] = []
         for name in missing:
-            hint = closest_word(name, unexpected) if len(said) < 12 else ""
-            said.append(f"missing: {name}" + (f" (is it {hint}?)" if hint else ""))
-        said += [f"unexpected: {name}" for name in unexpected]
-        said += [f"different: {text}" for text in different]
-        if said:
-            raise CheckpointError(f"the checkpoint does not fit ({self.where}); {abbreviate(said, 12)}")
+            hint = closest_word(name, unexpected) if len(problems) < 12 else ""
+            problems.append(f"missing: {name}" + (f" (did you mean {hint}?)" if hint else ""))
+        problems += [f"unexpected: {name}" for name in unexpected]
+        problems += [f"different: {text}" for text in different]
+        if problems:
+            raise CheckpointError(f"the checkpoint does not match the model ({self.where}); {abbreviate(problems, 12)}")
 
     def check_files(self) -> None:
-        """Every file is as long as it was, and begins as it did. Ranks share the files out."""
+        """Check every file's size and header; each rank checks some of the files."""
         error: Exception | None = None
         try:
             names = sorted(self.index.files)
@@ -127,16 +127,16 @@ class _CheckpointReader:
             for name in names[self.group.rank :: self.group.size]:
                 file, size = self.index.files[name], self.storage.size(self.step, name)
                 if size is None:
-                    raise CheckpointError(f"the checkpoint is damaged ({self.where}/{name} is missing)")
+                    raise CheckpointError(f"the checkpoint is corrupt ({self.where}/{name} is missing)")
                 if size != file.nbytes:
                     raise CheckpointError(
-                        f"the checkpoint is damaged ({self.where}/{name} has {size:,} bytes of {file.nbytes:,})"
+                        f"the checkpoint is corrupt ({self.where}/{name} has {size:,} bytes of {file.nbytes:,})"
                     )
                 header = self.storage.read(self.step, name, [(0, first.get(name, size))])
                 if hashlib.sha256(header).hexdigest() != file.header_sha256:
-                    raise CheckpointError(f"the checkpoint is damaged ({self.where}/{name}: its header has changed)")
-        except CheckpointError as found:
-            error = found
+                    raise CheckpointError(f"the checkpoint is corrupt ({self.where}/{name}: its header has changed)")
+        except CheckpointError as raised:
+            error = raised
         raise_on_all_ranks(self.group, error)
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -150,21 +150,21 @@ class _CheckpointReader:
                 values = self._read_item(item)
                 held += sum(numel(placed.box) for placed in item.boxes()) * item.dtype.itemsize
                 if item.is_writer:
-                    found = add_checksums([_item_checksum(values, placed, item) for placed in item.boxes()])
-                    sums[self.tensor_order[item.name]] += torch.tensor([as_int64(word) for word in found])
+                    checksum = add_checksums([_item_checksum(values, placed, item) for placed in item.boxes()])
+                    sums[self.tensor_order[item.name]] += torch.tensor([as_int64(word) for word in checksum])
                 item.write(values)
-        except CheckpointError as found:
-            error = found
+        except CheckpointError as raised:
+            error = raised
         raise_on_all_ranks(self.group, error)
         self.group.all_reduce_sum(sums)
         restored = {
-            name: (int(sums[place, 0]) & MASK, int(sums[place, 1]) & MASK) for name, place in self.tensor_order.items()
+            name: (int(sums[index, 0]) & MASK, int(sums[index, 1]) & MASK) for name, index in self.tensor_order.items()
         }
         self._compare_checksums(restored)
         return LoadResult(self.index, state_hash(restored), self.bytes_read, held)
 
     def _read_item(self, item: StateItem) -> torch.Tensor:
-        """What the rank holds of a tensor, flat, with padding 0."""
+        """The rank's slice of a tensor, flat, with zeros as padding."""
         values = torch.zeros(item.size, dtype=item.dtype)
         for placed in item.boxes():
             for stored, shared in self._overlapping_slices(item.name, placed):
@@ -184,14 +184,14 @@ class _CheckpointReader:
                 yield stored, shared
 
     def _read(self, name: str, stored: StoredSlice, box: tuple[tuple[int, int], ...]) -> torch.Tensor:
-        kind = self.index.tensors[name].dtype
-        rows, size = contiguous_rows(box, stored.box), DTYPE_BYTES[kind]
+        dtype = self.index.tensors[name].dtype
+        rows, size = contiguous_rows(box, stored.box), DTYPE_BYTES[dtype]
         ranges = [(stored.offset + start * size, rows.length * size) for start in rows.starts]
-        found = self.storage.read(self.step, stored.file, ranges)
-        self.bytes_read += len(found)
-        return torch.frombuffer(found, dtype=TORCH_DTYPES[kind])
+        data = self.storage.read(self.step, stored.file, ranges)
+        self.bytes_read += len(data)
+        return torch.frombuffer(data, dtype=TORCH_DTYPES[dtype])
 
-    # -- after --------------------------------------------------------------------------------------------------------
+    # -- checks after reading -----------------------------------------------------------------------------------------
 
     def _compare_checksums(self, restored: Mapping[str, Checksum]) -> None:
         wrong = [
@@ -205,8 +205,8 @@ class _CheckpointReader:
             sorted({file for name in wrong for file in self._damaged_files(name)}) if self.group.is_rank_zero else []
         )
         files = self.group.broadcast(files)
-        what = ", ".join(f"{self.where}/{file}" for file in files) or f"{self.where} was changed while it was read"
-        raise CheckpointError(f"the checkpoint is damaged ({what}: bytes of {abbreviate(wrong, 4)} have changed)")
+        where = ", ".join(f"{self.where}/{file}" for file in files) or f"{self.where} was changed while it was read"
+        raise CheckpointError(f"the checkpoint is corrupt ({where}: bytes of {abbreviate(wrong, 4)} have changed)")
 
     def _damaged_files(self, name: str) -> Iterator[str]:
         tensor = self.index.tensors[name]

@@ -1,17 +1,17 @@
-"""Saving: a copy, files and check sums in the background, and one move that makes the checkpoint exist.
+"""Saving a checkpoint in the background of training: copy, write, checksum, and one atomic rename.
 
 [Note: a save]
 
-    1  all ranks    copy their parts to host memory (staging.py)                     before the next update
-    2  first rank   makes the folder `.writing-step-…`, tells the others
-    3  all ranks    write and flush their file, and take its check sums
-    4  first rank   gathers what is in the files, writes the index, and renames the folder: the checkpoint exists
-    5  first rank   removes checkpoints that are not to be kept, tells the others how it went
+    1  all ranks    copy their slices to host memory (staging.py)                    before the next update
+    2  rank 0       creates the directory `.writing-step-…`
+    3  all ranks    write and flush their file, and compute its checksums
+    4  rank 0       gathers the lists of regions, writes the index, and renames the directory: the checkpoint exists
+    5  rank 0       removes expired checkpoints and broadcasts the outcome
 
-All of it is done by threads beside training.
+Background threads do all of it.
 
-A save waits for the one before it. What goes wrong is raised when training next asks (`check`, `save`, `wait`); the
-folder is removed, and checkpoints before it are as they were.
+A save waits for the previous one. An error is raised when training next calls `check`, `save` or `wait`; the directory
+is removed, and earlier checkpoints are unchanged.
 """
 
 from __future__ import annotations
@@ -42,39 +42,39 @@ from echelon.checkpoint.storage import Storage, step_dir_name
 from echelon.checkpoint.training_state import TrainingState
 
 FAILURE_GRACE_S = 3.0
-"""seconds that a failing run gives to a save under way"""
+"""seconds that a failing run waits for a save to finish"""
 
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What a rank has written."""
+    """The file that a rank has written."""
 
     file: str
     nbytes: int
     header: str
     tensors_offset: int
-    """byte of the file where tensors begin"""
+    """offset of the first tensor in the file"""
     regions: Sequence[FileRegion]
     checksums: Sequence[Checksum]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionPolicy:
-    """Which checkpoints stay."""
+    """Which checkpoints to keep."""
 
     last: int = 2
-    """the newest so many; 0 keeps all"""
+    """the number of newest ones; 0 keeps all"""
     every: int = 0
-    """and those of steps that this divides; 0: none"""
+    """also those of steps that this divides; 0: none"""
 
     def expired(self, steps: Sequence[int]) -> list[int]:
-        """Of some checkpoints' steps in order, those that go."""
+        """The steps to remove, of all checkpoints' steps in order."""
         old = steps[: -self.last] if self.last else []
         return [step for step in old if not (self.every and step % self.every == 0)]
 
 
 class CheckpointSaver:
-    """One rank's part in all saves of a run. Every rank makes one and calls its methods alike."""
+    """Saves checkpoints of a run. Every rank creates one and makes the same calls."""
 
     def __init__(
         self,
@@ -91,19 +91,19 @@ class CheckpointSaver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.last_address: str | None = None
-        """address of the newest checkpoint that exists"""
+        """address of the newest complete checkpoint"""
         self.hash = ""
-        """of its state"""
+        """hash of its state"""
 
     @property
     def nbytes(self) -> int:
-        """of this rank's file"""
+        """Bytes of this rank's file."""
         return self._staging.nbytes
 
     def save(self, step: int, metadata: Mapping[str, Any], *, in_background: bool = False) -> None:
-        """Of the state as it is now; the checkpoint exists some time later.
+        """Start to save the current state.
 
-        The state may change when this returns; with `behind`, when `settle` does.
+        The state may change when this returns; with `in_background`, when `wait_before_update` returns.
         """
         self.wait()
         self._staging.snapshot(self._state, in_background=in_background)
@@ -114,16 +114,16 @@ class CheckpointSaver:
         self._thread.start()
 
     def wait_before_update(self) -> None:
-        """Until the state may change."""
+        """Wait until the state may change."""
         self._staging.wait_before_update()
 
     def check(self) -> None:
-        """Raises what went wrong in the background, if it is over."""
+        """Raise the error of a save that has finished."""
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
 
     def wait(self) -> None:
-        """Until nothing is under way; raises what went wrong."""
+        """Wait for the current save and raise its error."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join()
@@ -132,9 +132,9 @@ class CheckpointSaver:
             raise error
 
     def close(self) -> bool:
-        """After the last save, or after a failure elsewhere: a save under way gets a moment. True if nothing is left.
+        """Wait a moment for the current save, after the last one or after a failure; true if no save is left.
 
-        Where another rank hangs, its part would never come, and what went wrong there is to be told now.
+        A hanging rank would never write its file, and its failure must be reported now.
         """
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -145,14 +145,14 @@ class CheckpointSaver:
         try:
             self.hash = self._write(step, facts)
             self.last_address = f"{self._storage.address}/{step_dir_name(step)}"
-        except BaseException as error:  # raised where training next asks
+        except BaseException as error:  # raised when training next calls `check`, `save` or `wait`
             self._error = error
 
     def _write(self, step: int, facts: dict[str, Any]) -> str:
-        together, error = self._group, None
-        if together.is_rank_zero:
+        group, error = self._group, None
+        if group.is_rank_zero:
             error = _catch_error(lambda: self._storage.begin(step))
-        raise_on_all_ranks(together, error)
+        raise_on_all_ranks(group, error)
         written: WrittenFile | None = None
 
         def write() -> None:
@@ -161,44 +161,44 @@ class CheckpointSaver:
 
         error = _catch_error(write)
         try:
-            raise_on_all_ranks(together, error)
-            every = together.gather(written)
+            raise_on_all_ranks(group, error)
+            every = group.gather(written)
             index: CheckpointIndex | None = None
-            if together.is_rank_zero:
+            if group.is_rank_zero:
                 try:
                     index = build_index(step, facts, [one for one in every if one is not None])
                     self._commit(index)
-                except Exception as found:
-                    error = found
-            raise_on_all_ranks(together, error)
-            return together.broadcast("" if index is None else index.hash)
+                except Exception as raised:
+                    error = raised
+            raise_on_all_ranks(group, error)
+            return group.broadcast("" if index is None else index.hash)
         except BaseException:
-            if together.is_rank_zero:
+            if group.is_rank_zero:
                 self._storage.abandon(step)
             raise
 
     def _write_part(self, step: int) -> WrittenFile:
         staging = self._staging
-        sums: list[Checksum] = []
+        checksums: list[Checksum] = []
         wrong: list[BaseException] = []
 
         def add() -> None:
             try:
-                sums.extend(staging.checksums())
+                checksums.extend(staging.checksums())
             except BaseException as error:
                 wrong.append(error)
 
-        adding = threading.Thread(target=add, name="echelon-sums", daemon=True)
-        adding.start()
+        checksumming = threading.Thread(target=add, name="echelon-checksums", daemon=True)
+        checksumming.start()
         name = f"part-{self._group.rank:05d}.safetensors"
         try:
             self._storage.write(step, name, staging.file_view(), staging.wait_for_bytes)
         finally:
-            adding.join()
+            checksumming.join()
         if wrong:
             raise wrong[0]
         header = hashlib.sha256(staging.header).hexdigest()
-        return WrittenFile(name, staging.nbytes, header, len(staging.header), staging.regions, sums)
+        return WrittenFile(name, staging.nbytes, header, len(staging.header), staging.regions, checksums)
 
     def _commit(self, index: CheckpointIndex) -> None:
         index.check_complete()
@@ -206,7 +206,7 @@ class CheckpointSaver:
         storage.write(step, DIGEST_FILE, digest_line(text).encode())
         storage.write(step, INDEX_FILE, text.encode())
         storage.commit(step)
-        for old in self._retention.expired([found for found in storage.steps() if found <= step]):
+        for old in self._retention.expired([saved for saved in storage.steps() if saved <= step]):
             storage.remove(old)
 
 
@@ -219,17 +219,17 @@ def _catch_error(job: Callable[[], None]) -> Exception | None:
 
 
 def build_index(step: int, metadata: Mapping[str, Any], written: Sequence[WrittenFile]) -> CheckpointIndex:
-    """What all ranks wrote, put together."""
-    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    """Build the index of the files that all ranks wrote."""
+    specs: dict[str, tuple[str, tuple[int, ...]]] = {}
     slices: dict[str, list[StoredSlice]] = {}
     for one in written:
-        for region, sums in zip(one.regions, one.checksums, strict=True):
-            kind = region.dtype, region.shape
-            if kinds.setdefault(region.name, kind) != kind:
-                raise CheckpointError(f"ranks do not agree on a tensor ({region.name}: {kinds[region.name]}, {kind})")
-            stored = StoredSlice(one.file, one.tensors_offset + region.offset, region.box, sums)
+        for region, checksum in zip(one.regions, one.checksums, strict=True):
+            spec = region.dtype, region.shape
+            if specs.setdefault(region.name, spec) != spec:
+                raise CheckpointError(f"ranks disagree about a tensor ({region.name}: {specs[region.name]}, {spec})")
+            stored = StoredSlice(one.file, one.tensors_offset + region.offset, region.box, checksum)
             slices.setdefault(region.name, []).append(stored)
-    tensors = {name: TensorRecord(*kinds[name], tuple(found)) for name, found in slices.items()}
+    tensors = {name: TensorRecord(*specs[name], tuple(stored)) for name, stored in slices.items()}
     files = {one.file: FileRecord(one.nbytes, one.header) for one in written}
-    found = {name: add_checksums([stored.checksum for stored in tensor.slices]) for name, tensor in tensors.items()}
-    return CheckpointIndex(step, metadata, files, tensors, state_hash(found))
+    checksums = {name: add_checksums([stored.checksum for stored in tensor.slices]) for name, tensor in tensors.items()}
+    return CheckpointIndex(step, metadata, files, tensors, state_hash(checksums))

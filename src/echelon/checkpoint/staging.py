@@ -1,20 +1,20 @@
-"""A rank's part of a checkpoint in host memory: its file, as it will be on the disk.
+"""Staging of a rank's part of a checkpoint in host memory, as the bytes of its file.
 
 [Note: what training waits for]
 
-Weights and states change in an update and nowhere else. So they are copied while the next step's forward and backward
-run, and only its update waits, should the copy still be under way:
+Weights and optimizer states change only in an update. So they are copied while the next step's forward and backward
+run, and only its update waits if the copy has not finished:
 
-    training    step 100 | forward, backward of step 101 | update
-    beside it            |  copy    |                               `settle` is called before the update
-                           | write, check sums, ...                 they follow it, byte by byte (`until`)
+    training     step 100 | forward, backward of step 101 | update
+    background            |  copy    |                               `wait_before_update` is called before the update
+                            | write, checksums, ...                  they follow the copy (`wait_for_bytes`)
 
-On a GPU the copy is a stream of its own, and its update waits for an event; no host waits at all. What changes at other
-times (statistics of BatchNorm, the loss scale) is copied at once, and everything is where updates run in backward, on
-the host, or at different times in different stages.
+On a GPU the copy runs on its own stream, and the update waits for an event; the host does not wait. State that changes
+at other times (statistics of BatchNorm, the loss scale) is copied at once. So is everything where updates run in
+backward, on the host, or at different times in different stages.
 
-The memory is made once and used by every save; beside a GPU it is pinned. It starts at a page, and so do the tensors in
-it: a disk can read it without the system's cache (storage.py).
+The buffer is allocated once and used by every save; for a GPU it is pinned. It is page-aligned, and so are the tensors
+in it, for direct I/O (direct_io.py).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from echelon.checkpoint.tensor_slices import PlacedBox, box_shape, numel
 from echelon.checkpoint.training_state import SAFETENSORS_DTYPES, StateItem, TrainingState
 
 COPY_CHUNK_BYTES = 1 << 24
-"""bytes of a copy, after which those who follow are told"""
+"""bytes between two notifications of the threads that follow the copy"""
 
 
 @dataclass
 class _PendingCopy:
-    """Values that lie side by side, and will in the file: one copy for all of them."""
+    """A copy of values that are contiguous in memory and in the file."""
 
     values: Tensor
     offset: int
@@ -46,7 +46,7 @@ class _PendingCopy:
     in_background: bool = False
 
     def try_extend(self, values: Tensor, at: int, count: int) -> bool:
-        """These come right behind, in memory and in the file."""
+        """Extend the copy if these values follow it in memory and in the file."""
         mine, size = self.values, values.element_size()
         if (
             not self.count
@@ -61,13 +61,15 @@ class _PendingCopy:
 
 
 class HostStaging:
+    """The host buffer of a rank's file, and the copies into it."""
+
     def __init__(self, state: TrainingState, device: torch.device):
         self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         boxes: list[tuple[int, str, torch.dtype, tuple[int, ...], PlacedBox]] = []
         self._unpadded: dict[int, int] = {}
-        """items without padding, which are one copy, by their number: how many elements"""
+        """{item number: elements} of items without padding, which one copy suffices for"""
         self._stable: set[int] = set()
-        """items that are read as they lie, by their number; others are made when they are read"""
+        """numbers of the items whose `read` returns the state itself until the next update, not a copy"""
         for number, item in enumerate(state.items()):
             if item.is_writer and item.size:
                 if item.stable_until_update and is_read_in_place(item):
@@ -75,7 +77,7 @@ class HostStaging:
                 if not item.local_slice.is_padded:
                     self._unpadded[number] = item.size
                 boxes += [(number, item.name, item.dtype, item.shape, placed) for placed in item.boxes()]
-        # Long types first: everything lies at a multiple of its own size.
+        # Wide dtypes first, so that every tensor is aligned to its element size.
         boxes.sort(key=lambda box: -box[2].itemsize)
         self.regions: list[FileRegion] = []
         self._copies: dict[int, list[tuple[PlacedBox, int]]] = {}
@@ -88,63 +90,64 @@ class HostStaging:
             at += numel(placed.box) * dtype.itemsize
         self.header = safetensors_header(self.regions)
         self.nbytes = len(self.header) + at
-        room = torch.zeros(self.nbytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=self._copy_stream is not None)
-        start = -room.data_ptr() % PAGE_BYTES
-        self.memory = room[start : start + self.nbytes]
+        buffer = torch.zeros(self.nbytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=self._copy_stream is not None)
+        start = -buffer.data_ptr() % PAGE_BYTES
+        self.memory = buffer[start : start + self.nbytes]
         self.memory[: len(self.header)] = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
         self._background_copies: list[tuple[Tensor, Tensor]] = []
-        """(to, from) of copies that are made in the background"""
+        """(destination, source) of the copies that `run_background_copies` makes"""
         self._copied = threading.Event()
         self._bytes_copied, self._changed = 0, threading.Condition()
-        """bytes from the start of the file that are here"""
+        """bytes from the start of the file that have been copied"""
         self._error: BaseException | None = None
         self._ready: torch.cuda.Event | None = None
 
     @torch.no_grad()
     def snapshot(self, state: TrainingState, *, in_background: bool) -> None:
-        """The state as it is now. With `behind`, what lasts until the next update is copied by `copy`, before it."""
+        """Copy the state as it is now. With `in_background`, `run_background_copies` copies what is stable until the
+        next update."""
         self._bytes_copied, self._error, self._background_copies = 0, None, []
         if self._copy_stream is not None:
             self._copy_stream.wait_stream(torch.cuda.current_stream(self._copy_stream.device))
-        waiting = _PendingCopy(self.memory[:0], 0, 0)
+        pending = _PendingCopy(self.memory[:0], 0, 0)
         for number, item in enumerate(state.items()):
             copies = self._copies.get(number)
             if not copies:
                 continue
-            values, lasts = item.read(), in_background and number in self._stable
+            values, deferred = item.read(), in_background and number in self._stable
             if number in self._unpadded:
                 at, count = copies[0][1], self._unpadded[number]
                 if not (
                     item.stable_until_update
-                    and lasts == waiting.in_background
-                    and waiting.try_extend(values, at, count)
+                    and deferred == pending.in_background
+                    and pending.try_extend(values, at, count)
                 ):
-                    self._copy(waiting)
-                    waiting = _PendingCopy(values, at, count, lasts)
+                    self._copy(pending)
+                    pending = _PendingCopy(values, at, count, deferred)
                     if not item.stable_until_update:
-                        self._copy(waiting)
+                        self._copy(pending)
                 continue
             for placed, at in copies:
                 shape = box_shape(placed.box)
                 box = values.as_strided(shape, placed.strides, values.storage_offset() + placed.offset)
-                self._put(self._region_view(at, numel(placed.box), item.dtype).view(shape), box, lasts)
-        self._copy(waiting)
+                self._put(self._region_view(at, numel(placed.box), item.dtype).view(shape), box, deferred)
+        self._copy(pending)
         if self._copy_stream is not None:
-            # Asked inside `torch.cuda.stream`, the current stream would be the one beside, which waits for nobody.
+            # Inside `torch.cuda.stream` the current stream would be the copy stream itself.
             self._copy_stream.wait_stream(torch.cuda.current_stream(self._copy_stream.device))
-            self._ready = torch.cuda.Event(blocking=True)  # who waits for it on the host sleeps
+            self._ready = torch.cuda.Event(blocking=True)  # the host sleeps while it waits
             self._ready.record(self._copy_stream)
         self._copied.clear()
 
-    def _copy(self, waiting: _PendingCopy) -> None:
-        if waiting.count:
-            values = waiting.values
-            flat = values.as_strided((waiting.count,), (1,), values.storage_offset())
-            self._put(self._region_view(waiting.offset, waiting.count, values.dtype), flat, waiting.in_background)
-            waiting.count = 0
+    def _copy(self, pending: _PendingCopy) -> None:
+        if pending.count:
+            values = pending.values
+            flat = values.as_strided((pending.count,), (1,), values.storage_offset())
+            self._put(self._region_view(pending.offset, pending.count, values.dtype), flat, pending.in_background)
+            pending.count = 0
 
-    def _put(self, to: Tensor, values: Tensor, lasts: bool) -> None:
-        if not lasts:
+    def _put(self, to: Tensor, values: Tensor, in_background: bool) -> None:
+        if not in_background:
             to.copy_(values, non_blocking=True)
         elif self._copy_stream is None:
             self._background_copies.append((to, values))
@@ -153,14 +156,14 @@ class HostStaging:
                 to.copy_(values, non_blocking=True)
 
     def run_background_copies(self) -> None:
-        """In the background, from the start of the file to its end."""
+        """Make the copies from the start of the file to its end, in a background thread."""
         try:
             self._background_copies.sort(key=lambda pair: pair[0].data_ptr())
             for to, values in self._background_copies:
                 at = to.data_ptr() - self.memory.data_ptr()
                 for done in _copy_in_chunks(to, values):
                     self._advance(at + done)
-        except BaseException as error:  # raised where somebody waits for it
+        except BaseException as error:  # raised in `wait_for_bytes`
             self._error = error
         self._background_copies = []
         self._copied.set()
@@ -168,36 +171,36 @@ class HostStaging:
             self._ready.synchronize()
         self._advance(self.nbytes)
 
-    def _advance(self, there: int) -> None:
+    def _advance(self, nbytes: int) -> None:
         with self._changed:
-            self._bytes_copied = there
+            self._bytes_copied = nbytes
             self._changed.notify_all()
 
-    def wait_for_bytes(self, there: int) -> None:
-        """Waits for so many bytes from the start of the file."""
+    def wait_for_bytes(self, nbytes: int) -> None:
+        """Wait until this number of bytes from the start of the file has been copied."""
         with self._changed:
-            self._changed.wait_for(lambda: self._bytes_copied >= there)
+            self._changed.wait_for(lambda: self._bytes_copied >= nbytes)
         if self._error is not None:
             raise self._error
 
     def wait_before_update(self) -> None:
-        """Before the state changes. On a GPU the host does not wait."""
+        """Wait until the state may change. On a GPU the stream waits, not the host."""
         if self._ready is not None:
             self._ready.wait()
         else:
             self._copied.wait()
 
     def checksums(self) -> list[Checksum]:
-        """Of every region."""
-        found = []
+        """The checksum of every region."""
+        checksums = []
         for region, dtype in zip(self.regions, self._dtypes, strict=True):
             self.wait_for_bytes(len(self.header) + region.offset + region.nbytes)
             values = self._region_view(region.offset, numel(region.box), dtype)
-            found.append(box_checksum(values, region.box, region.shape))
-        return found
+            checksums.append(box_checksum(values, region.box, region.shape))
+        return checksums
 
     def file_view(self) -> memoryview:
-        """The file."""
+        """The bytes of the file."""
         return memoryview(self.memory.numpy().data)
 
     def _region_view(self, at: int, count: int, dtype: torch.dtype) -> Tensor:
@@ -206,14 +209,14 @@ class HostStaging:
 
 
 def is_read_in_place(item: StateItem) -> bool:
-    """What is read is the state itself, and no copy that is made for the reader (a float32 master in two halves)."""
-    # Both at once: a copy that nobody holds any more leaves its place to the next one.
+    """Whether `read` returns the state itself, not a copy (of a float32 master weight stored in two halves)."""
+    # Hold both results: a freed copy would leave its address to the next one.
     one, other = item.read(), item.read()
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _copy_in_chunks(to: Tensor, values: Tensor) -> Iterator[int]:
-    """Gives how many bytes are copied, again and again. On one core: the others are training's."""
+    """Copy on one core, since training uses the others; yields the number of bytes copied so far."""
     if not values.is_contiguous():
         to.copy_(values)
         yield to.nbytes

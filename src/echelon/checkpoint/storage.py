@@ -1,13 +1,13 @@
-"""Where checkpoints lie: a folder of this machine, or any address that fsspec knows (`s3://…`, `memory://…`).
+"""Storage of checkpoints: a local directory, or any address that fsspec supports (`s3://…`, `memory://…`).
 
 [Note: when a checkpoint exists]
 
-On a local disk everything is written into `.writing-step-00000100`, flushed to the disk, and the folder is renamed: one
-move that happens or does not. An object store has no such move; there the index is written last. In both, a folder
-`step-00000100` with an index is a checkpoint, and nothing else is.
+On a local disk everything is written into `.writing-step-00000100`, flushed, and the directory is renamed atomically.
+An object store has no rename; there the index is written last. In both, a directory `step-00000100` with an index is a
+checkpoint, and nothing else is.
 
-A run that went back writes the same step again, and the checkpoint before it lasts until the new one exists. On a disk
-it is moved to `.before-step-00000100`, where it counts for as long as no other has its place. In an object store the
+After a rollback a run writes the same step again, and the previous checkpoint must survive until the new one exists. On
+a local disk it is moved to `.before-step-00000100`, which counts until a new one replaces it. In an object store the
 new one is written to `step-00000100.again`, or from there back; either name counts.
 """
 
@@ -30,9 +30,9 @@ STEP_DIR_PATTERN = re.compile(r"step-(\d{8,})")
 WRITING_PREFIX, PREVIOUS_PREFIX = ".writing-", ".before-"
 REWRITE_SUFFIX = ".again"
 _FREE_SPACE_REMEDY = (
-    "; make room there, keep fewer (checkpoint.keep), or set checkpoint.path. Those before it are as they were"
+    "; free space, keep fewer (checkpoint.keep), or set checkpoint.path. Earlier checkpoints are unchanged"
 )
-_PERMISSION_REMEDY = "; set checkpoint.path to a folder that can be written"
+_PERMISSION_REMEDY = "; set checkpoint.path to a writable directory"
 REMEDIES = {
     errno.ENOSPC: _FREE_SPACE_REMEDY,
     errno.EDQUOT: _FREE_SPACE_REMEDY,
@@ -47,42 +47,42 @@ def step_dir_name(step: int) -> str:
 
 
 class Storage(Protocol):
-    """All that is asked of a place. Errors of the system come as CheckpointError with the path."""
+    """The operations on a storage. Its errors are CheckpointErrors with the path."""
 
     address: str
 
     def begin(self, step: int) -> None:
-        """One rank: an empty place for a step's files. What an earlier attempt left anywhere is removed."""
+        """Create an empty directory for a step's files, and remove leftovers of earlier attempts. On one rank."""
         ...
 
     def write(self, step: int, name: str, file: Buffer, wait_for_bytes: WaitForBytes = no_wait) -> None:
-        """A whole file, on the disk when this returns; `until` waits for its first so many bytes."""
+        """Write and flush a file; `wait_for_bytes` waits until this number of its first bytes is final."""
         ...
 
     def commit(self, step: int) -> None:
-        """One rank, when all files but the index are there and the index is: the checkpoint exists."""
+        """Make the checkpoint exist, after all its files are written. On one rank."""
         ...
 
     def abandon(self, step: int) -> None:
-        """What was written of a step is removed."""
+        """Remove what was written of a step."""
         ...
 
     def steps(self) -> list[int]:
-        """Of all checkpoints, in order."""
+        """The steps of all checkpoints, in order."""
         ...
 
     def remove(self, step: int) -> None: ...
 
     def size(self, step: int, name: str) -> int | None:
-        """Of a file in bytes; none where it is not there."""
+        """The size of a file in bytes; None where it does not exist."""
         ...
 
     def read(self, step: int, name: str, ranges: Sequence[tuple[int, int]]) -> bytearray:
-        """(first byte, number) one after another."""
+        """Read byte ranges (first byte, number) one after another."""
         ...
 
     def set_aside(self, step: int) -> None:
-        """It is no checkpoint any more, but what it holds is left to the user."""
+        """Rename a checkpoint so that it no longer counts as one; its files are kept for the user."""
         ...
 
 
@@ -99,18 +99,20 @@ def storage_error(error: Exception, path: str, action: str) -> CheckpointError:
 
 
 class LocalStorage:
+    """Checkpoints in a local or shared directory."""
+
     def __init__(self, folder: Path):
         self.folder, self.address = folder, str(folder)
 
     def begin(self, step: int) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            # A kill came between the two moves of `commit`, or behind them.
-            for found in self.folder.glob(f"{PREVIOUS_PREFIX}*"):
-                place = self.folder / found.name.removeprefix(PREVIOUS_PREFIX)
-                shutil.rmtree(found) if place.exists() else found.rename(place)
-            for found in self.folder.glob(f"{WRITING_PREFIX}*"):
-                shutil.rmtree(found)
+            # The process was killed between the two renames of `commit`, or after them.
+            for previous in self.folder.glob(f"{PREVIOUS_PREFIX}*"):
+                final = self.folder / previous.name.removeprefix(PREVIOUS_PREFIX)
+                shutil.rmtree(previous) if final.exists() else previous.rename(final)
+            for unfinished in self.folder.glob(f"{WRITING_PREFIX}*"):
+                shutil.rmtree(unfinished)
             self._writing_dir(step).mkdir()
         except OSError as error:
             raise storage_error(error, self.address, "written") from error
@@ -122,8 +124,8 @@ class LocalStorage:
                 write_direct(path, file, wait_for_bytes)
         except FileNotFoundError as error:
             raise CheckpointError(
-                f"a checkpoint cannot be written ({path.parent} is not there); all ranks must see one folder: set "
-                "checkpoint.path to one on a disk that all machines share, or to an address such as s3://..."
+                f"a checkpoint cannot be written ({path.parent} does not exist); all ranks must see one directory: set "
+                "checkpoint.path to one on a file system that all nodes share, or to an address such as s3://..."
             ) from error
         except OSError as error:
             raise storage_error(error, str(path), "written") from error
@@ -131,7 +133,7 @@ class LocalStorage:
     def commit(self, step: int) -> None:
         try:
             _fsync_dir(self._writing_dir(step))
-            if self._final_dir(step).exists():  # the same step again, after the run went back
+            if self._final_dir(step).exists():  # the same step again, after a rollback
                 self._final_dir(step).rename(self._previous_dir(step))
             self._writing_dir(step).rename(self._final_dir(step))
             _fsync_dir(self.folder)
@@ -152,11 +154,11 @@ class LocalStorage:
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
-            raise storage_error(error, self.address, "looked for") from error
+            raise storage_error(error, self.address, "listed") from error
         return sorted(int(match[1]) for name in names if (match := STEP_DIR_PATTERN.fullmatch(name)))
 
     def remove(self, step: int) -> None:
-        # First out of sight: a reader never sees half of it.
+        # Renamed first, so that no reader sees half of it.
         gone = self.folder / f"{WRITING_PREFIX}removed-{step_dir_name(step)}"
         try:
             self._existing_dir(step).rename(gone)
@@ -173,22 +175,22 @@ class LocalStorage:
             raise storage_error(error, str(self._existing_dir(step) / name), "read") from error
 
     def read(self, step: int, name: str, ranges: Sequence[tuple[int, int]]) -> bytearray:
-        path, found, at = self._existing_dir(step) / name, bytearray(sum(count for _, count in ranges)), 0
-        view = memoryview(found)
+        path, data, at = self._existing_dir(step) / name, bytearray(sum(count for _, count in ranges)), 0
+        view = memoryview(data)
         try:
             file = os.open(path, os.O_RDONLY)
             try:
                 for start, count in ranges:
                     while count:
-                        got = os.preadv(file, [view[at : at + min(count, WRITE_CHUNK_BYTES)]], start)
-                        if not got:
-                            raise CheckpointError(f"the checkpoint is damaged ({path} ends too early)")
-                        at, start, count = at + got, start + got, count - got
+                        num_read = os.preadv(file, [view[at : at + min(count, WRITE_CHUNK_BYTES)]], start)
+                        if not num_read:
+                            raise CheckpointError(f"the checkpoint is corrupt ({path} is truncated)")
+                        at, start, count = at + num_read, start + num_read, count - num_read
             finally:
                 os.close(file)
         except OSError as error:
             raise storage_error(error, str(path), "read") from error
-        return found
+        return data
 
     def set_aside(self, step: int) -> None:
         aside = self.folder / f"left-{step_dir_name(step)}"
@@ -199,7 +201,7 @@ class LocalStorage:
             raise storage_error(error, str(self._existing_dir(step)), "set aside") from error
 
     def _existing_dir(self, step: int) -> Path:
-        """Where a checkpoint is."""
+        """The directory of an existing checkpoint."""
         place, before = self._final_dir(step), self._previous_dir(step)
         return before if before.exists() and not place.exists() else place
 
@@ -214,7 +216,7 @@ class LocalStorage:
 
 
 def _fsync_dir(folder: Path) -> None:
-    """A folder's own entries are on the disk."""
+    """Flush a directory's entries to the disk."""
     file = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -223,7 +225,7 @@ def _fsync_dir(folder: Path) -> None:
 
 
 class RemoteStorage:
-    """torch brings fsspec along; the package of a protocol (s3fs, gcsfs) is the user's to install."""
+    """Checkpoints in a file system of fsspec, which torch depends on; the user installs its package (s3fs, gcsfs)."""
 
     def __init__(self, address: str):
         import fsspec  # type: ignore[import-untyped]
@@ -243,7 +245,7 @@ class RemoteStorage:
         self.abandon(step)
 
     def write(self, step: int, name: str, file: Buffer, wait_for_bytes: WaitForBytes = no_wait) -> None:
-        # The index is what makes it a checkpoint: it gets its name in `commit`.
+        # The index makes it a checkpoint, so `commit` gives it its name.
         path = f"{self._writing_dir(step)}/{name}" + (".writing" if name == INDEX_FILE else "")
         wait_for_bytes(len(file))
         with _as_storage_error(path, "written"), self._filesystem.open(path, "wb") as stream:
@@ -264,9 +266,9 @@ class RemoteStorage:
                 self._filesystem.rm(place, recursive=True)
 
     def steps(self) -> list[int]:
-        with _as_storage_error(self.address, "looked for"):
-            found = {_step_of(path) for path in self._folders() if self._has_index(path)}
-        return sorted(step for step in found if step is not None)
+        with _as_storage_error(self.address, "listed"):
+            steps = {_step_of(path) for path in self._folders() if self._has_index(path)}
+        return sorted(step for step in steps if step is not None)
 
     def remove(self, step: int) -> None:
         self._remove(self._existing_dir(step))
@@ -289,28 +291,28 @@ class RemoteStorage:
     def read(self, step: int, name: str, ranges: Sequence[tuple[int, int]]) -> bytearray:
         path = f"{self._existing_dir(step)}/{name}"
         with _as_storage_error(path, "read"):
-            found: list[Any] = self._filesystem.cat_ranges(
+            pieces: list[Any] = self._filesystem.cat_ranges(
                 [path] * len(ranges),
                 [start for start, _ in ranges],
                 [start + count for start, count in ranges],
                 on_error="raise",
             )
-        whole = bytearray().join(found)
-        if len(whole) != sum(count for _, count in ranges):
-            raise CheckpointError(f"the checkpoint is damaged ({path} ends too early)")
-        return whole
+        data = bytearray().join(pieces)
+        if len(data) != sum(count for _, count in ranges):
+            raise CheckpointError(f"the checkpoint is corrupt ({path} is truncated)")
+        return data
 
     def _final_dirs(self, step: int) -> tuple[str, str]:
         place = f"{self._root}/{step_dir_name(step)}"
         return place, f"{place}{REWRITE_SUFFIX}"
 
     def _existing_dir(self, step: int) -> str:
-        """Where a checkpoint is."""
+        """The directory of an existing checkpoint."""
         place, again = self._final_dirs(step)
         return place if self._has_index(place) or not self._has_index(again) else again
 
     def _writing_dir(self, step: int) -> str:
-        """Where one is written: every rank finds the same, since none appears before all have written."""
+        """The directory to write to: the same on every rank, since no checkpoint appears before all have written."""
         self._filesystem.invalidate_cache()
         place, again = self._final_dirs(step)
         return again if self._has_index(place) else place
@@ -334,16 +336,16 @@ def _step_of(path: str) -> int | None:
 def _as_storage_error(path: str, action: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # every protocol has errors of its own
+    except Exception as error:  # every protocol has its own errors
         raise storage_error(error, path, action) from error
 
 
 def read_index_files(storage: Storage, step: int) -> tuple[bytearray, bytearray]:
-    """The index of a checkpoint and its digest, as they lie there."""
-    found = []
+    """Read the index of a checkpoint and its digest."""
+    files = []
     for name in (INDEX_FILE, DIGEST_FILE):
         size = storage.size(step, name)
         if size is None:
-            raise CheckpointError(f"the checkpoint is damaged ({storage.address}/{step_dir_name(step)} has no {name})")
-        found.append(storage.read(step, name, [(0, size)]))
-    return found[0], found[1]
+            raise CheckpointError(f"the checkpoint is corrupt ({storage.address}/{step_dir_name(step)} has no {name})")
+        files.append(storage.read(step, name, [(0, size)]))
+    return files[0], files[1]

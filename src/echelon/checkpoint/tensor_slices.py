@@ -1,16 +1,16 @@
-"""Boxes of a logical tensor: what a rank holds of it, and what two of them share. No torch.
+"""Slices of a logical tensor as boxes: what a rank holds, and the intersections of boxes. No torch.
 
 [Note: a run is a few boxes]
 
-A rank holds a run [start, stop) of the elements of its local tensor, laid row by row (layout/placement.py), whose real
-elements are a box of the logical tensor. A run of rows is the end of one row, some whole rows and the start of another:
+A rank holds a run [start, stop) of the row-major elements of its local tensor (layout/placement.py), whose real
+elements are a box of the logical tensor. A run of rows is the end of one row, some full rows and the start of another:
 
     . . . a a        in two dimensions at most three boxes, in n at most 2n - 1,
-    b b b b b        each of which lies in memory without gaps, one after another
+    b b b b b        each of which is contiguous in memory, one after another
     b b b b b
     c c . . .
 
-Where the local tensor is padded, the padding is cut off each box. What is left goes to disk, dense.
+Padding of the local tensor is removed from each box. The rest goes to disk, dense.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class LocalSlice:
-    """What is held of a logical tensor: a run of a local tensor that covers a box of it, perhaps with padding."""
+    """A rank's slice of a logical tensor: a run of a local tensor that covers a box of it, perhaps with padding."""
 
     local_shape: tuple[int, ...]
-    """shape of the local tensor, padding included"""
+    """shape of the local tensor, including padding"""
     box: Box
     """of the logical tensor, without padding"""
     start: int
@@ -55,7 +55,7 @@ class LocalSlice:
         return box_shape(self.box) != self.local_shape
 
     def boxes(self) -> list[PlacedBox]:
-        """Its boxes, in the order in which they lie."""
+        """The boxes of the run, in memory order."""
         strides = row_major_strides(self.local_shape)
         found = []
         for low, sizes in _cover_with_boxes(self.local_shape, self.start, self.stop):
@@ -71,7 +71,7 @@ class LocalSlice:
 
 @dataclass(frozen=True)
 class PlacedBox:
-    """A box of a logical tensor, and where it lies in a run."""
+    """A box of a logical tensor, and its offset and strides in a run."""
 
     box: Box
     offset: int
@@ -80,7 +80,7 @@ class PlacedBox:
     """in elements"""
 
     def sub_box(self, box: Box) -> PlacedBox:
-        """A box inside it."""
+        """The part of it that a smaller box covers."""
         steps = zip(box, self.box, self.strides, strict=True)
         return PlacedBox(box, self.offset + sum((a[0] - b[0]) * stride for a, b, stride in steps), self.strides)
 
@@ -88,7 +88,7 @@ class PlacedBox:
 def _cover_with_boxes(
     shape: tuple[int, ...], start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(first indices, sizes) of boxes that cover a run of a row-major tensor, in its order."""
+    """(first indices, sizes) of the boxes that cover a run of a row-major tensor, in memory order."""
     if start >= stop:
         return
     if not shape:
@@ -119,30 +119,30 @@ def numel(box: Box) -> int:
 
 
 def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of a dense row-major tensor."""
-    found, step = [], 1
+    """The strides of a dense row-major tensor."""
+    strides, step = [], 1
     for size in reversed(shape):
-        found.append(step)
+        strides.append(step)
         step *= size
-    return tuple(reversed(found))
+    return tuple(reversed(strides))
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """What two boxes share; none where that is nothing."""
-    found = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
-    return found if all(low < high for low, high in found) else None
+    """The intersection of two boxes; None where it is empty."""
+    shared = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
+    return shared if all(low < high for low, high in shared) else None
 
 
 @dataclass(frozen=True)
 class ContiguousRows:
-    """A box inside a tensor, as rows that lie without gaps: so many elements from each of these places."""
+    """A box inside a tensor, as contiguous rows: `length` elements from each of the starts."""
 
     length: int
     starts: tuple[int, ...]
 
 
 def contiguous_rows(box: Box, outer: Box) -> ContiguousRows:
-    """The rows of a box in a dense row-major tensor that covers the box `around`."""
+    """The contiguous rows of a box in a dense row-major tensor that covers the box `outer`."""
     outer_sizes, strides = box_shape(outer), row_major_strides(box_shape(outer))
     sizes, split = box_shape(box), len(box)
     while split and sizes[split - 1] == outer_sizes[split - 1]:

@@ -1,12 +1,12 @@
-"""What one rank holds of a training state, by logical name: parameters, the optimizer's states, averages, buffers.
+"""One rank's part of a training state, by logical name: parameters, optimizer states, EMA, buffers, scalars.
 
-    model.<parameter>               master values; what is shorter on the device follows from them
-    optimizer.<kind>.<parameter>    `mean`, `square`, `momentum`, `rows`, `columns`, `step`, ... (optim/optimizer_state.py)
-    average.<parameter>             of the weights
+    model.<parameter>               master weights; the device's lower-precision weights are derived from them
+    optimizer.<state>.<parameter>   `mean`, `square`, `momentum`, `rows`, `columns`, `step`, ... (optimizer_state.py)
+    average.<parameter>             EMA of the weights
     buffer.<name>                   running statistics, biases of gates
     train.<name>                    loss scale, targets of the last step
 
-Of what several ranks hold, one writes: every element is written once (`Piece.owner` and `Piece.first`).
+Of replicas, one rank writes: every element is written once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SAFETENSORS_DTYPES = {
 
 @dataclass(frozen=True)
 class StateItem:
-    """What a rank holds of one logical tensor."""
+    """A rank's slice of one logical tensor."""
 
     name: str
     dtype: torch.dtype
@@ -53,13 +53,13 @@ class StateItem:
     """of the logical tensor"""
     local_slice: LocalSlice
     is_writer: bool
-    """this rank writes it"""
+    """whether this rank writes it"""
     read: Callable[[], Tensor]
     """its elements, flat"""
     write: Callable[[Tensor], None]
-    """sets them; padding is 0"""
+    """sets them; padding must be 0"""
     stable_until_update: bool = True
-    """what is read is the same until the next update; not so where states are on disk, and of buffers"""
+    """whether `read` returns the same values until the next update; false for states on disk and for buffers"""
 
     @property
     def size(self) -> int:
@@ -71,7 +71,7 @@ class StateItem:
 
 @dataclass(frozen=True)
 class ScalarState:
-    """A number of the whole run, which every rank has."""
+    """A scalar of the run, which every rank holds."""
 
     dtype: torch.dtype
     read: Callable[[], Tensor]
@@ -79,7 +79,7 @@ class ScalarState:
 
 
 class TrainingState:
-    """One rank's part of a training state. All its items come in the same order every time."""
+    """One rank's part of a training state; its items always come in the same order."""
 
     def __init__(
         self,
@@ -92,43 +92,42 @@ class TrainingState:
         self._scalars = scalars or {}
 
     def items(self, *, restoring: bool = False) -> Iterator[StateItem]:
-        """With `changing`, everybody is told when a unit's values have been written."""
-        flat = self._parallel.sharded_model
-        for unit in flat.param_groups:
-            for entry in unit.spec.params:
-                yield _parameter_item(unit, flat.placement.piece(unit.spec, entry))
+        """With `restoring`, each parameter group refreshes what it derives from its weights after they were written."""
+        sharded_model = self._parallel.sharded_model
+        for group in sharded_model.param_groups:
+            for entry in group.spec.params:
+                yield _parameter_item(group, sharded_model.placement.piece(group.spec, entry))
             if restoring:
-                unit.after_update()
-        for kept in self._optimizer.named_states():
-            yield _optimizer_item(f"optimizer.{kept.name}", kept)
-        for kept in self._average.named_states() if self._average is not None else ():
-            yield _optimizer_item(kept.name, kept)
+                group.after_update()
+        for state in self._optimizer.named_states():
+            yield _optimizer_item(f"optimizer.{state.name}", state)
+        for state in self._average.named_states() if self._average is not None else ():
+            yield _optimizer_item(state.name, state)
         yield from self._buffers()
-        first = self._parallel.axes.rank == 0
-        for name, found in self._scalars.items():
-            part = LocalSlice.full(())
+        is_writer = self._parallel.axes.rank == 0
+        for name, scalar in self._scalars.items():
             yield StateItem(
                 f"train.{name}",
-                found.dtype,
+                scalar.dtype,
                 (),
-                part,
-                first,
-                _flattened(found.read),
-                found.write,
+                LocalSlice.full(()),
+                is_writer,
+                _flattened(scalar.read),
+                scalar.write,
                 stable_until_update=False,
             )
 
     def _buffers(self) -> Iterator[StateItem]:
-        model, at = self._parallel.model, self._parallel.axes.coordinates
-        lasting = model.state_dict(keep_vars=True).keys()
-        first = all(at[axis] == 0 for axis in ("dp", "tp", "cp"))
+        model, coordinates = self._parallel.model, self._parallel.axes.coordinates
+        persistent = model.state_dict(keep_vars=True).keys()
+        is_writer = all(coordinates[axis] == 0 for axis in ("dp", "tp", "cp"))
         for name, buffer in model.named_buffers():
-            if name in lasting:
+            if name in persistent:
                 part = LocalSlice.full(buffer.shape)
                 flat, shape = partial(torch.reshape, buffer, (-1,)), tuple(buffer.shape)
                 write = partial(_copy_into, buffer)
                 yield StateItem(
-                    f"buffer.{name}", buffer.dtype, shape, part, first, flat, write, stable_until_update=False
+                    f"buffer.{name}", buffer.dtype, shape, part, is_writer, flat, write, stable_until_update=False
                 )
 
 
@@ -175,7 +174,7 @@ def _optimizer_item(prefix: str, kept: OptimizerState) -> StateItem:
 
 
 def _matrix_range(piece: Piece) -> tuple[int, int]:
-    """Which matrices of a stack a rank's box has: only the first dimension is cut."""
+    """Which matrices of a stack are in a rank's box: only the first dimension is sharded."""
     shape = piece.param.shape
     each = math.prod(shape[1:-2])
     low, high = piece.box[0]

@@ -1,4 +1,4 @@
-"""Tokens on disk, and their order as a pure function. NumPy only: nothing here imports torch, but images.py."""
+"""Token files, and the sample order as a pure function. NumPy only, except synthetic_images.py."""
 
 from echelon.data.blended_dataset import SourceBlend
 from echelon.data.default_corpus import default_corpus

@@ -1,16 +1,16 @@
-"""Several weighted sources: which source serves a sample is a pure function of the sample's index.
+"""Blending of weighted sources: which source provides a sample is a pure function of the sample's index.
 
-[Note: a mixture without a counter]
-The weights become whole numbers of samples in a period. Inside the period each source is spread evenly: the r-th of
-its c samples wants the place (r + 1/2) / c of the way, and the samples stand in the order of their wishes. Weights
+[Note: a blend without a counter]
+The weights become integer numbers of samples per period. Inside the period each source is spread evenly: the ideal
+position of the r-th of its c samples is (r + 1/2) / c of the period, and samples are sorted by ideal position. Weights
 3 : 2 give
 
     index        0  1  2  3  4 | 5  6  7  8  9 | ...
-    source       A  B  A  B  A | A  B  A  B  A |          source and rank come from a table of one period
-    its rank     0  0  1  1  2 | 3  2  4  3  5 |          rank = period number x count + rank in the table
+    source       A  B  A  B  A | A  B  A  B  A |          source and index come from a table of one period
+    its index    0  0  1  1  2 | 3  2  4  3  5 |          index = period number x count + index in the table
 
 so that after any number of samples, not only at the end of a period, k sources have had their shares to within
-(k + 1) / 2 samples. The rank is the number of earlier samples of the same source: no sample of a source is skipped.
+(k + 1) / 2 samples. The index counts the earlier samples of the same source: no sample of a source is skipped.
 """
 
 import math
@@ -29,26 +29,24 @@ MAX_PERIOD = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class SourceBlend:
-    """How often each source is served."""
+    """How many samples of each source a period contains."""
 
     counts: tuple[int, ...]
     """Samples of each source in one period."""
 
     @classmethod
     def from_weights(cls, weights: Sequence[float]) -> "SourceBlend":
-        """Exact where whole numbers with a sum of at most 65536 are in the same ratio, else rounded to 1/65536."""
+        """Exact where integers with a sum of at most 65536 have the same ratio, else rounded to 1/65536."""
         for weight in weights:
             if not (math.isfinite(weight) and weight > 0):
-                raise ValueError(
-                    f"a weight must be a number above 0 ({weight}); leave the source out instead of giving it 0"
-                )
-        # By way of the decimal text: 0.7 means seven tenths, not the double nearest to it.
+                raise ValueError(f"a weight must be positive ({weight}); remove the source instead of giving it 0")
+        # Through the decimal text: 0.7 means seven tenths, not the nearest double.
         parts = [Fraction(repr(float(weight))) for weight in weights]
         shares = [part / sum(parts) for part in parts]
         period = math.lcm(*(share.denominator for share in shares))
         if period <= MAX_PERIOD:
             return cls(counts=tuple(int(share * period) for share in shares))
-        # Largest remainders: the counts add up to the period, and each is off by less than one.
+        # Largest remainders: the counts sum to the period, and each is off by less than one.
         counts = [int(share * MAX_PERIOD) for share in shares]
         remainders = sorted(range(len(shares)), key=lambda source: counts[source] - shares[source] * MAX_PERIOD)
         for source in remainders[: MAX_PERIOD - sum(counts)]:
@@ -56,8 +54,8 @@ class SourceBlend:
         if 0 in counts:
             source = counts.index(0)
             raise ValueError(
-                f"weight {weights[source]} is too small beside the others (share {float(shares[source]):.2g}, "
-                f"the least is 1/{MAX_PERIOD}); raise it or leave the source out"
+                f"weight {weights[source]} is too small relative to the others (share {float(shares[source]):.2g}, "
+                f"at least 1/{MAX_PERIOD}); raise it or remove the source"
             )
         return cls(counts=tuple(counts))
 
@@ -66,18 +64,18 @@ class SourceBlend:
         return sum(self.counts)
 
     def source_and_index(self, index: AnyIntArray) -> tuple[IntArray, IntArray]:
-        """The source that serves each global index, and how many earlier samples that source served."""
+        """The source of each global index, and the index of the sample in that source."""
         index = validate_indices(index)
-        sources, ranks = self._table
-        place = index % self.period
-        source = sources[place]
-        return source, index // self.period * np.array(self.counts, np.int64)[source] + ranks[place]
+        sources, indices = self._table
+        position = index % self.period
+        source = sources[position]
+        return source, index // self.period * np.array(self.counts, np.int64)[source] + indices[position]
 
     @cached_property
     def _table(self) -> tuple[IntArray, IntArray]:
-        """See [Note: a mixture without a counter]. Equal wishes are equal doubles, and go by the source's number."""
+        """Sources and indices of one period. Equal ideal positions are equal doubles, ordered by source number."""
         source = np.repeat(np.arange(len(self.counts), dtype=np.int64), self.counts)
-        rank = np.concatenate([np.arange(count, dtype=np.int64) for count in self.counts])
-        wish = (2 * rank + 1) / np.array(self.counts)[source]
-        order = np.lexsort((source, wish))
-        return source[order], rank[order]
+        index = np.concatenate([np.arange(count, dtype=np.int64) for count in self.counts])
+        ideal = (2 * index + 1) / np.array(self.counts)[source]
+        order = np.lexsort((source, ideal))
+        return source[order], index[order]

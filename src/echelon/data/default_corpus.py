@@ -1,4 +1,4 @@
-"""The default corpus: real text that every machine with Python has, its standard library's sources. No download."""
+"""The default corpus: the sources of Python's standard library, which need no download."""
 
 import os
 import sysconfig
@@ -9,7 +9,7 @@ from echelon.data.tokenize import Progress, TextError, find_files
 from echelon.data.tokenizer import ByteTokenizer, Tokenizer
 
 DEFAULT_BYTES = 8_000_000
-# Not the library's own text (installed packages), or tables and tests that teach a model little.
+# Installed packages, and tables and tests that teach a model little.
 _EXCLUDED_DIRS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"})
 
 
@@ -20,14 +20,14 @@ def default_corpus(
     tokenizer: Tokenizer | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """The token file of the default corpus, made if `folder` lacks it: whole files, at most `max_bytes` of text."""
+    """The token file of the default corpus, written if `folder` lacks it: full files, at most `max_bytes` of text."""
     return cached_token_file(
         stdlib_files(max_bytes), folder, name="stdlib", tokenizer=tokenizer or ByteTokenizer(), progress=progress
     )
 
 
 def stdlib_files(max_bytes: int = DEFAULT_BYTES) -> list[Path]:
-    """The library's sources in sorted order, each that still fits."""
+    """The standard library's sources in sorted order, as many as fit."""
     library = Path(sysconfig.get_path("stdlib"))
     files, left = [], max_bytes
     for file in find_files(library, suffixes=(".py",), exclude=_EXCLUDED_DIRS):

@@ -1,8 +1,8 @@
 """The order of samples as a pure function: (seed, global index) -> (epoch, sample), in O(1) and without state.
 
 [Note: a shuffle without a list]
-A shuffled list of n numbers costs n numbers of memory and, on resume, the time to build it again. Instead the sample at
-a position is computed. A Feistel network is a permutation of 2^b numbers whatever its round function is, since each
+A shuffled list of n numbers costs n numbers of memory and, on resume, the time to rebuild it. Instead the sample at a
+position is computed. A Feistel network is a permutation of 2^b numbers whatever its round function is, since each
 round only XORs one half of the bits with a function of the other half, and XORing again undoes it:
 
         high        low                1. b = the bits that n - 1 needs, at least 6.
@@ -13,8 +13,8 @@ round only XORs one half of the bits with a function of the other half, and XORi
          |           |                    is left is a permutation of range(n). For n > 32 it takes fewer than two tries
         ...  8 rounds ...                 on average.
 
-The key is a hash of (seed, stream, epoch), so every epoch and every source has an order of its own. A resumed run must
-see the order of the first one, so these numbers may never change: tests/data/test_order.py pins them.
+The key is a hash of (seed, stream, epoch), so every epoch and every source has its own order. A resumed run must see
+the original order, so these numbers may never change: tests/data/test_sample_order.py pins them.
 """
 
 import numpy as np
@@ -57,7 +57,7 @@ def rank_indices(indices: range, rank: int, num_ranks: int) -> range:
 
 def feistel_permute(index: IntArray, num: int, key: _Words) -> IntArray:
     """The keyed permutation of range(num), at the given positions. See [Note: a shuffle without a list]."""
-    # At least 6: so few bits that a half has one or two leave some orders of a tiny set much likelier than others.
+    # At least 6: with one or two bits per half, some orders of a tiny set would be much likelier than others.
     bits = max(6, (num - 1).bit_length())
     low_bits = np.uint64(bits // 2)
     low_mask = np.uint64((1 << (bits // 2)) - 1)
@@ -77,7 +77,7 @@ def feistel_permute(index: IntArray, num: int, key: _Words) -> IntArray:
 
 
 def validate_indices(index: AnyIntArray) -> IntArray:
-    """One dimension of int64, none negative."""
+    """Convert sample indices to a one-dimensional int64 array without negative values."""
     index = np.asarray(index)
     if index.ndim != 1 or (index.size and (index.dtype.kind not in "iu" or int(index.min()) < 0)):
         raise ValueError(
@@ -93,7 +93,7 @@ def _absorb(key: _Words, value: "int | _Words") -> _Words:
 
 
 def _hash(word: _Words, salt: int) -> _Words:
-    """splitmix64: each bit of the input changes each bit of the output with a chance of one half."""
+    """splitmix64: each input bit changes each output bit with probability one half."""
     word = word + np.uint64((salt + 1) * _GOLDEN & _MASK)
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

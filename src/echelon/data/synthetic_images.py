@@ -1,6 +1,6 @@
-"""Images that can be learnt, made of nothing: each class has a picture of its own, and each sample noise over it.
+"""Synthetic images that a model can learn: one random picture per class, plus noise per sample.
 
-Every number is a function of (seed, sample), so any rank makes any sample, and there is nothing to download.
+Every number is a function of (seed, sample), so any rank can generate any sample without a download.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from torch import Tensor
 from echelon import rng
 
 COARSE_SIDE = 8
-"""side of a class's picture before it is enlarged"""
+"""side of a class's picture before it is upsampled"""
 
 
 def synthetic_images(
     samples: Tensor, *, side: int, classes: int, seed: int = 0, noise: float = 0.5
 ) -> tuple[Tensor, Tensor]:
-    """(float32 [B, 3, side, side], labels int64 [B]) of these samples, where they are."""
+    """Generate (images float32 [B, 3, side, side], labels int64 [B]) on the device of `samples`."""
     device = samples.device
     labels = rng.bits(rng.key(seed, "labels"), samples) % classes
     index = torch.arange(classes * 3 * COARSE_SIDE * COARSE_SIDE, device=device)

@@ -1,4 +1,4 @@
-"""Token files made once: text is tokenised into a folder, under a name that changes when the text changes."""
+"""Cache of token files: text is tokenised once, under a name that changes when the text changes."""
 
 import hashlib
 import json
@@ -18,18 +18,15 @@ def prepare_token_file(
     tokenizer: Tokenizer,
     progress: Progress | None = None,
 ) -> Path:
-    """One entry of `data.path` as a token file: itself where it is one, else its text tokenised into `folder`.
-
-    A token file is read once as a whole and compared with its checksum.
-    """
+    """Verify an entry of `data.path` if it is a token file, else tokenise it into `folder`; returns the token file."""
     path = Path(path)
     if is_token_file(path) or (path.suffix == ".tokens" and path.is_file()):
         file = TokenFile(path)
         made_with = file.header.tokenizer
         if made_with != tokenizer.name:
             raise TokenFileError(
-                f"token file was made with another tokenizer ({path}: {made_with}, data.tokenizer: {tokenizer.name}); "
-                "set data.tokenizer to the one that made it"
+                f"token file was written with another tokenizer ({path}: {made_with}, data.tokenizer: "
+                f"{tokenizer.name}); set data.tokenizer to that one"
             )
         file.verify()
         return path
@@ -46,17 +43,17 @@ def cached_token_file(
     tokenizer: Tokenizer,
     progress: Progress | None = None,
 ) -> Path:
-    """The token file of these text files, made if `folder` does not have it.
+    """The token file of these text files, written if `folder` lacks it.
 
-    Two processes may ask at once: both write, each into a temporary file, and the same bytes take the name twice.
+    Two processes may call this at once: each writes a temporary file with the same bytes and renames it.
     """
-    # Size and time stand for the content, as in make: to read a corpus only to compare it costs as much as to use it.
-    facts = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    key = hashlib.sha256(json.dumps([VERSION, tokenizer.name, facts]).encode()).hexdigest()[:16]
+    # Size and time stand for the content, as in make: reading a corpus to compare it costs as much as using it.
+    stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    key = hashlib.sha256(json.dumps([VERSION, tokenizer.name, stats]).encode()).hexdigest()[:16]
     output = Path(folder, f"{name}-{key}.tokens")
     try:
         TokenFile(output)
     except TokenFileError:
-        # Not there, or damaged by something other than us: either way it can be made again.
+        # Missing or corrupt: write it.
         tokenize(files, output, tokenizer=tokenizer, progress=progress).verify()
     return output

@@ -1,10 +1,10 @@
-"""Token files -> batches. Nothing here has a position: a batch is a function of the indices that are asked for.
+"""Token files -> batches. The dataset is stateless: a batch is a function of its global sample indices.
 
     tokens of a file    a a a a|e b b b b b b|e c c c c c c c c|e          documents, each with its end (e)
     samples, T = 5      [0        ][1        ][2        ][3        ][4 - - -]
     sample s            tokens  s*T ... s*T + T - 1,  targets one further
 
-The last sample is filled with `eos` and has no target there, so in one epoch every token but the first of a file is a
+The last sample is padded with `eos` and has no targets there, so in one epoch every token but the first of a file is a
 target exactly once.
 """
 
@@ -27,7 +27,7 @@ NO_TARGET = IGNORE_INDEX
 
 
 class SampleLocation(NamedTuple):
-    """Where the samples of a batch lie, one entry for each."""
+    """File, epoch and sample number of each sample of a batch."""
 
     file: IntArray
     epoch: IntArray
@@ -37,10 +37,10 @@ class SampleLocation(NamedTuple):
 class TokenDataset:
     """Samples of `seq_len` tokens from one or more token files, in an order fixed by the seed.
 
-    With weights, file f serves `weights[f]` of every sum(weights) samples, and each file has epochs of its own.
+    With weights, file f provides `weights[f]` of every sum(weights) samples, and each file has its own epochs.
     Without, the files are one long source: an epoch visits each sample of each file once. The last `eval_fraction` of
-    each file's samples is never trained on. With `mask_documents` a batch also says which document each token is of,
-    and no target crosses from one document into the next.
+    each file's samples is held out. With `mask_documents` a batch also contains the document of each token, and no
+    target crosses into the next document.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class TokenDataset:
         self.blend: SourceBlend | None = None
         if seq_len < 1:
             faults.append(
-                ValidationIssue(key="seq_len", value=str(seq_len), message="is no length of a sample", legal=">= 1")
+                ValidationIssue(key="seq_len", value=str(seq_len), message="is not a valid length", legal=">= 1")
             )
         if not 0 <= eval_fraction < 1:
             faults.append(
                 ValidationIssue(
                     key="data.eval_fraction",
                     value=str(eval_fraction),
-                    message="is no share of the samples",
+                    message="is not a valid share of the samples",
                     legal="0 <= x < 1",
                 )
             )
@@ -113,9 +113,9 @@ class TokenDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Two runs with one fingerprint read the same samples in the same order."""
+        """A hash of the data and its order: runs with equal fingerprints read the same samples in the same order."""
         counts = self.blend.counts if self.blend else ()
-        facts = [
+        identity = [
             [file.header.sha256 for file in self.files],
             counts,
             self._num_train.tolist(),
@@ -123,10 +123,10 @@ class TokenDataset:
             self.seed,
             self.mask_documents,
         ]
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
     def locate(self, indices: AnyIntArray) -> SampleLocation:
-        """Which sample each global index stands for."""
+        """Find the file, epoch and sample of each global index."""
         indices = validate_indices(indices)
         if self.blend is None:
             epoch, sample = epoch_and_sample(indices, num_samples=self.num_train, seed=self.seed)
@@ -148,10 +148,8 @@ class TokenDataset:
         return self._read(place.file, place.sample)
 
     def eval_batch(self, indices: AnyIntArray) -> dict[str, IntArray]:
-        """The same for the held-out samples, in file order. An index past `num_eval` gives a row without a target.
-
-        So batches of one shape cover the held-out samples exactly, whatever their number.
-        """
+        """The same for the held-out samples, in file order. An index past `num_eval` gives a row without targets, so
+        that batches of one shape cover the held-out samples exactly."""
         indices = validate_indices(indices)
         ends = np.cumsum(self._num_eval)
         file = np.searchsorted(ends, indices, side="right").astype(np.int64)
@@ -161,7 +159,7 @@ class TokenDataset:
         return self._read(np.where(inside, file, -1), sample)
 
     def describe(self) -> list[tuple[str, str, str]]:
-        """What was derived, as (name, value, why), for the start of a run."""
+        """The resolved settings as (name, value, reason), for the start of a run."""
         header = self.files[0].header
         num_tokens = sum(file.header.num_tokens for file in self.files)
         num_documents = sum(file.header.num_documents for file in self.files)
@@ -196,10 +194,10 @@ class TokenDataset:
             window[row, : len(piece)] = piece
             known[row, : len(piece)] = True
             if self.mask_documents:
-                # int64 on both sides: a mixed search would copy every offset of the file to another type first.
+                # int64 on both sides: mixed dtypes would make NumPy copy every offset of the file first.
                 first, last = np.searchsorted(file.offsets, np.array([begin, begin + length], np.int64), side="right")
                 starts[row, file.offsets[first:last] - begin] = 1
-                # What follows the end of the file is a document of its own, so that nothing attends across.
+                # The padding after the end of the file is a document of its own, so that no token attends to it.
                 starts[row, len(piece) :][:1] = 1
         targets = np.where(known[:, 1:], window[:, 1:], NO_TARGET)
         batch = {"tokens": np.ascontiguousarray(window[:, :-1]), "targets": targets}
@@ -210,7 +208,7 @@ class TokenDataset:
 
 
 def _open_token_files(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[TokenFile], list[ValidationIssue]]:
-    """Every file that opens, and every reason why one does not or does not go with the others."""
+    """Open the token files; returns them and all issues of files that are unreadable or do not match the others."""
     files: list[TokenFile] = []
     faults: list[ValidationIssue] = []
     if not paths:

@@ -6,9 +6,8 @@
     +---------------------------+------------------------+---------+----------------------------+
 
 The header has a fixed size because the counts and the checksum are known only after the last token was streamed out. It
-carries its own CRC, so a damaged header is found when a file is opened; the payload's SHA-256 is compared once
-per run (see cache.py), since that reads the whole file. Nothing in the file depends on time or place: the same text
-gives the same bytes.
+contains its own CRC, which is checked when a file is opened; the payload's SHA-256 is compared once per run (see
+token_cache.py), since that reads the full file. The same text always gives the same bytes.
 """
 
 import contextlib
@@ -41,17 +40,17 @@ AnyIntArray = npt.NDArray[np.integer[Any]]
 
 
 class TokenFileError(ValueError):
-    """A token file that cannot be written, or read, or does not hold what its header says."""
+    """A token file cannot be written or read, or does not match its header."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFileHeader:
-    """What a token file says about itself."""
+    """The header of a token file."""
 
     dtype: str
     """`uint16` or `uint32`, the smallest that holds the vocabulary."""
     num_tokens: int
-    """Tokens in the file, ends of documents included."""
+    """Tokens in the file, including the ends of documents."""
     num_documents: int
     """Documents in the file; each has at least one token and ends with `eos`."""
     vocab_size: int
@@ -88,8 +87,7 @@ class TokenFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        # Opened once: a writer may put another file under this name between two looks at it. The one that was opened
-        # stays whole for as long as it is mapped.
+        # Opened once: a writer may replace the file between two opens. The opened one stays intact while it is mapped.
         try:
             with self.path.open("rb") as file:
                 self.header = header = _read_header(file, self.path)
@@ -100,7 +98,7 @@ class TokenFile:
                         f"token file {what} ({self.path}: {size} bytes, its header says {header.file_bytes}); "
                         "write it again"
                     )
-                # A plain array and not a memmap: the subclass costs more than the small slices that are taken of it.
+                # A plain array, not a memmap: creating the subclass costs more than the small slices of it.
                 self._bytes = np.asarray(np.memmap(file, np.uint8, "r"))
         except OSError as error:
             raise TokenFileError(f"cannot read token file ({self.path}: {error.strerror}); check data.path") from error
@@ -109,7 +107,7 @@ class TokenFile:
         self.offsets: IntArray = self._bytes[header.offsets_start :].view(_OFFSET)
 
     def verify(self) -> None:
-        """Reads the whole file; raises if it does not hold what the header says."""
+        """Read the full file and compare it with the header's checksum."""
         sha256 = hashlib.sha256(self._bytes[HEADER_BYTES:].data).hexdigest()
         if sha256 != self.header.sha256:
             raise TokenFileError(
@@ -119,7 +117,7 @@ class TokenFile:
 
 
 def is_token_file(path: str | os.PathLike[str]) -> bool:
-    """Whether the file begins as a token file does. Its contents may still be damaged."""
+    """Whether the file starts like a token file. Its contents may still be corrupt."""
     path = Path(path)
     if not path.is_file():
         return False
@@ -143,12 +141,10 @@ def _read_header(file: BinaryIO, path: Path) -> TokenFileHeader:
     crc32 = fields.pop("crc32", None)
     if crc32 != zlib.crc32(json.dumps(fields).encode()):
         raise damaged
-    # Only now: a version that the CRC vouches for is a real one, not a flipped bit.
+    # After the CRC: a wrong version is then real, not a flipped bit.
     version = fields.pop("version", None)
     if version != VERSION:
-        raise TokenFileError(
-            f"token file has another version ({path}: {version}, this release reads {VERSION}); write it again"
-        )
+        raise TokenFileError(f"token file has another version ({path}: {version}, expected {VERSION}); write it again")
     del fields["magic"]
     try:
         header = TokenFileHeader(**fields)
@@ -160,10 +156,10 @@ def _read_header(file: BinaryIO, path: Path) -> TokenFileHeader:
 
 
 class TokenWriter:
-    """Writes a token file document by document; the file appears under its name only when it is complete.
+    """Writes a token file document by document, as a context manager; the file appears only when it is complete.
 
-    Used as a context manager. Any number of writers may write the same path at once: each has its own temporary file,
-    and the last one to finish replaces the others' result in one step.
+    Several writers may write the same path at once: each has its own temporary file, and the last one to finish
+    replaces the others' result atomically.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, vocab_size: int, eos: int, tokenizer: str) -> None:
@@ -177,16 +173,16 @@ class TokenWriter:
         self._vocab_size, self._eos, self._tokenizer = vocab_size, eos, tokenizer
         self._num_tokens = self._num_documents = 0
         self._digest = hashlib.sha256()
-        # Refused here rather than after hours of writing.
+        # A header that is too long fails here rather than after hours of writing.
         self._header("").encode()
 
     def __enter__(self) -> Self:
-        # Our own name and not tempfile's: that one is readable by its owner only, and would stay so after the rename.
+        # Not tempfile's name: such a file is readable by its owner only, also after the rename.
         self._temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
         try:
             with contextlib.ExitStack() as stack:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                # A corpus may have more documents than fit in memory; their offsets wait on disk.
+                # The offsets of a large corpus may not fit in memory, so they are buffered on disk.
                 self._offsets: BinaryIO = stack.enter_context(tempfile.TemporaryFile(dir=self.path.parent))
                 self._file: BinaryIO = stack.enter_context(self._temporary.open("xb"))
                 self._file.seek(HEADER_BYTES)
@@ -196,7 +192,7 @@ class TokenWriter:
         return self
 
     def write_document(self, pieces: Iterable[npt.ArrayLike]) -> None:
-        """Writes one document, given in pieces of any length, and its end. A document without tokens is left out."""
+        """Write one document, given in pieces of any length, and its end. A document without tokens is skipped."""
         start = self._num_tokens
         for piece in pieces:
             tokens = np.asarray(piece)
@@ -216,8 +212,8 @@ class TokenWriter:
         except OSError as fault:
             raise self._cannot_write(fault) from fault
         finally:
-            # After a success both the file and its temporary name are gone already. After a failure, closing tries to
-            # write what is left and may fail again: the first error is the one to show.
+            # After a success the file is closed and renamed already. After a failure, closing flushes the rest and may
+            # fail again: the first error is the one to raise.
             for file in (self._offsets, self._file):
                 with contextlib.suppress(OSError):
                     file.close()
@@ -235,7 +231,7 @@ class TokenWriter:
         self._num_tokens += tokens.size
 
     def _write(self, file: BinaryIO, data: bytes) -> None:
-        # Only around the writing: an error of whoever reads the pieces is not ours to explain.
+        # Only around the write: an error of the iterator that produces the pieces is not a write error.
         try:
             file.write(data)
         except OSError as error:
@@ -254,7 +250,7 @@ class TokenWriter:
         self._file.seek(0)
         self._file.write(self._header(self._digest.hexdigest()).encode())
         self._file.flush()
-        # Without this a crash of the machine may leave the name on an empty file.
+        # Without this a crash of the node may leave an empty file under the name.
         os.fsync(self._file.fileno())
         self._file.close()
         os.replace(self._temporary, self.path)

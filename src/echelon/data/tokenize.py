@@ -27,7 +27,7 @@ TEXT_SUFFIXES = (
 )
 
 _BINARY_PROBE_BYTES = 1 << 16
-"""bytes at the start of a file in which a NUL means that it is no text"""
+"""bytes at the start of a file in which a NUL means that it is not text"""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes of text read so far, and the bytes of all of it."""
@@ -44,7 +44,7 @@ def tokenize(
     tokenizer: Tokenizer | None = None,
     progress: Progress | None = None,
 ) -> TokenFile:
-    """Writes the text under `paths` as one token file, each text file a document; bytes where no tokenizer is given."""
+    """Tokenise the text under `paths` into one token file, each text file a document; by default as bytes."""
     tokenizer = tokenizer or ByteTokenizer()
     files = text_files(paths)
     total, done = sum(file.stat().st_size for file in files), 0
@@ -61,44 +61,44 @@ def tokenize(
 
 
 def text_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """Files as they are given; in folders every file with a text suffix, in an order that no file system changes.
+    """Files as given; in directories every file with a text suffix, in an order independent of the file system.
 
-    Hidden names are left out. A file that is reached twice counts once: to see a source more often, give it a weight.
+    Hidden files are skipped. A file that is reached twice counts once; weights make a source count more often.
     """
-    found: dict[Path, Path] = {}
+    files: dict[Path, Path] = {}
     for path in map(Path, paths):
         if path.is_dir():
             inside = find_files(path)
             if not inside:
                 raise TextError(
-                    f"no text in the folder ({path}: no file ends in {' '.join(TEXT_SUFFIXES)}); "
-                    "name its files one by one"
+                    f"no text in the directory ({path}: no file ends in {' '.join(TEXT_SUFFIXES)}); "
+                    "list its files one by one"
                 )
         elif path.is_file():
             inside = [path]
         else:
-            raise TextError(f"no such file or folder ({path}); check data.path")
+            raise TextError(f"no such file or directory ({path}); check data.path")
         for file in inside:
-            found.setdefault(file.resolve(), file)
-    return list(found.values())
+            files.setdefault(file.resolve(), file)
+    return list(files.values())
 
 
 def find_files(
     folder: Path, *, suffixes: tuple[str, ...] = TEXT_SUFFIXES, exclude: frozenset[str] = frozenset()
 ) -> list[Path]:
-    """The files below a folder that end in one of the suffixes, without hidden names and those in `leave_out`."""
-    found = []
+    """The files below a directory that end in one of the suffixes, without hidden names and those in `exclude`."""
+    paths = []
     for root, folders, names in os.walk(folder):
-        # In place: what is cut here is not walked, and an installed torch alone has thousands of folders.
+        # In place, so that os.walk skips them: an installed torch alone has thousands of directories.
         folders[:] = [name for name in folders if not name.startswith(".") and name not in exclude]
-        found += [Path(root, name) for name in names if not name.startswith(".") and name.lower().endswith(suffixes)]
-    # By parts and not by text: "a/b" and "a-b" would change places where the separator is another character.
-    return sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(folder).parts)
+        paths += [Path(root, name) for name in names if not name.startswith(".") and name.lower().endswith(suffixes)]
+    # Sorted by parts, not by text: the order of "a/b" and "a-b" would depend on the separator.
+    return sorted((path for path in paths if path.is_file()), key=lambda path: path.relative_to(folder).parts)
 
 
 def _refuse_binary(file: BinaryIO, path: Path) -> None:
     if b"\0" in file.read(_BINARY_PROBE_BYTES):
-        raise TextError(f"not a text ({path}: it has NUL bytes); give text, or a token file that tokenize wrote")
+        raise TextError(f"not a text file ({path}: it has NUL bytes); give text, or a token file that tokenize wrote")
     file.seek(0)
 
 
@@ -109,5 +109,5 @@ def _with_progress(
         yield piece
         if progress is not None:
             done = before + file.tell()
-            # A log may grow while it is read.
+            # The file may grow while it is read.
             progress(done, max(done, total))

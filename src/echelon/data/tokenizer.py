@@ -1,6 +1,6 @@
-"""Tokenizers: bytes, which need nothing, and the JSON files of Hugging Face `tokenizers`.
+"""Tokenizers: bytes, and the JSON files of Hugging Face `tokenizers`.
 
-A tokenizer turns the bytes of one document into tokens, piece by piece, so that a document may be larger than memory.
+A tokenizer converts a document to tokens in pieces, so that a document may be larger than memory.
 """
 
 import codecs
@@ -16,7 +16,7 @@ import numpy as np
 from echelon.data.token_file import AnyIntArray
 
 _READ_BYTES = 1 << 22
-# Tried in this order when a tokenizer's own configuration does not name the token that ends a document.
+# Tried in this order when the tokenizer's configuration names no end-of-document token.
 _COMMON_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 
@@ -25,11 +25,11 @@ class TokenizerError(ValueError):
 
 
 class Tokenizer(Protocol):
-    """What the rest of the room needs of a tokenizer."""
+    """The interface of a tokenizer."""
 
     @property
     def name(self) -> str:
-        """Written into token files; two tokenizers of one name give the same tokens."""
+        """Stored in token files; tokenizers with equal names produce the same tokens."""
         ...
 
     @property
@@ -50,7 +50,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """One token for each byte, and token 256 for the end of a document. Any file can be read with it."""
+    """One token per byte, and token 256 for the end of a document."""
 
     name = "bytes"
     vocab_size = 257
@@ -60,7 +60,7 @@ class ByteTokenizer:
         return list(text.encode())
 
     def decode(self, tokens: Iterable[int]) -> str:
-        # A model may well give half a character, or the end of a document: neither is an error.
+        # A model may generate half a character, or the end of a document: neither is an error.
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
     def stream(self, file: BinaryIO) -> Iterator[AnyIntArray]:
