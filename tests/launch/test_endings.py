@@ -12,8 +12,8 @@ from pathlib import Path
 # A pool that nobody closes, and ranks that would sleep on.
 SCRIPT = """
 import os, signal, sys, time
-from echelon.launch.local_launcher import start
-from echelon.launch.rank_pool import Pool
+from echelon.launch.local_launcher import launch_ranks
+from echelon.launch.rank_pool import RankPool
 
 def pid():
     return os.getpid()
@@ -26,13 +26,13 @@ def sleep(name):
 if __name__ == "__main__":
     # A process in the background starts with this signal ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    pool = Pool()
+    pool = RankPool()
     print(*pool.run(pid, 2), flush=True)
     try:
-        start(sleep, ("first",), 2)
+        launch_ranks(sleep, ("first",), 2)
     except KeyboardInterrupt:
         print("interrupted", flush=True)
-    start(sleep, ("second",), 2)
+    launch_ranks(sleep, ("second",), 2)
 """
 
 

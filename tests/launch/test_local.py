@@ -26,7 +26,7 @@ def test_returns_what_rank_0_returns(tmp_path: Path) -> None:
 
 def test_only_rank_0_shows(tmp_path: Path) -> None:
     # In a process of its own: ranks write where the fork server does, and that one was started long before this test.
-    program = "import ranks; from echelon.launch.local_launcher import start; start(ranks.joined, (0.5,), 2)"
+    program = "import ranks; from echelon.launch.local_launcher import launch_ranks; launch_ranks(ranks.joined, (0.5,), 2)"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=Path(ranks.__file__).parent, capture_output=True, text=True, timeout=60
     )
