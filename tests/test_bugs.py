@@ -23,7 +23,7 @@ from echelon.parallel.dp.param_group import flat_norm
 from echelon.pipeline.execution import runtime
 from echelon.rng import RandomStream
 from echelon.training.loop import train_on_rank
-from tests.pipeline import odd_chains
+from tests.pipeline import odd_pipeline_models
 
 
 class Two(nn.Module):
@@ -249,10 +249,10 @@ def engines_in_turn():
 
     def made(seed, schedule="pipedream"):
         torch.manual_seed(seed)
-        return ec.Engine(odd_chains.Plain().double(), f"pp=2,accumulate=2,schedule={schedule}", options=float64())
+        return ec.Engine(odd_pipeline_models.Plain().double(), f"pp=2,accumulate=2,schedule={schedule}", options=float64())
 
     def stepped(engines):
-        return [engine.step(odd_chains.batch(4, step)).loss for step in range(3) for engine in engines]
+        return [engine.step(odd_pipeline_models.batch(4, step)).loss for step in range(3) for engine in engines]
 
     before = stepped([made(0, "1f1b")])
     alone = [stepped([made(seed)]) for seed in (0, 1)]
@@ -273,12 +273,12 @@ def recorded_while_the_clock_goes_back():
     from itertools import count
     from types import SimpleNamespace
 
-    engine = ec.Engine(odd_chains.Plain(), "pp=2,accumulate=2")
+    engine = ec.Engine(odd_pipeline_models.Plain(), "pp=2,accumulate=2")
     real, back = runtime.time, count(1e9, -1)
     runtime.time = SimpleNamespace(time=lambda: next(back))
     try:
         engine.pipeline.start_recording()
-        engine.step(odd_chains.batch(4, 0))
+        engine.step(odd_pipeline_models.batch(4, 0))
         _planned, measured = engine.pipeline.finish_recording()
     finally:
         runtime.time = real

@@ -271,29 +271,3 @@ def test_a_page_has_all_it_needs(both):
 def test_the_page_is_in_the_package():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
     assert "pipeline/draw/timeline.html" in project["tool"]["setuptools"]["package-data"]["echelon"]
-
-
-# Words
-
-
-def test_ticks_are_round():
-    assert timeline_labels.ticks(33, 10) == [0, 5, 10, 15, 20, 25, 30]
-    assert timeline_labels.ticks(0.3786, 8) == pytest.approx([0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35])
-    assert timeline_labels.ticks(0, 5) == [0]
-
-
-@given(st.floats(1e-9, 1e9), st.integers(5, 40))
-def test_ticks_are_few_and_inside(duration, most):
-    found = timeline_labels.ticks(duration, most)
-    assert 2 <= len(found) <= most + 1
-    assert found[-1] <= duration * (1 + 1e-6)
-
-
-def test_clock():
-    assert [timeline_labels.format_time(value, True) for value in (0, 2.5e-5, 0.0123, 1.5)] == [
-        "0 s",
-        "25 µs",
-        "12.3 ms",
-        "1.5 s",
-    ]
-    assert timeline_labels.format_time(33.0, False) == "33"

@@ -13,10 +13,10 @@ import echelon as ec
 from echelon.launch.rank_failure import RankError
 from echelon.layout import Layout
 from echelon.models.pipeline_model import get_pipeline_model
-from tests.pipeline import chains, odd_chains
+from tests.pipeline import odd_pipeline_models, pipeline_models
 
-SPEC = f"{Path(chains.__file__)}:build"
-ODD = Path(odd_chains.__file__)
+SPEC = f"{Path(pipeline_models.__file__)}:build"
+ODD = Path(odd_pipeline_models.__file__)
 
 
 @pytest.mark.parametrize(
@@ -71,15 +71,15 @@ def test_odd_models_equal_one_device(pool, model, layout):
 )
 def test_what_a_stage_cannot_do_is_said(pool, model, layout, said):
     with pytest.raises(RankError, match=re.escape(said)):
-        pool.run(odd_chains.step, Layout.parse(layout).world, model, layout)
+        pool.run(odd_pipeline_models.step, Layout.parse(layout).world, model, layout)
 
 
 def test_a_stage_that_raises_ends_the_job_with_its_traceback(pool):
     started = time.perf_counter()
     with pytest.raises(RankError, match="the third layer cannot go on") as caught:
-        pool.run(chains.raises, 2, timeout=60.0)
+        pool.run(pipeline_models.raises, 2, timeout=60.0)
     assert time.perf_counter() - started < 15
-    assert "chains.py" in str(caught.value)
+    assert "pipeline_models.py" in str(caught.value)
     assert caught.value.rank == 1
 
 
@@ -90,9 +90,9 @@ def test_a_model_without_a_chain_is_refused():
 
 def test_a_chain_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"no such module: nothing \(embed\); no link uses scale"):
-        get_pipeline_model(chains.Unfit())
+        get_pipeline_model(pipeline_models.Unfit())
     with pytest.raises(ValueError, match="several links are called same"):
-        get_pipeline_model(chains.Named())
+        get_pipeline_model(pipeline_models.Named())
 
 
 def test_asynchronous_stages_cannot_share_a_weight(pool):

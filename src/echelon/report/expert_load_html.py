@@ -6,12 +6,11 @@ The page gets a byte for every expert and column, so that 60 layers of 256 exper
 from __future__ import annotations
 
 import base64
-import json
 import math
 from html import escape
-from importlib.resources import files
 from typing import Any
 
+from echelon.draw.html_page import fill_template
 from echelon.report import load_colours
 from echelon.report.expert_load_history import ExpertLoadHistory, LayerLoadHistory
 from echelon.training.logging.expert_load import short_layer_name
@@ -47,15 +46,10 @@ def html_section(history: ExpertLoadHistory, *, light: bool = False) -> str:
         "figures": list(history.layers[0].columns[0].mean_figures),
         "layers": [_layer(layer, layer.name in shown) for layer in history.layers],
     }
-    # Inside a script, only "</" could end it.
-    text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
-    page = files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")
-    before, mark, after = page.partition('"DATA"')
-    assert mark
-    before = before.replace("MODE", "light" if light else "", 1)
-    for word, colours in (("LIGHT", load_colours.ON_LIGHT), ("DARK", load_colours.ON_DARK)):
-        before = before.replace(word, "; ".join(f"--s{step}: {colour}" for step, colour in enumerate(colours)), 1)
-    return before + text + after
+    marks = {"MODE": "light" if light else ""}
+    for name, colours in (("LIGHT", load_colours.ON_LIGHT), ("DARK", load_colours.ON_DARK)):
+        marks[name] = "; ".join(f"--s{index}: {colour}" for index, colour in enumerate(colours))
+    return fill_template(__package__, TEMPLATE, data, marks)
 
 
 def _layer(layer: LayerLoadHistory, shown: bool) -> dict[str, Any]:

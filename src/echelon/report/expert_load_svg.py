@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import groupby
 
-from echelon.pipeline.draw.timeline_labels import ticks
+from echelon.draw import svg_writer
+from echelon.draw.number_format import ticks
 from echelon.report.expert_load_history import ExpertLoadHistory, LayerLoadHistory
 from echelon.report.load_colours import (
     LOAD_LABELS,
@@ -36,9 +36,9 @@ MIN_MARKED_HEIGHT = 4.0
 MAP_HEIGHT = 224.0
 STRIP_HEIGHT = 30.0
 """of a line below a map"""
-FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
-LIGHT = {"paper": "#ffffff", "ink": "#1c2230", "pale": "#5a6376", "line": "#d5dae3", "empty": "#b3440f"}
-DARK = {"paper": "#11151c", "ink": "#e8ebf1", "pale": "#9aa4b5", "line": "#333b49", "empty": "#f08a52"}
+LIGHT = svg_writer.LIGHT_THEME | {"empty": "#b3440f"}
+DARK = svg_writer.DARK_THEME | {"empty": "#f08a52"}
+LINE_STYLE = "text{font-variant-numeric:tabular-nums}.thin{fill:none;stroke-width:1.6;stroke-linejoin:round}"
 
 MapRow = tuple[str, list[int | None]]
 """its name, and the steps of the scale of its cells"""
@@ -70,7 +70,7 @@ def as_svg(history: ExpertLoadHistory, *, light: bool = False) -> str:
     title = f"loads of experts: {history.heading()}"
     parts = [_text(MARGIN, 42, f"{history.name}: loads of experts" if history.name else "loads of experts", 22, 650)]
     thin = any(MAP_HEIGHT / layer.experts < MIN_MARKED_HEIGHT for layer in shown)
-    parts += [_text(MARGIN, 66, history.heading(), 14, look="pale"), *_legend(96, thin)]
+    parts += [_text(MARGIN, 66, history.heading(), 14, css_class="pale"), *_legend(96, thin)]
     y = 118.0
     if len(history.layers) > 1:
         rows = [
@@ -78,45 +78,37 @@ def as_svg(history: ExpertLoadHistory, *, light: bool = False) -> str:
             for layer in history.layers
         ]
         notes = [f"{layer.last['most']:.2f}, worst {layer.worst_max_over_mean:.2f}" for layer in history.layers]
-        parts.append(_text(LEFT + MAP_WIDTH + 8, y + 26, "last step, worst", 11, look="pale"))
+        parts.append(_text(LEFT + MAP_WIDTH + 8, y + 26, "last step, worst", 11, css_class="pale"))
         more, y = _heat_map("busiest expert of each layer, to the mean", rows, frame, y, notes)
         parts += more
     if len(shown) < len(history.layers):
         words = f"Below: the {len(shown)} least even of {len(history.layers)} layers, by the second half of the steps."
         y += 28
-        parts.append(_text(MARGIN, y, words, 13, look="pale"))
+        parts.append(_text(MARGIN, y, words, 13, css_class="pale"))
     for layer in shown:
         more, y = _layer(layer, frame, y)
         parts += more
-    height = y + 20
-    dark = "" if light else f"@media (prefers-color-scheme: dark){{{_style(DARK, ON_DARK)}}}"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH:.0f}" height="{height:.0f}" '
-        f'viewBox="0 0 {WIDTH:.0f} {height:.0f}" font-family="{FONT}" role="img">\n<title>{escape(title)}</title>\n'
-        f"<style>{_style(LIGHT, ON_LIGHT)}{dark}text{{font-variant-numeric:tabular-nums}}"
-        ".thin{fill:none;stroke-width:1.6;stroke-linejoin:round}</style>\n"
-        '<rect width="100%" height="100%" class="paper"/>\n' + "\n".join(parts) + "\n</svg>\n"
-    )
+    style = _style(LIGHT, ON_LIGHT) + ("" if light else svg_writer.in_dark_mode(_style(DARK, ON_DARK))) + LINE_STYLE
+    return svg_writer.document(parts, WIDTH, y + 20, title=title, style=style)
 
 
 def _style(colours: dict[str, str], scale: Sequence[str]) -> str:
-    found = "".join(f".{name}{{fill:{colour}}}" for name, colour in colours.items())
-    found += "".join(f".s{step}{{fill:{colour}}}" for step, colour in enumerate(scale))
-    return found + f".thin{{stroke:{colours['ink']}}}"
+    colours = colours | {f"s{index}": colour for index, colour in enumerate(scale)}
+    return svg_writer.fill_classes(colours) + f".thin{{stroke:{colours['ink']}}}"
 
 
 def _legend(y: float, thin: bool) -> Iterator[str]:
-    yield _text(MARGIN, y, "load to the mean", 13, look="pale")
+    yield _text(MARGIN, y, "load to the mean", 13, css_class="pale")
     x = MARGIN + 124
     for step, name in enumerate(LOAD_LABELS):
         yield f'<rect class="s{step}" x="{x:g}" y="{y - 11:g}" width="22" height="14"/>'
-        yield _text(x + 27, y, name, 12, look="pale")
+        yield _text(x + 27, y, name, 12, css_class="pale")
         x += 27 + 7 * len(name) + 14
     if thin:
-        yield _text(x, y, f"empty: {NO_TOKEN}", 12, look="pale")
+        yield _text(x, y, f"empty: {NO_TOKEN}", 12, css_class="pale")
     else:
         yield f'<rect class="empty" x="{x:g}" y="{y - 5:g}" width="22" height="2"/>'
-        yield _text(x + 27, y, NO_TOKEN, 12, look="pale")
+        yield _text(x + 27, y, NO_TOKEN, 12, css_class="pale")
 
 
 def _layer(layer: LayerLoadHistory, frame: _StepScale, y: float) -> tuple[list[str], float]:
@@ -165,9 +157,9 @@ def _heat_map(
                 shapes.setdefault(f"s{step}", []).append(f"M{x:.1f} {top:g}h{width:.1f}v{tall:g}h-{width:.1f}z")
         if at % every == 0:
             size = min(12.0, max(10.0, high))
-            parts.append(_text(LEFT - 10, top + high / 2 + 4, name, size, look="pale", anchor="end"))
+            parts.append(_text(LEFT - 10, top + high / 2 + 4, name, size, css_class="pale", anchor="end"))
             if notes:
-                parts.append(_text(LEFT + MAP_WIDTH + 8, top + high / 2 + 4, notes[at], size, look="pale"))
+                parts.append(_text(LEFT + MAP_WIDTH + 8, top + high / 2 + 4, notes[at], size, css_class="pale"))
     edges = ' shape-rendering="crispEdges"'
     parts += [f'<path class="{name}"{edges} d="{"".join(found)}"/>' for name, found in sorted(shapes.items())]
     y += len(rows) * high
@@ -191,14 +183,16 @@ def _strip(name: str, values: Sequence[float], frame: _StepScale, y: float) -> I
     if len(places) == 1:
         places = [(LEFT, places[0][1]), (LEFT + MAP_WIDTH, places[0][1])]
     yield f'<path class="thin" d="M{"L".join(f"{x:.1f} {high:.1f}" for x, high in places)}"/>'
-    yield _text(LEFT - 10, y + STRIP_HEIGHT / 2 + 6, name, 12, look="pale", anchor="end")
-    yield _text(LEFT + MAP_WIDTH + 8, y + STRIP_HEIGHT / 2 - 2, f"{number(values[-1])} at the end", 11, look="pale")
+    yield _text(LEFT - 10, y + STRIP_HEIGHT / 2 + 6, name, 12, css_class="pale", anchor="end")
+    yield _text(
+        LEFT + MAP_WIDTH + 8, y + STRIP_HEIGHT / 2 - 2, f"{number(values[-1])} at the end", 11, css_class="pale"
+    )
     yield _text(
         LEFT + MAP_WIDTH + 8,
         y + STRIP_HEIGHT / 2 + 12,
         f"{number(min(values))} to {number(max(values))}",
         11,
-        look="pale",
+        css_class="pale",
     )
 
 
@@ -209,12 +203,10 @@ def _axis(frame: _StepScale, y: float) -> Iterator[str]:
     for step in (frame.first, *(step for step in later if frame.x(step) - LEFT > 45)):
         x = frame.x(step + 0.5)
         yield f'<rect class="line" x="{x:.1f}" y="{y - 3:g}" width="1" height="4"/>'
-        yield _text(x, y + 12, f"{'step ' * (step == frame.first)}{step:,}", 11, look="pale", anchor="middle")
+        yield _text(x, y + 12, f"{'step ' * (step == frame.first)}{step:,}", 11, css_class="pale", anchor="middle")
 
 
 def _text(
-    x: float, y: float, text: str, size: float, weight: int = 400, *, look: str = "ink", anchor: str = "start"
+    x: float, y: float, text: str, size: float, weight: int = 400, *, css_class: str = "ink", anchor: str = "start"
 ) -> str:
-    more = f' font-weight="{weight}"' if weight != 400 else ""
-    more += f' text-anchor="{anchor}"' if anchor != "start" else ""
-    return f'<text class="{look}" x="{x:g}" y="{y:g}" font-size="{size:g}"{more}>{escape(text)}</text>'
+    return svg_writer.text(x, y, text, size, css_class=css_class, weight=weight, anchor=anchor)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from rich.text import Text
 
+from echelon.draw import svg_writer
 from echelon.pipeline import draw, timeline
 from echelon.pipeline.timeline import Timeline
 
@@ -59,7 +59,7 @@ class RunPicture:
         from echelon.report import expert_load_svg
 
         second = expert_load_svg.as_svg(self.expert_load, light=bool(first))
-        return _stack_svgs(first, second) if first else second
+        return svg_writer.stack(first, second) if first else second
 
     def as_html(self) -> str:
         page = draw.as_html(self.planned, self.measured) if self.planned is not None else ""
@@ -70,17 +70,5 @@ class RunPicture:
         if not page:
             return expert_load_html.as_html(self.expert_load)
         before, end, after = page.rpartition("</html>")
-        return f'{before}<hr style="border:0;height:28px">\n{expert_load_html.html_section(self.expert_load, light=True)}{end}{after}'
-
-
-def _stack_svgs(first: str, second: str) -> str:
-    """Two pictures in one."""
-    sizes = [re.search(r'width="(\d+)" height="(\d+)"', text) for text in (first, second)]
-    (width, height), (other, more) = ((int(size[1]), int(size[2])) for size in sizes if size)
-    whole = max(width, other), height + more
-    lower = second.replace("<svg ", f'<svg y="{height}" ', 1)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{whole[0]}" height="{whole[1]}" '
-        f'viewBox="0 0 {whole[0]} {whole[1]}" role="img">\n<rect width="100%" height="100%" fill="#ffffff"/>\n'
-        f"{first}{lower}</svg>\n"
-    )
+        section = expert_load_html.html_section(self.expert_load, light=True)
+        return f'{before}<hr style="border:0;height:28px">\n{section}{end}{after}'

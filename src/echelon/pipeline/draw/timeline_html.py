@@ -6,12 +6,11 @@ for every rank the texts of its actions, and their starts and ends.
 
 from __future__ import annotations
 
-import json
 import math
 from html import escape
-from importlib.resources import files
 from typing import Any
 
+from echelon.draw.html_page import fill_template
 from echelon.pipeline.draw import action_colours, timeline_labels
 from echelon.pipeline.timeline import Timeline
 
@@ -33,12 +32,8 @@ def as_html(planned: Timeline, measured: Timeline | None = None) -> str:
         "link": action_colours.TRANSFER_COLOUR if timeline_labels.has_transfers(timelines) else "",
         "panels": [_panel(timeline, timelines) for timeline in timelines],
     }
-    # Inside a script, only "</" could end it.
-    text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
-    page = files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")
-    before, data_mark, after = page.partition('"DATA"')
-    assert data_mark
-    return before.replace("TITLE", escape(f"{planned.name}: {timeline_labels.heading(planned)}")) + text + after
+    title = escape(f"{planned.name}: {timeline_labels.heading(planned)}")
+    return fill_template(__package__, TEMPLATE, data, {"TITLE": title})
 
 
 def _styles(timelines: list[Timeline]) -> list[dict[str, Any]]:

@@ -1,10 +1,8 @@
-"""A timeline as SVG: one file, no fonts or scripts from elsewhere, for pages and papers.
+"""A timeline as SVG, for pages and papers.
 
-[Note: room for text]
-
-The fonts of the reader are unknown, so text gets the room that wide letters would need: 0.6 of its size for each. A
-number that does not fit into its cell at a readable size is left out, and so are all of its length. Where cells are
-narrower than a dot, the dots are drawn (see `columns`), so that the size of the file is bounded by that of the picture.
+A microbatch number that does not fit into its cell at a readable size is left out, and so are all numbers of its
+length. Where cells are narrower than a pixel, each pixel is drawn once (see `time_columns`), so that the size of the
+picture bounds that of the file.
 """
 
 from __future__ import annotations
@@ -12,38 +10,39 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import groupby
 
+from echelon.draw import svg_writer
+from echelon.draw.number_format import format_time, ticks
 from echelon.pipeline.actions import COMPUTE, SENDS, Action, ActionKind
 from echelon.pipeline.draw import action_colours, timeline_labels
+from echelon.pipeline.draw.action_colours import DARK_INK
 from echelon.pipeline.draw.time_columns import column_spans
 from echelon.pipeline.timeline import ActionSpan, Timeline
 
 LEFT, RIGHT = 84.0, 76.0
-"""beside the rows: names of ranks; activations in flight"""
+"""margins: rank names; activations in flight"""
 ROW, GAP = 26.0, 6.0
 CELL = 28.0
-"""the width that the shortest cell would like"""
+"""the preferred width of the shortest cell"""
 NARROWEST, WIDEST = 780.0, 2800.0
 """of the rows"""
-LETTER_WIDTH = 0.6
 TRANSFER = "message"
 GREY, PALE = "#4a5366", "#6a7386"
-"""text beside the main thing"""
-FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
+"""secondary text"""
+NUMBER_STYLE = ".n{text-anchor:middle;dominant-baseline:central;font-variant-numeric:tabular-nums}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _TimelineFrame:
-    """Where things go."""
+    """The coordinates of a picture."""
 
     scale: float
-    """dots for each second"""
+    """pixels per second"""
     width: float
     """of the rows"""
     label_length: int
-    """of the longest label"""
+    """of the longest label, in letters"""
     with_transfers: bool
     is_squeezed: bool
 
@@ -53,7 +52,7 @@ class _TimelineFrame:
 
     @property
     def row_pitch(self) -> float:
-        """From one row to the next."""
+        """The distance from one row to the next."""
         return ROW + GAP
 
     def height(self, timeline: Timeline) -> float:
@@ -61,7 +60,7 @@ class _TimelineFrame:
 
 
 def as_svg(planned: Timeline, measured: Timeline | None = None, *, in_seconds: bool = False) -> str:
-    """The picture as the text of an SVG file; `in_seconds` where times are, though nothing was measured."""
+    """Draw one timeline, or planned over measured; `in_seconds` if a planned timeline is in seconds."""
     timelines = [planned] if measured is None else [planned, measured]
     frame, seconds = _frame(timelines), in_seconds or timeline_labels.in_seconds(timelines)
     about = timeline_labels.heading(planned)
@@ -76,32 +75,26 @@ def as_svg(planned: Timeline, measured: Timeline | None = None, *, in_seconds: b
             caption = " · ".join(
                 [timeline_labels.caption(timeline), *timeline_labels.summary_figures(timeline, seconds)]
             )
-            parts.append(_text(24, y, caption, 14, weight=600))
-        parts.append(_text(frame.full_width - 24, y, "in flight", 12, colour=PALE, anchor="end"))
+            parts.append(svg_writer.text(24, y, caption, 14, weight=600, fill=DARK_INK))
+        parts.append(svg_writer.text(frame.full_width - 24, y, "in flight", 12, fill=PALE, anchor="end"))
         y += 12
         parts += _rank_rows(timeline, frame, y)
         y += frame.height(timeline)
     parts += _axis(timelines, frame, y + 8, seconds)
     y += 52
-    style = "".join(f".{name}{{fill:{colour}}}" for name, colour in _classes(timelines).items())
-    title = f"{planned.name}: {about}"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{frame.full_width:.0f}" height="{y:.0f}" '
-        f'viewBox="0 0 {frame.full_width:.0f} {y:.0f}" font-family="{FONT}" role="img">\n<title>{escape(title)}</title>\n'
-        f"<style>{style}.n{{text-anchor:middle;dominant-baseline:central;font-variant-numeric:tabular-nums}}</style>\n"
-        f'<rect width="100%" height="100%" fill="#ffffff"/>\n' + "\n".join(parts) + "\n</svg>\n"
-    )
+    style, title = svg_writer.fill_classes(_classes(timelines)) + NUMBER_STYLE, f"{planned.name}: {about}"
+    return svg_writer.document(parts, frame.full_width, y, title=title, style=style, background=svg_writer.WHITE)
 
 
 def _header(planned: Timeline, about: str, frame: _TimelineFrame) -> tuple[list[str], float]:
-    """Title, numbers and note, each on as many lines as it needs; and where the last line is."""
+    """Title, figures and note, wrapped; and the y of the last line."""
     parts: list[str] = []
     y = 12.0
-    texts = (planned.name, 22, 650, action_colours.DARK_INK), (about, 14, 400, GREY), (planned.note, 13, 400, GREY)
+    texts = (planned.name, 22, 650, DARK_INK), (about, 14, 400, GREY), (planned.note, 13, 400, GREY)
     for text, size, weight, colour in texts:
-        for line in textwrap.wrap(text, int((frame.full_width - 48) / (size * LETTER_WIDTH))):
+        for line in textwrap.wrap(text, int((frame.full_width - 48) / (size * svg_writer.LETTER_WIDTH))):
             y += 8 + size
-            parts.append(_text(24, y, line, size, weight=weight, colour=colour))
+            parts.append(svg_writer.text(24, y, line, size, weight=weight, fill=colour))
     return parts, y
 
 
@@ -119,18 +112,18 @@ def _frame(timelines: Sequence[Timeline]) -> _TimelineFrame:
 
 
 def _classes(timelines: Sequence[Timeline]) -> dict[str, str]:
-    """A class for the colour of every kind and chunk, and one for the ink on it."""
+    """CSS classes: a cell colour for every kind and chunk, and the colour of text on it."""
     chunks = max(1 + max(timeline.chunks) for timeline in timelines)
-    found = {}
+    classes = {}
     for kind in timeline_labels.drawn_kinds(timelines):
         for chunk in range(chunks):
-            found[f"{kind}{chunk}"] = action_colours.cell_colour(kind, chunk, chunks)
-            found[f"t{kind}{chunk}"] = action_colours.text_colour(action_colours.cell_colour(kind, chunk, chunks))
-    return found
+            classes[f"{kind}{chunk}"] = action_colours.cell_colour(kind, chunk, chunks)
+            classes[f"t{kind}{chunk}"] = action_colours.text_colour(action_colours.cell_colour(kind, chunk, chunks))
+    return classes
 
 
 def _legend(timelines: Sequence[Timeline], frame: _TimelineFrame, y: float) -> tuple[list[str], float]:
-    """The entries from left to right, on as many lines as they need; and where the last line is."""
+    """The legend, wrapped; and the y of its last line."""
     chunks = max(1 + max(timeline.chunks) for timeline in timelines)
     entries = [
         ([f'class="{kind}0"'], action_colours.ACTION_STYLES[kind].name)
@@ -144,15 +137,15 @@ def _legend(timelines: Sequence[Timeline], frame: _TimelineFrame, y: float) -> t
     parts: list[str] = []
     x = 24.0
     for swatches, name in entries:
-        room = 18 * len(swatches) + 6 + 13 * LETTER_WIDTH * len(name) + 14
-        if x > 24 and x + room > frame.full_width:
+        width = 18 * len(swatches) + 6 + svg_writer.text_width(name, 13) + 14
+        if x > 24 and x + width > frame.full_width:
             x, y = 24.0, y + 22
-        for number, look in enumerate(swatches):
+        for number, paint in enumerate(swatches):
             top, height = (y - 6, 3) if name == TRANSFER else (y - 11, 14)
             shape = f'x="{x + 18 * number:g}" y="{top:g}" width="16" height="{height}"'
-            parts.append(f'<rect {shape} rx="{height / 5:g}" {look}/>')
-        parts.append(_text(x + 18 * len(swatches) + 4, y, name, 13, colour=GREY))
-        x += room
+            parts.append(f'<rect {shape} rx="{height / 5:g}" {paint}/>')
+        parts.append(svg_writer.text(x + 18 * len(swatches) + 4, y, name, 13, fill=GREY))
+        x += width
     return parts, y
 
 
@@ -163,17 +156,11 @@ def _label_length(action: Action) -> int:
 def _rank_rows(timeline: Timeline, frame: _TimelineFrame, top: float) -> Iterator[str]:
     for rank in range(timeline.ranks):
         y = top + frame.row_pitch * rank
-        yield _text(LEFT - 12, y + ROW / 2, f"rank {rank}", 13, anchor="end", baseline="central")
-        yield _text(
-            frame.full_width - 24,
-            y + ROW / 2,
-            str(timeline.in_flight[rank]),
-            13,
-            colour=GREY,
-            anchor="end",
-            baseline="central",
-        )
-        yield f'<rect x="{LEFT:g}" y="{y:g}" width="{frame.width:g}" height="{ROW:g}" rx="3" fill="{action_colours.IDLE_COLOUR}"/>'
+        right, middle, in_flight = frame.full_width - 24, y + ROW / 2, str(timeline.in_flight[rank])
+        yield svg_writer.text(LEFT - 12, middle, f"rank {rank}", 13, fill=DARK_INK, anchor="end", baseline="central")
+        yield svg_writer.text(right, middle, in_flight, 13, fill=GREY, anchor="end", baseline="central")
+        shape = f'x="{LEFT:g}" y="{y:g}" width="{frame.width:g}" height="{ROW:g}"'
+        yield f'<rect {shape} rx="3" fill="{action_colours.IDLE_COLOUR}"/>'
         yield from _cells(timeline, rank, frame, y)
 
 
@@ -182,7 +169,8 @@ def _cells(timeline: Timeline, rank: int, frame: _TimelineFrame, y: float) -> It
     for action, start, end in _squeezed_spans(timeline, rank, frame) if frame.is_squeezed else timeline.spans(rank):
         x, width = LEFT + start * frame.scale, (end - start) * frame.scale
         if action.kind in SENDS and width:
-            yield f'<rect x="{x:.2f}" y="{y + ROW + 1.5:g}" width="{width:.2f}" height="3" fill="{action_colours.TRANSFER_COLOUR}"/>'
+            shape = f'x="{x:.2f}" y="{y + ROW + 1.5:g}" width="{width:.2f}" height="3"'
+            yield f'<rect {shape} fill="{action_colours.TRANSFER_COLOUR}"/>'
         if action.kind not in action_colours.ACTION_STYLES:
             continue
         name = f"{action.kind}{timeline.chunks[action.stage]}"
@@ -194,7 +182,7 @@ def _cells(timeline: Timeline, rank: int, frame: _TimelineFrame, y: float) -> It
         shape = f'y="{y:g}" width="{width - edge:.2f}" height="{ROW:g}"'
         round_ = f' rx="{min(3.0, width / 4):.1f}"' if edge else ""
         yield f'<rect class="{name}" x="{x + edge / 2:.2f}" {shape}{round_}/>'
-        size = min(12.0, (width - 2) / (LETTER_WIDTH * frame.label_length))
+        size = min(12.0, (width - 2) / (svg_writer.LETTER_WIDTH * frame.label_length))
         if size >= 7 and not frame.is_squeezed:
             where = f'x="{x + width / 2:.2f}" y="{y + ROW / 2:g}" font-size="{size:.3g}"'
             numbers.append(f'<text class="n t{name}" {where}>{timeline_labels.label(action)}</text>')
@@ -202,7 +190,7 @@ def _cells(timeline: Timeline, rank: int, frame: _TimelineFrame, y: float) -> It
 
 
 def _squeezed_spans(timeline: Timeline, rank: int, frame: _TimelineFrame) -> Iterator[ActionSpan]:
-    """Runs of dots of one kind."""
+    """Runs of pixels of one kind."""
     dots = column_spans(timeline, rank, frame.scale, round(frame.width), True)
     place = 0
     for kind, group in groupby(dots, key=lambda span: span and (span.action.kind, span.action.stage)):
@@ -215,24 +203,7 @@ def _squeezed_spans(timeline: Timeline, rank: int, frame: _TimelineFrame) -> Ite
 def _axis(timelines: Sequence[Timeline], frame: _TimelineFrame, y: float, seconds: bool) -> Iterator[str]:
     duration = max(timeline.duration for timeline in timelines)
     yield f'<path d="M{LEFT:g} {y:g}h{frame.width:g}" stroke="#c3c9d4"/>'
-    for tick in timeline_labels.ticks(duration, int(frame.width / 90)):
+    for tick in ticks(duration, int(frame.width / 90)):
         x = LEFT + tick * frame.scale
         yield f'<path d="M{x:.2f} {y:g}v5" stroke="#c3c9d4"/>'
-        yield _text(x, y + 18, timeline_labels.format_time(tick, seconds), 12, colour=PALE, anchor="middle")
-
-
-def _text(
-    x: float,
-    y: float,
-    text: str,
-    size: float,
-    *,
-    colour: str = action_colours.DARK_INK,
-    weight: int = 400,
-    anchor: str = "",
-    baseline: str = "",
-) -> str:
-    more = f' font-weight="{weight}"' if weight != 400 else ""
-    more += f' text-anchor="{anchor}"' if anchor else ""
-    more += f' dominant-baseline="{baseline}"' if baseline else ""
-    return f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" fill="{colour}"{more}>{escape(text)}</text>'
+        yield svg_writer.text(x, y + 18, format_time(tick, seconds), 12, fill=PALE, anchor="middle")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from echelon.pipeline.draw.timeline_labels import format_time, percent
+from echelon.draw.number_format import format_time, percent
 from echelon.planning.cluster.device_kinds import GIB
 from echelon.planning.cost.expert_traffic import all_to_all_bytes_per_token
 from echelon.planning.priced_plan import Plan

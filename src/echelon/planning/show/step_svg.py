@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from html import escape
 from itertools import pairwise
 
+from echelon.draw.number_format import ticks
 from echelon.pipeline.actions import ActionKind
 from echelon.pipeline.draw import action_colours, as_svg
 from echelon.pipeline.draw import timeline_svg as drawing
-from echelon.pipeline.draw.timeline_labels import ticks
 from echelon.pipeline.timeline import RELEASING_KINDS
 from echelon.planning.cluster.device_kinds import GIB
 from echelon.planning.priced_plan import Plan, memory_over_time, step_timeline, with_layout_keys

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echelon.draw.number_format import format_time, ticks
+
+
+def test_ticks_are_round():
+    assert ticks(33, 10) == [0, 5, 10, 15, 20, 25, 30]
+    assert ticks(0.3786, 8) == pytest.approx([0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35])
+    assert ticks(0, 5) == [0]
+
+
+@given(st.floats(1e-9, 1e9), st.integers(5, 40))
+def test_ticks_are_few_and_within_the_axis(end, max_ticks):
+    marks = ticks(end, max_ticks)
+    assert 2 <= len(marks) <= max_ticks + 1
+    assert marks[-1] <= end * (1 + 1e-6)
+
+
+def test_times_are_in_s_ms_or_us():
+    assert [format_time(value, True) for value in (0, 2.5e-5, 0.0123, 1.5)] == [
+        "0 s",
+        "25 µs",
+        "12.3 ms",
+        "1.5 s",
+    ]
+    assert format_time(33.0, False) == "33"
