@@ -71,8 +71,10 @@ def shapes(width: int, layers: int, seq_len: int, balance: float = BALANCE) -> d
     )
 
     def mixed(name: str, gate: str, experts: int, k: int, size: int, shared: int = 0, **options: float) -> ModelConfig:
-        mixture = MoEConfig(experts=experts, k=k, ffn=size, gate=gate, shared=shared, options=tuple(options.items()))
-        return replace(dense, name=name, mixture=mixture)
+        mixture = MoEConfig(
+            experts=experts, k=k, ffn=size, gate=gate, shared_ffn=shared, options=tuple(options.items())
+        )
+        return replace(dense, name=name, moe=mixture)
 
     found = (
         dense,
@@ -187,7 +189,7 @@ def binned(numbers: Sequence[float]) -> list[float]:
 
 def counts(shape: ModelConfig) -> dict[str, int]:
     """Exact numbers of parameters: of all, of those that a token passes through, and of these the routers'."""
-    router = shape.mixture.experts * shape.width * shape.num_moe_layers if shape.mixture else 0
+    router = shape.moe.experts * shape.width * shape.num_moe_layers if shape.moe else 0
     return {"total": shape.parameters, "active": shape.parameters - shape.idle_parameters, "router": router}
 
 
@@ -212,7 +214,7 @@ def table(results: Sequence[Result], chosen: dict[str, ModelConfig]) -> Iterator
         cells = [f"{name:11}"]
         cells += [f"{counts(shape)[key]:{size},}" for key, size in (("active", 12), ("router", 15), ("total", 12))]
         cells += [f"{spread([result.held_out for result in mine]):>17}", f"{spread(less) if less else '-':>17}"]
-        if shape.mixture:
+        if shape.moe:
             entropy = statistics.mean(statistics.mean(result.entropy_of_layers) for result in mine)
             most, dead = (statistics.mean(getattr(result, key)[-1] for result in mine) for key in ("most", "dead"))
             cells += [f"{entropy:9.4f}", f"{most:10.2f}", f"{dead:6.2f}"]
@@ -253,7 +255,7 @@ def as_json(results: Sequence[Result], chosen: dict[str, ModelConfig], asked: ar
         "every": every(asked.steps),
         "verdicts": verdicts(results),
         "models": {
-            name: {"ffn": shape.ffn, **counts(shape), **(asdict(shape.mixture) if shape.mixture else {})}
+            name: {"ffn": shape.ffn, **counts(shape), **(asdict(shape.moe) if shape.moe else {})}
             for name, shape in chosen.items()
         },
         "runs": [asdict(result) for result in results],

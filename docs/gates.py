@@ -122,10 +122,10 @@ def mixtures() -> Table:
 
 def _mixtures() -> Iterator[tuple[str, ...]]:
     for name, shape in model_config.SIZES.items():
-        mixture = shape.mixture
+        mixture = shape.moe
         if mixture is None:
             continue
-        shared = f" + {mixture.shared:,} shared" if mixture.shared else ""
+        shared = f" + {mixture.shared_ffn:,} shared" if mixture.shared_ffn else ""
         active = shape.parameters - shape.idle_parameters
         yield (
             f"`{name}`",
@@ -163,9 +163,9 @@ def _their_names() -> Iterator[tuple[str, ...]]:
     known = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3")
     for name in known:
         shape = model_config.find_model(name)
-        assert shape.mixture is not None
-        layer = shape.mixture.dense
-        small = replace(shape, mixture=replace(shape.mixture, experts=1, k=1))
+        assert shape.moe is not None
+        layer = shape.moe.dense_layers
+        small = replace(shape, moe=replace(shape.moe, experts=1, k=1))
         for pair in param_mappings(small):
             for ours in pair.native:
                 if ours.startswith(f"blocks.{layer}.mlp."):

@@ -291,7 +291,7 @@ def test_a_clock_that_was_set_back_ended_a_run(pool):
 
 
 def routers_when_they_are_read(layout):
-    shape = tiny("llama", mixture=MoEConfig(experts=4, k=2, ffn=12, gate="mixtral"))
+    shape = tiny("llama", moe=MoEConfig(experts=4, k=2, ffn=12, gate="mixtral"))
     model = models.build(shape, "meta", dtype=torch.float64)
     engine = ec.Engine(model, layout, SGD, options=float64(max_group_bytes=2048, prefetch=0))
     found = []

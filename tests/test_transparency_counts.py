@@ -127,8 +127,8 @@ def test_full_attention_issues_what_it_claims(pool: RankPool, layout: str) -> No
     check(pool, replace(LLAMA, causal=False), layout)
 
 
-LATENT = replace(model_config.find_model("deepseek-tiny"), **{**SMALL, "layers": 2}, mixture=None)
-DIRECT = replace(LATENT, latent=MLAConfig(kv_rank=10, rope_dim=4, nope_dim=6, value_dim=8))
+LATENT = replace(model_config.find_model("deepseek-tiny"), **{**SMALL, "layers": 2}, moe=None)
+DIRECT = replace(LATENT, mla=MLAConfig(kv_rank=10, rope_dim=4, nope_dim=6, value_dim=8))
 """queries are made of the hidden vector itself"""
 NARROW = (
     (LATENT, "tp=2,microbatch=2,accumulate=2"),
@@ -150,7 +150,7 @@ def test_latent_attention_issues_what_it_claims(pool: RankPool, model: ModelConf
 
 
 def test_heads_wider_than_their_share_of_the_model_issue_what_they_claim(pool: RankPool) -> None:
-    check(pool, replace(LLAMA, own_head_dim=12), "tp=2,cp=2,cp_kind=ulysses")
+    check(pool, replace(LLAMA, explicit_head_dim=12), "tp=2,cp=2,cp_kind=ulysses")
 
 
 SQUARE, CUBE = "tp=4,tp_kind=2d", "tp=8,tp_kind=3d"

@@ -20,18 +20,16 @@ from echelon.verification.verifier import Verifier, verify
 from echelon.verification.verify_case import VerifyCase
 
 SMALL = {"layers": 2, "width": 32, "ffn": 48, "max_seq_len": 64}
-MIXTRAL = replace(
-    model_config.find_model("moe-tiny"), **SMALL, mixture=MoEConfig(experts=8, k=2, ffn=24, gate="mixtral")
-)
+MIXTRAL = replace(model_config.find_model("moe-tiny"), **SMALL, moe=MoEConfig(experts=8, k=2, ffn=24, gate="mixtral"))
 SWITCH = replace(
     model_config.find_model("switch-tiny"),
     **SMALL,
     dropout=0.1,
-    mixture=MoEConfig(experts=4, k=1, ffn=24, gate="switch", activation="relu", every=2),
+    moe=MoEConfig(experts=4, k=1, ffn=24, gate="switch", activation="relu", every=2),
 )
 """drops what finds no room, and has a layer without experts: the first stage of two has none"""
 SHARED = replace(
-    model_config.find_model("qwen-moe-tiny"), **SMALL, mixture=MoEConfig(experts=8, k=3, ffn=16, gate="qwen", shared=24)
+    model_config.find_model("qwen-moe-tiny"), **SMALL, moe=MoEConfig(experts=8, k=3, ffn=16, gate="qwen", shared_ffn=24)
 )
 
 LAYOUTS = (
@@ -65,11 +63,11 @@ def test_experts_equal_one_device(pool: RankPool, model: ModelConfig, layout: st
 DROPPING = replace(
     MIXTRAL,
     dropout=0.1,
-    mixture=MoEConfig(
+    moe=MoEConfig(
         experts=8,
         k=3,
         ffn=16,
-        shared=16,
+        shared_ffn=16,
         gate="deepseek-v3",
         options=(("num_groups", 4), ("group_limit", 2)),
         dropout=0.4,
@@ -97,7 +95,7 @@ def test_dropout_and_two_hops_equal_one_device(pool: RankPool, layout: str) -> N
 
 def test_parts_of_experts_that_are_padded_drop_what_the_whole_would(pool: RankPool) -> None:
     """They did not: the second part of seven units began at the wrong one."""
-    model = replace(MIXTRAL, mixture=MoEConfig(experts=4, k=2, ffn=7, gate="mixtral", dropout=0.4))
+    model = replace(MIXTRAL, moe=MoEConfig(experts=4, k=2, ffn=7, gate="mixtral", dropout=0.4))
     verdict = Verifier(pool, VerifyCase(model=model, steps=2, seq_len=17)).verify_layout(Layout.parse("dp=2,etp=2"))
     assert verdict.passed, f"{verdict.first_difference} {verdict.trouble}"
 
@@ -123,7 +121,7 @@ def test_every_kind_of_gate_decides_as_on_one_device(pool: RankPool, gate: str) 
     options = (("num_groups", 2), ("group_limit", 1)) if gate == "deepseek-v2" else ()
     k = 4 if gate == "hierarchical" else 2
     mixture = MoEConfig(experts=8, k=k, ffn=16, gate=gate, options=options)
-    prover = Verifier(pool, VerifyCase(model=replace(MIXTRAL, causal=False, mixture=mixture), steps=2, seq_len=33))
+    prover = Verifier(pool, VerifyCase(model=replace(MIXTRAL, causal=False, moe=mixture), steps=2, seq_len=33))
     for layout in ("dp=2,ep=2", "cp=2,ep=2", "tp=2,ep=2", "dp=2,cp=2,ep=4,ep_inner=2"):
         verdict = prover.verify_layout(Layout.parse(layout))
         assert verdict.passed, f"{layout}: {verdict.first_difference} {verdict.trouble}"
@@ -135,7 +133,7 @@ def test_every_kind_of_gate_decides_as_on_one_device(pool: RankPool, gate: str) 
 def crowded() -> nn.Module:
     """Every token goes to the second expert; six others never see one."""
     mixture = MoEConfig(experts=8, k=1, ffn=16, gate="loss-free", dropout=0.2)
-    model = models.build(replace(MIXTRAL, mixture=mixture), dtype=torch.float64, seed=3)
+    model = models.build(replace(MIXTRAL, moe=mixture), dtype=torch.float64, seed=3)
     for module in model.modules():
         if isinstance(module, Gate):
             module.bias[1] = 1e6
@@ -173,7 +171,7 @@ def test_a_message_that_is_left_out_is_missed(pool: RankPool, layout: str, leave
 
 # -- what is sent -----------------------------------------------------------------------------------------------------
 
-ONE = replace(MIXTRAL, mixture=MoEConfig(experts=8, k=1, ffn=16, gate="loss-free", dropout=0.2))
+ONE = replace(MIXTRAL, moe=MoEConfig(experts=8, k=1, ffn=16, gate="loss-free", dropout=0.2))
 """a token goes to one node, whatever the gate decides"""
 COUNTED = [
     (MIXTRAL, "dp=2,ep=2"),
@@ -197,4 +195,4 @@ def test_experts_issue_what_they_claim(pool: RankPool, model: ModelConfig, layou
 @pytest.mark.parametrize("gate", ["noisy-top-k", "hierarchical"])
 def test_gates_issue_what_they_claim(pool: RankPool, gate: str) -> None:
     mixture = MoEConfig(experts=8, k=4 if gate == "hierarchical" else 2, ffn=16, gate=gate)
-    check_together(pool, replace(MIXTRAL, mixture=mixture), "cp=2,tp=2,ep=2,recompute=full")
+    check_together(pool, replace(MIXTRAL, moe=mixture), "cp=2,tp=2,ep=2,recompute=full")

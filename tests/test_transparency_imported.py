@@ -22,7 +22,7 @@ QWEN2 = ModelConfig(
     vocab=97,
     max_seq_len=64,
     qkv_bias=True,
-    stretch=RopeScaling(factor=8.0, low=1.0, high=4.0, first=32),
+    rope_scaling=RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32),
 )
 
 

@@ -73,7 +73,7 @@ def test_a_layout_issues_what_it_claims(pool: RankPool, model: ModelConfig, layo
 
 def test_experts_issue_what_they_claim(pool: RankPool) -> None:
     check_together(pool, replace(MOE, dropout=0.0), "dp=2,ep=2,recompute=every:2")
-    one = replace(MOE, dropout=0.0, mixture=MoEConfig(experts=8, k=1, ffn=16, gate="mixtral"))
+    one = replace(MOE, dropout=0.0, moe=MoEConfig(experts=8, k=1, ffn=16, gate="mixtral"))
     check_together(pool, one, "dp=4,ep=4,ep_inner=2,recompute=every:3")
 
 

@@ -63,7 +63,7 @@ def test_every_rule(pool, tmp_path, name):
 
 
 TIED = tiny(tied=True, layers=2)
-MIXED = tiny(mixture=MoEConfig(experts=4, k=2, ffn=24, gate="loss-free"))
+MIXED = tiny(moe=MoEConfig(experts=4, k=2, ffn=24, gate="loss-free"))
 
 
 @pytest.mark.parametrize(

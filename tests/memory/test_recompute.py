@@ -28,12 +28,12 @@ from echelon.parallel.apply import ParallelOptions
 from echelon.training.engine import Engine
 
 KINDS = ("full", "every:2", "every:3", "sqrt", "selective", "ops")
-MIXTURE = MoEConfig(experts=4, k=2, ffn=16, gate="mixtral", dropout=0.2, dense=1)
+MIXTURE = MoEConfig(experts=4, k=2, ffn=16, gate="mixtral", dropout=0.2, dense_layers=1)
 SHAPES = {
     "llama": tiny(layers=4, dropout=0.1),
     "gpt": tiny("gpt", layers=5, dropout=0.1, kv_heads=4),
-    "head norms": tiny(layers=3, dropout=0.1, head_norms=True),
-    "mixture": tiny(layers=4, dropout=0.1, mixture=MIXTURE),
+    "head norms": tiny(layers=3, dropout=0.1, qk_norm=True),
+    "mixture": tiny(layers=4, dropout=0.1, moe=MIXTURE),
 }
 
 

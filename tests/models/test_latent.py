@@ -21,8 +21,8 @@ from echelon.verification.verify_case import VerifyCase
 LATENT = MLAConfig(query_rank=20, kv_rank=14, rope_dim=6, nope_dim=10, value_dim=8)
 DIRECT = replace(LATENT, query_rank=0)
 MIXED = replace(find_model("deepseek-tiny"), layers=2)
-DENSE = replace(MIXED, mixture=None)
-QWEN = replace(reduced_config(find_model("qwen3-30b-a3b")), layers=2, mixture=None)
+DENSE = replace(MIXED, moe=None)
+QWEN = replace(reduced_config(find_model("qwen3-30b-a3b")), layers=2, moe=None)
 WIDTH, HEADS, TOKENS = 32, 4, 11
 
 
@@ -50,7 +50,7 @@ def close(a: Tensor, b: Tensor) -> bool:
 
 def by_hand(made: LatentAttention, x: Tensor) -> Tensor:
     """Token by token and head by head; pairs that turn are complex numbers."""
-    latent, half = made.latent, made.latent.rope_dim // 2
+    latent, half = made.config, made.config.rope_dim // 2
     rate = 1e4 ** (-torch.arange(half, dtype=torch.float64) / half)
     angle = torch.arange(TOKENS, dtype=torch.float64)[:, None] * rate
     turn = torch.polar(torch.ones_like(angle), angle)
@@ -103,7 +103,7 @@ def test_heads_are_read_from_the_projections() -> None:
 
 @pytest.mark.parametrize("latent", [LATENT, DIRECT], ids=["narrow queries", "direct queries"])
 def test_parameters_and_flops(latent: MLAConfig) -> None:
-    config = replace(DENSE, latent=latent)
+    config = replace(DENSE, mla=latent)
     model = build(config, "meta")
     assert config.parameters == sum(p.numel() for p in model.parameters())
     # Scores of 16 elements a head, values of 8; half of them by causality; three times by backward.
@@ -125,8 +125,8 @@ def test_impossible_shapes_are_refused() -> None:
             replace(LATENT, **change)
     for change, match in (
         ({"kv_heads": 2}, r"keys and values for every head \(heads=4, kv_heads=2\)"),
-        ({"head_norms": True}, "latent attention has heads of its own"),
-        ({"family": "gpt"}, "latent is an option of the llama family"),
+        ({"qk_norm": True}, "latent attention has heads of its own"),
+        ({"family": "gpt"}, "mla is an option of the llama family"),
     ):
         with pytest.raises(ValueError, match=match):
             replace(DENSE, **change)
@@ -146,7 +146,7 @@ def judge(pool: RankPool, model: ModelConfig, layout: str, leave_out: str = "") 
         (MIXED, "dp=2,zero=3,ep=2"),
         (MIXED, "tp=2,cp=2,ep=2,recompute=full"),
         (DENSE, "tp=2,sp=0"),
-        (replace(DENSE, latent=DIRECT, dropout=0.1), "tp=2,recompute=ops"),
+        (replace(DENSE, mla=DIRECT, dropout=0.1), "tp=2,recompute=ops"),
         (DENSE, "cp=2,cp_kind=ring"),
         (DENSE, "cp=2,cp_kind=gather"),
         (DENSE, "cp=2,cp_kind=ulysses"),

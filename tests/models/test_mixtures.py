@@ -19,9 +19,9 @@ from echelon.models.moe_config import MoEConfig
 from echelon.moe import GATES
 from echelon.moe.moe_layer import MoELayer
 
-NAMES = [name for name, config in SIZES.items() if config.mixture is not None]
+NAMES = [name for name, config in SIZES.items() if config.moe is not None]
 TINY = [name for name in NAMES if name.endswith("-tiny")]
-EVERY_OTHER = MoEConfig(experts=4, k=1, ffn=24, gate="switch", activation="relu", every=2, shared=20)
+EVERY_OTHER = MoEConfig(experts=4, k=1, ffn=24, gate="switch", activation="relu", every=2, shared_ffn=20)
 
 
 def tokens(rows: int = 2, length: int = 24) -> Tensor:
@@ -58,7 +58,7 @@ def test_published_counts(name: str, total: int, active: float) -> None:
 def test_switch_costs_a_token_what_its_dense_model_does() -> None:
     """One expert of the dense size for each token: only the routers, less the experts' missing biases, are more."""
     config = find_model("switch-base-8")
-    dense = replace(config, mixture=None)
+    dense = replace(config, moe=None)
     routers, biases = 6 * 8 * 768, 6 * (3072 + 768)
     assert config.matmul_parameters == dense.matmul_parameters + routers - biases
     assert config.parameters == dense.parameters + routers - biases + 6 * 7 * 2 * 768 * 3072
@@ -77,7 +77,7 @@ def test_formula_with_shared_experts_in_every_other_layer(family: str) -> None:
     config = ModelConfig(
         name="x", family=family, layers=5, width=48, heads=6, kv_heads=6, ffn=40, vocab=13, max_seq_len=9
     )
-    config = replace(config, mixture=replace(EVERY_OTHER, dense=1))
+    config = replace(config, moe=replace(EVERY_OTHER, dense_layers=1))
     built = build(config, "meta")
     assert config.parameters == sum(p.numel() for p in built.parameters())
     assert config.num_moe_layers == 2
@@ -138,12 +138,12 @@ def test_a_built_gate_starts_without_a_bias(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("name", NAMES)
 def test_reduced_mixtures_are_small_and_run(name: str) -> None:
     config, small = find_model(name), reduced_config(find_model(name))
-    assert config.mixture is not None
-    assert small.mixture is not None
-    assert (small.mixture.gate, small.mixture.every) == (config.mixture.gate, config.mixture.every)
-    assert bool(small.mixture.shared) == bool(config.mixture.shared)
+    assert config.moe is not None
+    assert small.moe is not None
+    assert (small.moe.gate, small.moe.every) == (config.moe.gate, config.moe.every)
+    assert bool(small.moe.shared_ffn) == bool(config.moe.shared_ffn)
     assert small.num_moe_layers in (2, 3, 4)
-    assert (small.latent is None) == (config.latent is None)
+    assert (small.mla is None) == (config.mla is None)
     total, count = build(small)(tokens(), tokens().flip(1))
     total.backward()
     assert abs(float(total.detach() / count) - 5.55) < 0.3
@@ -155,7 +155,7 @@ def test_reduced_mixtures_are_small_and_run(name: str) -> None:
 @pytest.mark.parametrize("name", GATES)
 @pytest.mark.parametrize("size", ["moe-tiny", "qwen-moe-tiny", "mixtral-8x7b"])
 def test_any_gate_in_place_of_a_mixtures_own(name: str, size: str) -> None:
-    mixture = model_config.find_model(size).mixture
+    mixture = model_config.find_model(size).moe
     assert mixture is not None
     found = override_gate(mixture, f"{name},cap=4" if name == "expert-choice-capped" else name)
     assert found.gate == name
@@ -177,14 +177,14 @@ def test_a_gate_with_options() -> None:
     changed = model_config.override_config(
         model_config.find_model("moe-tiny"), gate="switch, capacity_factor=1.5,jitter=0", expert_dropout=0.4
     )
-    assert changed.mixture == MoEConfig(
+    assert changed.moe == MoEConfig(
         experts=8, k=1, ffn=88, gate="switch", options=(("capacity_factor", 1.5), ("jitter", 0)), dropout=0.4
     )
     gate = build(changed, "meta").blocks[0].mlp.gate
     assert (gate.capacity_factor, gate.jitter) == (1.5, 0)
     assert model_config.override_config(
         model_config.find_model("moe-tiny"), gate="qwen,k=3,normalise=true"
-    ).mixture.options == (("normalise", True),)
+    ).moe.options == (("normalise", True),)
 
 
 @pytest.mark.parametrize(

@@ -22,19 +22,19 @@ SMALL = {
     for name in ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v2")
 }
 LLAMA, GPT, DEEPSEEK = (replace(find_model(name), layers=2) for name in ("llama-tiny", "gpt-tiny", "deepseek-tiny"))
-assert DEEPSEEK.latent is not None
+assert DEEPSEEK.mla is not None
 MODELS: dict[str, ModelConfig] = {
     "gpt2": GPT,
     "gpt2 untied": replace(GPT, tied=False),
     "llama": LLAMA,
     "llama tied": replace(LLAMA, tied=True),
     "qwen2": replace(LLAMA, qkv_bias=True),
-    "qwen3": replace(SMALL["qwen3-30b-a3b"], mixture=None),
+    "qwen3": replace(SMALL["qwen3-30b-a3b"], moe=None),
     "mixtral": SMALL["mixtral-8x7b"],
     "qwen3_moe": SMALL["qwen3-30b-a3b"],
     "deepseek_v2": SMALL["deepseek-v2"],
     "deepseek_v3": DEEPSEEK,
-    "deepseek_v3 direct queries": replace(DEEPSEEK, latent=replace(DEEPSEEK.latent, query_rank=0)),
+    "deepseek_v3 direct queries": replace(DEEPSEEK, mla=replace(DEEPSEEK.mla, query_rank=0)),
 }
 
 
@@ -70,24 +70,24 @@ def theirs(config: ModelConfig) -> Any:
         "rope_parameters": {"rope_type": "default", "rope_theta": config.theta},
         "tie_word_embeddings": config.tied,
     }
-    if config.latent is None:
+    if config.mla is None:
         values["head_dim"] = config.head_dim
     else:
-        latent = config.latent
+        latent = config.mla
         values |= {"q_lora_rank": latent.query_rank or None, "kv_lora_rank": latent.kv_rank}
         values |= {"qk_rope_head_dim": latent.rope_dim, "qk_nope_head_dim": latent.nope_dim}
         values |= {"v_head_dim": latent.value_dim}
-    if config.mixture is not None:
-        mixture, options = config.mixture, dict(config.mixture.options)
+    if config.moe is not None:
+        mixture, options = config.moe, dict(config.moe.options)
         values |= {"num_experts_per_tok": mixture.k}
         if kind == "mixtral":
             values |= {"num_local_experts": mixture.experts, "intermediate_size": mixture.ffn}
         elif kind == "qwen3_moe":
             values |= {"num_experts": mixture.experts, "norm_topk_prob": options["normalise"]}
         else:
-            values |= {"n_routed_experts": mixture.experts, "first_k_dense_replace": mixture.dense}
+            values |= {"n_routed_experts": mixture.experts, "first_k_dense_replace": mixture.dense_layers}
             values |= {"n_group": options["num_groups"], "topk_group": options["group_limit"]}
-            values |= {"routed_scaling_factor": options["scale"], "n_shared_experts": mixture.shared // mixture.ffn}
+            values |= {"routed_scaling_factor": options["scale"], "n_shared_experts": mixture.shared_ffn // mixture.ffn}
             values |= {"topk_method": "group_limited_greedy"} if kind == "deepseek_v2" else {}
         values |= {"moe_intermediate_size": mixture.ffn} if kind != "mixtral" else {}
     with warnings.catch_warnings():
@@ -102,9 +102,9 @@ def equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_computes_the_same(name: str, tmp_path: Path) -> None:
     config = MODELS[name]
-    if config.mixture is not None and config.mixture.shared:
+    if config.moe is not None and config.moe.shared_ffn:
         # Theirs are a multiple of an expert's size.
-        config = replace(config, mixture=replace(config.mixture, shared=2 * config.mixture.ffn))
+        config = replace(config, moe=replace(config.moe, shared_ffn=2 * config.moe.ffn))
     model, other = ours(config), theirs(config)
     state = model.state_dict()
     given = to_hugging_face(state, config, stacked=True)
@@ -176,12 +176,14 @@ def test_wrong_weights_and_models_without_names_are_refused() -> None:
 
 def test_stretched_angles_are_those_of_transformers() -> None:
     """Fast pairs as they were, slow ones slower, and those between in proportion: all three kinds are there."""
-    stretch = RopeScaling(factor=8.0, low=1.0, high=4.0, first=64)
-    config = replace(LLAMA, stretch=stretch, theta=1e4)
+    stretch = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=64)
+    config = replace(LLAMA, rope_scaling=stretch, theta=1e4)
     place = torch.arange(256).unsqueeze(0)
     cosines, _ = rope_angles(place, 16, config.theta, torch.float64, stretch)
     plain, _ = rope_angles(place, 16, config.theta, torch.float64)
-    slower, _ = rope_angles(place, 16, config.theta, torch.float64, replace(stretch, low=1e8, high=2e8))
+    slower, _ = rope_angles(
+        place, 16, config.theta, torch.float64, replace(stretch, low_freq_factor=1e8, high_freq_factor=2e8)
+    )
     same, slow = ((cosines == other).all(dim=1)[0] for other in (plain, slower))
     assert same.any()
     assert slow.any()
@@ -198,6 +200,9 @@ def test_stretched_angles_are_those_of_transformers() -> None:
 
 def test_stretches_that_are_none_are_refused() -> None:
     with pytest.raises(ValueError, match="0 < low < high"):
-        RopeScaling(factor=8.0, low=4.0, high=1.0, first=64)
+        RopeScaling(factor=8.0, low_freq_factor=4.0, high_freq_factor=1.0, original_max_seq_len=64)
     with pytest.raises(ValueError, match="stretch is an option of the llama family"):
-        replace(GPT, stretch=RopeScaling(factor=8.0, low=1.0, high=4.0, first=64))
+        replace(
+            GPT,
+            rope_scaling=RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=64),
+        )

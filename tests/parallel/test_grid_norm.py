@@ -54,7 +54,7 @@ def compare(kind: str, width: int, offset: float, remake: bool) -> dict[str, flo
         "stream": lambda: GridStreamNorm(w, columns, EPSILON),
     }
     module: Any = made[kind]()
-    module.remake = remake
+    module.recompute_output = remake
     found = module(mine, mine)[1] if kind == "stream" else module(mine)
     again = found.note[0].recompute(None) if remake else found
     found.backward(part(above, columns))

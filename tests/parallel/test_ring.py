@@ -272,7 +272,7 @@ def test_what_cannot_be_followed_is_refused(pool: RankPool, what: str, layout: s
 
 
 def lay_out_operators() -> str:
-    with pytest.raises(ValueError, match="has no module with `remake`") as caught:
+    with pytest.raises(ValueError, match="has no module with `recompute_output`") as caught:
         Engine(OwnModel(), "cp=2,recompute=ops")
     return str(caught.value)
 

@@ -35,9 +35,9 @@ SHAPES = {
     "gpt": tiny("gpt", **SIZES, kv_heads=4),
     "llama, dropout": tiny(**SIZES, dropout=0.1),
     "gpt, dropout": tiny("gpt", **SIZES, kv_heads=4, dropout=0.1),
-    "head norms": tiny(**SIZES, head_norms=True),
-    "latent": tiny(**SIZES, kv_heads=4, latent=LATENT),
-    "mixture": tiny(**SIZES, mixture=MIXTURE),
+    "head norms": tiny(**SIZES, qk_norm=True),
+    "latent": tiny(**SIZES, kv_heads=4, mla=LATENT),
+    "mixture": tiny(**SIZES, moe=MIXTURE),
 }
 KINDS = ("none", "ops", "selective", "full", "every:2", "every:4", "sqrt")
 

@@ -11,9 +11,11 @@ import pytest
 
 from echelon.layout.validation_error import ValidationError, ValidationIssue
 from echelon.models import SIZES, ModelConfig
-from echelon.planning.model.hf_shape import FAMILIES, hf_shape
+from echelon.models.hf.hf_architectures import HF_ARCHITECTURES
+from echelon.models.hf.hf_config_reader import parse_hf_spec
 from echelon.planning.model.model_shape import ModelShape
 from echelon.planning.model.model_sources import config_shape, model_names, resolve_shape
+from echelon.planning.model.transformer_shape import transformer_shape
 
 DEEPSEEK: dict[str, Any] = {
     "num_attention_heads": 128,
@@ -83,6 +85,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 """what the published config.json of our named mixtures say of their shapes"""
 OURS = [name for name, config in SIZES.items() if config.family != "conv"]
+
+
+def hf_shape(given: dict[str, Any], name: str) -> ModelShape:
+    return transformer_shape(parse_hf_spec(given, name))
 
 
 def faults(text: str) -> tuple[ValidationIssue, ...]:
@@ -279,5 +285,5 @@ def test_configs_that_cannot_be_read(tmp_path: Path) -> None:
     assert 'did you mean "llama"?' in faults(str(path))[0].hint
     path.write_text("{}")
     (fault,) = faults(str(path))
-    assert (fault.key, fault.legal) == ("model_type", ", ".join(FAMILIES))
+    assert (fault.key, fault.legal) == ("model_type", ", ".join(HF_ARCHITECTURES))
     assert faults(str(path))[0].message == "is missing from the config"

@@ -41,7 +41,7 @@ SIZES: dict[str, Any] = {"layers": 3, "width": 64, "heads": 4, "ffn": 256, "voca
 SHAPES = {
     "llama": tiny(**SIZES),
     "gpt": tiny("gpt", **SIZES, kv_heads=4, tied=True),
-    "mixture": tiny(**SIZES, mixture=MoEConfig(experts=4, k=2, ffn=64, gate="mixtral")),
+    "mixture": tiny(**SIZES, moe=MoEConfig(experts=4, k=2, ffn=64, gate="mixtral")),
 }
 
 

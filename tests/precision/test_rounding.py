@@ -20,7 +20,7 @@ from echelon.training.engine import Engine
 
 ALONE = ParallelOptions(compute_dtype=torch.bfloat16, master_dtype=torch.bfloat16)
 SHAPE = tiny("llama", kv_heads=1)
-EXPERTS = tiny("llama", mixture=MoEConfig(experts=4, k=2, ffn=12, gate="mixtral"))
+EXPERTS = tiny("llama", moe=MoEConfig(experts=4, k=2, ffn=12, gate="mixtral"))
 RULES = {
     "adamw": OptimizerConfig(lr=1e-3),
     "short moments": OptimizerConfig(lr=1e-3, states="bfloat16"),

@@ -26,7 +26,7 @@ from echelon.training.logging.resolved_settings import resolved_settings
 
 SHAPE = tiny("llama")
 SMALL = replace(model_config.find_model("llama-tiny"), layers=2, width=32, ffn=48, max_seq_len=64)
-MIXED = tiny("llama", mixture=MoEConfig(experts=4, k=2, ffn=12, gate="mixtral"))
+MIXED = tiny("llama", moe=MoEConfig(experts=4, k=2, ffn=12, gate="mixtral"))
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 # -- from the configuration -------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from echelon.training.engine import Engine
 from echelon.training.run.run_dir import Run
 
 SHAPE = tiny("llama")
-EXPERTS = tiny("llama", mixture=MoEConfig(experts=4, k=2, ffn=12, gate="mixtral"))
+EXPERTS = tiny("llama", moe=MoEConfig(experts=4, k=2, ffn=12, gate="mixtral"))
 START = 2.0**10
 DOWN = "blocks.1.mlp.down.weight"
 
@@ -84,7 +84,7 @@ def around_a_bad_step(layout, shape, rule):
 
 @pytest.mark.parametrize("layout", ["dp=2,zero=1", "dp=2,ep=2"])
 def test_averages_and_biases_of_gates_stay_too(pool, layout):
-    shape = tiny("llama", mixture=MoEConfig(experts=4, k=2, ffn=12, gate="loss-free"))
+    shape = tiny("llama", moe=MoEConfig(experts=4, k=2, ffn=12, gate="loss-free"))
     for told in pool.run(around_a_bad_step, 2, layout, shape, OptimizerConfig(lr=1e-2, ema=0.9)):
         assert told == [(False, False), (True, True), (False, False)]
 

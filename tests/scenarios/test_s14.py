@@ -40,11 +40,13 @@ def crowded():
 
 def tight():
     """Experts with little room, in the second layer only: the first of two stages has none."""
-    return models.build(shape("mixtral", dense=1, options=(("capacity_factor", FACTOR),)), dtype=torch.float64, seed=3)
+    return models.build(
+        shape("mixtral", dense_layers=1, options=(("capacity_factor", FACTOR),)), dtype=torch.float64, seed=3
+    )
 
 
 def shape(gate, **options):
-    return tiny("llama", mixture=MoEConfig(experts=EXPERTS, k=CHOICES, ffn=12, gate=gate, **options))
+    return tiny("llama", moe=MoEConfig(experts=EXPERTS, k=CHOICES, ffn=12, gate=gate, **options))
 
 
 def gates(model):

@@ -21,11 +21,11 @@ SHAPES = {
     "one kv head, tied, odd vocabulary": tiny("llama", kv_heads=1, tied=True, vocab=61),
 }
 MIXTURES = {
-    "experts": tiny("llama", mixture=MoEConfig(experts=8, k=2, ffn=12, gate="mixtral")),
+    "experts": tiny("llama", moe=MoEConfig(experts=8, k=2, ffn=12, gate="mixtral")),
     "experts in every second layer, a shared one, tied": tiny(
         "gpt",
         tied=True,
-        mixture=MoEConfig(experts=4, k=2, ffn=12, gate="qwen", shared=8, activation="gelu", every=2),
+        moe=MoEConfig(experts=4, k=2, ffn=12, gate="qwen", shared_ffn=8, activation="gelu", every=2),
     ),
 }
 LAYOUTS = (

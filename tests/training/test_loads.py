@@ -166,6 +166,6 @@ def test_loads_of_an_asynchronous_schedule(pool: RankPool) -> None:
         told = [loads[layer].assigned for loads in first]
         assert all(told)
         assert sum(told) <= 3 * 4 * 33 * 2
-    gate = replace(MODEL, mixture=replace(MODEL.mixture, gate="loss-free"))
+    gate = replace(MODEL, moe=replace(MODEL.moe, gate="loss-free"))
     with pytest.raises(ValueError, match=r"balances by the loads of a step \(blocks.0.mlp.gate\) has none"):
         experts_per_moe_layer(models.build(gate, "meta"), Layout.parse("pp=2,schedule=2bw"))

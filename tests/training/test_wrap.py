@@ -384,6 +384,6 @@ def test_a_layout_that_cannot_be_is_refused(layout, message):
 def test_a_gate_that_must_be_told_loads_is_refused():
     """It was not, and never balanced."""
     mixture = MoEConfig(experts=4, k=1, ffn=8, gate="loss-free")
-    model = models.build(replace(model_config.find_model("moe-tiny"), layers=1, mixture=mixture))
+    model = models.build(replace(model_config.find_model("moe-tiny"), layers=1, moe=mixture))
     with pytest.raises(ValueError, match=r"balances by the loads of a step must be told them \(blocks.0.mlp.gate\)"):
         ec.wrap(model, "dp=1")

@@ -224,7 +224,7 @@ def keys_without_effect(config: Config) -> dict[str, str]:
     if user_model.is_user_model(config.model):
         names = [name for name in table if name.startswith(BUILTIN_MODEL_KEYS) and name != "data.skip_batches"]
         idle |= dict.fromkeys(names, "a module of your own, whose file makes the batches")
-    elif config.model in model_config.SIZES and model_config.find_model(config.model).mixture is None:
+    elif config.model in model_config.SIZES and model_config.find_model(config.model).moe is None:
         idle |= dict.fromkeys(MOE_KEYS, f"model={config.model}, which has no experts")
     layout = Layout.resolve(grammar.parse_pairs(config.layout).values)
     if layout.zero != 3 and not offloads_params(layout.offload):
@@ -291,9 +291,9 @@ def _model_rules(config: Config) -> Iterator[KeyedFault]:
             ValidationIssue(key="model", value=model.name, message="learns from images, not from text", legal=legal),
         )
         return
-    if model.mixture is not None and config.gate:
+    if model.moe is not None and config.gate:
         try:
-            mixture = override_gate(model.mixture, config.gate)
+            mixture = override_gate(model.moe, config.gate)
         except ValidationError as error:
             yield from ((("gate",), fault) for fault in error.issues)
             return

@@ -173,14 +173,14 @@ def terapipe_excludes_cp(layout: Layout, facts: LayoutConstraints) -> Iterator[V
 
 
 def terapipe_excludes_moe(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
-    mixed = layout.ep * layout.etp > 1 or getattr(facts.model, "mixture", None) is not None
+    mixed = layout.ep * layout.etp > 1 or getattr(facts.model, "moe", None) is not None
     if mixed and layout.pp > 1 and layout.schedule == "terapipe":
         yield Violation(("schedule",), "gives a stage slices of sequences, and gates of experts decide for whole ones")
 
 
 def async_schedule_excludes_zero_2(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
     ranks = layout.dp * layout.cp
-    if getattr(facts.model, "mixture", None) is not None:
+    if getattr(facts.model, "moe", None) is not None:
         ranks = max(ranks, ranks * layout.tp // (layout.ep * layout.etp))  # that experts are divided over
     if layout.pp > 1 and layout.schedule in ASYNC_SCHEDULES and layout.zero > 1 and ranks > 1:
         rule = f"is not for schedule={layout.schedule}, which holds several whole versions of the weights"
@@ -195,7 +195,7 @@ def async_schedule_excludes_tied_weights(layout: Layout, facts: LayoutConstraint
 
 
 def async_schedule_excludes_load_bias(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
-    mixture = getattr(facts.model, "mixture", None)
+    mixture = getattr(facts.model, "moe", None)
     if mixture is not None and mixture.balances_by_load and layout.pp > 1 and layout.schedule in ASYNC_SCHEDULES:
         rule = f"has stages at different steps, and the gate balances by the loads of a step ({mixture.gate})"
         yield Violation(("schedule",), rule, "or a gate with a balance loss")
@@ -241,8 +241,8 @@ def ep_inner_divides_expert_ranks(layout: Layout, facts: LayoutConstraints) -> I
 
 
 def ep_divides_experts(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
-    mixture, model = getattr(facts.model, "mixture", None), facts.model
-    if model is None or layout.ep * layout.etp == 1 or not hasattr(model, "mixture"):
+    mixture, model = getattr(facts.model, "moe", None), facts.model
+    if model is None or layout.ep * layout.etp == 1 or not hasattr(model, "moe"):
         return
     if mixture is None:
         yield Violation(("ep", "etp"), f"divides experts, and {model.name} has none")
@@ -252,7 +252,7 @@ def ep_divides_experts(layout: Layout, facts: LayoutConstraints) -> Iterator[Vio
 
 def moe_requires_sp(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
     """Every rank sends tokens of its own."""
-    mixed = layout.ep * layout.etp > 1 or getattr(facts.model, "mixture", None) is not None
+    mixed = layout.ep * layout.etp > 1 or getattr(facts.model, "moe", None) is not None
     if mixed and layout.tp > 1 and layout.tp_kind != "1d":
         yield Violation(("tp_kind",), "is not for experts, whose tokens are divided over tp by position")
     elif mixed and layout.tp > 1 and not layout.sp:

@@ -42,8 +42,8 @@ def rope_angles(
     # In fp64: at position 8192 an fp32 angle is already wrong by 5e-4, and the table is small.
     rate = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim)
     if scaling is not None:
-        turns = scaling.first * rate / (2 * math.pi)
-        kept = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+        turns = scaling.original_max_seq_len * rate / (2 * math.pi)
+        kept = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
         rate = rate * (kept + (1 - kept) / scaling.factor)
     angle = positions.unsqueeze(-1) * rate
     wide = torch.promote_types(dtype, torch.float32)
@@ -154,7 +154,7 @@ class CoreAttention(nn.Module):
 
 
 class Attention(nn.Module):
-    remake = False
+    recompute_output = False
     """what `o` reads is found where attention keeps it, and not kept once more in another type"""
     share_input = ("q", "k", "v")
     """layers that read one input and are asked for their outputs together"""
@@ -183,7 +183,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         y = self._attend(x, context).transpose(1, 2).flatten(2)
-        if self.remake:
+        if self.recompute_output:
             kept = y.detach()
             tensor_metadata.attach(y, TensorMetadata(recompute=lambda _gradient: kept))
         out: Tensor = self.o(y)

@@ -14,19 +14,21 @@ from echelon.models.moe_config import MoEConfig
 
 
 class LayerNorm(nn.LayerNorm):
-    remake = False
+    recompute_output = False
     """backward makes the output again instead of keeping it (memory/checkpointing/checkpoint_policy.py)"""
 
     def forward(self, input: Tensor) -> Tensor:
         out = super().forward(input)
         kept, make = input.detach(), super().forward
         return (
-            tensor_metadata.attach(out, TensorMetadata(recompute=lambda _gradient: make(kept))) if self.remake else out
+            tensor_metadata.attach(out, TensorMetadata(recompute=lambda _gradient: make(kept)))
+            if self.recompute_output
+            else out
         )
 
 
 class GPTMLP(nn.Module):
-    remake = False
+    recompute_output = False
     """backward makes what `down` reads again instead of keeping it"""
 
     def __init__(self, width: int, ffn: int) -> None:
@@ -37,7 +39,7 @@ class GPTMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         up = self.up(x)
         h = F.gelu(up, approximate="tanh")
-        if self.remake:
+        if self.recompute_output:
             kept = up.detach()
             tensor_metadata.attach(h, TensorMetadata(recompute=lambda _gradient: F.gelu(kept, approximate="tanh")))
         out: Tensor = self.down(h)
@@ -67,7 +69,9 @@ class GPTMoEBlock(GPTBlock):
 
     def __init__(self, config: ModelConfig, mixture: MoEConfig) -> None:
         super().__init__(config)
-        self.mlp = build_moe_layer(config, mixture, GPTMLP(config.width, mixture.shared) if mixture.shared else None)
+        self.mlp = build_moe_layer(
+            config, mixture, GPTMLP(config.width, mixture.shared_ffn) if mixture.shared_ffn else None
+        )
 
     def forward(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         x = x + self.drop1(self.attn(self.norm1(x), context))

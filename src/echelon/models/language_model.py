@@ -49,7 +49,7 @@ class LanguageModel(nn.Module):
     norm: nn.Module
     embedding_modules: tuple[str, ...] = ("embed", "drop")
     """the modules that `start` uses"""
-    stored: Mapping[str, SliceableTensor] | None = None
+    weight_source: Mapping[str, SliceableTensor] | None = None
     """where parameters on the meta device are read from; none: they are drawn by `initial`"""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -108,11 +108,11 @@ class LanguageModel(nn.Module):
         self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None
     ) -> AttentionContext:
         """Where each token is and what it may see."""
-        place = self.places_of(tokens, documents) if positions is None else positions
+        place = self.token_positions(tokens, documents) if positions is None else positions
         return AttentionContext(place, documents, self.config.causal)
 
     @staticmethod
-    def places_of(tokens: Tensor, documents: Tensor | None) -> Tensor:
+    def token_positions(tokens: Tensor, documents: Tensor | None) -> Tensor:
         """[1 or B, T]: where each token is in its document."""
         return positions_of(tokens, documents)
 

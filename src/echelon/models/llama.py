@@ -18,7 +18,7 @@ from echelon.models.qk_norm import QKNormAttention
 
 
 class LlamaMLP(nn.Module):
-    remake = False
+    recompute_output = False
     """backward makes what `down` reads again instead of keeping it"""
     share_input = ("gate", "up")
     """layers that read one input and are asked for their outputs together"""
@@ -31,9 +31,9 @@ class LlamaMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if can_fuse_gemm(x, self.gate, self.up):
-            h = swiglu(project(x, self.gate, self.up), recompute=self.remake)
+            h = swiglu(project(x, self.gate, self.up), recompute=self.recompute_output)
         else:
-            h = silu_mul(*project_all(x, self.gate, self.up), recompute=self.remake)
+            h = silu_mul(*project_all(x, self.gate, self.up), recompute=self.recompute_output)
         out: Tensor = self.down(h)
         return out
 
@@ -41,9 +41,9 @@ class LlamaMLP(nn.Module):
 def build_attention(config: ModelConfig) -> nn.Module:
     """The kind of attention that a configuration asks for."""
     width, heads, kv_heads, dropout = config.width, config.heads, config.kv_heads, config.dropout
-    if config.latent is not None:
-        return LatentAttention(width, heads, config.latent, epsilon=config.epsilon, dropout=dropout)
-    if config.head_norms:
+    if config.mla is not None:
+        return LatentAttention(width, heads, config.mla, epsilon=config.epsilon, dropout=dropout)
+    if config.qk_norm:
         return QKNormAttention(
             width,
             heads,
@@ -83,7 +83,7 @@ class LlamaMoEBlock(LlamaBlock):
 
     def __init__(self, config: ModelConfig, mixture: MoEConfig) -> None:
         super().__init__(config)
-        shared = LlamaMLP(config.width, mixture.shared) if mixture.shared else None
+        shared = LlamaMLP(config.width, mixture.shared_ffn) if mixture.shared_ffn else None
         self.mlp = build_moe_layer(config, mixture, shared)
 
     def forward(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:  # type: ignore[override]
@@ -109,5 +109,5 @@ class Llama(LanguageModel):
     ) -> AttentionContext:
         seen = super().attention_context(tokens, documents, positions)
         config, dtype = self.config, next(self.parameters()).dtype
-        turn = rope_angles(seen.positions, config.rope_dim, config.theta, dtype, config.stretch)
+        turn = rope_angles(seen.positions, config.rope_dim, config.theta, dtype, config.rope_scaling)
         return replace(seen, rope=turn)

@@ -36,7 +36,7 @@ class LatentHeads(nn.Module):
 
     def __init__(self, latent: MLAConfig, query_source: int, heads: int, *, dropout: float) -> None:
         super().__init__()
-        self.latent = latent
+        self.config = latent
         self.input_sizes = (query_source, latent.kv_rank, latent.rope_dim)
         """of what is read: for queries, for keys and values, the turning part of the keys"""
         self.q = Linear(query_source, heads * latent.head_dim, bias=False)
@@ -53,7 +53,7 @@ class LatentHeads(nn.Module):
 
     def _prepare(self, query: Tensor, key: Tensor, kv: Tensor, context: AttentionContext) -> QKV:
         """The note's second half, from what `q` and `kv` made and the turning part of the keys."""
-        latent, turn = self.latent, context.rope
+        latent, turn = self.config, context.rope
         assert turn is not None
         q_nope, q_rope = _split_heads(query, latent.nope_dim, latent.rope_dim)
         k_nope, v = _split_heads(kv, latent.nope_dim, latent.value_dim)
@@ -63,14 +63,14 @@ class LatentHeads(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    remake = False
+    recompute_output = False
     """what `o` reads is found where attention keeps it, and not kept once more in another type"""
     share_input = ("q_down", "kv_down")
     """layers that read one input and are asked for their outputs together"""
 
     def __init__(self, width: int, heads: int, latent: MLAConfig, *, epsilon: float, dropout: float) -> None:
         super().__init__()
-        self.latent = latent
+        self.config = latent
         if latent.query_rank:
             self.q_down = Linear(width, latent.query_rank, bias=False)
             self.q_norm = RMSNorm(latent.query_rank, epsilon)
@@ -81,7 +81,7 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         y = self.heads(self._compress(x), context)
-        if self.remake:
+        if self.recompute_output:
             kept = y.detach()
             tensor_metadata.attach(y, TensorMetadata(recompute=lambda _gradient: kept))
         out: Tensor = self.o(y)
@@ -89,12 +89,12 @@ class LatentAttention(nn.Module):
 
     def _compress(self, x: Tensor) -> Tensor:
         """[B, T, ...]: what queries, what keys and values, and what the turning part of the keys are made of."""
-        if self.latent.query_rank:
+        if self.config.query_rank:
             query, kv = project_all(x, self.q_down, self.kv_down)
             query = self.q_norm(query)
         else:
             query, kv = x, self.kv_down(x)
-        kv, key = kv.split((self.latent.kv_rank, self.latent.rope_dim), dim=-1)
+        kv, key = kv.split((self.config.kv_rank, self.config.rope_dim), dim=-1)
         return torch.cat((query, self.kv_norm(kv), key), dim=-1)
 
 

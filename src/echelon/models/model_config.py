@@ -8,6 +8,7 @@ from pathlib import Path
 from echelon.layout.validation_error import ValidationError, ValidationIssue, did_you_mean
 from echelon.models.gate_override import override_gate
 from echelon.models.mla_config import MLAConfig
+from echelon.models.model_spec import ModelSpec, MoESpec
 from echelon.models.moe_config import MoEConfig
 from echelon.models.rope_scaling import RopeScaling
 
@@ -53,13 +54,13 @@ class ModelConfig:
     """Probability that dropout zeroes an element in training."""
     causal: bool = True
     """Whether a token sees only those before it; otherwise it sees all of its document."""
-    mixture: MoEConfig | None = None
+    moe: MoEConfig | None = None
     """Experts in place of the feed-forward part of some layers."""
-    latent: MLAConfig | None = None
+    mla: MLAConfig | None = None
     """DeepSeek's attention (llama)."""
-    own_head_dim: int = 0
+    explicit_head_dim: int = 0
     """Size of a head where it is not the width divided by the heads; 0: it is."""
-    head_norms: bool = False
+    qk_norm: bool = False
     """Whether each head's queries and keys pass a norm (llama)."""
     qkv_bias: bool = False
     """Whether queries, keys and values have biases, as Qwen2's have (llama)."""
@@ -67,7 +68,7 @@ class ModelConfig:
     """Rotary positions: the slowest pair turns once in 2 pi times nearly so many tokens (llama)."""
     epsilon: float = NORM_EPSILON
     """What norms add to a mean square."""
-    stretch: RopeScaling | None = None
+    rope_scaling: RopeScaling | None = None
     """Rotary positions for longer sequences than the first ones (llama)."""
 
     def __post_init__(self) -> None:
@@ -77,20 +78,20 @@ class ModelConfig:
         for field in ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "max_seq_len"):
             if getattr(self, field) < 1:
                 wrong.append(f"{field} is less than 1 ({field}={getattr(self, field)}); use 1 or more")
-        for field in ("latent", "head_norms", "qkv_bias", "stretch", "own_head_dim"):
+        for field in ("mla", "qk_norm", "qkv_bias", "rope_scaling", "explicit_head_dim"):
             given = getattr(self, field)
             if given and self.family != "llama":
                 wrong.append(f"{field} is an option of the llama family (family={self.family}); leave it out")
-            elif given and field != "latent" and self.latent:
+            elif given and field != "mla" and self.mla:
                 wrong.append(f"latent attention has heads of its own ({field}={given}); leave it out")
-        if self.latent and self.heads != self.kv_heads:
+        if self.mla and self.heads != self.kv_heads:
             wrong.append(
                 f"latent attention has keys and values for every head (heads={self.heads}, kv_heads={self.kv_heads}); "
                 "make them equal"
             )
         if not 0 <= self.dropout < 1:
             wrong.append(f"dropout is not in [0, 1) (dropout={self.dropout}); use 0 to switch it off")
-        if not wrong and self.width % self.heads and not (self.latent or self.own_head_dim):
+        if not wrong and self.width % self.heads and not (self.mla or self.explicit_head_dim):
             wrong.append(f"heads do not divide the width (width={self.width}, heads={self.heads}); change one of them")
         elif not wrong and self.family == "llama" and self.head_dim % 2:
             wrong.append(f"rotary positions need an even width per head (head_dim={self.head_dim}); change the heads")
@@ -106,17 +107,17 @@ class ModelConfig:
     @property
     def head_dim(self) -> int:
         """Of queries and keys."""
-        return self.latent.head_dim if self.latent else self.own_head_dim or self.width // self.heads
+        return self.mla.head_dim if self.mla else self.explicit_head_dim or self.width // self.heads
 
     @property
     def value_dim(self) -> int:
         """Of a head's values."""
-        return self.latent.value_dim if self.latent else self.head_dim
+        return self.mla.value_dim if self.mla else self.head_dim
 
     @property
     def rope_dim(self) -> int:
         """Of a head, what rotary positions turn."""
-        return self.latent.rope_dim if self.latent else self.head_dim
+        return self.mla.rope_dim if self.mla else self.head_dim
 
     @property
     def parameters(self) -> int:
@@ -129,11 +130,9 @@ class ModelConfig:
             )
         outside = self.vocab * self.width + (0 if self.tied else self.vocab * self.width)
         experts = 0
-        if self.mixture is not None:
-            shared = self._mlp_parameters(self.mixture.shared) if self.mixture.shared else 0
-            experts = self.num_moe_layers * (
-                self.mixture.parameters(self.width) + shared - self._mlp_parameters(self.ffn)
-            )
+        if self.moe is not None:
+            shared = self._mlp_parameters(self.moe.shared_ffn) if self.moe.shared_ffn else 0
+            experts = self.num_moe_layers * (self.moe.parameters(self.width) + shared - self._mlp_parameters(self.ffn))
         if self.family == "gpt":
             outside += self.max_seq_len * self.width + 2 * self.width
             return (
@@ -151,7 +150,7 @@ class ModelConfig:
     @property
     def num_moe_layers(self) -> int:
         """Layers with experts."""
-        return sum(self.mixture.is_moe_layer(layer) for layer in range(self.layers)) if self.mixture else 0
+        return sum(self.moe.is_moe_layer(layer) for layer in range(self.layers)) if self.moe else 0
 
     @property
     def matmul_parameters(self) -> int:
@@ -168,11 +167,9 @@ class ModelConfig:
     @property
     def idle_parameters(self) -> int:
         """Of experts that a token does not pass through."""
-        if self.mixture is None:
+        if self.moe is None:
             return 0
-        return round(
-            self.num_moe_layers * (self.mixture.parameters(self.width) - self.mixture.active_parameters(self.width))
-        )
+        return round(self.num_moe_layers * (self.moe.parameters(self.width) - self.moe.active_parameters(self.width)))
 
     def flops_per_token(self, seq_len: int) -> int:
         """FLOPs of a training step per token: 6 per matmul parameter, plus attention. For conv, per image."""
@@ -182,6 +179,44 @@ class ModelConfig:
             return 6 * (self._conv_head_parameters + sum(products))
         scores_and_values = self.layers * self.heads * (self.head_dim + self.value_dim) * seq_len
         return 6 * self.matmul_parameters + (3 if self.causal else 6) * scores_and_values
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What cost functions and the planner read. The conv family has none."""
+        if self.family == "conv":
+            raise ValueError(f"a convolutional network has no transformer spec (model={self.name})")
+        gpt, mla = self.family == "gpt", self.mla
+        norms = mla.query_rank + mla.kv_rank if mla else 2 * self.head_dim if self.qk_norm else 0
+        return ModelSpec(
+            name=self.name,
+            layers=self.layers,
+            width=self.width,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            ffn=self.ffn,
+            gated_mlp=not gpt,
+            vocab=self.vocab,
+            max_seq_len=self.max_seq_len,
+            tied=self.tied,
+            causal=self.causal,
+            biases=gpt,
+            dropout=self.dropout > 0,
+            learned_positions=gpt,
+            mla=mla,
+            moe=self._moe_spec(self.moe) if self.moe is not None else None,
+            extra_parameters=norms + (self.heads + 2 * self.kv_heads) * self.head_dim * self.qkv_bias,
+        )
+
+    def _moe_spec(self, moe: MoEConfig) -> MoESpec:
+        return MoESpec(
+            experts=moe.experts,
+            top_k=round(moe.k),
+            ffn=moe.ffn,
+            gated=moe.activation == "swiglu",
+            shared_ffn=moe.shared_ffn,
+            layers=tuple(moe.is_moe_layer(layer) for layer in range(self.layers)),
+        )
 
     @property
     def convolutions(self) -> tuple[tuple[int, int], ...]:
@@ -195,11 +230,11 @@ class ModelConfig:
 
     @property
     def _attention_parameters(self) -> int:
-        if self.latent:
-            return self.latent.parameters(self.width, self.heads)
+        if self.mla:
+            return self.mla.parameters(self.width, self.heads)
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         biases = q + self.width + 2 * kv if self.family == "gpt" else (q + 2 * kv) * self.qkv_bias
-        norms = 2 * self.head_dim if self.head_norms else 0
+        norms = 2 * self.head_dim if self.qk_norm else 0
         return 2 * self.width * q + 2 * self.width * kv + biases + norms
 
     def _mlp_parameters(self, ffn: int) -> int:
@@ -256,34 +291,34 @@ _TABLE = (
     _llama("llama-405b", 126, 16384, 128, 8, 53248),
     replace(
         _llama("moe-tiny", 4, 64, 4, 2, 176, vocab=257, seq=256),
-        mixture=MoEConfig(experts=8, k=2, ffn=88, gate="mixtral"),
+        moe=MoEConfig(experts=8, k=2, ffn=88, gate="mixtral"),
     ),
     replace(
         _gpt("switch-tiny", 4, 64, 4, vocab=257, seq=256),
-        mixture=MoEConfig(experts=8, k=1, ffn=256, gate="switch", activation="relu", every=2),
+        moe=MoEConfig(experts=8, k=1, ffn=256, gate="switch", activation="relu", every=2),
     ),
     replace(
         _gpt("gshard-tiny", 4, 64, 4, vocab=257, seq=256),
         # With the paper's order of places, later tokens could displace earlier ones.
-        mixture=MoEConfig(
+        moe=MoEConfig(
             experts=8, k=2, ffn=256, gate="gshard", options=(("order", "tokens"),), activation="relu", every=2
         ),
     ),
     replace(
         _llama("qwen-moe-tiny", 4, 64, 4, 2, 176, vocab=257, seq=256),
-        mixture=MoEConfig(experts=16, k=4, ffn=32, gate="qwen", shared=64),
+        moe=MoEConfig(experts=16, k=4, ffn=32, gate="qwen", shared_ffn=64),
     ),
     replace(
         _llama("deepseek-tiny", 4, 64, 4, 4, 176, vocab=257, seq=256),
-        latent=MLAConfig(query_rank=32, kv_rank=24, rope_dim=8, nope_dim=16, value_dim=12),
-        mixture=MoEConfig(
+        mla=MLAConfig(query_rank=32, kv_rank=24, rope_dim=8, nope_dim=16, value_dim=12),
+        moe=MoEConfig(
             experts=16,
             k=4,
             ffn=32,
             gate="deepseek-v3",
             options=(("num_groups", 4), ("group_limit", 2), ("scale", 2.5)),
-            shared=32,
-            dense=1,
+            shared_ffn=32,
+            dense_layers=1,
         ),
         theta=1e4,
         epsilon=1e-6,
@@ -291,35 +326,33 @@ _TABLE = (
     # The published switch-base-8 has T5's encoder and decoder; this is a decoder alone, of GPT's blocks of its size.
     replace(
         _gpt("switch-base-8", 12, 768, 12, vocab=32128, seq=512),
-        mixture=MoEConfig(experts=8, k=1, ffn=3072, gate="switch", activation="relu", every=2),
+        moe=MoEConfig(experts=8, k=1, ffn=3072, gate="switch", activation="relu", every=2),
     ),
     replace(
         _llama("mixtral-8x7b", 32, 4096, 32, 8, 14336, vocab=32000, seq=32768),
-        mixture=MoEConfig(experts=8, k=2, ffn=14336, gate="mixtral", options=(("balance", 0.02 / 32),)),
+        moe=MoEConfig(experts=8, k=2, ffn=14336, gate="mixtral", options=(("balance", 0.02 / 32),)),
         theta=1e6,
     ),
     replace(
         _llama("qwen3-30b-a3b", 48, 2048, 32, 4, 6144, vocab=151936, seq=40960),
-        mixture=MoEConfig(
-            experts=128, k=8, ffn=768, gate="qwen", options=(("normalise", True), ("balance", 0.001 / 48))
-        ),
-        own_head_dim=128,
-        head_norms=True,
+        moe=MoEConfig(experts=128, k=8, ffn=768, gate="qwen", options=(("normalise", True), ("balance", 0.001 / 48))),
+        explicit_head_dim=128,
+        qk_norm=True,
         theta=1e6,
         epsilon=1e-6,
     ),
     # DeepSeek's long contexts were made by changing the angles (YaRN) after training with these.
     replace(
         _llama("deepseek-v2", 60, 5120, 128, 128, 12288, vocab=102400, seq=163840),
-        latent=_DEEPSEEK,
-        mixture=MoEConfig(
+        mla=_DEEPSEEK,
+        moe=MoEConfig(
             experts=160,
             k=6,
             ffn=1536,
             gate="deepseek-v2",
             options=(("num_groups", 8), ("group_limit", 3), ("scale", 16.0)),
-            shared=2 * 1536,
-            dense=1,
+            shared_ffn=2 * 1536,
+            dense_layers=1,
         ),
         theta=1e4,
         epsilon=1e-6,
@@ -327,15 +360,15 @@ _TABLE = (
     # Without the layer that predicts a second token (MTP), as its published total of 671 billion is.
     replace(
         _llama("deepseek-v3", 61, 7168, 128, 128, 18432, vocab=129280, seq=163840),
-        latent=_DEEPSEEK,
-        mixture=MoEConfig(
+        mla=_DEEPSEEK,
+        moe=MoEConfig(
             experts=256,
             k=8,
             ffn=2048,
             gate="deepseek-v3",
             options=(("num_groups", 8), ("group_limit", 4), ("scale", 2.5)),
-            shared=2048,
-            dense=3,
+            shared_ffn=2048,
+            dense_layers=3,
         ),
         theta=1e4,
         epsilon=1e-6,
@@ -371,13 +404,13 @@ def override_config(
 
     Rotary positions have no table, so that their models take sequences of any length.
     """
-    rotary, mixture = config.family == "llama", config.mixture
+    rotary, mixture = config.family == "llama", config.moe
     if mixture is not None:
         mixture = override_gate(mixture, gate) if gate else mixture
         mixture = mixture if expert_dropout is None else replace(mixture, dropout=expert_dropout)
     return replace(
         config,
-        mixture=mixture,
+        moe=mixture,
         max_seq_len=max(config.max_seq_len, seq_len) if rotary else config.max_seq_len,
         dropout=config.dropout if dropout is None else dropout,
         tied=config.tied if tied is None else tied,
@@ -395,7 +428,7 @@ def reduced_config(
         return config
     ratio, smaller = config.heads / config.kv_heads, width / config.width
     divisors = [kv for kv in range(1, heads + 1) if heads % kv == 0]
-    per_head = config.own_head_dim * config.heads / config.width
+    per_head = config.explicit_head_dim * config.heads / config.width
     return replace(
         config,
         name=f"{config.name}-reduced",
@@ -406,7 +439,7 @@ def reduced_config(
         ffn=-(-config.ffn * width // (config.width * 16)) * 16,
         vocab=min(vocab, config.vocab),
         max_seq_len=min(max_seq_len, config.max_seq_len),
-        own_head_dim=2 * round(per_head * width / heads / 2),
-        latent=config.latent and config.latent.reduced(width // heads),
-        mixture=config.mixture and config.mixture.reduced(smaller),
+        explicit_head_dim=2 * round(per_head * width / heads / 2),
+        mla=config.mla and config.mla.reduced(width // heads),
+        moe=config.moe and config.moe.reduced(smaller),
     )

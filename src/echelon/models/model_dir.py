@@ -1,9 +1,10 @@
-"""A model that lies in a directory: what `model.json` says of it. No torch."""
+"""`model.json`: the configuration of a model that `echelon import` wrote to a directory. No torch."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +17,38 @@ from echelon.models.rope_scaling import RopeScaling
 MODEL_FILE = "model.json"
 FORMAT_VERSION = 1
 
+# Keys of the file that are older than the names of the fields.
+_MOE_KEYS = {"shared": "shared_ffn", "dense": "dense_layers"}
+_ROPE_KEYS = {"low": "low_freq_factor", "high": "high_freq_factor", "first": "original_max_seq_len"}
+_CONFIG_KEYS = {
+    "mixture": "moe",
+    "latent": "mla",
+    "own_head_dim": "explicit_head_dim",
+    "head_norms": "qk_norm",
+    "stretch": "rope_scaling",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class SavedModel:
-    """What a directory's `model.json` holds."""
+    """The contents of a `model.json`."""
 
     config: ModelConfig
-    """The model's shape."""
     model_type: str = ""
-    """Hugging Face's name of the kind it came from; empty: it did not."""
+    """Hugging Face's model_type, of an imported model."""
     format: int = FORMAT_VERSION
-    """Of the file."""
+    """Version of the file's format."""
+
+    def to_json(self) -> dict[str, Any]:
+        written = asdict(self)
+        config = _rename(written["config"], _CONFIG_KEYS, back=True)
+        for key, keys in (("mixture", _MOE_KEYS), ("stretch", _ROPE_KEYS)):
+            config[key] = config[key] and _rename(config[key], keys, back=True)
+        return {**written, "config": config}
 
 
 def is_model_dir(path: str) -> bool:
-    """Whether a text is the path of such a directory."""
+    """Whether a directory holds a `model.json`."""
     return bool(path) and (Path(path) / MODEL_FILE).is_file()
 
 
@@ -39,25 +57,32 @@ def read_model_dir(folder: Path) -> SavedModel:
     try:
         given = json.loads(file.read_text(encoding="utf-8"))
         if given["format"] != FORMAT_VERSION:
-            raise ValueError(f"format {given['format']} is not {FORMAT_VERSION}, which is read here")
+            raise ValueError(f"format {given['format']} is not supported, expected {FORMAT_VERSION}")
         return SavedModel(config=_parse_config(given["config"]), model_type=str(given.get("model_type", "")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        what = f"has no {error}" if isinstance(error, KeyError) else error
-        rule, legal = f"is not a model of ours ({MODEL_FILE}: {what})", "a directory that `echelon import` made"
-        raise ValidationError([ValidationIssue(key="model", value=str(folder), message=rule, legal=legal)]) from None
+        what = f"{error} is missing" if isinstance(error, KeyError) else error
+        message, legal = f"is not a saved model ({MODEL_FILE}: {what})", "a directory that `echelon import` wrote"
+        issue = ValidationIssue(key="model", value=str(folder), message=message, legal=legal)
+        raise ValidationError([issue]) from None
 
 
-def _parse_config(given: dict[str, Any]) -> ModelConfig:
-    unknown = sorted(given.keys() - {field.name for field in fields(ModelConfig)})
+def _parse_config(given: Mapping[str, Any]) -> ModelConfig:
+    values = _rename(given, _CONFIG_KEYS)
+    unknown = sorted(values.keys() - {field.name for field in fields(ModelConfig)})
     if unknown:
         raise ValueError(f"unknown keys {', '.join(unknown)}")
-    values = dict(given)
-    if values.get("latent") is not None:
-        values["latent"] = MLAConfig(**values["latent"])
-    if values.get("stretch") is not None:
-        values["stretch"] = RopeScaling(**values["stretch"])
-    if values.get("mixture") is not None:
-        mixture = dict(values["mixture"])
-        mixture["options"] = tuple((str(key), value) for key, value in mixture.get("options", ()))
-        values["mixture"] = MoEConfig(**mixture)
+    if values.get("mla") is not None:
+        values["mla"] = MLAConfig(**values["mla"])
+    if values.get("rope_scaling") is not None:
+        values["rope_scaling"] = RopeScaling(**_rename(values["rope_scaling"], _ROPE_KEYS))
+    if values.get("moe") is not None:
+        moe = _rename(values["moe"], _MOE_KEYS)
+        moe["options"] = tuple((str(key), value) for key, value in moe.get("options", ()))
+        values["moe"] = MoEConfig(**moe)
     return ModelConfig(**values)
+
+
+def _rename(given: Mapping[str, Any], keys: Mapping[str, str], *, back: bool = False) -> dict[str, Any]:
+    """From keys of the file to names of fields, or back."""
+    names = {field: key for key, field in keys.items()} if back else keys
+    return {names.get(key, key): value for key, value in given.items()}

@@ -22,8 +22,8 @@ def build_blocks(
 ) -> Iterator[nn.Module]:
     """The blocks of a model, with experts in those that the configuration names."""
     for layer in range(config.layers):
-        if config.mixture is not None and config.mixture.is_moe_layer(layer):
-            yield moe_block(config, config.mixture)
+        if config.moe is not None and config.moe.is_moe_layer(layer):
+            yield moe_block(config, config.moe)
         else:
             yield dense_block(config)
 

@@ -23,13 +23,13 @@ class MoEConfig:
     """The gate's name (echelon.moe.GATES)."""
     options: GateOptions = ()
     """The gate's options, by name."""
-    shared: int = 0
+    shared_ffn: int = 0
     """Hidden size of an expert that every token passes through; 0: there is none."""
     activation: str = "swiglu"
     """swiglu, gelu or relu."""
     dropout: float = 0.0
     """Probability that dropout zeroes a hidden unit of an expert in training."""
-    dense: int = 0
+    dense_layers: int = 0
     """Layers at the start that have no experts."""
     every: int = 1
     """A mixture in every so many-th layer, the last of each group."""
@@ -37,7 +37,7 @@ class MoEConfig:
     def __post_init__(self) -> None:
         wrong = [
             f"{name} is less than {least} ({name}={getattr(self, name)})"
-            for name, least in (("experts", 1), ("ffn", 1), ("shared", 0), ("dense", 0), ("every", 1))
+            for name, least in (("experts", 1), ("ffn", 1), ("shared_ffn", 0), ("dense_layers", 0), ("every", 1))
             if getattr(self, name) < least
         ]
         if not 0 <= self.dropout < 1:
@@ -52,7 +52,7 @@ class MoEConfig:
 
     def is_moe_layer(self, layer: int) -> bool:
         """Layer number `layer` has experts."""
-        return layer >= self.dense and (layer + 1 - self.dense) % self.every == 0
+        return layer >= self.dense_layers and (layer + 1 - self.dense_layers) % self.every == 0
 
     def parameters(self, width: int) -> int:
         """Of one layer's gate and experts in all, without the shared one, which is of the model's family."""
@@ -73,8 +73,8 @@ class MoEConfig:
             k=k,
             ffn=max(min(round(self.ffn * scale), 256 // experts), 8),
             options=tuple(options.items()),
-            shared=max(min(round(self.shared * scale), 64), 8) if self.shared else 0,
-            dense=min(self.dense, 1),
+            shared_ffn=max(min(round(self.shared_ffn * scale), 64), 8) if self.shared_ffn else 0,
+            dense_layers=min(self.dense_layers, 1),
         )
 
     def _expert_parameters(self, width: int) -> int:

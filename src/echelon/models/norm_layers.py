@@ -8,7 +8,7 @@ from echelon.models.model_config import NORM_EPSILON
 
 
 class RMSNorm(nn.Module):
-    remake = False
+    recompute_output = False
     """backward makes the output again instead of keeping it (memory/checkpointing/checkpoint_policy.py)"""
 
     def __init__(self, width: int, epsilon: float = NORM_EPSILON) -> None:
@@ -17,7 +17,7 @@ class RMSNorm(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.epsilon, recompute=self.remake)
+        return rms_norm(x, self.weight, self.epsilon, recompute=self.recompute_output)
 
 
 class ResidualRMSNorm(RMSNorm):
@@ -25,4 +25,4 @@ class ResidualRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """(x + delta, its norm)"""
-        return residual_rms_norm(x, delta, self.weight, self.epsilon, recompute=self.remake)
+        return residual_rms_norm(x, delta, self.weight, self.epsilon, recompute=self.recompute_output)

@@ -17,13 +17,15 @@ class RopeScaling:
 
     factor: float
     """How much more slowly."""
-    low: float
+    low_freq_factor: float
     """Turns in the first length up to which a pair is slow."""
-    high: float
+    high_freq_factor: float
     """Turns in the first length from which a pair stays as it was."""
-    first: int
+    original_max_seq_len: int
     """The first length, in tokens."""
 
     def __post_init__(self) -> None:
-        if not (self.factor >= 1 and 0 < self.low < self.high and self.first >= 1):
+        if not (
+            self.factor >= 1 and 0 < self.low_freq_factor < self.high_freq_factor and self.original_max_seq_len >= 1
+        ):
             raise ValueError(f"stretched positions need factor >= 1, 0 < low < high and first >= 1 ({self})")

@@ -61,12 +61,12 @@ SPLITS: dict[str, dict[str, str]] = {
 def _split_table(config: ModelConfig) -> dict[str, str]:
     """One of our own models'."""
     table = SPLITS.get(config.family, {})
-    if config.head_norms:
+    if config.qk_norm:
         table = {**table, **_QK_NORM}
-    if config.latent is not None:
-        words = {pattern: word for pattern, word in _MLA.items() if ".q_" not in pattern or config.latent.query_rank}
+    if config.mla is not None:
+        words = {pattern: word for pattern, word in _MLA.items() if ".q_" not in pattern or config.mla.query_rank}
         table = {**{pattern: word for pattern, word in table.items() if not pattern.startswith(ATTENTION)}, **words}
-    return table if config.mixture is None else _with_moe_layers(table, config, config.mixture)
+    return table if config.moe is None else _with_moe_layers(table, config, config.moe)
 
 
 def _with_moe_layers(table: dict[str, str], config: ModelConfig, mixture: MoEConfig) -> dict[str, str]:
@@ -75,7 +75,7 @@ def _with_moe_layers(table: dict[str, str], config: ModelConfig, mixture: MoECon
     found = {pattern: word for pattern, word in table.items() if pattern not in inner}
     for layer in range(config.layers):
         experts = mixture.is_moe_layer(layer)
-        if experts and not mixture.shared:
+        if experts and not mixture.shared_ffn:
             continue
         place = f"blocks.{layer}.mlp" + (".shared" if experts else "")
         found.update({pattern.replace(MLP, place): word for pattern, word in inner.items()})

@@ -27,7 +27,7 @@ class TokenDispatcher(Protocol):
         """What the gate gives for the tokens at hand."""
         ...
 
-    def start(self, mixture: MoELayer, x: Tensor, routing: Routing) -> Callable[[], Tensor]:
+    def dispatch(self, mixture: MoELayer, x: Tensor, routing: Routing) -> Callable[[], Tensor]:
         """Sends tokens [tokens, width] on their way. Who asks what is returned gets what `at_hand` gives."""
         ...
 
@@ -53,7 +53,7 @@ class MoELayer(nn.Module):
             found = torch.cat([routing.load, routing.dropped[None]]).detach()
             self.expert_load = found if self.expert_load is None else self.expert_load + found
         routing = replace(routing, dropout_keys=self.experts.drop.assignment_keys(x, routing))
-        start = self.compute_locally if self.dispatcher is None else partial(self.dispatcher.start, self)
+        start = self.compute_locally if self.dispatcher is None else partial(self.dispatcher.dispatch, self)
         finish = start(x.flatten(0, 1), routing)
         # Tokens are on their way now, and in backward their gradients will be while this is computed.
         shared = self.shared(x) if self.shared is not None else None

@@ -27,7 +27,7 @@ def initial_values(
     """A function from a piece to its first values."""
     given = {name: parameter.detach() for name, parameter in model.named_parameters() if not parameter.is_meta}
     recipe: Any = getattr(model, "initial", None)
-    stored: Mapping[str, Any] = getattr(model, "stored", None) or {}
+    stored: Mapping[str, Any] = getattr(model, "weight_source", None) or {}
     missing = [
         name
         for name, parameter in model.named_parameters()

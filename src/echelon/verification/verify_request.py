@@ -99,7 +99,7 @@ def make_case(
 
 def default_layouts(case: VerifyCase) -> str:
     """What is proved where nothing is asked for."""
-    mixed = isinstance(case.model, ModelConfig) and case.model.mixture is not None
+    mixed = isinstance(case.model, ModelConfig) and case.model.moe is not None
     return DEFAULT_MOE_LAYOUTS if mixed else DEFAULT_LAYOUTS
 
 

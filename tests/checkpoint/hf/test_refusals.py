@@ -18,7 +18,7 @@ from echelon.checkpoint.hf import logit_check
 from echelon.checkpoint.hf.convert_model import export_model, import_model
 from echelon.layout.validation_error import ValidationError
 from echelon.models.hf import hf_config_reader, param_names
-from echelon.models.hf.hf_architectures import HF_ARCHITECTURES
+from echelon.models.hf.hf_architectures import TRAINABLE
 
 
 @pytest.fixture(scope="module")
@@ -157,11 +157,19 @@ def test_a_failure_on_the_way_leaves_nothing(theirs: Path, monkeypatch: pytest.M
 # -- configs ----------------------------------------------------------------------------------------------------------
 
 WRONG: tuple[tuple[str, dict[str, Any], str], ...] = (
-    ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters.*stretches the angles"),
-    ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_parameters.*does not say.*low_freq"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+        "rope_parameters.*scales rotary embeddings",
+    ),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+        "rope_parameters.*does not describe.*low_freq",
+    ),
     ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling.*contradicts rope_parameters"),
     ("llama", {"rope_parameters": {"rope_theta": -1}}, "rope_theta=-1 is not a number that it can be"),
-    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.*stretches the angles"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.*scales rotary embeddings"),
     ("llama", {"attention_bias": True}, "attention_bias=true is not computed by our models; legal: false"),
     ("llama", {"hidden_act": "gelu"}, 'hidden_act="gelu" is not computed'),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
@@ -197,13 +205,13 @@ def test_whatever_stands_in_a_config(name: str) -> None:
     kind, values = MODELS[name]
     good = {
         "model_type": kind,
-        "architectures": [HF_ARCHITECTURES[kind].architecture],
+        "architectures": [TRAINABLE[kind].class_name],
         "sliding_window": None,
         **values,
     }
     keys = {
         *good,
-        *HF_ARCHITECTURES[kind].supported_values,
+        *TRAINABLE[kind].supported_values,
         "rope_theta",
         "rope_scaling",
         "layer_types",

@@ -12,7 +12,7 @@ import torch
 from hugging_face_models import MODELS, build, load, logits, save, tokens
 from safetensors.torch import load_file
 
-from echelon.checkpoint.hf import convert_model, logit_check, native_format, safetensors_reader, safetensors_writer
+from echelon.checkpoint.hf import convert_model, logit_check, safetensors_reader, safetensors_writer
 from echelon.checkpoint.hf.convert_model import export_model, import_model
 from echelon.models import find_model, reduced_config
 from echelon.models.hf import hf_config_reader, hf_config_writer
@@ -41,7 +41,7 @@ def test_in_and_out(name: str, tmp_path: Path) -> None:
     assert done.model.config.parameters == sum(p.numel() for p in model.parameters())
     for folder in (source, tmp_path / "ours"):  # planning counts alike
         assert resolve_shape(str(folder)).parameters == done.model.config.parameters
-    tensors, wanted = native_format.open_native_tensors(tmp_path / "ours"), logits(model)
+    tensors, wanted = safetensors_reader.open_safetensors(tmp_path / "ours"), logits(model)
     assert float(wanted.std()) > 0.1
     assert differ(logit_check.native_logits(done.model.config, tensors, tokens()), wanted) < 1e-5
     back = export_model(str(tmp_path / "ours"), tmp_path / "back", max_shard_bytes=15_000)
@@ -64,7 +64,7 @@ def test_gpt2_in_float64(tmp_path: Path) -> None:
     model = build("gpt2").double()
     done = import_model(save(model, tmp_path / "theirs"), tmp_path / "ours")
     found = logit_check.native_logits(
-        done.model.config, native_format.open_native_tensors(tmp_path / "ours"), tokens(), torch.float64
+        done.model.config, safetensors_reader.open_safetensors(tmp_path / "ours"), tokens(), torch.float64
     )
     assert done.dtype == "float64"
     assert differ(found, logits(model)) < 1e-9
@@ -77,8 +77,8 @@ OWN = ("gpt-tiny", "llama-tiny", "mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3")
 def test_models_of_our_own_go_out(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     small = replace(reduced_config(find_model(name)), name=name, layers=2)
-    if small.mixture is not None and small.mixture.shared:
-        small = replace(small, mixture=replace(small.mixture, shared=2 * small.mixture.ffn))
+    if small.moe is not None and small.moe.shared_ffn:
+        small = replace(small, moe=replace(small.moe, shared_ffn=2 * small.moe.ffn))
     monkeypatch.setattr(convert_model, "SIZES", {name: small})
     done = export_model(name, tmp_path / "out", seed=3)
     assert done.check is not None
@@ -98,7 +98,7 @@ def test_types(name: str, tmp_path: Path) -> None:
     source = save(build(name), tmp_path / "theirs")
     done = import_model(source, tmp_path / "ours", dtype="bfloat16", with_check=True)
     assert done.dtype == "bfloat16"
-    kinds = {key: x.dtype for key, x in native_format.open_native_tensors(tmp_path / "ours").items()}
+    kinds = {key: x.dtype for key, x in safetensors_reader.open_safetensors(tmp_path / "ours").items()}
     assert {key for key, kind in kinds.items() if kind != torch.bfloat16} == {
         k for k in kinds if k.endswith("gate.bias")
     }
@@ -121,7 +121,9 @@ def test_older_files(tmp_path: Path) -> None:
     old["h.0.attn.bias"] = torch.ones(1, 1, 64, 64, dtype=torch.bool)
     save_file(old, source / "model.safetensors")
     done = import_model(source, tmp_path / "ours")
-    found = logit_check.native_logits(done.model.config, native_format.open_native_tensors(tmp_path / "ours"), tokens())
+    found = logit_check.native_logits(
+        done.model.config, safetensors_reader.open_safetensors(tmp_path / "ours"), tokens()
+    )
     assert differ(found, logits(model)) < 1e-5
 
 

@@ -84,10 +84,10 @@ def test_a_command_starts_from_it(stored: Path, tmp_path: Path) -> None:
 
 def test_the_directory_is_a_model_everywhere(stored: Path) -> None:
     # What a gate does where nobody says is said in a file.
-    wanted = replace(find_model("moe-tiny"), name="theirs", ffn=88, mixture=find_model(str(stored)).mixture)
+    wanted = replace(find_model("moe-tiny"), name="theirs", ffn=88, moe=find_model(str(stored)).moe)
     assert find_model(str(stored)) == wanted
-    assert wanted.mixture is not None
-    assert wanted.mixture.options == (("balance", 0.02),)
+    assert wanted.moe is not None
+    assert wanted.moe.options == (("balance", 0.02),)
     assert resolve_shape(str(stored)).parameters == find_model("moe-tiny").parameters
     assert isinstance(load_config(None, [f"model={stored}"], 1), Config)
 
@@ -109,7 +109,7 @@ def test_buffers_are_read_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     model = models.build(find_model(str(tmp_path / "ours")), "meta")
     assert isinstance(model, LanguageModel)
     native_format.init_from_dir(model, tmp_path / "ours")
-    wanted = native_format.open_native_tensors(tmp_path / "ours")["blocks.1.mlp.gate.bias"].read()
+    wanted = safetensors_reader.open_safetensors(tmp_path / "ours")["blocks.1.mlp.gate.bias"].read()
     assert wanted.abs().max() > 0
     assert torch.equal(model.get_buffer("blocks.1.mlp.gate.bias"), wanted)
 

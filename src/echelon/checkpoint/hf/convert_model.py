@@ -26,7 +26,7 @@ from echelon.layout.validation_error import ValidationError, ValidationIssue, di
 from echelon.models.hf import hf_config_reader
 from echelon.models.hf.hf_config_writer import hf_config
 from echelon.models.model_config import SIZES
-from echelon.models.model_dir import MODEL_FILE, SavedModel, is_model_dir
+from echelon.models.model_dir import MODEL_FILE, SavedModel, is_model_dir, read_model_dir
 
 DTYPES = {
     "float64": torch.float64,
@@ -92,7 +92,7 @@ def import_model(
         with progress(sum(spec.num_bytes for spec in specs)) as announce:
             names = native_format.write_native_model(folder, saved, specs, found.convert(announce), max_shard_bytes)
         checked = (
-            check_logits(saved.config, native_format.open_native_tensors(folder), source, cast_to=wanted)
+            check_logits(saved.config, safetensors_reader.open_safetensors(folder), source, cast_to=wanted)
             if with_check
             else None
         )
@@ -143,7 +143,7 @@ def _cast_sources(tensors: Mapping[str, TensorSource], dtype: torch.dtype | None
 
 def _load_native(source: str, seed: int) -> NativeModel:
     if is_model_dir(source):
-        return native_format.read_native_model(Path(source)), native_format.open_native_tensors(Path(source))
+        return read_model_dir(Path(source)), safetensors_reader.open_safetensors(Path(source))
     if source in SIZES:
         require_memory(SIZES[source])
         model = models.build(SIZES[source], seed=seed)

@@ -7,14 +7,13 @@ The one place that knows this format: import writes by `write`, export and train
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echelon.checkpoint.hf import safetensors_reader, safetensors_writer
-from echelon.checkpoint.hf.safetensors_reader import LazyTensor, format_names
-from echelon.models.model_dir import MODEL_FILE, SavedModel, read_model_dir
+from echelon.checkpoint.hf.safetensors_reader import format_names
+from echelon.models.model_dir import MODEL_FILE, SavedModel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,19 +22,9 @@ if TYPE_CHECKING:
     from echelon.models.language_model import LanguageModel
 
 
-def read_native_model(folder: Path) -> SavedModel:
-    """What the directory holds. Raises ValueError where it is not one of ours."""
-    return read_model_dir(folder)
-
-
-def open_native_tensors(folder: Path) -> Mapping[str, LazyTensor]:
-    """Parameters, and buffers that are kept, by name. A tied head is not among them: it is the embedding."""
-    return safetensors_reader.open_safetensors(folder)
-
-
 def init_from_dir(model: LanguageModel, folder: Path) -> None:
     """Makes a model on the meta device read its first values from a directory, slice by slice, when they are wanted."""
-    found = open_native_tensors(folder)
+    found = safetensors_reader.open_safetensors(folder)
     state = {name: tuple(x.shape) for name, x in model.state_dict().items()}
     if model.config.tied:
         state.pop("head.weight")
@@ -47,7 +36,7 @@ def init_from_dir(model: LanguageModel, folder: Path) -> None:
             f"the model's parameters are not those of its directory ({folder}: {format_names(wrong)}); "
             "leave out what changes the model (tied, gate), or import it again"
         )
-    model.stored = found
+    model.weight_source = found
     for path, module in model.named_modules():
         for name, _ in list(module.named_buffers(recurse=False)):
             if f"{path}.{name}" in found:  # small, and whole on every rank
@@ -63,5 +52,5 @@ def write_native_model(
 ) -> list[str]:
     """Into a directory that is there. Gives the names of the files."""
     names = safetensors_writer.write_safetensors(folder, specs, values, max_shard_bytes)
-    (folder / MODEL_FILE).write_text(json.dumps(asdict(model), indent=2) + "\n", encoding="utf-8")
+    (folder / MODEL_FILE).write_text(json.dumps(model.to_json(), indent=2) + "\n", encoding="utf-8")
     return [MODEL_FILE, *names]

@@ -9,7 +9,7 @@
     budget:NGiB  each layer does one of none, ops, selective and full, so that what is kept fits (budget.py)
 
 Under `full`, `every:N`, `sqrt` and `selective` modules are repeated (repeated.py). Under `ops`, modules that can say
-how their output is made again (an attribute `remake`) do so, and the product that reads it keeps nothing of it. In a
+how their output is made again (an attribute `recompute_output`) do so, and the product that reads it keeps nothing of it. In a
 layer without such a module torch's selective checkpointing finds the operators.
 
 Masks of dropout are functions of their place (rng.py), so a second forward draws the same ones when it is told the same
@@ -146,18 +146,18 @@ class RecomputePolicy:
         module = self.model.get_submodule(name)
         found = list(recomputing_modules(module))
         for part in found:
-            part.remake = True
+            part.recompute_output = True
         if found:
             return
         if self.tensor_parallel:
             raise ValueError(
                 f"tensor parallelism sums products where they lie, so a layer that is divided must itself say how its "
-                f"operators are repeated ({type(module).__name__} has no module with `remake`); use recompute=full"
+                f"operators are repeated ({type(module).__name__} has no module with `recompute_output`); use recompute=full"
             )
         if self.context_parallel:
             raise ValueError(
                 "attention that reaches other ranks works where its operators' results lie, so a layer must itself say "
-                f"how they are repeated ({type(module).__name__} has no module with `remake`); use recompute=full"
+                f"how they are repeated ({type(module).__name__} has no module with `recompute_output`); use recompute=full"
             )
         module.forward = partial(
             checkpoint,
@@ -170,7 +170,7 @@ class RecomputePolicy:
 
 def recomputing_modules(module: nn.Module) -> Iterator[Any]:
     """Modules that can say how their output is made again."""
-    return (part for part in module.modules() if isinstance(getattr(part, "remake", None), bool))
+    return (part for part in module.modules() if isinstance(getattr(part, "recompute_output", None), bool))
 
 
 def _layer_lists(names: Sequence[str]) -> list[list[str]]:

@@ -188,7 +188,7 @@ class MemoryBudget(CheckpointedLayers):
     def _with_form(self, name: str, module: nn.Module, form: str, forward: Callable[..., Any]) -> Iterator[None]:
         """The layer as it would be."""
         now, done = module.forward, CheckpointedLayers()
-        remakes = [(part, part.remake) for part in recomputing_modules(module)]
+        remakes = [(part, part.recompute_output) for part in recomputing_modules(module)]
         module.forward = forward
         try:
             if form != "none":
@@ -199,7 +199,7 @@ class MemoryBudget(CheckpointedLayers):
                 for layer in segment.layers:
                     layer.unwrap()
             for part, remake in remakes:
-                part.remake = remake
+                part.recompute_output = remake
             module.forward = now
 
     def _measure(self, module: nn.Module, form: str, given: Any) -> tuple[LayerMeasurement, Any]:

@@ -264,7 +264,7 @@ class SavedTensorCompression(TorchFunctionMode):
         if stored is None:
             stored = make(x)
             if not isinstance(stored, UncompressedTensor):  # which would keep itself alive
-                noted.stored = (weakref.ref(stored), x._version, self.hooks)
+                noted.weight_source = (weakref.ref(stored), x._version, self.hooks)
         return stored
 
 

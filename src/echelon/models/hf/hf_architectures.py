@@ -1,4 +1,4 @@
-"""What is known of each kind of Hugging Face model that ours compute: data, read in both directions. No torch."""
+"""The Hugging Face `model_type`s that planning reads, and how training supports some of them: data. No torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MLA_EPSILON = 1e-6
-"""transformers' norms of narrow vectors (latent attention) add this, whatever the config says"""
+"""transformers' norms inside latent attention add this, whatever the config says"""
 
 _ROTARY: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
@@ -17,71 +17,128 @@ _ROTARY: Mapping[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1.0, None),
     "quantization_config": (None,),
 }
+_MLA: Mapping[str, tuple[Any, ...]] = {**_ROTARY, "moe_layer_freq": (1,), "rms_norm_eps": (MLA_EPSILON,)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSupport:
+    """What our models compute of an architecture, and transformers' defaults for keys that a config leaves out."""
+
+    class_name: str
+    """transformers' class"""
+    supported_values: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: _ROTARY)
+    """keys with the values that our models compute, the default first"""
+    epsilon: float = 1e-6
+    rope_theta: float = 1e4
+    sliding_window: int | None = None
+    sliding_window_flag: str = ""
+    """the key that enables the window; empty: it is always enabled"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HFArchitecture:
-    architecture: str
-    """the class of transformers"""
-    supported_values: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: _ROTARY)
-    """keys with the values that our models compute, the one of a config that does not say first"""
-    epsilon: float = 1e-6
-    """of norms, where the config does not say"""
-    rope_theta: float = 1e4
-    """of rotary positions, where the config does not say"""
-    sliding_window: int | None = None
-    """tokens that a token sees, where the config does not say"""
-    sliding_window_flag: str = ""
-    """the key without which a window is not used"""
+    """How to read the config of one `model_type`. The defaults are Llama's."""
+
+    keys: str = "llama"
+    """whose key names the config uses: gpt2, gpt_neox, llama or deepseek"""
+    tied: bool = False
+    """default of tie_word_embeddings"""
+    qkv_bias: bool = False
+    """queries, keys and values always have biases"""
+    norms: int = 2
+    """norms of the width in a layer"""
+    qk_norm: bool = False
+    """each head's queries and keys are normalised"""
+    head_dim: int = 0
+    """default of head_dim; 0: the width over the heads"""
+    requires_head_dim: bool = False
+    experts_key: str = ""
+    """the key of the number of experts; empty: dense"""
+    expert_ffn_key: str = "moe_intermediate_size"
+    training: TrainingSupport | None = None
+    """none: planning only"""
 
 
 HF_ARCHITECTURES: Mapping[str, HFArchitecture] = {
     "gpt2": HFArchitecture(
-        architecture="GPT2LMHeadModel",
-        epsilon=1e-5,
-        supported_values={
-            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-            "scale_attn_weights": (True,),
-            "scale_attn_by_inverse_layer_idx": (False,),
-            "add_cross_attention": (False,),
-            "quantization_config": (None,),
-        },
+        keys="gpt2",
+        tied=True,
+        training=TrainingSupport(
+            class_name="GPT2LMHeadModel",
+            epsilon=1e-5,
+            supported_values={
+                "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+                "scale_attn_weights": (True,),
+                "scale_attn_by_inverse_layer_idx": (False,),
+                "add_cross_attention": (False,),
+                "quantization_config": (None,),
+            },
+        ),
     ),
-    "llama": HFArchitecture(architecture="LlamaForCausalLM"),
-    "mistral": HFArchitecture(architecture="MistralForCausalLM", sliding_window=4096),
-    "qwen2": HFArchitecture(architecture="Qwen2ForCausalLM", sliding_window_flag="use_sliding_window"),
-    "qwen3": HFArchitecture(architecture="Qwen3ForCausalLM", sliding_window_flag="use_sliding_window"),
+    "gpt_neox": HFArchitecture(keys="gpt_neox"),
+    "llama": HFArchitecture(training=TrainingSupport(class_name="LlamaForCausalLM")),
+    "mistral": HFArchitecture(training=TrainingSupport(class_name="MistralForCausalLM", sliding_window=4096)),
+    "phi3": HFArchitecture(),
+    "qwen2": HFArchitecture(
+        qkv_bias=True,
+        training=TrainingSupport(class_name="Qwen2ForCausalLM", sliding_window_flag="use_sliding_window"),
+    ),
+    "qwen3": HFArchitecture(
+        qk_norm=True,
+        head_dim=128,
+        training=TrainingSupport(class_name="Qwen3ForCausalLM", sliding_window_flag="use_sliding_window"),
+    ),
+    "gemma": HFArchitecture(tied=True, requires_head_dim=True),
+    "gemma2": HFArchitecture(tied=True, requires_head_dim=True, norms=4),
+    "gemma3_text": HFArchitecture(tied=True, requires_head_dim=True, norms=4, qk_norm=True),
     "mixtral": HFArchitecture(
-        architecture="MixtralForCausalLM",
-        epsilon=1e-5,
-        rope_theta=1e6,
-        supported_values={**_ROTARY, "router_jitter_noise": (0.0,)},
+        experts_key="num_local_experts",
+        expert_ffn_key="intermediate_size",
+        training=TrainingSupport(
+            class_name="MixtralForCausalLM",
+            epsilon=1e-5,
+            rope_theta=1e6,
+            supported_values={**_ROTARY, "router_jitter_noise": (0.0,)},
+        ),
     ),
-    "qwen3_moe": HFArchitecture(architecture="Qwen3MoeForCausalLM", sliding_window_flag="use_sliding_window"),
+    "qwen3_moe": HFArchitecture(
+        qk_norm=True,
+        experts_key="num_experts",
+        training=TrainingSupport(class_name="Qwen3MoeForCausalLM", sliding_window_flag="use_sliding_window"),
+    ),
     "deepseek_v2": HFArchitecture(
-        architecture="DeepseekV2ForCausalLM",
-        supported_values={
-            **_ROTARY,
-            "scoring_func": ("softmax",),
-            "topk_method": ("greedy", "group_limited_greedy"),
-            "norm_topk_prob": (False,),
-            "moe_layer_freq": (1,),
-            "rms_norm_eps": (MLA_EPSILON,),
-        },
+        keys="deepseek",
+        experts_key="n_routed_experts",
+        training=TrainingSupport(
+            class_name="DeepseekV2ForCausalLM",
+            supported_values={
+                **_MLA,
+                "scoring_func": ("softmax",),
+                "topk_method": ("greedy", "group_limited_greedy"),
+                "norm_topk_prob": (False,),
+            },
+        ),
     ),
     "deepseek_v3": HFArchitecture(
-        architecture="DeepseekV3ForCausalLM",
-        supported_values={
-            **_ROTARY,
-            "scoring_func": ("sigmoid",),
-            "topk_method": ("noaux_tc",),
-            "rope_interleave": (True,),
-            "moe_layer_freq": (1,),
-            "rms_norm_eps": (MLA_EPSILON,),
-        },
+        keys="deepseek",
+        experts_key="n_routed_experts",
+        training=TrainingSupport(
+            class_name="DeepseekV3ForCausalLM",
+            supported_values={
+                **_MLA,
+                "scoring_func": ("sigmoid",),
+                "topk_method": ("noaux_tc",),
+                "rope_interleave": (True,),
+            },
+        ),
     ),
 }
 """by model_type"""
 
+TRAINABLE: Mapping[str, TrainingSupport] = {
+    name: known.training for name, known in HF_ARCHITECTURES.items() if known.training is not None
+}
+"""those that `echelon import` reads"""
+
 EQUIVALENT_TYPES = {"mistral": "llama"}
-"""kinds that compute, and name, as another does"""
+"""model_types with the parameter names and the computation of another"""

@@ -1,4 +1,11 @@
-"""From a Hugging Face `config.json` to a `ModelConfig`, or why our models do not compute it. No torch."""
+"""Reads a Hugging Face `config.json`: the `ModelSpec` that it describes, and the `ModelConfig` that trains it. No torch.
+
+    config.json --parse_hf_spec-->  ModelSpec     every architecture of hf_architectures.py; what planning reads
+                --parse_hf_config-> SavedModel    those that our models compute, or every reason why they do not
+
+The spec has as many parameters as the model that transformers builds. Layers that predict further tokens, which
+transformers does not build, and windows of attention are not in it: attention counts in full.
+"""
 
 from __future__ import annotations
 
@@ -10,252 +17,424 @@ from pathlib import Path
 from typing import Any
 
 from echelon.layout.validation_error import ValidationError, ValidationIssue, did_you_mean
-from echelon.models.hf.hf_architectures import HF_ARCHITECTURES, HFArchitecture
+from echelon.models.hf.hf_architectures import HF_ARCHITECTURES, TRAINABLE, HFArchitecture, TrainingSupport
 from echelon.models.mla_config import MLAConfig
 from echelon.models.model_config import ModelConfig
 from echelon.models.model_dir import SavedModel
+from echelon.models.model_spec import ModelSpec, MoESpec
 from echelon.models.moe_config import MoEConfig
 from echelon.models.rope_scaling import RopeScaling
-from echelon.planning.model.hf_shape import ConfigValues
 
 CONFIG_FILE = "config.json"
 MAX_LAYERS = 10_000
-"""names are made for each"""
 LLAMA3_ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-"""how Llama 3.1's stretched angles are described"""
 
 
-def read_hf_config(folder: Path) -> SavedModel:
-    """What the `config.json` of a directory describes."""
-    file = folder / CONFIG_FILE
-    try:
-        given = json.loads(file.read_text(encoding="utf-8"))
-        problem = "" if isinstance(given, dict) else "it does not hold a JSON object"
-    except (OSError, ValueError) as error:
-        problem = str(error)
-    if problem:
-        raise ValueError(f"the model's config cannot be read ({file}: {problem}); give the directory of a whole model")
-    return parse_hf_config(given, folder.resolve().name)
+class ConfigValues:
+    """Takes values out of a config and collects what is missing or invalid, one issue for each key."""
 
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self.given = given
+        self.by_key: dict[str, ValidationIssue] = {}
 
-def parse_hf_config(given: Mapping[str, Any], name: str) -> SavedModel:
-    """Raises FaultError with all that is missing, wrong, or not computed by our models."""
-    family = given.get("model_type")
-    if not isinstance(family, str) or family not in HF_ARCHITECTURES:
-        rule = "is missing from the config" if family is None else "is not a kind of model that is computed here"
-        hint = did_you_mean(str(family), HF_ARCHITECTURES)
-        value = "" if family is None else str(family)
-        raise ValidationError(
-            [ValidationIssue(key="model_type", value=value, message=rule, legal=", ".join(HF_ARCHITECTURES), hint=hint)]
-        )
-    kind, values = HF_ARCHITECTURES[family], NumericConfigValues(given)
-    _check_supported(values, kind)
-    read_family: Callable[[NumericConfigValues, HFArchitecture, str], dict[str, Any]] = _READ.get(family, _rotary)
-    sizes = read_family(values, kind, family)
-    if values.faults:
-        raise ValidationError(values.faults)
-    return SavedModel(config=ModelConfig(name=name, **sizes), model_type=family)
+    @property
+    def issues(self) -> list[ValidationIssue]:
+        return list(self.by_key.values())
 
-
-class NumericConfigValues(ConfigValues):
-    """With numbers that need not be whole."""
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """An integer of the config, or the default; without a default it is required. An issue gives 1."""
+        value = self.given.get(key)
+        if value is None and default is not None:
+            return default
+        if value is None:
+            self.add_missing(key)
+            return 1
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            self.add(key, "is not a number that it can be", f"a whole number >= {least}")
+            return 1
+        return value
 
     def number(self, key: str, default: float, *, least: float = 0.0) -> float:
         value = self.given.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
-            self.fault(key, "is not a number that it can be", f">= {least:g}")
+            self.add(key, "is not a number that it can be", f">= {least:g}")
             return default
         return float(value)
 
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self.given.get(key, default)
+        if not isinstance(value, bool):
+            self.add(key, "is neither true nor false", "true, false")
+        return bool(value)
 
-def _check_supported(values: NumericConfigValues, kind: HFArchitecture) -> None:
-    """What our models do not compute."""
-    for key, fine in kind.supported_values.items():
-        if values.given.get(key, fine[0]) not in fine:
-            legal = ", ".join(json.dumps(value) for value in fine)
-            values.fault(key, "is not computed by our models", legal)
+    def add(self, key: str, message: str, legal: str = "", hint: str = "") -> None:
+        value = json.dumps(self.given.get(key))[:80]
+        self.by_key.setdefault(key, ValidationIssue(key=key, value=value, message=message, legal=legal, hint=hint))
+
+    def add_missing(self, key: str) -> None:
+        issue = ValidationIssue(key=key, value="", message="is missing from the config", hint="add it")
+        self.by_key.setdefault(key, issue)
+
+    def raise_issues(self) -> None:
+        if self.by_key:
+            raise ValidationError(self.issues)
+
+
+def read_hf_spec(path: Path) -> ModelSpec:
+    """The spec of a config.json, or of the directory that holds one."""
+    return parse_hf_spec(*_load(path))
+
+
+def read_hf_config(path: Path) -> SavedModel:
+    """The trainable model of a config.json, or of the directory that holds one."""
+    return parse_hf_config(*_load(path))
+
+
+def _load(path: Path) -> tuple[Mapping[str, Any], str]:
+    """The keys of a config.json, and the model's name."""
+    file = (path / CONFIG_FILE if path.is_dir() else path).resolve()
+    try:
+        given = json.loads(file.read_text(encoding="utf-8"))
+        problem = "" if isinstance(given, dict) else "does not hold a JSON object"
+    except (OSError, ValueError) as error:
+        problem = f"cannot be read ({error})"
+    if problem:
+        issue = ValidationIssue(key="model", value=str(path), message=problem, legal=f"a Hugging Face {CONFIG_FILE}")
+        raise ValidationError([issue])
+    return given, file.parent.name if file.name == CONFIG_FILE else file.stem
+
+
+def parse_hf_spec(given: Mapping[str, Any], name: str) -> ModelSpec:
+    """The spec that the keys of a config.json describe. Raises ValidationError with everything missing or invalid."""
+    hint = "trace the module itself: module.py:factory"
+    model_type = _model_type(given, HF_ARCHITECTURES, "is not an architecture that planning reads", hint)
+    values = ConfigValues(given)
+    spec = _read_spec(values, HF_ARCHITECTURES[model_type], name)
+    values.raise_issues()
+    return spec
+
+
+def parse_hf_config(given: Mapping[str, Any], name: str) -> SavedModel:
+    """The model that trains it. Raises ValidationError with everything missing, invalid or unsupported."""
+    model_type = _model_type(given, TRAINABLE, "is not an architecture that our models compute", "")
+    values, known, support = ConfigValues(given), HF_ARCHITECTURES[model_type], TRAINABLE[model_type]
+    _check_supported(values, support)
+    spec = _read_spec(values, known, name)
+    features = _TRAINING_FEATURES[known.keys](values, spec, model_type, known, support)
+    values.raise_issues()
+    config = ModelConfig(
+        name=name,
+        layers=spec.layers,
+        width=spec.width,
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        ffn=spec.ffn,
+        vocab=spec.vocab,
+        max_seq_len=spec.max_seq_len,
+        tied=spec.tied,
+        **features,
+    )
+    return SavedModel(config=config, model_type=model_type)
+
+
+def _model_type(given: Mapping[str, Any], known: Mapping[str, object], message: str, hint: str) -> str:
+    found = given.get("model_type")
+    if isinstance(found, str) and found in known:
+        return found
+    message = "is missing from the config" if found is None else message
+    value, hint = "" if found is None else str(found), did_you_mean(str(found), known) or hint
+    issue = ValidationIssue(key="model_type", value=value, message=message, legal=", ".join(known), hint=hint)
+    raise ValidationError([issue])
+
+
+# -- the spec ---------------------------------------------------------------------------------------------------------
+
+
+def _read_spec(values: ConfigValues, known: HFArchitecture, name: str) -> ModelSpec:
+    readers: dict[str, Callable[[ConfigValues, HFArchitecture, str], ModelSpec]] = {
+        "gpt2": _gpt2,
+        "gpt_neox": _gpt_neox,
+        "llama": _llama,
+        "deepseek": _deepseek,
+    }
+    return readers[known.keys](values, known, name)
+
+
+def _gpt2(values: ConfigValues, known: HFArchitecture, name: str) -> ModelSpec:
+    width, heads = values.integer("n_embd"), values.integer("n_head")
+    _check_divides(values, "n_head", heads, "n_embd", width)
+    rates = [values.given.get(key, 0.1) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
+    return ModelSpec(
+        name=name,
+        layers=_num_layers(values, "n_layer"),
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=max(width // heads, 1),
+        ffn=values.integer("n_inner", 4 * width),
+        gated_mlp=False,
+        vocab=values.integer("vocab_size"),
+        biases=True,
+        dropout=any(rates),
+        tied=values.boolean("tie_word_embeddings", known.tied),
+        max_seq_len=values.integer("n_positions"),
+        learned_positions=True,
+    )
+
+
+def _gpt_neox(values: ConfigValues, known: HFArchitecture, name: str) -> ModelSpec:
+    spec = _common(values, known, name)
+    _check_divides(values, "num_attention_heads", spec.heads, "hidden_size", spec.width)
+    fewer = 0 if values.boolean("attention_bias", True) else 4 * spec.width
+    return replace(spec, gated_mlp=False, biases=True, extra_parameters=-fewer)
+
+
+def _llama(values: ConfigValues, known: HFArchitecture, name: str) -> ModelSpec:
+    spec = _common(values, known, name)
+    width, heads, kv_heads = spec.width, spec.heads, values.integer("num_key_value_heads", spec.heads)
+    default = None if known.requires_head_dim else known.head_dim or spec.head_dim
+    head_dim = values.integer("head_dim", default)
+    if values.given.get("head_dim") is None:
+        _check_divides(values, "num_attention_heads", heads, "hidden_size", width)
+    _check_divides(values, "num_key_value_heads", kv_heads, "num_attention_heads", heads)
+    moe = _sparse_moe(values, known, spec.layers) if known.experts_key else None
+    qkv = (heads + 2 * kv_heads) * head_dim
+    extra = (known.norms - 2) * width + (2 * head_dim if known.qk_norm else 0) + (qkv if known.qkv_bias else 0)
+    extra += qkv + width if values.boolean("attention_bias", False) else 0
+    extra += 2 * spec.ffn + width if moe is None and values.boolean("mlp_bias", False) else 0
+    return replace(spec, kv_heads=kv_heads, head_dim=head_dim, moe=moe, extra_parameters=extra)
+
+
+def _deepseek(values: ConfigValues, known: HFArchitecture, name: str) -> ModelSpec:
+    spec, ffn = _common(values, known, name), values.integer(known.expert_ffn_key)
+    mla = _mla(values)
+    first, every = values.integer("first_k_dense_replace", 0, least=0), values.integer("moe_layer_freq", 1)
+    moe = MoESpec(
+        experts=values.integer(known.experts_key),
+        top_k=values.integer("num_experts_per_tok"),
+        ffn=ffn,
+        gated=True,
+        shared_ffn=values.integer("n_shared_experts", 0, least=0) * ffn,
+        layers=tuple(layer >= first and layer % every == 0 for layer in range(spec.layers)),
+    )
+    if mla is None:
+        return replace(spec, moe=moe)
+    norms = mla.query_rank + mla.kv_rank
+    return replace(spec, head_dim=mla.head_dim, mla=mla, moe=moe, extra_parameters=norms)
+
+
+def _common(values: ConfigValues, known: HFArchitecture, name: str) -> ModelSpec:
+    """What all but GPT-2 name alike."""
+    width, heads = values.integer("hidden_size"), values.integer("num_attention_heads")
+    return ModelSpec(
+        name=name,
+        layers=_num_layers(values, "num_hidden_layers"),
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=max(width // heads, 1),
+        ffn=values.integer("intermediate_size"),
+        gated_mlp=True,
+        vocab=values.integer("vocab_size"),
+        max_seq_len=values.integer("max_position_embeddings", 0),
+        tied=values.boolean("tie_word_embeddings", known.tied),
+    )
+
+
+def _sparse_moe(values: ConfigValues, known: HFArchitecture, layers: int) -> MoESpec:
+    """As Mixtral's and Qwen's configs describe it; transformers 5 writes Qwen's experts under Mixtral's key."""
+    key = known.experts_key
+    key = "num_local_experts" if key not in values.given and "num_local_experts" in values.given else key
+    every, dense = values.integer("decoder_sparse_step", 1), values.given.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        values.add("mlp_only_layers", "is not a list of layers")
+        dense = []
+    return MoESpec(
+        experts=values.integer(key),
+        top_k=values.integer("num_experts_per_tok"),
+        ffn=values.integer(known.expert_ffn_key),
+        gated=True,
+        layers=tuple(layer not in dense and (layer + 1) % every == 0 for layer in range(layers)),
+    )
+
+
+def _mla(values: ConfigValues) -> MLAConfig | None:
+    sizes = {
+        "query_rank": values.integer("q_lora_rank", 0),
+        "kv_rank": values.integer("kv_lora_rank"),
+        "rope_dim": values.integer("qk_rope_head_dim"),
+        "nope_dim": values.integer("qk_nope_head_dim"),
+        "value_dim": values.integer("v_head_dim"),
+    }
+    if values.issues:
+        return None
+    try:
+        return MLAConfig(**sizes)
+    except ValueError as error:
+        values.add("qk_rope_head_dim", f"is invalid ({error})")
+        return None
+
+
+def _num_layers(values: ConfigValues, key: str) -> int:
+    found = values.integer(key)
+    if found <= MAX_LAYERS:
+        return found
+    values.add(key, "is more than any model has", f"1 to {MAX_LAYERS}")
+    return 1
+
+
+def _check_divides(values: ConfigValues, key: str, number: int, other: str, total: int) -> None:
+    if total % number:
+        hint = "change one of them" if other != "hidden_size" else "change one, or give head_dim"
+        values.add(key, f"does not divide {other} ({total})", hint=hint)
+
+
+# -- what training needs beside the spec ------------------------------------------------------------------------------
+
+
+def _check_supported(values: ConfigValues, support: TrainingSupport) -> None:
+    """Adds an issue for everything that our models do not compute."""
+    for key, supported in support.supported_values.items():
+        if values.given.get(key, supported[0]) not in supported:
+            legal = ", ".join(json.dumps(value) for value in supported)
+            values.add(key, "is not computed by our models", legal)
     classes = values.given.get("architectures")
-    if classes and not (isinstance(classes, list) and kind.architecture in classes):
-        values.fault("architectures", "is another model than one that predicts tokens", kind.architecture)
-    window = values.given.get("sliding_window", kind.sliding_window)
-    used = not kind.sliding_window_flag or values.boolean(kind.sliding_window_flag, False)
+    if classes and not (isinstance(classes, list) and support.class_name in classes):
+        values.add("architectures", "is another model than one that predicts tokens", support.class_name)
+    window = values.given.get("sliding_window", support.sliding_window)
+    enabled = not support.sliding_window_flag or values.boolean(support.sliding_window_flag, False)
     longest = values.given.get("max_position_embeddings")
-    numbers = isinstance(window, int) and isinstance(longest, int)
-    if used and window is not None and not (numbers and window >= longest):
-        values.faults.append(
-            ValidationIssue(
-                key="sliding_window",
-                value=str(window),
-                message=f"is a window of attention, which our models do not have (max_position_embeddings={longest})",
-                hint=f"set max_position_embeddings to {window}, up to which the window changes nothing",
-            )
+    integers = isinstance(window, int) and isinstance(longest, int)
+    if enabled and window is not None and not (integers and window >= longest):
+        values.by_key["sliding_window"] = ValidationIssue(
+            key="sliding_window",
+            value=str(window),
+            message=f"is a window of attention, which our models do not have (max_position_embeddings={longest})",
+            hint=f"set max_position_embeddings to {window}, up to which the window changes nothing",
         )
 
 
-def _gpt2(values: NumericConfigValues, kind: HFArchitecture, family: str) -> dict[str, Any]:
-    width, heads = values.integer("n_embd"), values.integer("n_head")
-    _divides(values, "n_head", heads, "n_embd", width)
+def _gpt2_training(
+    values: ConfigValues, spec: ModelSpec, model_type: str, known: HFArchitecture, support: TrainingSupport
+) -> dict[str, Any]:
     rates = {key: values.number(key, 0.1) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
     if len({*rates.values()}) > 1:
-        values.fault("resid_pdrop", f"is not the rate of all dropout ({rates}), of which ours have one", "equal rates")
+        values.add("resid_pdrop", f"is not the rate of all dropout ({rates}), of which ours have one", "equal rates")
+    epsilon = values.number("layer_norm_epsilon", support.epsilon)
+    return {"family": "gpt", "dropout": rates["resid_pdrop"], "epsilon": epsilon}
+
+
+def _llama_training(
+    values: ConfigValues, spec: ModelSpec, model_type: str, known: HFArchitecture, support: TrainingSupport
+) -> dict[str, Any]:
+    explicit = 0 if spec.head_dim * spec.heads == spec.width else spec.head_dim
+    if spec.head_dim % 2:
+        values.add("head_dim", "is odd, and rotary embeddings rotate pairs", "an even number")
+    if known.qkv_bias and explicit:
+        values.add("head_dim", "is not the width divided by the heads", str(spec.width // spec.heads))
     return {
-        "family": "gpt",
-        "layers": _num_layers(values, "n_layer"),
-        "width": width,
-        "heads": heads,
-        "kv_heads": heads,
-        "ffn": values.integer("n_inner", 4 * width),
-        "vocab": values.integer("vocab_size"),
-        "max_seq_len": values.integer("n_positions"),
-        "tied": values.boolean("tie_word_embeddings", True),
-        "dropout": rates["resid_pdrop"],
-        "epsilon": values.number("layer_norm_epsilon", kind.epsilon),
+        **_rotary_training(values, support),
+        "explicit_head_dim": explicit,
+        "qk_norm": known.qk_norm,
+        "qkv_bias": known.qkv_bias,
+        "moe": _moe_config(values, spec, spec.moe, model_type) if spec.moe is not None else None,
     }
 
 
-def _rotary(values: NumericConfigValues, kind: HFArchitecture, family: str) -> dict[str, Any]:
-    width, heads = values.integer("hidden_size"), values.integer("num_attention_heads")
-    kv_heads = values.integer("num_key_value_heads", heads)
-    _divides(values, "num_key_value_heads", kv_heads, "num_attention_heads", heads)
-    plain = {"qwen3": 128, "qwen3_moe": 0}.get(family, 0) or width // heads
-    head_dim = values.integer("head_dim", plain)
-    if head_dim == width // heads:
-        _divides(values, "num_attention_heads", heads, "hidden_size", width)
-    if head_dim % 2:
-        values.fault("head_dim", "is odd, and rotary positions turn pairs", "an even number")
-    found: dict[str, Any] = {
-        "own_head_dim": 0 if head_dim * heads == width else head_dim,
-        "head_norms": family in ("qwen3", "qwen3_moe"),
-        "qkv_bias": family == "qwen2",
-        "kv_heads": kv_heads,
-        **_stem(values, kind),
-    }
-    if family == "qwen2" and found["own_head_dim"]:
-        values.fault("head_dim", "is not the width divided by the heads, as this kind has it", str(width // heads))
-    if family in ("mixtral", "qwen3_moe"):
-        found["mixture"] = _moe_config(values, family, found["layers"], found["ffn"])
-    return found
+def _rotary_training(values: ConfigValues, support: TrainingSupport) -> dict[str, Any]:
+    if values.given.get("max_position_embeddings") is None:
+        values.add_missing("max_position_embeddings")
+    epsilon = values.number("rms_norm_eps", support.epsilon)
+    return {"family": "llama", **_rope(values, support), "epsilon": epsilon}
 
 
-def _stem(values: NumericConfigValues, kind: HFArchitecture) -> dict[str, Any]:
-    """What all with rotary positions have."""
-    return {
-        "family": "llama",
-        "layers": _num_layers(values, "num_hidden_layers"),
-        "width": values.integer("hidden_size"),
-        "heads": values.integer("num_attention_heads"),
-        "ffn": values.integer("intermediate_size"),
-        "vocab": values.integer("vocab_size"),
-        "max_seq_len": values.integer("max_position_embeddings"),
-        "tied": values.boolean("tie_word_embeddings", False),
-        **_rope(values, kind),
-        "epsilon": values.number("rms_norm_eps", kind.epsilon),
-    }
-
-
-def _rope(values: NumericConfigValues, kind: HFArchitecture) -> dict[str, Any]:
+def _rope(values: ConfigValues, support: TrainingSupport) -> dict[str, Any]:
     """Older files have rope_theta and rope_scaling, newer ones rope_parameters."""
-    given: dict[str, Any] = {"rope_theta": values.given.get("rope_theta", kind.rope_theta)}
+    given: dict[str, Any] = {"rope_theta": values.given.get("rope_theta", support.rope_theta)}
     for key in ("rope_scaling", "rope_parameters"):
-        found = values.given.get(key) or {}
-        if not isinstance(found, dict):
-            values.fault(key, "is not an object")
+        table = values.given.get(key) or {}
+        if not isinstance(table, dict):
+            values.add(key, "is not an object")
             continue
-        given |= found
-        word = found.get("rope_type", found.get("type", "default"))
-        if word not in ("default", "llama3"):
-            rule = f"stretches the angles of positions as our models do not ({word})"
-            values.fault(key, rule, "default, llama3", "models trained without it can be imported")
-        if found.get("partial_rotary_factor", 1.0) != 1.0:
-            values.fault(key, "turns a part of each head, and ours turn all of it", "partial_rotary_factor=1.0")
+        given |= table
+        rope_type = table.get("rope_type", table.get("type", "default"))
+        if rope_type not in ("default", "llama3"):
+            message = f"scales rotary embeddings in a way that our models do not ({rope_type})"
+            values.add(key, message, "default, llama3", "models trained without it can be imported")
+        if table.get("partial_rotary_factor", 1.0) != 1.0:
+            values.add(key, "rotates a part of each head, and ours rotate all of it", "partial_rotary_factor=1.0")
     old, new = (values.given.get(key) or {} for key in ("rope_scaling", "rope_parameters"))
     if isinstance(old, dict) and isinstance(new, dict) and any(old[key] != new[key] for key in old.keys() & new.keys()):
-        values.fault("rope_scaling", f"contradicts rope_parameters ({json.dumps(new)})", hint="leave out one of them")
-    inner = NumericConfigValues(given)
-    theta = inner.number("rope_theta", kind.rope_theta, least=1.0)
-    values.faults += inner.faults
+        values.add("rope_scaling", f"contradicts rope_parameters ({json.dumps(new)})", hint="leave out one of them")
+    inner = ConfigValues(given)
+    theta = inner.number("rope_theta", support.rope_theta, least=1.0)
+    values.by_key |= inner.by_key
     if given.get("rope_type", given.get("type")) != "llama3":
         return {"theta": theta}
-    low, high, first = (given.get(key) for key in LLAMA3_ROPE_KEYS[1:])
     try:
-        stretch = RopeScaling(factor=float(given["factor"]), low=float(low), high=float(high), first=int(first))  # type: ignore[arg-type]
+        factor, low, high, original = (given[key] for key in LLAMA3_ROPE_KEYS)
+        scaling = RopeScaling(
+            factor=float(factor),
+            low_freq_factor=float(low),
+            high_freq_factor=float(high),
+            original_max_seq_len=int(original),
+        )
     except (KeyError, TypeError, ValueError):
-        stretch = None
-        values.fault("rope_parameters", "does not say how angles are stretched (llama3)", ", ".join(LLAMA3_ROPE_KEYS))
-    return {"theta": theta, "stretch": stretch}
+        scaling = None
+        values.add("rope_parameters", "does not describe llama3 scaling", ", ".join(LLAMA3_ROPE_KEYS))
+    return {"theta": theta, "rope_scaling": scaling}
 
 
-def _moe_config(values: NumericConfigValues, family: str, layers: int, ffn: int) -> MoEConfig:
-    # transformers 5 writes Qwen's under Mixtral's key.
-    count = "num_experts" if "num_experts" in values.given else "num_local_experts"
-    coefficient = values.number("router_aux_loss_coef", 0.001) / layers
-    experts, k = values.integer(count), values.integer("num_experts_per_tok")
-    if family == "mixtral":
-        return MoEConfig(experts=experts, k=k, ffn=ffn, gate="mixtral", options=(("balance", coefficient),))
-    options = (("normalise", values.boolean("norm_topk_prob", False)), ("balance", coefficient))
-    step, dense = values.integer("decoder_sparse_step", 1), values.given.get("mlp_only_layers") or []
-    if not isinstance(dense, list):
-        values.fault("mlp_only_layers", "is not a list of layers")
-        dense = []
-    wanted = [layer not in dense and (layer + 1) % step == 0 for layer in range(layers)]
-    size = values.integer("moe_intermediate_size")
-    found = MoEConfig(experts=experts, k=k, ffn=size, gate="qwen", options=options)
-    for every, first in product(range(1, layers + 1), range(layers)):
-        placed = replace(found, dense=first, every=every)
-        if [placed.is_moe_layer(layer) for layer in range(layers)] == wanted:
+def _moe_config(values: ConfigValues, spec: ModelSpec, moe: MoESpec, model_type: str) -> MoEConfig:
+    balance = values.number("router_aux_loss_coef", 0.001) / spec.layers
+    if model_type == "mixtral":
+        options: tuple[tuple[str, Any], ...] = (("balance", balance),)
+        return MoEConfig(experts=moe.experts, k=moe.top_k, ffn=moe.ffn, gate="mixtral", options=options)
+    options = (("normalise", values.boolean("norm_topk_prob", False)), ("balance", balance))
+    config = MoEConfig(experts=moe.experts, k=moe.top_k, ffn=moe.ffn, gate="qwen", options=options)
+    for every, dense in product(range(1, spec.layers + 1), range(spec.layers)):
+        placed = replace(config, dense_layers=dense, every=every)
+        if all(placed.is_moe_layer(layer) == wanted for layer, wanted in enumerate(moe.layers)):
             return placed
-    rule = f"puts experts into layers as ours cannot (decoder_sparse_step={step})"
-    values.fault("mlp_only_layers", rule, "the first layers, or none")
-    return found
+    step = values.given.get("decoder_sparse_step", 1)
+    message = f"places experts in layers as ours cannot (decoder_sparse_step={step})"
+    values.add("mlp_only_layers", message, "the first layers, or none")
+    return config
 
 
-def _deepseek(values: NumericConfigValues, kind: HFArchitecture, family: str) -> dict[str, Any]:
-    stem, ffn = _stem(values, kind), values.integer("moe_intermediate_size")
-    k, groups = values.integer("num_experts_per_tok"), values.integer("n_group", 1)
-    limit, shared = values.integer("topk_group", 1), values.integer("n_shared_experts", 0, least=0)
-    if family == "deepseek_v2" and values.given.get("topk_method", "greedy") == "greedy":
+def _deepseek_training(
+    values: ConfigValues, spec: ModelSpec, model_type: str, known: HFArchitecture, support: TrainingSupport
+) -> dict[str, Any]:
+    features = _rotary_training(values, support)
+    groups, limit = values.integer("n_group", 1), values.integer("topk_group", 1)
+    moe = spec.moe
+    assert moe is not None
+    if model_type == "deepseek_v2" and values.given.get("topk_method", "greedy") == "greedy":
         groups = limit = 1
-    if family == "deepseek_v3" and limit < groups and k // limit != 2:
-        rule = f"chooses groups by their 2 best experts, and ours by {k // limit} (num_experts_per_tok={k})"
-        values.fault("topk_group", rule, "half of num_experts_per_tok")
-    if not shared:
-        values.fault("n_shared_experts", "is 0, and transformers' model has shared experts", "1 or more")
+    if model_type == "deepseek_v3" and limit < groups and moe.top_k // limit != 2:
+        message = f"chooses groups by their 2 best experts, and ours by {moe.top_k // limit}"
+        values.add("topk_group", f"{message} (num_experts_per_tok={moe.top_k})", "half of num_experts_per_tok")
+    if not moe.shared_ffn:
+        values.add("n_shared_experts", "is 0, and transformers' model has shared experts", "1 or more")
     options: list[tuple[str, Any]] = [
         ("num_groups", groups),
         ("group_limit", limit),
         ("scale", values.number("routed_scaling_factor", 1.0)),
     ]
-    if family == "deepseek_v3":
+    if model_type == "deepseek_v3":
         options.append(("normalise", values.boolean("norm_topk_prob", True)))
-    rank = values.integer("q_lora_rank", 0)
-    dims = [values.integer(key) for key in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")]
-    experts = values.integer("n_routed_experts")
-    if values.faults:
-        return {}
-    latent = MLAConfig(query_rank=rank, kv_rank=dims[0], rope_dim=dims[1], nope_dim=dims[2], value_dim=dims[3])
-    mixture = MoEConfig(
-        experts=experts,
-        k=k,
-        ffn=ffn,
-        gate=family.replace("_", "-"),
+    config = MoEConfig(
+        experts=moe.experts,
+        k=moe.top_k,
+        ffn=moe.ffn,
+        gate=model_type.replace("_", "-"),
         options=tuple(options),
-        shared=shared * ffn,
-        dense=values.integer("first_k_dense_replace", 0, least=0),
+        shared_ffn=moe.shared_ffn,
+        dense_layers=values.integer("first_k_dense_replace", 0, least=0),
     )
-    return {**stem, "kv_heads": stem["heads"], "latent": latent, "mixture": mixture}
+    return {**features, "mla": spec.mla, "moe": config}
 
 
-_READ = {"gpt2": _gpt2, "deepseek_v2": _deepseek, "deepseek_v3": _deepseek}
-
-
-def _num_layers(values: NumericConfigValues, key: str) -> int:
-    found = values.integer(key)
-    if found <= MAX_LAYERS:
-        return found
-    values.fault(key, "is more than any model has", f"1 to {MAX_LAYERS}")
-    return 1
-
-
-def _divides(values: NumericConfigValues, key: str, number: int, other: str, whole: int) -> None:
-    if whole % number:
-        values.fault(key, f"does not divide {other} ({whole})", hint="change one of them")
+_TRAINING_FEATURES: dict[
+    str, Callable[[ConfigValues, ModelSpec, str, HFArchitecture, TrainingSupport], dict[str, Any]]
+] = {"gpt2": _gpt2_training, "llama": _llama_training, "deepseek": _deepseek_training}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from echelon.layout.validation_error import ValidationError, ValidationIssue
-from echelon.models.hf.hf_architectures import EQUIVALENT_TYPES, HF_ARCHITECTURES, MLA_EPSILON
+from echelon.models.hf.hf_architectures import EQUIVALENT_TYPES, MLA_EPSILON, TRAINABLE
 from echelon.models.hf.hf_config_reader import LLAMA3_ROPE_KEYS
 from echelon.models.model_config import ModelConfig
 from echelon.models.model_dir import SavedModel
@@ -20,7 +20,7 @@ def hf_config(model: SavedModel, dtype: str) -> dict[str, Any]:
     kind = model.model_type if EQUIVALENT_TYPES.get(model.model_type) == computed else computed
     if wrong := _unsupported(config, kind):
         raise ValidationError(wrong)
-    head = {"architectures": [HF_ARCHITECTURES[kind].architecture], "model_type": kind, "dtype": dtype}
+    head = {"architectures": [TRAINABLE[kind].class_name], "model_type": kind, "dtype": dtype}
     return {**head, **(_gpt2(config) if kind == "gpt2" else _rotary(config, kind))}
 
 
@@ -33,20 +33,20 @@ def _unsupported(config: ModelConfig, kind: str) -> list[ValidationIssue]:
 
     if not config.causal:
         fault("causal", "false", "is not what transformers' models of text do", "true")
-    if config.latent is not None and config.epsilon != MLA_EPSILON:
+    if config.mla is not None and config.epsilon != MLA_EPSILON:
         fault("epsilon", config.epsilon, "is not that of transformers' latent attention", f"{MLA_EPSILON:g}")
-    if config.latent is not None and config.mixture is None:
+    if config.mla is not None and config.moe is None:
         fault("mixture", "none", "is missing, and transformers' latent attention comes with experts")
-    if config.mixture is None:
+    if config.moe is None:
         return found
-    mixture, options = config.mixture, dict(config.mixture.options)
+    mixture, options = config.moe, dict(config.moe.options)
     for key, fine in (("capacity_factor", None), ("score", "sigmoid" if kind == "deepseek_v3" else "softmax")):
         if options.get(key, fine) != fine:
             fault(f"gate {key}", options[key], "is not what transformers' gate does", str(fine))
     if kind in ("mixtral", "deepseek_v2") and options.get("normalise", kind == "mixtral") != (kind == "mixtral"):
         fault("gate normalise", options["normalise"], "is not what transformers' gate does")
-    if mixture.shared % mixture.ffn:
-        fault("shared", mixture.shared, f"is not a multiple of an expert's size ({mixture.ffn})")
+    if mixture.shared_ffn % mixture.ffn:
+        fault("shared", mixture.shared_ffn, f"is not a multiple of an expert's size ({mixture.ffn})")
     if kind == "deepseek_v3":
         groups, limit = options.get("num_groups", 8), options.get("group_limit", 4)
         if int(limit) < int(groups) and mixture.k // int(limit) != 2:
@@ -98,24 +98,30 @@ def _rotary(config: ModelConfig, kind: str) -> dict[str, Any]:
         found["mlp_bias"] = False
     if kind in ("mistral", "mixtral"):
         found["sliding_window"] = None
-    if HF_ARCHITECTURES[kind].sliding_window_flag:
+    if TRAINABLE[kind].sliding_window_flag:
         found["use_sliding_window"] = False
-    if config.latent is not None:
-        latent = config.latent
+    if config.mla is not None:
+        latent = config.mla
         found |= {"q_lora_rank": latent.query_rank or None, "kv_lora_rank": latent.kv_rank}
         found |= {"qk_rope_head_dim": latent.rope_dim, "qk_nope_head_dim": latent.nope_dim}
         found |= {"v_head_dim": latent.value_dim}
     elif kind != "qwen2":
         found["head_dim"] = config.head_dim
-    return {**found, **(_moe(config, config.mixture, kind) if config.mixture is not None else {})}
+    return {**found, **(_moe(config, config.moe, kind) if config.moe is not None else {})}
 
 
 def _rope(config: ModelConfig) -> dict[str, Any]:
     """As transformers 5 reads them, and as it did before."""
-    stretch = config.stretch
+    stretch = config.rope_scaling
     if stretch is None:
         return {"rope_theta": config.theta, "rope_parameters": {"rope_type": "default", "rope_theta": config.theta}}
-    said = dict(zip(LLAMA3_ROPE_KEYS, (stretch.factor, stretch.low, stretch.high, stretch.first), strict=True))
+    said = dict(
+        zip(
+            LLAMA3_ROPE_KEYS,
+            (stretch.factor, stretch.low_freq_factor, stretch.high_freq_factor, stretch.original_max_seq_len),
+            strict=True,
+        )
+    )
     how = {"rope_type": "llama3", **said}
     return {
         "rope_theta": config.theta,
@@ -139,10 +145,10 @@ def _moe(config: ModelConfig, mixture: MoEConfig, kind: str) -> dict[str, Any]:
         found |= {"num_experts": mixture.experts, "norm_topk_prob": bool(options.get("normalise", False))}
         return {**found, "decoder_sparse_step": 1, "mlp_only_layers": dense}
     third = kind == "deepseek_v3"
-    found |= {"n_routed_experts": mixture.experts, "first_k_dense_replace": mixture.dense}
+    found |= {"n_routed_experts": mixture.experts, "first_k_dense_replace": mixture.dense_layers}
     found |= {"n_group": options.get("num_groups", 8), "topk_group": options.get("group_limit", 4 if third else 3)}
     found |= {"routed_scaling_factor": float(options.get("scale", 1.0))}
-    found |= {"n_shared_experts": mixture.shared // mixture.ffn, "moe_layer_freq": 1}
+    found |= {"n_shared_experts": mixture.shared_ffn // mixture.ffn, "moe_layer_freq": 1}
     if third:
         return {**found, "norm_topk_prob": bool(options.get("normalise", True)), "rope_interleave": True}
     return {**found, "topk_method": "group_limited_greedy", "norm_topk_prob": False}

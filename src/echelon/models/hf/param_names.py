@@ -90,16 +90,16 @@ def has_stacked_experts(names: Iterable[str]) -> bool:
 
 def hf_model_type(config: ModelConfig) -> str:
     """Their `model_type` for a model of ours. Raises ValueError where they have none that computes the same."""
-    mixture = config.mixture
+    mixture = config.moe
     gate = mixture.gate if mixture is not None else ""
     kind = ""
     if config.family == "gpt":
         kind = "gpt2" if mixture is None else ""
-    elif config.latent is not None:
+    elif config.mla is not None:
         kind = {"": "deepseek_v3", "deepseek-v2": "deepseek_v2", "deepseek-v3": "deepseek_v3"}.get(gate, "")
     elif config.family == "llama" and config.qkv_bias:
-        kind = "qwen2" if mixture is None and not (config.head_norms or config.own_head_dim) else ""
-    elif config.family == "llama" and config.head_norms:
+        kind = "qwen2" if mixture is None and not (config.qk_norm or config.explicit_head_dim) else ""
+    elif config.family == "llama" and config.qk_norm:
         kind = {"": "qwen3", "qwen": "qwen3_moe"}.get(gate, "")
     elif config.family == "llama":
         kind = {"": "llama", "mixtral": "mixtral"}.get(gate, "")
@@ -116,8 +116,8 @@ def hf_model_type(config: ModelConfig) -> str:
 
 def _moe_matches(mixture: MoEConfig, kind: str) -> bool:
     """Their mixtures have experts of this make in these layers, and shared ones or not."""
-    placed = kind == "qwen3_moe" or (mixture.every == 1 and (mixture.dense == 0 or kind != "mixtral"))
-    return placed and mixture.activation == "swiglu" and bool(mixture.shared) == kind.startswith("deepseek")
+    placed = kind == "qwen3_moe" or (mixture.every == 1 and (mixture.dense_layers == 0 or kind != "mixtral"))
+    return placed and mixture.activation == "swiglu" and bool(mixture.shared_ffn) == kind.startswith("deepseek")
 
 
 def param_mappings(config: ModelConfig, *, stacked: bool = False) -> Iterator[ParamMapping]:
@@ -132,17 +132,17 @@ def param_mappings(config: ModelConfig, *, stacked: bool = False) -> Iterator[Pa
         yield ParamMapping((f"{ours}norm1.weight",), (f"{theirs}input_layernorm.weight",))
         yield ParamMapping((f"{ours}norm2.weight",), (f"{theirs}post_attention_layernorm.weight",))
         ours_attention, theirs_attention = f"{ours}attn.", f"{theirs}self_attn."
-        if config.latent is not None:
-            yield from _mla_mappings(config.latent, ours_attention, theirs_attention)
+        if config.mla is not None:
+            yield from _mla_mappings(config.mla, ours_attention, theirs_attention)
         else:
             names = {name: f"{name}_proj" for name in ("q", "k", "v", "o")}
-            names |= {"q_norm": "q_norm", "k_norm": "k_norm"} if config.head_norms else {}
+            names |= {"q_norm": "q_norm", "k_norm": "k_norm"} if config.qk_norm else {}
             yield from _weight_mappings(names, ours_attention, theirs_attention)
             if config.qkv_bias:
                 for name in ("q", "k", "v"):
                     yield ParamMapping((f"{ours_attention}{name}.bias",), (f"{theirs_attention}{name}_proj.bias",))
-        if config.mixture is not None and config.mixture.is_moe_layer(layer):
-            yield from _moe_mappings(config.mixture, kind, f"{ours}mlp.", theirs, stacked)
+        if config.moe is not None and config.moe.is_moe_layer(layer):
+            yield from _moe_mappings(config.moe, kind, f"{ours}mlp.", theirs, stacked)
         else:
             yield from _weight_mappings(_MLP, f"{ours}mlp.", f"{theirs}mlp.")
     yield ParamMapping(("norm.weight",), ("model.norm.weight",))
@@ -238,7 +238,7 @@ def _moe_mappings(mixture: MoEConfig, kind: str, ours: str, layer: str, stacked:
     yield ParamMapping((f"{ours}gate.weight",), (f"{theirs}gate.weight",))
     if kind == "deepseek_v3":
         yield ParamMapping((f"{ours}gate.bias",), (f"{theirs}gate.e_score_correction_bias",))
-    if mixture.shared:
+    if mixture.shared_ffn:
         yield from _weight_mappings(_MLP, f"{ours}shared.", f"{theirs}shared_experts.")
     if stacked:
         yield ParamMapping((f"{ours}experts.up",), (f"{theirs}experts.gate_up_proj",), _flatten_gate_up, _split_gate_up)

@@ -80,7 +80,7 @@ class ContextParallel:
             AllGatherAttention if layout.cp_kind == "gather" else RingAttention
         )
         self.check_length: Any = getattr(model, "check_length", None)
-        self.places_of: Any = getattr(model, "places_of", _sequential_positions)
+        self.token_positions: Any = getattr(model, "token_positions", _sequential_positions)
         self.seq_len = 0
         """tokens of the sequences at hand, without padding"""
         # For a few lengths, since sequences may be of any.
@@ -125,7 +125,7 @@ class ContextParallel:
             padding = (places >= self.seq_len).view(-1, *[1] * (found[key].dim() - 2))
             found[key] = found[key].masked_fill(padding, IGNORE_INDEX) if _is_integer(found[key]) else found[key]
         if "positions" not in found:
-            found["positions"] = self.places_of(some, documents).index_select(1, inside)
+            found["positions"] = self.token_positions(some, documents).index_select(1, inside)
         if documents is not None:
             found["documents"] = F.pad(documents, (0, order.padded_len - self.seq_len))
         return found

@@ -103,7 +103,7 @@ class AllToAllTokenDispatcher:
 
     # -- experts ------------------------------------------------------------------------------------------------------
 
-    def start(self, mixture: MoELayer, x: Tensor, routing: Routing) -> Callable[[], Tensor]:
+    def dispatch(self, mixture: MoELayer, x: Tensor, routing: Routing) -> Callable[[], Tensor]:
         if self.axis.size == 1:
             # Where experts chose, those of tokens elsewhere are in the list; elsewhere it is as long as it must be.
             return mixture.compute_locally(x, routing, trim=not routing.choices_per_token)

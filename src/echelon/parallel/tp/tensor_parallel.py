@@ -234,7 +234,7 @@ class TransformerSizes:
     @classmethod
     def from_config(cls, config: ModelConfig, *, batch: int, seq_len: int, element_bytes: int) -> TransformerSizes:
         """Of a whole model of ours."""
-        latent, mixture = config.latent, config.mixture
+        latent, mixture = config.mla, config.moe
         narrow = (latent.query_rank or config.width) + latent.kv_rank + latent.rope_dim if latent else 0
         mixed = [layer for layer in range(config.layers) if mixture and mixture.is_moe_layer(layer)]
         return cls(
@@ -252,7 +252,7 @@ class TransformerSizes:
             attention_input_width=narrow,
             moe_layers=len(mixed),
             first_moe_layer=min(mixed, default=None),
-            has_shared_expert=bool(mixture and mixture.shared),
+            has_shared_expert=bool(mixture and mixture.shared_ffn),
             causal=config.causal,
         )
 

@@ -41,7 +41,7 @@ class ColumnShards:
 
 
 class GridRMSNorm(nn.Module):
-    remake = False
+    recompute_output = False
     """backward makes the output again instead of keeping it (memory/checkpointing/checkpoint_policy.py)"""
     cost = tp_grid_cost.NormSizes(reduced=1, gathered=0)
     weight: nn.Parameter | None
@@ -56,7 +56,7 @@ class GridRMSNorm(nn.Module):
         out: Tensor
         epsilon = torch.finfo(x.dtype).eps if self.epsilon is None else self.epsilon
         out, scale = _GridRMSNormFunction.apply(x, self.weight, self.columns, epsilon)
-        if self.remake:
+        if self.recompute_output:
             tensor_metadata.attach(
                 out,
                 TensorMetadata(
@@ -76,7 +76,7 @@ class GridStreamNorm(GridRMSNorm):
 
 
 class GridLayerNorm(nn.Module):
-    remake = False
+    recompute_output = False
     cost = tp_grid_cost.NormSizes(reduced=2, gathered=2)
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -90,7 +90,7 @@ class GridLayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor
         out, mean, scale = _GridLayerNormFunction.apply(x, self.weight, self.bias, self.columns, self.epsilon)
-        if self.remake:
+        if self.recompute_output:
             again = partial(_apply_norm, x.detach(), mean, scale, self.weight, self.bias, self.columns)
             tensor_metadata.attach(out, TensorMetadata(recompute=again))
         return out

@@ -33,9 +33,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from echelon.layout import Layout
+from echelon.models.mla_config import MLAConfig
+from echelon.models.model_spec import ModelSpec, MoESpec
 from echelon.planning.cluster.cluster import DISK_BANDWIDTH, HOST_MEMORY, Cluster, NodeGroup
 from echelon.planning.cluster.device_kinds import DEVICE_KINDS, GIB, DeviceKind
-from echelon.planning.model.model_shape import Latent, ModelShape
+from echelon.planning.model.model_shape import ModelShape
 from echelon.planning.model.transformer_shape import transformer_shape
 from echelon.planning.scenario import Scenario
 
@@ -48,7 +50,7 @@ PRECISIONS = {
     "nvfp4": "fp4",
     "fp4": "fp4",
 }
-DEEPSEEK = Latent(query_rank=1536, kv_rank=512, rope_dim=64, nope_dim=128, value_dim=128)
+DEEPSEEK = MLAConfig(query_rank=1536, kv_rank=512, rope_dim=64, nope_dim=128, value_dim=128)
 SCHEDULES = {
     "1f1b": "1f1b",
     "interleaved-1f1b": "interleaved",
@@ -269,27 +271,32 @@ def _shape(get: _RowCells, row: Mapping[str, str]) -> ModelShape:
     layers = get.integer("layers", max(1, round(inside / (12 * width**2))))
     experts = get.integer("experts", 0)
     heads = get.integer("heads", max(1, width // 128))
-    latent = DEEPSEEK if experts >= 64 and not row.get("kv_heads") else None
+    mla = DEEPSEEK if experts >= 64 and not row.get("kv_heads") else None
     ffn = get.integer("ffn_hidden", int(width * 8 / 3) if gated else 4 * width)
-    return transformer_shape(
-        row.get("model_name", ""),
+    expert_ffn, dense_layers = get.integer("expert_ffn", ffn), 3 if mla and layers > 3 else 0
+    moe = MoESpec(
+        experts=experts,
+        top_k=get.integer("top_k", 2),
+        ffn=expert_ffn,
+        gated=gated,
+        shared_ffn=expert_ffn if mla else 0,
+        layers=tuple(layer >= dense_layers for layer in range(layers)),
+    )
+    spec = ModelSpec(
+        name=row.get("model_name", ""),
         layers=layers,
         width=width,
         heads=heads,
         kv_heads=get.integer("kv_heads", heads),
-        head_dim=128 if experts >= 64 and latent is None else 0,
+        head_dim=128 if experts >= 64 and mla is None else width // heads,
         ffn=ffn,
         gated_mlp=gated,
         vocab=get.integer("vocab", 51200),
         biases=not gated,
-        dropout=False,
-        experts=experts,
-        top_k=get.integer("top_k", 2),
-        expert_ffn=get.integer("expert_ffn", ffn),
-        shared_ffn=get.integer("expert_ffn", ffn) if latent else 0,
-        dense_layers=3 if latent and layers > 3 else 0,
-        latent=latent,
+        mla=mla,
+        moe=moe if experts else None,
     )
+    return transformer_shape(spec)
 
 
 def _seconds(get: _RowCells, shape: ModelShape, note: str) -> float:

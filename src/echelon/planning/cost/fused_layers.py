@@ -34,8 +34,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from echelon.models.mla_config import MLAConfig
 from echelon.planning.cost.kernel_traffic import LayerCounts, ShardedCount
-from echelon.planning.model.model_shape import AttentionShape, Latent
+from echelon.planning.model.model_shape import AttentionShape
 
 ROPE_TRAFFIC, ROPE_BACKWARD_TRAFFIC = 1.55 * 19, 1.55 * 26
 """elements moved for each that is turned, forward and backward: see [Note: turned in plain torch]"""
@@ -57,7 +58,7 @@ class LayerFamily:
 
     residual: Callable[[int, bool], LayerCounts]
     """of the width, and whether there is dropout: norms and additions"""
-    attention: Callable[[int, AttentionShape, Latent | None], LayerCounts]
+    attention: Callable[[int, AttentionShape, MLAConfig | None], LayerCounts]
     feed_forward: Callable[[int, int], LayerCounts]
     """of the width and the hidden size"""
 
@@ -77,7 +78,7 @@ def _llama_residual(width: int, dropout: bool) -> LayerCounts:
     )
 
 
-def _fused_qkv_attention(width: int, attention: AttentionShape, _: Latent | None) -> LayerCounts:
+def _fused_qkv_attention(width: int, attention: AttentionShape, _: MLAConfig | None) -> LayerCounts:
     """One product makes queries, keys and values; queries and keys are turned where they lie."""
     q, k, v, out = _qkv_elements(attention)
     return LayerCounts(
@@ -93,7 +94,7 @@ def _fused_qkv_attention(width: int, attention: AttentionShape, _: Latent | None
     )
 
 
-def _qk_norm_attention(width: int, attention: AttentionShape, _: Latent | None) -> LayerCounts:
+def _qk_norm_attention(width: int, attention: AttentionShape, _: MLAConfig | None) -> LayerCounts:
     """Three products; queries and keys are kept before their norms, and when they are turned."""
     q, k, v, out = _qkv_elements(attention)
     return LayerCounts(
@@ -111,7 +112,7 @@ def _qk_norm_attention(width: int, attention: AttentionShape, _: Latent | None) 
     )
 
 
-def _latent_attention(width: int, attention: AttentionShape, latent: Latent | None) -> LayerCounts:
+def _latent_attention(width: int, attention: AttentionShape, latent: MLAConfig | None) -> LayerCounts:
     """Narrow vectors before their norms, and side by side; queries and keys put together; values where they lie."""
     assert latent is not None
     q, k, v, out = _qkv_elements(attention)
@@ -162,7 +163,7 @@ def _gpt_residual(width: int, dropout: bool) -> LayerCounts:
     )
 
 
-def _gpt_attention(width: int, attention: AttentionShape, _: Latent | None) -> LayerCounts:
+def _gpt_attention(width: int, attention: AttentionShape, _: MLAConfig | None) -> LayerCounts:
     q, k, v, out = _qkv_elements(attention)
     return LayerCounts(
         saved=ShardedCount(tp=q + k + v + out),

@@ -10,13 +10,14 @@ GPT's norms, activation and attention are torch's own everywhere.
 
 from __future__ import annotations
 
+from echelon.models.mla_config import MLAConfig
 from echelon.planning.cost import fused_layers
 from echelon.planning.cost.kernel_traffic import LayerCounts, ShardedCount
-from echelon.planning.model.model_shape import AttentionShape, Latent
+from echelon.planning.model.model_shape import AttentionShape
 
 
 def extra_attention(
-    family: fused_layers.LayerFamily, width: int, attention: AttentionShape, latent: Latent | None
+    family: fused_layers.LayerFamily, width: int, attention: AttentionShape, latent: MLAConfig | None
 ) -> LayerCounts:
     """Of the stream and of attention."""
     if family is fused_layers.GPT:

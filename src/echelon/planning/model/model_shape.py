@@ -212,20 +212,6 @@ class ModelShape:
         return 3.0 * self.flops(seq_len)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Latent:
-    """DeepSeek's attention: queries and key-values pass through narrow vectors."""
-
-    query_rank: int
-    """0: queries do not"""
-    kv_rank: int
-    rope_dim: int
-    """of each head, with positions; keys share it"""
-    nope_dim: int
-    """of each head, without"""
-    value_dim: int
-
-
 @dataclass(frozen=True)
 class RuleFacts:
     """What the layout's rules ask of a model."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import replace
+from pathlib import Path
 
 from echelon.layout.validation_error import ValidationError, ValidationIssue, did_you_mean
 from echelon.models import user_model
+from echelon.models.hf.hf_config_reader import read_hf_spec
 from echelon.models.model_config import SIZES, ModelConfig, find_model
 from echelon.models.model_dir import is_model_dir
 from echelon.planning.cost import fused_layers
-from echelon.planning.model import hf_shape
-from echelon.planning.model.model_shape import Latent, ModelShape
+from echelon.planning.cost.fused_layers import LayerFamily
+from echelon.planning.model.model_shape import ModelShape
 from echelon.planning.model.transformer_shape import transformer_shape
 
 
@@ -29,7 +30,7 @@ def resolve_shape(model: str) -> ModelShape:
     if is_model_dir(model):
         return config_shape(find_model(model))
     if model.endswith(".json") or os.path.isfile(os.path.join(model, "config.json")):
-        return hf_shape.read_hf_shape(model)
+        return transformer_shape(read_hf_spec(Path(model)))
     if ":" in model:
         return _traced_shape(model)
     legal = f"{', '.join(model_names())}, a Hugging Face config.json, or module.py:factory"
@@ -46,46 +47,13 @@ def config_shape(config: ModelConfig) -> ModelShape:
         raise ValidationError(
             [ValidationIssue(key="model", value=config.name, message=rule, legal=", ".join(model_names()))]
         )
-    gpt, latent, mixture = config.family == "gpt", config.latent, config.mixture
-    norms = latent.query_rank + latent.kv_rank if latent else 2 * config.head_dim if config.head_norms else 0
-    found = partial(
-        transformer_shape,
-        config.name,
-        layers=config.layers,
-        width=config.width,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        ffn=config.ffn,
-        gated_mlp=not gpt,
-        vocab=config.vocab,
-        biases=gpt,
-        dropout=config.dropout > 0,
-        tied=config.tied,
-        max_seq_len=config.max_seq_len,
-        learned_positions=gpt,
-        causal=config.causal,
-        latent=Latent(**asdict(latent)) if latent else None,
-        extra_parameters=norms + (config.heads + 2 * config.kv_heads) * config.head_dim * config.qkv_bias,
-        parts=_layer_parts(config),
-    )
-    if mixture is None:
-        return found()
-    return found(
-        experts=mixture.experts,
-        top_k=round(mixture.k),
-        expert_ffn=mixture.ffn,
-        expert_gated=mixture.activation == "swiglu",
-        shared_ffn=mixture.shared,
-        dense_layers=mixture.dense,
-        every=mixture.every,
-    )
+    return transformer_shape(config.spec, _layer_family(config))
 
 
-def _layer_parts(config: ModelConfig) -> fused_layers.LayerFamily:
-    if config.latent is not None:
+def _layer_family(config: ModelConfig) -> LayerFamily:
+    if config.mla is not None:
         return fused_layers.LLAMA_MLA
-    if config.head_norms:
+    if config.qk_norm:
         return fused_layers.LLAMA_QK_NORM
     return fused_layers.GPT if config.family == "gpt" else fused_layers.LLAMA
 

@@ -39,8 +39,8 @@ def resolved_settings(config: Config, engine: Engine, peak: PeakFlops, threads: 
     if layout.cp > 1 and isinstance(getattr(engine.model, "config", None), ModelConfig):
         yield from _cp_settings(layout, config.seq_len)
     shape = getattr(engine.model, "config", None)
-    if isinstance(shape, ModelConfig) and shape.mixture is not None:
-        yield _moe_settings(shape.mixture, layout, config.seq_len)
+    if isinstance(shape, ModelConfig) and shape.moe is not None:
+        yield _moe_settings(shape.moe, layout, config.seq_len)
     if engine.pipeline is not None:
         yield from _pipeline_settings(engine.pipeline, config.seq_len)
     yield (
