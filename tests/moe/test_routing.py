@@ -34,7 +34,7 @@ def test_keep_is_the_rows_of_the_tokens(name: str, k: int, kept: list[int]) -> N
 def test_keep_of_keep() -> None:
     for name, k in NAMES:
         routing = gate(name, 4, 5, k)(tokens(2, 12, 4, 1))
-        once = routing.select_tokens(torch.tensor([9, 2, 5, 14])).keep(torch.tensor([3, 1]))
+        once = routing.select_tokens(torch.tensor([9, 2, 5, 14])).select_tokens(torch.tensor([3, 1]))
         assert torch.equal(dense(once, 1), dense(routing.select_tokens(torch.tensor([14, 2])), 1))
 
 

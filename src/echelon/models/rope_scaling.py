@@ -25,7 +25,9 @@ class RopeScaling:
     """The first length, in tokens."""
 
     def __post_init__(self) -> None:
-        if not (
-            self.factor >= 1 and 0 < self.low_freq_factor < self.high_freq_factor and self.original_max_seq_len >= 1
-        ):
-            raise ValueError(f"stretched positions need factor >= 1, 0 < low < high and first >= 1 ({self})")
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if not (self.factor >= 1 and 0 < low < high and self.original_max_seq_len >= 1):
+            raise ValueError(
+                "rope_scaling requires factor >= 1, 0 < low_freq_factor < high_freq_factor and "
+                f"original_max_seq_len >= 1 ({self})"
+            )

@@ -59,8 +59,8 @@ def write_truth(case: VerifyCase, num_sequences: int, accumulate: int, path: Pat
             optimizer.step()
         for module in model.modules():
             mixture: Any = module
-            if getattr(module, "tally", None) is not None:  # of a mixture, whose gate may balance by a bias
-                mixture.end_step(mixture.tally[:-1] * bool(count))
+            if getattr(module, "expert_load", None) is not None:  # of a mixture, whose gate may balance by a bias
+                mixture.end_step(mixture.expert_load[:-1] * bool(count))
         record[f"{step}/loss"] = torch.tensor(loss / max(count, 1), dtype=torch.float64)
         record[f"{step}/norm"] = norm.detach().double()
         for name, parameter in model.named_parameters():
