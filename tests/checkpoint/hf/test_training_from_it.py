@@ -98,7 +98,7 @@ def test_what_changes_the_parameters_is_refused(stored: Path, tmp_path: Path) ->
     with pytest.raises(ValueError, match=r"not those of its directory .*head.weight.*leave out"):
         native_format.init_from_dir(model, stored)
     (tmp_path / "model.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"is not a model of ours .*has no 'format'"):
+    with pytest.raises(ValueError, match=r"is not a saved model .*'format' is missing"):
         find_model(str(tmp_path))
 
 
