@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import async_save
 
 from echelon import models
-from echelon.parallel.apply import ParallelOptions
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.training.engine import Engine
 from echelon.training.engine_state import EngineCheckpointer, training_state
 

@@ -41,7 +41,7 @@ from echelon.config.run_config import Config
 from echelon.config.sections import OptimizerConfig, ScheduleConfig
 from echelon.models.model_config import ModelConfig
 from echelon.models.moe_config import MoEConfig
-from echelon.parallel.apply import ParallelOptions
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.training.batch_sharding import Microbatch
 from echelon.training.engine import Engine
 

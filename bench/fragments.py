@@ -29,7 +29,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from echelon import models
     from echelon.config.sections import OptimizerConfig
     from echelon.models import model_config
-    from echelon.parallel.apply import ParallelOptions
+    from echelon.parallel.parallel_options import ParallelOptions
     from echelon.training.engine import Engine
 
     shape = model_config.override_config(model_config.find_model(options.model), seq_len=options.seq_len)

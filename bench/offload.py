@@ -34,8 +34,8 @@ from echelon.models.lm_head import check_loss_output
 from echelon.models.model_config import ModelConfig
 from echelon.optim import cost
 from echelon.optim.torch_rules import build_torch_optimizer
-from echelon.parallel.apply import ParallelOptions
 from echelon.parallel.dp.offload_policy import available_host_bytes
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.planning.cluster.cluster import local_cluster
 from echelon.planning.cost.memory_model import stage_memory
 from echelon.planning.cost.param_group_traffic import NUM_MOMENTS

@@ -25,7 +25,8 @@ from echelon.kernels import dispatch
 from echelon.optim.optimizer_factory import build_optimizer
 from echelon.optim.param_shards import build_flat_segments
 from echelon.optim.rules.ema import WeightEMA
-from echelon.parallel.apply import ParallelModel, ParallelOptions
+from echelon.parallel.parallel_model import ParallelModel
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.training.engine import Engine
 
 RULES = {

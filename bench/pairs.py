@@ -25,7 +25,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from echelon import models
 from echelon.layout import Layout
-from echelon.parallel.apply import ParallelOptions
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.training.engine import Engine
 
 WARM_UP = 3

@@ -30,7 +30,7 @@ from echelon import models
 from echelon.layout import Layout
 from echelon.models.lm_head import loss_sum
 from echelon.models.pipeline_model import PipelineLayer, PipelineModel
-from echelon.parallel.apply import ParallelOptions
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.pipeline.execution.runtime import MicrobatchInputs
 from echelon.pipeline.execution.stage_assignment import PipelineStages, cut_into_stages
 from echelon.pipeline.schedules import schedule_for_layout

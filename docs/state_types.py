@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from echelon.layout import Layout
 from echelon.layout.placement import ParamGroupSpec
+from echelon.parallel.dp import cost as dp_cost
 from echelon.parallel.dp import zero
 
 TYPES: dict[str, dict[str, int]] = {
@@ -26,6 +27,6 @@ TYPES: dict[str, dict[str, int]] = {
 def rows(units: Sequence[ParamGroupSpec]) -> Iterator[tuple[str, ...]]:
     policy, count = zero.sharding_policy(Layout.parse("dp=1,accumulate=2")), sum(unit.numel for unit in units)
     for told, sizes in TYPES.items():
-        held = zero.state_bytes(units, policy, moments=2, **sizes)
+        held = dp_cost.state_bytes(units, policy, moments=2, **sizes)
         each = [size / count for category, size in held.items() if category != "versions"]
         yield told, *(f"{size:g}" for size in (*each, sum(each)))

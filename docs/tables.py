@@ -34,9 +34,10 @@ from echelon.layout import KEYS, Layout
 from echelon.layout.collective import Collective
 from echelon.layout.placement import ParamGroupSpec, group_params
 from echelon.models.tp_splits import get_tp_split
-from echelon.parallel.dp import sync_batchnorm
+from echelon.parallel.dp import cost as dp_cost
+from echelon.parallel.dp import param_grouping
 from echelon.parallel.dp import zero as shard
-from echelon.parallel.tp import tensor_parallel
+from echelon.parallel.tp import cost as tp_cost
 from echelon.pipeline.actions import SENDS
 from echelon.pipeline.lower import lower
 from echelon.pipeline.schedules import FAMILIES, make_schedule, two_bw
@@ -80,15 +81,15 @@ ZERO_LAYOUTS = ("dp=8", "dp=8,zero=1", "dp=8,zero=2", "dp=8,zero=3", "dp=8,shard
 @cache
 def units(layout: Layout) -> tuple[ParamGroupSpec, ...]:
     """The flat units of the example model on a layout, from shapes alone."""
-    from echelon.parallel.apply import logical_params
     from echelon.parallel.comm.mesh_axis import MeshAxis
+    from echelon.parallel.transform_context import logical_params
 
     model = models.build(models.find_model(MODEL), "meta")
     entries = logical_params(model)
-    names = shard.choose_param_groups(model)
+    names = param_grouping.choose_param_groups(model)
     if layout.tp > 1:
         axis = MeshAxis("tp", range(layout.tp), 0, None, frozenset())
-        entries, _ = tensor_parallel.apply_tensor_parallel(
+        entries, _ = tp_cost.apply_tensor_parallel(
             model, entries, get_tp_split(model), axis, sequence_parallel=bool(layout.sp)
         )
     return group_params(entries, names, layout.num_shards)
@@ -100,7 +101,7 @@ def states() -> list[tuple[str, dict[str, int]]]:
     for text in ZERO_LAYOUTS:
         layout = Layout.parse(text)
         plan = shard.sharding_policy(layout)
-        held = shard.state_bytes(units(layout), plan, compute_bytes=COMPUTE, master_bytes=MASTER, moments=MOMENTS)
+        held = dp_cost.state_bytes(units(layout), plan, compute_bytes=COMPUTE, master_bytes=MASTER, moments=MOMENTS)
         found.append((text, held))
     return found
 
@@ -115,10 +116,10 @@ def costs(text: str) -> list[Collective]:
     layout = Layout.parse(text)
     plan, parts = shard.sharding_policy(layout), units(layout)
     found = list(
-        shard.collectives(parts, plan, accumulate=layout.accumulate, compute_bytes=COMPUTE, reduce_bytes=MASTER)
+        dp_cost.collectives(parts, plan, accumulate=layout.accumulate, compute_bytes=COMPUTE, reduce_bytes=MASTER)
     )
     shape = models.find_model(MODEL)
-    traffic = tensor_parallel.TransformerSizes(
+    traffic = tp_cost.TransformerSizes(
         layers=shape.layers,
         width=shape.width,
         batch=layout.microbatch,
@@ -129,8 +130,8 @@ def costs(text: str) -> list[Collective]:
     )
     return [
         *found,
-        *tensor_parallel.collectives(traffic, layout),
-        *tensor_parallel.partial_grad_collectives(parts, MASTER),
+        *tp_cost.collectives(traffic, layout),
+        *tp_cost.partial_grad_collectives(parts, MASTER),
     ]
 
 
@@ -184,7 +185,9 @@ def collectives(*layouts: str) -> str:
 
 def batch_statistics() -> str:
     shape = models.find_model("conv-tiny")
-    items = list(sync_batchnorm.collectives([o for _, o in shape.convolutions], accumulate=1, element_bytes=MASTER))
+    items = list(
+        dp_cost.sync_batchnorm_collectives([o for _, o in shape.convolutions], accumulate=1, element_bytes=MASTER)
+    )
     times, total = sum(item.count for item in items), sum(item.count * item.bytes for item in items)
     row = (f"`{shape.name}`", "all-reduce", "dp", "batch statistics", str(times), _size(total))
     return markdown(("model", "collective", "axis", "of", "times", "bytes a step"), [row])

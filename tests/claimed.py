@@ -15,7 +15,7 @@ from echelon.layout import Layout, Mesh
 from echelon.layout.collective import Collective, count_collectives
 from echelon.models.model_config import ModelConfig
 from echelon.parallel.comm.mesh_axis import enumerate_groups
-from echelon.parallel.tp.tensor_parallel import TransformerSizes
+from echelon.parallel.tp.cost import TransformerSizes
 from echelon.training.engine import Engine, ParallelOptions
 from echelon.verification.verify_case import VerifyCase
 

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from echelon import models
 from echelon.config.sections import OptimizerConfig
 from echelon.models.model_config import ModelConfig
-from echelon.parallel.apply import WORLD_AXIS, ParallelModel, ParallelOptions
+from echelon.parallel.comm.axis_names import WORLD_AXIS
+from echelon.parallel.parallel_model import ParallelModel
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.training.engine import Engine
 
 SGD = OptimizerConfig(name="sgd", lr=0.1)

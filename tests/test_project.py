@@ -95,7 +95,7 @@ WITHOUT_TORCH = (
 )
 COSTS = (
     "echelon.parallel.dp.zero",
-    "echelon.parallel.tp.tensor_parallel",
+    "echelon.parallel.tp.cost",
     "echelon.parallel.tp.sequence_parallel",
     "echelon.parallel.tp_grid.grid_parallel",
     "echelon.parallel.tp_grid.cost",

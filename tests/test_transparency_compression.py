@@ -14,7 +14,7 @@ from echelon.data.synthetic_images import synthetic_images
 from echelon.launch.rank_pool import RankPool
 from echelon.models import model_config
 from echelon.models.vision import cnn
-from echelon.parallel.apply import ParallelOptions
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.training.engine import Engine
 
 LLAMA = replace(model_config.find_model("llama-tiny"), layers=2, dropout=0.1)

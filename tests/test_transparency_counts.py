@@ -18,7 +18,7 @@ from echelon.layout import Layout
 from echelon.models import model_config
 from echelon.models.mla_config import MLAConfig
 from echelon.models.model_config import ModelConfig
-from echelon.parallel.dp import zero as shard
+from echelon.parallel.dp import cost as dp_cost
 from echelon.pipeline.async_.async_runtime import AsyncRuntime
 from echelon.training.engine import Engine, ParallelOptions
 from echelon.verification.verify_case import VerifyCase
@@ -251,7 +251,7 @@ def hold(model: ModelConfig, text: str, rule: OptimizerConfig, run: bool, comput
         "optimizer": sum(t.untyped_storage().nbytes() for t in engine.optimizer.states()),
         "versions": 0,
     }
-    claimed = shard.state_bytes(
+    claimed = dp_cost.state_bytes(
         [unit.spec for unit in units],
         policy,
         compute_bytes=compute.itemsize,
@@ -315,7 +315,7 @@ def hold_versions(model: ModelConfig, text: str) -> tuple[int, int]:
     kept = [next(iter(unit.values())) for version in runtime.weight_versions.stashed.values() for unit in version]
     now = {unit.unsharded_param.untyped_storage().data_ptr() for unit in engine.parallel.sharded_model.param_groups}
     old = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
-    claimed = shard.state_bytes(
+    claimed = dp_cost.state_bytes(
         [unit.spec for unit in engine.parallel.sharded_model.param_groups],
         engine.parallel.policy,
         compute_bytes=4,

@@ -16,7 +16,7 @@ from echelon.layout import Layout
 from echelon.models import model_config
 from echelon.models.model_config import ModelConfig
 from echelon.models.moe_config import MoEConfig
-from echelon.parallel.apply import ParallelOptions
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.training.engine import Engine
 from echelon.verification.verifier import Verifier
 from echelon.verification.verify_case import VerifyCase

@@ -9,7 +9,7 @@ from laid_out import largest_error, tiny
 from echelon.config.sections import OptimizerConfig
 from echelon.layout import Layout
 from echelon.models.moe_config import MoEConfig
-from echelon.parallel.apply import ParallelOptions
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.precision.loss_scale import LossScale
 from tests.checkpoint.trained import run
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from echelon import models
 from echelon.config.sections import OptimizerConfig
 from echelon.models.model_config import ModelConfig
-from echelon.parallel.apply import ParallelOptions
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.precision.loss_scale import LossScale
 from echelon.training.engine import Engine
 from echelon.training.engine_state import EngineCheckpointer

@@ -15,7 +15,7 @@ from echelon.kernels import dispatch
 from echelon.kernels.gemm import fused_linear
 from echelon.models import model_config
 from echelon.models.model_config import ModelConfig
-from echelon.parallel.apply import ParallelOptions
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.training.engine import Engine
 
 pytest.importorskip("triton")

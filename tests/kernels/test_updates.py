@@ -24,7 +24,7 @@ from echelon.optim.rules import adamw_int8
 from echelon.optim.rules.ema import WeightEMA
 from echelon.optim.rules.sgd import FusedSGD
 from echelon.optim.stochastic_rounding import StochasticRounding
-from echelon.parallel.apply import ParallelOptions
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.training.engine import Engine
 from tests.optim.fed import feed
 

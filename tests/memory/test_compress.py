@@ -20,7 +20,7 @@ from echelon.memory.compression import cost as compression_cost
 from echelon.memory.compression.cost import SavedElements
 from echelon.models import model_config
 from echelon.models.vision import cnn
-from echelon.parallel.apply import ParallelOptions
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.training.engine import Engine
 
 

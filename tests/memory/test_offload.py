@@ -19,7 +19,7 @@ from echelon.launch.rank_pool import RankPool
 from echelon.layout.placement import LogicalParam, ParamGroupSpec
 from echelon.memory.offload import cost as offload_cost
 from echelon.memory.offload.host_transfer import DOWN, UP
-from echelon.parallel.apply import ParallelOptions
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.training import step_comm_volume
 from echelon.training.engine import Engine
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from echelon import models
 from echelon.config.sections import OptimizerConfig
-from echelon.parallel.apply import ParallelOptions
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.training.engine import Engine
 
 SHAPE = tiny(layers=6, width=1024, heads=8, kv_heads=4, ffn=2816, vocab=8001, max_seq_len=512)

@@ -24,7 +24,7 @@ from echelon.memory.checkpointing.saved_inputs import InputArena
 from echelon.models import model_config
 from echelon.models.model_config import ModelConfig
 from echelon.models.moe_config import MoEConfig
-from echelon.parallel.apply import ParallelOptions
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.training.engine import Engine
 
 KINDS = ("full", "every:2", "every:3", "sqrt", "selective", "ops")

@@ -173,11 +173,11 @@ def test_parts_of_gradients_are_missed_where_they_are_not_summed(pool: RankPool,
 
 def _parts(model: ModelConfig) -> list[str]:
     """Parameters whose gradients tensor parallelism sums."""
-    from echelon.parallel.apply import logical_params
     from echelon.parallel.comm.mesh_axis import MeshAxis
-    from echelon.parallel.tp.tensor_parallel import apply_tensor_parallel
+    from echelon.parallel.tp.tensor_parallel import shard_modules
+    from echelon.parallel.transform_context import logical_params
 
     built = build(model, "meta")
     axis = MeshAxis("tp", (0, 1), 0, None, frozenset())
-    entries, _ = apply_tensor_parallel(built, logical_params(built), get_tp_split(built), axis, sequence_parallel=True)
+    entries, _ = shard_modules(built, logical_params(built), get_tp_split(built), axis, sequence_parallel=True)
     return [entry.name for entry in entries if "tp" in entry.partial_grad_axes]

@@ -19,7 +19,8 @@ from echelon.optim.optimizer_factory import build_optimizer
 from echelon.optim.optimizer_protocol import ShardedOptimizer
 from echelon.optim.param_shards import build_flat_segments
 from echelon.optim.rules.ema import WeightEMA
-from echelon.parallel.apply import ParallelModel, ParallelOptions
+from echelon.parallel.parallel_model import ParallelModel
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.training.engine import Engine
 from echelon.verification.compare import expected_piece
 

@@ -11,7 +11,7 @@ from echelon.config.sections import OptimizerConfig
 from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 from echelon.optim.torch_rules import build_torch_optimizer
-from echelon.parallel.apply import ParallelOptions
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.training.engine import Engine
 
 RULE = OptimizerConfig(lr=1e-2, ema=0.8)

@@ -16,8 +16,8 @@ from echelon.optim.rules.adamw import FusedAdamW
 from echelon.optim.rules.sgd import FusedSGD
 from echelon.optim.torch_optimizer import TorchOptimizer
 from echelon.optim.update_rule import resolve_betas, resolve_momentum
-from echelon.parallel.apply import ParallelOptions
 from echelon.parallel.dp.master_weights import SplitMasterWeights
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.training.engine import Engine
 from echelon.training.logging.metrics import PeakFlops
 from echelon.training.logging.resolved_settings import resolved_settings

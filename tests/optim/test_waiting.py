@@ -14,7 +14,7 @@ from echelon.config.sections import OptimizerConfig
 from echelon.optim.optimizer_factory import build_optimizer
 from echelon.optim.param_shards import build_flat_segments
 from echelon.optim.rules.ema import WeightEMA
-from echelon.parallel.apply import ParallelOptions
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.training.engine import Engine
 from tests.optim.fed import feed
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout, Mesh
-from echelon.parallel.apply import mesh_axis_names
+from echelon.parallel.comm.axis_names import mesh_axis_names
 from echelon.parallel.comm.mesh_axis import MeshAxes, all_reduce_coalesced, enumerate_groups
 from echelon.parallel.dp import zero
 

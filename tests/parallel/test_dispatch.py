@@ -14,7 +14,7 @@ from echelon.moe import build_gate
 from echelon.moe.experts import Experts
 from echelon.moe.moe_layer import MoELayer
 from echelon.parallel.comm.mesh_axis import MeshAxes, MeshAxis, PendingWork
-from echelon.parallel.ep.expert_parallel import MAX_LOAD_FACTOR
+from echelon.parallel.ep.cost import MAX_LOAD_FACTOR
 from echelon.parallel.ep.token_dispatch import AllToAllTokenDispatcher
 
 WIDTH, FFN, EXPERTS, TOKENS = 64, 96, 8, 500

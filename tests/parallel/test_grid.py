@@ -19,9 +19,10 @@ from echelon.layout import Layout, Mesh
 from echelon.layout.placement import DimSplit, LogicalParam, Placement, group_params
 from echelon.models.attention import AttentionContext
 from echelon.models.tp_splits import get_tp_split
-from echelon.parallel.apply import apply, logical_params
+from echelon.parallel.apply import apply
 from echelon.parallel.comm.mesh_axis import MeshAxes
 from echelon.parallel.tp_grid import grid_parallel
+from echelon.parallel.transform_context import logical_params
 from echelon.rng import RandomStream, attach_stream
 
 GRIDS = {
@@ -43,7 +44,7 @@ class Untouched(MeshAxes):
 def split(model: nn.Module, table: dict[str, str], text: str, rank: int = 0) -> dict[str, LogicalParam]:
     layout = Layout.parse(text)
     attach_stream(model, RandomStream(0))
-    found = grid_parallel.apply_grid_parallel(
+    found = grid_parallel.shard_modules(
         model, logical_params(model), table, layout, Untouched(Mesh(layout), rank, [])
     )
     return {entry.name: entry for entry in found}

@@ -18,7 +18,7 @@ import echelon as ec
 from echelon.config.sections import OptimizerConfig
 from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
-from echelon.parallel.apply import ParallelOptions
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.training.engine import Engine
 
 WIDTH, ROWS, STEPS = 6, 12, 3

@@ -260,7 +260,7 @@ def refuse_odd(what: str, text: str = "cp=2") -> str:
         (
             "turned dropout",
             "cp=2",
-            "cannot tell which tokens dropout 'drop' sees (input (1, 16, 20), 20 tokens at hand)",
+            "cannot tell which tokens dropout 'drop' sees (input (1, 16, 20), 20 local tokens)",
         ),
         ("more tokens", "cp=2", "gave this rank 20 tokens of each sequence, and attention has 21"),
         ("documents", "cp=2", "documents must be those of the whole sequence (40 tokens with padding, given 20)"),

@@ -13,7 +13,8 @@ from echelon.layout import Layout
 from echelon.layout.collective import count_collectives
 from echelon.layout.placement import LogicalParam, ParamGroupSpec
 from echelon.models import model_config
-from echelon.parallel.dp import zero
+from echelon.parallel.dp import cost as dp_cost
+from echelon.parallel.dp import param_grouping, zero
 
 LLAMA = model_config.find_model("llama-tiny")
 
@@ -35,24 +36,24 @@ class Nested(nn.Module):
 
 def test_the_layers_of_a_transformer_are_its_blocks() -> None:
     model = models.build(LLAMA, "meta")
-    assert zero.layer_names(model) == tuple(f"blocks.{i}" for i in range(4))
+    assert param_grouping.layer_names(model) == tuple(f"blocks.{i}" for i in range(4))
 
 
 def test_what_is_as_large_as_half_a_layer_is_a_unit() -> None:
     narrow = models.build(replace(LLAMA, vocab=257), "meta")
     wide = models.build(replace(LLAMA, vocab=4096), "meta")
-    assert "embed" not in zero.choose_param_groups(narrow)
-    assert tuple(zero.choose_param_groups(wide)) == ("embed", *(f"blocks.{i}" for i in range(4)), "head")
+    assert "embed" not in param_grouping.choose_param_groups(narrow)
+    assert tuple(param_grouping.choose_param_groups(wide)) == ("embed", *(f"blocks.{i}" for i in range(4)), "head")
 
 
 def test_units_never_lie_inside_one_another() -> None:
     model = Nested()
     for units in (
-        zero.choose_param_groups(model),
-        zero.choose_param_groups(model, ["towers.*", "towers.0.1", "embed"]),
+        param_grouping.choose_param_groups(model),
+        param_grouping.choose_param_groups(model, ["towers.*", "towers.0.1", "embed"]),
     ):
         assert not [a for a in units for b in units if a != b and a.startswith(b + ".")]
-    assert tuple(zero.choose_param_groups(model, ["towers.*"])) == ("towers.0", "towers.1")
+    assert tuple(param_grouping.choose_param_groups(model, ["towers.*"])) == ("towers.0", "towers.1")
 
 
 def test_a_model_without_layers_has_its_children_as_units() -> None:
@@ -61,29 +62,33 @@ def test_a_model_without_layers_has_its_children_as_units() -> None:
             super().__init__()
             self.one, self.two, self.act = nn.Linear(8, 8), nn.Linear(8, 8), nn.ReLU()
 
-    assert tuple(zero.choose_param_groups(Plain())) == ("one", "two")
+    assert tuple(param_grouping.choose_param_groups(Plain())) == ("one", "two")
 
 
 def test_a_module_without_children_is_one_unit() -> None:
-    assert tuple(zero.choose_param_groups(nn.Linear(3, 3))) == ()
+    assert tuple(param_grouping.choose_param_groups(nn.Linear(3, 3))) == ()
 
 
 def test_units_come_in_the_order_of_the_model_whatever_the_order_of_patterns() -> None:
     model = models.build(LLAMA, "meta")
-    assert tuple(zero.choose_param_groups(model, ["head", "blocks.2", "blocks.0*"])) == ("blocks.0", "blocks.2", "head")
+    assert tuple(param_grouping.choose_param_groups(model, ["head", "blocks.2", "blocks.0*"])) == (
+        "blocks.0",
+        "blocks.2",
+        "head",
+    )
 
 
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"no module matches the unit pattern \(block\.\*, tail\); the model has embed"
     ):
-        zero.choose_param_groups(models.build(LLAMA, "meta"), ["block.*", "tail", "head"])
+        param_grouping.choose_param_groups(models.build(LLAMA, "meta"), ["block.*", "tail", "head"])
 
 
 def test_a_list_of_modules_is_refused_as_a_unit() -> None:
     """It has no forward, so nothing would ever gather its parameters."""
     with pytest.raises(ValueError, match=r"a list of modules is never called.*\(blocks\); use blocks\.\*"):
-        zero.choose_param_groups(models.build(LLAMA, "meta"), ["blocks"])
+        param_grouping.choose_param_groups(models.build(LLAMA, "meta"), ["blocks"])
 
 
 @pytest.mark.parametrize(
@@ -155,13 +160,13 @@ EXPECTED = {
 @pytest.mark.parametrize("layout", EXPECTED)
 def test_collectives_of_a_step(layout: str) -> None:
     policy = zero.sharding_policy(Layout.parse(layout))
-    found = zero.collectives(units(policy.num_shards), policy, accumulate=2, compute_bytes=2, reduce_bytes=4)
+    found = dp_cost.collectives(units(policy.num_shards), policy, accumulate=2, compute_bytes=2, reduce_bytes=4)
     assert count_collectives(found) == EXPECTED[layout]
 
 
 def test_without_resharding_a_microbatch_gathers_once() -> None:
     policy = zero.sharding_policy(Layout.parse("dp=2,zero=3"), reshard_after_forward=False)
-    found = count_collectives(zero.collectives(units(2), policy, accumulate=2, compute_bytes=2, reduce_bytes=4))
+    found = count_collectives(dp_cost.collectives(units(2), policy, accumulate=2, compute_bytes=2, reduce_bytes=4))
     assert (found["all_gather", "shard", 20], found["all_gather", "shard", 16]) == (2, 6)
 
 
@@ -179,17 +184,17 @@ BYTES = {
 @pytest.mark.parametrize("layout", BYTES)
 def test_bytes_held_between_steps(layout: str) -> None:
     policy = zero.sharding_policy(Layout.parse(layout))
-    held = zero.state_bytes(units(policy.num_shards), policy, compute_bytes=2, master_bytes=4, moments=2)
+    held = dp_cost.state_bytes(units(policy.num_shards), policy, compute_bytes=2, master_bytes=4, moments=2)
     assert held == {**BYTES[layout], "versions": 0}
 
 
 def test_one_type_for_both_needs_no_second_copy() -> None:
     policy = zero.sharding_policy(Layout.parse("dp=2,zero=1"))
-    held = zero.state_bytes(units(2), policy, compute_bytes=4, master_bytes=4, moments=0)
+    held = dp_cost.state_bytes(units(2), policy, compute_bytes=4, master_bytes=4, moments=0)
     assert held == {"parameters": 136, "master": 0, "gradients": 136, "optimizer": 0, "versions": 0}
 
 
 def test_what_is_frozen_has_no_moments() -> None:
     policy = zero.sharding_policy(Layout.parse("dp=2"))
-    held = zero.state_bytes(units(1, frozen=True), policy, compute_bytes=4, master_bytes=4, moments=2)
+    held = dp_cost.state_bytes(units(1, frozen=True), policy, compute_bytes=4, master_bytes=4, moments=2)
     assert held["optimizer"] == 2 * 4 * (4 + 3 + 3)

@@ -12,9 +12,9 @@ from echelon import models
 from echelon.layout.placement import DimSplit, LogicalParam
 from echelon.models import model_config
 from echelon.models.tp_splits import get_tp_split
-from echelon.parallel.apply import logical_params
 from echelon.parallel.comm.mesh_axis import MeshAxis
 from echelon.parallel.tp import tensor_parallel
+from echelon.parallel.transform_context import logical_params
 
 
 class MLP(nn.Module):
@@ -43,7 +43,7 @@ def axis(size: int, index: int = 0) -> MeshAxis:
 def split(
     model: nn.Module, table: dict[str, str], size: int, *, sp: bool = False, index: int = 0
 ) -> dict[str, LogicalParam]:
-    found, _ = tensor_parallel.apply_tensor_parallel(
+    found, _ = tensor_parallel.shard_modules(
         model, logical_params(model), table, axis(size, index), sequence_parallel=sp
     )
     return {entry.name: entry for entry in found}

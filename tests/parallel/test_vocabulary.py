@@ -10,16 +10,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from echelon.kernels.layers.cross_entropy import IGNORE_INDEX
 from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout, Mesh
 from echelon.parallel.comm.mesh_axis import MeshAxes
+from echelon.parallel.tp.parallel_layers import VocabParallelEmbedding, VocabParallelHead
 from echelon.parallel.tp.tp_collectives import (
     FullSequenceBoundary,
     RegionBoundary,
     SequenceParallelBoundary,
     local_sequence_slice,
 )
-from echelon.parallel.tp.vocab_parallel import IGNORE_INDEX, VocabParallelEmbedding, VocabParallelHead
 
 BATCH, LENGTH, WIDTH = 2, 5, 4
 SPLITS = [(2, 257), (2, 256), (3, 257), (4, 257), (4, 5), (3, 3), (4, 3), (1, 7)]

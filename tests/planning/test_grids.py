@@ -9,9 +9,9 @@ from echelon import models
 from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 from echelon.models import model_config
-from echelon.parallel.apply import ParallelOptions
-from echelon.parallel.dp import zero
-from echelon.parallel.tp.tensor_parallel import TransformerSizes
+from echelon.parallel.dp import cost as dp_cost
+from echelon.parallel.parallel_options import ParallelOptions
+from echelon.parallel.tp.cost import TransformerSizes
 from echelon.parallel.tp_grid import cost as tp_grid_cost
 from echelon.planning.cluster import cluster
 from echelon.planning.cluster.link_time import wire_bytes
@@ -42,7 +42,7 @@ def counted(text: str) -> tuple[dict[str, int], float]:
     ranks = {axis: getattr(tp_grid_cost.grid_shape(layout), axis) for axis in "zyx"}
     issued = [item for item in engine.collectives(traffic) if item.axis in ranks]
     wire = sum(wire_bytes(item.op, item.bytes, ranks[item.axis]) * item.count for item in issued)
-    held = zero.state_bytes(
+    held = dp_cost.state_bytes(
         engine.parallel.placement.param_groups, engine.parallel.policy, compute_bytes=2, master_bytes=4, moments=2
     )
     return held, wire

@@ -19,9 +19,8 @@ from echelon.layout import Layout, ValidationError
 from echelon.layout.collective import count_collectives
 from echelon.models import model_config
 from echelon.parallel.cp import cost as cp_cost
-from echelon.parallel.ep.cost import expected_nodes
-from echelon.parallel.ep.expert_parallel import MAX_LOAD_FACTOR
-from echelon.parallel.tp import tensor_parallel
+from echelon.parallel.ep.cost import MAX_LOAD_FACTOR, expected_nodes
+from echelon.parallel.tp import cost as tp_cost
 from echelon.planning.calibrate.constants import DEFAULT_IMBALANCE
 from echelon.planning.cluster import cluster
 from echelon.planning.cost.comm_volume import tp_collectives
@@ -267,16 +266,14 @@ def test_messages_of_a_plan_are_those_that_a_run_claims(model, layout):
     """Tests of transparency count these for real: narrow vectors, padded values, experts that are no region."""
     config, asked = model_config.find_model(model), Layout.parse(layout)
     found = Scenario(shape=resolve_shape(model), cluster=cluster.parse_cluster("2xh100"), layout=asked, seq_len=64)
-    traffic = tensor_parallel.TransformerSizes.from_config(config, batch=asked.microbatch, seq_len=64, element_bytes=2)
+    traffic = tp_cost.TransformerSizes.from_config(config, batch=asked.microbatch, seq_len=64, element_bytes=2)
     if asked.cp > 1:
         assert found.shape.attention is not None
         assert count_collectives(cp_collectives(found, found.shape.attention)) == count_collectives(
             cp_cost.transformer_collectives(traffic, asked)
         )
     else:
-        assert count_collectives(tp_collectives(found)) == count_collectives(
-            tensor_parallel.collectives(traffic, asked)
-        )
+        assert count_collectives(tp_collectives(found)) == count_collectives(tp_cost.collectives(traffic, asked))
 
 
 # -- by way of nodes --------------------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ from echelon import models
 from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 from echelon.models import model_config
-from echelon.parallel.apply import ParallelOptions
-from echelon.parallel.dp import zero
-from echelon.parallel.tp.tensor_parallel import TransformerSizes
+from echelon.parallel.dp import cost as dp_cost
+from echelon.parallel.parallel_options import ParallelOptions
+from echelon.parallel.tp.cost import TransformerSizes
 from echelon.planning.cluster import cluster
 from echelon.planning.cost.count_work import count_work
 from echelon.planning.cost.memory_model import state_bytes_by_category
@@ -28,7 +28,7 @@ def counted(text: str) -> tuple[dict[str, int], float, float]:
     options = ParallelOptions(compute_dtype=torch.bfloat16, master_dtype=torch.float32)
     engine = Engine(models.build(model, "meta"), layout, options=options)
     units, policy = engine.parallel.placement.param_groups, engine.parallel.policy
-    held = zero.state_bytes(units, policy, compute_bytes=2, master_bytes=4, moments=2)
+    held = dp_cost.state_bytes(units, policy, compute_bytes=2, master_bytes=4, moments=2)
     traffic = TransformerSizes(
         layers=model.layers,
         width=model.width,

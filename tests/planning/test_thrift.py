@@ -14,7 +14,7 @@ from echelon import models
 from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 from echelon.models.model_config import ModelConfig
-from echelon.parallel.apply import ParallelOptions
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.planning.cluster import cluster
 from echelon.planning.cost.recompute_cost import recompute_plan, saved_layer_bytes
 from echelon.planning.memory_options import MemoryOptions

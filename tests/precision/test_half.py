@@ -10,7 +10,7 @@ from laid_out import tiny
 from echelon import models
 from echelon.config.sections import OptimizerConfig
 from echelon.kernels.layers.cross_entropy import chunked_cross_entropy
-from echelon.parallel.apply import ParallelOptions
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.precision.loss_scale import LossScale
 from echelon.training.engine import Engine
 

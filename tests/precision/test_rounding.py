@@ -15,7 +15,7 @@ from echelon.layout import Layout
 from echelon.layout.placement import DimSplit, LogicalParam, ParamGroupSpec, Placement
 from echelon.models.moe_config import MoEConfig
 from echelon.optim.stochastic_rounding import parameter_indices
-from echelon.parallel.apply import ParallelOptions
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.training.engine import Engine
 
 ALONE = ParallelOptions(compute_dtype=torch.bfloat16, master_dtype=torch.bfloat16)

@@ -16,8 +16,8 @@ from echelon.layout import Layout, ValidationError
 from echelon.models import model_config
 from echelon.models.moe_config import MoEConfig
 from echelon.optim import cost
-from echelon.parallel.apply import ParallelOptions
-from echelon.parallel.dp import zero as shard
+from echelon.parallel.dp import cost as dp_cost
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.precision import accumulation_dtype
 from echelon.training.engine import Engine
 from echelon.training.engine_options import loss_scale_settings, parallel_options
@@ -184,7 +184,7 @@ def held(layout, options, states):
         "optimizer": sum(t.untyped_storage().nbytes() for t in engine.optimizer.states() if t.dim()),
         "versions": 0,
     }
-    claimed = shard.state_bytes(
+    claimed = dp_cost.state_bytes(
         [unit.spec for unit in units],
         engine.parallel.policy,
         compute_bytes=options.compute.itemsize,

@@ -14,7 +14,7 @@ from echelon.config.run_config import Config
 from echelon.config.sections import OptimizerConfig, PrecisionConfig
 from echelon.layout import Layout
 from echelon.models.moe_config import MoEConfig
-from echelon.parallel.apply import ParallelOptions
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.precision.loss_scale import LossScale
 from echelon.training import start_training
 from echelon.training.engine import Engine

@@ -10,7 +10,7 @@ from torch import nn
 from echelon import models
 from echelon.config.run_config import Config
 from echelon.layout import Layout
-from echelon.parallel.apply import ParallelOptions
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.precision.loss_scale import LossScale
 from echelon.training.engine import Engine
 from echelon.training.logging.metrics import PeakFlops

@@ -7,7 +7,7 @@ from torch import nn
 
 import echelon as ec
 from echelon.layout import Layout
-from echelon.parallel.apply import ParallelOptions
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.training.engine import Engine
 
 SHAPE = tiny("gpt", dropout=0.1)

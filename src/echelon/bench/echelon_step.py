@@ -11,7 +11,7 @@ from echelon import models
 from echelon.bench.measurement import Measurement
 from echelon.bench.step_timing import StepFunction, random_tokens
 from echelon.config.sections import OptimizerConfig
-from echelon.parallel.apply import ParallelOptions
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.training.engine import Engine
 
 COMPUTE_DTYPES = {

@@ -25,8 +25,8 @@ from echelon.optim.matrix_shards import matrix_stack
 from echelon.optim.optimizer_protocol import ShardedOptimizer
 from echelon.optim.optimizer_state import OptimizerState
 from echelon.optim.rules.ema import WeightEMA
-from echelon.parallel.apply import ParallelModel
 from echelon.parallel.dp.param_group import ParamGroup
+from echelon.parallel.parallel_model import ParallelModel
 
 SAFETENSORS_DTYPES = {
     torch.float64: "F64",

@@ -1,6 +1,6 @@
 """How tensor parallelism divides our models: beside them, so that the models themselves stay written for one device.
 
-The words are explained in parallel/tp/tensor_parallel.py. A user's own model brings such a table as its attribute `split`.
+The words are explained in parallel/tp/cost.py. A user's own model brings such a table as its attribute `split`.
 """
 
 from __future__ import annotations

@@ -32,9 +32,9 @@ from echelon.optim.rules.sm3 import SM3
 from echelon.optim.stochastic_rounding_update import StochasticRoundingOptimizer
 from echelon.optim.torch_optimizer import TorchOptimizer
 from echelon.optim.update_rule import UpdateRule
-from echelon.parallel.apply import ParallelModel
 from echelon.parallel.dp.master_weights import UnsplitMasterWeights
 from echelon.parallel.dp.param_group import ParamGroup
+from echelon.parallel.parallel_model import ParallelModel
 
 
 def build_optimizer(

@@ -16,10 +16,11 @@ from echelon.optim import optimizer_groups
 from echelon.optim.matrix_shards import MatrixRectangle, MatrixStack, local_matrix_stack, shard_rectangles
 from echelon.optim.stochastic_rounding import StochasticRounding, parameter_indices
 from echelon.optim.update_rule import UpdateRule
-from echelon.parallel.apply import ParallelModel, param_shard_axis
 from echelon.parallel.comm.mesh_axis import MeshAxis
+from echelon.parallel.dp.data_parallel import param_shard_axis
 from echelon.parallel.dp.master_weights import SplitMasterWeights, UnsplitMasterWeights
 from echelon.parallel.dp.param_group import ParamGroup
+from echelon.parallel.parallel_model import ParallelModel
 
 if TYPE_CHECKING:
     from echelon.kernels.optim.factored_moments_triton import MatrixTiles

@@ -11,8 +11,8 @@ from echelon.optim.optimizer_factory import build_optimizer
 from echelon.optim.optimizer_protocol import ShardedOptimizer
 from echelon.optim.optimizer_state import OptimizerState
 from echelon.optim.update_rule import UpdateRule
-from echelon.parallel.apply import ParallelModel
 from echelon.parallel.dp.param_group import ParamGroup
+from echelon.parallel.parallel_model import ParallelModel
 
 
 class PerGroupOptimizer:

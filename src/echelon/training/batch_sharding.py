@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from echelon.faults.injector import corrupt_batch
-from echelon.parallel.apply import ParallelModel
+from echelon.parallel.parallel_model import ParallelModel
 from echelon.pipeline.execution.runtime import MicrobatchInputs
 from echelon.training.step_result import copy_to_device
 

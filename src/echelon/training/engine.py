@@ -49,10 +49,11 @@ from echelon.optim.optimizer_protocol import ShardedOptimizer
 from echelon.optim.param_shards import build_flat_segments
 from echelon.optim.rules.ema import WeightEMA
 from echelon.optim.update_rule import UpdateRule
-from echelon.parallel.apply import ParallelOptions, apply
+from echelon.parallel.apply import apply
 from echelon.parallel.comm.mesh_axis import world_size
 from echelon.parallel.dp.sharded_model import explain_freed_params
-from echelon.parallel.tp.tensor_parallel import TransformerSizes
+from echelon.parallel.parallel_options import ParallelOptions
+from echelon.parallel.tp.cost import TransformerSizes
 from echelon.pipeline.execution.pipeline import Pipeline
 from echelon.pipeline.execution.runtime import MicrobatchInputs
 from echelon.pipeline.execution.stage_assignment import assign_stages

@@ -11,7 +11,7 @@ from echelon.layout import Layout
 from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.optim import offload_support
 from echelon.optim.update_rule import UpdateRule
-from echelon.parallel.apply import ParallelOptions
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.precision.loss_scale import LossScale
 from echelon.training import update_strategies
 
@@ -28,7 +28,7 @@ def parallel_options(config: Config, device: torch.device) -> ParallelOptions:
         master_dtype=compute if asked.master == "none" else torch.promote_types(compute, torch.float32),
         reduce_dtype=reduce,
         keep_fp32=asked.keep_fp32,
-        products=asked.compute,
+        matmul_precision=asked.compute,
         kernels=config.kernels,
         compress=config.compress,
         seed=config.seed,

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from echelon import compat
 from echelon.layout.placement import Piece
-from echelon.parallel.apply import ParallelModel
 from echelon.parallel.comm.mesh_axis import MeshAxis, all_reduce_coalesced
 from echelon.parallel.dp.param_group import ParamGroup, flat_norm
 from echelon.parallel.dp.sharded_model import ShardedModel
+from echelon.parallel.parallel_model import ParallelModel
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from echelon.faults.injector import Injector
 from echelon.faults.watchdog import Watchdog, watch_run
 from echelon.launch.world import World, join_process_group
 from echelon.layout import Mesh, check_layout
-from echelon.parallel.apply import WORLD_AXIS, ParallelOptions
+from echelon.parallel.comm.axis_names import WORLD_AXIS
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.pipeline import timeline
 from echelon.pipeline.execution.layer_timing import broadcast_profile, measure_profile, measure_split
 from echelon.pipeline.layer_profile import PipelineProfile

@@ -12,16 +12,17 @@ from echelon.memory.offload import cost as offload_cost
 from echelon.models.pipeline_model import is_within
 from echelon.moe.moe_layer import MoELayer
 from echelon.parallel.cp import cost as cp_cost
+from echelon.parallel.dp import cost as dp_cost
 from echelon.parallel.dp import sync_batchnorm, zero
 from echelon.parallel.ep import cost as ep_cost
-from echelon.parallel.tp import tensor_parallel
-from echelon.parallel.tp_grid import grid_parallel
+from echelon.parallel.tp import cost as tp_cost
+from echelon.parallel.tp_strategy import tp_strategy
 
 if TYPE_CHECKING:
     from echelon.training.engine import Engine
 
 
-def step_collectives(engine: Engine, traffic: tensor_parallel.TransformerSizes | None) -> list[Collective]:
+def step_collectives(engine: Engine, traffic: tp_cost.TransformerSizes | None) -> list[Collective]:
     """See `Engine.collectives`."""
     layout, pipeline, parallel = engine.layout, engine.pipeline, engine.parallel
     slices = pipeline.slice_lengths(traffic) if pipeline is not None and traffic is not None else ()
@@ -37,13 +38,12 @@ def step_collectives(engine: Engine, traffic: tensor_parallel.TransformerSizes |
             mine = replace(mine, seq_len=cp_cost.tokens_per_rank(layout, mine.seq_len))
         for length in slices or (mine.seq_len,):
             sized = replace(mine, seq_len=length)
-            if layout.tp_kind == "1d":
-                found += tensor_parallel.collectives(sized, layout, again, partition=parallel.options.partition)
-            else:
-                found += grid_parallel.collectives(engine.model, _recomputed_layers(engine), sized, layout)
+            found += tp_strategy(layout).model_collectives(
+                engine.model, sized, layout, again, _recomputed_layers(engine), partition=parallel.options.partition
+            )
         found += pipeline.p2p_collectives(mine) if pipeline is not None else []
     for name, channels in sync_batchnorm.sync_batchnorm_channels(engine.model).items():
-        found += sync_batchnorm.collectives(
+        found += dp_cost.sync_batchnorm_collectives(
             [channels],
             accumulate=layout.accumulate,
             element_bytes=max(parallel.options.compute_dtype.itemsize, 4),
@@ -99,7 +99,7 @@ def _moe_layers(engine: Engine) -> dict[str, MoELayer]:
     return {name: module for name, module in engine.model.named_modules() if isinstance(module, MoELayer)}
 
 
-def _expert_collectives(engine: Engine, traffic: tensor_parallel.TransformerSizes) -> Iterator[Collective]:
+def _expert_collectives(engine: Engine, traffic: tp_cost.TransformerSizes) -> Iterator[Collective]:
     """Of gates that drop nothing."""
     tails = engine.parallel.checkpointing.segment_tails
     for name, mixture in _moe_layers(engine).items():
@@ -125,7 +125,7 @@ def _update_collectives(engine: Engine, accumulate: int) -> list[Collective]:
     options, units = parallel.options, parallel.placement.param_groups
     reduce_bytes = options.grad_dtype.itemsize
     found = list(
-        zero.collectives(
+        dp_cost.collectives(
             units,
             parallel.policy,
             accumulate=accumulate,
@@ -138,7 +138,7 @@ def _update_collectives(engine: Engine, accumulate: int) -> list[Collective]:
         )
     )
     for some in [[unit] for unit in units] if engine.rule.in_backward else [units]:
-        found += tensor_parallel.partial_grad_collectives(some, reduce_bytes, parallel.placement.shard_index)
+        found += tp_cost.partial_grad_collectives(some, reduce_bytes, parallel.placement.shard_index)
     if engine.norm.axis.size > 1:
         found.append(Collective(op="all_reduce", axis=engine.norm.axis.name, bytes=8, purpose="norm"))
     return [*found, *engine.optimizer.collectives()]

@@ -20,8 +20,8 @@ from torch import Tensor
 from echelon.layout import Layout
 from echelon.optim.per_unit_optimizer import PerGroupOptimizer
 from echelon.optim.update_rule import UpdateRule
-from echelon.parallel.apply import ParallelModel
 from echelon.parallel.dp.param_group import ParamGroup
+from echelon.parallel.parallel_model import ParallelModel
 from echelon.precision.loss_scale import LossScale
 from echelon.training.grad_norm import GradientNorm, PiecesByAxis, all_reduce_pieces
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from echelon.layout import Layout
 from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.layout.placement import Piece
-from echelon.parallel.apply import ParallelOptions
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.training.engine import Engine
 from echelon.training.grad_norm import clip_factor
 from echelon.training.step_result import StepResult

@@ -18,7 +18,7 @@ from echelon.cli import app
 from echelon.config.run_config import Config
 from echelon.models.language_model import LanguageModel
 from echelon.models.model_config import find_model
-from echelon.parallel.apply import ParallelOptions
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.planning.model.model_sources import resolve_shape
 from echelon.training.engine import Engine
 from echelon.training.loop import train_on_rank

@@ -1,7 +1,7 @@
 """How the input of a layer that is repeated is kept until then.
 
     whole       as it is
-    partition   1/n of it on each of n ranks that have the same (ZeRO-R's Pa): parallel/partitioned_activations.py
+    partition   1/n of it on each of n ranks that have the same (ZeRO-R's Pa): parallel/activation_checkpointing.py
     arena       copied into memory that was set aside for it (ZeRO-R's Md): see [Note: an arena]
 
 [Note: an arena]

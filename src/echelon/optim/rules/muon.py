@@ -37,9 +37,10 @@ from echelon.optim.optimizer_protocol import ShardedOptimizer
 from echelon.optim.optimizer_state import OptimizerState, element_state
 from echelon.optim.param_shards import ParamShard, state_rectangle
 from echelon.optim.update_rule import UpdateRule, resolve_momentum
-from echelon.parallel.apply import ParallelModel, placement_coordinates
 from echelon.parallel.comm.mesh_axis import MeshAxis
 from echelon.parallel.dp import zero
+from echelon.parallel.dp.data_parallel import placement_coordinates
+from echelon.parallel.parallel_model import ParallelModel
 
 NEWTON_SCHULZ_STEPS = 5
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -23,7 +23,7 @@ from echelon.layout.collective import Collective
 from echelon.layout.rules import head_parallel_size
 from echelon.memory.checkpointing.cost import RecomputedLayers
 from echelon.parallel.cp.zigzag import ZigzagOrder
-from echelon.parallel.tp.tensor_parallel import TransformerSizes
+from echelon.parallel.tp.cost import TransformerSizes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from echelon.parallel.dp.offloaded_param_group import OffloadHost, buffer_bytes
 from echelon.parallel.dp.zero import ShardingPolicy
 
 if TYPE_CHECKING:
-    from echelon.parallel.apply import ParallelOptions
+    from echelon.parallel.parallel_options import ParallelOptions
 
 GIB = 1 << 30
 CGROUP_FILES = (

@@ -22,7 +22,8 @@ from echelon.parallel.comm.mesh_axis import MeshAxis
 from echelon.parallel.dp.grad_buffer import ParamGradHook, grad_hook_of
 from echelon.parallel.dp.offloaded_param_group import OffloadHost
 from echelon.parallel.dp.param_group import ParamGroup
-from echelon.parallel.dp.zero import ShardingPolicy, layer_names
+from echelon.parallel.dp.param_grouping import layer_names
+from echelon.parallel.dp.zero import ShardingPolicy
 
 GroupSharding = tuple[ShardingPolicy, MeshAxis, MeshAxis]
 """how a unit is moved: when, over which ranks it is divided, and on which it is copied"""

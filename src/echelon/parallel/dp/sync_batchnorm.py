@@ -1,27 +1,28 @@
-"""BatchNorm over all data-parallel ranks: statistics of the whole microbatch, as one device would take them.
+"""BatchNorm over all data-parallel ranks: statistics of the global microbatch, as one device computes them.
 
-Each layer sums (count, sum of x) and then (sum of squared deviations) over dp in forward, and the same sums'
-gradients in backward: two small all-reduces each way. Two passes rather than a sum of squares, because the mean may
-be large beside the deviation.
+Each layer all-reduces (count, sum of x) and then the sum of squared deviations over dp in forward, and the gradients of
+these sums in backward: two small all-reduces each way. It takes two passes rather than a sum of squares, because the
+mean may be much larger than the deviation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from echelon.layout.collective import Collective
 from echelon.parallel.comm.mesh_axis import MeshAxis
+
+if TYPE_CHECKING:
+    from echelon.parallel.transform_context import TransformContext
 
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
 
 class _AllReduceSum(Function):
-    """The sum over ranks; every rank's loss depends on it, so its gradient is a sum over ranks too."""
+    """All-reduce whose gradient is an all-reduce too, because every rank's loss depends on the sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: MeshAxis) -> Tensor:
@@ -34,7 +35,7 @@ class _AllReduceSum(Function):
 
 
 class SyncBatchNorm(nn.Module):
-    """Takes the place of a BatchNorm and keeps its parameters, buffers and names."""
+    """Synchronized replacement of a BatchNorm, with its parameters, buffers and names."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter
@@ -82,13 +83,19 @@ class SyncBatchNorm(nn.Module):
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
         self.num_batches_tracked += 1
-        share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), share)
+        weight = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), weight)
+
+
+def apply_sync_batchnorm(context: TransformContext) -> None:
+    """Compute BatchNorm statistics over all data-parallel ranks."""
+    if context.layout.dp > 1:
+        convert_sync_batchnorm(context.model, context.axes["dp"])
 
 
 def convert_sync_batchnorm(model: nn.Module, axis: MeshAxis) -> int:
-    """Replaces every BatchNorm of a model; returns how many."""
+    """Replace every BatchNorm of a model, and return how many."""
     count = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -98,22 +105,6 @@ def convert_sync_batchnorm(model: nn.Module, axis: MeshAxis) -> int:
     return count
 
 
-def collectives(
-    channels: Iterable[int], *, accumulate: int, element_bytes: int, recomputed: bool = False
-) -> Iterable[Collective]:
-    """Per layer and microbatch: (channels + 1) and channels elements, in forward, its repetition, and backward."""
-    passes = 3 if recomputed else 2
-    for count in channels:
-        for size in (count + 1, count):
-            yield Collective(
-                op="all_reduce",
-                axis="dp",
-                bytes=size * element_bytes,
-                count=passes * accumulate,
-                purpose="batch statistics",
-            )
-
-
 def sync_batchnorm_channels(model: nn.Module) -> dict[str, int]:
-    """The channels of every synchronised BatchNorm, by its name."""
+    """Return the channels of every synchronized BatchNorm by module name."""
     return {name: module.num_features for name, module in model.named_modules() if isinstance(module, SyncBatchNorm)}

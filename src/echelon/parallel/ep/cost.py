@@ -17,7 +17,11 @@ from dataclasses import dataclass
 from echelon.layout import Layout
 from echelon.layout.collective import Collective
 from echelon.parallel.cp.cost import tokens_per_rank
-from echelon.parallel.ep.expert_parallel import EP_ETP_AXIS
+
+EP_ETP_AXIS = "ep*etp"
+"""the ranks that hold all experts together"""
+MAX_LOAD_FACTOR = 2.0
+"""expert tokens that a rank holds at a time, at most, relative to a balanced load: see chunked_dispatch.py"""
 
 INT64_BYTES = 8
 """bytes of a count, of an expert's number, and of a key of dropout"""

@@ -40,7 +40,7 @@ from echelon.parallel.comm.mesh_axis import MeshAxes
 from echelon.parallel.cp.context_parallel import ContextParallel
 from echelon.parallel.cp.zigzag import ZigzagOrder
 from echelon.parallel.ep.chunked_dispatch import max_received_tokens, run_in_chunks
-from echelon.parallel.ep.expert_parallel import EP_ETP_AXIS, MAX_LOAD_FACTOR
+from echelon.parallel.ep.cost import EP_ETP_AXIS, MAX_LOAD_FACTOR
 from echelon.parallel.ep.hierarchical_all_to_all import HierarchicalAllToAll
 from echelon.parallel.ep.token_all_to_all import TokenAllToAll
 from echelon.parallel.tp.tp_collectives import RegionBoundary

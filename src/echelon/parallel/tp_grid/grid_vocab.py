@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from echelon.kernels.layers.cross_entropy import IGNORE_INDEX
 from echelon.parallel.comm.mesh_axis import MeshAxis
-from echelon.parallel.tp.vocab_parallel import vocab_parallel_cross_entropy
+from echelon.parallel.tp.vocab_cross_entropy import vocab_parallel_cross_entropy
 from echelon.parallel.tp_grid import cost as tp_grid_cost
 from echelon.parallel.tp_grid.grid_activations import ActivationSharding
 from echelon.parallel.tp_grid.grid_linear import GridMatmul, grid_matmul

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from echelon.layout.collective import Collective
 from echelon.models.pipeline_model import PipelineLayer, PipelineModel
-from echelon.parallel.apply import ParallelModel
+from echelon.parallel.parallel_model import ParallelModel
 from echelon.pipeline.actions import Action, ActionKind
 from echelon.pipeline.async_.weight_versions import WeightVersions
 from echelon.pipeline.execution.p2p import TransferSpec

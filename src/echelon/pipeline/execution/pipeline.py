@@ -21,8 +21,8 @@ from torch import Tensor
 
 from echelon.layout.collective import Collective
 from echelon.layout.layout import ASYNC_SCHEDULES
-from echelon.parallel.apply import ParallelModel
-from echelon.parallel.tp.tensor_parallel import TransformerSizes
+from echelon.parallel.parallel_model import ParallelModel
+from echelon.parallel.tp.cost import TransformerSizes
 from echelon.parallel.tp_grid import cost as tp_grid_cost
 from echelon.pipeline.actions import SENDS, Action, ActionKind
 from echelon.pipeline.execution.runtime import MicrobatchInputs, PipelineRuntime

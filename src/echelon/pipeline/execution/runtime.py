@@ -24,8 +24,8 @@ from torch import Tensor
 from echelon.layout.collective import Collective
 from echelon.models.lm_head import check_loss_output
 from echelon.models.pipeline_model import PipelineLayer, PipelineModel
-from echelon.parallel.apply import ParallelModel
 from echelon.parallel.dp.sharded_model import explain_freed_params
+from echelon.parallel.parallel_model import ParallelModel
 from echelon.pipeline.actions import Action, ActionKind
 from echelon.pipeline.execution import split_backward
 from echelon.pipeline.execution.fsdp_hooks import StageParamGroups

@@ -11,8 +11,9 @@ from torch import nn
 from echelon.layout import Layout, Mesh
 from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.models.pipeline_model import PipelineLayer, PipelineModel, get_pipeline_model
-from echelon.parallel.apply import ParallelOptions, StageModules
 from echelon.parallel.comm.mesh_axis import world_rank
+from echelon.parallel.parallel_options import ParallelOptions
+from echelon.parallel.stage_modules import StageModules
 from echelon.pipeline.actions import ActionKind
 from echelon.pipeline.lower import lower
 from echelon.pipeline.partition import StageSplit
@@ -60,7 +61,7 @@ def assign_stages(model: nn.Module, layout: Layout, options: ParallelOptions) ->
     """Choose the schedule of a layout and the layers of its stages."""
     schedule = lower(schedule_for_layout(layout))
     stages = cut_into_stages(model, schedule.rank_of_stage, options.stage_layers, options.layer_costs)
-    rank = Mesh(layout).coordinates(world_rank())["pp"]
+    rank = Mesh(layout, options.rank_order).coordinates(world_rank())["pp"]
     modules = replace(stages.stage_modules(rank), in_flight=peak_in_flight(schedule, rank, layout))
     return StageAssignment(schedule=schedule, stages=stages, modules=modules)
 

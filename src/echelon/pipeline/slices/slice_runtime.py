@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from echelon.models.pipeline_model import PipelineLayer, PipelineModel
-from echelon.parallel.apply import ParallelModel
+from echelon.parallel.parallel_model import ParallelModel
 from echelon.pipeline.execution.runtime import MicrobatchInputs, PipelineRuntime
 from echelon.pipeline.lower import lower
 from echelon.pipeline.schedule import Schedule

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from echelon.models.attention import AttentionContext, CoreAttention
 from echelon.models.model_config import ModelConfig
-from echelon.parallel.apply import ParallelModel
+from echelon.parallel.parallel_model import ParallelModel
 from echelon.pipeline.execution.runtime import MicrobatchInputs
 from echelon.pipeline.slices.slice_lengths import choose_slice_lengths
 from echelon.rng import Dropout

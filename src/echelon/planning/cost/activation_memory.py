@@ -16,7 +16,7 @@ import math
 from functools import lru_cache
 
 from echelon.memory.checkpointing.cost import ELEMENTWISE_SHARE, partition_numel
-from echelon.parallel.ep.expert_parallel import MAX_LOAD_FACTOR
+from echelon.parallel.ep.cost import MAX_LOAD_FACTOR
 from echelon.pipeline.schedules import FAMILIES
 from echelon.planning.calibrate.constants import FITTED_CONSTANTS
 from echelon.planning.cost.cp_traffic import saved_cp_bytes

@@ -18,7 +18,7 @@ then it is not there at the first two. Beside all of these is the gradient of th
 
 from __future__ import annotations
 
-from echelon.parallel.ep.expert_parallel import MAX_LOAD_FACTOR
+from echelon.parallel.ep.cost import MAX_LOAD_FACTOR
 from echelon.planning.cost.activation_memory import saved_tensor_bytes
 from echelon.planning.cost.param_group_traffic import gradient_bytes
 from echelon.planning.model.model_shape import COLUMN_PARALLEL, LayerShape

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from echelon.layout import Layout
 from echelon.layout.collective import Collective
-from echelon.parallel.dp import zero
-from echelon.parallel.tp import tensor_parallel
+from echelon.parallel.dp import cost as dp_cost
+from echelon.parallel.tp import cost as tp_cost
 from echelon.parallel.tp_grid import cost as tp_grid_cost
 from echelon.planning.cluster import link_time
 from echelon.planning.cost.activation_memory import partitions_inputs
@@ -26,7 +26,7 @@ def tp_collectives(case: Scenario) -> list[Collective]:
     layout, shape = case.layout, case.shape
     once = replace(layout, accumulate=1)  # what cost functions say of a step is then of a microbatch
     size = case.element_bytes
-    traffic = tensor_parallel.TransformerSizes(
+    traffic = tp_cost.TransformerSizes(
         layers=shape.num_layers,
         width=shape.width,
         batch=layout.microbatch,
@@ -40,10 +40,10 @@ def tp_collectives(case: Scenario) -> list[Collective]:
     )
     if layout.tp_kind != "1d":
         return list(_grid_collectives(case, traffic))
-    return list(tensor_parallel.collectives(traffic, once, recomputed_layers(case), partition=partitions_inputs(case)))
+    return list(tp_cost.collectives(traffic, once, recomputed_layers(case), partition=partitions_inputs(case)))
 
 
-def _grid_collectives(case: Scenario, traffic: tensor_parallel.TransformerSizes) -> Iterator[Collective]:
+def _grid_collectives(case: Scenario, traffic: tp_cost.TransformerSizes) -> Iterator[Collective]:
     """Of one microbatch over a grid of tp; layers of 2.5d share out among microbatches what they sum once a step."""
     layout, shape = case.layout, case.shape
     again = int(layout.recompute.partition(":")[0] in FULL_LAYER_POLICIES)
@@ -103,7 +103,7 @@ def dp_wire_bytes(case: Scenario) -> float:
     for unit, n in param_groups(case, 0):
         replicas = data_parallel_ranks(case, unit.name) // unit.num_shards
         own = replace(policy, num_shards=unit.num_shards, num_replicas=replicas)
-        issued = zero.collectives(
+        issued = dp_cost.collectives(
             [unit],
             own,
             accumulate=layout.accumulate,

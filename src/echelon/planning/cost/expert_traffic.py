@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from echelon.layout.collective import Collective
-from echelon.parallel.ep.cost import MoeTraffic, collectives, expected_nodes
-from echelon.parallel.ep.expert_parallel import EP_ETP_AXIS, MAX_LOAD_FACTOR
+from echelon.parallel.ep.cost import EP_ETP_AXIS, MAX_LOAD_FACTOR, MoeTraffic, collectives, expected_nodes
 from echelon.planning.cluster.cluster import Cluster
 from echelon.planning.cluster.link_time import wire_bytes
 from echelon.planning.cost.step_work import ExpertTraffic

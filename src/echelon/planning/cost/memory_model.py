@@ -31,7 +31,7 @@ from functools import partial
 from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.memory.offload import cost as offload_cost
 from echelon.memory.offload.cost import offloads_optimizer, resident_bytes
-from echelon.parallel.dp import zero
+from echelon.parallel.dp import cost as dp_cost
 from echelon.planning.calibrate.constants import FITTED_CONSTANTS, Constants
 from echelon.planning.cluster.cluster import HOST_DEVICES
 from echelon.planning.cluster.device_kinds import GIB
@@ -196,7 +196,7 @@ def state_bytes_by_category(case: Scenario, stage: int) -> dict[str, int]:
     policy = sharding_policy(case)
     found: dict[str, float] = {}
     for unit, n in param_groups(case, stage):
-        held = zero.state_bytes(
+        held = dp_cost.state_bytes(
             [unit],
             replace(policy, num_shards=unit.num_shards),
             compute_bytes=case.element_bytes,

@@ -16,7 +16,7 @@ from functools import lru_cache
 from echelon.memory.checkpointing.checkpoint_options import LayerMeasurement, checkpoint_options
 from echelon.memory.checkpointing.cost import GIB, RecomputedLayers, segment_length
 from echelon.memory.checkpointing.knapsack import CheckpointOption, solve_knapsack
-from echelon.parallel.ep.expert_parallel import MAX_LOAD_FACTOR
+from echelon.parallel.ep.cost import MAX_LOAD_FACTOR
 from echelon.planning.cost.activation_memory import (
     dropout_mask_bytes,
     layer_input_bytes,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from echelon.faults import injector
-from echelon.parallel.apply import ParallelModel
 from echelon.parallel.dp.param_group import ParamGroup
 from echelon.parallel.dp.sharded_model import iter_tensors
+from echelon.parallel.parallel_model import ParallelModel
 from echelon.training.guard.module_outputs import hookable_modules
 from echelon.training.guard.step_checksums import INT_DTYPES
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from echelon.moe.experts import Experts
-from echelon.parallel.apply import WORLD_AXIS, ParallelModel
+from echelon.parallel.comm.axis_names import WORLD_AXIS
+from echelon.parallel.parallel_model import ParallelModel
 from echelon.training.batch_sharding import Microbatch
 from echelon.training.grad_norm import GradientSlice
 from echelon.training.guard.module_outputs import watch_outputs

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.config.sections import ReplayConfig
-from echelon.parallel.apply import WORLD_AXIS
+from echelon.parallel.comm.axis_names import WORLD_AXIS
 from echelon.training.batch_sharding import Microbatch
 from echelon.training.guard.deterministic import deterministic_kernels
 from echelon.training.guard.step_checksums import ChecksumEvent, StepChecksums, differences, first_difference

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from echelon.parallel.apply import ParallelModel
 from echelon.parallel.dp.param_group import ParamGroup
+from echelon.parallel.parallel_model import ParallelModel
 from echelon.training.guard.module_outputs import watch_outputs
 
 NEGLIGIBLE_NORM = 1e-4

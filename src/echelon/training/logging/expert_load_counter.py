@@ -15,8 +15,8 @@ from echelon.layout import Layout
 from echelon.layout.collective import Collective
 from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.moe.moe_layer import MoELayer
-from echelon.parallel.apply import ParallelModel
 from echelon.parallel.comm.mesh_axis import PendingWork
+from echelon.parallel.parallel_model import ParallelModel
 from echelon.training.logging.expert_load import ExpertLoad
 from echelon.training.step_result import start_host_copy
 

@@ -18,10 +18,11 @@ from echelon.optim import cost
 from echelon.optim.optimizer_groups import is_muon_matrix
 from echelon.optim.update_rule import DEFAULT_BETAS, resolve_betas, resolve_momentum
 from echelon.parallel.cp import cost as cp_cost
+from echelon.parallel.dp import cost as dp_cost
 from echelon.parallel.dp import zero as shard
 from echelon.parallel.dp.master_weights import SplitMasterWeights
-from echelon.parallel.ep.expert_parallel import MAX_LOAD_FACTOR
-from echelon.parallel.tp import tensor_parallel
+from echelon.parallel.ep.cost import MAX_LOAD_FACTOR
+from echelon.parallel.tp import cost as tp_cost
 from echelon.parallel.tp_grid import cost as tp_grid_cost
 from echelon.pipeline.execution.pipeline import Pipeline
 from echelon.training import step_comm_volume
@@ -61,9 +62,9 @@ def resolved_settings(config: Config, engine: Engine, peak: PeakFlops, threads: 
         recipe = engine.loss_scaler.recipe
         why = f"halved where gradients are not finite, doubled after {recipe.every:,} good steps"
         yield "loss scale", str(recipe), why if recipe.is_dynamic else "divided out again in the update"
-    if options.products != "same":
-        scales = "row of each factor" if options.products == "fp8-row" else "tensor"
-        yield "products", options.products, f"in the layers, with a scale for each {scales}; sums are float32"
+    if options.matmul_precision != "same":
+        scales = "row of each factor" if options.matmul_precision == "fp8-row" else "tensor"
+        yield "products", options.matmul_precision, f"in the layers, with a scale for each {scales}; sums are float32"
     if options.compress != compression_cost.NONE:
         rounded = (
             "only what backward reads is rounded"
@@ -102,7 +103,7 @@ def resolved_settings(config: Config, engine: Engine, peak: PeakFlops, threads: 
         )
     if layout.tp > 1 and isinstance(getattr(engine.model, "config", None), ModelConfig):
         yield from _tp_settings(engine, config.seq_len)
-    held = shard.state_bytes(
+    held = dp_cost.state_bytes(
         units,
         parallel.policy,
         compute_bytes=options.compute_dtype.itemsize,
@@ -245,15 +246,13 @@ def _pipeline_settings(pipeline: Pipeline, seq_len: int) -> Iterator[ResolvedSet
         yield stage, links.strip(), "links, and their share of the cost"
 
 
-def tp_traffic(engine: Engine, seq_len: int) -> tensor_parallel.TransformerSizes | None:
+def tp_traffic(engine: Engine, seq_len: int) -> tp_cost.TransformerSizes | None:
     """What tensor parallelism's cost depends on; unknown for a user's module."""
     model = getattr(engine.model, "config", None)
     if not isinstance(model, ModelConfig):
         return None
     layout, size = engine.layout, engine.parallel.options.compute_dtype.itemsize
-    return tensor_parallel.TransformerSizes.from_config(
-        model, batch=layout.microbatch, seq_len=seq_len, element_bytes=size
-    )
+    return tp_cost.TransformerSizes.from_config(model, batch=layout.microbatch, seq_len=seq_len, element_bytes=size)
 
 
 def _describe_reduction(policy: shard.ShardingPolicy, zero: int) -> str:

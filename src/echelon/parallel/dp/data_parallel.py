@@ -1,0 +1,85 @@
+"""Transform of data parallelism: parameter groups, their placement and offload, and the sharded model that runs them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from echelon.layout.placement import ParamGroupSpec, Placement, group_params
+from echelon.parallel.comm.axis_names import EXPERT_DP_AXIS
+from echelon.parallel.comm.mesh_axis import SINGLE_RANK, MeshAxes, enumerate_groups
+from echelon.parallel.dp.offload_policy import make_offload
+from echelon.parallel.dp.param_grouping import choose_param_groups, layer_names
+from echelon.parallel.dp.sharded_model import GroupSharding, ShardedModel
+from echelon.parallel.dp.zero import ShardingPolicy, expert_sharding_policy
+from echelon.parallel.init_weights import move_buffers
+from echelon.precision.keep_fp32 import fp32_modules
+
+if TYPE_CHECKING:
+    from echelon.parallel.transform_context import TransformContext
+
+
+def shard_parameters(context: TransformContext) -> None:
+    """Group the parameters, shard each group over dp, and fill the shards with initial values."""
+    model, layout, options, axes = context.model, context.layout, context.options, context.axes
+    policy, expert_policy = context.policy, expert_sharding_policy(layout, context.policy)
+    max_numel = options.max_group_bytes // options.compute_dtype.itemsize
+    roots = choose_param_groups(model, options.units, max_numel=max_numel)
+    sharding = {
+        is_expert: (plan, axes.get_or_add(plan.shard_axis), axes.get_or_add(plan.replica_axis))
+        for is_expert, plan in ((False, policy), (True, expert_policy))
+    }
+    for plan in (policy, expert_policy):
+        axes.get_or_add(param_shard_axis(plan))
+    context.placement = Placement(
+        param_groups=group_params(context.params, roots, policy.num_shards, expert_policy.num_shards),
+        coordinates=placement_coordinates(axes, axes.rank, policy, expert_policy),
+    )
+    offload = make_offload(layout, options, context.placement.param_groups, policy, model, layer_names(model))
+
+    def sharding_of(group: ParamGroupSpec) -> GroupSharding:
+        plan, shard_axis, replica_axis = sharding[group.is_expert]
+        return plan.with_params_on_host() if offload.is_paged(group) else plan, shard_axis, replica_axis
+
+    sharded = ShardedModel(
+        model,
+        context.placement,
+        policy,
+        sharding_of,
+        device=options.device,
+        compute_dtype=options.compute_dtype,
+        master_dtype=options.master_dtype,
+        reduce_dtype=options.grad_dtype,
+        stage_modules=context.stage_modules.by_stage if context.stage_modules is not None else (),
+        host_for=offload.host_for,
+    )
+    if offload.activation_offload is not None:
+        offload.activation_offload.exclude([group.unsharded_param for group in sharded.param_groups])
+    sharded.init_values(context.initial_values)
+    move_buffers(model, options.device, options.compute_dtype, fp32_modules(context.params))
+    context.checkpointing.set_before_recompute(sharded.unshard_for_recompute)
+    context.offload, context.sharded_model = offload, sharded
+
+
+def param_shard_axis(policy: ShardingPolicy) -> str:
+    """Return the axis of the ranks of a stage that hold different elements of a parameter."""
+    inner = "tp" if policy.shard_axis not in (EXPERT_DP_AXIS, SINGLE_RANK) else "etp"
+    return inner if policy.shard_axis == SINGLE_RANK else f"{policy.shard_axis}*{inner}"
+
+
+def placement_coordinates(
+    axes: MeshAxes, rank: int, policy: ShardingPolicy, expert_policy: ShardingPolicy
+) -> dict[str, int]:
+    """Return a rank's coordinate on every mesh axis, and its shard and replica index in the placement record."""
+    record_axes = {
+        "shard": policy.shard_axis,
+        "replica": policy.replica_axis,
+        "expert shard": expert_policy.shard_axis,
+        "expert replica": expert_policy.replica_axis,
+    }
+    coordinates = axes.mesh.coordinates(rank)
+    for name, axis in record_axes.items():
+        coordinates[name] = 0
+        if axis != SINGLE_RANK:
+            group = next(ranks for ranks in enumerate_groups(axes.mesh, axis) if rank in ranks)
+            coordinates[name] = group.index(rank)
+    return coordinates

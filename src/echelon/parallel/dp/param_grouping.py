@@ -1,0 +1,95 @@
+"""Which modules form parameter groups, the units in which FSDP gathers, frees and reduces parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+MODULE_LISTS = ("ModuleList", "ModuleDict")
+
+
+def layer_names(model: nn.Module) -> tuple[str, ...]:
+    """Return the model's layers: the elements of its outermost module lists, or its children if it has no list."""
+    return _listed_layers(model) or tuple(name for name, _ in model.named_children())
+
+
+def _listed_layers(model: nn.Module) -> tuple[str, ...]:
+    names = [
+        f"{name}.{key}" if name else key
+        for name, module in model.named_modules()
+        if type(module).__name__ in ("ModuleList", "Sequential")
+        for key, _ in module.named_children()
+    ]
+    return tuple(name for name in names if not any(name.startswith(other + ".") for other in names))
+
+
+def choose_param_groups(model: nn.Module, patterns: Sequence[str] = (), *, max_numel: int = 0) -> dict[str, bool]:
+    """Return the modules that form parameter groups, and whether each stays unsharded from forward to backward.
+
+    With patterns, the modules that match them; a pattern that matches nothing is an error. Otherwise the elements of
+    lists of layers, and modules as large as one. Modules outside lists stay unsharded, as the root group does: only
+    elements of a list are sure to be used through their own forward, where hooks gather them
+    (`F.linear(x, self.embed.weight)` calls no module). Small modules join the root group, since a small collective is
+    all latency.
+
+    A layer of more than `max_numel` elements is split into its submodules, down to those that own parameters directly.
+    """
+    modules = {name: module for name, module in model.named_modules() if name}
+    if patterns:
+        return dict.fromkeys(_outermost(_matching_modules(modules, patterns)), False)
+    listed = _listed_layers(model)
+    children = [name for name, _ in model.named_children() if not any(_is_inside(layer, name) for layer in listed)]
+    sizes = {name: sum(p.numel() for p in modules[name].parameters()) for name in [*listed, *children]}
+    min_numel = max(max((sizes[name] for name in listed or children), default=0) / 2, 1)
+    chosen = {name: name not in listed for name in _outermost(n for n in modules if sizes.get(n, 0) >= min_numel)}
+    if not max_numel:
+        return chosen
+    return {
+        part: stays_unsharded
+        for name, stays_unsharded in chosen.items()
+        for part in ([name] if stays_unsharded else _split_module(modules, name, max_numel))
+    }
+
+
+def _split_module(modules: Mapping[str, nn.Module], name: str, max_numel: int) -> list[str]:
+    """Return the largest submodules of at most `max_numel` elements, or that own parameters directly.
+
+    A submodule a hundred times smaller joins the root group.
+    """
+    module = modules[name]
+    size = sum(p.numel() for p in module.parameters())
+    owns_params = any(True for _ in module.parameters(recurse=False))
+    if size <= max_numel or owns_params:
+        return [name] if 100 * size >= max_numel else []
+    if type(module).__name__ in MODULE_LISTS or any(True for _ in module.children()):
+        return [
+            part
+            for child, _ in module.named_children()
+            for part in _split_module(modules, f"{name}.{child}", max_numel)
+        ]
+    return [name]
+
+
+def _matching_modules(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -> list[str]:
+    missed = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in modules)]
+    if missed:
+        known = ", ".join(list(modules)[:9])
+        raise ValueError(f"no module matches the unit pattern ({', '.join(missed)}); the model has {known}")
+    chosen = [name for name in modules if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    lists = [name for name in chosen if type(modules[name]).__name__ in MODULE_LISTS]
+    if lists:
+        raise ValueError(f"a list of modules is never called, so it cannot be a unit ({lists[0]}); use {lists[0]}.*")
+    return chosen
+
+
+def _outermost(names: Iterable[str]) -> list[str]:
+    every = list(names)
+    return [name for name in every if not any(_is_inside(name, other) and name != other for other in every)]
+
+
+def _is_inside(name: str, module: str) -> bool:
+    return name == module or name.startswith(module + ".")
