@@ -22,6 +22,7 @@ from echelon.models.tp_splits import get_tp_split
 from echelon.parallel.apply import apply
 from echelon.parallel.comm.mesh_axis import MeshAxes
 from echelon.parallel.tp_grid import grid_parallel
+from echelon.parallel.tp_strategy import tp_strategy
 from echelon.parallel.transform_context import logical_params
 from echelon.rng import RandomStream, attach_stream
 
@@ -153,7 +154,7 @@ TABLE = {
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({}, ["no word of the table divides scale.weight"]),
+        ({}, ["no role of the table divides scale.weight"]),
         ({"scale": "sequence"}, [r"scale would need all columns of what it reads \(Scale, which is no known norm\)"]),
         ({"scale": "column"}, [r'scale is called "column" and is no Linear \(Scale\)']),
         ({"embed": "region"}, ['begins at an embedding, and the table calls no module "vocabulary"', "embed.weight"]),
@@ -187,11 +188,11 @@ def test_a_tensor_beside_a_regions_input_is_refused() -> None:
         block(torch.zeros(1, 2, 8), torch.zeros(1))
 
 
-def test_products_in_8_bits_are_refused() -> None:
+def test_fp8_gemms_are_refused_on_a_grid() -> None:
     with pytest.raises(ValueError, match=r"a rank of a grid sees a block .*tp_kind=3d"):
         grid_parallel.check_matmul_precision(Layout.parse(GRIDS["3d"]), "fp8")
-    grid_parallel.check_matmul_precision(Layout.parse("tp=2"), "fp8")
-    grid_parallel.check_matmul_precision(Layout.parse(GRIDS["3d"]), "same")
+    layout = Layout.parse("tp=2")
+    tp_strategy(layout).check_matmul_precision(layout, "fp8")
 
 
 def test_what_sequences_see_is_found_once_for_all_layers() -> None:

@@ -138,7 +138,7 @@ def test_what_is_kept_falls_with_the_ranks(pool: RankPool, kind: str) -> None:
 
 
 class OwnModel(torch.nn.Module):
-    """Attention by an `echelon.Core`, the rest written by hand."""
+    """Attention by an `echelon.CoreAttention`, the rest written by hand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ def refuse_odd(what: str, text: str = "cp=2") -> str:
             "cannot tell which tokens dropout 'drop' sees (input (1, 16, 20), 20 local tokens)",
         ),
         ("more tokens", "cp=2", "gave this rank 20 tokens of each sequence, and attention has 21"),
-        ("documents", "cp=2", "documents must be those of the whole sequence (40 tokens with padding, given 20)"),
+        ("documents", "cp=2", "documents must be those of the full sequence (40 tokens with padding, given 20)"),
         ("", "cp=3,cp_kind=ulysses", "do not divide the 4 heads of an attention; use one of 1, 2, 4, or cp_kind=ring"),
     ],
 )
@@ -287,9 +287,9 @@ def lay_out_no_core() -> str:
     return str(caught.value)
 
 
-def test_a_model_that_cannot_take_part_is_told_what_it_lacks(pool: RankPool) -> None:
+def test_context_parallelism_names_what_a_model_lacks(pool: RankPool) -> None:
     said = pool.run(lay_out_no_core, 2)[0]
-    assert "its attention must be the module echelon.Core" in said
+    assert "its attention must be the module echelon.CoreAttention" in said
     assert "its forward must take `positions`" in said
     assert "or use cp=1" in said
 
