@@ -38,6 +38,7 @@ from echelon.parallel.dp import cost as dp_cost
 from echelon.parallel.dp import param_grouping
 from echelon.parallel.dp import zero as shard
 from echelon.parallel.tp import cost as tp_cost
+from echelon.parallel.tp import tensor_parallel
 from echelon.pipeline.actions import SENDS
 from echelon.pipeline.lower import lower
 from echelon.pipeline.schedules import FAMILIES, make_schedule, two_bw
@@ -89,7 +90,7 @@ def units(layout: Layout) -> tuple[ParamGroupSpec, ...]:
     names = param_grouping.choose_param_groups(model)
     if layout.tp > 1:
         axis = MeshAxis("tp", range(layout.tp), 0, None, frozenset())
-        entries, _ = tp_cost.apply_tensor_parallel(
+        entries, _ = tensor_parallel.shard_modules(
             model, entries, get_tp_split(model), axis, sequence_parallel=bool(layout.sp)
         )
     return group_params(entries, names, layout.num_shards)
