@@ -12,11 +12,11 @@ from echelon.bench.profile.min_bytes import min_bytes
 
 KERNELS = Path(echelon.__file__).parent / "kernels"
 SAMPLES = {
-    "nvjet_tst_192x192_64x4_2x1_v_bz_coopA_NNT": "products",
-    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off": "products",
-    "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm90<cutlass::gemm::kernel>>": "products",
-    "ampere_bf16_s16816gemm_bf16_128x256_ldg8_f2f_stages_64x3_tn": "products",
-    "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>": "products",
+    "nvjet_tst_192x192_64x4_2x1_v_bz_coopA_NNT": "matmuls",
+    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off": "matmuls",
+    "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm90<cutlass::gemm::kernel>>": "matmuls",
+    "ampere_bf16_s16816gemm_bf16_128x256_ldg8_f2f_stages_64x3_tn": "matmuls",
+    "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>": "matmuls",
     "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_128x64x128": "attention",
     "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4, cutlass::bfloat16_t>>": "attention",
     "fmha_cutlassB_bf16_aligned_128x64_k128_sm80(PyTorchMemEffAttention::AttentionBackwardKernel)": "attention",
@@ -61,4 +61,4 @@ def test_every_kernel_of_ours_has_a_part():
 def test_every_part_is_shown_once():
     assert sorted(CATEGORIES) == sorted({*KERNEL_PATTERNS, OTHER, IDLE})
     request = Measurement(who="echelon", shape="1b", size="llama-1b", seq_len=4096, batch=8, precision="bf16")
-    assert {*min_bytes(request), "products", "attention", OTHER, IDLE} == set(CATEGORIES)
+    assert {*min_bytes(request), "matmuls", "attention", OTHER, IDLE} == set(CATEGORIES)

@@ -18,8 +18,8 @@ TINY = Measurement(who="echelon", shape="tiny", size="llama-tiny", seq_len=64, b
 
 @pytest.fixture
 def one() -> Breakdown:
-    seconds = {"products": 0.36, "attention": 0.1, "other": 0.003, "idle": 0.004}
-    floor = {"products": 0.34, "attention": 0.104}
+    seconds = {"matmuls": 0.36, "attention": 0.1, "other": 0.003, "idle": 0.004}
+    floor = {"matmuls": 0.34, "attention": 0.104}
     return Breakdown(
         shape="1b",
         seq=4096,
@@ -80,13 +80,13 @@ def test_a_trace_becomes_parts():
 
     names = ("nvjet_a", "_norm_forward", "nobody knows", "nvjet_a")
     found = share_time([KernelSpan(name=name, start=float(n), end=n + 0.5) for n, name in enumerate(names, 1)])
-    least = Roofline(seconds={"products": 0.2, "norm": 0.1}, copy_bandwidth=1e12)
+    least = Roofline(seconds={"matmuls": 0.2, "norm": 0.1}, copy_bandwidth=1e12)
     one = make_breakdown(TINY, 1.75, found, least, steps=2)
     measured = {part.name: part.seconds for part in one.parts if part.seconds}
-    assert measured == pytest.approx({"products": 0.5, "norm": 0.25, "other": 0.25, "idle": 0.75})
+    assert measured == pytest.approx({"matmuls": 0.5, "norm": 0.25, "other": 0.25, "idle": 0.75})
     assert {part.name: part.floor_s for part in one.parts if part.floor_s} == least.seconds
     assert one.total == pytest.approx(3.5 / 2)
-    assert one.kernels[0] == KernelTime(name="nvjet_a", part="products", calls=1.0, seconds=0.5)
+    assert one.kernels[0] == KernelTime(name="nvjet_a", part="matmuls", calls=1.0, seconds=0.5)
 
 
 def test_the_floor_of_a_small_step():
@@ -94,7 +94,7 @@ def test_the_floor_of_a_small_step():
 
     found = measure_roofline(TINY)
     assert {*found.seconds, "other", "idle"} == set(CATEGORIES)
-    assert found.seconds["products"] > found.seconds["rope"] > 0
+    assert found.seconds["matmuls"] > found.seconds["rope"] > 0
     assert found.seconds["attention"] > 0
     assert found.copy_bandwidth > 1e8
 

@@ -1,4 +1,4 @@
-"""Training steps measured: the reference shapes, ours beside other frameworks, and where the time of a step goes.
+"""Benchmarks of training steps: reference shapes, comparisons with other frameworks, and profiles of a step.
 
-Every measurement is a process of its own (process.py), so nothing that one leaves in memory disturbs the next.
+Every measurement runs in a process of its own (subprocess_bench.py), so that none affects the next.
 """

@@ -1,11 +1,11 @@
-"""What the choice of measurements depends on: the kind of device here, its memory, whether it multiplies in 8 bits."""
+"""The device to benchmark: its type, its memory, whether it has fp8 matmuls."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 FIRST_FP8_CAPABILITY = (8, 9)
-"""the compute capability of the first devices with products in 8 bits"""
+"""the compute capability of the first devices with fp8 matmuls"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +14,7 @@ class BenchDevice:
     """cuda or cpu"""
     name: str
     memory: int
-    """bytes of the first device; 0 where they are not asked for"""
+    """bytes of the first device; 0 on a CPU"""
     fp8: bool = False
 
 
@@ -22,11 +22,11 @@ def detect_device() -> BenchDevice:
     import torch
 
     if not torch.cuda.is_available():
-        return BenchDevice(device_type="cpu", name="this machine's processor", memory=0)
-    found = torch.cuda.get_device_properties(0)
+        return BenchDevice(device_type="cpu", name="this machine's CPU", memory=0)
+    properties = torch.cuda.get_device_properties(0)
     return BenchDevice(
         device_type="cuda",
-        name=found.name,
-        memory=found.total_memory,
-        fp8=(found.major, found.minor) >= FIRST_FP8_CAPABILITY,
+        name=properties.name,
+        memory=properties.total_memory,
+        fp8=(properties.major, properties.minor) >= FIRST_FP8_CAPABILITY,
     )

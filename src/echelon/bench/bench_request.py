@@ -1,4 +1,4 @@
-"""From what a person asks to the measurements to make. All that is wrong is told at once, without torch."""
+"""From the options of `echelon bench` to the measurements to make. Reports all invalid options at once. No torch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from echelon.layout.validation_error import ValidationError, ValidationIssue, di
 
 PRECISIONS = ("fp32", "bf16", "fp8", "fp8-row")
 STATE_DTYPES = {"float32": 16, "bfloat16": 12}
-"""the types of the optimizer's means, with the fewest bytes that a parameter then takes: copies, gradient, two means"""
+"""dtypes of the optimizer's moments, with the minimum bytes per parameter: weights, gradient, two moments"""
 SECTIONS = ("devices", "steps")
 NO_PEER = "none"
 RECOMPUTE = ("none", "ops", "selective", "full", "sqrt")
-"""what is compared; `budget` chooses among them, and `every:N` repeats what `full` does"""
+"""the options to compare; `budget` chooses among them, and `every:N` recomputes as `full` does"""
 STEP_OPTIONS = (
     "shapes",
     "precision",
@@ -34,12 +34,12 @@ STEP_OPTIONS = (
     "seq_len",
     "profile",
 )
-"""options that say nothing about devices"""
+"""options that concern steps, not devices"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """What a person may say; empty and 0 leave the choice to us."""
+    """The options of `echelon bench`; empty ones take the defaults."""
 
     only: str = ""
     out: Path | None = None
@@ -64,7 +64,7 @@ class BenchOptions:
 
     @property
     def peer_folder(self) -> str:
-        """of peers; empty where there is none"""
+        """Where the peers' wheels are unpacked, or ""."""
         return self.peers or (str(peers.PEER_FOLDER) if peers.PEER_FOLDER.is_dir() else "")
 
 
@@ -74,17 +74,17 @@ class BenchPlan:
 
     measurements: tuple[Measurement, ...]
     left_out: dict[str, str]
-    """shapes and peers, each with why"""
+    """skipped shapes and peers, with the reason"""
 
 
-# -- what can be wrong ------------------------------------------------------------------------------------------------
+# -- validation ------------------------------------------------------------------------------------------------------
 
 
 def check_options(options: BenchOptions) -> None:
-    """Raises with everything that is wrong."""
-    found = [*_name_errors(options), *_number_errors(options), *_file_errors(options), *_conflict_errors(options)]
-    if found:
-        raise ValidationError(found)
+    """Raise ValidationError with every invalid option."""
+    issues = [*_name_errors(options), *_number_errors(options), *_file_errors(options), *_conflict_errors(options)]
+    if issues:
+        raise ValidationError(issues)
 
 
 def _name_errors(options: BenchOptions) -> Iterator[ValidationIssue]:
@@ -101,7 +101,7 @@ def _name_errors(options: BenchOptions) -> Iterator[ValidationIssue]:
 
 def _unknown(key: str, word: str, legal: Iterable[str]) -> ValidationIssue:
     names = list(legal)
-    return _fault(key, word, "is not known", legal=", ".join(names), hint=did_you_mean(word, names))
+    return _fault(key, word, "is unknown", legal=", ".join(names), hint=did_you_mean(word, names))
 
 
 def _number_errors(options: BenchOptions) -> Iterator[ValidationIssue]:
@@ -113,39 +113,41 @@ def _number_errors(options: BenchOptions) -> Iterator[ValidationIssue]:
 
 def _file_errors(options: BenchOptions) -> Iterator[ValidationIssue]:
     if options.peers and not Path(options.peers).is_dir():
-        yield _fault("peers", options.peers, "is no folder", legal="one that holds unpacked wheels")
+        yield _fault("peers", options.peers, "is not a folder", legal="one that holds unpacked wheels")
     if options.out is not None and (rule := _path_error(options.out, (".toml",))):
-        hint = "`echelon plan --cluster` knows a file by its ending" if "end" in rule else ""
+        hint = "`echelon plan --cluster` recognizes a file by its suffix" if "end" in rule else ""
         yield _fault("out", options.out, rule, legal="a file such as mine.toml", hint=hint)
     if options.profile is not None and (rule := _path_error(options.profile, (".json", ".svg"))):
         yield _fault("profile", options.profile, rule, legal="a file such as step.json or step.svg")
 
 
 def _path_error(path: Path, endings: tuple[str, ...]) -> str:
-    """Why the file cannot be written, or will not be read, said before minutes are spent; or ""."""
+    """Why the file cannot be written, or its suffix is wrong, or ""; checked before minutes are spent."""
     if path.suffix not in endings:
         return f"does not end in {' or '.join(endings)}"
     if path.is_dir():
         return "is a folder"
     if not path.parent.is_dir():
-        return f"lies in a folder that does not exist ({path.parent})"
+        return f"is in a folder that does not exist ({path.parent})"
     return "" if os.access(path if path.exists() else path.parent, os.W_OK) else "cannot be written"
 
 
 def _conflict_errors(options: BenchOptions) -> Iterator[ValidationIssue]:
     if options.out is not None and not options.with_devices:
         why = "--only steps" if options.only else "--profile"
-        yield _fault("out", options.out, f"needs the devices, which {why} leaves out", hint="leave one of them out")
+        yield _fault("out", options.out, f"requires the devices, which {why} leaves out", hint="remove one of them")
     if options.only and options.profile is not None:
-        yield _fault("only", options.only, "has no effect with --profile", hint="leave it out")
+        yield _fault("only", options.only, "is incompatible with --profile", hint="remove it")
     elif options.only == "devices":
         for key in STEP_OPTIONS:
             if (value := getattr(options, key)) not in ("", None):
-                yield _fault(key, value, "has no effect with --only devices", hint="leave it out")
+                yield _fault(key, value, "is incompatible with --only devices", hint="remove it")
     if options.profile is not None:
         for key in ("peers", "against"):
             if value := getattr(options, key):
-                yield _fault(key, value, "has no effect with --profile, which is of our own step", hint="leave it out")
+                yield _fault(
+                    key, value, "is incompatible with --profile, which measures echelon alone", hint="remove it"
+                )
 
 
 def _fault(key: str, value: Any, rule: str, *, legal: str = "", hint: str = "") -> ValidationIssue:
@@ -156,35 +158,35 @@ def _split_names(text: str) -> list[str]:
     return list(dict.fromkeys(word for part in text.split(",") if (word := part.strip())))
 
 
-# -- what to do -------------------------------------------------------------------------------------------------------
+# -- measurements -----------------------------------------------------------------------------------------------------
 
 
 def plan_measurements(options: BenchOptions, device: BenchDevice, *, quick: bool = False) -> BenchPlan:
-    """The measurements in order: ours before its peers, shape by shape."""
-    narrow = [word for word in _split_names(options.precision) if precision_family(word) == "fp8"]
-    if narrow and not device.fp8:
-        rule = f"cannot be multiplied by {device.name}"
-        raise ValidationError([_fault("precision", word, rule, legal="fp32, bf16") for word in narrow])
+    """The measurements in order: shape by shape, ours before its peers."""
+    fp8_precisions = [word for word in _split_names(options.precision) if precision_family(word) == "fp8"]
+    if fp8_precisions and not device.fp8:
+        rule = f"is not supported by {device.name}"
+        raise ValidationError([_fault("precision", word, rule, legal="fp32, bf16") for word in fp8_precisions])
     left_out: dict[str, str] = {}
     against = list(_peers(options, device, left_out))
-    requests: list[Measurement] = []
+    measurements: list[Measurement] = []
     for shape in _shapes(options, device, left_out):
         for precision in _precisions(options, device):
-            own = _measurement(shape, precision, options, device, quick)
-            requests.append(own)
+            ours = _measurement(shape, precision, options, device, quick)
+            measurements.append(ours)
             others = [peer for peer in against if peer.precision == precision_family(precision)]
-            again = options.recompute if options.recompute in peers.PEER_RECOMPUTE else shape.peer_recompute
-            requests += (
-                replace(own, who=peer.name, precision=peer.precision, recompute=again, states="float32")
+            recompute = options.recompute if options.recompute in peers.PEER_RECOMPUTE else shape.peer_recompute
+            measurements += (
+                replace(ours, who=peer.name, precision=peer.precision, recompute=recompute, states="float32")
                 for peer in others
             )
-    return BenchPlan(measurements=tuple(dict.fromkeys(requests)), left_out=left_out)
+    return BenchPlan(measurements=tuple(dict.fromkeys(measurements)), left_out=left_out)
 
 
 def plan_profiles(options: BenchOptions, device: BenchDevice) -> list[Measurement]:
-    """The steps of ours to be looked into."""
+    """The steps of echelon to profile."""
     if device.device_type != "cuda":
-        raise ValidationError([_fault("profile", options.profile, "needs a GPU, and here is none")])
+        raise ValidationError([_fault("profile", options.profile, "requires a GPU, and this machine has none")])
     return [
         _measurement(shape, precision, options, device, False)
         for shape in _shapes(options, device, {})
@@ -193,21 +195,21 @@ def plan_profiles(options: BenchOptions, device: BenchDevice) -> list[Measuremen
 
 
 def precision_family(precision: str) -> str:
-    """What a precision is compared by: both ways of 8 bits are one."""
+    """The precision to compare by: fp8 and fp8-row are one family."""
     return precision.partition("-")[0]
 
 
 def _shapes(options: BenchOptions, device: BenchDevice, left_out: dict[str, str]) -> Iterator[ReferenceShape]:
-    again = options.recompute or None
-    changed = {"batch": options.batch, "seq_len": options.seq_len, "recompute": again, "recompute_fp8": again}
+    recompute = options.recompute or None
+    changed = {"batch": options.batch, "seq_len": options.seq_len, "recompute": recompute, "recompute_fp8": recompute}
     given: dict[str, Any] = {key: value for key, value in changed.items() if value is not None}
-    least = STATE_DTYPES[options.states or "float32"]
+    min_bytes = STATE_DTYPES[options.states or "float32"]
     for name in _split_names(options.shapes) or (CUDA_SHAPES if device.device_type == "cuda" else CPU_SHAPES):
         shape = replace(REFERENCE_SHAPES[name], **given)
-        needed = least * shape.model.parameters
-        # Only where nobody asked for it by name: the reason of a row that failed would say the same, later.
+        needed = min_bytes * shape.model.parameters
+        # A shape that the user named is measured anyway: its row would fail with the same reason.
         if not options.shapes and device.device_type == "cuda" and needed > device.memory:
-            left_out[name] = f"needs {needed / 2**30:.0f} GiB, and {device.name} has {device.memory / 2**30:.0f}"
+            left_out[name] = f"requires {needed / 2**30:.0f} GiB, and {device.name} has {device.memory / 2**30:.0f}"
         else:
             yield shape
 
@@ -229,8 +231,8 @@ def _peers(options: BenchOptions, device: BenchDevice, left_out: dict[str, str])
         elif peer.device_type != device.device_type or peer.precision not in precisions:
             continue
         elif missing := peer.missing(options.peer_folder):
-            words = f"not installed ({', '.join(missing)})"
-            left_out[peer.name if "fp8" not in peer.precision else f"{peer.name} in fp8"] = words
+            reason = f"not installed ({', '.join(missing)})"
+            left_out[peer.name if "fp8" not in peer.precision else f"{peer.name} in fp8"] = reason
         else:
             yield peer
 

@@ -1,4 +1,4 @@
-"""Measurements as rows: rates, shares of the peak, and how we stand beside the best peer of the same run."""
+"""The result rows of a benchmark: tokens per second, MFU, HFU, and the ratio to the best peer of the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from echelon.training.logging import metrics
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRow:
-    """One measurement. Numbers are none where it failed."""
+    """One measured step; its numbers are None if it failed."""
 
     shape: str
     seq: int
@@ -32,11 +32,11 @@ class BenchRow:
     first_step_s: float | None = None
     """from the start of the process to the end of its first step"""
     peer: str | None = None
-    """of our own rows: the fastest of the others with this shape and precision"""
+    """in our rows: the fastest peer with this shape and precision"""
     ratio: float | None = None
-    """our tokens per second over that peer's; more than 1 is faster"""
+    """our tokens per second over the peer's: above 1 we are faster"""
     failed: str | None = None
-    """why there are no numbers"""
+    """the reason of a failure"""
     versions: tuple[str, ...] = ()
 
     @property
@@ -48,7 +48,7 @@ class BenchRow:
 
 
 def make_row(measurement: Measurement, result: BenchResult, peak: float) -> BenchRow:
-    """`peak` is the device's, in bf16 FLOP/s."""
+    """The row of a result; `peak` is the device's bf16 peak in FLOP/s."""
     row = BenchRow(
         shape=measurement.shape,
         seq=measurement.seq_len,
@@ -62,15 +62,15 @@ def make_row(measurement: Measurement, result: BenchResult, peak: float) -> Benc
         return replace(row, failed=result["failed"])
     model, rate = measurement.model, measurement.tokens / result["step_s"]
     flops = model.flops_per_token(measurement.seq_len)
-    repeated = recompute_work(measurement.recompute, layers=model.layers, layer_bytes=1.0, input_bytes=0.0)
+    work = recompute_work(measurement.recompute, layers=model.layers, layer_bytes=1.0, input_bytes=0.0)
     attention = flops - model.flops_per_token(0)
-    again = metrics.recomputed_flops(repeated, flops - 6 * model.vocab * model.width, attention)
+    recomputed = metrics.recomputed_flops(work, flops - 6 * model.vocab * model.width, attention)
     return replace(
         row,
         step_s=result["step_s"],
         tokens_per_s=rate,
         mfu=metrics.mfu(flops, rate, peak),
-        hfu=metrics.hfu(flops, rate, peak, recomputed=again),
+        hfu=metrics.hfu(flops, rate, peak, recomputed=recomputed),
         peak_bytes=result["peak_bytes"],
         first_step_s=result["first_step_s"],
         versions=(result["version"], f"torch {result['torch']}"),
@@ -78,7 +78,7 @@ def make_row(measurement: Measurement, result: BenchResult, peak: float) -> Benc
 
 
 def add_peer_ratios(rows: Sequence[BenchRow]) -> list[BenchRow]:
-    """The same rows, ours with the best peer beside them."""
+    """The rows, ours with the best peer and the ratio to it."""
     return [_with_best_peer(row, rows) if row.is_ours else row for row in rows]
 
 

@@ -1,4 +1,4 @@
-"""Our own step, as `echelon train` does it on one device."""
+"""Echelon's step, as `echelon train` runs it on one device."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ COMPUTE_DTYPES = {
     "fp8": torch.bfloat16,
     "fp8-row": torch.bfloat16,
 }
-"""the type of parameters and activations; products in 8 bits are asked for beside it"""
+"""the dtype of parameters and activations; fp8 matmuls are an option of their own"""
 
 
-def prepare(request: Measurement) -> StepFunction:
-    products: dict[str, Any] = {"products": request.precision} if request.precision.startswith("fp8") else {}
-    states: dict[str, Any] = {"states": request.states} if request.states != "float32" else {}
+def prepare(measurement: Measurement) -> StepFunction:
+    is_fp8 = measurement.precision.startswith("fp8")
+    states: dict[str, Any] = {"states": measurement.states} if measurement.states != "float32" else {}
     options = ParallelOptions(
-        device=torch.device(request.device),
-        compute_dtype=COMPUTE_DTYPES[request.precision],
+        device=torch.device(measurement.device),
+        compute_dtype=COMPUTE_DTYPES[measurement.precision],
         master_dtype=torch.float32,
-        **products,
+        products=measurement.precision if is_fp8 else "same",
     )
     rule = OptimizerConfig(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, **states)
-    layout = f"dp=1,microbatch={request.batch},recompute={request.recompute}"
-    engine = Engine(models.build(request.model, "meta"), layout, rule, clip=1.0, options=options)
+    layout = f"dp=1,microbatch={measurement.batch},recompute={measurement.recompute}"
+    engine = Engine(models.build(measurement.model, "meta"), layout, rule, clip=1.0, options=options)
     engine.model.train()
-    tokens, targets = random_tokens(request)
+    tokens, targets = random_tokens(measurement)
     batch = {"tokens": tokens, "targets": targets}
 
     def step() -> Callable[[], float]:

@@ -1,4 +1,4 @@
-"""One measurement: `python -m echelon.bench.measure_step REQUEST` prints what steps of the request take, as one JSON object."""
+"""One measurement of step time: `python -m echelon.bench.measure_step MEASUREMENT` prints one JSON object."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from echelon.bench.subprocess_bench import BenchResult, subprocess_main
 from echelon.training.logging.metrics import peak_memory
 
 
-def measure_step(request: Measurement, process_start: float) -> BenchResult:
-    step, package = _prepare_step(request)
-    timing = time_steps(step, request, process_start=process_start)
+def measure_step(measurement: Measurement, process_start: float) -> BenchResult:
+    step, package = _prepare_step(measurement)
+    timing = time_steps(step, measurement, process_start=process_start)
     return {
         "step_s": timing.step_s,
         "first_step_s": timing.first_s,
-        "peak_bytes": peak_memory(torch.device(request.device)),
+        "peak_bytes": peak_memory(torch.device(measurement.device)),
         "version": f"{package} {_version(package)}",
         "torch": torch.__version__,
     }
 
 
-def _prepare_step(request: Measurement) -> tuple[StepFunction, str]:
-    """The step, and the package that it is of."""
-    if request.who == ECHELON:
-        return echelon_step.prepare(request), ECHELON
-    peer = find_peer(request.who, request.precision)
-    prepare = importlib.import_module(f"echelon.bench.peers.{peer.module}").prepare
-    return prepare(request), peer.packages[0]
+def _prepare_step(measurement: Measurement) -> tuple[StepFunction, str]:
+    """The step to time, and the name of its package."""
+    if measurement.who == ECHELON:
+        return echelon_step.prepare(measurement), ECHELON
+    peer = find_peer(measurement.who, measurement.precision)
+    module = importlib.import_module(f"echelon.bench.peers.{peer.module}")
+    return getattr(module, peer.prepare)(measurement), peer.packages[0]
 
 
 def _version(package: str) -> str:
     try:
         return metadata.version(package)
-    except metadata.PackageNotFoundError:  # a folder without its wheel's notes, or our own source
+    except metadata.PackageNotFoundError:  # unpacked without its metadata, or a source checkout
         return "of unknown version"
 
 

@@ -1,4 +1,4 @@
-"""One measurement as data: the line of text that goes to its process. No torch."""
+"""`Measurement`: what one subprocess measures, as data that travels on its command line. No torch."""
 
 from __future__ import annotations
 
@@ -13,28 +13,27 @@ ECHELON = "echelon"
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """Who trains what, and how."""
+    """The framework, the model and the settings of one measured step."""
 
     who: str
-    """us, or the name of a peer"""
+    """`echelon`, or the name of a peer"""
     shape: str
     """the name of the reference shape"""
     size: str
     seq_len: int
     batch: int
     precision: str
-    """of the products: fp32, bf16, fp8, fp8-row"""
+    """of the matmuls: fp32, bf16, fp8, fp8-row"""
     recompute: str = "none"
     states: str = "float32"
-    """the type in which our optimizer keeps its two means"""
+    """the dtype of our optimizer's moments"""
     device: str = "cpu"
     """cuda or cpu"""
     warmup_steps: int = 4
-    """steps before the first that counts"""
+    """before the first timed step"""
     timed_steps: int = 8
-    """steps that count"""
     peer_folder: str = ""
-    """a folder to import peers from"""
+    """where to import peers from"""
 
     def __str__(self) -> str:
         return f"{self.shape}, {self.precision}, {self.who}"
@@ -45,7 +44,7 @@ class Measurement:
 
     @property
     def tokens(self) -> int:
-        """of a step"""
+        """Tokens per step."""
         return self.seq_len * self.batch
 
     def to_line(self) -> str:

@@ -1,8 +1,8 @@
-"""Steps of our own that `echelon bench` measured, as questions to the planner: how long would it have said?
+"""Steps that `echelon bench` measured, as planner scenarios, to compare predicted with measured step times.
 
 {"device": "NVIDIA H200", "date": ..., "rows": [...]}       rows as `echelon bench --json` has them
 
-In place of a `shape` a row may name a `model`, and of how many of its layers it was.
+In place of a `shape` a row may have a `model` and the number of `layers` that were kept of it.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from echelon.planning.scenario import Scenario
 
 STATE_BYTES = {"float32": 4, "bfloat16": 2}
 PLANNED_PRECISION = {"fp8-row": "fp8"}
-"""kinds of products that planning does not tell apart"""
+"""precisions that the planner does not distinguish"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredStep:
-    """What was measured of a case on one device."""
+    """The measured step of a scenario on one device."""
 
     scenario: Scenario
     precision: str
-    """of the products, as it was measured"""
+    """of the matmuls, as measured"""
     states: str
     seconds: float
     peak_bytes: int
-    """of torch's allocator: without the device's context"""
+    """of torch's allocator, without the CUDA context"""
 
 
 def read_steps(path: Path | str) -> list[MeasuredStep]:
-    """Of every row of ours that did not fail."""
-    found = json.loads(Path(path).read_text(encoding="utf-8"))
-    return list(_steps(found["rows"], found["device"].rpartition(" ")[2].lower()))
+    """Read every row of ours that did not fail."""
+    record = json.loads(Path(path).read_text(encoding="utf-8"))
+    return list(_steps(record["rows"], record["device"].rpartition(" ")[2].lower()))
 
 
 def _model(row: Mapping[str, Any]) -> ModelConfig:
     if "shape" in row:
         return reference_model(REFERENCE_SHAPES[row["shape"]].size, row["seq"])
-    found = reference_model(row["model"], row["seq"])
-    return replace(found, name=f"{found.name}, {row['layers']} layers", layers=row["layers"])
+    record = reference_model(row["model"], row["seq"])
+    return replace(record, name=f"{record.name}, {row['layers']} layers", layers=row["layers"])
 
 
 def _steps(rows: list[Mapping[str, Any]], kind: str) -> Iterator[MeasuredStep]:

@@ -1,4 +1,4 @@
-"""The reference shapes: models, sequences and batches on which steps are compared. No torch."""
+"""The reference shapes: models, sequence lengths and batches of the benchmark. No torch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class ReferenceShape:
 
     name: str
     size: str
-    """the model's name among the sizes"""
+    """the name of the model"""
     seq_len: int
     batch: int
-    """sequences of a step"""
+    """sequences per step"""
     recompute: str = "none"
-    """what we compute again in backward"""
+    """our activation checkpointing"""
     recompute_fp8: str = "ops"
-    """the same where products are in 8 bits: copies of what they read would come on top"""
+    """the same with fp8 matmuls, which also save fp8 copies of their inputs"""
     peer_recompute: str = "none"
-    """what a peer has to compute again to fit on one device of 140 GiB"""
+    """what a peer needs to fit on one device of 140 GiB"""
 
     @property
     def model(self) -> ModelConfig:
@@ -40,10 +40,10 @@ REFERENCE_SHAPES = {
     )
 }
 CPU_SHAPES, CUDA_SHAPES = ("tiny",), ("1b", "3b", "8b")
-"""those that are measured where none is named"""
+"""the default shapes"""
 
 
 def reference_model(size: str, seq_len: int) -> ModelConfig:
-    """The named size, for sequences of this length: rotary positions have no end."""
-    found = model_config.find_model(size)
-    return replace(found, max_seq_len=max(found.max_seq_len, seq_len))
+    """A named model with at least this maximum sequence length: rotary positions allow any."""
+    config = model_config.find_model(size)
+    return replace(config, max_seq_len=max(config.max_seq_len, seq_len))

@@ -1,4 +1,4 @@
-"""How a step is timed, ours and a peer's alike: some to warm up, then the median of several, one after the other."""
+"""Step timing, the same for us and for peers: warm-up steps, then the median of several timed ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from echelon.bench.measurement import Measurement
 
 StepFunction = Callable[[], Callable[[], float]]
-"""does one step; what it returns reads the step's loss, which waits for the device"""
+"""runs one step and returns a function that reads its loss, which synchronizes the device"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,23 +25,23 @@ class StepTiming:
     """the median"""
 
 
-def time_steps(step: StepFunction, request: Measurement, *, process_start: float) -> StepTiming:
-    """`begun` is when the process was started, by `time.monotonic`, which all processes of a machine share."""
-    device = torch.device(request.device)
+def time_steps(step: StepFunction, measurement: Measurement, *, process_start: float) -> StepTiming:
+    """Time steps; `process_start` is by `time.monotonic`, which all processes of a machine share."""
+    device = torch.device(measurement.device)
     step()
     synchronize(device)
     first = time.monotonic() - process_start
-    for _ in range(request.warmup_steps - 1):
+    for _ in range(measurement.warmup_steps - 1):
         step()
     synchronize(device)
     seconds = []
-    for _ in range(request.timed_steps):
-        once, read = _time_once(step, device)
-        seconds.append(once)
+    for _ in range(measurement.timed_steps):
+        seconds_once, read = _time_once(step, device)
+        seconds.append(seconds_once)
     loss = read()
     if not math.isfinite(loss):
         raise ValueError(
-            f"the loss is not finite (loss={loss} after {request.warmup_steps + request.timed_steps} steps)"
+            f"the loss is not finite (loss={loss} after {measurement.warmup_steps + measurement.timed_steps} steps)"
         )
     return StepTiming(first_s=first, step_s=statistics.median(seconds))
 
@@ -60,16 +60,17 @@ def _time_once(step: StepFunction, device: torch.device) -> tuple[float, Callabl
 
 
 def synchronize(device: torch.device) -> None:
-    """Until the device has done all it was given."""
+    """Wait until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def random_tokens(request: Measurement) -> tuple[Tensor, Tensor]:
-    """Tokens and targets of a step, [batch, seq_len], of the whole vocabulary and on the device already."""
-    shape = (request.batch, request.seq_len)
-    made = torch.Generator(device=request.device).manual_seed(0)
+def random_tokens(measurement: Measurement) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of a step, [batch, seq_len], drawn from the full vocabulary, on the device."""
+    shape = (measurement.batch, measurement.seq_len)
+    generator = torch.Generator(device=measurement.device).manual_seed(0)
     tokens, targets = (
-        torch.randint(0, request.model.vocab, shape, generator=made, device=request.device) for _ in range(2)
+        torch.randint(0, measurement.model.vocab, shape, generator=generator, device=measurement.device)
+        for _ in range(2)
     )
     return tokens, targets

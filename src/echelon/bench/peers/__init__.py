@@ -1,6 +1,6 @@
-"""The frameworks we are compared with. Each is a file here with one function, `prepare`, and runs if it is installed.
+"""The frameworks that we compare with. Each is a module here with a `prepare` function, and runs if it is installed.
 
-"Installed" is what can be imported, from this environment or from a folder of unpacked wheels (`--peers`).
+A package is installed if it can be imported, from this environment or from a folder of unpacked wheels (`--peers`).
 """
 
 from __future__ import annotations
@@ -11,27 +11,29 @@ from importlib.util import find_spec
 from pathlib import Path
 
 PEER_FOLDER = Path(".peers")
-"""of unpacked wheels, looked for in the current directory where none is named"""
+"""of unpacked wheels, in the current directory: the default of `--peers`"""
 
 PEER_RECOMPUTE = ("none", "full")
-"""what peers can be told of recomputation"""
+"""the recompute options of peers"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """A way in which a framework trains on one device."""
+    """One framework, in one precision, on one type of device."""
 
     name: str
     precision: str
     device_type: str
-    """of device: cuda or cpu"""
+    """cuda or cpu"""
     module: str
-    """of this package, with a function `prepare`"""
+    """in this package"""
     packages: tuple[str, ...]
-    """packages that must be importable; the first gives its version"""
+    """packages that it requires; the first one's version is reported"""
+    prepare: str = "prepare"
+    """the function of the module that builds a step"""
 
     def missing(self, folder: str) -> list[str]:
-        """Packages that can be imported neither from the folder nor from this environment."""
+        """Required packages that neither the folder nor this environment has."""
         return [name for name in self.packages if not _can_import(name, folder)]
 
 
@@ -47,7 +49,8 @@ PEERS = (
         name="torchtitan",
         precision="fp8",
         device_type="cuda",
-        module="torchtitan_float8",
+        module="torchtitan",
+        prepare="prepare_float8",
         packages=("torchtitan", "torchdata", "torchao"),
     ),
     Peer(name="transformers", precision="bf16", device_type="cuda", module="transformers", packages=("transformers",)),
@@ -61,5 +64,5 @@ def find_peer(name: str, precision: str) -> Peer:
 
 
 def _can_import(name: str, folder: str) -> bool:
-    # Asked of the finder, not imported: an import of a framework takes seconds, and here only its place matters.
+    # Find, do not import: importing a framework takes seconds.
     return bool(folder and PathFinder.find_spec(name, [folder])) or find_spec(name) is not None

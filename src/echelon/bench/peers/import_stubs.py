@@ -1,7 +1,7 @@
-"""Stand-ins for packages that a peer imports at its top and its model code never calls.
+"""Stubs for packages that a peer imports and its model code never calls.
 
-torchtitan's model files import its data loading, its command line and its trackers. Where these are not installed, an
-empty module stands in: whatever is asked of it is a class that accepts any use as a base, a decorator or a type.
+torchtitan's model files import its data loading, its command line and its trackers. Where these are not installed, a
+stub module takes their place: each of its attributes is a class that works as a base, a decorator or a type.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class _StubMeta(type):
-    """The class of stand-in classes: their attributes are stand-ins too."""
+    """The metaclass of stub classes: their attributes are stubs too."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -38,7 +38,7 @@ def make_stub(name: str) -> Any:
 class _StubModule(types.ModuleType):
     def __init__(self, name: str):
         super().__init__(name)
-        self.__path__ = []  # a package: modules below it can be asked for
+        self.__path__ = []  # a package, so that submodules can be imported
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -48,9 +48,9 @@ class _StubModule(types.ModuleType):
 
 
 def stub_missing_modules(names: Sequence[str]) -> None:
-    """Puts a stand-in in the place of each module that cannot be imported."""
+    """Put a stub in the place of each module that cannot be imported."""
     for name in names:
         try:
             importlib.import_module(name)
-        except Exception:  # a package that is there and broken is as good as absent
+        except Exception:  # a broken package counts as missing
             sys.modules[name] = _StubModule(name)

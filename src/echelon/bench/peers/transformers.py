@@ -13,9 +13,9 @@ from echelon.bench.measurement import Measurement
 from echelon.bench.step_timing import StepFunction, random_tokens
 
 
-def prepare(request: Measurement) -> StepFunction:
+def prepare(measurement: Measurement) -> StepFunction:
     transformers = importlib.import_module("transformers")
-    ours = request.model
+    ours = measurement.model
     config = transformers.LlamaConfig(
         hidden_size=ours.width,
         num_hidden_layers=ours.layers,
@@ -23,23 +23,23 @@ def prepare(request: Measurement) -> StepFunction:
         num_key_value_heads=ours.kv_heads,
         intermediate_size=ours.ffn,
         vocab_size=ours.vocab,
-        max_position_embeddings=request.seq_len,
+        max_position_embeddings=measurement.seq_len,
         tie_word_embeddings=ours.tied,
         use_cache=False,
         attn_implementation="sdpa",
     )
-    with torch.device(request.device):
+    with torch.device(measurement.device):
         model: Any = transformers.LlamaForCausalLM(config).train()
-    if request.recompute == "full":
+    if measurement.recompute == "full":
         model.gradient_checkpointing_enable()
-    # The compiler takes its checkpoints for breaks in the graph, and a small model on a processor gains nothing by it.
-    run = torch.compile(model) if request.recompute == "none" and request.device == "cuda" else model
+    # Its checkpoints break the compiler's graph, and a small model on a CPU gains nothing by compiling.
+    run = torch.compile(model) if measurement.recompute == "none" and measurement.device == "cuda" else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    tokens, _ = random_tokens(request)
+    tokens, _ = random_tokens(measurement)
 
     def step() -> Callable[[], float]:
         optimizer.zero_grad()
-        with torch.autocast(request.device, dtype=torch.bfloat16, enabled=request.precision == "bf16"):
+        with torch.autocast(measurement.device, dtype=torch.bfloat16, enabled=measurement.precision == "bf16"):
             loss: Tensor = run(input_ids=tokens, labels=tokens).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)

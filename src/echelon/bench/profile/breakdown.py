@@ -1,4 +1,4 @@
-"""Where the time of a step goes, as data that a file can hold: pictures and tables are made from it alone. No torch."""
+"""`Breakdown`: the time of a step by part, as data in a file, from which pictures and tables are made. No torch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class StepPart:
-    """One category of a step."""
+    """One category of kernels in a step."""
 
     name: str
     seconds: float
-    """measured, of one step"""
+    """measured, per step"""
     floor_s: float
-    """what it would take at the least"""
+    """the lower bound"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,14 +24,14 @@ class KernelTime:
     name: str
     part: str
     calls: float
-    """in one step"""
+    """per step"""
     seconds: float
-    """of one step"""
+    """per step"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Breakdown:
-    """One step, looked into."""
+    """A profiled step."""
 
     shape: str
     seq: int
@@ -42,17 +42,17 @@ class Breakdown:
     device: str
     torch: str
     step_s: float
-    """of a step that nobody looked into, the median"""
+    """the median of steps without the profiler"""
     copy: float
-    """bytes per second of a copy, by which the fewest bytes become seconds"""
+    """the bandwidth of a copy, in bytes per second, which turns minimum bytes into seconds"""
     parts: tuple[StepPart, ...]
-    """of the steps that were looked into; with the idle time they make up the whole"""
+    """of the profiled steps; with the idle time they add up to `total`"""
     kernels: tuple[KernelTime, ...]
-    """the longest, by name"""
+    """the longest kernels"""
 
     @property
     def total(self) -> float:
-        """Seconds of a step that was looked into."""
+        """Seconds of a profiled step."""
         return sum(part.seconds for part in self.parts)
 
     @property
@@ -61,15 +61,15 @@ class Breakdown:
 
 
 def to_json(breakdowns: Sequence[Breakdown]) -> dict[str, Any]:
-    return {"profiles": [asdict(one) for one in breakdowns]}
+    return {"profiles": [asdict(breakdown) for breakdown in breakdowns]}
 
 
 def from_json(text: str) -> list[Breakdown]:
-    return [from_dict(one) for one in json.loads(text)["profiles"]]
+    return [from_dict(breakdown) for breakdown in json.loads(text)["profiles"]]
 
 
 def from_dict(values: dict[str, Any]) -> Breakdown:
-    """From the values of one profile."""
+    """The breakdown of breakdown profile's values."""
     parts = tuple(StepPart(**part) for part in values["parts"])
     kernels = tuple(KernelTime(**kernel) for kernel in values["kernels"])
     return Breakdown(**{**values, "parts": parts, "kernels": kernels})

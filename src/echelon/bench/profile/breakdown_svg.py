@@ -35,7 +35,8 @@ def as_svg(breakdowns: Sequence[Breakdown]) -> str:
 
 
 def _title(breakdown: Breakdown) -> str:
-    return f"{breakdown.shape} in {breakdown.precision}: a step of {_ms(breakdown.total)} ms over a floor of {_ms(breakdown.floor)} ms"
+    times = f"a step of {_ms(breakdown.total)} ms over a floor of {_ms(breakdown.floor)} ms"
+    return f"{breakdown.shape} in {breakdown.precision}: {times}"
 
 
 def _panel(breakdown: Breakdown, y: float) -> tuple[list[str], float]:
@@ -68,7 +69,7 @@ def _subtitle(breakdown: Breakdown) -> str:
         parts.append(f"recompute={breakdown.recompute}, which the floor does not count")
     if breakdown.states != "float32":
         parts.append(f"optimizer states in {breakdown.states}")
-    floor = f"products and attention alone, and the fewest bytes at {breakdown.copy / 1e12:.2f} TB/s"
+    floor = f"matmuls and attention alone, and the minimum bytes at {breakdown.copy / 1e12:.2f} TB/s"
     return f"{', '.join(parts)}. The floor: {floor}."
 
 

@@ -1,8 +1,8 @@
-"""From the name of a GPU kernel to the part of a step it belongs to: one table, read from the top.
+"""The part of a step that a GPU kernel belongs to, by its name: the first pattern that matches decides.
 
-Our own Triton kernels carry the name of their function. Torch's and the vendors' have names of many kinds, and one name
-may hold several words (a flash attention built from cutlass parts), so the order matters: the first pattern that is
-found decides. What no pattern knows is "other", and a profile lists it by name.
+Our Triton kernels have the names of their functions. One name of a torch or vendor kernel may match several patterns (a
+flash attention built from cutlass parts), so their order matters. Kernels that match none are "other", and a profile
+lists them by name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 IDLE, OTHER = "idle", "other"
 KERNEL_PATTERNS = {
     "attention": r"flash|fmha|sdpa|attention|cudnn",
-    "products": r"nvjet|gemm|gemv|xmma|cutlass|cublas|splitk|matmul|scaled_mm",
+    "matmuls": r"nvjet|gemm|gemv|xmma|cutlass|cublas|splitk|matmul|scaled_mm",
     "gradient norm": r"lpnorm|norm(two)?ops|(grad|gradients?)_?norm|squares",
     "optimizer": r"adam|sgd|optimizer|multi_tensor_apply|^_(lion|average|halves|lamb|factored)",
     "loss": r"loss|cross_?entropy|softmax|logsumexp",
@@ -24,17 +24,17 @@ KERNEL_PATTERNS = {
     r"|^_(bits|sparse|blockwise|places|pool)_",
 }
 CATEGORIES = (
-    *("products", "attention", "norm", "rope", "activation", "loss", "embedding"),
+    *("matmuls", "attention", "norm", "rope", "activation", "loss", "embedding"),
     *("gradient norm", "optimizer", "casts and copies", OTHER, IDLE),
 )
-"""in the order in which they are shown"""
+"""in the order of tables and pictures"""
 _COMPILED_PATTERNS = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in KERNEL_PATTERNS.items()}
 
 
 def kernel_category(kernel: str) -> str:
-    """The part of a step that the kernel belongs to.
+    """The part of a step that a kernel belongs to.
 
     >>> category("nvjet_tst_192x192_64x4_2x1_v_bz_coopA_NNT"), category("_swiglu_backward")
-    ('products', 'activation')
+    ('matmuls', 'activation')
     """
     return next((name for name, pattern in _COMPILED_PATTERNS.items() if pattern.search(kernel)), OTHER)

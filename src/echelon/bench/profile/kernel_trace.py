@@ -1,7 +1,7 @@
-"""From a trace of torch's profiler to seconds of a step by kernel, and the time in which no kernel ran.
+"""Seconds per kernel and idle time from a trace of torch's profiler.
 
-Kernels on several streams may run at once. A moment that several share counts in equal parts for each, so that all
-parts and the idle time add up to the time that passed.
+Kernels on several streams may overlap. Overlapping kernels share the time equally, so that all kernels and the idle
+time add up to the elapsed time.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
-"""what the profiler calls events that take time on a GPU"""
+"""the profiler's categories of events that take time on a GPU"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelSpan:
-    """One run of a kernel."""
+    """One execution of a kernel."""
 
     name: str
     start: float
@@ -27,7 +27,7 @@ class KernelSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceShares:
-    """What a trace is made of."""
+    """The time of a trace by kernel."""
 
     seconds: dict[str, float]
     """by kernel"""
@@ -36,7 +36,7 @@ class TraceShares:
 
 
 def kernel_spans(trace: Mapping[str, Any]) -> list[KernelSpan]:
-    """What ran on the device, from the file that `export_chrome_trace` writes, whose times are microseconds."""
+    """The kernels of a trace by `export_chrome_trace`, whose times are in microseconds."""
     return [
         KernelSpan(name=event["name"], start=event["ts"] / 1e6, end=(event["ts"] + event["dur"]) / 1e6)
         for event in trace["traceEvents"]
@@ -45,7 +45,7 @@ def kernel_spans(trace: Mapping[str, Any]) -> list[KernelSpan]:
 
 
 def share_time(spans: Sequence[KernelSpan]) -> TraceShares:
-    """The time from the first start to the last end, divided among what ran."""
+    """Divide the time from the first start to the last end among the kernels."""
     seconds: defaultdict[str, float] = defaultdict(float)
     running: Counter[str] = Counter()
     idle, last = 0.0, 0.0
@@ -64,6 +64,6 @@ def share_time(spans: Sequence[KernelSpan]) -> TraceShares:
 
 
 def _events(spans: Iterable[KernelSpan]) -> list[tuple[float, int, str]]:
-    """(when, one more or one fewer, of what), in order; ends before starts of the same moment."""
+    """(time, +1 at a start or -1 at an end, kernel) in order; ends before starts of the same time."""
     both = [((span.start, 1, span.name), (span.end, -1, span.name)) for span in spans if span.end > span.start]
     return sorted(change for pair in both for change in pair)

@@ -1,4 +1,4 @@
-"""One step, looked into: `python -m echelon.bench.profile.step_profile REQUEST` prints where its time goes, as one JSON object."""
+"""Profile a step: `python -m echelon.bench.profile.step_profile MEASUREMENT` prints its breakdown as JSON."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from echelon.bench.step_timing import StepFunction, synchronize, time_steps
 from echelon.bench.subprocess_bench import BenchResult, subprocess_main
 
 STEPS = 3
-"""steps in the trace"""
+"""profiled steps"""
 MAX_KERNELS = 60
-"""kernels that are listed by name"""
+"""kernels listed by name"""
 MAX_NAME_LENGTH = 160
-"""of a kernel's name; templates have thousands"""
+"""letters of a kernel's name; those of templates have thousands"""
 
 
-def profile_step(request: Measurement, process_start: float) -> BenchResult:
-    step = echelon_step.prepare(request)
-    timing = time_steps(step, request, process_start=process_start)
-    ran = kernel_spans(trace_steps(step, torch.device(request.device)))
-    if not ran:
-        raise RuntimeError("the profiler saw no kernel; is another profiler at work on this device?")
-    found = share_time(ran)
-    del step  # the floor's matrices need its memory
+def profile_step(measurement: Measurement, process_start: float) -> BenchResult:
+    step = echelon_step.prepare(measurement)
+    timing = time_steps(step, measurement, process_start=process_start)
+    device_spans = kernel_spans(trace_steps(step, torch.device(measurement.device)))
+    if not device_spans:
+        raise RuntimeError("the profiler saw no kernel; stop any other profiler on this device")
+    found = share_time(device_spans)
+    del step  # free its memory for the matrices of the floor
     gc.collect()
-    if request.device == "cuda":
+    if measurement.device == "cuda":
         torch.cuda.empty_cache()
-    return asdict(make_breakdown(request, timing.step_s, found, measure_roofline(request), steps=STEPS))
+    return asdict(make_breakdown(measurement, timing.step_s, found, measure_roofline(measurement), steps=STEPS))
 
 
 def trace_steps(step: StepFunction, device: torch.device) -> Mapping[str, Any]:
-    """What the profiler saw of some steps."""
+    """The profiler's trace of some steps."""
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity]) as profile:
         for _ in range(STEPS):
@@ -59,9 +59,9 @@ def trace_steps(step: StepFunction, device: torch.device) -> Mapping[str, Any]:
 
 
 def make_breakdown(
-    request: Measurement, step_s: float, shares: TraceShares, roofline: Roofline, *, steps: int
+    measurement: Measurement, step_s: float, shares: TraceShares, roofline: Roofline, *, steps: int
 ) -> Breakdown:
-    """`found` is of so many steps."""
+    """The breakdown of a trace of `steps` steps."""
     kernels = [
         KernelTime(
             name=name[:MAX_NAME_LENGTH],
@@ -76,13 +76,13 @@ def make_breakdown(
         measured[kernel.part] += kernel.seconds
     measured[kernel_classes.IDLE] = shares.idle / steps
     return Breakdown(
-        shape=request.shape,
-        seq=request.seq_len,
-        batch=request.batch,
-        precision=request.precision,
-        recompute=request.recompute,
-        states=request.states,
-        device=torch.cuda.get_device_name() if request.device == "cuda" else "this machine's processor",
+        shape=measurement.shape,
+        seq=measurement.seq_len,
+        batch=measurement.batch,
+        precision=measurement.precision,
+        recompute=measurement.recompute,
+        states=measurement.states,
+        device=torch.cuda.get_device_name() if measurement.device == "cuda" else "this machine's CPU",
         torch=torch.__version__,
         step_s=step_s,
         copy=roofline.copy_bandwidth,

@@ -1,4 +1,4 @@
-"""What devices reach, as a table for the terminal, and what plans learn from it."""
+"""What devices reach, as a table for the terminal, and the planner constants that follow from it."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def device_table(rows: Sequence[DeviceMeasurement], cluster: Cluster) -> Table:
 
 
 def calibration_lines(cluster: Cluster) -> list[str]:
-    """What plans will use in the place of what was fitted to published runs."""
+    """The constants that plans for this machine use in place of those fitted to published runs."""
     found = calibrate(cluster)
     names = {
-        cluster.device.generation: "share of the peak that large products reach",
-        "edge": "elements that partly filled tiles add to each side of a product",
+        cluster.device.generation: "share of the peak that large matmuls reach",
+        "edge": "elements that partly filled tiles add to each side of a matmul",
         "best_attention": "share of the peak that attention reaches",
-        "streaming": "share of the memory's bandwidth that operators reach",
+        "streaming": "share of the memory bandwidth that memory-bound operators reach",
     }
     changed = {name: (getattr(FITTED_CONSTANTS, name), getattr(found, name)) for name in names}
     lines = [f"  {names[name]}: {new:.3g} (was {old:.3g})" for name, (old, new) in changed.items() if old != new]

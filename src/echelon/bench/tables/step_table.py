@@ -1,4 +1,4 @@
-"""The rows of steps as a table for the terminal, and what there is to say below it."""
+"""The rows of a benchmark as a table for the terminal, and the remarks below it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from echelon.training.logging.metrics import PeakFlops
 TEXT_COLUMNS = ("shape", "tokens", "type", "who")
 NUMBER_COLUMNS = ("step", "tokens/s", "MFU", "HFU", "GiB", "first", "ratio")
 RECOMPUTE_MARK = " *"
-"""marks who computes layers again"""
+"""marks rows with activation checkpointing"""
 WIDE_TERMINAL = 96
-"""columns of a terminal that has room for wider gaps"""
+"""columns of a terminal wide enough for wider gaps"""
 
 
 def step_table(rows: Sequence[BenchRow], *, width: int) -> Table:
@@ -48,9 +48,9 @@ def _cells(row: BenchRow) -> list[str]:
 
 
 def remarks(rows: Sequence[BenchRow], left_out: Mapping[str, str], peak: PeakFlops) -> list[str]:
-    """Below the table: what its words mean, what failed, what was left out, which versions."""
-    too = ", in 8 bits too" if any(row.precision.startswith("fp8") for row in rows) else ""
-    found = [f"MFU, HFU: shares of {peak.flops / 1e12:.4g} TFLOP/s ({peak.source}){too}"]
+    """Lines below the table: what columns mean, failures, skipped peers and shapes, versions."""
+    fp8_too = ", in fp8 too" if any(row.precision.startswith("fp8") for row in rows) else ""
+    found = [f"MFU, HFU: shares of {peak.flops / 1e12:.4g} TFLOP/s ({peak.source}){fp8_too}"]
     found.append("first: from the start of the process to the end of its first step")
     if best := sorted({row.peer for row in rows if row.peer}):
         found.append(f"ratio: our tokens per second over the fastest peer's ({', '.join(best)})")
