@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from laid_out import SGD, batch_of, float64, tiny
+from tiny_engines import SGD, batch_of, float64, tiny
 from torch import nn
 
 import echelon as ec
@@ -96,7 +96,7 @@ def test_a_second_backward_pass_was_not_reduced(pool):
         pool.run(twice, 2)
 
 
-def test_the_function_train_became_a_module():
+def test_ec_train_was_shadowed_by_a_package():
     """`import echelon.config.run_config` put the room `echelon.training` where the public function was: `ec.train(...)` raised
     "'module' object is not callable", for instance after `ec.verify`."""
     code = "from echelon.config.run_config import Config; import echelon as ec; ec.train(Config(), steps=1)"
@@ -104,7 +104,7 @@ def test_the_function_train_became_a_module():
     assert "a Config has all its settings already" in done.stderr
 
 
-def test_a_gloo_group_was_taken_for_one_on_cuda(pool, tmp_path):
+def test_a_gloo_group_was_mistaken_for_cuda(pool, tmp_path):
     """gloo calls itself "cpu:gloo,cuda:gloo" on every machine; training in a group that was there looked for CUDA."""
     (tmp_path / "own.py").write_text(
         "import torch\nfrom torch import nn\n"
@@ -155,7 +155,7 @@ def test_loading_into_slices_killed_the_process(pool, layout, dtype):
         pool.run(load_inside, 2, layout, dtype)
 
 
-def test_loading_into_whole_parameters_works():
+def test_loading_into_unsharded_parameters_works():
     model, other = ec.wrap(Two()), ec.wrap(Two())
     model.load_state_dict(other.state_dict())
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
@@ -229,7 +229,7 @@ def test_an_engine_was_never_collected():
     import gc
     import weakref
 
-    from laid_out import batch_of, engine_of, tiny
+    from tiny_engines import batch_of, engine_of, tiny
 
     engine = engine_of(tiny(), "dp=1")
     engine.step(batch_of(tiny(), 2))
@@ -261,7 +261,7 @@ def engines_in_turn():
     return alone, [together[0::2], together[1::2]], before, stepped([made(0, "1f1b")])
 
 
-def test_messages_of_two_engines_mixed(pool):
+def test_p2p_transfers_of_two_engines_mixed(pool):
     """On gloo all engines had the same tags. One with microbatches under way took what another was sent; one that was
     dropped in the middle of its stream left the next waiting for ever."""
     for alone, together, before, after in pool.run(engines_in_turn, 2, timeout=60.0):
@@ -326,7 +326,7 @@ def test_the_norm_of_a_long_gradient_on_a_cpu_was_too_small():
         assert float(flat_norm(values, float("inf"))) == float(values[0])
 
 
-def test_what_a_repeated_layer_keeps_went_with_its_grad_fn():
+def test_saved_tensors_of_a_recomputed_layer_were_freed_with_its_grad_fn():
     """Before torch 2.12 a function of ours lets go of what it saved when no tensor that it made is left: a frame held
     the function alone, and backward found nothing to repeat the layer from."""
     layer = nn.Sequential(nn.Linear(2, 2))
@@ -348,7 +348,7 @@ def updates_on_the_host(compute):
 
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16, torch.float16])
-def test_gradients_that_were_short_kept_the_host_from_torchs_fused_update(pool, compute):
+def test_bf16_gradients_disabled_torchs_fused_update_on_the_host(pool, compute):
     """They are cast before the update, but what was asked was the type in which they come: plain torch, on the host,
     took 14 seconds for what the fused kernel does in half of one."""
     assert pool.run(updates_on_the_host, 1, compute) == [{TorchOptimizer}]

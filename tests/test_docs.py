@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-OWN_TEST = ROOT / "docs" / "data.md"  # its Python blocks are run by tests/data/test_docs.py
+OWN_TEST = ROOT / "docs" / "data.md"  # its Python blocks are run by tests/data/test_data_page.py
 FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -44,7 +44,7 @@ def test_normal_is_normal() -> None:
     assert kolmogorov(x.sort().values, torch.special.ndtr(x.sort().values)) < 1.95
 
 
-def test_truncated_is_a_normal_within_two() -> None:
+def test_truncated_normal_is_within_two() -> None:
     x = rng.truncated_normal(rng.key(3, "w"), torch.arange(N), torch.float64)
     outside = math.erfc(math.sqrt(2))
     assert float(x.abs().max()) <= 2
@@ -149,7 +149,7 @@ def test_fp64_starts_from_the_fp32_weights() -> None:
         ({1: (0, 5)}, (slice(None), slice(0, 5), slice(None))),
     ],
 )
-def test_a_window_is_a_slice_of_the_whole(
+def test_a_window_is_a_slice_of_the_full_tensor(
     window: dict[int, tuple[int, int]], part: tuple[slice, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, init = torch.empty(6, 5, 4), rng.normal_init(0.5)
@@ -201,7 +201,7 @@ def test_dropout_edges() -> None:
     assert dropout(0.0, [0, 1])(x) is x
     assert dropout(0.5, [0, 1]).eval()(x) is x
     assert not dropout(1.0, [0, 1])(x).any()
-    with pytest.raises(ValueError, match=r"needs the global sample index .*samples none"):
+    with pytest.raises(ValueError, match=r"requires the global sample index .*samples none"):
         rng.Dropout(0.5, "drop", rng.RandomStream(0))(x)
     with pytest.raises(ValueError, match=r"samples \(3,\)"):
         dropout(0.5, [0, 1, 2])(x)
@@ -277,7 +277,7 @@ def test_compiled_numbers_are_bit_equal() -> None:
         assert torch.equal(compiled, eager)
 
 
-def test_gradient_goes_through_what_was_kept() -> None:
+def test_gradients_flow_through_kept_elements() -> None:
     x = torch.ones(2, 50, requires_grad=True)
     y = dropout(0.5, [0, 1])(x)
     y.sum().backward()
@@ -305,7 +305,7 @@ def test_attach_replaces_every_dropout() -> None:
     "module",
     [nn.Dropout2d(0.1), nn.AlphaDropout(0.1), nn.MultiheadAttention(4, 2, dropout=0.1), nn.LSTM(2, 2, 2, dropout=0.1)],
 )
-def test_attach_refuses_masks_it_cannot_name(module: nn.Module) -> None:
+def test_attach_rejects_other_dropouts(module: nn.Module) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1), module)
     with pytest.raises(ValueError, match=rf"would change with the layout \(2 \({type(module).__name__}\)\)"):
         rng.attach_stream(model, rng.RandomStream(0))
@@ -338,7 +338,7 @@ def test_draws_are_uniform_and_normal(dtype: torch.dtype) -> None:
     assert float(u.max()) < 1
 
 
-def test_a_part_draws_its_part_of_the_whole() -> None:
+def test_a_slice_draws_its_slice_of_the_full_tensor() -> None:
     like = torch.empty(4, 6, 5)
     for kind in ("uniform", "normal"):
         whole = getattr(draws([7, 8, 9, 10]), kind)(like)
@@ -356,11 +356,11 @@ def test_draws_differ_by_sample_site_and_seed() -> None:
     changed = draws([0])
     changed.stream.seed = 1
     assert torch.equal(changed.normal(like), draws([0], seed=1).normal(like))
-    with pytest.raises(ValueError, match=r"draws 'gate.noise' needs the global sample index .*samples \(2,\)"):
+    with pytest.raises(ValueError, match=r"draws 'gate.noise' requires the global sample index .*samples \(2,\)"):
         draws([0, 1]).normal(like)
 
 
-def test_hooks_of_draws_see_what_they_are_for() -> None:
+def test_hooks_of_draws_see_their_inputs() -> None:
     """They tell it which part of the sequence is at hand, as they do with a dropout."""
     module, seen = draws([0]), []
     module.register_forward_pre_hook(lambda _m, args: seen.append(args[0].shape))
@@ -369,7 +369,7 @@ def test_hooks_of_draws_see_what_they_are_for() -> None:
     assert seen == [(1, 3, 2), (1, 4)]
 
 
-def test_attach_gives_draws_their_site() -> None:
+def test_attach_binds_draws_to_their_site() -> None:
     model = nn.ModuleDict({"a": nn.Sequential(nn.Dropout(0.1), rng.RandomDraws()), "b": rng.RandomDraws()})
     like = torch.empty(2, 3)
     torch.manual_seed(5)

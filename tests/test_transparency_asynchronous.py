@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from laid_out import batch_of, engine_of, error, tiny, whole
+from tiny_engines import batch_of, engine_of, error, tiny, whole
 
 from echelon.config.sections import OptimizerConfig
 from echelon.launch.rank_pool import RankPool

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from laid_out import SGD, largest_error, whole
+from tiny_engines import SGD, largest_error, whole
 from torch import Tensor, nn
 
 from echelon import models

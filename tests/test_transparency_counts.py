@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from claimed import SEQ_LEN, check
+from collective_cost_check import SEQ_LEN, check
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon import models

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from claimed import check_together
+from collective_cost_check import check_together
 from torch import Tensor, nn
 
 from echelon import models

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from claimed import check
+from collective_cost_check import check
 
 from echelon.config.sections import OptimizerConfig
 from echelon.launch.rank_pool import RankPool

@@ -8,7 +8,7 @@ from itertools import combinations, product
 
 import pytest
 import torch
-from laid_out import batch_of, engine_of, error, one_device, tiny
+from tiny_engines import batch_of, engine_of, error, one_device, tiny
 from torch import Tensor
 
 from echelon.launch.rank_pool import RankPool

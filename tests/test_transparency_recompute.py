@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from claimed import check, check_together
-from laid_out import SGD, batch_of, float64, largest_error, tiny, whole
+from collective_cost_check import check, check_together
+from tiny_engines import SGD, batch_of, float64, largest_error, tiny, whole
 
 from echelon import models
 from echelon.launch.rank_pool import RankPool

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from small_runs import small
+from tests.checkpoint.killed import train
 
 from echelon.checkpoint.checkpoint_index import CheckpointError
 from echelon.checkpoint.load import open_index
@@ -21,7 +22,6 @@ from echelon.training.loop import train_on_rank
 from echelon.training.run.resume import parse_resume_path, resumed_config
 from echelon.training.run.run_dir import Run
 from echelon.training.start_training import default_procs
-from tests.checkpoint.killed import train
 
 STEPS = 9
 
@@ -80,7 +80,7 @@ def test_killed_at_some_moment(pool, tmp_path, undisturbed, moment, rank, step, 
     assert Path(told["run"]) == run
 
 
-def test_s9_other_numbers_of_ranks_see_the_same_samples(pool, tmp_path, undisturbed):
+def test_other_numbers_of_ranks_see_the_same_samples(pool, tmp_path, undisturbed):
     """Losses are those of the run on two ranks: the samples are the same ones, in the same order."""
     _, other = undisturbed
     asked = config(tmp_path, "dp=4", steps=6)
@@ -125,20 +125,20 @@ def test_a_disk_that_fills_up_ends_the_run_at_the_next_step(tmp_path, monkeypatc
     assert sorted(losses(tmp_path / "run")) == list(range(1, STEPS + 1))
 
 
-def test_a_run_that_is_through(pool, undisturbed):
+def test_a_complete_run_is_not_resumed(pool, undisturbed):
     _, told = undisturbed
     with pytest.raises(RankError, match=r"the run is through \(step 9 of 9\); set steps to more"):
         pool.run(train, 2, resumed_config(Path(told["run"]), []), told["run"])
 
 
-def test_what_cannot_change(undisturbed):
+def test_keys_that_cannot_change_on_resume(undisturbed):
     _, told = undisturbed
     with pytest.raises(ValidationError) as caught:
         resumed_config(Path(told["run"]), ["seed=3", "batch=8", "layout=tp=2"])
     assert [fault.key for fault in caught.value.issues] == ["batch", "seed"]
 
 
-def test_states_that_are_not_there(undisturbed):
+def test_missing_optimizer_states(undisturbed):
     """It blamed optimizer.eps, which nobody had given."""
     _, told = undisturbed
     with pytest.raises(ValidationError) as caught:
@@ -209,7 +209,7 @@ def test_a_fault_in_the_phase_of_a_save(pool, tmp_path):
     assert list(states(tmp_path / "run")) == [2]
 
 
-def test_a_run_goes_on_with_as_many_ranks_as_it_had(pool, tmp_path):
+def test_a_resumed_run_has_as_many_ranks_as_before(pool, tmp_path):
     """`--procs 2` was not kept where no layout was set: the command that a stopped run tells went on with one."""
     pool.run(train, 2, config(tmp_path, "", steps=2))
     run = tmp_path / "run"

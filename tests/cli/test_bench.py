@@ -43,7 +43,7 @@ def step(seconds: float, who: str) -> dict:
     return {"step_s": seconds, "first_step_s": 12.0, "peak_bytes": 70 << 30, **versions}
 
 
-def test_steps_on_this_processor(tmp_path, monkeypatch):
+def test_steps_on_this_cpu(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     begun = time.perf_counter()
@@ -103,7 +103,7 @@ def test_all_faults_at_once(monkeypatch):
     assert json.loads(done.stdout) == {"errors": done.stderr.splitlines()}
 
 
-def test_a_profile_is_written_twice_and_shown(answers, tmp_path):
+def test_a_profile_is_written_as_json_and_svg_and_shown(answers, tmp_path):
     parts = (StepPart(name="products", seconds=0.36, floor_s=0.34), StepPart(name="idle", seconds=0.01, floor_s=0.0))
     one = Breakdown(
         shape="1b",
@@ -129,7 +129,7 @@ def test_a_profile_is_written_twice_and_shown(answers, tmp_path):
     assert json.loads(again.stdout)["profiles"][0]["shape"] == "1b"
 
 
-def test_a_profile_that_fails_is_said(answers, tmp_path):
+def test_a_failed_profile_is_reported(answers, tmp_path):
     done = invoke("--profile", tmp_path / "step.svg", "--shapes", "8b")
     assert done.exit_code == 1
     assert "8b, bf16, echelon: not in this test" in done.stdout

@@ -6,7 +6,7 @@ import sys
 import time
 
 import pytest
-from told import records
+from expert_log_records import records
 from typer.testing import CliRunner
 
 from echelon.cli import app
@@ -92,7 +92,7 @@ def test_files(tmp_path):
     assert "message" not in svg.read_text()
 
 
-def test_a_schedule_of_ones_own(tmp_path):
+def test_a_custom_schedule(tmp_path):
     path = tmp_path / "own.txt"
     path.write_text(OWN)
     found = json.loads(invoke(f"file:{path}", "--json").stdout)
@@ -100,7 +100,7 @@ def test_a_schedule_of_ones_own(tmp_path):
     assert json.loads(invoke(f"file:{path}", "--stages", 2, "--microbatches", 2, "--json").stdout) == found
     shown = invoke(f"file:{path}", "--stages", 4, "--chunks", 2)
     assert shown.exit_code == 2
-    assert shown.stderr.splitlines() == ["--stages=4 is not what the file has", "--chunks=2 is not what the file has"]
+    assert shown.stderr.splitlines() == ["--stages=4 does not match the file", "--chunks=2 does not match the file"]
     assert invoke(f"file:{path}x").exit_code == 2
 
 
@@ -164,7 +164,7 @@ def test_a_run_with_experts_and_a_pipeline(run):
     assert found.keys() == {"bubble", "in_flight", "duration", "ranks", "note", "planned", "experts"}
 
 
-def test_what_cannot_be_drawn_is_said(tmp_path):
+def test_invalid_requests_are_reported(tmp_path):
     def says(*args):
         shown = invoke(*args, "--json")
         assert shown.exit_code == 2
@@ -175,7 +175,7 @@ def test_what_cannot_be_drawn_is_said(tmp_path):
     assert "dualpipe-v" in says("dualpipe")
     assert f"nothing to draw in the run ({tmp_path}): it has no timeline" in says(tmp_path)
     assert "no loads of experts, which runs of models with mixtures log" in says(tmp_path)
-    assert "--stages=4 is for schedules" in says(tmp_path, "--stages", 4)
+    assert "--stages=4 applies to schedules" in says(tmp_path, "--stages", 4)
     assert "cannot be written" in says("1f1b", "--svg", tmp_path / "none" / "a.svg")
     faults = says("1f1b", "--stages", 0, "--forward", -1, "--link", "nan").splitlines()
     assert [fault.split("=")[0] for fault in faults] == ["--stages", "--forward", "--link"]

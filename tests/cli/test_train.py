@@ -114,7 +114,7 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback(here):
     assert "own.py" in done.stderr
 
 
-def test_a_persons_console_tells_every_derived_number_the_steps_and_the_text(here):
+def test_the_console_shows_resolved_settings_steps_and_the_sample(here):
     shown = invoke("c.toml", *TINY, "--set", "layout=dp=1,accumulate=2", "--set", "data.mask_documents=true")
     assert shown.exit_code == 0, shown.output
     for words in (
@@ -131,7 +131,7 @@ def test_a_persons_console_tells_every_derived_number_the_steps_and_the_text(her
     assert shown.stderr == ""
 
 
-def test_a_module_of_ones_own_has_no_mfu_and_valid_json(here):
+def test_a_custom_model_has_no_mfu_and_valid_json(here):
     shown = invoke("--set", "model=own.py:build", "--set", "steps=2", "--set", "batch=4", "--json")
     assert shown.exit_code == 0, shown.output
     found = json.loads(shown.stdout, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))

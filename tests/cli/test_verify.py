@@ -55,7 +55,7 @@ def test_json_has_a_verdict_per_layout(own):
         assert 0 <= row["max_error"] <= 1e-10
 
 
-def test_a_failure_is_a_table_and_an_exit_code():
+def test_a_failure_prints_a_table_and_sets_the_exit_code():
     shown = invoke("--layouts", "dp=2,zero=1", "--leave-out", "shard:reduce_scatter")
     assert shown.exit_code == 1
     line, reason, last = shown.stdout.splitlines()
@@ -75,7 +75,7 @@ def test_what_could_not_be_compared_is_null_in_json_and_not_infinity(own):
     assert row["trouble"].endswith("ValueError: the user's own mistake")
 
 
-def test_everything_wrong_with_a_question_at_once(own):
+def test_all_errors_of_a_request_are_reported_at_once(own):
     shown = invoke(
         "--model",
         f"{own}:biuld",
@@ -98,7 +98,7 @@ def test_everything_wrong_with_a_question_at_once(own):
         assert any(word in line for line in lines), (word, lines)
 
 
-def test_the_configuration_is_what_is_proved(tmp_path):
+def test_the_configuration_is_verified(tmp_path):
     (tmp_path / "c.toml").write_text(
         'model = "gpt-tiny"\nlayout = "dp=2,zero=2,accumulate=3"\nbatch = 12\nclip = 0.25\n'
         "dropout = 0.2\ntied = false\n"
@@ -117,7 +117,7 @@ def test_the_configuration_is_what_is_proved(tmp_path):
     assert [row["layout"] for row in json.loads(shown.stdout)["layouts"]] == ["dp=2,zero=2,accumulate=3"]
 
 
-def test_the_rule_of_a_configuration_is_proved_on_ones_own_module_too(own, tmp_path):
+def test_the_configured_optimizer_is_verified_on_a_custom_model(own, tmp_path):
     (tmp_path / "c.toml").write_text(f'model = "{own}:build"\nclip = 0.5\n[optimizer]\nname = "sgd"\n')
     case, layouts = VerifyRequest(config=tmp_path / "c.toml").resolve()
     assert (case.model, case.batch_function, case.clip, case.optimizer.name) == (
@@ -135,7 +135,7 @@ def test_a_large_model_is_shrunk():
     assert case.model.family == "llama"
 
 
-def test_a_configuration_that_is_wrong_is_told_with_the_rest(tmp_path):
+def test_errors_of_the_configuration_are_reported_with_the_rest(tmp_path):
     (tmp_path / "c.toml").write_text("stepz = 3\n")
     shown = invoke(str(tmp_path / "c.toml"), "--layouts", "tp=3")
     assert shown.exit_code == 2

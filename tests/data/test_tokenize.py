@@ -56,11 +56,11 @@ def test_progress(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert calls[0] == (3, 23)
 
 
-def test_what_cannot_be_read(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(TextError, match=r"no such file or folder .*nothing.*; check data.path"):
+def test_unreadable_paths(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(TextError, match=r"no such file or directory .*nothing.*; check data.path"):
         text_files([folder / "nothing"])
     (tmp_path / "bare").mkdir()
-    with pytest.raises(TextError, match="no text in the folder"):
+    with pytest.raises(TextError, match="no text in the directory"):
         text_files([tmp_path / "bare"])
 
 

@@ -80,7 +80,7 @@ def test_text_that_is_not_utf8(path: Path, monkeypatch: pytest.MonkeyPatch, size
             stream(load_tokenizer(path), data)
 
 
-def test_the_name_tells_vocabularies_apart(path: Path) -> None:
+def test_the_name_distinguishes_vocabularies(path: Path) -> None:
     before = load_tokenizer(path).name
     path.write_text(path.read_text().replace('"<s>"', '"<t>"'))
     assert load_tokenizer(path).name != before

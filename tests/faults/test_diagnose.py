@@ -60,7 +60,7 @@ def told(states):
     return verdict, format_diagnosis(verdict, states, now=NOW)
 
 
-def test_a_rank_that_never_came_is_named_with_all_that_wait():
+def test_an_absent_rank_is_named_with_all_waiting_ranks():
     ranks = [Rank(r).did() for r in range(4)]
     states = [r.did(flag="w", site="b.py:2").state() if r.rank != 2 else r.state() for r in ranks]
     verdict, text = told(states)
@@ -79,14 +79,14 @@ def test_a_rank_that_never_came_is_named_with_all_that_wait():
     assert diagnosis_record(verdict, text)["waiting"] == [0, 1, 3]
 
 
-def test_two_that_did_not_come_are_both_named():
+def test_two_absent_ranks_are_both_named():
     states = [Rank(r).did(flag="w").state() if r < 2 else Rank(r).state() for r in range(4)]
     verdict, text = told(states)
     assert verdict.culprits == (2, 3)
     assert "rank 2 (dp 2) and rank 3 (dp 3) did not reach" in text
 
 
-def test_the_end_of_a_chain_is_to_blame():
+def test_the_end_of_a_chain_of_waits_is_the_culprit():
     # 0 waits for 1 on tp, 1 waits for 3 on dp, 3 sleeps; 2 waits for 3 on tp.
     zero = Rank(0).did(flag="w", axis="tp", lane="0,1", peers=(0, 1))
     one = Rank(1).did(flag="w", lane="1,3", peers=(1, 3))
@@ -110,7 +110,7 @@ def test_a_stage_that_does_not_send_is_named():
     assert "did not send what another rank waits for: receive number 2 on axis pp" in text
 
 
-def test_a_skipped_operation_is_found_by_what_comes_after_it():
+def test_a_skipped_operation_is_found_by_the_next_one():
     def history(rank, skips):
         r = Rank(rank, 3)
         r.did(site="a.py:1").did("all_gather", site="b.py:2", shape="[4]")
@@ -139,19 +139,19 @@ def test_of_two_ranks_the_one_that_skipped_is_known_from_the_steps_before():
     assert "skipped all_reduce number 5" in text
 
 
-def test_different_shapes_are_a_disagreement():
+def test_different_shapes_are_a_mismatch():
     states = [Rank(r).did(flag="w", shape="[9]" if r == 3 else "[8]").state() for r in range(4)]
     verdict, text = told(states)
     assert (verdict.case, verdict.culprits) == ("disagree", (3,))
     assert "all_reduce (float32 [8], a.py:1), and all_reduce (float32 [9], a.py:1)" in text
 
 
-def test_rows_of_an_all_to_all_may_differ():
+def test_sizes_of_an_all_to_all_may_differ():
     states = [Rank(r).did("all_to_all", shape=f"[{r}]").did(flag="w").state() for r in range(3)]
     assert diagnose([*states, Rank(3).did("all_to_all", shape="[7]").state()]).culprits == (3,)
 
 
-def test_ranks_in_a_circle():
+def test_ranks_that_wait_in_a_cycle():
     zero = Rank(0, 2).did(flag="w", axis="tp", lane="tp")
     one = Rank(1, 2).did(flag="w", axis="dp", lane="dp")
     verdict, text = told([zero.state(), one.state()])
@@ -160,7 +160,7 @@ def test_ranks_in_a_circle():
     assert "axis dp" in text
 
 
-def test_the_first_that_raised_is_to_blame_and_those_it_broke_are_not():
+def test_the_first_rank_that_raised_is_the_culprit():
     states = [
         Rank(0)
         .did(flag="f")
@@ -178,7 +178,7 @@ def test_the_first_that_raised_is_to_blame_and_those_it_broke_are_not():
 @pytest.mark.parametrize(
     ("used", "words"), [(15, "probably killed for running out of memory"), (3, "probably not for running out")]
 )
-def test_a_killed_rank_is_told_with_signal_and_memory(used, words):
+def test_a_killed_rank_is_reported_with_signal_and_memory(used, words):
     memory = HostMemory(rank_bytes=2 * GIB, used_bytes=used * GIB, limit_bytes=16 * GIB)
     ending = "the process was ended by SIGKILL"
     states = [Rank(0, 2).did(flag="w").state(), Rank(1, 2).state(exit_kind="killed", exit_reason=ending, memory=memory)]
@@ -189,12 +189,12 @@ def test_a_killed_rank_is_told_with_signal_and_memory(used, words):
     assert "SIGKILL" in text
 
 
-def test_a_rank_without_heartbeats_is_told_as_such():
+def test_missing_heartbeats_are_reported():
     states = [Rank(0, 2).did(flag="w").state(), Rank(1, 2).state(heartbeat_time=NOW - 30)]
     assert "Its last heartbeat was 30.0 s ago" in told(states)[1]
 
 
-def test_a_rank_whose_connection_broke_is_told_by_its_last_heartbeat():
+def test_a_lost_rank_is_reported_with_its_last_heartbeat():
     # Under torchrun nobody knows how it ended: who lost it speaks before it is ended too.
     failed = (
         Rank(0, 2).did(flag="f").state(exit_kind="raised", exit_reason="RuntimeError: closed by peer", lost_peer=True)
@@ -204,13 +204,13 @@ def test_a_rank_whose_connection_broke_is_told_by_its_last_heartbeat():
     assert "and the connection to it broke. At its last heartbeat, 0.2 s ago, it was in data of step 3." in text
 
 
-def test_a_rank_that_never_said_anything():
+def test_a_rank_that_never_published_a_heartbeat():
     verdict, text = told([Rank(0, 2).did(flag="w").state(), RankState(rank=1)])
     assert verdict.culprits == (1,)
     assert "It never published a heartbeat" in text
 
 
-def test_many_ranks_are_told_in_a_paragraph():
+def test_many_ranks_fit_in_a_paragraph():
     world = 2000
     states = [Rank(r, world).did(flag="w", peers=tuple(range(world))).state() for r in range(1, world)]
     verdict, text = told([Rank(0, world).state(), *states])
@@ -219,7 +219,7 @@ def test_many_ranks_are_told_in_a_paragraph():
     assert len(text) < 2500
 
 
-def test_states_travel():
+def test_rank_states_round_trip_as_json():
     state = (
         Rank(1).did().did("send", "w", peers=(0,)).state(memory=HostMemory(rank_bytes=1, used_bytes=2, limit_bytes=3))
     )

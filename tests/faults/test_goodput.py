@@ -18,7 +18,7 @@ def test_one_attempt():
     assert found.summary() == "60.0 % goodput, 25 % of it waiting for other ranks"
 
 
-def test_a_step_that_updated_nothing_is_lost():
+def test_a_skipped_step_is_lost():
     found = measure_goodput([{"kind": "start", "time": 0.0, "after": 0}, step(1), step(2, skipped=True)], end_time=10.0)
     assert (found.useful_s, found.lost_s, found.lost_steps) == (2.0, 2.0, 1)
 
@@ -32,7 +32,7 @@ def test_steps_after_the_last_checkpoint_are_lost_with_a_restart():
     assert "2 steps lost (4.0 s), 1 restart" in found.summary()
 
 
-def test_steps_that_a_run_went_back_from_are_lost():
+def test_steps_before_a_rollback_are_lost():
     back = {"kind": "rollback", "after": 2, "skipped_batches": [4]}
     records = [{"kind": "start", "time": 0.0, "after": 0}, *(step(n) for n in (1, 2, 3, 4)), back, step(3), step(4)]
     found = measure_goodput(records, end_time=20.0)

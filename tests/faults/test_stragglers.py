@@ -11,7 +11,7 @@ def shares(*work, data=None):
     return [RankStepTime(w, d, 0.1 - w - d) for w, d in zip(work, data, strict=True)]
 
 
-def test_equal_steps_hide_nobody():
+def test_equal_step_times_hide_no_straggler():
     found = find_straggler(shares(0.03, 0.03, 0.09, 0.031), [0] * 4)
     assert (found.rank, found.cause) == (2, "work")
     assert found.description("dp 2").startswith(
@@ -19,19 +19,19 @@ def test_equal_steps_hide_nobody():
     )
 
 
-def test_a_stall_of_data_is_told_from_work():
+def test_data_stalls_are_distinguished_from_work():
     found = find_straggler(shares(0.03, 0.03, data=[0.001, 0.06]), [0, 0])
     assert (found.rank, found.cause) == (1, "data")
     assert "it waits for data 60 ms of each step" in found.description("dp 1")
 
 
-def test_nobody_is_slow():
+def test_no_straggler():
     assert find_straggler(shares(0.030, 0.032, 0.029), [0] * 3) is None
     assert find_straggler(shares(0.0001, 0.0009), [0, 0]) is None
     assert find_straggler(shares(0.05), [0]) is None
 
 
-def test_stages_are_compared_with_their_own_kind():
+def test_ranks_are_compared_within_their_stage():
     # The last stage has more work by nature; rank 1 is slow among those of the first.
     assert find_straggler(shares(0.03, 0.03, 0.05, 0.05), [0, 0, 1, 1]) is None
     assert find_straggler(shares(0.03, 0.045, 0.05, 0.05), [0, 0, 1, 1]).rank == 1
@@ -45,7 +45,7 @@ def test_all_wait_for_data():
     assert data_starvation([]) == 0.0
 
 
-def test_a_word_is_said_when_it_lasts_and_once():
+def test_a_lasting_straggler_is_reported_once():
     notes, slow = StragglerReporter(), Straggler(1, "work", 0.09, 0.03)
     said = [notes.report(found, 0.0, "dp {}".format) for found in (slow, slow, slow, None, None, slow)]
     assert [len(words) for words in said] == [0, 1, 0, 0, 1, 0]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from devices import DEVICE
-from laid_out import tiny
+from tiny_engines import tiny
 from torch import Tensor, nn
 
 from echelon import models

@@ -23,7 +23,7 @@ def test_without_a_launcher_the_world_is_one_process() -> None:
         assert torch.get_num_threads() == threads
 
 
-def test_auto_takes_what_is_there() -> None:
+def test_auto_chooses_the_available_device() -> None:
     with join_process_group() as world:
         assert world.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from away import SHAPE, engine_away, link_of, stepped
-from laid_out import batch_of, engine_of, tiny
-from living import LivingBytes
+from live_tensor_bytes import LivingBytes
+from offload_engines import SHAPE, engine_away, link_of, stepped
+from tiny_engines import batch_of, engine_of, tiny
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 

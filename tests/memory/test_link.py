@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from away import SHAPE, engine_away, stepped
-from laid_out import batch_of, largest_error, whole
+from offload_engines import SHAPE, engine_away, stepped
+from tiny_engines import batch_of, largest_error, whole
 from torch import Tensor
 
 from echelon.memory.offload.host_transfer import DOWN, UP, CopyEvent, HostLink

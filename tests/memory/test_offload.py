@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from away import ADAMW, SHAPE, engine_away, link_of, stepped
-from laid_out import batch_of, error, largest_error, whole
+from offload_engines import ADAMW, SHAPE, engine_away, link_of, stepped
+from tiny_engines import batch_of, error, largest_error, whole
 from torch import Tensor, nn
 
 from echelon.config.sections import OptimizerConfig

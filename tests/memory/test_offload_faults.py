@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from away import SHAPE, engine_away, stepped
-from laid_out import largest_error, whole
+from offload_engines import SHAPE, engine_away, stepped
+from tiny_engines import largest_error, whole
 from torch import Tensor
 
 from echelon import models

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from laid_out import batch_of, largest_error, tiny, whole
+from tiny_engines import batch_of, largest_error, tiny, whole
 from torch import Tensor
 
 from echelon import models

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from laid_out import SGD, batch_of, float64, largest_error, tiny, whole
-from living import LivingBytes
+from live_tensor_bytes import LivingBytes
+from tiny_engines import SGD, batch_of, float64, largest_error, tiny, whole
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from laid_out import SGD, float64, whole
+from tiny_engines import SGD, float64, whole
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode

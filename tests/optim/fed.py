@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 import torch
-from laid_out import whole
+from tiny_engines import whole
 from torch import Tensor
 
 from echelon import models

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from laid_out import error, float64, tiny
+from tiny_engines import error, float64, tiny
 
 from echelon import models
 from echelon.config.sections import OptimizerConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from laid_out import batch_of, float64, one_device, tiny, whole
+from tiny_engines import batch_of, float64, one_device, tiny, whole
 
 from echelon import models
 from echelon.config.sections import OptimizerConfig

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from laid_out import tiny
+from tiny_engines import tiny
 
 from echelon import models
 from echelon.config.run_config import Config

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import claimed
+import collective_cost_check
 import pytest
 import torch
-from laid_out import batch_of, float64, largest_error, tiny, whole
+from tiny_engines import batch_of, float64, largest_error, tiny, whole
 from torch import Tensor
 
 from echelon import models
@@ -78,7 +78,7 @@ def test_gradients_of_two_units_live_at_a_time(pool: RankPool) -> None:
 
 @pytest.mark.parametrize("layout", ["dp=2,zero=2", "dp=2,tp=2,zero=3"])
 def test_messages_are_those_of_each_unit(pool: RankPool, layout: str) -> None:
-    claimed.check(pool, MODEL, layout, rule=RULES[1])
+    collective_cost_check.check(pool, MODEL, layout, rule=RULES[1])
 
 
 def refused(layout: str, clip: float) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import claimed
+import collective_cost_check
 import pytest
-from laid_out import tiny
+from tiny_engines import tiny
 
 from echelon import models
 from echelon.config.sections import OptimizerConfig
@@ -19,12 +19,12 @@ MOE = models.reduced_config(models.find_model("moe-tiny"), layers=1, width=16, v
 @pytest.mark.parametrize("layout", ["dp=2,tp=2,zero=3", "dp=2,pp=2,accumulate=2"])
 @pytest.mark.parametrize("name", ["adafactor", "sm3", "lamb", "muon", "lion"])
 def test_messages_are_what_the_optimizer_says(pool: RankPool, name: str, layout: str) -> None:
-    claimed.check(pool, MODEL, layout, rule=OptimizerConfig(name=name))
+    collective_cost_check.check(pool, MODEL, layout, rule=OptimizerConfig(name=name))
 
 
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
 def test_messages_of_experts(pool: RankPool, name: str) -> None:
-    claimed.check_together(pool, MOE, "dp=4,ep=2,zero=1", rule=OptimizerConfig(name=name))
+    collective_cost_check.check_together(pool, MOE, "dp=4,ep=2,zero=1", rule=OptimizerConfig(name=name))
 
 
 def issued(layout: str, rule: OptimizerConfig) -> list[tuple[str, str]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from away import SHAPE, engine_away, stepped
-from laid_out import batch_of, largest_error, whole
+from offload_engines import SHAPE, engine_away, stepped
+from tiny_engines import batch_of, largest_error, whole
 
 from echelon import models
 from echelon.config.run_config import Config

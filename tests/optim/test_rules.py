@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from laid_out import batch_of, error, tiny
+from tiny_engines import batch_of, error, tiny
 
 from echelon import models
 from echelon.config.sections import OptimizerConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from laid_out import whole
+from tiny_engines import whole
 from torch import Tensor, nn
 
 from echelon.config.run_config import Config

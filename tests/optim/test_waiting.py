@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from laid_out import tiny
+from tiny_engines import tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon import models

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from living import LivingBytes
+from live_tensor_bytes import LivingBytes
 from torch import Tensor, nn
 
 from echelon.launch.rank_pool import RankPool

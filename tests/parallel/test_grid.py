@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from counting import CountCollectives
-from laid_out import batch_of, engine_of, float64, one_device, tiny
+from tiny_engines import batch_of, engine_of, float64, one_device, tiny
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 

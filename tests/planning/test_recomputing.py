@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from laid_out import SGD, batch_of, tiny
-from living import LivingBytes
+from live_tensor_bytes import LivingBytes
+from tiny_engines import SGD, batch_of, tiny
 
 from echelon import models
 from echelon.launch.rank_pool import RankPool

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from laid_out import SGD, batch_of, tiny
+from tiny_engines import SGD, batch_of, tiny
 
 import echelon as ec
 from echelon import models

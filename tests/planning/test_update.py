@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from laid_out import tiny
+from tiny_engines import tiny
 
 from echelon import models
 from echelon.config.sections import OptimizerConfig

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from laid_out import tiny, whole
+from tiny_engines import tiny, whole
 from torch import nn
 
 from echelon import models, rng

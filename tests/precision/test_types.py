@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from claimed import check
-from laid_out import batch_of, tiny, whole
+from collective_cost_check import check
+from tiny_engines import batch_of, tiny, whole
 
 from echelon import models
 from echelon.config.run_config import Config

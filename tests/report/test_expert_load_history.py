@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from told import record, records
+from expert_log_records import record, records
 
 from echelon.report.expert_load_history import ExpertLoadHistory
 from echelon.training.run.run_dir import RunError

@@ -14,8 +14,8 @@ from xml.etree import ElementTree
 
 import browser
 import pytest
+from expert_log_records import record, records
 from rich.text import Text
-from told import record, records
 
 from echelon.pipeline.schedules import make_schedule
 from echelon.pipeline.simulate import simulate

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import torch
-from laid_out import batch_of, engine_of, float64, tiny
+from tiny_engines import batch_of, engine_of, float64, tiny
 from torch import nn
 
 from echelon.config.run_config import Config

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from laid_out import batch_of, engine_of, float64, largest_error, one_device, tiny, whole
+from tiny_engines import batch_of, engine_of, float64, largest_error, one_device, tiny, whole
 from torch import nn
 
 import echelon as ec

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from laid_out import engine_of, tiny
+from tiny_engines import engine_of, tiny
 
 from echelon.training.grad_norm import clip_factor, gradient_slices
 

@@ -5,7 +5,7 @@ import contextlib
 import numpy as np
 import pytest
 import torch
-from laid_out import engine_of, tiny
+from tiny_engines import engine_of, tiny
 
 from echelon import data
 from echelon.config.run_config import Config

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from laid_out import batch_of, engine_of, tiny
+from tiny_engines import batch_of, engine_of, tiny
 
 from echelon.data import load_tokenizer
 from echelon.layout import Layout

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from laid_out import largest_error
+from tiny_engines import largest_error
 from torch import nn
 from torch.nn import functional as F
 
@@ -353,7 +353,7 @@ def test_tensor_parallel_in_a_loop_of_ones_own(pool, layout):
 
 def from_gpt(layout):
     """Under sequence parallelism each tp rank has a part of the norms' gradients."""
-    from laid_out import batch_of, one_device, tiny
+    from tiny_engines import batch_of, one_device, tiny
 
     model = ec.wrap(one_device(tiny("gpt", tied=True)), layout)
     total, count = model(**batch_of(tiny("gpt", tied=True), 2))

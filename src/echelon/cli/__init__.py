@@ -1,4 +1,4 @@
-"""The command line. Each command is a file; what it needs is imported when it runs, so that `--help` is quick."""
+"""The command line: one module per command, which imports what it needs when it runs, so that `--help` is quick."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ echelon plan llama-8b --cluster mine.toml
 """
 
 Announce = Callable[[str], None]
-"""names what is measured now; called again, what was named last is done"""
+"""shows the name of the next measurement, and counts the previous one as done"""
 
 
 def command(
@@ -41,45 +41,53 @@ def command(
     out: Annotated[Path | None, typer.Option(help="Write a cluster file (.toml) that `echelon plan` reads.")] = None,
     shapes: Annotated[
         str,
-        typer.Option(help="Of steps: tiny, 1b, 3b, 8b. Default: those that fit; tiny on a CPU.", show_default=False),
+        typer.Option(
+            help="Model shapes: tiny, 1b, 3b, 8b. Default: those that fit; tiny on a CPU.", show_default=False
+        ),
     ] = "",
     precision: Annotated[
         str,
-        typer.Option(help="Of products: fp32, bf16, fp8, fp8-row. Default: what the device has.", show_default=False),
+        typer.Option(
+            help="GEMM precisions: fp32, bf16, fp8, fp8-row. Default: those the device supports.", show_default=False
+        ),
     ] = "",
     peers: Annotated[
-        str, typer.Option(metavar="DIR", help="Unpacked wheels of peers. Default: .peers, if it is there.")
+        str, typer.Option(metavar="DIR", help="Unpacked wheels of peers. Default: .peers, if it exists.")
     ] = "",
     against: Annotated[
         str, typer.Option(help="Peers to run: torchtitan, transformers, or none. Default: all.", show_default=False)
     ] = "",
-    steps: Annotated[int | None, typer.Option(help="Steps that count. Default: 8.", show_default=False)] = None,
+    steps: Annotated[int | None, typer.Option(help="Timed steps. Default: 8.", show_default=False)] = None,
     states: Annotated[
         str,
         typer.Option(
-            metavar="float32|bfloat16", help="What our AdamW keeps its means in. Default: float32.", show_default=False
+            metavar="float32|bfloat16", help="Dtype of our AdamW's moments. Default: float32.", show_default=False
         ),
     ] = "",
     recompute: Annotated[
         str,
         typer.Option(
-            metavar="none|ops|selective|full|sqrt", help="Default: what the shape needs to fit.", show_default=False
+            metavar="none|ops|selective|full|sqrt",
+            help="Recomputation. Default: what the shape needs to fit.",
+            show_default=False,
         ),
     ] = "",
     batch: Annotated[
-        int | None, typer.Option(help="Sequences of a step. Default: the shape's.", show_default=False)
+        int | None, typer.Option(help="Sequences per step. Default: the shape's.", show_default=False)
     ] = None,
     seq_len: Annotated[
-        int | None, typer.Option(help="Tokens of a sequence. Default: the shape's.", show_default=False)
+        int | None, typer.Option(help="Tokens per sequence. Default: the shape's.", show_default=False)
     ] = None,
     profile: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Instead, look into our step (CUDA): writes FILE as .json and as .svg."),
+        typer.Option(metavar="FILE", help="Profile our step instead (CUDA); writes FILE as .json and as .svg."),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer repeats, smaller messages: seconds.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer repeats and smaller collectives: takes seconds.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
 ) -> None:
-    """Measure what this machine's devices reach, and training steps beside other frameworks'."""
+    """Measure this machine's devices, and training steps against those of other frameworks."""
     with report_errors(as_json):
         from echelon.bench import bench_request
 
@@ -100,11 +108,11 @@ def command(
         bench_request.check_options(options)
         from echelon.bench import bench_device
 
-        here = bench_device.detect_device()
+        device = bench_device.detect_device()
         if profile is not None:
-            ran = _profile(options, here, profile, as_json)
+            ran = _profile(options, device, profile, as_json)
         else:
-            ran = _measure(options, here, quick, as_json)
+            ran = _measure(options, device, quick, as_json)
     if not ran:
         raise typer.Exit(EXIT_FAILED)
 
@@ -124,7 +132,7 @@ def _progress_bar(total: int) -> Iterator[Announce]:
             nonlocal begun
             bar.update(task, description=name, completed=begun)
             begun += 1
-            if not console.is_terminal:  # a log has no bar
+            if not console.is_terminal:  # a log file shows no bar
                 console.print(f"{begun} of {total}: {name}", highlight=False, soft_wrap=True)
 
         yield announce
@@ -133,17 +141,17 @@ def _progress_bar(total: int) -> Iterator[Announce]:
 # -- steps and devices ------------------------------------------------------------------------------------------------
 
 
-def _measure(options: BenchOptions, here: BenchDevice, quick: bool, as_json: bool) -> bool:
-    """Measures, shows, and says whether anything of ours ran."""
+def _measure(options: BenchOptions, device: BenchDevice, quick: bool, as_json: bool) -> bool:
+    """Measure and print; true if any of our steps ran."""
     from echelon.bench import bench_request
 
     todo = (
-        bench_request.plan_measurements(options, here, quick=quick)
+        bench_request.plan_measurements(options, device, quick=quick)
         if options.with_steps
         else bench_request.BenchPlan(measurements=(), left_out={})
     )
-    # Steps come first: what the devices' curves leave in this process would take memory from them.
-    rows, peak = _measure_steps(todo, here)
+    # Steps come first: the device measurements would leave less memory for them.
+    rows, peak = _measure_steps(todo, device)
     devices, cluster = _measure_devices(quick) if options.with_devices else ([], None)
     if options.out is not None and cluster is not None:
         _write_cluster(options.out, cluster)
@@ -162,7 +170,7 @@ def _measure(options: BenchOptions, here: BenchDevice, quick: bool, as_json: boo
     return not rows or any(row.is_ours and row.failed is None for row in rows)
 
 
-def _measure_steps(todo: BenchPlan, here: BenchDevice) -> tuple[list[StepRow], PeakFlops | None]:
+def _measure_steps(todo: BenchPlan, device: BenchDevice) -> tuple[list[StepRow], PeakFlops | None]:
     from echelon.bench.bench_rows import add_peer_ratios, make_row
     from echelon.bench.subprocess_bench import run_in_subprocess
     from echelon.training.logging.metrics import peak_flops
@@ -176,7 +184,7 @@ def _measure_steps(todo: BenchPlan, here: BenchDevice) -> tuple[list[StepRow], P
             found.append(run_in_subprocess("echelon.bench.measure_step", request))
     import torch
 
-    peak = peak_flops(torch.device(here.device_type))
+    peak = peak_flops(torch.device(device.device_type))
     rows = [make_row(request, one, peak.flops) for request, one in zip(todo.measurements, found, strict=True)]
     return add_peer_ratios(rows), peak
 
@@ -232,29 +240,33 @@ def _show(
         console.print(device_table.device_table(devices, cluster))
         for line in device_table.calibration_lines(cluster):
             console.print(line, soft_wrap=True)
-        use = f"wrote {out}: echelon plan MODEL --cluster {out}" if out else "to plan with it, give --out mine.toml"
+        use = (
+            f"wrote {out}: echelon plan MODEL --cluster {out}"
+            if out
+            else "to plan with these, write them with --out mine.toml"
+        )
         console.print(f"\n{use}", soft_wrap=True)
 
 
-# -- one step, looked into --------------------------------------------------------------------------------------------
+# -- profile of a step ------------------------------------------------------------------------------------------------
 
 
-def _profile(options: BenchOptions, here: BenchDevice, path: Path, as_json: bool) -> bool:
-    """Looks into our steps, writes both files and shows them; says whether there was one."""
+def _profile(options: BenchOptions, device: BenchDevice, path: Path, as_json: bool) -> bool:
+    """Profile our steps, write both files and print the breakdown; true if any step ran."""
     from echelon.bench import bench_request, subprocess_bench
     from echelon.bench.profile import breakdown
 
-    requests = bench_request.plan_profiles(options, here)
+    requests = bench_request.plan_profiles(options, device)
     found: list[Breakdown] = []
     failed: dict[str, str] = {}
     with _progress_bar(len(requests)) as announce:
         for request in requests:
             announce(str(request))
-            said = subprocess_bench.run_in_subprocess("echelon.bench.profile.step_profile", request)
-            if "failed" in said:
-                failed[str(request)] = said["failed"]
+            output = subprocess_bench.run_in_subprocess("echelon.bench.profile.step_profile", request)
+            if "failed" in output:
+                failed[str(request)] = output["failed"]
             else:
-                found.append(breakdown.from_dict(said))
+                found.append(breakdown.from_dict(output))
     if found:
         _write_profile(path, found)
     if as_json:

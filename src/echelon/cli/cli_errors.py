@@ -1,4 +1,4 @@
-"""What a command does with an error: all of it on standard error, no traceback for what a user can cause, exit != 0."""
+"""Error handling of commands: messages on standard error, no traceback for invalid input, exit status != 0."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ EXIT_BAD_INPUT, EXIT_FAILED = 2, 1
 
 @contextmanager
 def report_errors(as_json: bool) -> Iterator[None]:
+    """Print the errors of the block and exit: with status 2 for invalid input, 1 for a failed rank."""
     try:
         yield
     except ValueError as error:
@@ -42,16 +43,13 @@ def _print_errors(as_json: bool, errors: Sequence[str]) -> None:
 
 
 def _is_user_error(modules: Sequence[str]) -> bool:
-    """Whether our own code said no to what a user gave.
-
-    Out of a user's own file, the line that raised it is what the user needs; out of a library, it is what we need.
-    """
+    """Whether Echelon's own code raised, not a user's model or a library, whose traceback is needed."""
     ours = bool(modules) and modules[-1].partition(".")[0] == "echelon"
     return ours and not any(name.startswith(USER_MODULE_PREFIX) for name in modules)
 
 
 def print_json(value: Any) -> None:
-    """The one object of `--json`. A number that JSON lacks (no MFU, an infinite error) is null."""
+    """Print the object of `--json`, with null for numbers that JSON lacks (no MFU, an infinite error)."""
     print(json.dumps(_replace_non_finite(value), allow_nan=False))
 
 

@@ -1,4 +1,4 @@
-"""What `import` and `export` show: a bar while bytes go by, and what was written."""
+"""The output of `import` and `export`: a progress bar, and a summary of what was written."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def parse_file_size(text: str) -> int:
-    """Bytes of 5GB, 500MB, ..., as Hugging Face writes them."""
+    """Parse a file size as Hugging Face writes it: 5GB, 500MB, ..."""
     number, unit = text.strip()[:-2].strip(), text.strip()[-2:].upper()
     try:
-        found = int(float(number) * SIZE_UNITS[unit])
+        num_bytes = int(float(number) * SIZE_UNITS[unit])
     except (ValueError, KeyError, OverflowError):
-        found = 0
-    if found < 1:
-        rule, legal = "is not a size of files", "a number and KB, MB, GB or TB: 5GB"
+        num_bytes = 0
+    if num_bytes < 1:
+        rule, legal = "is not a valid file size", "a number and KB, MB, GB or TB: 5GB"
         raise ValidationError([ValidationIssue(key="shard-size", value=text, message=rule, legal=legal)])
-    return found
+    return num_bytes
 
 
 @contextmanager
 def progress_bar(total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal's standard error; nothing in a log."""
+    """A progress bar on standard error, if that is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -49,5 +49,5 @@ def print_result(done: ConversionResult) -> None:
     )
     if done.check is None:
         return
-    against = {"transformers": "transformers' own model", "import": "our own import (transformers is not installed)"}
+    against = {"transformers": "transformers' own model", "import": "Echelon's import (transformers is not installed)"}
     print(f"logits equal those of {against[done.check.against]}")

@@ -33,7 +33,7 @@ def command(
         str,
         typer.Argument(
             metavar="[SCHEDULE|RUN]",
-            help="A schedule's name, file:PATH of your own, or the directory of a run. Without it: the names.",
+            help="A schedule's name, file:PATH of a custom one, or a run's directory. Without it: lists the names.",
             show_default=False,
         ),
     ] = "",
@@ -41,34 +41,32 @@ def command(
         int | None, typer.Option(help=f"Ranks of the pipeline. Default: {DEFAULT_STAGES}.", show_default=False)
     ] = None,
     microbatches: Annotated[
-        int | None, typer.Option(help=f"Microbatches of a step. Default: {DEFAULT_MICROBATCHES}.", show_default=False)
+        int | None, typer.Option(help=f"Microbatches per step. Default: {DEFAULT_MICROBATCHES}.", show_default=False)
     ] = None,
     chunks: Annotated[
-        int | None, typer.Option(help="Stages on each rank. Default: what the schedule has.", show_default=False)
+        int | None, typer.Option(help="Chunks (virtual stages) per rank. Default: the schedule's.", show_default=False)
     ] = None,
     slices: Annotated[
-        int | None, typer.Option(help="Slices of a sequence's tokens (terapipe). Default: 1.", show_default=False)
+        int | None, typer.Option(help="Token slices per sequence (terapipe). Default: 1.", show_default=False)
     ] = None,
-    forward: Annotated[
-        float | None, typer.Option(help="Seconds of one forward. Default: 1.", show_default=False)
-    ] = None,
+    forward: Annotated[float | None, typer.Option(help="Seconds of a forward. Default: 1.", show_default=False)] = None,
     input_grad: Annotated[
         float | None,
-        typer.Option(help="Seconds of the gradient of a stage's input. Default: 1.", show_default=False),
+        typer.Option(help="Seconds of a stage's input gradient. Default: 1.", show_default=False),
     ] = None,
     weight_grad: Annotated[
         float | None,
-        typer.Option(help="Seconds of the gradients of a stage's weights. Default: 1.", show_default=False),
+        typer.Option(help="Seconds of a stage's weight gradients. Default: 1.", show_default=False),
     ] = None,
     link: Annotated[
         float | None,
-        typer.Option(help="Seconds of a message from rank to rank. Default: 0.", show_default=False),
+        typer.Option(help="Seconds of a p2p transfer between ranks. Default: 0.", show_default=False),
     ] = None,
     svg: Annotated[Path | None, typer.Option(help="Write the picture to this SVG file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with zoom and hover to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
 ) -> None:
-    """Draw a pipeline schedule, or a run: what it planned over what it measured, and the loads of its experts."""
+    """Draw a pipeline schedule, or a run: its planned over its measured timeline, and its expert load."""
     sizes = {"stages": stages, "microbatches": microbatches, "chunks": chunks, "slices": slices}
     seconds = {"forward": forward, "input-grad": input_grad, "weight-grad": weight_grad, "link": link}
     given = {key: value for key, value in {**sizes, **seconds}.items() if value is not None}
@@ -76,7 +74,7 @@ def command(
     with report_errors(as_json):
         if not what:
             _reject_options(
-                {**given, **{key: path for key, path in files.items() if path}}, "needs a schedule or a run to draw"
+                {**given, **{key: path for key, path in files.items() if path}}, "requires a schedule or a run to draw"
             )
             _list_schedules(as_json)
             return
@@ -104,7 +102,7 @@ def _picture(what: str, given: dict[str, Any]) -> RunPicture:
     if what in FAMILIES or what.startswith(FILE_PREFIX):
         return RunPicture(_simulate(what, given))
     if Path(what).is_dir():
-        _reject_options(given, "is for schedules; a run has sizes and durations of its own")
+        _reject_options(given, "applies to schedules; a run has its own sizes and durations")
         return RunPicture.from_run(Path(what))
     rule = "is neither a schedule nor the directory of a run"
     legal = f"{', '.join(FAMILIES)}, {FILE_PREFIX}PATH, a run's directory"
@@ -123,7 +121,9 @@ def _simulate(name: str, given: dict[str, Any]) -> Timeline:
         if given.get(key, 1) < 1
     ]
     faults += [
-        ValidationIssue(key=f"--{key}", value=str(given[key]), message="is not a time", legal="seconds, 0 or more")
+        ValidationIssue(
+            key=f"--{key}", value=str(given[key]), message="is not a valid duration", legal="seconds, 0 or more"
+        )
         for key in ("forward", "input-grad", "weight-grad", "link")
         if not 0 <= given.get(key, 0.0) < float("inf")
     ]
@@ -138,7 +138,7 @@ def _simulate(name: str, given: dict[str, Any]) -> Timeline:
         send_backward=link,
     )
     schedule = _build_schedule(name, given)
-    # Messages that take time are drawn.
+    # P2p transfers that take time are drawn.
     return simulate(lower(schedule) if link else schedule, durations)
 
 
@@ -157,14 +157,14 @@ def _build_schedule(name: str, given: dict[str, Any]) -> Schedule:
 
 
 def _read_schedule(path: str, given: dict[str, Any]) -> Schedule:
-    """The file fixes all sizes; one that is given beside it must agree."""
+    """Read a schedule file, which determines all sizes; given sizes must agree with it."""
     from echelon.pipeline.schedules import schedule_file
 
     schedule = schedule_file.load_schedule(path)
     has = {"stages": schedule.ranks, "microbatches": schedule.microbatches, "slices": schedule.slices}
     has["chunks"] = schedule.stages // schedule.ranks
     _reject_options(
-        {key: given[key] for key in SIZE_OPTIONS if given.get(key, has[key]) != has[key]}, "is not what the file has"
+        {key: given[key] for key in SIZE_OPTIONS if given.get(key, has[key]) != has[key]}, "does not match the file"
     )
     return schedule
 
@@ -186,7 +186,7 @@ def _write(kind: str, path: Path, picture: RunPicture) -> None:
 
 
 def _picture_json(picture: RunPicture) -> dict[str, Any]:
-    """The keys of `--json`: of what happened, where that is known, with the plan beside it."""
+    """The object of `--json`: the measured timeline, if there is one, with the planned one."""
     found: dict[str, Any] = {}
     if picture.planned is not None:
         found = _timeline_json(picture.measured or picture.planned, picture.planned.note)
@@ -204,7 +204,7 @@ def _timeline_json(shown: Timeline, note: str) -> dict[str, Any]:
         "bubble": shown.bubble,
         "in_flight": list(shown.in_flight),
         "duration": shown.duration,
-        # Without messages, whose places are for the runtime to choose.
+        # Without p2p actions, which the runtime places.
         "ranks": [
             [str(action) for action in actions if action.kind not in SENDS | RECEIVES] for actions in shown.rank_actions
         ],
@@ -216,7 +216,7 @@ def _show(picture: RunPicture, files: list[Path]) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    # Sixteen colours are too few for shades: letters say more there.
+    # Sixteen colours are too few for shades: letters are used instead.
     colour = console.color_system in ("256", "truecolor") and not console.no_color
     console.print(picture.as_text(width=console.width, colour=colour), end="", soft_wrap=True)
     for path in files:
@@ -235,7 +235,7 @@ def _list_schedules(as_json: bool) -> None:
     console = Console(highlight=False)
     rows = [
         *((family.name, family.title) for family in FAMILIES.values()),
-        (f"{FILE_PREFIX}PATH", "a schedule of your own"),
+        (f"{FILE_PREFIX}PATH", "a custom schedule"),
     ]
     width = max(len(name) for name, _ in rows)
     for name, title in rows:

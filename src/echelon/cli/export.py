@@ -23,27 +23,27 @@ def command(
     source: Annotated[
         str,
         typer.Argument(
-            help="A run or one of its checkpoints, a directory that `echelon import` made, or a named size with its "
-            "first values."
+            help="A run or one of its checkpoints, a directory that `echelon import` wrote, or a named size with its "
+            "initial weights."
         ),
     ],
     out: Annotated[Path, typer.Argument(help="The directory to write, which must be new or empty.")],
-    dtype: Annotated[str, typer.Option(help="Of the weights: keep, float32, bfloat16, float16 or float64.")] = "keep",
-    shard_size: Annotated[str, typer.Option(help="Largest size of a file.")] = "5GB",
-    average: Annotated[
-        bool, typer.Option("--average", help="The moving average of a run's weights (optimizer.ema).")
-    ] = False,
-    seed: Annotated[int, typer.Option(help="Of the first values of a named size.")] = 0,
+    dtype: Annotated[
+        str, typer.Option(help="Dtype of the weights: keep, float32, bfloat16, float16 or float64.")
+    ] = "keep",
+    shard_size: Annotated[str, typer.Option(help="Maximum size of a file.")] = "5GB",
+    average: Annotated[bool, typer.Option("--average", help="Export the EMA of the weights (optimizer.ema).")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the initial weights of a named size.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
 ) -> None:
-    """Write a model of ours as a Hugging Face model. Refused unless transformers computes the same logits with it."""
+    """Export a model as a Hugging Face model. Fails unless transformers computes the same logits with it."""
     with report_errors(as_json):
         largest = conversion_progress.parse_file_size(shard_size)
         from echelon.checkpoint.hf.convert_model import export_model
         from echelon.training.run.export_model import is_run_or_checkpoint, load_trained_model
 
         if average and not is_run_or_checkpoint(source):
-            raise ValueError(f"only a run has an average of its weights (--average, source {source})")
+            raise ValueError(f"--average requires a run or a checkpoint (source {source})")
         given = load_trained_model(source, ema=average) if is_run_or_checkpoint(source) else source
         done = export_model(
             given, out, dtype=dtype, max_shard_bytes=largest, seed=seed, progress=conversion_progress.progress_bar

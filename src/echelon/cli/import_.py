@@ -20,14 +20,16 @@ echelon train --set model=llama-7b
 def command(
     source: Annotated[Path, typer.Argument(help="A directory with config.json and safetensors files.")],
     out: Annotated[Path, typer.Argument(help="The directory to write, which must be new or empty.")],
-    dtype: Annotated[str, typer.Option(help="Of the weights: keep, float32, bfloat16, float16 or float64.")] = "keep",
-    shard_size: Annotated[str, typer.Option(help="Largest size of a file.")] = "5GB",
+    dtype: Annotated[
+        str, typer.Option(help="Dtype of the weights: keep, float32, bfloat16, float16 or float64.")
+    ] = "keep",
+    shard_size: Annotated[str, typer.Option(help="Maximum size of a file.")] = "5GB",
     check: Annotated[
         bool, typer.Option("--check", help="Compare logits with those of transformers' own model.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
 ) -> None:
-    """Read a Hugging Face model, and write it as one of ours. No pickle is opened, no code of the model is run."""
+    """Import a Hugging Face model. No pickle is opened, and no code of the model is run."""
     with report_errors(as_json):
         largest = conversion_progress.parse_file_size(shard_size)
         from echelon.checkpoint.hf.convert_model import import_model

@@ -19,25 +19,25 @@ echelon score measurements.csv --json
 
 
 def command(
-    table: Annotated[Path, typer.Argument(help="A CSV of measured runs; docs/planning.md names its columns.")],
+    table: Annotated[Path, typer.Argument(help="A CSV of measured runs; docs/planning.md lists its columns.")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
 ) -> None:
-    """Predict every run of a table, and say how far that is from what was measured."""
+    """Predict every run of a table and compare with the measurements."""
     with report_errors(as_json):
         from echelon.planning.calibrate import published_runs
         from echelon.planning.calibrate.scoring import score_runs
 
         questions, skipped = published_runs.parse_runs(published_runs.read_runs(table))
         if not questions:
-            raise ValueError(f"no run of the table can be asked ({table}); docs/planning.md names its columns")
-        found = score_runs(questions, skipped)
+            raise ValueError(f"no run of the table can be predicted ({table}); docs/planning.md lists its columns")
+        result = score_runs(questions, skipped)
     if as_json:
-        print_json(found.to_json())
+        print_json(result.to_json())
     else:
-        _show(found)
+        _show(result)
 
 
-def _show(found: Score) -> None:
+def _show(result: Score) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -45,16 +45,16 @@ def _show(found: Score) -> None:
     table.add_column("source", no_wrap=True)
     for heading in ("runs", "time, median", "time, p90", "fits", "regret"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for name, one in found.sources.items():
+    for name, one in result.sources.items():
         shares = (one.time_median, one.time_p90, one.fit_accuracy, one.regret)
         table.add_row(name, str(one.rows), *("" if share is None else f"{share:.1%}" for share in shares))
-    shares = (found.time_median, found.time_p90, found.fit_accuracy, found.regret)
+    shares = (result.time_median, result.time_p90, result.fit_accuracy, result.regret)
     table.add_section()
     table.add_row("mean over sources", "", *("" if share is None else f"{share:.1%}" for share in shares), style="bold")
     console = Console()
     console.print(table)
     console.print(
-        f"{found.coverage:.0%} of the runs lie inside the 80 % interval, half of which is {found.half_width:.0%} wide"
+        f"{result.coverage:.0%} of the runs lie inside the 80 % interval, half of which is {result.half_width:.0%} wide"
     )
-    for reason, count in found.skipped.items():
-        console.print(f"{count} rows left out: {reason}", style="dim")
+    for reason, count in result.skipped.items():
+        console.print(f"{count} rows skipped: {reason}", style="dim")

@@ -26,30 +26,32 @@ torchrun --nproc-per-node 2 -m echelon train config.toml
 
 def command(
     config: Annotated[
-        Path | None, typer.Argument(help="A TOML file. Without one: a small model on text of this machine.")
+        Path | None, typer.Argument(help="A TOML file. Default: a small model on text of this machine.")
     ] = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key; may be repeated.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a configuration key; may be repeated.")
     ] = None,
     procs: Annotated[
-        int | None, typer.Option(help="Ranks to start here. Default: what the layout names, or one per GPU.")
+        int | None, typer.Option(help="Ranks to start. Default: as many as the layout needs, or one per GPU.")
     ] = None,
     plan: Annotated[
         str,
-        typer.Option(metavar="auto|FILE", help="Let the planner choose the layout, or take a plan's (plan --json)."),
+        typer.Option(
+            metavar="auto|FILE", help="Let the planner choose the layout, or use that of a plan (plan --json)."
+        ),
     ] = "",
     inject: Annotated[
         list[str] | None,
         typer.Option(
             metavar="FAULT",
-            help="A fault on purpose, e.g. kill:rank=1,step=7, to see what happens; may be repeated. Also raise, "
+            help="Inject a fault, e.g. kill:rank=1,step=7; may be repeated. Also raise, "
             "sleep, gone, skip-collective, slow-rank, corrupt-file, full-disk, spike, flip.",
         ),
     ] = None,
     resume: Annotated[
-        str, typer.Option(metavar="RUN", help="Go on with a run from its newest checkpoint, or from the one given.")
+        str, typer.Option(metavar="RUN", help="Resume a run from its newest checkpoint, or from the given one.")
     ] = "",
-    keys: Annotated[bool, typer.Option("--keys", help="List every configuration key and end.")] = False,
+    keys: Annotated[bool, typer.Option("--keys", help="List every configuration key and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
 ) -> None:
     """Train a model."""
@@ -60,13 +62,13 @@ def command(
         from echelon.training.start_training import load_config, load_resumed_config, run_training
 
         if resume and config is not None:
-            raise ValueError(f"a run that goes on has its own configuration ({config}); change keys with --set")
-        asked = (
+            raise ValueError(f"--resume uses the saved configuration (got {config}); change keys with --set")
+        run_config = (
             load_resumed_config(resume, settings or [], procs) if resume else load_config(config, settings or [], procs)
         )
         if plan:
-            asked = _apply_plan(asked, plan, procs, quiet=as_json)
-        summary = run_training(asked, procs=procs, quiet=as_json, inject=inject or [], resume=resume)
+            run_config = _apply_plan(run_config, plan, procs, quiet=as_json)
+        summary = run_training(run_config, procs=procs, quiet=as_json, inject=inject or [], resume=resume)
     if as_json and summary.run:
         print_json(summary.log_fields())
     if summary.stopped is not None:
@@ -76,7 +78,7 @@ def command(
 
 
 def _apply_plan(config: Config, plan: str, procs: int | None, *, quiet: bool) -> Config:
-    """The configuration in the layout that the planner chose."""
+    """The configuration with the layout that the planner chose."""
     from echelon.launch.world import under_launcher
     from echelon.training.run.auto_layout import with_planned_layout
 

@@ -25,22 +25,21 @@ echelon verify --layouts "tp=2" --leave-out tp:reduce_scatter
 
 def command(
     config: Annotated[
-        Path | None, typer.Argument(help="A TOML file, whose model is shrunk and whose layout is tried.")
+        Path | None, typer.Argument(help="A TOML file; its model is shrunk, and its layout verified.")
     ] = None,
     layouts: Annotated[
-        str, typer.Option(help="Layouts between semicolons. Default: the usual ones, up to 8 ranks.")
+        str, typer.Option(help="Layouts, separated by semicolons. Default: the usual ones, up to 8 ranks.")
     ] = "",
     model: Annotated[
-        str, typer.Option(help="A named size, or file.py:factory of your own with batch(rows, seed) beside it.")
-    ] = "",
-    every: Annotated[
-        bool, typer.Option("--all", help="Every layout with every option: the full product, about an hour.")
-    ] = False,
-    leave_out: Annotated[
         str,
         typer.Option(
-            metavar="AXIS:COLLECTIVE", help="Leave a collective out on purpose, to see the failure: tp:all_gather."
+            help="A named size, or file.py:factory of a custom model, with batch(rows, seed) in the same file."
         ),
+    ] = "",
+    every: Annotated[bool, typer.Option("--all", help="Every layout with every option, about an hour.")] = False,
+    leave_out: Annotated[
+        str,
+        typer.Option(metavar="AXIS:COLLECTIVE", help="Leave out a collective, to see verify fail: tp:all_gather."),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
 ) -> None:
@@ -49,7 +48,7 @@ def command(
         from echelon.verification.verify_request import VerifyRequest
 
         if every and (config or model or layouts):
-            rule = "is the full product of our own models and layouts"
+            rule = "verifies all built-in models and layouts"
             raise ValidationError(
                 [ValidationIssue(key="all", value="true", message=rule, legal="--all alone, or the others without it")]
             )
@@ -76,7 +75,7 @@ def _verify(case: VerifyCase, layouts: list[Layout], leave_out: str, every: bool
 
 
 class _VerdictTable:
-    """Rows as they come: each layout's verdict, aligned, with what differs under a failure."""
+    """Prints each layout's verdict as it comes, with the first difference of a failure."""
 
     def __init__(self, quiet: bool):
         from rich.console import Console
@@ -98,15 +97,15 @@ class _VerdictTable:
         total = len(report.verdicts)
         seconds = sum(verdict.seconds for verdict in report.verdicts)
         style = "bold green" if report.passed else "bold red"
-        says = "compute what one device computes, to 1e-10" if report.passed else "pass"
-        self.console.print(f"[{style}]{count} of {total}[/] layouts {says} ({seconds:.0f} s)")
+        outcome = "compute what one device computes, to 1e-10" if report.passed else "pass"
+        self.console.print(f"[{style}]{count} of {total}[/] layouts {outcome} ({seconds:.0f} s)")
 
 
 def _explain(verdict: LayoutVerdict) -> list[str]:
     first = verdict.first_difference
-    found: list[str] = []
+    lines: list[str] = []
     if first is not None:
         what = f"{first.kind} of {first.name}" if first.name else first.kind
-        found.append(f"first difference: {what} at step {first.step + 1}, error {first.error:.1e}; axis {verdict.axis}")
-    found += verdict.trouble.splitlines()
-    return found
+        lines.append(f"first difference: {what} at step {first.step + 1}, error {first.error:.1e}; axis {verdict.axis}")
+    lines += verdict.trouble.splitlines()
+    return lines

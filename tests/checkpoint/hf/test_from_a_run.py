@@ -71,7 +71,7 @@ def test_what_cannot_be(tmp_path):
 def test_a_run_without_a_checkpoint(tmp_path):
     train(config(tmp_path, "dp=1", **{"checkpoint.every": 0, "steps": 1}))
     code, text = export(tmp_path / "run", tmp_path / "out")
-    assert (code, "there is no checkpoint yet" in text) == (2, True)
+    assert (code, "no checkpoint found" in text) == (2, True)
 
 
 @pytest.mark.parametrize("name", ["nowhere", "."])

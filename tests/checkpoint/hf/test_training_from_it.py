@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from laid_out import whole
+from tiny_engines import whole
 from typer.testing import CliRunner
 
 from echelon import models
@@ -138,7 +138,7 @@ def test_what_a_run_has_learnt_is_exported_whatever_its_layout_was(pool: Any, tm
     assert CliRunner().invoke(app, ["export", one, str(tmp_path / "one")]).exit_code == 0
     earlier = load_file(tmp_path / "one" / "model.safetensors")
     assert any(not torch.equal(earlier[name], value) for name, value in found[0].items())
-    for part, said in ((b"x", "part-00000.safetensors"), (None, "no checkpoint of that step")):
+    for part, said in ((b"x", "part-00000.safetensors"), (None, "no checkpoint of step")):
         path = Path(one) / "part-00000.safetensors"
         if part:
             path.write_bytes(path.read_bytes()[:-4] + b"abcd")

@@ -1,0 +1,42 @@
+"""What the launcher does when torch's agent tells it something."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from echelon.launch import scratch_dir
+from echelon.launch.elastic_agent import AgentObserver
+from echelon.launch.rank_failure import RankError, RankFailure
+
+
+@pytest.fixture
+def told(tmp_path):
+    def error_of(seen, attempt):
+        return RankError.from_failure(RankFailure.from_exit_code(-9, 1), world_size=2, function="training")
+
+    before = signal.getsignal(signal.SIGTERM)
+    yield AgentObserver(tmp_path, error_of, None, is_stoppable=True)
+    signal.signal(signal.SIGTERM, before)
+
+
+def is_told(folder, attempt: int) -> bool:
+    return (scratch_dir.attempt_dir(folder, attempt) / scratch_dir.FAULTS_DIR / f"{scratch_dir.STOP_KEY}.txt").exists()
+
+
+def test_running_ranks_receive_the_stop_request(told, tmp_path):
+    told.on_start()
+    signal.raise_signal(signal.SIGTERM)
+    assert is_told(tmp_path, 0)
+    with pytest.raises(RankError):
+        told.on_failure({})  # no restart of what is to stop
+
+
+def test_restarted_ranks_receive_the_stop_request(told, tmp_path):
+    """It came between a failure and the restart: the word was left for ranks that were gone, and the run went on."""
+    told.on_start()
+    told.on_failure({})
+    signal.raise_signal(signal.SIGTERM)
+    told.on_start()
+    assert is_told(tmp_path, 1)
