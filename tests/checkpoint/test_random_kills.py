@@ -6,9 +6,9 @@ import random
 from pathlib import Path
 
 import pytest
-from tests.checkpoint.killed import EVERY, train
 
 from echelon.launch.rank_failure import RankError
+from tests.checkpoint.killed_runs import EVERY, train
 from tests.checkpoint.test_resume import config, losses, states
 
 KILLS, STEPS = 30, 600

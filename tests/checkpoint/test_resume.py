@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from small_runs import small
-from tests.checkpoint.killed import train
 
 from echelon.checkpoint.checkpoint_index import CheckpointError
 from echelon.checkpoint.load import open_index
@@ -22,6 +21,7 @@ from echelon.training.loop import train_on_rank
 from echelon.training.run.resume import parse_resume_path, resumed_config
 from echelon.training.run.run_dir import Run
 from echelon.training.start_training import default_procs
+from tests.checkpoint.killed_runs import train
 
 STEPS = 9
 

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.checkpoint.trained import built, stepped
 
 from echelon.checkpoint import direct_io, staging
 from echelon.checkpoint.checkpoint_index import PAGE_BYTES
@@ -20,6 +19,7 @@ from echelon.checkpoint.tensor_slices import LocalSlice
 from echelon.checkpoint.training_state import StateItem
 from echelon.config.sections import OptimizerConfig
 from echelon.training.engine_state import EngineCheckpointer, training_state
+from tests.checkpoint.save_and_load_runs import built, stepped
 
 
 def values_of(engine) -> dict[str, torch.Tensor]:

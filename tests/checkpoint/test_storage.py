@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.checkpoint.trained import built, run, stepped
 from tiny_engines import tiny
 
 from echelon.checkpoint.checkpoint_index import CheckpointError, digest_line
@@ -21,6 +20,7 @@ from echelon.checkpoint.storage import WRITING_PREFIX, LocalStorage
 from echelon.config.sections import OptimizerConfig
 from echelon.launch.rank_failure import RankError
 from echelon.training.engine_state import EngineCheckpointer
+from tests.checkpoint.save_and_load_runs import built, run, stepped
 
 SHAPE = tiny(layers=1, vocab=31)
 RULE = OptimizerConfig(lr=1e-2)

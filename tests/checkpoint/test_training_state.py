@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.checkpoint.trained import run
 from tiny_engines import largest_error, tiny
 
 from echelon.config.sections import OptimizerConfig
@@ -12,6 +11,7 @@ from echelon.layout import Layout
 from echelon.models.moe_config import MoEConfig
 from echelon.parallel.parallel_options import ParallelOptions
 from echelon.precision.loss_scale import LossScale
+from tests.checkpoint.save_and_load_runs import run
 
 SHAPE = tiny()
 RULES = {

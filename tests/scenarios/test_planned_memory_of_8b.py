@@ -40,9 +40,9 @@ def peak(plan):
     return plan.memory.total - plan.memory.parts["reserve"]
 
 
-@pytest.mark.parametrize("step", STEPS, ids=lambda s: f"{s.case.shape.name} {s.precision} {s.case.layout}")
+@pytest.mark.parametrize("step", STEPS, ids=lambda s: f"{s.scenario.shape.name} {s.precision} {s.scenario.layout}")
 def test_step_and_peak_are_what_an_h200_measured(step):
-    plan = price(step.case)
+    plan = price(step.scenario)
     assert plan.seconds == pytest.approx(step.seconds, rel=0.10)
     assert peak(plan) == pytest.approx(step.peak_bytes, rel=0.05)
 

@@ -6,11 +6,11 @@ A renamed key is refused by name: tests/checkpoint/test_storage.py.
 from __future__ import annotations
 
 import pytest
-from tests.checkpoint.trained import run
 from tiny_engines import largest_error, tiny
 
 from echelon.config.sections import OptimizerConfig
 from echelon.layout import Layout
+from tests.checkpoint.save_and_load_runs import run
 
 ADAMW = OptimizerConfig(lr=1e-2)
 SHAPE = tiny(layers=4)

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from small_runs import small
-from tests.checkpoint.killed import die
 
 from echelon.checkpoint.load import open_index
 from echelon.checkpoint.storage import LocalStorage
@@ -29,6 +28,7 @@ from echelon.training.run.resume import resumed_config
 from echelon.training.run.run_dir import Run
 from echelon.training.step_result import StepResult
 from echelon.training.task import LanguageModelTask
+from tests.checkpoint.killed_runs import die
 
 STEPS, AT = 12, 8
 """a run's steps, and the one whose batch is noise"""
