@@ -9,6 +9,8 @@ ec.compressed("lossless+fp8")       compress the saved activations of any model
 ec.PipelineModel, ec.PipelineLayer  where a pipeline may cut a custom model
 ec.CoreAttention, AttentionContext  the attention of a custom model, for context parallelism
 ec.Layout.parse("dp=2,tp=2")        a layout is data
+
+Examples in docstrings assume `import echelon as ec` and `import torch`; tests/test_public_api.py runs them.
 """
 
 from __future__ import annotations
@@ -49,19 +51,19 @@ __all__ = [
 ]
 
 _MODULES = {
-    "AttentionContext": "models.attention",
-    "Config": "config.run_config",
-    "CoreAttention": "models.attention",
-    "Engine": "training.engine",
-    "PipelineLayer": "models.pipeline_model",
-    "PipelineModel": "models.pipeline_model",
-    "Report": "verification.verifier",
-    "Run": "training.run_dir",
-    "compressed": "memory.compression.saved_tensor_compression",
-    "plan": "planning.planner",
-    "train": "training.start_training",
-    "verify": "verification.verifier",
-    "wrap": "training.wrap",
+    "AttentionContext": "echelon.models.attention",
+    "Config": "echelon.config.run_config",
+    "CoreAttention": "echelon.models.attention",
+    "Engine": "echelon.training.engine",
+    "PipelineLayer": "echelon.models.pipeline_model",
+    "PipelineModel": "echelon.models.pipeline_model",
+    "Report": "echelon.verification.verifier",
+    "Run": "echelon.training.run.run_dir",
+    "compressed": "echelon.memory.compression.saved_tensor_compression",
+    "plan": "echelon.planning.planner",
+    "train": "echelon.training.start_training",
+    "verify": "echelon.verification.verifier",
+    "wrap": "echelon.training.wrap",
 }
 
 
@@ -71,6 +73,6 @@ def __getattr__(name: str) -> object:
 
     if name not in _MODULES:
         raise AttributeError(f"module 'echelon' has no attribute {name!r}")
-    value = getattr(import_module(f"echelon.{_MODULES[name]}"), name)
+    value = getattr(import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
