@@ -13,7 +13,7 @@ from echelon.layout import Layout
 from echelon.models import model_config
 from echelon.models.model_config import ModelConfig
 from echelon.parallel.dp import sync_batchnorm
-from echelon.training import engine, grad_norm
+from echelon.training import grad_norm
 from echelon.verification import verifier
 from echelon.verification.compare import RankReport, run_and_compare
 from echelon.verification.verifier import LayoutVerdict, Verifier
@@ -156,12 +156,12 @@ def test_a_data_parallel_pipeline_without_its_reduction(pool: RankPool, schedule
 
 def without_partial_sums(case: VerifyCase, layout: str, leave_out: str, truth: Path) -> RankReport:
     """On a rank: gradients of which each tp rank has a part are not summed."""
-    whole = engine.partial_gradients
-    engine.partial_gradients = lambda parallel: []
+    whole = grad_norm.PartialGradients.all_reduce
+    grad_norm.PartialGradients.all_reduce = lambda *_: None
     try:
         return run_and_compare(case, layout, leave_out, truth)
     finally:
-        engine.partial_gradients = whole
+        grad_norm.PartialGradients.all_reduce = whole
 
 
 def without_batch_statistics(case: VerifyCase, layout: str, leave_out: str, truth: Path) -> RankReport:
@@ -178,7 +178,7 @@ def with_every_copy_counted(case: VerifyCase, layout: str, leave_out: str, truth
     """On a rank: the norm counts what it holds, owned or not."""
     whole = grad_norm.gradient_slices
     grad_norm.gradient_slices = lambda parallel, **_: [
-        grad_norm.GradientSlice(unit, slice(None), "", True) for unit in parallel.sharded_model.units
+        grad_norm.GradientSlice(unit, slice(None), "", True) for unit in parallel.sharded_model.param_groups
     ]
     try:
         return run_and_compare(case, layout, leave_out, truth)

@@ -221,7 +221,7 @@ def test_everybody_who_reads_sees_a_finished_update(layout: str, kind: str) -> N
         assert losses[1] == pytest.approx(losses[0], rel=1e-12)
         said = []
         for engine in (plain, away):
-            with engine.outside_gathered():
+            with engine.non_layer_params_unsharded():
                 said.append(engine.next_token_logits(batch["tokens"][:1], SHAPE.vocab))
         assert error(said[1], said[0]) <= 1e-10
 

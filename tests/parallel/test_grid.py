@@ -308,7 +308,7 @@ def text_logits(layout: str) -> tuple[Tensor, float | None]:
     engine = engine_of(shape, layout)
     tokens = batch_of(shape, 1, 7)["tokens"]
     engine.model.eval()
-    with torch.no_grad(), engine.outside_gathered():
+    with torch.no_grad(), engine.non_layer_params_unsharded():
         found = engine.next_token_logits(tokens, shape.vocab)
     return found, engine.evaluate(engine.microbatches(batch_of(shape, 4 * Layout.parse(layout).dp, seed=3)))
 

@@ -320,7 +320,7 @@ def what_comes_next(text: str, size: int) -> Tensor:
     engine = Engine(models.build(replace(model_config.find_model("llama-tiny"), layers=2), "meta"), text)
     engine.model.eval()
     tokens = torch.arange(size)[None] % 7
-    with engine.outside_gathered():
+    with engine.non_layer_params_unsharded():
         return engine.next_token_logits(tokens, 257)
 
 

@@ -266,7 +266,7 @@ def test_a_plan_in_8_bits_is_run_in_8_bits(tmp_path):
     assert (chosen.dtype, chosen.precision.compute) == ("bfloat16", "fp8")
     assert chosen.layout == json.loads(result.stdout)["plans"][0]["layout"]
     assert "8 bits" in words
-    assert not [fault for fault in chosen.faults(world=8) if fault.key == "precision.compute"]
+    assert not [fault for fault in chosen.issues(world=8) if fault.key == "precision.compute"]
     by_row = replace(asked, dtype="bfloat16", precision=PrecisionConfig(compute="fp8-row"))
     assert with_planned_layout(by_row, str(file), 8)[0].precision.compute == "fp8-row"
 

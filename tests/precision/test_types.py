@@ -102,7 +102,7 @@ def kept(shape, layout, patterns, compute=F16, lr=1.0):
     engine.model.train()
     result = engine.step(batch_of(shape, 4))
     types = {name: parameter.dtype for name, parameter in engine.model.named_parameters()}
-    with engine.outside_gathered():
+    with engine.non_layer_params_unsharded():
         logits = engine.next_token_logits(torch.zeros(1, 5, dtype=torch.int64), 3)
     return types, result.loss, whole(engine.parallel, "master"), logits
 

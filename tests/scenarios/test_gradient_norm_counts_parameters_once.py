@@ -59,10 +59,10 @@ def ones(name, layout):
     engine = engine_of((SHAPES | MIXTURES)[name], layout)
     for unit in engine.parallel.sharded_model.param_groups:
         unit.grad.fill_(1.0)
-    norm, largest = float(engine.norm()), float(engine.norm(math.inf))
-    engine.optimizer.step(0.0, clip_factor(engine.norm(), 0.5), torch.tensor(True))
+    norm, largest = float(engine.grad_norm()), float(engine.grad_norm(math.inf))
+    engine.optimizer.step(0.0, clip_factor(engine.grad_norm(), 0.5), torch.tensor(True))
     clipped = whole(engine.parallel)
-    return norm, largest, float(engine.norm()), {float(g) for grad in clipped.values() for g in grad.unique()}
+    return norm, largest, float(engine.grad_norm()), {float(g) for grad in clipped.values() for g in grad.unique()}
 
 
 @pytest.mark.parametrize("name", [*SHAPES, *MIXTURES])
@@ -93,7 +93,7 @@ class Ones(nn.Module):
 def through_a_step(layout, clip):
     engine = Engine(Ones().double(), layout, clip=clip, options=float64())
     result = engine.step({"x": torch.zeros(12, 1)})
-    return result.norm, float(engine.norm()), float(engine.norm(math.inf))
+    return result.norm, float(engine.grad_norm()), float(engine.grad_norm(math.inf))
 
 
 @pytest.mark.parametrize("layout", ["dp=2,accumulate=2", "dp=3,zero=1", "dp=4,zero=3,shard=2"])
@@ -109,7 +109,7 @@ def clipped_step(name, layout):
     shape = (SHAPES | MIXTURES)[name]
     engine = engine_of(shape, layout, clip=1e-3)
     norm = engine.step(batch_of(shape, 4, length=8)).norm
-    return norm, float(engine.norm())
+    return norm, float(engine.grad_norm())
 
 
 @pytest.mark.parametrize(("name", "layout"), [("tied", "tp=4"), ("experts", "dp=2,tp=2,ep=2,etp=2,zero=1")])

@@ -217,7 +217,7 @@ def test_steps_that_are_not_finite_are_one_spike(tmp_path, monkeypatch):
     def poisoned(self, microbatches, **kwargs):
         attempts.append(self.num_steps + 1)
         if len(attempts) >= AT and attempts.count(self.num_steps + 1) == 1 and self.num_steps + 1 < AT + 3:
-            self.last_num_targets.fill_(0.0)  # backward starts from infinity
+            self.normalizer.last_num_targets.fill_(0.0)  # backward starts from infinity
         return run(self, microbatches, **kwargs)
 
     monkeypatch.setattr(Engine, "step_microbatches", poisoned)

@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from echelon.config.sections import PipelineConfig
 
 
-KeyedFault = tuple[tuple[str, ...], ValidationIssue]
+KeyedIssue = tuple[tuple[str, ...], ValidationIssue]
 """The keys a rule reads, and the fault it found."""
 
 
-def cross_key_faults(config: Config, *, world: int | None, invalid_keys: Set[str]) -> list[ValidationIssue]:
+def cross_key_issues(config: Config, *, world: int | None, invalid_keys: Set[str]) -> list[ValidationIssue]:
     """`refused` are keys that are known to be wrong: rules that need their values are not asked."""
     rules = [*_data_rules(config), *_model_rules(config), *_precision_rules(config), *_optimizer_rules(config)]
     rules += [*_run_rules(config), *_compress_rules(config), *_elastic_rules(config)]
     rules += guard_rules(config, Layout.resolve(grammar.parse_pairs(config.layout).values))
     found = [fault for involved, fault in rules if invalid_keys.isdisjoint(involved)]
-    return found + _layout_faults(config, world, invalid_keys)
+    return found + _layout_issues(config, world, invalid_keys)
 
 
-def _data_rules(config: Config) -> Iterator[KeyedFault]:
+def _data_rules(config: Config) -> Iterator[KeyedIssue]:
     data = config.data
     if data.weights and len(data.weights) != len(data.path):
         yield (
@@ -82,7 +82,7 @@ def _data_rules(config: Config) -> Iterator[KeyedFault]:
         yield ("data.tokenizer",), fault
 
 
-def _precision_rules(config: Config) -> Iterator[KeyedFault]:
+def _precision_rules(config: Config) -> Iterator[KeyedIssue]:
     compute, key = config.precision.compute, "precision.compute"
     layout = Layout.resolve(grammar.parse_pairs(config.layout).values)
     schedule = layout.schedule
@@ -119,7 +119,7 @@ def _precision_rules(config: Config) -> Iterator[KeyedFault]:
             )
 
 
-def _optimizer_rules(config: Config) -> Iterator[KeyedFault]:
+def _optimizer_rules(config: Config) -> Iterator[KeyedIssue]:
     rule = config.optimizer
     layout = Layout.resolve(grammar.parse_pairs(config.layout).values)
     for text in rule.groups:
@@ -161,13 +161,13 @@ def _optimizer_rules(config: Config) -> Iterator[KeyedFault]:
         yield (fault.key, "layout"), fault
 
 
-def _compress_rules(config: Config) -> Iterator[KeyedFault]:
+def _compress_rules(config: Config) -> Iterator[KeyedIssue]:
     layout = Layout.resolve(grammar.parse_pairs(config.layout).values)
     if rule := compression_cost.incompatibility(config.compress, layout.recompute, layout.offload):
         yield ("compress", "layout"), ValidationIssue(key="compress", value=config.compress, message=rule)
 
 
-def _run_rules(config: Config) -> Iterator[KeyedFault]:
+def _run_rules(config: Config) -> Iterator[KeyedIssue]:
     if config.run and (rule := _folder_problem(Path(config.run))):
         yield (
             ("run",),
@@ -206,7 +206,7 @@ def _address_problem(path: str) -> str:
     return ""
 
 
-def _elastic_rules(config: Config) -> Iterator[KeyedFault]:
+def _elastic_rules(config: Config) -> Iterator[KeyedIssue]:
     layout = Layout.resolve(grammar.parse_pairs(config.layout).values)
     if config.elastic.replan and layout.pp > 1 and layout.schedule in ASYNC_SCHEDULES:
         rule = f"would change what is computed: updates of schedule={layout.schedule} depend on the number of stages"
@@ -258,7 +258,7 @@ BUILTIN_MODEL_KEYS = ("data.", "sample.", "eval.", "seq_len", "dropout", "tied",
 """keys that only our own models and data read"""
 
 
-def no_effect_faults(config: Config, given: Mapping[str, Any], invalid_keys: Set[str]) -> list[ValidationIssue]:
+def no_effect_issues(config: Config, given: Mapping[str, Any], invalid_keys: Set[str]) -> list[ValidationIssue]:
     if not invalid_keys.isdisjoint(("model", "layout")):
         return []
     return [
@@ -270,7 +270,7 @@ def no_effect_faults(config: Config, given: Mapping[str, Any], invalid_keys: Set
     ]
 
 
-def _model_rules(config: Config) -> Iterator[KeyedFault]:
+def _model_rules(config: Config) -> Iterator[KeyedIssue]:
     if user_model.is_user_model(config.model):
         found = list(user_model.validate_spec(config.model))
         beside = config.model.rpartition(":")[0] + ":batch"
@@ -312,7 +312,7 @@ def _model_rules(config: Config) -> Iterator[KeyedFault]:
         )
 
 
-def _layout_faults(config: Config, world: int | None, invalid_keys: Set[str]) -> list[ValidationIssue]:
+def _layout_issues(config: Config, world: int | None, invalid_keys: Set[str]) -> list[ValidationIssue]:
     if "layout" in invalid_keys:
         return []
     model = None
@@ -333,8 +333,8 @@ def _layout_faults(config: Config, world: int | None, invalid_keys: Set[str]) ->
     if wrong := schedule_file_error(layout, model.layers if model else 0):
         found.append(ValidationIssue(key="schedule", value=layout.schedule, message=f"cannot be run: {wrong}"))
     elif config.pipeline.layers and layout.pp > 1 and model:
-        found += stage_faults(config.pipeline.layers, schedule_for_layout(layout).stages, model)
-    return [*found, *profile_faults(config.pipeline), *slice_faults(config)]
+        found += stage_issues(config.pipeline.layers, schedule_for_layout(layout).stages, model)
+    return [*found, *profile_issues(config.pipeline), *slice_issues(config)]
 
 
 def guard_rules(config: Config, layout: Layout) -> Iterator[tuple[tuple[str, ...], ValidationIssue]]:
@@ -378,7 +378,7 @@ MEASURE = "measure"
 """the `pipeline.profile` that is made before a run"""
 
 
-def slice_faults(config: Config) -> Iterator[ValidationIssue]:
+def slice_issues(config: Config) -> Iterator[ValidationIssue]:
     slices = config.pipeline.slices
     if slices and sum(slices) != config.seq_len:
         rule = f"does not make up a sequence (seq_len={config.seq_len})"
@@ -387,7 +387,7 @@ def slice_faults(config: Config) -> Iterator[ValidationIssue]:
         )
 
 
-def profile_faults(pipeline: PipelineConfig) -> Iterator[ValidationIssue]:
+def profile_issues(pipeline: PipelineConfig) -> Iterator[ValidationIssue]:
     key, given = "pipeline.profile", pipeline.profile
     if given and pipeline.layers:
         yield ValidationIssue(
@@ -402,7 +402,7 @@ def profile_faults(pipeline: PipelineConfig) -> Iterator[ValidationIssue]:
             )
 
 
-def stage_faults(layers: tuple[int, ...], stages: int, model: ModelConfig) -> Iterator[ValidationIssue]:
+def stage_issues(layers: tuple[int, ...], stages: int, model: ModelConfig) -> Iterator[ValidationIssue]:
     if len(layers) != stages or sum(layers) != model.layers:
         yield ValidationIssue(
             key="pipeline.layers",

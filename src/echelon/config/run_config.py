@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from echelon.config import schema
-from echelon.config.config_rules import cross_key_faults, keys_without_effect, no_effect_faults
+from echelon.config.config_rules import cross_key_issues, keys_without_effect, no_effect_issues
 from echelon.config.schema import ConfigKey, Range, SettingText
 from echelon.config.sections import (
     ABOVE_ZERO,
@@ -117,8 +117,8 @@ class Config:
         typed, more = _read_settings(settings)
         config, wrong = _build(cls, given | typed)
         refused = {fault.key for fault in wrong}
-        faults += [*more, *wrong, *config.faults(world=world, invalid_keys=refused)]
-        faults += no_effect_faults(config, typed if written_by_run else given | typed, refused)
+        faults += [*more, *wrong, *config.issues(world=world, invalid_keys=refused)]
+        faults += no_effect_issues(config, typed if written_by_run else given | typed, refused)
         if faults:
             raise ValidationError(faults)
         return config
@@ -129,9 +129,9 @@ class Config:
         typed, faults = _read_settings(settings)
         config, wrong = _build(cls, typed)
         refused = {fault.key for fault in wrong}
-        faults += [*wrong, *config.faults(invalid_keys=refused)]
+        faults += [*wrong, *config.issues(invalid_keys=refused)]
         if layout:
-            faults += no_effect_faults(replace(config, layout=layout), typed, refused)
+            faults += no_effect_issues(replace(config, layout=layout), typed, refused)
         if faults:
             raise ValidationError(faults)
         return config
@@ -156,12 +156,12 @@ class Config:
         """The table of every key with its type, default and meaning."""
         return tuple(schema.key_table(cls, with_meanings=True).values())
 
-    def faults(self, *, world: int | None = None, invalid_keys: Set[str] = frozenset()) -> list[ValidationIssue]:
+    def issues(self, *, world: int | None = None, invalid_keys: Set[str] = frozenset()) -> list[ValidationIssue]:
         """What is wrong between keys, and between the configuration, the model, the layout and the files it names.
 
         `refused` are keys that are known to be wrong: rules that need their values are not asked.
         """
-        return cross_key_faults(self, world=world, invalid_keys=invalid_keys)
+        return cross_key_issues(self, world=world, invalid_keys=invalid_keys)
 
     @property
     def loss_scaling(self) -> str:

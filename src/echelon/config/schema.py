@@ -154,7 +154,7 @@ def parse_values(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], l
     faults: list[ValidationIssue] = []
     for name, value in given.items():
         if name not in table:
-            faults.append(_unknown_key_fault(name, value, table))
+            faults.append(_unknown_key_issue(name, value, table))
             continue
         key = table[name]
         try:
@@ -306,7 +306,7 @@ def _convert_scalar(hint: Any, value: Any) -> Any:
     return value
 
 
-def _unknown_key_fault(name: str, value: Any, table: Mapping[str, ConfigKey]) -> ValidationIssue:
+def _unknown_key_issue(name: str, value: Any, table: Mapping[str, ConfigKey]) -> ValidationIssue:
     below = [key for key in table if key.startswith(name + ".")]
     if below:
         return ValidationIssue(

@@ -1,4 +1,4 @@
-"""One update for each unit, so that each can run as soon as its gradients are there (training/update_strategies.py)."""
+"""One update for each unit, so that each can run as soon as its gradients are there (training/step_strategies.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a configuration to what the engine is given: types of torch, and what the loss is scaled by."""
+"""Options of an engine: from the configuration, and which of them are incompatible."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from echelon.optim import offload_support
 from echelon.optim.update_rule import UpdateRule
 from echelon.parallel.parallel_options import ParallelOptions
 from echelon.precision.loss_scale import LossScale
-from echelon.training import update_strategies
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 MIB = 1 << 20
 
 
 def parallel_options(config: Config, device: torch.device) -> ParallelOptions:
+    """Translate the configuration into options of `apply`."""
     compute, asked = DTYPES[config.dtype], config.precision
     reduce = {"master": None, "same": compute}.get(asked.reduce, DTYPES.get(asked.reduce))
     return ParallelOptions(
@@ -46,6 +46,7 @@ def parallel_options(config: Config, device: torch.device) -> ParallelOptions:
 
 
 def loss_scale_settings(config: Config) -> LossScale:
+    """Translate `precision.loss_scale` and its companions."""
     asked = config.precision
     if isinstance(asked.loss_scale, float):
         return LossScale(start=asked.loss_scale)
@@ -57,18 +58,37 @@ def loss_scale_settings(config: Config) -> LossScale:
 def validate_engine(
     rule: UpdateRule, layout: Layout, *, clip: float, master: torch.dtype, loss_scale: LossScale
 ) -> None:
+    """Raise ValueError where options of an engine are incompatible with each other."""
     if rule.in_backward:
-        update_strategies.check_in_backward_support(layout, clip, loss_scale)
+        _check_update_in_backward(layout, clip, loss_scale)
     offload_support.check_offload(rule, layout.offload, master="none" if master.itemsize < 4 else "float32")
     if layout.pp == 1 or layout.schedule not in ASYNC_SCHEDULES:
         return
     if rule.ema:
         raise ValueError(
-            f"older versions of the weights are under way when an evaluation would use their average "
+            f"evaluation cannot use averaged weights while older versions of the weights are in flight "
             f"(schedule={layout.schedule}, optimizer.ema={rule.ema:g}); use schedule=1f1b, or ema=0"
         )
     if loss_scale.is_dynamic:
         raise ValueError(
-            f"stages of schedule={layout.schedule} update at different times and could not agree on a loss scale; "
-            "give a fixed one (precision.loss_scale=1024), or use schedule=1f1b"
+            f"stages of schedule={layout.schedule} update at different times and cannot agree on a dynamic loss scale; "
+            "use a fixed one (precision.loss_scale=1024), or schedule=1f1b"
+        )
+
+
+def _check_update_in_backward(layout: Layout, clip: float, loss_scale: LossScale) -> None:
+    if clip:
+        raise ValueError(
+            f"clipping requires the norm of all gradients, and updates in backward free gradients before it is known "
+            f"(clip={clip:g}, optimizer.in_backward=true); use clip=0"
+        )
+    if loss_scale.is_dynamic:
+        raise ValueError(
+            "a dynamic loss scale skips steps whose gradients overflow, and updates in backward happen before that is "
+            "known (optimizer.in_backward=true); use precision.loss_scale=1024, or dtype=bfloat16"
+        )
+    if layout.pp > 1:
+        raise ValueError(
+            "in a pipeline gradients of several microbatches accumulate until the last one, and only the last stage "
+            f"knows the number of targets (pp={layout.pp}, optimizer.in_backward=true); use pp=1"
         )

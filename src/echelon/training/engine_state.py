@@ -21,9 +21,9 @@ from echelon.training.engine import Engine
 def training_state(engine: Engine) -> TrainingState:
     """One rank's part of everything that a step reads and changes."""
     numbers = {
-        "last_count": _tensor_number(torch.float64, lambda: engine.last_num_targets),
-        "loss_scale": _tensor_number(torch.float64, lambda: engine.loss_scaler.scale),
-        "good_steps": _tensor_number(torch.int64, lambda: engine.loss_scaler.good_steps),
+        "last_count": _tensor_number(torch.float64, lambda: engine.normalizer.last_num_targets),
+        "loss_scale": _tensor_number(torch.float64, lambda: engine.normalizer.loss_scaler.scale),
+        "good_steps": _tensor_number(torch.int64, lambda: engine.normalizer.loss_scaler.good_steps),
     }
     if engine.pipeline is not None and engine.pipeline.asynchronous:
         numbers["seed"] = _backward_seed_number(engine.pipeline.runtime)

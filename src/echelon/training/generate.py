@@ -26,7 +26,7 @@ def generate_text(
     start = len(ids)
     was_training = model.training
     model.eval()
-    with engine.outside_gathered():
+    with engine.non_layer_params_unsharded():
         for position in range(num_tokens):
             window = torch.tensor([ids[-length:]], device=device)
             logits = engine.next_token_logits(window, tokenizer.vocab_size)

@@ -20,7 +20,12 @@ from torch import Tensor
 
 from echelon import compat
 from echelon.layout.placement import Piece
+<<<<<<< HEAD
 from echelon.parallel.comm.mesh_axis import MeshAxis, all_reduce_coalesced
+=======
+from echelon.parallel.apply import ParallelModel
+from echelon.parallel.comm.mesh_axis import all_reduce_coalesced
+>>>>>>> ad03c27 (Show a step of the engine on one screen: updates, asynchronous steps and first-step work are strategies)
 from echelon.parallel.dp.param_group import ParamGroup, flat_norm
 from echelon.parallel.dp.sharded_model import ShardedModel
 from echelon.parallel.parallel_model import ParallelModel
@@ -126,24 +131,24 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)
 
 
-GradientPieces = list[tuple[ParamGroup, Piece]]
-PiecesByAxis = list[tuple[MeshAxis, GradientPieces]]
+class PartialGradients:
+    """Gradients of which each rank of an axis holds one summand: all-reduced over it once per step."""
 
+    def __init__(self, parallel: ParallelModel):
+        by_axis: dict[str, list[tuple[ParamGroup, Piece]]] = {}
+        for group, piece in parallel.sharded_model.pieces():
+            for name in piece.param.partial_grad_axes if piece.start < piece.stop else ():
+                by_axis.setdefault(name, []).append((group, piece))
+        # In one order on all ranks.
+        self._by_axis = [(parallel.axes[name], pieces) for name, pieces in sorted(by_axis.items())]
 
-def partial_gradients(parallel: ParallelModel) -> PiecesByAxis:
-    """By axis, in one order on all ranks."""
-    found: dict[str, list[tuple[ParamGroup, Piece]]] = {}
-    for unit, piece in parallel.sharded_model.pieces():
-        for name in piece.param.partial_grad_axes if piece.start < piece.stop else ():
-            found.setdefault(name, []).append((unit, piece))
-    return [(parallel.axes[name], held) for name, held in sorted(found.items())]
-
-
-def all_reduce_pieces(axis: MeshAxis, pieces: GradientPieces) -> None:
-    """Of those on the host, a sum is made on the device."""
-    found = [ShardedModel.piece_view(unit.grad, piece) for unit, piece in pieces]
-    here = [gradient.to(unit.unsharded_param.device) for gradient, (unit, _) in zip(found, pieces, strict=True)]
-    all_reduce_coalesced(axis, here)
-    for gradient, summed in zip(found, here, strict=True):
-        if gradient is not summed:
-            gradient.copy_(summed)
+    def all_reduce(self, only: ParamGroup | None = None) -> None:
+        """All-reduce in place, of all parameter groups or one. Gradients on the host travel over the device."""
+        for axis, pieces in self._by_axis:
+            wanted = [(group, piece) for group, piece in pieces if only is None or group is only]
+            grads = [ShardedModel.piece_view(group.grad, piece) for group, piece in wanted]
+            on_device = [grad.to(group.unsharded_param.device) for grad, (group, _) in zip(grads, wanted, strict=True)]
+            all_reduce_coalesced(axis, on_device)
+            for grad, reduced in zip(grads, on_device, strict=True):
+                if grad is not reduced:
+                    grad.copy_(reduced)

@@ -73,7 +73,7 @@ def train_on_rank(
         if attempt.resume and world.rank == 0:
             watch.set_run_dir(parse_resume_path(attempt.resume)[0])  # what is said of a failure has a log from now on
         summary = TrainingLoop(
-            config, world, quiet=quiet, recorder=recorder, watch=watch, attempt=attempt, stopping=stopping
+            config, world, quiet=quiet, recorder=recorder, watchdog=watch, attempt=attempt, graceful_stop=stopping
         ).run()
     if meeting is not None:
         meeting.announce_end()
@@ -90,12 +90,12 @@ class TrainingLoop:
         *,
         quiet: bool,
         recorder: FlightRecorder,
-        watch: Watchdog,
+        watchdog: Watchdog,
         attempt: Attempt,
-        stopping: GracefulStop,
+        graceful_stop: GracefulStop,
     ):
-        self.config, self.world, self._watch, self.resume = config, world, watch, attempt.resume
-        self._attempt, self._stopping, self._recorder = attempt, stopping, recorder
+        self.config, self.world, self._watchdog, self.resume = config, world, watchdog, attempt.resume
+        self._attempt, self._graceful_stop, self._recorder = attempt, graceful_stop, recorder
         self.started = time.perf_counter()
         barriers = recorder.new_sequence(range(world.world_size))
         self.task = build_task(
@@ -108,7 +108,7 @@ class TrainingLoop:
             seq_len=config.seq_len,
             model=self.task.model_config,
         )
-        watch.set_mesh_position(mesh_position(Mesh(self.layout), world.rank))
+        watchdog.set_mesh_position(mesh_position(Mesh(self.layout), world.rank))
         options = parallel_options(config, world.device)
         options = replace(options, working_bytes=transient_bytes(config, self.layout, self.task.model_config, world))
         self.profile = self._profile(options) if config.pipeline.profile else None
@@ -161,7 +161,7 @@ class TrainingLoop:
             else:
                 refuse_if_running(run)
         if run is not None:
-            self._watch.set_run_dir(run.path)
+            self._watchdog.set_run_dir(run.path)
         self._attempt.log_changes(run, self.display)
         if run is not None and self.profile is not None:
             run.write("profile.json", self.profile.to_json())
@@ -272,10 +272,10 @@ class TrainingLoop:
         # A GPU works on a step while the host queues the next; ranks of an asynchronous schedule end a step at
         # different times. Told one step later, nobody waits for it.
         late = self.world.device.type == "cuda" or (pipeline is not None and pipeline.asynchronous)
-        self._stopping.reads_results_late = late
+        self._graceful_stop.reads_results_late = late
         step = first
         while step < config.steps:
-            self._stopping.before_step(step + 1)
+            self._graceful_stop.before_step(step + 1)
             telling.stopwatch.begin()
             self._recorder.step = step + 1
             lr = learning_rate(step, config.steps, config)
@@ -313,7 +313,7 @@ class TrainingLoop:
                 telling.step_seconds[-1] += time.perf_counter() - begun  # what steps have left to do is a part of them
             if last or not (telling.spike_detector.rolls_back and telling.consecutive_skips):
                 checkpoints.after_step(step + 1, last=last)
-            if self._stopping.should_stop_after(step + 1) and not last:
+            if self._graceful_stop.should_stop_after(step + 1) and not last:
                 spike = telling.log_steps(untold)
                 done = step + 1 if spike is None else self._back(spike, telling, checkpoints)
                 checkpoints.save_at_stop(done)

@@ -60,7 +60,7 @@ def build_config(model: str | Path | Config | Callable[[], Any], settings: dict[
 
 def load_config(path: str | Path | None, settings: Sequence[str], procs: int | None) -> Config:
     """The configuration; its faults and those of `procs` come together."""
-    wrong = [] if procs is None else _procs_faults(procs)
+    wrong = [] if procs is None else _procs_issues(procs)
     try:
         config = Config.load(path, settings, world=None if wrong else procs)
     except ValidationError as error:
@@ -103,12 +103,12 @@ def run_training(
 
     if procs is None:
         procs = int(os.environ["WORLD_SIZE"]) if under_launcher() else default_procs(config, resume)
-    if wrong := _procs_faults(procs):
+    if wrong := _procs_issues(procs):
         raise ValidationError(wrong)
     count = 1 if under_launcher() else procs
-    faults = config.faults(world=None if under_launcher() else count)
+    faults = config.issues(world=None if under_launcher() else count)
     if config.device == "cuda" and not under_launcher():
-        faults += _device_faults(count)
+        faults += _device_issues(count)
     injections: tuple[Injection, ...] = ()
     try:
         injections = injection_spec.parse_injections(
@@ -131,7 +131,7 @@ def _is_restarted() -> bool:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
-def _procs_faults(procs: int) -> list[ValidationIssue]:
+def _procs_issues(procs: int) -> list[ValidationIssue]:
     """Of the number of ranks alone. Under a launcher the ranks are there already."""
     from echelon.launch.world import available_cores, under_launcher
 
@@ -146,7 +146,7 @@ def _procs_faults(procs: int) -> list[ValidationIssue]:
     return [ValidationIssue(key="procs", value=str(procs), message=rule, legal=legal)] if wrong else []
 
 
-def _device_faults(count: int) -> list[ValidationIssue]:
+def _device_issues(count: int) -> list[ValidationIssue]:
     import torch
 
     found = torch.cuda.device_count()

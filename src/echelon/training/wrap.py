@@ -25,12 +25,19 @@ from echelon.layout import Layout, ValidationError, check_layout, rules
 from echelon.layout.placement import Piece
 from echelon.memory.checkpointing.checkpoint_wrapper import recompute_context
 from echelon.memory.checkpointing.memory_budget import MemoryBudget
+<<<<<<< HEAD
 from echelon.parallel.apply import apply
 from echelon.parallel.comm.axis_names import WORLD_AXIS
 from echelon.parallel.comm.mesh_axis import MeshAxis, all_reduce_coalesced, world_size
 from echelon.parallel.dp.sharded_model import iter_tensors
 from echelon.parallel.parallel_options import ParallelOptions
 from echelon.training.grad_norm import GradientNorm, clip_factor, partial_gradients
+=======
+from echelon.parallel.apply import WORLD_AXIS, ParallelOptions, apply
+from echelon.parallel.comm.mesh_axis import MeshAxis, world_size
+from echelon.parallel.dp.sharded_model import iter_tensors
+from echelon.training.grad_norm import GradientNorm, PartialGradients, clip_factor
+>>>>>>> ad03c27 (Show a step of the engine on one screen: updates, asynchronous steps and first-step work are strategies)
 
 
 class WrappedModel(nn.Module):
@@ -47,7 +54,7 @@ class WrappedModel(nn.Module):
         self.module = self._parallel.model
         self._shards = dict(self._local_parameters())
         self._grad_norm = GradientNorm(self._parallel)
-        self._partial_gradients = partial_gradients(self._parallel)
+        self._partial_gradients = PartialGradients(self._parallel)
         self._is_last_microbatch, self._starts_step, self._callback_queued = True, True, False
         self._ends_step: bool | None = None
         """whether the microbatch under way ends a step, as it was when its forward began; none between two"""
@@ -245,8 +252,7 @@ class WrappedModel(nn.Module):
         self._starts_step = last
         if not last:
             return
-        for axis, held in self._partial_gradients:
-            all_reduce_coalesced(axis, [flat.piece_view(unit.grad, piece) for unit, piece in held])
+        self._partial_gradients.all_reduce()
         for unit, piece in flat.pieces():
             if piece.param.trainable and piece.param.name in self._shards:
                 parameter = self._shards[piece.param.name]

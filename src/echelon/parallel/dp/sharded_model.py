@@ -74,7 +74,7 @@ class ShardedModel:
         self.on_grad: Callable[[], None] = _no_op
         """called whenever a gradient has arrived"""
         self.on_grad_reduced: Callable[[ParamGroup], None] | None = None
-        """called with each unit whose gradients of a step are reduced, while backward goes on (training/update_strategies.py)"""
+        """called with each unit whose gradients of a step are reduced, while backward goes on (training/step_strategies.py)"""
         self._modules = dict(model.named_modules())
         for unit in self.param_groups:
             self.register_params(unit)

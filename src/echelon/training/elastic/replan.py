@@ -57,7 +57,7 @@ class LayoutChange:
 
 def can_run(config: Config, ranks: int) -> bool:
     """Whether the layout that was asked for runs on so many ranks."""
-    return not config.faults(world=ranks)
+    return not config.issues(world=ranks)
 
 
 def plan_layout_change(

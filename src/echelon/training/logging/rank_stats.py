@@ -27,7 +27,7 @@ class RankStats:
     """What was seen."""
 
     peak_memory: int
-    steps: int
+    num_steps: int
     """that the shares are means of; none in the first look"""
     shares: Sequence[RankStepTime]
     straggler: Straggler | None
@@ -35,7 +35,7 @@ class RankStats:
 
     def record(self) -> dict[str, object]:
         """For the log."""
-        found: dict[str, object] = {"steps": self.steps, "slow": None}
+        found: dict[str, object] = {"steps": self.num_steps, "slow": None}
         if self.straggler is not None:
             found["slow"] = vars(self.straggler)
         if len(self.shares) <= MAX_LISTED_RANKS:

@@ -58,8 +58,8 @@ def resolved_settings(config: Config, engine: Engine, peak: PeakFlops, threads: 
     if wide:
         shown = ", ".join(wide[:3]) + (f" and {len(wide) - 3} more" if len(wide) > 3 else "")
         yield "kept in float32", f"{len(wide)} parameters: {shown}", "precision.keep_fp32; with inputs in float32"
-    if not engine.loss_scaler.recipe.is_one:
-        recipe = engine.loss_scaler.recipe
+    if not engine.normalizer.loss_scaler.recipe.is_one:
+        recipe = engine.normalizer.loss_scaler.recipe
         why = f"halved where gradients are not finite, doubled after {recipe.every:,} good steps"
         yield "loss scale", str(recipe), why if recipe.is_dynamic else "divided out again in the update"
     if options.matmul_precision != "same":
@@ -113,7 +113,7 @@ def resolved_settings(config: Config, engine: Engine, peak: PeakFlops, threads: 
         num_versions=engine.pipeline.peak_weight_versions if engine.pipeline is not None else 1,
     )
     held["optimizer"] = cost.rank_state_bytes(
-        engine.rule, parallel.placement, master_bytes=options.master_dtype.itemsize
+        engine.update_rule, parallel.placement, master_bytes=options.master_dtype.itemsize
     )
     held = _device_bytes(engine, held)
     shares = ", ".join(f"{key} {format_bytes(value)}" for key, value in held.items() if value)
@@ -135,7 +135,7 @@ def resolved_settings(config: Config, engine: Engine, peak: PeakFlops, threads: 
 
 
 def _optimizer_settings(engine: Engine) -> Iterator[ResolvedSetting]:
-    rule = engine.rule
+    rule = engine.update_rule
     numbers = {
         "betas": list(resolve_betas(rule)) if rule.name in DEFAULT_BETAS else "",
         "momentum": resolve_momentum(rule) or "",

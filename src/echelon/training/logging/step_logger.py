@@ -162,7 +162,7 @@ class StepLogger:
         progress = self._progress(step.number, result, self._tokens(result) / seconds)
         self.display.show_step(progress)
         not_finite = self.engine.locate_nonfinite(result)
-        if not_finite is not None and not_finite.loss_is_nonfinite and self.engine.optimizer_in_backward is None:
+        if not_finite is not None and not_finite.loss_is_nonfinite and not self.engine.update_rule.in_backward:
             not_finite = replace(not_finite, output=first_nonfinite_output(self.engine, step.reload_microbatches()))
         if not_finite is not None:
             self.display.print_note(f"step {step.number} skipped: {_nonfinite_text(result, not_finite)}")
@@ -171,7 +171,7 @@ class StepLogger:
         counted = {"step": step.number, "skipped": result.skipped, "seconds": seconds, "waiting": waiting, "data": data}
         self._goodput_records.append({"kind": "step", **counted})
         if run is not None:
-            scaled = {} if self.engine.loss_scaler.recipe.is_one else {"loss_scale": result.loss_scale}
+            scaled = {} if self.engine.normalizer.loss_scaler.recipe.is_one else {"loss_scale": result.loss_scale}
             run.log(
                 "step",
                 **progress.record(),
@@ -197,7 +197,7 @@ class StepLogger:
         self.consecutive_skips += 1
         fixed = self.config.loss_scaling == "fixed"
         lower = "precision.loss_scale or optimizer.lr" if fixed else "optimizer.lr"
-        if self.engine.optimizer_in_backward is not None:
+        if self.engine.update_rule.in_backward:
             raise DivergedError(
                 f"updates in backward cannot be left out, and step {step.number} had gradients that are not finite: "
                 f"{_nonfinite_text(step.result, not_finite)}; lower {lower}, or use optimizer.in_backward=false",
@@ -221,10 +221,10 @@ class StepLogger:
     def _log_rank_stats(self, step: int, look: RankStats) -> None:
         """Who is slow is logged every time, and told when it lasts."""
         self.peak_memory = look.peak_memory
-        if self.run is None or not look.steps or self.world.world_size == 1:
+        if self.run is None or not look.num_steps or self.world.world_size == 1:
             return
         self.run.log("ranks", step=step, **look.record())
-        if look.steps < MIN_STEPS:
+        if look.num_steps < MIN_STEPS:
             return
         for note in self._straggler_notes.report(look.straggler, look.starved, self._rank_stats.mesh_position):
             self.display.print_note(note)
