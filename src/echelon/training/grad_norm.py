@@ -20,12 +20,7 @@ from torch import Tensor
 
 from echelon import compat
 from echelon.layout.placement import Piece
-<<<<<<< HEAD
-from echelon.parallel.comm.mesh_axis import MeshAxis, all_reduce_coalesced
-=======
-from echelon.parallel.apply import ParallelModel
 from echelon.parallel.comm.mesh_axis import all_reduce_coalesced
->>>>>>> ad03c27 (Show a step of the engine on one screen: updates, asynchronous steps and first-step work are strategies)
 from echelon.parallel.dp.param_group import ParamGroup, flat_norm
 from echelon.parallel.dp.sharded_model import ShardedModel
 from echelon.parallel.parallel_model import ParallelModel

@@ -137,17 +137,10 @@ def _update_collectives(engine: Engine, accumulate: int) -> list[Collective]:
             paged=[unit.name for unit in units if parallel.offload.is_paged(unit)],
         )
     )
-<<<<<<< HEAD
-    for some in [[unit] for unit in units] if engine.rule.in_backward else [units]:
-        found += tp_cost.partial_grad_collectives(some, reduce_bytes, parallel.placement.shard_index)
-    if engine.norm.axis.size > 1:
-        found.append(Collective(op="all_reduce", axis=engine.norm.axis.name, bytes=8, purpose="norm"))
-=======
     for some in [[unit] for unit in units] if engine.update_rule.in_backward else [units]:
-        found += tensor_parallel.partial_grad_collectives(some, reduce_bytes, parallel.placement.shard_index)
+        found += tp_cost.partial_grad_collectives(some, reduce_bytes, parallel.placement.shard_index)
     if engine.grad_norm.axis.size > 1:
         found.append(Collective(op="all_reduce", axis=engine.grad_norm.axis.name, bytes=8, purpose="norm"))
->>>>>>> ad03c27 (Show a step of the engine on one screen: updates, asynchronous steps and first-step work are strategies)
     return [*found, *engine.optimizer.collectives()]
 
 

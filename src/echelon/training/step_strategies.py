@@ -33,8 +33,8 @@ from echelon.optim.optimizer_factory import build_optimizer
 from echelon.optim.optimizer_protocol import ShardedOptimizer
 from echelon.optim.per_unit_optimizer import PerGroupOptimizer
 from echelon.optim.update_rule import UpdateRule
-from echelon.parallel.apply import ParallelModel
 from echelon.parallel.dp.param_group import ParamGroup
+from echelon.parallel.parallel_model import ParallelModel
 from echelon.pipeline.execution.pipeline import Pipeline
 from echelon.training.batch_sharding import Microbatch
 from echelon.training.grad_norm import GradientNorm, PartialGradients, clip_factor

@@ -25,19 +25,12 @@ from echelon.layout import Layout, ValidationError, check_layout, rules
 from echelon.layout.placement import Piece
 from echelon.memory.checkpointing.checkpoint_wrapper import recompute_context
 from echelon.memory.checkpointing.memory_budget import MemoryBudget
-<<<<<<< HEAD
 from echelon.parallel.apply import apply
 from echelon.parallel.comm.axis_names import WORLD_AXIS
-from echelon.parallel.comm.mesh_axis import MeshAxis, all_reduce_coalesced, world_size
-from echelon.parallel.dp.sharded_model import iter_tensors
-from echelon.parallel.parallel_options import ParallelOptions
-from echelon.training.grad_norm import GradientNorm, clip_factor, partial_gradients
-=======
-from echelon.parallel.apply import WORLD_AXIS, ParallelOptions, apply
 from echelon.parallel.comm.mesh_axis import MeshAxis, world_size
 from echelon.parallel.dp.sharded_model import iter_tensors
+from echelon.parallel.parallel_options import ParallelOptions
 from echelon.training.grad_norm import GradientNorm, PartialGradients, clip_factor
->>>>>>> ad03c27 (Show a step of the engine on one screen: updates, asynchronous steps and first-step work are strategies)
 
 
 class WrappedModel(nn.Module):
