@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from echelon import models
-from echelon.models.norm_layers import RMSNorm
+from echelon.models.layers import RMSNorm
 
 
 class LinearHead(nn.Module):

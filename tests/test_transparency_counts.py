@@ -16,7 +16,7 @@ from echelon.config.sections import OptimizerConfig
 from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 from echelon.models import model_config
-from echelon.models.mla_config import MLAConfig
+from echelon.models.attention_config import MLAConfig
 from echelon.models.model_config import ModelConfig
 from echelon.parallel.dp import cost as dp_cost
 from echelon.pipeline.async_.async_runtime import AsyncRuntime

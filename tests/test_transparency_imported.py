@@ -6,8 +6,8 @@ import pytest
 
 from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
+from echelon.models.attention_config import RopeScaling
 from echelon.models.model_config import ModelConfig
-from echelon.models.rope_scaling import RopeScaling
 from echelon.verification.verifier import TOLERANCE, Verifier
 from echelon.verification.verify_case import VerifyCase
 

@@ -12,7 +12,7 @@ from echelon.kernels import dispatch, tensor_metadata
 from echelon.kernels.attention import rope
 from echelon.kernels.gemm import fused_linear
 from echelon.kernels.layers import cross_entropy, rmsnorm, swiglu
-from echelon.models.linear_layer import Linear, can_fuse_gemm
+from echelon.models.layers import Linear, can_fuse_gemm
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's, as a GPU's is silent

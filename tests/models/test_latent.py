@@ -12,8 +12,8 @@ from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 from echelon.models import ModelConfig, build, find_model, reduced_config
 from echelon.models.attention import AttentionContext, rope_angles
+from echelon.models.attention_config import MLAConfig
 from echelon.models.mla import LatentAttention
-from echelon.models.mla_config import MLAConfig
 from echelon.models.tp_splits import get_tp_split
 from echelon.verification.verifier import LayoutVerdict, Verifier
 from echelon.verification.verify_case import VerifyCase

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from echelon.models import ModelConfig, build, find_model, reduced_config
 from echelon.models.attention import rope_angles
+from echelon.models.attention_config import RopeScaling
 from echelon.models.hf.param_names import from_hugging_face, hf_model_type, param_mappings, to_hugging_face
-from echelon.models.rope_scaling import RopeScaling
 
 SMALL = {
     name: replace(reduced_config(find_model(name)), layers=2)

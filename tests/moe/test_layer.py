@@ -10,8 +10,7 @@ from torch import Tensor
 from echelon import rng
 from echelon.kernels.gemm.grouped_gemm import grouped_gemm
 from echelon.moe import build_gate
-from echelon.moe.expert_dropout import ExpertDropout
-from echelon.moe.experts import Experts
+from echelon.moe.experts import ExpertDropout, Experts
 from echelon.moe.moe_layer import MoELayer
 from echelon.moe.token_permutation import TokenPermutation
 

@@ -5,8 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from echelon.moe.gates.expert_capacity import expert_capacity, positions_in_expert
-from echelon.moe.gates.stable_top_k import scatter_dense, stable_top_k
+from echelon.moe.gates.expert_selection import expert_capacity, positions_in_expert, scatter_dense, stable_top_k
 from echelon.moe.routing import count_assignments
 from tests.moe.reference import accounted, dense, gate, tokens
 

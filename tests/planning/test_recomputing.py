@@ -15,7 +15,7 @@ from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 from echelon.memory.checkpointing.cost import GIB
 from echelon.memory.checkpointing.memory_budget import MemoryBudget
-from echelon.models.mla_config import MLAConfig
+from echelon.models.attention_config import MLAConfig
 from echelon.models.model_config import ModelConfig
 from echelon.models.moe_config import MoEConfig
 from echelon.planning.cluster import cluster

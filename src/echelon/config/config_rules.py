@@ -15,8 +15,8 @@ from echelon.memory.checkpointing.cost import ineffective_options
 from echelon.memory.compression import cost as compression_cost
 from echelon.memory.offload.cost import offloads_optimizer, offloads_params
 from echelon.models import model_config, user_model
-from echelon.models.gate_override import override_gate
 from echelon.models.model_config import ModelConfig
+from echelon.models.moe_config import override_gate
 from echelon.optim import offload_support, optimizer_groups
 from echelon.pipeline.layer_profile import PipelineProfile
 from echelon.pipeline.schedules import schedule_file_error, schedule_for_layout

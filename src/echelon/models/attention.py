@@ -21,8 +21,8 @@ from echelon.kernels import tensor_metadata
 from echelon.kernels.attention.rope import Rotation, apply_rotary, split_and_rotate_qkv
 from echelon.kernels.gemm.fused_linear import project
 from echelon.kernels.tensor_metadata import TensorMetadata
-from echelon.models.linear_layer import Linear, can_fuse_gemm, project_all
-from echelon.models.rope_scaling import RopeScaling
+from echelon.models.attention_config import RopeScaling
+from echelon.models.layers import Linear, RMSNorm, can_fuse_gemm, project_all
 
 
 def document_positions(tokens: Tensor, documents: Tensor | None) -> Tensor:
@@ -205,3 +205,26 @@ class Attention(nn.Module):
 
     def _split_heads(self, x: Tensor) -> Tensor:
         return x.view(x.shape[0], x.shape[1], -1, self.head_dim).transpose(1, 2)
+
+
+class QKNormAttention(Attention):
+    fuses_rope = False
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        *,
+        head_dim: int,
+        bias: bool = False,
+        epsilon: float,
+        dropout: float,
+    ) -> None:
+        super().__init__(width, heads, kv_heads, head_dim=head_dim, bias=bias, dropout=dropout)
+        self.q_norm, self.k_norm = RMSNorm(head_dim, epsilon), RMSNorm(head_dim, epsilon)
+
+    def _prepare(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> QKV:
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
+        q, k, v = (y.transpose(1, 2) for y in (self.q_norm(q), self.k_norm(k), v))
+        return (q, k, v) if context.rope is None else (apply_rotary(q, context.rope), apply_rotary(k, context.rope), v)

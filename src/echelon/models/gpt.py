@@ -7,7 +7,7 @@ from echelon.kernels import tensor_metadata
 from echelon.kernels.tensor_metadata import TensorMetadata
 from echelon.models.attention import Attention, AttentionContext
 from echelon.models.language_model import LanguageModel
-from echelon.models.linear_layer import Linear
+from echelon.models.layers import Linear
 from echelon.models.model_config import ModelConfig
 from echelon.models.moe_block import build_blocks, build_moe_layer
 from echelon.models.moe_config import MoEConfig

@@ -6,15 +6,13 @@ from torch import Tensor, nn
 
 from echelon.kernels.gemm.fused_linear import project
 from echelon.kernels.layers.swiglu import silu_mul, swiglu
-from echelon.models.attention import Attention, AttentionContext, rope_angles
+from echelon.models.attention import Attention, AttentionContext, QKNormAttention, rope_angles
 from echelon.models.language_model import LanguageModel
-from echelon.models.linear_layer import Linear, can_fuse_gemm, project_all
+from echelon.models.layers import Linear, ResidualRMSNorm, RMSNorm, can_fuse_gemm, project_all
 from echelon.models.mla import LatentAttention
 from echelon.models.model_config import ModelConfig
 from echelon.models.moe_block import build_blocks, build_moe_layer
 from echelon.models.moe_config import MoEConfig
-from echelon.models.norm_layers import ResidualRMSNorm, RMSNorm
-from echelon.models.qk_norm import QKNormAttention
 
 
 class LlamaMLP(nn.Module):

@@ -26,9 +26,8 @@ from echelon.kernels import tensor_metadata
 from echelon.kernels.attention.rope import apply_rotary
 from echelon.kernels.tensor_metadata import TensorMetadata
 from echelon.models.attention import QKV, AttentionContext, CoreAttention
-from echelon.models.linear_layer import Linear, project_all
-from echelon.models.mla_config import MLAConfig
-from echelon.models.norm_layers import RMSNorm
+from echelon.models.attention_config import MLAConfig
+from echelon.models.layers import Linear, RMSNorm, project_all
 
 
 class LatentHeads(nn.Module):

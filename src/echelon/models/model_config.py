@@ -6,11 +6,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from echelon.layout.validation_error import ValidationError, ValidationIssue, did_you_mean
-from echelon.models.gate_override import override_gate
-from echelon.models.mla_config import MLAConfig
+from echelon.models.attention_config import MLAConfig, RopeScaling
 from echelon.models.model_spec import ModelSpec, MoESpec
-from echelon.models.moe_config import MoEConfig
-from echelon.models.rope_scaling import RopeScaling
+from echelon.models.moe_config import MoEConfig, override_gate
 
 IGNORE_INDEX = -100
 """A target that does not count; torch's cross-entropy leaves it out by default."""

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from echelon.layout.validation_error import ValidationError, ValidationIssue
-from echelon.models.mla_config import MLAConfig
+from echelon.models.attention_config import MLAConfig, RopeScaling
 from echelon.models.model_config import ModelConfig
 from echelon.models.moe_config import MoEConfig
-from echelon.models.rope_scaling import RopeScaling
 
 MODEL_FILE = "model.json"
 FORMAT_VERSION = 1

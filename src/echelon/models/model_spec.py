@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from echelon.models.mla_config import MLAConfig
+from echelon.models.attention_config import MLAConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from echelon.layout.validation_error import ValidationError, ValidationIssue, did_you_mean
+from echelon.models.attention_config import MLAConfig, RopeScaling
 from echelon.models.hf.hf_architectures import HF_ARCHITECTURES, TRAINABLE, HFArchitecture, TrainingSupport
-from echelon.models.mla_config import MLAConfig
 from echelon.models.model_config import ModelConfig
 from echelon.models.model_dir import SavedModel
 from echelon.models.model_spec import ModelSpec, MoESpec
 from echelon.models.moe_config import MoEConfig
-from echelon.models.rope_scaling import RopeScaling
 
 CONFIG_FILE = "config.json"
 MAX_LAYERS = 10_000

@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from echelon.models.mla_config import MLAConfig
+from echelon.models.attention_config import MLAConfig
 from echelon.models.model_config import ModelConfig
 from echelon.models.moe_config import MoEConfig
 

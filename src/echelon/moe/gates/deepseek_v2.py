@@ -14,10 +14,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from echelon.moe.gates.affinity import normalise
+from echelon.moe.gates.expert_selection import group_limit_errors, limit_groups, normalise, scatter_dense, stable_top_k
 from echelon.moe.gates.gate import TokenGate
-from echelon.moe.gates.group_limited import group_limit_errors, limit_groups
-from echelon.moe.gates.stable_top_k import scatter_dense, stable_top_k
 from echelon.moe.routing import Routing, token_choice_routing
 
 

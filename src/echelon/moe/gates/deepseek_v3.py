@@ -14,11 +14,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from echelon.moe.gates.affinity import normalise
+from echelon.moe.gates.expert_selection import group_limit_errors, limit_groups, normalise, stable_top_k
 from echelon.moe.gates.gate import raise_errors
-from echelon.moe.gates.group_limited import group_limit_errors, limit_groups
 from echelon.moe.gates.loss_free import LossFree
-from echelon.moe.gates.stable_top_k import stable_top_k
 from echelon.moe.routing import count_assignments
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from echelon.moe.gates.expert_selection import stable_top_k
 from echelon.moe.gates.gate import Gate
-from echelon.moe.gates.stable_top_k import stable_top_k
 from echelon.moe.routing import Routing, expert_choice_routing
 
 

@@ -19,9 +19,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from echelon.moe.gates.expert_capacity import expert_capacity, positions_in_expert
+from echelon.moe.gates.expert_selection import expert_capacity, positions_in_expert, stable_top_k
 from echelon.moe.gates.gate import TokenGate
-from echelon.moe.gates.stable_top_k import stable_top_k
 from echelon.moe.routing import Routing, count_assignments, token_choice_routing
 from echelon.rng import RandomDraws
 

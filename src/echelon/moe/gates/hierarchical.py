@@ -14,10 +14,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from echelon.moe.gate_properties import most_square_divisor
+from echelon.moe.gates.expert_selection import scatter_dense, stable_top_k
 from echelon.moe.gates.gate import TokenGate
-from echelon.moe.gates.load_balance_loss import cv_squared
-from echelon.moe.gates.noisy_top_k import NoisyLogits, add_noise, selection_probability
-from echelon.moe.gates.stable_top_k import scatter_dense, stable_top_k
+from echelon.moe.gates.noisy_top_k import NoisyLogits, add_noise, cv_squared, selection_probability
 from echelon.moe.routing import Routing, token_choice_routing
 from echelon.rng import ZEROS, RandomDraws
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from echelon.moe.gates.affinity import affinity, normalise, score_function_errors
+from echelon.moe.gates.expert_selection import affinity, normalise, score_function_errors, stable_top_k
 from echelon.moe.gates.gate import TokenGate
-from echelon.moe.gates.stable_top_k import stable_top_k
 from echelon.moe.routing import Routing, token_choice_routing
 from echelon.rng import ZEROS
 

@@ -19,9 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from echelon.moe.gates.expert_selection import scatter_dense, stable_top_k
 from echelon.moe.gates.gate import TokenGate
-from echelon.moe.gates.load_balance_loss import cv_squared
-from echelon.moe.gates.stable_top_k import scatter_dense, stable_top_k
 from echelon.moe.routing import Routing, token_choice_routing
 from echelon.rng import ZEROS, RandomDraws
 
@@ -83,3 +82,12 @@ def selection_probability(level: NoisyLogits, k: int) -> Tensor:
     others = torch.where(chosen, values[..., k:], values[..., k - 1 : k])
     out: Tensor = torch.special.ndtr((level.clean - others) / level.std)
     return out
+
+
+def cv_squared(x: Tensor) -> Tensor:
+    """The squared coefficient of variation along the last dim: variance over squared mean. The variance is that of the
+    numbers themselves (divided by n): a single number does not vary.
+    """
+    mean = x.mean(-1)
+    # Where nothing was counted there is nothing uneven.
+    return x.var(-1, correction=0) / mean.square().clamp(min=torch.finfo(x.dtype).tiny)

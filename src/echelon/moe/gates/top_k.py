@@ -14,10 +14,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from echelon.moe.gates.affinity import affinity, normalise, score_function_errors
-from echelon.moe.gates.expert_capacity import expert_capacity, positions_in_expert
+from echelon.moe.gates.expert_selection import (
+    affinity,
+    expert_capacity,
+    normalise,
+    positions_in_expert,
+    score_function_errors,
+    stable_top_k,
+)
 from echelon.moe.gates.gate import TokenGate
-from echelon.moe.gates.stable_top_k import stable_top_k
 from echelon.moe.routing import Routing, count_assignments, token_choice_routing
 
 

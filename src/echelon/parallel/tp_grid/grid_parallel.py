@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from echelon.layout import Layout
 from echelon.layout.collective import Collective
 from echelon.layout.placement import Coordinates, DimSplit, LogicalParam
-from echelon.models import gpt, norm_layers
+from echelon.models import gpt, layers
 from echelon.models.attention import AttentionContext
 from echelon.models.tp_splits import get_tp_split
 from echelon.parallel.comm.mesh_axis import MeshAxes
@@ -166,7 +166,7 @@ def _heads_problem(model: nn.Module, name: str, side: int) -> str:
 def _is_norm(module: nn.Module) -> bool:
     if type(module) in (nn.LayerNorm, gpt.LayerNorm, nn.RMSNorm):
         return len(cast("Any", module).normalized_shape) == 1
-    return type(module) in (norm_layers.RMSNorm, norm_layers.ResidualRMSNorm)
+    return type(module) in (layers.RMSNorm, layers.ResidualRMSNorm)
 
 
 class _GridSplitter:
@@ -260,7 +260,7 @@ class _GridSplitter:
             return grid_norm.GridLayerNorm(module.weight, module.bias, columns, module.eps)
         if isinstance(module, nn.RMSNorm):
             return grid_norm.GridRMSNorm(module.weight, columns, module.eps)
-        is_stream = isinstance(module, norm_layers.ResidualRMSNorm)
+        is_stream = isinstance(module, layers.ResidualRMSNorm)
         norm_class = grid_norm.GridStreamNorm if is_stream else grid_norm.GridRMSNorm
         return norm_class(module.weight, columns, module.epsilon)
 

@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from echelon.layout import Layout
-from echelon.models.mla_config import MLAConfig
+from echelon.models.attention_config import MLAConfig
 from echelon.models.model_spec import ModelSpec, MoESpec
 from echelon.planning.cluster.cluster import DISK_BANDWIDTH, HOST_MEMORY, Cluster, NodeGroup
 from echelon.planning.cluster.device_kinds import DEVICE_KINDS, GIB, DeviceKind

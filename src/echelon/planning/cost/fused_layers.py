@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from echelon.models.mla_config import MLAConfig
+from echelon.models.attention_config import MLAConfig
 from echelon.planning.cost.kernel_traffic import LayerCounts, ShardedCount
 from echelon.planning.model.model_shape import AttentionShape
 

@@ -10,7 +10,7 @@ GPT's norms, activation and attention are torch's own everywhere.
 
 from __future__ import annotations
 
-from echelon.models.mla_config import MLAConfig
+from echelon.models.attention_config import MLAConfig
 from echelon.planning.cost import fused_layers
 from echelon.planning.cost.kernel_traffic import LayerCounts, ShardedCount
 from echelon.planning.model.model_shape import AttentionShape

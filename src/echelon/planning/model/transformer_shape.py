@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from echelon.models.mla_config import MLAConfig
+from echelon.models.attention_config import MLAConfig
 from echelon.models.model_spec import ModelSpec, MoESpec
 from echelon.planning.cost import fused_layers, unfused_layers
 from echelon.planning.cost.fused_layers import LayerFamily

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.models.linear_layer import Linear
+from echelon.models.layers import Linear
 from echelon.parallel.dp.sharded_model import iter_tensors
 
 OutputCallback = Callable[[str, Tensor], None]

@@ -1,0 +1,94 @@
+"""The k best of a row, the same ones on every device: of equals the first comes first."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from echelon.moe.routing import count_assignments
+
+
+def stable_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """(values, indices) of the k largest along the last dim, the largest first. Values have a gradient.
+
+    `torch.topk` may take any of equal values, and which one it takes changes with the shape of the whole tensor: a
+    token would be routed differently in another layout.
+    """
+    indices = scores.detach().sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    return scores.gather(-1, indices), indices
+
+
+def scatter_dense(indices: Tensor, values: Tensor, size: int) -> Tensor:
+    """[..., size]: the values at their indices, 0 elsewhere. No index comes twice; `size` itself is left out."""
+    zeros = values.new_zeros(*values.shape[:-1], size + 1)
+    return zeros.scatter(-1, indices, values)[..., :size]
+
+
+SCORE_FUNCTIONS = ("softmax", "sigmoid")
+
+
+def affinity(logits: Tensor, score_function: str) -> Tensor:
+    """In (0, 1): the experts of a token compete in a softmax, each stands alone in a sigmoid."""
+    return logits.softmax(-1) if score_function == "softmax" else logits.sigmoid()
+
+
+def normalise(x: Tensor) -> Tensor:
+    """Along the last dim with sum 1."""
+    # Sigmoids can all underflow.
+    return x / x.sum(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
+
+
+def score_function_errors(score_function: str) -> list[str]:
+    if score_function in SCORE_FUNCTIONS:
+        return []
+    return [f"score is not one of {', '.join(SCORE_FUNCTIONS)} (score={score_function}); use one of them"]
+
+
+def limit_groups(scores: Tensor, num_groups: int, limit: int, best: int) -> Tensor:
+    """Scores [.., E] with minus infinity outside the `limit` groups whose `best` highest scores have the largest sum.
+
+    A group is a run of neighbouring experts: a property of the model, wherever its experts are kept.
+    """
+    if limit == num_groups:
+        return scores
+    grouped = scores.unflatten(-1, (num_groups, -1))
+    rank = stable_top_k(grouped, best)[0].sum(-1)
+    values, groups = stable_top_k(rank, limit)
+    chosen = scatter_dense(groups, values.new_ones(values.shape), num_groups) > 0
+    out: Tensor = grouped.masked_fill(~chosen.unsqueeze(-1), float("-inf")).flatten(-2)
+    return out
+
+
+def group_limit_errors(num_experts: int, k: int, num_groups: int, limit: int) -> list[str]:
+    if num_groups < 1 or num_experts % num_groups:
+        return [f"num_groups does not divide the experts ({num_experts} experts, num_groups={num_groups}); change one"]
+    if not 1 <= limit <= num_groups:
+        return [f"group_limit is not in 1 .. {num_groups} (group_limit={limit}, num_groups={num_groups}); change one"]
+    if limit * (num_experts // num_groups) < k:
+        return [
+            f"{limit} groups of {num_experts // num_groups} experts have less than k "
+            f"(k={k}, num_groups={num_groups}, group_limit={limit}); use a higher group_limit or fewer groups"
+        ]
+    return []
+
+
+def expert_capacity(factor: float, num_choices: int, num_experts: int) -> int:
+    """Places of an expert in a group: its fair share of all choices of all tokens, times a factor, rounded up."""
+    # 1.1 x 10 is 11.000000000000002 and must not become 12.
+    return max(1, math.ceil(factor * num_choices / num_experts - 1e-9))
+
+
+def positions_in_expert(experts: Tensor, num_experts: int) -> Tensor:
+    """[G, N] of experts in the order in which they come -> how many before each one went to the same expert."""
+    order = experts.sort(dim=-1, stable=True).indices
+    counts = count_assignments(experts, num_experts)
+    # In the sorted list an expert's assignments stand together, from the sum of the counts before it on. Choices that
+    # were not made (the number of experts) stand behind all others.
+    ends = counts.cumsum(-1)
+    first = torch.cat((ends - counts, ends[:, -1:]), dim=-1)
+    rank = torch.empty_like(order).scatter_(
+        -1, order, torch.arange(experts.shape[-1], device=experts.device).expand_as(order)
+    )
+    return rank - first.gather(-1, experts)
