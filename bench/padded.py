@@ -98,7 +98,7 @@ class Sleepers(nn.Module):
         pair: tuple[Tensor, int] = carried
         return pair
 
-    def chain(self) -> PipelineModel:
+    def pipeline_model(self) -> PipelineModel:
         return PipelineModel(
             layers=tuple(
                 PipelineLayer(f"layers.{i}", (f"layers.{i}",), partial(self._run, i)) for i in range(len(self.layers))

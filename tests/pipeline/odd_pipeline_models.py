@@ -35,7 +35,7 @@ class Plain(nn.Module):
     def end(self, h, _shared, *, x, y):
         return (self.last(h).squeeze(-1) - y).square().sum(), torch.tensor(y.numel())
 
-    def chain(self):
+    def pipeline_model(self):
         blocks = (
             ec.PipelineLayer(f"blocks.{i}", (f"blocks.{i}",), partial(self.block, i)) for i in range(len(self.blocks))
         )
@@ -49,7 +49,7 @@ class Plain(nn.Module):
 
     def forward(self, **inputs):
         carried = None
-        for link in self.chain().layers:
+        for link in self.pipeline_model().layers:
             carried = link.run(carried, None, **inputs)
         return carried
 

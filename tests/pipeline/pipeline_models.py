@@ -25,11 +25,11 @@ class Residual(nn.Module):
 
     def forward(self, words, tags):
         carried = None
-        for link in self.chain().layers:
+        for link in self.pipeline_model().layers:
             carried = link.run(carried, None, words=words, tags=tags)
         return carried
 
-    def chain(self):
+    def pipeline_model(self):
         layers = (ec.PipelineLayer(f"layers.{i}", (f"layers.{i}",), self._layer(i)) for i in range(len(self.layers)))
         first = ec.PipelineLayer("embed", ("embed", "scale"), self._first)
         return ec.PipelineModel(layers=(first, *layers, ec.PipelineLayer("out", ("out",), self._last)))
@@ -79,14 +79,14 @@ def raises():
 
 
 class Unfit(Residual):
-    def chain(self):
-        chain = super().chain()
+    def pipeline_model(self):
+        chain = super().pipeline_model()
         links = (ec.PipelineLayer("embed", ("embed", "nothing"), self._first), *chain.layers[1:])
         return ec.PipelineModel(layers=links)
 
 
 class Named(Residual):
-    def chain(self):
+    def pipeline_model(self):
         return ec.PipelineModel(
-            layers=tuple(ec.PipelineLayer("same", link.modules, link.run) for link in super().chain().layers)
+            layers=tuple(ec.PipelineLayer("same", link.modules, link.run) for link in super().pipeline_model().layers)
         )

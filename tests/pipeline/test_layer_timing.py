@@ -35,11 +35,11 @@ class Uneven(nn.Module):
 
     def forward(self, x):
         pair = None
-        for link in self.chain().layers:
+        for link in self.pipeline_model().layers:
             pair = link.run(pair, None, x=x)
         return pair
 
-    def chain(self):
+    def pipeline_model(self):
         return ec.PipelineModel(
             layers=tuple(ec.PipelineLayer(f"layers.{i}", (f"layers.{i}",), self._run(i)) for i in range(4))
         )

@@ -83,15 +83,15 @@ def test_a_stage_that_raises_ends_the_job_with_its_traceback(pool):
     assert caught.value.rank == 1
 
 
-def test_a_model_without_a_chain_is_refused():
-    with pytest.raises(ValueError, match=r"where Linear can be cut; give the class a method `chain\(\)`.*or use pp=1"):
+def test_a_model_without_pipeline_layers_is_refused():
+    with pytest.raises(ValueError, match=r"requires a method `pipeline_model\(\)` of Linear.*or use pp=1"):
         get_pipeline_model(nn.Linear(2, 2))
 
 
-def test_a_chain_that_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match=r"no such module: nothing \(embed\); no link uses scale"):
+def test_pipeline_layers_that_do_not_match_the_model_are_refused():
+    with pytest.raises(ValueError, match=r"unknown modules: nothing \(embed\); no layer uses scale"):
         get_pipeline_model(pipeline_models.Unfit())
-    with pytest.raises(ValueError, match="several links are called same"):
+    with pytest.raises(ValueError, match="several layers are named same"):
         get_pipeline_model(pipeline_models.Named())
 
 

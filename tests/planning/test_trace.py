@@ -240,7 +240,7 @@ class Chained(nn.Module):
     def finish(self, x: Tensor, _shared: None, tokens: Tensor) -> tuple[Tensor, int]:
         return self.head(self.last(x)).sum(), tokens.numel()
 
-    def chain(self) -> PipelineModel:
+    def pipeline_model(self) -> PipelineModel:
         start = PipelineLayer("start", ("embed", "first"), self.start)
         return PipelineModel(layers=(start, PipelineLayer("end", ("last", "head"), self.finish)))
 

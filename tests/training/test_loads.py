@@ -108,12 +108,12 @@ class Own(nn.Module):
 
     def forward(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         carried = None
-        for link in self.chain().layers:
+        for link in self.pipeline_model().layers:
             carried = link.run(carried, None, words=words)
         assert isinstance(carried, tuple)
         return carried
 
-    def chain(self) -> ec.PipelineModel:
+    def pipeline_model(self) -> ec.PipelineModel:
         layers = (ec.PipelineLayer(f"layers.{i}", (f"layers.{i}",), self._layer(i)) for i in range(3))
         first = ec.PipelineLayer("embed", ("embed",), lambda _carried, _shared, words: self.embed(words))
         return ec.PipelineModel(layers=(first, *layers, ec.PipelineLayer("out", ("out",), self._last)))

@@ -1,8 +1,8 @@
 """Self-attention with grouped queries, for both language models.
 
-The number of heads is read from the projections' width: a projection that holds only some of the heads needs no change.
-What happens between the projections is a module of its own, `Core`, so that it can be taken over where the tokens that
-see each other are on different devices or come one slice after another.
+The number of heads follows from the width of the projections, so that a tensor-parallel rank with some of the heads
+needs no change. `CoreAttention` is a module of its own, so that context parallelism and TeraPipe can replace what
+happens between the projections.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ from echelon.models.layers import Linear, RMSNorm, can_fuse_gemm, project_all
 
 def document_positions(tokens: Tensor, documents: Tensor | None) -> Tensor:
     """[1 or B, T]: the position of each token in its document, or in the sequence where there are no documents."""
-    place = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+    index = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
     if documents is None:
-        return place
-    first = torch.ones_like(documents, dtype=torch.bool)
-    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return place - torch.where(first, place, 0).cummax(1).values
+        return index
+    is_first = torch.ones_like(documents, dtype=torch.bool)
+    is_first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return index - torch.where(is_first, index, 0).cummax(1).values
 
 
 def rope_angles(
     positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype, scaling: RopeScaling | None = None
 ) -> Rotation:
-    """The angles of rotary position embedding, once per forward pass, in at least 32 bits."""
+    """Cosines and sines of rotary position embedding in at least fp32, computed once per forward pass."""
     # In fp64: at position 8192 an fp32 angle is already wrong by 5e-4, and the table is small.
     rate = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim)
     if scaling is not None:
         turns = scaling.original_max_seq_len * rate / (2 * math.pi)
-        kept = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
-        rate = rate * (kept + (1 - kept) / scaling.factor)
+        span = scaling.high_freq_factor - scaling.low_freq_factor
+        unscaled = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
+        rate = rate * (unscaled + (1 - unscaled) / scaling.factor)
     angle = positions.unsqueeze(-1) * rate
     wide = torch.promote_types(dtype, torch.float32)
     return angle.cos().to(wide), angle.sin().to(wide)
@@ -52,53 +53,53 @@ def rope_angles(
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """Where each token of a batch is and what it may see, once per forward pass."""
+    """Positions, attention mask and RoPE angles of a batch, computed once per forward pass."""
 
     positions: Tensor
-    """[1 or B, T]: its position"""
+    """[1 or B, T]: position of each token"""
     documents: Tensor | None = None
-    """[1 or B, all tokens]: the document of every token that may be seen; none: all are of one"""
+    """[1 or B, all tokens]: document index of every key; none: one document"""
     causal: bool = True
-    """a token sees those before it alone"""
+    """each token attends only to earlier ones and itself"""
     rope: Rotation | None = None
     offset: int = 0
-    """how many tokens were before those at hand, where a sequence is given piece by piece"""
+    """number of earlier tokens, where TeraPipe passes a sequence slice by slice"""
 
     @cached_property
     def mask(self) -> Tensor | None:
-        """[.., T, all tokens], True where a token (row) may see another (column); none: all, or all before it."""
+        """[.., T, all tokens], True where a query (row) attends to a key (column); none: full or causal."""
         queries = self.positions.shape[1]
         if self.documents is None:
             if not self.offset:
                 return None
             shape = (queries, self.offset + queries)
             return torch.ones(shape, dtype=torch.bool, device=self.positions.device).tril(self.offset)
-        mine = self.documents[:, self.offset : self.offset + queries]
-        same = mine.unsqueeze(2) == self.documents.unsqueeze(1)
+        query_documents = self.documents[:, self.offset : self.offset + queries]
+        same = query_documents.unsqueeze(2) == self.documents.unsqueeze(1)
         return (same.tril(self.offset) if self.causal else same).unsqueeze(1)
 
     def slice_tokens(self, start: int, stop: int) -> AttentionContext:
-        """The same for positions start .. stop - 1, which see those before them too."""
+        """The context of tokens start .. stop - 1, which attend to all earlier tokens too."""
         turn = (self.rope[0][:, start:stop], self.rope[1][:, start:stop]) if self.rope is not None else None
         documents = self.documents[:, :stop] if self.documents is not None else None
         return AttentionContext(self.positions[:, start:stop], documents, self.causal, turn, start)
 
     def select_sequences(self, rows: slice | Tensor) -> AttentionContext:
-        """The same for some of the sequences."""
+        """The context of some of the sequences."""
 
-        def of(x: Tensor) -> Tensor:
+        def select(x: Tensor) -> Tensor:
             return x if len(x) == 1 else x[rows]
 
-        turn = (of(self.rope[0]), of(self.rope[1])) if self.rope is not None else None
-        documents = of(self.documents) if self.documents is not None else None
-        return AttentionContext(of(self.positions), documents, self.causal, turn, self.offset)
+        turn = (select(self.rope[0]), select(self.rope[1])) if self.rope is not None else None
+        documents = select(self.documents) if self.documents is not None else None
+        return AttentionContext(select(self.positions), documents, self.causal, turn, self.offset)
 
 
 class AttentionBackend(Protocol):
-    """How a core reaches tokens that are not at hand: other devices have them, or they came before."""
+    """Attention over keys and values that this rank does not hold: context parallelism, or earlier TeraPipe slices."""
 
     def attend(self, core: CoreAttention, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
-        """What `Core.forward` gives, from queries, keys and values of the tokens at hand."""
+        """The output of attention for the local queries, from local queries, keys and values."""
         ...
 
 
@@ -108,14 +109,13 @@ PrepareQKV = Callable[[Tensor, Tensor, Tensor, AttentionContext], QKV]
 
 
 class CoreAttention(nn.Module):
-    """What attention does between its projections: q [B, H, T, head_dim], k and v of as many heads or fewer.
+    """softmax(q k) v with q [B, H, T, head_dim], k and v of as many heads or fewer.
 
-    Values may have other head dims than queries and keys, and their own is that of the result. With `prepare` q, k and
-    v are what the projections made, of any shapes, and it makes of them what attends: norms of heads and rotations are
-    then repeated with the core (recompute=selective)."""
+    The head dim of the output is that of the values. With `prepare`, q, k and v are outputs of the projections, which
+    it turns into heads: recompute=selective then recomputes QK norms and rotations together with the core."""
 
     backend: AttentionBackend | None = None
-    """takes over; none: all tokens are at hand"""
+    """replaces local attention; none: all tokens are local"""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class CoreAttention(nn.Module):
         return self.local_attention(q, k, v, context)
 
     def local_attention(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
-        """All that a token may see is in k and v."""
+        """Attention where k and v hold every token of the sequence."""
         if self.training and self.dropout.p > 0:
             return self._with_dropout(q, k, v, context)
         gqa, mask = q.shape[1] != k.shape[1], context.mask
@@ -140,7 +140,7 @@ class CoreAttention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa)
 
     def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
-        # Fused kernels draw masks of their own; here each probability's mask must be a function of its place.
+        # Fused kernels draw their masks themselves; ours are a function of the probability's index.
         repeat, mask = q.shape[1] // k.shape[1], context.mask
         k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
         if mask is None and context.causal:
@@ -154,12 +154,14 @@ class CoreAttention(nn.Module):
 
 
 class Attention(nn.Module):
+    """Grouped-query attention."""
+
     recompute_output = False
-    """what `o` reads is found where attention keeps it, and not kept once more in another type"""
+    """`o` recomputes its input from what the core saved, instead of saving it once more in another dtype"""
     share_input = ("q", "k", "v")
-    """layers that read one input and are asked for their outputs together"""
+    """layers with one input, called together"""
     fuses_rope = True
-    """nothing but the rotation is between the projections and the core: a kernel may do it where the product lies"""
+    """only RoPE is between projections and core: a kernel may rotate the output of the fused GEMM in place"""
 
     def __init__(
         self,
@@ -172,7 +174,7 @@ class Attention(nn.Module):
         out_bias: bool = False,
         dropout: float,
     ) -> None:
-        """`bias` is of queries, keys and values, `out_bias` of the output."""
+        """`bias`: of the q, k and v projections; `out_bias`: of the output projection."""
         super().__init__()
         self.head_dim = head_dim or width // heads
         self.q = Linear(width, heads * self.head_dim, bias=bias)
@@ -184,22 +186,24 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         y = self._attend(x, context).transpose(1, 2).flatten(2)
         if self.recompute_output:
-            kept = y.detach()
-            tensor_metadata.attach(y, TensorMetadata(recompute=lambda _gradient: kept))
+            saved = y.detach()
+            tensor_metadata.attach(y, TensorMetadata(recompute=lambda _gradient: saved))
         out: Tensor = self.o(y)
         return out
 
     def _attend(self, x: Tensor, context: AttentionContext) -> Tensor:
-        parts = (self.q, self.k, self.v)
-        if self.fuses_rope and context.rope is not None and can_fuse_gemm(x, *parts):
-            heads, kv_heads = (len(part.weight) // self.head_dim for part in parts[:2])
-            out: Tensor = self.core(*split_and_rotate_qkv(project(x, *parts), context.rope, heads, kv_heads), context)
+        projections = (self.q, self.k, self.v)
+        if self.fuses_rope and context.rope is not None and can_fuse_gemm(x, *projections):
+            heads, kv_heads = (len(layer.weight) // self.head_dim for layer in projections[:2])
+            out: Tensor = self.core(
+                *split_and_rotate_qkv(project(x, *projections), context.rope, heads, kv_heads), context
+            )
         else:
-            out = self.core(*project_all(x, *parts), context, self._prepare)
+            out = self.core(*project_all(x, *projections), context, self._prepare)
         return out
 
     def _prepare(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> QKV:
-        """From what the projections made to what attends."""
+        """Split the outputs of the projections into heads and rotate them."""
         q, k, v = (self._split_heads(y) for y in (q, k, v))
         return (q, k, v) if context.rope is None else (apply_rotary(q, context.rope), apply_rotary(k, context.rope), v)
 
@@ -208,6 +212,8 @@ class Attention(nn.Module):
 
 
 class QKNormAttention(Attention):
+    """Attention that normalises each head's queries and keys (Qwen3), which bounds the scores."""
+
     fuses_rope = False
 
     def __init__(

@@ -118,7 +118,7 @@ class LanguageModel(nn.Module):
 
     # -- the same, cut into links -------------------------------------------------------------------------------------
 
-    def chain(self) -> PipelineModel:
+    def pipeline_model(self) -> PipelineModel:
         blocks = (
             PipelineLayer(f"blocks.{i}", (f"blocks.{i}",), partial(self._block_layer, i))
             for i in range(len(self.blocks))

@@ -1,20 +1,20 @@
-"""A model as a chain of links, so that a pipeline can cut it between any two of them.
+"""A model as a sequence of pipeline layers: a pipeline can cut it into stages between any two of them.
 
-A model that can be cut has a method `chain()`. On one device running the links one after another is its forward:
+A model for pipelines has a method `pipeline_model()` that returns its `PipelineModel`. On one device its forward is:
 
-    carried = None
-    shared = chain.shared(**inputs)
-    for link in chain.links:
-        carried = link.run(carried, shared, **inputs)
+    hidden = None
+    shared = pipeline_model.shared(**inputs)
+    for layer in pipeline_model.layers:
+        hidden = layer.run(hidden, shared, **inputs)
 
-What one link returns is what the next is given, a tensor or a tuple of tensors. The last returns the loss contract's
-pair. Every stage is given the batch, so what a link reads of it (targets, document numbers) does not travel.
+A layer returns the input of the next one, a tensor or a tuple of tensors; the last returns the loss contract's pair.
+Every stage reads the batch itself, so that p2p transfers carry no targets and no document indices.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,57 +28,65 @@ def _no_shared(**_: Any) -> None:
 
 @dataclass(frozen=True)
 class PipelineLayer:
+    """The smallest part of a model that a pipeline stage can hold."""
+
     name: str
-    """for people; no two links have the same"""
+    """unique"""
     modules: tuple[str, ...]
-    """the modules and parameters that it uses, by their names in the model"""
+    """names of the modules and parameters that it uses"""
     run: Callable[..., Any]
-    """(what the link before returned, what is shared, **inputs) to what the next link is given"""
+    """(output of the previous layer, shared, **inputs) to the output"""
 
 
 @dataclass(frozen=True)
 class PipelineModel:
+    """The pipeline layers of a model, in order.
+
+    >>> PipelineModel(layers=(PipelineLayer("head", ("head",), lambda hidden, shared, **inputs: hidden),)).layers[0].name
+    'head'
+    """
+
     layers: tuple[PipelineLayer, ...]
     shared: Callable[..., Any] = _no_shared
-    """from the inputs to what several links need, computed once on every stage: masks, angles"""
+    """from the inputs to what several layers read, computed once on every stage: masks, RoPE angles"""
     slice_shared: Callable[[Any, int, int], Any] | None = None
-    """what is shared, for positions start .. stop - 1 of every sequence alone (TeraPipe)"""
+    """the shared values of tokens start .. stop - 1 of every sequence (TeraPipe)"""
     logits: Callable[..., Any] | None = None
-    """what the last link runs instead where text is written: (carried, shared, **inputs) to logits"""
+    """replaces the last layer in generation: (hidden, shared, **inputs) to logits"""
 
 
 def get_pipeline_model(model: nn.Module) -> PipelineModel:
-    """The model's chain, or a clear refusal."""
-    make = getattr(model, "chain", None)
+    """The pipeline model that the module's `pipeline_model()` returns, after checking it."""
+    make = getattr(model, "pipeline_model", None)
     if make is None:
         raise ValueError(
-            f"a pipeline needs to know where {type(model).__name__} can be cut; give the class a method `chain()` "
-            "that returns echelon.Chain(links=(echelon.Link(name, modules, run), ...)), or use pp=1"
+            f"pp > 1 requires a method `pipeline_model()` of {type(model).__name__} that returns "
+            "echelon.PipelineModel(layers=(echelon.PipelineLayer(name, modules, run), ...)); add it, or use pp=1"
         )
-    chain: PipelineModel = make()
-    _check(model, chain)
-    return chain
+    pipeline_model: PipelineModel = make()
+    _check(model, pipeline_model.layers)
+    return pipeline_model
 
 
-def _check(model: nn.Module, chain: PipelineModel) -> None:
-    """Links have names of their own, every parameter is used by one, and every name that they give is there."""
+def _check(model: nn.Module, layers: Sequence[PipelineLayer]) -> None:
+    """Require unique names, known modules, and a layer for every parameter."""
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
     names |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    unknown = [f"{name} ({link.name})" for link in chain.layers for name in link.modules if name not in names]
-    used = [name for link in chain.layers for name in link.modules]
-    lost = [
+    unknown = [f"{name} ({layer.name})" for layer in layers for name in layer.modules if name not in names]
+    used = [name for layer in layers for name in layer.modules]
+    unused = [
         name
         for name, _ in model.named_parameters(remove_duplicate=False)
-        if not any(is_within(name, other) for other in used)
+        if not any(is_within(name, module) for module in used)
     ]
-    twice = [name for name, count in Counter(link.name for link in chain.layers).items() if count > 1]
-    problems = [f"no such module: {', '.join(unknown)}"] if unknown else []
-    problems += [f"several links are called {', '.join(twice)}"] if twice else []
-    problems += [f"no link uses {', '.join(lost[:5])}"] if lost else []
+    duplicates = [name for name, count in Counter(layer.name for layer in layers).items() if count > 1]
+    problems = [f"unknown modules: {', '.join(unknown)}"] if unknown else []
+    problems += [f"several layers are named {', '.join(duplicates)}"] if duplicates else []
+    problems += [f"no layer uses {', '.join(unused[:5])}"] if unused else []
     if problems:
-        raise ValueError(f"the chain does not fit {type(model).__name__}: {'; '.join(problems)}")
+        raise ValueError(f"invalid pipeline_model() of {type(model).__name__}: {'; '.join(problems)}; correct it")
 
 
 def is_within(name: str, module: str) -> bool:
-    """The name is that of a module or one of its parts."""
+    """Whether a parameter or module is the module itself or inside it."""
     return name == module or name.startswith(module + ".")

@@ -45,7 +45,7 @@ class ConvNet(nn.Module):
         out: Tensor = self.head(self.drop(x.mean((2, 3))))
         return out
 
-    def chain(self) -> PipelineModel:
+    def pipeline_model(self) -> PipelineModel:
         blocks = (
             PipelineLayer(f"blocks.{i}", (f"blocks.{i}",), partial(self._block_layer, i))
             for i in range(len(self.blocks))

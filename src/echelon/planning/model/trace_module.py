@@ -4,7 +4,7 @@
 
 A module is cut into sections, and what each does becomes a layer:
 
-    a module with `chain()`       the links of its chain
+    a module with `pipeline_model()`       the links of its chain
     any other                     the items of its longest list of modules of one class, outermost first; what comes
                                   before them and after them
     one without such a list       the whole of it
@@ -148,7 +148,7 @@ def _supports_cp(module: nn.Module) -> bool:
 
 
 def _find_sections(module: nn.Module) -> list[Section]:
-    if hasattr(module, "chain"):
+    if hasattr(module, "pipeline_model"):
         links = get_pipeline_model(module).layers
         return [
             Section(name=link.name, class_name=_class_name(module, link.modules) or link.name, modules=link.modules)
@@ -208,7 +208,7 @@ def _run_sections(module: nn.Module, inputs: dict[str, Any], sections: list[Sect
 
     with counter.counting():
         counter.enter_section(sections[0].name, tuple(inputs.values()))
-        if hasattr(module, "chain"):
+        if hasattr(module, "pipeline_model"):
             chain = get_pipeline_model(module)
             counter.enter_section("shared by the links")
             shared, carried = chain.shared(**inputs), None
