@@ -20,12 +20,12 @@ from echelon.moe.moe_layer import MoELayer
 from echelon.planning.calibrate.calibration import constants_for
 from echelon.planning.calibrate.constants import FITTED_CONSTANTS, NATIVE_OVERRIDES
 from echelon.planning.cluster import cluster
-from echelon.planning.cost import fused_layers
 from echelon.planning.cost.activation_memory import saved_tensor_bytes
 from echelon.planning.cost.backward_memory import backward_bytes
 from echelon.planning.cost.lm_head_memory import loss_chunk_tokens
 from echelon.planning.cost.memory_model import peak_memory, stage_memory, state_bytes_by_category
 from echelon.planning.cost.recompute_cost import recompute_plan, recompute_shares, saved_layer_bytes
+from echelon.planning.model import layer_families
 from echelon.planning.model.model_sources import resolve_shape
 from echelon.planning.priced_plan import price
 from echelon.planning.scenario import PlanRequest, Scenario
@@ -126,7 +126,7 @@ def test_a_mixture_keeps_what_a_real_one_does(gate, experts, k, monkeypatch):
         out, _ = layer(x)
     weights = {weight.untyped_storage().data_ptr() for weight in layer.parameters()}
     found = sum(y.untyped_storage().nbytes() for key, y in kept.items() if key not in weights) / tokens
-    counted = fused_layers.moe_feed_forward(width, ffn, experts=experts, top_k=k, gated=True)
+    counted = layer_families.moe_feed_forward(width, ffn, experts=experts, top_k=k, gated=True)
     assert out.requires_grad
     expected = counted.bytes_saved(element_bytes=2, low_precision=False, recompute_ops=False).per_rank(1, 1)
     assert found == pytest.approx(expected, rel=0.05)

@@ -116,7 +116,7 @@ class Plan:
 
 
 def price(scenario: Scenario, c: Constants = FITTED_CONSTANTS) -> Plan:
-    """The plan of one case, its pipeline simulated."""
+    """The plan of one scenario, its pipeline simulated."""
     work, c = count_work(scenario), constants_for(scenario, c)
     seconds = step_times(work, c)
     found = {field.name: scenario.correction * float(getattr(seconds, field.name)) for field in fields(StepTimes)}
@@ -172,17 +172,17 @@ def layer_shares(scenario: Scenario) -> list[float]:
     return [(each + (stage < rest)) / layers for stage in range(stages)]
 
 
-def step_timeline(case: Scenario, c: Constants = FITTED_CONSTANTS, *, microbatches: int = 0) -> Timeline:
+def step_timeline(scenario: Scenario, c: Constants = FITTED_CONSTANTS, *, microbatches: int = 0) -> Timeline:
     """A step, action by action; or one of fewer microbatches."""
-    layout = case.layout
+    layout = scenario.layout
     schedule = make_schedule(layout.schedule, layout.pp, microbatches or layout.accumulate, chunks=layout.vpp)
-    return simulate(schedule, action_durations(case, count_work(case), constants_for(case, c)))
+    return simulate(schedule, action_durations(scenario, count_work(scenario), constants_for(scenario, c)))
 
 
-def _simulate_pipeline(case: Scenario, work: StepWork, c: Constants) -> tuple[float, float]:
+def _simulate_pipeline(scenario: Scenario, work: StepWork, c: Constants) -> tuple[float, float]:
     """(seconds of a step's passes, share of them in which ranks wait)."""
-    layout = case.layout
-    seconds = action_durations(case, work, c)
+    layout = scenario.layout
+    seconds = action_durations(scenario, work, c)
     family = FAMILIES.get(layout.schedule)
     chunks = layout.vpp if family is not None and family.chunks is None else 0
 
@@ -222,25 +222,25 @@ def _busy_seconds(seconds: Durations) -> float:
     return sum(sum(part) if isinstance(part, tuple) else part for part in parts)
 
 
-def memory_by_stage(case: Scenario, c: Constants = FITTED_CONSTANTS) -> list[RankMemory]:
+def memory_by_stage(scenario: Scenario, c: Constants = FITTED_CONSTANTS) -> list[RankMemory]:
     """Of one rank of every stage: all ranks of a stage hold the same."""
-    c = constants_for(case, c)
-    return [stage_memory(case, stage, c) for stage in range(case.layout.pp)]
+    c = constants_for(scenario, c)
+    return [stage_memory(scenario, stage, c) for stage in range(scenario.layout.pp)]
 
 
-def memory_over_time(case: Scenario, rank: int, c: Constants = FITTED_CONSTANTS) -> list[tuple[float, float]]:
+def memory_over_time(scenario: Scenario, rank: int, c: Constants = FITTED_CONSTANTS) -> list[tuple[float, float]]:
     """(seconds, bytes) of a rank through the passes of a step."""
-    c = constants_for(case, c)
-    found = stage_memory(case, rank, c)
+    c = constants_for(scenario, c)
+    found = stage_memory(scenario, rank, c)
     still = found.total - found.parts.get("activations", 0)
-    if case.layout.pp == 1:
-        return [(0.0, still), (case.correction * float(step_times(count_work(case), c).total), found.total)]
-    line = step_timeline(case, c)
+    if scenario.layout.pp == 1:
+        return [(0.0, still), (scenario.correction * float(step_times(count_work(scenario), c).total), found.total)]
+    line = step_timeline(scenario, c)
     in_flight = max(1, line.in_flight[rank])
     each = found.parts.get("activations", 0) / in_flight
     return [(second, still + size) for second, size in line.memory_over_time(rank, each)]
 
 
-def with_layout_keys(case: Scenario, **keys: int | str) -> Scenario:
-    """The case in a layout with other keys."""
-    return replace(case, layout=case.layout.replace(**keys))
+def with_layout_keys(scenario: Scenario, **keys: int | str) -> Scenario:
+    """The scenario in a layout with other keys."""
+    return replace(scenario, layout=scenario.layout.replace(**keys))

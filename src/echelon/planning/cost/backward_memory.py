@@ -35,22 +35,23 @@ in two types, and what these read. What lies behind attention in the layer has g
 RESIDUAL_GRADIENTS = 2
 
 
-def backward_bytes(case: Scenario, layer: LayerShape, *, gradients_resident: bool) -> float:
+def backward_bytes(scenario: Scenario, layer: LayerShape, *, gradients_resident: bool) -> float:
     """Bytes at its fullest. `held`: gradients have memory throughout."""
-    written = _score_backward_bytes(case, layer)
-    if not layer.is_moe or not case.has_kernels:
+    written = _score_backward_bytes(scenario, layer)
+    if not layer.is_moe or not scenario.has_kernels:
         return max(
-            (WORKING_RATIO if case.has_kernels else UNFUSED_WORKING_RATIO) * saved_tensor_bytes(case, layer), written
+            (WORKING_RATIO if scenario.has_kernels else UNFUSED_WORKING_RATIO) * saved_tensor_bytes(scenario, layer),
+            written,
         )
-    layout, size = case.layout, case.element_bytes
+    layout, size = scenario.layout, scenario.element_bytes
     up, down = sorted(
         (product for product in layer.matmuls if product.experts), key=lambda one: one.split != COLUMN_PARALLEL
     )
     ranks = layout.ep * layout.etp
-    home = case.tokens * size * up.token_share / layout.tp
-    rows = min(case.expert_load, MAX_LOAD_FACTOR) * home * layout.etp
+    home = scenario.tokens * size * up.token_share / layout.tp
+    rows = min(scenario.expert_load, MAX_LOAD_FACTOR) * home * layout.etp
     width, inner, both = up.inputs, down.inputs / layout.etp, up.outputs / layout.etp
-    missing = 0.0 if gradients_resident else layer.expert_parameters / ranks * gradient_bytes(case)
+    missing = 0.0 if gradients_resident else layer.expert_parameters / ranks * gradient_bytes(scenario)
     down_weight, up_weight = (product.parameters * size / ranks for product in (down, up))
     moments = (
         (2 * home + max(home, rows)) * width - missing,
@@ -59,17 +60,21 @@ def backward_bytes(case: Scenario, layer: LayerShape, *, gradients_resident: boo
         rows * both - home * width,
         rows * (width - inner) + up_weight - home * width,
     )
-    return max(moments) + RESIDUAL_GRADIENTS * case.tokens * case.shape.width * size / case.sp_degree
+    return max(moments) + RESIDUAL_GRADIENTS * scenario.tokens * scenario.shape.width * size / scenario.sp_degree
 
 
-def _score_backward_bytes(case: Scenario, layer: LayerShape) -> float:
+def _score_backward_bytes(scenario: Scenario, layer: LayerShape) -> float:
     """While attention goes backward, where scores are written out."""
     attention = layer.attention
-    if not case.materializes_scores or attention is None:
+    if not scenario.materializes_scores or attention is None:
         return 0.0
     own = attention.heads * (attention.head_dim + 2 * attention.value_dim)
     own += attention.kv_heads * (attention.head_dim + attention.value_dim)
-    before = case.element_bytes * case.tokens * (own / case.layout.tp + 3 * case.shape.width / case.sp_degree)
-    each = SCORE_WORKING_BYTES if case.shape.dropout else 3 * case.element_bytes
-    found = each * attention.heads / case.layout.tp * case.tokens * case.seq_len
-    return found - max(0.0, saved_tensor_bytes(case, layer) - before)
+    before = (
+        scenario.element_bytes
+        * scenario.tokens
+        * (own / scenario.layout.tp + 3 * scenario.shape.width / scenario.sp_degree)
+    )
+    each = SCORE_WORKING_BYTES if scenario.shape.dropout else 3 * scenario.element_bytes
+    found = each * attention.heads / scenario.layout.tp * scenario.tokens * scenario.seq_len
+    return found - max(0.0, saved_tensor_bytes(scenario, layer) - before)

@@ -21,16 +21,16 @@ from echelon.planning.model.model_shape import COLUMN_PARALLEL, ROW_PARALLEL, Ma
 from echelon.planning.scenario import Scenario
 
 
-def tp_collectives(case: Scenario) -> list[Collective]:
+def tp_collectives(scenario: Scenario) -> list[Collective]:
     """Of one microbatch through all layers, over tp, from the strategies' own cost functions."""
-    layout, shape = case.layout, case.shape
+    layout, shape = scenario.layout, scenario.shape
     once = replace(layout, accumulate=1)  # what cost functions say of a step is then of a microbatch
-    size = case.element_bytes
+    size = scenario.element_bytes
     traffic = tp_cost.TransformerSizes(
         layers=shape.num_layers,
         width=shape.width,
         batch=layout.microbatch,
-        seq_len=max(1, case.seq_len // layout.cp),
+        seq_len=max(1, scenario.seq_len // layout.cp),
         dropout=shape.dropout,
         element_bytes=size,
         loss_bytes=4,
@@ -39,13 +39,13 @@ def tp_collectives(case: Scenario) -> list[Collective]:
         has_shared_expert=any(layer.has_shared_expert for layer, _ in shape.layers),
     )
     if layout.tp_kind != "1d":
-        return list(_grid_collectives(case, traffic))
-    return list(tp_cost.collectives(traffic, once, recomputed_layers(case), partition=partitions_inputs(case)))
+        return list(_grid_collectives(scenario, traffic))
+    return list(tp_cost.collectives(traffic, once, recomputed_layers(scenario), partition=partitions_inputs(scenario)))
 
 
-def _grid_collectives(case: Scenario, traffic: tp_cost.TransformerSizes) -> Iterator[Collective]:
+def _grid_collectives(scenario: Scenario, traffic: tp_cost.TransformerSizes) -> Iterator[Collective]:
     """Of one microbatch over a grid of tp; layers of 2.5d share out among microbatches what they sum once a step."""
-    layout, shape = case.layout, case.shape
+    layout, shape = scenario.layout, scenario.shape
     again = int(layout.recompute.partition(":")[0] in FULL_LAYER_POLICIES)
     norm: tp_grid_cost.ModuleSizes = tp_grid_cost.NormSizes(reduced=1, gathered=0)
     kinds = [
@@ -64,7 +64,7 @@ def _grid_collectives(case: Scenario, traffic: tp_cost.TransformerSizes) -> Iter
         ):
             yield replace(item, count=item.count * n)
     if layout.depth > 1:
-        weights = sum(unit.shard_numel * n for unit, n in param_groups(case, 0)) * case.reduce_bytes
+        weights = sum(unit.shard_numel * n for unit, n in param_groups(scenario, 0)) * scenario.reduce_bytes
         yield Collective(op="all_reduce", axis="z", bytes=int(weights / layout.accumulate), purpose="copied weights")
 
 
@@ -92,26 +92,28 @@ def wire_bytes(collectives: Iterable[Collective], ranks: int) -> float:
     return sum(link_time.wire_bytes(item.op, item.bytes, ranks) * item.count for item in collectives)
 
 
-def is_split_and_recomputed(case: Scenario, numel: int) -> bool:
-    return gathered_numel(case, numel) < numel and case.layout.recompute.partition(":")[0] in FULL_LAYER_POLICIES
+def is_split_and_recomputed(scenario: Scenario, numel: int) -> bool:
+    return (
+        gathered_numel(scenario, numel) < numel and scenario.layout.recompute.partition(":")[0] in FULL_LAYER_POLICIES
+    )
 
 
-def dp_wire_bytes(case: Scenario) -> float:
+def dp_wire_bytes(scenario: Scenario) -> float:
     """Bytes that a step sends over dp for parameters and gradients, by shard.py's own cost function."""
-    layout, total = case.layout, 0.0
-    policy = sharding_policy(case)
-    for unit, n in param_groups(case, 0):
-        replicas = data_parallel_ranks(case, unit.name) // unit.num_shards
+    layout, total = scenario.layout, 0.0
+    policy = sharding_policy(scenario)
+    for unit, n in param_groups(scenario, 0):
+        replicas = data_parallel_ranks(scenario, unit.name) // unit.num_shards
         own = replace(policy, num_shards=unit.num_shards, num_replicas=replicas)
         issued = dp_cost.collectives(
             [unit],
             own,
             accumulate=layout.accumulate,
-            compute_bytes=case.element_bytes,
-            reduce_bytes=case.reduce_bytes,
+            compute_bytes=scenario.element_bytes,
+            reduce_bytes=scenario.reduce_bytes,
             stage_uses={unit.name: 1},
             # A layer that memory.buffer has cut is gathered module by module when it is repeated, and once more after.
-            recomputed={unit.name} if is_split_and_recomputed(case, unit.num_shards * unit.shard_numel) else (),
+            recomputed={unit.name} if is_split_and_recomputed(scenario, unit.num_shards * unit.shard_numel) else (),
         )
         total += n * sum(
             wire_bytes([item], replicas if item.axis == own.replica_axis else unit.num_shards) for item in issued

@@ -37,25 +37,25 @@ MERGE_BUFFER_BYTES, MAX_PENDING_BLOCKS = 512 << 20, 8
 torch)"""
 
 
-def cp_traffic(case: Scenario) -> CpTraffic:
-    attention = model_attention(case)
-    if case.layout.cp == 1 or attention is None:
+def cp_traffic(scenario: Scenario) -> CpTraffic:
+    attention = model_attention(scenario)
+    if scenario.layout.cp == 1 or attention is None:
         return CpTraffic()
-    layout, found = case.layout, cp_collectives(case, attention)
+    layout, found = scenario.layout, cp_collectives(scenario, attention)
     # Ranks send gradients of all keys that they have seen or of half: some rank in every step those of all.
     sends = {"keys and values": 0.0, "their gradients": 0.0}
     for item in found:
         if item.op == "send":
-            sends[item.purpose] = max(sends[item.purpose], float(item.bytes * case.shape.num_layers))
+            sends[item.purpose] = max(sends[item.purpose], float(item.bytes * scenario.shape.num_layers))
     together = [item for item in found if item.op != "send"]
-    links = [_link_bytes(case, item) for item in together]
-    forward, backward = _memory_traffic(case, attention)
-    every = _attention_tokens(case) * case.shape.num_layers
+    links = [_link_bytes(scenario, item) for item in together]
+    forward, backward = _memory_traffic(scenario, attention)
+    every = _attention_tokens(scenario) * scenario.shape.num_layers
     return CpTraffic(
         ring_steps=1 if layout.cp_kind == "gather" else layout.cp // layout.ulysses,
         ring_bytes=sends["keys and values"],
         ring_grad_bytes=sends["their gradients"],
-        ring_in_node=layout.tp * layout.cp <= case.cluster.per_node,
+        ring_in_node=layout.tp * layout.cp <= scenario.cluster.per_node,
         intra_node_bytes=sum(near for near, _ in links),
         inter_node_bytes=sum(far for _, far in links),
         num_collectives=sum(item.count for item in together),
@@ -65,56 +65,56 @@ def cp_traffic(case: Scenario) -> CpTraffic:
     )
 
 
-def cp_collectives(case: Scenario, attention: AttentionShape) -> list[Collective]:
+def cp_collectives(scenario: Scenario, attention: AttentionShape) -> list[Collective]:
     """What one microbatch issues over cp, by the strategy's own cost function."""
     return list(
         cp_cost.collectives(
-            replace(case.layout, accumulate=1),
-            attention_widths(case, attention),
-            layers=case.shape.num_layers,
-            batch=-(-case.layout.microbatch // _grid_batch_split(case)),
-            seq_len=case.seq_len,
-            element_bytes=case.element_bytes,
+            replace(scenario.layout, accumulate=1),
+            attention_widths(scenario, attention),
+            layers=scenario.shape.num_layers,
+            batch=-(-scenario.layout.microbatch // _grid_batch_split(scenario)),
+            seq_len=scenario.seq_len,
+            element_bytes=scenario.element_bytes,
         )
     )
 
 
-def cp_bytes_per_token(case: Scenario) -> float:
+def cp_bytes_per_token(scenario: Scenario) -> float:
     """By a rank, for each of its tokens and each layer, there and back."""
-    attention = model_attention(case)
+    attention = model_attention(scenario)
     if attention is None:
         return 0.0
-    every = _attention_tokens(case) * case.shape.num_layers
-    found = cp_collectives(case, attention)
-    return sum(item.count * wire_bytes(item.op, item.bytes, _group_size(case, item)) for item in found) / every
+    every = _attention_tokens(scenario) * scenario.shape.num_layers
+    found = cp_collectives(scenario, attention)
+    return sum(item.count * wire_bytes(item.op, item.bytes, _group_size(scenario, item)) for item in found) / every
 
 
-def _group_size(case: Scenario, item: Collective) -> int:
-    return case.layout.ulysses if item.axis == "ulysses" else case.layout.cp
+def _group_size(scenario: Scenario, item: Collective) -> int:
+    return scenario.layout.ulysses if item.axis == "ulysses" else scenario.layout.cp
 
 
-def _grid_batch_split(case: Scenario) -> int:
+def _grid_batch_split(scenario: Scenario) -> int:
     """Ranks of tp that have the same heads, of other sequences: on a grid."""
-    return case.layout.tp // (head_parallel_size(case.layout) or 1)
+    return scenario.layout.tp // (head_parallel_size(scenario.layout) or 1)
 
 
-def _attention_tokens(case: Scenario) -> float:
+def _attention_tokens(scenario: Scenario) -> float:
     """Whose attention a rank works on."""
-    return case.tokens / _grid_batch_split(case)
+    return scenario.tokens / _grid_batch_split(scenario)
 
 
-def model_attention(case: Scenario) -> AttentionShape | None:
-    return case.shape.attention
+def model_attention(scenario: Scenario) -> AttentionShape | None:
+    return scenario.shape.attention
 
 
-def computed_attention(case: Scenario, attention: AttentionShape) -> AttentionShape:
+def computed_attention(scenario: Scenario, attention: AttentionShape) -> AttentionShape:
     """As it is computed: values that travel with keys are as wide as these."""
-    return replace(attention, value_dim=attention.head_dim) if case.layout.cp > 1 else attention
+    return replace(attention, value_dim=attention.head_dim) if scenario.layout.cp > 1 else attention
 
 
-def attention_widths(case: Scenario, attention: AttentionShape) -> cp_cost.AttentionWidths:
+def attention_widths(scenario: Scenario, attention: AttentionShape) -> cp_cost.AttentionWidths:
     return cp_cost.AttentionWidths.per_rank(
-        head_parallel_size(case.layout) or 1,
+        head_parallel_size(scenario.layout) or 1,
         heads=attention.heads,
         kv_heads=attention.kv_heads,
         head_dim=attention.head_dim,
@@ -122,10 +122,10 @@ def attention_widths(case: Scenario, attention: AttentionShape) -> cp_cost.Atten
     )
 
 
-def _link_bytes(case: Scenario, item: Collective) -> tuple[float, float]:
+def _link_bytes(scenario: Scenario, item: Collective) -> tuple[float, float]:
     """Bytes of a rank (inside its node, between nodes). See [Note: links]."""
-    layout, ranks = case.layout, _group_size(case, item)
-    members = max(1, min(ranks, case.cluster.per_node // layout.tp))
+    layout, ranks = scenario.layout, _group_size(scenario, item)
+    members = max(1, min(ranks, scenario.cluster.per_node // layout.tp))
     wire = item.count * wire_bytes(item.op, item.bytes, ranks)
     if members == ranks:
         return wire, 0.0
@@ -151,17 +151,20 @@ class _TokenElements:
     out: int
 
     @classmethod
-    def from_scenario(cls, case: Scenario, attention: AttentionShape) -> _TokenElements:
-        widths, ulysses = attention_widths(case, attention), case.layout.ulysses
+    def from_scenario(cls, scenario: Scenario, attention: AttentionShape) -> _TokenElements:
+        widths, ulysses = attention_widths(scenario, attention), scenario.layout.ulysses
         copies = lcm(ulysses, widths.kv_heads) // widths.kv_heads
         return cls(
-            element_bytes=case.element_bytes, q=widths.queries, kv=widths.keys_and_values * copies, out=widths.results
+            element_bytes=scenario.element_bytes,
+            q=widths.queries,
+            kv=widths.keys_and_values * copies,
+            out=widths.results,
         )
 
 
-def _memory_traffic(case: Scenario, attention: AttentionShape) -> tuple[float, float]:
+def _memory_traffic(scenario: Scenario, attention: AttentionShape) -> tuple[float, float]:
     """Bytes per token and layer, forward and backward, beside what attention itself does. See [Note: moved]."""
-    layout, x = case.layout, _TokenElements.from_scenario(case, attention)
+    layout, x = scenario.layout, _TokenElements.from_scenario(scenario, attention)
     size, steps = x.element_bytes, layout.cp // layout.ulysses
     forward = backward = 0.0
     if layout.ulysses > 1:
@@ -171,8 +174,8 @@ def _memory_traffic(case: Scenario, attention: AttentionShape) -> tuple[float, f
         return forward, backward
     blocks = 2 if layout.cp_kind == "gather" else steps
     # The result of every block, and in backward the gradient of its queries.
-    forward += 2 * size * x.kv + x.q * _merge_bytes(case, blocks, x.q)
-    backward += x.q * _merge_bytes(case, blocks, x.q)
+    forward += 2 * size * x.kv + x.q * _merge_bytes(scenario, blocks, x.q)
+    backward += x.q * _merge_bytes(scenario, blocks, x.q)
     if layout.cp_kind == "gather":
         # Everyone's keys and values are put in order when they have arrived, their gradients before they leave.
         forward += 4 * size * layout.cp * x.kv
@@ -181,42 +184,46 @@ def _memory_traffic(case: Scenario, attention: AttentionShape) -> tuple[float, f
         )
     else:
         # Gradients that go home, and those that come.
-        backward += x.kv * (2 * size * steps + _merge_bytes(case, steps, x.kv // 2))
+        backward += x.kv * (2 * size * steps + _merge_bytes(scenario, steps, x.kv // 2))
     return forward, backward
 
 
-def _merge_bytes(case: Scenario, num_blocks: int, elements: int) -> float:
+def _merge_bytes(scenario: Scenario, num_blocks: int, elements: int) -> float:
     """Bytes to bring parts together, for each of so many elements of a token."""
-    in_between = -(-num_blocks // _pending_blocks(case, elements)) - 1
-    return (num_blocks + 1) * case.element_bytes + in_between * 2 * FP32_BYTES
+    in_between = -(-num_blocks // _pending_blocks(scenario, elements)) - 1
+    return (num_blocks + 1) * scenario.element_bytes + in_between * 2 * FP32_BYTES
 
 
-def _pending_blocks(case: Scenario, elements: int) -> int:
+def _pending_blocks(scenario: Scenario, elements: int) -> int:
     """Parts of so many elements of a token that may wait to be brought together."""
-    if case.program == "others":  # they add each part as it comes
+    if scenario.program == "others":  # they add each part as it comes
         return 1
     return max(
-        1, min(MAX_PENDING_BLOCKS, int(MERGE_BUFFER_BYTES / (_attention_tokens(case) * case.element_bytes * elements)))
+        1,
+        min(
+            MAX_PENDING_BLOCKS,
+            int(MERGE_BUFFER_BYTES / (_attention_tokens(scenario) * scenario.element_bytes * elements)),
+        ),
     )
 
 
-def saved_cp_bytes(case: Scenario) -> float:
+def saved_cp_bytes(scenario: Scenario) -> float:
     """Bytes of a layer and microbatch that backward needs beside what attention on whole sequences keeps.
 
     Keys and values that travel are a copy of those in the product that made them; a result that was exchanged is one of
     that which attention keeps.
     """
-    attention = model_attention(case)
-    if case.layout.cp == 1 or attention is None or not case.has_kernels:
+    attention = model_attention(scenario)
+    if scenario.layout.cp == 1 or attention is None or not scenario.has_kernels:
         return 0.0
-    x, ulysses = _TokenElements.from_scenario(case, attention), case.layout.ulysses
-    own = attention_widths(case, attention).keys_and_values
-    elements = x.kv if ulysses < case.layout.cp else 0
+    x, ulysses = _TokenElements.from_scenario(scenario, attention), scenario.layout.ulysses
+    own = attention_widths(scenario, attention).keys_and_values
+    elements = x.kv if ulysses < scenario.layout.cp else 0
     elements += x.q + x.kv - own if ulysses > 1 else 0
-    return _attention_tokens(case) * x.element_bytes * elements
+    return _attention_tokens(scenario) * x.element_bytes * elements
 
 
-def cp_working_bytes(case: Scenario) -> float:
+def cp_working_bytes(scenario: Scenario) -> float:
     """Bytes that come and go while a layer's attention runs backward, beside what attention on whole sequences needs.
 
     ring       the slice at hand and the one that arrives, gradients that go home and that come, and those that wait
@@ -225,21 +232,21 @@ def cp_working_bytes(case: Scenario) -> float:
 
     Beside the first two, gradients of queries wait to be brought together.
     """
-    attention = model_attention(case)
-    if case.layout.cp == 1 or attention is None:
+    attention = model_attention(scenario)
+    if scenario.layout.cp == 1 or attention is None:
         return 0.0
-    layout, x, tokens = case.layout, _TokenElements.from_scenario(case, attention), _attention_tokens(case)
+    layout, x, tokens = scenario.layout, _TokenElements.from_scenario(scenario, attention), _attention_tokens(scenario)
     exchanged = 3.0 * x.element_bytes * (x.q + x.kv) if layout.ulysses > 1 else 0.0
     steps = layout.cp // layout.ulysses
     if steps == 1:
         return tokens * exchanged
     if layout.cp_kind == "gather":
-        return tokens * (_pending_bytes(case, 2, x.q) * x.q + layout.cp * (x.element_bytes + 3 * FP32_BYTES) * x.kv)
-    slices = (4 * x.element_bytes + _pending_bytes(case, steps, x.kv // 2)) * x.kv
-    return tokens * max(exchanged, _pending_bytes(case, steps, x.q) * x.q + slices)
+        return tokens * (_pending_bytes(scenario, 2, x.q) * x.q + layout.cp * (x.element_bytes + 3 * FP32_BYTES) * x.kv)
+    slices = (4 * x.element_bytes + _pending_bytes(scenario, steps, x.kv // 2)) * x.kv
+    return tokens * max(exchanged, _pending_bytes(scenario, steps, x.q) * x.q + slices)
 
 
-def _pending_bytes(case: Scenario, num_blocks: int, elements: int) -> float:
+def _pending_bytes(scenario: Scenario, num_blocks: int, elements: int) -> float:
     """Bytes of each element that wait, and of their sum."""
-    waiting = _pending_blocks(case, elements)
-    return min(num_blocks, waiting) * case.element_bytes + (FP32_BYTES if num_blocks > waiting else 0)
+    waiting = _pending_blocks(scenario, elements)
+    return min(num_blocks, waiting) * scenario.element_bytes + (FP32_BYTES if num_blocks > waiting else 0)

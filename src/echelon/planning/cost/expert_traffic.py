@@ -17,28 +17,28 @@ TOKEN_EXCHANGE = "all_to_all"
 """the kind of messages of which busier ranks have more"""
 
 
-def expert_traffic(case: Scenario) -> ExpertTraffic:
+def expert_traffic(scenario: Scenario) -> ExpertTraffic:
     inside = outside = 0.0
     messages = 0
-    crowd = case.expert_load * _recompute_factor(case)
-    for item, wire, far in _link_usage(case):
+    crowd = scenario.expert_load * _recompute_factor(scenario)
+    for item, wire, far in _link_usage(scenario):
         wire *= crowd if item.op == TOKEN_EXCHANGE else 1.0
         inside, outside = inside + wire * (1 - far), outside + wire * far
         messages += item.count
     return ExpertTraffic(intra_node_bytes=inside, inter_node_bytes=outside, num_collectives=messages)
 
 
-def all_to_all_bytes_per_token(case: Scenario) -> float:
+def all_to_all_bytes_per_token(scenario: Scenario) -> float:
     """That pass a link for a token and a layer with experts, there and back, all passes together; of an even load."""
-    tokens = case.tokens / case.layout.tp * case.shape.num_moe_layers
-    return sum(wire for item, wire, _ in _link_usage(case) if item.op == TOKEN_EXCHANGE) / max(tokens, 1)
+    tokens = scenario.tokens / scenario.layout.tp * scenario.shape.num_moe_layers
+    return sum(wire for item, wire, _ in _link_usage(scenario) if item.op == TOKEN_EXCHANGE) / max(tokens, 1)
 
 
-def _link_usage(case: Scenario) -> Iterator[tuple[Collective, float, float]]:
+def _link_usage(scenario: Scenario) -> Iterator[tuple[Collective, float, float]]:
     """Messages of a microbatch, the bytes of each that pass a link, and the share of these that leaves a node."""
-    layout, per_node = case.layout, case.cluster.per_node
+    layout, per_node = scenario.layout, scenario.cluster.per_node
     ranks, inner = layout.ep * layout.etp, layout.ep_inner
-    if not case.shape.experts:
+    if not scenario.shape.experts:
         return
     members = {
         "tp": (layout.tp, 0.0),
@@ -47,7 +47,7 @@ def _link_usage(case: Scenario) -> Iterator[tuple[Collective, float, float]]:
         f"{EP_ETP_AXIS}/{inner}": (inner, 0.0),
         f"{EP_ETP_AXIS}%{inner}": (ranks // inner, 1.0),
     }
-    for item in collectives(replace(layout, accumulate=1), routed_tokens(case)):
+    for item in collectives(replace(layout, accumulate=1), routed_tokens(scenario)):
         among, far = members[item.axis]
         yield item, wire_bytes(item.op, item.bytes, among) * item.count, far
 
@@ -57,20 +57,20 @@ def _inter_node_share(ranks: int, per_node: int) -> float:
     return max(0.0, 1 - per_node / ranks)
 
 
-def _recompute_factor(case: Scenario) -> float:
+def _recompute_factor(scenario: Scenario) -> float:
     """In rounds nothing is kept (rounds.py): in backward rows come once more."""
-    legs = 6 if case.layout.recompute.partition(":")[0] in ("full", "every", "sqrt") else 4
-    return 1 + 1 / legs if case.expert_load > MAX_LOAD_FACTOR else 1.0
+    legs = 6 if scenario.layout.recompute.partition(":")[0] in ("full", "every", "sqrt") else 4
+    return 1 + 1 / legs if scenario.expert_load > MAX_LOAD_FACTOR else 1.0
 
 
-def routed_tokens(case: Scenario) -> MoeTraffic:
-    shape = case.shape
+def routed_tokens(scenario: Scenario) -> MoeTraffic:
+    shape = scenario.shape
     return MoeTraffic(
         layers=shape.num_moe_layers,
-        sequences=case.layout.microbatch,
-        seq_len=case.seq_len,
+        sequences=scenario.layout.microbatch,
+        seq_len=scenario.seq_len,
         width=shape.width,
-        element_bytes=case.element_bytes,
+        element_bytes=scenario.element_bytes,
         experts=shape.experts,
         top_k=shape.top_k,
         score_bytes=GATE_SCORE_BYTES,

@@ -15,19 +15,19 @@ NORM_TENSORS = 3
 """tensors of all tokens that are there: what the last norm reads, what it writes, and the gradient of that"""
 
 
-def lm_head_bytes(case: Scenario, gradients_resident: bool) -> float:
+def lm_head_bytes(scenario: Scenario, gradients_resident: bool) -> float:
     """At the head's fullest. `held`: its gradient has room of its own throughout, and is counted there."""
-    vocab, width, size = case.shape.vocab, case.shape.width, case.element_bytes
-    if not (case.has_kernels and case.layout.tp == 1):
-        last_norm = NORM_TENSORS * case.tokens * width * size / case.sp_degree if case.is_unfused else 0.0
-        return case.tokens * vocab / case.layout.tp * LOGIT_BYTES + last_norm
+    vocab, width, size = scenario.shape.vocab, scenario.shape.width, scenario.element_bytes
+    if not (scenario.has_kernels and scenario.layout.tp == 1):
+        last_norm = NORM_TENSORS * scenario.tokens * width * size / scenario.sp_degree if scenario.is_unfused else 0.0
+        return scenario.tokens * vocab / scenario.layout.tp * LOGIT_BYTES + last_norm
     rows = loss_chunk_tokens(vocab, size)
-    several = case.tokens > rows
-    hidden = case.tokens * width * size
+    several = scenario.tokens > rows
+    hidden = scenario.tokens * width * size
     of_weight = vocab * width * (4 if several else size)
-    chunks = min(case.tokens, LIVE_CHUNKS * rows) * vocab * size
+    chunks = min(scenario.tokens, LIVE_CHUNKS * rows) * vocab * size
     # Backward hands both gradients on, times that of the loss: the weight's to its place.
-    handed = hidden + (0 if gradients_resident else vocab * width * gradient_bytes(case))
+    handed = hidden + (0 if gradients_resident else vocab * width * gradient_bytes(scenario))
     return NORM_TENSORS * hidden + of_weight + max(chunks, handed)
 
 

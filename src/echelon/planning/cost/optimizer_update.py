@@ -52,10 +52,10 @@ class ParamMatrix:
         return found
 
 
-def optimizer_state_bytes(case: Scenario, rule: UpdateRule, stage: int) -> int:
+def optimizer_state_bytes(scenario: Scenario, rule: UpdateRule, stage: int) -> int:
     """Of a rank, between steps."""
     total = 0.0
-    for one in param_matrices(case, stage):
+    for one in param_matrices(scenario, stage):
         whole = cost.state_bytes(rule, one.shape, name=one.name)
         sides = _factored_bytes(rule, one)
         total += one.count * ((whole - sides) / (one.model_ranks * one.shards) + sides * _local_share(one))
@@ -75,13 +75,13 @@ def _local_share(one: ParamMatrix) -> float:
     return 1 / one.model_ranks if len(one.shape) > 2 else 1.0
 
 
-def param_matrices(case: Scenario, stage: int) -> Iterator[ParamMatrix]:
+def param_matrices(scenario: Scenario, stage: int) -> Iterator[ParamMatrix]:
     """The parameters of a rank, by shape."""
-    layout, shape = case.layout, case.shape
-    shards, width = sharding_policy(case).num_shards, shape.width
+    layout, shape = scenario.layout, scenario.shape
+    shards, width = sharding_policy(scenario).num_shards, shape.width
     ranks = tp_grid_cost.num_weight_shards(layout)
     for layer, n in shape.layers:
-        yield from _layer_matrices(case, layer, n * max_layer_share(case), shards, ranks)
+        yield from _layer_matrices(scenario, layer, n * max_layer_share(scenario), shards, ranks)
     if stage == 0:
         yield ParamMatrix("embed.weight", (shape.vocab, width), 1, ranks, shards)
         if shape.position_parameters:
@@ -92,34 +92,38 @@ def param_matrices(case: Scenario, stage: int) -> Iterator[ParamMatrix]:
             yield ParamMatrix("head.weight", (shape.vocab, width), 1, ranks, shards)
 
 
-def _layer_matrices(case: Scenario, layer: LayerShape, count: float, shards: int, ranks: int) -> Iterator[ParamMatrix]:
-    layout = case.layout
+def _layer_matrices(
+    scenario: Scenario, layer: LayerShape, count: float, shards: int, ranks: int
+) -> Iterator[ParamMatrix]:
+    layout = scenario.layout
     for product in layer.matmuls:
         parts = product.fused_outputs or (product.outputs,)
         if product.experts:
-            among = data_parallel_ranks(case, EXPERT_GROUP) if layout.zero else 1
+            among = data_parallel_ranks(scenario, EXPERT_GROUP) if layout.zero else 1
             shape = (product.experts, *((len(parts),) if len(parts) > 1 else ()), parts[0], product.inputs)
             yield ParamMatrix("experts.weight", shape, count, layout.ep * layout.etp, among)
             continue
         for outputs in parts:
             yield ParamMatrix("weight", (outputs, product.inputs), count, ranks if product.split else 1, shards)
     if layer.other_parameters:
-        yield ParamMatrix("norm", (case.shape.width,), count * layer.other_parameters / case.shape.width, 1, shards)
+        yield ParamMatrix(
+            "norm", (scenario.shape.width,), count * layer.other_parameters / scenario.shape.width, 1, shards
+        )
 
 
 # -- gradients that are let go ----------------------------------------------------------------------------------------
 
 
-def updates_in_backward(case: Scenario) -> bool:
+def updates_in_backward(scenario: Scenario) -> bool:
     """Each unit is updated in backward, and its gradients are let go: in a step of one microbatch."""
-    rule, layout = case.optimizer, case.layout
+    rule, layout = scenario.optimizer, scenario.layout
     return rule is not None and rule.in_backward and layout.accumulate * layout.pp == 1
 
 
-def live_gradient_bytes(case: Scenario) -> int:
+def live_gradient_bytes(scenario: Scenario) -> int:
     """Bytes of gradients that are there at once: of two layers, and of what lies around them."""
-    size = case.reduce_bytes if sharding_policy(case).accumulates_grads else case.element_bytes
-    found = [(unit.num_shards * unit.shard_numel, unit.name) for unit, _ in param_groups(case, 0)]
+    size = scenario.reduce_bytes if sharding_policy(scenario).accumulates_grads else scenario.element_bytes
+    found = [(unit.num_shards * unit.shard_numel, unit.name) for unit, _ in param_groups(scenario, 0)]
     layers = sorted((numel for numel, name in found if name != "ends"), reverse=True)
     ends = sum(numel for numel, name in found if name == "ends")
     return size * (2 * layers[0] + ends)
@@ -136,22 +140,22 @@ def update_work(scenario: Scenario, num_params: float) -> UpdateWork:
     return replace(update_comm(scenario), num_params=num_params, memory_bytes=memory_bytes)
 
 
-def update_traffic(case: Scenario) -> float:
+def update_traffic(scenario: Scenario) -> float:
     """Of an element; 0: as programs do."""
-    if case.optimizer is None:
-        return adamw_traffic(case)
-    found = cost.update_traffic_bytes(case.optimizer, gradient_bytes=gradient_bytes(case))
-    return found if case.has_kernels or case.optimizer.name not in ("adamw", "sgd") else 0.0
+    if scenario.optimizer is None:
+        return adamw_traffic(scenario)
+    found = cost.update_traffic_bytes(scenario.optimizer, gradient_bytes=gradient_bytes(scenario))
+    return found if scenario.has_kernels or scenario.optimizer.name not in ("adamw", "sgd") else 0.0
 
 
-def update_comm(case: Scenario) -> UpdateWork:
+def update_comm(scenario: Scenario) -> UpdateWork:
     """By the rule's own messages: see optim/reduced_stats.py and optim/rules/muon.py."""
-    rule, layout = case.optimizer, case.layout
+    rule, layout = scenario.optimizer, scenario.layout
     assert rule is not None
-    held = list(param_matrices(case, 0))
-    ranks = sharding_policy(case).num_shards * layout.tp
+    held = list(param_matrices(scenario, 0))
+    ranks = sharding_policy(scenario).num_shards * layout.tp
     if rule.name == "muon":
-        return _muon_comm(case, [one for one in held if is_muon_matrix(rule, one.name, one.shape)], ranks)
+        return _muon_comm(scenario, [one for one in held if is_muon_matrix(rule, one.name, one.shape)], ranks)
     if ranks == 1 or rule.name not in ("lamb", "adafactor", "sm3"):
         return UpdateWork()
     stacks = sum(one.count * max(1, one.size // (one.shape[-1] * one.shape[-2])) for one in held if len(one.shape) > 1)
@@ -161,9 +165,9 @@ def update_comm(case: Scenario) -> UpdateWork:
     return UpdateWork(wire_bytes=wire, num_collectives=len(sizes))
 
 
-def _muon_comm(case: Scenario, held: list[ParamMatrix], ranks: int) -> UpdateWork:
+def _muon_comm(scenario: Scenario, held: list[ParamMatrix], ranks: int) -> UpdateWork:
     """Every part goes to its owner and back, in the products' type; an owner makes whole matrices orthogonal."""
-    size = 2 if case.on_gpu and case.element_bytes == 2 else 4
+    size = 2 if scenario.on_gpu and scenario.element_bytes == 2 else 4
     parts = sum(one.count * one.size / (one.model_ranks * one.shards) for one in held)
     flops = 0.0
     for one in held:

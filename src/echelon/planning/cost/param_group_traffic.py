@@ -9,7 +9,7 @@ from echelon.layout import Layout
 from echelon.layout.placement import LogicalParam, ParamGroupSpec
 from echelon.parallel.dp import zero
 from echelon.parallel.tp_grid import cost as tp_grid_cost
-from echelon.planning.cost.kernel_traffic import EXPERT_GRAD_COPY_BYTES, FP8_CAST_BYTES, GRAD_ACCUMULATE_BYTES
+from echelon.planning.model.layer_counts import EXPERT_GRAD_COPY_BYTES, FP8_CAST_BYTES, GRAD_ACCUMULATE_BYTES
 from echelon.planning.model.model_shape import LayerShape, MatmulShape
 from echelon.planning.scenario import Scenario
 
@@ -18,24 +18,26 @@ EXPERT_GROUP = "experts"
 NUM_MOMENTS = 2
 
 
-def param_groups(case: Scenario, stage: int) -> list[tuple[ParamGroupSpec, float]]:
+def param_groups(scenario: Scenario, stage: int) -> list[tuple[ParamGroupSpec, float]]:
     """The flat units of a rank, with how many there are of each: a unit for each kind of layer, and the rest.
 
     Stages have the fullest one's share of every kind of layer. Stage 0 has the embedding, the last the head; with one
     stage, both.
     """
-    layout, shape = case.layout, case.shape
+    layout, shape = scenario.layout, scenario.shape
     shards = zero.sharding_policy(layout).num_shards
     found: list[tuple[ParamGroupSpec, float]] = []
     for layer, n in shape.layers:
-        mine = n * max_layer_share(case)
+        mine = n * max_layer_share(scenario)
         own = dense_parameters(layer, layout)
         found.append((_param_group(layer.name, own, shards), mine))
         if layer.is_moe:
             experts = math.ceil(layer.expert_parameters / (layout.ep * layout.etp))
             found.append(
                 (
-                    _param_group(EXPERT_GROUP, experts, data_parallel_ranks(case, EXPERT_GROUP) if layout.zero else 1),
+                    _param_group(
+                        EXPERT_GROUP, experts, data_parallel_ranks(scenario, EXPERT_GROUP) if layout.zero else 1
+                    ),
                     mine,
                 )
             )
@@ -49,10 +51,10 @@ def param_groups(case: Scenario, stage: int) -> list[tuple[ParamGroupSpec, float
     return found
 
 
-def max_layer_share(case: Scenario) -> float:
+def max_layer_share(scenario: Scenario) -> float:
     """Of the layers, on the rank that has the most of them."""
-    stages, layers = case.layout.pp * case.layout.vpp, case.shape.num_layers
-    return math.ceil(layers / stages) * case.layout.vpp / layers
+    stages, layers = scenario.layout.pp * scenario.layout.vpp, scenario.shape.num_layers
+    return math.ceil(layers / stages) * scenario.layout.vpp / layers
 
 
 def dense_parameters(layer: LayerShape, layout: Layout) -> int:
@@ -70,14 +72,17 @@ def _param_group(name: str, numel: int, shards: int) -> ParamGroupSpec:
     )
 
 
-def gathered_numel(case: Scenario, numel: int) -> int:
+def gathered_numel(scenario: Scenario, numel: int) -> int:
     """Elements that are gathered or reduced at once of a unit of so many: `memory.buffer` cuts it, down to a module."""
-    limit = case.memory_options.buffer // case.element_bytes
+    limit = scenario.memory_options.buffer // scenario.element_bytes
     if not limit or numel <= limit:
         return numel
-    ranks = tp_grid_cost.num_weight_shards(case.layout)
+    ranks = tp_grid_cost.num_weight_shards(scenario.layout)
     modules = [
-        side * p.inputs // ranks for layer, _ in case.shape.layers for p in layer.matmuls for side in _fused_outputs(p)
+        side * p.inputs // ranks
+        for layer, _ in scenario.shape.layers
+        for p in layer.matmuls
+        for side in _fused_outputs(p)
     ]
     return min(numel, max(limit, *modules))
 
@@ -86,9 +91,9 @@ def _fused_outputs(product: MatmulShape) -> tuple[int, ...]:
     return product.fused_outputs or (product.outputs,)
 
 
-def data_parallel_ranks(case: Scenario, group: str) -> int:
+def data_parallel_ranks(scenario: Scenario, group: str) -> int:
     """Ranks that hold the same parameters of a unit, or shards of them."""
-    layout = case.layout
+    layout = scenario.layout
     data = layout.dp * layout.cp
     return max(1, data * layout.tp // (layout.ep * layout.etp)) if group == EXPERT_GROUP else data
 
@@ -96,37 +101,37 @@ def data_parallel_ranks(case: Scenario, group: str) -> int:
 # -- states -----------------------------------------------------------------------------------------------------------
 
 
-def sharding_policy(case: Scenario) -> zero.ShardingPolicy:
+def sharding_policy(scenario: Scenario) -> zero.ShardingPolicy:
     """When units move, and in which types their states are kept: other programs keep all of them in whole."""
-    found = zero.sharding_policy(case.layout, user_loop=case.program == "others")
+    found = zero.sharding_policy(scenario.layout, user_loop=scenario.program == "others")
     # Norms have a part of their gradients on each rank of tp (sequence.py, grid.py).
-    if case.layout.tp > 1 and (case.layout.sp or case.layout.tp_kind != "1d"):
+    if scenario.layout.tp > 1 and (scenario.layout.sp or scenario.layout.tp_kind != "1d"):
         return replace(found, accumulates_grads=True)
     return found
 
 
-def gradient_bytes(case: Scenario) -> int:
+def gradient_bytes(scenario: Scenario) -> int:
     """Of an element of a gradient, where it is kept."""
-    return case.reduce_bytes if sharding_policy(case).accumulates_grads else case.element_bytes
+    return scenario.reduce_bytes if sharding_policy(scenario).accumulates_grads else scenario.element_bytes
 
 
-def adamw_traffic(case: Scenario) -> float:
+def adamw_traffic(scenario: Scenario) -> float:
     """Moved per parameter by our update: master and moments are read and written, gradients read for their norm too."""
-    if not case.has_kernels:
+    if not scenario.has_kernels:
         return 0.0
-    return 2 * (case.master_bytes + NUM_MOMENTS * case.moment_bytes) + 2 * gradient_bytes(case)
+    return 2 * (scenario.master_bytes + NUM_MOMENTS * scenario.moment_bytes) + 2 * gradient_bytes(scenario)
 
 
-def weight_traffic(case: Scenario) -> float:
+def weight_traffic(scenario: Scenario) -> float:
     """Moved for the layers' weights in a microbatch, beside products and the update, where our kernels run.
 
     Weights are in 8 bits once a step, where several microbatches keep them, and in each microbatch otherwise.
     """
-    if not case.has_kernels:
+    if not scenario.has_kernels:
         return 0.0
-    layout, layers = case.layout, case.shape.layers
-    sums = GRAD_ACCUMULATE_BYTES if gradient_bytes(case) > case.element_bytes else 0.0
-    each = sums + (FP8_CAST_BYTES / layout.accumulate if case.is_low_precision else 0.0)
+    layout, layers = scenario.layout, scenario.shape.layers
+    sums = GRAD_ACCUMULATE_BYTES if gradient_bytes(scenario) > scenario.element_bytes else 0.0
+    each = sums + (FP8_CAST_BYTES / layout.accumulate if scenario.is_low_precision else 0.0)
     experts = sum(n * layer.expert_parameters for layer, n in layers) / (layout.ep * layout.etp)
     return (
         each * sum(n * dense_parameters(layer, layout) for layer, n in layers)

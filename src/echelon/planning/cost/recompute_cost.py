@@ -52,65 +52,75 @@ class RecomputePlan:
         return self.share("full")
 
 
-def recompute_plan(case: Scenario) -> RecomputePlan:
-    kind = case.layout.recompute.partition(":")[0]
+def recompute_plan(scenario: Scenario) -> RecomputePlan:
+    kind = scenario.layout.recompute.partition(":")[0]
     if kind == "none":
         return RecomputePlan()
     if kind == "budget":
-        return _solve_budget(case)
+        return _solve_budget(scenario)
     if kind not in FULL_LAYER_POLICIES:
         return RecomputePlan(((kind, 1.0),))
-    layers = _layers_per_chunk(case)
-    flights = layers_in_flight(case, 0) / layers
-    return RecomputePlan((("full", 1.0),), segment_length(case.layout.recompute, layers=layers, in_flight=flights))
+    layers = _layers_per_chunk(scenario)
+    flights = layers_in_flight(scenario, 0) / layers
+    return RecomputePlan((("full", 1.0),), segment_length(scenario.layout.recompute, layers=layers, in_flight=flights))
 
 
-def _layers_per_chunk(case: Scenario) -> int:
-    stages = case.layout.pp * case.layout.vpp
-    return -(-case.shape.num_layers // stages)
+def _layers_per_chunk(scenario: Scenario) -> int:
+    stages = scenario.layout.pp * scenario.layout.vpp
+    return -(-scenario.shape.num_layers // stages)
 
 
-def saved_layer_bytes(case: Scenario, layer: LayerShape, recompute: RecomputePlan) -> float:
+def saved_layer_bytes(scenario: Scenario, layer: LayerShape, recompute: RecomputePlan) -> float:
     """Bytes of one layer and microbatch that stay until backward."""
     return sum(
         share
-        * (saved_input_bytes(case) / recompute.segment_layers if form == "full" else saved_bytes(case, layer, form))
+        * (
+            saved_input_bytes(scenario) / recompute.segment_layers
+            if form == "full"
+            else saved_bytes(scenario, layer, form)
+        )
         for form, share in recompute.forms
     )
 
 
-def recomputed_bytes(case: Scenario, layer: LayerShape, recompute: RecomputePlan) -> float:
+def recomputed_bytes(scenario: Scenario, layer: LayerShape, recompute: RecomputePlan) -> float:
     """Bytes that are there while layers go backward that did not keep them: all of a segment, or attention's core."""
     if recompute.full_share:
-        counted = case.has_kernels or case.is_unfused
-        own = layer_input_bytes(case) if counted and not copies_input(case) else 0.0  # its input is kept already
-        return recompute.segment_layers * (saved_tensor_bytes(case, layer) + score_bytes(case, layer)) - own
+        counted = scenario.has_kernels or scenario.is_unfused
+        own = (
+            layer_input_bytes(scenario) if counted and not copies_input(scenario) else 0.0
+        )  # its input is kept already
+        return recompute.segment_layers * (saved_tensor_bytes(scenario, layer) + score_bytes(scenario, layer)) - own
     if recompute.share("selective"):
-        return saved_tensor_bytes(case, layer) - saved_tensor_bytes(case, layer, "selective") + score_bytes(case, layer)
+        return (
+            saved_tensor_bytes(scenario, layer)
+            - saved_tensor_bytes(scenario, layer, "selective")
+            + score_bytes(scenario, layer)
+        )
     return 0.0
 
 
-def copies_input(case: Scenario) -> bool:
+def copies_input(scenario: Scenario) -> bool:
     """A layer's input is made of what is kept, in memory of its own."""
-    return saved_input_bytes(case) != layer_input_bytes(case) or case.memory_options.arena
+    return saved_input_bytes(scenario) != layer_input_bytes(scenario) or scenario.memory_options.arena
 
 
-def compression_traffic(case: Scenario) -> float:
+def compression_traffic(scenario: Scenario) -> float:
     """Bytes that a microbatch moves to keep activations in fewer bits, or in an arena, and to have them back."""
-    thrift, size = case.memory_options, case.element_bytes
+    thrift, size = scenario.memory_options, scenario.element_bytes
     if not thrift.compresses and not thrift.arena:
         return 0.0
-    done, total = recompute_plan(case), 0.0
-    for layer, n in case.shape.layers:
+    done, total = recompute_plan(scenario), 0.0
+    for layer, n in scenario.shape.layers:
         for form, share in done.forms:
             if form == "full":
-                kept_here, flags = layer_input_bytes(case) / done.segment_layers, 0.0
+                kept_here, flags = layer_input_bytes(scenario) / done.segment_layers, 0.0
                 total += n * share * (4 * kept_here if thrift.arena else 0.0)
             else:
-                flags = dropout_mask_bytes(case, layer, form)
+                flags = dropout_mask_bytes(scenario, layer, form)
                 kept_here = (
-                    saved_tensor_bytes(case, layer, form)
-                    + (0.0 if "selective" in form else score_bytes(case, layer))
+                    saved_tensor_bytes(scenario, layer, form)
+                    + (0.0 if "selective" in form else score_bytes(scenario, layer))
                     - flags
                 )
             total += n * share * thrift.compression_traffic(kept_here, flags, size)
@@ -120,25 +130,25 @@ def compression_traffic(case: Scenario) -> float:
 # -- what is repeated -------------------------------------------------------------------------------------------------
 
 
-def recompute_shares(case: Scenario) -> RecomputeShares:
-    experts = case.expert_load > MAX_LOAD_FACTOR  # chunked dispatch saves nothing
-    if case.layout.recompute == "none":
+def recompute_shares(scenario: Scenario) -> RecomputeShares:
+    experts = scenario.expert_load > MAX_LOAD_FACTOR  # chunked dispatch saves nothing
+    if scenario.layout.recompute == "none":
         return RecomputeShares(experts=experts)
-    done = recompute_plan(case)
+    done = recompute_plan(scenario)
     some, core = done.share("ops"), done.share("selective")
-    own = case.has_kernels or case.is_unfused
-    passing = some * elementwise_traffic(case, recompute_ops=True).recompute_ratio if some else 0.0
+    own = scenario.has_kernels or scenario.is_unfused
+    passing = some * elementwise_traffic(scenario, recompute_ops=True).recompute_ratio if some else 0.0
     if core:
-        passing += core * (elementwise_traffic(case).core_recompute_ratio if own else 0.5)
+        passing += core * (elementwise_traffic(scenario).core_recompute_ratio if own else 0.5)
     # A repetition ends with the probabilities: what they make of the values is kept.
-    attention = core * (0.5 if own and case.materializes_scores else 1.0)
+    attention = core * (0.5 if own and scenario.materializes_scores else 1.0)
     return RecomputeShares(layers=done.full_share, attention=attention, elementwise=passing, experts=experts)
 
 
-def recomputed_layers(case: Scenario) -> RecomputedLayers:
+def recomputed_layers(scenario: Scenario) -> RecomputedLayers:
     """Layers that are repeated, for counting messages; of a budget, as many as come of it."""
-    shape, done = case.shape, recompute_plan(case)
-    if case.layout.recompute.partition(":")[0] in FULL_LAYER_POLICIES:
+    shape, done = scenario.shape, recompute_plan(scenario)
+    if scenario.layout.recompute.partition(":")[0] in FULL_LAYER_POLICIES:
         return RecomputedLayers.from_policy(
             f"every:{done.segment_layers}", layers=shape.num_layers, moe_layers=shape.num_moe_layers
         )
@@ -152,13 +162,13 @@ def recomputed_layers(case: Scenario) -> RecomputedLayers:
 # -- a budget ---------------------------------------------------------------------------------------------------------
 
 
-def _solve_budget(case: Scenario) -> RecomputePlan:
+def _solve_budget(scenario: Scenario) -> RecomputePlan:
     """See [Note: a budget]. Where it is less than `full` takes, every layer is repeated: a run refuses that."""
-    kinds = tuple(tuple(layer_checkpoint_options(case, layer)) for layer, _ in case.shape.layers)
-    counts = tuple(n for _, n in case.shape.layers)
-    layers = _layers_per_chunk(case)
-    flights = max(1, round(layers_in_flight(case, 0) / layers))
-    budget = float(case.layout.recompute.partition(":")[2].removesuffix("GiB")) * GIB
+    kinds = tuple(tuple(layer_checkpoint_options(scenario, layer)) for layer, _ in scenario.shape.layers)
+    counts = tuple(n for _, n in scenario.shape.layers)
+    layers = _layers_per_chunk(scenario)
+    flights = max(1, round(layers_in_flight(scenario, 0) / layers))
+    budget = float(scenario.layout.recompute.partition(":")[2].removesuffix("GiB")) * GIB
     return _solve_forms(kinds, counts, layers, flights, budget)
 
 
@@ -173,29 +183,29 @@ def _solve_forms(
     return RecomputePlan(tuple((form, chosen.count(form) / len(chosen)) for form in sorted(set(chosen))))
 
 
-def layer_checkpoint_options(case: Scenario, layer: LayerShape) -> list[CheckpointOption]:
+def layer_checkpoint_options(scenario: Scenario, layer: LayerShape) -> list[CheckpointOption]:
     """What a layer can do, as a run would count it."""
-    found = {"none": _checkpoint_counts(case, layer, "none")}
-    if not (case.memory_options.compresses and case.layout.recompute == "ops"):
-        found["ops"] = _checkpoint_counts(case, layer, "ops")
+    found = {"none": _checkpoint_counts(scenario, layer, "none")}
+    if not (scenario.memory_options.compresses and scenario.layout.recompute == "ops"):
+        found["ops"] = _checkpoint_counts(scenario, layer, "ops")
     if layer.attention is not None:
-        found["selective"] = _checkpoint_counts(case, layer, "selective")
-        found["ops+selective"] = _checkpoint_counts(case, layer, "ops+selective")
-    return checkpoint_options(found, "cuda" if case.on_gpu else "cpu", copies_input=copies_input(case))
+        found["selective"] = _checkpoint_counts(scenario, layer, "selective")
+        found["ops+selective"] = _checkpoint_counts(scenario, layer, "ops+selective")
+    return checkpoint_options(found, "cuda" if scenario.on_gpu else "cpu", copies_input=copies_input(scenario))
 
 
-def _checkpoint_counts(case: Scenario, layer: LayerShape, form: str) -> LayerMeasurement:
-    none = saved_tensor_bytes(case, layer) + score_bytes(case, layer)
-    selective = saved_tensor_bytes(case, layer, "selective")
-    flops = layer.flops(case.seq_len) * case.tokens / case.layout.tp
-    core = layer.attention.flops(case.seq_len) * case.tokens / case.layout.tp if layer.attention else 0.0
+def _checkpoint_counts(scenario: Scenario, layer: LayerShape, form: str) -> LayerMeasurement:
+    none = saved_tensor_bytes(scenario, layer) + score_bytes(scenario, layer)
+    selective = saved_tensor_bytes(scenario, layer, "selective")
+    flops = layer.flops(scenario.seq_len) * scenario.tokens / scenario.layout.tp
+    core = layer.attention.flops(scenario.seq_len) * scenario.tokens / scenario.layout.tp if layer.attention else 0.0
     return LayerMeasurement(
-        saved_bytes=saved_bytes(case, layer, form),
+        saved_bytes=saved_bytes(scenario, layer, form),
         core_bytes=none - selective,
-        saved_and_input_bytes=saved_bytes(case, layer, form),  # what `ops` makes again is used at once
-        input_bytes=saved_input_bytes(case),
+        saved_and_input_bytes=saved_bytes(scenario, layer, form),  # what `ops` makes again is used at once
+        input_bytes=saved_input_bytes(scenario),
         flops=flops,
         recompute_flops=flops,
         core_flops=core,
-        core_recompute_flops=core / 2 if case.materializes_scores else core,
+        core_recompute_flops=core / 2 if scenario.materializes_scores else core,
     )

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from echelon.planning.cost.kernel_traffic import LayerCounts
+from echelon.planning.model.layer_counts import LayerCounts
 
 COLUMN_PARALLEL, ROW_PARALLEL, UNSPLIT = "columns", "rows", ""
 ROUTER = "router"

@@ -11,8 +11,8 @@ from echelon.models import user_model
 from echelon.models.hf.hf_config_reader import read_hf_spec
 from echelon.models.model_config import SIZES, ModelConfig, find_model
 from echelon.models.model_dir import is_model_dir
-from echelon.planning.cost import fused_layers
-from echelon.planning.cost.fused_layers import LayerFamily
+from echelon.planning.model import layer_families
+from echelon.planning.model.layer_families import LayerFamily
 from echelon.planning.model.model_shape import ModelShape
 from echelon.planning.model.transformer_shape import transformer_shape
 
@@ -52,10 +52,10 @@ def config_shape(config: ModelConfig) -> ModelShape:
 
 def _layer_family(config: ModelConfig) -> LayerFamily:
     if config.mla is not None:
-        return fused_layers.LLAMA_MLA
+        return layer_families.LLAMA_MLA
     if config.qk_norm:
-        return fused_layers.LLAMA_QK_NORM
-    return fused_layers.GPT if config.family == "gpt" else fused_layers.LLAMA
+        return layer_families.LLAMA_QK_NORM
+    return layer_families.GPT if config.family == "gpt" else layer_families.LLAMA
 
 
 def _traced_shape(spec: str) -> ModelShape:

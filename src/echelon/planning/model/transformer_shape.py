@@ -8,9 +8,9 @@ from itertools import groupby
 
 from echelon.models.attention_config import MLAConfig
 from echelon.models.model_spec import ModelSpec, MoESpec
-from echelon.planning.cost import fused_layers, unfused_layers
-from echelon.planning.cost.fused_layers import LayerFamily
-from echelon.planning.cost.kernel_traffic import LayerCounts
+from echelon.planning.model import layer_families
+from echelon.planning.model.layer_counts import LayerCounts
+from echelon.planning.model.layer_families import LayerFamily
 from echelon.planning.model.model_shape import (
     COLUMN_PARALLEL,
     ROUTER,
@@ -102,17 +102,17 @@ class _ShapeBuilder:
         if moe is None:
             return counts + family.feed_forward(spec.width, spec.ffn)
         shared = family.feed_forward(spec.width, moe.shared_ffn) if moe.shared_ffn else None
-        return counts + fused_layers.moe_feed_forward(
+        return counts + layer_families.moe_feed_forward(
             spec.width, moe.ffn, experts=moe.experts, top_k=moe.top_k, gated=moe.gated, shared_expert=shared
         )
 
     def _unfused_extra(self, family: LayerFamily, moe: MoESpec | None) -> LayerCounts:
         spec = self.spec
-        counts = unfused_layers.extra_attention(family, spec.width, self.attention[0], spec.mla)
+        counts = family.unfused_attention(spec.width, self.attention[0], spec.mla)
         if moe is None:
-            return counts + unfused_layers.extra_feed_forward(family, spec.ffn)
-        counts += unfused_layers.extra_experts(moe.ffn, top_k=moe.top_k, gated=moe.gated)
-        return counts + unfused_layers.extra_feed_forward(family, moe.shared_ffn)
+            return counts + family.unfused_feed_forward(spec.ffn)
+        counts += layer_families.unfused_experts(moe.ffn, top_k=moe.top_k, gated=moe.gated)
+        return counts + family.unfused_feed_forward(moe.shared_ffn)
 
 
 def _inner_elements(ffn: int, gated: bool) -> int:

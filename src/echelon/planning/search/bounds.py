@@ -31,8 +31,8 @@ class BranchBound:
 def branch_bounds(request: PlanRequest, c: Constants) -> list[BranchBound]:
     """Of every branch whose states and activations can fit, best first."""
     found = layout_branches(request)
-    cases = {family: request.scenario(_most_microbatches(request, family)) for family in found}
-    all_layers = {family: _min_activation_bytes(request, case) for family, case in cases.items()}
+    scenarios = {family: request.scenario(_most_microbatches(request, family)) for family in found}
+    all_layers = {family: _min_activation_bytes(request, scenario) for family, scenario in scenarios.items()}
     every = [
         (number, branch, all_layers[family] * min(1.0, branch.accumulate / branch.pp))
         for number, (family, some) in enumerate(found.items())
@@ -46,7 +46,7 @@ def branch_bounds(request: PlanRequest, c: Constants) -> list[BranchBound]:
         return []
     at = np.array([number for number, _, _ in every])
     pp, accumulate = (np.array([getattr(branch, key) for _, branch, _ in every]) for key in ("pp", "accumulate"))
-    works = stack_work([count_work(case, include_per_step=False) for case in cases.values()])
+    works = stack_work([count_work(scenario, include_per_step=False) for scenario in scenarios.values()])
     m = microbatch_time(works, c)
     sent = m.tp + m.ep + m.cp
     layers = m.forward + m.backward + recompute_time(works, m) + sent
@@ -60,30 +60,30 @@ def branch_bounds(request: PlanRequest, c: Constants) -> list[BranchBound]:
     return sorted(BranchBound(r, branch, size) for r, (_, branch, size) in zip(rated.tolist(), every, strict=True))
 
 
-def _most_microbatches(wish: PlanRequest, family: LayoutFamily) -> Layout:
+def _most_microbatches(request: PlanRequest, family: LayoutFamily) -> Layout:
     """With as many microbatches as a step can have: what is moved once a step is then least in a microbatch."""
-    return family.layout(accumulate=wish.batch // family.microbatch)
+    return family.layout(accumulate=request.batch // family.microbatch)
 
 
-def _min_activation_bytes(wish: PlanRequest, case: Scenario) -> float:
+def _min_activation_bytes(request: PlanRequest, scenario: Scenario) -> float:
     """Bytes of all layers of a microbatch, which some rank of a pipeline holds at its fullest.
 
     The first of pp stages has pp microbatches in flight, each in 1 / pp of the layers, unless a step has too few
     microbatches to fill it; schedules there and back have as much on their last rank.
     """
-    kind, schedule = case.layout.recompute.partition(":")[0], wish.fixed.get("schedule", "")
+    kind, schedule = scenario.layout.recompute.partition(":")[0], request.fixed.get("schedule", "")
     # How many layers a budget repeats, or a segment has, depends on the pipeline.
     if kind == "budget" or kind in FULL_LAYER_POLICIES[1:] or schedule in ("naive", "terapipe"):
         return 0.0
-    if "activations" in str(wish.fixed.get("offload", "")):
+    if "activations" in str(request.fixed.get("offload", "")):
         return 0.0
-    done = recompute_plan(case)
-    return sum(n * saved_layer_bytes(case, layer, done) for layer, n in case.shape.layers)
+    done = recompute_plan(scenario)
+    return sum(n * saved_layer_bytes(scenario, layer, done) for layer, n in scenario.shape.layers)
 
 
 def min_memory_bytes(request: PlanRequest, layout: Layout, activation_bytes: float) -> float:
     """That no rank of the layout can do without: its share of parameters, gradients and states, and activations."""
-    shape, case = request.shape, request.scenario(layout)
+    shape, scenario = request.shape, request.scenario(layout)
     if layout.offload != "none":
         return 0.0 if "activations" in layout.offload else activation_bytes
     experts = sum(n * layer.expert_parameters for layer, n in shape.layers)
@@ -91,15 +91,15 @@ def min_memory_bytes(request: PlanRequest, layout: Layout, activation_bytes: flo
     own = layers / (layout.tp * layout.pp)
     spread = experts / (layout.ep * layout.etp * layout.pp)
     data = layout.dp * layout.cp
-    compute, gradient = case.element_bytes, gradient_bytes(case)
-    beside = max(case.master_bytes - compute, 0) + NUM_MOMENTS * case.moment_bytes
+    compute, gradient = scenario.element_bytes, gradient_bytes(scenario)
+    beside = max(scenario.master_bytes - compute, 0) + NUM_MOMENTS * scenario.moment_bytes
     # Under zero 1 to 3: what is whole on a rank, and what is divided. Gradients are divided under 2 and 3.
     whole, divided = {0: (compute + beside, 0), 3: (0, compute + beside)}.get(layout.zero, (compute, beside))
     parts = ((own, data), (spread, max(1, data * layout.tp // (layout.ep * layout.etp))))
     states = sum(count * (whole + divided / ranks) for count, ranks in parts)
     of_gradients = sum(count * gradient / (ranks if layout.zero >= 2 else 1) for count, ranks in parts)
     if layout.accumulate * layout.pp == 1:  # all activations are there before all gradients are
-        return states + max(activation_bytes, 0.0 if updates_in_backward(case) else of_gradients)
+        return states + max(activation_bytes, 0.0 if updates_in_backward(scenario) else of_gradients)
     return states + activation_bytes + of_gradients
 
 

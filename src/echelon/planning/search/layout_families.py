@@ -82,20 +82,24 @@ def layout_branches(request: PlanRequest) -> dict[LayoutFamily, list[LayoutBranc
     return found
 
 
-def _families(wish: PlanRequest, world: int, tp: int, cp: int) -> Iterator[LayoutFamily]:
-    fixed = wish.fixed
+def _families(request: PlanRequest, world: int, tp: int, cp: int) -> Iterator[LayoutFamily]:
+    fixed = request.fixed
     sizes = [int(fixed["microbatch"])] if "microbatch" in fixed else range(1, MAX_MICROBATCH + 1)
     # What `ops` makes again is counted for our own models; others are tried with it where that is asked for.
-    case = wish.scenario(Layout())
+    scenario = request.scenario(Layout())
     # Compression cannot pack what `ops` holds to repeat operators from.
-    recomputes = ["none", *(["ops"] if case.has_counted_layers and not case.memory_options.compresses else []), "full"]
+    recomputes = [
+        "none",
+        *(["ops"] if scenario.has_counted_layers and not scenario.memory_options.compresses else []),
+        "full",
+    ]
     # Kernels that write no scores out leave next to nothing to save.
-    recomputes += ["selective"] if case.materializes_scores else []
+    recomputes += ["selective"] if scenario.materializes_scores else []
     if "recompute" in fixed:
         recomputes = [str(fixed["recompute"])]
-    kinds = product(_ep_degrees(wish, world), sizes, recomputes, tp_kinds(wish, tp), cp_kinds(wish, tp, cp))
+    kinds = product(_ep_degrees(request, world), sizes, recomputes, tp_kinds(request, tp), cp_kinds(request, tp, cp))
     for (ep, ep_inner), size, recompute, (tp_kind, depth), (cp_kind, ulysses) in kinds:
-        if not wish.batch % size:
+        if not request.batch % size:
             yield LayoutFamily(
                 tp=tp,
                 cp=cp,
@@ -110,15 +114,15 @@ def _families(wish: PlanRequest, world: int, tp: int, cp: int) -> Iterator[Layou
             )
 
 
-def _pipelines(wish: PlanRequest, family: LayoutFamily, world: int) -> Iterator[LayoutBranch]:
+def _pipelines(request: PlanRequest, family: LayoutFamily, world: int) -> Iterator[LayoutBranch]:
     ranks = world // (family.tp * family.cp)
     for pp in _divisors(ranks):
-        per_rank, rest = divmod(wish.batch, ranks // pp)
-        if rest or per_rank % family.microbatch or pp > wish.shape.num_layers:
+        per_rank, rest = divmod(request.batch, ranks // pp)
+        if rest or per_rank % family.microbatch or pp > request.shape.num_layers:
             continue
         branch = LayoutBranch(family, pp, ranks // pp, per_rank // family.microbatch)
         asked = {"pp": pp, "dp": branch.dp, "accumulate": branch.accumulate}
-        if not world // pp % family.ep and all(wish.fixed.get(key, value) == value for key, value in asked.items()):
+        if not world // pp % family.ep and all(request.fixed.get(key, value) == value for key, value in asked.items()):
             yield branch
 
 
@@ -136,10 +140,10 @@ def branch_layouts(request: PlanRequest, branch: LayoutBranch, keys: Mapping[str
                 yield layout
 
 
-def _world_sizes(wish: PlanRequest) -> list[int]:
+def _world_sizes(request: PlanRequest) -> list[int]:
     """Numbers of devices to use: all, or fewer of those that divide in the most ways, where some must be left over."""
-    devices, per_node = wish.cluster.devices, wish.cluster.per_node
-    if wish.objective != "time":
+    devices, per_node = request.cluster.devices, request.cluster.per_node
+    if request.objective != "time":
         part = [n for n in _divisors(per_node) if n < devices]
         whole = [n * per_node for n in range(1, devices // per_node + 1) if _is_smooth(n)]
         return sorted({*part, *whole, devices})
@@ -148,12 +152,12 @@ def _world_sizes(wish: PlanRequest) -> list[int]:
     return [devices, *sorted(fewer, key=lambda n: (-len(_divisors(n)), -n))[:NUM_SMALLER_WORLDS]]
 
 
-def _tp_cp_degrees(wish: PlanRequest, world: int) -> Iterator[tuple[int, int]]:
+def _tp_cp_degrees(request: PlanRequest, world: int) -> Iterator[tuple[int, int]]:
     """(tp, cp)."""
-    widest = max(wish.cluster.per_node, int(wish.fixed.get("tp", 1)))
+    widest = max(request.cluster.per_node, int(request.fixed.get("tp", 1)))
     for tp in _divisors(world):
         if tp <= widest:
-            yield from ((tp, cp) for cp in _divisors(world // tp) if can_split_sequence(wish, cp))
+            yield from ((tp, cp) for cp in _divisors(world // tp) if can_split_sequence(request, cp))
 
 
 def can_split_sequence(request: PlanRequest, cp: int) -> bool:
@@ -193,18 +197,18 @@ def cp_kinds(request: PlanRequest, tp: int, cp: int) -> list[tuple[str, int]]:
     return [(kind, n) for kind, n in found if fixed.get("cp_kind", kind) == kind and fixed.get("ulysses", n) == n]
 
 
-def _model_attention(wish: PlanRequest) -> AttentionShape | None:
-    return wish.shape.attention
+def _model_attention(request: PlanRequest) -> AttentionShape | None:
+    return request.shape.attention
 
 
 def _divides_heads(heads: int, kv_heads: int, tp: int) -> bool:
     return heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
 
 
-def _schedule_options(wish: PlanRequest, pp: int) -> list[dict[str, int | str]]:
+def _schedule_options(request: PlanRequest, pp: int) -> list[dict[str, int | str]]:
     if pp == 1:
         return [{}]
-    layers, wanted = wish.shape.num_layers, wish.fixed.get("schedule", "")
+    layers, wanted = request.shape.num_layers, request.fixed.get("schedule", "")
     found: list[dict[str, int | str]] = [{"schedule": "1f1b"}, {"schedule": "zb-h1"}]
     found += [
         {"schedule": "interleaved", "vpp": chunks} for chunks in range(2, MAX_VPP + 1) if not layers % (pp * chunks)
@@ -216,20 +220,20 @@ def _schedule_options(wish: PlanRequest, pp: int) -> list[dict[str, int | str]]:
     return found
 
 
-def _zero_options(wish: PlanRequest, dp: int, family: LayoutFamily, pp: int) -> list[dict[str, int]]:
+def _zero_options(request: PlanRequest, dp: int, family: LayoutFamily, pp: int) -> list[dict[str, int]]:
     """Ranks of cp divide states too."""
     if dp * family.cp == 1:
         return [{"zero": 1 if pp > 1 else 0}]
-    near = wish.cluster.per_node // (family.tp * family.cp)
+    near = request.cluster.per_node // (family.tp * family.cp)
     inside = [{"zero": 3, "shard": near}] if 1 < near < dp and not dp % near else []
     return [{"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3}, *inside]
 
 
-def _ep_degrees(wish: PlanRequest, world: int) -> list[tuple[int, int]]:
+def _ep_degrees(request: PlanRequest, world: int) -> list[tuple[int, int]]:
     """(ep, ep_inner)."""
-    shape, cluster = wish.shape, wish.cluster
+    shape, cluster = request.shape, request.cluster
     found = [ep for ep in _divisors(world) if not shape.experts % ep] if shape.experts else [1]
-    asked = wish.fixed.get("ep_inner")
+    asked = request.fixed.get("ep_inner")
     return [(ep, choose_ep_inner(cluster, ep, shape.top_k) if asked is None else int(asked)) for ep in found]
 
 

@@ -49,7 +49,7 @@ NUM_BUDGET_TRIALS = 12
 MIN_BUDGET_GAIN = 0.01
 """share by which a budget must be faster than the best other way to recompute in the same layout, to be told"""
 RatedScenario = tuple[float, str, Scenario]
-"""what the objective asks to be small, the layout's text, the case"""
+"""what the objective asks to be small, the layout's text, the scenario"""
 
 
 def search_plans(request: PlanRequest, *, top: int = 10, c: Constants = FITTED_CONSTANTS) -> list[Plan]:
@@ -61,20 +61,20 @@ def search_plans(request: PlanRequest, *, top: int = 10, c: Constants = FITTED_C
     return _search(request, replace(request, fixed={**request.fixed, "offload": kind}), top, c) if kind else found
 
 
-def _offload_that_fits(wish: PlanRequest, c: Constants) -> Iterator[str]:
+def _offload_that_fits(request: PlanRequest, c: Constants) -> Iterator[str]:
     """What may leave the devices for something to fit; nothing where that does not help, or is fixed."""
-    least = None if "offload" in wish.fixed else least_memory_plan(wish, c)
+    least = None if "offload" in request.fixed else least_memory_plan(request, c)
     if least is None or not least.scenario.on_gpu:
         return
     for kind in OFFLOAD_OPTIONS:
-        case = replace(least.scenario, layout=replace(least.scenario.layout, offload=kind))
-        if case.is_compatible and _is_legal(wish, case.layout) and fits(case, c):
+        scenario = replace(least.scenario, layout=replace(least.scenario.layout, offload=kind))
+        if scenario.is_compatible and _is_legal(request, scenario.layout) and fits(scenario, c):
             yield kind
 
 
-def _search(wish: PlanRequest, asked: PlanRequest, top: int, c: Constants) -> list[Plan]:
+def _search(request: PlanRequest, asked: PlanRequest, top: int, c: Constants) -> list[Plan]:
     """What is asked fixes more than what is wished: the best are tried with other kinds of that too."""
-    c, enough = constants_for(wish.scenario(Layout()), c), max(MIN_FINALISTS, 2 * top)
+    c, enough = constants_for(request.scenario(Layout()), c), max(MIN_FINALISTS, 2 * top)
     best: list[RatedScenario] = []
     for bound in branch_bounds(asked, c):
         if len(best) == enough and bound.objective > best[-1][0]:
@@ -82,50 +82,51 @@ def _search(wish: PlanRequest, asked: PlanRequest, top: int, c: Constants) -> li
         limit = best[-1][0] if len(best) == enough else math.inf
         found = _fitting_scenarios(asked, bound.branch, bound.activation_bytes, c, limit)
         best = sorted([*best, *found], key=lambda one: one[:2])[:enough]
-    best = _refine(wish, best, c, enough)
-    plans = [price(case, c) for _, _, case in best]
-    plans.sort(key=lambda plan: (plan_objective(wish, plan), str(plan.layout)))
+    best = _refine(request, best, c, enough)
+    plans = [price(scenario, c) for _, _, scenario in best]
+    plans.sort(key=lambda plan: (plan_objective(request, plan), str(plan.layout)))
     return plans[:top]
 
 
-def _search_mixed_cluster(wish: PlanRequest, top: int, c: Constants) -> list[Plan]:
+def _search_mixed_cluster(request: PlanRequest, top: int, c: Constants) -> list[Plan]:
     """Of a cluster of several kinds: on all of it, as fast as its slowest, or on the devices of one kind alone."""
-    kinds = {part.device.name: part.device for part in wish.cluster.node_groups}
+    kinds = {part.device.name: part.device for part in request.cluster.node_groups}
     slowest = replace(
-        wish.cluster, node_groups=tuple(replace(p, device=wish.cluster.device) for p in wish.cluster.node_groups)
+        request.cluster,
+        node_groups=tuple(replace(p, device=request.cluster.device) for p in request.cluster.node_groups),
     )
     alone = [
         replace(
-            wish.cluster,
-            node_groups=tuple(part for part in wish.cluster.node_groups if part.device.name == name),
+            request.cluster,
+            node_groups=tuple(part for part in request.cluster.node_groups if part.device.name == name),
             intra_node=device.intra_node,
             inter_node=device.inter_node,
         )
         for name, device in kinds.items()
     ]
     found = [
-        plan for cluster in (slowest, *alone) for plan in search_plans(replace(wish, cluster=cluster), top=top, c=c)
+        plan for cluster in (slowest, *alone) for plan in search_plans(replace(request, cluster=cluster), top=top, c=c)
     ]
-    return sorted(found, key=lambda plan: (plan_objective(wish, plan), str(plan.layout)))[:top]
+    return sorted(found, key=lambda plan: (plan_objective(request, plan), str(plan.layout)))[:top]
 
 
-def _refine(wish: PlanRequest, best: list[RatedScenario], c: Constants, enough: int) -> list[RatedScenario]:
+def _refine(request: PlanRequest, best: list[RatedScenario], c: Constants, enough: int) -> list[RatedScenario]:
     """With other kinds of what the best are.
 
     These are tried on the best layouts only: together with all others they would be too many to list.
     """
-    found = {text: (rated, text, case) for rated, text, case in best}
+    found = {text: (rated, text, scenario) for rated, text, scenario in best}
     alike: dict[Layout, float] = {}
-    for rated, _, case in reversed(best):
-        alike[replace(case.layout, recompute="none")] = rated
-    for number, (_, _, case) in enumerate(best):
-        before = alike[replace(case.layout, recompute="none")]
-        for other in memory_variants(wish, case, c, budget=number < NUM_BUDGET_TRIALS):
+    for rated, _, scenario in reversed(best):
+        alike[replace(scenario.layout, recompute="none")] = rated
+    for number, (_, _, scenario) in enumerate(best):
+        before = alike[replace(scenario.layout, recompute="none")]
+        for other in memory_variants(request, scenario, c, budget=number < NUM_BUDGET_TRIALS):
             text = str(other.layout)
-            if text in found or not _is_legal(wish, other.layout) or not fits(other, c):
+            if text in found or not _is_legal(request, other.layout) or not fits(other, c):
                 continue
             rated = float(
-                objective_values(wish, [other.layout.world], np.array([step_times(count_work(other), c).total]))[0]
+                objective_values(request, [other.layout.world], np.array([step_times(count_work(other), c).total]))[0]
             )
             if rated < (1 - MIN_BUDGET_GAIN) * before or "budget" not in text:
                 found[text] = (rated, text, other)
@@ -133,33 +134,35 @@ def _refine(wish: PlanRequest, best: list[RatedScenario], c: Constants, enough: 
 
 
 def _fitting_scenarios(
-    wish: PlanRequest, branch: LayoutBranch, activations: float, c: Constants, limit: float
+    request: PlanRequest, branch: LayoutBranch, activations: float, c: Constants, limit: float
 ) -> Iterator[RatedScenario]:
     """Those of a branch that fit, with what the objective asks to be small; none at or above the limit."""
-    cases = [
-        wish.scenario(layout)
-        for layout in branch_layouts(wish, branch, asdict(branch.family))
-        if min_memory_bytes(wish, layout, activations) <= wish.cluster.memory
+    scenarios = [
+        request.scenario(layout)
+        for layout in branch_layouts(request, branch, asdict(branch.family))
+        if min_memory_bytes(request, layout, activations) <= request.cluster.memory
     ]
     # Most are too slow before parameters and gradients are sent: those need not be counted.
     for once_a_step in (False, True):
-        if not cases:
+        if not scenarios:
             return
-        seconds = np.asarray(step_times(count_stacked_work(cases, include_per_step=once_a_step), c).total)
-        rated = objective_values(wish, [branch.world] * len(cases), seconds)
-        found = [(r, case) for r, case in zip(rated.tolist(), cases, strict=True) if r < limit]
-        cases = [case for _, case in found]
-    for r, case in found:
-        if not _is_legal(wish, case.layout):
+        seconds = np.asarray(step_times(count_stacked_work(scenarios, include_per_step=once_a_step), c).total)
+        rated = objective_values(request, [branch.world] * len(scenarios), seconds)
+        found = [(r, scenario) for r, scenario in zip(rated.tolist(), scenarios, strict=True) if r < limit]
+        scenarios = [scenario for _, scenario in found]
+    for r, scenario in found:
+        if not _is_legal(request, scenario.layout):
             continue
-        fitting = case if fits(case, c) else with_segments(wish, case, c)
+        fitting = scenario if fits(scenario, c) else with_segments(request, scenario, c)
         if fitting is not None:
             yield r, str(fitting.layout), fitting
 
 
-def _is_legal(wish: PlanRequest, layout: Layout) -> bool:
+def _is_legal(request: PlanRequest, layout: Layout) -> bool:
     """The layout breaks no rule of the grammar, of the model or of the batch."""
-    facts = LayoutConstraints(world=layout.world, batch=wish.batch, seq_len=wish.seq_len, model=RuleFacts(wish.shape))
+    facts = LayoutConstraints(
+        world=layout.world, batch=request.batch, seq_len=request.seq_len, model=RuleFacts(request.shape)
+    )
     return not find_violations(layout, facts)
 
 
@@ -168,13 +171,13 @@ def least_memory_plan(request: PlanRequest, c: Constants = FITTED_CONSTANTS) -> 
     # The least memory is where nothing that costs memory is chosen: small microbatches, full recomputation.
     lean: dict[str, int | str] = {"microbatch": 1, "recompute": "full", "schedule": "1f1b"}
     asked = replace(request, fixed={**lean, **request.fixed})
-    cases = [request.scenario(layout) for layout in all_layouts(asked)] or [
+    scenarios = [request.scenario(layout) for layout in all_layouts(asked)] or [
         request.scenario(layout) for layout in all_layouts(request)
     ]
-    if not cases:
+    if not scenarios:
         return None
-    c = constants_for(cases[0], c)
-    return price(min(cases, key=lambda case: (peak_memory(case, c).total, str(case.layout))), c)
+    c = constants_for(scenarios[0], c)
+    return price(min(scenarios, key=lambda scenario: (peak_memory(scenario, c).total, str(scenario.layout))), c)
 
 
 def plan_objective(request: PlanRequest, plan: Plan) -> float:

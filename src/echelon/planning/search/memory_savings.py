@@ -1,6 +1,6 @@
 """What each technique would save of a plan's memory, and what it would cost: one line for each.
 
-A technique is a case that differs in one thing. Both are priced, and the difference is told by category. A new
+A technique is a scenario that differs in one thing. Both are priced, and the difference is told by category. A new
 technique is a line of TECHNIQUES.
 """
 
@@ -63,7 +63,7 @@ class MemorySaving:
 
 
 ScenarioChange = Callable[[Scenario, Constants], Scenario | None]
-"""the case with a technique; none where it has it already, or it would do nothing"""
+"""the scenario with a technique; none where it has it already, or it would do nothing"""
 RULE_SPECIFIC_KEYS = ("betas", "eps", "momentum", "states")
 """what another rule has values of its own for"""
 ROUNDED_VALUES = "values are rounded"
@@ -71,22 +71,26 @@ OTHER_OPTIMIZER = "another rule"
 
 
 def _recompute(kind: str) -> ScenarioChange:
-    def change(case: Scenario, c: Constants) -> Scenario | None:
-        return None if kind == case.layout.recompute else replace(case, layout=replace(case.layout, recompute=kind))
+    def change(scenario: Scenario, c: Constants) -> Scenario | None:
+        return (
+            None
+            if kind == scenario.layout.recompute
+            else replace(scenario, layout=replace(scenario.layout, recompute=kind))
+        )
 
     return change
 
 
-def _budget(case: Scenario, c: Constants) -> Scenario | None:
-    return with_budget(case, c) if case.layout.recompute.partition(":")[0] in FULL_LAYER_POLICIES else None
+def _budget(scenario: Scenario, c: Constants) -> Scenario | None:
+    return with_budget(scenario, c) if scenario.layout.recompute.partition(":")[0] in FULL_LAYER_POLICIES else None
 
 
 def _optimizer(**keys: str | bool) -> ScenarioChange:
-    def change(case: Scenario, c: Constants) -> Scenario | None:
-        now = case.optimizer or DefaultRule()
+    def change(scenario: Scenario, c: Constants) -> Scenario | None:
+        now = scenario.optimizer or DefaultRule()
         if all(getattr(now, key) == value for key, value in keys.items()):
             return None
-        if keys.get("in_backward") and case.layout.accumulate * case.layout.pp > 1:
+        if keys.get("in_backward") and scenario.layout.accumulate * scenario.layout.pp > 1:
             return None  # gradients of several microbatches are all there
         if "states" in keys and now.name != "adamw":
             return None  # a setting of AdamW
@@ -95,38 +99,38 @@ def _optimizer(**keys: str | bool) -> ScenarioChange:
             for key in asdict(DefaultRule())
             if key not in RULE_SPECIFIC_KEYS or "name" not in keys
         }
-        return replace(case, optimizer=DefaultRule(**{**given, **keys}))
+        return replace(scenario, optimizer=DefaultRule(**{**given, **keys}))
 
     return change
 
 
 def _compress(kind: str) -> ScenarioChange:
-    def change(case: Scenario, c: Constants) -> Scenario | None:
-        if case.memory_options.compress == kind:
+    def change(scenario: Scenario, c: Constants) -> Scenario | None:
+        if scenario.memory_options.compress == kind:
             return None
-        found = replace(case, memory_options=replace(case.memory_options, compress=kind))
-        return found if price(found, c).memory.total != price(case, c).memory.total else None
+        found = replace(scenario, memory_options=replace(scenario.memory_options, compress=kind))
+        return found if price(found, c).memory.total != price(scenario, c).memory.total else None
 
     return change
 
 
-def _partition(case: Scenario, c: Constants) -> Scenario | None:
-    found = replace(case, memory_options=replace(case.memory_options, partition=True))
-    repeats = case.layout.recompute.partition(":")[0] in (*FULL_LAYER_POLICIES, "budget")
-    return found if repeats and partitions_inputs(found) and not partitions_inputs(case) else None
+def _partition(scenario: Scenario, c: Constants) -> Scenario | None:
+    found = replace(scenario, memory_options=replace(scenario.memory_options, partition=True))
+    repeats = scenario.layout.recompute.partition(":")[0] in (*FULL_LAYER_POLICIES, "budget")
+    return found if repeats and partitions_inputs(found) and not partitions_inputs(scenario) else None
 
 
 def _offload(kind: str) -> ScenarioChange:
-    def change(case: Scenario, c: Constants) -> Scenario | None:
-        if case.layout.offload != "none":
+    def change(scenario: Scenario, c: Constants) -> Scenario | None:
+        if scenario.layout.offload != "none":
             return None
-        return replace(case, layout=replace(case.layout, offload=kind), host_share=1.0)  # all that can leave
+        return replace(scenario, layout=replace(scenario.layout, offload=kind), host_share=1.0)  # all that can leave
 
     return change
 
 
-def _master(case: Scenario, c: Constants) -> Scenario | None:
-    return replace(case, master_bytes=2) if case.precision == "bf16" and case.master_bytes > 2 else None
+def _master(scenario: Scenario, c: Constants) -> Scenario | None:
+    return replace(scenario, master_bytes=2) if scenario.precision == "bf16" and scenario.master_bytes > 2 else None
 
 
 @dataclass(frozen=True)
@@ -166,14 +170,14 @@ def _priced_savings(plan: Plan, c: Constants) -> Iterator[MemorySaving]:
     facts = LayoutConstraints(seq_len=plan.scenario.seq_len, model=RuleFacts(plan.scenario.shape))
     before = grouped_memory(plan)
     for technique in TECHNIQUES:
-        case = technique.change(plan.scenario, c)
-        if case is None or find_violations(case.layout, facts) or not case.is_compatible:
+        scenario = technique.change(plan.scenario, c)
+        if scenario is None or find_violations(scenario.layout, facts) or not scenario.is_compatible:
             continue
-        other = price(case, c)
+        other = price(scenario, c)
         after = grouped_memory(other)
         setting = technique.setting
         if setting == "recompute=budget":
-            setting = f"recompute={case.layout.recompute}"
+            setting = f"recompute={scenario.layout.recompute}"
         yield MemorySaving(
             technique=setting,
             saved={name: before[name] - after[name] for name in SAVING_CATEGORIES},

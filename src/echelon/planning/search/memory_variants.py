@@ -20,49 +20,49 @@ BUDGET_SHARE = 0.99
 """share of the room that is given to a budget: bytes are rounded up"""
 
 
-def memory_variants(wish: PlanRequest, case: Scenario, c: Constants, *, budget: bool) -> Iterator[Scenario]:
-    """The case in other ways, where nothing fixes what they change; whether they fit is not asked."""
-    layout = case.layout
+def memory_variants(request: PlanRequest, scenario: Scenario, c: Constants, *, budget: bool) -> Iterator[Scenario]:
+    """The scenario in other ways, where nothing fixes what they change; whether they fit is not asked."""
+    layout = scenario.layout
     # What `ops` makes again takes a hundredth of a step: a budget pays where whole layers are repeated.
-    if budget and "recompute" not in wish.fixed and layout.recompute.partition(":")[0] in FULL_LAYER_POLICIES:
-        found = with_budget(case, c)
+    if budget and "recompute" not in request.fixed and layout.recompute.partition(":")[0] in FULL_LAYER_POLICIES:
+        found = with_budget(scenario, c)
         if found is not None:
             yield found
-    if layout.offload != "none" and "offload" not in wish.fixed:
-        kinds = (layout.recompute,) if "recompute" in wish.fixed else RECOMPUTE_OPTIONS
+    if layout.offload != "none" and "offload" not in request.fixed:
+        kinds = (layout.recompute,) if "recompute" in request.fixed else RECOMPUTE_OPTIONS
         for away in OFFLOAD_OPTIONS:
             for kind in kinds:
-                yield replace(case, layout=replace(layout, offload=away, recompute=kind))
+                yield replace(scenario, layout=replace(layout, offload=away, recompute=kind))
 
 
-def with_segments(wish: PlanRequest, case: Scenario, c: Constants) -> Scenario | None:
+def with_segments(request: PlanRequest, scenario: Scenario, c: Constants) -> Scenario | None:
     """Layers that are repeated by themselves, in segments that fit, as short as can be; none where none do."""
-    if case.layout.recompute != "full" or "recompute" in wish.fixed:
+    if scenario.layout.recompute != "full" or "recompute" in request.fixed:
         return None
-    layers = math.ceil(case.shape.num_layers / (case.layout.pp * case.layout.vpp))
-    layer = max((layer for layer, _ in case.shape.layers), key=lambda one: saved_tensor_bytes(case, one))
-    inside, kept = saved_tensor_bytes(case, layer) + score_bytes(case, layer), layer_input_bytes(case)
+    layers = math.ceil(scenario.shape.num_layers / (scenario.layout.pp * scenario.layout.vpp))
+    layer = max((layer for layer, _ in scenario.shape.layers), key=lambda one: saved_tensor_bytes(scenario, one))
+    inside, kept = saved_tensor_bytes(scenario, layer) + score_bytes(scenario, layer), layer_input_bytes(scenario)
     # n layers at once keep 1 / n of the inputs, and have n insides there: the least is at the root of their ratio.
-    best = min(layers, round(math.sqrt(layers_in_flight(case, 0) * kept / inside)))
+    best = min(layers, round(math.sqrt(layers_in_flight(scenario, 0) * kept / inside)))
     if best < 2:
         return None
-    least = replace(case, layout=replace(case.layout, recompute=f"every:{best}"))
+    least = replace(scenario, layout=replace(scenario.layout, recompute=f"every:{best}"))
     if not fits(least, c):
         return None
     for length in range(2, best):
-        found = replace(case, layout=replace(case.layout, recompute=f"every:{length}"))
+        found = replace(scenario, layout=replace(scenario.layout, recompute=f"every:{length}"))
         if fits(found, c):
             return found
     return least
 
 
-def with_budget(case: Scenario, c: Constants) -> Scenario | None:
+def with_budget(scenario: Scenario, c: Constants) -> Scenario | None:
     """As much for activations as the memory has room for; the inside of a layer that is repeated is there already."""
     room = min(
-        case.cluster.memory - memory.total + memory.parts.get("activations", 0)
-        for memory in (stage_memory(case, stage, c) for stage in stages_to_check(case))
+        scenario.cluster.memory - memory.total + memory.parts.get("activations", 0)
+        for memory in (stage_memory(scenario, stage, c) for stage in stages_to_check(scenario))
     )
     size = math.floor(10 * BUDGET_SHARE * room / GIB) / 10
     if size <= 0:
         return None
-    return replace(case, layout=replace(case.layout, recompute=f"budget:{size:g}GiB"))
+    return replace(scenario, layout=replace(scenario.layout, recompute=f"budget:{size:g}GiB"))
