@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from echelon.launch.rank_pool import RankPool
@@ -27,6 +28,9 @@ def pytest_configure() -> None:
 
     Eight ranks on one core take as long as eight ranks on two, so two workers are twice as fast as one.
     """
+    # A busy machine is no bug: hypothesis would fail a test whose example takes longer than 200 ms.
+    settings.register_profile("no deadline", deadline=None)
+    settings.load_profile("no deadline")
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))

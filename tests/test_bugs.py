@@ -249,7 +249,9 @@ def engines_in_turn():
 
     def made(seed, schedule="pipedream"):
         torch.manual_seed(seed)
-        return ec.Engine(odd_pipeline_models.Plain().double(), f"pp=2,accumulate=2,schedule={schedule}", options=float64())
+        return ec.Engine(
+            odd_pipeline_models.Plain().double(), f"pp=2,accumulate=2,schedule={schedule}", options=float64()
+        )
 
     def stepped(engines):
         return [engine.step(odd_pipeline_models.batch(4, step)).loss for step in range(3) for engine in engines]

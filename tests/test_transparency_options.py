@@ -68,12 +68,11 @@ ROWS = list(covering())
 
 
 def small(variant: VerifyVariant, layers: int = 2) -> VerifyVariant:
-    """Fewer and narrower layers, for time; vocabulary and sequence stay as odd as they are."""
+    """Fewer steps and fewer, narrower layers, for time; vocabulary and sequence stay as odd as they are."""
     model = variant.case.model
     assert isinstance(model, ModelConfig)
-    return replace(
-        variant, case=replace(variant.case, model=replace(model, layers=layers, width=32, ffn=48, max_seq_len=64))
-    )
+    model = replace(model, layers=layers, width=32, ffn=48, max_seq_len=64)
+    return replace(variant, case=replace(variant.case, model=model, steps=3))
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ def test_steps_on_this_cpu(tmp_path, monkeypatch):
     # One thread: two that wait for each other on busy cores take many times as long.
     done = invoke("--only", "steps", "--json", "--against", "none", OMP_NUM_THREADS="1")
     assert done.exit_code == 0, done.output
-    assert time.perf_counter() - begun < 30
+    assert time.perf_counter() - begun < 90
     found = json.loads(done.stdout)
     assert set(found) == {"rows", "left_out", "devices", "curves"}
     (row,) = found["rows"]

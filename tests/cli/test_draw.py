@@ -3,9 +3,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 
 import pytest
+from cpu_clock import cpu_seconds
 from expert_log_records import records
 from typer.testing import CliRunner
 
@@ -191,9 +191,9 @@ def test_it_starts_quickly_without_torch(tmp_path):
     args = ["draw", "zb-v", "--svg", tmp_path / "a.svg", "--html", tmp_path / "a.html"]
     best = 9.9
     for _ in range(3):
-        begun = time.perf_counter()
+        begun = cpu_seconds()
         done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60)
-        best = min(best, time.perf_counter() - begun)
+        best = min(best, cpu_seconds() - begun)
         assert (done.returncode, done.stderr.strip()) == (0, "[]")
         if best < 1:
             break

@@ -1,7 +1,6 @@
-import time
-
 import numpy as np
 import pytest
+from cpu_clock import cpu_seconds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -67,9 +66,9 @@ def test_all_orders_of_a_tiny_set_are_about_equally_likely() -> None:
 
 
 def test_a_far_index_costs_no_more() -> None:
-    start = time.perf_counter()
+    start = cpu_seconds()
     epoch_and_sample(np.array([10**17]), num_samples=10**15, seed=0)
-    assert time.perf_counter() - start < 0.1
+    assert cpu_seconds() - start < 0.1
 
 
 def test_batches_and_ranks_tile_the_order() -> None:

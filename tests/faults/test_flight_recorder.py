@@ -114,17 +114,19 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert time.time() - since < 60
 
 
-def test_the_longest_wait_of_p2p_runs_from_the_call_of_wait() -> None:
+def test_the_longest_wait_of_p2p_runs_from_the_call_of_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
     recorder = FlightRecorder()
     assert recorder.longest_wait() == 0.0
     lane = recorder.new_sequence((0, 1))
     message = recorder.record_start("receive", "pp", lane, peers="1")
     collective = recorder.record_start("all_reduce", "dp", lane)
-    time.sleep(0.3)
+    now[0] += 0.3
     recorder.record_wait(message)
     recorder.record_wait(collective)
     assert recorder.longest_wait() == 0.0  # not worth a thought yet
-    time.sleep(0.55)
+    now[0] += 0.55
     assert recorder.longest_wait() > 0.8
     recorder.record_end(collective, time.time())
     assert 0.5 < recorder.longest_wait() < 0.8

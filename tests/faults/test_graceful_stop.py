@@ -90,9 +90,9 @@ def sent(folder, times):
         if said:
             begun = time.monotonic()
             process.send_signal(signal.SIGTERM)
-            process.wait(10)
-            assert time.monotonic() - begun < 5
-        return said, process.wait(10)
+            process.wait(60)
+            assert time.monotonic() - begun < 30
+        return said, process.wait(60)
 
 
 def test_a_second_sigterm_ends_a_hanging_process(board):

@@ -45,7 +45,7 @@ def test_a_failing_rank_is_reported_once(rank: int, capfd: pytest.CaptureFixture
     start_time = time.monotonic()
     with pytest.raises(RankError) as caught:
         launch_ranks(ranks.joined_and, ("fail", rank, "luck"), 2)
-    assert time.monotonic() - start_time < 10
+    assert time.monotonic() - start_time < 25
     message = str(caught.value)
     assert caught.value.rank == rank
     assert message.startswith(f"rank {rank} of 2 failed in ranks.joined_and (ValueError: no luck on rank {rank})")

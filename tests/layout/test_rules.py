@@ -1,9 +1,9 @@
 """Every rule, with the legal values it reports; scenario S12."""
 
-import time
 from dataclasses import dataclass
 
 import pytest
+from cpu_clock import cpu_seconds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,10 +25,10 @@ TINY = Tiny()
 
 
 def faults_of(text, **facts):
-    started = time.perf_counter()
+    started = cpu_seconds()
     with pytest.raises(ValidationError) as caught:
         check_layout(text, **facts)
-    assert time.perf_counter() - started < 2
+    assert cpu_seconds() - started < 2
     return caught.value.issues
 
 

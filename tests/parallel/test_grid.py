@@ -45,9 +45,7 @@ class Untouched(MeshAxes):
 def split(model: nn.Module, table: dict[str, str], text: str, rank: int = 0) -> dict[str, LogicalParam]:
     layout = Layout.parse(text)
     attach_stream(model, RandomStream(0))
-    found = grid_parallel.shard_modules(
-        model, logical_params(model), table, layout, Untouched(Mesh(layout), rank, [])
-    )
+    found = grid_parallel.shard_modules(model, logical_params(model), table, layout, Untouched(Mesh(layout), rank, []))
     return {entry.name: entry for entry in found}
 
 

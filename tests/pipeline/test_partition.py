@@ -3,10 +3,10 @@
 import itertools
 import math
 import random
-import time
 from fractions import Fraction
 
 import pytest
+from cpu_clock import cpu_seconds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -93,9 +93,9 @@ def test_the_rest_is_shared_evenly_behind_a_slow_stage():
 
 def test_two_hundred_links_on_64_stages_are_quick():
     for costs in ([random.Random(0).random() for _ in range(200)], [1.0] * 200, [0.0] * 200):
-        start = time.perf_counter()
+        start = cpu_seconds()
         counts = balance_layers(costs, 64)
-        assert time.perf_counter() - start < 1
+        assert cpu_seconds() - start < 1
         assert sum(counts) == 200
 
 

@@ -78,7 +78,7 @@ def test_a_stage_that_raises_ends_the_job_with_its_traceback(pool):
     started = time.perf_counter()
     with pytest.raises(RankError, match="the third layer cannot go on") as caught:
         pool.run(pipeline_models.raises, 2, timeout=60.0)
-    assert time.perf_counter() - started < 15
+    assert time.perf_counter() - started < 45
     assert "pipeline_models.py" in str(caught.value)
     assert caught.value.rank == 1
 

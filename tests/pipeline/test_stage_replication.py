@@ -3,10 +3,10 @@
 import itertools
 import math
 import random
-import time
 from fractions import Fraction
 
 import pytest
+from cpu_clock import cpu_seconds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -162,10 +162,10 @@ def test_replicas_of_a_node_are_on_every_node():
 def test_a_hundred_links_on_64_ranks_are_quick():
     choose = random.Random(0)
     profile = profile_of(*([choose.randint(1, 1000) for _ in range(100)] for _ in range(3)))
-    start = time.perf_counter()
+    start = cpu_seconds()
     replicate(profile, [NetworkLevel(components=64, bandwidth=10.0)])
     replicate(profile, [NetworkLevel(components=8, bandwidth=10.0), NetworkLevel(components=8, bandwidth=1.0)])
-    assert time.perf_counter() - start < 5
+    assert cpu_seconds() - start < 5
 
 
 # -- one rank per stage -----------------------------------------------------------------------------------------------

@@ -6,9 +6,9 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import pytest
+from cpu_clock import cpu_seconds
 
 SETS = "--set"
 
@@ -17,11 +17,11 @@ def refused(folder, *args):
     """Runs the command for real, and gives back its lines on standard error."""
     best = 9.9
     for _ in range(2):  # the better of two: other processes use this machine too
-        begun = time.perf_counter()
+        begun = cpu_seconds()
         done = subprocess.run(
             [sys.executable, "-m", "echelon", *args], cwd=folder, capture_output=True, text=True, timeout=60
         )
-        best = min(best, time.perf_counter() - begun)
+        best = min(best, cpu_seconds() - begun)
         if best < 2.0:
             break
     assert done.returncode == 2, done.stderr

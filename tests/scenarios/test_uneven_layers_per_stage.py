@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
+from cpu_clock import cpu_seconds
 from tiny_engines import engine_of, tiny
 
 from echelon.layout import Layout, ValidationError, check_layout
@@ -48,8 +47,8 @@ def test_the_printed_split_covers_each_layer_once(pool, layers, layout):
 
 
 def test_too_few_layers_are_refused_with_the_legal_values():
-    started = time.perf_counter()
+    started = cpu_seconds()
     with pytest.raises(ValidationError, match=r"pp=3.*2 layers.*legal: 1, 2") as caught:
         check_layout("pp=3", model=tiny(layers=2))
-    assert time.perf_counter() - started < 2
+    assert cpu_seconds() - started < 2
     assert [fault.key for fault in caught.value.issues] == ["pp"]
