@@ -144,10 +144,8 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def layout_keys() -> str:
     rows = []
     for key in KEYS:
-        shapes = {form.before: form.shape for form in getattr(key.syntax, "forms", ())}
-        runs = "all" if key.built is None else ", ".join(f"`{shapes.get(value, value)}`" for value in key.built)
-        rows.append((f"`{key.name}`", key.syntax.legal, key.default, runs, key.meaning))
-    return markdown(("key", "values", "default", "runs today", "meaning"), rows)
+        rows.append((f"`{key.name}`", key.syntax.legal, key.default, key.meaning))
+    return markdown(("key", "values", "default", "meaning"), rows)
 
 
 def configuration_keys() -> str:

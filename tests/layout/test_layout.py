@@ -1,4 +1,4 @@
-"""Layout: derived defaults, text form, diff, what can be run today."""
+"""Layout: derived defaults, text form, diff, and that every key of the grammar can be run."""
 
 import subprocess
 import sys
@@ -6,9 +6,10 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_only import without_offload
 
 from echelon.layout import Layout, ValidationError
+from echelon.layout.grammar import KEYS_BY_NAME
+from echelon.layout.rules import find_issues
 
 DEGREES = st.integers(1, 64)
 SCHEDULES = "naive gpipe 1f1b interleaved zb-h1 zb-v dualpipe-v pipedream pipedream-vsync 2bw terapipe file:a/b.txt"
@@ -139,16 +140,13 @@ def test_parse_many_reports_the_faults_of_all_and_says_where():
         "offload=optimizer+disk",
     ],
 )
-def test_runs_today(text):
-    assert Layout.parse(text).plan_only == ()
+def test_layouts_that_can_be_run(text):
+    assert find_issues(Layout.parse(text)) == []
 
 
-def test_plan_only(monkeypatch):
-    without_offload(monkeypatch)
-    assert Layout.parse("offload=optimizer+disk").plan_only == (
-        "offload=optimizer+disk: plan only (offloading is not built yet)",
-    )
-    assert Layout.parse("dp=2").plan_only == ()
+def test_every_schedule_of_the_grammar_can_be_run():
+    for schedule in KEYS_BY_NAME["schedule"].syntax.words:
+        assert find_issues(Layout.parse(f"dp=1,pp=2,zero=1,sp=0,schedule={schedule}")) == []
 
 
 def test_the_room_needs_no_torch():

@@ -11,15 +11,15 @@ from echelon.models.model_config import find_model
 @pytest.mark.parametrize(
     ("model", "text", "words"),
     [
-        ("moe-tiny", "dp=1,pp=2,schedule=terapipe", "gates of experts decide for whole ones"),
+        ("moe-tiny", "dp=1,pp=2,schedule=terapipe", "MoE gates route full ones"),
         ("moe-tiny", "dp=3,ep=3", "ep=3 does not divide the 8 experts of a layer (moe-tiny); legal: 1"),
         ("llama-tiny", "dp=2,ep=2", "divides experts, and llama-tiny has none"),
-        ("moe-tiny", "tp=2,sp=0", "is not for experts, whose tokens are divided over tp by position"),
-        ("deepseek-tiny", "pp=2,schedule=2bw,accumulate=4", "the gate balances by the loads of a step (deepseek-v3)"),
-        ("moe-tiny", "tp=4,pp=2,schedule=pipedream,accumulate=4,zero=3", "holds several whole versions of the weights"),
-        ("moe-tiny", "dp=4,ep=4,ep_inner=4", "does not cut the ranks of experts into several nodes"),
-        ("moe-tiny", "dp=4,ep=2,etp=2,ep_inner=3", "does not cut the ranks of experts into several nodes"),
-        ("moe-tiny", "tp=4,tp_kind=2d", "is not for experts, whose tokens are divided over tp by position"),
+        ("moe-tiny", "tp=2,sp=0", "is incompatible with experts, whose tokens are divided over tp by position"),
+        ("deepseek-tiny", "pp=2,schedule=2bw,accumulate=4", "balances by the expert load of a step (deepseek-v3)"),
+        ("moe-tiny", "tp=4,pp=2,schedule=pipedream,accumulate=4,zero=3", "several unsharded versions of the weights"),
+        ("moe-tiny", "dp=4,ep=4,ep_inner=4", "does not divide the expert ranks into several nodes"),
+        ("moe-tiny", "dp=4,ep=2,etp=2,ep_inner=3", "does not divide the expert ranks into several nodes"),
+        ("moe-tiny", "tp=4,tp_kind=2d", "is incompatible with experts, whose tokens are divided over tp by position"),
     ],
 )
 def test_what_experts_cannot_do_is_refused(model: str, text: str, words: str) -> None:

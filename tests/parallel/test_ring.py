@@ -282,7 +282,7 @@ def test_operators_of_a_spread_attention_are_not_repeated_one_by_one(pool: RankP
 
 
 def lay_out_no_core() -> str:
-    with pytest.raises(ValueError, match="context parallelism cannot cut") as caught:
+    with pytest.raises(ValueError, match="context parallelism cannot shard") as caught:
         Engine(NoCore(), "cp=2")
     return str(caught.value)
 

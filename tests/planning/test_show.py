@@ -12,7 +12,6 @@ from pathlib import Path
 
 import browser
 import pytest
-from plan_only import without_offload
 from rich.console import Console
 
 from echelon.layout import Layout
@@ -37,20 +36,19 @@ REASONS = ("memory binds", "tp=4 would <b>not</b> fit & more")
 TITLE = "llama <70b> & 64 devices"
 
 
-def priced(text, world=64, **shape):
+def priced(text, world=64, precision="bf16", **shape):
     shape = transformer_shape("llama-70b", **{**SIZES, **shape})
     layout = Layout.parse(text, world=world)
-    return price(Scenario(shape=shape, cluster=cluster.parse_cluster(f"{world}xh100"), layout=layout, seq_len=8192))
+    nodes = cluster.parse_cluster(f"{world}xh100")
+    return price(Scenario(shape=shape, cluster=nodes, layout=layout, seq_len=8192, precision=precision))
 
 
 @pytest.fixture(scope="module")
 def plans():
-    with pytest.MonkeyPatch.context() as patch:
-        without_offload(patch)
-        found = [priced(text) for text in LAYOUTS]
-        assert not all(plan.fits for plan in found)
-        assert not all(plan.runnable for plan in found)
-        yield [replace(found[0], reasons=REASONS), *found[1:]]
+    found = [priced(text, precision="fp4" if "offload" in text else "bf16") for text in LAYOUTS]
+    assert not all(plan.fits for plan in found)
+    assert not all(plan.runnable for plan in found)
+    return [replace(found[0], reasons=REASONS), *found[1:]]
 
 
 def command(plans):

@@ -6,7 +6,6 @@ import pytest
 from cpu_clock import cpu_seconds
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_only import without_offload
 
 from echelon.config.run_config import Config
 from echelon.config.sections import DataConfig, OptimizerConfig, ScheduleConfig
@@ -193,10 +192,9 @@ def test_a_missing_file_and_a_folder(tmp_path):
     assert "is a directory" in faults_of(path=tmp_path)["config"].message
 
 
-def test_what_is_not_built_is_refused_as_plan_only(monkeypatch):
-    without_offload(monkeypatch)
-    assert "plan only" in faults_of("layout=dp=2,offload=optimizer", world=2)["layout"].message
-    assert {"layout", "tp"} <= set(faults_of("layout=offload=optimizer,tp=8", world=16))
+def test_every_offload_of_the_grammar_is_accepted():
+    assert not faults_of("layout=dp=2,offload=optimizer", world=2)
+    assert set(faults_of("layout=offload=optimizer,tp=8", world=16)) == {"tp"}
 
 
 def test_what_is_kept_off_the_device_is_configured_where_something_is():

@@ -321,15 +321,11 @@ def _layout_issues(config: Config, world: int | None, invalid_keys: Set[str]) ->
             model = config.override_model(model_config.find_model(config.model))
     batch = None if "batch" in invalid_keys else config.batch
     seq_len = None if "seq_len" in invalid_keys else config.seq_len
-    # Asked of the keys as they are written, so that a layout with other faults says it too.
-    planned = Layout.resolve(grammar.parse_pairs(config.layout).values).plan_only
-    found = [
-        ValidationIssue(key="layout", value=config.layout, message=f"cannot be run: {reason}") for reason in planned
-    ]
+    found: list[ValidationIssue] = []
     try:
         layout = check_layout(config.layout, world=world, batch=batch, seq_len=seq_len, model=model)
     except ValidationError as error:
-        return [*error.issues, *found]
+        return list(error.issues)
     if wrong := schedule_file_error(layout, model.layers if model else 0):
         found.append(ValidationIssue(key="schedule", value=layout.schedule, message=f"cannot be run: {wrong}"))
     elif config.pipeline.layers and layout.pp > 1 and model:

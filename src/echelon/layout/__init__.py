@@ -1,4 +1,4 @@
-"""How the work of one device is laid over many ranks: `Layout`, its grammar, its rules, `Mesh`. No torch."""
+"""How a one-device model is laid out over many ranks: `Layout`, its grammar, its rules, `Mesh`. No torch."""
 
 from echelon.layout.grammar import KEYS, LayoutKey, describe_grammar
 from echelon.layout.layout import Layout

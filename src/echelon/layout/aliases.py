@@ -1,4 +1,4 @@
-"""What other frameworks call our layout keys. They are never accepted, only recognised in a "did you mean"."""
+"""Names of our layout keys in other frameworks: never accepted, only recognized for "did you mean"."""
 
 from __future__ import annotations
 

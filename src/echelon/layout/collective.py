@@ -1,4 +1,4 @@
-"""What a strategy says of its own cost: the collectives it issues and the bytes it holds."""
+"""`Collective`: one collective operation of a step, as every strategy's cost function describes it."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One kind of collective, issued some number of times in a step by every rank."""
+    """A collective that every rank issues `count` times in a step."""
 
     op: str
     """all_reduce, all_gather, reduce_scatter, all_to_all, broadcast or send"""
     axis: str
     """the mesh axis it runs over"""
     bytes: int
-    """the size of the whole tensor: the reduced one, or the one gathered or scattered"""
+    """bytes of the full tensor: the reduced one, or the one gathered or scattered"""
     count: int = 1
-    """how many times in a step"""
+    """times in a step"""
     overlapped: bool = False
-    """it runs beside compute that does not need its result"""
+    """compute that does not need its result runs at the same time"""
     purpose: str = ""
-    """what it is for, in a word or two"""
+    """what it communicates, in a word or two"""
 
 
 def count_collectives(collectives: Iterable[Collective]) -> Counter[tuple[str, str, int]]:
-    """How often each (kind, axis, bytes) is issued in a step: what the transparency tests count for real."""
+    """Count how often each (op, axis, bytes) is issued in a step; transparency tests count the same at run time."""
     counted: Counter[tuple[str, str, int]] = Counter()
     for item in collectives:
         if item.count:

@@ -1,6 +1,6 @@
 """The layout's grammar: one row per key, and how a line of text becomes values.
 
-A later strategy is one row of `KEYS` (and one field of `Layout`). The rules between keys live in rules.py.
+A new strategy is one row of `KEYS` and one field of `Layout`. rules.py holds the rules between keys.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ Value = int | str
 
 
 class ValueSyntax(Protocol):
-    """What may stand behind a key's equals sign."""
+    """The legal values of a key."""
 
     @property
     def legal(self) -> str:
-        """The legal values, for people."""
+        """The legal values, as text."""
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The fixed words among them, for "did you mean"."""
+        """The fixed words among the legal values, for "did you mean"."""
 
     def parse(self, text: str) -> Value | None:
-        """The value in its canonical form, or None where the text is not one."""
+        """Return the value in its canonical form, or None if the text is invalid."""
 
     def candidates(self, numbers: Iterable[int]) -> list[Value]:
-        """Values to try when looking for one that works; `numbers` are those worth trying."""
+        """Return values to try in the search for a legal one; `numbers` are the integers worth trying."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class IntegerSyntax:
-    """A whole number in a range."""
+    """An integer in a range."""
 
     low: int = 1
     high: int = 10**9
@@ -60,21 +60,21 @@ class IntegerSyntax:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterizedWord:
-    """A word with a part that the user fills in, such as `every:N`."""
+    """A word with an argument, such as `every:N`."""
 
     notation: str
-    """how it is written, for people"""
+    """how it is written"""
     prefix: str
     suffix: str = ""
     number_format: str = ""
-    """"whole" or "decimal" where the part is a number above zero; empty where it is any text"""
+    """"integer" or "decimal" if the argument is a number above zero; empty if it is any text"""
 
     def parse(self, text: str) -> str | None:
         if not (text.startswith(self.prefix) and text.endswith(self.suffix)):
             return None
         part = text[len(self.prefix) : len(text) - len(self.suffix)].strip()
         if self.number_format:
-            pattern = r"[0-9]{1,9}" if self.number_format == "whole" else r"[0-9]{1,9}(\.[0-9]{1,9})?"
+            pattern = r"[0-9]{1,9}" if self.number_format == "integer" else r"[0-9]{1,9}(\.[0-9]{1,9})?"
             if not re.fullmatch(pattern, part) or not Decimal(part):
                 return None
             part = format(Decimal(part).normalize(), "f")
@@ -83,7 +83,7 @@ class ParameterizedWord:
 
 @dataclass(frozen=True, kw_only=True)
 class WordSyntax:
-    """One of some words."""
+    """One of several words."""
 
     words: tuple[str, ...]
     parameterized: tuple[ParameterizedWord, ...] = ()
@@ -103,7 +103,7 @@ class WordSyntax:
 
 @dataclass(frozen=True, kw_only=True)
 class JoinedWordsSyntax:
-    """`none`, or some words joined by `+`."""
+    """`none`, or several words joined by `+`."""
 
     parts: tuple[str, ...]
 
@@ -134,12 +134,8 @@ class LayoutKey:
     name: str
     syntax: ValueSyntax
     default: str
-    """what it is when it is not given, for people"""
+    """the value if the key is not given, as text"""
     meaning: str
-    built: tuple[str, ...] | None = None
-    """the values that can be run today, or the starts of forms; None for all. The others can only be planned"""
-    missing: str = ""
-    """what is not built yet, as the start of a sentence"""
 
 
 _SCHEDULE_SYNTAX = WordSyntax(
@@ -149,28 +145,25 @@ _SCHEDULE_SYNTAX = WordSyntax(
     ),
     parameterized=(ParameterizedWord(notation="file:PATH", prefix="file:"),),
 )
-_BUILT_SCHEDULES = (
-    *("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"),
-    *("pipedream", "pipedream-vsync", "2bw", "terapipe", "file:"),
-)
 _RECOMPUTE_SYNTAX = WordSyntax(
     words=("none", "full", "selective", "ops", "sqrt"),
     parameterized=(
-        ParameterizedWord(notation="every:N", prefix="every:", number_format="whole"),
+        ParameterizedWord(notation="every:N", prefix="every:", number_format="integer"),
         ParameterizedWord(notation="budget:NGiB", prefix="budget:", suffix="GiB", number_format="decimal"),
     ),
 )
+_OFFLOAD_SYNTAX = JoinedWordsSyntax(parts=("optimizer", "params", "activations", "disk"))
 
 # fmt: off
 KEYS: tuple[LayoutKey, ...] = (
-    LayoutKey(name="dp", syntax=IntegerSyntax(), default="what is left of the world",
+    LayoutKey(name="dp", syntax=IntegerSyntax(), default="world / (tp x cp x pp)",
         meaning="data-parallel ranks"),
-    LayoutKey(name="zero", syntax=IntegerSyntax(low=0, high=3), default="0; 1 under pp; 3 where shard is given",
+    LayoutKey(name="zero", syntax=IntegerSyntax(low=0, high=3), default="0; 1 under pp; 3 if shard is given",
         meaning="what is sharded over dp: nothing, optimizer states, gradients too, parameters too"),
     LayoutKey(name="shard", syntax=IntegerSyntax(), default="dp",
         meaning="shard inside groups of this size and replicate across them; divides dp"),
     LayoutKey(name="tp", syntax=IntegerSyntax(), default="1",
-        meaning="tensor-parallel ranks; kv heads are replicated where tp is a multiple of them"),
+        meaning="tensor-parallel ranks; kv heads are replicated if tp is a multiple of them"),
     LayoutKey(name="tp_kind", syntax=WordSyntax(words=("1d", "2d", "2.5d", "3d")), default="1d",
         meaning="shape of the tensor-parallel ranks"),
     LayoutKey(name="depth", syntax=IntegerSyntax(), default="1",
@@ -180,92 +173,90 @@ KEYS: tuple[LayoutKey, ...] = (
     LayoutKey(name="cp", syntax=IntegerSyntax(), default="1",
         meaning="context-parallel ranks: each holds a part of every sequence"),
     LayoutKey(name="cp_kind", syntax=WordSyntax(words=("ring", "ulysses", "gather", "ring-ulysses")), default="ring",
-        meaning="how attention sees the other parts of a sequence"),
+        meaning="how attention reaches the other parts of a sequence"),
     LayoutKey(name="ulysses", syntax=IntegerSyntax(), default="cp with cp_kind=ulysses, else 1",
         meaning="ranks of cp that exchange heads; the ring runs over the rest"),
     LayoutKey(name="pp", syntax=IntegerSyntax(), default="1",
         meaning="pipeline ranks"),
     LayoutKey(name="schedule", syntax=_SCHEDULE_SYNTAX, default="1f1b",
-        meaning="order of the forward and backward passes of a pipeline", built=_BUILT_SCHEDULES,
-        missing="this schedule is"),
-    LayoutKey(name="vpp", syntax=IntegerSyntax(), default="2 where the schedule has chunks, else 1",
+        meaning="pipeline schedule"),
+    LayoutKey(name="vpp", syntax=IntegerSyntax(), default="2 if the schedule has chunks, else 1",
         meaning="chunks of layers per pipeline rank"),
     LayoutKey(name="ep", syntax=IntegerSyntax(), default="1",
         meaning="expert-parallel ranks, folded into dp x cp x tp"),
     LayoutKey(name="etp", syntax=IntegerSyntax(), default="1",
         meaning="tensor-parallel ranks inside one expert"),
     LayoutKey(name="ep_inner", syntax=IntegerSyntax(), default="1",
-        meaning="ranks of ep x etp that share a node: tokens cross to another node once and are handed on inside"),
+        meaning="ranks of ep x etp that share a node: a token crosses to another node once (hierarchical all-to-all)"),
     LayoutKey(name="microbatch", syntax=IntegerSyntax(), default="batch / (dp x accumulate), else 1",
         meaning="sequences per rank and microbatch"),
     LayoutKey(name="accumulate", syntax=IntegerSyntax(), default="batch / (dp x microbatch), else 1",
         meaning="microbatches per step"),
     LayoutKey(name="recompute", syntax=_RECOMPUTE_SYNTAX, default="none",
         meaning="what is recomputed in the backward pass"),
-    LayoutKey(name="offload", syntax=JoinedWordsSyntax(parts=("optimizer", "params", "activations", "disk")), default="none",
-        meaning="what lives off the device"),
+    LayoutKey(name="offload", syntax=_OFFLOAD_SYNTAX, default="none",
+        meaning="what is offloaded from the device"),
 )
 # fmt: on
-"""The whole grammar, in the order in which a layout is written."""
+"""All keys, in the order in which a layout is written."""
 
 KEYS_BY_NAME: dict[str, LayoutKey] = {key.name: key for key in KEYS}
 
 
 def describe_grammar() -> str:
-    """The grammar for people, an entry per key: meaning, legal values, default, and what can only be planned."""
+    """Return the grammar as text, an entry per key: meaning, legal values, default."""
     lines = []
     for key in KEYS:
-        runs = f"; runs today: {', '.join(key.built)}" if key.built is not None else ""
         lines.append(f"{key.name:<12}{key.meaning}")
-        facts = f"{key.syntax.legal}; default: {key.default}{runs}"
+        facts = f"{key.syntax.legal}; default: {key.default}"
         lines += wrap(facts, width=100, initial_indent=" " * 12, subsequent_indent=" " * 12, break_on_hyphens=False)
     return "\n".join(lines)
 
 
 @dataclass(kw_only=True)
 class ParsedPairs:
-    """What one line of text says, as far as it can be read."""
+    """The values and issues of one line of text."""
 
     values: dict[str, Value] = field(default_factory=dict)
-    """values by key; a misspelt key counts as the one it probably means, so that the rules see what was meant"""
+    """values by key; a misspelt key counts as the one it probably means, so that rules check what was meant"""
     issues: list[ValidationIssue] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
-    """known keys whose value could not be read"""
+    """known keys with an invalid value"""
 
 
 def parse_pairs(text: str) -> ParsedPairs:
-    """Reads `key=value` pairs between commas. Never raises: faults are collected beside what could be read."""
-    reading = ParsedPairs()
+    """Parse `key=value` pairs between commas. Never raises: issues are collected beside the valid values."""
+    parsed = ParsedPairs()
     if not text.strip():
-        return reading
+        return parsed
     first, semicolon, _ = text.partition(";")
     if semicolon:
         rule, hint = "is more than one layout", "semicolons part layouts, commas part keys"
-        reading.issues.append(ValidationIssue(key="layout", value=text, message=rule, legal="one layout", hint=hint))
+        parsed.issues.append(ValidationIssue(key="layout", value=text, message=rule, legal="one layout", hint=hint))
     meant: dict[str, Value] = {}
     for item in first.split(","):
         name, equals, value = (part.strip() for part in item.partition("="))
         if not item.strip():
             rule, hint = "has an empty place between commas", "leave the extra comma out"
-            reading.issues.append(ValidationIssue(key="layout", value=text, message=rule, legal="key=value", hint=hint))
+            parsed.issues.append(ValidationIssue(key="layout", value=text, message=rule, legal="key=value", hint=hint))
         elif not equals:
             hint = f"write {name}=VALUE" if name in KEYS_BY_NAME else did_you_mean(name, KEYS_BY_NAME)
-            fault = ValidationIssue(
+            issue = ValidationIssue(
                 key=name, value="", message="is not key=value", legal="key=value, as in dp=4,tp=2", hint=hint
             )
-            reading.issues.append(fault)
+            parsed.issues.append(issue)
         elif name not in KEYS_BY_NAME:
             guess = closest_word(name, KEYS_BY_NAME)
             rule, legal = "is not a layout key", ", ".join(KEYS_BY_NAME)
-            reading.issues.append(
+            parsed.issues.append(
                 ValidationIssue(key=name, value=value, message=rule, legal=legal, hint=did_you_mean(name, KEYS_BY_NAME))
             )
             if guess and (known := KEYS_BY_NAME[guess].syntax.parse(value)) is not None:
                 meant[guess] = known
         else:
-            _parse_value(KEYS_BY_NAME[name], value, reading)
-    reading.values = meant | reading.values
-    return reading
+            _parse_value(KEYS_BY_NAME[name], value, parsed)
+    parsed.values = meant | parsed.values
+    return parsed
 
 
 def _parse_value(key: LayoutKey, text: str, parsed: ParsedPairs) -> None:

@@ -1,4 +1,4 @@
-"""`Layout`: how the work of one device is laid over many, as data with a round-trip text form."""
+"""`Layout`: how a one-device model is laid out over many ranks, as data with a round-trip text form."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from echelon.layout import grammar
 from echelon.layout.validation_error import ValidationError, ValidationIssue
 
 DERIVED = -1
-"""Stands for "what follows from the other keys" when a layout is made; no finished layout holds it."""
+"""Marks a key to derive from the others; no finished layout holds it."""
 
 MULTI_CHUNK_SCHEDULES = ("interleaved", "zb-v", "dualpipe-v")
 """Schedules in which a rank holds more than one chunk of layers."""
 SPLIT_BACKWARD_SCHEDULES = ("zb-h1", "zb-v", "dualpipe-v")
-"""Schedules that put weights' gradients off."""
+"""Schedules that split backward and defer the weight gradients."""
 ASYNC_SCHEDULES = ("pipedream", "pipedream-vsync", "2bw")
-"""Schedules that update without waiting for the pipeline to be empty."""
+"""Schedules that update without draining the pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The degrees and policies of a run. Always complete: what is not given is derived at once.
+    """The degrees and policies of a run. Always complete: keys that are not given are derived at once.
 
     >>> str(Layout.parse("tp=2, zero=1", world=8))
     'dp=4,zero=1,tp=2'
@@ -33,7 +33,7 @@ class Layout:
     zero: int = DERIVED
     """0 replicates; 1 shards optimizer states over dp, 2 gradients too, 3 parameters too"""
     shard: int = DERIVED
-    """ranks of dp that share one set of shards; dp / shard sets are replicas of each other"""
+    """dp ranks that form one set of shards; dp / shard sets are replicas of each other"""
     tp: int = 1
     """tensor-parallel ranks"""
     tp_kind: str = "1d"
@@ -41,7 +41,7 @@ class Layout:
     depth: int = 1
     """layers of 2.5d's grid"""
     sp: int = DERIVED
-    """1 where norms and residuals are split over tp by position"""
+    """1 if norms and residuals are sharded over tp by position"""
     cp: int = 1
     """context-parallel ranks"""
     cp_kind: str = "ring"
@@ -51,7 +51,7 @@ class Layout:
     pp: int = 1
     """pipeline ranks"""
     schedule: str = "1f1b"
-    """order of a pipeline's passes"""
+    """pipeline schedule"""
     vpp: int = DERIVED
     """chunks of layers per pipeline rank"""
     ep: int = 1
@@ -59,7 +59,7 @@ class Layout:
     etp: int = 1
     """tensor-parallel ranks inside an expert"""
     ep_inner: int = 1
-    """ranks of ep x etp that share a node, where tokens go by way of nodes; 1: straight to their ranks"""
+    """ranks of ep x etp that share a node, for hierarchical all-to-all; 1: one flat all-to-all"""
     microbatch: int = 1
     """sequences per rank and microbatch"""
     accumulate: int = 1
@@ -67,23 +67,23 @@ class Layout:
     recompute: str = "none"
     """what is recomputed in the backward pass"""
     offload: str = "none"
-    """what lives off the device, joined by +"""
+    """what is offloaded from the device, joined by +"""
 
     def __post_init__(self) -> None:
         derived = self._derived_defaults()
-        faults = []
+        issues = []
         for key in grammar.KEYS:
             value = getattr(self, key.name)
             if key.name in derived and value == DERIVED:
                 object.__setattr__(self, key.name, derived[key.name])
             elif key.syntax.parse(str(value)) != value:
                 rule = "is not a legal value"
-                faults.append(ValidationIssue(key=key.name, value=str(value), message=rule, legal=key.syntax.legal))
-        if faults:
-            raise ValidationError(faults)
+                issues.append(ValidationIssue(key=key.name, value=str(value), message=rule, legal=key.syntax.legal))
+        if issues:
+            raise ValidationError(issues)
 
     def _derived_defaults(self) -> dict[str, int]:
-        """Defaults that follow from other keys. Only zero asks for another of them: whether `shard` was given."""
+        """Return the defaults that depend on other keys; only zero depends on another of them, `shard`."""
         hybrid = self.shard not in (DERIVED, self.dp)
         return {
             "zero": 1 if self.pp > 1 else 3 if hybrid else 0,
@@ -95,9 +95,9 @@ class Layout:
 
     @classmethod
     def resolve(cls, given: Mapping[str, Any], *, world: int | None = None, batch: int | None = None) -> Self:
-        """The layout of some given keys: dp fills the world, microbatch x accumulate the batch.
+        """Return the layout of the given keys: dp fills the world, microbatch x accumulate the batch.
 
-        Where they do not divide, the layout is smaller than the world or the batch, and a rule says so.
+        If they do not divide, the layout is smaller than the world or the batch, and a rule reports it.
         """
         values = dict(given)
         if world is not None:
@@ -114,11 +114,11 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str, *, world: int | None = None, batch: int | None = None) -> Layout:
-        """Reads one layout. Raises FaultError with every fault of the text, of the world and of the batch.
+        """Parse one layout. Raises ValidationError with every issue of the text, of the world and of the batch.
 
-        The rules between the keys themselves, and between them and a model, are `echelon.layout.check`'s.
+        `echelon.layout.check_layout` checks the rules between the keys, and between them and a model.
         """
-        # The rules read layouts, so they import this file; this is the one arrow back.
+        # rules.py imports this module; this is the one import in the other direction.
         from echelon.layout.parse import parse_layout
         from echelon.layout.rules import SIZE_RULES, LayoutConstraints
 
@@ -126,7 +126,7 @@ class Layout:
 
     @classmethod
     def parse_many(cls, text: str, *, world: int | None = None, batch: int | None = None) -> list[Layout]:
-        """Reads layouts between semicolons. Raises FaultError with the faults of all of them."""
+        """Parse layouts between semicolons. Raises ValidationError with the issues of all of them."""
         from echelon.layout.parse import parse_layouts
         from echelon.layout.rules import SIZE_RULES, LayoutConstraints
 
@@ -134,7 +134,7 @@ class Layout:
 
     @property
     def explicit(self) -> dict[str, int | str]:
-        """dp, and every key that differs from its default: what the text form holds and `resolve` needs."""
+        """dp and every key that differs from its default: the keys of the text form."""
         derived = self._derived_defaults()
         defaults = {f.name: derived.get(f.name, f.default) for f in fields(self)}
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -144,39 +144,25 @@ class Layout:
         return ",".join(f"{name}={value}" for name, value in self.explicit.items())
 
     def replace(self, **changes: int | str) -> Layout:
-        """A layout with some keys changed; keys at their default follow (shard follows dp, sp follows tp)."""
+        """Return a layout with some keys changed; derived keys follow (shard follows dp, sp follows tp)."""
         return type(self).resolve({**self.explicit, **changes})
 
     def diff(self, other: Layout) -> str:
-        """What changes from this layout to the other, key by key; empty where they are equal."""
+        """Return what changes from this layout to the other, key by key; empty if they are equal."""
         pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
-        return ", ".join(f"{name} {here} -> {there}" for name, here, there in pairs if here != there)
+        return ", ".join(f"{name} {old} -> {new}" for name, old, new in pairs if old != new)
 
     @property
     def world(self) -> int:
-        """How many ranks it needs."""
+        """Number of ranks."""
         return self.dp * self.tp * self.cp * self.pp
 
     @property
     def num_shards(self) -> int:
-        """Ranks that divide the states between them: `shard`, or 1 where nothing is sharded."""
+        """Ranks that shard the states: `shard`, or 1 under zero=0."""
         return self.shard if self.zero else 1
 
     @property
     def batch(self) -> int:
-        """Sequences per step, over all ranks."""
+        """Global batch: sequences per step."""
         return self.dp * self.microbatch * self.accumulate
-
-    @property
-    def plan_only(self) -> tuple[str, ...]:
-        """Why it cannot be run today, a reason per key; empty where it can."""
-        return tuple(
-            f"{name}={value}: plan only ({row.missing} not built yet)"
-            for name, value in self.explicit.items()
-            if (row := grammar.KEYS_BY_NAME[name]).built is not None and not _built(str(value), row.built)
-        )
-
-
-def _built(value: str, built: tuple[str, ...]) -> bool:
-    """A word is built, or the start of a form such as `file:PATH`."""
-    return any(value == word or (word.endswith(":") and value.startswith(word)) for word in built)

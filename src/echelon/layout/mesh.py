@@ -1,10 +1,10 @@
-"""`Mesh`: a layout laid over ranks 0 to world - 1.
+"""`Mesh`: a layout over ranks 0 to world - 1.
 
 [Note: from coordinates to ranks]
 
-Axes are nested. tp is innermost, since it talks most and neighbouring ranks have the fastest links; then cp; then dp
-and pp in the order that order.py chooses. dp is two axes, replica (outer) and shard (inner; one rank where zero=0).
-With dp=4,shard=2,tp=2,pp=2:
+Axes are nested. tp is innermost, since it communicates most and neighbouring ranks have the fastest links; then cp;
+then dp and pp in the order that rank_order.py chooses. dp is two axes, replica (outer) and shard (inner; one rank
+under zero=0). With dp=4,shard=2,tp=2,pp=2:
 
     order=("pp", "dp")    pp 0                                pp 1
                           replica 0         replica 1         replica 0         replica 1
@@ -13,10 +13,10 @@ With dp=4,shard=2,tp=2,pp=2:
 
 So the stride of an axis is the product of the sizes inside it, and a rank is the sum of coordinate x stride.
 
-tp and cp are products of axes too where a layout asks for it: a grid of tp (2d, 2.5d, 3d) is z layers of y rows of x
+tp and cp are products of axes too if the layout asks for it: a grid of tp (2d, 2.5d, 3d) is z layers of y rows of x
 ranks, and cp_kind=ring-ulysses is a ring of groups of neighbours that exchange heads (ulysses).
 
-Experts are folded into the ranks of a stage: counted in the same order, tp innermost, these are edp x ep x etp too.
+Experts are folded into the ranks of a stage: in the same order, tp innermost, these are edp x ep x etp too.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ RankGroup = tuple[int, ...]
 _ORDERS = (("pp", "dp"), ("dp", "pp"))
 
 COMPOSITE_AXES = {"dp": ("replica", "shard"), "cp": ("ring", "ulysses"), "tp": ("z", "y", "x")}
-"""axes that may be made of others"""
+"""axes that may be products of others"""
 STAGE_AXES = ("dp", "cp", "tp")
 EXPERT_AXES = ("edp", "ep", "etp")
-"""the ranks of a stage (dp x cp x tp) once more, as experts lie on them: copies, parts of the experts, parts of each"""
+"""the ranks of a stage (dp x cp x tp) as experts use them: replicas, parts of the experts, parts of each expert"""
 
 
 def _cp_axes(layout: Layout) -> dict[str, int]:
@@ -49,7 +49,7 @@ def _cp_axes(layout: Layout) -> dict[str, int]:
 
 
 def _tp_axes(layout: Layout) -> dict[str, int]:
-    """z layers of y rows of x ranks."""
+    """Return z layers of y rows of x ranks."""
     side = head_parallel_size(layout)
     if layout.tp_kind == "1d" or layout.tp == 1 or side is None:
         return {"tp": layout.tp}
@@ -66,7 +66,7 @@ class Mesh:
     axes: dict[str, int] = field(init=False, compare=False, repr=False)
     """the size of every axis, outermost first"""
     composites: dict[str, tuple[str, ...]] = field(init=False, compare=False, repr=False)
-    """the axes that are made of others, the outer one first"""
+    """the axes that are products of others, outer one first"""
 
     def __post_init__(self) -> None:
         order = tuple(self.order)
@@ -91,7 +91,7 @@ class Mesh:
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """How far apart two neighbours on an axis are."""
+        """Distance in ranks between two neighbours on an axis."""
         strides, stride = {}, 1
         for axis, size in reversed(self.axes.items()):
             strides[axis] = stride
@@ -99,11 +99,11 @@ class Mesh:
         return {axis: strides[axis] for axis in self.axes}
 
     def size(self, axis: str | Sequence[str]) -> int:
-        """How many ranks share an axis, or a product of axes."""
+        """Return the ranks of an axis, or of a product of axes."""
         return math.prod(self.axes[name] for name in self._expand_axes(axis))
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands on every axis; "dp" is its position in replica x shard, and so on."""
+        """Return a rank's coordinate on every axis; "dp" is its position in replica x shard, and so on."""
         self._check_rank(rank)
         at = {axis: rank // stride % self.axes[axis] for axis, stride in self.strides.items()}
         for name, parts in self.composites.items():
@@ -116,7 +116,7 @@ class Mesh:
         return at
 
     def rank(self, **at: int) -> int:
-        """The rank at some coordinates; axes that are left out count as 0. "dp" stands for replica and shard."""
+        """Return the rank at some coordinates; missing axes count as 0. "dp" stands for replica and shard."""
         for name in self.composites.keys() & at.keys():
             parts, position = self.composites[name], at.pop(name)
             if set(parts) & set(at):
@@ -134,12 +134,12 @@ class Mesh:
 
     @property
     def expert_axis_sizes(self) -> dict[str, int]:
-        """The sizes of the folded axes, outermost first."""
+        """Sizes of the expert axes, outermost first."""
         ep, etp = self.layout.ep, self.layout.etp
         return {"edp": self.size(STAGE_AXES) // (ep * etp), "ep": ep, "etp": etp}
 
     def groups(self, axis: str | Sequence[str]) -> tuple[RankGroup, ...]:
-        """The ranks that differ on an axis (or on several) and on nothing else. The groups part the world."""
+        """Return the groups of ranks that differ only on one axis, or on several; they partition the world."""
         names = (axis,) if isinstance(axis, str) else tuple(axis)
         if set(names) & set(EXPERT_AXES):
             return self._expert_groups(names)
@@ -149,7 +149,7 @@ class Mesh:
         return tuple(tuple(first + member for member in members) for first in firsts)
 
     def peers(self, rank: int, axis: str | Sequence[str]) -> RankGroup:
-        """The group of an axis that a rank is in, itself included, in the order of the axis."""
+        """Return the group of an axis that contains a rank, in the order of the axis."""
         self._check_rank(rank)
         inside = [name for name in self.axes if name in set(self._expand_axes(axis))]
         at = self.coordinates(rank)
@@ -170,7 +170,7 @@ class Mesh:
         return tuple(sorted(found))
 
     def _rank_offsets(self, names: Sequence[str]) -> list[int]:
-        """Every sum of coordinate x stride over some axes, smallest first."""
+        """Return every sum of coordinate x stride over some axes, smallest first."""
         steps = [range(0, self.axes[name] * self.strides[name], self.strides[name]) for name in names]
         return [sum(offsets) for offsets in product(*steps)]
 

@@ -1,4 +1,4 @@
-"""From text to a layout that can be used, or to every fault of it at once."""
+"""From text to a valid layout, or to every issue of it at once."""
 
 from __future__ import annotations
 
@@ -19,43 +19,39 @@ def check_layout(
     seq_len: int | None = None,
     model: ModelDimensions | None = None,
 ) -> Layout:
-    """Reads one layout and asks every rule. Raises FaultError with the faults of the text and of the rules together.
+    """Parse one layout and check every rule. Raises ValidationError with the issues of the text and of the rules.
 
-    >>> str(check("tp=2", world=4, batch=8))
+    >>> str(check_layout("tp=2", world=4, batch=8))
     'dp=2,tp=2,microbatch=4'
     """
     return parse_layout(text, LayoutConstraints(world=world, batch=batch, seq_len=seq_len, model=model))
 
 
 def check_layouts(text: str, *, seq_len: int | None = None, model: ModelDimensions | None = None) -> list[Layout]:
-    """Reads layouts that shall be run, between semicolons. Raises FaultError with the faults of all of them."""
-    return parse_layouts(text, LayoutConstraints(seq_len=seq_len, model=model), to_run=True)
+    """Parse and check layouts between semicolons. Raises ValidationError with the issues of all of them."""
+    return parse_layouts(text, LayoutConstraints(seq_len=seq_len, model=model))
 
 
-def parse_layouts(
-    text: str, constraints: LayoutConstraints, rules: Sequence[LayoutRule] = RULES, *, to_run: bool = False
-) -> list[Layout]:
-    """Layouts between semicolons, and where one of several is at fault, which. `to_run` refuses what is plan only."""
+def parse_layouts(text: str, constraints: LayoutConstraints, rules: Sequence[LayoutRule] = RULES) -> list[Layout]:
+    """Parse layouts between semicolons; an issue of one of several names the layout."""
     layouts: list[Layout] = []
-    faults: list[ValidationIssue] = []
+    issues: list[ValidationIssue] = []
     parts = [part.strip() for part in text.split(";") if part.strip()] or [""]
     for part in parts:
         try:
             layouts.append(parse_layout(part, constraints, rules))
-            missing = layouts[-1].plan_only if to_run else ()
-            faults += [ValidationIssue(key="layout", value=str(layouts[-1]), message=reason) for reason in missing]
         except ValidationError as error:
             where = f'in "{part}"' if len(parts) > 1 else ""
-            faults += [replace(fault, hint="; ".join(filter(None, (fault.hint, where)))) for fault in error.issues]
-    if faults:
-        raise ValidationError(faults)
+            issues += [replace(issue, hint="; ".join(filter(None, (issue.hint, where)))) for issue in error.issues]
+    if issues:
+        raise ValidationError(issues)
     return layouts
 
 
 def parse_layout(text: str, constraints: LayoutConstraints, rules: Sequence[LayoutRule] = RULES) -> Layout:
-    """Reads one layout and asks some rules. What cannot be read keeps its default, so the rules are still asked."""
-    reading = grammar.parse_pairs(text)
-    faults = [*reading.issues, *explain_violations(reading.values, constraints, rules, reading.unreadable)]
-    if faults:
-        raise ValidationError(faults)
-    return Layout.resolve(reading.values, world=constraints.world, batch=constraints.batch)
+    """Parse one layout and check some rules. An unreadable key keeps its default, so the rules are still checked."""
+    parsed = grammar.parse_pairs(text)
+    issues = [*parsed.issues, *explain_violations(parsed.values, constraints, rules, parsed.unreadable)]
+    if issues:
+        raise ValidationError(issues)
+    return Layout.resolve(parsed.values, world=constraints.world, batch=constraints.batch)

@@ -1,7 +1,7 @@
-"""Which values of a key would repair a broken rule, found by trying them.
+"""The values of a key that repair a violated rule, found by trying them.
 
-Legal values written by hand go stale when a rule is added, and each is only right for its own rule. Trying is right for
-all of them: tp=8 on a world of 6 with 4 heads gives the divisors of 6 that also divide 4.
+Hand-written legal values go stale when a rule is added, and each is right only for its own rule. Trying is right for
+all rules: tp=8 on a world of 6 with 4 heads gives the divisors of 6 that also divide 4.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from echelon.layout.grammar import KEYS_BY_NAME, Value
 
 _MAX_TRIED = 256
-"""Every number up to here is tried, and beyond it the divisors of the sizes at hand."""
+"""Every number up to this is tried; above it, the divisors of the known sizes."""
 _MAX_SHOWN = 12
-"""More values than these are shown as a range, or as those nearest to the given one."""
+"""More values than these are shown as a range, or as the nearest to the given one."""
 
 
 @dataclass(frozen=True)
 class Violation:
-    """A rule that does not hold."""
+    """A rule that a layout violates."""
 
     keys: tuple[str, ...]
     """the keys that could repair it, the likeliest first"""
@@ -28,15 +28,15 @@ class Violation:
     """the end of a sentence that starts with key=value"""
     hint: str = ""
     legal: str = ""
-    """set where trying cannot find the legal values"""
+    """set if trying cannot find the legal values"""
 
 
 Probe = Callable[[Mapping[str, Value]], Mapping[str, Violation]]
-"""From given keys to what they break, by the name of the rule."""
+"""From given keys to their violations, by the name of the rule."""
 
 
 class RemedySearch:
-    """The search, for one set of given keys. Each value of a key is tried once, whatever the number of broken rules."""
+    """The search for one set of given keys. Each value of a key is tried once, for all violated rules."""
 
     def __init__(self, given: Mapping[str, Value], probe: Probe, sizes: Sequence[int]):
         self._given = given
@@ -47,10 +47,10 @@ class RemedySearch:
         self._after: dict[str, dict[Value, Mapping[str, Violation]]] = {}
 
     def best_key(self, name: str, rule: Violation) -> tuple[str, str]:
-        """The key to blame and its legal values: the first key that repairs the rule alone, or without others."""
+        """Return the key to report and its legal values: the first that repairs the rule alone, or without others."""
         if rule.legal:
             return rule.keys[0], rule.legal
-        # A value that breaks another rule is no remedy where another key has one that breaks none.
+        # A value that violates another rule is no remedy if another key has one that violates none.
         keys = sorted(rule.keys, key=lambda key: not self._clean_values(key, name))
         for key in keys:
             if values := self._working_values(key, name):
@@ -63,13 +63,13 @@ class RemedySearch:
         return rule.keys[0], "none while the other keys stay"
 
     def repairs(self, key: str, name: str) -> bool:
-        """Whether some value of the key meets the rule."""
+        """Return whether some value of the key satisfies the rule."""
         return any(name not in left for left in self._try_values(key).values())
 
     def _working_values(self, key: str, name: str) -> list[Value]:
-        """Values that meet the rule, repair whatever this key can repair, and break no rule that held.
+        """Return values that satisfy the rule, repair every rule this key can repair, and violate no other.
 
-        Where there is none, the last wish is dropped, then the second.
+        If there is none, the last condition is dropped, then the second.
         """
         return (
             self._clean_values(key, name) or self._repairing_values(key, name) or list(self._meeting_values(key, name))

@@ -1,7 +1,7 @@
 """The rules between keys, and between a layout and its world, its batch and its model.
 
-A rule only says what is broken and which keys could repair it. The legal values in a fault are not written by hand:
-they are found by trying (remedy.py), so they satisfy every rule at once.
+A rule only reports the violation and the keys that could repair it. remedy.py finds the legal values of an issue by
+trying, so they satisfy every rule at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from echelon.layout.validation_error import ValidationIssue
 
 
 class ModelDimensions(Protocol):
-    """What the rules need to know of a model. A number that it does not have is 0."""
+    """The dimensions of a model that the rules read; 0 if the model has no such dimension."""
 
     @property
     def name(self) -> str: ...
@@ -38,7 +38,7 @@ class ModelDimensions(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutConstraints:
-    """What a layout must fit. None where it is not known yet: the rules about it are then not asked."""
+    """What a layout must fit. None if it is not known yet: its rules are then not checked."""
 
     world: int | None = None
     batch: int | None = None
@@ -49,17 +49,17 @@ class LayoutConstraints:
 LayoutRule = Callable[[Layout, LayoutConstraints], Iterator[Violation]]
 
 
-def layout_fills_world(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
-    if facts.world is None or layout.world == facts.world:
+def layout_fills_world(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
+    if constraints.world is None or layout.world == constraints.world:
         return
-    rule = f"does not fill the world (world {facts.world}, dp x tp x cp x pp = {layout.world})"
-    # A degree of 1 was hardly written by the user: blame another one first.
+    rule = f"does not fill the world (world {constraints.world}, dp x tp x cp x pp = {layout.world})"
+    # The user hardly wrote a degree of 1: report another one first.
     keys = sorted(("tp", "cp", "pp", "dp"), key=lambda key: getattr(layout, key) == 1)
     yield Violation(tuple(keys), rule, f"or start {layout.world} ranks")
 
 
-def layout_fills_batch(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
-    batch, dp = facts.batch, layout.dp
+def layout_fills_batch(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
+    batch, dp = constraints.batch, layout.dp
     if batch is None or layout.batch == batch:
         return
     if batch % dp:
@@ -69,40 +69,40 @@ def layout_fills_batch(layout: Layout, facts: LayoutConstraints) -> Iterator[Vio
         yield Violation(("microbatch", "accumulate"), f"does not give the batch (batch {batch}, {product})")
 
 
-def shard_divides_dp(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
+def shard_divides_dp(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
     if layout.dp % layout.shard:
         yield Violation(("shard",), f"does not divide dp ({layout.dp})")
     elif layout.shard != layout.dp and not layout.zero:
-        yield Violation(("shard", "zero"), "does nothing where nothing is sharded (zero 0)")
+        yield Violation(("shard", "zero"), "requires zero >= 1 (zero 0)")
 
 
-def tp_matches_grid_shape(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
+def tp_matches_grid_shape(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
     shapes = {"2d": "a square", "2.5d": f"a square times the depth ({layout.depth})", "3d": "a cube"}
     if layout.tp_kind == "1d":
         return
     if layout.tp == 1:
-        yield Violation(("tp_kind", "tp"), "does nothing without tp (tp 1)")
+        yield Violation(("tp_kind", "tp"), "requires tp > 1 (tp 1)")
     elif head_parallel_size(layout) is None:
         keys = ("depth", "tp") if layout.tp_kind == "2.5d" else ("tp",)
-        rule = f"breaks the shape of tp (tp {layout.tp}, tp_kind {layout.tp_kind}: {shapes[layout.tp_kind]})"
-        yield Violation(keys, rule, "or tp_kind=1d")
+        shape = f"tp {layout.tp}, tp_kind {layout.tp_kind}: {shapes[layout.tp_kind]}"
+        yield Violation(keys, f"does not match the grid shape of tp ({shape})", "or tp_kind=1d")
 
 
-def depth_requires_2_5d(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
+def depth_requires_2_5d(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
     if layout.depth > 1 and layout.tp_kind != "2.5d":
-        yield Violation(("depth",), f"needs tp_kind=2.5d (tp_kind {layout.tp_kind})")
+        yield Violation(("depth",), f"requires tp_kind=2.5d (tp_kind {layout.tp_kind})")
 
 
-def sp_requires_1d_tp(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
+def sp_requires_1d_tp(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
     if layout.sp and layout.tp == 1:
-        yield Violation(("sp",), "needs tp > 1 (tp 1)")
+        yield Violation(("sp",), "requires tp > 1 (tp 1)")
     elif layout.sp and layout.tp_kind != "1d":
-        rule = f"is not for a grid, where all activations are divided over all ranks of tp (tp_kind {layout.tp_kind})"
+        rule = f"is incompatible with a grid, which shards all activations over tp (tp_kind {layout.tp_kind})"
         yield Violation(("sp",), rule, "or tp_kind=1d")
 
 
-def tp_divides_model(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
-    model, side = facts.model, head_parallel_size(layout)
+def tp_divides_model(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
+    model, side = constraints.model, head_parallel_size(layout)
     if model is None or side is None:
         return
     if model.heads and model.heads % side:
@@ -113,29 +113,29 @@ def tp_divides_model(layout: Layout, facts: LayoutConstraints) -> Iterator[Viola
         yield Violation(("tp",), f"does not divide the feed-forward width {model.ffn} ({model.name})")
 
 
-def cp_kind_requires_cp(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
+def cp_kind_requires_cp(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
     if layout.cp_kind != "ring" and layout.cp == 1:
-        yield Violation(("cp_kind",), "needs cp > 1 (cp 1)")
+        yield Violation(("cp_kind",), "requires cp > 1 (cp 1)")
 
 
-def cp_requires_tokens(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
-    if layout.cp > 1 and getattr(facts.model, "family", "") == "conv":
-        assert facts.model is not None
-        yield Violation(("cp",), f"cuts sequences of tokens, and {facts.model.name} has none")
+def cp_requires_tokens(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
+    if layout.cp > 1 and getattr(constraints.model, "family", "") == "conv":
+        assert constraints.model is not None
+        yield Violation(("cp",), f"shards sequences of tokens, and {constraints.model.name} has none")
 
 
-def ulysses_fits_cp(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
+def ulysses_fits_cp(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
     cp, kind, degree = layout.cp, layout.cp_kind, layout.ulysses
     if kind in ("ring", "gather") and degree > 1:
-        yield Violation(("ulysses",), f"needs cp_kind=ulysses or ring-ulysses (cp_kind {kind})")
+        yield Violation(("ulysses",), f"requires cp_kind=ulysses or ring-ulysses (cp_kind {kind})")
     elif kind == "ulysses" and degree != cp:
         yield Violation(("ulysses",), f"is not cp (cp {cp})", "or cp_kind=ring-ulysses")
     elif kind == "ring-ulysses" and cp > 1 and (degree == 1 or cp % degree):
         yield Violation(("ulysses",), f"is not a divisor above 1 of cp (cp {cp})", "or cp_kind=ring")
 
 
-def ulysses_divides_heads(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
-    model, side = facts.model, head_parallel_size(layout)
+def ulysses_divides_heads(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
+    model, side = constraints.model, head_parallel_size(layout)
     if model is None or side is None or layout.ulysses == 1 or not model.heads or model.heads % side:
         return
     key = "cp" if layout.cp_kind == "ulysses" else "ulysses"
@@ -144,67 +144,72 @@ def ulysses_divides_heads(layout: Layout, facts: LayoutConstraints) -> Iterator[
         yield Violation((key,), f"does not divide the {heads}", "or cp_kind=ring")
 
 
-def cp_fits_sequence(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
-    if facts.seq_len is not None and layout.cp > facts.seq_len:
-        yield Violation(("cp",), f"leaves ranks without a position (seq_len {facts.seq_len})")
+def cp_fits_sequence(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
+    if constraints.seq_len is not None and layout.cp > constraints.seq_len:
+        yield Violation(("cp",), f"leaves ranks without a token (seq_len {constraints.seq_len})")
 
 
-def stages_have_layers(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
-    model, chunks = facts.model, layout.pp * layout.vpp
+def stages_have_layers(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
+    model, chunks = constraints.model, layout.pp * layout.vpp
     if model is not None and layout.pp > 1 and model.layers and chunks > model.layers:
-        of = f"pp x vpp = {layout.pp} x {layout.vpp} = {chunks}"
-        yield Violation(("pp", "vpp"), f"leaves stages without a layer ({model.name}: {model.layers} layers, {of})")
+        chunk_count = f"pp x vpp = {layout.pp} x {layout.vpp} = {chunks}"
+        yield Violation(
+            ("pp", "vpp"), f"leaves stages without a layer ({model.name}: {model.layers} layers, {chunk_count})"
+        )
 
 
-def schedule_requires_pp(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
+def schedule_requires_pp(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
     if layout.pp == 1 and layout.schedule != "1f1b":
-        yield Violation(("schedule",), "needs pp > 1 (pp 1)")
+        yield Violation(("schedule",), "requires pp > 1 (pp 1)")
 
 
-def terapipe_excludes_sp(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
+def terapipe_excludes_sp(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
     if layout.pp > 1 and layout.schedule == "terapipe" and layout.sp:
-        yield Violation(("sp",), "is not for schedule=terapipe, which cuts sequences by itself", "or schedule=1f1b")
+        yield Violation(
+            ("sp",), "is incompatible with schedule=terapipe, which slices sequences itself", "or schedule=1f1b"
+        )
 
 
-def terapipe_excludes_cp(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
+def terapipe_excludes_cp(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
     if layout.pp > 1 and layout.schedule == "terapipe" and layout.cp > 1:
-        rule = "is not for schedule=terapipe, which gives a stage a sequence's first tokens before its last ones"
+        rule = "is incompatible with schedule=terapipe, which runs a sequence's first tokens before its last ones"
         yield Violation(("cp",), rule, "or schedule=1f1b")
 
 
-def terapipe_excludes_moe(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
-    mixed = layout.ep * layout.etp > 1 or getattr(facts.model, "moe", None) is not None
-    if mixed and layout.pp > 1 and layout.schedule == "terapipe":
-        yield Violation(("schedule",), "gives a stage slices of sequences, and gates of experts decide for whole ones")
+def terapipe_excludes_moe(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
+    has_moe = layout.ep * layout.etp > 1 or getattr(constraints.model, "moe", None) is not None
+    if has_moe and layout.pp > 1 and layout.schedule == "terapipe":
+        yield Violation(("schedule",), "slices sequences, and MoE gates route full ones")
 
 
-def async_schedule_excludes_zero_2(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
+def async_schedule_excludes_zero_2(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
     ranks = layout.dp * layout.cp
-    if getattr(facts.model, "moe", None) is not None:
-        ranks = max(ranks, ranks * layout.tp // (layout.ep * layout.etp))  # that experts are divided over
+    if getattr(constraints.model, "moe", None) is not None:
+        ranks = max(ranks, ranks * layout.tp // (layout.ep * layout.etp))  # that shard experts
     if layout.pp > 1 and layout.schedule in ASYNC_SCHEDULES and layout.zero > 1 and ranks > 1:
-        rule = f"is not for schedule={layout.schedule}, which holds several whole versions of the weights"
+        rule = f"is incompatible with schedule={layout.schedule}, which holds several unsharded versions of the weights"
         yield Violation(("zero",), rule, "or schedule=1f1b")
 
 
-def async_schedule_excludes_tied_weights(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
-    if layout.pp > 1 and layout.schedule in ASYNC_SCHEDULES and getattr(facts.model, "tied", False):
-        assert facts.model is not None
-        rule = f"updates every stage on its own, and the embedding of {facts.model.name} is tied to its last stage"
+def async_schedule_excludes_tied_weights(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
+    if layout.pp > 1 and layout.schedule in ASYNC_SCHEDULES and getattr(constraints.model, "tied", False):
+        assert constraints.model is not None
+        name = constraints.model.name
+        rule = f"updates every stage independently, and the embedding of {name} is tied to its last stage"
         yield Violation(("schedule",), rule, "or tied=false")
 
 
-def async_schedule_excludes_load_bias(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
-    mixture = getattr(facts.model, "moe", None)
-    if mixture is not None and mixture.balances_by_load and layout.pp > 1 and layout.schedule in ASYNC_SCHEDULES:
-        rule = f"has stages at different steps, and the gate balances by the loads of a step ({mixture.gate})"
-        yield Violation(("schedule",), rule, "or a gate with a balance loss")
+def async_schedule_excludes_load_bias(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
+    moe = getattr(constraints.model, "moe", None)
+    if moe is not None and moe.balances_by_load and layout.pp > 1 and layout.schedule in ASYNC_SCHEDULES:
+        rule = f"has stages at different steps, and the gate balances by the expert load of a step ({moe.gate})"
+        yield Violation(("schedule",), rule, "or a gate with a load-balance loss")
 
 
-def vpp_fits_schedule(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
+def vpp_fits_schedule(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
     schedule, vpp = layout.schedule, layout.vpp
     if schedule.startswith("file:"):
-        return  # the file says how many chunks it has
+        return  # the file sets the number of chunks
     if schedule == "interleaved" and vpp < 2:
         yield Violation(("vpp",), "is too few for schedule=interleaved (2 or more chunks per rank)", "or schedule=1f1b")
     elif schedule in MULTI_CHUNK_SCHEDULES and schedule != "interleaved" and vpp != 2:
@@ -213,64 +218,64 @@ def vpp_fits_schedule(layout: Layout, facts: LayoutConstraints) -> Iterator[Viol
         yield Violation(("vpp",), f"is not what schedule={schedule} has (1 chunk per rank)", "or schedule=interleaved")
 
 
-def async_schedule_excludes_state_offload(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
-    away = {"optimizer", "params", "disk"} & set(layout.offload.split("+"))
-    if layout.pp > 1 and layout.schedule in ASYNC_SCHEDULES and away:
-        rule = f"is not for schedule={layout.schedule}, which updates while older versions of the weights are in use"
+def async_schedule_excludes_state_offload(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
+    offloaded = {"optimizer", "params", "disk"} & set(layout.offload.split("+"))
+    if layout.pp > 1 and layout.schedule in ASYNC_SCHEDULES and offloaded:
+        rule = f"is incompatible with schedule={layout.schedule}, which updates while older weights are in use"
         yield Violation(("offload",), rule, "or schedule=1f1b")
 
 
-def budget_excludes_activation_offload(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
+def budget_excludes_activation_offload(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
     if layout.recompute.startswith("budget") and "activations" in layout.offload.split("+"):
-        rule = f"sends away what recompute={layout.recompute} would choose from"
+        rule = f"offloads the activations that recompute={layout.recompute} chooses from"
         yield Violation(("offload", "recompute"), rule, "or recompute=full")
 
 
-def expert_ranks_divide_stage(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
+def expert_ranks_divide_stage(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
     ranks, experts = layout.dp * layout.cp * layout.tp, layout.ep * layout.etp
     if ranks % experts:
-        of = f"ep x etp = {experts}, dp x cp x tp = {ranks}"
-        yield Violation(("ep", "etp"), f"does not fold into the ranks of a stage ({of})")
+        sizes = f"ep x etp = {experts}, dp x cp x tp = {ranks}"
+        yield Violation(("ep", "etp"), f"does not fold into the ranks of a stage ({sizes})")
 
 
-def ep_inner_divides_expert_ranks(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
+def ep_inner_divides_expert_ranks(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
     ranks, inner, etp = layout.ep * layout.etp, layout.ep_inner, layout.etp
     if inner > 1 and (inner >= ranks or ranks % inner or inner % etp):
-        of = f"ep x etp = {ranks}" + (f", etp {etp}" if etp > 1 else "")
-        yield Violation(("ep_inner",), f"does not cut the ranks of experts into several nodes of whole experts ({of})")
+        sizes = f"ep x etp = {ranks}" + (f", etp {etp}" if etp > 1 else "")
+        yield Violation(("ep_inner",), f"does not divide the expert ranks into several nodes of full experts ({sizes})")
 
 
-def ep_divides_experts(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
-    mixture, model = getattr(facts.model, "moe", None), facts.model
+def ep_divides_experts(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
+    moe, model = getattr(constraints.model, "moe", None), constraints.model
     if model is None or layout.ep * layout.etp == 1 or not hasattr(model, "moe"):
         return
-    if mixture is None:
+    if moe is None:
         yield Violation(("ep", "etp"), f"divides experts, and {model.name} has none")
-    elif mixture.experts % layout.ep:
-        yield Violation(("ep",), f"does not divide the {mixture.experts} experts of a layer ({model.name})")
+    elif moe.experts % layout.ep:
+        yield Violation(("ep",), f"does not divide the {moe.experts} experts of a layer ({model.name})")
 
 
-def moe_requires_sp(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
-    """Every rank sends tokens of its own."""
-    mixed = layout.ep * layout.etp > 1 or getattr(facts.model, "moe", None) is not None
-    if mixed and layout.tp > 1 and layout.tp_kind != "1d":
-        yield Violation(("tp_kind",), "is not for experts, whose tokens are divided over tp by position")
-    elif mixed and layout.tp > 1 and not layout.sp:
-        yield Violation(("sp",), "is not for experts, whose tokens are divided over tp by position (sp 0)")
+def moe_requires_sp(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
+    """Every rank dispatches tokens of its own."""
+    has_moe = layout.ep * layout.etp > 1 or getattr(constraints.model, "moe", None) is not None
+    if has_moe and layout.tp > 1 and layout.tp_kind != "1d":
+        yield Violation(("tp_kind",), "is incompatible with experts, whose tokens are divided over tp by position")
+    elif has_moe and layout.tp > 1 and not layout.sp:
+        yield Violation(("sp",), "is incompatible with experts, whose tokens are divided over tp by position (sp 0)")
 
 
-def recompute_fits_layers(layout: Layout, facts: LayoutConstraints) -> Iterator[Violation]:
-    model, (kind, _, number) = facts.model, layout.recompute.partition(":")
+def recompute_fits_layers(layout: Layout, constraints: LayoutConstraints) -> Iterator[Violation]:
+    model, (kind, _, number) = constraints.model, layout.recompute.partition(":")
     if model is not None and kind == "every" and model.layers and int(number) > model.layers:
         legal = f"every:1 to every:{model.layers}"
-        yield Violation(("recompute",), f"is more than the model's layers ({model.name}: {model.layers})", legal=legal)
+        yield Violation(("recompute",), f"exceeds the model's layers ({model.name}: {model.layers})", legal=legal)
     if kind == "budget" and layout.pp > 1 and layout.schedule == "terapipe":
-        rule = "counts what whole microbatches keep, and schedule=terapipe has slices of them"
+        rule = "counts the saved activations of full microbatches, and schedule=terapipe slices them"
         yield Violation(("recompute",), rule, "or schedule=1f1b", legal="none, full, selective, ops, sqrt, every:N")
 
 
 SIZE_RULES: tuple[LayoutRule, ...] = (layout_fills_world, layout_fills_batch)
-"""Rules that reading a text against a world and a batch must meet."""
+"""Rules about the world and the batch alone."""
 
 RULES: tuple[LayoutRule, ...] = (
     *SIZE_RULES,
@@ -301,11 +306,11 @@ RULES: tuple[LayoutRule, ...] = (
     moe_requires_sp,
     recompute_fits_layers,
 )
-"""Every rule, in the order of the faults."""
+"""Every rule, in the order of the issues."""
 
 
 def head_parallel_size(layout: Layout) -> int | None:
-    """Over how many ranks tp splits heads: all of 1d's, one side of a grid; None where tp has not the grid's shape."""
+    """Return the tp ranks that divide heads: all of 1d's, one side of a grid; None if tp does not match the grid."""
     tp, kind = layout.tp, layout.tp_kind
     if kind == "1d":
         return tp
@@ -314,60 +319,66 @@ def head_parallel_size(layout: Layout) -> int | None:
         return side if side**3 == tp else None
     area, left = divmod(tp, layout.depth if kind == "2.5d" else 1)
     side = math.isqrt(area)
-    fits = not left and side**2 == area and (side > 1 or tp == 1)  # a side of 1 would split nothing
+    fits = not left and side**2 == area and (side > 1 or tp == 1)  # a side of 1 would shard nothing
     return side if fits else None
 
 
 def kv_heads_divide(model: ModelDimensions, ranks: int) -> bool:
-    """Each rank gets some kv heads, or several ranks hold a copy of the same one."""
+    """Return whether each rank gets full kv heads, or several ranks replicate one."""
     return not model.kv_heads or model.kv_heads % ranks == 0 or ranks % model.kv_heads == 0
 
 
 def find_violations(
-    layout: Layout, facts: LayoutConstraints, rules: Sequence[LayoutRule] = RULES
+    layout: Layout, constraints: LayoutConstraints, rules: Sequence[LayoutRule] = RULES
 ) -> dict[str, Violation]:
-    """What does not hold, by the name of the rule. A rule breaks at most once."""
-    return {rule.__name__: found for rule in rules for found in rule(layout, facts)}
+    """Return the violations by the name of the rule; a rule is violated at most once."""
+    return {rule.__name__: found for rule in rules for found in rule(layout, constraints)}
 
 
 def explain_violations(
     given: Mapping[str, Value],
-    facts: LayoutConstraints,
+    constraints: LayoutConstraints,
     rules: Sequence[LayoutRule] = RULES,
     unreadable: Sequence[str] = (),
 ) -> list[ValidationIssue]:
-    """The faults of some given keys, each with the values that would work.
+    """Return the issues of the given keys, each with the legal values.
 
-    A rule that some value of an unreadable key would meet is not reported: that key has a fault of its own already.
+    A rule that some value of an unreadable key would satisfy is not reported: that key has an issue already.
     """
 
     def resolve(keys: Mapping[str, Value]) -> Layout:
-        return Layout.resolve(keys, world=facts.world, batch=facts.batch)
+        return Layout.resolve(keys, world=constraints.world, batch=constraints.batch)
 
-    layout, faults = resolve(given), []
-    found = find_violations(layout, facts, rules)
-    if not found:
+    layout, issues = resolve(given), []
+    violations = find_violations(layout, constraints, rules)
+    if not violations:
         return []
-    model = facts.model
-    sizes = (facts.world, facts.batch, layout.world, model.heads if model else 0, model.layers if model else 0)
-    remedies = RemedySearch(
-        given, lambda keys: find_violations(resolve(keys), facts, rules), [size for size in sizes if size]
+    model = constraints.model
+    sizes = (
+        constraints.world,
+        constraints.batch,
+        layout.world,
+        model.heads if model else 0,
+        model.layers if model else 0,
     )
-    for name, rule in found.items():
+    remedies = RemedySearch(
+        given, lambda keys: find_violations(resolve(keys), constraints, rules), [size for size in sizes if size]
+    )
+    for name, rule in violations.items():
         if any(remedies.repairs(key, name) for key in unreadable):
             continue
-        if rule.keys == ("batch",):  # not a layout key: nothing to try
-            key, legal = "batch", legal_batches(layout, given, facts)
+        if rule.keys == ("batch",):  # not a layout key: no values to try
+            key, legal = "batch", legal_batches(layout, given, constraints)
         else:
             key, legal = remedies.best_key(name, rule)
-        value = getattr(layout, key) if key in KEYS_BY_NAME else getattr(facts, key)
-        faults.append(ValidationIssue(key=key, value=str(value), message=rule.message, legal=legal, hint=rule.hint))
-    return faults
+        value = getattr(layout, key) if key in KEYS_BY_NAME else getattr(constraints, key)
+        issues.append(ValidationIssue(key=key, value=str(value), message=rule.message, legal=legal, hint=rule.hint))
+    return issues
 
 
-def legal_batches(layout: Layout, given: Mapping[str, Value], facts: LayoutConstraints) -> str:
-    """The nearest batches that dp and what is given of microbatch and accumulate can make."""
-    batch, unit = facts.batch or 0, layout.dp
+def legal_batches(layout: Layout, given: Mapping[str, Value], constraints: LayoutConstraints) -> str:
+    """Return the nearest batches that dp and the given microbatch or accumulate can form."""
+    batch, unit = constraints.batch or 0, layout.dp
     for key in ("microbatch", "accumulate"):
         unit *= getattr(layout, key) if key in given else 1
     if "microbatch" in given and "accumulate" in given:
@@ -384,7 +395,7 @@ def find_issues(
     seq_len: int | None = None,
     model: ModelDimensions | None = None,
 ) -> list[ValidationIssue]:
-    """Every rule that a finished layout breaks; an empty list where it can be used."""
+    """Return every issue of a finished layout; an empty list if it is valid."""
     return explain_violations(
         layout.explicit, LayoutConstraints(world=world, batch=batch, seq_len=seq_len, model=model)
     )

@@ -124,7 +124,7 @@ class Scenario(TrainingSetup):
         moe = self.shape.experts and self.shape.name not in SIZES
         known = self.has_counted_layers or self.precision != "fp8"
         trains = self.is_compatible and supports_precision(self.precision, self.layout)
-        return known and not moe and not self.layout.plan_only and trains
+        return known and not moe and trains
 
     @property
     def is_compatible(self) -> bool:
@@ -182,7 +182,7 @@ class PlanRequest(TrainingSetup):
         """Whether the request admits the layout. If no layout runs in a precision, plans show that instead."""
         if self.plan_only:
             return True
-        return not layout.plan_only and (self.precision != "fp8" or supports_precision(self.precision, layout))
+        return self.precision != "fp8" or supports_precision(self.precision, layout)
 
 
 _SETUP_FIELDS = tuple(one.name for one in fields(TrainingSetup))

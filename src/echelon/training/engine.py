@@ -99,8 +99,6 @@ class Engine:
         recorder: FlightRecorder | None = None,
     ):
         layout = check_layout(str(layout), world=world_size(), model=model_config_of(model))
-        if layout.plan_only:
-            raise ValueError("; ".join(layout.plan_only))
         rule: UpdateRule = optimizer or OptimizerConfig()
         self.update_rule, self.clip = rule, clip
         options, loss_scale = options or ParallelOptions(), loss_scale or LossScale()

@@ -275,8 +275,6 @@ def wrap(model: nn.Module, layout: Layout | str = "", **options: Any) -> Wrapped
         layout = check_layout(layout, world=world_size())
     elif faults := rules.find_issues(layout, world=world_size()):
         raise ValidationError(faults)
-    if layout.plan_only:
-        raise ValueError("; ".join(layout.plan_only))
     if layout.pp > 1:
         raise ValueError(
             f"a pipeline owns the loop (pp={layout.pp}); use ec.Engine(model, layout, optimizer).step(batch)"
@@ -301,7 +299,7 @@ def wrap(model: nn.Module, layout: Layout | str = "", **options: Any) -> Wrapped
     if by_load:
         raise ValueError(
             f"a gate that balances by the loads of a step must be told them ({by_load[0]}), which the engine does; "
-            "use ec.Engine(model, layout, optimizer).step(batch), or a gate with a balance loss"
+            "use ec.Engine(model, layout, optimizer).step(batch), or a gate with a load-balance loss"
         )
     if layout.accumulate > 1 or layout.microbatch > 1:
         raise ValueError(

@@ -116,8 +116,7 @@ def _step(plan: Plan, number: int) -> str:
 
 def _run(plan: Plan, command: str) -> str:
     if not plan.runnable:
-        lines = "".join(f"<li>{escape(line)}</li>" for line in plan.layout.plan_only)
-        return f'<h3>It cannot be run yet</h3><ul class="told">{lines}</ul>'
+        return "<h3>It cannot be run yet</h3>"
     if not command:
         return ""
     return (

@@ -219,7 +219,6 @@ class _ConsoleWriter:
         """How to run it, on lines that a shell joins; or why it cannot be."""
         if not plan.runnable:
             yield Text("\nthis plan cannot be run yet", style="bold yellow")
-            yield from (Text(f"  {line}") for line in plan.layout.plan_only)
         elif command:
             yield Text("\nrun it", style="bold cyan")
             yield Text("\n".join(wrap_command(command, self.width)), style="green", overflow="fold")

@@ -28,7 +28,7 @@ def experts_per_moe_layer(model: nn.Module, layout: Layout) -> dict[str, int]:
     if by_load and layout.pp > 1 and layout.schedule in ASYNC_SCHEDULES:
         raise ValueError(
             f"a gate that balances by the loads of a step ({by_load[0]}.gate) has none in schedule={layout.schedule}, "
-            "where stages are at different steps; use schedule=1f1b, or a gate with a balance loss"
+            "where stages are at different steps; use schedule=1f1b, or a gate with a load-balance loss"
         )
     return {name: gate.num_experts for name, gate in found.items()}
 
