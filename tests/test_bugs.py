@@ -97,8 +97,8 @@ def test_a_second_backward_pass_was_not_reduced(pool):
 
 
 def test_ec_train_was_shadowed_by_a_package():
-    """`import echelon.config.run_config` put the room `echelon.training` where the public function was: `ec.train(...)` raised
-    "'module' object is not callable", for instance after `ec.verify`."""
+    """Importing a module of the package `echelon.train` bound that package over the public function: `ec.train(...)` raised
+    "'module' object is not callable". Packages are now called training, planning and verification."""
     code = "from echelon.config.run_config import Config; import echelon as ec; ec.train(Config(), steps=1)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "a Config has all its settings already" in done.stderr

@@ -41,6 +41,12 @@ from echelon.models import model_config
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
+    """The configuration of a run; `echelon train --keys` lists its keys.
+
+    >>> ec.Config(model="gpt-tiny", steps=10).batch
+    24
+    """
+
     model: str = "llama-tiny"
     """A named size, a directory of `echelon import`, or `file.py:factory` of yours with `batch(rows, step)` in it."""
     data: DataConfig = field(default_factory=DataConfig)

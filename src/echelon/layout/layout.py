@@ -24,7 +24,7 @@ ASYNC_SCHEDULES = ("pipedream", "pipedream-vsync", "2bw")
 class Layout:
     """The degrees and policies of a run. Always complete: keys that are not given are derived at once.
 
-    >>> str(Layout.parse("tp=2, zero=1", world=8))
+    >>> str(ec.Layout.parse("tp=2, zero=1", world=8))
     'dp=4,zero=1,tp=2'
     """
 

@@ -58,7 +58,12 @@ def _tp_axes(layout: Layout) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Which ranks share which axis."""
+    """The mesh of a layout: the ranks of every axis.
+
+    >>> mesh = ec.Mesh(ec.Layout.parse("dp=2,tp=2"))
+    >>> mesh.coordinates(3)["tp"]
+    1
+    """
 
     layout: Layout
     order: tuple[str, str] = ("pp", "dp")

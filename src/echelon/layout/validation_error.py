@@ -32,7 +32,14 @@ class ValidationIssue:
 
 
 class ValidationError(ValueError):
-    """Every issue of an input at once, one per line."""
+    """Every issue of an input at once, one per line.
+
+    >>> try:
+    ...     ec.Layout.parse("tpp=2")
+    ... except ec.ValidationError as error:
+    ...     print(error.issues[0].hint)
+    did you mean "tp"?
+    """
 
     issues: tuple[ValidationIssue, ...]
 

@@ -53,7 +53,12 @@ def rope_angles(
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """Positions, attention mask and RoPE angles of a batch, computed once per forward pass."""
+    """Positions, attention mask and RoPE angles of a batch, computed once per forward pass.
+
+    >>> context = ec.AttentionContext(positions=torch.arange(4)[None], documents=torch.tensor([[0, 0, 1, 1]]))
+    >>> context.mask[0, 0, 3].tolist()
+    [False, False, True, True]
+    """
 
     positions: Tensor
     """[1 or B, T]: position of each token"""
@@ -112,7 +117,12 @@ class CoreAttention(nn.Module):
     """softmax(q k) v with q [B, H, T, head_dim], k and v of as many heads or fewer.
 
     The head dim of the output is that of the values. With `prepare`, q, k and v are outputs of the projections, which
-    it turns into heads: recompute=selective then recomputes QK norms and rotations together with the core."""
+    it turns into heads: recompute=selective then recomputes QK norms and rotations together with the core.
+
+    >>> q = torch.ones(1, 2, 4, 8)
+    >>> ec.CoreAttention()(q, q, q, ec.AttentionContext(positions=torch.arange(4)[None])).shape
+    torch.Size([1, 2, 4, 8])
+    """
 
     backend: AttentionBackend | None = None
     """replaces local attention; none: all tokens are local"""

@@ -28,7 +28,12 @@ def _no_shared(**_: Any) -> None:
 
 @dataclass(frozen=True)
 class PipelineLayer:
-    """The smallest part of a model that a pipeline stage can hold."""
+    """The smallest part of a model that a pipeline stage can hold.
+
+    >>> layer = ec.PipelineLayer("embed", ("embed",), lambda carried, shared, tokens: tokens)
+    >>> layer.modules
+    ('embed',)
+    """
 
     name: str
     """unique"""
@@ -44,6 +49,16 @@ class PipelineModel:
 
     >>> PipelineModel(layers=(PipelineLayer("head", ("head",), lambda hidden, shared, **inputs: hidden),)).layers[0].name
     'head'
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    >>> chain = ec.PipelineModel(
+    ...     layers=(
+    ...         ec.PipelineLayer("first", ("0",), lambda carried, shared, x: model[0](x)),
+    ...         ec.PipelineLayer("last", ("1",), lambda carried, shared, x: model[1](carried)),
+    ...     )
+    ... )
+    >>> [layer.name for layer in chain.layers]
+    ['first', 'last']
     """
 
     layers: tuple[PipelineLayer, ...]

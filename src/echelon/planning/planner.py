@@ -46,7 +46,6 @@ def plan(model: str, cluster: str = "here", **options: Any) -> list[Plan]:
 
     Options are those of `find_plans` and of `echelon plan`. No device is needed.
 
-    >>> import echelon as ec
     >>> best = ec.plan("llama-8b", "8xh100", batch=64, seq_len=4096)[0]
     >>> best.fits
     True

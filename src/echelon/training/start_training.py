@@ -30,6 +30,12 @@ def train(
     `model` is a configuration (a `Config` or the path of a TOML file), a named size, or a function that makes your
     own module, with a function `batch(rows, step)` beside it in the same file. Settings are configuration keys, with
     `_` for the dot: `optimizer_lr=1e-3`.
+
+    >>> from pathlib import Path
+    >>> _ = Path("notes.txt").write_text("the quick brown fox " * 200)
+    >>> run = ec.train("gpt-tiny", steps=2, batch=2, seq_len=16, data_path=["notes.txt"], device="cpu", quiet=True)
+    >>> [record["step"] for record in run.records("step")]
+    [1, 2]
     """
     refuse_while_loading("train")
     config = build_config(model, settings, procs)

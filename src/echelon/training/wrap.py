@@ -270,6 +270,11 @@ def wrap(model: nn.Module, layout: Layout | str = "", **options: Any) -> Wrapped
 
     Every rank starts from the first rank's values, as with DDP. Options: `reshard_after_forward`, `prefetch`,
     `units`, `seed`.
+
+    >>> model = ec.wrap(torch.nn.Linear(4, 2), "dp=1")
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> model(torch.ones(1, 4)).sum().backward()
+    >>> optimizer.step()
     """
     if isinstance(layout, str):
         layout = check_layout(layout, world=world_size())

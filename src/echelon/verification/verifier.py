@@ -56,7 +56,11 @@ class LayoutVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """One verdict per layout."""
+    """One verdict per layout.
+
+    >>> ec.verify("gpt-tiny", "dp=2").to_json()["passed"]
+    True
+    """
 
     verdicts: tuple[LayoutVerdict, ...]
 
@@ -83,6 +87,10 @@ def verify(
     `model` is a named size, or a function (or `file.py:function`) that makes the user's own module, with `batch` a
     function of (rows, seed) that makes its batches. `leave_out` drops a collective on purpose, such as
     "tp:all_reduce", to see the failure. Without `layouts`, some that suit the model.
+
+    >>> report = ec.verify("llama-tiny", "dp=2; tp=2")
+    >>> report.passed
+    True
     """
     check_leave_out(leave_out)
     case = make_case(model, batch, **case_options)

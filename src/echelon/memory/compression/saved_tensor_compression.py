@@ -92,6 +92,11 @@ def check_compatible(compress: str, recompute: str, offload: str) -> None:
 def compressed(compress: str = "lossless", *, least: int = MIN_SAMPLE_NUMEL) -> Iterator[SavedTensorCompression]:
     """Around forward: what it leaves for backward is compressed. Tensors with fewer than `least` elements for each
     index of their first dimension are not.
+
+    >>> x = torch.ones(8, 512, requires_grad=True)
+    >>> with ec.compressed("lossless"):
+    ...     loss = torch.relu(x).sum()
+    >>> loss.backward()
     """
     saving = SavedTensorCompression(compression_cost.check_compression(compress), least)
     with saved_tensors_hooks(*saving.hooks), saving:

@@ -33,7 +33,14 @@ class RunError(ValueError):
 
 @dataclass(kw_only=True)
 class Run:
-    """An open run. Only the process that created it (rank 0) writes."""
+    """An open run. Only the process that created it (rank 0) writes.
+
+    >>> run = ec.Run.create(ec.Config(run="runs/example"), plan={})
+    >>> run.log("note", text="hello")
+    >>> [record["text"] for record in run.records("note")]
+    ['hello']
+    >>> run.close()
+    """
 
     path: Path
     """The directory."""
