@@ -97,7 +97,7 @@ def test_a_second_backward_pass_was_not_reduced(pool):
 
 
 def test_ec_train_was_shadowed_by_a_package():
-    """Importing a module of the package `echelon.train` bound that package over the public function: `ec.train(...)` raised
+    """Importing a module of the package `echelon.train` bound the package over the public function: `ec.train()` raised
     "'module' object is not callable". Packages are now called training, planning and verification."""
     code = "from echelon.config.run_config import Config; import echelon as ec; ec.train(Config(), steps=1)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import doctest
+import sys
 from types import FunctionType
 
 import pytest
@@ -14,8 +15,9 @@ from echelon.launch.rank_pool import RankPool
 
 
 def examples(name: str) -> list[doctest.DocTest]:
-    finder = doctest.DocTestFinder(recurse=False)
-    return [test for test in finder.find(getattr(ec, name), name, globs={"ec": ec, "torch": torch}) if test.examples]
+    value = getattr(ec, name)
+    names = {**vars(sys.modules[value.__module__]), "ec": ec, "torch": torch}
+    return [test for test in doctest.DocTestFinder(recurse=False).find(value, name, globs=names) if test.examples]
 
 
 @pytest.mark.parametrize("name", ec.__all__)

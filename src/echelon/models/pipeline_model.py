@@ -47,9 +47,6 @@ class PipelineLayer:
 class PipelineModel:
     """The pipeline layers of a model, in order.
 
-    >>> PipelineModel(layers=(PipelineLayer("head", ("head",), lambda hidden, shared, **inputs: hidden),)).layers[0].name
-    'head'
-
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
     >>> chain = ec.PipelineModel(
     ...     layers=(

@@ -85,7 +85,20 @@ def model_config_of(model: nn.Module) -> ModelConfig | None:
 
 
 class Engine:
-    """A one-device model in a layout, with its optimizer. `step` takes the global batch; each rank takes its rows."""
+    """A one-device model in a layout, with its optimizer. `step` takes the global batch; each rank takes its rows.
+
+    >>> class Regression(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.linear = torch.nn.Linear(3, 1)
+    ...
+    ...     def forward(self, x, y):
+    ...         return (self.linear(x) - y).square().sum(), torch.tensor(len(x))
+    >>> engine = ec.Engine(Regression(), "dp=1")
+    >>> result = engine.step({"x": torch.ones(4, 3), "y": torch.zeros(4, 1)})
+    >>> result.loss > 0
+    True
+    """
 
     def __init__(
         self,
