@@ -1,4 +1,4 @@
-"""Writes outputs of failures into the docs: runs every `sh slow` command of a page and puts what it said below it.
+"""Write the outputs of failing runs into the docs: run every `sh slow` command of a page and insert its output below.
 
 python docs/failures.py failures bad-numbers
 """
@@ -18,11 +18,11 @@ SOURCE = Path(__file__).parents[1]
 FENCE = re.compile(
     r"(?P<head>^```sh slow\n(?P<command>[^\n]+)\n```\n```text\n)(?P<output>.*?)(?P<end>^```$)", re.M | re.S
 )
-TOLD = re.compile(r"^(echelon: |note: |  time: )")
-"""what a page shows of a run: from the diagnosis on, notes, and where the time went"""
+SHOWN_LINE = re.compile(r"^(echelon: |note: |  time: )")
+"""the lines of a run that a page shows: the diagnosis, notes, and the summary of the time"""
 
 
-def said(command: str) -> str:
+def output_of(command: str) -> str:
     words = shlex.split(command)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "numbers.txt").write_text("".join(f"{number}\n" for number in range(1, 30001)))
@@ -33,7 +33,7 @@ def said(command: str) -> str:
             text=True,
             timeout=300,
         )
-    shown = [line for line in done.stdout.splitlines() if TOLD.match(line)]
+    shown = [line for line in done.stdout.splitlines() if SHOWN_LINE.match(line)]
     text = "\n".join([*shown, done.stderr.strip()]).strip()
     print(f"{command}\n{text}\n", file=sys.stderr)
     text = text.replace(f"{SOURCE}/", "").replace(f"{Path(sys.prefix)}/", "")
@@ -43,7 +43,7 @@ def said(command: str) -> str:
 def main() -> None:
     for name in sys.argv[1:] or ("failures", "bad-numbers"):
         page = (DOCS / f"{name}.md").read_text(encoding="utf-8")
-        written = FENCE.sub(lambda m: m["head"] + said(m["command"]) + m["end"], page)
+        written = FENCE.sub(lambda m: m["head"] + output_of(m["command"]) + m["end"], page)
         (DOCS / f"{name}.md").write_text(written, encoding="utf-8")
 
 

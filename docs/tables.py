@@ -15,8 +15,8 @@ from pathlib import Path
 import activations
 import compressed
 import gates
+import goodput_table
 import grids
-import left_of_time
 import saved_memory
 import state_types
 import techniques
@@ -365,7 +365,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fewest bytes": fewest_bytes,
     "bench measured": bench_measured,
     "own steps": own_steps,
-    "goodput": left_of_time.printed,
+    "goodput": goodput_table.printed,
     "memory stack": lambda: markdown(*saved_memory.measured(saved_memory.STACKED)),
     "memory alone": lambda: markdown(*saved_memory.measured(saved_memory.ALONE)),
     "savings": lambda: markdown(*techniques.saved()),

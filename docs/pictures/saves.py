@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 
-from left_of_time import LAYOUT
+from goodput_table import LAYOUT
 from svg import BLUE, FAINT, GREEN, INK, ORANGE, RED, VIOLET, Canvas
 
 from echelon.planning import planner

@@ -1,4 +1,4 @@
-"""Echelon trains a one-device PyTorch model on many devices. This page is the whole public API.
+"""Echelon trains a one-device PyTorch model on many devices. This page is the complete public API.
 
 ec.plan(model, cluster)             rank layouts by predicted step time and memory; needs no device
 ec.verify(model, layouts)           check that layouts compute what one device computes

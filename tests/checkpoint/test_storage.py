@@ -109,7 +109,7 @@ def test_missing_and_unexpected_names_are_reported(saved):
     file.write_text(text := json.dumps(whole))
     (file.parent / "index.sha256").write_text(digest_line(text))
     refused(folder, r"missing: model\.head\.weight \(did you mean model\.head\.wait\?\), unexpected: model\.head\.wait")
-    other = r"different: model\.embed\.weight \(there F64 \[31, 16\], here F64 \[33, 16\]\)"
+    other = r"different: model\.embed\.weight \(checkpoint F64 \[31, 16\], model F64 \[33, 16\]\)"
     with pytest.raises(CheckpointError, match=other):
         EngineCheckpointer(built(tiny(layers=1, vocab=33), "dp=1", RULE), str(folder)).load(1)
     with pytest.raises(CheckpointError, match=r"missing: optimizer\.mean\..*unexpected|missing: average"):

@@ -142,4 +142,4 @@ def test_a_profile_needs_a_gpu(tmp_path, monkeypatch):
     )
     done = invoke("--profile", tmp_path / "step.svg")
     assert done.exit_code == 2
-    assert "needs a GPU" in done.stderr
+    assert "requires a GPU" in done.stderr

@@ -63,5 +63,5 @@ def test_an_invalid_weight(weight: float) -> None:
 
 
 def test_a_source_that_would_never_be_served_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"weight 1e-09 is too small .*the least is 1/65536"):
+    with pytest.raises(ValueError, match=r"weight 1e-09 is too small .*at least 1/65536"):
         SourceBlend.from_weights([1.0, 1e-9])

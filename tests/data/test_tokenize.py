@@ -90,7 +90,7 @@ def test_a_broken_link_is_no_file(folder: Path) -> None:
 
 def test_a_binary_file_is_not_text(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_bytes(b"text\0text")
-    with pytest.raises(TextError, match=r"not a text \(.*x.txt: it has NUL bytes\)"):
+    with pytest.raises(TextError, match=r"not a text file \(.*x.txt: it has NUL bytes\)"):
         tokenize([tmp_path / "x.txt"], tmp_path / "x.tokens")
     assert not (tmp_path / "x.tokens").exists()
 

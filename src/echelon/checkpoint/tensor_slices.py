@@ -57,7 +57,7 @@ class LocalSlice:
     def boxes(self) -> list[PlacedBox]:
         """The boxes of the run, in memory order."""
         strides = row_major_strides(self.local_shape)
-        found = []
+        placed = []
         for low, sizes in _cover_with_boxes(self.local_shape, self.start, self.stop):
             ranges = []
             for first, size, (begin, end) in zip(low, sizes, self.box, strict=True):
@@ -65,8 +65,8 @@ class LocalSlice:
             box = tuple(ranges)
             if numel(box):
                 offset = sum(first * stride for first, stride in zip(low, strides, strict=True)) - self.start
-                found.append(PlacedBox(box, offset, strides))
-        return found
+                placed.append(PlacedBox(box, offset, strides))
+        return placed
 
 
 @dataclass(frozen=True)

@@ -154,23 +154,27 @@ def _parameter_item(unit: ParamGroup, piece: Piece) -> StateItem:
     )
 
 
-def _optimizer_item(prefix: str, kept: OptimizerState) -> StateItem:
-    piece, name = kept.piece, f"{prefix}.{kept.piece.param.name}"
-    mine = piece.is_owner and piece.is_first_replica
+def _optimizer_item(prefix: str, state: OptimizerState) -> StateItem:
+    piece, name = state.piece, f"{prefix}.{state.piece.param.name}"
+    is_writer = piece.is_owner and piece.is_first_replica
     shape, entry = piece.param.shape, piece.param
-    if kept.form == "elements":
-        lasts = getattr(kept.param_group, "store", None) is None
-        return StateItem(name, kept.dtype, shape, LocalSlice.from_piece(piece), mine, kept.read, kept.write, lasts)
-    # Of the ranks that hold parts of a matrix, the one with its first element writes what is of all of it.
-    inside = piece.box if kept.form == "number" or entry.is_conv else piece.box[-2:]
-    mine = mine and piece.start == 0 < piece.stop and all(low == 0 for low, _ in inside)
-    if kept.form == "number":
-        return StateItem(name, kept.dtype, (), LocalSlice.full(()), mine, _flattened(kept.read), kept.write)
+    if state.form == "elements":
+        is_stable = getattr(state.param_group, "store", None) is None
+        return StateItem(
+            name, state.dtype, shape, LocalSlice.from_piece(piece), is_writer, state.read, state.write, is_stable
+        )
+    # Of the ranks that hold parts of a matrix, the one with its first element writes the states of the full matrix.
+    inside = piece.box if state.form == "number" or entry.is_conv else piece.box[-2:]
+    is_writer = is_writer and piece.start == 0 < piece.stop and all(low == 0 for low, _ in inside)
+    if state.form == "number":
+        return StateItem(name, state.dtype, (), LocalSlice.full(()), is_writer, _flattened(state.read), state.write)
     stack = matrix_stack(shape, filters=entry.is_conv)
-    side = stack.rows if kept.form == "rows" else stack.columns
+    side = stack.rows if state.form == "rows" else stack.columns
     matrices = (0, 1) if entry.is_conv or len(shape) < 3 else _matrix_range(piece)
     part = LocalSlice.from_box((matrices, (0, side)))
-    return StateItem(name, kept.dtype, (stack.num_matrices, side), part, mine, _flattened(kept.read), kept.write)
+    return StateItem(
+        name, state.dtype, (stack.num_matrices, side), part, is_writer, _flattened(state.read), state.write
+    )
 
 
 def _matrix_range(piece: Piece) -> tuple[int, int]:

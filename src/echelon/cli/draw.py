@@ -187,14 +187,14 @@ def _write(kind: str, path: Path, picture: RunPicture) -> None:
 
 def _picture_json(picture: RunPicture) -> dict[str, Any]:
     """The object of `--json`: the measured timeline, if there is one, with the planned one."""
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     if picture.planned is not None:
-        found = _timeline_json(picture.measured or picture.planned, picture.planned.note)
+        report = _timeline_json(picture.measured or picture.planned, picture.planned.note)
         if picture.measured is not None:
-            found["planned"] = _timeline_json(picture.planned, picture.planned.note)
+            report["planned"] = _timeline_json(picture.planned, picture.planned.note)
     if picture.expert_load is not None:
-        found["experts"] = picture.expert_load.to_json()
-    return found
+        report["experts"] = picture.expert_load.to_json()
+    return report
 
 
 def _timeline_json(shown: Timeline, note: str) -> dict[str, Any]:

@@ -95,8 +95,7 @@ class TokenFile:
                 if size != header.file_bytes:
                     what = "is truncated" if size < header.file_bytes else "has bytes after its end"
                     raise TokenFileError(
-                        f"token file {what} ({self.path}: {size} bytes, its header says {header.file_bytes}); "
-                        "write it again"
+                        f"token file {what} ({self.path}: {size} bytes, expected {header.file_bytes}); write it again"
                     )
                 # A plain array, not a memmap: creating the subclass costs more than the small slices of it.
                 self._bytes = np.asarray(np.memmap(file, np.uint8, "r"))
@@ -112,7 +111,7 @@ class TokenFile:
         if sha256 != self.header.sha256:
             raise TokenFileError(
                 f"token file is corrupt ({self.path}: sha256 {sha256[:12]}…, "
-                f"its header says {self.header.sha256[:12]}…); write it again"
+                f"expected {self.header.sha256[:12]}…); write it again"
             )
 
 

@@ -97,7 +97,7 @@ class JsonTokenizer:
         self._engine.no_truncation()
         self._engine.no_padding()
         self._engine.encode_special_tokens = True
-        # The name alone would not tell two vocabularies apart.
+        # The file name alone does not distinguish two vocabularies.
         self.name = f"{path.name}@{hashlib.sha256(raw).hexdigest()[:12]}"
         vocabulary: dict[str, int] = self._engine.get_vocab(with_added_tokens=True)
         # Not their number: ids may have holes.
@@ -107,7 +107,7 @@ class JsonTokenizer:
         if not known:
             raise TokenizerError(
                 f"no token ends a document ({path}: none of {', '.join(candidates)} is in the vocabulary); "
-                "name one as eos_token in a tokenizer_config.json beside it, or pass eos="
+                "name one as eos_token in a tokenizer_config.json in the same directory, or pass eos="
             )
         self.eos = vocabulary[known[0]]
 
@@ -156,7 +156,7 @@ def load_tokenizer(spec: str | os.PathLike[str], *, eos: str | None = None) -> T
 
 
 def _configured_eos(path: Path) -> list[str]:
-    """What Hugging Face writes beside a tokenizer: eos_token is a string, or an object with a `content`."""
+    """The eos_token of Hugging Face's tokenizer_config.json: a string, or an object with a `content`."""
     try:
         config: Any = json.loads(path.with_name("tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -81,12 +81,12 @@ def launch_ranks(
         folder = Path(scratch)
         what = f"{function.__module__}.{function.__qualname__}"
 
-        def error_of(seen: Mapping[int, Any], attempt: int) -> RankError:
+        def make_error(seen: Mapping[int, Any], attempt: int) -> RankError:
             return _make_error(
                 seen, scratch_dir.attempt_dir(folder, attempt), log_dir, num_ranks, what, explain, attempt
             )
 
-        told = elastic_agent.AgentObserver(folder, error_of, on_restart, is_stoppable=is_stoppable)
+        observer = elastic_agent.AgentObserver(folder, make_error, on_restart, is_stoppable=is_stoppable)
         call = serialize((function, tuple(args)))
         try:
             with _quiet_elastic_logs(), _restored_signal_handlers():
@@ -94,18 +94,18 @@ def launch_ranks(
                     _run_rank,
                     (call, str(folder), str(log_dir or ""), _visible_devices(devices)),
                     num_ranks,
-                    observer=told,
+                    observer=observer,
                     log_dir=folder / "elastic",
                     max_restarts=max_restarts,
                     run_id=run_id or uuid.uuid4().hex,
                 )
         except ChildFailedError as error:
-            raise error_of(error.failures, told.attempt) from None
+            raise make_error(error.failures, observer.attempt) from None
         except SignalException as error:
             # The agent raises this on a signal, after it has ended the ranks.
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
-            raise SystemExit(128 + (signal.SIGTERM if told.stopping else error.sigval)) from None
+            raise SystemExit(128 + (signal.SIGTERM if observer.stopping else error.sigval)) from None
         value: T = deserialize(values[0])
         return value
 
@@ -159,11 +159,12 @@ def _make_error(
     attempt: int,
 ) -> RankError:
     failures = _collect_failures(seen, folder, logs or folder)
-    again = f"This was after {attempt} restart{'s' if attempt > 1 else ''}." if attempt else ""
-    found = explain(folder, failures, procs) if explain is not None else None
-    if found is not None:
-        return RankError.from_explanation(replace(found, text=" ".join(filter(None, [found.text, again]))), failures)
-    return RankError.from_failure(first_failure(failures), world_size=procs, function=what, remark=again)
+    remark = f"This was after {attempt} restart{'s' if attempt > 1 else ''}." if attempt else ""
+    explanation = explain(folder, failures, procs) if explain is not None else None
+    if explanation is not None:
+        text = " ".join(filter(None, [explanation.text, remark]))
+        return RankError.from_explanation(replace(explanation, text=text), failures)
+    return RankError.from_failure(first_failure(failures), world_size=procs, function=what, remark=remark)
 
 
 def _redirect_output(path: Path) -> None:
@@ -176,12 +177,12 @@ def _redirect_output(path: Path) -> None:
 
 
 def _collect_failures(seen: Mapping[int, Any], folder: Path, logs: Path) -> list[RankFailure]:
-    found = [RankFailure(**json.loads(path.read_text())) for path in folder.glob("failure*.json")]
-    recorded = {failure.rank for failure in found}
+    collected = [RankFailure(**json.loads(path.read_text())) for path in folder.glob("failure*.json")]
+    recorded = {failure.rank for failure in collected}
     for rank, ended in seen.items():
         if rank not in recorded:
-            found.append(RankFailure.from_exit_code(ended.exitcode, rank, _last_lines(logs / f"rank{rank}.log")))
-    return found
+            collected.append(RankFailure.from_exit_code(ended.exitcode, rank, _last_lines(logs / f"rank{rank}.log")))
+    return collected
 
 
 def _last_lines(log: Path) -> str:

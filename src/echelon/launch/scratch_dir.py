@@ -18,7 +18,7 @@ def scratch_dir() -> Path | None:
 
 
 def set_scratch_dir(path: Path) -> None:
-    global _folder
+    global _scratch_dir
     _scratch_dir = path
 
 

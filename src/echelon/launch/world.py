@@ -88,7 +88,7 @@ def join_process_group(
 
 @contextmanager
 def _new_process_group(
-    device: str, timeout: float, meeting: Rendezvous[Any] | None, ranks: int | None
+    device: str, timeout: float, rendezvous: Rendezvous[Any] | None, ranks: int | None
 ) -> Iterator[World]:
     import torch
     import torch.distributed as dist
@@ -106,7 +106,7 @@ def _new_process_group(
         torch.set_num_threads(max(1, available_cores() // local_world_size))
     dist.init_process_group(
         backend=backend,
-        store=meeting.store if meeting is not None else None,
+        store=rendezvous.store if rendezvous is not None else None,
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout),

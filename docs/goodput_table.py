@@ -1,4 +1,4 @@
-"""What failures leave of a long run's time, as `echelon plan --goodput` prints it."""
+"""The cost of failures in a long run, as `echelon plan --goodput` prints it."""
 
 from __future__ import annotations
 
