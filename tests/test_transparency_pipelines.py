@@ -8,14 +8,16 @@ from itertools import combinations, product
 
 import pytest
 import torch
-from tiny_engines import batch_of, engine_of, error, one_device, tiny
+from tiny_engines import SGD, batch_of, engine_of, error, float64, largest_error, one_device, tiny, whole
 from torch import Tensor
 
+from echelon import models
 from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.models import model_config
 from echelon.models.model_config import ModelConfig
+from echelon.training.engine import Engine
 from echelon.verification.verifier import TOLERANCE, Verifier
 from echelon.verification.verify_case import VerifyCase
 
@@ -145,3 +147,24 @@ def test_evaluation_and_logits_equal_one_device(pool: RankPool) -> None:
     ):
         assert loss == pytest.approx((total / count).item(), abs=TOLERANCE), schedule
         assert error(found, logits) <= TOLERANCE, schedule
+
+
+# -- rank order -------------------------------------------------------------------------------------------------------
+
+
+def trained_in_order(order: tuple[str, str]) -> tuple[list[float], dict[str, Tensor], int]:
+    """Losses and weights after two steps of dp=2,pp=2, and the pp coordinate of rank 1."""
+    shape = tiny(layers=4)
+    model, options = models.build(shape, "meta", dtype=torch.float64), float64(rank_order=order)
+    engine = Engine(model, "dp=2,pp=2,accumulate=2", SGD, options=options)
+    engine.model.train()
+    losses = [engine.step(batch_of(shape, 8, seed=step)).loss for step in range(2)]
+    return losses, whole(engine.parallel, "master"), engine.parallel.axes.mesh.coordinates(1)["pp"]
+
+
+def test_both_rank_orders_train_alike(pool: RankPool) -> None:
+    losses, weights, pp_rank = pool.run(trained_in_order, 4, ("pp", "dp"))[0]
+    swapped_losses, swapped_weights, swapped_pp_rank = pool.run(trained_in_order, 4, ("dp", "pp"))[0]
+    assert (pp_rank, swapped_pp_rank) == (0, 1)
+    assert swapped_losses == pytest.approx(losses, abs=TOLERANCE)
+    assert largest_error(swapped_weights, weights) <= TOLERANCE

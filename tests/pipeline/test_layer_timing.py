@@ -13,7 +13,7 @@ from echelon import models
 from echelon.config.run_config import Config
 from echelon.launch.rank_failure import RankError
 from echelon.launch.rank_pool import RankPool
-from echelon.layout import Layout
+from echelon.layout import Layout, Mesh
 from echelon.pipeline.execution.layer_timing import (
     broadcast_profile,
     measure_bandwidths,
@@ -78,7 +78,7 @@ def test_a_model_on_the_meta_device_is_tried_with_only_one_link_in_memory(name):
 
 def split_of_uneven():
     found = broadcast_profile(profile)
-    split = measure_split(found, Layout.parse("pp=2"), CPU)
+    split = measure_split(found, Mesh(Layout.parse("pp=2")), CPU)
     return split.blocks_per_stage, found.to_json()
 
 

@@ -30,7 +30,7 @@ def prepare(measurement: Measurement) -> StepFunction:
         device=torch.device(measurement.device),
         compute_dtype=COMPUTE_DTYPES[measurement.precision],
         master_dtype=torch.float32,
-        products=measurement.precision if is_fp8 else "same",
+        matmul_precision=measurement.precision if is_fp8 else "same",
     )
     rule = OptimizerConfig(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, **states)
     layout = f"dp=1,microbatch={measurement.batch},recompute={measurement.recompute}"

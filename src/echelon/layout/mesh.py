@@ -33,7 +33,8 @@ from echelon.layout.validation_error import did_you_mean
 
 RankGroup = tuple[int, ...]
 
-_ORDERS = (("pp", "dp"), ("dp", "pp"))
+DEFAULT_ORDER = ("pp", "dp")
+_ORDERS = (DEFAULT_ORDER, ("dp", "pp"))
 
 COMPOSITE_AXES = {"dp": ("replica", "shard"), "cp": ("ring", "ulysses"), "tp": ("z", "y", "x")}
 """axes that may be products of others"""
@@ -66,7 +67,7 @@ class Mesh:
     """
 
     layout: Layout
-    order: tuple[str, str] = ("pp", "dp")
+    order: tuple[str, str] = DEFAULT_ORDER
     """pp and dp, the outer one first"""
     axes: dict[str, int] = field(init=False, compare=False, repr=False)
     """the size of every axis, outermost first"""

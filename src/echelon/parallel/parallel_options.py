@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from echelon.layout.mesh import DEFAULT_ORDER
 from echelon.memory.compression import cost as compression_cost
 from echelon.precision import fp8_linear
 
@@ -38,7 +39,7 @@ class ParallelOptions:
     compress: str = compression_cost.NONE
     """compression of saved tensors (`lossless`, `lossless+fp8`): memory/compression/cost.py"""
     seed: int = 0
-    rank_order: tuple[str, str] = ("pp", "dp")
+    rank_order: tuple[str, str] = DEFAULT_ORDER
     """which of pp and dp is the outer mesh axis, outer one first (layout/rank_order.py)"""
     reshard_after_forward: bool = True
     prefetch: int = 1

@@ -10,6 +10,7 @@ from functools import cached_property
 
 from echelon.layout import Layout
 from echelon.layout.layout import ASYNC_SCHEDULES, SPLIT_BACKWARD_SCHEDULES
+from echelon.layout.mesh import DEFAULT_ORDER
 from echelon.memory.compression import cost as compression_cost
 from echelon.models.model_config import SIZES
 from echelon.optim import offload_support
@@ -105,6 +106,8 @@ class Scenario(TrainingSetup):
     """A training setup in one layout: what is priced."""
 
     layout: Layout
+    rank_order: tuple[str, str] = DEFAULT_ORDER
+    """pp and dp, the outer mesh axis first (cost/rank_placement.py)"""
 
     @cached_property
     def materializes_scores(self) -> bool:

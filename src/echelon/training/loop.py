@@ -41,7 +41,7 @@ from echelon.training.logging.rank_stats import COLLECT_EVERY, RankStatsCollecto
 from echelon.training.logging.resolved_settings import resolved_settings
 from echelon.training.logging.step_logger import PendingStep, RunSummary, StepLogger
 from echelon.training.run.batch_index import BatchIndex
-from echelon.training.run.prediction import predict_run, transient_bytes
+from echelon.training.run.prediction import choose_rank_order, predict_run, transient_bytes
 from echelon.training.run.resume import parse_resume_path, refuse_if_checkpoints_missing, refuse_if_running
 from echelon.training.run.run_checkpoints import RunCheckpoints
 from echelon.training.run.run_dir import Run
@@ -108,12 +108,17 @@ class TrainingLoop:
             seq_len=config.seq_len,
             model=self.task.model_config,
         )
-        watchdog.set_mesh_position(mesh_position(Mesh(self.layout), world.rank))
-        options = parallel_options(config, world.device)
-        options = replace(options, working_bytes=transient_bytes(config, self.layout, self.task.model_config, world))
+        shape = self.task.model_config
+        options = replace(
+            parallel_options(config, world.device),
+            rank_order=choose_rank_order(config, self.layout, shape, world),
+            working_bytes=transient_bytes(config, self.layout, shape, world),
+        )
+        mesh = Mesh(self.layout, options.rank_order)
+        watchdog.set_mesh_position(mesh_position(mesh, world.rank))
         self.profile = self._profile(options) if config.pipeline.profile else None
         if self.profile is not None:
-            split = measure_split(self.profile, self.layout, world.device)
+            split = measure_split(self.profile, mesh, world.device)
             options = replace(options, stage_layers=split.blocks_per_stage, layer_costs=self.profile.seconds_by_name)
         self.engine = Engine(
             self.task.build(),

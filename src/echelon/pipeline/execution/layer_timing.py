@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from echelon.layout import Layout, Mesh
+from echelon.layout import Mesh
 from echelon.models.lm_head import check_loss_output
 from echelon.models.pipeline_model import PipelineLayer, get_pipeline_model, is_within
 from echelon.parallel.init_weights import move_buffers
@@ -106,11 +106,11 @@ def broadcast_profile(measure: Callable[[], PipelineProfile]) -> PipelineProfile
     return PipelineProfile.from_json(told[0])
 
 
-def measure_split(profile: PipelineProfile, layout: Layout, device: torch.device) -> StageSplit:
+def measure_split(profile: PipelineProfile, mesh: Mesh, device: torch.device) -> StageSplit:
     """The stages of a layout by a profile of its layers and the speed of the wires, which is tried; on every rank."""
-    homes = schedule_for_layout(layout).rank_of_stage
+    homes = schedule_for_layout(mesh.layout).rank_of_stage
     size = max(link.activation_bytes for link in profile.links)
-    wires = measure_bandwidths(homes, Mesh(layout).groups("pp")[0], size, device)
+    wires = measure_bandwidths(homes, mesh.groups("pp")[0], size, device)
     return split_by_profile(profile, len(homes), wires, rank_of_stage=homes)
 
 

@@ -220,6 +220,7 @@ def _step_work(scenario: Scenario, microbatch: MicrobatchWork, include_per_step:
 
 def _pipeline_work(scenario: Scenario) -> PipelineWork:
     layout, shape = scenario.layout, scenario.shape
+    pp_span = layout.world if scenario.rank_order[0] == "pp" else layout.tp * layout.cp * layout.pp
     hidden_bytes = scenario.tokens * shape.width * scenario.element_bytes / scenario.sp_degree
     return PipelineWork(
         pp=layout.pp,
@@ -229,18 +230,18 @@ def _pipeline_work(scenario: Scenario) -> PipelineWork:
         max_layer_share=max_layer_share(scenario),
         is_even=shape.num_layers % (layout.pp * layout.vpp) == 0,
         p2p_bytes=hidden_bytes if layout.pp > 1 else 0.0,
-        in_node=layout.world <= scenario.cluster.per_node,  # pp is the outermost axis of the mesh
+        in_node=pp_span <= scenario.cluster.per_node,
     )
 
 
 def _dp_traffic(scenario: Scenario, wire_bytes: float) -> DpTraffic:
     layout, per_node = scenario.layout, scenario.cluster.per_node
-    ranks = layout.dp * layout.cp
+    ranks, inner = layout.dp * layout.cp, layout.tp if scenario.rank_order[0] == "pp" else layout.tp * layout.pp
     return DpTraffic(
         ranks=ranks,
         wire_bytes=wire_bytes,
-        in_node=layout.tp * ranks <= per_node,
-        ranks_per_node=max(1.0, min(per_node / layout.tp, ranks)),
+        in_node=inner * ranks <= per_node,
+        ranks_per_node=max(1.0, min(per_node / inner, ranks)),
         every_microbatch=sharding_policy(scenario).reduce_scatter_every_microbatch,
     )
 

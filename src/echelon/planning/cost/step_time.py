@@ -252,7 +252,7 @@ def step_times(work: StepWork, c: Constants = FITTED_CONSTANTS) -> StepTimes:
         pp=p2p,
         imbalance=num_microbatches * slowest - sum(causes.values()),
         bubble=bubble,
-        dp=_exposed_dp_time(work, c, busy, m.backward / pp),
+        dp=_exposed_dp_time(work, c, busy),
         update=_update_time(work, c),
         offload=_offload_time(work, busy),
         rest=c.step * np.where(work.dp.ranks * work.microbatch.tp.ranks * pp > 1, 1.0, c.alone),
@@ -303,14 +303,19 @@ def bubble_times(
     ]
 
 
-def _exposed_dp_time(work: StepWork, c: Constants, busy: Number, backward: Number) -> Number:
+def dp_overlap_time(work: StepWork, c: Constants, busy: Number) -> Number:
+    """Time of compute that overlaps gathers of parameters and reductions of gradients."""
+    backward = microbatch_time(work, c).backward / work.pipeline.pp
+    once_a_step = np.where(work.microbatch.device.generation < HOPPER, 0.0, c.dp_hidden * backward)
+    return np.where(work.dp.every_microbatch > 0, c.stream_hidden * busy, once_a_step)
+
+
+def _exposed_dp_time(work: StepWork, c: Constants, busy: Number) -> Number:
     """Time gathers of parameters and reductions of gradients that compute does not hide."""
     dp, device = work.dp, work.microbatch.device
     bandwidth = reached_rates(device, c).group_bandwidth(dp.in_node, dp.ranks_per_node)
     seconds = dp.wire_bytes / bandwidth
-    once_a_step = np.where(device.generation < HOPPER, 0.0, c.dp_hidden * backward)
-    overlap = np.where(dp.every_microbatch > 0, c.stream_hidden * busy, once_a_step)
-    exposed: Number = exposed_time(seconds, overlap)
+    exposed: Number = exposed_time(seconds, dp_overlap_time(work, c, busy))
     return exposed + np.where(dp.every_microbatch > 0, c.stream_shown * seconds, 0.0)
 
 

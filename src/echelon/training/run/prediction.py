@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
+
+import torch.distributed as dist
 
 from echelon.config.run_config import Config
 from echelon.launch.world import World
 from echelon.layout import Layout
+from echelon.layout.mesh import DEFAULT_ORDER
 from echelon.models.model_config import ModelConfig
 from echelon.optim import cost
 from echelon.planning.cluster.cluster import Cluster, NodeGroup, local_cluster
 from echelon.planning.cost.memory_model import stage_memory
 from echelon.planning.cost.param_group_traffic import NUM_MOMENTS
+from echelon.planning.cost.rank_placement import place_ranks
 from echelon.planning.model.model_sources import config_shape
 from echelon.planning.priced_plan import price
 from echelon.planning.scenario import Scenario
@@ -39,7 +44,7 @@ def predict_run(
     if config.dtype not in PRECISION_NAMES or config.dtype == "float64":
         return {"reason": f"products in {config.dtype} are not priced"}
     try:
-        plan = price(scenario_of(config, layout, shape, _this_machine(world, threads)))
+        plan = price(place_ranks(scenario_of(config, layout, shape, _this_machine(world, threads))))
     except Exception as error:  # whatever the planner does not know, the run goes on
         return {"reason": f"the planner gave up ({error})"}
     # What a GPU's allocator counts has no context in it; what a process holds has.
@@ -56,6 +61,21 @@ def transient_bytes(config: Config, layout: Layout, shape: ModelConfig | None, w
         return scenario_transient_bytes(scenario_of(config, layout, shape, _this_machine(world, 1)))
     except Exception:  # whatever the planner does not know
         return 0
+
+
+def choose_rank_order(config: Config, layout: Layout, shape: ModelConfig | None, world: World) -> tuple[str, str]:
+    """Return the order of pp and dp with the smaller predicted exposed time; on one node, the default.
+
+    Rank 0 decides for all ranks, since their machines may differ.
+    """
+    if shape is None or config.dtype not in PRECISION_NAMES or world.world_size <= _local_world_size(world):
+        return DEFAULT_ORDER
+    order = [DEFAULT_ORDER]
+    if world.rank == 0:
+        with suppress(Exception):  # the planner does not know every model and device
+            order = [place_ranks(scenario_of(config, layout, shape, _this_machine(world, 1))).rank_order]
+    dist.broadcast_object_list(order)
+    return order[0]
 
 
 def scenario_transient_bytes(case: Scenario) -> int:
@@ -87,6 +107,10 @@ def _this_machine(world: World, threads: int) -> Cluster:
     if world.device.type == "cpu":
         flops = {name: threads * peak for name, peak in device.flops.items()}
         device = replace(device, flops=flops, bandwidth=threads * device.bandwidth)
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world.world_size))
+    local = _local_world_size(world)
     part = NodeGroup(device=device, nodes=max(1, world.world_size // local), per_node=local)
     return replace(cluster, node_groups=(part,))
+
+
+def _local_world_size(world: World) -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world.world_size))
