@@ -1,4 +1,4 @@
-"""What ranks really issue in a step, beside what the strategies' own cost functions claim."""
+"""The collectives that ranks issue in a step, compared with the strategies' cost functions."""
 
 from __future__ import annotations
 

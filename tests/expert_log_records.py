@@ -1,4 +1,4 @@
-"""Lines of a log as runs with experts write them."""
+"""Log records of runs with experts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from echelon.training.logging.expert_load import ExpertLoad
 
 
 def record(step: int, counts: list[list[int]], dropped: list[int]) -> dict[str, Any]:
-    """One line; a layer for each list of counts."""
+    """One record, with a layer for each list of counts."""
     loads = [
         ExpertLoad.from_counts(f"blocks.{at}.mlp", one, lost)
         for at, (one, lost) in enumerate(zip(counts, dropped, strict=True))
@@ -18,7 +18,7 @@ def record(step: int, counts: list[list[int]], dropped: list[int]) -> dict[str, 
 
 
 def records(*, steps: int, layers: int, experts: int = 4, seed: int = 0) -> list[dict[str, Any]]:
-    """Of chance; the middle layer is the least even, and its second expert gets nothing."""
+    """Random loads; the middle layer is the least balanced, and its second expert gets no tokens."""
     chance = random.Random(seed)
     found = []
     for step in range(1, steps + 1):

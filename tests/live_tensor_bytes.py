@@ -1,4 +1,4 @@
-"""Bytes of all tensors that are alive at a time, on a CPU too: a dispatch mode that sees every storage come and go."""
+"""Bytes of all live tensors, on a CPU too: a dispatch mode that tracks every storage."""
 
 from __future__ import annotations
 

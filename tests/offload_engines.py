@@ -1,4 +1,4 @@
-"""Small models whose states or activations live off the device."""
+"""Small engines with offloaded states or activations."""
 
 from __future__ import annotations
 

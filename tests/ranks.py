@@ -28,7 +28,7 @@ def total(value: float) -> float:
 
 
 def sharded_product(size: int) -> torch.Tensor:
-    """A product of two DTensors on a mesh of all ranks: what goes wrong when a mesh outlives its group."""
+    """A matmul of two DTensors on a mesh of all ranks, which fails when a mesh outlives its group."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     left = torch.arange(size * size, dtype=torch.float64).reshape(size, size)
     product = distribute_tensor(left, mesh, [Shard(0)]) @ distribute_tensor(left, mesh, [Shard(1)])
@@ -36,12 +36,12 @@ def sharded_product(size: int) -> torch.Tensor:
 
 
 def holdings() -> tuple[int, int, int]:
-    """What a leak would let grow: this rank's process, its open files, its threads."""
+    """This rank's pid, open files and threads, which a leak would increase."""
     return os.getpid(), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
 def settings() -> tuple[int, torch.dtype, float]:
-    """Threads, default dtype and the first random number, after which the last two are spoilt."""
+    """Threads, default dtype and the first random number; changes the last two afterwards."""
     seen = torch.get_num_threads(), torch.get_default_dtype(), torch.rand(1).item()
     torch.set_default_dtype(torch.float64)
     return seen

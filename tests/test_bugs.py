@@ -1,4 +1,4 @@
-"""Bugs that were found, each told as it was met."""
+"""Regression tests, each with the story of its bug."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.pipeline import odd_pipeline_models
 
 
 class Two(nn.Module):
-    """A small root beside a large layer: under ZeRO the root's unit and the layer's are gathered by different hooks."""
+    """A small root and a large layer: under ZeRO different hooks gather their parameter groups."""
 
     def __init__(self, dropout=0.0):
         super().__init__()
@@ -79,7 +79,7 @@ def with_dropout():
 
 
 def test_wrap_refused_every_model_with_dropout(pool):
-    """Counter-based dropout asks for the number of each sample. The engine knows it; a loop of one's own does not."""
+    """Counter-based dropout asks for the number of each sample. The engine knows it; a custom loop does not."""
     assert pool.run(with_dropout, 2) == [True, True]
 
 
@@ -105,7 +105,7 @@ def test_ec_train_was_shadowed_by_a_package():
 
 
 def test_a_gloo_group_was_mistaken_for_cuda(pool, tmp_path):
-    """gloo calls itself "cpu:gloo,cuda:gloo" on every machine; training in a group that was there looked for CUDA."""
+    """gloo calls itself "cpu:gloo,cuda:gloo" on every machine; training in an existing group required CUDA."""
     (tmp_path / "own.py").write_text(
         "import torch\nfrom torch import nn\n"
         "class Model(nn.Linear):\n    def forward(self, x):\n        return super().forward(x).sum(), torch.tensor(2)\n"
@@ -134,8 +134,8 @@ def region(layout):
 
 
 def test_sequence_parallelism_without_an_embedding_lost_the_sequence(pool):
-    """tp=2 means sp=1. A user's table without an embedding never cut the sequence, and regions gathered 0 positions of
-    it: a sum over nothing, or an error about sizes from deep inside. It says now what to do."""
+    """tp=2 means sp=1. A user's table without an embedding never sharded the sequence, and collectives gathered 0
+    positions of it: a sum over nothing, or an error about sizes from deep inside. The error now gives the remedy."""
     with pytest.raises(RankError, match="use sp=0"):
         pool.run(region, 2, "tp=2")
     assert pool.run(region, 2, "tp=2,sp=0") == [2, 2]
@@ -164,7 +164,7 @@ def test_loading_into_unsharded_parameters_works():
 
 
 def test_a_state_dict_was_one_step_old():
-    """In bfloat16 the optimizer has a copy of its own, and the module's parameters follow at the next forward pass."""
+    """In bfloat16 the optimizer has master weights, and the module's parameters follow at the next forward pass."""
     model = ec.wrap(Two().bfloat16())
     model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
     torch.optim.SGD(model.parameters(), lr=1.0).step()
@@ -264,7 +264,7 @@ def engines_in_turn():
 
 
 def test_p2p_transfers_of_two_engines_mixed(pool):
-    """On gloo all engines had the same tags. One with microbatches under way took what another was sent; one that was
+    """On gloo all engines used the same tags. One with microbatches in flight received another's tensors; one that was
     dropped in the middle of its stream left the next waiting for ever."""
     for alone, together, before, after in pool.run(engines_in_turn, 2, timeout=60.0):
         assert together == alone
@@ -312,16 +312,16 @@ def routers_when_they_are_read(layout):
 
 @pytest.mark.parametrize("layout", ["dp=2,ep=2,zero=3", "dp=2,ep=2,zero=1", "dp=2,cp=2,ep=2,zero=3"])
 def test_routers_were_read_before_they_were_gathered(pool, layout):
-    """With memory.buffer a router is a unit of its own, and where experts are on other ranks the gate's methods were
-    called, not the gate: no hook gathered it. What was read was what had been there, or was still on its way."""
+    """With memory.buffer a router is its own parameter group, and under expert parallelism the gate's methods were
+    called, not the gate: no hook gathered it. It read stale values, or ones that were still being gathered."""
     for found in pool.run(routers_when_they_are_read, Layout.parse(layout).world, layout):
         assert found
         assert all(found)
 
 
 def test_the_norm_of_a_long_gradient_on_a_cpu_was_too_small():
-    """torch adds up float32 one after another there: the norm of a hundred million numbers was off by a hundredth, and
-    gradients that had left for the host were clipped by it."""
+    """On a CPU torch sums float32 sequentially: the norm of a hundred million numbers was off by a hundredth, and
+    offloaded gradients were clipped by it."""
     for dtype in (torch.float32, torch.bfloat16):
         values = torch.full((10_000_001,), 1e-4, dtype=dtype)
         assert float(flat_norm(values)) == pytest.approx(float(values.double().norm()), rel=1e-5)
@@ -329,8 +329,8 @@ def test_the_norm_of_a_long_gradient_on_a_cpu_was_too_small():
 
 
 def test_saved_tensors_of_a_recomputed_layer_were_freed_with_its_grad_fn():
-    """Before torch 2.12 a function of ours lets go of what it saved when no tensor that it made is left: a frame held
-    the function alone, and backward found nothing to repeat the layer from."""
+    """Before torch 2.12 an autograd function frees its saved tensors when none of its outputs is left: a frame held
+    only the function, and backward could not recompute the layer."""
     layer = nn.Sequential(nn.Linear(2, 2))
     segment = CheckpointSegment(RandomStream(0))
     segment.add("layer", layer)
@@ -351,6 +351,6 @@ def updates_on_the_host(compute):
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16, torch.float16])
 def test_bf16_gradients_disabled_torchs_fused_update_on_the_host(pool, compute):
-    """They are cast before the update, but what was asked was the type in which they come: plain torch, on the host,
+    """They are cast before the update, but the check read their original dtype: unfused torch on the host
     took 14 seconds for what the fused kernel does in half of one."""
     assert pool.run(updates_on_the_host, 1, compute) == [{TorchOptimizer}]

@@ -361,7 +361,7 @@ def test_draws_differ_by_sample_site_and_seed() -> None:
 
 
 def test_hooks_of_draws_see_their_inputs() -> None:
-    """They tell it which part of the sequence is at hand, as they do with a dropout."""
+    """Hooks set the slice of the sequence, as for a dropout."""
     module, seen = draws([0]), []
     module.register_forward_pre_hook(lambda _m, args: seen.append(args[0].shape))
     module.uniform(torch.empty(1, 3, 2))

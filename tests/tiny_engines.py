@@ -1,4 +1,4 @@
-"""Small models on a layout, for the ranks of the pool: logical tensors put together from every rank's pieces."""
+"""Tiny models on a layout, for the ranks of the pool, and logical tensors assembled from all ranks."""
 
 from __future__ import annotations
 

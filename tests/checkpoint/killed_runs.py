@@ -1,4 +1,4 @@
-"""Runs for the ranks of the pool that end in the middle of something."""
+"""Runs for the ranks of the pool that are killed in the middle of an operation."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def die() -> None:
 def train(
     config: Config, resume: str = "", moment: str = "", rank: int = 0, step: int = 0, after: float = 0.0
 ) -> dict[str, Any]:
-    """With a moment, this rank is killed in that step: in its computation, half-way through its file, or in the move
-    that makes a checkpoint exist. With "time", it is killed so many seconds after its first step began."""
+    """With a moment, this rank is killed in that step: in its computation, half-way through its file, or in the rename
+    that makes a checkpoint exist. With "time", it is killed this number of seconds after its first step began."""
     mine = rank in (dist.get_rank(), EVERY)
     timer = threading.Timer(after, die)
     run, write, commit = Engine.step_microbatches, LocalStorage.write, LocalStorage.commit

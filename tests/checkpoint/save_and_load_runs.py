@@ -1,4 +1,4 @@
-"""Small runs for the ranks of the pool: some steps, a save, a load on another layout, some steps more."""
+"""Small runs for the ranks of the pool: some steps, a save, a load on another layout, more steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS, WIDTH = 12, 5
 
 
 class Slopes(nn.Module):
-    """No product of matrices, which not every CPU does in bfloat16; and running statistics."""
+    """A model without matmuls, which not every CPU supports in bfloat16, but with running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def run(
     scale: LossScale | None = None,
     clip: float = 1.0,
 ) -> dict[str, object]:
-    """Trains from one step to another; the state at the end, put together from all ranks."""
+    """Trains from one step to another; returns the final state, assembled from all ranks."""
     engine = built(shape, layout, rule, options=options, scale=scale, clip=clip)
     saving = EngineCheckpointer(engine, folder)
     told: dict[str, object] = {}

@@ -1,4 +1,4 @@
-"""One run, killed again and again at moments that nobody chose."""
+"""One run, killed repeatedly at random moments."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ def disturbed(pool, folder: Path, given: dict[str, int], kills: int, source: ran
             pool.run(train, 2, asked, resume, moment, rank, 0, after, timeout=600)
         except RankError:
             killed += 1
-            states(run)  # whatever is there can be opened
+            states(run)  # every checkpoint can be opened
             continue
         return killed

@@ -1,4 +1,4 @@
-"""A run that is killed goes on where its last checkpoint is, and ends as if nothing had happened, bit for bit."""
+"""A killed run resumes from its last checkpoint and ends bit-equal to an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def states(run: str | Path) -> dict[int, str]:
 
 
 def losses(run: str | Path) -> dict[int, float]:
-    """As they were told last."""
+    """The last logged loss of every step."""
     return {record["step"]: record["loss"] for record in Run.open(run).records("step")}
 
 
@@ -63,13 +63,13 @@ def test_checkpoints_of_a_run(undisturbed):
     [("step", 1, 1, []), ("step", 1, 6, [2, 4]), ("write", 1, 6, [2, 4]), ("commit", 0, 4, [2])],
 )
 def test_killed_at_some_moment(pool, tmp_path, undisturbed, moment, rank, step, left):
-    """In a step, with a save in flight, and in the very move that makes a checkpoint exist."""
+    """In a step, with a save in flight, and during the rename that makes a checkpoint exist."""
     asked = config(tmp_path)
     with pytest.raises(RankError):
         pool.run(train, 2, asked, "", moment, rank, step)
     run = tmp_path / "run"
     found = list(states(run))
-    # In a step, the save before it is through or still in flight.
+    # In a step, the previous save has finished or is still in flight.
     assert found == left or (moment == "step" and found == left[:-1])
     told = pool.run(train, 2, resumed_config(run, []), str(run))[0]
     _, other = undisturbed
@@ -93,7 +93,7 @@ def test_other_numbers_of_ranks_see_the_same_samples(pool, tmp_path, undisturbed
 
 
 def test_from_an_earlier_checkpoint(pool, tmp_path, undisturbed):
-    """Later ones are set aside: they are of a run that this one is not."""
+    """Later checkpoints are set aside: they belong to another history."""
     asked = config(tmp_path, steps=6, **{"checkpoint.keep": 0})
     pool.run(train, 2, asked)
     run = tmp_path / "run"
@@ -139,7 +139,7 @@ def test_keys_that_cannot_change_on_resume(undisturbed):
 
 
 def test_missing_optimizer_states(undisturbed):
-    """It blamed optimizer.eps, which nobody had given."""
+    """The error named optimizer.eps, which was not set."""
     _, told = undisturbed
     with pytest.raises(ValidationError) as caught:
         resumed_config(Path(told["run"]), ["optimizer.name=lion"])
@@ -160,7 +160,7 @@ def test_keys_of_checkpoints_do_something_or_are_refused(tmp_path):
 
 
 def test_a_run_whose_checkpoints_are_gone_does_not_start_anew(pool, tmp_path):
-    """Their disk was not mounted, and a run of weeks began at step 1."""
+    """The disk was not mounted, and a run of weeks restarted at step 1."""
     asked = config(tmp_path, "dp=1", steps=2)
     pool.run(train, 1, asked)
     run = tmp_path / "run"
@@ -174,7 +174,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_anew(pool, tmp_path):
 
 
 def test_a_new_run_keeps_out_of_the_checkpoints_of_another(pool, tmp_path):
-    """It removed them one by one, and went on from the newest of them when it was resumed."""
+    """The new run removed them one by one, and resumed from the newest of them."""
     place = str(tmp_path / "kept")
     pool.run(train, 1, config(tmp_path, "dp=1", steps=4, **{"checkpoint.path": place}))
     with pytest.raises(RankError, match=r"checkpoint\.path=.*kept has checkpoints of another run \(steps 2, 4\)"):
@@ -194,7 +194,7 @@ def test_a_run_that_is_running_is_not_resumed_beside_itself(pool, tmp_path):
         ):
             pool.run(train, 1, resumed_config(run, ["steps=3"]), str(run))
         assert (run / "log.jsonl").read_bytes() == before
-        # The claim of a machine that is gone: longer ago than any step takes.
+        # The lock of a node that is gone: older than any step takes.
         os.utime(run / "log.jsonl", (0, time.time() - held.config.timeout - 1))
         pool.run(train, 1, resumed_config(run, ["steps=3"]), str(run))
     pool.run(train, 1, resumed_config(run, ["steps=4"]), str(run))
@@ -202,7 +202,7 @@ def test_a_run_that_is_running_is_not_resumed_beside_itself(pool, tmp_path):
 
 
 def test_a_fault_in_the_phase_of_a_save(pool, tmp_path):
-    """It was a legal phase that nothing ever entered."""
+    """`save` was a legal phase that no code entered."""
     inject = parse_injections(["raise:rank=0,step=4,phase=save"])
     with pytest.raises(RankError, match="injected into rank 0 in save of step 4"):
         pool.run(train_on_rank, 1, config(tmp_path, "dp=1", steps=6), True, inject)
@@ -210,7 +210,7 @@ def test_a_fault_in_the_phase_of_a_save(pool, tmp_path):
 
 
 def test_a_resumed_run_has_as_many_ranks_as_before(pool, tmp_path):
-    """`--procs 2` was not kept where no layout was set: the command that a stopped run tells went on with one."""
+    """`--procs 2` was lost where no layout was set: the command that a stopped run prints resumed on one rank."""
     pool.run(train, 2, config(tmp_path, "", steps=2))
     run = tmp_path / "run"
     assert default_procs(resumed_config(run, []), str(run)) == 2

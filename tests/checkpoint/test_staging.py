@@ -1,4 +1,4 @@
-"""A copy that is made while training goes on, and a file that the disk takes without the system's cache."""
+"""The copy in the background of training, and direct I/O."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_next_update_waits_for_the_copy(tmp_path, monkeypatch, rule):
     engine = built(None, "dp=1", rule)
     saving = EngineCheckpointer(engine, str(tmp_path))
     kept = {}
-    for step in (0, 2):  # the second save finds that the first was copied
+    for step in (0, 2):  # the second save starts after the first was copied
         stepped(engine, None, step)
         kept[step + 1] = before = values_of(engine)
         saving.save({})
@@ -98,7 +98,7 @@ def test_buffers_are_copied_at_once():
 
 
 class Stream:
-    """Of a GPU: what it was given."""
+    """A fake CUDA stream that records its operations."""
 
     device = None
 
@@ -110,7 +110,7 @@ class Stream:
 
 
 class Streams:
-    """Torch's, with one that is the current one."""
+    """A fake of torch's streams, with a current one."""
 
     def __init__(self):
         self.training, self.beside = Stream("training"), Stream("beside")
@@ -128,7 +128,7 @@ class Streams:
 
 @pytest.mark.parametrize("behind", [True, False])
 def test_the_copy_stream_waits_for_the_training_stream(monkeypatch, behind):
-    """The stream beside waited for itself: what training's stream copied was written to the file before it came."""
+    """The copy stream waited for itself: the file was written before the training stream's copies had finished."""
     engine = built(None, "dp=1", OptimizerConfig(lr=1e-2))
     state, streams = training_state(engine), Streams()
     copied = HostStaging(state, torch.device("cpu"))
@@ -186,7 +186,7 @@ def test_a_full_disk_is_not_mistaken_for_missing_direct_io(tmp_path, monkeypatch
 
 
 def test_a_copy_made_by_read_is_not_stable():
-    """Two copies that were not held at once lay in the same place, and were taken for the state itself: on a GPU their
+    """Two copies that were not held at once had the same address and were mistaken for the state itself: on a GPU their
     memory was read on another stream, before the kernel that fills it."""
     state = torch.arange(4096.0)
     of = {"state": lambda: state, "copy": lambda: state * 1}

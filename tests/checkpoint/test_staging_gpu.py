@@ -1,4 +1,4 @@
-"""On a GPU, where a save is copied beside the steps that follow it: what is loaded is what was there."""
+"""On a GPU, where the next steps run during the copy of a save: a loaded state equals the saved one."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ def built(name: str) -> Engine:
 
 
 def values_of(engine: Engine) -> dict[str, Tensor]:
-    """The whole state, with nothing under way."""
+    """The full state, with no operation in flight."""
     engine.drain()
     torch.cuda.synchronize()
     return {item.name: item.read().cpu().clone() for item in training_state(engine).items()}
 
 
 def trained(engine: Engine, steps: range) -> list[float]:
-    """Losses. Nobody waits for a step."""
+    """The losses, without host synchronisation between steps."""
     results = [engine.step(batch_of(SHAPE, 4, 512, seed=step), lr=1e-3) for step in steps]
     return [result.loss for result in results]
 
@@ -100,7 +100,7 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 @needs_gpu
 @pytest.mark.parametrize("name", CASES)
 def test_a_loaded_state_equals_the_saved_state(tmp_path: Path, name: str) -> None:
-    """Twice: the second save finds the memory of the first, and steps behind it change everything that it copies."""
+    """Twice: the second save reuses the buffer of the first, and later steps change everything that it copies."""
     engine = built(name)
     saving = EngineCheckpointer(engine, str(tmp_path))
     kept: dict[int, dict[str, Tensor]] = {}

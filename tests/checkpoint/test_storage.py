@@ -1,4 +1,4 @@
-"""Damaged files, full disks, strangers in the directory: refused by name, and the checkpoint before is as it was."""
+"""Corrupt files, full disks, foreign files: each is reported by name, and the previous checkpoint is unchanged."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_one_byte_of_any_file(saved):
 
 
 def test_a_changed_byte_is_named_on_another_layout(pool, tmp_path):
-    """Every rank reads a part of the file; all of them say which one it is."""
+    """Every rank reads a part of the file; all of them name the corrupt one."""
     pool.run(run, 2, SHAPE, "dp=2,zero=1", RULE, str(tmp_path), (0, 1), save_at=1)
     file = tmp_path / "step-00000001" / "part-00001.safetensors"
     changed = bytearray(file.read_bytes())
@@ -100,7 +100,7 @@ def test_truncated_missing_and_foreign_files(saved):
 
 
 def test_missing_and_unexpected_names_are_reported(saved):
-    """A renamed key is refused by name; types and shapes are compared."""
+    """A renamed key is reported by name; dtypes and shapes are compared."""
     folder, _, _ = saved
     file = folder / "step-00000002" / "index.json"
     whole = json.loads(file.read_text())
@@ -179,7 +179,7 @@ def test_retention_policy(tmp_path):
 
 
 def test_fsspec_storage():
-    """No rename there: the index comes last."""
+    """Object stores have no rename: the index is written last."""
     import fsspec
 
     address = "memory://checkpoints"
@@ -213,7 +213,7 @@ def address_of(tmp_path: Path, address: str) -> str:
 @pytest.mark.parametrize("address", ADDRESSES, ids=["disk", "fsspec"])
 @pytest.mark.parametrize("moment", ["write", "commit"])
 def test_a_rewritten_step_survives_until_the_new_one_exists(tmp_path, monkeypatch, address, moment):
-    """A run that went back from a spike writes its checkpoint again: a failure meanwhile left it without one."""
+    """After a rollback a run rewrites its checkpoint: a failure meanwhile left it without one."""
     where = address_of(tmp_path, address)
     _, saving = trained(where, steps=1, keep=RetentionPolicy(last=1))  # type: ignore[arg-type]
     kind, before = type(saving._storage), saving.load(1).hash

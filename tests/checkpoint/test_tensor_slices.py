@@ -1,4 +1,4 @@
-"""Boxes of logical tensors: every element once, however two placements cut it."""
+"""Boxes of logical tensors: every element once, however two placements shard it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from echelon.layout.placement import DimSplit, LogicalParam, ParamGroupSpec, Pla
 
 
 def random_placements(source: random.Random) -> list[Placement]:
-    """Tensors cut over tp (with padding and copies), ep and stages, and into shards, on up to 8 ranks."""
+    """Tensors sharded over tp (with padding and replicas), ep, stages and dp, on up to 8 ranks."""
     tp, shards, pp = source.choice(
         [(1, 1, 1), (1, 3, 1), (2, 1, 2), (2, 2, 1), (2, 4, 1), (4, 1, 2), (4, 2, 1), (1, 8, 1), (3, 2, 1), (1, 2, 3)]
     )

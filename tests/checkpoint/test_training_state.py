@@ -1,4 +1,4 @@
-"""Every rule's states, and what else a step reads: bit-equal on the same layout, equal on another."""
+"""Every optimizer's states and all other training state: bit-equal on the same layout, equal on another."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def world(layout: str) -> int:
 
 
 def continued(pool, tmp_path, shape, rule, source, target, **options):
-    """(the whole run, the run that went on) on every rank."""
+    """(the uninterrupted run, the resumed run) on every rank."""
     folder = str(tmp_path)
     uninterrupted = pool.run(run, world(source), shape, source, rule, folder, (0, 4), save_at=2, **options)[0]
     found = pool.run(run, world(target), shape, target, rule, folder, (2, 4), resume=True, **options)
@@ -95,7 +95,7 @@ def test_experts_and_their_biases(pool, tmp_path, source, target, name):
 
 
 def test_loss_scale_and_split_masters(pool, tmp_path):
-    """bfloat16 beside float32 halves, a dynamic scale that changes: bit-equal."""
+    """bfloat16 weights with split float32 master weights, and a dynamic loss scale: bit-equal."""
     given = {
         "options": ParallelOptions(compute_dtype=torch.bfloat16, master_dtype=torch.float32),
         "scale": LossScale.dynamic(start=16.0, every=1),
@@ -107,7 +107,7 @@ def test_loss_scale_and_split_masters(pool, tmp_path):
 
 @pytest.mark.parametrize("name", ["adamw", "plain sgd"])
 def test_weights_without_master_weights(pool, tmp_path, name):
-    """The count of roundings goes on."""
+    """The counter of stochastic rounding continues."""
     given = {"options": ParallelOptions(compute_dtype=torch.bfloat16, master_dtype=torch.bfloat16)}
     a, b = continued(pool, tmp_path, None, RULES[name], "dp=2,zero=1", "dp=2,zero=1", **given)
     assert_same(a, b)
@@ -131,7 +131,7 @@ def test_moments_in_8_bits(pool, tmp_path):
 
 @pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
 def test_asynchronous_schedules(pool, tmp_path, schedule):
-    """A save ends what is under way. A run that saves is the run that a resume repeats."""
+    """A save drains the microbatches in flight, so a resumed run repeats a run that saves."""
     layout = f"pp=2,schedule={schedule},accumulate=2"
     a, b = continued(pool, tmp_path, SHAPE, OptimizerConfig(lr=1e-2), layout, layout)
     assert_same(a, b)

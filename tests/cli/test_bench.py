@@ -22,7 +22,7 @@ def invoke(*args, **environment):
 
 @pytest.fixture
 def answers(monkeypatch, tmp_path):
-    """A GPU with torchtitan beside it, and measurements that are made up: by who and precision, or one for all."""
+    """A GPU with torchtitan installed, and invented measurements: by framework and precision, or one for all."""
     found: dict = {}
 
     def ask(module, request):

@@ -53,7 +53,7 @@ def fails_on_one_rank():
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A folder with a text, a module of one's own, and a configuration."""
+    """A directory with a text, a custom model, and a configuration."""
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "text.txt").write_text("".join(f"line {number}\n" for number in range(500)))
     text = json.dumps(str(tmp_path / "text.txt"))
@@ -87,7 +87,7 @@ def test_json_is_one_object_and_nothing_else(here):
         "log.jsonl",
         "measured.json",
     }
-    # The same command in this process, without ranks, says the same.
+    # The same command in this process, without ranks, prints the same.
     assert json.loads(invoke("c.toml", *TINY, "--json").stdout)["loss"] == shown["loss"]
 
 

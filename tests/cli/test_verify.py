@@ -109,7 +109,7 @@ def test_the_configuration_is_verified(tmp_path):
     assert (case.clip, case.optimizer) == (0.25, OptimizerConfig(name="sgd", lr=0.5, momentum=0.9))
     assert (case.model.family, case.model.dropout, case.model.tied) == ("gpt", 0.2, False)
     assert (case.model.width, case.model.layers) == (64, 4)
-    # What is asked on the command line goes before it.
+    # The command line overrides it.
     case, layouts = VerifyRequest(config=tmp_path / "c.toml", model="llama-tiny", layouts="tp=2; dp=2").resolve()
     assert (case.model.family, [str(layout) for layout in layouts]) == ("llama", ["dp=1,tp=2", "dp=2"])
     shown = invoke(str(tmp_path / "c.toml"), "--json")

@@ -17,7 +17,7 @@ def test_exact_in_every_period_none_lost_none_twice(counts: tuple[int, ...], sta
     first = start * mixture.period
     source, rank = mixture.source_and_index(np.arange(first, first + 3 * mixture.period))
     for number, count in enumerate(counts):
-        # The rank is the number of earlier samples of the source, so the ranks of a source just count up.
+        # The index counts the earlier samples of the source, so the indices of a source just count up.
         assert (rank[source == number] == np.arange(start * count, (start + 3) * count)).all()
 
 

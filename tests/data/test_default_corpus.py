@@ -17,7 +17,7 @@ def test_the_default_corpus_is_real_text(tmp_path: Path) -> None:
     text = ByteTokenizer().decode(file.tokens.tolist())
     assert 150_000 < len(file.tokens) - file.header.num_documents <= 200_000
     assert text.count("def ") > 50
-    # The second time it is only looked up.
+    # The second call finds it in the cache.
     before = path.stat().st_mtime_ns
     assert default_corpus(tmp_path, max_bytes=200_000) == path
     assert path.stat().st_mtime_ns == before
@@ -68,7 +68,7 @@ def test_prepare(tmp_path: Path) -> None:
     assert prepare_token_file(text, cache, tokenizer=ByteTokenizer()) == first
     text.write_text("one two")
     assert prepare_token_file(text, cache, tokenizer=ByteTokenizer()) != first
-    # A token file needs no preparing, but it must come from the same tokenizer.
+    # A token file is used as it is, but must come from the same tokenizer.
     assert prepare_token_file(first, cache, tokenizer=ByteTokenizer()) == first
     other = ByteTokenizer()
     other.name = "other"

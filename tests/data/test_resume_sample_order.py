@@ -22,7 +22,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read(path: Path, first: int, steps: int, dp: int, weights: tuple[float, ...] = ()) -> list[int]:
-    """What the ranks of a run read, from a fresh start: all that it is told is the next sample's index."""
+    """What the ranks of a run read after a start from the next sample's index alone."""
     files = [path] * max(1, len(weights))
     ranks = [TokenDataset(files, weights, SEQ_LEN, 42) for _ in range(dp)]
     seen: list[int] = []

@@ -165,7 +165,7 @@ def _write_often(path: Path, fill: int) -> None:
 
 
 def test_two_writers_and_a_reader(tmp_path: Path) -> None:
-    """A reader sees one whole file or the other, never a mixture and never half of one."""
+    """A reader sees one complete file or the other, never a mix and never half of one."""
     path = tmp_path / "x.tokens"
     _write_often(path, 1)
     context = multiprocessing.get_context("spawn")

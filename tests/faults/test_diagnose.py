@@ -1,4 +1,4 @@
-"""From states to a verdict and a paragraph: no process needed."""
+"""Diagnoses and reports of hand-written rank states, without processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIB = 2**30
 
 
 class Rank:
-    """A rank's history, written down by hand."""
+    """A rank's history, written by hand."""
 
     def __init__(self, rank, world=4, position=""):
         self.rank, self.world = rank, world
@@ -195,7 +195,7 @@ def test_missing_heartbeats_are_reported():
 
 
 def test_a_lost_rank_is_reported_with_its_last_heartbeat():
-    # Under torchrun nobody knows how it ended: who lost it speaks before it is ended too.
+    # Under torchrun the exit code is unknown: the rank that lost the peer reports before it is ended too.
     failed = (
         Rank(0, 2).did(flag="f").state(exit_kind="raised", exit_reason="RuntimeError: closed by peer", lost_peer=True)
     )

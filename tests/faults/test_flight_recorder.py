@@ -1,4 +1,4 @@
-"""The ring: what a rank did last, readable by others, from any thread, for little."""
+"""The flight recorder: readable by other processes, writable from any thread, cheap."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_buffer_has_a_fixed_size_and_keeps_the_newest_entries() -> None:
     lane = recorder.new_sequence((0, 1))
     slots = [recorder.record_start("all_reduce", "dp", lane, (n,), "torch.float32") for n in range(3 * NUM_SLOTS)]
     assert [entry.number for entry in recorder.entries()] == list(range(2 * NUM_SLOTS + 1, 3 * NUM_SLOTS + 1))
-    recorder.record_end(slots[0], time.time())  # its slot is another's by now
+    recorder.record_end(slots[0], time.time())  # a later operation has taken its slot
     assert all(entry.flag == "s" for entry in recorder.entries())
 
 
@@ -125,7 +125,7 @@ def test_the_longest_wait_of_p2p_runs_from_the_call_of_wait(monkeypatch: pytest.
     now[0] += 0.3
     recorder.record_wait(message)
     recorder.record_wait(collective)
-    assert recorder.longest_wait() == 0.0  # not worth a thought yet
+    assert recorder.longest_wait() == 0.0  # too short to count
     now[0] += 0.55
     assert recorder.longest_wait() > 0.8
     recorder.record_end(collective, time.time())
@@ -149,7 +149,7 @@ def test_data_loading_and_evaluation_are_not_work() -> None:
 
 
 def test_an_operation_costs_few_calls() -> None:
-    """Diagnosis is always on: how many Python calls an operation takes is counted, which no busy machine can blur."""
+    """The recorder is always on: count the Python calls of an operation, which do not depend on the load."""
     recorder, calls = FlightRecorder(), 0
     lane = recorder.new_sequence((0, 1))
 

@@ -1,4 +1,4 @@
-"""Goodput from a run's log: what was kept, over all attempts."""
+"""Goodput from a run's log, over all attempts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All ranks stop after the same step, whoever was told to; and who is told because a peer died ends at once."""
+"""All ranks stop after the same step, whichever rank gets SIGTERM; a rank whose peer died exits at once."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def test_the_step_that_rank_0_begins_next_is_the_last(board):
     first.before_step(4)
     assert not first.should_stop_after(4)
     board.set(STOP_KEY, "SIGTERM")
-    assert not second.should_stop_after(4)  # nothing was decided yet
-    second.before_step(5)  # it does not decide
+    assert not second.should_stop_after(4)  # rank 0 has not decided yet
+    second.before_step(5)  # only rank 0 decides
     assert not second.should_stop_after(5)
     first.before_step(5)
-    # The other may be a step behind, and looks at the same number.
+    # The other rank may be a step behind, and reads the same number.
     assert [second.should_stop_after(4), second.should_stop_after(5), first.should_stop_after(5)] == [False, True, True]
 
 
@@ -79,7 +79,7 @@ with GracefulStop(FileStateStore(Path(sys.argv[1])), rank=0, world_size=2):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.3)
     print("still here", flush=True)
-    ctypes.CDLL(None).sleep(60)  # not Python: as a main thread that hangs in a collective
+    ctypes.CDLL(None).sleep(60)  # in C, like a main thread that hangs in a collective
 """
 
 
@@ -106,7 +106,7 @@ def test_a_rank_exits_if_a_peer_reported_a_failure(board):
 
 def test_a_rank_exits_if_a_peer_is_gone(board):
     with subprocess.Popen(["true"]) as peer:
-        while process_is_alive(peer.pid):  # it ends, and stays as a zombie until somebody asks for its status
+        while process_is_alive(peer.pid):  # it stays a zombie until its status is read
             time.sleep(0.01)
         board.put(RankState(rank=1, host=os.uname().nodename, pid=peer.pid))
         assert sent(board.folder, 1) == (b"", 143)

@@ -1,4 +1,4 @@
-"""Heartbeats and the look at too long a wait, over both kinds of boards: one paragraph, by one rank, before the end."""
+"""Heartbeats and the diagnosis of a hang over both state stores: one report, by one rank, before the timeout."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_one_rank_diagnoses_the_hang_once(board: StateStore) -> None:
         )
     while not told and time.time() - begun < 60:
         time.sleep(0.05)
-    time.sleep(0.5)  # nobody else has anything to say
+    time.sleep(0.5)  # the other ranks report nothing
     for heart in hearts:
         heart.stop()
     ((verdict, text),) = told

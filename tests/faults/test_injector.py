@@ -1,4 +1,4 @@
-"""Faults on purpose: read strictly, and striking where they should."""
+"""Injected faults are parsed strictly and strike where they should."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_slow_rank_works_longer_but_does_not_load_longer():
 
 
 def write(path, data):
-    """As whoever writes checkpoints would."""
+    """Write as the checkpoint code does."""
     with on_file_write(path):
         path.write_bytes(data)
 
@@ -145,7 +145,7 @@ def test_files(tmp_path):
 
 
 def test_a_spike_corrupts_one_attempt_at_a_step():
-    """All microbatches of the batch, the same on every rank that reads them; what is no target stays none."""
+    """All microbatches of the batch are corrupted, equally on every rank; ignored targets stay ignored."""
     recorder = FlightRecorder()
     recorder.step = 3
     inputs = {"tokens": torch.arange(32).view(2, 16), "targets": torch.full((2, 16), -100), "x": torch.ones(2)}

@@ -1,4 +1,4 @@
-"""Nothing is missed: what torch is asked for in a step is what the ring has, once each, and all of it ended."""
+"""The recorder is complete: every collective of a step is recorded once, and has ended."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ def test_every_collective_is_recorded(pool: RankPool, layout: str) -> None:
         assert noted == seen
         assert sum(noted.values()) > 0
         assert flags == {"e"}
-        # Whoever asked for it, not the file that all of them go through.
+        # The call site is the caller, not the file that all collectives go through.
         assert not any("mesh_axis.py" in site or "p2p.py" in site or "faults" in site for site in sites)

@@ -1,4 +1,4 @@
-"""The slow rank is named though all steps take equally long; data is told from work."""
+"""The straggler is found although all steps take equally long; data stalls are distinguished from work."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_no_straggler():
 
 
 def test_ranks_are_compared_within_their_stage():
-    # The last stage has more work by nature; rank 1 is slow among those of the first.
+    # The last stage has more work; rank 1 is slow among the ranks of the first stage.
     assert find_straggler(shares(0.03, 0.03, 0.05, 0.05), [0, 0, 1, 1]) is None
     assert find_straggler(shares(0.03, 0.045, 0.05, 0.05), [0, 0, 1, 1]).rank == 1
     assert find_straggler(shares(0.03, 0.05), [0, 1]) is None

@@ -1,4 +1,4 @@
-"""What the launcher does when torch's agent tells it something."""
+"""The observer of torch's elastic agent: stop requests and restarts."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def test_running_ranks_receive_the_stop_request(told, tmp_path):
     signal.raise_signal(signal.SIGTERM)
     assert is_told(tmp_path, 0)
     with pytest.raises(RankError):
-        told.on_failure({})  # no restart of what is to stop
+        told.on_failure({})  # no restart while stopping
 
 
 def test_restarted_ranks_receive_the_stop_request(told, tmp_path):
-    """It came between a failure and the restart: the word was left for ranks that were gone, and the run went on."""
+    """SIGTERM came between a failure and the restart: the request reached only dead ranks, and the run continued."""
     told.on_start()
     told.on_failure({})
     signal.raise_signal(signal.SIGTERM)

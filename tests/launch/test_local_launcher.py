@@ -25,7 +25,7 @@ def test_returns_what_rank_0_returns(tmp_path: Path) -> None:
 
 
 def test_only_rank_0_prints(tmp_path: Path) -> None:
-    # In a process of its own: ranks write where the fork server does, and that one was started long before this test.
+    # In a new process: ranks inherit the output of the fork server, which was started long before this test.
     program = (
         "import ranks; from echelon.launch.local_launcher import launch_ranks; launch_ranks(ranks.joined, (0.5,), 2)"
     )
@@ -51,7 +51,7 @@ def test_a_failing_rank_is_reported_once(rank: int, capfd: pytest.CaptureFixture
     assert message.startswith(f"rank {rank} of 2 failed in ranks.joined_and (ValueError: no luck on rank {rank})")
     assert message.count("Traceback") == 1
     assert message.endswith(f"ValueError: no luck on rank {rank}")
-    # Who catches the error prints it. Nobody else has a word about it.
+    # Only the caller that catches the error prints it.
     assert capfd.readouterr() == ("", "")
 
 

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-# A pool that nobody closes, and ranks that would sleep on.
+# An unclosed pool, and ranks that would sleep for long.
 SCRIPT = """
 import os, signal, sys, time
 from echelon.launch.local_launcher import launch_ranks
@@ -77,7 +77,7 @@ def _started(folder: Path, name: str) -> list[int]:
 
 def _alive(pid: int) -> bool:
     try:
-        # A process that ended stays as a zombie until somebody asks for its exit code.
+        # A process that ended stays a zombie until its exit code is read.
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False

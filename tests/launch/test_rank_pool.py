@@ -57,7 +57,7 @@ def test_a_hundred_tasks_leak_nothing(pool: RankPool) -> None:
     kept = 0 if torch.__version__ >= "2.12" else 3 * 128
     for (_, files, threads), (_, files_after, threads_after) in zip(before, after, strict=True):
         assert files_after <= files + kept
-        # gloo and autograd keep a few threads of their own, which come when they are first needed.
+        # gloo and autograd start a few threads when they are first used.
         assert threads_after <= threads + 4 + kept
     assert seconds < 120
 
@@ -78,7 +78,7 @@ def test_large_tensors_come_back_by_value(pool: RankPool) -> None:
         assert torch.equal(result["view"], whole[:3])
         assert result["half"].dtype == torch.bfloat16
         assert result["none"].shape == (0,)
-        result["whole"] += 1  # ours, not a rank's
+        result["whole"] += 1  # a copy, not a rank's memory
 
 
 def test_an_exception_comes_with_rank_and_traceback_once(pool: RankPool) -> None:

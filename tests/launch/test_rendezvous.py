@@ -1,4 +1,4 @@
-"""Ranks meet on a store that remembers earlier attempts."""
+"""Rendezvous over a store with keys of earlier attempts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def store():
 
 
 def met(store, size, word):
-    """What every rank is told."""
+    """The decision that every rank receives."""
     clients = [TCPStore("127.0.0.1", store.port, timeout=timedelta(seconds=10)) for _ in range(size)]
     found: dict[int, tuple[str, str]] = {}
 

@@ -14,7 +14,7 @@ ROWS, LENGTH = 4, 9
 
 
 def masks_of(model, shown):
-    """Notes of every dropout's forward which elements it kept, with the part of dimension 1 that it saw."""
+    """Records the mask of every dropout's forward, with its slice of dimension 1."""
 
     def note(module, args, out):
         first = module.window.get(1, (0, 0))[0]

@@ -55,7 +55,7 @@ FOLDED = (
 
 
 def ones(name, layout):
-    """Fills whole shards, with their padding and with every copy of a replicated head, as a careless sum would."""
+    """Fill full shards, with their padding and with every replica of a head, as a careless sum would."""
     engine = engine_of((SHAPES | MIXTURES)[name], layout)
     for unit in engine.parallel.sharded_model.param_groups:
         unit.grad.fill_(1.0)

@@ -67,7 +67,7 @@ def steps_of(layout, name, on, shape=SHAPE, rule="adamw", compute=torch.float16)
 
 
 def around_a_bad_step(layout, shape, rule):
-    """On a rank: whether a bad step left the average and the biases of gates as they were, and a good one did not."""
+    """On a rank: whether a bad step left the EMA and the gate biases unchanged, and a good one did not."""
     options, scale = ParallelOptions(compute_dtype=torch.float16), LossScale.dynamic(start=START)
     engine = Engine(models.build(shape, "meta"), layout, rule, options=options, loss_scale=scale)
     engine.model.train()

@@ -11,7 +11,7 @@ SHAPE = tiny("gpt", vocab=VOCABULARY, width=8, ffn=8, layers=1, tied=False)
 
 
 def train(layout):
-    """Two steps, the logits after them, and what this rank's padded rows came to, and do to the loss."""
+    """Two steps, the logits after them, and the values of this rank's padded rows and their effect on the loss."""
     engine = engine_of(SHAPE, layout)
     batch = batch_of(SHAPE, 2)
     losses = [engine.step(batch).loss for _ in range(2)]

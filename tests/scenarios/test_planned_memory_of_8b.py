@@ -20,7 +20,7 @@ STEPS = [
     *planner_comparison.read_steps(MEASURED / "h200.json"),
     *planner_comparison.read_steps(MEASURED / "h200-mixtures.json"),
 ]
-"""dense models, and some layers of mixtures"""
+"""dense models, and some layers of MoE models"""
 PLAIN = {
     ("llama-1b", 4, "none"): (0.298, 78066360320),
     ("llama-1b", 4, "full"): (0.363, 53871501312),
@@ -31,8 +31,8 @@ PLAIN = {
     ("llama-3b", 4, "none"): (0.714, 142554007552),
     ("llama-3b", 4, "full"): (0.880, 93637023744),
 }
-"""seconds of a step and torch's peak of allocated bytes, before there were kernels of ours, halves of master values and
-gradients that come and go: one H200, bf16, sequences of 4,096, torch 2.11"""
+"""seconds of a step and torch's peak of allocated bytes, before fused kernels, split master weights and
+freed gradients: one H200, bf16, sequences of 4,096, torch 2.11"""
 
 
 def peak(plan):

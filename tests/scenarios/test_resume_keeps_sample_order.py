@@ -55,7 +55,7 @@ def config(text: Path, run: Path, layout: str, steps: int) -> Config:
 
 
 def stopped_late(config: Config, step: int) -> None:
-    """Leaves the run and the checkpoint of one that stopped after a step."""
+    """Write the run and the checkpoint of a run that stopped after a step."""
     with join_process_group("cpu") as world:
         task = build_task(config, nullcontext())
         engine = Engine(task.build(), config.layout, config.optimizer)

@@ -26,7 +26,7 @@ from echelon.verification.verifier import verify
 EXPERTS, CHOICES, BATCH, LENGTH, STEPS = 8, 2, 4, 16, 3
 FAVOURITE, NEVER = 5, 2
 FACTOR = 0.75
-"""places for three quarters of all choices: a quarter is dropped even where experts are used alike"""
+"""capacity for three quarters of all choices: a quarter is dropped even under balanced load"""
 LAYOUTS = ("dp=1", "dp=2,ep=2", "dp=4,ep=4", "dp=2,tp=2,ep=4", "dp=2,pp=2,ep=2")
 
 
@@ -39,7 +39,7 @@ def crowded():
 
 
 def tight():
-    """Experts with little room, in the second layer only: the first of two stages has none."""
+    """Experts with little capacity, in the second layer only: the first of two stages has no experts."""
     return models.build(
         shape("mixtral", dense_layers=1, options=(("capacity_factor", FACTOR),)), dtype=torch.float64, seed=3
     )

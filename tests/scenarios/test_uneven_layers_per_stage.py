@@ -10,7 +10,7 @@ from echelon.layout import Layout, ValidationError, check_layout
 from echelon.training.logging.resolved_settings import _pipeline_settings
 
 HEAD = tiny().vocab * tiny().width
-"""the cost of the costliest link: what a balanced split can be off by"""
+"""the cost of the costliest layer: the largest error of a balanced split"""
 
 
 def split_on(layers, layout):

@@ -1,4 +1,4 @@
-"""S1: `verify` in fp64 gives one table, all PASS; with one reduction left out, a FAIL that names parameter and axis."""
+"""`verify` in fp64 passes every layout; with one reduction left out, it fails and names parameter and axis."""
 
 import pytest
 

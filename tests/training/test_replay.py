@@ -165,7 +165,11 @@ def test_check_sums_and_norms():
 def test_the_wrong_pass_of_what_is_made_of_rounding():
     """By itself it agrees with nothing; beside the rest of its pass, it does."""
     parallel = SimpleNamespace(options=SimpleNamespace(device=torch.device("cpu")))
-    made = ReplayCheck(SimpleNamespace(parallel=parallel, forward_backward=None), ReplayConfig(every=1, tolerance=1e-2), lambda *_: None)
+    made = ReplayCheck(
+        SimpleNamespace(parallel=parallel, forward_backward=None),
+        ReplayConfig(every=1, tolerance=1e-2),
+        lambda *_: None,
+    )
     good, again, bad = (torch.tensor([3.0, faint, 5.0], dtype=torch.float64) for faint in (2e-10, 3e-10, 1.0))
     assert made._wrong_pass(1, [bad, good, again]) == 1
     assert made._wrong_pass(1, [good, bad, again]) == 2
@@ -216,7 +220,9 @@ def test_only_equal_bits_on_a_gpu_need_them():
     ):
         parallel = SimpleNamespace(options=SimpleNamespace(device=torch.device(device)))
         made = ReplayCheck(
-            SimpleNamespace(parallel=parallel, forward_backward=None), ReplayConfig(every=1, tolerance=tolerance), lambda *_: None
+            SimpleNamespace(parallel=parallel, forward_backward=None),
+            ReplayConfig(every=1, tolerance=tolerance),
+            lambda *_: None,
         )
         assert made._kernels is kind
 
