@@ -35,7 +35,9 @@ def test_a_step_is_measured_in_a_process_of_its_own():
 
 
 def test_a_failure_is_told_in_words(module):
-    text = "from echelon.bench.subprocess_bench import subprocess_main\ndef work(request, begun):\n    {}\nsubprocess_main(work)\n"
+    text = (
+        "from echelon.bench.subprocess_bench import subprocess_main as main\ndef work(m, start):\n    {}\nmain(work)\n"
+    )
     failures = {
         "raise ValueError('no such\\nlayout')": "ValueError: no such layout (work.py, line 3)",
         "import no_such_package": "no_such_package is not installed",
@@ -44,9 +46,10 @@ def test_a_failure_is_told_in_words(module):
         assert words in run_in_subprocess(module(text.format(line)), TINY)["failed"]
 
 
-def test_what_libraries_print_is_not_in_the_answer(module):
-    text = "import os\nfrom echelon.bench.subprocess_bench import subprocess_main\ndef work(request, begun):\n    print('noise')\n"
-    text += "    os.system('echo more noise')\n    return dict(batch=request.batch, late=begun > 0)\nsubprocess_main(work)\n"
+def test_prints_of_libraries_do_not_disturb_the_result(module):
+    text = "import os\nfrom echelon.bench.subprocess_bench import subprocess_main as main\ndef work(m, start):\n"
+    text += "    print('noise')\n    os.system('echo more noise')\n"
+    text += "    return dict(batch=m.batch, late=start > 0)\nmain(work)\n"
     assert run_in_subprocess(module(text), TINY) == {"batch": 2, "late": True}
 
 

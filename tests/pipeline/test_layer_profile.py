@@ -48,8 +48,8 @@ def test_seconds_are_forward_and_backward():
         ({"forward_s": float("nan")}, r"forward_s is out of range \(embed: nan\); give 0 or more"),
         ({"weight_s": -1.0}, r"weight_s is out of range \(embed: -1.0\)"),
         ({"input_s": "1"}, r"input_s is not a number \(embed: '1'\); give a number"),
-        ({"activation_bytes": 1.5}, r"activation_bytes is not a whole number \(embed: 1.5\)"),
-        ({"parameter_bytes": True}, r"parameter_bytes is not a whole number \(embed: True\)"),
+        ({"activation_bytes": 1.5}, r"activation_bytes is not an integer \(embed: 1.5\)"),
+        ({"parameter_bytes": True}, r"parameter_bytes is not an integer \(embed: True\)"),
     ],
 )
 def test_numbers_are_checked(changes, message):
@@ -57,10 +57,10 @@ def test_numbers_are_checked(changes, message):
         link(**changes)
 
 
-def test_a_profile_lists_every_link_once():
-    with pytest.raises(ValueError, match=r"names twice: embed\); give every link once"):
+def test_a_profile_lists_every_layer_once():
+    with pytest.raises(ValueError, match=r"names twice: embed\); give every layer once"):
         PipelineProfile(links=(link(), link()), source="measured")
-    with pytest.raises(ValueError, match="no links"):
+    with pytest.raises(ValueError, match="no layers"):
         PipelineProfile(links=(), source="measured")
     with pytest.raises(ValueError, match=r"another source \('guessed'\); use measured or predicted"):
         PipelineProfile(links=(link(),), source="guessed")
@@ -70,12 +70,12 @@ def test_bad_json_is_refused():
     good = json.loads(PipelineProfile(links=(link(),), source="measured").to_json())
     with pytest.raises(ValueError, match="a profile is not JSON"):
         PipelineProfile.from_json("{")
-    with pytest.raises(ValueError, match=r"a profile has not the keys it needs \(\[\]\); give links, source"):
+    with pytest.raises(ValueError, match=r"a profile has the wrong keys \(\[\]\); give links, source"):
         PipelineProfile.from_json("[]")
-    with pytest.raises(ValueError, match=r"a profile has not the keys it needs \(keys source\)"):
+    with pytest.raises(ValueError, match=r"a profile has the wrong keys \(keys source\)"):
         PipelineProfile.from_json('{"source": "measured"}')
     with pytest.raises(ValueError, match="links are not a list"):
         PipelineProfile.from_json('{"source": "measured", "links": {}}')
     del good["links"][0]["input_s"]
-    with pytest.raises(ValueError, match=r"a link of a profile has not the keys it needs .*; give activation_bytes, "):
+    with pytest.raises(ValueError, match=r"a link of a profile has the wrong keys .*; give activation_bytes, "):
         PipelineProfile.from_json(json.dumps(good))

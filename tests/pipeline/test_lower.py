@@ -115,5 +115,5 @@ def test_a_window_receives_what_the_one_before_sent(stream, drain):
 
 def test_lists_that_cannot_run_are_refused():
     lists = ((Action(0, ActionKind.BACKWARD, 0), Action(0, ActionKind.FORWARD, 0)), (Action(1, ActionKind.FORWARD, 0),))
-    with pytest.raises(ValueError, match="cannot finish"):
+    with pytest.raises(ValueError, match="deadlocks"):
         lower(Schedule(name="wrong", rank_of_stage=(0, 1), microbatches=1, rank_actions=lists))

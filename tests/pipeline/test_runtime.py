@@ -64,12 +64,12 @@ def test_odd_models_equal_one_device(pool, model, layout):
     ("model", "layout", "said"),
     [
         ("Outside", "dp=2,pp=2,zero=3", "set shard.units to patterns of the modules that are called, or use zero=2"),
-        ("Mapped", "pp=2", "handed on dict (blocks.1), which no message carries; give a tensor or a tuple of tensors"),
-        ("Nothing", "pp=2", "handed on a tuple with NoneType in it (blocks.1)"),
-        ("Short", "pp=2", "of a type that no message carries (torch.int16); use one of float32, "),
+        ("Mapped", "pp=2", "returned dict (blocks.1), which cannot be sent; return a tensor or a tuple of tensors"),
+        ("Nothing", "pp=2", "returned a tuple with NoneType in it (blocks.1)"),
+        ("Short", "pp=2", "whose dtype cannot be sent (torch.int16); use one of float32, "),
     ],
 )
-def test_what_a_stage_cannot_do_is_said(pool, model, layout, said):
+def test_unsupported_models_are_rejected(pool, model, layout, said):
     with pytest.raises(RankError, match=re.escape(said)):
         pool.run(odd_pipeline_models.step, Layout.parse(layout).world, model, layout)
 

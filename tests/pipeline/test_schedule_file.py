@@ -114,9 +114,9 @@ def two_ranks(tmp_path, pattern):
 @pytest.mark.parametrize(
     ("pattern", "microbatches", "why"),
     [
-        ("SF0@0 SB0@0 SU1 SF1@1 SB1@1 SU2", 2, "which versions of the weights are used (K, D, @)"),
+        ("SF0@0 SB0@0 SU1 SF1@1 SB1@1 SU2", 2, "it has weight versions (K, D, @)"),
         ("SF0@0 SB0@0 SU1 SF1@1 SB1@1 SU2", 2, "updates more than once (stage 0)"),
-        ("SK0 SF0 SB0 SU1 SD0", 1, "which versions of the weights are used (K, D, @)"),
+        ("SK0 SF0 SB0 SU1 SD0", 1, "it has weight versions (K, D, @)"),
         ("SF0 SF0.1 SB0.1 SB0 SU1", 1, "cuts microbatches into slices (2)"),
     ],
 )

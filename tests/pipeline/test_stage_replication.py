@@ -219,7 +219,7 @@ def test_bad_input_is_refused():
         split_by_profile(profile, 3, 0.0)
     with pytest.raises(ValueError, match=r"a bandwidth is not above 0 \(nan\)"):
         NetworkLevel(components=2, bandwidth=math.nan)
-    with pytest.raises(ValueError, match=r"a level joins nothing \(0 components\); give 1 or more"):
+    with pytest.raises(ValueError, match=r"a level has no components \(0\); give 1 or more"):
         NetworkLevel(components=0, bandwidth=1.0)
     with pytest.raises(ValueError, match="a pipeline needs ranks"):
         replicate(profile, [])

@@ -1,24 +1,23 @@
-"""Pipelines: schedules as data, what they cost, what they look like, and the one runtime that executes them.
+"""Pipeline parallelism: schedules as data, their cost, their pictures, and the runtime that executes them.
 
 Without torch:
 
-actions.py     one step of one stage on one microbatch, as data and as text
-schedule.py    every rank's list of actions
-schedules/     a file for each schedule, with its bubble and its activations in flight
-order.py       what an action needs; channels.py: the ways that messages take between ranks
-lower.py       adds sends and receives
-validate.py    says every fault of a schedule
-simulate.py    when every action runs, given how long actions and messages take
-timeline.py    when every action began and ended, planned or measured; recording.py: one step of a run as both
-draw/          a timeline in a terminal, as SVG and as HTML
-partition.py   which links go to which stage; profile.py: what links take; replication.py: PipeDream's optimizer
+actions.py            one step of one stage on one microbatch, as data and as text
+schedule.py           every rank's list of actions
+schedules/            a file for each schedule, with its bubble and its activations in flight
+dependencies.py       what an action depends on; channels.py: how stages exchange tensors between ranks
+lower.py              adds sends and receives
+validate.py           finds every fault of a schedule
+simulate.py           when every action runs, given the durations of actions and transfers
+timeline.py           when every action began and ended, planned or measured
+draw/                 a timeline as text, SVG and HTML
+partition.py          which layers go to which stage; layer_profile.py: the cost of layers; stage_replication.py:
+                      PipeDream's optimizer
 
 With torch:
 
-pipeline.py    `Pipeline`: a layout's schedule, stages and runtime on one rank
-stage.py       the links of each stage, and what each rank holds for them
-runtime.py     does what the list says; slice_runtime.py: on slices (slices.py); stream.py: on an endless stream
-pipes.py       messages between ranks; handed.py: what links hand on
-deferred.py    backward in two halves; units.py: when flat units move; versions.py: older weights beside the newest
-measure.py     tries the links and the wires before a run
+execution/            stage_assignment.py (before the model is laid out), pipeline.py and runtime.py (after), p2p.py,
+                      split_backward.py (I and W), fsdp_hooks.py (when parameters are gathered), layer_timing.py
+async_/               PipeDream and 2BW: a runtime for endless streams, weight stashing
+slices/               TeraPipe: a runtime for slices of a sequence, their lengths
 """

@@ -3,14 +3,14 @@
 [Note: the text of an action]
 
     2F0      stage 2 runs forward on microbatch 0
-    2B0      ... the whole backward
-    2I0 2W0  ... backward in two halves: the gradient of the stage's input, then those of its weights
+    2B0      ... backward
+    2I0 2W0  ... backward in two halves: the gradient of the stage's input, then the gradients of its weights
     2F0.1    ... on the second slice of its tokens (TeraPipe)
-    2F5@3    ... with version 3 of the stage's weights (asynchronous schedules); without @, the weights in force
-    2SF0     sends what forward made to stage 3            2RF0     receives what stage 1's forward made
+    2F5@3    ... with version 3 of the stage's weights (asynchronous schedules); without @, the latest
+    2SF0     sends the output of forward to stage 3        2RF0     receives the output of stage 1
     2SB0     sends the gradient of its input to stage 1    2RB0     receives the gradient of its output from stage 3
     2U4      the update that makes version 4 of the stage's weights (a synchronous step has one, 2U1)
-    2K3 2D3  keeps version 3 of the weights beside the newer ones; drops it
+    2K3 2D3  stashes version 3 of the weights; drops it
 
 Stages are numbered in the order of the model. A rank may hold several of them.
 """
@@ -40,10 +40,10 @@ COMPUTE = frozenset({ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_G
 SENDS = frozenset({ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD})
 RECEIVES = frozenset({ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD})
 VERSIONS = frozenset({ActionKind.UPDATE, ActionKind.STASH, ActionKind.DROP_STASHED})
-"""their index is the number of a version of the weights; that of all others is a microbatch"""
+"""kinds whose index is a weight version; that of all others is a microbatch"""
 
 LATEST = -1
-"""the version of an action that uses the weights in force"""
+"""the version of an action that uses the latest weights"""
 
 _ACTION_PATTERN = re.compile(r"(\d+)(SF|RF|SB|RB|[FBIWUKD])(\d+)(?:\.(\d+))?(?:@(\d+))?")
 
@@ -51,7 +51,7 @@ _ACTION_PATTERN = re.compile(r"(\d+)(SF|RF|SB|RB|[FBIWUKD])(\d+)(?:\.(\d+))?(?:@
 class Action(NamedTuple):
     stage: int
     kind: ActionKind
-    index: int  # type: ignore[assignment]  # a tuple has a method of this name, which nobody calls
+    index: int  # type: ignore[assignment]  # hides a method of tuples
     """the microbatch, counted from the start of the step (of the run, where the schedule is asynchronous)"""
     slice_index: int = 0
     """the slice of the microbatch's tokens"""

@@ -1,10 +1,10 @@
-"""Channels: the ways that messages take between stages on different ranks.
+"""Channels: the routes of transfers between stages on different ranks.
 
-    stage 2 on rank 2  ==  (SF, 2)  ==>  stage 3 on rank 3      what forward made
+    stage 2 on rank 2  ==  (SF, 2)  ==>  stage 3 on rank 3      the output of forward
                        <==  (SB, 3)  ==                         the gradient of the input
 
-A channel carries one kind of message from one stage to its neighbour, first in, first out. Neighbours on one rank have
-no channel: the runtime hands tensors over.
+A channel carries one kind of transfer from one stage to its neighbour, first in, first out. Neighbours on one rank have
+no channel: they exchange tensors in memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from echelon.pipeline.actions import Action, ActionKind
 
 Channel = tuple[ActionKind, int]
-"""the kind of its sends and the stage that sends; the homes of the stages say the two ranks"""
+"""the kind of its sends and the stage that sends; the schedule knows the ranks of both stages"""
 
 TransferKey = tuple[int, int]
 """microbatch and slice"""
@@ -23,11 +23,11 @@ RECEIVE_KIND = {
     ActionKind.SEND_FORWARD: ActionKind.RECEIVE_FORWARD,
     ActionKind.SEND_BACKWARD: ActionKind.RECEIVE_BACKWARD,
 }
-"""the receives of a channel, by its sends"""
+"""the kind of a channel's receives, by that of its sends"""
 
 
 def outgoing_channel(rank_of_stage: Sequence[int], action: Action) -> Channel | None:
-    """The channel that takes away what an action makes."""
+    """The channel that carries the output of an action."""
     stage, kind, _, _, _ = action
     if (
         kind is ActionKind.FORWARD
@@ -45,7 +45,7 @@ def outgoing_channel(rank_of_stage: Sequence[int], action: Action) -> Channel | 
 
 
 def incoming_channel(rank_of_stage: Sequence[int], action: Action) -> Channel | None:
-    """The channel that brings what an action needs."""
+    """The channel that carries the input of an action."""
     stage, kind, _, _, _ = action
     if kind is ActionKind.FORWARD and stage and rank_of_stage[stage - 1] != rank_of_stage[stage]:
         return (ActionKind.SEND_FORWARD, stage - 1)

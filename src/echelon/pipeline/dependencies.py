@@ -1,15 +1,15 @@
-"""What an action needs, what it makes, and a run of the lists by these alone.
+"""What an action depends on and what it produces, and the search for deadlocks.
 
-[Note: needs]
+[Note: dependencies]
 
     F        F of the stage before; F of the slice before
     B, I     its own F; B or I of the stage after; B or I of the slice after
     W        its own I
-    SF, SB   the F, B or I that makes what is sent
+    SF, SB   the F, B or I that produces what is sent
     RF, RB   the SF or SB of the other rank
-    U K D    nothing but their place in the list
+    U K D    nothing but the actions before them
 
-Where a lowered list has messages, F and B need the receive instead of another rank's action.
+In a lowered schedule, F and B depend on the receive instead of another rank's action.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from echelon.pipeline.actions import RECEIVES, SENDS, Action, ActionKind
 from echelon.pipeline.schedule import Schedule
 
 ActionResult = tuple[str, int, int, int]
-"""what an action makes: its kind (G, a gradient, for B and I alike), stage, microbatch and slice"""
+"""what an action produces: its kind (G, a gradient, for B and I alike), stage, microbatch and slice"""
 
 FORWARD, BACKWARD, INPUT, WEIGHT = (
     ActionKind.FORWARD,
     ActionKind.BACKWARD,
     ActionKind.INPUT_GRAD,
     ActionKind.WEIGHT_GRAD,
-)  # looked up very often
+)  # attributes of an enum are slow
 
 
 def is_lowered(schedule: Schedule) -> bool:
-    """Whether there are messages in the lists."""
+    """Whether the schedule has sends and receives."""
     return any(
         action.kind in SENDS or action.kind in RECEIVES for actions in schedule.rank_actions for action in actions
     )
@@ -45,19 +45,19 @@ def action_result(action: Action) -> ActionResult:
 
 
 class Dependencies:
-    """The needs of a schedule's actions. See [Note: needs]."""
+    """The dependencies of a schedule's actions. See [Note: dependencies]."""
 
     def __init__(self, schedule: Schedule):
         self.last_stage, self.last_slice = schedule.stages - 1, schedule.slices - 1
         homes, with_messages = schedule.rank_of_stage, is_lowered(schedule)
         self._by_transfer = [with_messages and one != other for one, other in pairwise(homes)]
-        """for each stage but the last, whether a message goes to the stage after it"""
+        """for each stage but the last, whether a transfer leads to the next stage"""
 
     def for_action(self, action: Action) -> list[ActionResult]:
         stage, kind, index, part, _ = action
         needs: list[ActionResult] = []
         if stage > self.last_stage:
-            return needs  # no such stage: `validate` says so
+            return needs  # no such stage: `validate` reports it
         if kind is FORWARD:
             if part:
                 needs.append(("F", stage, index, part - 1))
@@ -87,10 +87,10 @@ def find_deadlock(
     dependencies: Sequence[Sequence[list[ActionResult]]],
     available: Collection[ActionResult] = (),
 ) -> dict[int, tuple[int, ActionResult]]:
-    """Runs all lists until they end or nobody can go on; then for each rank its place and what it waits for.
+    """Run all ranks until none can continue; for each rank that is stuck, its position and what it waits for.
 
-    A rank runs its list in order and stops where a need is not met: receives block, sends do not. `there` is met from
-    the start.
+    A rank runs its actions in order and stops at an unmet dependency: receives block, sends do not. `available`
+    results exist from the start.
     """
     met = set(available)
     places = [0] * len(results)

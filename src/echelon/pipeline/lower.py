@@ -1,19 +1,19 @@
-"""`lower`: adds the messages between ranks to a schedule.
+"""`lower`: add sends and receives to a schedule.
 
-[Note: where messages stand]
+[Note: positions of sends and receives]
 
-    2F0 2SF0           a send follows what makes its content
-    3RF1 3B0 3F1       a receive stands one action of compute ahead of its use
+    2F0 2SF0           a send follows the action that produces it
+    3RF1 3B0 3F1       a receive is posted one compute action ahead of its use
 
-A receive starts to take a message; its use waits for it. So a transfer runs beside the compute in between.
+A receive starts a transfer; its use waits for it. So the transfer overlaps with the compute in between.
 
-1. Both ends of a channel have one order. Sends stand in the order in which the sender makes them, and receives in the
-   same: where a rank uses a later message first, it takes the earlier ones with it.
-2. A receive may go ahead of an action X only if X is not needed to make the message. A run in unit time decides: the
-   maker of the message must start before X (where both start at once, it must be the shorter one). Then all that an
-   action waits for starts before the action, so the lists have no deadlock even where a receive blocks.
+1. Both ends of a channel have the same order: that of the sender. If a rank uses a later transfer first, it receives
+   the earlier ones before it.
+2. A receive may precede an action X only if the transfer does not depend on X. A simulation in unit time decides: the
+   action that produces the transfer must start before X (if both start at once, it must be the shorter one). Then all
+   that an action waits for starts before the action, so there is no deadlock even if receives block.
 
-Without sends and receives, what is left is the list as it was.
+Removing the sends and receives gives back the original schedule.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from echelon.pipeline.schedule import Schedule
 from echelon.pipeline.simulate import simulate
 
 StartTime = tuple[float, float]
-"""when an action starts in the run in unit time, and how long it takes"""
+"""(start, duration) of an action in the simulation in unit time"""
 
 
 def lower(schedule: Schedule) -> Schedule:
-    """The schedule with its sends and receives; one that has them already stays as it is."""
+    """The schedule with its sends and receives; a lowered one is returned unchanged."""
     if is_lowered(schedule):
         return schedule
-    begins = _start_times(schedule)
-    channels = _ChannelQueues(schedule, begins)
+    start_times = _start_times(schedule)
+    channels = _ChannelQueues(schedule, start_times)
     lists = tuple(
-        tuple(_with_transfers(schedule, channels, actions, mine))
-        for actions, mine in zip(schedule.rank_actions, begins, strict=True)
+        tuple(_with_transfers(schedule, channels, actions, starts))
+        for actions, starts in zip(schedule.rank_actions, start_times, strict=True)
     )
     return replace(schedule, rank_actions=lists)
 
@@ -53,22 +53,22 @@ def _start_times(schedule: Schedule) -> list[list[StartTime]]:
 
 
 class _ChannelQueues:
-    """What goes through every channel, in order, and how much of it has been received."""
+    """The transfers of every channel in order, and those already received."""
 
     def __init__(self, schedule: Schedule, start_times: list[list[StartTime]]):
         self._rank_of_stage = schedule.rank_of_stage
         self._queues: dict[Channel, dict[TransferKey, StartTime]] = {}
-        for actions, mine in zip(schedule.rank_actions, start_times, strict=True):
-            for action, begin in zip(actions, mine, strict=True):
+        for actions, starts in zip(schedule.rank_actions, start_times, strict=True):
+            for action, start in zip(actions, starts, strict=True):
                 if channel := outgoing_channel(schedule.rank_of_stage, action):
-                    self._queues.setdefault(channel, {})[action.index, action.slice_index] = begin
+                    self._queues.setdefault(channel, {})[action.index, action.slice_index] = start
         self._received: dict[Channel, set[TransferKey]] = {}
         self._remaining: dict[Channel, Iterator[TransferKey]] = {
             key: iter(queue) for key, queue in self._queues.items()
         }
 
     def required_receives(self, action: Action) -> tuple[list[Action], StartTime]:
-        """The receives that an action needs, and when the last of their messages begins to be made."""
+        """The receives that an action depends on, and the start of the action that produces the last of them."""
         early = (float("-inf"), 0.0)
         channel = incoming_channel(self._rank_of_stage, action)
         if channel is None:
@@ -76,22 +76,22 @@ class _ChannelQueues:
         wanted, stage, kind = (action.index, action.slice_index), action.stage, RECEIVE_KIND[channel[0]]
         queue = self._queues.get(channel, {})
         if wanted not in queue:
-            # The window before this one sent it, so it comes before all that this one sends.
+            # The previous window sent it, before all transfers of this one.
             return [Action(stage, kind, *wanted)], early
-        received, found = self._received.setdefault(channel, set()), []
+        received, receives = self._received.setdefault(channel, set()), []
         while wanted not in received:
             message = next(self._remaining[channel])
             received.add(message)
-            found.append(Action(stage, kind, *message))
-        return found, queue[wanted]
+            receives.append(Action(stage, kind, *message))
+        return receives, queue[wanted]
 
 
 def _with_transfers(
     schedule: Schedule, channels: _ChannelQueues, actions: tuple[Action, ...], start_times: list[StartTime]
 ) -> Iterator[Action]:
-    """A rank's list with its messages. See [Note: where messages stand]."""
+    """A rank's actions with its sends and receives. See [Note: positions of sends and receives]."""
     ahead: list[list[Action]] = [[] for _ in actions]
-    """the receives in front of every action"""
+    """the receives before each action"""
     before: int | None = None
     for place, action in enumerate(actions):
         if action.kind not in COMPUTE:

@@ -1,12 +1,12 @@
-"""`Schedule`: every rank's list of actions, as data with a text of its own.
+"""`Schedule`: every rank's list of actions, as data with a text form.
 
-[Note: stages on ranks]
+[Note: stage placement]
 
-With d ranks and v chunks each, the d * v stages go round the ranks (`loop`, interleaved 1F1B) or there and back
-(`vee`, two chunks, ZB-V and DualPipe-V), so that the first and the last stage meet on rank 0:
+With d ranks and v chunks each, the d * v stages loop over the ranks (interleaved 1F1B), or go forth and back in a V
+(two chunks, ZB-V and DualPipe-V), so that rank 0 holds the first and the last stage:
 
-    loop  rank 0: 0 4    rank 1: 1 5    rank 2: 2 6    rank 3: 3 7
-    vee   rank 0: 0 7    rank 1: 1 6    rank 2: 2 5    rank 3: 3 4
+    looped    rank 0: 0 4    rank 1: 1 5    rank 2: 2 6    rank 3: 3 7
+    V         rank 0: 0 7    rank 1: 1 6    rank 2: 2 5    rank 3: 3 4
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from dataclasses import dataclass
 from echelon.pipeline.actions import Action
 
 RankActions = tuple[tuple[Action, ...], ...]
-"""the actions of every rank, in its own order"""
+"""the actions of every rank, in order"""
 
 
 def looped_placement(ranks: int, chunks: int = 1) -> tuple[int, ...]:
-    """The rank of every stage, round and round."""
+    """The rank of every stage, where stages loop over the ranks."""
     return tuple(range(ranks)) * chunks
 
 
 def v_placement(ranks: int) -> tuple[int, ...]:
-    """The rank of every stage, there and back."""
+    """The rank of every stage, where stages go forth and back."""
     return (*range(ranks), *reversed(range(ranks)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """What every rank of a pipeline does, in order."""
+    """The actions of every rank of a pipeline."""
 
     name: str
     rank_of_stage: tuple[int, ...]
     """the rank of every stage"""
     microbatches: int
     rank_actions: RankActions
-    """compute, updates and versions; `lower.lower` adds the communication"""
+    """compute, updates and weight versions; `lower.lower` adds sends and receives"""
     slices: int = 1
-    """slices of a microbatch's tokens"""
+    """per microbatch, of its tokens"""
     note: str = ""
-    """what a reader should know: the fallback that was taken where there are too few microbatches"""
+    """a remark for readers, such as the fallback for too few microbatches"""
 
     @property
     def stages(self) -> int:
@@ -58,7 +58,7 @@ class Schedule:
         return tuple(stage for stage, home in enumerate(self.rank_of_stage) if home == rank)
 
     def __str__(self) -> str:
-        """A line per rank, after a line that says what stages it has: the format of `schedule=file:PATH`."""
+        """A line per rank with its stages and actions: the format of `schedule=file:PATH`."""
         return "".join(
             f"rank {rank}, stages {' '.join(map(str, self.stages_on(rank)))}: {' '.join(map(str, actions))}\n"
             for rank, actions in enumerate(self.rank_actions)

@@ -1,24 +1,24 @@
-"""`simulate`: given how long actions and messages take, when every action of a schedule runs.
+"""`simulate`: the time of every action of a schedule, from the durations of actions and transfers.
 
 [Note: the rules of time]
 
-A rank runs its list in order, one action at a time. An action starts when the one before it has ended and what it needs
-is there:
+A rank runs its actions in order, one at a time. An action starts when the one before it has ended and its dependencies
+are met:
 
-    F  needs F of the stage before, over the link between their ranks
-    B  needs its own F, and B (or I) of the stage after, over the link; so does I
-    W  needs its own I
+    F  depends on F of the previous stage, over the link between their ranks
+    B  depends on its F, and on B (or I) of the next stage, over the link; so does I
+    W  depends on its I
 
-1. A message takes the link's time once. Messages from one rank to another travel one by one in the order in which they
-   were sent, in a lane of their own. Between two stages of one rank nothing is sent.
-2. Sends occupy the lane, not the rank, unless `overlap` is off. A list without communication sends what F, B or I made
-   when they end; in a lowered list a send leaves when the rank comes to it. A receive opens the door, and the F or B
-   behind it waits; so a receive that stands early in a list costs nothing.
+1. A transfer takes the link's time. Transfers from one rank to another use one link, one by one in the order of their
+   sends. Two stages of one rank exchange tensors in no time.
+2. Sends occupy the link, not the rank, unless `overlap` is off. In a schedule without sends, the output of F, B or I is
+   sent when they end; in a lowered one when the rank reaches the send. A receive takes no time: the F or B that uses it
+   waits, so posting a receive early is free.
 3. K and D take no time.
 
-Each lane has one sender, whose list orders its messages. So nothing has to be ordered across ranks: every rank runs as
-far as it can, and a message wakes the rank that waits for it. There is no clock and no queue of events; the work is
-constant for each action.
+Each link has one sender, whose actions order its transfers. So nothing has to be ordered across ranks: each rank
+runs as far as it can, and a transfer wakes the rank that waits for it. There is no clock and no event queue; the cost
+is constant per action.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ __all__ = ["UNIT", "Durations", "Timeline", "simulate"]
 
 @dataclass(frozen=True, kw_only=True)
 class Durations:
-    """Seconds of actions and messages; one number for all stages, or one for each."""
+    """Seconds of actions and transfers; one number for all stages, or one for each."""
 
     forward: PerStage = 1.0
-    """seconds of F: of one stage on one microbatch (on one slice, where there are slices)"""
+    """seconds of F: one stage, one microbatch (or slice)"""
     input_grad: PerStage = 1.0
     """seconds of I"""
     weight_grad: PerStage = 1.0
-    """seconds of W; B takes those of I and W together"""
+    """seconds of W; B takes those of I and W"""
     update: PerStage = 0.0
     """seconds of U"""
     slices: tuple[float, ...] = ()
-    """how many times these seconds F, B, I and W take on each slice; empty: once on all of them"""
+    """the factor of F, B, I and W on each slice; empty: 1 on all of them"""
     send_forward: PerStage = 0.0
-    """seconds of a message from a stage to the next: latency + bytes / bandwidth"""
+    """seconds of a transfer to the next stage: latency + bytes / bandwidth"""
     send_backward: PerStage = 0.0
-    """seconds of a message from a stage to the one before"""
+    """seconds of a transfer to the previous stage"""
     overlap: bool = True
     """whether a rank computes while it sends"""
 
@@ -71,37 +71,37 @@ FORWARD, INPUT, WEIGHT = (
 )  # attributes of an enum are slow
 
 UNIT = Durations()
-"""F, I and W take 1, all else nothing: what the formulas of the bubble suppose"""
+"""F, I and W take 1, all else nothing: the assumption of the bubble formulas"""
 
 
 def simulate(schedule: Schedule, durations: Durations = UNIT) -> Timeline:
-    """The timeline of a schedule, with or without its communication."""
+    """The timeline of a schedule, with or without its sends and receives."""
     return _Simulator(schedule, durations).run()
 
 
 _Wait = tuple[Action, int, str]
-"""an action, and the stage and kind of the one that it waits for, which is of the same microbatch"""
+"""an action, and the stage and kind of the action that it waits for, of the same microbatch"""
 
 
 class _Direction:
-    """Messages in one direction: forward, or backward. A key is a number for (microbatch, slice, stage)."""
+    """The transfers of one direction. A key encodes (microbatch, slice, stage) as one integer."""
 
     def __init__(self, schedule: Schedule, seconds: PerStage, *, is_backward: bool) -> None:
         self.step, self.letter = (-1, "B") if is_backward else (1, "F")
         self.first, self.last = (schedule.stages - 1, 0) if is_backward else (0, schedule.stages - 1)
         self.seconds = per_stage(seconds, schedule.stages)
         self.ready_to_send: set[int] = set()
-        """what is ready for its send, by the key of the sender"""
+        """outputs to send, by the key of the sender"""
         self.posted_receives: dict[int, int] = {}
-        """where in its list a receive stands, by the key of the receiver; -1: before this window"""
+        """the position of each posted receive, by the key of the receiver; -1: in an earlier window"""
         self.arrived: dict[int, float] = {}
-        """when a message is there, likewise"""
+        """the arrival time of each transfer, by the key of the receiver"""
         self.waiting: set[int] = set()
-        """the messages that ranks wait for, likewise"""
+        """transfers that a rank waits for, by the key of the receiver"""
 
 
 class _Simulator:
-    """All ranks at work."""
+    """The state of all ranks."""
 
     def __init__(self, schedule: Schedule, durations: Durations) -> None:
         stages = schedule.stages
@@ -116,26 +116,29 @@ class _Simulator:
             ActionKind.STASH: (0.0,) * stages,
             ActionKind.DROP_STASHED: (0.0,) * stages,
         }
-        every = list(chain.from_iterable(schedule.rank_actions))
-        if (top := max((action.stage for action in every), default=0)) >= stages:
-            raise ValueError(f"an action of stage {top} in a schedule of {stages} stages; add its home or leave it out")
-        self.num_slices = 1 + max((action.slice_index for action in every), default=0)
+        actions = list(chain.from_iterable(schedule.rank_actions))
+        if (top := max((action.stage for action in actions), default=0)) >= stages:
+            raise ValueError(
+                f"an action of stage {top} in a schedule of {stages} stages; add the stage's rank or remove the action"
+            )
+        self.num_slices = 1 + max((action.slice_index for action in actions), default=0)
         self.slice_factors = durations.slices or (1.0,) * self.num_slices
         if len(self.slice_factors) < self.num_slices:
             raise ValueError(
-                f"{len(self.slice_factors)} factors for {self.num_slices} slices ({self.slice_factors}); give one for each"
+                f"{len(self.slice_factors)} factors for {self.num_slices} slices ({self.slice_factors}); give one per "
+                "slice"
             )
-        self.is_lowered = any(action.kind in SENDS or action.kind in RECEIVES for action in every)
+        self.is_lowered = any(action.kind in SENDS or action.kind in RECEIVES for action in actions)
         self.forward = _Direction(schedule, durations.send_forward, is_backward=False)
         self.backward = _Direction(schedule, durations.send_backward, is_backward=True)
         self.link_free_at: dict[tuple[int, int], float] = {}
-        """when the lane from one rank to another is free again"""
+        """when the link from one rank to another is free again"""
         self.in_flight: set[int] = set()
-        """forward has run, backward has not"""
+        """F has run, B or I has not"""
         self.pending_weight_grads: set[int] = set()
         """I has run, W has not"""
         self.runnable_ranks = deque(range(schedule.ranks))
-        self._inherit_window(every)
+        self._inherit_window(actions)
 
     def run(self) -> Timeline:
         lists = self.schedule.rank_actions
@@ -146,7 +149,7 @@ class _Simulator:
             rank = self.runnable_ranks.popleft()
             wants[rank] = next(walks[rank], None)
         if why := ", ".join(self._describe_wait(rank, want) for rank, want in enumerate(wants) if want):
-            raise ValueError(f"the schedule cannot finish ({self.schedule.name}: {why}); change the order of its lists")
+            raise ValueError(f"the schedule deadlocks ({self.schedule.name}: {why}); change the order of its actions")
         return Timeline(
             name=self.schedule.name,
             rank_of_stage=self.schedule.rank_of_stage,
@@ -156,96 +159,94 @@ class _Simulator:
             note=self.schedule.note,
         )
 
-    def _run_rank(self, rank: int, starts: list[float], ends: list[float]) -> Iterator[_Wait]:
-        """Runs a rank's list. Gives what it waits for whenever that is not there."""
-        homes, factors, seconds, is_lowered = (
-            self.schedule.rank_of_stage,
-            self.slice_factors,
-            self.seconds,
-            self.is_lowered,
-        )
-        onward, back, held, halves = self.forward, self.backward, self.in_flight, self.pending_weight_grads
-        parts, stages, now = self.num_slices, len(homes), 0.0
+    def _run_rank(self, rank: int, starts: list[float], ends: list[float]) -> Iterator[_Wait]:  # noqa: C901
+        """Run a rank's actions; yield what the rank waits for. One loop, for the speed of a million actions."""
+        rank_of_stage = self.schedule.rank_of_stage
+        factors, seconds = self.slice_factors, self.seconds
+        is_lowered = self.is_lowered
+        forward, backward = self.forward, self.backward
+        in_flight, pending_weight_grads = self.in_flight, self.pending_weight_grads
+        num_slices, stages, now = self.num_slices, len(rank_of_stage), 0.0
         for position, action in enumerate(self.schedule.rank_actions[rank]):
-            stage, kind, index, part, _ = action
-            key = (index * parts + part) * stages + stage
+            stage, kind, index, slice_index, _ = action
+            key = (index * num_slices + slice_index) * stages + stage
             if kind in COMPUTE:
-                start, way = now, onward if kind is FORWARD else back
+                start, direction = now, forward if kind is FORWARD else backward
                 if kind is not FORWARD:
-                    needed = halves if kind is WEIGHT else held
+                    needed = pending_weight_grads if kind is WEIGHT else in_flight
                     while key not in needed:
                         yield action, stage, "I" if kind is WEIGHT else "F"
                     needed.remove(key)
-                if kind is not WEIGHT and stage != way.first:
-                    if is_lowered and homes[stage - way.step] != rank:
-                        while key not in way.posted_receives:
-                            yield action, stage, "R" + way.letter
-                        door, source = way.posted_receives.pop(key), "S" + way.letter
+                if kind is not WEIGHT and stage != direction.first:
+                    if is_lowered and rank_of_stage[stage - direction.step] != rank:
+                        while key not in direction.posted_receives:
+                            yield action, stage, "R" + direction.letter
+                        receive_position, source = direction.posted_receives.pop(key), "S" + direction.letter
                     else:
-                        door, source = -1, way.letter
-                    while key not in way.arrived:
-                        way.waiting.add(key)
-                        yield action, stage - way.step, source
-                    came = way.arrived.pop(key)
-                    if came > now:
-                        start = came
-                    if door >= 0:
-                        ends[door] = max(came, starts[door])
+                        receive_position, source = -1, direction.letter
+                    while key not in direction.arrived:
+                        direction.waiting.add(key)
+                        yield action, stage - direction.step, source
+                    arrival = direction.arrived.pop(key)
+                    if arrival > now:
+                        start = arrival
+                    if receive_position >= 0:
+                        ends[receive_position] = max(arrival, starts[receive_position])
                 starts[position] = start
-                ends[position] = now = start + seconds[kind][stage] * factors[part]
+                ends[position] = now = start + seconds[kind][stage] * factors[slice_index]
                 if kind is FORWARD:
-                    held.add(key)
+                    in_flight.add(key)
                 elif kind is INPUT:
-                    halves.add(key)
-                if kind is not WEIGHT and stage != way.last:
-                    if homes[stage + way.step] == rank:
-                        way.arrived[key + way.step] = now
+                    pending_weight_grads.add(key)
+                if kind is not WEIGHT and stage != direction.last:
+                    if rank_of_stage[stage + direction.step] == rank:
+                        direction.arrived[key + direction.step] = now
                     elif is_lowered:
-                        way.ready_to_send.add(key)
+                        direction.ready_to_send.add(key)
                     else:
-                        _, gone = self._send(way, rank, stage, key, now)
-                        now = now if self.overlap else gone
+                        _, sent_at = self._send(direction, rank, stage, key, now)
+                        now = now if self.overlap else sent_at
             elif kind in VERSIONS:
                 starts[position] = now
                 ends[position] = now = now + seconds[kind][stage]
             elif kind in SENDS:
-                way = onward if kind is ActionKind.SEND_FORWARD else back
-                while key not in way.ready_to_send:
-                    yield action, stage, way.letter
-                way.ready_to_send.remove(key)
-                starts[position], ends[position] = self._send(way, rank, stage, key, now)
+                direction = forward if kind is ActionKind.SEND_FORWARD else backward
+                while key not in direction.ready_to_send:
+                    yield action, stage, direction.letter
+                direction.ready_to_send.remove(key)
+                starts[position], ends[position] = self._send(direction, rank, stage, key, now)
                 now = now if self.overlap else ends[position]
             else:
-                (onward if kind is ActionKind.RECEIVE_FORWARD else back).posted_receives[key] = position
+                (forward if kind is ActionKind.RECEIVE_FORWARD else backward).posted_receives[key] = position
                 starts[position] = ends[position] = now
 
-    def _send(self, way: _Direction, rank: int, stage: int, key: int, now: float) -> tuple[float, float]:
-        """When a message leaves and when it is there. Wakes who waits for it."""
-        home, there = self.schedule.rank_of_stage[stage + way.step], key + way.step
-        lane = rank, home
-        free = self.link_free_at.get(lane, 0.0)
+    def _send(self, direction: _Direction, rank: int, stage: int, key: int, now: float) -> tuple[float, float]:
+        """The start and end of a transfer. Wakes the rank that waits for it."""
+        receiver, there = self.schedule.rank_of_stage[stage + direction.step], key + direction.step
+        link = rank, receiver
+        free = self.link_free_at.get(link, 0.0)
         start = now if now > free else free
-        self.link_free_at[lane] = way.arrived[there] = end = start + way.seconds[stage]
-        if there in way.waiting:
-            way.waiting.remove(there)
-            self.runnable_ranks.append(home)
+        self.link_free_at[link] = direction.arrived[there] = end = start + direction.seconds[stage]
+        if there in direction.waiting:
+            direction.waiting.remove(there)
+            self.runnable_ranks.append(receiver)
         return start, end
 
     def _inherit_window(self, actions: list[Action]) -> None:
-        """What a window of an endless stream finds: microbatches whose forward ran before it, messages on their way."""
+        """Set up what earlier windows of a stream left: microbatches in flight, transfers that have arrived."""
         first = min((action.index for action in actions if action.kind is FORWARD), default=math.inf)
         old = {action[:4] for action in actions if action.index < first and action.kind not in VERSIONS}
-        for stage, kind, index, part in old:
-            key = (index * self.num_slices + part) * self.schedule.stages + stage
-            if kind is ActionKind.WEIGHT_GRAD and (stage, ActionKind.INPUT_GRAD, index, part) not in old:
+        for stage, kind, index, slice_index in old:
+            key = (index * self.num_slices + slice_index) * self.schedule.stages + stage
+            if kind is ActionKind.WEIGHT_GRAD and (stage, ActionKind.INPUT_GRAD, index, slice_index) not in old:
                 self.pending_weight_grads.add(key)
             if kind not in (ActionKind.BACKWARD, ActionKind.INPUT_GRAD):
                 continue
             self.in_flight.add(key)
-            if (stage, ActionKind.RECEIVE_BACKWARD, index, part) not in old:
+            if (stage, ActionKind.RECEIVE_BACKWARD, index, slice_index) not in old:
                 self.backward.posted_receives[key] = -1
             sent = {
-                (stage + 1, kind, index, part)
+                (stage + 1, kind, index, slice_index)
                 for kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRAD, ActionKind.SEND_BACKWARD)
             }
             if not old & sent:
@@ -254,7 +255,7 @@ class _Simulator:
     def _describe_wait(self, rank: int, wait: _Wait) -> str:
         action, stage, kind = wait
         awaited = action._replace(stage=stage, kind=ActionKind(kind), version=LATEST)
-        # A stage that has its backward in two halves passes the gradient on after the first.
+        # A stage that splits its backward sends the gradient after I.
         half = awaited._replace(kind=INPUT)
         if kind == "B" and any(
             other[:4] == half[:4] for other in self.schedule.rank_actions[self.schedule.rank_of_stage[stage]]

@@ -1,22 +1,22 @@
-"""PipeDream's optimizer: from a profile and the speed of the links between ranks, the layers of each stage and how many
-ranks share it.
+"""PipeDream's optimizer: the layers of each stage and its number of replicas, from a profile and the bandwidth between
+ranks.
 
 [Note: PipeDream's dynamic programme]
 
 Ranks are joined in levels: level 1 joins m_1 ranks (a node), level 2 joins m_2 of those (a cluster), and so on; between
 two components of level k the bandwidth is B_k. With T_l the seconds of layer l for a microbatch (forward and backward),
-a_l the bytes that it hands on and w_l the bytes of its weights:
+a_l the bytes of its output and w_l the bytes of its weights:
 
     one rank runs layers i to j:
         A_0(i..j) = sum of T_l
-    one stage of level k on m components, which take turns with the microbatches and share gradients:
+    one stage of level k on m components, which take turns with the microbatches and all-reduce gradients:
         T_k(i..j, m) = max(A_{k-1}(i..j, m_{k-1}), 2 (m - 1) sum of w_l / B_k) / m
     the best pipeline of m components is one stage, or it ends with layers s+1 to j on m' components:
         A_k(i..j, m) = min(T_k(i..j, m), min over s, m' of max(A_k(i..s, m - m'), 2 a_s / B_k, T_k(s+1..j, m')))
 
-A stage of level k is itself a pipeline of level k - 1, so the stages of the answer are those of level 1, each on as
-many ranks as its levels have replicas together. All ranks are used. Transfers and compute overlap, so the slowest of
-all stages and transfers sets the pace. Each replica of the first stage lets in ceil(ranks / its replicas) microbatches
+A stage of level k is itself a pipeline of level k - 1, so the stages of the result are those of level 1, each on as
+many ranks as the product of its replicas over all levels. All ranks are used. Transfers and compute overlap, so the
+slowest stage or transfer sets the pace. Each replica of the first stage admits ceil(ranks / its replicas) microbatches
 before it waits for one to come back: enough to keep all ranks busy (PipeDream's NOAM).
 
 It takes sum over levels of layers^3 x m_k^2 steps; the outermost level needs only the pipelines that begin with the
@@ -44,31 +44,30 @@ from echelon.pipeline.partition import (
 from echelon.pipeline.schedule import looped_placement
 
 RangeTable = NDArray[np.float64]
-"""a number for every first and last layer"""
+"""a number for every first and last block"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkLevel:
-    """Components that are joined by links of one speed: the ranks of a node, the nodes of a cluster."""
+    """Components joined by links of one bandwidth: the ranks of a node, the nodes of a cluster."""
 
     components: int
-    """how many"""
     bandwidth: float
     """bytes per second between two of them"""
 
     def __post_init__(self) -> None:
         if self.components < 1:
-            raise ValueError(f"a level joins nothing ({self.components} components); give 1 or more")
+            raise ValueError(f"a level has no components ({self.components}); give 1 or more")
         _check_bandwidth(self.bandwidth)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicatedPipeline:
-    """The stages that PipeDream's optimizer chose, and what it expects of them."""
+    """The stages that PipeDream's optimizer chose, and their predicted pace."""
 
     split: StageSplit
     seconds: float
-    """between two microbatches: the slowest stage or transfer, a stage's time divided by its replicas"""
+    """per microbatch: of the slowest stage (divided by its replicas) or transfer"""
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -76,7 +75,7 @@ class ReplicatedPipeline:
 
     @property
     def in_flight(self) -> int:
-        """The microbatches that each replica of the first stage lets in to keep all ranks busy: PipeDream's NOAM."""
+        """The microbatches in flight per replica of the first stage that keep all ranks busy: PipeDream's NOAM."""
         return -(-sum(self.replicas) // self.replicas[0])
 
     def __str__(self) -> str:
@@ -91,16 +90,15 @@ def split_by_profile(
     *,
     rank_of_stage: Sequence[int] | None = None,
 ) -> StageSplit:
-    """The split into stages of one rank each by [Note: PipeDream's dynamic programme], and among equals by
-    [Note: the best split].
+    """Split into stages of one rank each by [Note: PipeDream's dynamic programme]; ties by [Note: the best split].
 
-    `bandwidth` is that of all links between ranks, or one number for each pair of consecutive stages. Stages live on
-    ranks 0, 1, 2, ... or on their `homes`; between two stages at home on one rank nothing is sent.
+    `bandwidth` is that of all links between ranks, or one number for each pair of consecutive stages. Stages are on
+    ranks 0, 1, 2, ... or on `rank_of_stage`; two stages of one rank transfer nothing.
     """
     rank_of_stage = looped_placement(stages) if rank_of_stage is None else rank_of_stage
     speeds = [bandwidth] * (stages - 1) if isinstance(bandwidth, int | float) else list(bandwidth)
-    layers = group_into_blocks(len(profile.links), layers_to_glue(profile.names))
-    check_stages(stages, len(layers))
+    blocks = group_into_blocks(len(profile.links), layers_to_glue(profile.names))
+    check_stages(stages, len(blocks))
     if len(rank_of_stage) != stages or len(speeds) != stages - 1:
         raise ValueError(
             f"homes and bandwidths do not fit the stages ({stages} stages, {len(rank_of_stage)} homes, {len(speeds)} "
@@ -108,49 +106,49 @@ def split_by_profile(
         )
     for speed in speeds:
         _check_bandwidth(speed)
-    facts = _BlockCosts(profile, layers)
+    costs = _BlockCosts(profile, blocks)
     transfers = [
-        [0.0 if here == there else 2 * size / speed for size in facts.activation_bytes]
-        for here, there, speed in zip(rank_of_stage, rank_of_stage[1:], speeds, strict=False)
+        [0.0 if rank == next_rank else 2 * size / speed for size in costs.activation_bytes]
+        for rank, next_rank, speed in zip(rank_of_stage, rank_of_stage[1:], speeds, strict=False)
     ]
-    counts = layers_per_stage(layers, optimal_partition(facts.seconds, transfers))
+    counts = layers_per_stage(blocks, optimal_partition(costs.seconds, transfers))
     return StageSplit.from_layer_counts(
         profile.names, counts, profile.layer_seconds, [(home,) for home in rank_of_stage]
     )
 
 
 def replicate(profile: PipelineProfile, levels: Sequence[NetworkLevel]) -> ReplicatedPipeline:
-    """The layers of each stage and its replicas by [Note: PipeDream's dynamic programme].
+    """Choose the layers and the replicas of each stage by [Note: PipeDream's dynamic programme].
 
-    Levels go from the inside out. Among equals a part of the pipeline is one stage if it can; else its last stage has
-    as few replicas as it can, and then as few layers.
+    Levels go from the inside out. Ties prefer one stage; else the fewest replicas of the last stage, then its fewest
+    layers.
     """
     if not levels:
         raise ValueError("a pipeline needs ranks (no levels); give one level or more")
-    layers = group_into_blocks(len(profile.links), layers_to_glue(profile.names))
-    facts = _BlockCosts(profile, layers)
-    best, solved = _range_sums(facts.seconds, empty=math.inf), []
+    blocks = group_into_blocks(len(profile.links), layers_to_glue(profile.names))
+    costs = _BlockCosts(profile, blocks)
+    best, solved = _range_sums(costs.seconds, empty=math.inf), []
     for number, level in enumerate(levels, start=1):
-        found = _LevelSolution(level, best, facts, only_first=number == len(levels))
-        best = found.best
-        solved.append(found)
-    stages = _backtrack(solved, 0, len(layers) - 1)
-    counts = layers_per_stage(layers, [len(stage) for stage, _ in stages])
+        level_solution = _LevelSolution(level, best, costs, only_first=number == len(levels))
+        best = level_solution.best
+        solved.append(level_solution)
+    stages = _backtrack(solved, 0, len(blocks) - 1)
+    counts = layers_per_stage(blocks, [len(stage) for stage, _ in stages])
     split = StageSplit.from_layer_counts(profile.names, counts, profile.layer_seconds, [ranks for _, ranks in stages])
     return ReplicatedPipeline(split=split, seconds=float(best[0, -1]))
 
 
 class _BlockCosts:
-    """What the optimizer knows of the layers, each of them one link or several."""
+    """The time and the bytes of each block of layers."""
 
     def __init__(self, profile: PipelineProfile, blocks: Sequence[range]) -> None:
-        self.seconds = [math.fsum(profile.layer_seconds[i] for i in layer) for layer in blocks]
-        self.parameter_bytes = [sum(profile.links[i].parameter_bytes for i in layer) for layer in blocks]
-        self.activation_bytes = [profile.links[layer[-1]].activation_bytes for layer in blocks]
+        self.seconds = [math.fsum(profile.layer_seconds[i] for i in block) for block in blocks]
+        self.parameter_bytes = [sum(profile.links[i].parameter_bytes for i in block) for block in blocks]
+        self.activation_bytes = [profile.links[block[-1]].activation_bytes for block in blocks]
 
 
 class _LevelSolution:
-    """A level's best pipelines, for every first and last layer: how fast they are, and where they are cut."""
+    """A level's best pipelines for every first and last block: their pace, and where they are cut."""
 
     def __init__(
         self, level: NetworkLevel, component_times: RangeTable, blocks: _BlockCosts, *, only_first: bool
@@ -164,7 +162,7 @@ class _LevelSolution:
         ]  # T_k, from m = 1
         best = [table.copy() for table in stage]  # A_k
         self.last_stage_start = np.tile(np.arange(last + 1)[:, None], (level.components + 1, 1, last + 1))
-        """by the number of components, the first and the last layer: where the last stage begins"""
+        """by the number of components, the first and the last block: where the last stage begins"""
         self.replicas = np.tile(np.arange(level.components + 1)[:, None, None], (1, last + 1, last + 1))
         """and on how many components it is"""
         for m in range(2, level.components + 1):
@@ -184,11 +182,11 @@ class _LevelSolution:
 
 
 def _backtrack(levels: Sequence[_LevelSolution], first: int, last: int) -> list[tuple[range, tuple[int, ...]]]:
-    """The layers and the ranks of every stage of the best pipeline of these layers, on all ranks of these levels."""
+    """The blocks and the ranks of every stage of the best pipeline from block `first` to `last`."""
     if not levels:
         return [(range(first, last + 1), (0,))]
     *inside, level = levels
-    size = math.prod(found.components for found in inside)
+    size = math.prod(level_solution.components for level_solution in inside)
     stages: list[tuple[range, tuple[int, ...]]] = []
     left = level.components
     while left:
@@ -201,7 +199,7 @@ def _backtrack(levels: Sequence[_LevelSolution], first: int, last: int) -> list[
 
 
 def _range_sums(values: Sequence[float], *, empty: float) -> RangeTable:
-    """The sum of every run of layers, and `empty` where it would end before it begins."""
+    """The sum from every first to every last block; `empty` where the last precedes the first."""
     sums = np.concatenate([[0.0], np.cumsum(np.array(values, dtype=np.float64))])
     table: RangeTable = sums[None, 1:] - sums[:-1, None]
     table[np.tril_indices(len(values), -1)] = empty

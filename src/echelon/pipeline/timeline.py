@@ -1,17 +1,17 @@
 """`Timeline`: when every action of every rank began and ended, planned by `simulate` or measured by a run.
 
-[Note: what a timeline says]
+[Note: figures of a timeline]
 
 - the duration is the makespan: from the first start to the last end, over all ranks;
-- the bubble is 1 - busy / (ranks x duration), where only F, B, I and W are work: a rank that sends, waits or updates
-  is idle to the mathematics;
-- in flight are the activations that a rank holds at once: of a stage and a microbatch (and a slice, where there are
-  slices), from F to B, or to W where backward has two halves, because W needs them.
+- the bubble is 1 - busy / (ranks x duration), where only F, B, I and W count as busy: a rank that sends, waits or
+  updates is idle;
+- in flight are the activations that a rank holds at once: of a stage, a microbatch and a slice, from F to B, or to W
+  where backward is split, because W uses them.
 
-A window of an endless stream begins with backwards whose forwards came before it, and drops weights that were kept
-before it: those are held from the start.
+A window of an endless stream begins with backwards whose forwards ran in an earlier window, and drops weights that were
+stashed there: those count from the start.
 
-As JSON a timeline is one object. `write` and `read` keep two of them, what was planned over what was measured, in a
+As JSON a timeline is one object. `write_timelines` and `read_timelines` store two of them, planned and measured, in a
 run's directory.
 """
 
@@ -33,7 +33,7 @@ TIMELINE_FILE = "timeline.json"
 
 FORWARD = ActionKind.FORWARD
 RELEASING_KINDS = frozenset({ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD})
-"""after these, what forward left is needed no more"""
+"""kinds after which the saved activations of a forward are freed"""
 
 PerStage = float | tuple[float, ...]
 """one number for all stages, or one for each"""
@@ -48,30 +48,30 @@ class ActionSpan(NamedTuple):
 
 
 Spans = Sequence[Iterable[tuple[Action | str, float, float]]]
-"""for every rank its actions (or their texts), each with its start and end"""
+"""for every rank (action or its text, start, end)"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """When every action began and ended. Columns, not objects: a million actions stay cheap."""
+    """The start and end of every action. Columns, not objects: a million actions stay cheap."""
 
     name: str
     """the schedule's"""
     rank_of_stage: tuple[int, ...]
     """the rank of every stage"""
     rank_actions: RankActions
-    """the actions of every rank, in its own order"""
+    """the actions of every rank, in order"""
     starts: tuple[tuple[float, ...], ...]
-    """seconds from the beginning of the first action, beside `lists`"""
+    """seconds since the first action, parallel to `rank_actions`"""
     ends: tuple[tuple[float, ...], ...]
     note: str = ""
-    """what a reader should know of the schedule"""
+    """a remark on the schedule"""
     measured: bool = False
     """whether a run recorded it"""
 
     @classmethod
     def from_spans(cls, name: str, rank_of_stage: Sequence[int], spans: Spans, *, note: str = "") -> Timeline:
-        """The timeline of a run, from the clock readings of its ranks; the earliest of them becomes 0."""
+        """The measured timeline of clock readings; the earliest becomes 0."""
         columns = [_parse_spans(rank, len(rank_of_stage), rows) for rank, rows in enumerate(spans)]
         zero = min((min(starts) for _, starts, _ in columns if starts), default=0.0)
         return cls(
@@ -100,7 +100,7 @@ class Timeline:
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:
-        """Which of its rank's stages every stage is: 0 for the first."""
+        """The chunk of every stage: its index among the stages of its rank."""
         return tuple(self.rank_of_stage[:stage].count(home) for stage, home in enumerate(self.rank_of_stage))
 
     def spans(self, rank: int) -> Iterator[ActionSpan]:
@@ -128,16 +128,16 @@ class Timeline:
 
     @cached_property
     def weight_versions(self) -> tuple[int, ...]:
-        """For every rank, the most versions of its weights at once: the one in force and those that are kept."""
+        """For every rank, the most weight versions at once: the latest and the stashed ones."""
         return tuple(1 + round(self.peak_memory(rank, activations=0.0, versions=1.0)) for rank in range(self.ranks))
 
     def memory_over_time(
         self, rank: int, activations: PerStage = 1.0, versions: PerStage = 0.0
     ) -> list[tuple[float, float]]:
-        """What a rank holds over time: from each time on, so much. The first entry is at 0.
+        """The memory of a rank over time: (time, bytes from then on). The first entry is at 0.
 
-        `activations` are the bytes that one F of a stage leaves for its backward; `versions` those of a stage's weights
-        that are kept beside the ones in force.
+        `activations` are the bytes that one F of a stage saves for backward; `versions` those of one stashed version of
+        a stage's weights.
         """
         steps: dict[float, float] = {0.0: 0.0}
         for time, level in self._memory_changes(rank, activations, versions):
@@ -145,12 +145,12 @@ class Timeline:
         return list(steps.items())
 
     def peak_memory(self, rank: int, activations: PerStage = 1.0, versions: PerStage = 0.0) -> float:
-        """The most that a rank holds at any time."""
+        """The peak of `memory_over_time`."""
         return max(level for _, level in self._memory_changes(rank, activations, versions))
 
     def _memory_changes(self, rank: int, activations: PerStage, versions: PerStage) -> Iterator[tuple[float, float]]:
-        """What the rank holds from each time on; [Note: what a timeline says]."""
-        sizes, kept = per_stage(activations, len(self.rank_of_stage)), per_stage(versions, len(self.rank_of_stage))
+        """(time, bytes from then on); see [Note: figures of a timeline]."""
+        sizes, stashed = per_stage(activations, len(self.rank_of_stage)), per_stage(versions, len(self.rank_of_stage))
         changes: list[tuple[float, float]] = []
         held: set[tuple[int, ...]] = set()
         level = 0.0
@@ -163,14 +163,14 @@ class Timeline:
                 if (stage, index, part) in held:
                     held.remove((stage, index, part))
                 else:
-                    level += sizes[stage]  # from before the window
+                    level += sizes[stage]  # from an earlier window
                 changes.append((end, -sizes[stage]))
             elif kind is ActionKind.STASH:
                 held.add((stage, index))
-                changes.append((start, kept[stage]))
+                changes.append((start, stashed[stage]))
             elif kind is ActionKind.DROP_STASHED:
-                level += 0.0 if (stage, index) in held else kept[stage]
-                changes.append((end, -kept[stage]))
+                level += 0.0 if (stage, index) in held else stashed[stage]
+                changes.append((end, -stashed[stage]))
         yield 0.0, level
         for time, change in changes:
             level += change
@@ -214,24 +214,24 @@ def per_stage(value: PerStage, stages: int) -> tuple[float, ...]:
 
 
 def write_timelines(folder: Path, planned: Timeline | None, measured: Timeline | None) -> None:
-    """Puts both into a run's directory."""
+    """Write both to a run's directory."""
     both = {"planned": planned, "measured": measured}
     text = json.dumps({key: timeline.to_json() for key, timeline in both.items() if timeline is not None})
     (folder / TIMELINE_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def read_timelines(folder: Path) -> tuple[Timeline | None, Timeline | None]:
-    """What was planned and what was measured, where a run's directory has them."""
+    """(planned, measured) timelines of a run's directory; None where one is missing."""
     path = folder / TIMELINE_FILE
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        planned, measured = (found.get(key) for key in ("planned", "measured"))
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        planned, measured = (stored.get(key) for key in ("planned", "measured"))
     except FileNotFoundError:
         raise ValueError(f"no timeline in the run ({folder}); only runs with pp > 1 record one") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, AttributeError) as error:
         raise ValueError(f"the run's timeline cannot be read ({path}: {error}); record it again") from error
     if planned is None and measured is None:
-        raise ValueError(f"the run's timeline is empty ({path}); it needs the keys planned or measured")
+        raise ValueError(f"the run's timeline is empty ({path}); expected the keys planned or measured")
     return (
         None if planned is None else Timeline.from_json(planned),
         None if measured is None else Timeline.from_json(measured),

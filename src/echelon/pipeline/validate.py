@@ -1,17 +1,17 @@
-"""Every fault of a schedule, before anything runs.
+"""Find every fault of a schedule before it runs.
 
-`faults` works on lists with and without messages. It asks, one function each:
+`find_faults` takes schedules with and without sends and receives. It asks, one function each:
 
-1. Is every action on the rank of its stage, and of a microbatch and a slice that are there?
-2. Is every forward there once, and every backward once, whole or in halves?
-3. Does every action come after what it needs, and do the lists reach their end? (See [Note: needs] in order.py.
-   Receives block and sends do not, which is stricter than a runtime that waits only where a message is used.)
-4. Does every action find the version of the weights that it uses, in force or kept? Does every gradient get into an
-   update, and is every version that was kept dropped? Has a synchronous step one update per stage?
+1. Is every action on the rank of its stage, and of a microbatch and a slice that exist?
+2. Is there one forward and one backward (or I and W) per stage, microbatch and slice?
+3. Does every action follow its dependencies, and is there no deadlock? (See [Note: dependencies] in dependencies.py.
+   Receives block and sends do not, which is stricter than the runtime, which waits where a transfer is used.)
+4. Is every weight version that an action uses the latest or stashed? Does an update use every gradient, and is every
+   stashed version dropped? Has a synchronous step one update per stage?
 5. Is everything sent once, received once, and in the same order on both ends?
 
-A window of an asynchronous schedule needs the windows before it: `joined` puts them together, and `drained=False`
-allows what a later window will do.
+A window of an asynchronous schedule depends on earlier windows: `join_windows` joins them, and `drained=False` allows
+what a later window will do.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from echelon.pipeline.dependencies import (
 from echelon.pipeline.schedule import Schedule
 
 MAX_LISTED_MISSING = 20
-"""missing actions that are told one by one"""
+"""missing actions that are listed one by one"""
 
 
 class ScheduleFault(NamedTuple):
-    """One thing that is wrong, and where."""
+    """One fault and its place."""
 
     text: str
     rank: int = -1
     position: int = -1
-    """the place in the rank's list, from 0"""
+    """the index in the rank's actions"""
     action: Action | None = None
 
     def __str__(self) -> str:
@@ -55,19 +55,19 @@ class ScheduleFault(NamedTuple):
 
 
 def fault_messages(schedule: Schedule, *, drained: bool = True) -> list[str]:
-    """Everything that is wrong with a schedule, for people; empty where it can run."""
+    """The faults of a schedule as text; empty if it can run."""
     return [str(fault) for fault in find_faults(schedule, drained=drained)]
 
 
 def check_schedule(schedule: Schedule, *, drained: bool = True) -> None:
-    """Raises ValueError with all faults."""
-    if found := fault_messages(schedule, drained=drained):
-        head = f"the schedule cannot run ({schedule.name}, {len(found)} faults); change its lists:"
-        raise ValueError("\n  ".join([head, *found]))
+    """Raise ValueError with all faults."""
+    if faults := fault_messages(schedule, drained=drained):
+        head = f"the schedule cannot run ({schedule.name}, {len(faults)} faults); change its lists:"
+        raise ValueError("\n  ".join([head, *faults]))
 
 
 def find_faults(schedule: Schedule, *, drained: bool = True) -> list[ScheduleFault]:
-    """Everything that is wrong with a schedule. Without `drained`, a later window goes on where this one ends."""
+    """All faults of a schedule. Without `drained`, a later window continues this one."""
     return [
         *_placement_faults(schedule),
         *_count_faults(schedule, drained),
@@ -78,7 +78,7 @@ def find_faults(schedule: Schedule, *, drained: bool = True) -> list[ScheduleFau
 
 
 def join_windows(windows: Sequence[Schedule]) -> Schedule:
-    """Consecutive windows of one stream as one."""
+    """Join consecutive windows of one stream."""
     ranks = range(windows[0].ranks)
     lists = tuple(tuple(action for window in windows for action in window.rank_actions[rank]) for rank in ranks)
     return replace(windows[0], rank_actions=lists, microbatches=sum(window.microbatches for window in windows))
@@ -133,7 +133,7 @@ def _count_faults(schedule: Schedule, drained: bool) -> Iterator[ScheduleFault]:
     absent = 0
     for key in _forward_keys(schedule):
         absent += key not in forward
-        if absent > MAX_LISTED_MISSING:  # a single action of a very large number asks for all the others
+        if absent > MAX_LISTED_MISSING:  # one action with a very large index implies all the others
             yield ScheduleFault("... and more are missing")
             return
         if key not in forward:
@@ -149,13 +149,12 @@ def _count_faults(schedule: Schedule, drained: bool) -> Iterator[ScheduleFault]:
         elif key in weights:
             yield ScheduleFault(f"{_action_text(WEIGHT, key)} is there without {_action_text(INPUT, key)}")
         elif drained:
-            yield ScheduleFault(
-                f"{_action_text(BACKWARD, key)} is missing (or {_action_text(INPUT, key)} and {_action_text(WEIGHT, key)})"
-            )
+            halves = f"{_action_text(INPUT, key)} and {_action_text(WEIGHT, key)}"
+            yield ScheduleFault(f"{_action_text(BACKWARD, key)} is missing (or {halves})")
 
 
 def _forward_keys(schedule: Schedule) -> Iterator[tuple[int, int, int]]:
-    """(stage, microbatch, slice) of every forward; one by one, because there may be more than memory holds."""
+    """(stage, microbatch, slice) of every forward, lazily: there may be more than memory holds."""
     for stage in range(schedule.stages):
         for index in range(schedule.microbatches):
             for part in range(schedule.slices):
@@ -174,7 +173,7 @@ def _order_faults(schedule: Schedule, drained: bool) -> Iterator[ScheduleFault]:
     for rank, mine in enumerate(results):
         for position, what in enumerate(mine):
             made.setdefault(what, (rank, position))
-    excused: set[ActionResult] = set()  # what has a fault of its own is no reason for a deadlock
+    excused: set[ActionResult] = set()  # results with a fault of their own do not count as deadlocks
     for rank, position, action in _all_actions(schedule):
         for need in wanted[rank][position]:
             home, place = made.get(need, (-1, -1))
@@ -218,14 +217,14 @@ def _version_faults(schedule: Schedule, drained: bool) -> Iterator[ScheduleFault
 
 
 class _StageVersions:
-    """The versions of a stage's weights while its actions run."""
+    """The weight versions of a stage while its actions run."""
 
     def __init__(self, stage: int):
         self.stage = stage
         self.latest = self.updates = self.gradients = 0
         self.stashed: set[int] = set()
         self.version_of_forward: dict[tuple[int, int], int] = {}
-        """the version that a forward used"""
+        """by microbatch and slice"""
 
     def apply(self, action: Action) -> Iterator[str]:
         _, kind, index, _, _ = action
@@ -264,7 +263,7 @@ def _format_set(values: set[int]) -> str:
 
 
 def _transfer_faults(schedule: Schedule) -> Iterator[ScheduleFault]:
-    """Both ends of every channel, against what the actions beside them make and use."""
+    """Compare both ends of every channel with the outputs and inputs of the compute actions."""
     made, sent, used, received = _ChannelEnds(), _ChannelEnds(), _ChannelEnds(), _ChannelEnds()
     homes, stages = schedule.rank_of_stage, schedule.stages
     for rank, position, action in _all_actions(schedule):
@@ -286,7 +285,7 @@ def _transfer_faults(schedule: Schedule) -> Iterator[ScheduleFault]:
                 yield ScheduleFault(f"{action} has no {_payload(channel)} to be {verb}")
     for channel, queue in received.channels.items():
         source = sent.transfers(channel)
-        # What only one end has is a fault of its own already.
+        # A transfer that only one end has is a fault of its own already.
         pairs = zip((m for m in source if m in queue), (m for m in queue if m in source), strict=True)
         if crossed := next(((there, here) for there, here in pairs if there != here), None):
             there, here = source[crossed[0]], queue[crossed[1]]
@@ -298,13 +297,13 @@ def _payload(channel: Channel) -> str:
 
 
 class _ChannelEnds:
-    """One end of every channel: its messages in the order of the list, each with its action."""
+    """One end of every channel: its transfers in the order of the actions."""
 
     def __init__(self) -> None:
         self.channels: dict[Channel, dict[TransferKey, Action]] = {}
 
     def add(self, channel: Channel | None, action: Action) -> bool:
-        """False where the message is there already."""
+        """False if the transfer is there already."""
         if channel is None:
             return True
         queue, message = self.channels.setdefault(channel, {}), (action.index, action.slice_index)

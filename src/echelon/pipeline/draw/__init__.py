@@ -1,4 +1,4 @@
-"""Pictures of a timeline: coloured text, SVG, a page with zoom and hover. Given two, planned stands over measured."""
+"""Pictures of a timeline: coloured text, SVG, an HTML page with zoom and hover; of two, planned over measured."""
 
 from echelon.pipeline.draw.timeline_html import as_html
 from echelon.pipeline.draw.timeline_svg import as_svg

@@ -1,7 +1,7 @@
-"""What the kinds of actions look like, the same in every picture.
+"""The colours of actions, the same in every picture.
 
-The colours differ in lightness as well as in hue, so that they stay apart for eyes that do not see red and green, or
-blue and yellow, as different; a test computes what such eyes see. A rank's later chunks have the same hues, lighter.
+The colours differ in lightness as well as in hue, so that colour-blind readers can tell them apart; a test simulates
+colour blindness. A rank's later chunks have the same hues, lighter.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from echelon.pipeline.actions import ActionKind
 
 @dataclass(frozen=True, kw_only=True)
 class ActionStyle:
-    """One kind of action."""
+    """The name and colour of one kind of action."""
 
     name: str
     colour: str
@@ -30,20 +30,20 @@ ACTION_STYLES = {
 """the kinds that are drawn as cells, in the order of the legend"""
 IDLE_COLOUR = "#eef1f5"
 LIGHT_INK, DARK_INK = "#ffffff", "#1c2230"
-"""ink on a cell"""
+"""text on a cell"""
 TRANSFER_COLOUR = "#8a93a5"
-"""a message on its way"""
+"""of a transfer"""
 
 
 def cell_colour(kind: ActionKind, chunk: int = 0, chunks: int = 1) -> str:
     """The colour of a cell of a rank's `chunk`, of `chunks`."""
-    # The lightest still stands out from idle. Updates of all chunks come together and may lie on one another.
+    # The lightest still differs from idle. Updates of all chunks coincide, so they share a colour.
     share = 0.55 * chunk / max(1, chunks - 1) if kind is not ActionKind.UPDATE else 0.0
     return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in rgb(ACTION_STYLES[kind].colour))
 
 
 def text_colour(background: str) -> str:
-    """The colour of text that can be read on a cell."""
+    """The colour of readable text on a background."""
     red, green, blue = rgb(background)
     return DARK_INK if 0.299 * red + 0.587 * green + 0.114 * blue > 125 else LIGHT_INK
 

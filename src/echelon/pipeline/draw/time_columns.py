@@ -1,8 +1,8 @@
-"""A rank's time cut into columns, where a picture has too few dots for every action.
+"""A rank's timeline in columns, where a picture has too few pixels for every action.
 
 A column shows what the rank did for most of it. Where columns are longer than actions (the picture is squeezed), that
-would hide the shorter kinds everywhere: then a column shows one of the things that the rank did in it, so that over a
-few columns each has its share. Such a picture says where forward, backward and bubbles are, and no single action.
+would hide the shorter kinds everywhere: then each column shows one of its kinds, such that over a few columns each kind
+gets its share. Such a picture shows where forward, backward and bubbles are, but no single action.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from echelon.pipeline.timeline import ActionSpan, Timeline
 def column_spans(
     timeline: Timeline, rank: int, scale: float, columns: int, is_squeezed: bool
 ) -> list[ActionSpan | None]:
-    """For every column the span that it shows; None where the rank is idle."""
+    """The action that every column shows; None where the rank is idle."""
     shares: list[dict[ActionKind | None, float]] = [{None: 1.0} for _ in range(columns)]
     largest: list[dict[ActionKind, tuple[float, ActionSpan]]] = [{} for _ in range(columns)]
     for span in timeline.spans(rank):
@@ -34,7 +34,7 @@ def column_spans(
     found: list[ActionSpan | None] = []
     owed: dict[ActionKind | None, float] = {}
     for share_of, largest_of in zip(shares, largest, strict=True):
-        # What a squeezed column does not show, it owes to the next.
+        # In a squeezed picture, the share that a column does not show carries over to the next.
         owed = {kind: share + owed.get(kind, 0.0) for kind, share in share_of.items() if share > 1e-6}
         choice = max(owed, key=lambda kind: owed[kind])
         owed = {**owed, choice: owed[choice] - 1} if is_squeezed else {}

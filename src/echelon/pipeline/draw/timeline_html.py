@@ -1,7 +1,7 @@
-"""A timeline as a page: one file that needs no network, with zoom, pan and hover. `timeline.html` is the page.
+"""A timeline as an HTML page with zoom, pan and hover. `timeline.html` is its template.
 
-The page draws on a canvas what is in sight, so that a million actions can be looked at. It gets columns, not objects:
-for every rank the texts of its actions, and their starts and ends.
+The page draws only what is visible, on a canvas, so that it can show a million actions. Its data are columns, not
+objects: for every rank the texts, starts and ends of its actions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TEMPLATE = "timeline.html"
 
 
 def as_html(planned: Timeline, measured: Timeline | None = None) -> str:
-    """The page as the text of an HTML file."""
+    """The text of the HTML file."""
     timelines = [planned] if measured is None else [planned, measured]
     data = {
         "name": planned.name,
@@ -54,7 +54,7 @@ def _styles(timelines: list[Timeline]) -> list[dict[str, Any]]:
 
 
 def _panel(timeline: Timeline, timelines: list[Timeline]) -> dict[str, Any]:
-    # A millionth of the picture is finer than any zoom; the digits behind it are most of the file.
+    # A millionth of the duration is finer than any zoom; further digits would be most of the file.
     digits = 7 - math.floor(math.log10(timeline.duration)) if timeline.duration else 0
     return {
         "caption": timeline_labels.caption(timeline) if len(timelines) > 1 else "",

@@ -1,13 +1,11 @@
 """A timeline as text: a row for each rank, time to the right, as wide as the terminal.
 
-[Note: columns]
+The width of a cell is its duration. If the shortest cell is at least a column wide, it is a whole number of columns, so
+that equal actions are equally wide, and cells show their microbatch where it fits. Otherwise time is squeezed into the
+width (`time_columns`), and single actions are not shown.
 
-A cell is as many columns wide as it lasts. If the shortest cell has room for a column or more, a column is a whole part
-of it, so that equal cells are equally wide, and cells hold the number of their microbatch where it fits. Else time is
-squeezed into the width, see `columns`, and no single action is shown.
-
-Without colour a cell is a letter, the number, and dashes: `F3B3--`; the letters of a rank's second, fourth, … chunk are
-small. The text is plain ASCII.
+Without colour a cell is a letter, the microbatch and dashes: `F3B3--`; the second, fourth, … chunk of a rank has small
+letters. The text is plain ASCII.
 """
 
 from __future__ import annotations
@@ -24,12 +22,12 @@ from echelon.pipeline.draw.time_columns import column_spans
 from echelon.pipeline.timeline import ActionSpan, Timeline
 
 MAX_CELL_WIDTH = 6
-"""columns of the shortest cell"""
+"""of the shortest cell, in columns"""
 BOLD = "bold"
 
 
 def as_text(planned: Timeline, measured: Timeline | None = None, *, width: int = 80, colour: bool = True) -> Text:
-    """The picture, with a legend and a line of numbers."""
+    """The timeline with a legend and a line of figures."""
     timelines = [planned] if measured is None else [planned, measured]
     seconds = timeline_labels.in_seconds(timelines)
     margin = len(f"rank {max(timeline.ranks for timeline in timelines) - 1} ")
@@ -60,7 +58,7 @@ def _summary(timeline: Timeline, seconds: bool) -> str:
 
 
 def _scale(timelines: Sequence[Timeline], max_columns: int) -> tuple[int, float, bool]:
-    """The columns of the picture, those of a second, and whether single cells are lost."""
+    """(columns of the picture, columns per second, whether single actions are lost)."""
     duration = max(timeline.duration for timeline in timelines)
     if not duration:
         return max_columns, 1.0, False
@@ -88,7 +86,7 @@ def _rank_row(timeline: Timeline, columns: Sequence[ActionSpan | None], colour: 
             continue
         back = action_colours.cell_colour(span.action.kind, chunk, chunks)
         text = name.center(width) if width > len(name) + 1 else name.ljust(width)
-        # Numbers that fill their cells would run into each other: every second one is bold.
+        # Numbers that fill their cells would merge: every second one is bold.
         bold = "bold " if span.action.index % 2 else ""
         row.append(
             text if len(name) <= width else " " * width, style=f"{bold}{action_colours.text_colour(back)} on {back}"

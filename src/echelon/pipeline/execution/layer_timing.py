@@ -1,7 +1,7 @@
-"""What a model's links and the wires between ranks really take, tried before a run.
+"""Measure the time of a model's layers and the bandwidth between ranks, before a run.
 
-Links are tried one after another on one device, each with its own weights alone, so a model that is too large for the
-device can be tried too. Weights are random: a product takes as long whatever it multiplies.
+Layers run one after another on one device, each with only its own weights, so a model that is too large for the
+device can be measured too. Weights are random: the time of a matmul does not depend on values.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from echelon.pipeline.schedules import schedule_for_layout
 from echelon.pipeline.stage_replication import split_by_profile
 
 REPEATS = 3
-"""times that everything is tried, after once to warm up; the shortest is the truest"""
+"""timed repetitions after one to warm up; the shortest counts"""
 
 
 def measure_profile(
     model: nn.Module, inputs: Mapping[str, Tensor], *, device: torch.device, dtype: torch.dtype, repeats: int = REPEATS
 ) -> PipelineProfile:
-    """Tries every link on these inputs. The model is used up: its weights are gone afterwards."""
-    chain = get_pipeline_model(model)
+    """Time every layer on these inputs. The model loses its weights."""
+    pipeline_model = get_pipeline_model(model)
     move_buffers(model, device, dtype)
-    here = {key: value.to(device, dtype if value.is_floating_point() else None) for key, value in inputs.items()}
-    shared, found = chain.shared(**here), []
+    on_device = {key: value.to(device, dtype if value.is_floating_point() else None) for key, value in inputs.items()}
+    shared, results = pipeline_model.shared(**on_device), []
     carried: object = None
-    for link in chain.layers:
-        weights = _materialize_layer(model, link, device, dtype)
-        trial = _LayerTrial(link, carried, shared, here, weights)
+    for layer in pipeline_model.layers:
+        weights = _materialize_layer(model, layer, device, dtype)
+        trial = _LayerTrial(layer, carried, shared, on_device, weights)
         carried = trial.output
-        found.append(trial.profile(device, repeats))
+        results.append(trial.profile(device, repeats))
         _free_layer(model, weights)
-    return PipelineProfile(links=tuple(found), source="measured")
+    return PipelineProfile(links=tuple(results), source="measured")
 
 
 class _LayerTrial:
-    """One link with its inputs, weights and outputs."""
+    """One layer with its inputs, weights and outputs."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class _LayerTrial:
 
     def forward(self) -> tuple[Tensor, ...]:
         out = self.output = self.run()
-        # The last link gives the loss and the number of targets: of these only the loss has a gradient.
+        # The last layer returns (loss, number of targets), of which only the loss has a gradient.
         if isinstance(out, tuple) and len(out) == 2 and isinstance(out[0], Tensor) and out[0].dim() == 0:
             return (check_loss_output(out)[0],)
         return unpack_tensors(out, self.layer.name)[1]
@@ -100,58 +100,58 @@ class _LayerTrial:
 
 
 def broadcast_profile(measure: Callable[[], PipelineProfile]) -> PipelineProfile:
-    """The first rank's profile, on every rank: all must cut alike."""
-    told = [measure().to_json() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(told)
-    return PipelineProfile.from_json(told[0])
+    """The profile that rank 0 measures, on every rank: all ranks must split alike."""
+    profiles = [measure().to_json() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(profiles)
+    return PipelineProfile.from_json(profiles[0])
 
 
 def measure_split(profile: PipelineProfile, mesh: Mesh, device: torch.device) -> StageSplit:
-    """The stages of a layout by a profile of its layers and the speed of the wires, which is tried; on every rank."""
-    homes = schedule_for_layout(mesh.layout).rank_of_stage
-    size = max(link.activation_bytes for link in profile.links)
-    wires = measure_bandwidths(homes, mesh.groups("pp")[0], size, device)
-    return split_by_profile(profile, len(homes), wires, rank_of_stage=homes)
+    """Split a layout's stages by a profile and the measured bandwidth between ranks. Collective."""
+    rank_of_stage = schedule_for_layout(mesh.layout).rank_of_stage
+    size = max(layer.activation_bytes for layer in profile.links)
+    bandwidths = measure_bandwidths(rank_of_stage, mesh.groups("pp")[0], size, device)
+    return split_by_profile(profile, len(rank_of_stage), bandwidths, rank_of_stage=rank_of_stage)
 
 
 def measure_bandwidths(
     rank_of_stage: Sequence[int], ranks: Sequence[int], size: int, device: torch.device
 ) -> list[float]:
-    """Bytes per second of `size` bytes and as many back, between each two consecutive stages; every rank must ask.
+    """Bytes per second of a round trip of `size` bytes between consecutive stages. Collective.
 
-    `homes` are places among `ranks`. Between two stages at home on one rank nothing is sent: there the speed is 1.
+    `rank_of_stage` are indices of `ranks`. Two stages of one rank transfer nothing: the result is 1.
     """
-    found = []
-    for here, there in pairwise(ranks[home] for home in rank_of_stage):
+    results = []
+    for sender, receiver in pairwise(ranks[index] for index in rank_of_stage):
         seconds = torch.full((1,), float("inf"), dtype=torch.float64, device=device)
         message = torch.zeros(max(size, 1), dtype=torch.uint8, device=device)
-        for _ in range(1 + REPEATS if here != there else 0):
-            begun = time.perf_counter()
-            if dist.get_rank() == here:
-                dist.send(message, there)
-                dist.recv(message, there)
+        for _ in range(1 + REPEATS if sender != receiver else 0):
+            start = time.perf_counter()
+            if dist.get_rank() == sender:
+                dist.send(message, receiver)
+                dist.recv(message, receiver)
                 _synchronize(device)
-                seconds.clamp_(max=time.perf_counter() - begun)
-            elif dist.get_rank() == there:
-                dist.recv(message, here)
-                dist.send(message, here)
-        dist.broadcast(seconds, here)
-        found.append(2 * message.numel() / float(seconds) if here != there else 1.0)
-    return found
+                seconds.clamp_(max=time.perf_counter() - start)
+            elif dist.get_rank() == receiver:
+                dist.recv(message, sender)
+                dist.send(message, sender)
+        dist.broadcast(seconds, sender)
+        results.append(2 * message.numel() / float(seconds) if sender != receiver else 1.0)
+    return results
 
 
 def _materialize_layer(
     model: nn.Module, layer: PipelineLayer, device: torch.device, dtype: torch.dtype
 ) -> list[Tensor]:
-    """The link's parameters, on the device; those that were nowhere get random values."""
-    found: list[Tensor] = []
+    """The layer's parameters on the device; those on the meta device get random values."""
+    results: list[Tensor] = []
     for name in _parameter_names(model, layer):
         module, last = _parent_module(model, name)
         old = getattr(module, last)
         data = torch.randn(old.shape, device=device, dtype=dtype) * 0.02 if old.is_meta else old.to(device, dtype)
         setattr(module, last, nn.Parameter(data, requires_grad=old.requires_grad))
-        found.append(getattr(module, last))
-    return found
+        results.append(getattr(module, last))
+    return results
 
 
 def _free_layer(model: nn.Module, weights: list[Tensor]) -> None:
@@ -174,10 +174,10 @@ def _parent_module(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 def _min_time(work: Callable[[], object], device: torch.device, repeats: int) -> float:
     seconds = []
     for _ in range(1 + repeats):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         work()
         _synchronize(device)
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - start)
     return min(seconds[1:])
 
 

@@ -1,17 +1,16 @@
-"""Point-to-point messages between the stages of a pipeline.
+"""Point-to-point transfers between pipeline stages.
 
 [Note: channels]
 
-A channel carries what one stage sends in one direction. Messages of a channel arrive in the order in which they were
-sent; between channels nothing is promised, so nobody may wait for anybody's other channel. Gloo tells channels apart by
-tags, which no two engines share: they may take turns, and one that is dropped in the middle of its stream leaves
-messages that nobody takes. NCCL runs the messages of one communicator one after another, so there each channel has one
-of its own.
+A channel carries what one stage sends in one direction, in the order of the sends. Channels are independent: waiting
+for one must not block another. Gloo separates channels by tags, which no two engines share: engines may take turns,
+and one that is dropped in the middle of its stream leaves transfers that are never received. NCCL runs the transfers of
+one communicator in sequence, so there each channel has a communicator of its own.
 
-[Note: shapes]
+[Note: headers]
 
-The first message of each kind of microbatch is preceded by a header with the shapes. Both ends hold the same batch, so
-both know which microbatch is the first of its kind. Gradients have the shapes of what they are gradients of.
+A header with the shapes precedes the first transfer of each kind of microbatch. Both ends hold the same batch, so both
+know which microbatch is the first of its kind. Gradients have the shapes of their tensors.
 """
 
 from __future__ import annotations
@@ -37,28 +36,28 @@ TRANSFER_DTYPES = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
     *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
 )
-"""what both gloo and NCCL send"""
+"""dtypes that both gloo and NCCL send"""
 
 _next_tag: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-"""the first tag of a group that no engine has; all its ranks make their engines in the same order"""
+"""the first free tag of a group; all its ranks create their engines in the same order"""
 
 
 @dataclass(frozen=True)
 class TransferSpec:
-    """What a message looks like."""
+    """The shapes and dtypes of a transfer."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     differentiable: tuple[bool, ...]
     full_length: int
-    """positions of the whole sequence, where sequence parallelism sends slices of it"""
+    """positions of the unsharded sequence, where sequence parallelism sends slices of it"""
     container: type = tuple
-    """what the tensors were in (handed.py)"""
+    """of the tensors (stage_io.py)"""
 
     def encode(self) -> Tensor:
         if unknown := [str(dtype) for dtype in self.dtypes if dtype not in TRANSFER_DTYPES]:
             raise ValueError(
-                f"a link hands on a tensor of a type that no message carries ({unknown[0]}); "
+                f"a layer returned a tensor whose dtype cannot be sent ({unknown[0]}); "
                 f"use one of {', '.join(str(dtype).removeprefix('torch.') for dtype in TRANSFER_DTYPES)}"
             )
         numbers = [len(self.shapes), self.full_length, CONTAINERS.index(self.container)]
@@ -66,7 +65,7 @@ class TransferSpec:
             numbers += [TRANSFER_DTYPES.index(dtype), int(differentiable), len(shape), *shape]
         if len(numbers) > HEADER_SIZE:
             raise ValueError(
-                f"a link hands on more tensors than a message can describe ({len(self.shapes)}); cut elsewhere"
+                f"a layer returned too many tensors for a header ({len(self.shapes)}); split the model elsewhere"
             )
         return torch.tensor(numbers + [0] * (HEADER_SIZE - len(numbers)))
 
@@ -89,7 +88,7 @@ class TransferSpec:
 
 
 class PendingReceive:
-    """A message that was asked for. Until its header is there, only the header is under way."""
+    """A posted receive. Until its header has arrived, only the header is posted."""
 
     def __init__(self, p2p: P2PChannels, channel: int, sender: int, shape_key: Hashable):
         self._p2p, self._channel, self._sender, self._shape_key = p2p, channel, sender, shape_key
@@ -99,7 +98,7 @@ class PendingReceive:
         self.spec: TransferSpec | None = None
 
     def start(self) -> None:
-        """Asks for what is known to come next."""
+        """Post the receive of the header, or of the tensors if their shapes are known."""
         if self._works:
             return
         self.spec = self._p2p.spec(self._channel, self._shape_key)
@@ -124,7 +123,7 @@ class PendingReceive:
 
 
 class P2PChannels:
-    """One rank's ends of the channels."""
+    """One rank's ends of all channels."""
 
     def __init__(self, axis: MeshAxis, device: torch.device, channels: int):
         self.axis, self.device = axis, device
@@ -147,21 +146,21 @@ class P2PChannels:
     def send(
         self, channel: int, receiver: int, shape_key: Hashable, tensors: Sequence[Tensor], spec: TransferSpec
     ) -> None:
-        """Starts sending to a place on the axis; `kind` is the microbatch's, which the other end knows too."""
+        """Start a send to an index on the axis; `shape_key` is the microbatch's, which the receiver knows too."""
         known = self.spec(channel, shape_key)
         if known is None:
             self.remember_spec(channel, shape_key, spec)
             self._isend(spec.encode().to(self.device), receiver, channel)
         elif known != spec:
             raise ValueError(
-                f"a stage handed on another shape than for the same inputs before ({spec.shapes}, was {known.shapes}); "
-                "shapes may depend on nothing but the shapes of the inputs"
+                f"a stage returned other shapes for equal input shapes ({spec.shapes}, expected {known.shapes}); make "
+                "shapes depend on input shapes alone"
             )
         for tensor in tensors:
             self._isend(tensor.contiguous(), receiver, channel)
 
     def _isend(self, tensor: Tensor, receiver: int, channel: int) -> None:
-        # The tensor is kept until it is sent: isend does not copy.
+        # Keep the tensor until it is sent: isend does not copy.
         tag = self._first_tag + channel
         slot = self._record_start("send", tensor, receiver, channel)
         recorder = self.axis.recorder
@@ -176,19 +175,19 @@ class P2PChannels:
         return self.axis.recorder.record_start(op, self.axis.label, sequence, tensor.shape, tensor.dtype, peer)
 
     def receive(self, channel: int, sender: int, shape_key: Hashable) -> PendingReceive:
-        """Asks for the next message of a channel."""
-        waiting = self._pending.setdefault(channel, deque())
-        arriving = PendingReceive(self, channel, sender, shape_key)
-        waiting.append(arriving)
-        if all(other.tensors for other in waiting if other is not arriving):  # else a header is awaited before it
-            arriving.start()
-        return arriving
+        """Post the receive of the next transfer of a channel."""
+        posted = self._pending.setdefault(channel, deque())
+        pending = PendingReceive(self, channel, sender, shape_key)
+        posted.append(pending)
+        if all(other.tensors for other in posted if other is not pending):  # else an earlier header has not arrived
+            pending.start()
+        return pending
 
     def wait_for(self, channel: int, pending: PendingReceive) -> PendingReceive:
-        """Waits for a message, and for those of the channel before it."""
-        waiting = self._pending[channel]
-        while waiting:
-            first = waiting.popleft()
+        """Wait for a receive, and for those of its channel before it."""
+        posted = self._pending[channel]
+        while posted:
+            first = posted.popleft()
             first.wait()
             if first is pending:
                 break
@@ -204,11 +203,11 @@ class P2PChannels:
         return RecordedWork(recorder, slot, work, tensor.is_cuda, received)
 
     def flush(self) -> None:
-        """Waits until everything that was sent is out."""
+        """Wait for all sends."""
         self.flush_older(0)
 
     def flush_older(self, windows: int) -> None:
-        """Waits for what was sent before the last calls: in an endless stream, what came later may not be taken yet."""
+        """Wait for sends before the last `windows` calls: in an endless stream, later ones may not be received yet."""
         self._earlier_sends.append(self._sending)
         self._sending = []
         while len(self._earlier_sends) > windows:

@@ -1,11 +1,11 @@
-"""Backward in two halves: the gradient of a stage's input now, those of its weights later.
+"""Backward in two halves: I, the gradient of a stage's input, and W, the gradients of its weights.
 
-Inside `Deferred`, every `F.linear` (which `nn.Linear` calls) gives its input's gradient in backward as always, and puts
-what its weight's gradient needs on a list. `run` computes those products. What has no large product (norms, biases,
-embeddings) is done in the first half, and so is everything of a layer that is not linear: later is only faster.
+Inside `DeferWeightGrads`, the backward of every `F.linear` (which `nn.Linear` calls) computes the input gradient, and
+appends the inputs of the weight gradient to a list. `compute_weight_grads` computes those matmuls. Everything without a
+large matmul (norms, biases, embeddings, other operators) runs in the first half.
 
-A repeated forward (recomputation, ours or the user's own) happens inside backward, and must do what the first one did:
-so the first half runs inside `Deferred` too, with `backward` from here.
+Recomputation, ours or the user's, happens inside backward and must repeat what the forward did: so I runs inside
+`DeferWeightGrads` too, by `backward_inside_mode`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from echelon.kernels.gemm.fused_linear import PLAIN_GEMMS, fused_linear
 
 WeightGradInputs = tuple[Tensor, Tensor, Tensor]
-"""a weight, the input it was applied to, the gradient of the output"""
+"""(weight, input, gradient of the output) of a linear"""
 
 
 class _SplitBackwardLinear(Function):
@@ -31,29 +31,29 @@ class _SplitBackwardLinear(Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        values: Tensor,
+        detached_weight: Tensor,
         bias: Tensor | None,
         _anchor: Tensor,
-        whole: tuple[Tensor],
-        later: list[WeightGradInputs],
+        weight_with_history: tuple[Tensor],
+        deferred: list[WeightGradInputs],
     ) -> Tensor:
-        # The weight comes without its history and, in a tuple, with it. The first half must not walk that history: what
-        # made the weight (weight normalisation, say) would have let go of its own inputs before the second half comes.
-        ctx.save_for_backward(x, values)
-        ctx.whole, ctx.deferred, ctx.has_bias = whole, later, bias is not None
-        return F.linear(x, values, bias)
+        # The weight comes detached and, in a tuple, with its history. I must not walk that history: what computed the
+        # weight (weight normalization, say) would free its own inputs before W runs.
+        ctx.save_for_backward(x, detached_weight)
+        ctx.weight_with_history, ctx.deferred, ctx.has_bias = weight_with_history, deferred, bias is not None
+        return F.linear(x, detached_weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None, None]:
         (gradient,) = gradients
-        x, values = ctx.saved_tensors
-        ctx.deferred.append((*ctx.whole, x, gradient))
+        x, detached_weight = ctx.saved_tensors
+        ctx.deferred.append((*ctx.weight_with_history, x, gradient))
         bias = _flatten_tokens(gradient).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        return gradient @ values if ctx.needs_input_grad[0] else None, None, bias, None, None, None
+        return gradient @ detached_weight if ctx.needs_input_grad[0] else None, None, bias, None, None, None
 
 
 class DeferWeightGrads(TorchFunctionMode):
-    """Linears called inside put their weights' gradients off, onto `later`."""
+    """Linears called inside append their weight gradients to `deferred` instead of computing them."""
 
     def __init__(self, deferred: list[WeightGradInputs]):
         super().__init__()
@@ -68,8 +68,7 @@ class DeferWeightGrads(TorchFunctionMode):
             x, weights, biases, arithmetic = args
             if arithmetic is not PLAIN_GEMMS:
                 raise ValueError(
-                    "weights' gradients cannot be put off where products are in 8 bits (precision.compute); "
-                    "use schedule=1f1b or interleaved"
+                    "split backward does not support fp8 matmuls (precision.compute); use schedule=1f1b or interleaved"
                 )
             parts = [self._linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
             return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
@@ -78,7 +77,7 @@ class DeferWeightGrads(TorchFunctionMode):
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if not weight.requires_grad:
             return F.linear(input, weight, bias)
-        anchor = weight.new_empty(0).requires_grad_()  # backward must come by, also where nothing else asks for it
+        anchor = weight.new_empty(0).requires_grad_()  # so that backward runs even if no other input needs a gradient
         out: Tensor = _SplitBackwardLinear.apply(input, weight.detach(), bias, anchor, (weight,), self.deferred)
         return out
 
@@ -88,10 +87,9 @@ def compute_weight_grads(
     accumulate: Callable[[Tensor, Tensor, Tensor], None],
     unshard: Callable[[], None] = lambda: None,
 ) -> None:
-    """The second half: every product that was put off. `deliver` is given a parameter and the two matrices whose
-    product is its gradient.
+    """Run W: `accumulate` gets each parameter and the two matrices whose matmul is its gradient.
 
-    A weight that was computed has a history, which reads parameters and may be recomputed: `ready` is called before.
+    A weight that was computed has a history, which reads parameters: `unshard` is called before it.
     """
     while deferred:
         weight, x, gradient = deferred.pop(0)
@@ -105,10 +103,9 @@ def compute_weight_grads(
 
 
 def backward_inside_mode(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """`torch.autograd.backward`, inside the mode that is in force, also in the threads that it runs in.
+    """`torch.autograd.backward` inside the current mode, also in autograd's threads.
 
-    Given tensors, torch hands the call itself to the mode, outside of which it then runs. Given places in the graph it
-    does not.
+    Given tensors, torch dispatches the call to the mode and runs it outside of it; given graph edges it does not.
     """
     torch.autograd.backward([get_gradient_edge(tensor) for tensor in outputs], list(gradients))
 

@@ -1,7 +1,7 @@
-"""What one link hands to the next: a tensor, or a tuple or list of tensors.
+"""What one layer passes to the next: a tensor, or a tuple or list of tensors.
 
-A message carries tensors alone. What held them is told beside them (`Form.holder`), so that a link is given the same
-thing whether the link before it is on its own stage or on another.
+A transfer carries tensors. Its spec names their container (`TransferSpec.container`), so that a layer gets the same
+value whether the layer before it is on its stage or on another.
 """
 
 from __future__ import annotations
@@ -16,30 +16,31 @@ CONTAINERS: tuple[type, ...] = (Tensor, tuple, list)
 
 
 def unpack_tensors(value: Any, layer_name: str) -> tuple[type, tuple[Tensor, ...]]:
-    """(what holds them, the tensors) of what a link gave."""
-    holder = next((kind for kind in CONTAINERS if isinstance(value, kind)), None)
-    tensors = (value,) if holder is Tensor else tuple(value) if holder else ()
-    wrong = [part for part in tensors if not isinstance(part, Tensor)]
-    if not tensors or wrong:
-        inside = f"a {holder.__name__} with {type(wrong[0]).__name__} in it" if holder and wrong else None
+    """(container, tensors) of the output of a layer."""
+    container = next((container for container in CONTAINERS if isinstance(value, container)), None)
+    tensors = (value,) if container is Tensor else tuple(value) if container else ()
+    invalid = [part for part in tensors if not isinstance(part, Tensor)]
+    if not tensors or invalid:
+        content = f"a {container.__name__} with {type(invalid[0]).__name__} in it" if container and invalid else None
         raise ValueError(
-            f"a link handed on {inside or type(value).__name__} ({layer_name}), which no message carries; "
-            "give a tensor or a tuple of tensors"
+            f"a layer returned {content or type(value).__name__} ({layer_name}), which cannot be sent; "
+            "return a tensor or a tuple of tensors"
         )
-    return holder or tuple, tensors
+    return container or tuple, tensors
 
 
 def pack_tensors(container: type, tensors: Sequence[Tensor]) -> Any:
-    """The inverse."""
+    """The inverse of `unpack_tensors`."""
     return tensors[0] if container is Tensor else container(tensors)
 
 
 class NonLeafAlias(Function):
-    """The same values, not as a leaf: a link may change in place what it is given, and torch forbids that of leaves."""
+    """A non-leaf alias of a leaf: a layer may change its input in place, which torch forbids for leaves."""
 
     @staticmethod
     def forward(_ctx: Any, x: Tensor) -> Tensor:
-        # No view, which could not be changed either; but it counts changes with `x`, so that autograd notices them.
+        # Not a view, which could not be changed in place either; it shares the version counter of `x`, so that autograd
+        # notices changes.
         return x.detach()
 
     @staticmethod

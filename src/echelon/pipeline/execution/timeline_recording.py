@@ -1,7 +1,7 @@
-"""A step's real timeline, over the plan of the same step.
+"""The measured timeline of a step, and the planned one to compare it with.
 
-The plan is simulated with the mean durations that were measured, so that what is left between the two is waiting and
-messages, not a wrong guess at how long a stage takes.
+The plan is simulated with the mean measured durations of actions, so that the two differ by waiting and transfers, not
+by wrong estimates of a stage's time.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from echelon.pipeline.simulate import Durations, simulate
 from echelon.pipeline.timeline import Timeline
 
 RankSpans = Sequence[Sequence[tuple[str, float, float]]]
-"""of every rank of pp: (an action's text, its start, its end), in seconds of one clock"""
+"""for every pp rank (action's text, start, end), in seconds of one clock"""
 
 
 def planned_and_measured(schedule: Schedule, spans: RankSpans) -> tuple[Timeline, Timeline]:
     """(planned, measured) of one step."""
     if schedule.name not in ASYNC_SCHEDULES:
-        # Whoever holds the optimizer makes a synchronous step's updates after it. What the runtime took to pass them by
-        # is not theirs.
+        # The engine runs a synchronous step's updates after it. The time the runtime took to skip them is not theirs.
         spans = [
             [(text, start, start if Action.parse(text).kind is ActionKind.UPDATE else end) for text, start, end in rank]
             for rank in spans
@@ -34,19 +33,19 @@ def planned_and_measured(schedule: Schedule, spans: RankSpans) -> tuple[Timeline
 
 def mean_durations(stages: int, spans: RankSpans) -> Durations:
     """The mean seconds of each kind of action on each stage."""
-    found: dict[tuple[ActionKind, int], list[float]] = {}
+    seconds: dict[tuple[ActionKind, int], list[float]] = {}
     for rank in spans:
         for text, start, end in rank:
             action = Action.parse(text)
-            found.setdefault((action.kind, action.stage), []).append(end - start)
-    means = {key: fmean(values) for key, values in found.items()}
+            seconds.setdefault((action.kind, action.stage), []).append(end - start)
+    means = {key: fmean(values) for key, values in seconds.items()}
 
     def per_stage(kind: ActionKind) -> tuple[float, ...]:
-        whole = {stage: means.get((ActionKind.BACKWARD, stage), 0.0) for stage in range(stages)}
+        backward = {stage: means.get((ActionKind.BACKWARD, stage), 0.0) for stage in range(stages)}
         other = ActionKind.WEIGHT_GRAD if kind is ActionKind.INPUT_GRAD else ActionKind.INPUT_GRAD
-        # A backward in one piece says nothing of its halves, unless the schedule has one of them too.
+        # The duration of B does not tell those of I and W, unless the schedule has one of them too.
         halves = [
-            max(whole[stage] - means[other, stage], 0.0) if (other, stage) in means else whole[stage] / 2
+            max(backward[stage] - means[other, stage], 0.0) if (other, stage) in means else backward[stage] / 2
             for stage in range(stages)
         ]
         return tuple(means.get((kind, stage), halves[stage]) for stage in range(stages))

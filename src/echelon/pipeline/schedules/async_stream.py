@@ -1,4 +1,4 @@
-"""An endless stream of microbatches without a flush, and the versions of the weights that it needs.
+"""An endless stream of microbatches without a flush, and the weight versions that it needs.
 
 [Note: an endless stream]
 
@@ -8,18 +8,18 @@ A stage runs F(m), then B(m - lag), then perhaps an update; `lag` is how far its
     stage 1, lag 1   F0 F1 B0 F2 B1 F3 B2 ...
     stage 2, lag 0   F0 B0 F1 B1 F2 B2 ...
 
-The microbatches of a run are cut into windows. A window has the forwards of its own microbatches and the backwards that
-come up meanwhile; only the last one drains. So the lists of windows, one after the other, are those of one long window.
+The microbatches of a run are cut into windows. A window has the forwards of its microbatches and the backwards that
+become due meanwhile; only the last window drains. So consecutive windows together are one long window.
 
-[Note: kept versions]
+[Note: stashed versions]
 
-An update makes version v + 1 while microbatches that were promised version v, or an older one, are still on their way.
+An update makes version v + 1 while microbatches in flight still use version v or an older one.
 
-1. Before the update, K keeps version v if a later action uses it.
+1. Before the update, K stashes version v if a later action uses it.
 2. After the last backward that uses it, D drops it.
 
-A window does not know whether it is the last one, so K always supposes that the stream goes on. When a stream drains,
-what was kept for microbatches that do not come is dropped first.
+A window does not know whether it is the last one, so K always assumes that the stream continues. When a stream drains,
+D first drops the versions that were stashed for microbatches that do not come.
 """
 
 from __future__ import annotations
@@ -31,21 +31,20 @@ from echelon.pipeline.actions import Action, ActionKind
 from echelon.pipeline.schedule import Schedule, looped_placement
 
 UNUSED = -1
-"""the last use of a version that nobody uses any more"""
+"""the last microbatch of a version that is not used any more"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightVersionRule:
-    """What a stage does with its weights in an endless stream."""
+    """Which weight versions a stage uses in an endless stream."""
 
     lag: int
-    """how many forwards the stage runs before its first backward, beside the one that it follows"""
+    """forwards before the first 1F1B pair"""
     version: Callable[[int], int]
-    """the version of the weights that a microbatch uses; it never falls"""
+    """the version that a microbatch uses; it never decreases"""
     last_microbatch: Callable[[int], int]
     """the last microbatch that uses a version"""
     microbatches_per_update: int = 1
-    """microbatches whose gradients make one update"""
 
 
 def stream_schedule(
@@ -58,7 +57,7 @@ def stream_schedule(
     drain: bool,
     note: str = "",
 ) -> Schedule:
-    """The window of microbatches from `first` on, with a rule for each stage. See [Note: an endless stream]."""
+    """The window from `first_microbatch` on, with a rule per stage. See [Note: an endless stream]."""
     lists = tuple(
         tuple(_window(stage, rule(stage), first_microbatch, first_microbatch + microbatches, drain))
         for stage in range(ranks)
@@ -80,7 +79,7 @@ def _window(
 
 
 def _backward(stage: int, rule: WeightVersionRule, m: int, last_microbatch: Callable[[int], int]) -> Iterator[Action]:
-    """A backward and what follows from it. See [Note: kept versions]; `last` is the last use of a version."""
+    """A backward and what follows from it. See [Note: stashed versions]; `last` is the last use of a version."""
     used, in_force = rule.version(m), m // rule.microbatches_per_update
     yield Action(stage, ActionKind.BACKWARD, m, version=used)
     if used < in_force and last_microbatch(used) == m:
@@ -92,11 +91,11 @@ def _backward(stage: int, rule: WeightVersionRule, m: int, last_microbatch: Call
 
 
 def _drain(stage: int, rule: WeightVersionRule, end_microbatch: int) -> Iterator[Action]:
-    """The backwards that are left when no microbatch comes any more."""
+    """The backwards that are left after the last microbatch."""
     newest, first = rule.version(end_microbatch - 1), max(0, end_microbatch - rule.lag)
     for version in range(newest + 1 if first < end_microbatch else newest, first // rule.microbatches_per_update):
-        is_kept = rule.last_microbatch(version) >= (version + 1) * rule.microbatches_per_update
-        if is_kept and rule.last_microbatch(version) >= first:
+        is_stashed = rule.last_microbatch(version) >= (version + 1) * rule.microbatches_per_update
+        if is_stashed and rule.last_microbatch(version) >= first:
             yield Action(stage, ActionKind.DROP_STASHED, version)
     for m in range(first, end_microbatch):
         yield from _backward(

@@ -7,9 +7,9 @@ Digits are forwards, small letters B (two wide) or I, capitals W; dots wait:
     rank 1, stage 1  .0.1.2...aa3...bb4...cc..dd.e.E
     rank 1, stage 2  ..0.1.aa2...bb3...cc4..dd..e.E.
 
-Its steady state pairs a forward of one direction with a backward of the other, so that the messages of one hide behind
-the compute of the other. Here the two of a pair run in sequence. Backward is whole (B) where it can be and in halves
-(I, W) where the other ranks wait for it.
+Its steady state pairs a forward of one direction with a backward of the other, so that the transfers of one overlap
+with the compute of the other. Here the two of a pair run in sequence. Backward is B where possible and split into I and
+W where other ranks wait for it.
 
 The eight phases of rank r of d, with chunk 0 on the way there and chunk 1 on the way back:
 
@@ -23,7 +23,7 @@ The eight phases of rank r of d, with chunk 0 on the way there and chunk 1 on th
     8. W                  r + 1 times
 
 Fewer than 2d microbatches: the schedule for 2d, with the surplus left out (see [Note: leaving microbatches out] in
-step.py).
+sync_step.py).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from echelon.pipeline.schedules.sync_step import sync_schedule, truncation_note
 
 
 def build(ranks: int, chunks: int, microbatches: int) -> Schedule:
-    whole = max(microbatches, 2 * ranks)
-    lists = [_rank_actions(rank, ranks, whole) for rank in range(ranks)]
+    scheduled = max(microbatches, 2 * ranks)
+    lists = [_rank_actions(rank, ranks, scheduled) for rank in range(ranks)]
     return sync_schedule(
-        "dualpipe-v", v_placement(ranks), microbatches, lists, note=truncation_note(microbatches, whole)
+        "dualpipe-v", v_placement(ranks), microbatches, lists, note=truncation_note(microbatches, scheduled)
     )
 
 

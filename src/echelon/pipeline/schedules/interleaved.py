@@ -13,7 +13,7 @@ and a backward take turns, as in 1F1B. The bubble shrinks by the number of chunk
 activations, each of a smaller piece.
 
 A number of microbatches that is no multiple of d: the schedule for the next multiple, with the surplus left out (see
-[Note: leaving microbatches out] in step.py). Counting the turns of forward and backward without the surplus looks
+[Note: leaving microbatches out] in sync_step.py). Counting the turns of forward and backward without the surplus looks
 simpler, but it can deadlock: 4 ranks, 3 chunks, 5 microbatches.
 """
 
@@ -27,10 +27,14 @@ from echelon.pipeline.schedules.sync_step import sync_schedule, truncation_note
 
 
 def build(ranks: int, chunks: int, microbatches: int) -> Schedule:
-    whole = -(-microbatches // ranks) * ranks
-    lists = [_rank_actions(rank, ranks, chunks, whole) for rank in range(ranks)]
+    scheduled = -(-microbatches // ranks) * ranks
+    lists = [_rank_actions(rank, ranks, chunks, scheduled) for rank in range(ranks)]
     return sync_schedule(
-        "interleaved", looped_placement(ranks, chunks), microbatches, lists, note=truncation_note(microbatches, whole)
+        "interleaved",
+        looped_placement(ranks, chunks),
+        microbatches,
+        lists,
+        note=truncation_note(microbatches, scheduled),
     )
 
 

@@ -25,7 +25,7 @@ def build(ranks: int, chunks: int, microbatches: int) -> Schedule:
 
 
 def _rank_actions(rank: int, num_warmup: int, microbatches: int) -> list[Action]:
-    """`ahead` forwards come before the first pair: as many as there are ranks behind this one."""
+    """`num_warmup` forwards come before the first pair: as many as there are ranks after this one."""
     forwards = [Action(rank, ActionKind.FORWARD, m) for m in range(microbatches)]
     actions = forwards[:num_warmup]
     for m in range(microbatches):

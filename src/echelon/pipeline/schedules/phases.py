@@ -1,4 +1,4 @@
-"""`Phases`: a rank's list written as its paper draws it, phase by phase."""
+"""`PhaseBuilder`: a rank's actions, phase by phase as in the papers."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from echelon.pipeline.actions import Action, ActionKind
 
 
 class PhaseBuilder:
-    """Writes a list from patterns such as `F0 I1 W1`: the kind, then which of the rank's chunks.
+    """Appends actions by patterns such as `F0 I1 W1`: the kind, then the rank's chunk.
 
-    Each action takes the next microbatch of its chunk. `W1` is the oldest weight gradient that an `I1` has left to do,
-    `W` the oldest of all chunks.
+    Each action takes the next microbatch of its chunk. `W1` is the oldest pending weight gradient of chunk 1, `W` the
+    oldest of all chunks.
     """
 
     def __init__(self, *stages: int):
         self.stages = stages
         self.actions: list[Action] = []
         self._next_microbatch: Counter[tuple[int, bool]] = Counter()
-        """microbatches by chunk and by whether it is backward"""
+        """by chunk and by whether it is backward"""
         self._pending_weight_grads: list[Action] = []
-        """weight gradients that are left to do, the oldest first"""
+        """the oldest first"""
 
     def repeat(self, times: int, pattern: str) -> None:
         for word in pattern.split() * times:

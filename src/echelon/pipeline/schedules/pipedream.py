@@ -6,13 +6,13 @@ Digits are forwards, letters backwards of the microbatches 0, 1, ... and a, b, .
     rank 1  .01..aa2bb3cc.dd..
     rank 2  ..0aa1bb2cc3dd....
 
-A stage's forward takes the newest weights that the stage has. Meanwhile other microbatches update them, so it keeps
-("stashes") the version for the backward of the same microbatch: stage s of d holds d - s versions, the newest among
-them. Its microbatch m uses version max(0, m - (d - 1 - s)), so the stages of one microbatch use different versions.
+A stage's forward uses the latest weights of the stage. Meanwhile other microbatches update them, so the stage stashes
+the version for the backward of the same microbatch: stage s of d holds d - s versions, with the latest. Its microbatch
+m uses version max(0, m - (d - 1 - s)), so the stages of one microbatch use different versions.
 
     w(t+1) = w(t) - lr * grad f(w_1(t-d+1), ..., w_d(t))
 
-Stage 1 of 3, four microbatches (K keeps a version, D drops it, U makes the next):
+Stage 1 of 3, four microbatches (K stashes a version, D drops it, U makes the next):
 
     1F0@0 1F1@0 1B0@0 1K0 1U1 1F2@1 1B1@0 1D0 1K1 1U2 1F3@2 1B2@1 1D1 1K2 1U3 1B3@2 1D2 1U4
 """
@@ -36,10 +36,10 @@ def build(ranks: int, chunks: int, microbatches: int, *, first_microbatch: int =
 
 
 def bubble(ranks: int, chunks: int, microbatches: int) -> Fraction:
-    """Of a whole run of so many microbatches, which fills the pipeline once and drains it once."""
+    """Of a run of `microbatches` in all, which fills the pipeline once and drains it once."""
     return Fraction(ranks - 1, microbatches + ranks - 1)
 
 
 def in_flight(ranks: int, chunks: int, microbatches: int) -> tuple[int, ...]:
-    """In a whole run of so many microbatches."""
+    """In a run of `microbatches` in all."""
     return tuple(min(microbatches, ranks - rank) for rank in range(ranks))

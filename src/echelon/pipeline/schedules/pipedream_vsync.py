@@ -1,12 +1,12 @@
 """PipeDream with vertical sync: all stages use the same version of the weights for a microbatch.
 
 The actions and their times are PipeDream's (see pipedream.py). But microbatch m uses version max(0, m - d + 1) on every
-stage: the newest one that the first stage has. Later stages have newer weights by then and must keep the old ones, so
-every stage holds d versions, the newest among them.
+stage: the latest of the first stage. Later stages have newer weights by then and stash the old ones, so every stage
+holds d versions, with the latest.
 
     w(t+1) = w(t) - lr * grad f(w_1(t-d+1), ..., w_d(t-d+1))
 
-Stage 1 of 3, four microbatches (K keeps a version, D drops it, U makes the next):
+Stage 1 of 3, four microbatches (K stashes a version, D drops it, U makes the next):
 
     1F0@0 1F1@0 1B0@0 1K0 1U1 1F2@0 1B1@0 1K1 1U2 1F3@1 1B2@0 1D0 1K2 1U3 1D2 1B3@1 1D1 1U4
 """

@@ -1,13 +1,13 @@
-"""A schedule that the user wrote: `schedule=file:PATH`.
+"""Schedules from files: `schedule=file:PATH`.
 
-The format is the text of a `Schedule`, a line per rank; `#` starts a comment and empty lines do not count:
+The format is the text of a `Schedule`, a line per rank; `#` starts a comment, and empty lines are ignored:
 
     # 1F1B, 2 ranks, 2 microbatches
     rank 0, stages 0: 0F0 0F1 0B0 0B1 0U1
     rank 1, stages 1: 1F0 1B0 1F1 1B1 1U1
 
 The file fixes ranks, stages, microbatches and slices. Sends and receives may be left out; `lower` adds them. Every
-schedule can be drawn; what is run is one synchronous step of whole microbatches.
+schedule can be drawn; only synchronous steps without slices can be run.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from echelon.pipeline.validate import find_faults
 _LINE_PATTERN = re.compile(r"rank\s+(\d{1,9})\s*,\s*stages?\s+(\d{1,9}(?:[\s,]+\d{1,9})*)\s*:(.*)")
 
 MAX_LISTED = 5
-"""of many faults of one kind, those that are told"""
+"""of many errors of one kind"""
 
 
 def load_schedule(
     path: str | Path, *, ranks: int = 0, chunks: int = 0, microbatches: int = 0, slices: int = 0
 ) -> Schedule:
-    """Reads a schedule and checks it. What is asked for beside the path must be what the file has; 0 asks nothing."""
+    """Read and validate a schedule. Sizes other than 0 must be those of the file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -49,7 +49,7 @@ def load_schedule(
 
 
 def parse_schedule(text: str, name: str = "file") -> Schedule:
-    """The schedule that a text says, or all its faults at once, each with its line."""
+    """The schedule of a text; raises ValueError with all its errors, each with its line."""
     reading = _ScheduleParser()
     for number, line in enumerate(text.splitlines(), 1):
         if content := line.partition("#")[0].strip():
@@ -68,12 +68,12 @@ def parse_schedule(text: str, name: str = "file") -> Schedule:
 
 
 def check_runnable(schedule: Schedule) -> None:
-    """Refuses what can be drawn and not run."""
+    """Reject schedules that can be drawn but not run."""
     every = [action for actions in schedule.rank_actions for action in actions]
     updates = Counter(action.stage for action in every if action.kind is ActionKind.UPDATE)
     faults = []
     if any(action.kind in (ActionKind.STASH, ActionKind.DROP_STASHED) or action.version != LATEST for action in every):
-        faults.append("it says which versions of the weights are used (K, D, @)")
+        faults.append("it has weight versions (K, D, @)")
     if several := [stage for stage, count in updates.items() if count > 1]:
         faults.append(f"it updates more than once (stage {several[0]})")
     if schedule.slices > 1:
@@ -88,12 +88,11 @@ def _raise_errors(name: str, errors: list[str], remedy: str) -> None:
 
 
 class _ScheduleParser:
-    """What the lines say so far."""
+    """The lines parsed so far."""
 
     def __init__(self) -> None:
         self.errors: list[str] = []
         self.line_of_rank: dict[int, int] = {}
-        """where each rank is written"""
         self.stages_of_rank: dict[int, list[int]] = {}
         self.actions_of_rank: dict[int, list[Action]] = {}
 
@@ -116,7 +115,7 @@ class _ScheduleParser:
                 self.errors.append(f"line {number}: {error}")
 
     def placement_errors(self) -> list[str]:
-        """Ranks and stages that are missing, or there twice."""
+        """Ranks and stages that are missing or duplicated."""
         stages = Counter(stage for held in self.stages_of_rank.values() for stage in held)
         faults = [f"rank {rank} has no line" for rank in _missing(max(self.line_of_rank, default=0), self.line_of_rank)]
         faults += [f"stage {stage} is on no rank" for stage in _missing(max(stages, default=0), stages)]
@@ -135,5 +134,5 @@ class _ScheduleParser:
 
 
 def _missing(largest: int, present: Container[int]) -> Iterator[int]:
-    """The first few numbers that are not there: a file may name a stage of any number."""
+    """The first few missing numbers: a file may name a stage of any number."""
     return islice((number for number in range(largest + 1) if number not in present), MAX_LISTED)

@@ -1,15 +1,15 @@
-"""What all synchronous schedules share: the updates at the end of a step, and microbatches that are left out.
+"""Synchronous steps: a schedule whose every stage updates once, at the end.
 
 [Note: leaving microbatches out]
 
 Some schedules are defined from some number of microbatches up, or for multiples of some number. For others they are
-written for the next number that suits them, and the actions of the surplus microbatches are left out:
+built for the next number that suits them, and the actions of the surplus microbatches are left out:
 
-    written for 3     0F0 0F1 0F2 0B0 0B1 0B2
-    asked for 2       0F0 0F1     0B0 0B1
+    built for 3       0F0 0F1 0F2 0B0 0B1 0B2
+    requested 2       0F0 0F1     0B0 0B1
 
-An action waits for actions of its own microbatch and for those before it in its list, and for nothing else. So a list
-stays right when a whole microbatch leaves: nobody waits for what is gone, and nobody holds more than before.
+An action depends on actions of its own microbatch and on those before it on its rank. So a schedule stays valid when a
+microbatch is removed: no action waits for it, and no rank holds more activations than before.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from echelon.pipeline.schedule import Schedule
 
 
 def truncation_note(requested: int, scheduled: int) -> str:
-    """The note of a schedule that was written for more microbatches than were asked for."""
+    """The note of a schedule that was built for more microbatches than requested."""
     if requested == scheduled:
         return ""
-    return f"{requested} microbatches: the schedule for {scheduled} with {scheduled - requested} left out, so the bubble may be larger"
+    surplus = f"the schedule for {scheduled} with {scheduled - requested} left out"
+    return f"{requested} microbatches: {surplus}, so the bubble may be larger"
 
 
 def sync_schedule(
@@ -36,11 +37,11 @@ def sync_schedule(
     slices: int = 1,
     note: str = "",
 ) -> Schedule:
-    """A synchronous schedule: every list without surplus microbatches, then one update for each stage of its rank."""
-    kept = [[action for action in actions if action.index < microbatches] for actions in rank_actions]
-    for stage, home in enumerate(rank_of_stage):
-        kept[home].append(Action(stage, ActionKind.UPDATE, 1))
-    whole = tuple(tuple(actions) for actions in kept)
+    """A synchronous schedule: all actions but those of surplus microbatches, then one update per stage."""
+    actions_of_rank = [[action for action in actions if action.index < microbatches] for actions in rank_actions]
+    for stage, rank in enumerate(rank_of_stage):
+        actions_of_rank[rank].append(Action(stage, ActionKind.UPDATE, 1))
+    frozen = tuple(tuple(actions) for actions in actions_of_rank)
     return Schedule(
-        name=name, rank_of_stage=rank_of_stage, microbatches=microbatches, rank_actions=whole, slices=slices, note=note
+        name=name, rank_of_stage=rank_of_stage, microbatches=microbatches, rank_actions=frozen, slices=slices, note=note
     )

@@ -6,11 +6,11 @@ Digits are forwards of slices, letters their backwards; dots wait:
     rank 1  .0123...ddccbbaa..
     rank 2  ..0123ddccbbaa....
 
-In a causal model a token needs only those before it, so the next stage can start on the first slice of a sequence
+In a causal model a token depends only on those before it, so the next stage can start on the first slice of a sequence
 while this one runs the second. Slices go forward in order and backward in reverse, because the gradients of a slice's
-keys and values come from the slices behind it. Microbatches follow one another as in GPipe: with m microbatches of s
-slices the bubble is that of GPipe with m x s microbatches, if all slices take equally long. slicer.py chooses their
-lengths.
+keys and values come from the later slices. Microbatches follow one another as in GPipe: with m microbatches of s
+slices the bubble is that of GPipe with m x s microbatches, if all slices take equally long. slices/slice_lengths.py
+chooses their lengths.
 """
 
 from __future__ import annotations

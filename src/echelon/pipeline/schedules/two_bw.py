@@ -1,17 +1,17 @@
 """PipeDream-2BW: 1F1B without a flush, with two versions of the weights.
 
-The actions and their times are PipeDream's (see pipedream.py), but the gradients of a batch of k microbatches are added
-up before an update. Batch t uses version max(0, t - 1) on every stage: by then the first stage has it, and only one
-other version, the newest, lives beside it.
+The actions and their times are PipeDream's (see pipedream.py), but the gradients of a batch of k microbatches
+accumulate for one update. Batch t uses version max(0, t - 1) on every stage: by then the first stage has it, and only
+one other version, the latest, exists.
 
     w(t+1) = w(t) - lr * grad f(w(max(t-1, 0)))
 
-Stage 1 of 3, two batches of two (K keeps a version, D drops it, U makes the next):
+Stage 1 of 3, two batches of two (K stashes a version, D drops it, U makes the next):
 
     1F0@0 1F1@0 1B0@0 1F2@0 1B1@0 1K0 1U1 1F3@0 1B2@0 1B3@0 1D0 1U2
 
-Fewer than d - 1 microbatches per batch: version t - 1 would not be there in time for batch t. The first stages then run
-at most k forwards ahead, so that it is. The rule holds and two versions suffice, but a bubble comes back.
+With fewer than d - 1 microbatches per batch, version t - 1 would be too late for batch t. The first stages then run at
+most k forwards ahead. The rule holds and two versions suffice, but there is a bubble again.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def build(
     drain: bool = True,
     microbatches_per_update: int = 0,
 ) -> Schedule:
-    """`batch` microbatches make an update; 0: those of the window."""
+    """`microbatches_per_update` of 0 makes one update per window."""
     microbatches_per_update = microbatches_per_update or microbatches
     if drain and (first_microbatch + microbatches) % microbatches_per_update:
         raise ValueError(
-            f"a stream of 2bw ends inside a batch (microbatch {first_microbatch + microbatches}, batches of {microbatches_per_update}); "
-            f"end it at a multiple of {microbatches_per_update}"
+            f"a stream of 2bw ends inside a batch (microbatch {first_microbatch + microbatches}, batches of "
+            f"{microbatches_per_update}); end it at a multiple of {microbatches_per_update}"
         )
 
     def rule(stage: int) -> WeightVersionRule:
@@ -57,13 +57,13 @@ def build(
 
 
 def bubble(ranks: int, chunks: int, microbatches: int, microbatches_per_update: int = 0) -> Fraction | None:
-    """Of a whole run of so many microbatches; None where it has several batches and they are too short."""
+    """Of a run of `microbatches` in all; None where it has several batches and they are too short."""
     is_short = 0 < microbatches_per_update < min(microbatches, ranks - 1)
     return None if is_short else Fraction(ranks - 1, microbatches + ranks - 1)
 
 
 def in_flight(ranks: int, chunks: int, microbatches: int, microbatches_per_update: int = 0) -> tuple[int, ...]:
-    """In a whole run of so many microbatches."""
+    """In a run of `microbatches` in all."""
     return tuple(
         min(microbatches, ranks - rank, (microbatches_per_update or microbatches) + 1) for rank in range(ranks)
     )

@@ -1,4 +1,4 @@
-"""ZB-H1: backward in two halves, and the half that nobody waits for fills the bubble.
+"""ZB-H1: backward in two halves, of which the second fills the bubble.
 
 Digits are forwards, small letters I, capitals W; dots wait:
 
@@ -6,12 +6,12 @@ Digits are forwards, small letters I, capitals W; dots wait:
     rank 1  .01.a2bA3cBdCD
     rank 2  ..0a1b2cA3dBCD
 
-I (the gradient of the input) goes on to the stage before; W (those of the weights) can wait. Forwards and Is run in the
-order of 1F1B. Rank r lets its Ws wait by r microbatches, so that the Is of the last ranks come early, and does the rest
-of them at the end, where 1F1B drains.
+The stage before waits for I, the input gradient; W, the weight gradients, can wait. Forwards and Is run in the order of
+1F1B. Rank r delays its Ws by r microbatches, so that the Is of the last ranks come early, and runs the rest of them at
+the end, where 1F1B drains.
 
-W needs the activations, so they are held until it is done. A rank that runs fewer forwards ahead has more Ws to do: all
-ranks hold d microbatches, which is the peak of 1F1B (there only rank 0 has it).
+W uses the activations, so they are held until it is done. A rank with fewer warm-up forwards has more pending Ws: all
+ranks hold d microbatches, which is the peak of 1F1B (there on rank 0 alone).
 """
 
 from __future__ import annotations

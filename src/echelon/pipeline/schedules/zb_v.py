@@ -1,4 +1,4 @@
-"""ZB-V: backward in two halves and two chunks per rank, laid out there and back, so that no rank waits in between.
+"""ZB-V: backward in two halves and two chunks per rank in a V, so that no rank waits in between.
 
 Digits are forwards, small letters I, capitals W; dots wait:
 
@@ -22,7 +22,7 @@ The phases of rank r of d, with chunk 0 on the way there and chunk 1 on the way 
     7. I0 W0, then all Ws that are left
 
 Fewer than 2d - 1 microbatches: the schedule for 2d - 1, with the surplus left out (see [Note: leaving microbatches out]
-in step.py).
+in sync_step.py).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from echelon.pipeline.schedules.sync_step import sync_schedule, truncation_note
 
 
 def build(ranks: int, chunks: int, microbatches: int) -> Schedule:
-    whole = max(microbatches, 2 * ranks - 1)
-    lists = [_rank_actions(rank, ranks, whole) for rank in range(ranks)]
-    return sync_schedule("zb-v", v_placement(ranks), microbatches, lists, note=truncation_note(microbatches, whole))
+    scheduled = max(microbatches, 2 * ranks - 1)
+    lists = [_rank_actions(rank, ranks, scheduled) for rank in range(ranks)]
+    return sync_schedule("zb-v", v_placement(ranks), microbatches, lists, note=truncation_note(microbatches, scheduled))
 
 
 def _rank_actions(rank: int, ranks: int, microbatches: int) -> list[Action]:
