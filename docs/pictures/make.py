@@ -23,6 +23,7 @@ import kept  # noqa: E402
 import memory  # noqa: E402
 import mixtures  # noqa: E402
 import offload  # noqa: E402
+import packages  # noqa: E402
 import pipelines  # noqa: E402
 import precision  # noqa: E402
 import saves  # noqa: E402
@@ -41,6 +42,7 @@ def _profile(path: Path) -> str:
 
 
 DRAWN: dict[str, Callable[[], str]] = {
+    "packages": packages.packages,
     "mesh": splits.mesh,
     "flat-units": splits.flat_units,
     "zero-stages": splits.zero_stages,
