@@ -32,7 +32,7 @@ MAY_KNOW = {
     "parallel": {"faults", "layout", "kernels", "models", "moe", "memory", "precision", "rng", "compat"},
     "optim": {"layout", "kernels", "memory", "parallel", "rng", "compat"},
     "pipeline": {"faults", "layout", "kernels", "models", "parallel", "rng", "compat"},
-    "planning": {"layout", "models", "memory", "optim", "parallel", "pipeline", "compat"},
+    "planning": {"layout", "kernels", "models", "memory", "optim", "parallel", "pipeline", "compat"},
     "launch": {"layout", "compat"},
     "faults": {"layout", "launch", "compat"},
     "checkpoint": {"faults", "layout", "memory", "models", "optim", "parallel", "planning"},

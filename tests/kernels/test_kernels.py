@@ -12,6 +12,7 @@ from echelon.kernels import dispatch, tensor_metadata
 from echelon.kernels.attention import rope
 from echelon.kernels.gemm import fused_linear
 from echelon.kernels.layers import cross_entropy, rmsnorm, swiglu
+from echelon.kernels.memory_limits import LOSS_CHUNK_BYTES
 from echelon.models.layers import Linear, can_fuse_gemm
 
 pytest.importorskip("triton")
@@ -185,7 +186,7 @@ def test_chunks_are_powers_of_two_that_fit() -> None:
     for vocabulary in (257, 32_000, 128_256, 1_000_000_000):
         rows = cross_entropy.tokens_per_chunk(vocabulary, 2)
         assert rows & (rows - 1) == 0
-        assert rows == 256 or rows * vocabulary * 2 <= cross_entropy.CHUNK_BYTES < rows * 2 * vocabulary * 2
+        assert rows == 256 or rows * vocabulary * 2 <= LOSS_CHUNK_BYTES < rows * 2 * vocabulary * 2
 
 
 @pytest.mark.usefixtures("kernels")

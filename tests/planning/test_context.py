@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from echelon.kernels.attention import blockwise_attention
 from echelon.layout import Layout
 from echelon.planning.calibrate.constants import FITTED_CONSTANTS
 from echelon.planning.cluster import cluster
@@ -175,10 +174,6 @@ def test_blocks_are_merged():
         2 * 2 * KV + 9 * 2 * Q + cp_traffic_module.FP32_BYTES * 2 * Q
     )  # 512 MiB hold 4 parts of 128 MiB
     assert (found.is_blockwise, cp_traffic(case("cp=8,cp_kind=ulysses")).is_blockwise) == (True, False)
-    assert (cp_traffic_module.MERGE_BUFFER_BYTES, cp_traffic_module.MAX_PENDING_BLOCKS) == (
-        blockwise_attention.MAX_PENDING_BYTES,
-        blockwise_attention.MAX_PENDING,
-    )
 
 
 def test_other_programs_add_every_part_as_it_comes():

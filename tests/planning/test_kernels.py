@@ -21,10 +21,9 @@ from echelon.planning.calibrate.calibration import constants_for
 from echelon.planning.calibrate.constants import FITTED_CONSTANTS, NATIVE_OVERRIDES
 from echelon.planning.cluster import cluster
 from echelon.planning.cost.activation_memory import saved_tensor_bytes
-from echelon.planning.cost.backward_memory import backward_bytes
-from echelon.planning.cost.lm_head_memory import loss_chunk_tokens
 from echelon.planning.cost.memory_model import peak_memory, stage_memory, state_bytes_by_category
 from echelon.planning.cost.recompute_cost import recompute_plan, recompute_shares, saved_layer_bytes
+from echelon.planning.cost.working_memory import backward_bytes, tokens_per_chunk
 from echelon.planning.model import layer_families
 from echelon.planning.model.model_sources import resolve_shape
 from echelon.planning.priced_plan import price
@@ -145,7 +144,7 @@ def test_making_again_costs_less_than_all_operators():
 
 @pytest.mark.parametrize("vocab", [257, 50257, 128256, 10**7])
 def test_a_chunk_of_logits_is_the_losses(vocab):
-    assert loss_chunk_tokens(vocab, 2) == cross_entropy.tokens_per_chunk(vocab, 2)
+    assert tokens_per_chunk(vocab, 2) == cross_entropy.tokens_per_chunk(vocab, 2)
 
 
 def test_at_the_head_there_are_no_gradients_and_at_the_end_no_activations():

@@ -25,6 +25,8 @@ from echelon.optim.update_rule import UpdateRule, resolve_momentum
 
 QUANTIZATION_BLOCK = 256
 """elements that share a scale in 8 bits"""
+NEWTON_SCHULZ_STEPS = 5
+"""iterations with which Muon orthogonalizes a matrix"""
 MIN_QUANTIZED_NUMEL = 4096
 """elements that a parameter must have to be kept in 8 bits"""
 

@@ -1,5 +1,5 @@
-"""What is planned: `TrainingSetup`, a model on a cluster with its arithmetic, in one layout (`Scenario`) or in any that a
-`PlanRequest` allows.
+"""What is planned: a model on a cluster with its arithmetic (`TrainingSetup`), in one layout (`Scenario`) or in any
+that a `PlanRequest` allows.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class Scenario(TrainingSetup):
 
     @cached_property
     def materializes_scores(self) -> bool:
-        """Whether attention writes its scores out: Echelon's models do for dropout, on full sequences, and torch does on
-        a CPU if values and keys differ in width."""
+        """Whether attention writes its scores out: Echelon's models do for dropout, on full sequences, and torch does
+        on a CPU if values and keys differ in width."""
         if self.attention_kernel in SCORE_WRITING_KERNELS:
             return True
         if self.program == "others" or not self.shape.is_native or self.layout.cp > 1:

@@ -29,11 +29,8 @@ from torch import Tensor
 
 from echelon.kernels import dispatch
 from echelon.kernels.attention import sdpa_lse
+from echelon.kernels.memory_limits import MAX_PENDING, MAX_PENDING_BYTES
 
-MAX_PENDING_BYTES = 512 << 20
-"""bytes of parts that wait to be brought together"""
-MAX_PENDING = 8
-"""of them: a kernel is compiled for each number"""
 MAX_SCORES = 1 << 26
 """scores that plain torch holds at a time: rows are taken so many at once"""
 

@@ -18,10 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from echelon.kernels import dispatch
 from echelon.kernels.gemm.fused_linear import write_gradient
+from echelon.kernels.memory_limits import tokens_per_chunk
 
 IGNORE_INDEX = -100
-CHUNK_BYTES = 1 << 30
-"""of logits at a time: products of fewer rows than this makes are slower"""
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -35,12 +34,6 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
-
-
-def tokens_per_chunk(vocab_size: int, element_bytes: int) -> int:
-    """Rows of a chunk: a power of two, and at least 256."""
-    fitting = max(CHUNK_BYTES // (vocab_size * element_bytes), 256)
-    return 1 << (fitting.bit_length() - 1)
 
 
 ChunkLosses = Callable[[Tensor, Tensor, bool], Tensor]

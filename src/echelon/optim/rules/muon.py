@@ -32,6 +32,7 @@ from torch import Tensor
 
 from echelon.layout.collective import Collective
 from echelon.layout.placement import Piece, Placement
+from echelon.optim.cost import NEWTON_SCHULZ_STEPS
 from echelon.optim.matrix_shards import MatrixRectangle
 from echelon.optim.optimizer_protocol import ShardedOptimizer
 from echelon.optim.optimizer_state import OptimizerState, element_state
@@ -42,7 +43,6 @@ from echelon.parallel.dp import zero
 from echelon.parallel.dp.data_parallel import placement_coordinates
 from echelon.parallel.parallel_model import ParallelModel
 
-NEWTON_SCHULZ_STEPS = 5
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """of Jordan: steep at 0, and then between 0.7 and 1.2"""
 UPDATE_SCALE = 0.2

@@ -1,13 +1,12 @@
-"""What backward needs of the forward pass, in bytes: of a layer and microbatch, in each way that the layer can go.
+"""Bytes that backward needs of the forward pass, per layer and microbatch, for each recompute form of a layer:
 
     none        everything that backward reads
-    ops         all but what operators between products made, which is made again
-    selective   all but what attention's core made
+    ops         all but the outputs of operators between GEMMs, which backward recomputes
+    selective   all but what the attention core computes
     full        the layer's input
 
-What our models keep is counted from what their operators save (kernels.py, plain_layers.py); of others, a share is
-assumed for `ops`, and attention's scores alone are dropped by `selective`. `compress` and `memory.partition` make less
-of what is kept (thrift.py).
+For Echelon's models they are counted from what operators save (layer_counts.py); for others `ops` saves an assumed
+share, and `selective` drops the scores alone. `compress` and `memory.partition` shrink what is saved.
 """
 
 from __future__ import annotations
@@ -25,125 +24,109 @@ from echelon.planning.model.model_shape import LayerShape
 from echelon.planning.scenario import Scenario
 
 UNFUSED_SCORE_BYTES = 7
-"""of a score that is written out: before and after the softmax, after dropout, and its mask"""
+"""of a materialized score in other programs: before and after the softmax, after dropout, and its mask"""
 FP32_BYTES = 4
-"""of one of ours, after the softmax. With dropout there is a mask of one byte, and what is left of it"""
+"""of a score after Echelon's softmax; dropout adds a mask of one byte, and what remains of the score"""
 LOW_PRECISION_SAVED = 0.75
-"""bytes that activations take where products are narrow, to those in 16 bits: inputs of products are kept narrow"""
+"""saved bytes with low-precision GEMMs, which save their inputs in low precision, over those in 16 bits"""
 
 
 def saved_tensor_bytes(scenario: Scenario, layer: LayerShape, form: str = "none") -> float:
-    """Bytes that backward needs of one layer and one microbatch, but for attention's scores; not of `full`."""
+    """Bytes that one layer saves of one microbatch, scores aside; not for the form `full`."""
     counts = layer_counts(scenario, layer)
     if counts is not None:
         return _counted_bytes(scenario, layer, counts, form)
-    layout, whole = scenario.layout, scenario.sp_degree
-    elements = layer.saved_elements / whole + layer.saved_elements_tp / layout.tp
-    # A row goes to each of etp ranks, which have a part of what is inside its expert.
-    elements += (
-        min(scenario.expert_load, MAX_LOAD_FACTOR)
-        * (layout.etp * layer.dispatched_elements + layer.saved_elements_experts)
-        / layout.tp
-    )
-    elements += 0 if scenario.fused_norms else FITTED_CONSTANTS.loose_saved * scenario.shape.width / whole
-    narrow = LOW_PRECISION_SAVED if scenario.is_low_precision else 1.0
-    share = 1 - ELEMENTWISE_SHARE if "ops" in form else 1.0
-    return share * elements * scenario.tokens * scenario.element_bytes * narrow
+    layout, sp_degree = scenario.layout, scenario.sp_degree
+    elements = layer.saved_elements / sp_degree + layer.saved_elements_tp / layout.tp
+    # Every etp rank has all tokens of its experts, and a part of what is inside them.
+    expert_elements = layout.etp * layer.dispatched_elements + layer.saved_elements_experts
+    elements += min(scenario.expert_load, MAX_LOAD_FACTOR) * expert_elements / layout.tp
+    elements += 0 if scenario.fused_norms else FITTED_CONSTANTS.loose_saved * scenario.shape.width / sp_degree
+    precision_share = LOW_PRECISION_SAVED if scenario.is_low_precision else 1.0
+    form_share = 1 - ELEMENTWISE_SHARE if "ops" in form else 1.0
+    return form_share * elements * scenario.tokens * scenario.element_bytes * precision_share
 
 
 def layer_counts(scenario: Scenario, layer: LayerShape) -> LayerCounts | None:
-    """What is known of a layer of a model of ours."""
+    """The counts of a layer of Echelon's models, with kernels or without; None for other models."""
     if scenario.has_kernels:
         return layer.fused
     return layer.unfused if scenario.is_unfused else None
 
 
 def _counted_bytes(scenario: Scenario, layer: LayerShape, counts: LayerCounts, form: str) -> float:
-    layout, attention, selects = scenario.layout, layer.attention, "selective" in form
-    kept = counts.bytes_saved(
-        element_bytes=scenario.element_bytes,
-        low_precision=scenario.is_low_precision,
-        recompute_ops="ops" in form,
-        selective=selects,
+    layout, size, low_precision = scenario.layout, scenario.element_bytes, scenario.is_low_precision
+    recompute_ops, selective = "ops" in form, "selective" in form
+    saved = counts.bytes_saved(
+        element_bytes=size, low_precision=low_precision, recompute_ops=recompute_ops, selective=selective
     )
-    here = (
-        kept.per_rank(
-            scenario.sp_degree, layout.tp, etp=layout.etp, expert_load=min(scenario.expert_load, MAX_LOAD_FACTOR)
-        )
-        + NORM_STAT_BYTES
-    )
+    load = min(scenario.expert_load, MAX_LOAD_FACTOR)
+    per_token = saved.per_rank(scenario.sp_degree, layout.tp, etp=layout.etp, expert_load=load) + NORM_STAT_BYTES
     if layout.sp and layout.tp > 1 and layout.tp_kind == "1d":
-        here += counts.gathered_bytes(
-            layout.tp,
-            element_bytes=scenario.element_bytes,
-            low_precision=scenario.is_low_precision,
-            recompute_ops="ops" in form,
+        per_token += counts.gathered_bytes(
+            layout.tp, element_bytes=size, low_precision=low_precision, recompute_ops=recompute_ops
         )
-    copies = 0.0
-    if attention is not None:
-        copies = saved_cp_bytes(scenario)
-        if (
-            scenario.materializes_scores and not selects
-        ):  # keys and values for every head; and the result is where it is read
-            repeated = (attention.heads - attention.kv_heads) * (attention.head_dim + attention.value_dim)
-            here += scenario.element_bytes * (repeated - counts.attention_copy.tp) / layout.tp
-        elif not selects:
-            here += 4 * attention.heads / layout.tp  # logarithms, of each row
-    return here * scenario.tokens + copies
+    attention = layer.attention
+    if attention is None:
+        return per_token * scenario.tokens
+    if not selective and scenario.materializes_scores:
+        # Keys and values are repeated for every query head; the output already has the projection's memory layout.
+        repeated = (attention.heads - attention.kv_heads) * (attention.head_dim + attention.value_dim)
+        per_token += size * (repeated - counts.attention_copy.tp) / layout.tp
+    elif not selective:
+        per_token += 4 * attention.heads / layout.tp  # log-sum-exp
+    return per_token * scenario.tokens + saved_cp_bytes(scenario)
 
 
 def score_bytes(scenario: Scenario, layer: LayerShape) -> float:
-    """Bytes of attention's scores, where they are written out."""
+    """Bytes of attention's scores, if they are materialized."""
     if not scenario.materializes_scores or layer.attention is None:
         return 0.0
-    every = layer.attention.heads / scenario.layout.tp * scenario.tokens * scenario.seq_len
+    scores = layer.attention.heads / scenario.layout.tp * scenario.tokens * scenario.seq_len
     if layer_counts(scenario, layer) is None:
-        return UNFUSED_SCORE_BYTES * every
+        return UNFUSED_SCORE_BYTES * scores
     if not scenario.shape.dropout:
-        return FP32_BYTES * every
-    seen = scenario.seq_len * scenario.seq_len  # a byte for each pair of tokens: which may see which
-    return (FP32_BYTES + 1 + scenario.element_bytes) * every + seen
+        return FP32_BYTES * scores
+    attention_mask = scenario.seq_len * scenario.seq_len  # one byte for each pair of tokens
+    return (FP32_BYTES + 1 + scenario.element_bytes) * scores + attention_mask
 
 
 def layer_input_bytes(scenario: Scenario) -> float:
-    """Bytes of a layer's input."""
     return scenario.tokens * scenario.shape.width * scenario.element_bytes / scenario.sp_degree
 
 
 def saved_bytes(scenario: Scenario, layer: LayerShape, form: str) -> float:
-    """Bytes of one layer and microbatch that stay until backward."""
+    """Bytes that one layer saves of one microbatch."""
     if form == "full":
         return saved_input_bytes(scenario)
-    values = saved_tensor_bytes(scenario, layer, form) + (0.0 if "selective" in form else score_bytes(scenario, layer))
-    return (
-        _compressed_bytes(scenario, values, dropout_mask_bytes(scenario, layer, form))
-        if scenario.memory_options.compresses
-        else values
-    )
+    size = saved_tensor_bytes(scenario, layer, form) + (0.0 if "selective" in form else score_bytes(scenario, layer))
+    if not scenario.memory_options.compresses:
+        return size
+    return _compressed_bytes(scenario, size, dropout_mask_bytes(scenario, layer, form))
 
 
 def saved_input_bytes(scenario: Scenario) -> float:
-    """Bytes of a layer's input as it is kept."""
-    found = layer_input_bytes(scenario)
+    """Bytes of a layer's input as it is saved: partitioned over tp, compressed."""
+    size = layer_input_bytes(scenario)
     if partitions_inputs(scenario):
-        found = partition_numel(round(found), scenario.layout.tp)
-    return _compressed_bytes(scenario, found, 0.0) if scenario.memory_options.compresses else found
+        size = partition_numel(round(size), scenario.layout.tp)
+    return _compressed_bytes(scenario, size, 0.0) if scenario.memory_options.compresses else size
 
 
 def partitions_inputs(scenario: Scenario) -> bool:
-    """`memory.partition` has something to do: every rank of tp has the same inputs."""
+    """Whether `memory.partition` has an effect: all tp ranks save the same inputs."""
     layout = scenario.layout
     return scenario.memory_options.partition and layout.tp > 1 and layout.tp_kind == "1d" and not layout.sp
 
 
 def dropout_mask_bytes(scenario: Scenario, layer: LayerShape, form: str) -> float:
-    """Of the bytes kept, masks of dropout: a byte each."""
+    """Of the saved bytes, dropout masks: one byte per element."""
     if not scenario.shape.dropout:
         return 0.0
-    stream = 2 * scenario.shape.width * scenario.tokens / scenario.sp_degree
+    residual = 2 * scenario.shape.width * scenario.tokens / scenario.sp_degree
     if layer.attention is None or not scenario.materializes_scores or "selective" in form:
-        return stream
-    return stream + layer.attention.heads / scenario.layout.tp * scenario.tokens * scenario.seq_len
+        return residual
+    return residual + layer.attention.heads / scenario.layout.tp * scenario.tokens * scenario.seq_len
 
 
 def _compressed_bytes(scenario: Scenario, size: float, mask_bytes: float) -> float:
@@ -151,16 +134,16 @@ def _compressed_bytes(scenario: Scenario, size: float, mask_bytes: float) -> flo
 
 
 def layers_in_flight(scenario: Scenario, rank: int) -> float:
-    """Layers times microbatches that the schedule has a rank hold at once."""
+    """Layers times microbatches whose activations the schedule has a rank hold at once."""
     layout = scenario.layout
     family = FAMILIES.get(layout.schedule)
     if layout.pp == 1 or family is None:
         return float(scenario.shape.num_layers)
     chunks = family.chunks or layout.vpp
-    flights = _in_flight(layout.schedule, layout.pp, chunks, layout.accumulate)[rank]
-    return float(flights * math.ceil(scenario.shape.num_layers / (layout.pp * chunks)))
+    chunks_in_flight = _chunks_in_flight(layout.schedule, layout.pp, chunks, layout.accumulate)[rank]
+    return float(chunks_in_flight * math.ceil(scenario.shape.num_layers / (layout.pp * chunks)))
 
 
 @lru_cache(maxsize=4096)
-def _in_flight(schedule: str, ranks: int, chunks: int, microbatches: int) -> tuple[int, ...]:
+def _chunks_in_flight(schedule: str, ranks: int, chunks: int, microbatches: int) -> tuple[int, ...]:
     return FAMILIES[schedule].in_flight(ranks, chunks, microbatches)

@@ -1,20 +1,21 @@
-"""Context parallelism as planning counts it: what passes which links, what hides, what is moved and held beside that.
+"""Context parallelism as the planner counts it: bytes per link, memory traffic, saved and working memory.
 
-parallel/cp/cost.py says which messages there are. In the mesh tp is innermost, then the ranks that exchange heads, then
-the ring; so of a group of cp ranks a node has `per_node / tp`, and a message stays inside a node or does not.
+parallel/cp/cost.py lists the collectives. In the mesh tp is innermost, then the ranks that exchange heads, then the
+ring. So a node has `per_node / tp` ranks of a cp group.
 
 [Note: links]
 
-    send               from each rank of a ring to the next: as fast as its slowest hop, which is between nodes where
-                       the ring is not inside one
-    all-to-all         what is for ranks of the same node stays there, the rest leaves it, each rank's by its own link
-    gather, scatter    everything passes the links inside a node, and comes in and out over those of all its ranks
+    send                          from each rank of a ring to the next: as fast as the slowest hop, which is between
+                                  nodes unless the ring fits one
+    all-to-all                    the part for ranks of the same node stays there, the rest leaves by the rank's link
+    all-gather, reduce-scatter    all bytes pass the links inside a node, and leave it over the links of all its ranks
 
-[Note: moved]
+[Note: memory traffic]
 
-Counted from what ring.py, gather.py, ulysses.py and kernels/attention/blockwise_attention.py read and write, of the rank that has the most to
-do, for the others wait for it. What blocks give for the same queries or keys is written by each and read once, when it
-is brought together; where that is more than may wait (HELD, MOST), its sum in 32 bits is read and written in between.
+Counted from what ring_attention.py, all_gather_attention.py, ulysses.py and kernels/attention/blockwise_attention.py
+read and write on the busiest rank, for which the others wait. Each block writes its partial result for the same queries
+or keys; merging reads them once. If more results are pending than MAX_PENDING_BYTES and MAX_PENDING allow, merging also
+reads and writes their float32 sum in between.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import lcm
 
+from echelon.kernels.memory_limits import MAX_PENDING, MAX_PENDING_BYTES
 from echelon.layout.collective import Collective
 from echelon.layout.rules import head_parallel_size
 from echelon.parallel.cp import cost as cp_cost
@@ -31,42 +33,39 @@ from echelon.planning.model.model_shape import AttentionShape
 from echelon.planning.scenario import Scenario
 
 FP32_BYTES = 4
-"""bytes of an element that is added up"""
-MERGE_BUFFER_BYTES, MAX_PENDING_BLOCKS = 512 << 20, 8
-"""bytes of results that wait to be brought together, and how many of them (as kernels/attention/blockwise_attention.py has it, which loads
-torch)"""
 
 
 def cp_traffic(scenario: Scenario) -> CpTraffic:
-    attention = model_attention(scenario)
-    if scenario.layout.cp == 1 or attention is None:
+    """Count the cp transfers of one microbatch through all layers, on one rank."""
+    layout, attention, num_layers = scenario.layout, scenario.shape.attention, scenario.shape.num_layers
+    if layout.cp == 1 or attention is None:
         return CpTraffic()
-    layout, found = scenario.layout, cp_collectives(scenario, attention)
-    # Ranks send gradients of all keys that they have seen or of half: some rank in every step those of all.
+    collectives = cp_collectives(scenario, attention)
+    # A rank sends gradients of all keys that it attended to, or of half: in every step some rank sends those of all.
     sends = {"keys and values": 0.0, "their gradients": 0.0}
-    for item in found:
+    for item in collectives:
         if item.op == "send":
-            sends[item.purpose] = max(sends[item.purpose], float(item.bytes * scenario.shape.num_layers))
-    together = [item for item in found if item.op != "send"]
-    links = [_link_bytes(scenario, item) for item in together]
+            sends[item.purpose] = max(sends[item.purpose], float(item.bytes * num_layers))
+    others = [item for item in collectives if item.op != "send"]
+    links = [_link_bytes(scenario, item) for item in others]
     forward, backward = _memory_traffic(scenario, attention)
-    every = _attention_tokens(scenario) * scenario.shape.num_layers
+    token_layers = _attention_tokens(scenario) * num_layers
     return CpTraffic(
         ring_steps=1 if layout.cp_kind == "gather" else layout.cp // layout.ulysses,
         ring_bytes=sends["keys and values"],
         ring_grad_bytes=sends["their gradients"],
         ring_in_node=layout.tp * layout.cp <= scenario.cluster.per_node,
-        intra_node_bytes=sum(near for near, _ in links),
-        inter_node_bytes=sum(far for _, far in links),
-        num_collectives=sum(item.count for item in together),
+        intra_node_bytes=sum(intra_node for intra_node, _ in links),
+        inter_node_bytes=sum(inter_node for _, inter_node in links),
+        num_collectives=sum(item.count for item in others),
         is_blockwise=layout.ulysses < layout.cp,
-        memory_bytes=every * forward,
-        memory_bytes_backward=every * backward,
+        memory_bytes=token_layers * forward,
+        memory_bytes_backward=token_layers * backward,
     )
 
 
 def cp_collectives(scenario: Scenario, attention: AttentionShape) -> list[Collective]:
-    """What one microbatch issues over cp, by the strategy's own cost function."""
+    """List the collectives of one microbatch over cp, by the strategy's cost function."""
     return list(
         cp_cost.collectives(
             replace(scenario.layout, accumulate=1),
@@ -80,35 +79,16 @@ def cp_collectives(scenario: Scenario, attention: AttentionShape) -> list[Collec
 
 
 def cp_bytes_per_token(scenario: Scenario) -> float:
-    """By a rank, for each of its tokens and each layer, there and back."""
-    attention = model_attention(scenario)
+    """Bytes that a rank sends per token and layer, in forward and backward."""
+    attention = scenario.shape.attention
     if attention is None:
         return 0.0
-    every = _attention_tokens(scenario) * scenario.shape.num_layers
-    found = cp_collectives(scenario, attention)
-    return sum(item.count * wire_bytes(item.op, item.bytes, _group_size(scenario, item)) for item in found) / every
-
-
-def _group_size(scenario: Scenario, item: Collective) -> int:
-    return scenario.layout.ulysses if item.axis == "ulysses" else scenario.layout.cp
-
-
-def _grid_batch_split(scenario: Scenario) -> int:
-    """Ranks of tp that have the same heads, of other sequences: on a grid."""
-    return scenario.layout.tp // (head_parallel_size(scenario.layout) or 1)
-
-
-def _attention_tokens(scenario: Scenario) -> float:
-    """Whose attention a rank works on."""
-    return scenario.tokens / _grid_batch_split(scenario)
-
-
-def model_attention(scenario: Scenario) -> AttentionShape | None:
-    return scenario.shape.attention
+    token_layers = _attention_tokens(scenario) * scenario.shape.num_layers
+    return sum(_wire_bytes(scenario, item) for item in cp_collectives(scenario, attention)) / token_layers
 
 
 def computed_attention(scenario: Scenario, attention: AttentionShape) -> AttentionShape:
-    """As it is computed: values that travel with keys are as wide as these."""
+    """Attention as cp computes it: values that travel with keys are padded to their width."""
     return replace(attention, value_dim=attention.head_dim) if scenario.layout.cp > 1 else attention
 
 
@@ -123,32 +103,50 @@ def attention_widths(scenario: Scenario, attention: AttentionShape) -> cp_cost.A
 
 
 def _link_bytes(scenario: Scenario, item: Collective) -> tuple[float, float]:
-    """Bytes of a rank (inside its node, between nodes). See [Note: links]."""
-    layout, ranks = scenario.layout, _group_size(scenario, item)
-    members = max(1, min(ranks, scenario.cluster.per_node // layout.tp))
-    wire = item.count * wire_bytes(item.op, item.bytes, ranks)
-    if members == ranks:
+    """Return a rank's bytes (inside its node, between nodes). See [Note: links]."""
+    ranks = _group_size(scenario, item)
+    ranks_per_node = max(1, min(ranks, scenario.cluster.per_node // scenario.layout.tp))
+    wire = _wire_bytes(scenario, item)
+    if ranks_per_node == ranks:
         return wire, 0.0
     if item.op == "all_to_all":
-        far = item.count * item.bytes * (ranks - members) / ranks
-        return wire - far, far
-    return wire, wire / members
+        leaving = item.count * item.bytes * (ranks - ranks_per_node) / ranks
+        return wire - leaving, leaving
+    return wire, wire / ranks_per_node
 
 
-# -- through memory and in it -----------------------------------------------------------------------------------------
+def _wire_bytes(scenario: Scenario, item: Collective) -> float:
+    return item.count * wire_bytes(item.op, item.bytes, _group_size(scenario, item))
+
+
+def _group_size(scenario: Scenario, item: Collective) -> int:
+    return scenario.layout.ulysses if item.axis == "ulysses" else scenario.layout.cp
+
+
+def _grid_batch_split(scenario: Scenario) -> int:
+    """Ranks of a tp grid that have the same heads, of other sequences."""
+    return scenario.layout.tp // (head_parallel_size(scenario.layout) or 1)
+
+
+def _attention_tokens(scenario: Scenario) -> float:
+    """Tokens whose attention a rank computes."""
+    return scenario.tokens / _grid_batch_split(scenario)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class _TokenElements:
-    """Of a token on one rank: bytes of a number, elements of queries, and of keys and values where attention is.
-
-    Values are as wide as keys there, and so is what blocks give; `out` are the elements of the result.
-    """
+    """Elements per token on one rank inside attention, where values are as wide as keys."""
 
     element_bytes: int
     q: int
+    """queries, and a block's result"""
     kv: int
+    """keys and values"""
     out: int
+    """attention's output"""
 
     @classmethod
     def from_scenario(cls, scenario: Scenario, attention: AttentionShape) -> _TokenElements:
@@ -163,90 +161,85 @@ class _TokenElements:
 
 
 def _memory_traffic(scenario: Scenario, attention: AttentionShape) -> tuple[float, float]:
-    """Bytes per token and layer, forward and backward, beside what attention itself does. See [Note: moved]."""
+    """Bytes per token and layer, (forward, backward), besides attention's. See [Note: memory traffic]."""
     layout, x = scenario.layout, _TokenElements.from_scenario(scenario, attention)
     size, steps = x.element_bytes, layout.cp // layout.ulysses
     forward = backward = 0.0
     if layout.ulysses > 1:
-        # Heads put together, put in order, and again when they have arrived; the result there and back.
+        # Heads are packed and reordered before and after the exchange; so is the output.
         forward = backward = 6 * size * (x.q + x.kv) + 4 * size * x.out
     if steps == 1:
         return forward, backward
     blocks = 2 if layout.cp_kind == "gather" else steps
-    # The result of every block, and in backward the gradient of its queries.
+    # Results of all blocks; in backward the gradients of their queries.
     forward += 2 * size * x.kv + x.q * _merge_bytes(scenario, blocks, x.q)
     backward += x.q * _merge_bytes(scenario, blocks, x.q)
     if layout.cp_kind == "gather":
-        # Everyone's keys and values are put in order when they have arrived, their gradients before they leave.
+        # Keys and values of all ranks are reordered after the gather, their gradients before the reduce-scatter.
         forward += 4 * size * layout.cp * x.kv
         backward += x.kv * (
             layout.cp * (4 * size + 5 * FP32_BYTES) + (layout.cp + 0.5) * (2 * FP32_BYTES + size) + FP32_BYTES + size
         )
     else:
-        # Gradients that go home, and those that come.
+        # Gradients that are sent home, and those that arrive.
         backward += x.kv * (2 * size * steps + _merge_bytes(scenario, steps, x.kv // 2))
     return forward, backward
 
 
 def _merge_bytes(scenario: Scenario, num_blocks: int, elements: int) -> float:
-    """Bytes to bring parts together, for each of so many elements of a token."""
-    in_between = -(-num_blocks // _pending_blocks(scenario, elements)) - 1
-    return (num_blocks + 1) * scenario.element_bytes + in_between * 2 * FP32_BYTES
+    """Bytes per element moved to merge `num_blocks` results with this many elements per token."""
+    partial_sums = -(-num_blocks // _max_pending_blocks(scenario, elements)) - 1
+    return (num_blocks + 1) * scenario.element_bytes + partial_sums * 2 * FP32_BYTES
 
 
-def _pending_blocks(scenario: Scenario, elements: int) -> int:
-    """Parts of so many elements of a token that may wait to be brought together."""
-    if scenario.program == "others":  # they add each part as it comes
+def _max_pending_blocks(scenario: Scenario, elements: int) -> int:
+    """Results with this many elements per token that may wait to be merged."""
+    if scenario.program == "others":  # they add each result as it comes
         return 1
-    return max(
-        1,
-        min(
-            MAX_PENDING_BLOCKS,
-            int(MERGE_BUFFER_BYTES / (_attention_tokens(scenario) * scenario.element_bytes * elements)),
-        ),
-    )
+    block_bytes = _attention_tokens(scenario) * scenario.element_bytes * elements
+    return max(1, min(MAX_PENDING, int(MAX_PENDING_BYTES / block_bytes)))
 
 
 def saved_cp_bytes(scenario: Scenario) -> float:
-    """Bytes of a layer and microbatch that backward needs beside what attention on whole sequences keeps.
+    """Bytes of a layer and microbatch that cp saves for backward, besides what attention saves without cp.
 
-    Keys and values that travel are a copy of those in the product that made them; a result that was exchanged is one of
-    that which attention keeps.
+    Keys and values that travel are a copy of the projection's output; an exchanged output is a copy of attention's.
     """
-    attention = model_attention(scenario)
-    if scenario.layout.cp == 1 or attention is None or not scenario.has_kernels:
+    attention, layout = scenario.shape.attention, scenario.layout
+    if layout.cp == 1 or attention is None or not scenario.has_kernels:
         return 0.0
-    x, ulysses = _TokenElements.from_scenario(scenario, attention), scenario.layout.ulysses
-    own = attention_widths(scenario, attention).keys_and_values
-    elements = x.kv if ulysses < scenario.layout.cp else 0
-    elements += x.q + x.kv - own if ulysses > 1 else 0
+    x = _TokenElements.from_scenario(scenario, attention)
+    elements = x.kv if layout.ulysses < layout.cp else 0
+    if layout.ulysses > 1:
+        elements += x.q + x.kv - attention_widths(scenario, attention).keys_and_values
     return _attention_tokens(scenario) * x.element_bytes * elements
 
 
 def cp_working_bytes(scenario: Scenario) -> float:
-    """Bytes that come and go while a layer's attention runs backward, beside what attention on whole sequences needs.
+    """Bytes that a layer's attention backward needs for cp while it runs.
 
-    ring       the slice at hand and the one that arrives, gradients that go home and that come, and those that wait
-    gather     everyone's keys and values, and their gradients in 32 bits: added up, in order, and as they are sent
-    ulysses    queries, keys and values as they are sent, as they arrive, and in order
+    ring       the current slice and the one that arrives, gradients that are sent and received, and pending ones
+    gather     keys and values of all ranks, and their gradients in float32: summed, reordered, and as sent
+    ulysses    queries, keys and values as sent, as received, and reordered
 
-    Beside the first two, gradients of queries wait to be brought together.
+    With ring and gather, gradients of queries wait to be merged.
     """
-    attention = model_attention(scenario)
+    attention = scenario.shape.attention
     if scenario.layout.cp == 1 or attention is None:
         return 0.0
-    layout, x, tokens = scenario.layout, _TokenElements.from_scenario(scenario, attention), _attention_tokens(scenario)
+    layout, x = scenario.layout, _TokenElements.from_scenario(scenario, attention)
+    tokens, steps = _attention_tokens(scenario), layout.cp // layout.ulysses
     exchanged = 3.0 * x.element_bytes * (x.q + x.kv) if layout.ulysses > 1 else 0.0
-    steps = layout.cp // layout.ulysses
     if steps == 1:
         return tokens * exchanged
     if layout.cp_kind == "gather":
-        return tokens * (_pending_bytes(scenario, 2, x.q) * x.q + layout.cp * (x.element_bytes + 3 * FP32_BYTES) * x.kv)
+        gathered = layout.cp * (x.element_bytes + 3 * FP32_BYTES) * x.kv
+        return tokens * (_pending_bytes(scenario, 2, x.q) * x.q + gathered)
     slices = (4 * x.element_bytes + _pending_bytes(scenario, steps, x.kv // 2)) * x.kv
     return tokens * max(exchanged, _pending_bytes(scenario, steps, x.q) * x.q + slices)
 
 
 def _pending_bytes(scenario: Scenario, num_blocks: int, elements: int) -> float:
-    """Bytes of each element that wait, and of their sum."""
-    waiting = _pending_blocks(scenario, elements)
-    return min(num_blocks, waiting) * scenario.element_bytes + (FP32_BYTES if num_blocks > waiting else 0)
+    """Bytes per element of results that wait to be merged, and of their partial sum."""
+    limit = _max_pending_blocks(scenario, elements)
+    return min(num_blocks, limit) * scenario.element_bytes + (FP32_BYTES if num_blocks > limit else 0)

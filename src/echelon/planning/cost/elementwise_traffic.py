@@ -1,4 +1,4 @@
-"""What operators between products move through the device's memory, in a microbatch through all layers."""
+"""Memory traffic of the operators between GEMMs, in one microbatch through all layers."""
 
 from __future__ import annotations
 
@@ -7,48 +7,59 @@ from echelon.planning.model.layer_counts import ShardedCount
 from echelon.planning.scenario import Scenario
 
 BACKWARD_RATIO = 1.5
-"""what operators of others move in backward, to forward"""
+"""traffic of backward over that of forward, in other programs"""
 ELEMENT_BYTES = 2
-"""bytes of an element, as they are counted here"""
+"""of the elements that `ElementwiseTraffic` counts"""
 
 
 def elementwise_traffic(scenario: Scenario, *, recompute_ops: bool | None = None) -> ElementwiseTraffic:
-    """`remakes`: what operators made is made again; where it is not said, as the layout has it."""
-    recompute_ops = scenario.layout.recompute == "ops" if recompute_ops is None else recompute_ops
-    layout, layers, tokens, tp = scenario.layout, scenario.shape.layers, scenario.tokens, scenario.layout.tp
-    if not scenario.has_kernels:
-        norms = sum(n * tokens * layer.moved_elements / scenario.sp_degree for layer, n in layers)
-        others = sum(
-            n * tokens * (layer.moved_elements_tp + scenario.expert_load * layer.moved_elements_experts) / tp
-            for layer, n in layers
-        )
-        return ElementwiseTraffic(
-            norms=norms,
-            other=others,
-            backward_ratio=BACKWARD_RATIO,
-            recompute_ratio=1.0,
-            fused_norms=scenario.fused_norms,
-        )
-    forward, backward, again, core = ShardedCount(), ShardedCount(), ShardedCount(), ShardedCount()
-    options = {
-        "low_precision": scenario.is_low_precision,
-        "recompute_ops": recompute_ops,
-        "dispatched": layout.ep * layout.etp > 1,
-    }
-    for layer, n in layers:
-        assert layer.fused is not None
-        moved = layer.fused.bytes_moved(element_bytes=scenario.element_bytes, **options)
-        forward, backward, again = (a + n * b for a, b in zip((forward, backward, again), moved, strict=True))
-        core += n * scenario.element_bytes * layer.fused.core_recompute
-    once, back, made, prepared = (
-        part.per_rank(scenario.sp_degree, tp, etp=layout.etp, expert_load=scenario.expert_load)
-        for part in (forward, backward, again, core)
+    """Count the traffic, with recompute=ops or without; by default as the layout says."""
+    if recompute_ops is None:
+        recompute_ops = scenario.layout.recompute == "ops"
+    return _kernel_traffic(scenario, recompute_ops) if scenario.has_kernels else _assumed_traffic(scenario)
+
+
+def _assumed_traffic(scenario: Scenario) -> ElementwiseTraffic:
+    """Traffic of other programs, by what the model's shape assumes."""
+    layers, tokens, tp = scenario.shape.layers, scenario.tokens, scenario.layout.tp
+    norms = sum(n * tokens * layer.moved_elements / scenario.sp_degree for layer, n in layers)
+    other = sum(
+        n * tokens * (layer.moved_elements_tp + scenario.expert_load * layer.moved_elements_experts) / tp
+        for layer, n in layers
     )
     return ElementwiseTraffic(
-        norms=tokens * forward.sp / scenario.sp_degree / ELEMENT_BYTES,
-        other=tokens * (once - forward.sp / scenario.sp_degree) / ELEMENT_BYTES,
-        backward_ratio=back / once,
-        recompute_ratio=made / once,
-        core_recompute_ratio=prepared / once,
+        norms=norms,
+        other=other,
+        backward_ratio=BACKWARD_RATIO,
+        recompute_ratio=1.0,
+        fused_norms=scenario.fused_norms,
+    )
+
+
+def _kernel_traffic(scenario: Scenario, recompute_ops: bool) -> ElementwiseTraffic:
+    """Traffic of Echelon's kernels, by what they read and write."""
+    layout, size = scenario.layout, scenario.element_bytes
+    forward = backward = recompute = core = ShardedCount()
+    for layer, n in scenario.shape.layers:
+        assert layer.fused is not None
+        moved = layer.fused.bytes_moved(
+            element_bytes=size,
+            low_precision=scenario.is_low_precision,
+            recompute_ops=recompute_ops,
+            dispatched=layout.ep * layout.etp > 1,
+        )
+        forward, backward, recompute = forward + n * moved[0], backward + n * moved[1], recompute + n * moved[2]
+        core += n * size * layer.fused.core_recompute
+
+    def per_rank(count: ShardedCount) -> float:
+        return count.per_rank(scenario.sp_degree, layout.tp, etp=layout.etp, expert_load=scenario.expert_load)
+
+    norms, total = forward.sp / scenario.sp_degree, per_rank(forward)
+    return ElementwiseTraffic(
+        norms=scenario.tokens * forward.sp / scenario.sp_degree / ELEMENT_BYTES,
+        other=scenario.tokens * (total - norms) / ELEMENT_BYTES,
+        backward_ratio=per_rank(backward) / total,
+        recompute_ratio=per_rank(recompute) / total,
+        core_recompute_ratio=per_rank(core) / total,
         fused_norms=scenario.fused_norms,
     )

@@ -1,4 +1,4 @@
-"""The parameters of a rank: its flat units, how their states are kept, and what moves them through its memory."""
+"""Parameter groups of a rank: their sizes, sharding policy and memory traffic."""
 
 from __future__ import annotations
 
@@ -10,130 +10,119 @@ from echelon.layout.placement import LogicalParam, ParamGroupSpec
 from echelon.parallel.dp import zero
 from echelon.parallel.tp_grid import cost as tp_grid_cost
 from echelon.planning.model.layer_counts import EXPERT_GRAD_COPY_BYTES, FP8_CAST_BYTES, GRAD_ACCUMULATE_BYTES
-from echelon.planning.model.model_shape import LayerShape, MatmulShape
+from echelon.planning.model.model_shape import LayerShape
 from echelon.planning.scenario import Scenario
 
 EXPERT_GROUP = "experts"
-"""the unit of a mixture layer's experts"""
+"""the group of an MoE layer's experts"""
+OUTSIDE_GROUP = "ends"
+"""the group of everything outside the layers: embedding, last norm, head"""
 NUM_MOMENTS = 2
+"""of AdamW"""
 
 
 def param_groups(scenario: Scenario, stage: int) -> list[tuple[ParamGroupSpec, float]]:
-    """The flat units of a rank, with how many there are of each: a unit for each kind of layer, and the rest.
+    """List a rank's parameter groups, one for each kind of layer and one outside them, with the count of each.
 
-    Stages have the fullest one's share of every kind of layer. Stage 0 has the embedding, the last the head; with one
-    stage, both.
+    All stages count the fullest one's share of every kind of layer. The first has the embedding, the last the head.
     """
     layout, shape = scenario.layout, scenario.shape
-    shards = zero.sharding_policy(layout).num_shards
-    found: list[tuple[ParamGroupSpec, float]] = []
+    num_shards = zero.sharding_policy(layout).num_shards
+    groups: list[tuple[ParamGroupSpec, float]] = []
     for layer, n in shape.layers:
-        mine = n * max_layer_share(scenario)
-        own = dense_parameters(layer, layout)
-        found.append((_param_group(layer.name, own, shards), mine))
+        count = n * max_layer_share(scenario)
+        groups.append((_param_group(layer.name, dense_parameters(layer, layout), num_shards), count))
         if layer.is_moe:
             experts = math.ceil(layer.expert_parameters / (layout.ep * layout.etp))
-            found.append(
-                (
-                    _param_group(
-                        EXPERT_GROUP, experts, data_parallel_ranks(scenario, EXPERT_GROUP) if layout.zero else 1
-                    ),
-                    mine,
-                )
-            )
-    ends = 0
+            expert_shards = data_parallel_ranks(scenario, EXPERT_GROUP) if layout.zero else 1
+            groups.append((_param_group(EXPERT_GROUP, experts, expert_shards), count))
+    outside = 0
     if stage == 0:
-        ends += shape.embedding_parameters
+        outside += shape.embedding_parameters
     if stage == layout.pp - 1:
-        ends += shape.other_parameters + (0 if shape.tied and layout.pp == 1 else shape.head_parameters)
-    if ends:
-        found.append((_param_group("ends", math.ceil(ends / tp_grid_cost.num_weight_shards(layout)), shards), 1))
-    return found
+        outside += shape.other_parameters + (0 if shape.tied and layout.pp == 1 else shape.head_parameters)
+    if outside:
+        numel = math.ceil(outside / tp_grid_cost.num_weight_shards(layout))
+        groups.append((_param_group(OUTSIDE_GROUP, numel, num_shards), 1))
+    return groups
 
 
 def max_layer_share(scenario: Scenario) -> float:
-    """Of the layers, on the rank that has the most of them."""
+    """Share of the layers on the rank that has the most."""
     stages, layers = scenario.layout.pp * scenario.layout.vpp, scenario.shape.num_layers
     return math.ceil(layers / stages) * scenario.layout.vpp / layers
 
 
 def dense_parameters(layer: LayerShape, layout: Layout) -> int:
-    """Of a layer on one rank of tp, without its experts."""
-    ranks, others = (
-        tp_grid_cost.num_weight_shards(layout),
-        tp_grid_cost.local_activation_shape(layout, 1, layer.other_parameters)[1],
-    )
-    return others + sum(-(-count // ranks) if divided else count for count, divided in layer.dense_matmuls)
+    """Parameters of a layer on one tp rank, without its experts."""
+    ranks = tp_grid_cost.num_weight_shards(layout)
+    _, vectors = tp_grid_cost.local_activation_shape(layout, 1, layer.other_parameters)
+    return vectors + sum(-(-count // ranks) if is_split else count for count, is_split in layer.dense_matmuls)
 
 
-def _param_group(name: str, numel: int, shards: int) -> ParamGroupSpec:
+def _param_group(name: str, numel: int, num_shards: int) -> ParamGroupSpec:
     return ParamGroupSpec(
-        name=name, params=(LogicalParam(name=name, names=(name,), shape=(numel,)),), num_shards=shards
+        name=name, params=(LogicalParam(name=name, names=(name,), shape=(numel,)),), num_shards=num_shards
     )
 
 
 def gathered_numel(scenario: Scenario, numel: int) -> int:
-    """Elements that are gathered or reduced at once of a unit of so many: `memory.buffer` cuts it, down to a module."""
+    """Elements of a group that are gathered or reduced at once: `memory.buffer` splits it, down to single modules."""
     limit = scenario.memory_options.buffer // scenario.element_bytes
     if not limit or numel <= limit:
         return numel
     ranks = tp_grid_cost.num_weight_shards(scenario.layout)
     modules = [
-        side * p.inputs // ranks
+        outputs * matmul.inputs // ranks
         for layer, _ in scenario.shape.layers
-        for p in layer.matmuls
-        for side in _fused_outputs(p)
+        for matmul in layer.matmuls
+        for outputs in matmul.fused_outputs or (matmul.outputs,)
     ]
     return min(numel, max(limit, *modules))
 
 
-def _fused_outputs(product: MatmulShape) -> tuple[int, ...]:
-    return product.fused_outputs or (product.outputs,)
-
-
 def data_parallel_ranks(scenario: Scenario, group: str) -> int:
-    """Ranks that hold the same parameters of a unit, or shards of them."""
+    """Ranks that hold the same parameters of a group, or shards of them."""
     layout = scenario.layout
-    data = layout.dp * layout.cp
-    return max(1, data * layout.tp // (layout.ep * layout.etp)) if group == EXPERT_GROUP else data
+    ranks = layout.dp * layout.cp
+    return max(1, ranks * layout.tp // (layout.ep * layout.etp)) if group == EXPERT_GROUP else ranks
 
 
-# -- states -----------------------------------------------------------------------------------------------------------
+# -- states and traffic -----------------------------------------------------------------------------------------------
 
 
 def sharding_policy(scenario: Scenario) -> zero.ShardingPolicy:
-    """When units move, and in which types their states are kept: other programs keep all of them in whole."""
-    found = zero.sharding_policy(scenario.layout, user_loop=scenario.program == "others")
-    # Norms have a part of their gradients on each rank of tp (sequence.py, grid.py).
+    """The ZeRO policy of the layout; other programs keep all states unsplit."""
+    policy = zero.sharding_policy(scenario.layout, user_loop=scenario.program == "others")
+    # Each tp rank has a part of the norms' gradients (sequence_parallel.py, grid_parallel.py).
     if scenario.layout.tp > 1 and (scenario.layout.sp or scenario.layout.tp_kind != "1d"):
-        return replace(found, accumulates_grads=True)
-    return found
+        return replace(policy, accumulates_grads=True)
+    return policy
 
 
 def gradient_bytes(scenario: Scenario) -> int:
-    """Of an element of a gradient, where it is kept."""
+    """Bytes per element of a gradient in its buffer."""
     return scenario.reduce_bytes if sharding_policy(scenario).accumulates_grads else scenario.element_bytes
 
 
 def adamw_traffic(scenario: Scenario) -> float:
-    """Moved per parameter by our update: master and moments are read and written, gradients read for their norm too."""
+    """Bytes that Echelon's AdamW moves per parameter: it reads and writes master weight and moments, and reads the
+    gradient twice, once for the norm. 0 for other programs."""
     if not scenario.has_kernels:
         return 0.0
     return 2 * (scenario.master_bytes + NUM_MOMENTS * scenario.moment_bytes) + 2 * gradient_bytes(scenario)
 
 
 def weight_traffic(scenario: Scenario) -> float:
-    """Moved for the layers' weights in a microbatch, beside products and the update, where our kernels run.
+    """Bytes that Echelon's kernels move for the layers' weights in a microbatch, besides GEMMs and the update.
 
-    Weights are in 8 bits once a step, where several microbatches keep them, and in each microbatch otherwise.
+    Weights are cast to fp8 once a step, which is shared by its microbatches.
     """
     if not scenario.has_kernels:
         return 0.0
     layout, layers = scenario.layout, scenario.shape.layers
-    sums = GRAD_ACCUMULATE_BYTES if gradient_bytes(scenario) > scenario.element_bytes else 0.0
-    each = sums + (FP8_CAST_BYTES / layout.accumulate if scenario.is_low_precision else 0.0)
+    accumulate = GRAD_ACCUMULATE_BYTES if gradient_bytes(scenario) > scenario.element_bytes else 0.0
+    cast = FP8_CAST_BYTES / layout.accumulate if scenario.is_low_precision else 0.0
+    dense = sum(n * dense_parameters(layer, layout) for layer, n in layers)
     experts = sum(n * layer.expert_parameters for layer, n in layers) / (layout.ep * layout.etp)
-    return (
-        each * sum(n * dense_parameters(layer, layout) for layer, n in layers)
-        + (sums or EXPERT_GRAD_COPY_BYTES) * experts
-    )
+    return (accumulate + cast) * dense + (accumulate or EXPERT_GRAD_COPY_BYTES) * experts

@@ -1,11 +1,11 @@
-"""What a layout's recomputation does: which form each layer has, what is made again for that, and what is sent again.
+"""Recomputation of a layout: the form of each layer, and the bytes, compute and collectives that follow.
 
 [Note: a budget]
 
-A run counts its layers with the first microbatch, and solves for the forms that fit and take the least time
-(memory/checkpointing/memory_budget.py). A plan counts them by its own formulas and asks the same solver (memory/checkpointing/knapsack.py) with the same
-speeds: for the first stage of a pipeline, which has the most in flight. Other stages have room to repeat less, and wait
-for that one.
+A run measures its layers with the first microbatch and solves for the forms that fit and take the least time
+(memory/checkpointing/memory_budget.py). A plan counts them by its formulas and asks the same solver (knapsack.py) with
+the same speeds, for the first stage of a pipeline, which has the most in flight. The other stages could recompute less,
+but would wait for that one.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ from echelon.planning.model.model_shape import LayerShape
 from echelon.planning.scenario import Scenario
 
 FULL_LAYER_POLICIES = ("full", "every", "sqrt")
-"""kinds whose layers are repeated whole"""
+"""policies that recompute full layers"""
 
 
 @dataclass(frozen=True)
 class RecomputePlan:
-    """What the layers do."""
+    """The recompute forms of a rank's layers."""
 
     forms: tuple[tuple[str, float], ...] = (("none", 1.0),)
-    """shares of the layers that have each form (activations.py)"""
+    """each form (activation_memory.py) with its share of the layers"""
     segment_layers: int = 1
-    """of those that are repeated, how many at once"""
+    """layers that `full` recomputes at once"""
 
     def share(self, name: str) -> float:
+        """Share of the layers whose form includes `name`."""
         return sum(share for form, share in self.forms if name in form)
 
     @property
@@ -53,109 +54,103 @@ class RecomputePlan:
 
 
 def recompute_plan(scenario: Scenario) -> RecomputePlan:
-    kind = scenario.layout.recompute.partition(":")[0]
-    if kind == "none":
+    policy = scenario.layout.recompute.partition(":")[0]
+    if policy == "none":
         return RecomputePlan()
-    if kind == "budget":
+    if policy == "budget":
         return _solve_budget(scenario)
-    if kind not in FULL_LAYER_POLICIES:
-        return RecomputePlan(((kind, 1.0),))
+    if policy not in FULL_LAYER_POLICIES:
+        return RecomputePlan(((policy, 1.0),))
     layers = _layers_per_chunk(scenario)
-    flights = layers_in_flight(scenario, 0) / layers
-    return RecomputePlan((("full", 1.0),), segment_length(scenario.layout.recompute, layers=layers, in_flight=flights))
+    in_flight = layers_in_flight(scenario, 0) / layers
+    segment_layers = segment_length(scenario.layout.recompute, layers=layers, in_flight=in_flight)
+    return RecomputePlan((("full", 1.0),), segment_layers)
 
 
 def _layers_per_chunk(scenario: Scenario) -> int:
-    stages = scenario.layout.pp * scenario.layout.vpp
-    return -(-scenario.shape.num_layers // stages)
+    return -(-scenario.shape.num_layers // (scenario.layout.pp * scenario.layout.vpp))
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
 
 
 def saved_layer_bytes(scenario: Scenario, layer: LayerShape, recompute: RecomputePlan) -> float:
-    """Bytes of one layer and microbatch that stay until backward."""
-    return sum(
-        share
-        * (
-            saved_input_bytes(scenario) / recompute.segment_layers
-            if form == "full"
-            else saved_bytes(scenario, layer, form)
-        )
-        for form, share in recompute.forms
-    )
+    """Bytes that one layer saves of one microbatch, on average over the forms."""
+    total = 0.0
+    for form, share in recompute.forms:
+        if form == "full":
+            total += share * (saved_input_bytes(scenario) / recompute.segment_layers)
+        else:
+            total += share * saved_bytes(scenario, layer, form)
+    return total
 
 
 def recomputed_bytes(scenario: Scenario, layer: LayerShape, recompute: RecomputePlan) -> float:
-    """Bytes that are there while layers go backward that did not keep them: all of a segment, or attention's core."""
+    """Bytes that backward recomputes before it frees them: of a segment, or of the attention core."""
     if recompute.full_share:
-        counted = scenario.has_kernels or scenario.is_unfused
-        own = (
-            layer_input_bytes(scenario) if counted and not copies_input(scenario) else 0.0
-        )  # its input is kept already
-        return recompute.segment_layers * (saved_tensor_bytes(scenario, layer) + score_bytes(scenario, layer)) - own
+        full = saved_tensor_bytes(scenario, layer) + score_bytes(scenario, layer)
+        # The segment's input is saved already.
+        has_input = scenario.has_layer_counts and not copies_input(scenario)
+        return recompute.segment_layers * full - (layer_input_bytes(scenario) if has_input else 0.0)
     if recompute.share("selective"):
-        return (
-            saved_tensor_bytes(scenario, layer)
-            - saved_tensor_bytes(scenario, layer, "selective")
-            + score_bytes(scenario, layer)
-        )
+        core = saved_tensor_bytes(scenario, layer) - saved_tensor_bytes(scenario, layer, "selective")
+        return core + score_bytes(scenario, layer)
     return 0.0
 
 
 def copies_input(scenario: Scenario) -> bool:
-    """A layer's input is made of what is kept, in memory of its own."""
+    """Whether recomputation starts from a copy of the saved input."""
     return saved_input_bytes(scenario) != layer_input_bytes(scenario) or scenario.memory_options.arena
 
 
 def compression_traffic(scenario: Scenario) -> float:
-    """Bytes that a microbatch moves to keep activations in fewer bits, or in an arena, and to have them back."""
-    thrift, size = scenario.memory_options, scenario.element_bytes
-    if not thrift.compresses and not thrift.arena:
+    """Bytes that a microbatch moves to compress saved activations, or to copy them to an arena, and back."""
+    options, recompute, total = scenario.memory_options, recompute_plan(scenario), 0.0
+    if not options.compresses and not options.arena:
         return 0.0
-    done, total = recompute_plan(scenario), 0.0
     for layer, n in scenario.shape.layers:
-        for form, share in done.forms:
+        for form, share in recompute.forms:
             if form == "full":
-                kept_here, flags = layer_input_bytes(scenario) / done.segment_layers, 0.0
-                total += n * share * (4 * kept_here if thrift.arena else 0.0)
+                values, masks = layer_input_bytes(scenario) / recompute.segment_layers, 0.0
+                total += n * share * (4 * values if options.arena else 0.0)
             else:
-                flags = dropout_mask_bytes(scenario, layer, form)
-                kept_here = (
-                    saved_tensor_bytes(scenario, layer, form)
-                    + (0.0 if "selective" in form else score_bytes(scenario, layer))
-                    - flags
-                )
-            total += n * share * thrift.compression_traffic(kept_here, flags, size)
+                masks = dropout_mask_bytes(scenario, layer, form)
+                scores = 0.0 if "selective" in form else score_bytes(scenario, layer)
+                values = saved_tensor_bytes(scenario, layer, form) + scores - masks
+            total += n * share * options.compression_traffic(values, masks, scenario.element_bytes)
     return total
 
 
-# -- what is repeated -------------------------------------------------------------------------------------------------
+# -- compute and collectives ------------------------------------------------------------------------------------------
 
 
 def recompute_shares(scenario: Scenario) -> RecomputeShares:
     experts = scenario.expert_load > MAX_LOAD_FACTOR  # chunked dispatch saves nothing
     if scenario.layout.recompute == "none":
         return RecomputeShares(experts=experts)
-    done = recompute_plan(scenario)
-    some, core = done.share("ops"), done.share("selective")
-    own = scenario.has_kernels or scenario.is_unfused
-    passing = some * elementwise_traffic(scenario, recompute_ops=True).recompute_ratio if some else 0.0
+    recompute, counted = recompute_plan(scenario), scenario.has_layer_counts
+    ops, core = recompute.share("ops"), recompute.share("selective")
+    elementwise = ops * elementwise_traffic(scenario, recompute_ops=True).recompute_ratio if ops else 0.0
     if core:
-        passing += core * (elementwise_traffic(scenario).core_recompute_ratio if own else 0.5)
-    # A repetition ends with the probabilities: what they make of the values is kept.
-    attention = core * (0.5 if own and scenario.materializes_scores else 1.0)
-    return RecomputeShares(layers=done.full_share, attention=attention, elementwise=passing, experts=experts)
+        elementwise += core * (elementwise_traffic(scenario).core_recompute_ratio if counted else 0.5)
+    # Recomputing materialized attention ends with the probabilities: their product with the values is saved.
+    attention = core * (0.5 if counted and scenario.materializes_scores else 1.0)
+    return RecomputeShares(layers=recompute.full_share, attention=attention, elementwise=elementwise, experts=experts)
 
 
 def recomputed_layers(scenario: Scenario) -> RecomputedLayers:
-    """Layers that are repeated, for counting messages; of a budget, as many as come of it."""
-    shape, done = scenario.shape, recompute_plan(scenario)
+    """Count the layers that backward recomputes, and whose collectives it repeats."""
+    shape, recompute = scenario.shape, recompute_plan(scenario)
     if scenario.layout.recompute.partition(":")[0] in FULL_LAYER_POLICIES:
-        return RecomputedLayers.from_policy(
-            f"every:{done.segment_layers}", layers=shape.num_layers, moe_layers=shape.num_moe_layers
-        )
-    whole, mixed = round(done.full_share * shape.num_layers), round(done.full_share * shape.num_moe_layers)
-    cores = round(done.share("selective") * shape.num_layers)
+        policy = f"every:{recompute.segment_layers}"
+        return RecomputedLayers.from_policy(policy, layers=shape.num_layers, moe_layers=shape.num_moe_layers)
+    full, moe = (round(recompute.full_share * count) for count in (shape.num_layers, shape.num_moe_layers))
     return RecomputedLayers(
-        dense=whole - mixed, dense_tails=whole - mixed, moe=mixed, moe_tails=mixed, attention_cores=cores
+        dense=full - moe,
+        dense_tails=full - moe,
+        moe=moe,
+        moe_tails=moe,
+        attention_cores=round(recompute.share("selective") * shape.num_layers),
     )
 
 
@@ -163,49 +158,55 @@ def recomputed_layers(scenario: Scenario) -> RecomputedLayers:
 
 
 def _solve_budget(scenario: Scenario) -> RecomputePlan:
-    """See [Note: a budget]. Where it is less than `full` takes, every layer is repeated: a run refuses that."""
-    kinds = tuple(tuple(layer_checkpoint_options(scenario, layer)) for layer, _ in scenario.shape.layers)
+    """Solve for the forms: see [Note: a budget]. If `full` exceeds it, all layers are `full`, which a run refuses."""
+    options = tuple(tuple(layer_checkpoint_options(scenario, layer)) for layer, _ in scenario.shape.layers)
     counts = tuple(n for _, n in scenario.shape.layers)
     layers = _layers_per_chunk(scenario)
-    flights = max(1, round(layers_in_flight(scenario, 0) / layers))
+    in_flight = max(1, round(layers_in_flight(scenario, 0) / layers))
     budget = float(scenario.layout.recompute.partition(":")[2].removesuffix("GiB")) * GIB
-    return _solve_forms(kinds, counts, layers, flights, budget)
+    return _solve_forms(options, counts, layers, in_flight, budget)
 
 
 @lru_cache(maxsize=512)
 def _solve_forms(
-    options: tuple[tuple[CheckpointOption, ...], ...], counts: tuple[int, ...], layers: int, flights: int, budget: float
+    options: tuple[tuple[CheckpointOption, ...], ...],
+    counts: tuple[int, ...],
+    layers: int,
+    in_flight: int,
+    budget: float,
 ) -> RecomputePlan:
     total = sum(counts)
-    stage = [ways for ways, n in zip(options, counts, strict=True) for _ in range(max(1, round(n * layers / total)))]
-    found = solve_knapsack(stage, [flights] * len(stage), budget)
-    chosen = [way.form for way in found] if found is not None else ["full"] * len(stage)
-    return RecomputePlan(tuple((form, chosen.count(form) / len(chosen)) for form in sorted(set(chosen))))
+    stage = [some for some, n in zip(options, counts, strict=True) for _ in range(max(1, round(n * layers / total)))]
+    solution = solve_knapsack(stage, [in_flight] * len(stage), budget)
+    forms = [option.form for option in solution] if solution is not None else ["full"] * len(stage)
+    return RecomputePlan(tuple((form, forms.count(form) / len(forms)) for form in sorted(set(forms))))
 
 
 def layer_checkpoint_options(scenario: Scenario, layer: LayerShape) -> list[CheckpointOption]:
-    """What a layer can do, as a run would count it."""
-    found = {"none": _checkpoint_counts(scenario, layer, "none")}
+    """List the forms that a layer can have, as a run would measure them."""
+    forms = ["none"]
     if not (scenario.memory_options.compresses and scenario.layout.recompute == "ops"):
-        found["ops"] = _checkpoint_counts(scenario, layer, "ops")
+        forms.append("ops")
     if layer.attention is not None:
-        found["selective"] = _checkpoint_counts(scenario, layer, "selective")
-        found["ops+selective"] = _checkpoint_counts(scenario, layer, "ops+selective")
-    return checkpoint_options(found, "cuda" if scenario.on_gpu else "cpu", copies_input=copies_input(scenario))
+        forms += ["selective", "ops+selective"]
+    measured = {form: _checkpoint_counts(scenario, layer, form) for form in forms}
+    return checkpoint_options(measured, "cuda" if scenario.on_gpu else "cpu", copies_input=copies_input(scenario))
 
 
 def _checkpoint_counts(scenario: Scenario, layer: LayerShape, form: str) -> LayerMeasurement:
-    none = saved_tensor_bytes(scenario, layer) + score_bytes(scenario, layer)
+    full = saved_tensor_bytes(scenario, layer) + score_bytes(scenario, layer)
     selective = saved_tensor_bytes(scenario, layer, "selective")
-    flops = layer.flops(scenario.seq_len) * scenario.tokens / scenario.layout.tp
-    core = layer.attention.flops(scenario.seq_len) * scenario.tokens / scenario.layout.tp if layer.attention else 0.0
+    tokens, tp, seq_len = scenario.tokens, scenario.layout.tp, scenario.seq_len
+    flops = layer.flops(seq_len) * tokens / tp
+    core_flops = layer.attention.flops(seq_len) * tokens / tp if layer.attention else 0.0
+    saved = saved_bytes(scenario, layer, form)
     return LayerMeasurement(
-        saved_bytes=saved_bytes(scenario, layer, form),
-        core_bytes=none - selective,
-        saved_and_input_bytes=saved_bytes(scenario, layer, form),  # what `ops` makes again is used at once
+        saved_bytes=saved,
+        core_bytes=full - selective,
+        saved_and_input_bytes=saved,  # backward uses what `ops` recomputes at once
         input_bytes=saved_input_bytes(scenario),
         flops=flops,
         recompute_flops=flops,
-        core_flops=core,
-        core_recompute_flops=core / 2 if scenario.materializes_scores else core,
+        core_flops=core_flops,
+        core_recompute_flops=core_flops / 2 if scenario.materializes_scores else core_flops,
     )

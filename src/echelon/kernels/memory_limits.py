@@ -1,0 +1,18 @@
+"""Limits on the buffers of kernels, which the planner counts too. No torch."""
+
+from __future__ import annotations
+
+MAX_PENDING_BYTES = 512 << 20
+"""of partial attention results that wait to be merged"""
+MAX_PENDING = 8
+"""partial attention results that wait to be merged; a kernel is compiled for each number"""
+LOSS_CHUNK_BYTES = 1 << 30
+"""of the logits that the fused loss computes at a time; GEMMs of fewer tokens are slower"""
+MIN_CHUNK_TOKENS = 256
+"""tokens of a chunk of logits, at least"""
+
+
+def tokens_per_chunk(vocab_size: int, element_bytes: int) -> int:
+    """Tokens whose logits the fused loss computes at a time: a power of two."""
+    fitting = max(LOSS_CHUNK_BYTES // (vocab_size * element_bytes), MIN_CHUNK_TOKENS)
+    return 1 << (fitting.bit_length() - 1)
