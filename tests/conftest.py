@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -26,7 +27,7 @@ if not Path("/dev/nvidiactl").exists():
 def pytest_configure() -> None:
     """Each worker and its ranks keep to one core: a rank wakes the next without an interrupt to another core.
 
-    Eight ranks on one core take as long as eight ranks on two, so two workers are twice as fast as one.
+    Eight ranks on one core take as long as eight ranks on two. Several workers share a core, as ranks often wait.
     """
     # A busy machine is no bug: hypothesis would fail a test whose example takes longer than 200 ms.
     settings.register_profile("no deadline", deadline=None)
@@ -37,11 +38,22 @@ def pytest_configure() -> None:
         os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
 
 
+def pytest_collection_finish() -> None:
+    """Tests and torch are never garbage: without this every collection of garbage walks all of them."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
     # Most tests need neither ranks nor torch, and its import takes seconds.
     from echelon.launch.rank_pool import RankPool
     from echelon.verification.verifier import PRELOAD
 
-    with RankPool(preload=["pytest", *PRELOAD]) as pool:
+    class PatientPool(RankPool):
+        """Waits longer, since its ranks share their core with those of other workers."""
+
+        def run(self, function: Callable[..., Any], world: int, /, *args: Any, **kwargs: Any) -> list[Any]:
+            return super().run(function, world, *args, **{"timeout": 180.0, **kwargs})
+
+    with PatientPool(preload=["pytest", *PRELOAD]) as pool:
         yield pool
