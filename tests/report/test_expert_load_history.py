@@ -86,7 +86,7 @@ def test_what_is_not_there_and_what_cannot_be_read(tmp_path: Path) -> None:
     assert not ExpertLoadHistory.read(logged(tmp_path, [], '{"kind": "exp')).layers
     one = records(steps=1, layers=1)
     for wrong in ({"kind": "experts", "step": 2}, {"kind": "experts", "step": 2, "layers": []}):
-        with pytest.raises(RunError, match="lines of experts cannot be read"):
+        with pytest.raises(RunError, match="expert loads cannot be read"):
             ExpertLoadHistory.read(logged(tmp_path, [*one, wrong]))
     # Told twice is counted once.
     assert ExpertLoadHistory.read(logged(tmp_path, [*one, *one])).layers[0].merged_column().steps == 1

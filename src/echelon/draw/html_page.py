@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import json
+from html import escape
 from importlib.resources import files
 from typing import Any
 
 DATA_MARK = '"DATA"'
 """where a template takes the data, inside a script"""
+
+
+def page(title: str, body: str, style: str) -> str:
+    """The text of an HTML file."""
+    return (
+        '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{style}</style>\n{body}</html>\n"
+    )
 
 
 def fill_template(package: str, template: str, data: Any, marks: dict[str, str]) -> str:

@@ -1,10 +1,10 @@
-"""How evenly a run used its experts, step by step, in bounded room: read from its log as a stream.
+"""The expert load of a run over its steps, read from its log as a stream, in bounded memory.
 
 [Note: columns of steps]
 
-A log may have a hundred thousand steps, a picture has room for a hundred columns. A column is a number of steps in a
-row: 1 at first; when there is no room for another, pairs become one. A figure of a column is the mean over its steps;
-loads are those of all its steps together.
+A log may have a hundred thousand steps, a picture a hundred columns. A column is a number of consecutive steps: 1 at
+first; when the columns are full, pairs are merged. A figure of a column is the mean over its steps; its loads are those
+of all its steps together.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from typing import Any, Self
 from echelon.training.run.run_dir import Run, RunError
 
 RECORD_KIND = "experts"
-"""of lines in the log"""
+"""of the log's lines"""
 MAX_COLUMNS = 120
 
 
 @dataclass
 class LoadColumn:
-    """A layer in some steps."""
+    """The expert load of one layer over some steps."""
 
     steps: int
     max_over_mean: float
-    """sums over the steps, as of entropy and dead"""
+    """a sum over the steps, as are entropy and dead"""
     entropy: float
     dead: float
     dropped: int
     assigned: int
     counts: list[int] | None
-    """of each expert, in those of the steps that have them"""
+    """tokens of each expert, over the steps that log them"""
 
     def merge(self, other: LoadColumn) -> LoadColumn:
         counts = self.counts or other.counts
@@ -52,7 +52,7 @@ class LoadColumn:
 
     @property
     def relative_loads(self) -> list[float]:
-        """Of each expert, to the mean."""
+        """The load of each expert relative to the mean."""
         if self.counts is None:
             return []
         mean = sum(self.counts) / len(self.counts)
@@ -60,18 +60,20 @@ class LoadColumn:
 
     @property
     def mean_figures(self) -> dict[str, float]:
-        """Of the average step."""
+        """max/mean, entropy, dead experts and dropped tokens of the average step."""
         dropped = 100 * self.dropped / self.assigned if self.assigned else 0.0
-        found = {"max/mean": self.max_over_mean, "entropy": self.entropy, "dead": self.dead}
-        return {**{name: value / self.steps for name, value in found.items()}, "dropped %": dropped}
+        sums = {"max/mean": self.max_over_mean, "entropy": self.entropy, "dead": self.dead}
+        return {**{name: value / self.steps for name, value in sums.items()}, "dropped %": dropped}
 
 
 @dataclass
 class LayerLoadHistory:
+    """The expert load of one layer over a run."""
+
     name: str
     columns: list[LoadColumn] = field(default_factory=list)
     last: dict[str, Any] = field(default_factory=dict)
-    """what the log says of the last step"""
+    """the log's record of the last step"""
     worst_max_over_mean: float = 0.0
     """the highest max/mean of a step"""
     worst_step: int = 0
@@ -87,18 +89,18 @@ class LayerLoadHistory:
         return first
 
     def late_max_over_mean(self) -> float:
-        """max/mean of the average step in the second half."""
+        """The mean of max/mean over the second half of the steps."""
         half = self.columns[len(self.columns) // 2 :]
         return sum(column.max_over_mean for column in half) / sum(column.steps for column in half)
 
     def unused_experts(self) -> list[int]:
-        """Experts that got no token in any step whose counts are known."""
+        """Experts without a token in all steps that log counts."""
         return [expert for expert, count in enumerate(self.merged_column().counts or ()) if not count]
 
 
 @dataclass(kw_only=True)
 class ExpertLoadHistory:
-    """Of a run: its layers, each in the same columns of steps; see [Note: columns of steps]."""
+    """The expert load of a run: its layers in common columns; see [Note: columns of steps]."""
 
     name: str = ""
     layers: list[LayerLoadHistory] = field(default_factory=list)
@@ -107,11 +109,11 @@ class ExpertLoadHistory:
     max_columns: int = MAX_COLUMNS
     _column_length: int = 1
     _last_column_steps: int = 0
-    """steps that the last column has"""
+    """steps in the last column"""
 
     @classmethod
     def read(cls, folder: Path, max_columns: int = MAX_COLUMNS) -> Self:
-        """Of a run's directory; without layers where nothing is logged. A run may have been killed, or be going on."""
+        """Read a run's directory; no layers if it logged none. The run may have been killed, or still run."""
         if not (folder / "log.jsonl").is_file():
             return cls(name=folder.name)
         return cls.from_records(
@@ -120,20 +122,20 @@ class ExpertLoadHistory:
 
     @classmethod
     def from_records(cls, records: Iterable[dict[str, Any]], *, name: str = "", max_columns: int = MAX_COLUMNS) -> Self:
-        found = cls(name=name, max_columns=max_columns)
+        history = cls(name=name, max_columns=max_columns)
         for record in records:
             try:
-                found.add(int(record["step"]), record["layers"])
+                history.add(int(record["step"]), record["layers"])
             except (KeyError, TypeError, ValueError) as error:
                 raise RunError(
-                    f"the log's lines of experts cannot be read ({name}: {type(error).__name__}: {error})"
+                    f"the log's expert loads cannot be read ({name}: {type(error).__name__}: {error})"
                 ) from error
-        found._merge_last_columns()
-        return found
+        history._merge_last_columns()
+        return history
 
     def add(self, step: int, layers: list[dict[str, Any]]) -> None:
         if self.spans and step <= self.spans[-1][1]:
-            return  # told before
+            return  # logged before
         columns = [
             LoadColumn(
                 1, one["most"], one["entropy"], one["dead"], one["dropped"], one["assigned"], one.get("counts") or None
@@ -166,14 +168,14 @@ class ExpertLoadHistory:
             self.spans, self.layers, self._column_length = joined.spans, joined.layers, 2 * self._column_length
 
     def _merge_last_columns(self) -> None:
-        """The last column may have no counts, as few steps are in it."""
+        """Merge the last two columns if the last one has no counts, as it may have few steps."""
         if len(self.spans) > 1 and any(layer.columns[-1].counts is None for layer in self.layers):
             self.spans[-2:] = [(self.spans[-2][0], self.spans[-1][1])]
             for layer in self.layers:
                 layer.columns[-2:] = [layer.columns[-2].merge(layer.columns[-1])]
 
     def downsample(self, max_columns: int) -> ExpertLoadHistory:
-        """The same in at most so many columns."""
+        """The same in at most `max_columns` columns."""
         each = -(-len(self.spans) // max(1, max_columns))
         if each <= 1:
             return self
@@ -197,16 +199,16 @@ class ExpertLoadHistory:
         return words + (f", {length} to a column" if length > 1 else "")
 
     def worst_layers(self, count: int) -> list[LayerLoadHistory]:
-        """The layers whose busiest experts are furthest above the mean, in the model's order.
+        """The layers with the highest max/mean load, in the model's order.
 
-        Only the second half of the steps counts: at first every router is uneven.
+        Only the second half of the steps counts: at first every router is unbalanced.
         """
         chosen = sorted(self.layers, key=lambda layer: layer.late_max_over_mean(), reverse=True)[:count]
         names = {layer.name for layer in chosen}
         return [layer for layer in self.layers if layer.name in names]
 
     def to_json(self) -> dict[str, Any]:
-        """For `--json`: what each layer came to."""
+        """The object of `--json`: the load balance of each layer."""
         return {
             "steps": list(self.steps),
             "layers": [

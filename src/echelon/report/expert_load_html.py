@@ -1,39 +1,33 @@
-"""Loads of experts as a part of a page: every layer at a click, every cell at a hover. `expert_load.html` is that part.
+"""Expert load as a section of a page: layers on click, cells on hover. `expert_load.html` is its template.
 
-The page gets a byte for every expert and column, so that 60 layers of 256 experts fit into 2 MB.
+The data have one byte per expert and column, so that 60 layers of 256 experts fit into 2 MB.
 """
 
 from __future__ import annotations
 
 import base64
 import math
-from html import escape
 from typing import Any
 
-from echelon.draw.html_page import fill_template
+from echelon.draw.html_page import fill_template, page
 from echelon.report import load_colours
 from echelon.report.expert_load_history import ExpertLoadHistory, LayerLoadHistory
 from echelon.training.logging.expert_load import short_layer_name
 
 TEMPLATE = "expert_load.html"
 MAX_ALL_SHOWN, WORST_SHOWN = 8, 4
-"""so many layers are all shown at first, of more only the worst"""
+"""up to the first number of layers all are shown at first; of more, the worst ones"""
 
 
 def as_html(history: ExpertLoadHistory) -> str:
-    """A page of its own."""
-    title = escape(f"{history.name}: loads of experts")
-    page = "body{margin:0;padding:20px 24px 28px;background:#fff}"
-    page += "@media (prefers-color-scheme:dark){body{background:#11151c}}"
-    return (
-        f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{title}</title>\n'
-        f"<style>{page}</style>\n{html_section(history)}</html>\n"
-    )
+    """The text of an HTML file."""
+    style = "body{margin:0;padding:20px 24px 28px;background:#fff}"
+    style += "@media (prefers-color-scheme:dark){body{background:#11151c}}"
+    return page(f"{history.name}: loads of experts", html_section(history), style)
 
 
 def html_section(history: ExpertLoadHistory, *, light: bool = False) -> str:
-    """For any page; `light`: in the dark too, beside what has one look only."""
+    """A section of any page; `light` keeps light colours in dark mode, beside pictures without a dark mode."""
     worst = history.layers if len(history.layers) <= MAX_ALL_SHOWN else history.worst_layers(WORST_SHOWN)
     shown = {layer.name for layer in worst}
     data = {

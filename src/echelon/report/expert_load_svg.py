@@ -1,7 +1,7 @@
-"""Loads of experts as SVG: layers over steps, then maps of experts over steps with lines below them.
+"""Expert load as SVG: layers over steps, then a heat map of experts over steps per layer, with curves below.
 
-One file, no fonts or scripts from elsewhere; the colours follow the reader's light or dark mode. Cells of one colour
-are one path, and neighbours in a row one shape of it, so that the file stays small.
+The colours follow the reader's light or dark mode. Cells of one colour are one path, and neighbours in a row one shape
+of it, so that the file stays small.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from echelon.training.logging.expert_load import short_layer_name
 MARGIN, LEFT, MAP_WIDTH, RIGHT = 24.0, 116.0, 744.0, 116.0
 WIDTH = LEFT + MAP_WIDTH + RIGHT
 MAX_ALL_SHOWN, WORST_SHOWN, MAX_EXPERT_ROWS = 8, 4, 256
-"""so many layers all have maps of their own, of more only the worst; at most so many rows of experts"""
+"""up to the first number of layers all have a heat map; of more, the worst ones"""
 MAX_ROW_HEIGHT, MIN_ROW_HEIGHT = 14.0, 1.0
-"""rows of few and of many"""
+"""of a row of a heat map"""
 MIN_MARKED_HEIGHT = 4.0
-"""a row below this has no room for the line of those without a token: it stays empty"""
+"""lower rows leave cells without a token empty; higher ones mark them with a line"""
 MAP_HEIGHT = 224.0
 STRIP_HEIGHT = 30.0
-"""of a line below a map"""
+"""of a curve below a heat map"""
 LIGHT = svg_writer.LIGHT_THEME | {"empty": "#b3440f"}
 DARK = svg_writer.DARK_THEME | {"empty": "#f08a52"}
 LINE_STYLE = "text{font-variant-numeric:tabular-nums}.thin{fill:none;stroke-width:1.6;stroke-linejoin:round}"
 
 MapRow = tuple[str, list[int | None]]
-"""its name, and the steps of the scale of its cells"""
+"""its name, and the colour indices of its cells"""
 
 
 @dataclass(frozen=True)
 class _StepScale:
-    """Where steps are."""
+    """The x coordinates of steps."""
 
     first: int
     last: int
@@ -56,7 +56,7 @@ class _StepScale:
         return LEFT + MAP_WIDTH * (step - self.first) / (self.last - self.first + 1)
 
     def cells(self, steps: Sequence[int | None]) -> Iterator[tuple[int | None, float, float]]:
-        """Runs of neighbours in one colour: which, from where, how wide."""
+        """Runs of cells of one colour: (colour index, x, width)."""
         for step, group in groupby(range(len(steps)), key=lambda at: steps[at]):
             places = list(group)
             start = self.x(self.spans[places[0]][0])
@@ -64,7 +64,7 @@ class _StepScale:
 
 
 def as_svg(history: ExpertLoadHistory, *, light: bool = False) -> str:
-    """The picture as the text of an SVG file; `light`: in the dark too, beside what has one look only."""
+    """The text of an SVG file; `light` keeps light colours in dark mode, beside pictures without a dark mode."""
     frame = _StepScale(*history.steps, history.spans)
     shown = history.layers if len(history.layers) <= MAX_ALL_SHOWN else history.worst_layers(WORST_SHOWN)
     title = f"loads of experts: {history.heading()}"
@@ -82,9 +82,11 @@ def as_svg(history: ExpertLoadHistory, *, light: bool = False) -> str:
         more, y = _heat_map("busiest expert of each layer, to the mean", rows, frame, y, notes)
         parts += more
     if len(shown) < len(history.layers):
-        words = f"Below: the {len(shown)} least even of {len(history.layers)} layers, by the second half of the steps."
+        words = (
+            f"Below: the {len(shown)} least balanced of {len(history.layers)} layers in the second half of the steps."
+        )
         y += 28
-        parts.append(_text(MARGIN, y, words, 13, css_class="pale"))
+        parts.append(_text(MARGIN, y, note, 13, css_class="pale"))
     for layer in shown:
         more, y = _layer(layer, frame, y)
         parts += more
@@ -112,7 +114,7 @@ def _legend(y: float, thin: bool) -> Iterator[str]:
 
 
 def _layer(layer: LayerLoadHistory, frame: _StepScale, y: float) -> tuple[list[str], float]:
-    """A layer from `y` on, and where it ends."""
+    """The elements of a layer from `y` on, and the y of its end."""
     kinds = expert_rows(layer.experts, MAX_EXPERT_ROWS)
     loads = [column.relative_loads for column in layer.columns]
     rows: list[MapRow] = [(row_label(row), [colour_index(row_load(column, row)) for column in loads]) for row in kinds]
@@ -170,7 +172,7 @@ def _heat_map(
 
 
 def _strip(name: str, values: Sequence[float], frame: _StepScale, y: float) -> Iterator[str]:
-    """A line over the steps, from 0 (entropy: and to 1) to the most that it reached."""
+    """A curve over the steps, from 0 to its maximum (entropy: to 1)."""
     top = 1.0 if name == "entropy" else max(values) or 1.0
     number: Callable[[float], str] = (
         (lambda value: f"{value:.1f}") if name in ("dead", "dropped %") else "{:.2f}".format

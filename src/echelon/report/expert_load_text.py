@@ -1,7 +1,7 @@
-"""Loads of experts as text, as wide as the terminal: layers over steps, then the experts of the worst layers.
+"""Expert load as text, as wide as the terminal: layers over steps, then the experts of the worst layers.
 
-With colours a line has two experts, one in the upper half of its cells and one in the lower. Without, a line has one,
-and its cells are the numbers of the scale's steps.
+With colours a line has two experts, in the upper and the lower half of its cells. Without, a line has one expert, and
+its cells are the numbers of the colours.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from echelon.training.logging.display import ASCII_SPARK_LEVELS, SPARK_LEVELS, s
 from echelon.training.logging.expert_load import short_layer_name
 
 MAX_LAYERS, MAX_DETAILED, MAX_LINES = 24, 3, 16
-"""at most: rows of layers, layers with a map of their own, lines of such a map"""
+"""rows of layers, layers with a map of their experts, lines of a map"""
 MAX_COLUMN_WIDTH = 4
-"""characters of a column of steps"""
+"""characters per column of steps"""
 RIGHT_MARGIN = 22
-"""for numbers beside rows"""
+"""for the numbers right of the rows"""
 
 ColourIndices = list[int | None]
-"""of the scale, one for each column"""
+"""one for each column"""
 
 
 def as_text(history: ExpertLoadHistory, *, width: int = 80, colour: bool = True) -> Text:
-    """The picture; plain ASCII without colour."""
+    """The text; plain ASCII without colour."""
     rows, maps = ({layer.name for layer in history.worst_layers(most)} for most in (MAX_LAYERS, MAX_DETAILED))
     margin = 2 + max(9, *(len(short_layer_name(name)) for name in rows))
     history = history.downsample(max(8, width - margin - RIGHT_MARGIN))
@@ -41,7 +41,7 @@ def as_text(history: ExpertLoadHistory, *, width: int = 80, colour: bool = True)
             text.append(f"{short_layer_name(layer.name):<{margin}}").append(_row(row, each, colour))
             text.append(f"  {layer.last['most']:.2f}, worst {layer.worst_max_over_mean:.2f}\n")
         if left := len(history.layers) - len(rows):
-            text.append(f"{left} more layers are more even than these\n")
+            text.append(f"{left} more layers are better balanced than these\n")
     for layer in (layer for layer in history.layers if layer.name in maps):
         text.append("\n").append(_details(layer, margin, each, colour))
     if left := len(history.layers) - len(maps):
@@ -88,7 +88,7 @@ def _row(steps: ColourIndices, each: int, colour: bool) -> Text:
 
 
 def _rows(pair: Sequence[ColourIndices], each: int) -> Text:
-    """Two rows in the halves of one; what is empty stays as the terminal has it."""
+    """Two rows in the halves of one line; cells without a token stay empty."""
     text = Text()
     upper = pair[0]
     lower: ColourIndices = pair[1] if len(pair) > 1 else [None] * len(upper)

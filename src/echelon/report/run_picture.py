@@ -1,4 +1,4 @@
-"""All that can be drawn of a run: planned over measured where it had a pipeline, loads where its model has experts."""
+"""The pictures of a run: its timeline, planned over measured, if it had a pipeline; its expert load if it is MoE."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from echelon.pipeline.timeline import Timeline
 
 if TYPE_CHECKING:
     from echelon.report.expert_load_history import (
-        ExpertLoadHistory,  # what draws loads is read only where there are some
+        ExpertLoadHistory,  # imported only if a run has expert load
     )
 
 
 @dataclass(frozen=True)
 class RunPicture:
-    """One of both at least."""
+    """The timeline or the expert load of a run, or both."""
 
     planned: Timeline | None = None
-    """or what was measured, where nothing was planned"""
+    """or the measured one, if nothing was planned"""
     measured: Timeline | None = None
     expert_load: ExpertLoadHistory | None = None
 
     @classmethod
     def from_run(cls, folder: Path) -> Self:
-        """What a run's directory has. A run that was killed has no timeline, but a log."""
+        """Read a run's directory. A run that was killed has no timeline, but a log."""
         from echelon.report.expert_load_history import ExpertLoadHistory
 
         has_timeline = (folder / timeline.TIMELINE_FILE).exists()
@@ -37,7 +37,7 @@ class RunPicture:
         if not has_timeline and not loads.layers:
             raise ValueError(
                 f"nothing to draw in the run ({folder}): it has no timeline, which runs with pp > 1 write at their "
-                "end, and no loads of experts, which runs of models with mixtures log"
+                "end, and no expert load, which runs of MoE models log"
             )
         planned, measured = timeline.read_timelines(folder) if has_timeline else (None, None)
         return cls(planned or measured, measured if planned else None, loads if loads.layers else None)

@@ -1,1 +1,1 @@
-"""Does a layout compute what one device computes? `verify` runs both and compares every number."""
+"""Verification: run a layout and one device, and compare losses, gradients, weights and buffers."""

@@ -1,4 +1,4 @@
-"""One rank's half of a comparison: run the layout, hold every piece against the truth."""
+"""One rank of a comparison: run the layout, and compare every local piece with the truth."""
 
 from __future__ import annotations
 
@@ -22,27 +22,29 @@ from echelon.verification.verify_case import VerifyCase
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference of one quantity on one rank."""
+    """The largest error of one quantity on one rank."""
 
     step: int
     kind: str
     """loss, norm, gradient, parameter or buffer"""
     name: str
     error: float
-    """max|a-b| over the rank's elements, divided by max(1, max|b|) over the whole tensor"""
+    """max|a-b| over the rank's elements, divided by max(1, max|b|) over the full tensor"""
 
 
 @dataclass(frozen=True)
 class RankReport:
+    """The errors that one rank differences, and the elements that it owns."""
+
     differences: tuple[Difference, ...]
     owned_elements: dict[str, int]
-    """elements of each parameter that this rank counts as its own"""
+    """of each parameter, those that this rank owns"""
     parameter_elements: dict[str, int]
-    """elements of each whole parameter of which this rank holds something"""
+    """of each full parameter that this rank holds a piece of"""
     parameter_names: tuple[str, ...]
     """all parameters, in the order of the model"""
     collective_skipped: bool
-    """the collective that was to be left out was met, and left out"""
+    """whether the run issued the collective to leave out"""
 
 
 def run_and_compare(case: VerifyCase, layout_text: str, leave_out: str, truth: Path) -> RankReport:
@@ -52,24 +54,24 @@ def run_and_compare(case: VerifyCase, layout_text: str, leave_out: str, truth: P
     )
     engine = Engine(case.build("meta"), layout, case.optimizer, clip=case.clip, options=options)
     engine.model.train()
-    found: list[Difference] = []
+    differences: list[Difference] = []
     asynchronous = layout.schedule in ASYNC_SCHEDULES
     with safe_open(truth, framework="pt") as record:
         for step in range(case.steps if asynchronous else 0):
-            found += _scalar_differences(step, engine.step(case.batch(step, layout.batch)), record, ("loss",))
+            differences += _scalar_differences(step, engine.step(case.batch(step, layout.batch)), record, ("loss",))
         if asynchronous:
             engine.drain()
-            found += _piece_differences(case.steps - 1, engine, record, "parameter")
+            differences += _piece_differences(case.steps - 1, engine, record, "parameter")
         for step in range(0 if asynchronous else case.steps):
             result = engine.step(case.batch(step, layout.batch))
             clipped = float(clip_factor(torch.tensor(result.norm, dtype=torch.float64), case.clip))
-            found += _scalar_differences(step, result, record, ("loss", "norm"))
-            # By its own norm: whether that is right is asked apart.
-            found += _piece_differences(step, engine, record, "gradient", scale=1.0 / clipped)
-            found += _piece_differences(step, engine, record, "parameter")
+            differences += _scalar_differences(step, result, record, ("loss", "norm"))
+            # Undo clipping by the layout's own norm: the norm is compared on its own.
+            differences += _piece_differences(step, engine, record, "gradient", scale=1.0 / clipped)
+            differences += _piece_differences(step, engine, record, "parameter")
             for name, buffer in engine.model.named_buffers():
-                whole = record.get_tensor(f"{step}/buffer/{name}")
-                found.append(Difference(step, "buffer", name, relative_error(buffer.double(), whole, whole)))
+                full = record.get_tensor(f"{step}/buffer/{name}")
+                differences.append(Difference(step, "buffer", name, relative_error(buffer.double(), full, full)))
     owned = {
         piece.param.name: sum(stop - start for start, stop in piece.unpadded_runs())
         if piece.is_owner and piece.is_first_replica
@@ -78,33 +80,35 @@ def run_and_compare(case: VerifyCase, layout_text: str, leave_out: str, truth: P
     }
     entries = engine.parallel.placement.params
     sizes = {name: torch.Size(entry.shape).numel() for name, entry in entries.items()}
-    return RankReport(tuple(found), owned, sizes, engine.param_names, engine.parallel.axes.dropped_any)
+    return RankReport(tuple(differences), owned, sizes, engine.param_names, engine.parallel.axes.dropped_any)
 
 
 def _piece_differences(step: int, engine: Engine, record: safe_open, kind: str, scale: float = 1.0) -> list[Difference]:
-    found = []
+    differences = []
     for unit, piece in engine.parallel.sharded_model.pieces():
         if kind == "parameter" or piece.param.trainable:
             values = unit.master.values() if kind == "parameter" else unit.grad
-            held = engine.parallel.sharded_model.piece_view(values, piece) * scale
-            whole = record.get_tensor(f"{step}/{kind}/{piece.param.name}")
-            found.append(
-                Difference(step, kind, piece.param.name, relative_error(held, expected_piece(whole, piece), whole))
+            local = engine.parallel.sharded_model.piece_view(values, piece) * scale
+            full = record.get_tensor(f"{step}/{kind}/{piece.param.name}")
+            differences.append(
+                Difference(step, kind, piece.param.name, relative_error(local, expected_piece(full, piece), full))
             )
-    return found
+    return differences
 
 
 def _scalar_differences(step: int, result: StepResult, record: safe_open, kinds: Sequence[str]) -> list[Difference]:
-    found = []
+    differences = []
     for kind in kinds:
         value = getattr(result, kind)
         truth = record.get_tensor(f"{step}/{kind}")
-        found.append(Difference(step, kind, "", relative_error(torch.tensor(value, dtype=torch.float64), truth, truth)))
-    return found
+        differences.append(
+            Difference(step, kind, "", relative_error(torch.tensor(value, dtype=torch.float64), truth, truth))
+        )
+    return differences
 
 
 def expected_piece(full_tensor: Tensor, piece: Piece) -> Tensor:
-    """What the piece should hold of a logical tensor; padding should hold zero."""
+    """The expected values of a piece of a logical tensor; padding is zero."""
     part = full_tensor[tuple(slice(low, high) for low, high in piece.box)]
     padded = full_tensor.new_zeros(piece.param.local_shape)
     padded[tuple(slice(0, size) for size in part.shape)] = part

@@ -1,13 +1,13 @@
 """The truth of asynchronous schedules: their published update rules, on one device, one microbatch after another.
 
-With d stages, counted from 0, and version v of the weights the one that v updates have made:
+With d stages, counted from 0, and version v of the weights the result of v updates:
 
     pipedream         microbatch m is computed on version max(0, m - (d - 1 - s)) of stage s's weights, and is an update
     pipedream-vsync   ... on version max(0, m - d + 1) of all stages' weights
     2bw               batch t of k microbatches is computed on version max(0, t - 1), and is an update
 
-Every update is applied to the newest weights. Clipping is by the norm of each stage. Nothing here knows a list of
-actions; it shares with the pipeline only which parameters are on which stage.
+Every update applies to the latest weights. Clipping is by the norm of each stage. This code knows no actions; it shares
+with the pipeline only the parameters of each stage.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from echelon.models.pipeline_model import is_within
 from echelon.optim.torch_rules import build_torch_optimizer
 from echelon.pipeline.execution.stage_assignment import PipelineStages, cut_into_stages
 from echelon.pipeline.schedule import looped_placement
+from echelon.pipeline.schedules import updates_per_step
 from echelon.verification.verify_case import VerifyCase
 
 WeightSnapshot = dict[str, Tensor]
 
 
 def version_of(schedule: str, stage: int, stages: int, microbatch: int, per_update: int) -> int:
-    """The published rule: the weights that a stage uses for a microbatch."""
+    """The published rule: the weight version that a stage uses for a microbatch."""
     if schedule == "pipedream":
         return max(0, microbatch - (stages - 1 - stage))
     if schedule == "pipedream-vsync":
@@ -42,9 +43,9 @@ def version_of(schedule: str, stage: int, stages: int, microbatch: int, per_upda
 
 
 def write_emulation(case: VerifyCase, layout_text: str, num_sequences: int, path: Path) -> None:
-    """Runs the rule of a layout's schedule and writes each step's loss, and the weights when all updates are made."""
+    """Run the rule of a layout's schedule, and write each step's loss and the final weights."""
     layout = Layout.parse(layout_text)
-    per_update = layout.accumulate if layout.schedule == "2bw" else 1
+    per_update = layout.accumulate // updates_per_step(layout)
     model = case.build("cpu")
     stream = rng.RandomStream(case.seed)
     rng.attach_stream(model, stream)
@@ -52,7 +53,7 @@ def write_emulation(case: VerifyCase, layout_text: str, num_sequences: int, path
     stage_of = stage_of_parameters(cut_into_stages(model, looped_placement(layout.pp)), model)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = build_torch_optimizer(case.optimizer, trainable)
-    made: list[WeightSnapshot] = [snapshot(model)]
+    versions: list[WeightSnapshot] = [snapshot(model)]
     record: dict[str, Tensor] = {}
     size, microbatch = num_sequences // layout.accumulate, 0
     gradients, count = zero_gradients(trainable), 0
@@ -61,7 +62,7 @@ def write_emulation(case: VerifyCase, layout_text: str, num_sequences: int, path
         loss, targets = 0.0, 0
         for start in range(0, num_sequences, size):
             weights = {
-                name: made[version_of(layout.schedule, stage, layout.pp, microbatch, per_update)][name]
+                name: versions[version_of(layout.schedule, stage, layout.pp, microbatch, per_update)][name]
                 for name, stage in stage_of.items()
             }
             leaves = {name: value.clone().requires_grad_(name in trainable) for name, value in weights.items()}
@@ -69,19 +70,19 @@ def write_emulation(case: VerifyCase, layout_text: str, num_sequences: int, path
             inputs = {key: value[start : start + size] for key, value in batch.items()}
             total, valid = check_loss_output(functional_call(model, leaves, kwargs=inputs))
             if total.requires_grad:
-                # What a microbatch does not use has a gradient of zero.
-                wanted = [leaves[name] for name in trainable]
-                found = torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)
-                for name, gradient in zip(trainable, found, strict=True):
+                # Parameters that a microbatch does not use have a gradient of zero.
+                wrt = [leaves[name] for name in trainable]
+                grads = torch.autograd.grad(total, wrt, allow_unused=True, materialize_grads=True)
+                for name, gradient in zip(trainable, grads, strict=True):
                     gradients[name] += gradient
             loss, targets, count = loss + total.item(), targets + int(valid), count + int(valid)
             microbatch += 1
             if microbatch % per_update == 0:
                 apply_update(trainable, optimizer, gradients, stage_of, count, case.clip)
-                made.append(snapshot(model))
+                versions.append(snapshot(model))
                 gradients, count = zero_gradients(trainable), 0
         record[f"{step}/loss"] = torch.tensor(loss / max(targets, 1), dtype=torch.float64)
-    record |= {f"{case.steps - 1}/parameter/{name}": value for name, value in made[-1].items()}
+    record |= {f"{case.steps - 1}/parameter/{name}": value for name, value in versions[-1].items()}
     save_file(record, path)
 
 

@@ -1,4 +1,4 @@
-"""The full product of `verify --all`: every built layout with every option that the layouts should not mind."""
+"""The layouts and variants of `verify --all`: every supported layout with every option that must not change results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ALL_LAYOUTS = (
     "tp=2,pp=2",
     "dp=2,tp=2,pp=2",
 )
-"""every layout that is built, at the sizes that fit eight ranks"""
+"""every supported kind of layout, on up to eight ranks"""
 
 ALL_MOE_LAYOUTS = (
     *(f"dp=4,ep={ep},zero={zero}" for ep in (2, 4) for zero in (0, 1, 2, 3)),
@@ -45,12 +45,12 @@ ALL_MOE_LAYOUTS = (
     *(f"dp=2,pp=2,ep=2,schedule={schedule}" for schedule in ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")),
     "dp=2,tp=2,pp=2,ep=4,zero=3",
 )
-"""those of models with experts"""
+"""the same for MoE models"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyVariant:
-    """One case of the full product, with the layouts' own options applied."""
+    """One combination of model options and layout options."""
 
     label: str
     case: VerifyCase
@@ -71,7 +71,7 @@ def variants() -> Iterator[VerifyVariant]:
 
 
 def moe_variants() -> Iterator[VerifyVariant]:
-    """The same for mixtures: dropless, with a capacity, and with a shared expert and latent attention."""
+    """The same for MoE models: dropless, with a capacity, and with a shared expert and latent attention."""
     for name, dropout in product(("moe-tiny", "switch-tiny", "deepseek-tiny"), (0.0, 0.1)):
         shape = model_config.override_config(model_config.find_model(name), dropout=dropout, expert_dropout=dropout)
         for accumulate, recompute in product((1, 4), ("none", "full", "ops")):
@@ -84,14 +84,14 @@ def moe_variants() -> Iterator[VerifyVariant]:
 
 
 def verify_all(leave_out: str, progress: Callable[[LayoutVerdict, str], None]) -> Report:
-    found: list[LayoutVerdict] = []
+    verdicts: list[LayoutVerdict] = []
     with RankPool(preload=PRELOAD) as pool:
         every = chain(product(variants(), [ALL_LAYOUTS]), product(moe_variants(), [ALL_MOE_LAYOUTS]))
         for variant, layouts in every:
-            prover = Verifier(pool, variant.case, leave_out)
+            verifier = Verifier(pool, variant.case, leave_out)
             for layout in parse_layouts(layouts, variant.case):
-                found.append(
-                    prover.verify_layout(layout.replace(accumulate=variant.accumulate, recompute=variant.recompute))
+                verdicts.append(
+                    verifier.verify_layout(layout.replace(accumulate=variant.accumulate, recompute=variant.recompute))
                 )
-                progress(found[-1], variant.label)
-    return Report(verdicts=tuple(found))
+                progress(verdicts[-1], variant.label)
+    return Report(verdicts=tuple(verdicts))

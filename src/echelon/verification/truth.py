@@ -1,8 +1,8 @@
-"""The truth: a plain loop on one device, written without any of the code it judges.
+"""The truth: a plain training loop on one device, without any of the code that it verifies.
 
 It shares with a layout only the model, the batches, the counter-based dropout and torch's optimizer. Accumulation is
-done as a person would write it: gradients of the sums add up in `.grad`, and are divided by the number of valid
-targets once.
+done as a user would write it: gradients of the summed losses add up in `.grad`, and are divided once by the number of
+valid targets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from echelon.verification.verify_case import VerifyCase
 
 
 def write_truth(case: VerifyCase, num_sequences: int, accumulate: int, path: Path) -> None:
-    """Runs the case on one device and writes every number of every step to a safetensors file."""
+    """Run the case on one device, and write every value of every step to a safetensors file."""
     torch.manual_seed(case.seed)
     model = case.build("cpu")
     stream = rng.RandomStream(case.seed)
@@ -51,16 +51,16 @@ def write_truth(case: VerifyCase, num_sequences: int, accumulate: int, path: Pat
         for gradient in gradients:
             gradient.div_(max(count, 1))
         norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in gradients])) if gradients else torch.zeros(())
-        # Before clipping: one wrong gradient makes the norm wrong, and clipping by it would make all of them wrong.
+        # Before clipping: one wrong gradient makes the norm wrong, and clipping would spread it to all of them.
         before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         if case.clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         if count:
             optimizer.step()
         for module in model.modules():
-            mixture: Any = module
-            if getattr(module, "expert_load", None) is not None:  # of a mixture, whose gate may balance by a bias
-                mixture.end_step(mixture.expert_load[:-1] * bool(count))
+            layer: Any = module
+            if getattr(module, "expert_load", None) is not None:  # an MoE layer, whose gate may balance by a bias
+                layer.end_step(layer.expert_load[:-1] * bool(count))
         record[f"{step}/loss"] = torch.tensor(loss / max(count, 1), dtype=torch.float64)
         record[f"{step}/norm"] = norm.detach().double()
         for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""`verify`: a verdict per layout, and where one fails, the first parameter and the axis."""
+"""`verify`: a verdict per layout; for one that fails, the first parameter and the mesh axis."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from echelon.launch.rank_pool import RankPool
 from echelon.layout import Layout
 from echelon.layout.layout import ASYNC_SCHEDULES
 from echelon.models.model_config import ModelConfig
+from echelon.pipeline.schedules import updates_per_step
 from echelon.verification.compare import Difference, RankReport, run_and_compare
 from echelon.verification.emulation import write_emulation
 from echelon.verification.truth import write_truth
@@ -24,23 +25,23 @@ from echelon.verification.verify_request import check_leave_out, default_layouts
 
 TOLERANCE = 1e-10
 PRELOAD = ("echelon.verification.compare", "echelon.verification.truth")
-"""what every rank needs, imported once before ranks are forked"""
+"""modules that every rank needs, imported once before the pool forks"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutVerdict:
-    """What came of one layout."""
+    """The result of one layout."""
 
     layout: str
     passed: bool
     max_error: float
     first_difference: Difference | None
-    """the earliest above the tolerance: by step, gradients before updates, in the order of the model's parameters"""
+    """the first above the tolerance: by step, gradients before weights, in the order of the model's parameters"""
     axis: str
-    """the mesh axis whose reduction is wrong, or the product of axes of which none alone is; empty where it passed"""
+    """the mesh axis whose reduction is wrong, or the axes of which none fails alone; empty if it passed"""
     seconds: float
     trouble: str = ""
-    """why it could not be compared, where it could not"""
+    """why it could not be compared, if so"""
 
     def to_json(self) -> dict[str, Any]:
         first = self.first_difference
@@ -82,11 +83,11 @@ def verify(
     progress: Callable[[LayoutVerdict], None] = lambda _: None,
     **case_options: Any,
 ) -> Report:
-    """Runs each layout against one device, in float64, on a shrunken model.
+    """Run each layout against one device, in float64, on a reduced model.
 
-    `model` is a named size, or a function (or `file.py:function`) that makes the user's own module, with `batch` a
-    function of (rows, seed) that makes its batches. `leave_out` drops a collective on purpose, such as
-    "tp:all_reduce", to see the failure. Without `layouts`, some that suit the model.
+    `model` is a named model, or a function (or `file.py:function`) that builds a custom one, with `batch` a function of
+    (sequences, seed) that makes its batches. `leave_out` drops a collective on purpose, such as "tp:all_reduce", to see
+    the failure. Without `layouts`, it takes defaults for the model.
 
     >>> report = ec.verify("llama-tiny", "dp=2; tp=2")
     >>> report.passed
@@ -94,15 +95,15 @@ def verify(
     """
     check_leave_out(leave_out)
     case = make_case(model, batch, **case_options)
-    wanted = parse_layouts(default_layouts(case) if layouts is None else layouts, case)
+    layouts_to_run = parse_layouts(default_layouts(case) if layouts is None else layouts, case)
     if pool is not None:
-        return Verifier(pool, case, leave_out).report(wanted, progress)
-    with RankPool(preload=PRELOAD) as own:
-        return Verifier(own, case, leave_out).report(wanted, progress)
+        return Verifier(pool, case, leave_out).report(layouts_to_run, progress)
+    with RankPool(preload=PRELOAD) as ranks:
+        return Verifier(ranks, case, leave_out).report(layouts_to_run, progress)
 
 
 class Verifier:
-    """Runs cases on a pool, with the truth of each (rows, microbatches) computed once."""
+    """Runs layouts on a pool of ranks, and computes the truth of each (batch, microbatches) once."""
 
     def __init__(self, pool: RankPool, case: VerifyCase, leave_out: str = ""):
         self.pool, self.case, self.leave_out = pool, case, leave_out
@@ -117,10 +118,10 @@ class Verifier:
             verdicts.append(self.verify_layout(layout))
             progress(verdicts[-1])
         if not verdicts:
-            raise ValueError('no layout was given, so nothing would be proved; name one, such as "dp=2"')
+            raise ValueError('verify has no layout; name one, such as "dp=2"')
         if self.leave_out and not self._collective_skipped:
             raise ValueError(
-                f"nothing was left out: none of the layouts issues {self.leave_out}; name one that they do"
+                f"no layout issues the collective to leave out ({self.leave_out}); name one that they issue"
             )
         return Report(verdicts=tuple(verdicts))
 
@@ -165,20 +166,20 @@ class Verifier:
         for name in reports[0].parameter_names:
             owned = sum(report.owned_elements.get(name, 0) for report in reports)
             if owned != sizes.get(name):
-                wrong = f"{name} has {sizes.get(name, 0)} elements and {owned} are owned: the placement record is wrong"
+                wrong = f"{name} has {sizes.get(name, 0)} elements and {owned} are owned: the placement is wrong"
                 raise RankError(wrong, rank=0, reason=wrong)
-        # Causes first: an update is wrong where a gradient is, and a parameter says more than a sum over all of them.
+        # Causes first: a wrong gradient makes the update wrong, and a parameter tells more than a norm.
         kinds = ("gradient", "parameter", "buffer", "norm", "loss")
         order = {name: index for index, name in enumerate(reports[0].parameter_names)}
         return sorted(found.values(), key=lambda d: (d.step, kinds.index(d.kind), order.get(d.name, 0)))
 
     def _case_for(self, layout: Layout) -> VerifyCase:
-        """About as many updates for every schedule: rounding grows with each of them."""
-        updates = layout.accumulate if layout.schedule in ASYNC_SCHEDULES and layout.schedule != "2bw" else 1
+        """The case with about as many updates for every schedule: rounding errors grow with each of them."""
+        updates = updates_per_step(layout)
         return replace(self.case, steps=max(-(-self.case.steps // updates), min(self.case.steps, 3)))
 
     def _truth_file(self, layout: Layout) -> Path:
-        """What one device computes: by the rule of the schedule, where that is another than everyone's."""
+        """The file with what one device computes; for asynchronous schedules by their own rule."""
         rule = (layout.schedule, layout.pp) if layout.schedule in ASYNC_SCHEDULES else ()
         key = (layout.batch, layout.accumulate, *rule)
         if key not in self._truth_files:
@@ -193,7 +194,7 @@ class Verifier:
         return self._truth_files[key]
 
     def _find_wrong_axis(self, layout: Layout) -> str:
-        """The axis that fails alone: splitting over one at a time finds the wrong reduction, whatever the bug is."""
+        """The axes that fail alone: splitting over one axis at a time finds the wrong reduction."""
         shards, replicas = layout.num_shards, layout.dp // layout.num_shards
         none: dict[str, dict[str, int | str]] = {
             "dp": {"dp": 1, "zero": 0, "shard": 1},
@@ -216,11 +217,11 @@ class Verifier:
         }
         names = {axis: part for axis, part in alone.items() if part.world > 1}
         if len(names) == 1:
-            guilty = list(names)
+            wrong_axes = list(names)
         else:
-            guilty = [axis for axis, part in names.items() if self._fails(part)] or list(names)
+            wrong_axes = [axis for axis, part in names.items() if self._fails(part)] or list(names)
         hybrid = 1 < layout.num_shards < layout.dp
-        return " x ".join(axis if hybrid or axis in ("tp", "cp", "pp", "ep") else "dp" for axis in guilty)
+        return " x ".join(axis if hybrid or axis in ("tp", "cp", "pp", "ep") else "dp" for axis in wrong_axes)
 
     def _fails(self, layout: Layout) -> bool:
         try:
@@ -230,5 +231,5 @@ class Verifier:
 
 
 def with_two_sequences(layout: Layout) -> Layout:
-    """The layout with at least two sequences a rank and microbatch, so that a wrong mean over rows shows."""
+    """The layout with at least two sequences per rank and microbatch, so that a wrong mean over sequences shows."""
     return replace(layout, microbatch=2) if layout.microbatch == 1 else layout

@@ -1,4 +1,4 @@
-"""What is run twice: once by one device, once by a layout. A case is data, so that it travels to every rank."""
+"""`VerifyCase`: what one device and a layout both run, as data that travels to every rank."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ if TYPE_CHECKING:
 
 
 DEFAULT_ADAMW = OptimizerConfig(lr=1e-2, eps=1e-6)
-"""where nobody asks for another rule. AdamW turns a difference d of a gradient that is nearly 0 into one of lr·d/eps of
-the parameter: with the usual eps, rounding alone can come near the tolerance"""
+"""the default optimizer. AdamW turns a difference d of a gradient near 0 into one of lr·d/eps of the parameter: with
+the usual eps, rounding alone can come near the tolerance"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyCase:
-    """A model, a rule and a few steps, all in float64."""
+    """A model, an optimizer and a few steps, all in float64."""
 
     model: ModelConfig | str
-    """a named shape, or `file.py:factory` of the user's own"""
+    """a named model, or `file.py:factory` of a custom model"""
     batch_function: str = ""
-    """`file.py:function` that makes the user's batches: (rows, seed) to a dict of tensors"""
+    """`file.py:function` that makes the batches of a custom model: (sequences, seed) to a dict of tensors"""
     optimizer: OptimizerConfig = DEFAULT_ADAMW
     clip: float = 1.0
     steps: int = 5
     seq_len: int = 33
-    """odd on purpose: it divides by no tp"""
+    """odd on purpose: no tp divides it"""
     packed: bool = False
-    """several documents are in a sequence"""
+    """several documents per sequence"""
     seed: int = 1234
 
     def __post_init__(self) -> None:
         if self.steps < 1:
-            raise ValueError(f"nothing is compared without a step (steps={self.steps}); use 1 or more")
+            raise ValueError(f"verify needs a step to compare (steps={self.steps}); use 1 or more")
 
     def build(self, device: str) -> nn.Module:
-        """The one-device model; on "meta" (a model of ours) with shapes only, or as the user's factory makes it."""
+        """The one-device model; on "meta" with shapes only, or as the user's factory builds it."""
         import torch
 
         from echelon import models
@@ -52,23 +52,23 @@ class VerifyCase:
         return model.double()
 
     def batch(self, step: int, num_sequences: int) -> dict[str, Tensor]:
-        """The global batch of a step, the same wherever it is made."""
+        """The global batch of a step, the same on every rank."""
         import torch
 
         if not isinstance(self.model, ModelConfig):
-            made: dict[str, Any] = load_factory(self.batch_function)(num_sequences, self.seed + step)
-            return {key: value.double() if value.is_floating_point() else value for key, value in made.items()}
-        source = torch.Generator().manual_seed(self.seed + step)
+            tensors: dict[str, Any] = load_factory(self.batch_function)(num_sequences, self.seed + step)
+            return {key: value.double() if value.is_floating_point() else value for key, value in tensors.items()}
+        generator = torch.Generator().manual_seed(self.seed + step)
         if self.model.family == "conv":
-            images = torch.randn(num_sequences, 3, 16, 16, generator=source, dtype=torch.float64)
-            return {"images": images, "labels": torch.randint(0, 10, (num_sequences,), generator=source)}
-        tokens = torch.randint(0, self.model.vocab, (num_sequences, self.seq_len + 1), generator=source)
+            images = torch.randn(num_sequences, 3, 16, 16, generator=generator, dtype=torch.float64)
+            return {"images": images, "labels": torch.randint(0, 10, (num_sequences,), generator=generator)}
+        tokens = torch.randint(0, self.model.vocab, (num_sequences, self.seq_len + 1), generator=generator)
         targets = tokens[:, 1:].clone()
-        # Ranks and microbatches with different numbers of valid targets tell a mean of means from the mean.
-        targets[torch.rand(targets.shape, generator=source) < 0.3] = IGNORE_INDEX
+        # Different numbers of valid targets per rank and microbatch distinguish a mean of means from the mean.
+        targets[torch.rand(targets.shape, generator=generator) < 0.3] = IGNORE_INDEX
         targets[::3, : self.seq_len // 2] = IGNORE_INDEX
         batch = {"tokens": tokens[:, :-1], "targets": targets}
         if self.packed:
-            ends = torch.rand(targets.shape, generator=source) < 3 / self.seq_len
+            ends = torch.rand(targets.shape, generator=generator) < 3 / self.seq_len
             batch["documents"] = ends.cumsum(dim=1)
         return batch

@@ -1,4 +1,4 @@
-"""What was asked of `verify`: a case and layouts, or every fault in the question at once. No torch, so it is quick."""
+"""The request of `verify`: its case and layouts, or all invalid options at once. No torch, so it is quick."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEFAULT_MOE_LAYOUTS = (
     "tp=2; dp=2,tp=2,ep=4; cp=2,ep=2; dp=4,ep=4,ep_inner=2; "
     "pp=2,accumulate=4; dp=2,pp=2,ep=2,accumulate=2; tp=2,pp=2,ep=2,schedule=zb-v,accumulate=4"
 )
-"""the same for a model with mixtures"""
+"""the default layouts of MoE models"""
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send")
 AXES = ("dp", "replica", "shard", "tp", "x", "y", "z", "cp", "ring", "ulysses", "pp", "edp", "ep", "etp")
@@ -37,46 +37,48 @@ AXES = ("dp", "replica", "shard", "tp", "x", "y", "z", "cp", "ring", "ulysses", 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyRequest:
+    """The options of `echelon verify`."""
+
     config: Path | None = None
     layouts: str = ""
     model: str = ""
     leave_out: str = ""
 
     def resolve(self) -> tuple[VerifyCase, list[Layout]]:
-        """The case and its layouts. Raises FaultError with everything that is wrong."""
-        faults: list[ValidationIssue] = []
+        """The case and its layouts. Raises ValidationError with every issue."""
+        issues: list[ValidationIssue] = []
         config, case, layouts = None, VerifyCase(model=""), self.layouts
-        with collect_faults(faults):
+        with collect_faults(issues):
             check_leave_out(self.leave_out)
-        with collect_faults(faults):
+        with collect_faults(issues):
             config = Config.load(self.config) if self.config else None
         if not layouts and config and config.layout:
             layouts = str(Layout.parse(config.layout, world=default_procs(config)).replace(microbatch=1))
-        with collect_faults(faults):
+        with collect_faults(issues):
             case = make_case(self.model or (config.model if config else "llama-tiny"))
         if config:
-            # In float64 throughout, moments too: those of a shorter type are rounded by chance. Rules that take a sign
-            # or a ratio make much of rounding: layouts are compared by AdamW, rules on equal gradients (tests/optim).
+            # Everything is float64, moments too: shorter dtypes use stochastic rounding. Rules that take a sign or a
+            # ratio amplify rounding errors: layouts are compared by AdamW, rules on equal gradients (tests/optim).
             rule = replace(config.optimizer, states="float32", ema=0.0, in_backward=False)
             rule = rule if rule.name in ("adamw", "sgd") else OptimizerConfig(lr=rule.lr, groups=rule.groups)
             case = replace(case, optimizer=rule, clip=config.clip)
             if isinstance(case.model, ModelConfig):
                 case = replace(case, model=config.override_model(case.model))
-        found: list[Layout] = []
-        with collect_faults(faults):
-            found = parse_layouts(layouts or default_layouts(case), case)
-        if faults:
-            raise ValidationError(faults)
-        return case, found
+        parsed_layouts: list[Layout] = []
+        with collect_faults(issues):
+            parsed_layouts = parse_layouts(layouts or default_layouts(case), case)
+        if issues:
+            raise ValidationError(issues)
+        return case, parsed_layouts
 
 
 @contextmanager
-def collect_faults(faults: list[ValidationIssue]) -> Iterator[None]:
-    """What is wrong in one part of a question must not hide what is wrong in the next."""
+def collect_faults(issues: list[ValidationIssue]) -> Iterator[None]:
+    """Collect validation issues, so that those of one option do not hide those of the next."""
     try:
         yield
     except ValidationError as error:
-        faults += error.issues
+        issues += error.issues
 
 
 def make_case(
@@ -91,45 +93,45 @@ def make_case(
     batches = batch if isinstance(batch, str) else factory_spec(batch)
     batches = batches or spec.rpartition(":")[0] + ":batch"
     legal = "a function batch(rows, seed), in the file of the model or named"
-    faults = list(user_model.validate_spec(spec)) or list(user_model.validate_spec(batches, key="batch", legal=legal))
-    if faults:
-        raise ValidationError(faults)
+    issues = list(user_model.validate_spec(spec)) or list(user_model.validate_spec(batches, key="batch", legal=legal))
+    if issues:
+        raise ValidationError(issues)
     return VerifyCase(model=spec, batch_function=batches, **options)
 
 
 def default_layouts(case: VerifyCase) -> str:
-    """What is proved where nothing is asked for."""
-    mixed = isinstance(case.model, ModelConfig) and case.model.moe is not None
-    return DEFAULT_MOE_LAYOUTS if mixed else DEFAULT_LAYOUTS
+    """The layouts to verify if the user names none."""
+    is_moe = isinstance(case.model, ModelConfig) and case.model.moe is not None
+    return DEFAULT_MOE_LAYOUTS if is_moe else DEFAULT_LAYOUTS
 
 
 def parse_layouts(layouts: str | Sequence[str | Layout], case: VerifyCase) -> list[Layout]:
-    """The layouts, each with its faults checked against the shrunken model; all faults at once."""
+    """The layouts, validated against the reduced model; raises ValidationError with the issues of all."""
     text = layouts if isinstance(layouts, str) else "; ".join(str(layout) for layout in layouts)
     model = case.model if isinstance(case.model, ModelConfig) else None
-    # No text would be the layout of one device; nothing that was asked is nothing.
+    # An empty text would parse as the layout of one device.
     parts = [part for part in text.split(";") if part.strip()]
-    found: list[Layout] = []
-    faults: list[ValidationIssue] = []
-    with collect_faults(faults):
-        found = check_layouts(text, seq_len=case.seq_len, model=model) if parts else []
-    # Asked of the keys as they are written, so that a layout with other faults says it too.
+    parsed_layouts: list[Layout] = []
+    issues: list[ValidationIssue] = []
+    with collect_faults(issues):
+        parsed_layouts = check_layouts(text, seq_len=case.seq_len, model=model) if parts else []
+    # From the keys as written, so that a layout with other issues reports it too.
     for layout in (Layout.resolve(grammar.parse_pairs(part).values) for part in parts):
         if wrong := schedule_file_error(layout, model.layers if model else 0):
-            faults.append(ValidationIssue(key="schedule", value=layout.schedule, message=f"cannot be run: {wrong}"))
-    if faults:
-        raise ValidationError(faults)
-    return found
+            issues.append(ValidationIssue(key="schedule", value=layout.schedule, message=f"cannot be run: {wrong}"))
+    if issues:
+        raise ValidationError(issues)
+    return parsed_layouts
 
 
 def check_leave_out(text: str) -> None:
     axis, _, kind = text.partition(":")
-    some = axis.startswith(("tp/", "x/", "y/", "pp[", "ep*etp/", "ep*etp%"))  # of an axis
+    some = axis.startswith(("tp/", "x/", "y/", "pp[", "ep*etp/", "ep*etp%"))  # parts of an axis
     if text and (not (some or set(axis.split("*")) <= set(AXES)) or kind not in COLLECTIVES):
         legal = (
             f"AXIS:COLLECTIVE, an axis of {', '.join(AXES)}, a product (shard*tp), tp/2 or pp[0+1] and a collective of "
             f"{', '.join(COLLECTIVES)}"
         )
         raise ValidationError(
-            [ValidationIssue(key="leave-out", value=text, message="names no collective of a run", legal=legal)]
+            [ValidationIssue(key="leave-out", value=text, message="is no collective of a run", legal=legal)]
         )
