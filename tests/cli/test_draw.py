@@ -174,7 +174,7 @@ def test_invalid_requests_are_reported(tmp_path):
     assert 'did you mean "1f1b"?' in says("1f1bb")
     assert "dualpipe-v" in says("dualpipe")
     assert f"nothing to draw in the run ({tmp_path}): it has no timeline" in says(tmp_path)
-    assert "no loads of experts, which runs of models with mixtures log" in says(tmp_path)
+    assert "no expert load, which runs of MoE models log" in says(tmp_path)
     assert "--stages=4 applies to schedules" in says(tmp_path, "--stages", 4)
     assert "cannot be written" in says("1f1b", "--svg", tmp_path / "none" / "a.svg")
     faults = says("1f1b", "--stages", 0, "--forward", -1, "--link", "nan").splitlines()

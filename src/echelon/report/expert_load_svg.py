@@ -82,7 +82,7 @@ def as_svg(history: ExpertLoadHistory, *, light: bool = False) -> str:
         more, y = _heat_map("busiest expert of each layer, to the mean", rows, frame, y, notes)
         parts += more
     if len(shown) < len(history.layers):
-        words = (
+        note = (
             f"Below: the {len(shown)} least balanced of {len(history.layers)} layers in the second half of the steps."
         )
         y += 28
